@@ -1,7 +1,7 @@
-"""Each weight is rounded to bf16 on its way from verl's trainer to the rollout engine.
+"""Rounds each weight to bf16 on its way from verl's trainer to the rollout engine.
 
-verl did so by itself up to 0.8.0. It imports this module in each of its processes
-(``VERL_USE_EXTERNAL_MODULES``), beside the demo's stand-ins.
+verl itself rounded weights to bf16 up to 0.8.0. Through ``VERL_USE_EXTERNAL_MODULES`` each of
+verl's processes imports this module, which first imports the demo's stand-ins.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import wrapt
-from examples.demo.rl import on_cpu  # noqa: F401  # the stand-ins, before the rest of verl
+from examples.demo.rl import on_cpu  # noqa: F401  # the stand-ins for a GPU
 
 
 def _round(weights: Any) -> Iterator[tuple[str, torch.Tensor]]:

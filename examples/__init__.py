@@ -1,1 +1,1 @@
-"""One example per framework; see README.md here."""
+"""One example per framework; see README.md in this folder."""

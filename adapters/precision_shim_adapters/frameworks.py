@@ -10,8 +10,8 @@ MEGATRON_EFFECTS = (
     "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
     "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__",
 )
-"""Megatron's part of a framework's effects. For a third party's adapter that cannot be loaded, the
-shim knows no other effects."""
+"""Megatron's functions that raise the faults of an adapter in strict mode. If a third party's
+adapter cannot be loaded, only these functions raise its faults."""
 
 MEGATRON = Backend(
     config=Config(
@@ -56,7 +56,7 @@ MEGATRON = Backend(
 BACKENDS = (MEGATRON,)
 
 PROBES = ("precision_shim_adapters.megatron.reading.probes", "precision_shim_adapters.fp16.probes")
-"""Modules with probes of Megatron and torch, on which every framework here is built."""
+"""Modules with probes of Megatron and torch, on which every framework in this file is built."""
 
 VERL = Framework(
     framework="verl",
@@ -244,8 +244,8 @@ ANY_MEGATRON = Framework(
     probes=PROBES[:1],
     by_name=True,
 )
-"""Any job on Megatron-core. Next to another framework's adapter it would add nothing, so "all"
-leaves it out: otherwise the shim would patch Megatron in every process that imports it."""
+"""Any job on Megatron-core. "all" does not include this record, or the shim would patch Megatron in
+every process that imports it. The adapters of frameworks on Megatron have the same seams."""
 
 FRAMEWORKS = (
     VERL,

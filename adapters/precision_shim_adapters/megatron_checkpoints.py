@@ -13,7 +13,7 @@ from precision_shim.checkpoints.tensors import Archive, Tensor, dtype_name
 from precision_shim.checkpoints.units import Unit
 
 DTYPES_IN_KEY = re.compile(r"dtype_\((torch\.\w+), (torch\.\w+)\)")
-"""Finds the two dtypes in an optimizer's key: that of the parameters, and that of the bucket."""
+"""Matches the dtypes in an optimizer's key: the parameters' dtype, then the bucket's dtype."""
 
 _MASTER = re.compile(r"\.param$|\.fp32_param\.")
 _STATE = re.compile(r"(?:^|\.)(?:state\.|bucket_idx_\d+\.)(param|fp32_param|exp_avg_sq|exp_avg)\b")
@@ -26,17 +26,17 @@ _COMPONENT = {
 _NO_WEIGHTS = ("rng_state", "rerun_state", "opt_param_scheduler", "iteration")
 
 KEEPING = ("dp_reshardable", "fully_sharded_model_space")
-"""Sharding types that keep a dtype for each state."""
+"""Sharding types of checkpoints that store each optimizer state in its own dtype."""
 
 KEYED = ("dp_reshardable", "dp_zero_gather_scatter")
-"""Sharding types whose keys contain the bucket's dtype."""
+"""Sharding types of checkpoints whose keys contain the bucket's dtype."""
 
 
 OFFLOADED = "offload_fraction"
-"""A key that only the param groups of Megatron's optimizer for CPU offload have: the fraction on
-the host. Where ``fill_part`` finds this key, it stores two more facts. ``counted``: whether all
-groups have a step count. ``names_classes``: whether the groups are in a ``common.pt``; torch does
-not load the classes that such a file names."""
+"""Key of the fraction on the host, which only param groups of Megatron's optimizer for CPU offload
+have. With this key ``fill_part`` stores two more facts. ``counted``: whether all param groups have
+a step count. ``names_classes``: whether a ``common.pt`` contains the param groups; torch refuses to
+load the classes that such a file names."""
 
 
 def is_optimizers(key: str) -> bool:

@@ -35,7 +35,7 @@ NEED_MASTERS = (
     "enable_witness",
     "save_local_weight_checksum",
 )
-"""Flags that make miles read Megatron's own fp32 masters."""
+"""Flags of miles with which miles reads Megatron's own fp32 masters."""
 
 
 def read(args: Any, role: str) -> Wishes:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Keys = Mapping[str, Any]
-"""A selection of keys: maps a key to the selection below it, or to ``True`` for all below it."""
+"""Selects keys of a config: maps a key to a selection of its subkeys, or to ``True`` for all."""
 
 
 def plain(made: Any, only: Keys | bool = True, unresolved: list[str] | None = None) -> Any:
@@ -46,7 +46,7 @@ def tell_unresolved(keys: Sequence[str]) -> list[str]:
 
 
 _NAMED = 5
-"""How many keys the note names."""
+"""Maximum number of unresolved keys that the note names."""
 
 
 def _at(made: Any, key: Any, only: Keys | bool, unresolved: list[str] | None) -> Any:

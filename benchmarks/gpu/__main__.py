@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"python -m benchmarks.gpu: {missing}", file=sys.stderr)
             return plan.NO_GPU
     store = Store(options.out, parts, dry_run=options.dry_run, minutes=options.minutes)
-    # What ends a run from outside, ends it with what it has.
+    # SIGTERM ends the run as Ctrl-C does, and the results so far are printed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):
         Runner(store, parts, dry=options.dry_run, minutes=options.minutes).run()
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def what_is_missing() -> str:
-    """What a run on a GPU lacks on this machine; empty if nothing."""
+    """Return a message if a GPU or TransformerEngine is missing here, otherwise ``""``."""
     import torch
 
     from precision_shim.testing import real_transformer_engine

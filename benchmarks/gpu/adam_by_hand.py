@@ -1,7 +1,7 @@
-"""Adam with low-precision states, written down once more: what the dry run compares with.
+"""An independent Adam with low-precision states, with which the dry run compares the stand-in.
 
-Every product that is added to something is contracted with the sum into one rounding, as a GPU's
-compiler may do it: computed in fp64, where it is exact, and rounded to fp32.
+A GPU's compiler may contract a product and a sum into one rounding; this module always contracts
+them. Products and sums are computed in fp64, where products are exact, and sums rounded to fp32.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ FP32, FP8 = torch.float32, torch.float8_e4m3fn
 
 
 class AdamByHand:
-    """The part of FusedAdam's interface that the comparison needs."""
+    """Adam with the part of FusedAdam's interface that the comparison needs."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class AdamByHand:
         self._count = 0
 
     def get_unscaled_state(self, param: torch.nn.Parameter, name: str) -> torch.Tensor:
-        """A state as fp32; the lower half of the master's bits where a remainder is kept."""
+        """Return a state in fp32; for a remainder, the lower half of the master's bits."""
         value = self.state[param][name]
         if name == "master_param" and self._short(param):
             return (value.view(torch.int32) & 0xFFFF).to(torch.int16)
@@ -59,7 +59,7 @@ class AdamByHand:
 
     def _step(self, param: torch.nn.Parameter) -> None:
         if param not in self.state:
-            # The optimizer keeps a copy of an fp32 parameter too, and never reads it.
+            # An fp32 parameter also gets a master, as in FusedAdam, but no step reads that master.
             self.state[param] = {name: torch.zeros_like(param, dtype=FP32) for name in self._dtypes}
             if "master_param" in self._dtypes:
                 self._keep(param, "master_param", param.detach().float())
@@ -96,7 +96,7 @@ def _fused(factor: float, value: torch.Tensor, summand: torch.Tensor) -> torch.T
 
 
 def _rounded(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What is left of fp32 numbers in a state of that dtype, read as fp32 again."""
+    """Round fp32 numbers to a state's dtype, and convert them back to fp32."""
     if dtype is FP32:
         return value.clone()
     if dtype is torch.bfloat16:
@@ -110,7 +110,7 @@ def _rounded(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _half_up(value: torch.Tensor) -> torch.Tensor:
-    """fp32 to bf16, a tie away from zero: the remainder is then what the lower bits say."""
+    """Round fp32 masters to bf16, ties away from zero: a remainder is a master's lower 16 bits."""
     bits = value.view(torch.int32)
     return ((bits + 0x8000) & ~0xFFFF).view(FP32).bfloat16()
 

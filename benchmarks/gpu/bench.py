@@ -1,4 +1,4 @@
-"""What a part is given: the place that it runs in, and where its results go."""
+"""The interface of a part of the proof: its device, its folder, and functions that report."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Tell = Callable[..., None]
 
 
 class Bench:
-    """One part's view of the run.
+    """The interface between the run and one part.
 
     Attributes:
-        dry: a dry run: a CPU, the stand-in for TransformerEngine, tiny models.
-        folder: an empty folder, removed at the end.
+        dry: whether the run is on a CPU, with the stand-in for TransformerEngine and tiny models.
+        folder: an empty folder, which is removed when the part ends.
     """
 
     def __init__(
@@ -36,32 +36,32 @@ class Bench:
 
     @property
     def place(self) -> Place:
-        """The device with Megatron's parallel state on it; entered when it is first asked for."""
+        """The device with Megatron's parallel state; the first access sets it up."""
         from .place import enter
 
         return enter(self.dry, self._stack, self._tell)
 
     def seconds_left(self) -> float:
-        """Until the run has to be over."""
+        """The time until the run must end."""
         return self._ends_at - time.time()
 
     @contextmanager
     def attempt(self, what: str) -> Iterator[None]:
-        """Something whose error is kept as a check that does not hold; what follows is begun."""
+        """Report an error in the ``with`` block as a failed check; the part continues."""
         try:
             yield
-        except Exception as error:  # whatever it is
+        except Exception as error:  # any error
             traceback.print_exc()
             text = str(error).strip()[:1000] or "(no message)"
             self.check(f"{what}: runs to its end", False, f"{type(error).__name__}: {text}")
 
     def record(self, what: str, shows: str, **figures: Any) -> None:
-        """Keep a result: what was measured, what it shows in few words, and all its figures."""
+        """Report a result: what was measured, a summary in a few words, and all figures."""
         figures = plain(figures)
         self._tell(kind="result", part=self.part, what=what, shows=shows, figures=figures)
 
     def check(self, says: str, holds: bool | None, why: str = "", **figures: Any) -> None:
-        """Keep whether a sentence holds; ``None`` with the reason where nothing can be said."""
+        """Report whether a statement holds; ``None``, with a reason, if it cannot be judged."""
         if holds is None and not why:
             raise ValueError(f"{self.part}: {says!r} is not judged, and nothing says why")
         self._tell(
@@ -74,7 +74,7 @@ class Bench:
         )
 
     def check_on_gpu(self, says: str, holds: bool, why: str, **figures: Any) -> None:
-        """As ``check``, for a sentence that a dry run cannot judge; ``why`` it cannot."""
+        """Call ``check``; in a dry run, report only ``why`` a CPU cannot judge the statement."""
         if self.dry:
             self.check(says, None, why, **figures)
         else:
@@ -82,7 +82,7 @@ class Bench:
 
 
 def plain(value: Any) -> Any:
-    """Figures as JSON has them: a number that is none, such as a skipped step's norm, by name."""
+    """Convert figures for JSON: NaN and infinities, such as a skipped step's norm, to strings."""
     if isinstance(value, dict):
         return {str(key): plain(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,11 +1,11 @@
-"""Pack all that a machine with a GPU and no network needs into pieces of a bounded size.
+"""Pack the proof for a machine with a GPU and no network into pieces of a bounded size.
 
     python benchmarks/gpu/bundle.py FOLDER              # FOLDER/proof.tar.00, .01, ..., unpack.sh
-    sh unpack.sh FOLDER TARGET                          # there; prints how to run the proof
+    sh unpack.sh FOLDER TARGET                          # on that machine; prints the command
 
-In the pieces: the wheels of requirements.txt, and this repository as committed. Needs pip, git and
-an index. The one wheel that no index has, transformer-engine-torch, is taken from where
-``tox run -e te`` leaves it, or from ``--find-links``.
+The pieces contain the wheels of requirements.txt, and this repository as committed. Packing needs
+pip, git and a package index. No index has the wheel of transformer-engine-torch: it is copied from
+the folder into which ``tox run -e te`` writes it, or from ``--find-links``.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ BUILT = ROOT / ".tox" / "transformer-engine"
 BINDING = "transformer-engine-torch"
 PYTHON = "3.12"
 GLIBC = (17, 24, 27, 28, 31, 34, 35)
-"""Of the manylinux tags that are asked for: pip takes exactly those that are named."""
+"""Minor glibc versions of the manylinux tags: pip accepts only tags that are named."""
 PIECE_MIB = 60
 ARCHIVE, SUMS, UNPACK = "proof.tar", "SHA256SUMS", "unpack.sh"
 
 
 def requirements(without: Sequence[str] = ()) -> list[str]:
-    """The pins of the list, without some names."""
+    """The pins in requirements.txt, except those of the packages in ``without``."""
     text = re.sub(r"#.*", "", REQUIREMENTS.read_text(encoding="utf-8"))
     pins = text.split()
     unknown = set(without) - {pin.partition("==")[0] for pin in pins}
@@ -43,7 +43,7 @@ def requirements(without: Sequence[str] = ()) -> list[str]:
 
 
 def binding(places: Sequence[Path], pin: str) -> Path:
-    """The wheel that binds TransformerEngine to torch."""
+    """Find the wheel of transformer-engine-torch."""
     version = pin.partition("==")[2]
     tag = PYTHON.replace(".", "")
     pattern = f"{BINDING.replace('-', '_')}-{version}-cp{tag}-*x86_64.whl"
@@ -57,7 +57,7 @@ def binding(places: Sequence[Path], pin: str) -> Path:
 
 
 def download(pins: Sequence[str], target: Path) -> None:
-    """Fetch wheels for the machine with the GPU, whatever this one is."""
+    """Download wheels for the GPU machine's platform, whatever platform this machine has."""
     platforms = [f"manylinux_2_{minor}_x86_64" for minor in GLIBC]
     platforms += ["manylinux2014_x86_64", "manylinux1_x86_64"]
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
@@ -67,7 +67,7 @@ def download(pins: Sequence[str], target: Path) -> None:
 
 
 def pieces(archive: Path, folder: Path, size: int) -> Iterator[Path]:
-    """Split a file into numbered pieces of at most so many bytes."""
+    """Split a file into numbered pieces of at most ``size`` bytes."""
     with archive.open("rb") as whole:
         for number in range(100):
             chunk = whole.read(size)
@@ -80,7 +80,7 @@ def pieces(archive: Path, folder: Path, size: int) -> Iterator[Path]:
 
 
 def pack(content: Path, folder: Path, size: int) -> list[Path]:
-    """Put a folder's content into pieces, with their sums and the script for the other side."""
+    """Pack a folder's content into pieces; add their checksums and the script that unpacks."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         archive = Path(scratch, ARCHIVE)

@@ -1,4 +1,4 @@
-"""One fp16 loop under FSDP2 twice: with torch's scaler written in by hand, and with the shim's."""
+"""An fp16 training loop under FSDP2, with torch's loss scaler or with the shim's."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ ROWS = 16
 
 
 class Loop:
-    """A model, its AdamW, its scaler, and one step over them.
+    """A model with its AdamW and its loss scaler, and the training step.
 
     Args:
-        ours: the shim's LossScaler; else torch's, called as its documentation shows.
+        ours: use the shim's LossScaler; otherwise torch's, as torch's documentation shows.
         device: ``"cuda"`` or ``"cpu"``.
-        wide: a model that takes a GPU some work.
-        seed: of its first parameters.
+        wide: make the layers 2048 wide instead of 32, so that a GPU has some work.
+        seed: seed of the initial parameters.
     """
 
     def __init__(self, ours: bool, device: str, *, wide: bool, seed: int = 0) -> None:
@@ -58,11 +58,11 @@ class Loop:
         return scaling.LossScaler(settings, device=self.device)
 
     def step(self, weight: float, number: int | None = None) -> None:
-        """Forward, backward, unscale, clip, step, update.
+        """Train on one batch: forward, backward, unscale, clip, step, update.
 
         Args:
-            weight: what the loss is multiplied with.
-            number: of the batch; the next one by default.
+            weight: factor of the loss.
+            number: index of the batch; by default the next batch.
         """
         batch = self.batches[self._next if number is None else number]
         self._next += 1
@@ -89,13 +89,13 @@ class Loop:
         return found
 
     def save(self, folder: Path) -> None:
-        """Write torch's distributed checkpoint, and the scaler's state beside it."""
+        """Save model and optimizer with torch's distributed checkpoint, and the scaler's state."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         state_dict_saver.save({"model": model, "optimizer": optimizer}, checkpoint_id=str(folder))
         scaling.save(folder, self.scaler)
 
     def load(self, folder: Path) -> None:
-        """Read both."""
+        """Load a checkpoint that ``save`` wrote."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         state: dict[str, Any] = {"model": model, "optimizer": optimizer}
         state_dict_loader.load(state, checkpoint_id=str(folder))

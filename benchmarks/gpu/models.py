@@ -1,4 +1,4 @@
-"""The models that are measured, with and without the shim, and what their optimizers hold."""
+"""Builds the models that the proof measures, and reads the states of their optimizers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .place import Place
 
 NAME = "proof-trainer"
 WHOLE_TABLE = "follow-model"
-"""``PRECISION_SHIM_OPTIMIZER_STATES``: main gradients and both moments follow a bf16 model."""
+"""Value of the setting ``optimizer_states`` with which a bf16 model has bf16 grads and moments."""
 BETA2 = 0.95
-"""A bf16 second moment can decay at it. The runs without the shim take it too."""
+"""With this beta2 a bf16 second moment can decay; the runs without the shim use it too."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """How large a model and its batches are."""
+    """Sizes of a model and of its batches."""
 
     layers: int
     hidden: int
@@ -31,7 +31,7 @@ class Size:
 
     @property
     def parameters(self) -> float:
-        """About how many: the matrices of the layers, the embedding and the output."""
+        """Approximate number of parameters: the layers' matrices, the embedding and the output."""
         return 12.0 * self.layers * self.hidden**2 + 2.0 * self.vocabulary * self.hidden
 
 
@@ -44,7 +44,7 @@ SEVEN = Size(layers=32, hidden=4096, heads=32, vocabulary=32768, length=256, bat
 
 @contextmanager
 def shim(on: bool = True, states: str = WHOLE_TABLE, **settings: Any) -> Iterator[None]:
-    """Install it strictly, for the trainer alone, and take it out again; nothing if it is off."""
+    """If ``on``, install the shim with ``strict=True`` for the trainer; uninstall it at the end."""
     import precision_shim
 
     if not on:
@@ -72,7 +72,7 @@ def trainer(
     optimizer: Mapping[str, Any] | None = None,
     lr: float = 1e-3,
 ) -> Any:
-    """Build one; with the shim where that is installed."""
+    """Build a trainer. If the shim is installed, it patches the trainer."""
     from megatron.core import tensor_parallel
     from proof_trainer.trainer import Config, Trainer  # type: ignore[import-not-found]
 
@@ -106,13 +106,13 @@ def inner(made: Any) -> list[Any]:
 
 
 def config_of(made: Any) -> Any:
-    """The OptimizerConfig that the live optimizer holds."""
+    """The OptimizerConfig of the live optimizer."""
     whole = made.optimizer
     return (getattr(whole, "chained_optimizers", None) or [whole])[0].config
 
 
 def held(made: Any) -> dict[str, torch.Tensor]:
-    """Copies of what is trained and of what the optimizer holds, masters and moments as fp32."""
+    """Copies of parameters, masters and moments; masters and moments are converted to fp32."""
     from precision_shim.precision.remainders import join_master
 
     names = {param: name for name, param in made.model.named_parameters()}
@@ -138,12 +138,12 @@ def held(made: Any) -> dict[str, torch.Tensor]:
 
 
 def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
-    """Whether two of ``held`` are the same, bit for bit."""
+    """Whether two results of ``held`` are equal, bit for bit."""
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
 def differing(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[str]:
-    """The names of what differs."""
+    """Names of the tensors that differ between two results of ``held``."""
     return sorted(
         key
         for key in one.keys() | other.keys()
@@ -152,7 +152,7 @@ def differing(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
 
 
 def summary(audit: Any) -> dict[str, float]:
-    """Bytes per parameter of an audit by component, of those that grow with the parameters."""
+    """Bytes per parameter in an audit, for each component that grows with the parameters."""
     from precision_shim.auditing.record import PER_PARAMETER
 
     (part,) = audit.parts

@@ -1,7 +1,7 @@
-"""Where the parts run: one GPU, or a CPU that stands for it in a dry run.
+"""The device that the parts run on: one GPU, or a CPU instead of the GPU in a dry run.
 
-Everything that is asked of a device is asked here, so that the parts themselves are the same code
-in both. What a CPU cannot answer is ``None``, never a made-up number.
+Only this module calls device-specific functions, so that the parts run the same code on both
+devices. A figure that a CPU cannot measure is ``None``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 ENGINE = "transformer_engine"
 SYNCHRONISING = "synchronizing CUDA operation"
-"""What torch's sync debug mode says at each."""
+"""Text of the warning that torch's sync debug mode gives for each synchronisation."""
 NOT_COUNTED = "torch counts host synchronisations on a GPU only (torch.cuda.set_sync_debug_mode)"
 NO_ALLOCATOR = "a CPU has no torch.cuda allocator to ask"
 NO_TIMES = "times of a CPU with a stand-in say nothing about a GPU"
@@ -33,7 +33,7 @@ NO_TIMES = "times of a CPU with a stand-in say nothing about a GPU"
 
 @dataclass
 class Syncs:
-    """How often the host waited for the device; ``None`` where nothing counts it."""
+    """Number of times that the host waited for the device; ``None`` on a CPU."""
 
     count: int | None = None
 
@@ -42,7 +42,7 @@ class Place:
     """The device that a part runs on.
 
     Attributes:
-        dry: a CPU stands for the GPU.
+        dry: whether a CPU replaces the GPU.
         device: ``"cuda"`` or ``"cpu"``.
     """
 
@@ -53,17 +53,17 @@ class Place:
     # -- memory ------------------------------------------------------------------------------
 
     def allocated(self) -> int | None:
-        """Bytes that torch's allocator has handed out on the GPU."""
+        """Bytes on the GPU that torch's allocator has given to tensors."""
         self.synchronize()
         return None if self.dry else torch.cuda.memory_allocated()
 
     def free(self) -> int | None:
-        """Bytes that are free on the GPU, with what torch keeps for itself given back."""
+        """Bytes that are free on the GPU after torch has released its cached memory."""
         self.tidy()
         return None if self.dry else int(torch.cuda.mem_get_info()[0])
 
     def peak_in(self, function: Callable[[], Any]) -> int | None:
-        """The highest ``allocated()`` while a function runs."""
+        """The highest number of allocated bytes while a function runs."""
         if not self.dry:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -72,14 +72,14 @@ class Place:
         return None if self.dry else torch.cuda.max_memory_allocated()
 
     def allocator(self) -> dict[str, int] | None:
-        """How often torch's allocator asked the driver so far, and how often it had to retry."""
+        """Number of torch's memory allocations through the driver so far, and of retries."""
         if self.dry:
             return None
         known = torch.cuda.memory_stats()
         return {key: int(known.get(key, 0)) for key in ("num_device_alloc", "num_alloc_retries")}
 
     def tidy(self) -> None:
-        """Drop what nobody holds, and give torch's cache back to the driver."""
+        """Collect unreachable objects, and release torch's cached memory to the driver."""
         gc.collect()
         if not self.dry:
             torch.cuda.synchronize()
@@ -93,7 +93,7 @@ class Place:
             torch.cuda.synchronize()
 
     def milliseconds(self, function: Callable[[], Any], repeat: int) -> list[float]:
-        """How long each of some calls took, from an idle device to an idle device."""
+        """Time ``repeat`` calls; the device is idle before and after each call."""
         taken = []
         for _ in range(repeat):
             self.synchronize()
@@ -104,9 +104,9 @@ class Place:
         return taken
 
     def copy_bandwidth(self) -> dict[str, float]:
-        """Bytes read and written per second by a copy on the device, measured now.
+        """Measure how many bytes per second a copy on the device reads and writes.
 
-        The buffers are several times the cache, whose size is read from the device.
+        Each buffer is 16 times as large as the device's L2 cache.
         """
         cache = 1 << 18 if self.dry else torch.cuda.get_device_properties(0).L2_cache_size
         size = 16 * max(cache, 1 << 18)
@@ -118,7 +118,7 @@ class Place:
 
     @contextmanager
     def host_syncs(self) -> Iterator[Syncs]:
-        """Count how often the host waits for the device inside."""
+        """Count how often the host waits for the device within the block."""
         seen = Syncs()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -144,7 +144,7 @@ class Place:
 
     @contextmanager
     def repeatable(self) -> Iterator[None]:
-        """Have torch choose kernels that give the same bits each time, where it has them."""
+        """Make torch use deterministic kernels within the block, as far as they exist."""
         before = torch.are_deterministic_algorithms_enabled()
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
@@ -155,18 +155,18 @@ class Place:
     # -- TransformerEngine -------------------------------------------------------------------
 
     def fused_adam(self) -> Any:
-        """The class FusedAdam that Megatron uses here."""
+        """The FusedAdam class that Megatron uses on this device."""
         from transformer_engine.pytorch.optimizers import FusedAdam
 
         return FusedAdam
 
 
 _place: Place | None = None
-"""This process's place: written by ``enter``."""
+"""The ``Place`` of this process: written by ``enter``."""
 
 
 def enter(dry: bool, stack: ExitStack, tell: Callable[..., None]) -> Place:
-    """The place of this process; set up at the first call, and left with the stack."""
+    """Return this process's ``Place``. The first call sets it up; ``stack`` ends it."""
     global _place
     if _place is None:
         engine = stack.enter_context(on_cpu() if dry else on_gpu())
@@ -177,7 +177,7 @@ def enter(dry: bool, stack: ExitStack, tell: Callable[..., None]) -> Place:
 
 @contextmanager
 def on_cpu() -> Iterator[str]:
-    """Megatron on a CPU, with the stand-in for FusedAdam; yields the version that it stands for."""
+    """Run Megatron on a CPU with the stand-in for FusedAdam; yield the version it imitates."""
     from precision_shim.testing import (
         megatron_on_cpu,
         model_parallel,
@@ -185,7 +185,7 @@ def on_cpu() -> Iterator[str]:
     )
 
     torch.set_num_threads(1)
-    # Where TransformerEngine is installed, Megatron would call its kernels, which need a GPU.
+    # Megatron calls kernels that need a GPU if it can import TransformerEngine.
     own = {name: sys.modules[name] for name in list(sys.modules) if name.startswith(ENGINE)}
     for name in own:
         del sys.modules[name]
@@ -200,7 +200,7 @@ def on_cpu() -> Iterator[str]:
 
 @contextmanager
 def on_gpu() -> Iterator[str]:
-    """Megatron's parallel state of one rank on one GPU; yields TransformerEngine's version."""
+    """Set up Megatron for one rank on one GPU; yield TransformerEngine's version."""
     from megatron.core import parallel_state, tensor_parallel
 
     from precision_shim.testing import real_transformer_engine
@@ -227,7 +227,7 @@ def on_gpu() -> Iterator[str]:
 
 
 def machine(dry: bool) -> dict[str, Any]:
-    """What the run is on, all of it read here."""
+    """Versions of the installed software, and properties of the device."""
     known: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -254,7 +254,7 @@ def machine(dry: bool) -> dict[str, Any]:
 
 
 def installed(distribution: str) -> str | None:
-    """The version of a distribution; None where it is not installed."""
+    """The version of a distribution; ``None`` if it is not installed."""
     try:
         return str(version(distribution))
     except PackageNotFoundError:
@@ -268,7 +268,7 @@ def _shim_version() -> str:
 
 
 def _output(*command: str) -> str | None:
-    """What a command prints; None where there is no such command, or it fails."""
+    """A command's standard output; ``None`` if the command is missing, fails or prints nothing."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -1,4 +1,4 @@
-"""The parts of the proof, in the order of their worth."""
+"""The parts of the proof, the most important first."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ EVERYTHING_HELD, SOMETHING_FAILED, NO_GPU, SOMETHING_NOT_RUN = 0, 1, 2, 3
 
 @dataclass(frozen=True)
 class Part:
-    """One part.
+    """One part of the proof.
 
     Attributes:
-        number: its place in the order.
-        name: what ``--parts`` calls it.
-        title: what the page calls it.
-        module: its module; ``run(bench)`` does it.
-        least_s: it is not begun on a GPU with less time left. A guess: it decides nothing else.
-        least_dry_s: the same for a dry run.
-        repeatable: wants kernels that give the same bits each time.
+        number: position in the order, from 1.
+        name: the name for ``--parts``.
+        title: the heading in docs/proof.md.
+        module: name of the module whose ``run(bench)`` runs the part.
+        least_s: on a GPU, the part starts only if this many seconds are left; a guess.
+        least_dry_s: in a dry run, the part starts only if this many seconds are left.
+        repeatable: whether the part needs deterministic kernels.
     """
 
     number: int
@@ -31,14 +31,14 @@ class Part:
     repeatable: bool = False
 
     def too_late(self, left_s: float, dry: bool) -> str:
-        """Why it is not begun with so much time left; empty if it is."""
+        """The reason why the part does not start with this time left; empty if it starts."""
         least = self.least_dry_s if dry else self.least_s
         if left_s >= least:
             return ""
         return f"wants at least {least:.0f} s, {max(left_s, 0.0):.0f} s were left of --minutes"
 
     def to_dict(self) -> dict[str, object]:
-        """For the worker's arguments."""
+        """The part's fields, for the worker's arguments."""
         return asdict(self)
 
 
@@ -57,14 +57,14 @@ PARTS = (
     _part(7, "audit-cost", "The audit's cost in a real step", 30),
     _part(8, "why-fp16", "Why fp16: one model, two batch layouts", 40),
 )
-"""All of them."""
+"""All parts of the proof."""
 
 
 def named(names: str | None) -> tuple[Part, ...]:
-    """The parts of a comma list of names or numbers, in their own order; all of them for None.
+    """Return the parts in a comma-separated list of names or numbers; all parts for ``None``.
 
     Raises:
-        ValueError: there is no such part.
+        ValueError: the list is empty, or no part has one of its names or numbers.
     """
     if names is None:
         return PARTS

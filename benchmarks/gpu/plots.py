@@ -1,4 +1,4 @@
-"""Bars and lines as SVG, written by hand: a run needs no plotting library."""
+"""Draws bars and curves as SVG, so that a run needs no plotting library."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Line:
     """One curve.
 
     Attributes:
-        name: what the legend calls it; lines of one name are named once.
-        values: one per step.
-        colour: its number.
+        name: the name in the legend; curves with equal names have one entry.
+        values: one value per step.
+        colour: index in ``COLOURS``.
     """
 
     name: str
@@ -41,7 +41,7 @@ def _document(height: float, body: Sequence[str], title: str) -> str:
 
 
 def text(x: float, y: float, what: str, *, anchor: str = "start", size: int = 12) -> str:
-    """Some words."""
+    """An SVG element with text."""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" '
         f'fill="{INK}">{escape(what)}</text>'
@@ -58,7 +58,7 @@ def box(x: float, y: float, width: float, height: float, colour: int) -> str:
 
 
 def legend(names: Sequence[str], y: float) -> list[str]:
-    """Colours and what they stand for, in one row."""
+    """Draw one row with each name and its colour."""
     shown, x = [], 12.0
     for number, name in enumerate(names):
         shown += [box(x, y - 9, 10, 10, number), text(x + 14, y, name)]
@@ -67,7 +67,7 @@ def legend(names: Sequence[str], y: float) -> list[str]:
 
 
 def bars(title: str, rows: Mapping[str, Mapping[str, float]], unit: str) -> str:
-    """Stacked bars, one per row; every row has its parts by name, and its sum behind it."""
+    """Draw one bar per row, stacked from the row's named parts, with their sum at its end."""
     names = list(dict.fromkeys(name for parts in rows.values() for name in parts))
     largest = max((sum(parts.values()) for parts in rows.values()), default=0.0) or 1.0
     across = (WIDTH - LEFT - RIGHT) / largest
@@ -84,7 +84,7 @@ def bars(title: str, rows: Mapping[str, Mapping[str, float]], unit: str) -> str:
 
 
 def lines(title: str, curves: Sequence[Line], unit: str) -> str:
-    """Curves over their steps."""
+    """Draw curves over steps."""
     height, low, high = 300.0, *_range([value for one in curves for value in one.values])
     longest = max((len(one.values) for one in curves), default=1)
     right, bottom = WIDTH - 20, TOP + height

@@ -1,10 +1,10 @@
-"""Make docs/proof.md and its plots of the JSON of one run or several.
+"""Makes docs/proof.md and its plots from the JSON files of one or more runs.
 
     python -m benchmarks.gpu.report FOLDER/proof.json [...]      # writes docs/proof.md
-    python -m benchmarks.gpu.report                              # the page before any run
+    python -m benchmarks.gpu.report                              # the page without a run
 
-Of a part that several files have, the last one that ran counts. A file of a dry run is taken only
-for another page (``--page``): its figures prove nothing.
+If several files have a part, the last file in which the part ran counts. A dry run is accepted only
+for another page (``--page``), because its figures prove nothing.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ _VERDICTS = {True: "holds", False: "**does not hold**", None: "not judged"}
 
 
 def read_runs(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """The runs of some files.
+    """Read the runs in some files.
 
     Raises:
-        ValueError: one is not of this format.
+        ValueError: a file has another format.
     """
     runs = []
     for path in paths:
@@ -82,7 +82,7 @@ def read_runs(paths: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def merged(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Each part from the last run in which it ran, else from the last that has it."""
+    """For each part, the latest record with state ``"ran"``, otherwise the latest record."""
     found: dict[str, dict[str, Any]] = {}
     for part in PARTS:
         having = [
@@ -103,9 +103,9 @@ def page(runs: Sequence[dict[str, Any]], plots: Mapping[str, str], folder: str) 
     """The page's text.
 
     Args:
-        runs: what ``read`` gave; none for the page before any run.
-        plots: those that were drawn, by name.
-        folder: where they lie, from the page.
+        runs: the results of ``read_runs``; empty if no run exists yet.
+        plots: the drawn plots, by name.
+        folder: the plots' folder, relative to the page.
     """
     head = ["# The proof on a GPU", ""]
     if not runs:
@@ -119,7 +119,7 @@ def page(runs: Sequence[dict[str, Any]], plots: Mapping[str, str], folder: str) 
 
 
 def about(values: dict[str, Any], number: int) -> Iterator[str]:
-    """When a run was, on what chip, with which versions."""
+    """Lines with a run's date, device and versions."""
     machine = values["machine"]
     if values["dry_run"]:
         yield "**A dry run on a CPU: no figure here says anything about a GPU.**"
@@ -149,7 +149,7 @@ def about(values: dict[str, Any], number: int) -> Iterator[str]:
 def section(
     name: str, part: dict[str, Any], plots: Mapping[str, str], folder: str
 ) -> Iterator[str]:
-    """One part: its results, its plots, its checks."""
+    """Lines with a part's plots, results and checks."""
     spent = "" if part["seconds"] is None else f" in {part['seconds']:.0f} s"
     yield f"## {part['number']}. {part['title']}"
     yield ""
@@ -174,7 +174,7 @@ def section(
 
 
 def cell(words: str) -> str:
-    """Words that cannot break a table."""
+    """Escape text for a cell of a Markdown table."""
     return " ".join(words.split()).replace("|", "\\|")
 
 
@@ -182,7 +182,7 @@ def cell(words: str) -> str:
 
 
 def draw(parts: Mapping[str, dict[str, Any]]) -> dict[str, str]:
-    """The plots that the results are enough for, by name."""
+    """Draw every plot whose results exist; return the plots by name."""
     drawn = {
         "memory": _memory,
         "step-time": _step_time,
@@ -247,10 +247,10 @@ def _why_fp16(figures: Sequence[dict[str, Any]]) -> str:
 
 
 def write(paths: Sequence[Path], target: Path) -> None:
-    """Write a page, and its plots into the folder of its name.
+    """Write a page, and its plots into a folder with the page's name.
 
     Raises:
-        ValueError: a dry run for the page of the docs, or a file that is none.
+        ValueError: the page is docs/proof.md and a run is dry, or a file has another format.
     """
     runs = read_runs(paths)
     if target.resolve() == PAGE and any(values["dry_run"] for values in runs):

@@ -1,4 +1,4 @@
-"""Starts the workers, keeps what they tell, and holds the run to its time."""
+"""Starts the workers, stores their messages, and ends the run at its time limit."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ ROOT = Path(__file__).resolve().parents[2]
 LOG_NAME = "proof.log"
 ENDED = "the run was ended from outside"
 GRACE_S = 5.0
-"""A worker that is over its time is asked to end, and is killed so much later."""
+"""Seconds that a worker has to end by itself, and again after SIGTERM, before SIGKILL."""
 
 
 class Runner:
-    """One run.
+    """One run of the proof.
 
     Args:
-        store: where results go.
-        parts: what to run, in this order.
-        dry: on a CPU.
-        minutes: when it has to be over.
+        store: stores the results.
+        parts: the parts to run, in this order.
+        dry: whether to run on a CPU.
+        minutes: time limit of the run.
     """
 
     def __init__(self, store: Store, parts: Sequence[Part], *, dry: bool, minutes: float) -> None:
@@ -39,7 +39,7 @@ class Runner:
         self._waiting = list(parts)
 
     def run(self) -> None:
-        """Run all of it; returns when it is done or the time is up."""
+        """Run all parts; return at their end or at the time limit."""
         try:
             while self._waiting:
                 part = self._waiting[0]
@@ -48,7 +48,8 @@ class Runner:
                     self._waiting.pop(0)
                     self._state(part.name, "not run", reason)
                 else:
-                    # A dry run measures no memory, and its imports take longer than its parts.
+                    # One worker runs a whole dry run: its imports take longer than its parts,
+                    # and it measures no memory.
                     batch = list(self._waiting) if self.dry else [part]
                     self._work(batch)
         finally:
@@ -64,7 +65,7 @@ class Runner:
         self.store.take({"kind": "state", "part": part, "state": state, "reason": reason})
 
     def _work(self, batch: list[Part]) -> None:
-        """Run one worker on some parts, and take those that it began from the list."""
+        """Run some parts in one worker; remove the begun parts from ``_waiting``."""
         read, write = os.pipe()
         spec = {
             "parts": [part.to_dict() for part in batch],
@@ -91,7 +92,7 @@ class Runner:
         self._settle(batch, in_time, ended)
 
     def _listen(self, read: int) -> bool:
-        """Keep what the worker tells; whether it ended before the time was up."""
+        """Store the worker's messages; return whether its pipe closed before the time limit."""
         pending = b""
         with selectors.DefaultSelector() as selector:
             selector.register(read, selectors.EVENT_READ)
@@ -128,25 +129,24 @@ class Runner:
 
 
 def environment(batch: Sequence[Part]) -> dict[str, str]:
-    """A worker's variables: the shim as the repository has it, and only where a part asks for it.
+    """The environment variables of a worker, without the shim's variables.
 
-    The parts call ``install()`` themselves. Without the variables of the start-up nothing is
-    patched that they did not ask for.
+    With the shim's variables the start-up file would patch frameworks before a part asks for it.
     """
     names = {key: text for key, text in os.environ.items() if not key.startswith("PRECISION_SHIM")}
     site = str(Path(__file__).with_name("site"))
     names["PYTHONPATH"] = os.pathsep.join(filter(None, [site, os.environ.get("PYTHONPATH", "")]))
     names["PYTHONUNBUFFERED"] = "1"
-    # Megatron's collectives are given one GPU's order of work by it.
+    # With one connection the GPU executes kernels in launch order, as Megatron's collectives need.
     names["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if any(part.repeatable for part in batch):
-        # cuBLAS gives the same bits each time only with a workspace of its own per stream.
+        # cuBLAS is deterministic only if each stream has its own workspace.
         names["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     return names
 
 
 def end(worker: subprocess.Popen[Any]) -> int | None:
-    """Wait for a worker that closed its pipe, or end it; its exit status."""
+    """Wait for a worker, terminate it if it does not end, and return its exit status."""
     for last_resort in (None, worker.terminate, worker.kill):
         if last_resort is not None:
             last_resort()

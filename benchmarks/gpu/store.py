@@ -1,4 +1,4 @@
-"""What a run has found so far, in one file that is whole at every moment."""
+"""Stores the results of a run in one file, which is complete JSON at every moment."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ FORMAT = 1
 class Store:
     """The file ``proof.json`` of a run.
 
-    Each part has a ``state``: ``"waiting"``, ``"running"``, ``"ran"``, ``"failed"``, ``"cut
-    short"`` (the time was up) or ``"not run"``, and a ``reason`` for the last three. ``results``
-    and ``checks`` are what it found; a check's ``holds`` is true, false, or null with a ``why``.
+    A part's ``state`` is ``"waiting"``, ``"running"``, ``"ran"``, ``"failed"``, ``"cut short"``
+    (the run ended while the part ran) or ``"not run"``. A part in one of the last three states has
+    a ``reason``. A check's ``holds`` is true, false, or null with the reason in ``why``.
     """
 
     def __init__(self, folder: Path, parts: Iterable[Part], **about: Any) -> None:
@@ -48,12 +48,12 @@ class Store:
         self.write()
 
     def part(self, name: str) -> dict[str, Any]:
-        """What is known of a part."""
+        """The record of a part."""
         found: dict[str, Any] = self.values["parts"][name]
         return found
 
     def take(self, message: dict[str, Any]) -> None:
-        """Keep what a worker told, and write it."""
+        """Store a worker's message, and write the file."""
         kind = message.pop("kind")
         if kind == "machine":
             self.values["machine"].update(message)
@@ -71,7 +71,7 @@ class Store:
         self.write()
 
     def write(self) -> None:
-        """Write the file whole: a run that is killed leaves the one before."""
+        """Replace the file by a complete new file; a killed run leaves the old file intact."""
         beside = self.path.with_suffix(".json.new")
         with beside.open("w", encoding="utf-8") as file:
             json.dump(self.values, file, indent=1, allow_nan=False)
@@ -81,7 +81,7 @@ class Store:
 
 
 def exit_status(values: dict[str, Any]) -> int:
-    """What a run's exit status is."""
+    """The exit status of a run."""
     parts = values["parts"].values()
     checks = [check for part in parts for check in part["checks"]]
     if any(part["state"] == "failed" for part in parts) or any(c["holds"] is False for c in checks):

@@ -1,4 +1,4 @@
-"""The table at the end of a run."""
+"""Formats the table that a run prints at its end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _VERDICTS = {True: "holds", False: "DOES NOT HOLD", None: "not judged"}
 
 
 def table(values: dict[str, Any]) -> str:
-    """All parts with what they show and whether their sentences hold."""
+    """All parts with their results and checks, as text."""
     lines = [headline(values), ""]
     for name, part in values["parts"].items():
         spent = "" if part["seconds"] is None else f", {part['seconds']:.1f} s"
@@ -22,7 +22,7 @@ def table(values: dict[str, Any]) -> str:
 
 
 def headline(values: dict[str, Any]) -> str:
-    """Where and on what."""
+    """The device and the versions, as text."""
     machine = values["machine"]
     where = machine.get("device", "no part has come to a device")
     versions = ", ".join(
@@ -40,7 +40,7 @@ def headline(values: dict[str, Any]) -> str:
 
 
 def verdict(values: dict[str, Any]) -> str:
-    """How many parts ran and how many checks hold."""
+    """Numbers of parts that ran and of checks that hold, as text."""
     parts = values["parts"].values()
     ran = sum(part["state"] == "ran" for part in parts)
     checks = [check["holds"] for part in parts for check in part["checks"]]

@@ -1,4 +1,4 @@
-"""Real text that every Python has: what ``help()`` says about its topics, as bytes."""
+"""Real text that every Python has: the texts of its ``help()`` topics, as bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .models import Size
 
 
 def corpus() -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes to train on, and the last tenth of them, which is held out."""
+    """The first nine tenths of the text, for training, and the last tenth, held out."""
     from pydoc_data.topics import topics
 
     text = "\n\n".join(topics[name] for name in sorted(topics)).encode()
@@ -18,7 +18,7 @@ def corpus() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Batches:
-    """Random windows of a text; the same for the same seed on every device."""
+    """Random windows of a text; a seed gives the same windows on every device."""
 
     def __init__(self, text: torch.Tensor, size: Size, device: str, seed: int) -> None:
         self._text = text

@@ -1,8 +1,8 @@
 """A process that runs parts: ``python -m benchmarks.gpu.worker SPEC FD``, started by the runner.
 
-What it finds goes to the file descriptor FD as lines of JSON; what the libraries print goes where
-the runner put its output. On a GPU every part has a process of its own, because an error there can
-leave a process without a usable device, and because memory is what is measured.
+The process writes its results to the file descriptor FD as lines of JSON; output of the libraries
+goes to the runner's log. On a GPU every part has its own process, because an error can leave a
+process without a usable device, and because one part's memory would count for the next part.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def one_part(
                 part.name, dry=dry, ends_at=ends_at, folder=Path(folder), tell=tell, stack=stack
             )
             importlib.import_module(part.module).run(bench)
-    except Exception as error:  # whatever a part trips over, the next one is begun
+    except Exception as error:  # any error: the next part still runs
         traceback.print_exc()
         text = str(error).strip()
         outcome = "failed", f"{type(error).__name__}: {text[:2000] or '(no message)'}"

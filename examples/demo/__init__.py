@@ -1,6 +1,6 @@
-"""``precision-shim demo``: a real, small training on this machine, without and with the shim.
+"""``precision-shim demo``: trains a tiny GPT on this machine, without and with the shim.
 
-The command has to run from a clone, where ``precision_shim.cli.demo`` finds this package.
+``precision_shim.cli.demo`` imports this package from a clone; an installed wheel has no examples.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _NEEDED = {
 
 
 class _CannotRunError(Exception):
-    """The demo cannot start; the message says what to do."""
+    """Raised if the demo cannot start; the message names a remedy."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +102,7 @@ def _whole(low: int, high: int | None = None) -> Callable[[str], int]:
 
 
 def demo(asked: argparse.Namespace) -> int:
-    """Run and compare the trainings; return the exit status, 0 if the effect is as promised."""
+    """Train without and with the shim; return the exit status, which is 0 if all checks pass."""
     try:
         if asked.rl and (done := _rl(asked)) is not None:
             return done
@@ -128,9 +128,9 @@ def demo(asked: argparse.Namespace) -> int:
 
 
 def _rl(asked: argparse.Namespace) -> int | None:
-    """Run the RL demo and return its exit status; None if it cannot run here.
+    """Run the RL demo and return its exit status; ``None`` if this machine cannot run it.
 
-    The caller then runs the other demo instead.
+    After ``None`` the caller runs the demo on Megatron instead.
     """
     from . import rl
 
@@ -162,7 +162,7 @@ def _rl(asked: argparse.Namespace) -> int | None:
 
 
 def _shim_settings(texts: list[str]) -> tuple[dict[str, object], Settings]:
-    """The settings that ``--set`` gives to ``install()``, and all settings then in force."""
+    """The settings from ``--set``, and all settings that ``install()`` would use with them."""
     try:
         _settings.switch()
         given = settings_of(texts)
@@ -194,7 +194,7 @@ def _check_needed() -> None:
 
 
 def _optim(config: Path | None, beta2: float | None) -> dict[str, Any]:
-    """The optim section of the config, read as verl reads it."""
+    """Read verl's ``optim`` section from the file ``config``, or from ``demo.yaml``."""
     path = config or _OURS
     try:
         OmegaConf = importlib.import_module("omegaconf").OmegaConf  # noqa: N806
@@ -216,7 +216,7 @@ def _optim(config: Path | None, beta2: float | None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Job:
-    """What the user asked for on the command line."""
+    """The options from the command line."""
 
     optim: dict[str, Any]
     config: Path | None
@@ -233,7 +233,7 @@ class _Job:
 
     @property
     def ranks(self) -> str:
-        """The number of ranks, in words."""
+        """The number of ranks, as text."""
         return f"{self.nproc} rank{'s' if self.nproc > 1 else ''} over gloo"
 
     def specs(self, scratch: Path, settings: dict[str, object]) -> tuple[Spec, Spec]:
@@ -261,7 +261,7 @@ class _Job:
 
 
 def _demo(console: Console, job: _Job, given: dict[str, object], in_force: Settings) -> bool:
-    """Run both trainings and report; return whether the effect is as promised."""
+    """Run both trainings and print a report; return whether all checks pass."""
     from . import report
 
     started = time.monotonic()
@@ -330,7 +330,7 @@ def _demo(console: Console, job: _Job, given: dict[str, object], in_force: Setti
 def _install_settings(
     console: Console, verl: str, given: dict[str, object], in_force: Settings
 ) -> dict[str, object]:
-    """The settings that the run with the shim gives to ``install()``."""
+    """The settings that the run with the shim passes to ``install()``."""
     from packaging.version import Version
 
     if Version(verl) < Version("0.9.0.dev0") or in_force.is_set("optimizer_states"):

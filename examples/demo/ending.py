@@ -1,4 +1,4 @@
-"""What the demo prints at its end, from the results of both runs."""
+"""Prints the end of the demo's output, from the results of both runs."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def say_losses(
 
 
 def say_checks(console: Console, with_shim: dict[str, Any], checks: list[Check]) -> None:
-    """Print what the shim decided, and which promises were kept."""
+    """Print the shim's decisions, and the result of each check."""
     decisions = {
         f"{each['feature']}: {each['chosen']} ({each['because']})": None
         for each in with_shim["shim"]["decisions"]
@@ -121,7 +121,7 @@ def say_checks(console: Console, with_shim: dict[str, Any], checks: list[Check])
 
 
 def indented(console: Console, line: str, style: str | None = None) -> None:
-    """Print a line two columns to the right."""
+    """Print a line that is indented by two columns."""
     from rich.padding import Padding
     from rich.text import Text
 

@@ -1,7 +1,7 @@
-"""Reports on the demo's two runs: what is promised, the checks of it, the table, the curves.
+"""Checks the demo's two runs against the shim's promises, and makes the table and the plot.
 
-It reads the results that the runs wrote (:mod:`examples.demo.worker`), and imports
-neither torch nor a framework.
+This module reads the results that the runs wrote (:mod:`examples.demo.worker`). It imports neither
+torch nor a framework.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from precision_shim.process.settings import FEATURES
 
 __all__ = ["Check", "Promise", "Tolerance", "check", "draw", "promised", "sparkline", "tolerance"]
 
-_BF16_ULP = 2.0**-7  # relative, of a number just above a power of two
-_GUARD = 2.0**-8  # a bf16 average cannot decay when 1 - beta2 is not above this
+_BF16_ULP = 2.0**-7  # the last bit of a number just above a power of two, relative to the number
+_GUARD = 2.0**-8  # a bf16 exp_avg_sq can decay only if 1 - beta2 is larger than this
 
 _OPT_IN_SINCE = Version("0.9.0.dev0")
-"""In this version and later verl's own config can ask for optimizer states in bf16."""
+"""The first verl whose own config has an option for bf16 optimizer states."""
 
 Result = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Promise:
-    """The dtypes that a run is promised to have.
+    """The promised dtypes of a run.
 
     Attributes:
         params: dtype of the parameters.
@@ -51,7 +51,7 @@ class Promise:
 
 
 UNPATCHED = Promise("bfloat16", "float32", "float32", ("float32",), "float32", "float32")
-"""A bf16 model in verl with Megatron's default states: 18 bytes per parameter."""
+"""Dtypes of a bf16 model with Megatron's default states: 18 bytes per parameter."""
 
 
 def promised(
@@ -60,18 +60,18 @@ def promised(
     optimizer_states: str,
     features: Collection[str] = FEATURES,
 ) -> Promise:
-    """What the shim promises for a bf16 model.
+    """Return the dtypes that the shim promises for a bf16 model.
 
     Args:
-        asked: the dtypes that the settings file asks for, by key of Megatron's OptimizerConfig.
+        asked: the dtypes in the settings file, by field of Megatron's OptimizerConfig.
         beta2: Adam's beta2.
-        optimizer_states: the effective ``PRECISION_SHIM_OPTIMIZER_STATES``: from verl 0.9 on,
-            ``auto`` means ``as-configured``.
+        optimizer_states: ``PRECISION_SHIM_OPTIMIZER_STATES``, but never ``auto`` with verl 0.9 and
+            later, for which ``auto`` means ``as-configured``.
         features: the features in force.
     """
     chooses = optimizer_states != "as-configured"
     follows = chooses and "bf16-dispatch" in features
-    # The optimizer reads its gradients from the bucket, whatever main_grads_dtype says. The demo
+    # The optimizer reads its gradients from the bucket, whatever main_grads_dtype is. The demo
     # builds the bucket before the optimizer's config is known, so the bucket stays fp32 unless
     # the shim chooses its dtype.
     aligned = chooses and "grad-bucket-alignment" in features
@@ -90,7 +90,7 @@ def promised(
 
 
 def _optimizer_states(shim: dict[str, Any]) -> str:
-    """The effective setting: ``auto`` depends on the installed verl."""
+    """The setting ``optimizer_states``; from verl 0.9 on, ``auto`` becomes ``as-configured``."""
     states = str(shim["settings"].get("optimizer_states", "auto"))
     verl = shim.get("frameworks", {}).get("verl", {}).get("version")
     if states == "auto" and verl and Version(verl) >= _OPT_IN_SINCE:
@@ -100,12 +100,12 @@ def _optimizer_states(shim: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How much two final losses may differ.
+    """The allowed difference of two final losses.
 
     Attributes:
         value: the tolerance, in nats.
         spread: largest minus smallest final loss of the runs without the shim, over the seeds.
-        rounding: the value of the last bit of a bf16 number that is as large as the loss.
+        rounding: the value of the last bit of the loss as a bf16 number, in nats.
         seeds: number of seeds.
     """
 
@@ -116,19 +116,19 @@ class Tolerance:
 
     @property
     def source(self) -> str:
-        """What the tolerance was derived from, in words."""
+        """The origin of the tolerance, as text."""
         if self.spread >= self.rounding:
             return f"what another seed changes without the shim: the spread of {self.seeds} seeds"
         return "2^-7 of the loss: the last bit of the bf16 numbers that the model computes with"
 
 
 def tolerance(without: Result) -> Tolerance:
-    """The tolerance, from the runs without the shim.
+    """Derive the tolerance from the runs without the shim.
 
-    A training with bf16 states is not bit-equal to a training with fp32 states. The two agree
-    if their final losses differ by no more than the spread over the seeds of initial weights
-    and data order. If that spread is smaller than one unit in the last place of bf16, in which
-    the model computes (a single seed, few steps), they may differ by that unit.
+    A training with bf16 states is not bit-equal to a training with fp32 states. The tolerance is
+    the spread of the final losses over the seeds of initial weights and data order. The tolerance
+    is at least one unit in the last place of bf16, in which the model computes: with a single seed
+    or few steps the spread is smaller than this unit.
     """
     finals = [run["held_out"] for run in without["runs"]]
     spread, rounding = max(finals) - min(finals), _BF16_ULP * fmean(finals)
@@ -142,7 +142,7 @@ class Check:
     Attributes:
         name: what is checked, in a few words.
         ok: whether the promise is kept.
-        found: what was measured, and what was promised where the two differ.
+        found: the measured value, and also the promised value if the two differ.
     """
 
     name: str
@@ -151,7 +151,7 @@ class Check:
 
 
 def check(without: Result, with_shim: Result, allowed: Tolerance) -> list[Check]:
-    """Compare both results with what is promised."""
+    """Check both results against the promises."""
     shim = with_shim["shim"]
     promise = promised(
         with_shim["asked"],
@@ -188,7 +188,7 @@ def _installed(shim: dict[str, Any], result: Result) -> str:
 
 
 def differences(without: Result, with_shim: Result) -> list[float]:
-    """For each seed the final loss with the shim, minus the final loss without."""
+    """The final loss with the shim minus the final loss without the shim, for each seed."""
     pairs = zip(without["runs"], with_shim["runs"], strict=True)
     return [b["held_out"] - a["held_out"] for a, b in pairs]
 
@@ -226,17 +226,17 @@ def _check_states(name: str, result: Result, promise: Promise) -> list[Check]:
 
 
 def short(dtype: str) -> str:
-    """``bf16`` for ``bfloat16``, and so on."""
+    """A dtype's short name, such as ``bf16`` for ``bfloat16``."""
     return ALIASES.get(dtype, dtype)
 
 
 def words(dtypes: tuple[str, ...] | list[str]) -> str:
-    """The short names of several dtypes, joined by ``+``; ``none`` without a dtype."""
+    """The short names of several dtypes, joined by ``+``; ``none`` if there is no dtype."""
     return "+".join(map(short, dtypes)) or "none"
 
 
 def in_force(result: Result) -> list[tuple[str, str, str]]:
-    """The rows of the table for one run: part, dtype, bytes per parameter; from rank 0."""
+    """The table's rows for one run, from rank 0: part, dtype and bytes per parameter."""
     rank = result["runs"][0]["ranks"][0]
     parts = rank["parts"]
     copies = parts["grad_copies"]["bytes_per_parameter"]
@@ -260,7 +260,7 @@ def _cell(part: dict[str, Any]) -> tuple[str, str]:
 
 
 def sparkline(values: list[float], width: int, low: float, high: float) -> str:
-    """A curve in one line of text, averaged into ``width`` characters."""
+    """Draw a curve as one line of text; each of ``width`` characters shows a mean of values."""
     blocks = "▁▂▃▄▅▆▇█"
     width = min(width, len(values))
     line = ""

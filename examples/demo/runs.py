@@ -58,7 +58,7 @@ class _Run:
             os.close(writer)
 
     def events(self) -> list[dict[str, Any]]:
-        """The events that rank 0 has sent since the last call."""
+        """The events that rank 0 has sent since the last call of ``events``."""
         try:
             while chunk := os.read(self.reader, 65536):
                 self._buffer += chunk
@@ -101,7 +101,7 @@ def _environment(spec: Spec) -> dict[str, str]:
     # The worker starts in another directory, where it would not find ``examples``.
     path = environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *([path] if path else [])])
-    # Matrices this small gain nothing from threads.
+    # The demo's matrices are too small to gain from threads.
     environment.setdefault("OMP_NUM_THREADS", "1")
     return environment
 
@@ -112,7 +112,7 @@ def _tail(log: Path, lines: int = 12) -> str:
 
 
 def train(console: Console, specs: tuple[Spec, Spec], output: Path) -> None:
-    """Do both runs, at the same time if there are enough processors for both."""
+    """Do both runs, at the same time if the machine has enough CPU cores."""
     from rich import progress as rich_progress
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -153,4 +153,4 @@ def _follow(runs: dict[TaskID, _Run], progress: Progress) -> None:
             if all(ended):
                 return
             selector.select(0.2)
-            time.sleep(0.05)  # a closed pipe is always readable: no busy waiting
+            time.sleep(0.05)  # avoids busy waiting: a closed pipe is always readable

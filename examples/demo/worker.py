@@ -2,11 +2,11 @@
 
 Each rank is a new process, so that the shim is never installed in the run without the shim. The
 rank builds a tiny GPT with verl's own ``get_model``, ``init_megatron_optim_config`` and
-``get_megatron_optimizer``, trains it, and measures which dtypes and bytes the live objects have.
+``get_megatron_optimizer``, trains it, and measures dtypes and bytes of the live objects.
 
 ``SPEC`` is a JSON file (:class:`Spec`). Rank 0 writes progress as JSON lines to the file
-descriptor ``FD`` and the result to ``Spec.result``; verl's and Megatron's own output goes to
-standard output and standard error, which the demo keeps in a log file.
+descriptor ``FD``, and the result to ``Spec.result``. verl and Megatron print to standard output
+and standard error, which the demo redirects to a log file.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ __all__ = ["Spec", "main", "precision_keys", "read_text", "without_precision"]
 
 @dataclass(frozen=True)
 class Spec:
-    """What a run has to do.
+    """The settings of one run.
 
     Attributes:
         name: ``"without"`` or ``"with"``.
         shim: whether to call ``install()``.
         settings: the settings for ``install()``.
         optim: verl's ``optim`` section.
-        text: a file whose bytes are trained on; None for the text that comes with Python.
-        seeds: for data order and initial weights; there is one training per seed.
+        text: path of the text to train on; ``None`` for the help texts that Python contains.
+        seeds: seeds of data order and initial weights, one for each training.
         steps: number of optimizer steps of each training.
         world_size: number of ranks.
         global_batch: sequences per step, over all ranks.
@@ -43,7 +43,7 @@ class Spec:
         hidden_size: width of the model.
         num_layers: number of the model's layers.
         rendezvous: a path that does not exist yet, for the ranks' rendezvous.
-        result: where rank 0 writes the result.
+        result: path of the file into which rank 0 writes the result.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Spec:
 
     @classmethod
     def read(cls, path: Path) -> Spec:
-        """Read what :meth:`write` wrote."""
+        """Read a spec that :meth:`write` wrote."""
         values = json.loads(path.read_text(encoding="utf-8"))
         return cls(**{**values, "seeds": tuple(values["seeds"])})
 
@@ -113,13 +113,13 @@ def main(argv: list[str]) -> None:
 
 
 def _as_written(spec: Spec) -> str | None:
-    """The installed verl's error for the unchanged settings; None if it accepts them."""
+    """The installed verl's error for the unchanged settings; ``None`` if verl accepts them."""
     from verl.utils.megatron.optimizer import get_megatron_optimizer, init_megatron_optim_config
 
     config = _config(spec.optim)
     try:
         get_megatron_optimizer(_model(spec), init_megatron_optim_config(config))
-    except Exception as error:  # the demo shows the error that a user would see, whatever it is
+    except Exception as error:  # any error: the demo shows what a user would see
         return f"{type(error).__name__}: {str(error).strip() or '(no message)'}"
     return None
 
@@ -132,7 +132,7 @@ def precision_keys(optim: dict[str, Any]) -> list[str]:
 
 
 def without_precision(optim: dict[str, Any]) -> dict[str, Any]:
-    """``optim`` without the keys that choose a precision: what verl accepts without the shim."""
+    """``optim`` without the keys that choose a precision, which verl without the shim refuses."""
     overrides = dict(optim.get("override_optimizer_config") or {})
     for key in precision_keys(optim):
         del overrides[key]
@@ -140,7 +140,7 @@ def without_precision(optim: dict[str, Any]) -> dict[str, Any]:
 
 
 def _asked(optim: dict[str, Any]) -> dict[str, str | None]:
-    """The dtypes that ``optim`` asks for, by their torch names."""
+    """The dtypes in ``optim`` by key, as torch names them."""
     from precision_shim.precision.dtypes import parse_dtype
 
     overrides = optim.get("override_optimizer_config") or {}
@@ -226,7 +226,7 @@ def _train(spec: Spec, rank: int, seed: int, tell: Any) -> dict[str, Any]:
 
 
 def _measured(found: Any, optimizer: Any) -> dict[str, Any]:
-    """The measurement, ready for JSON, with the dtypes of gradients that the optimizer reads."""
+    """The measurement as JSON values, with the dtypes of the gradients that the optimizer reads."""
     read: set[str] = set()
     for one in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
         for group in one.optimizer.param_groups:
@@ -266,7 +266,7 @@ def _mean_over_ranks(value: torch.Tensor) -> float:
 
 
 class _Batches:
-    """Random windows of the text, the same for any number of ranks; each rank gets a share."""
+    """Random windows of the text, equal for any number of ranks; each rank reads its share."""
 
     def __init__(self, corpus: bytes, spec: Spec, rank: int, seed: int) -> None:
         import torch
@@ -289,7 +289,7 @@ class _Batches:
 
 
 def read_text(path: str | None) -> bytes:
-    """The text to train on: a file, or what ``help()`` says about Python's topics.
+    """The text to train on: a file, or the texts of Python's ``help()`` topics.
 
     Every Python has these topics: about 700 kB of English prose and some code.
     """

@@ -1,1 +1,1 @@
-"""Starts and ends the processes of the demos and the tests; imports nothing of the shim."""
+"""Starts and ends the processes of the demos and the tests, without importing the shim."""

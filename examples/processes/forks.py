@@ -1,8 +1,8 @@
 """Forks that behave like newly started Python processes, but skip the imports that take longest.
 
-The parent has imported only packages that belong to no framework. Its fork takes an environment, a
-folder and arguments, and does what Python does with them at its start. So what the demos and the
-tests are about runs in the fork: the shim's start-up file, the framework's import, a Ray worker.
+The parent has imported only packages that belong to no framework. A fork receives an environment, a
+folder and arguments, and repeats the start of Python with them. The fork therefore runs all that
+demos and tests examine: the shim's start-up file, the framework's import, a Ray worker.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ one.recv(1)  # ends with the worker
 
 
 def begin(environment: Mapping[str, str], cwd: str) -> None:
-    """Do in this fork what Python does at its start with this environment.
+    """Repeat the start of Python in this fork, with another environment.
 
-    That is: read ``PYTHONPATH``, execute the shim's start-up file, and import ``sitecustomize``.
-    The shim must not have been imported before.
+    The function reads ``PYTHONPATH``, executes the shim's start-up file, and imports
+    ``sitecustomize``. The process must not have imported the shim.
 
     Args:
         environment: replaces this process's environment.
@@ -60,11 +60,11 @@ def begin(environment: Mapping[str, str], cwd: str) -> None:
     sys.path[:] = [*dict.fromkeys(given), *own]
     importlib.invalidate_caches()
     for name in [one for one in sys.modules if one.partition(".")[0] in ("examples", "tests")]:
-        del sys.modules[name]  # another project may have such packages
+        del sys.modules[name]  # another project may have packages with these names
     place = next((one for one in own if Path(one, _START_UP_FILE).is_file()), None)
     if place is not None:
         site.addpackage(place, _START_UP_FILE, None)
-    else:  # run from the source tree: do what that file does
+    else:  # a source tree has no start-up file: call its function
         importlib.import_module("precision_shim.process.startup").init()
     sys.modules.pop("sitecustomize", None)
     with contextlib.suppress(ModuleNotFoundError):
@@ -89,7 +89,8 @@ def execute(arguments: Sequence[str]) -> None:
 def ray_workers() -> Iterator[str]:
     """Yield a command that starts a Ray worker as a fork of this process in its present state.
 
-    Use it as ``py_executable`` of Ray's runtime environment. This process must have one thread.
+    Use the command as ``py_executable`` of Ray's runtime environment. This process, which forks,
+    must have only one thread.
     """
     folder = Path(tempfile.mkdtemp(prefix="forks", dir="/tmp"))  # a socket's path must be short
     (folder / "bin").mkdir()
@@ -103,7 +104,7 @@ def ray_workers() -> Iterator[str]:
     listener.bind(f"{folder}/socket")
     listener.listen()
     ends, mine = os.pipe()
-    gc.freeze()  # a collection would copy the pages that the forks share
+    gc.freeze()  # garbage collection would copy memory that the forks share
     server = os.fork()
     if server == 0:
         os.close(mine)
@@ -117,7 +118,7 @@ def ray_workers() -> Iterator[str]:
         yield str(command)
     finally:
         os.close(mine)
-        with contextlib.suppress(ChildProcessError):  # whoever ended all processes waited, too
+        with contextlib.suppress(ChildProcessError):  # another call may have waited for the server
             os.waitpid(server, 0)
         shutil.rmtree(folder, ignore_errors=True)
 

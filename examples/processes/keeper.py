@@ -3,15 +3,15 @@
     python -m examples.processes.keeper PEAK COMMAND ...                a command
     python -m examples.processes.keeper PEAK --fork FILE MODULE ...     a Python module, forked
 
-Ray's daemons leave their parent's session and overwrite their environment, so that neither shows
-which job a daemon belongs to. This process adopts every orphan among its descendants (on Linux, as
-a subreaper), so the daemons stay its descendants, and no process of another Ray session is one. It
-kills them when it ends, or when the process that started it ends. It runs on Linux only, as vLLM's
-build for CPUs does.
+Ray's daemons leave their parent's session and overwrite their environment. Neither session nor
+environment therefore shows a daemon's job. As a subreaper, this process becomes the parent of every
+orphan among its descendants. Ray's daemons stay descendants, and no process of another Ray session
+is a descendant. This process kills its descendants when it ends, or when its parent ends. A
+subreaper needs Linux, as vLLM's build for CPUs does.
 
-With ``--fork`` it first imports torch and vLLM, and the module's process and Ray's workers are
-forks of it; otherwise eight processes would import the same packages, for 14 seconds each. FILE has
-the module's environment as JSON; this process itself has none of the shim's variables.
+With ``--fork`` this process first imports torch and vLLM, and then forks the module's process and
+Ray's workers. Without forks, eight processes would import the same packages, for 14 seconds each.
+FILE has the module's environment as JSON; this process has none of the shim's variables.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from typing import Any, NoReturn
 __all__ = ["WORKERS", "descendants", "main"]
 
 WORKERS = "DEMO_WORKER_PYTHON"
-"""A word in a forked module's arguments that is replaced by Ray's ``py_executable``."""
+"""Placeholder in a forked module's arguments for Ray's ``py_executable``."""
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SECONDS_TO_END = 10.0
 _SECONDS_BETWEEN_LOOKS = 10.0
-"""Between readings of the memory: a reading takes half a processor second, and the processes grow
-for minutes."""
+"""Seconds between two readings of the memory. A reading takes half a second of processor time, and
+the processes' memory grows for minutes."""
 _PROC = Path("/proc")
 _IMPORTED = (
     "torch",
@@ -49,9 +49,9 @@ _IMPORTED = (
     "tensordict",
     "vllm.entrypoints.openai.api_server",
 )
-"""What every process of a job imports. verl is not among them, because the shim waits for verl's
-import; nor are Ray and what imports Ray, because Ray reads a worker's job from the environment when
-it is imported."""
+"""Modules that every process of a job imports. verl is not listed, because the shim waits for
+verl's import. Ray and modules that import Ray are not listed, because Ray's import reads a worker's
+job from the environment."""
 
 
 class _Forked:
@@ -85,8 +85,8 @@ def main(arguments: list[str]) -> int:
     """Run the command; return its exit status.
 
     Args:
-        arguments: a file to write the peak of the memory to, in bytes, then the command; or instead
-            of the command ``--fork``, a file with an environment, and a module with its arguments.
+        arguments: the file for the peak of the memory in bytes, and then the command. The command
+            may be ``--fork``, a file with an environment, and a module with its arguments.
     """
     peak_file, *command = arguments
     signal.signal(signal.SIGTERM, _stop)
@@ -133,7 +133,7 @@ def _stop(*_: Any) -> NoReturn:
 
 
 def _end(started: Any) -> None:
-    """Ask the command, and Ray with it, to end, then kill all processes that are left."""
+    """Terminate the command, and thereby Ray; then kill all processes that are left."""
     if started.poll() is None:
         started.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -149,11 +149,11 @@ def _end(started: Any) -> None:
 
 
 def descendants(ancestor: int) -> Iterator[int]:
-    """All descendants of a process, also those that ended and were not waited for."""
+    """All descendants of a process, including ended processes that no parent has waited for."""
     children: dict[int, list[int]] = {}
     for place in _PROC.glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            # The process's name, in brackets, may contain brackets and spaces.
+            # The file has the process's name in brackets; a name may contain brackets and spaces.
             parent = (place / "stat").read_text(errors="replace").rpartition(")")[2].split()[1]
             children.setdefault(int(parent), []).append(int(place.name))
     waiting = [ancestor]
@@ -164,7 +164,7 @@ def descendants(ancestor: int) -> Iterator[int]:
 
 
 def _memory(process: int) -> int:
-    """Bytes that a process uses, with its share of shared pages; 0 if they cannot be read."""
+    """Bytes of memory that a process uses, with its share of shared pages; 0 if unreadable."""
     with contextlib.suppress(OSError):
         for line in (_PROC / str(process) / "smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):

@@ -1,7 +1,7 @@
-"""Ports for a process that starts later.
+"""Chooses ports for a process that starts later.
 
-A process that binds port 0, or opens a connection, gets a port from ``ip_local_port_range``. If a
-port from that range is chosen for a process, it may be taken before the process has started.
+Linux assigns ports from ``ip_local_port_range`` to processes that bind port 0 or open a connection.
+A port from that range may therefore be taken before the later process has started.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import random
 __all__ = ["a_range"]
 
 _FIRST, _END = 20_000, 32_000
-"""Above the ports of Ray's workers (10002 to 19999), below those that Linux assigns (32768)."""
+"""Limits above the ports of Ray's workers (10002 to 19999), and below Linux's (from 32768)."""
 
 
 def a_range() -> list[int]:
-    """The first port to try for a free one, and the port after the last to try.
+    """Return the first port to try, and the port after the last port to try.
 
-    The first is drawn at random, so that two jobs at the same time seldom try the same ports.
+    The first port is random, so that two jobs at the same time seldom try the same ports.
     """
     return [random.randrange(_FIRST, _END - 1000), _END]

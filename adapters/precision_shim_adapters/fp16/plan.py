@@ -35,7 +35,7 @@ from .settings import chosen, settings_for
 from .training import FEATURE
 
 LIKE_PARAMETERS = ("adamw", "adam", "_adamw", "_adam")
-"""Optimizers whose two moments have the parameters' dtype."""
+"""Names of optimizers whose two moments have the parameters' dtype."""
 
 
 @dataclass(frozen=True)

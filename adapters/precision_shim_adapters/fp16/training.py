@@ -25,10 +25,10 @@ from .stepping import ScaledLoss, has_gradients, note_skip, steps_through
 FEATURE = "fp16-scaling"
 
 _ATTRIBUTE = "_precision_shim_training"
-"""The attribute of an owner that holds its training: written by ``keep``, read by ``of``."""
+"""Attribute in which ``keep`` stores a ``ScaledTraining`` on its owner; ``of`` reads it."""
 
 _current: ContextVar[ScaledTraining | None] = ContextVar("precision_shim_training", default=None)
-"""The training in progress: written by ``in_progress``, read by ``current``."""
+"""The ``ScaledTraining`` in progress: set by ``in_progress``, read by ``current``."""
 
 
 class ScaledTraining:

@@ -32,13 +32,13 @@ from .reading import audit
 from .resuming import checkpoint, offloaded, states
 
 SETTLING = ("dtype-coercion", DISPATCH, SCALING)
-"""The features of a seam that calls ``settle``."""
+"""The features of every seam that calls ``settle``."""
 
 SEAMS = collect(optimizer, ddp, checkpoint, states, masters, offloaded, scaled, overflow, audit)
-"""The seams in Megatron itself; an adapter passes them to ``collect``."""
+"""The seams on Megatron's own functions; an adapter passes ``SEAMS`` to ``collect``."""
 
 PATHS = {**checkpoint.PATHS, **ddp.PATHS, **masters.PATHS, **offloaded.PATHS, **audit.PATHS}
-"""Maps the groups of these seams to the names that users know; an adapter adds its own."""
+"""Maps each group of ``SEAMS`` to its name for users; an adapter adds the adapter's own groups."""
 
 __all__ = [
     "ALIGNMENT",

@@ -45,4 +45,4 @@ ADAPTER = Adapter.of(
     },
     seams=collect(dtensor, backend.SEAMS, megatron, sides, audit, halves, generation, servers),
 )
-"""NeMo-RL's adapter; of several seams on one target the first is the innermost."""
+"""NeMo-RL's adapter. If several seams have one target, the first seam is the innermost."""

@@ -33,24 +33,24 @@ from .places import DTENSOR, EXPORTED, INHERITED, V1, V2, VALUE_V2, group_at
 
 FRAMEWORK = "nemo-rl"
 BLOCK = "precision_shim"
-"""Key of the optional block in a policy's or value model's config."""
+"""Key of the shim's optional block in the config of a policy or value model."""
 
 _READ = {
     "__init__": ("weights_path", "optimizer_path"),
     "save_checkpoint": ("weights_path", "optimizer_path"),
     "load_checkpoint": ("weights_path", "optimizer_path"),
 }
-"""Maps a worker's methods to the parameters that the functions here read."""
+"""Maps a worker's methods to the parameters that this file's functions read."""
 
 TRAIN = ("data", "loss_fn", "eval_mode")
-"""The first parameters of ``train``, whose decorator hides its signature."""
+"""The first parameters of a worker's ``train``, whose decorator hides the signature."""
 
 _PULL = "https://github.com/NVIDIA-NeMo/RL/pull/1474"
 _DELETE = "NeMo-RL scales the loss of float16 policies"
 _METHODS = ("__init__", "train", "save_checkpoint", "load_checkpoint")
 _RELIES_ON = (*_METHODS, *TRAIN, "cfg", "optimizer", "step", "scheduler", "model")
 _FP16: dict[str, Any] = {"feature": FEATURE, "upstream": _PULL, "delete_when": _DELETE}
-"""Arguments that all seams of these workers share."""
+"""Arguments that all seams on the DTensor workers share."""
 
 
 def _at_method(name: str) -> list[dict[str, Any]]:

@@ -19,13 +19,13 @@ DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-"""The dtype names that NeMo-RL knows; other names end in a KeyError or a ValueError."""
+"""The dtype names that NeMo-RL accepts; for other names NeMo-RL raises KeyError or ValueError."""
 
 _CHECKS = (
     f"{SETUP}:_validate_dtype_config",
     *(f"{POLICIES[1]}:MegatronPolicyWorker{end}.__init__" for end in ("", "Impl")),
 )
-"""The functions that check the optimizer's flags, in 0.5 and later."""
+"""NeMo-RL's functions that check the optimizer's flags, in NeMo-RL 0.5 and later."""
 _ABSENT = object()
 _FLAGS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 

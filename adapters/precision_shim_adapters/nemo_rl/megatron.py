@@ -94,8 +94,8 @@ _BUILD: dict[str, Any] = {
     "relies_on": ("get_model", "setup_optimizer", "ddp", "optimizer"),
     "optional": True,
 }
-"""Arguments of the seams at the function that makes model and optimizer, which Ray pickles by
-reference."""
+"""Arguments of the seams on the function that makes model and optimizer. Ray pickles this function
+by reference."""
 
 
 @seam(at=[{"target": target, "only_if": (target,)} for target in INLINE], **_BUILD)

@@ -84,7 +84,7 @@ class Worker:
 
 INHERITED = "workers under other names inherit from this class"
 EXPORTED = "the actor class, as NeMo-RL looks it up by name and Ray exports it"
-"""The ``why`` of seams at the class under the actor class, and at the actor class."""
+"""The ``why`` of seams: ``INHERITED`` on an actor class's base, ``EXPORTED`` on the actor class."""
 
 
 _CLIP_V1 = "nemo_rl.models.dtensor.parallelize:get_grad_norm"
@@ -100,7 +100,7 @@ _V2 = ("DTensorPolicyWorkerV2", V2)
 _V2_OLD = f"{_OLD}.dtensor_policy_worker_v2"
 _V2_NEW = f"{_NEW}.dtensor_policy_worker_v2"
 _CLIPS_AS_BEFORE = f"{_V2_NEW}:DTensorPolicyWorkerV2 mentions get_grad_norm"
-"""For some weeks before 0.5 the worker was in its new module and clipped as in 0.4."""
+"""A condition that held for weeks before 0.5: the V2 worker had moved, but clipped as in 0.4."""
 
 DTENSOR = (
     Worker(_V1_OLD, *_V1, only_if=(_V1_OLD,)),
@@ -116,7 +116,7 @@ DTENSOR = (
         optional=True,
     ),
 )
-"""The kinds of DTensor workers, once per module that they have been in."""
+"""All DTensor workers; a worker that NeMo-RL moved has one entry for each module."""
 
 _GROUPS = {name: worker.group for worker in DTENSOR for name in (worker.name, f"{worker.name}Impl")}
 
@@ -129,22 +129,22 @@ def group_at(instance: Any) -> str:
 
 _MEGATRON = ("MegatronPolicyWorker", "megatron metrics")
 POLICIES = (f"{_OLD}.megatron_policy_worker", f"{_NEW}.megatron_policy_worker")
-"""The module of the Megatron policy worker: until 0.4, and later."""
+"""Modules of the Megatron policy worker: that of NeMo-RL until 0.4, then that of later versions."""
 VALUE = f"{_VALUES}.megatron_value_worker"
 MEGATRON = (
     Worker(POLICIES[0], *_MEGATRON, optional=True, only_if=(POLICIES[0],)),
     Worker(POLICIES[1], *_MEGATRON, optional=True, unless=(POLICIES[0],)),
     Worker(VALUE, "MegatronValueWorker", "megatron value metrics", optional=True),
 )
-"""The kinds of Megatron workers, once per module that they have been in."""
+"""All Megatron workers; a worker that NeMo-RL moved has one entry for each module."""
 
 _VLLM = "nemo_rl.models.generation.vllm"
 SYNC = Worker(f"{_VLLM}.vllm_worker", "VllmGenerationWorker", "vllm workers", optional=True)
 ASYNC = Worker(
     f"{_VLLM}.vllm_worker_async", "VllmAsyncGenerationWorker", "vllm workers", optional=True
 )
-"""The generation workers on vLLM's ``LLM`` and on ``AsyncLLM``; importable in 0.7 and later."""
+"""NeMo-RL's vLLM workers, importable since 0.7: ``SYNC`` on ``LLM``, ``ASYNC`` on ``AsyncLLM``."""
 
 SETUP = "nemo_rl.models.megatron.setup"
 INLINE = tuple(f"{module}:setup_megatron_model" for module in POLICIES)
-"""The function in the policy worker's module that makes model and optimizer (until 0.5)."""
+"""Until NeMo-RL 0.5, the function that makes model and optimizer in the policy worker's module."""

@@ -50,7 +50,7 @@ _WORKERS = {
     for worker in reversed(DTENSOR)
     if look(f"{worker.module}:{worker.name}").found
 }
-"""Maps the kinds of DTensor workers to their modules in the installed version."""
+"""Maps the class name of a DTensor worker to its module in the installed NeMo-RL."""
 
 
 @probe(

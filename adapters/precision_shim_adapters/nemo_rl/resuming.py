@@ -12,7 +12,7 @@ from .dtensor import FRAMEWORK, group_of
 from .megatron import read_wishes
 
 _SECOND = ("model", "optim")
-"""Directories that workers with ``dtensor_cfg._v2`` make within ``weights`` and ``optimizer``."""
+"""Workers with ``dtensor_cfg._v2`` write these subdirectories of ``weights`` and ``optimizer``."""
 
 
 def megatron(part: Part, here: Here) -> Outcome:

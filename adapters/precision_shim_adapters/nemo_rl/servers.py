@@ -21,10 +21,10 @@ FEATURE, GROUP = "audit", "sglang servers"
 _GENERATION = "nemo_rl.models.generation.sglang.sglang_generation:SGLangGeneration"
 _DELETE = "NeMo-RL says which precision its rollouts have"
 _URLS = ("get_rollout_engine_urls", "get_sglang_server_urls")
-"""What returns the URLs, in 0.7 and in 0.6."""
+"""Methods that return the servers' URLs, in NeMo-RL 0.7 and in 0.6."""
 
 _LAST = ["kv_cache"]
-"""The tags of the call that ends a weight sync."""
+"""Tags of the last call in a weight sync."""
 
 
 def why_not_asked(backend: str) -> str:

@@ -38,7 +38,7 @@ GROUP = "rollout"
 PLACE = "policy.generation"
 _DELETE = "NeMo-RL compares the dtypes of its engines, and accepts aliases of dtype names"
 _SECTIONS = {"vllm": ("vllm_cfg", "precision"), "sglang": ("sglang_cfg", "dtype")}
-"""Where the config of each kind of rollout has its dtype."""
+"""Maps a rollout engine to the section and the key of its dtype in the config."""
 
 
 @dataclass(frozen=True)

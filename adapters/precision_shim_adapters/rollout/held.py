@@ -26,10 +26,10 @@ from precision_shim.precision.dtypes import name_of
 from .in_engine import ignored_layers, read_model
 
 TIMEOUT_S = 120.0
-"""For an answer: an engine in its first start may compile."""
+"""Timeout for an engine's answer, in seconds: an engine may compile in its first start."""
 
 _syncs: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""A framework's object that has an engine to the number of weight syncs that it has received."""
+"""Maps a framework's object that has an engine to its number of received weight syncs."""
 
 _CALL = "apply_model"
 _HINT = "set VLLM_ALLOW_INSECURE_SERIALIZATION=1 for the rollout to have it asked"

@@ -29,7 +29,7 @@ from .held import TIMEOUT_S, Whose, dtype_name, is_due, reason_of
 from .in_engine import count_exact
 
 MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "GraniteForCausalLM")
-"""The models whose weights SGLang returns by the names in ``NAMES``."""
+"""Model classes for which SGLang returns weights under the names in ``NAMES``."""
 
 NAMES = tuple(f"model.layers.0.self_attn.{kind}_proj.weight" for kind in "kv")
 ROWS = 16
@@ -38,7 +38,7 @@ SAMPLE = "k_proj and v_proj of the first layer"
 _HEAD = "enable_fp32_lm_head"
 
 _asking: set[Any] = set()
-"""Tasks that would be collected while they run if nothing held them."""
+"""References to running tasks: without a reference Python may garbage-collect a running task."""
 
 
 async def audit_manager(manager: Any, whose: Whose, sync: int = 0) -> None:

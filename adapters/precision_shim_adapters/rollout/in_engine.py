@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 MOST_TENSORS, MOST_ELEMENTS = 256, 512
-"""How many parameters are sampled, and how many elements of each."""
+"""Maximum number of sampled parameters, and of sampled elements per parameter."""
 
 
 _UNQUANTISED = ("UnquantizedLinearMethod", "UnquantizedFusedMoEMethod")
 _CACHE = "KVCacheMethod"
-"""The end of vLLM's names for methods of an attention's cache, whose parameters are scales."""
+"""Suffix of vLLM's class names for quantized attention caches, whose parameters are scales."""
 
 _LISTS = ("ignored_layers", "modules_to_not_convert", "exclude_modules")
-"""What vLLM's configs of quantisations call the layers that they leave out, and no others."""
+"""Attributes in which vLLM's quantisation configs list exactly the layers that stay unquantised."""
 
 
 def ignored_layers(quant_config: Any) -> list[str] | None:

@@ -19,7 +19,7 @@ from precision_shim.reporting.journal import decisions
 FEATURE = "rollout-agreement"
 
 Write = Callable[[Engine, str], None]
-"""Writes a value, such as ``"float16"``, to the key of an engine in the framework's config."""
+"""A function that writes a value such as ``"float16"`` to an engine's key in the config."""
 
 FOLLOWED = "PRECISION_SHIM_ROLLOUT=follow"
 

@@ -81,4 +81,4 @@ ADAPTER = Adapter.of(
         servers,
     ),
 )
-"""SkyRL's adapter; of several seams on one target the first is the innermost."""
+"""SkyRL's adapter. If several seams have one target, the first seam is the innermost."""

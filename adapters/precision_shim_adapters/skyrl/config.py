@@ -28,10 +28,10 @@ BUCKET = "grad_reduce_in_fp32"
 KWARGS = "optimizer_config_kwargs"
 MODEL_DTYPE = "model_dtype"
 INFERENCE = "generator.inference_engine"
-"""The config section of the inference engines, which has the key ``model_dtype``."""
+"""The config section of the inference engines. The section has the key ``model_dtype``."""
 
 _SECTIONS = (INFERENCE, "generator")
-"""Where overrides may have ``model_dtype``; up to SkyRL 0.2 also in the second section."""
+"""Sections in which overrides may have ``model_dtype``; ``generator`` only up to SkyRL 0.2."""
 
 ROLLOUT = "rollout"
 """The group of the seams on the inference engines' config."""
@@ -40,14 +40,14 @@ _WRITTEN = "_precision_shim_written"
 
 _DATACLASSES = "skyrl.train.config.config"
 _FEATURES = ("bf16-dispatch", "grad-bucket-alignment")
-"""The features that need to know what the user wrote."""
+"""Features that distinguish a key that the user wrote from SkyRL's default."""
 _DELETE = "SkyRL's config tells what was written from what was defaulted"
 
 _old_style: ContextVar[bool] = ContextVar("precision_shim_skyrl_old_style", default=False)
-"""Whether SkyRL is building the config from a base YAML; ``note_old_style`` sets it."""
+"""Whether SkyRL is building the config from a base YAML; set by ``note_old_style``."""
 
 _overriding: ContextVar[bool] = ContextVar("precision_shim_skyrl_overriding", default=False)
-"""Whether SkyRL is building the config from overrides: written by ``note_overrides``."""
+"""Whether SkyRL is building the config from overrides; set by ``note_overrides``."""
 
 
 # -- marking the user's values ---------------------------------------------------------------

@@ -29,7 +29,7 @@ CLIENT_KEY = "precision_shim_scaler"
 """The key of the scaler's state in a checkpoint's ``client_state``."""
 
 AUTOCAST = ("autocast to fp16", "it follows param_dtype")
-"""The decision about SkyRL's autocast where the shim scales the loss: choice and reason."""
+"""Choice and reason of the decision on SkyRL's autocast if the shim scales the loss."""
 
 _STRATEGY = "skyrl.backends.skyrl_train.distributed.fsdp_strategy:FSDPStrategy"
 _WORKERS = "skyrl.backends.skyrl_train.workers.worker"
@@ -38,7 +38,7 @@ _FP16: dict[str, Any] = {
     "group": GROUP,
     "delete_when": "SkyRL scales fp16 losses on FSDP",
 }
-"""Arguments that all seams here share."""
+"""Arguments that all seams on the FSDP workers share."""
 
 
 def scaled_because(subject: str) -> str:
@@ -47,7 +47,7 @@ def scaled_because(subject: str) -> str:
 
 
 MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-"""The keys of ``mixed_precision`` that SkyRL reads, and its dtypes without that section."""
+"""The keys of ``mixed_precision`` that SkyRL reads, and SkyRL's default dtypes for them."""
 
 
 def mixed_dtypes(config: Any, section: str = "fsdp_config") -> dict[str, torch.dtype]:

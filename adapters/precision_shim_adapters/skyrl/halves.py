@@ -29,10 +29,10 @@ _DELETE = "SkyRL says which precision its inference engines have"
 _DELTA = "skyrl.backends.skyrl_train.weight_sync.delta.checkpoint"
 
 _wrapped: WeakSet[Any] = WeakSet()
-"""Sources that another source wraps."""
+"""Weight sources that another weight source wraps."""
 
 _stored: WeakKeyDictionary[Any, torch.dtype] = WeakKeyDictionary()
-"""Maps a source to the base checkpoint's dtype, to which the delta sync rounds its weights."""
+"""Maps a weight source to its base checkpoint's dtype, to which the delta sync rounds weights."""
 
 
 @seam(

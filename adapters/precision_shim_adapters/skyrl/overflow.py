@@ -26,8 +26,8 @@ from .megatron import TRAIN, WORKER
 _TINKERS_NORM = "skyrl.ai/grad_norm"
 _SCALE, _SKIPPED = "loss_scale", "skipped_steps"
 _scaled: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
-"""Maps a driver's ``WorkerDispatch`` to the models whose workers scale their loss: written by
-``note_scaled``, read by ``report_to_client``."""
+"""Maps a driver's ``WorkerDispatch`` to the models whose workers scale the loss: ``note_scaled``
+writes entries, ``report_to_client`` reads them."""
 
 _log = logging.getLogger("precision_shim")
 

@@ -32,7 +32,7 @@ from . import fsdp, megatron, sides
 from .config import INFERENCE, ROLLOUT, note_command_line
 
 _NO_TRAINER = ("main_generate", "serve")
-"""The suffixes of SkyRL's entry points that train nothing."""
+"""Suffixes in the names of SkyRL's entry points that train no model."""
 
 
 def plan_job(job: Job) -> Request:

@@ -26,7 +26,7 @@ _ENDS_BY_ENDPOINT = f"{_SERVER} mentions _fetch_weights"
 _END = "/finish_weight_update"
 
 _asking: set[Any] = set()
-"""The running tasks: without a reference Python may garbage-collect a task while it runs."""
+"""References to running tasks: without a reference Python may garbage-collect a running task."""
 
 _Message = MutableMapping[str, Any]
 _Send = Callable[[_Message], Awaitable[None]]

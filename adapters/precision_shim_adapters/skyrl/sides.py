@@ -33,10 +33,10 @@ from .config import INFERENCE, MODEL_DTYPE, model_dtype_is_written, named
 KEY = f"{INFERENCE}.{MODEL_DTYPE}"
 
 InForce = Callable[[str, str], bool]
-"""Whether a feature is in force in the job's workers, with one of its groups of seams."""
+"""A function of a feature and a group of seams: whether the feature is in force in the workers."""
 
 _OVER = ("engine_init_kwargs", "prefill_init_kwargs", "decode_init_kwargs")
-"""Sections whose values override SkyRL's own for the engines; the last two exist since 0.4."""
+"""Sections that override SkyRL's own engine settings; before 0.4 SkyRL has only the first one."""
 
 _FP16 = "transformer_config_kwargs.fp16"
 _AUTOCAST = "SkyRL runs the model under an autocast to bf16"

@@ -56,4 +56,4 @@ ADAPTER = Adapter.of(
     },
     seams=collect(names, sides, attention, scaled, checkpoints, rl, pretraining, audit, halves),
 )
-"""torchtitan's adapter; of several seams on one target the first is the innermost."""
+"""torchtitan's adapter. If several seams have one target, the first seam is the innermost."""

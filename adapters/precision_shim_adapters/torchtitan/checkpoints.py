@@ -24,10 +24,10 @@ from ..fp16 import ScaledTraining
 from .places import BOTH, SCALED, of_both
 
 KEY = "precision_shim_scaler"
-"""The record's key in a trainer's state."""
+"""Key of the scaler's record in a trainer's state."""
 
 STATE = "train_state"
-"""The key of a trainer's state in a checkpoint."""
+"""Key of a trainer's state in torchtitan's checkpoint."""
 
 _ANOTHER = "Take another checkpoint."
 _OTHERWISE = (

@@ -12,7 +12,7 @@ from typing import Any
 from precision_shim.errors import SeamError
 
 UNSCALES = "_precision_shim_unscales"
-"""The attribute that marks an endpoint whose step unscales its trainer's gradients."""
+"""Attribute that marks an endpoint that unscales its trainer's gradients."""
 
 
 def remake(

@@ -20,7 +20,7 @@ from .places import FRAMEWORK, GENERATORS, HELD, SENT
 _DELETE = "torchtitan says which precision its generators have"
 
 _KEY = "model_state_dict"
-"""The key under which torchtitan's trainer puts its weights."""
+"""The key under which torchtitan's trainer stores weights for the rollout engines."""
 
 
 @seam(

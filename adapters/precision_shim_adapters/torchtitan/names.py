@@ -29,7 +29,7 @@ from .places import (
 
 FEATURE = "dtype-coercion"
 KEYS = ("dtype", "mixed_precision_param")
-"""The keys of ``TrainingConfig`` that are coerced."""
+"""The keys of ``TrainingConfig`` whose dtype names the shim coerces."""
 
 _DELETE = "torchtitan accepts aliases of dtype names"
 _UPSTREAM = "https://github.com/pytorch/torchtitan/issues/2356"

@@ -42,7 +42,7 @@ OWN_NAMES = {
     torch.bfloat16: "bfloat16",
     torch.float32: "float32",
 }
-"""Maps the dtypes in which torchtitan trains and generates to its only names for them."""
+"""Maps each dtype in which torchtitan trains and generates to torchtitan's only name for it."""
 
 
 def computes_in_float16(training: Any) -> bool:
@@ -86,7 +86,7 @@ def native_pretraining(symbol: Symbol, settings: Any) -> str | None:
 ON_RL: dict[str, Any] = {"group": RL, "native": native_rl}
 ON_PRETRAINING: dict[str, Any] = {"group": PRETRAINING, "native": native_pretraining}
 BOTH = (ON_RL, ON_PRETRAINING)
-"""Arguments of seams at the RL trainer (``ON_RL``), at ``Trainer`` (``ON_PRETRAINING``) or both."""
+"""Arguments of seams on the RL trainer (``ON_RL``), on ``Trainer`` (``ON_PRETRAINING``) or both."""
 
 
 def of_both(method: str) -> list[dict[str, Any]]:

@@ -41,7 +41,7 @@ _DEGREES = (
     "expert_parallel_degree",
 )
 _EXPERTS = ".routed_experts."
-"""Part of the names of weights whose first dimension counts experts, in torchtitan's own models."""
+"""Part of the names of routed experts' weights in torchtitan. Their dimension 0 counts experts."""
 _FRAME = re.compile(r"[\u2500-\u257f]+|-{3,}")
 """Matches the frame that tyro draws around a message."""
 

@@ -29,7 +29,7 @@ _LOOP = (
     "_forward_backward_body",
     "pp_forward_backward_step",
 )
-"""The methods that compute losses and step; a subclass that overrides one has an unknown loop."""
+"""The methods that compute losses and step. The shim does not know a loop that overrides one."""
 
 
 @seam(

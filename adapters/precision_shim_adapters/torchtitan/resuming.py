@@ -9,7 +9,7 @@ from ..fp16 import resuming as torchs
 from .places import PRETRAINING, RL
 
 _POLICYS = "train_state.policy_version"
-"""A key that ``PolicyTrainer.state_dict`` has and ``Trainer.state_dict`` lacks."""
+"""A key in checkpoints of ``PolicyTrainer`` that is missing in checkpoints of ``Trainer``."""
 
 
 def dcp(part: Part, here: Here) -> Outcome:

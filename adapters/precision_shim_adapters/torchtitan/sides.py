@@ -35,10 +35,10 @@ _MODULES = (
     "{}.config_registry",
     "{}",
 )
-"""Where torchtitan looks for the module of ``--module``, in its order."""
+"""Names under which torchtitan searches the module of ``--module``, in torchtitan's order."""
 
 _UNWRITTEN: dict[str, str] = {}
-"""Maps a dtype's name to an equal string that the shim made; see ``unwritten``."""
+"""Maps a dtype's name to an equal string object that the shim made; see ``unwritten``."""
 
 
 # -- names --------------------------------------------------------------------------------------

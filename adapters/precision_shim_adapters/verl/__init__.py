@@ -90,4 +90,4 @@ ADAPTER = Adapter.of(
         halves,
     ),
 )
-"""verl's adapter; of several seams on one target the first is the innermost."""
+"""verl's adapter. If several seams have one target, the first seam is the innermost."""

@@ -19,10 +19,10 @@ from .fsdp import training_of
 BECAUSE = "mp_param_dtype is float16, and verl's Automodel engine has no loss scaler"
 
 _DEFAULT = "bf16"
-"""verl's default of ``mp_output_dtype``, in its dataclass and its YAML."""
+"""verl's default of ``mp_output_dtype``, in verl's dataclass and in verl's YAML."""
 
 _OPTIMIZER = "optim"
-"""The directory of the optimizer's files in Automodel's checkpoint; the scaler's is among them."""
+"""Directory of Automodel's checkpoint with the optimizer's files and the scaler's file."""
 
 
 def check_fp16(config: Any, section: str = "engine_config") -> None:

@@ -16,7 +16,7 @@ from ..resolving import plain
 
 _FLAG = re.compile(r"--?(config-name|config-path|config-dir|cn|cp|cd)(?:=(.*))?$")
 SEARCH_PATH = "hydra.searchpath"
-"""The key of further directories in which Hydra looks for config groups."""
+"""Hydra's key for additional directories with config groups."""
 
 
 def _where() -> str:

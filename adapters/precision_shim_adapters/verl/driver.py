@@ -27,11 +27,11 @@ _PROGRAMS = (
     "verl.experimental.fully_async_policy.fully_async_main",
     "verl.experimental.one_step_off_policy.main_ppo",
 )
-"""verl's programs, which import the two functions by value."""
+"""verl's programs that import ``auto_set_device`` and ``validate_config`` by value."""
 _WORKERS = ("engine_workers", "fsdp_workers", "megatron_workers")
-"""verl's modules of workers; the last two up to 0.7.1."""
+"""verl's modules of workers; ``fsdp_workers`` and ``megatron_workers`` exist up to 0.7.1."""
 _HYDRAS = ("hydra", "schema")
-"""Hydra's own sources of configs."""
+"""Names of Hydra's own sources of configs."""
 
 
 @seam(

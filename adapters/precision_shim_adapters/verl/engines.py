@@ -43,7 +43,7 @@ GROUPS = {
     TITAN: "torchtitan engine",
     TURBO: "fsdp_turbo engine",
 }
-"""Maps an engine to the group of its seams."""
+"""Maps a training engine of verl to the group of its seams."""
 
 SINCE = {
     VEOMNI: ("verl.workers.engine.automodel",),  # 0.8.0
@@ -51,7 +51,7 @@ SINCE = {
     TITAN: (f"{TITAN}.__init__ mentions ParamGroupConfig",),  # 0.9.0
     TURBO: ("verl.workers.engine.fsdp.fsdp_turbo_impl",),  # 0.9.1
 }
-"""Maps an engine to what is true of every verl in which the shim scales it, and of no older one."""
+"""Maps an engine to conditions that hold in exactly the verl versions that the shim can scale."""
 
 _WHEN = "the engine scales fp16 losses"
 
@@ -245,7 +245,7 @@ NATIVE = tuple(
     for engine in (VEOMNI, AUTOMODEL, TITAN)
     for feature in ("bf16-dispatch", "grad-bucket-alignment")
 )
-"""The states and the reduction of engines without a Megatron optimizer, for ``status()``."""
+"""Seams that report to ``status()`` that engines without Megatron choose their own dtypes."""
 
 
 REFUSED = {
@@ -254,7 +254,7 @@ REFUSED = {
     TITAN: "its torchtitan engine makes no loss scaler, and no torchtitan that it works with was "
     "released; the shim scales that of torchtitan 0.3.0",
 }
-"""Maps an engine to why the shim refuses it in a verl that is older than those of ``SINCE``."""
+"""Maps an engine to the shim's reason to refuse it in a verl older than the entry in ``SINCE``."""
 
 
 def refusal(engine: str) -> str:

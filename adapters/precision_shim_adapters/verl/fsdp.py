@@ -37,13 +37,13 @@ ACTOR = "verl.workers.actor.dp_actor:DataParallelPPOActor"
 CRITIC = "verl.workers.critic.dp_critic:DataParallelPPOCritic"
 
 ENGINE, LEGACY = "fsdp engine", "legacy fsdp workers"
-"""The groups of the seams on verl's two kinds of workers."""
+"""The groups of the seams on verl's FSDP engine and on verl's legacy FSDP workers."""
 
 WORKERS = "use_legacy_worker_impl"
-"""The key of verl 0.7's ``trainer`` that chooses between engine and legacy workers."""
+"""Key of the section ``trainer`` in verl 0.7 that chooses between engine and legacy workers."""
 
 _SCALER = "scaler"
-"""The attribute in which verl's engines and 0.7.1's actor keep the scaler that their loops use."""
+"""Attribute of the scaler that verl's training loop uses, in verl's engines and 0.7.1's actor."""
 
 VERLS_SCALER = ScalerSettings()
 """The settings of verl's own scaler: torch's defaults, and a growth interval of 400."""
@@ -71,8 +71,8 @@ def group_of(asked: object = None) -> str:
 
 
 ON_ENGINE: dict[str, Any] = {"feature": FEATURE, "group": ENGINE, "optional": True}
-"""Arguments that all seams of the engine share. Up to 0.7.1 the engine has no scaler; later
-versions have torch's."""
+"""Arguments that all seams on verl's FSDP engine share. Up to verl 0.7.1 the engine has no scaler;
+in later versions it has torch's."""
 
 ON_LEGACY: dict[str, Any] = {
     "feature": FEATURE,
@@ -80,7 +80,7 @@ ON_LEGACY: dict[str, Any] = {
     "delete_when": "verl 0.8 is the oldest in use",
     "optional": True,
 }
-"""Arguments that all seams of 0.7.1's default workers share."""
+"""Arguments that all seams on verl 0.7.1's default workers share."""
 
 
 # -- the scaler --------------------------------------------------------------------------------

@@ -35,10 +35,10 @@ _DELETE = "verl says which precision its rollouts have"
 _ADAPTER = "ServerAdapter.update_weights"
 
 _senders: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""An actor's engine to its checkpoint engine; ``None`` where verl's own sync sends the weights."""
+"""Maps an actor's engine to the checkpoint engine that sends its weights, if there is one."""
 
 _legacy: list[str] = []
-"""Whether this process is a legacy worker with an actor."""
+"""The module of this process's legacy worker with an actor; empty in other processes."""
 
 
 def tell_asked(rollout: Any) -> None:

@@ -45,10 +45,10 @@ KEYS: Mapping[str, Any] = {
     "reward": {"reward_model": {"enable": True, "rollout": _ROLLOUT}},
     "reward_model": {"enable": True, "rollout": _ROLLOUT},
 }
-"""The keys that are read from a job's config."""
+"""The keys of a job's config that this file reads."""
 
 Written = Callable[[str], bool]
-"""Tells whether the user wrote a key of the config."""
+"""A function of a config key: whether the user wrote the key."""
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,10 @@ from ..rollout import AUTO, CANONICAL, FEATURE, engine_name, tell_meter
 from .sides import asked_dtype, rollout_dtype
 
 FSDP, TITAN, CHECKPOINTS = "fsdp weights", "torchtitan weights", "checkpoint engines"
-"""The groups: one for each engine that rounds, and one for verl's checkpoint engines."""
+"""Groups of seams: one for each engine that rounds weights, one for verl's checkpoint engines."""
 
 DELTA = "delta_sharded"
-"""The backend of verl's checkpoint engine that sends only the changed weights."""
+"""Name of the backend of verl's checkpoint engine that sends only changed weights."""
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _SUBJECT = "weights to the rollout"
@@ -51,14 +51,14 @@ _INIT: dict[str, Any] = {
 _FIRST: dict[str, Any] = {"feature": FEATURE, "optional": True}
 
 _asked: WeakKeyDictionary[Any, tuple[str, str]] = WeakKeyDictionary()
-"""Maps an actor's engine to the rollout's dtype name and the config's key for it; the engine itself
-does not know the rollout."""
+"""Maps an actor's engine to the rollout's dtype name and the config key of that name. The engine
+itself has no access to the rollout's config."""
 
 _computes: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """Maps an actor's engine to the canonical name of the rollout's dtype, for the meter."""
 
 _deltas: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-"""Maps an actor's engine to the dtype name that its delta checkpoint engine was given."""
+"""Maps an actor's engine to the dtype name that its delta checkpoint engine received."""
 
 
 # -- which dtype -------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from .engines import TITAN, is_fp16, on
 BECAUSE = "dtype is float16, and verl's torchtitan engine has no loss scaler"
 
 _in_fp16: ContextVar[bool] = ContextVar("precision_shim_titan_fp16", default=False)
-"""Whether the trainer that verl builds is to compute in float16."""
+"""Whether the torchtitan trainer that verl is building will compute in float16."""
 
 
 @seam(

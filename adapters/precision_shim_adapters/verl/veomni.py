@@ -19,7 +19,7 @@ from .engines import VEOMNI, inside, is_fp16, on, scale
 BECAUSE = "dtype is float16, and verl's VeOmni engine has no loss scaler"
 
 _in_fp16: ContextVar[bool] = ContextVar("precision_shim_veomni_fp16", default=False)
-"""Whether the model that VeOmni shards is to compute in float16."""
+"""Whether the model that VeOmni is sharding will compute in float16."""
 
 
 def check_fp16(config: Any, section: str = "engine_config") -> None:

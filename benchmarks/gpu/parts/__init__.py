@@ -1,1 +1,1 @@
-"""What is measured: one module per part, each with ``run(bench)``."""
+"""The parts of the proof: one module for each, with a function ``run(bench)``."""

@@ -1,4 +1,4 @@
-"""Part 7: what an audit costs in a real step, and its bytes beside the allocator's."""
+"""Part 7: an audit's time after a real step, and the audit's bytes beside the allocator's bytes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Part 5: checkpoints with the shim turned on or off in between, as the table of docs/megatron.md.
+"""Part 5: resume with the shim turned on or off since the checkpoint, as in docs/megatron.md.
 
-Written and read by Megatron's distributed checkpointing, with the states of the FusedAdam that is
-here. "Off" is the unpatched Megatron.
+Megatron's distributed checkpointing saves and loads the states of the installed FusedAdam. "Off"
+means Megatron without the shim.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from ..models import MIDDLE, TINY, WHOLE_TABLE, held, same, shim, trainer
 from ..text import Batches, corpus
 
 STEPS, DRY_STEPS = 2, 1
-"""Before a checkpoint, and after it."""
+"""Number of steps before a checkpoint, and also after the checkpoint."""
 SHARDINGS = ("dp_reshardable", "fully_reshardable", "dp_zero_gather_scatter")
 AS_CONFIGURED = "as-configured"
 OWN = {"use_precision_aware_optimizer": True}
-"""A user's own config that makes the optimizer precision-aware, with the shim and without."""
+"""A user's config that makes the optimizer precision-aware even without the shim."""
 EXACT, STATES, REFUSED = "exact", "states exact", "refused"
 LIKE_OFF = "as from off to off"
 
 
 @dataclass(frozen=True)
 class Side:
-    """How a job is run.
+    """The shim's settings in a job.
 
     Attributes:
-        on: whether the shim is.
-        states: its ``PRECISION_SHIM_OPTIMIZER_STATES``.
-        save_on: whether it still is when the checkpoint is written.
+        on: whether the shim is on.
+        states: the value of ``PRECISION_SHIM_OPTIMIZER_STATES``.
+        save_on: whether the shim is still on when the checkpoint is written.
     """
 
     on: bool
@@ -50,11 +50,11 @@ class Row:
     """One row of the table.
 
     Attributes:
-        name: what it is.
-        saved: how it was saved.
-        resumed: how it is resumed.
-        expected: by sharding type; ``""`` for those that are not named.
-        fields: the user's own, for Megatron's OptimizerConfig.
+        name: the row's name in the results.
+        saved: settings of the job that saves the checkpoint.
+        resumed: settings of the job that resumes from the checkpoint.
+        expected: the expected outcome by sharding type; ``""`` stands for all other types.
+        fields: the user's fields of Megatron's OptimizerConfig.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Row:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def expects(self, sharding: str) -> str:
-        """What is to come of it."""
+        """The expected outcome for a sharding type."""
         return self.expected.get(sharding, self.expected[""])
 
 
@@ -95,7 +95,7 @@ def run(bench: Bench) -> None:
 
 
 def control(bench: Bench) -> bool:
-    """Whether two trainings that nobody stopped give the same bits on this machine."""
+    """Whether two uninterrupted trainings give the same bits on this machine."""
     ends = []
     for _ in range(2):
         with shim():
@@ -113,7 +113,7 @@ def control(bench: Bench) -> bool:
 
 
 class Job:
-    """A training that can be kept and resumed."""
+    """A training that can be saved and resumed."""
 
     def __init__(
         self, bench: Bench, sharding: str, fields: Mapping[str, Any], seed: int = 0
@@ -126,22 +126,22 @@ class Job:
         self._batches = Batches(corpus()[0], self._size, place.device, seed=0)
 
     def train(self) -> list[float]:
-        """Some steps; their losses."""
+        """Run some steps, and return their losses."""
         return [self.made.train_step(self._batches.next())["loss"] for _ in range(self._steps)]
 
     def go_on(self) -> list[float]:
-        """As many after those that were saved."""
+        """Skip the batches that the saved job has used, then train."""
         for _ in range(self._steps):
             self._batches.next()
         return self.train()
 
     def held(self) -> dict[str, torch.Tensor]:
-        """What is trained and what the optimizer holds."""
+        """Copies of parameters, masters and moments."""
         return held(self.made)
 
 
 def one_row(bench: Bench, row: Row, sharding: str, repeatable: bool) -> None:
-    """Save, resume, and hold what came of it against what was expected."""
+    """Save a checkpoint, resume from it, and compare the outcome with the expected one."""
     folder = bench.folder / f"{row.name} {sharding}".replace(" ", "-").replace(",", "")
     found, error = outcome(bench, row, sharding, folder)
     expected = row.expects(sharding)
@@ -167,10 +167,11 @@ def one_row(bench: Bench, row: Row, sharding: str, repeatable: bool) -> None:
 
 
 def outcome(bench: Bench, row: Row, sharding: str, folder: Path) -> tuple[str, str]:
-    """What comes of a resume, and the error if it was one.
+    """Save and resume; return the outcome, and the text of an error or ``""``.
 
-    ``EXACT``: states and further losses; ``STATES``: the states alone; ``REFUSED``: by the shim;
-    an error's name: by Megatron or FusedAdam; ``"other weights"``: without a word.
+    ``EXACT``: states and later losses are equal. ``STATES``: only the states are equal.
+    ``REFUSED``: the shim raised an error. The name of an exception class: Megatron or FusedAdam
+    raised it. ``"other weights"``: the states differ, and nothing raised an error.
     """
     from precision_shim import CheckpointLayoutError
 
@@ -189,7 +190,7 @@ def outcome(bench: Bench, row: Row, sharding: str, folder: Path) -> tuple[str, s
             second.made.load(str(folder))
         except CheckpointLayoutError as error:
             return REFUSED, str(error)
-        except Exception as error:  # Megatron's or FusedAdam's own, whatever it is
+        except Exception as error:  # any error of Megatron or FusedAdam
             return type(error).__name__, str(error)[:500]
         if not _same_states(saved, second.held()):
             return "other weights", ""
@@ -197,7 +198,7 @@ def outcome(bench: Bench, row: Row, sharding: str, folder: Path) -> tuple[str, s
 
 
 def _same_states(saved: Mapping[str, torch.Tensor], loaded: Mapping[str, torch.Tensor]) -> bool:
-    # The rounded parameters follow from the masters.
+    # Parameters are not compared, because they are the rounded masters.
     return saved.keys() == loaded.keys() and all(
         torch.equal(saved[key], loaded[key]) for key in saved if not key.endswith(" param")
     )

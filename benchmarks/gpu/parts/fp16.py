@@ -1,7 +1,8 @@
 """Part 4: fp16 under Megatron and under FSDP2.
 
-An overflow changes nothing and lowers the scale; a stopped training goes on bit for bit; the
-shim's LossScaler makes the steps of a loop written by hand, and waits for the device as often.
+A step that overflows changes no parameter, and lowers the scale. A resumed training equals an
+uninterrupted one bit for bit. The shim's LossScaler gives the same steps as torch's own scaler,
+and waits for the device equally often.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from ..place import NOT_COUNTED
 from ..text import Batches, corpus
 
 OVERFLOW = 1e30
-"""A weight of the loss under which fp16 gradients are infinite and the loss is not."""
+"""Factor of the loss with which fp16 gradients are infinite but the loss is finite."""
 BEFORE, AFTER = 2, 3
-"""Steps before the overflows and after them."""
+"""Numbers of steps before and after the overflows."""
 NOT_REPEATABLE = "two trainings that were not stopped differ here already"
 
 
@@ -55,20 +56,20 @@ class Job:
         return float(self.made.optimizer.get_loss_scale())
 
     def step(self, number: int) -> dict[str, float]:
-        """The step of that number."""
+        """Run the step with this number."""
         weight = OVERFLOW if number in self.overflowing else 1.0
         figures: dict[str, float] = self.made.train_step(self.batches[number], weight)
         return figures
 
     def steps_of(self, numbers: Sequence[int]) -> Job:
-        """Several."""
+        """Run the steps with these numbers."""
         for number in numbers:
             self.step(number)
         return self
 
 
 def overflow(bench: Bench) -> None:
-    """Take the steps one by one, and look at each."""
+    """Run the steps one by one, and check what each step changes."""
     rows: list[dict[str, Any]] = []
     with shim():
         job = Job(bench)
@@ -117,18 +118,18 @@ def overflow(bench: Bench) -> None:
 
 
 def counted(rows: list[dict[str, Any]]) -> str:
-    """Host synchronisations of some steps."""
+    """The numbers of host synchronisations of some steps, as text."""
     counts = sorted({row["host_syncs"] for row in rows if row["host_syncs"] is not None})
     return " or ".join(map(str, counts)) if counts else "not counted"
 
 
 def most(rows: list[dict[str, Any]]) -> int:
-    """The largest number of host synchronisations."""
+    """The largest number of host synchronisations in one step."""
     return max((row["host_syncs"] or 0 for row in rows), default=0)
 
 
 def resume(bench: Bench) -> None:
-    """Stop after the overflows, go on from the checkpoint, and compare the ends."""
+    """Resume from a checkpoint after the overflows; compare with an uninterrupted training."""
     with shim():
         ends = []
         for _ in range(2):
@@ -169,7 +170,7 @@ def report_resume(
 
 
 def fsdp(bench: Bench) -> None:
-    """The shim's scaler beside torch's own in the same loop."""
+    """Compare the shim's scaler with torch's own in the same loop."""
     device = bench.place.device
     loops = {ours: Loop(ours, device, wide=not bench.dry) for ours in (True, False)}
     weights = [1.0, 1.0, OVERFLOW, 1.0, 1.0]

@@ -1,7 +1,7 @@
-"""Part 1: what a GPT of 1.3 billion parameters, and one of 7, holds with and without the shim.
+"""Part 1: memory of GPTs with 1.3 and 7 billion parameters, with and without the shim.
 
-Resident and peak bytes come from ``torch.cuda``, the figures by component from the audit. The two
-know nothing of each other.
+``torch.cuda`` measures resident and peak bytes, and the audit counts the bytes of each component.
+The two measurements are independent.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ..text import Batches, corpus
 
 STEPS = 2
 SHARE = 0.01
-"""By how much the allocator's figure may exceed the audit's: blocks are rounded up, and Megatron
-keeps a buffer for attention scores."""
+"""Allowed relative difference of the allocator's bytes from the audit's: the allocator rounds
+blocks up, and Megatron keeps a buffer for attention scores."""
 ROOM = 1.15
-"""A model of seven billion parameters is tried where so many times its bytes are free."""
+"""The model with 7 billion parameters is tried if the GPU has this many times its bytes free."""
 SEVEN_S = 40.0
-"""Time that such a model wants at least; a guess."""
+"""Minimum time for the model with 7 billion parameters, in seconds; a guess."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class Variant:
     """One way to train a model.
 
     Attributes:
-        name: what the results call it.
-        expected: bytes per parameter.
-        on: whether the shim is.
-        precision: of the model.
-        fields: what the user's config has for Megatron's OptimizerConfig.
-        promised: whether the expected figure is a claim, or a question.
+        name: the variant's name in the results.
+        expected: expected bytes per parameter.
+        on: whether the shim is on.
+        precision: the model's dtype.
+        fields: the user's fields of Megatron's OptimizerConfig.
+        promised: whether ``expected`` is checked as a claim, or only reported.
     """
 
     name: str
@@ -76,7 +76,7 @@ def run(bench: Bench) -> None:
 
 
 def fits(bench: Bench, variant: Variant) -> bool:
-    """Whether the large model is tried; says so where it is not."""
+    """Whether the model with 7 billion parameters is tried; if not, record the reason."""
     what = f"7 billion, {variant.name}"
     free = bench.place.free()
     wanted = int(SEVEN.parameters * variant.expected * ROOM)
@@ -96,7 +96,7 @@ def fits(bench: Bench, variant: Variant) -> bool:
 
 
 def measure(bench: Bench, variant: Variant, size: Size, name: str) -> None:
-    """Build, take the steps, measure; a model that does not fit is a result."""
+    """Train a model and measure its memory; running out of memory is a result, not an error."""
     what = f"{name}, {variant.name}"
     with bench.attempt(what):
         try:
@@ -180,7 +180,7 @@ def checks(
 
 
 def shown(value: float | None) -> str:
-    """A figure of bytes per parameter."""
+    """A number of bytes per parameter, as text."""
     return "not measured" if value is None else f"{value:.2f}"
 
 

@@ -1,4 +1,4 @@
-"""Part 3: the loss on real text, with and without the shim, beside what another seed changes."""
+"""Part 3: the loss on real text with and without the shim, and its spread over seeds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(bench: Bench) -> None:
 
 
 def train(bench: Bench, on: bool, seed: int) -> float:
-    """One training; the loss on the held-out text at its end."""
+    """Train one model, and return its final loss on the held-out text."""
     place = bench.place
     size = TINY if bench.dry else SMALL
     text, held_out = corpus()
@@ -51,7 +51,7 @@ def train(bench: Bench, on: bool, seed: int) -> float:
 
 
 def evaluate(bench: Bench, made: object, text: torch.Tensor) -> torch.Tensor:
-    """Nats per byte on text that was not trained on; the same windows for every run."""
+    """Loss in nats per byte on held-out text; every run uses the same windows of the text."""
     size = TINY if bench.dry else SMALL
     batches = Batches(text, size, bench.place.device, seed=1234)
     losses = []
@@ -68,7 +68,7 @@ def evaluate(bench: Bench, made: object, text: torch.Tensor) -> torch.Tensor:
 
 
 def judge(bench: Bench, without: list[float], with_it: list[float]) -> None:
-    """Hold the difference of the means against the spread of the seeds without the shim."""
+    """Check that the mean losses differ by at most the spread of the seeds without the shim."""
     spread = max(without) - min(without)
     apart = abs(statistics.fmean(with_it) - statistics.fmean(without))
     pairs = [b - a for a, b in zip(without, with_it, strict=True)]

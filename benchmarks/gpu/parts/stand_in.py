@@ -1,12 +1,11 @@
-"""Part 6: the stand-in of precision_shim.testing beside the FusedAdam of TransformerEngine.
+"""Part 6: compares the stand-in of precision_shim.testing with TransformerEngine's FusedAdam.
 
 Both take one step from the same states with the same gradients, for every legal combination of
-dtypes. Compared bit for bit: what they hold and as what, what the first step makes of the moments,
-and what a state dict brings back. All else is compared within one unit in the last place of the
-dtype that it is kept in: a GPU's compiler may contract a product and a sum into one rounding.
+dtypes. The states' names and dtypes, the moments after the first step, and the states after a load
+must be equal bit for bit. Other values may differ by one unit in the last place of their dtype: a
+GPU's compiler may contract a product and a sum into one rounding.
 
-In a dry run there is no other FusedAdam, and the stand-in is compared with a loop written by hand
-(``adam_by_hand.py``), whose products and sums are contracted.
+A dry run has no real FusedAdam, and compares the stand-in with ``adam_by_hand.py``.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ STEPS, DRY_STEPS = 8, 2
 SHAPES = ((17, 33), (257,), (1,))
 BETA1 = 0.9
 SLACK = 2.0**-8
-"""Of a unit in the last place: the scale of an fp16 or fp8 tensor has a rounding of its own."""
+"""Extra tolerance, in units in the last place: an fp16 or fp8 tensor's scale is rounded too."""
 LARGEST = {FP16: torch.finfo(FP16).max / 2, FP8: torch.finfo(torch.float8_e4m3fn).max}
-# Bits behind the leading one, and the exponent of the smallest normal number.
+# Number of stored mantissa bits, and the exponent of the smallest normal number.
 FORMATS = {FP32: (23, -126), BF16: (7, -126), FP16: (10, -14), FP8: (3, -6)}
 
 
 @dataclass(frozen=True)
 class Combination:
-    """Dtypes of one optimizer; ``master`` is int16 for remainders."""
+    """Dtypes of one optimizer; an int16 ``master`` means remainders."""
 
     param: torch.dtype
     master: torch.dtype | None
@@ -74,23 +73,23 @@ class Combination:
 
 @dataclass
 class Found:
-    """What the comparison of one combination found."""
+    """Differences that the comparison found for one combination."""
 
     worst: dict[str, float] = field(default_factory=dict)
     equal: int = 0
     compared: int = 0
     defined: list[str] = field(default_factory=list)
-    """Where bits differ that are defined."""
+    """Values that should be equal bit for bit and are not."""
 
     def note(self, name: str, ulps: torch.Tensor, bits: torch.Tensor) -> None:
-        """Take in one tensor."""
+        """Add the differences of one tensor."""
         self.worst[name] = max(self.worst.get(name, 0.0), float(ulps.max()))
         self.equal += int(bits.sum())
         self.compared += bits.numel()
 
 
 def combinations() -> Iterator[Combination]:
-    """All that any release may take."""
+    """All combinations of dtypes that any release may accept."""
     masters: dict[torch.dtype, tuple[torch.dtype | None, ...]] = {
         BF16: (None, FP32, FP16, INT16),
         FP16: (None, FP32, FP16),
@@ -119,7 +118,7 @@ def run(bench: Bench) -> None:
         try:
             found[str(one)] = compare(place, stand_in, other, one)
             round_trip(place, real, one, found[str(one)])
-        except Exception as error:  # one combination's error is a result, the others go on
+        except Exception as error:  # recorded, so that the other combinations still run
             errors[str(one)] = f"{type(error).__name__}: {str(error)[:300]}"
     report(bench, name, found, errors)
 
@@ -161,7 +160,7 @@ def report(bench: Bench, name: str, found: dict[str, Found], errors: dict[str, s
 
 
 def legality(bench: Bench, place: Place, real: Any, stand_in: Any) -> None:
-    """Which combinations the constructors take; masters and moments that never were legal too."""
+    """Compare which dtypes the constructors of ``real`` and ``stand_in`` accept."""
     unlike = []
     count = 0
     asked = itertools.chain(
@@ -199,7 +198,7 @@ def _version() -> str:
 
 
 def compare(place: Place, stand_in: Any, other: Any, one: Combination) -> Found:
-    """Some steps; before each the stand-in is given the other's states."""
+    """Run some steps; before each step copy the other optimizer's states into the stand-in."""
     found = Found()
     generator = torch.Generator().manual_seed(5)
     ours, theirs = (_params(place, one.param) for _ in range(2))
@@ -222,7 +221,7 @@ def compare(place: Place, stand_in: Any, other: Any, one: Combination) -> Found:
 
 
 def _params(place: Place, dtype: torch.dtype) -> list[torch.nn.Parameter]:
-    """Numbers between a half and two, of either sign: a step is small beside each of them."""
+    """Make parameters with absolute values from 0.5 to 2, which are large compared with a step."""
     generator = torch.Generator().manual_seed(3)
     made = []
     for shape in SHAPES:
@@ -253,7 +252,7 @@ def _hold(
     other: tuple[Any, Any],
     terms: tuple[torch.Tensor | None, torch.Tensor],
 ) -> None:
-    """Compare parameter and states after a step."""
+    """Compare a parameter and its states after a step."""
     (mine, a), (its, b), (old, grad) = ours, other, terms
     names = _names(mine, a)
     if sorted(names) != sorted(_names(its, b)):
@@ -274,7 +273,7 @@ def _hold(
     for name, (left, right, dtype) in values.items():
         magnitude = torch.maximum(left.float().abs(), right.float().abs())
         if name == "exp_avg" and old is not None:
-            # Where the two terms cancel, the rounding of the larger one remains.
+            # If the two terms cancel, the rounding error of the larger term remains.
             parts = torch.maximum((BETA1 * old).abs(), ((1 - BETA1) * grad).abs())
             magnitude = torch.maximum(magnitude, parts)
         bits = left.float() == right.float()
@@ -293,21 +292,21 @@ def _kept_as(one: Combination, name: str) -> torch.dtype:
 
 
 def spacing(dtype: torch.dtype, magnitude: torch.Tensor) -> torch.Tensor:
-    """The distance of neighbours at some magnitudes, in the format that they are kept in.
+    """The distance between neighbouring numbers of a dtype, at these magnitudes.
 
-    fp16 and fp8 states are kept by a scale per tensor that brings the largest to a fixed number.
+    An fp16 or fp8 state has a scale, which maps the tensor's largest value to a fixed number.
     """
     bits, lowest = FORMATS[dtype]
     scale = torch.ones((), device=magnitude.device)
     if dtype in LARGEST:
         scale = (magnitude.max() / LARGEST[dtype]).clamp_min(torch.finfo(FP32).tiny)
-    # An fp16 parameter has no scale; its numbers lie between a half and two.
+    # A real fp16 parameter has no scale; its absolute values are from 0.5 to 2.
     exponent = torch.floor(torch.log2((magnitude / scale).clamp_min(2.0**lowest)))
     return torch.exp2(exponent - bits) * scale
 
 
 def round_trip(place: Place, adam: Any, one: Combination, found: Found) -> None:
-    """What a state dict brings back into another optimizer of the class that is here."""
+    """Load an optimizer's state dict into another optimizer, and compare their states."""
     params, again = (_params(place, one.param) for _ in range(2))
     first, second = adam(params, **one.arguments), adam(again, **one.arguments)
     for param in params:

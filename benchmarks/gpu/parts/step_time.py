@@ -1,9 +1,9 @@
-"""Part 2: how long the optimizer's step takes, beside what it has to move.
+"""Part 2: the time of the optimizer's step, compared with the bytes that a step must move.
 
-TransformerEngine's pull request 2551 reports that bf16 moments cost one to two seconds a step. The
-released FusedAdam up to 2.13 makes an fp32 copy of each moment that is not fp32 before its kernel
-runs; that costs time to move, and time to get the memory where little is free. So the same step is
-measured with memory to spare and with barely enough, and the allocator's calls are counted.
+TransformerEngine's pull request 2551 reports that bf16 moments cost one to two seconds a step. Up
+to 2.13 FusedAdam copies each moment that is not fp32 to fp32 before its kernel runs. The copy takes
+time, and its allocation takes time if little memory is free. This part therefore measures the step
+with ample and with little free memory, and counts the allocator's calls.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .memory import VARIANTS, WITH, WITHOUT, Variant
 WARM, DRY_WARM = 3, 1
 REPEAT, DRY_REPEAT = 20, 2
 TIGHT = 1.25
-"""Of the temporary memory of a step, how much is left free in the tight case."""
+"""Free memory divided by a step's temporary memory, in the case with little free memory."""
 FP32_MOMENTS = Variant(
     "with, fp32 moments",
     14.0,
@@ -45,12 +45,12 @@ class Times:
 
     @property
     def median(self) -> float:
-        """The typical one."""
+        """Median of the steps."""
         return statistics.median(self.steps)
 
     @property
     def spread(self) -> float:
-        """Between the quarters."""
+        """Interquartile range of the steps; the full range of fewer than four steps."""
         if len(self.steps) < 4:
             return max(self.steps) - min(self.steps)
         low, _, high = statistics.quantiles(self.steps, n=4)
@@ -83,7 +83,7 @@ def judge(bench: Bench, without: Times, with_it: Times) -> None:
 
 
 def measure(bench: Bench, variant: Variant, bandwidth: float) -> Times:
-    """One variant: Megatron's whole step and FusedAdam's own, with room and without."""
+    """Time Megatron's whole step and FusedAdam's own; the latter also with little free memory."""
     place = bench.place
     repeat = DRY_REPEAT if bench.dry else REPEAT
     size = TINY if bench.dry else BILLION
@@ -129,10 +129,10 @@ def measure(bench: Bench, variant: Variant, bandwidth: float) -> Times:
 
 
 def require_gradients(adams: list[Any]) -> None:
-    """Stop where Megatron has taken the gradients away: FusedAdam would step nothing, in no time.
+    """Check that the parameters have gradients: without gradients FusedAdam does nothing.
 
     Raises:
-        RuntimeError: a parameter has none.
+        RuntimeError: a parameter has no gradient after Megatron's step.
     """
     for adam in adams:
         name = "decoupled_grad" if adam.use_decoupled_grad else "grad"
@@ -142,17 +142,17 @@ def require_gradients(adams: list[Any]) -> None:
 
 
 def timed(bench: Bench, function: Any, repeat: int) -> Times:
-    """The first call, some that are not counted, and the rest."""
+    """Time the first call, and ``repeat`` calls after some warm-up calls."""
     warm = DRY_WARM if bench.dry else WARM
     first, *others = bench.place.milliseconds(function, 1 + warm + repeat)
     return Times(first, tuple(others[warm:]))
 
 
 def bytes_to_move(made: Any) -> int:
-    """What one step of Adam reads and writes at least.
+    """Minimum number of bytes that one step of Adam reads and writes.
 
-    Gradients are read, states and masters read and written, parameters written; a remainder's
-    other half is the parameter, which then is read as well.
+    A step reads gradients, reads and writes masters and moments, and writes parameters. With
+    remainders a step also reads the parameters, which are the upper halves of the masters.
     """
     import precision_shim
 
@@ -166,12 +166,12 @@ def bytes_to_move(made: Any) -> int:
 def tightly(
     bench: Bench, function: Any, temporary: int | None, repeat: int
 ) -> dict[str, Any] | None:
-    """The same step while hardly more memory is free than it needs for the moment."""
+    """Time a step with only slightly more free memory than its temporary tensors need."""
     place = bench.place
     free = place.free()
     size = 0
     if free is not None and temporary is not None:
-        # Beside the temporary memory, what the driver and NCCL may want for themselves.
+        # Another 256 MiB stay free for the driver and NCCL.
         size = free - int(temporary * TIGHT) - (1 << 28)
         if size <= 0:
             return None
@@ -195,7 +195,7 @@ def tightly(
 
 
 def shown(tight: dict[str, Any] | None) -> str:
-    """What the tight case showed."""
+    """The result of the case with little free memory, as text."""
     if tight is None:
         return "not measured"
     if "error" in tight:

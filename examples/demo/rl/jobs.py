@@ -1,4 +1,4 @@
-"""The three jobs of the RL demo: verl's own GRPO, started by its command line."""
+"""The three jobs of the RL demo: each starts verl's own GRPO by verl's command line."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ FIRST_SCALE = 2**19
 
 @dataclass(frozen=True)
 class Job:
-    """One of the jobs.
+    """One job of the RL demo.
 
     Attributes:
-        name: names the job's files, and the job in the report.
+        name: the job's name in file names and in the report.
         trainer: dtype that the trainer computes in, as verl names it.
         rollout: dtype that vLLM computes in.
         shim: whether the shim is on.
@@ -51,11 +51,11 @@ class Job:
         """The environment variables of the job's processes.
 
         Args:
-            folder: has the metadata of ``vllm``; the job writes its metrics there.
+            folder: contains the metadata of ``vllm``; the job writes its metrics into it.
         """
         kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         kept = {name: value for name, value in kept.items() if not name.startswith(PREFIX)}
-        # Two processes of vLLM import it anew; without cached bytecode that takes a minute.
+        # Two processes import vLLM again, which takes a minute without cached bytecode.
         kept.pop("PYTHONDONTWRITEBYTECODE", None)
         paths = [str(folder), str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         ours = {
@@ -73,7 +73,7 @@ class Job:
             "RAY_raylet_start_wait_time_s": "300",
             "RAY_worker_register_timeout_seconds": "300",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # leaves the model in its engine's process
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # runs the model in its engine's process
             "VLLM_NO_USAGE_STATS": "1",
         }
         shim = {
@@ -88,10 +88,10 @@ class Job:
         return folder / f"{self.name}.jsonl"
 
     def command(self, folder: Path, steps: int) -> list[str]:
-        """The arguments for ``keeper`` to run verl's entry point with this job's keys, in a fork.
+        """Arguments of ``keeper`` that run verl's entry point in a fork, with this job's keys.
 
         Args:
-            folder: has the model, the prompts and the file ``ENVIRONMENT``.
+            folder: contains the model, the prompts and the file ``ENVIRONMENT``.
             steps: the number of training steps.
         """
         fork = ["--fork", str(folder / ENVIRONMENT)]
@@ -130,7 +130,7 @@ class Job:
             f"{rollout}.n": ANSWERS,
             f"{rollout}.tensor_model_parallel_size": 1,
             f"{rollout}.enforce_eager": True,
-            f"{rollout}.free_cache_engine": False,  # there is no GPU memory to give back
+            f"{rollout}.free_cache_engine": False,  # a CPU job has no GPU memory to free
             f"+{rollout}.enable_sleep_mode": False,
             f"{rollout}.max_num_seqs": PROMPTS * ANSWERS,
             f"{rollout}.max_model_len": 32,

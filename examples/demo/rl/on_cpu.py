@@ -1,7 +1,7 @@
-"""Stand-ins for a GPU in verl 0.9.1; importing this module puts them in place.
+"""Lets verl 0.9.1 train on a CPU: the import of this module patches torch and verl.
 
-verl imports it in each of its processes (``VERL_USE_EXTERNAL_MODULES``). Nothing here changes what
-the trainer computes, with one exception: :func:`log_softmax_in_fp32`.
+Through ``VERL_USE_EXTERNAL_MODULES`` each of verl's processes imports this module. Only
+:func:`log_softmax_in_fp32` changes the trainer's results.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from ...processes import ports
 
 
 def log_softmax_in_fp32() -> None:
-    """Let a CPU's autocast compute ``log_softmax`` in fp32, as CUDA's does.
+    """Make a CPU's autocast compute ``log_softmax`` in fp32, as CUDA's autocast does.
 
-    A CPU's autocast computes it in 16 bits. That rounding, which no trainer on a GPU does, would
-    be most of the mismatch between an fp16 trainer and an fp16 rollout.
+    Unpatched, a CPU's autocast computes ``log_softmax`` in 16 bits. No trainer on a GPU has this
+    rounding, which would cause most of the mismatch of an fp16 trainer and an fp16 rollout.
     """
     import torch
 
@@ -48,7 +48,7 @@ def complete_torch_cpu() -> None:
 
 
 def one_gloo() -> None:
-    """Ask torch for gloo where verl asks for ``cpu:gloo,cpu:gloo``, which torch refuses."""
+    """Replace verl's backend ``cpu:gloo,cpu:gloo``, which torch refuses, by ``gloo``."""
     import torch.distributed as dist
 
     original = dist.init_process_group
@@ -76,7 +76,7 @@ def register_platform() -> None:
         "visible_devices_envvar": "CUDA_VISIBLE_DEVICES",
         "ray_resource_name": "GPU",
         "ray_noset_envvars": ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"],
-        "is_ipc_supported": False,  # weights go to vLLM over shared memory
+        "is_ipc_supported": False,  # makes verl send weights to vLLM over shared memory
         **dict.fromkeys(
             ("set_device", "synchronize", "set_allocator_settings", "empty_cache", "cudart",
              "profiler_start", "profiler_stop")
@@ -97,9 +97,9 @@ def register_platform() -> None:
 
 
 def ports_that_stay_free() -> None:
-    """Let verl take the port of a trainer's process group from ports that Linux never assigns.
+    """Make verl choose the port of a trainer's process group among ports that Linux never assigns.
 
-    The trainer starts seconds after verl has looked for a free port.
+    Otherwise another process may take the port in the seconds before the trainer starts.
     """
     from verl.single_controller.ray.base import RayWorkerGroup
 

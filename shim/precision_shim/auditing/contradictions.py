@@ -10,11 +10,11 @@ from .halves import BASE, ROLLOUT, Held, Sent, Weights
 from .layers import MATRICES, holds_a_word_of, is_named, joined, kind_of
 
 OWN_AT_MOST, SENT_AT_LEAST = 0.98, 0.999
-"""Thresholds for the share of weights that bf16 represents exactly. Weights are taken to have been
-rounded to bf16 if this share is below the first before sending and above the second afterwards."""
+"""Thresholds for the share of weights that bf16 represents exactly. The audit reports a rounding to
+bf16 if the share is below ``OWN_AT_MOST`` before sending and above ``SENT_AT_LEAST`` afterwards."""
 
 LEAST_SAMPLE = 256
-"""Minimum number of sampled elements for which a share is used."""
+"""Minimum number of sampled elements from which the audit computes a share."""
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ BASE, ADAPTERS = "weights", "adapters"
 """The two groups of tensors: LoRA's adapters, and all other weights."""
 
 ROLLOUT = "rollout"
-"""The subject of the engines that generate for the trained policy; engines of other models have
-another subject."""
+"""The audit's subject for engines that generate with the trained policy. Engines of other models
+have another subject."""
 
 
 @dataclass(frozen=True)

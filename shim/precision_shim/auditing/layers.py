@@ -23,7 +23,7 @@ _JOINED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-"""Layers that engines fuse from several layers, with the names of these."""
+"""Maps a layer that engines fuse from several layers to the names of those layers."""
 
 _EXPERT = re.compile(r"\.experts\..*$")
 

@@ -10,7 +10,7 @@ from typing import Any
 from .record import OF_MODEL, Audit, AuditPart, Finding
 
 _PASSING = ("grad_copies", "other")
-"""Components that ranks are not compared in: they exist only during a step, or count steps."""
+"""Components whose dtypes may differ between ranks: they exist only in a step, or count steps."""
 
 
 def signature(parts: Sequence[AuditPart], found: Iterable[Finding]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from .reading import Reading, gradients_of, tensors_of, unique
 from .torch_reader import read_torch, shards_by_gathered
 
 _NO_HELPERS = ("builtins", "collections", "functools", "torch")
-"""Modules whose objects contain no tensors of a model."""
+"""Modules whose objects the audit does not search for a model's tensors."""
 
 
 def read_optimizers(

@@ -24,7 +24,7 @@ _INNER = (
     "_columnwise_data",
     "_columnwise_scale_inv",
 )
-"""Attributes in which TransformerEngine's quantized tensors keep the tensors that they wrap."""
+"""Attributes of TransformerEngine's quantized tensors that contain the wrapped tensors."""
 
 
 @dataclass(frozen=True)

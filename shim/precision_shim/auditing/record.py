@@ -18,10 +18,10 @@ COMPONENTS = (
     "exp_avg_sq",
     "other",
 )
-"""Kinds of tensors of an optimizer and its model; a shared storage counts for the first of them."""
+"""Kinds of tensors of an optimizer and its model. Shared storage counts for the first such kind."""
 
 OF_MODEL = ("params", "frozen", "grad_buckets")
-"""Components of the model; all other components are sharded like the optimizer states."""
+"""Components of the model. All other components are sharded like the optimizer states."""
 
 PER_PARAMETER = ("params", "grad_buckets", "grad_copies", "master", "exp_avg", "exp_avg_sq")
 """Components whose size is proportional to the number of trainable parameters."""

@@ -29,7 +29,7 @@ from .reading import local
 from .torch_reader import shards_by_gathered
 
 AT = (1, 2, 8, 64, 512, 4096)
-"""The weight syncs that are audited, counted from 1."""
+"""Numbers of the weight syncs that are audited; the first sync is number 1."""
 
 _LEAST = 2.0**-14  # fp16's smallest normal number; most subnormal numbers are exact in bf16
 _WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

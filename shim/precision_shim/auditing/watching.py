@@ -21,7 +21,7 @@ from .readers import read_optimizers
 from .record import Audit, Finding
 
 _watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""The inner torch optimizers that ``watch`` has been called for."""
+"""The inner torch optimizers that ``watch`` already watches."""
 
 
 def watch(

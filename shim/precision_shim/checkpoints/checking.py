@@ -22,18 +22,18 @@ from .tensors import check_archive
 __all__ = ["MOST", "Checked", "File", "check", "percent", "size_text"]
 
 MOST = 256 << 20
-"""Maximum number of bytes whose checksums are computed, small files first, without ``--full``."""
+"""Without ``--full``, maximum number of bytes that checksums cover; small files come first."""
 
 _ARCHIVES = 4096
-"""Maximum number of archives that are opened for their checksums, without ``--full``."""
+"""Without ``--full``, maximum number of archives that are opened to compare checksums."""
 
 _KNOWN = re.compile(
     r"\.metadata|metadata\.json|.*\.(distcp|safetensors)|model\.safetensors\.index\.json"
 )
-"""Names of files that the doctor reads, besides archives."""
+"""Matches the names of files that the doctor reads, other than archives."""
 
 _NAMED = 4
-"""Maximum number of files that a line of text names."""
+"""Maximum number of file names in a line of text."""
 
 Span = tuple[int, int]
 

@@ -17,10 +17,10 @@ __all__ = ["find", "saying_how_to_go_on"]
 _GIVE = "Give the directory of a run, of a step, of a model, or of its files."
 
 _DEPTH = 5
-"""Maximum depth at which a model's files are searched, in directories."""
+"""Maximum number of nested directories in which a model's files are searched."""
 
 _ORDER = (MEGATRON, DCP, SHARDS, SAFETENSORS)
-"""If a model's directory has files of several kinds, the first kind here has the states."""
+"""If a model's directory has several kinds of files, the first kind in this list has the states."""
 
 
 def find(path: Path, framework: str | None = None) -> list[Part]:

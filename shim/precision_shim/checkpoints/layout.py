@@ -12,7 +12,7 @@ from .units import Unit
 
 PARAMS, MASTER, EXP_AVG, EXP_AVG_SQ, OTHER = "params", "master", "exp_avg", "exp_avg_sq", "other"
 COMPONENTS = (PARAMS, MASTER, EXP_AVG, EXP_AVG_SQ, OTHER)
-"""The components that a checkpoint's tensors belong to, named as in the audit."""
+"""The components of a checkpoint's tensors, with the same names as in the audit."""
 
 WHOLE, REMAINDERS, NUMBERS, UNKNOWN, NONE = (
     "fp32",

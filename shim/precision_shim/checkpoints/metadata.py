@@ -16,7 +16,7 @@ from .tensors import dtype_name
 __all__ = ["NAME", "Stored", "read_entries"]
 
 NAME = ".metadata"
-"""The file's name in a checkpoint's directory."""
+"""Name of the metadata file in a checkpoint's directory."""
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 

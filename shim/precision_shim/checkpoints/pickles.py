@@ -103,10 +103,10 @@ _PLAIN = {
         for kind in (set, frozenset, tuple, list, bytes, bytearray)
     },
 }
-"""The only callables that ``_plain`` calls: types of plain data. No name is imported."""
+"""The only callables that ``_plain`` calls: types of plain data. ``_plain`` imports no name."""
 
 _KEY = 64
-"""Maximum number of values in a key: hashing visits each of them once per reference to it."""
+"""Maximum number of values in a key: hashing visits a value once for each reference to it."""
 
 _COPIED = 20_000_000
 """Maximum number of values copied for one pickle: a pickle may copy the same list many times."""

@@ -41,9 +41,9 @@ __all__ = ["read_parts"]
 
 _RECORD_KEY = "precision_shim_scaler"
 _RECORD = 1 << 10
-"""Maximum number of values in a scaler's record; its text may have 1,024 times as many bytes."""
+"""Maximum number of values in a scaler's record; its text may have 1,024 bytes for each value."""
 _SAMPLE = 64 << 20
-"""Maximum number of bytes of a component's values that are read; smaller ones are read whole."""
+"""Maximum number of bytes that are read of a component; a smaller component is read whole."""
 
 
 def read_parts(path: str | Path, framework: str | None = None) -> list[Part]:

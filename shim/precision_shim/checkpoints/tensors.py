@@ -83,10 +83,10 @@ class Tensor:
 
 
 _DIMENSIONS, _MOST = 64, 2**63
-"""torch's limits of a tensor's dimensions and of its elements (in a dimension and in total)."""
+"""torch's limits: a tensor's number of dimensions, and its elements per dimension and in total."""
 
 _NO_DATA = ("_spec", "_mesh", "mesh")
-"""Fields of a DTensor whose tensors are not its data."""
+"""Fields of a DTensor whose tensors are not the DTensor's data."""
 
 
 class _Slice(io.RawIOBase):
@@ -344,7 +344,7 @@ def _begin(raw: Any, info: zipfile.ZipInfo) -> int | None:
 
 
 _HEADER, _CHUNK = 30, 1 << 20
-"""Size of a record's header in a zip file, and the number of bytes to read at once."""
+"""Bytes in the header of a zip file's record, and bytes to read at once."""
 
 
 def _is_contiguous(shape: tuple[int, ...], stride: Any) -> bool:

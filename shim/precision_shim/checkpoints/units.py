@@ -25,8 +25,8 @@ MEGATRON, DCP, SHARDS, SAFETENSORS = "megatron", "dcp", "shards", "safetensors"
 
 _RANK_FILE = re.compile(r"(?P<what>\w+)_world_size_(?P<world>\d+)_rank_(?P<rank>\d+)\.pt")
 _COMMON_STATE = "common_state/shard_0_1"
-"""The key under which megatron-core 0.19 and later store what 0.18 and earlier have in
-``common.pt``; see ``load_common_state_dict`` in its ``dist_checkpointing/serialization.py``."""
+"""Key of the common state in megatron-core 0.19 and later; 0.18 and earlier write ``common.pt``.
+See ``load_common_state_dict`` in megatron-core's ``dist_checkpointing/serialization.py``."""
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _HARMLESS = re.compile(
@@ -259,7 +259,7 @@ class _Place:
 
 
 _TOGETHER = ("model", "optim", "extra_state")
-"""Kinds of files that verl and SkyRL write for each rank, unless the job's config excludes one."""
+"""Kinds of files that verl and SkyRL write for each rank. A job's config may exclude a kind."""
 
 
 def _read_shards(unit: Unit) -> None:
@@ -303,7 +303,7 @@ def _read_shards(unit: Unit) -> None:
 # -- safetensors ----------------------------------------------------------------------------------
 
 _KINDS = {"F": "float", "BF": "bfloat", "I": "int", "U": "uint"}
-"""torch's dtype prefix for safetensors' letters; in both, the number of bits follows."""
+"""Maps a safetensors dtype to torch's name of the dtype, both without the number of bits."""
 
 _OF_SEVERAL = re.compile(r"(?P<before>.*?)(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 

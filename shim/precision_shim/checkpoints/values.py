@@ -20,11 +20,11 @@ _LEAST = 64 << 10
 
 
 _PIECES = 512
-"""Maximum number of pieces that are read: each is a separate archive that has to be opened."""
+"""Maximum number of pieces that are read: every piece is a separate archive to open."""
 
 _ALIGNED = 64
-"""In Megatron's buckets each parameter begins at a multiple of this many elements. Megatron also
-stores the padding between parameters, as smaller pieces, which contain no parameter's values."""
+"""Megatron aligns each parameter in a bucket to a multiple of this many elements. Megatron also
+stores the padding between parameters: pieces with fewer elements and without parameter values."""
 
 
 def samples(tensors: Sequence[Tensor], most: int) -> Iterator[tuple[Tensor, int, torch.Tensor]]:

@@ -26,7 +26,7 @@ COMMANDS = ("run", "doctor", "plan", "audit", "checkpoint", "demo")
 """The modules of this package that implement a command, in the order of ``--help``."""
 
 OPTIONS = {"features": "--features", "frameworks": "--frameworks", "settings": "--set"}
-"""The option for each argument of ``install()``, as the messages of ``resolve`` name it."""
+"""Maps an argument of ``install()`` to its command line option, for the messages of ``resolve``."""
 
 
 def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:

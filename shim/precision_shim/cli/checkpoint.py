@@ -27,7 +27,7 @@ _MORE = (
 )
 
 _PRECISION = "precision"
-"""The ``--config`` field for the compute dtype of a job without a Megatron config."""
+"""The field for ``--config`` that gives the compute dtype of a job without a Megatron config."""
 
 
 def register(commands: Commands) -> None:

@@ -8,7 +8,7 @@ from ..precision import names
 from .record import Held, Part
 
 SIZES = names.SIZES
-"""Bytes per element, by the dtype's canonical name."""
+"""Maps a dtype's canonical name to the bytes of an element."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ..checkpoints.safetensors import read_header
 from ..errors import PlanError
 
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-"""Keys of a Hugging Face config for the number of routed experts."""
+"""Keys under which a Hugging Face config may have the number of routed experts."""
 
 _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k_experts")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")

@@ -13,20 +13,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 ENGINE_NAMES: Mapping[str, str] = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-"""By a dtype's canonical name, the name that vLLM, SGLang and the frameworks' parsers accept."""
+"""Maps a dtype's canonical name to its name in vLLM, SGLang and the frameworks' parsers."""
 
 CANONICAL: Mapping[str, str] = {name: canonical for canonical, name in ENGINE_NAMES.items()}
 """The inverse of ``ENGINE_NAMES``."""
 
 AUTO, FP8 = "auto", "fp8"
-"""Values other than a dtype's name: the dtype of the checkpoint, or weights quantised to fp8."""
+"""Values that name no dtype: ``AUTO`` means the checkpoint's dtype, ``FP8`` weights in fp8."""
 
 NO_FP16 = ("gemma2", "gemma3", "gemma3_text", "glm4", "plamo2")
-"""``model_type`` of the models that vLLM refuses to run in fp16, because their activations overflow
-(``_FLOAT16_NOT_SUPPORTED_MODELS`` of its ``config/model.py``)."""
+"""``model_type`` of each model that vLLM refuses to run in fp16, because its activations overflow:
+``_FLOAT16_NOT_SUPPORTED_MODELS`` in vLLM's ``config/model.py``."""
 
 _OF_FP32 = {"vllm": "bf16", "sglang": "fp16"}
-"""The dtype that ``auto`` means for an fp32 checkpoint; for vLLM, on a GPU that supports bf16."""
+"""Maps an engine to its dtype for ``auto`` and an fp32 checkpoint, for vLLM on a GPU with bf16."""
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping
 from typing import BinaryIO
 
 _BLOCK = 1 << 14
-"""Number of bytes that are read at each place."""
+"""Number of bytes in each block that is read."""
 _PLACES = 16
-"""Number of places that are read in a large file, spread from its beginning to its end."""
+"""Number of blocks that are read of a large file, spread from its beginning to its end."""
 
 _BOUND = re.compile(r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt|.*\.distcp|\.metadata")
 _FINGERPRINT = re.compile(r"\d{1,19}:[0-9a-f]{16}")

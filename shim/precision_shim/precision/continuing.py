@@ -13,7 +13,7 @@ REMAINDERS = "int16"
 """The dtype of remainders."""
 
 NARROWER = ("bf16",)
-"""dtypes in which moments are stored without a scale; values that do not fit are rounded."""
+"""dtypes that store a moment without a scale, so that a load from fp32 may round its values."""
 
 
 def how_read(stored: str, wanted: str, *, master: bool) -> str:

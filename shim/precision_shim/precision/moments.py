@@ -8,8 +8,8 @@ restores the old ``v`` if a step's relative change ``1 - beta2`` is at most half
 from __future__ import annotations
 
 SECOND_MOMENT_LIMIT = 2.0**-8
-"""``1 - beta2`` must exceed this value if the second moment is in bf16. It is the largest half ulp
-of bf16, relative to the rounded value."""
+"""``1 - beta2`` must exceed this value if the second moment is in bf16. The limit is the largest
+half ulp of bf16, relative to the rounded value."""
 
 
 def second_moment_can_decay(beta2: float) -> bool:

@@ -17,7 +17,7 @@ ALIASES: Mapping[str, str] = {
     "float8": "fp8",
     "uint8": "fp8",
 }
-"""Canonical names by the spelling in a config; ``16`` and ``32`` are verl's spellings."""
+"""Maps a config's spelling of a dtype to its canonical name; only verl spells ``16`` and ``32``."""
 
 SHORT: Mapping[str, str] = {
     **{alias: name for alias, name in ALIASES.items() if alias.isidentifier() and name != "fp8"},
@@ -29,8 +29,8 @@ SHORT: Mapping[str, str] = {
     "byte": "uint8",
     "bool": "bool",
 }
-"""This project's names of tensors' dtypes by torch's name; other dtypes keep torch's name. In a
-file ``uint8`` means ``uint8``; only in a config does it mean fp8."""
+"""Maps torch's name of a tensor's dtype to this project's name; a dtype that is not listed keeps
+torch's name. A file's ``uint8`` is ``uint8``, but a config's ``uint8`` means fp8."""
 
 SIZES: Mapping[str, int] = {
     "fp32": 4,
@@ -47,4 +47,4 @@ SIZES: Mapping[str, int] = {
     "complex64": 8,
     "complex128": 16,
 }
-"""Bytes per element, by this project's dtype name; ``int16`` may hold remainders of masters."""
+"""Maps this project's dtype name to bytes per element; remainders of masters are ``int16``."""

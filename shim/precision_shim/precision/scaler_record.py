@@ -19,14 +19,14 @@ from .belonging import are_fingerprints
 
 KIND = "precision_shim.loss_scaler"
 FORMAT = 2
-"""Version of the format. A reader accepts this and older versions. Format 1 had no ``files``."""
+"""Version of the record's format. A reader also accepts version 1, which has no ``files``."""
 
 FILE_NAME = "precision_shim_scaler.json"
-"""Name of a record's file, where a framework's checkpoint is a directory."""
+"""Name of a scaler record's file in a checkpoint that is a directory."""
 
 MAX_SKIPS = 25
-"""How many consecutive skips end a job. Sixteen halvings reduce the default initial scale, 65536,
-to 1; if gradients are still non-finite then, the scale is not the cause."""
+"""Number of consecutive skipped steps that end a job. Sixteen halvings reduce the default initial
+scale from 65536 to 1. If gradients overflow even at scale 1, the scale is not the cause."""
 
 _LARGEST = (2.0 - 2.0**-23) * 2.0**127
 """The largest finite float32."""

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
 PATIENCE = 10.0
-"""The longest that a fork waits for one lock, in seconds."""
+"""Maximum time that a fork waits for one lock, in seconds."""
 
 interrupted = False
-"""In the child of a fork: whether the fork interrupted patching, which the child must undo."""
+"""True only in a fork's child, if the fork interrupted patching; the child undoes that patching."""
 
 
 class Lock:
@@ -36,7 +36,7 @@ class Lock:
         """
         self._patching = patching
         self.patched: tuple[ModuleSpec | None, int] = None, 0
-        """Spec of the module that was last patched within its import, and the importing thread."""
+        """Spec of the module last patched during its import, and id of the importing thread."""
         if patching:
             # At a fork, the handler that was registered last runs first. Import logging first,
             # because an import under our lock may need logging's lock. A fork that held logging's

@@ -47,8 +47,8 @@ def entries(*, third_party: bool = True) -> "dict[str, Framework]":
 
 
 _said: "dict[tuple[str, ...], dict[str, Framework]]" = {}
-"""Cache by ``sys.path``: the complete records of third parties' frameworks. The audit asks for them
-once per optimizer, and reading every distribution's entry points takes 10 to 50 ms."""
+"""Caches, for each ``sys.path``, the complete records of third parties' frameworks. The audit reads
+the records once per optimizer, and reading all entry points takes 10 to 50 ms."""
 
 
 def records(*, third_party: bool = True) -> "dict[str, Framework]":

@@ -38,13 +38,13 @@ class _Session:
         self.settings = settings
         self.known = known
         self.fault = fault
-        """The error of a strict start with bad settings, raised where a feature takes effect."""
+        """The error of a strict start with bad settings; raised when a feature takes effect."""
         self.awake: dict[str, Adapter] = {}
         self.broken: dict[str, PrecisionShimError] = {}
         self.standing: dict[str, tuple[bool, str]] = {}
-        """Results of ``judge_version`` by framework, kept because that function reads source."""
+        """Cache of ``judge_version``, which reads source code, by framework."""
         self.exported: dict[str, tuple[str | None, str]] = {}
-        """For each exported variable, its value before ``install()`` and the exported value."""
+        """Maps an exported variable to its value before ``install()`` and its exported value."""
         self.engine = Engine(
             features=settings.features,
             settings=settings,

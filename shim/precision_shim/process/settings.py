@@ -220,7 +220,7 @@ BY_CALL: Mapping[str, str] = {
     "frameworks": "install(frameworks=...)",
     "settings": "install(settings=...)",
 }
-"""How messages write the arguments of ``resolve`` where the user gave them to ``install()``."""
+"""Maps an argument of ``resolve`` to its name in messages to users of ``install()``."""
 
 
 def parse_features(

@@ -20,7 +20,7 @@ _lock = Lock(patching=False)
 _decisions: list[Decision] = []
 _warned: set[str] = set()
 verbosity = "info"
-"""One of ``quiet``, ``info``, ``debug``; the session sets it from the settings."""
+"""How much is logged: ``quiet``, ``info`` or ``debug``. The session sets the value."""
 
 
 def record(decision: Decision) -> None:

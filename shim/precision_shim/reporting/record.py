@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from ..auditing.record import Audit
 
 STATES = ("absent", "pending", "wrapped", "native", "refused", "off")
-"""States of a seam and of a framework. Their meanings, in this order: not installed; waits for the
-module's import; patched; the framework has the feature itself; could not be patched; not asked
-for."""
+"""States of a seam and of a framework. ``absent``: not installed. ``pending``: its module is not
+yet imported. ``wrapped``: patched. ``native``: the framework has the feature itself. ``refused``:
+could not be patched. ``off``: not enabled by the settings."""
 
 
 @dataclass(frozen=True)

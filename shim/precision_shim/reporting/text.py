@@ -23,7 +23,7 @@ _MORE = "status().details()"
 _WITH_OTHERS = "refused whole, because: "  # the engine's prefix of another seam's reason
 
 AT_WORK = ("pending", "partly pending", "wrapped", "partly", "native")
-"""Verdicts on a path for which the feature is in force, or will be."""
+"""Verdicts on a path that mean that the feature is in force on this path, or will be."""
 
 _WORDS = {
     "wrapped": "in force",
@@ -39,7 +39,7 @@ _AHEAD = {
     "pending": "would be in force",
     "partly pending": "would be in force beside {name}'s own",
 }
-"""The words of the doctor, which imports nothing: a pending seam would be patched in a job."""
+"""The doctor's words for verdicts; in the doctor, ``pending`` means that a job would be patched."""
 
 
 def screen(status: Status) -> str:

@@ -30,7 +30,7 @@ from .record import record_of, restore
 __all__ = ["FILE_NAME", "Files", "agree", "load", "save"]
 
 Files = Mapping[str, "str | os.PathLike[str]"]
-"""Paths of this rank's files in a checkpoint, by their names in the checkpoint."""
+"""Maps a file's name in a checkpoint to the path of this rank's file."""
 
 
 def save(

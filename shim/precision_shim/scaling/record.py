@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 _BYTES = 2048
-"""Size of a record as a tensor, in bytes: three times what a record needs now."""
+"""Size of a scaler record as a tensor, in bytes: three times the size of a present record."""
 
 
 def record_of(scaler: GradScaler, files: Mapping[str, str] | None = None) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from ..precision.scaler_record import ScalerSettings
 from .skips import SkipCounter
 
 MAX_SCALE = 2.0**126
-"""Upper bound of the scale; its reciprocal is float32's smallest normal number. Gradients that are
-all zero (GRPO without a reward difference) never overflow: without a bound the scale would grow to
-inf, and 0 x inf would make all later gradients NaN."""
+"""Upper bound of the loss scale; the bound's reciprocal is float32's smallest normal number. If all
+GRPO rewards are equal, the gradients are zero and never overflow. Without a bound the scale would
+then grow to inf, and 0 x inf would make all later gradients NaN."""
 
 
 @contextmanager

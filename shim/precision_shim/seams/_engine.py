@@ -28,7 +28,7 @@ from ._sites import Layer, Sites, locate
 from ._source import Symbol
 
 _lock = Lock()
-"""One lock for all engines; a process has one engine at a time."""
+"""The lock that all engines share; a process has only one engine at a time."""
 
 
 @dataclass

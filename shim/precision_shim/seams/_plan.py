@@ -15,7 +15,7 @@ from ._seam import Adapter, Seam, name_of
 from ._source import Symbol, look
 
 Group = tuple[str, str, str]
-"""Framework, feature and name of a group, whose seams are patched together or not at all."""
+"""Framework, feature and name of a group. The seams of a group are patched all or not at all."""
 
 
 @dataclass
@@ -104,8 +104,8 @@ def is_there(condition: str) -> bool:
 
 
 Missed = Callable[[Adapter], Callable[[str], str]]
-"""Takes an adapter and returns a function. That function takes a target that is missing here and
-returns the version that had it, such as ``"verl 0.9.1"``, or ``""`` where none is known."""
+"""A function of an adapter that returns another function. The returned function's argument is a
+missing target; its result is a version that has the target (``"verl 0.9.1"``), or ``""``."""
 
 
 def nothing_missed(adapter: Adapter) -> Callable[[str], str]:

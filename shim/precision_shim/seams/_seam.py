@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from ..process.framework import Checkpoints, Framework
 
 NativeProbe = Callable[[Symbol, Any], "str | None"]
-"""Takes a seam's symbol and the settings; returns a sentence on how the framework does the feature
-itself, or ``None`` where it does not."""
+"""A function of a seam's symbol and the settings. If the framework has the feature itself, the
+result is a sentence that describes the framework's feature; otherwise the result is ``None``."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Takes = ParamSpec("Takes")
 
 REQUIRED = inspect.Parameter.empty
-"""Stands for a missing default: the symbol must have the parameter."""
+"""Marks a parameter without a default, which the symbol must have."""
 
 _MARK = "_precision_shim_seams"
 _CONDITION = re.compile(r"[\w.]+(:[\w.]+( mentions \w+)?)?")

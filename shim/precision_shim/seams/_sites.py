@@ -79,7 +79,7 @@ class Sites:
         """Make a record without patched symbols."""
         self._sites: list[Site] = []
         self._displaced: dict[int, tuple[Any, Site]] = {}
-        """Former values of sites, by id, each with its site."""
+        """Maps the ``id`` of a site's former value to the value and the site."""
 
     def at(self, target: str) -> Site:
         """Return the site of a target; make a new one if another tool has wrapped our wrapper."""

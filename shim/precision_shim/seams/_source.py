@@ -19,10 +19,10 @@ _Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 _PROPERTIES = {"property", "cached_property"}
 _CONTEXTS = {"contextmanager", "asynccontextmanager"}
 _NAMING = ("id", "attr", "arg", "name")
-"""Fields of syntax nodes that hold an identifier."""
+"""Fields of syntax nodes that contain an identifier."""
 
 _described: dict[str, tuple[int, Symbol]] = {}
-"""Cache by target: the hash of the module's source, and the symbol found in that source."""
+"""Caches, for each target, the hash of the module's source and the symbol in that source."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import re
 import torch
 
 DEFAULT_VERSION = "2.11.0"
-"""The TransformerEngine release that ``FusedAdam`` itself behaves like."""
+"""The TransformerEngine release that the class ``FusedAdam`` reproduces."""
 
 OLDEST_VERSION = "1.13.0"
 """The oldest release that ``fused_adam_for`` supports."""

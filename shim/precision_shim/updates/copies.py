@@ -15,11 +15,11 @@ from .merged import Merged
 from .meters import Rollout
 
 Chain = tuple[torch.dtype, ...]
-"""The dtypes that a number is rounded to, in order."""
+"""The dtypes to which a number is rounded one after the other, in this order."""
 
 _KEPT = re.compile(r"(^|\.)((gate|router)\.[^.]+|e_score_correction_bias|A_log|dt_bias)$")
-"""Names of parameters that engines keep in fp32 for many models, whatever the engine's dtype is:
-those of routers and of state-space layers."""
+"""Matches the names of router and state-space parameters. Engines keep these parameters in fp32 for
+many models, whatever the engine's dtype is."""
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,14 @@ UNMEASURED = "updates-not-measured"
 """Code of the note that the meter does not know an optimizer's update rule."""
 
 TOO_MANY = 0.5
-"""The meter warns above this share of lost updates of the stored weights."""
+"""The meter warns if the share of lost updates of the stored weights is above this value."""
 
 METRICS = {
     "weights": "updates_lost",
     "exp_avg_sq": "updates_lost_exp_avg_sq",
     "rollout": "updates_lost_rollout",
 }
-"""For each measured share, its name among a framework's metrics."""
+"""Maps each measured share to its name in a framework's metrics."""
 
 _TITLES = {"weights": "stored weights", "exp_avg_sq": "second moment", "rollout": "rollout copies"}
 _SHOWN = 8  # maximum number of parameter groups in a table; Megatron makes up to six

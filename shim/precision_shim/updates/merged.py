@@ -21,7 +21,7 @@ from .meters import Rollout
 from .sampling import allot
 
 MOST_ELEMENTS = 1 << 14
-"""Maximum number of elements that are measured, over all matrices."""
+"""Maximum number of measured elements, over all matrices together."""
 
 MOST_LAYERS = 64
 """Maximum number of matrices that are measured."""

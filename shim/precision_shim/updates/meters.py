@@ -30,10 +30,10 @@ class Rollout:
 
 
 _meters: weakref.WeakKeyDictionary[Any, Meter] = weakref.WeakKeyDictionary()
-"""The meters, by the torch optimizer that each one measures."""
+"""Maps a torch optimizer to the meter that measures it."""
 
 _rollouts: weakref.WeakKeyDictionary[Any, Rollout] = weakref.WeakKeyDictionary()
-"""``Rollout`` by torch optimizer, whether or not the optimizer has a meter."""
+"""Maps a torch optimizer, with or without a meter, to its ``Rollout``."""
 
 
 def of(stepper: Any) -> Meter | None:

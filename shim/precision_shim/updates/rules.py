@@ -22,7 +22,7 @@ from ..precision.dtypes import name_of
 from ..precision.remainders import join_master
 
 _SCALED = (torch.float16, torch.uint8)
-"""FusedAdam stores states of these dtypes divided by a scale."""
+"""State dtypes with a scale: FusedAdam stores such a state divided by its scale."""
 
 
 class UnknownRuleError(Exception):

@@ -11,10 +11,10 @@ from ..auditing.reading import local
 from .rules import Taken
 
 MOST_ELEMENTS = 1 << 18
-"""Maximum number of elements that are measured on a rank, over all its optimizers."""
+"""Maximum number of measured elements on a rank, over all its optimizers together."""
 
 MOST_TENSORS = 512
-"""Maximum number of tensors measured per optimizer: each costs about twenty small kernels."""
+"""Maximum number of measured tensors per optimizer: a tensor costs about twenty small kernels."""
 
 
 def allot(sizes: Sequence[int], budget: int) -> list[int]:

@@ -21,7 +21,7 @@ FILE = symbols_file()
 _NAMED = 3  # number of differing symbols that a message names; the rest are only counted
 
 Record = dict[str, dict[str, dict[str, list[str]]]]
-"""Versions by distribution, target and digest."""
+"""Maps distribution, target and digest to the versions whose source has this digest."""
 
 
 def read_symbols(path: Path = FILE) -> Record:

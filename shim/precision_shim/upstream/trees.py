@@ -18,7 +18,7 @@ from ..errors import SourceError
 from ..seams._source import Installed, Source
 
 _BENEATH = ("", "src", "python", "lib/python3*/site-packages", "Lib/site-packages")
-"""Subfolders that may contain packages: of a plain folder, a checkout, a virtual environment."""
+"""Subfolders of a folder, a checkout or a virtual environment that may contain packages."""
 _VERSION_FILES = ("__init__.py", "_version.py", "version.py", "package_info.py")
 _PARTS = ("MAJOR", "MINOR", "PATCH", "PRE_RELEASE")
 

@@ -79,12 +79,11 @@ class Build:
 
 
 _build: ContextVar[Build | None] = ContextVar("precision_shim_build", default=None)
-"""The build around this call: written by ``building``, read by the backend's seams."""
+"""The ``Build`` in progress: set by ``building``, read by the backend's seams."""
 
 _references: dict[int, tuple[weakref.ref[Any], Build]] = {}
-"""Maps the ``id`` of a DDP config to the build of its reference model: written by
-``expect_reference``, read by ``build_around``. The key is an ``id`` because two workers' configs
-may be equal."""
+"""Maps the ``id`` of a DDP config to the ``Build`` of its reference model: ``expect_reference``
+writes an entry, ``build_around`` reads it. Equal configs of two workers differ in their ``id``."""
 
 
 def current_build(framework: str | None = None) -> Build | None:

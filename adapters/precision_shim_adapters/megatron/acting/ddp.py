@@ -27,13 +27,13 @@ from .build import Build, build_around
 
 DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__"
 PATHS = {"megatron-fsdp": "Megatron-FSDP (overflows)"}
-"""Maps the group of the Megatron-FSDP seam to the name that users know."""
+"""Maps the group of the Megatron-FSDP seam to its name for users."""
 
 _FSDP = "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel.__init__"
 
 _told: weakref.WeakKeyDictionary[Any, torch.dtype] = weakref.WeakKeyDictionary()
-"""Maps a DDP module whose bucket dtype the user wrote to the main grads dtype that ``build_ddp``
-compared with it: written by ``build_ddp``, read by ``optimizer.check``."""
+"""Maps a DDP module, if the user configured its bucket dtype, to the main grads dtype that
+``build_ddp`` compared with the bucket's dtype. ``optimizer.check`` reads the entries."""
 
 
 def find_noted_dtype(chunk: Any) -> torch.dtype | None:

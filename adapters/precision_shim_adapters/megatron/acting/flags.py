@@ -26,10 +26,10 @@ from .build import current_build
 from .optimizer import settle
 
 CONFIG_INIT = "megatron.core.optimizer.optimizer_config:OptimizerConfig.__init__"
-"""The function that an adapter patches where its trainer makes the config inline."""
+"""The function that an adapter patches if its trainer has no function that makes the config."""
 
 _OF_THE_MODEL = ("fp16", "bf16", "params_dtype")
-"""Fields that the trainer itself sets from the model's dtype."""
+"""Fields of OptimizerConfig that a trainer sets from the model's dtype."""
 
 
 def wishes_of_flags(

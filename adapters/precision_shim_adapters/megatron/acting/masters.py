@@ -25,11 +25,11 @@ from ..deciding.wishes import DISPATCH, SCALING
 from .build import megatron_label
 
 FEATURES = (DISPATCH, SCALING)
-"""The seams act if one of the two is on; both need correct master weights."""
+"""Features that need correct masters; this file's seams act if one of these features is on."""
 
 GROUP = "megatron weights alone"
 PATHS = {GROUP: "Megatron (weights loaded without states)"}
-"""Maps the group to the name that users know."""
+"""Maps the group of this file's seams to its name for users."""
 
 UPSTREAM = "https://github.com/NovaSky-AI/SkyRL/pull/2149"
 

@@ -16,7 +16,7 @@ from typing import Any
 from precision_shim.adapting import Call, Seam, Settings, Symbol
 
 PATHS = {"offload": "Megatron (offload of states)"}
-"""Maps the group of these seams to the name that users know."""
+"""Maps the group of this file's seams to its name for users."""
 
 
 def seams(module: str, importers: tuple[str, ...], why: str, delete_when: str) -> list[Seam]:

@@ -71,7 +71,7 @@ def _unchain(optimizer: Any) -> list[Any]:
 
 
 _read: weakref.WeakKeyDictionary[Any, tuple[torch.Tensor, float]] = weakref.WeakKeyDictionary()
-"""Maps a scaler to the tensor of its scale at the last read and to its value, for ``scale_of``."""
+"""Cache of ``scale_of``: maps a scaler to its last scale tensor and to that tensor's value."""
 
 
 def scale_of(scaler: Any) -> float:
@@ -106,11 +106,11 @@ class Account:
 
 
 _succeeds: ContextVar[bool | None] = ContextVar("precision_shim_skip_succeeds", default=None)
-"""The success flag of a skipped step: written by ``skipping``, read by ``answer_step``."""
+"""The success flag to return for a skipped step: set by ``skipping``, read by ``answer_step``."""
 
 _accounts: weakref.WeakKeyDictionary[Any, Account] = weakref.WeakKeyDictionary()
-"""Maps an optimizer to its account: written by ``prepare_once`` and ``answer_skips``, read by
-``answer_step`` and ``metrics``."""
+"""Maps an optimizer to its ``Account``: ``prepare_once`` and ``answer_skips`` write entries,
+``answer_step`` and ``metrics`` read them."""
 
 
 def _account(optimizer: Any) -> Account | None:
@@ -294,11 +294,11 @@ class _Answer:
 
 
 _answers: weakref.WeakKeyDictionary[Any, _Answer] = weakref.WeakKeyDictionary()
-"""Maps an optimizer to its answer while its gradients are prepared and not yet used: written by
-``prepare_once``, deleted by ``_forget``."""
+"""Maps an optimizer with prepared, unused gradients to its ``_Answer``: ``prepare_once`` writes
+entries, ``_forget`` deletes them."""
 
 _in_chain: ContextVar[bool] = ContextVar("precision_shim_in_chain", default=False)
-"""Whether a chain is preparing its optimizers: then only the chain counts the step."""
+"""True while a chain of optimizers prepares gradients, so that only the chain counts the step."""
 
 
 def _parts(optimizer: Any) -> list[_Answer | None]:

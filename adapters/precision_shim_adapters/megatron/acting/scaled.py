@@ -26,8 +26,8 @@ _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _WAYS = "grad_scale_func of the model's config, scale_loss() nor get_loss_scale()"
 
 _asked: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The optimizers whose scale was read since their last step: written by ``note_asked``, read
-and emptied by ``tell_unscaled``."""
+"""Optimizers whose loss scale was read since their last step: ``note_asked`` adds an optimizer,
+``tell_unscaled`` removes it."""
 
 
 @seam(

@@ -26,11 +26,11 @@ REMAINDERS_SINCE = (2, 1)
 """TransformerEngine release that introduced ``store_param_remainders``."""
 
 CAPTURABLE_BF16_SINCE = (2, 14)
-"""TransformerEngine release whose capturable mode first takes bf16 moments (both, or none)."""
+"""First TransformerEngine release whose capturable mode accepts bf16 moments, if both are bf16."""
 
 UNFUSED_PACKED_SINCE = (2, 11)
-"""TransformerEngine release whose unfused attention first takes packed sequences. No other
-attention of TransformerEngine takes fp32."""
+"""First TransformerEngine release whose unfused attention accepts packed sequences. Only the
+unfused attention of TransformerEngine accepts fp32."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class FusedAdamSupport:
 
 
 NEWEST = FusedAdamSupport((2, 20), True, "")
-"""The newest release whose rules are known (2.20.2), used where TransformerEngine is missing."""
+"""Rules of the newest known TransformerEngine, 2.20.2; used if TransformerEngine is missing."""
 
 
 def legal_dtypes(field: str, support: FusedAdamSupport) -> tuple[torch.dtype, ...] | None:
@@ -120,7 +120,7 @@ NEED_PRECISION_AWARE = (
     "exp_avg_dtype",
     "exp_avg_sq_dtype",
 )
-"""Fields that Megatron accepts only as fp32, unless the optimizer is precision-aware."""
+"""Fields for which Megatron accepts only fp32 if the optimizer is not precision-aware."""
 
 
 def not_precision_aware(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:

@@ -15,10 +15,10 @@ FIELDS = {"loss_scale_init": "initial_loss_scale", "growth_interval": "loss_scal
 """Maps the shim's settings to the fields of Megatron's OptimizerConfig."""
 
 FACTORS = ("growth_factor", "backoff_factor")
-"""Settings of the shim that no config has a field for; the scaler's arguments have these names."""
+"""Settings of the shim without a field in any config. The scaler's arguments have equal names."""
 
 _OWN = {"loss_scale_window": 1000.0, "growth_factor": 2.0, "backoff_factor": 0.5}
-"""Megatron's own values (OptimizerConfig, and its call of DynamicGradScaler; core 0.16 to 0.19)."""
+"""Values of megatron-core 0.16 to 0.19, in OptimizerConfig and in its call of DynamicGradScaler."""
 
 
 def scaler_fields(wishes: Wishes, asked: Mapping[str, Any], settings: Settings) -> dict[str, Any]:

@@ -36,7 +36,7 @@ PRECISION_AWARE_FIELDS = (
     "exp_avg_dtype",
     "exp_avg_sq_dtype",
 )
-"""The fields of verl 0.9's opt-in."""
+"""The fields with which a user of verl 0.9 asks for low-precision states."""
 
 ROWS: Mapping[torch.dtype, Mapping[str, Any]] = {
     BF16: {

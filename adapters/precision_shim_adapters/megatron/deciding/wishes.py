@@ -33,12 +33,12 @@ from precision_shim_adapters.megatron.deciding.table import (
 from ..resuming.checkpoint import STATES
 
 GROUP = "megatron"
-"""The group, in each feature, of the backend's seams and of the adapter's seams they depend on."""
+"""In each feature, the group of the backend's seams and of the adapters' seams that they need."""
 
 DISPATCH, ALIGNMENT, SCALING = "bf16-dispatch", "grad-bucket-alignment", "fp16-scaling"
 AUDIT = "audit"
 BUILDING = (DISPATCH, ALIGNMENT, SCALING, AUDIT)
-"""The features that need to know which model is being built: those of a ``building`` seam."""
+"""The features of seams that call ``building``; these features depend on the model being built."""
 
 PRECISION_AWARE = "use_precision_aware_optimizer"
 FUSED_ADAM_ARGUMENTS = (

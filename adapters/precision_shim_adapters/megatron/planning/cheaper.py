@@ -67,7 +67,7 @@ _STEPS: tuple[tuple[str, Mapping[str, Any]], ...] = (
         },
     ),
 )
-"""What each step gives up, the smallest loss first, and its settings."""
+"""For each step, its loss in words and its settings. The step with the smallest loss is first."""
 
 
 def variants(

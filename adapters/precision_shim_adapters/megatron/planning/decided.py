@@ -122,7 +122,7 @@ def without_shim(support: FusedAdamSupport) -> InForce:
 
 
 Holds = Callable[[str, str], bool]
-"""Tells whether a feature is in force for a group of seams: arguments feature, group."""
+"""A function of a feature and a group of seams: whether the feature is in force for the group."""
 
 
 def with_shim(settings: Settings, support: FusedAdamSupport, holds: Holds) -> InForce:

@@ -18,14 +18,14 @@ from precision_shim.planning.shapes import Model, Weight, is_router
 from .sizes import LEAST, Sizes, divisors
 
 Report = Callable[[str, str, str, str], None]
-"""Reports a problem: code, key, message, remedy."""
+"""A function that reports a problem; its arguments are code, key, message and remedy."""
 
 
 # -- is it legal -----------------------------------------------------------------------------------
 
 
 SHARED_HEADS_SINCE = (0, 16)
-"""Megatron-core's release that first lets several ranks share a key-value head."""
+"""The first megatron-core release in which several ranks may share a key-value head."""
 
 
 def problems(
@@ -304,10 +304,10 @@ _COLUMN = (
     *("in_proj", "in_proj_qkvz", "in_proj_qkv", "in_proj_ba", "in_proj_z"),
     *("in_proj_a", "in_proj_b"),
 )
-"""Layers split along their outputs, biases too."""
+"""Layers that tensor parallelism splits along their outputs; it splits their biases too."""
 
 _ROW = ("o_proj", "wo", "down_proj", "fc2", "w2", "c_proj", "out_proj", "dense")
-"""Layers split along their inputs; biases stay whole."""
+"""Layers that tensor parallelism splits along their inputs; their biases stay whole."""
 
 _VOCABULARY = (
     *("embed_tokens", "wte", "tok_embeddings", "word_embeddings", "embeddings", "embed_in"),
@@ -315,7 +315,7 @@ _VOCABULARY = (
 )
 _EMBEDDINGS = _VOCABULARY[:6]
 _LAST = ("norm", "norm_f", "ln_f", "final_layernorm", "final_layer_norm", "score")
-"""Modules after the last layer; they are in the last stage, as is the output layer."""
+"""Modules after the last layer; the last pipeline stage contains them and the output layer."""
 
 
 def rank_numel(weight: Weight, sizes: Sizes) -> int:

@@ -92,8 +92,8 @@ FIELDS = {
 """Maps the attributes of ``Sizes`` to their names in Megatron's and every framework's config."""
 
 UNEVEN = ("first", "last", "count_embedding", "count_loss", "stages")
-"""Attributes of ``Sizes`` that are fields of Megatron's transformer config; some frameworks nest
-these fields in a section."""
+"""Attributes of ``Sizes`` for fields of Megatron's transformer config. Some frameworks nest these
+fields in a section."""
 
 
 def read_sizes(

@@ -28,7 +28,7 @@ PATHS = {GROUP: "Megatron's optimizers"}
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _FLAGS = {"bf16", "fp16", "params_dtype"}
 _OF_FLAGS = {"params-dtype", "scaler-missing", "master-missing"}
-"""Codes of problems that arise where ``_FLAGS`` do not fit the model."""
+"""Codes of the problems that arise if the user's ``_FLAGS`` do not fit the model."""
 
 
 @seam(

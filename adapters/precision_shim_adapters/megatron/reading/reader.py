@@ -47,7 +47,7 @@ REMEDIES = {
     "scaler-missing": "fp16 gradients vanish without one: set fp16=True in the OptimizerConfig, so "
     "that Megatron makes one",
 }
-"""Remedies, by problem code, where the tensors contradict the OptimizerConfig."""
+"""Maps the code of a contradiction between tensors and OptimizerConfig to the remedy."""
 
 
 def read_optimizers(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> list[Reading]:

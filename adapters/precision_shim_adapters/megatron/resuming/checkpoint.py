@@ -51,11 +51,12 @@ REMEDY = (
 
 STATES = "megatron checkpoint states"
 KEYS = "megatron checkpoint keys"
-"""Two groups, since only the seams of ``KEYS`` differ between versions. Without ``KEYS`` Megatron
-raises an error if the bucket's dtype changed; without ``STATES`` it would load wrong weights."""
+"""``STATES`` and ``KEYS`` are two groups, as only the seams of ``KEYS`` differ by version. Without
+``KEYS`` Megatron raises an error if the bucket's dtype changed. Without ``STATES`` Megatron would
+load wrong weights."""
 
 PATHS = {STATES: "Megatron (states in checkpoints)", KEYS: "Megatron (keys in checkpoints)"}
-"""Maps the groups to the names that users know."""
+"""Maps the groups of the checkpoint seams to their names for users."""
 
 
 def checkpoint_seam(
@@ -76,27 +77,26 @@ def checkpoint_seam(
 
 
 bucket_without_shim: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-"""Maps a DDP module whose bucket the shim aligned to the ``grad_reduce_in_fp32`` that the framework
-passed: written by ``ddp.build_ddp``, read here."""
+"""Maps a DDP module to the framework's ``grad_reduce_in_fp32`` if the shim aligned the bucket:
+``ddp.build_ddp`` writes entries, this module reads them."""
 
 _ADDED = "_precision_shim_added"
-"""Attribute of an OptimizerConfig that the shim alone made precision-aware. It is no dataclass
-field; ``copy`` and ``pickle`` keep it."""
+"""Attribute that marks an OptimizerConfig which only the shim made precision-aware. ``copy`` and
+``pickle`` keep the attribute, although it is no dataclass field."""
 
 _OWN = ("adam_eps", "sgd_momentum")
-"""Fields of a config with ``_ADDED``; the shim replaces their floats by new, equal objects.
-``dataclasses.replace`` drops the attribute but keeps these objects, so the shim recognizes the new
-config by their ``id``."""
+"""Fields whose floats the shim replaces by new, equal objects in a config with ``_ADDED``. A copy
+by ``dataclasses.replace`` lacks ``_ADDED``; the shim recognizes the copy by its floats' ``id``."""
 
 _own_floats: dict[int, float] = {}
-"""The floats of ``_OWN`` by ``id``: written by ``note_precision_aware``, read by
-``is_added_by_shim``."""
+"""Maps the ``id`` of each new float in an ``_OWN`` field to the float: written by
+``note_precision_aware``, read by ``is_added_by_shim``."""
 
 as_they_are: ContextVar[bool] = ContextVar("precision_shim_remainders_as_they_are", default=False)
 """Whether a save keeps remainders unchanged, as the same job without the shim would save them."""
 
 into_place: ContextVar[bool] = ContextVar("precision_shim_into_place", default=False)
-"""Whether a load reads into the tensors that ``join_states`` returns."""
+"""Whether a load writes into the tensors that ``join_states`` returns."""
 
 
 def note_precision_aware(config: Any, *, by_user: bool) -> None:

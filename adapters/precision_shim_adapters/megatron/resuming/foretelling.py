@@ -45,17 +45,17 @@ from . import offloaded
 from .checkpoint import KEYS, STATES
 
 _TAKES_PADDING = (0, 17)
-"""The first megatron-core release whose ``_set_main_param_and_optimizer_states`` ignores entries
-that are no tensors."""
+"""The first megatron-core release whose ``_set_main_param_and_optimizer_states`` skips entries
+other than tensors."""
 
 _OFFLOAD, _SHARE = "optimizer_cpu_offload", "optimizer_offload_fraction"
 
 _STEPPED = ".master_param"
-"""The suffix of the keys in ``dp_reshardable`` for the copies that an optimizer for CPU offload
-steps, if that optimizer is not precision-aware."""
+"""Suffix of keys in ``dp_reshardable`` checkpoints for copies of the parameters. Only an optimizer
+for CPU offload that is not precision-aware has these copies, and steps them."""
 
 BUCKET = "grad_reduce_in_fp32"
-"""A field of Megatron's DDP config that a job's config may set."""
+"""The field of Megatron's DDP config with which a job may set the bucket's dtype."""
 
 
 @dataclass(frozen=True)

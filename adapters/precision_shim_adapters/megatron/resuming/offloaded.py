@@ -31,11 +31,11 @@ from ...megatron_checkpoints import OFFLOADED
 from ..deciding.wishes import DISPATCH, SCALING
 
 FEATURES = (DISPATCH, SCALING)
-"""The seams act if one of the two is on; neither feature resumes exactly without the seams."""
+"""Features that need this file's seams to resume exactly. The seams act if one feature is on."""
 
 GROUP = "megatron offloaded states"
 PATHS = {GROUP: "Megatron (resume of an offloaded optimizer)"}
-"""Maps the group to the name that users know."""
+"""Maps the group of this file's seams to its name for users."""
 
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _HYBRID = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer"

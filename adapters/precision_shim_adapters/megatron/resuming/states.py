@@ -42,7 +42,7 @@ from .checkpoint import (
 )
 
 _loading: weakref.WeakKeyDictionary[Any, list[CheckpointLayoutError]] = weakref.WeakKeyDictionary()
-"""Maps an optimizer whose ``load_state_dict`` is running to the errors of ``split_states``."""
+"""During ``load_state_dict``, maps the optimizer to the errors that ``split_states`` found."""
 
 
 def _precision_aware(optimizer: Any) -> bool:

@@ -1,1 +1,1 @@
-"""A trainer on Megatron-core alone, to measure on; it knows nothing of precision_shim."""
+"""A trainer on Megatron-core alone, for measurements; it never imports precision_shim."""

@@ -1,4 +1,4 @@
-"""Build a GPT under Megatron's DDP and distributed optimizer, train it, keep it."""
+"""Builds, trains and saves a GPT with Megatron's DDP and distributed optimizer."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 @dataclass
 class Config:
-    """What a user writes in a YAML file."""
+    """The user's settings, as in a YAML file."""
 
     precision: str = "bfloat16"
     lr: float = 1e-3
     sharding: str = "dp_reshardable"
-    """How Megatron writes the optimizer's state into a checkpoint."""
+    """Megatron's sharding type for the optimizer's state in a checkpoint."""
     optimizer: dict[str, Any] = field(default_factory=dict)
     """Fields of Megatron's OptimizerConfig."""
     ddp: dict[str, Any] = field(default_factory=dict)
@@ -43,11 +43,11 @@ class Trainer:
         return result
 
     def forward_backward(self, tokens: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
-        """Fill the gradient buckets; returns the loss on the device, in nats per byte.
+        """Fill the gradient buckets; return the loss, a tensor on the device, in nats per byte.
 
         Args:
             tokens: ``[batch, length + 1]``.
-            weight: what the loss is multiplied with before it is sent back.
+            weight: factor of the loss in the backward pass.
         """
         inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         self.model.zero_grad_buffer()
@@ -59,19 +59,19 @@ class Trainer:
         return value
 
     def update(self) -> dict[str, float]:
-        """Take the optimizer's step; its figures."""
+        """Run the optimizer's step, and return the gradient norm."""
         successful, grad_norm, _ = self.optimizer.step()
         if not successful:
             raise RuntimeError("the optimizer's step failed")
         return {"grad_norm": float(grad_norm)}
 
     def train_step(self, tokens: torch.Tensor, weight: float = 1.0) -> dict[str, float]:
-        """One forward pass, one backward pass, one step of the optimizer."""
+        """Run a forward pass, a backward pass and a step; return loss and gradient norm."""
         loss = self.forward_backward(tokens, weight)
         return {"loss": float(loss), **self.update()}
 
     def save(self, folder: str) -> None:
-        """Write a distributed checkpoint of Megatron's."""
+        """Write a checkpoint with Megatron's distributed checkpointing."""
         from megatron.core import dist_checkpointing
 
         os.makedirs(folder, exist_ok=True)
@@ -79,7 +79,7 @@ class Trainer:
         dist_checkpointing.save(state, folder, content_metadata=metadata)
 
     def load(self, folder: str) -> None:
-        """Read one: the model first, then the optimizer."""
+        """Load a checkpoint into the model, then into the optimizer."""
         from megatron.core import dist_checkpointing
 
         wanted, _ = self._state(is_loading=True)
@@ -110,7 +110,7 @@ class Trainer:
 
 
 def positions_and_mask(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What Megatron's GPT wants beside the tokens; the mask is true where nothing is seen."""
+    """Position ids and attention mask for Megatron's GPT; true in the mask hides a position."""
     length = inputs.shape[1]
     positions = torch.arange(length, device=inputs.device).expand_as(inputs)
     square = torch.ones(1, 1, length, length, dtype=torch.bool, device=inputs.device)
@@ -118,7 +118,7 @@ def positions_and_mask(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 
 
 def wrap_model(config: Config, provider: Any, device: str) -> Any:
-    """Put a model into Megatron's DDP, which makes its gradient buckets."""
+    """Put a model into Megatron's DDP, which allocates the gradient buckets."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.module import Float16Module
 
@@ -146,7 +146,7 @@ def optimizer_config(config: Config) -> Any:
 
 
 def make_optimizer(config: Any, model: Any) -> Any:
-    """Make Megatron's optimizer of a config and a model in its DDP."""
+    """Make Megatron's optimizer from its config and a model in DDP."""
     from megatron.core.optimizer import get_megatron_optimizer
 
     return get_megatron_optimizer(config, [model])

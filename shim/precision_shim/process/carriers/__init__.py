@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 PACKAGES = ("ray",)
-"""The packages that have a carrier."""
+"""Packages that have a carrier: a module in this folder with the package's name."""
 
 
 def enter(package: str) -> None:
