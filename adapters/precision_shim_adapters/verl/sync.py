@@ -89,7 +89,7 @@ def announce(call: Call) -> Any:
 
 
 def _tell_meter(engine: Any, *before: str) -> None:
-    """Tell the meter to which dtypes weights are rounded: those in ``before``, then the rollout's."""
+    """Tell the meter the dtypes that weights are rounded to: ``before``, then the rollout's."""
     lora = getattr(getattr(engine, "model_config", None), "lora", None) or {}
     merged = bool(lora.get("merge"))
     if merged and not hasattr(engine, "_merged_lora_per_tensor_param"):
