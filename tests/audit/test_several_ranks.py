@@ -1,4 +1,7 @@
-"""The audit over ranks: Megatron's dense and expert parts, FSDP2's shards, ranks that differ."""
+"""The audit over ranks:
+
+Megatron's dense and expert parts, FSDP2's shards, and ranks that differ from each other.
+"""
 
 from __future__ import annotations
 

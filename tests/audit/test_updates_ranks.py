@@ -1,4 +1,7 @@
-"""The meter of lost updates on two ranks, each against an fp64 reference: FSDP2, and experts."""
+"""The meter of lost updates on two ranks, each compared with an fp64 reference:
+
+FSDP2, and experts.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from .updates_reference import hold
 
 
 def from_json(shares: dict[str, Any]) -> Any:
-    """A rank's reference, whose steps have become text."""
+    """A rank's reference as it comes from JSON, which made its step numbers texts."""
     return cast("Any", SimpleNamespace(shares={int(step): one for step, one in shares.items()}))
 
 
