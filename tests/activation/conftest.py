@@ -123,8 +123,7 @@ def make_environment(folder: Path, *what: str) -> Environment:
         with contextlib.suppress(PackageNotFoundError):
             same.append(f"{name}=={version(name)}")
     if shutil.which("uv"):
-        # sys.executable may be a virtual environment's, and a bare name may find one of pyenv's
-        # shims.
+        # sys.executable may be a virtual environment's, and a bare name one of pyenv's shims.
         subprocess.run(["uv", "venv", "-q", "-p", _base_python(), str(folder)], check=True)
         install = ["uv", "pip", "install", "-q", "-p", str(folder / "bin" / "python")]
     else:

@@ -1,1 +1,1 @@
-"""Parts of a proof that go wrong, each in its own way."""
+"""Parts of a GPU proof that fail, each in its own way."""
