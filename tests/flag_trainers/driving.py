@@ -1,7 +1,7 @@
 """Drives ``setup_model_and_optimizer`` and ``train_one_step`` of slime or miles on a CPU.
 
-These parts are real: Megatron's flags and their validation, its ``get_model``, DDP, optimizer and schedule, and
-the trainer's own module. Answered by the tests: the model (a tiny GPT), the batch and the loss.
+Megatron's flags and their validation, its ``get_model``, DDP, optimizer and schedule are real, and
+so is the trainer's own module. The tests provide the model (a tiny GPT), the batch and the loss.
 """
 
 from __future__ import annotations

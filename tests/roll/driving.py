@@ -1,8 +1,8 @@
 """Drives ROLL's strategies on a CPU: their own ``initialize``, ``train_step`` and checkpoints.
 
-Real are ROLL's strategies, optimizer, offload and mcore_adapter's ``VirtualModels``. Answered by
-the tests: the worker around a strategy (which needs a Ray cluster with GPUs), the model (a tiny
-GPT), the tokenizer. ``_Absent`` replaces packages that ROLL imports and no test calls.
+ROLL's strategies, optimizer and offload are real, and so is mcore_adapter's ``VirtualModels``. The
+tests provide the model (a tiny GPT), the tokenizer, and the worker around a strategy, which would
+need a Ray cluster with GPUs. ``_Absent`` replaces packages that ROLL imports and no test calls.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Drives ROLL's FSDP2 strategy on a CPU: its ``initialize``, ``train_step`` and checkpoints.
 
-Real are the strategy, FSDP2 over gloo with one rank, a tiny Llama of transformers', and torch's
-distributed checkpoints. Answered by the tests: the worker, the tokenizer, and the random states of
-a device, which ``torch.cpu`` has no functions for.
+The strategy, FSDP2 over gloo with one rank, a tiny Llama of transformers', and torch's distributed
+checkpoints are real. The tests provide the worker, the tokenizer, and the random states of a
+device, because ``torch.cpu`` has no functions for these.
 """
 
 from __future__ import annotations

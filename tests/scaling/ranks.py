@@ -141,7 +141,7 @@ def first_half(directory):
 
 
 def second_half(directory):
-    """A new process: ten more from the checkpoint, with the scaler's state and without."""
+    """In a new process train 10 more steps from the checkpoint, with the scaler's state or not."""
     resumed = Job()
     resumed.load(directory)
     loaded = resumed.result()

@@ -72,8 +72,7 @@ def test_a_missing_file_is_no_error(tmp_path):
 def test_every_truncation_is_refused(tmp_path):
     path = save(tmp_path, scaler())
     whole = path.read_bytes()
-    # without the closing brace or the line's end the file may still be valid
-    for length in range(len(whole) - 2):
+    for length in range(len(whole) - 2):  # the last two bytes are a brace and the line's end
         path.write_bytes(whole[:length])
         with pytest.raises(ScalerCheckpointError, match=FILE_NAME):
             load(tmp_path, scaler())
@@ -172,8 +171,7 @@ checkpoint.save(arguments[0], scaler)
 
 @pytest.mark.parametrize("call", ["os.fsync", "os.open"])
 def test_a_disk_that_fills_at_the_flush_is_told(tmp_path, monkeypatch, call):
-    """Network file systems say ENOSPC only when the data is flushed; a folder that cannot be
-    flushed is no fault."""
+    """Network file systems may report ENOSPC at the flush; a folder without flush is no fault."""
 
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")

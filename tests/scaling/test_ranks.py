@@ -64,7 +64,7 @@ def test_the_same_process_continues_bit_for_bit(halves, name):
 
 
 def test_without_the_scalers_state_it_differs(halves, capsys):
-    """A fresh scale is too high again: its first step is skipped, the straight training's not."""
+    """A fresh scale is too high again: its first step is skipped, which was not skipped before."""
     for straight, resumed in zip(*halves, strict=True):
         fresh, exact = resumed["fresh"], straight["straight"]
         assert fresh["scales"][0] == 2.0**22 / 2
