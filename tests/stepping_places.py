@@ -21,7 +21,7 @@ from precision_shim.process.registry import entries
 from .versions_in_docs import PAGE, column
 
 HARMLESS = re.compile(r"(schedulers?|prof|profiler|env|engine|stream|Logic)$")
-"""Objects with another ``step``, by the name before the call; schedules of pipelines count."""
+"""Names of objects whose ``step`` does not train; a pipeline's schedule is none of them."""
 
 SKIPPED = {"tests", "benchmarks", "scripts"}
 """Directories that no training imports."""

@@ -32,7 +32,7 @@ class Timing:
 
     def begin(self) -> None:
         """Start to count."""
-        sys.addaudithook(self._seen)  # for ever: Python has no way to take a hook out
+        sys.addaudithook(self._seen)  # for ever: Python cannot remove an audit hook
         _bootstrap._find_and_load = self._timed  # type: ignore[attr-defined]
 
     def end(self) -> None:

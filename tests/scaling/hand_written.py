@@ -34,7 +34,7 @@ class CountReads(TorchFunctionMode):
 
 
 class CountCollectives(TorchDispatchMode):
-    """Counts collectives, whoever starts them: DTensor, FSDP, or a call by name."""
+    """Counts collectives, including those that DTensor or FSDP starts."""
 
     def __init__(self):
         super().__init__()

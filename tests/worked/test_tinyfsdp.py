@@ -37,7 +37,7 @@ def engine(dtype: str = "float16") -> Any:
 
 
 def train(made: Any, steps: range) -> list[dict[str, float]]:
-    """Two micro-batches a step; the second step's overflow."""
+    """Take steps of two micro-batches each; the second step overflows."""
     found = []
     for step in steps:
         for micro in range(2):

@@ -51,13 +51,13 @@ def trainer(precision: str = "bfloat16", **config: Any) -> Any:
 
 
 def step(made: Any, number: int, weight: float = 1.0) -> dict[str, float]:
-    """A step on the batch of that number."""
+    """Take a step on batch ``number``."""
     generator = torch.Generator().manual_seed(number)
     return dict(made.train_step(torch.randint(0, 32, (2, 8), generator=generator), weight))
 
 
 def fields(made: Any) -> dict[str, Any]:
-    """The OptimizerConfig that the live optimizer holds."""
+    """The fields of the live optimizer's OptimizerConfig."""
     return vars(made.optimizer.chained_optimizers[0].config)
 
 
