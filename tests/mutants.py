@@ -552,7 +552,7 @@ def _facts(place: Place) -> Iterator[Mutant]:
             )
 
 
-# -- the attributes of the instance that a wrapper reads -------------------------------------------
+# -- the attributes of the instance that a wrapper reads ----------------------------------------
 
 
 def read_of_instance(function: Any, name: str = "", depth: int = 3) -> Iterator[str]:

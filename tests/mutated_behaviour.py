@@ -115,11 +115,8 @@ COVERED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("optim.step(",),
     ),
 )
-"""The symbols that probes check.
-
-With each symbol: words of the probe's name (that probe runs first), and words in the decisive
-statements.
-"""
+"""Symbols that probes check, with words of the probe's name (it runs first), and words in the
+statements that decide it."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def bytes_of(made: Any) -> float:
     return found
 
 
-# -- dtype names and states ------------------------------------------------------------------------
+# -- dtype names and states ----------------------------------------------------------------------
 
 
 def test_dtype_names(on: On, on_cpu: Any) -> None:
@@ -185,7 +185,7 @@ def test_a_training_that_was_stopped_goes_on_bit_for_bit(
     assert states[0] == states[1]
 
 
-# -- other adapters, installing and removing -------------------------------------------------------
+# -- other adapters, installing and removing -----------------------------------------------------
 
 
 def test_taken_out_it_leaves_nothing_behind(on: On, on_cpu: Any) -> None:

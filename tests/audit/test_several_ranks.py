@@ -1,7 +1,4 @@
-"""The audit over ranks:
-
-Megatron's dense and expert parts, FSDP2's shards, and ranks that differ from each other.
-"""
+"""The audit over ranks, for Megatron's dense and expert parts, FSDP2's shards, differing ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The meter of lost updates on two ranks, each compared with an fp64 reference:
-
-FSDP2, and experts.
-"""
+"""The lost-update meter of FSDP2 and of experts on two ranks, compared with fp64 references."""
 
 from __future__ import annotations
 

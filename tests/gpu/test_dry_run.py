@@ -68,7 +68,7 @@ def dry(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return start(tmp_path_factory.mktemp("dry"), "--dry-run", "--minutes", str(MINUTES))
 
 
-# -- the whole proof -------------------------------------------------------------------------------
+# -- the whole proof -------------------------------------------------------------------------
 
 
 def test_every_part_runs_and_every_check_holds(dry: Run) -> None:
@@ -202,7 +202,7 @@ def test_of_several_runs_the_last_of_each_part_counts(dry: Run, gpu: Modules) ->
     assert runs == {**dict.fromkeys(NAMES, 1), "memory": 0, "parity": 0}
 
 
-# -- parts that fail -------------------------------------------------------------------------------
+# -- parts that fail -------------------------------------------------------------------------
 
 
 def broken(gpu: Modules, folder: Path, *names: str, dry: bool, minutes: float) -> dict[str, Any]:
@@ -305,7 +305,7 @@ def test_a_part_that_there_is_not_is_refused(gpu: Modules) -> None:
         plan.named("speed")
 
 
-# -- what the machine needs ------------------------------------------------------------------------
+# -- what the machine needs ------------------------------------------------------------------
 
 
 def pins(path: Path) -> dict[str, str]:

@@ -119,7 +119,7 @@ def test_it_adds_no_low_precision_states(on: On, one_process: Any) -> None:
     assert decisions() == []
 
 
-# -- a loss that is not scaled, or scaled twice ----------------------------------------------------
+# -- a loss that is not scaled, or scaled twice ------------------------------------------------
 
 
 def test_an_unscaled_loss_is_told(on: On, one_process: Any) -> None:
@@ -147,7 +147,7 @@ def test_a_loss_scaled_twice_is_refused(on: On, one_process: Any) -> None:
     trainer.backward(0)
 
 
-# -- patched only if named, and removed ------------------------------------------------------------
+# -- patched only if named, and removed --------------------------------------------------------
 
 
 def test_without_the_name_nothing_is_patched(
@@ -172,7 +172,7 @@ def test_a_version_without_a_symbol_is_refused_whole(
     refused_whole(on, monkeypatch, megatron_alone, "prepare_grads")
 
 
-# -- every model is treated alike ------------------------------------------------------------------
+# -- every model is treated alike --------------------------------------------------------------
 
 
 def test_a_training_that_was_stopped_goes_on_bit_for_bit(

@@ -200,7 +200,7 @@ def test_a_model_that_is_not_here_has_a_remedy(tmp_path: Path) -> None:
     assert job(LINE, parameters="7B").model("anything").parameters == 7 * 10**9
 
 
-# -- text, JSON and pictures -----------------------------------------------------------------------
+# -- text, JSON and pictures -------------------------------------------------------------------
 
 
 def plan_models(*models: Any) -> Plan:
@@ -397,7 +397,7 @@ def test_an_optimizer_whose_states_are_not_known_is_refused() -> None:
             plan_models(one)
 
 
-# -- errors in the plan itself ---------------------------------------------------------------------
+# -- errors in the plan itself -----------------------------------------------------------------
 
 
 def status_where(
@@ -439,7 +439,7 @@ def test_a_file_that_cannot_be_read_is_named(
     assert "Report" not in said
 
 
-# -- keys that do not exist ------------------------------------------------------------------------
+# -- keys that do not exist --------------------------------------------------------------------
 
 
 def test_a_misspelt_field_of_megatrons_is_illegal_and_the_near_one_named(

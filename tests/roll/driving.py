@@ -28,10 +28,7 @@ from precision_shim.testing import tiny_gpt
 OVERFLOW = 1e30
 NAME = "actor_train"
 ABSENT = ("PIL", "transfer_queue", "opentelemetry", "grpc", "pybase64")
-"""Queues, tracing and images:
-
-ROLL's workers use them for queues, tracing and images, but not in a strategy's training.
-"""
+"""ROLL's workers use these packages for queues, tracing and images, but not for training."""
 
 
 class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -177,7 +177,7 @@ def test_a_checkpoint_without_a_scaler_is_told(on: On, tmp_path: Path) -> None:
         trainer.load(tmp_path / "saved")
 
 
-# -- installing and removing -----------------------------------------------------------------------
+# -- installing and removing -------------------------------------------------------------------
 
 
 def test_taken_out_the_scaler_is_rolls_own(on: On, tmp_path: Path) -> None:

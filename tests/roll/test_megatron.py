@@ -201,7 +201,7 @@ def test_the_doctor_knows_its_checkpoint(
     assert found.outcome.exact, found.outcome
 
 
-# -- installing and removing -----------------------------------------------------------------------
+# -- installing and removing -------------------------------------------------------------------
 
 
 def test_taken_out_it_leaves_nothing_behind(on: On) -> None:

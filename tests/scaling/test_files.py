@@ -222,10 +222,7 @@ def test_a_directory_without_write_access_is_told(child):
 
 
 def test_two_saves_at_once_leave_one_whole_file(tmp_path):
-    """This happens, for example, if a job was started twice.
-
-    The last rename wins; no reader sees a mixture.
-    """
+    """If a job was started twice, the last rename wins, and no reader sees a mixture."""
     scales = [2.0**exponent for exponent in range(8)]
     stop, seen, wrong = threading.Event(), set(), []
     save(tmp_path, scaler(init_scale=1.0))

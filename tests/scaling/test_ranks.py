@@ -1,7 +1,4 @@
-"""Several processes over gloo:
-
-FSDP2 in fp16 resumes bit for bit, and a fault on one rank reaches all ranks.
-"""
+"""Over gloo FSDP2 in fp16 resumes bit for bit, and a fault on one rank reaches all ranks."""
 
 from __future__ import annotations
 

@@ -16,8 +16,7 @@ import pytest
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 
 PLACES = ["adapter", "slowfw.ops:scale", "between two seams"]
-"""The slow parts of the patching: loading an adapter, inspecting its seams, and the time between one
-seam's patch and the next."""
+"""Slow parts of the patching: loading an adapter, inspecting its seams, and between two patches."""
 
 TIMES = 10
 LIMIT = 60

@@ -47,17 +47,13 @@ FILES = {
 
 
 CLOSING = {
-    # The start-up code waits for a framework without the session's imports, then starts the
-    # session.
+    # The start-up code waits for a framework before it imports and starts the session.
     ("precision_shim.process.startup", "precision_shim.process.session"),
     # A status is printed as text, and the text is made from the record.
     ("precision_shim.reporting.record", "precision_shim.reporting.text"),
 }
-"""Pairs whose first module imports the second within a function.
-
-The second imports the first at its top, or through other modules (``session`` through ``journal``,
-too).
-"""
+"""Pairs whose first module imports the second within a function, while the second imports the first
+at its top or through other modules (``session`` also through ``journal``)."""
 
 
 def at_import(body):
@@ -105,8 +101,7 @@ def named(name, lines=at_import):
         elif isinstance(line, ast.ImportFrom):
             above = package[: len(package) - line.level + 1] if line.level else []
             base = ".".join([*above, *([line.module] if line.module else [])])
-            # In ``from package import name``, ``name`` may be a module or another object of the
-            # package.
+            # In ``from package import name``, ``name`` may be a module or another object.
             yield from (
                 full if (full := f"{base}.{one.name}") in FILES else base for one in line.names
             )
@@ -139,7 +134,7 @@ def test_no_function_closes_a_circle_but_those_that_are_named():
         assert other in graph[name] - set(imports(name)), (name, other)
         graph[name].discard(other)
     assert circle(graph) == []
-    for name, other in CLOSING:  # an exception that closes no cycle must be deleted
+    for name, other in CLOSING:  # each exception must close a cycle
         assert circle({**graph, name: {*graph[name], other}}), (name, other)
 
 

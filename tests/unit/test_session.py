@@ -554,7 +554,7 @@ def test_decisions_are_said_on_rank_0_unless_asked_otherwise(
     assert len(precision_shim.status().decisions) == 1
 
 
-# -- adapters of third parties, and their faults ---------------------------------------------------
+# -- adapters of third parties, and their faults --------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,7 @@ def test_safetensors_that_end_elsewhere(tmp_path: Path, capsys: Any) -> None:
     assert "model.safetensors" in one_sentence(capsys)
 
 
-# -- the advice on how to go on --------------------------------------------------------------------
+# -- the advice on how to go on -------------------------------------------------------------------
 
 
 def test_the_step_before_is_named(tmp_path: Path, capsys: Any) -> None:

@@ -282,7 +282,7 @@ def test_what_the_config_says(text: str, value: Any) -> None:
     assert _config([text]) == {text.partition("=")[0]: value}
 
 
-# -- files that cannot be read ---------------------------------------------------------------------
+# -- files that cannot be read --------------------------------------------------------------------
 
 
 def one_sentence(capsys: Any) -> str:
@@ -370,7 +370,7 @@ def test_another_programs_pickle(tmp_path: Path, capsys: Any) -> None:
     assert "not the metadata" in one_sentence(capsys)
 
 
-# -- pickles that would run code -------------------------------------------------------------------
+# -- pickles that would run code ------------------------------------------------------------------
 
 
 class Harm:

@@ -311,7 +311,7 @@ def test_a_loss_function_that_returns_the_loss_alone():
     assert loss.item() == 1.0
 
 
-# -- where the record is kept ----------------------------------------------------------------------
+# -- where the record is kept ----------------------------------------------------------------
 
 
 class Owner:

@@ -39,7 +39,7 @@ def plan_for(dtype=BF16, *, asked=None, policy="follow-model", model=None, **fie
     )
 
 
-# -- the dispatch table ----------------------------------------------------------------------------
+# -- the dispatch table ---------------------------------------------------------------------------
 
 FLAGS = {
     "bf16": {"bf16": True, "fp16": False, "params_dtype": BF16},
@@ -119,7 +119,7 @@ def test_that_a_dtype_has_no_rule_is_said_of_those_alone(fields, said):
     assert ("no rule for that dtype" in plan_for(**fields).because) is said
 
 
-# -- models with parameters of several kinds -------------------------------------------------------
+# -- models with parameters of several kinds ------------------------------------------------------
 
 
 @pytest.mark.parametrize("declared", ["bf16", "fp16", "fp32"])
@@ -241,7 +241,7 @@ def test_below_the_threshold_some_bf16_value_does_not_shrink():
     assert (values.float().mul(0.997).bfloat16() == values).any()
 
 
-# -- obstacles to the table ------------------------------------------------------------------------
+# -- obstacles to the table -----------------------------------------------------------------------
 
 OBSTACLES = {
     "not adam": ({"optimizer": "sgd"}, "'sgd'"),
@@ -365,7 +365,7 @@ def test_a_native_precision_aware_optimizer_that_cannot_run_is_turned_off_by_nam
     assert not aware(result)
 
 
-# -- limits of the bucket and the checkpoints ------------------------------------------------------
+# -- limits of the bucket and the checkpoints -----------------------------------------------------
 
 
 @pytest.mark.parametrize("written", [True, False])

@@ -326,7 +326,7 @@ def test_settle_counts_a_step_that_the_framework_took_or_skipped_itself(unscaled
         loss.backward()
         if unscaled:
             scaling.unscale_once(optimizer)
-        # the framework's own loop checks the gradients like this
+        # a framework's own loop checks the gradients like this
         if torch.isfinite(parameter.grad).all():
             optimizer.step()
         scaling.settle(optimizer)
@@ -388,7 +388,7 @@ def test_a_scale_that_the_caller_sets_is_kept_within_the_bounds(new, scale):
 
 
 def test_a_scaler_that_torch_turned_off_does_nothing(monkeypatch):
-    """Without a GPU torch turns its scaler off; ours then neither scales nor skips either."""
+    """Without a GPU torch turns its scaler off; our scaler then changes nothing."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.warns(UserWarning, match="CUDA is not available"):
         scaler = LossScaler(device="cuda")

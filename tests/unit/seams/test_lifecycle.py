@@ -21,7 +21,7 @@ OPS = "toy.ops:scale"
 ADD = "toy.ops:Box.add"
 
 
-# -- a module's code runs again --------------------------------------------------------------------
+# -- a module's code runs again -------------------------------------------------------------------
 
 
 def test_a_reloaded_module_is_patched_again(lab):
