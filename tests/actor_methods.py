@@ -7,13 +7,12 @@ from typing import Any
 
 
 def described(actor_class: Any) -> dict[str, Any]:
-    """Each method's name, docstring and signature, and what Ray checks a call's arguments with."""
+    """Each method's name, docstring and signature, and the signature by which Ray checks calls."""
     meta = actor_class.__ray_metadata__
     plain = meta.modified_class.__ray_actor_class__
     found = {}
     for name, parameters in meta.method_meta.signatures.items():
-        # wrapping a base class adds such methods, for example a helper
-        if "_precision_shim" in name:
+        if "_precision_shim" in name:  # skip methods that wrapping a base class adds
             continue
         method = getattr(plain, name, None)
         found[name] = {

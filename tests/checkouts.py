@@ -1,4 +1,4 @@
-"""The doctor on a framework's checkout on ``PYTHONPATH``: sources without metadata."""
+"""Runs the doctor on a framework's checkout on ``PYTHONPATH``: sources without metadata."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ print(json.dumps([found.version, found.tested, found.reason, seams, problems]))
 
 
 class Told:
-    """The doctor's report on a framework."""
-
     def __init__(self, framework: str, path: list[str], *flags: str) -> None:
         done = subprocess.run(
             [sys.executable, *flags, "-c", _DOCTOR, framework],
@@ -62,7 +60,7 @@ def as_checkout(
     Args:
         framework: its name.
         folder: an empty one.
-        change: changes the copy; it gets the copy's root.
+        change: function that changes the copy, given the copy's root.
     """
     entry = _registry.entries()[framework]
     root, site = folder / "checkout", folder / "site"

@@ -73,7 +73,7 @@ def wrong_answers(
     """Yield each damage that the doctor neither reports as a problem nor lists as not checked.
 
     Args:
-        checkpoint: an undamaged one, which resumes exactly.
+        checkpoint: an undamaged checkpoint that resumes exactly.
         framework: whose it is.
         config: what the job's own config sets.
         work: where the copies go.
@@ -98,8 +98,7 @@ def wrong_answers(
         else:
             told = "; ".join(f"{one.outcome.verdict}: {one.outcome.because}" for one in found)
             fine = _said(found, damage, folder)
-            # the report on the undamaged checkpoint lists the file as not read
-            if damage.kind == "gone":
+            if damage.kind == "gone":  # if not ``ours``, the doctor never reads the file
                 fine = fine or not whole[Path(damage.file)].ours
         shutil.rmtree(folder)
         if not fine:
@@ -111,7 +110,7 @@ def _said(found: list[Examined], damage: Damage, folder: Path) -> bool:
     """Whether the report lists the damaged file as a problem, or as not checked."""
     name = Path(damage.file).name
     if not all(one.outcome.exact for one in found):
-        # If ranks' files are missing, the report names their kind only.
+        # If a rank's file is missing, the report names the kind of file, not the file.
         parts = (name, name.partition("_world_size")[0], "no weights", "no optimizer states")
         told = " ".join(f"{one.outcome.because} {one.part.scaler.where}" for one in found)
         missing_record = "no loss scaler" in told and name == "precision_shim_scaler.json"

@@ -34,7 +34,6 @@ def ask(
 
 
 def verdict(*arguments: Any, **named: Any) -> str:
-    """The same, in one word."""
     return ask(*arguments, **named).outcome.verdict
 
 

@@ -34,7 +34,7 @@ TRANSFORMER_ENGINE = "2.11.0"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Measure which parts of the test run take the time."""
+    """Register the plugin that measures where a test run's time goes."""
     config.pluginmanager.register(timing_of_importlib_bootstrap)
 
 
@@ -85,7 +85,7 @@ def shim() -> Iterator[Callable[..., precision_shim.Status]]:
 
 @pytest.fixture(autouse=True)
 def no_attention_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One model's attention backend, which Megatron keeps in the environment, breaks the next."""
+    """Undo Megatron's variables for one model's attention backend, which break the next model."""
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
         monkeypatch.setenv(name, "0")
         monkeypatch.delenv(name)
@@ -95,7 +95,7 @@ def no_attention_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 def moves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     """Record each call of ``Tensor.to``: the tensor's id and the argument.
 
-    The machine has one device, so the tests of an offload observe these calls.
+    The machine has one device, so a test of an offload observes the calls of ``Tensor.to``.
     """
     import torch
 

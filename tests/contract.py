@@ -1,7 +1,7 @@
 """Tests that every framework has to pass.
 
-``tests/<framework>/test_contract.py`` derives a class from each class here. It adds the framework's
-:class:`Driver`, and fixtures that build what only that framework has.
+``tests/<framework>/test_contract.py`` derives a class from each class here. Each derived class adds
+the framework's :class:`Driver`, and fixtures for what only that framework has.
 """
 
 from __future__ import annotations
@@ -58,8 +58,6 @@ class Driver:
 
 
 class Contract:
-    """Holds one framework."""
-
     driver: ClassVar[Driver]
 
 
@@ -116,10 +114,9 @@ class Worker(Contract):
 
 
 class Wishes(Contract):
-    """Each wish, written into the framework's own config, gets the same plan as elsewhere.
+    """Each wish, written into a framework's own config, gets the same plan in every framework.
 
-    The fixture ``wishes_of`` writes a case into the framework's config, and reads the wishes from
-    it.
+    The fixture ``wishes_of`` writes a case into the framework's config, and reads the wishes.
     """
 
     @each_case
@@ -148,7 +145,7 @@ class Saved:
 
     Attributes:
         folder: where it is.
-        config: what the config of the writing job sets.
+        config: the settings of the job that wrote the checkpoint.
         groups: each group of seams for fp16, and whether the doctor requires it.
     """
 

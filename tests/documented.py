@@ -1,9 +1,9 @@
 """Reads the shell commands in README and docs, for the tests that check them.
 
-A command is one of four things. It is a line of a ``sh`` block, or of an indented block that begins
-with a known program or a framework's setting. It is a line after ``$`` in any other block. Or it is
-a piece of inline code that begins with a known program and has arguments. Lines that end in a
-backslash are joined; comments are left out.
+A command is a line of a ``sh`` block, or of an indented block that begins with a known program or a
+framework's setting. A line after ``$`` in any other block is a command, too. Inline code is a
+command if it begins with a known program and has arguments. Lines that end in a backslash are
+joined; comments are left out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PROGRAM = re.compile(
     re.VERBOSE,
 )
 SETTING = re.compile(r"(?:\+{0,2}|--)[a-z_]\w*(?:\.\w+)+=\S")
-"""The beginning of a framework's setting: ``a.b=c``, also after ``+``, ``++`` or ``--``."""
+"""The beginning of a framework's setting, such as ``a.b=c``, also after ``+``, ``++`` or ``--``."""
 _FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 _INDENTED = re.compile(r"(?:\A|(?<=\n\n))((?: {4}.*\n|\n(?= {4}))+)")
 

@@ -1,7 +1,7 @@
 """Stand-ins for packages that are not installed: every name exists and does nothing.
 
-With them a test imports a framework's real class whose module imports such packages. The test calls
-only code that does not use them.
+The stand-ins let a test import a real class of a framework whose module imports such packages. Such
+a test calls only code that needs none of the packages.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tensors that claim to be on a GPU, although a CPU stores all of them.
 
 Megatron's optimizer for CPU offload copies only what is on the GPU to the host. In a process
-without a GPU it would copy nothing.
+without a GPU this optimizer would copy nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DEVICE = vars(torch._C.TensorBase)["device"].__get__
 
 
 class FakeGpu(TorchFunctionMode):
-    """Answers ``is_cuda``: false for what ``cpu()`` made and for copies of that, else true.
+    """Answers ``is_cuda``: false for a tensor from ``cpu()`` and its copies, true for all others.
 
     Enter it within ``megatron_on_cpu``, whose streams replace those of a GPU.
 
@@ -71,4 +71,4 @@ class FakeGpu(TorchFunctionMode):
 
 
 _CUDA = torch.device("cuda")
-"""Made at import, because within ``megatron_on_cpu`` this device does not exist."""
+"""The CUDA device, made at import because it does not exist within ``megatron_on_cpu``."""

@@ -10,13 +10,13 @@ from examples.processes.forks import begin, execute, ray_workers
 from .rank_server import Launch
 
 WORKER_PYTHON = "TEST_WORKER_PYTHON"
-"""A driver's variable with the program that Ray runs instead of Python: ``py_executable``."""
+"""A driver's variable with the program that Ray runs instead of Python (``py_executable``)."""
 
 
 def script(launch: Launch) -> None:
     """Run ``python SCRIPT ARGUMENT ...`` in a rank; if there are several, each gets its ``RANK``.
 
-    Options: ``arguments``, ``environment``, ``cwd``, and ``workers``: whether it is a driver, which
+    Options are ``arguments``, ``environment``, ``cwd``, and ``workers`` for a driver, which then
     gets ``WORKER_PYTHON``.
     """
     options = launch.options

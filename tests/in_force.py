@@ -41,7 +41,7 @@ def refused(framework: str, feature: str, group: str) -> Iterator[None]:
 
 
 def answers(framework: str, pair: Pair) -> dict[str, bool]:
-    """Each part's answer, for a process that imports the frameworks and switches the shim on."""
+    """What worker, doctor, plan and checkpoint doctor answer if the shim is to be on."""
     precision_shim.install(export=False)
     try:
         settings = _session.current_settings()
@@ -83,10 +83,9 @@ def disagreements(framework: str) -> list[Any]:
 
 
 def _import_a_target(seams: Iterable[Any]) -> None:
-    """Import one module that a seam patches: then a worker's engine inspects the framework."""
+    """Import one module that a seam patches, so that a worker's engine inspects the framework."""
     for module in dict.fromkeys(one.module for one in seams if one.wrapper is not None):
-        # this module needs packages that are not installed here
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # packages may be missing here
             importlib.import_module(module)
             return
     raise AssertionError("no module of a seam can be imported here")

@@ -1,9 +1,9 @@
 """The states of a directory that remain if a process is killed at one of its file operations.
 
-Before each operation in the directory its files are copied. A kill at this point leaves the same
-files, because data that the process has not yet passed to the system is lost. So a single save
-yields the states of all its points. ``killed_at`` kills a process at one of them, so that a test
-can compare the two.
+Before each operation in the directory, the directory's files are copied. A kill at this point
+leaves the same files, because data that the process has not yet passed to the system is lost. A
+single save thus yields the states at all its file operations. ``killed_at`` really kills a process
+at one operation, so that a test can compare the files.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _Watched(io.FileIO):
 
 @contextlib.contextmanager
 def _torch_saves_by_python(hook: _Hook) -> Iterator[None]:
-    """Let torch.save write by Python: nothing here notices the writes of its C++ code."""
+    """Let torch.save write by Python, because nothing here notices writes of its C++ code."""
     import torch
 
     save = torch.save
@@ -112,7 +112,7 @@ def kill_points(directory: Path, copies: Path, rank: int = 0) -> Iterator[list[P
     """Copy a directory before each file operation in it, and once more at the end.
 
     Yields:
-        The list of copies, filled meanwhile in order; successive copies always differ.
+        The list of copies, which grows during the block; successive copies always differ.
     """
     found: list[Path] = []
     last = [""]
@@ -135,7 +135,7 @@ def kill_points(directory: Path, copies: Path, rank: int = 0) -> Iterator[list[P
 
 @contextlib.contextmanager
 def killed_at(directory: Path, content: str) -> Iterator[None]:
-    """End this process by SIGKILL before the first operation at which ``content`` matches."""
+    """Kill this process before the first operation at which the directory has this content."""
 
     def kill() -> None:
         if content_of(directory) == content:

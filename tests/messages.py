@@ -2,9 +2,9 @@
 
     python -m tests.messages        # writes the list in docs/troubleshooting.md anew
 
-A message is the text in ``raise SomeError(...)`` for our errors, in ``warn(...)``, in a function
-that returns an error, or under a name of ``PARTS``. ``…`` replaces each value that is inserted.
-:func:`messages` also returns the places that pass on another function's message.
+A message is the text in ``raise SomeError(...)`` or ``warn(...)`` of ours, or in a function that
+returns an error. The texts collected under a name of ``PARTS`` are messages, too. ``…`` replaces
+each value that is inserted. :func:`messages` also returns the places that pass on a message.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OF_AN_ERROR = {
     "SourceError": COMMANDS,
     "SeamError": SEAMS,
 }
-"""Class of an error to its heading; warnings have their headings in ``OF_A_TEXT``."""
+"""Maps each class of errors to its heading; ``OF_A_TEXT`` has the headings of warnings."""
 OF_A_TEXT = {
     # errors with another heading than the rest of their class
     "--config …": COMMANDS,
@@ -104,7 +104,7 @@ OF_A_TEXT = {
     "were rounded away": AUDIT,
     "the audit was not written": AUDIT,
 }
-"""Part of a message to its heading: for warnings, and for errors unlike their class."""
+"""Maps part of a message to its heading, for warnings and for errors unlike their class."""
 
 
 def heading(kind: str, text: str) -> str:
@@ -223,7 +223,6 @@ def listed(found: list[Message]) -> str:
 
 
 def main() -> None:
-    """Rewrite the list in the docs."""
     page = PAGE.read_text(encoding="utf-8")
     before, rest = page.split(BEGIN)
     text = listed(messages()[0])

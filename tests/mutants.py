@@ -7,17 +7,13 @@ moved, a decorator is added, a fact's identifier is removed. The installed sourc
 memory; nothing is written. ``mutated_behaviour`` changes what code does. Each change must end in
 one of these ways:
 
-refused
-    The plan refuses the seam's group and names the symbol.
-refused on arrival
-    The source does not show it; the engine refuses the group when the module is imported.
-absent
-    The plan lists the whole group as absent and names the module; none of the group is patched.
-right
-    The seam is patched, and its wrapper gets the caller's arguments by name. The test binds the
-    wrapper to a function with the changed symbol's parameters, and calls the function.
-probe
-    A probe fails and is named.
+- refused: the plan refuses the seam's group and names the symbol.
+- refused on arrival: the source does not show the change; the engine refuses the group and names
+  the symbol when the module is imported.
+- absent: the plan lists the whole group as absent and names the module; no seam of it is patched.
+- right: the seam is patched, and its wrapper gets the caller's arguments by name. The test binds
+  the wrapper to a function with the changed symbol's parameters, and calls the function.
+- probe: a probe fails and is named.
 
 A change that ends otherwise is a survivor.
 """
@@ -113,7 +109,6 @@ class Sources:
     """The installed sources, each read once, with some modules replaced by changed ones."""
 
     def __init__(self) -> None:
-        """Begin with nothing changed."""
         self._installed = Installed()
         self._texts: dict[str, str | None] = {}
         self.changed: Mapping[str, str | None] = {}
@@ -192,7 +187,7 @@ class Place:
 
     @property
     def evidence(self) -> Any:
-        """The syntax tree in which the facts of a seam are searched."""
+        """The syntax tree in which the facts of a seam are looked up."""
         owner = self.nodes[-2] if len(self.nodes) > 1 else None
         return owner if isinstance(owner, ast.ClassDef) and not self.generated else self.node
 
@@ -413,7 +408,7 @@ _DECORATORS = (
 def _shapes(place: Place) -> Iterator[Mutant]:
     has = {ast.unparse(one) for one in place.node.decorator_list}
     kinds = {"staticmethod", "classmethod", "property"}
-    # Python fixes the kind of these methods
+    # Python itself fixes the kind of these two methods
     made = place.node.name in ("__init__", "__post_init__")
     for name in _DECORATORS:
         bound = name in kinds or name == "functools.cached_property"
@@ -445,7 +440,7 @@ def _decorated(node: Any, name: str) -> Any:
         del node.args.defaults[: max(lacking, 0)]
     elif name == "classmethod":
         ([*node.args.posonlyargs, *node.args.args])[0].arg = "cls"
-    # Insert it below decorators that return something other than a function.
+    # Insert the decorator below those that return something other than a function.
     last = {"concurrent_endpoint", "classmethod", "staticmethod", "property"}
     over = [index for index, one in enumerate(node.decorator_list, 1) if ast.unparse(one) in last]
     node.decorator_list.insert(max(over, default=0), ast.parse(name, mode="eval").body)
@@ -558,7 +553,7 @@ def _facts(place: Place) -> Iterator[Mutant]:
 def read_of_instance(function: Any, name: str = "", depth: int = 3) -> Iterator[str]:
     """Yield attributes that a wrapper reads of ``call.instance``, also in functions it calls.
 
-    Attributes that it reads with a default, or checks for first, are left out.
+    Attributes that the wrapper reads with a default, or checks for first, are left out.
 
     Args:
         function: the wrapper, or a function to which the instance is passed.
@@ -635,7 +630,7 @@ class Trial:
                     self.adapter, self.settings.features, self.settings, _versions.tell_missed
                 )
             finally:
-                if changed:  # the cache now contains changed sources
+                if changed:  # remove changed sources from the cache
                     _source._described.clear()
                     _source._described.update(known)
 
@@ -894,8 +889,7 @@ def stub(node: Any, in_class: bool, mentions: tuple[str, ...] = ()) -> tuple[Any
         mentions: names that the function's code has to contain.
 
     Returns:
-        The class that contains the function (``None`` for a plain function), and the unbound
-        function.
+        The class that contains the function (``None`` if there is none), and the function.
     """
     space: dict[str, Any] = dict(_NAMESPACE, _here=mock.MagicMock())
     if isinstance(node, ast.ClassDef):
@@ -922,7 +916,7 @@ def stub(node: Any, in_class: bool, mentions: tuple[str, ...] = ()) -> tuple[Any
 
 
 class _ImpossibleError(Exception):
-    """The framework's own base rejects the definition, so no release can contain it."""
+    """A package below the framework rejects the definition, so no release can contain it."""
 
 
 def _plain_fields(node: ast.ClassDef) -> None:

@@ -1,4 +1,4 @@
-"""Changes of what upstream's code does, made in the imported modules; a probe must fail on each.
+"""Changes to upstream's behaviour, made in the imported modules; a probe must fail on each.
 
     python -m tests.mutated_behaviour FRAMEWORK [--share N] [--json]
 
@@ -115,8 +115,8 @@ COVERED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("optim.step(",),
     ),
 )
-"""Symbols that probes check, with words of the probe's name (it runs first), and words in the
-statements that decide it."""
+"""Symbols that probes check. Each has words of its probe's name, so that this probe runs first, and
+words of the statements to change."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Change:
 
 
 def changes(packages: set[str]) -> Iterator[Change]:
-    """All changes of those covered symbols that are installed.
+    """All changes of the symbols in ``COVERED`` that are installed.
 
     Args:
         packages: the top-level packages that may be imported.

@@ -1,9 +1,9 @@
-"""The training jobs in README and docs, completed to what runs, for the frameworks' tests.
+"""The training jobs in README and docs, each completed to the command that would run.
 
 A job is a command that contains a framework's entry point, with any launcher in front. A command
 that consists of settings only is added to the job above it on its page. ``...`` means the settings
-of a job on the framework's start page: the first one with the same entry point and config, or else
-with the same entry point. The command's own settings override these.
+of a job on the framework's start page. The first job with the same entry point and config is taken,
+or else with the same entry point. The command's own settings override the settings of that job.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ENTRIES = {
     "sft": "ms-swift",  # behind its command megatron
     "rlhf": "ms-swift",
 }
-"""Entry point to framework, for each one that the pages start."""
+"""Maps each entry point on the pages to its framework."""
 
 _CONFIGS = ("--config", "--config-name", "--module")
 """Options that select the config to which a job's settings apply."""
@@ -73,7 +73,6 @@ def of(framework: str) -> list[Job]:
 
 @cache
 def jobs() -> tuple[Job, ...]:
-    """The jobs of all pages."""
     return tuple(one for page in PAGES for one in on_page(page))
 
 

@@ -2,8 +2,8 @@
 
     python -m tests.planted verl
 
-prints two lines of JSON: each probe's outcome without its plant, and with it. The framework is
-imported once, with the tests' stand-ins for what a CPU lacks.
+The command prints two lines of JSON: each probe's outcome without its plant, and with it. The
+framework is imported once, with the tests' stand-ins for what a CPU lacks.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def hold(framework: str) -> None:
     wrong = [one for one in outcomes if one["state"] not in ("holds", "absent")]
     assert not wrong
     assert sum(one["state"] == "holds" for one in outcomes) > len(outcomes) / 2
-    # Limit the sum, because a pause of the machine may delay a single probe.
+    # Limit the sum of the times, because a pause of the machine may delay a single probe.
     assert sum(one["seconds"] for one in outcomes) < len(outcomes)
     # A probe without a plant in tests/planted.py would hold here too.
     unmoved = [one for one in planted.values() if one["state"] != "fails"]

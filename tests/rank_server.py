@@ -1,9 +1,8 @@
 """Ranks for the tests, forked by one process that has imported what they need.
 
-This saves time, because importing a framework takes longer than a test's training. A module whose
-ranks this server starts has two functions: ``prepare()`` imports what its ranks need, in the
-server. ``run(launch)`` is a rank's whole program, and returns what its test compares, ready for
-JSON.
+Forking saves time, because importing a framework takes longer than a test's training. A module
+whose ranks this server starts has two functions: ``prepare()`` imports what its ranks need, in the
+server. ``run(launch)`` is a rank's whole program, and returns values that JSON can store.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class Launch:
 
 
 class Ranks:
-    """Starts launches on a test's server of ranks when called.
+    """A test's connection to a server of ranks; calling it launches a case.
 
     Attributes:
         said: the stdout and stderr of each rank of the last launch.
@@ -118,8 +117,7 @@ def rank_server(module: str, folders: Path, **variables: str) -> Iterator[Ranks]
     Args:
         module: dotted name of the module.
         folders: the folder in which each launch gets its own directory.
-        **variables: environment variables of the ranks, added to the inherited ones (without the
-            shim's).
+        **variables: environment variables of the ranks, added to the inherited ones but the shim's.
     """
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("PRECISION_SHIM")
@@ -146,8 +144,8 @@ def rank_server(module: str, folders: Path, **variables: str) -> Iterator[Ranks]
 def look_ahead(framework: str) -> None:
     """Read all sources that a rank's ``install()`` will read, once, in the server.
 
-    Nothing is patched, and no framework is imported. This fills the cache of descriptions of source
-    code, which the ranks inherit.
+    Nothing is patched, and no framework is imported. The call fills the cache of descriptions of
+    source code, which the ranks inherit.
     """
     from precision_shim.process.registry import entries
     from precision_shim.seams import look
@@ -227,7 +225,7 @@ def _serve(name: str) -> None:
     os.dup2(2, 1)
     module = importlib.import_module(name)
     module.prepare()
-    # Frameworks collect garbage around each step, which need not scan the imports' objects.
+    # Frameworks collect garbage around each step; the collector need not scan what imports created.
     gc.collect()
     gc.freeze()
     print("ready", file=answers, flush=True)

@@ -35,8 +35,7 @@ def drive(
         *arguments: its own.
         paths: folders in the driver's ``PYTHONPATH`` before this repository.
         timeout: seconds after which the driver is killed.
-        **variables: the driver's variables, added to the inherited ones (without the shim's and
-            Ray's).
+        **variables: the driver's variables, added to the inherited ones but the shim's and Ray's.
     """
     inherited = {
         name: value

@@ -48,8 +48,7 @@ def of_a_worker(script: Path, folder: Path, ranks: Ranks | None = None) -> str:
     Args:
         script: a file of tests.
         folder: an empty one.
-        ranks: the server that forks the process, with the case ``tests``; ``None`` for a new
-            Python.
+        ranks: the server that forks the process, with the case ``tests``; ``None``: a new Python.
     """
     file = folder / "status.txt"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PRECISION_SHIM")}
@@ -109,6 +108,6 @@ def newest() -> set[str]:
     found: dict[str, Version] = {}
     for file in (ROOT / "tests" / "environments").glob("*-[0-9]*.txt"):
         name, _, version = file.stem.rpartition("-")
-        if not re.search(r"\d", name):  # verl-0.9.1-core-0.19.2 differs from verl's pins in two
+        if not re.search(r"\d", name):  # skip verl-0.9.1-core-0.19.2: two other pins
             found[name] = max(Version(version), found.get(name, Version(version)))
     return {f"{name}-{version}" for name, version in found.items()}

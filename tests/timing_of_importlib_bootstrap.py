@@ -31,7 +31,6 @@ class Timing:
         self._find_and_load: Any = _bootstrap._find_and_load  # type: ignore[attr-defined]
 
     def begin(self) -> None:
-        """Start to count."""
         sys.addaudithook(self._seen)  # for ever: Python cannot remove an audit hook
         _bootstrap._find_and_load = self._timed  # type: ignore[attr-defined]
 
@@ -59,7 +58,6 @@ _timing = pytest.StashKey[Timing]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin with the session."""
     timing = config.stash[_timing] = Timing()
     timing.begin()
 
@@ -78,5 +76,4 @@ def _report_timing(pytestconfig: pytest.Config, record_testsuite_property: Any) 
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End with the session."""
     config.stash[_timing].end()

@@ -58,8 +58,7 @@ def make_checkpoint(
         pad_token_id=0,
         eos_token_id=1,
         bos_token_id=1,
-        # otherwise a value head has dropout 0.1, and no two trainings are alike
-        classifier_dropout=0.0,
+        classifier_dropout=0.0,  # a value head's default dropout of 0.1 is random
     )
     kind = Qwen2ForCausalLM
     if value_head:

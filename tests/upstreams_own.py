@@ -58,7 +58,7 @@ Start = Callable[[list[str], dict[str, str], Path], str]
 
 
 def in_a_fork_of(ranks: Ranks) -> Start:
-    """Return a function that runs pytest in a fork of a process that has imported much."""
+    """Return a function that runs pytest in a fork of a process with the slow imports done."""
 
     def start(arguments: list[str], environment: dict[str, str], folder: Path) -> str:
         ranks(
@@ -102,7 +102,6 @@ class Ended:
 
     @property
     def passed(self) -> int:
-        """How many passed."""
         return list(self.outcomes.values()).count("passed call")
 
     def names(self, outcome: str) -> set[str]:
@@ -127,7 +126,7 @@ class Own:
         environment: variables that are added to the inherited ones.
         conftest: the path of our ``conftest.py``, relative to the folder.
         prelude: our ``conftest.py``'s code before it imports ``precision_shim``.
-        install: its code that installs the shim.
+        install: our ``conftest.py``'s code that installs the shim.
         markers: the markers that the tests use.
     """
 

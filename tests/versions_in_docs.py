@@ -37,10 +37,10 @@ WORDS = {
     "unsupported": "refused",
     "absent": "",
 }
-"""Verdict on paths that nothing has imported, to its word in the tables."""
+"""Maps a verdict on paths that nothing has imported to its word in the tables."""
 
 Column = dict[tuple[str, str], str]
-"""Feature and path to a word of the table."""
+"""Maps feature and path to a word of the table."""
 
 
 def column(framework: str) -> tuple[str, Column]:
@@ -68,7 +68,6 @@ def hold(framework: str) -> None:
 
 
 def read_columns(page: str, framework: str) -> dict[str, Column]:
-    """The columns of one framework's table."""
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in page[slice(*_block(page, framework))].splitlines()

@@ -153,12 +153,12 @@ each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 def expected(case: Case) -> tuple[dict[str, Any], bool, str]:
-    """The expected fields of the OptimizerConfig, ``grad_reduce_in_fp32``, and message."""
+    """The expected OptimizerConfig's fields, ``grad_reduce_in_fp32``, and message."""
     return {**DEFAULTS, **FLAGS[case.dtype], **case.fields}, case.in_fp32, case.told
 
 
 def outcome(case: Case, wishes: Wishes, planned: Planned) -> tuple[dict[str, Any], bool, str]:
-    """The same values from a plan; a framework's own bucket is fp32 if the user sets nothing."""
+    """The fields, bucket and message of a plan; a framework's own bucket is fp32 by default."""
     choice = choose_bucket(
         present=case.bucket is not False,
         user_set=wishes.bucket_in_fp32 is not None,
@@ -173,7 +173,7 @@ def outcome(case: Case, wishes: Wishes, planned: Planned) -> tuple[dict[str, Any
 
 
 def outcome_in(framework: str, case: Case, wishes: Wishes) -> tuple[dict[str, Any], bool, str]:
-    """The outcome with what is in force for a framework in this process."""
+    """The outcome of the plan that this process makes for a framework."""
     build = Build(framework, lambda: wishes)
     build.seen = TrainableDtypes({case.dtype: 8})
     return outcome(case, wishes, build.plan())

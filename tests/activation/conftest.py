@@ -123,7 +123,7 @@ def make_environment(folder: Path, *what: str) -> Environment:
         with contextlib.suppress(PackageNotFoundError):
             same.append(f"{name}=={version(name)}")
     if shutil.which("uv"):
-        # sys.executable may be a virtual environment's, and a bare name one of pyenv's shims.
+        # Pass the base Python's path, because uv may resolve a bare name to one of pyenv's shims.
         subprocess.run(["uv", "venv", "-q", "-p", _base_python(), str(folder)], check=True)
         install = ["uv", "pip", "install", "-q", "-p", str(folder / "bin" / "python")]
     else:
@@ -139,7 +139,6 @@ def _base_python() -> str:
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory) -> Path:
-    """The wheel of this checkout."""
     out = tmp_path_factory.mktemp("wheel")
     if shutil.which("uv"):
         build = ["uv", "build", "-q", "--wheel", "--out-dir", str(out), str(ROOT)]
@@ -166,7 +165,7 @@ def editable(tmp_path_factory) -> Environment:
 
 
 ON = {"PRECISION_SHIM": "1", "PRECISION_SHIM_FRAMEWORKS": "toy,solo"}
-"""Switches the shim on and names the toys: importing a toy then loads it, without torch."""
+"""Switch the shim on and name the toys, so that importing a toy loads its adapter without torch."""
 
 
 @pytest.fixture

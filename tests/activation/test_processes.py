@@ -52,7 +52,7 @@ if __name__ == "__main__":
         print("patched" if pool.submit(ops.scale, 1).result() == -2 else "not patched")
 """,
 }
-"""Start method to a program that starts a child; the child prints whether it is patched."""
+"""Maps each start method to a program whose child prints whether it is patched."""
 
 FLAGS = {
     "": (YES, ""),
@@ -159,7 +159,7 @@ print(subprocess.run(command, env={}, capture_output=True, text=True).stdout)
 
 
 def test_without_start_up_files_autoinstall(environment, on):
-    """``python -S``: a framework's plug-in mechanism can import ``precision_shim.autoinstall``."""
+    """With ``python -S``, a framework's plug-in can import ``precision_shim.autoinstall``."""
     code = f"""
 import sys, os
 sys.path.append({str(environment.site)!r})

@@ -1,4 +1,4 @@
-"""Tests on a real local Ray: which workers the shim reaches, and the user's runtime_env.
+"""Tests on a real Ray: which workers the shim reaches, and what it does to a user's runtime_env.
 
 The tests need Ray but no framework: a worker that can report ``status()`` has read the start-up
 file. The tests of ``ray job submit`` need ``ray[default]`` for its dashboard.
@@ -105,8 +105,8 @@ def running(log):
     )
     ports = dict(zip(names, free_ports(len(names)), strict=True))
     made = Cluster(f"127.0.0.1:{ports['port']}", f"http://127.0.0.1:{ports['dashboard-port']}")
-    # The name of pytest's folder is too long for a socket. In Ray's usual folder, Ray looks for a
-    # cluster to join.
+    # The folder is not pytest's, whose name is too long for a socket. Ray's usual folder is not
+    # used either, because Ray looks there for a cluster to join.
     with tempfile.TemporaryDirectory(prefix="ray") as folder, log.open("w") as output:
         command = [
             str(Path(sys.executable).with_name("ray")),
@@ -177,7 +177,7 @@ def free_ports(count):
 
 @pytest.fixture
 def drive(tmp_path, cluster):
-    """Return a function that runs a driver script on the cluster and returns its ``found``."""
+    """Return a function that runs a driver on the cluster and returns the driver's ``found``."""
 
     def run(body, **variables):
         program = tmp_path / "driver.py"
@@ -324,7 +324,7 @@ found.update(task=ray.get(work.remote()))
 
 
 def test_what_a_function_closes_over_is_the_workers_own(drive, tmp_path):
-    """A wrapped symbol pickles by reference; the worker wraps the symbol itself."""
+    """A wrapped symbol pickles by reference, so the worker unpickles its own wrapped symbol."""
     (tmp_path / "small.py").write_text("def scale(value):\n    return 2 * value\n")
     (tmp_path / "small_shim.py").write_text(
         "from precision_shim.adapting import Adapter, collect, seam\n"
@@ -363,12 +363,12 @@ OURS = {"env_vars": {"THEIRS": "job", "PRECISION_SHIM": "1"}}
 @pytest.mark.parametrize(
     ("runtime_env", "command", "install", "features"),
     [
-        # The job's runtime_env sets the variable; Ray forbids that the driver's sets it again.
+        # The job's runtime_env sets the variable; Ray would refuse it in the driver's as well.
         pytest.param(OURS, {}, "", ALL, id="in the job"),
         pytest.param(
             OURS, {}, 'features=["fp16-scaling"]', ["fp16-scaling"], id="in the job and install"
         ),
-        # The job's runtime_env lacks the variable: install() in the driver or the command sets it.
+        # The job's runtime_env lacks the variable; install() or the command sets it.
         pytest.param(THEIRS, {}, 'features=["fp16-scaling"]', ["fp16-scaling"], id="install"),
         pytest.param(THEIRS, {"PRECISION_SHIM": "1"}, "", ALL, id="in the command"),
         pytest.param(None, {"PRECISION_SHIM": "1"}, "", ALL, id="no runtime_env"),

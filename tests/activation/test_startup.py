@@ -179,7 +179,7 @@ def test_a_closed_stderr(environment, write_files, tmp_path):
 
 
 def test_without_sources(environment, on):
-    """Some container images have only bytecode files, beside where the sources were."""
+    """Some container images contain only bytecode files, in the place of the sources."""
     file = environment.site / "zz_precision_shim.py"
     source = file.read_bytes()
     environment.run("-m", "compileall", "-b", "-q", str(file))
@@ -311,7 +311,7 @@ print(precision_shim.status().enabled)
 
 
 def test_a_bad_switch_is_one_line_and_nothing_else(environment, write_files, tmp_path):
-    """The line appears when torch, Ray or a framework is imported, in no other process."""
+    """A process prints the one line only if it imports torch, Ray or a framework."""
     write_files(tmp_path, {"torch.py": ""})
     variables = {"PRECISION_SHIM": "maybe", "PYTHONPATH": str(tmp_path)}
     assert environment.run("-c", "import json", **variables).stderr == ""

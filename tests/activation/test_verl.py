@@ -83,7 +83,7 @@ except precision_shim.SettingsError as error:
 
 
 def test_an_inference_engines_kind_of_child_is_silent():
-    """Children of vLLM and SGLang inherit the variable but import no framework of the shim."""
+    """Children of vLLM and SGLang inherit the variable but import no framework."""
     code = """
 import sys, torch, transformers
 from transformers import AutoConfig, AutoTokenizer

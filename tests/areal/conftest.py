@@ -1,4 +1,4 @@
-"""Fixtures: AReaL on a CPU, and ``install()`` for AReaL."""
+"""Fixtures for AReaL on a CPU, and ``install()`` for AReaL."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ Megatron is real, and so are the engine's ``__init__``, ``initialize``, ``_creat
 
 Stand-ins: a tiny GPT of Megatron's, in a DDP of the engine's config, replaces the model that
 mbridge builds of TransformerEngine's layers. The tests have no tokenizer, no lock and no device.
-They make the calls of ``train_batch`` without its packed sequences, which need flash-attn.
+The tests make the calls of ``train_batch`` without its packed sequences, which need flash-attn.
 """
 
 from __future__ import annotations
@@ -138,5 +138,4 @@ def scalers(made: Any) -> list[Any]:
 
 
 def parameters(made: Any) -> list[torch.Tensor]:
-    """Copies of the live parameters."""
     return [one.detach().clone() for one in made.model.parameters()]

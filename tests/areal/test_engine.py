@@ -56,8 +56,7 @@ def test_adam_bf16_holds_what_its_config_says(on: On, on_cpu: Any) -> None:
     assert bytes_of(engine(on_cpu, config(optimizer=ADAM_BF16))) == 14
     on()
     assert bytes_of(engine(on_cpu, config(optimizer=ADAM_BF16))) == 12
-    # the shim adds nothing if the user requests nothing
-    assert bytes_of(engine(on_cpu, config())) == 18
+    assert bytes_of(engine(on_cpu, config())) == 18  # no request, so the shim adds no field
     moments = {"use_precision_aware_optimizer": True, "main_grads_dtype": "bf16"}
     assert bytes_of(engine(on_cpu, config(optimizer=ADAM_BF16, **moments))) == 10  # the bucket, too
 
@@ -113,7 +112,7 @@ def test_areals_own_checkpoint_of_states_cannot_be_made(
 
 
 def test_norms_and_skips(on: On, on_cpu: Any) -> None:
-    """AReaL accepts a skip without counting it; a first scale that is too high skips steps."""
+    """AReaL does not count skipped steps; too high a first scale skips the first steps."""
     bare = engine(on_cpu, config("float16", optimizer=FP16))
     # AReaL does not pass its initial_loss_scale to Megatron
     assert math.isnan(train(bare, 0)["grad_norm"])

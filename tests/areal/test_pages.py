@@ -1,4 +1,4 @@
-"""AReaL's jobs in README and docs: AReaL's own loader accepts each, and each key has an effect."""
+"""In README and docs each AReaL job passes AReaL's own loader, and each key has an effect."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ recover: {experiment_name: tests, trial_name: one, fileroot: none}
 evaluator: {experiment_name: tests, trial_name: one, fileroot: none}
 stats_logger: {experiment_name: tests, trial_name: one, fileroot: none}
 """
-"""The sections and keys that the jobs override; AReaL's wheel lacks its example config."""
+"""The keys of AReaL's example config that the jobs override; AReaL's wheel lacks the example."""
 
 
 def loaded(settings: tuple[str, ...], folder: Path) -> Any:
-    """The config that ``load_expr_config`` makes, without the files that it then writes."""
+    """The config that ``load_expr_config`` makes before it writes files."""
     from areal.api.cli_args import GRPOConfig, parse_cli_args, to_structured_cfg
     from omegaconf import OmegaConf
 

@@ -1,4 +1,4 @@
-"""``precision-shim plan`` for AReaL's jobs: it uses AReaL's loader and decides as a worker."""
+"""``precision-shim plan`` for AReaL's jobs, with AReaL's own loader and the worker's decisions."""
 
 from __future__ import annotations
 

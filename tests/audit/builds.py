@@ -92,7 +92,7 @@ AREAL = Build(
         "exp_avg_sq_dtype": BF16,
     },
 )
-"""AReaL 1.0.4 with optimizer.type=adam_bf16: it sets the fields ``later`` on a finished config."""
+"""AReaL 1.0.4 with optimizer.type=adam_bf16 sets the fields ``later`` on a finished config."""
 
 PLANTED = {
     "main-grads-dtype": Build(fp32_bucket=False),
@@ -107,7 +107,7 @@ PLANTED = {
     "params-dtype": Build(FP32, flags=BF16),
     "scaler-missing": Build(FP16, flags=BF16),
 }
-"""Code of each problem to a build that has the problem."""
+"""Maps the code of each problem to a build that has the problem."""
 
 EIGHT = {
     "plain": Build(),
@@ -115,7 +115,7 @@ EIGHT = {
     "precision-aware, whole masters": Build(fp32_bucket=False, config=WHOLE),
     "fp16": Build(FP16, config={"initial_loss_scale": 1024.0}),
 }
-"""Each of these builds as a dense model and as a mixture of experts makes eight builds."""
+"""Each build as a dense model and as a mixture of experts: eight builds in all."""
 
 
 def with_experts(build: Build, experts: bool = True) -> Build:
@@ -202,7 +202,7 @@ def live_storages() -> dict[int, int]:
 
 
 def held_by(build: Build) -> tuple[int, list[Any], Any]:
-    """Bytes of the storages that a model and its first step create and keep; also the model."""
+    """Bytes of all storages that a model and its first step keep; with the model and optimizer."""
     before = live_storages()
     chunks, optimizer = make(build)
     step_without_forward(chunks, optimizer)

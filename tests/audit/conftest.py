@@ -1,4 +1,4 @@
-"""Fixtures for the tests of the audit: Megatron on a CPU, as in ``tests/testing``."""
+"""Fixtures of the audit's tests; Megatron runs on a CPU as in ``tests/testing``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each rank's part in tests of several processes; ``tests/rank_server.py`` starts the ranks."""
+"""What each rank runs in the audit's tests; ``tests/rank_server.py`` starts the ranks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _megatron(launch: Launch, **parallel: Any) -> Iterator[None]:
 
 
 def megatron(launch: Launch) -> dict[str, Any]:
-    """Audit honest and planted builds: dense ones, and ones whose experts have their own ranks."""
+    """Audit honest and planted builds, dense and with an own data-parallel group of experts."""
     found: dict[str, Any] = {"honest": {}, "planted": {}, "held": {}, "measured": {}}
     with _megatron(launch, expert_model_parallel_size=2):
         for experts in (False, True):
@@ -125,7 +125,7 @@ def differing(launch: Launch) -> list[Any]:
 
 
 def failing(launch: Launch) -> list[str]:
-    """The last rank passes no optimizer; then a rank audits in a group without itself."""
+    """The last rank passes an object that is no optimizer; then a rank audits a foreign group."""
     dist.init_process_group(
         "gloo", init_method=f"file://{launch.store}", world_size=launch.world, rank=launch.rank
     )
@@ -170,7 +170,7 @@ def _fsdp_step(model: Any, optimizer: Any, dtype: torch.dtype) -> None:
 
 
 def fsdp(launch: Launch) -> dict[str, Any]:
-    """FSDP2 on torch's AdamW: fp32, bf16, and fp16 with and without a scaler."""
+    """Audit FSDP2 with torch's AdamW in fp32, bf16, and fp16 with and without a scaler."""
     dist.init_process_group(
         "gloo", init_method=f"file://{launch.store}", world_size=launch.world, rank=launch.rank
     )
@@ -195,8 +195,7 @@ def fsdp(launch: Launch) -> dict[str, Any]:
         if name == "fp32":
             wrong = {"exp_avg": "bf16", "params": torch.float32}
             found["expected"] = precision_shim.audit(model, optimizer, expected=wrong).to_dict()
-            # after a forward pass FSDP2's root module keeps its parameters gathered
-            with torch.no_grad():
+            with torch.no_grad():  # a forward leaves FSDP2's root parameters gathered
                 model(torch.ones(2, 8))
             found["gathered"] = precision_shim.audit(model, optimizer).to_dict()
         if name == "bf16":
@@ -263,7 +262,7 @@ def updates(launch: Launch) -> dict[str, Any]:
 
 
 def _without_routers(optimizer: Any, chunks: Any) -> Callable[[Any], torch.dtype | None]:
-    """Return a function: bf16 for a weight's copy, ``None`` for routers (fp32 in engines)."""
+    """Return a function that gives a copy's dtype: bf16, or ``None`` for routers (fp32)."""
     routers = {
         parameter
         for chunk in chunks

@@ -107,7 +107,7 @@ def test_without_it_the_next_step_puts_the_former_weights_back(gpu: FakeGpu, nam
 
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_what_megatron_leaves_out(gpu: FakeGpu, name: str) -> None:
-    """If this test fails, Megatron reloads these masters itself, and the seam can be deleted."""
+    """If this test fails, Megatron itself reloads all masters, and the seam can be deleted."""
     chunks, optimizer = trained(LEFT_OUT[name])
     load_weights(chunks, LEFT_OUT[name])
     optimizer.reload_model_params()
@@ -137,7 +137,7 @@ def test_the_next_step_goes_on_from_the_loaded_weights(
 
 @pytest.mark.parametrize("name", BUILDS)
 def test_it_is_as_if_the_weights_had_been_there(shim: Any, name: str) -> None:
-    """The step after a reload, moments included, equals that of an optimizer with these masters."""
+    """A step after a reload equals the step of another optimizer that got the same weights."""
     chunks, optimizer = trained(BUILDS[name])
     shim()
     reload(optimizer)  # masters rounded to the weights

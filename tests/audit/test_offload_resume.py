@@ -60,7 +60,7 @@ def test_a_resume_is_exact(
 def test_what_megatron_makes_of_it(
     gpu: Any, tmp_path: Path, sharding: str, fraction: float
 ) -> None:
-    """If this test fails, Megatron resumes these states itself, and the seams can be deleted."""
+    """If this test fails, Megatron itself resumes offloaded states, and the seams can go."""
     build = offloading(fraction)
     _, _, after = saved(tmp_path, sharding, build)
     second = builds.make(build, seed=1)
@@ -99,7 +99,7 @@ def test_without_a_step_count_it_is_refused(
 
 
 def test_half_of_it_after_all_of_it(shim: Callable[..., Any], tmp_path: Path) -> None:
-    """The loaded step count reaches both kinds of optimizers, whichever kind saved it."""
+    """A loaded step count reaches the GPU's and the CPU's optimizer, whichever of them saved it."""
     shim()
     there, _, _ = saved(tmp_path, "dp_reshardable", offloading(1.0))
     for fraction in (0.5, 0.0):

@@ -1,4 +1,4 @@
-"""The audit over ranks, for Megatron's dense and expert parts, FSDP2's shards, differing ranks."""
+"""The audit over ranks: dense and expert parts of Megatron, FSDP2's shards, unequal ranks."""
 
 from __future__ import annotations
 

@@ -132,8 +132,7 @@ def test_what_it_is_for() -> None:
     assert pure["updates_lost"] == pure["updates_lost_rollout"] > 0.5
     for one in shares.values():
         assert one["updates_lost"] < 0.05
-        # the two shares differ: only the copies lag behind
-        assert one["updates_lost_rollout"] > 0.5
+        assert one["updates_lost_rollout"] > 0.5  # only the rollout's copies lose updates
 
 
 def rollout_share(*dtypes: torch.dtype, model: Any = None) -> tuple[float, str]:
@@ -148,7 +147,7 @@ def rollout_share(*dtypes: torch.dtype, model: Any = None) -> tuple[float, str]:
 
 
 def test_the_rollouts_copies_are_in_the_engines_dtype() -> None:
-    """fp16 is eight times finer than bf16: its copies lose less, unless rounded to bf16 first."""
+    """Copies in fp16, 8 times finer than bf16, lose less, unless rounded to bf16 first."""
     fp16, bf16, fp32 = (rollout_share(one) for one in (FP16, BF16, FP32))
     assert fp32[0] < fp16[0] < bf16[0]
     assert [name for _, name in (fp16, bf16, fp32)] == ["fp16", "bf16", "fp32"]
@@ -366,8 +365,7 @@ def test_on_a_gpu_the_host_waits_for_nothing(name: str) -> None:
     again = precision_shim.watch_updates(model, plain, every=1)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
-    # from here an operation that waits for the device raises an error
-    torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("error")  # waiting for the device is an error
     try:
         for _ in range(4):
             plain.step()
@@ -403,7 +401,7 @@ def test_a_skipped_step_is_not_counted(is_fused: bool, ours: bool) -> None:
 
 
 def test_gradients_that_a_fused_step_unscales_itself() -> None:
-    """At eps of 1 the update is proportional to the gradient, so a scaled one would show."""
+    """At eps of 1 the update grows with the gradient, so a wrongly scaled gradient would show."""
 
     def shares(scaler: Any) -> Any:
         model = model_of(BF16)
@@ -464,7 +462,7 @@ def test_a_sample_of_a_large_model() -> None:
     large, little = first["groups"]
     assert little["sampled"] == little["elements"] == sum(p.numel() for p in small)
     assert large["sampled"] > sampling.MOST_ELEMENTS / 3
-    # Allow five times the largest standard deviation of a share in so large a sample.
+    # Allow five times the largest standard deviation that a share in such a sample can have.
     hold(first, reference, within=5 * 0.5 / large["sampled"] ** 0.5)
 
 

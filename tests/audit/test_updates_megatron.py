@@ -69,7 +69,7 @@ def test_against_an_fp64_reference(one_process: Any, name: str) -> None:
     groups = figures["groups"]
     assert {one["weights"]["dtype"] for one in groups} == {stored}
     assert {one["rollout"]["dtype"] for one in groups} == {"bf16"}
-    # Engines copy the model's own parameters: some had no update, and some lost their update.
+    # Parameters that the engines get stay unchanged if they have no update or rounding loses it.
     stayed = sum(
         one["rollout"]["lost"] + one["sampled"] - one["weights"]["updates"] for one in groups
     )

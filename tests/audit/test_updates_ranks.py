@@ -13,7 +13,7 @@ from .updates_reference import hold
 
 
 def from_json(shares: dict[str, Any]) -> Any:
-    """A rank's reference as it comes from JSON, which made its step numbers texts."""
+    """A rank's reference, rebuilt from JSON, in which step numbers are strings."""
     return cast("Any", SimpleNamespace(shares={int(step): one for step, one in shares.items()}))
 
 

@@ -61,15 +61,14 @@ def _ideal(optimizer: Any, group: Any, parameter: Any, gradient: Any) -> tuple[A
 
 
 class Reference:
-    """Counts lost updates at every step of an optimizer; make it before or after the meter.
+    """Counts lost updates at every step; it may be made before or after the meter.
 
     Args:
         optimizer: the torch optimizer.
-        copy_of: returns the dtype of a parameter's rollout copy; ``None`` if the copy is not
-            counted.
+        copy_of: returns the dtype of a parameter's rollout copy; ``None`` not to count it.
 
     Attributes:
-        shares: step, beginning with 1, to the shares over all elements.
+        shares: maps each step, counted from 1, to the shares over all elements.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class Reference:
         with torch.no_grad():
             for group in optimizer.param_groups:
                 for p in group["params"]:
-                    # The stand-in reads one of two gradients, as its flag says.
+                    # FusedAdam's stand-in reads one of two gradients, as the flag says.
                     fused = getattr(optimizer, "use_decoupled_grad", False)
                     gradient = p.decoupled_grad if fused else p.grad
                     if gradient is None:

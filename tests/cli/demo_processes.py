@@ -64,11 +64,9 @@ class Forked:
         return self._wait(os.WNOHANG)
 
     def wait(self) -> int | None:
-        """Its exit status."""
         return self._wait(0)
 
     def kill(self) -> None:
-        """End it."""
         os.kill(self._pid, 9)
 
     def _wait(self, options: int) -> int | None:
@@ -95,7 +93,7 @@ def _ended() -> Iterator[None]:
 
 
 def _output(stdout: int, stderr: int) -> None:
-    """Write to these descriptors; a thread of the parent may have locked the parent's streams."""
+    """Redirect stdout and stderr; a thread of the parent may have locked the parent's streams."""
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
@@ -110,7 +108,7 @@ def run(launch: Launch) -> int:
 
     folder = Path(launch.folder)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        del os.environ[name]  # the server set them, but the command line is no rank
+        del os.environ[name]  # the server sets variables of ranks, but the command line is no rank
     os.environ.update(launch.options["variables"])
     with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
         _output(stdout.fileno(), stderr.fileno())

@@ -1,7 +1,7 @@
 """The real demo: a few steps with verl's and Megatron-core's own code.
 
-One run starts its processes as a user's run does, with two ranks. The other runs fork theirs from a
-process that has imported verl's dependencies (``demo_processes.py``), in a fifth of the time.
+One run starts its processes as a user's run does, with two ranks. The other runs fork their
+processes from one that has imported verl's dependencies (``demo_processes.py``), in 1/5 of that.
 """
 
 import importlib.util
@@ -125,8 +125,7 @@ def test_the_effect_is_there_and_measured(tmp_path, demo_of, nproc, beta2):
         assert len(losses) == 6
         assert losses[-1] < losses[0]
     first = result["without"]["runs"][0]["losses"][0], result["with"]["runs"][0]["losses"][0]
-    # weights and batch are the same, so the losses differ only after an update
-    assert first[0] == first[1]
+    assert first[0] == first[1]  # the losses differ only after the first update
     assert "FP32" in result["without"]["as_written"]
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / f"with.rank{nproc - 1}.log").exists()

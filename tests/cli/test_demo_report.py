@@ -122,8 +122,7 @@ def test_features_that_are_off_are_not_promised():
 def test_the_promise_follows_what_the_setting_means_for_the_installed_verl(
     states, version, follows
 ):
-    # The config requests only a bf16 exp_avg; the shim sets the other states if the setting says
-    # so.
+    # The config requests only a bf16 exp_avg; with some settings the shim adds the other states.
     rank = BF16 if follows else a_rank("float32", "int16", "bfloat16", "float32")
     result = a_result("with", [2.01, 2.03, 2.04], rank)
     result["shim"]["settings"]["optimizer_states"] = states

@@ -53,7 +53,7 @@ def on_a_terminal(code: str, *arguments: str) -> str:
     while True:
         try:
             piece = os.read(ours, 4096)
-        except OSError:  # on Linux, the process has closed its end
+        except OSError:  # on Linux: the process closed the terminal
             piece = b""
         if not piece:
             break
@@ -141,8 +141,7 @@ def test_another_missing_module_is_not_blamed_on_the_extra():
         (["--no-such-option"], "--no-such-option"),
         (["doctor", "--no-such-option"], "--no-such-option"),
         (["doctor", "surplus"], "surplus"),
-        # refused, because an abbreviation could mean another option in a later version
-        (["doctor", "--verb"], "--verb"),
+        (["doctor", "--verb"], "--verb"),  # an abbreviation may be ambiguous in a later version
         (["run"], "COMMAND"),
         (["run", "--"], "COMMAND"),
         (["run", "--no-such-option", "true"], "--no-such-option"),

@@ -1,10 +1,10 @@
 """Compile transformer-engine-torch into this Python's environment, without GPU or CUDA toolkit.
 
-Run it with the environment's own python after installing transformer-engine.txt. It needs g++ and
-takes minutes (MAX_JOBS compilers at a time, one by default). A finished wheel is kept in the
-directory given as the only argument. If the right version is installed already, the script does
-nothing. Without a GPU the imports and FusedAdam's legality checks work afterwards. A legal
-FusedAdam(...) then allocates one integer with device="cuda".
+Run the script with the environment's own python, after installing transformer-engine.txt. The
+script needs g++ and takes minutes (MAX_JOBS compilers at a time, one by default). A finished wheel
+is kept in the directory given as the only argument. If the right version is installed already, the
+script does nothing. Without a GPU the imports and FusedAdam's legality checks work afterwards. A
+legal FusedAdam(...) then goes on to allocate one integer with device="cuda".
 """
 
 import os

@@ -93,8 +93,7 @@ def check_command(run: Callable[..., None], python: str, command: str) -> None:
     run(command)
     run(python, "-m", "precision_shim", "--help")
     run(command, "doctor")
-    # the doctor fails, because there is nothing to patch here
-    run(command, "doctor", PRECISION_SHIM="1", status=1)
+    run(command, "doctor", PRECISION_SHIM="1", status=1)  # fails: nothing to patch here
     run(command, "run", "--strict", "--", python, "-c", RUN)
     run(command, "run", "--", "sh", "-c", "exit 7", status=7)
     run(command, "run", status=2)

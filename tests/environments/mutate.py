@@ -5,8 +5,8 @@
 FOLDER receives the changed copy. mutmut imports what the tests need once and forks for each change.
 Tests that run a framework or start processes are left out.
 
-mutmut changes only functions without a decorator, and no constants outside of functions. It leaves
-out lines that contain only a part of a message.
+mutmut changes only functions without a decorator, and no constants outside of functions. Lines that
+contain only a part of a message are not changed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ MESSAGE = r'^\s*\(?f?"[^"]* [^"]*"[\s),:]*$'
 """Matches a line that contains only a string with a blank in it."""
 
 EXAMPLES = "10"
-"""Examples that hypothesis tries for each change; a surviving change is tried again with 100."""
+"""How many examples hypothesis tries for each change; it tries a survivor with 100 once more."""
 
 ENDS = {0: "survived", 1: "killed", 3: "killed", 33: "no test", -24: "too long", 36: "too long"}
 SETTINGS = """
@@ -89,8 +89,8 @@ def prepare(folder: Path, part: str) -> None:
         shutil.copytree(ROOT / name, folder / name, ignore=leave)
     for name in ("README.md", "CHANGELOG.md"):
         shutil.copy(ROOT / name, folder)
-    # Create the folder before Python starts, which ignores a missing folder of its path for good.
-    # Otherwise the tests would run on the installed code and notice nothing.
+    # Create the folder now: Python ignores an entry of its path for good if it is missing at the
+    # start. Otherwise the tests would run on the installed code and notice nothing.
     (folder / "mutants" / "src").mkdir(parents=True)
     tests = [*tests, *(f"--deselect={one}" for one in LEFT_OUT)]
     settings = SETTINGS.format(
@@ -101,7 +101,6 @@ def prepare(folder: Path, part: str) -> None:
 
 
 def mutmut(folder: Path, patterns: list[str], **variables: str) -> None:
-    """Run mutmut in the copy."""
     subprocess.run(
         [sys.executable, "-m", "mutmut", "run", "--max-children", "1", *patterns],
         cwd=folder,

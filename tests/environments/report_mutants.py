@@ -1,11 +1,10 @@
-"""Change the code that seams depend on in every possible way, and report each change's end.
+"""Change the code that seams depend on in every possible way, and report how each change ended.
 
     python tests/environments/report_mutants.py [FOLDER]
 
 FOLDER is the folder of tox's environments (default ``.tox``). Each framework's newest pinned
 environment changes its sources (``tests/mutants.py``) and its imported modules
-(``tests/mutated_behaviour.py``). The exit status is 1 if a change survives and nobody has judged
-it.
+(``tests/mutated_behaviour.py``). The exit status is 1 if a change survives unjudged.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
 
 FOLDER is the folder of tox's environments (default ``.tox``). The newest wheels are downloaded
 without their dependencies. Each framework's newest pinned environment judges them by
-``precision-shim doctor --against WHEEL``. A framework that is not on the index (NeMo-RL) is named.
-Further PATHs, such as checkouts, are judged in the same way. The exit status is 1 if a feature
-could not be applied, 2 if something could not be judged.
+``precision-shim doctor --against WHEEL``. The report names a framework that is not on the index
+(NeMo-RL). Further PATHs, such as checkouts, are judged in the same way. The exit status is 1 if a
+feature could not be applied, 2 if something could not be judged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ON_MEGATRON = {
     for one in FRAMEWORKS
     if any(target.startswith("megatron.") for target in one.effects)
 }
-"""Frameworks on Megatron, which a release of a shared package concerns."""
+"""Frameworks on Megatron, which depend on the shared packages."""
 
 
 def newest() -> dict[str, str]:
@@ -39,8 +39,7 @@ def newest() -> dict[str, str]:
     found: dict[str, Version] = {}
     for file in Path(__file__).parent.glob("*-[0-9]*.txt"):
         framework, _, version = file.stem.rpartition("-")
-        # verl-0.9.1-core-0.19.2 differs from verl's pins in two
-        if not re.search(r"\d", framework):
+        if not re.search(r"\d", framework):  # skip verl-0.9.1-core-0.19.2: two other pins
             found[framework] = max(Version(version), found.get(framework, Version("0")))
     return {framework: f"{framework}-{version}" for framework, version in sorted(found.items())}
 

@@ -1,4 +1,4 @@
-"""Fixtures: Megatron on a CPU, and ``install()`` for the trainer that is installed here."""
+"""Fixtures for Megatron on a CPU, and ``install()`` for the trainer in this environment."""
 
 from __future__ import annotations
 
@@ -62,8 +62,6 @@ def _mocked(name: str) -> Any:
 
 @pytest.fixture
 def on(shim: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """``install()`` for the trainer."""
-
     def install(**settings: Any) -> precision_shim.Status:
         status: precision_shim.Status = shim(
             frameworks=name, settings=settings, strict=True, export=False

@@ -65,7 +65,7 @@ def parse(*flags: str) -> Any:
 
     words = ["train.py", *FLAGS.split(), *(() if "--fp16" in flags else ("--bf16",)), *flags]
     with mock.patch.object(sys, "argv", words), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # argparse's own "type", and features that a CPU lacks
+        warnings.simplefilter("ignore")  # argparse's "type", missing GPU features
         args = arguments.parse_args(ignore_unknown_args=True)
         args.rank, args.world_size = 0, 1
         args = arguments.validate_args(args)
@@ -124,7 +124,6 @@ class Trainer:
         return [one.grad_scaler for one in self.optimizer.chained_optimizers]
 
     def parameters(self) -> list[torch.Tensor]:
-        """Copies of the live parameters."""
         return [one.detach().clone() for chunk in self.chunks for one in chunk.parameters()]
 
 

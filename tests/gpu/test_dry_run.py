@@ -1,4 +1,4 @@
-"""The GPU proof without a GPU: all parts run on a CPU, and some parts are made to break."""
+"""The proof on a GPU (``benchmarks.gpu``) without a GPU: all parts on a CPU, and broken parts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 PROCESSOR_SECONDS = 120
 """Limit of a dry run's processor time; on a busy machine the wall clock is no measure."""
 MINUTES = 4.5
-"""Limit of the run: a run that hangs ends itself and names the parts that did not run."""
+"""The run's limit: a run that hangs ends itself and names the parts that did not run."""
 
 Modules = Callable[[str], ModuleType]
 
@@ -108,8 +108,8 @@ def test_what_a_step_has_to_move_follows_from_its_states(dry: Run) -> None:
         for name, one in dry.figures("step-time").items()
         if "bytes_to_move_per_parameter" in one
     }
-    # Gradient read, states and master read and written, parameter written. A remainder's master has
-    # its upper half in the parameter, so the parameter is read too.
+    # The step reads the gradient, reads and writes states and master, and writes the parameter. A
+    # remainder's master has its upper half in the parameter, so the parameter is read too.
     assert moved["without the shim"] == pytest.approx(4 + 2 * (4 + 4 + 4) + 2, rel=0.02)
     assert moved["with the shim"] == pytest.approx(2 + 2 * (2 + 2 + 2) + 2 * 2, rel=0.02)
     assert moved["with, whole masters"] == pytest.approx(2 + 2 * (4 + 2 + 2) + 2, rel=0.02)
@@ -135,8 +135,7 @@ def test_host_synchronisations_are_not_counted_and_it_says_so(dry: Run) -> None:
 def test_the_stand_in_is_compared_with_a_loop_by_hand_and_it_says_so(dry: Run) -> None:
     found = dry.figures("stand-in")
     assert found["the stand-in beside a loop by hand"]["beside"] == "a loop by hand"
-    # Three parameter dtypes times masters in fp32, in fp16 or none; bf16 also with remainders; 16
-    # pairs of moments for each.
+    # 3 parameter dtypes times 3 masters (fp32, fp16, none), bf16 remainders, 16 pairs of moments.
     assert len(found["the stand-in beside a loop by hand"]["combinations"]) == (3 * 3 + 1) * 16
 
 
@@ -309,7 +308,6 @@ def test_a_part_that_there_is_not_is_refused(gpu: Modules) -> None:
 
 
 def pins(path: Path) -> dict[str, str]:
-    """Versions by name."""
     text = path.read_text(encoding="utf-8")
     return dict(re.findall(r"^([\w-]+)==(\S+)", text, re.MULTILINE))
 

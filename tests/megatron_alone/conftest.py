@@ -1,4 +1,4 @@
-"""Fixtures: Megatron on a CPU, and ``install()`` with the framework name ``megatron`` alone."""
+"""Fixtures for Megatron on a CPU, and ``install()`` with the framework name ``megatron`` alone."""
 
 from __future__ import annotations
 

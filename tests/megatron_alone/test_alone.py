@@ -93,7 +93,7 @@ def test_an_overflow_reaches_the_scaler(
 
 
 def test_a_finished_config_is_checked_again(on: On, one_process: Any) -> None:
-    """AReaL sets ``adam_bf16``'s dtypes late: 14 bytes, and 12 if the config is checked again."""
+    """AReaL sets dtypes after the config's check: 14 bytes, and 12 if it is checked again."""
     names = {**builds.AREAL.later, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "BFloat16"}
 
     def bytes_of(build: builds.Build) -> float:
@@ -142,8 +142,7 @@ def test_a_loss_scaled_twice_is_refused(on: On, one_process: Any) -> None:
     trainer.optimizer.scale_loss = lambda loss: own(trainer.optimizer.get_loss_scale() * loss / 2)
     with pytest.raises(precision_shim.InconsistentPrecisionError, match="scaled twice"):
         trainer.backward(0)
-    # a weight of this size does not count as a second scale
-    trainer.optimizer.scale_loss = lambda loss: own(loss * SCALE)
+    trainer.optimizer.scale_loss = lambda loss: own(loss * SCALE)  # a large loss weight
     trainer.backward(0)
 
 
@@ -153,7 +152,7 @@ def test_a_loss_scaled_twice_is_refused(on: On, one_process: Any) -> None:
 def test_without_the_name_nothing_is_patched(
     shim: Callable[..., Any], one_process: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("verl", "skyrl", "nemo_rl", "torchtitan"):  # a process of ms-swift lacks them
+    for name in ("verl", "skyrl", "nemo_rl", "torchtitan"):  # ms-swift imports none of them
         monkeypatch.delitem(sys.modules, name, raising=False)
     before = namespaces(megatron_alone.ADAPTER)
     status = shim(export=False)
@@ -172,7 +171,7 @@ def test_a_version_without_a_symbol_is_refused_whole(
     refused_whole(on, monkeypatch, megatron_alone, "prepare_grads")
 
 
-# -- every model is treated alike --------------------------------------------------------------
+# -- a training that is stopped and resumed --------------------------------------------------------
 
 
 def test_a_training_that_was_stopped_goes_on_bit_for_bit(

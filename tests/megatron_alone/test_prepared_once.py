@@ -53,7 +53,7 @@ def test_a_skip_without_a_step_is_counted_once_and_ends(
     before = trainer.parameters()
     assert math.isnan(trainer.asking(1, OVERFLOW))
     assert all(map(torch.equal, before, trainer.parameters()))
-    # The scale of the skipped step, not the next step's.
+    # The metric has the skipped step's scale, not the next step's.
     assert metrics(trainer.optimizer) == {"loss_scale": SCALE, "skipped_steps": 1.0}
     assert [float(one.scale) for one in trainer.scalers] == [SCALE / 2] * len(trainer.scalers)
     assert not math.isnan(trainer.asking(2))
@@ -76,7 +76,7 @@ def test_unpatched_nothing_ends_thirty_overflows(one_process: Any) -> None:
 
 
 def test_a_chain_asks_its_parts(on: On, one_process: Any) -> None:
-    """A step of one part uses up that part's gradients and the chain's answer."""
+    """If one part of a chain steps, the chain's stored result of the overflow check is used up."""
     on()
     trainer = Trainer.of(fp16(), 2)
     trainer.backward(0)

@@ -65,7 +65,7 @@ class Trainer:
         return float(norm) if successful else math.nan
 
     def asking(self, number: int, weight: float = 1.0) -> float:
-        """Step as slime and miles do: they check for an overflow, and then do not call ``step``."""
+        """Step as slime and miles do: if there is an overflow, they do not call ``step``."""
         self.backward(number, weight)
         if self.optimizer.prepare_grads():
             self.optimizer.zero_grad()
@@ -79,5 +79,4 @@ class Trainer:
         return [one.grad_scaler for one in self.optimizer.chained_optimizers]
 
     def parameters(self) -> list[torch.Tensor]:
-        """Copies of the live parameters."""
         return [one.detach().clone() for chunk in self.chunks for one in chunk.parameters()]

@@ -32,8 +32,8 @@ OVERFLOW = 1e30
 def import_trainer(*others: str) -> types.ModuleType:
     """Import ms-swift's trainer module, and others of ms-swift, without TransformerEngine.
 
-    mcore-bridge patches layers that Megatron has only if TransformerEngine is installed. During the
-    import an empty class replaces each of these layers.
+    mcore-bridge patches layers that Megatron has only if TransformerEngine is installed. During its
+    import an empty class replaces each layer that is missing.
     """
     import megatron.core.extensions.transformer_engine as layers
 
@@ -149,5 +149,4 @@ def scalers(made: Any) -> list[Any]:
 
 
 def parameters(made: Any) -> list[torch.Tensor]:
-    """Copies of the live parameters."""
     return [one.detach().clone() for model in made.wrapped_models for one in model.parameters()]

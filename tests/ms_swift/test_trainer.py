@@ -61,8 +61,8 @@ def test_bf16_trains_as_without_the_shim(on: On, on_cpu: Any) -> None:
 def test_the_first_overflow_ends_a_job_without_the_shim(on_cpu: Any) -> None:
     made = trainer(on_cpu, arguments(fp16=True))
     with pytest.raises((RuntimeError, AssertionError), match=r"(?i)nan|inf"):
-        train(made, 0)  # the first step overflows at a scale of 2**32
-    # Without the DDP's check the error comes at the norm.
+        train(made, 0)  # The first step overflows at 2**32.
+    # Without the DDP's check the norm raises the error.
     for group in made.wrapped_models[0].bucket_groups:
         group.ddp_config.check_for_nan_in_grad = False
     with pytest.raises(TypeError):
@@ -99,7 +99,7 @@ def test_the_weighting_of_tokens_is_no_loss_scale(on: On, on_cpu: Any) -> None:
 def test_a_static_scale_of_a_plugin_is_left_alone(
     on: On, on_cpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ms-swift has no such argument, so a static scale on the config is the user's choice."""
+    """ms-swift has no argument for a static scale, so one on the config is the user's choice."""
     from megatron.core.optimizer import AdamOptimizerConfig
     from megatron.core.optimizer.grad_scaler import ConstantGradScaler
 

@@ -2,9 +2,8 @@
 
 Shell scripts run in a sandbox, in which only commands that print or compute text have an effect. A
 word that would start Python is recorded. Each recorded line that starts a training is then planned
-by the command ``plan``, with a model size that fits all of them. The script prints the counts, and
-the lines that were refused. Its exit status is 1 if a plan ended in a traceback, or if nothing was
-planned.
+by the command ``plan``, with one model size for all. The script prints the counts, and the lines
+that were refused. Its exit status is 1 if a plan ended in a traceback, or if nothing was planned.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def fsdp(launch: Launch) -> dict[str, Any]:
 
 
 class Whole(torch.nn.Module):
-    """Replaces TransformerEngine's linear of mode "duplicated", which has the whole matrix."""
+    """Replaces TransformerEngine's linear layer of mode "duplicated": it has the whole matrix."""
 
     def __init__(self, inputs: int, outputs: int, **ignored: Any) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def _config(hf: dict[str, Any], fields: dict[str, Any]) -> Any:
     return MLATransformerConfig(
         **values,
         multi_latent_attention=True,
-        rope_type="rope",  # the other type requests torch's device 0
+        rope_type="rope",  # the other rope_type requests torch's device 0
         q_lora_rank=hf["q_lora_rank"],
         kv_lora_rank=hf["kv_lora_rank"],
         qk_head_dim=hf["qk_nope_head_dim"],

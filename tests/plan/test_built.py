@@ -91,7 +91,7 @@ def test_the_groups_bytes_are_those_of_all_ranks_audits(run_ranks: Ranks, world:
             assert {one["data_parallel_size"] for one in of_ranks} == {part.data_parallel_size}
             assert {one["parameters"] for one in of_ranks} == {part.parameters}
             for component in of_ranks[0]["components"]:
-                # it contains scales and step counts, which belong to no parameter
+                # ``other`` contains scales and step counts, which belong to no parameter
                 if component == "other":
                     continue
                 found = sum(one["components"][component]["bytes"] for one in of_ranks)
@@ -103,7 +103,7 @@ def test_the_groups_bytes_are_those_of_all_ranks_audits(run_ranks: Ranks, world:
 
 
 def _alias(name: str, parts: dict[str, Any]) -> str:
-    """Without expert parallelism the audit calls the only part of a mixture of experts dense."""
+    """The plan calls a part "model" if the model has only one, which the audit calls "dense"."""
     return name if name in parts else "model"
 
 

@@ -143,7 +143,7 @@ def test_what_transformers_drops_or_ties_is_not_counted_twice(tmp_path: Path) ->
     write(tmp_path / "model.safetensors", {**kept, **further})
     found = shapes.read_model(tmp_path)
     assert [one.name for one in found.weights] == list(kept)
-    assert found.tied  # the config does not mention it, and there is no output layer
+    assert found.tied  # the config does not mention tying, and there is no output layer
     write(tmp_path / "model.safetensors", {**kept, "lm_head.weight": (10, 2)})
     assert not shapes.read_model(tmp_path).tied
 

@@ -52,13 +52,13 @@ def planned(asked: MegatronModel) -> ModelPlan:
 
 
 def qwen3(**wishes: Any) -> MegatronModel:
-    """Qwen3-30B-A3B on 64 GPUs, with tensor 2, pipeline 2 and expert parallelism 8."""
+    """Qwen3-30B-A3B on 64 GPUs: tensor parallel 2, pipeline parallel 2, expert parallel 8."""
     sizes = Sizes(64, tensor=2, pipeline=2, expert=8, sequence_parallel=True)
     return MegatronModel(Wishes(**wishes), mixture(QWEN3_30B_A3B), sizes, torch.bfloat16)
 
 
 def test_the_figures_of_qwen3_30b_a3b() -> None:
-    """12.57 GiB with fp32 states, 9.27 GiB as NeMo-RL ships it, 7.49 GiB if all is bf16."""
+    """A GPU needs 12.57 GiB with fp32 states, 9.27 as NeMo-RL ships it, 7.49 if all is bf16."""
     plain = planned(qwen3())
     assert plain.parameters == 30_532_122_624
     shipped = planned(qwen3(asked={"use_precision_aware_optimizer": True}, bucket_in_fp32=False))
@@ -97,7 +97,7 @@ def test_a_second_moment_that_cannot_decay_stays_fp32() -> None:
 
 
 def test_the_step_takes_more_for_a_while() -> None:
-    """TransformerEngine up to 2.13 unpacks bf16 moments; later a 16-bit bucket is copied."""
+    """TransformerEngine up to 2.13 unpacks bf16 moments; plain Adam copies a 16-bit bucket."""
     low = {
         "use_precision_aware_optimizer": True,
         "main_grads_dtype": "bf16",

@@ -151,7 +151,7 @@ def test_verls_other_engines(capsys: pytest.CaptureFixture[str], model: Path) ->
     if here >= Version("0.9.0"):
         because = "dtype is float16, and verl's torchtitan engine has no loss scaler"
         assert (code, scaling(plan), notes) == (0, [(OURS, because)], [])
-    else:  # the shim's seam is refused, because the engine trains in bfloat16; a note says so
+    else:  # before 0.9 this engine trains in bfloat16, and a note in the plan says so
         assert (code, scaling(plan), len(notes)) == (0, [], 1)
     sft = ("python3", "-m", "verl.trainer.sft_trainer", "trainer.n_gpus_per_node=8")
     sft += ("engine=automodel", "optim=automodel", f"model.path={model}", "data.train_files=none")
@@ -169,7 +169,7 @@ def test_verls_other_engines(capsys: pytest.CaptureFixture[str], model: Path) ->
     reason="the VeOmni engine of older versions is refused",
 )
 def test_verls_veomni_engine(capsys: pytest.CaptureFixture[str], model: Path) -> None:
-    """fp32 parameters and states, gathered in fp16, with loss scaling; or the job is refused."""
+    """VeOmni gathers fp32 parameters in fp16 and the shim scales the loss, or the plan refuses."""
     key = "actor_rollout_ref.actor.veomni"
     actor = ("algorithm.adv_estimator=grpo", f"actor_rollout_ref.model.path={model}")
     actor += ("model_engine=veomni", "actor_rollout_ref.actor.use_kl_loss=True")
@@ -182,7 +182,7 @@ def test_verls_veomni_engine(capsys: pytest.CaptureFixture[str], model: Path) ->
     (part,) = plan["models"][0]["after"][0]["parts"]
     kept = {name: one["dtypes"] for name, one in part["components"].items()}
     assert {kept[name][0] for name in ("params", "exp_avg", "exp_avg_sq")} == {"fp32"}
-    # The gathering dtype does not affect what is stored.
+    # The dtype in which parameters are gathered does not affect what is stored.
     assert plan["models"][0]["after"] == plain["models"][0]["after"]
     low = f"{key}.mixed_precision=False"
     code, plan = planned(capsys, "--", *VERL, *actor, half, low)
@@ -223,7 +223,7 @@ def test_verl_where_the_shim_is_not_in_force(
     model: Path,
     out: str,
 ) -> None:
-    """With the shim not in force, its figures equal those without it, and it decides nothing."""
+    """A shim that is not in force changes no figure of the plan, and the plan has no decision."""
     policy, beta2 = "PRECISION_SHIM_OPTIMIZER_STATES", "adam_beta2=0.95"
     monkeypatch.setenv(policy, "follow-model")
     path = f"actor_rollout_ref.model.path={model}"

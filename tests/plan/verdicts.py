@@ -1,7 +1,7 @@
 """Compares the plan with the worker on generated configs.
 
-A framework's test draws launch lines from a schema of keys and makes the plan's verdict on each.
-The framework's real code builds the same job, and ``disagreement`` compares the two. It compares
+A framework's test draws launch lines from a schema of keys, and plans each line. The framework's
+real code builds the same job, and ``disagreement`` compares the two. ``disagreement`` covers
 whether the job is refused, the dtype of its computation, the loss scaler's first scale, and the
 dtypes of parameters, gradient buckets and optimizer states.
 """
@@ -162,7 +162,7 @@ def of_plan(words: Sequence[str], drawn: Drawn, *options: str) -> Verdict:
 
 
 def of_audit(audit: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Component to dtypes in the audit of a live model and optimizer."""
+    """Maps each component of a live model and optimizer to its dtypes, from an audit."""
     return {
         name: tuple(one["dtypes"])
         for part in audit["parts"]

@@ -1,4 +1,4 @@
-"""Fixtures: ROLL on a CPU, and ``install()`` for ROLL."""
+"""Fixtures for ROLL on a CPU, and ``install()`` for ROLL."""
 
 from __future__ import annotations
 
@@ -38,8 +38,6 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture
 def on(shim: Callable[..., Any]) -> Callable[..., Any]:
-    """``install()`` for ROLL."""
-
     def install(**settings: Any) -> precision_shim.Status:
         status: precision_shim.Status = shim(
             frameworks="roll", settings=settings, strict=True, export=False

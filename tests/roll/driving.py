@@ -120,8 +120,6 @@ def batch(number: int) -> Any:
 
 @dataclass
 class Loss:
-    """A loss of the logits."""
-
     weight: float = 1.0
 
     def __call__(self, data: Any, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -181,7 +179,6 @@ class Trainer:
         return [one.grad_scaler for one in parts]
 
     def parameters(self) -> list[torch.Tensor]:
-        """Copies of the live parameters."""
         chunks = self.strategy.models_wrapped
         return [one.detach().clone() for chunk in chunks for one in chunk.parameters()]
 

@@ -83,7 +83,6 @@ class Trainer:
             self.strategy.checkpoint_future.result()
 
     def load(self, directory: Path) -> None:
-        """Read it."""
         with _answered(importlib.import_module(MODULE)):
             self.strategy.load_checkpoint(str(directory))
 
@@ -97,7 +96,6 @@ class Trainer:
         return all(one.grad is None for one in self.strategy.model.parameters())
 
     def parameters(self) -> list[torch.Tensor]:
-        """Copies of the live parameters."""
         held: list[Any] = list(self.strategy.model.parameters())
         return [one.detach().to_local().clone() for one in held]
 

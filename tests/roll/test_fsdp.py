@@ -125,7 +125,7 @@ def test_another_dtype_trains_as_before(on: On, tmp_path: Path, dtype: str) -> N
 
 @pytest.fixture
 def torchs_own_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """mcore_adapter replaces this torch function by one that returns what torch 2.9 does."""
+    """Undo mcore_adapter's replacement of a torch function, which returns what torch 2.9 does."""
     planner = "torch.distributed.checkpoint.default_planner"
     monkeypatch.setattr(f"{planner}._validate_global_plan", lambda *ignored: [])
 

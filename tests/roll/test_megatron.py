@@ -78,8 +78,7 @@ def test_a_skip_is_counted_and_reported(on: On) -> None:
     unpatched.strategy.models_wrapped[
         0
     ].config.grad_scale_func = unpatched.strategy.optimizer.scale_loss
-    # the DDP's own check, ROLL's default, raises the error
-    with pytest.raises(RuntimeError, match="found NaN"):
+    with pytest.raises(RuntimeError, match="found NaN"):  # the DDP's check, on by default
         Trainer.of().step(0, math.nan)
     with pytest.raises(NotImplementedError):
         unpatched.step(0, OVERFLOW)
@@ -168,7 +167,7 @@ def test_a_resume_is_exact(on: On, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         trainer.strategy.optimizer.load_state_dict(found["optimizer"])
 
     whole, half, resumed = (Trainer.of() for _ in range(3))
-    # mcore_adapter replaces this torch function by one that returns what torch 2.9 does.
+    # Undo mcore_adapter's replacement of this torch function, which returns what torch 2.9 does.
     planner = "torch.distributed.checkpoint.default_planner"
     monkeypatch.setattr(f"{planner}._validate_global_plan", lambda *ignored: [])
     train(whole, range(6))
@@ -192,7 +191,7 @@ def test_the_doctor_knows_its_checkpoint(
     on()
     trainer = Trainer.of()
     trainer.step(0)
-    # mcore_adapter replaces this torch function by one that returns what torch 2.9 does.
+    # Undo mcore_adapter's replacement of this torch function, which returns what torch 2.9 does.
     planner = "torch.distributed.checkpoint.default_planner"
     monkeypatch.setattr(f"{planner}._validate_global_plan", lambda *ignored: [])
     trainer.save(tmp_path / "checkpoint-3")

@@ -1,8 +1,8 @@
 """The same fp16 training loop twice: with torch's scaler written by hand, and with our scaler.
 
 Besides its arithmetic, a step costs the time that it waits for transfers from the device and for
-collectives. Calls of torch's functions for both are counted, so that a CPU counts what a GPU would
-wait for.
+collectives. The calls of torch's functions for transfers and collectives are counted, so that a CPU
+counts what a GPU would wait for.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Loop:
         self.batch = torch.randn(16, width)
 
     def step(self, weight: float = 1.0):
-        """Run two micro-batches, clip, step, and return what a framework reports about it."""
+        """Run two micro-batches, clip and step; returns the figures that a framework reports."""
         self.optimizer.zero_grad()
         for _ in range(2):
             loss = (self.model(self.batch).float() - self.batch).square().mean() * weight / 2

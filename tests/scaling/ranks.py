@@ -1,6 +1,6 @@
-"""Each rank's part in tests of several processes; ``tests/rank_server.py`` starts the ranks.
+"""What each rank runs in the tests of loss scaling; ``tests/rank_server.py`` starts the ranks.
 
-A case returns what its test compares; it returns tensors as bits.
+A case returns what its test compares, with tensors as bits.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def first_half(directory):
 
 
 def second_half(directory):
-    """In a new process train 10 more steps from the checkpoint, with the scaler's state or not."""
+    """Train 10 more steps from the checkpoint in a new process, with a scaler's state or not."""
     resumed = Job()
     resumed.load(directory)
     loaded = resumed.result()

@@ -1,4 +1,4 @@
-"""Over gloo FSDP2 in fp16 resumes bit for bit, and a fault on one rank reaches all ranks."""
+"""FSDP2 in fp16 over gloo resumes bit for bit, and a fault on one rank reaches all ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ EXACT = ("parameters", "states", "scale", "growth_tracker", "counter")
 
 
 def test_both_halves_overflow_and_grow(halves):
-    """Otherwise comparing the halves would prove little."""
+    """If a half had no overflow or no growth, comparing the halves would prove little."""
     for rank in halves[0]:
         scales = rank["straight"]["scales"]
         for half in (scales[:10], scales[10:]):
@@ -61,7 +61,7 @@ def test_the_same_process_continues_bit_for_bit(halves, name):
 
 
 def test_without_the_scalers_state_it_differs(halves, capsys):
-    """A fresh scale is too high again: its first step is skipped, which was not skipped before."""
+    """A fresh scale is too high, so it skips a step that the straight training does not skip."""
     for straight, resumed in zip(*halves, strict=True):
         fresh, exact = resumed["fresh"], straight["straight"]
         assert fresh["scales"][0] == 2.0**22 / 2
@@ -100,7 +100,7 @@ def test_ranks_skip_by_the_process_group(run_ranks):
     assert [rank["world"] for rank in found] == [{"scale": 8.0, "skipped": 1}] * 4
     assert [rank["sharded"] for rank in found] == [{"scale": 8.0, "skipped": 1}] * 4
     assert all(rank["parameter"] for rank in found)
-    # Only the ranks of a smaller group would notice, so the default group is the world.
+    # In a smaller group only its ranks would notice the overflow, so the default is the world.
     assert [rank["tp"]["skipped"] for rank in found] == [0, 0, 1, 1]
 
 
@@ -168,7 +168,7 @@ def test_a_step_waits_for_no_more_than_a_scaler_written_in_by_hand(run_ranks, ca
 
 
 def test_another_world_size_gets_the_exact_state(halves, checkpoint):
-    """Two ranks wrote the record and one process reads it: it contains nothing of a rank."""
+    """Two ranks wrote the record and one process reads it, because it contains no rank's data."""
     scaler = LossScaler(ScalerSettings(), device="cpu")
     assert load(checkpoint, scaler) == ()
     written = json.loads((checkpoint / FILE_NAME).read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The ranks of ``test_megatron_cpu.py``; ``tests/rank_server.py`` starts them."""
+"""What the ranks of ``test_megatron_cpu.py`` run; ``tests/rank_server.py`` starts the ranks."""
 
 from __future__ import annotations
 

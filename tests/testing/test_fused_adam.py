@@ -44,7 +44,7 @@ def test_with_fp32_states_it_is_torchs_adam(decay: float, decoupled: bool) -> No
     reference = torch.optim.AdamW if decoupled else torch.optim.Adam
     other = _train(reference, theirs, steps, **arguments)
     # In either loop a step rounds a parameter twice (decay, update), by half of 2**-23 at most. The
-    # update is about the rate, and is rounded a few times itself.
+    # update is about as large as the learning rate, and is itself rounded a few times.
     rtol, atol = steps * 2.0**-22, steps * rate * 2.0**-20
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
@@ -58,7 +58,7 @@ def test_without_bias_correction_the_first_step_is_small() -> None:
     start = with_it[0].detach().clone()
     _train(FusedAdam, with_it, 1, lr=1.0)
     _train(FusedAdam, without, 1, lr=1.0, bias_correction=False)
-    # One step changes a parameter by lr with correction, and by lr * 0.1 / sqrt(0.001) without.
+    # One step changes a parameter by lr with bias correction, by lr * 0.1 / sqrt(0.001) without.
     ratio = (without[0] - start) / (with_it[0] - start)
     torch.testing.assert_close(ratio, torch.full_like(ratio, 0.1 / 0.001**0.5), rtol=1e-3, atol=0)
 

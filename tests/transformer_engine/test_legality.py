@@ -1,7 +1,7 @@
 """Our rules and our stand-in, compared with the constructor of the real FusedAdam.
 
-These tests need TransformerEngine (``tox run -e te``). Its constructor checks dtypes without a GPU.
-Only a counter that it allocates on the GPU must be put on the CPU.
+These tests need TransformerEngine (``tox run -e te``). FusedAdam's constructor checks dtypes
+without a GPU. Only a counter that the constructor allocates on the GPU must be put on the CPU.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ import sys
 import hypothesis
 import pytest
 
-# Every run tries the same examples without a time limit, and keeps no folder of examples. If the
-# variable sets a number, hypothesis tries that many new examples.
+# Every run tries the same examples without a time limit, and keeps no folder of examples. If
+# HYPOTHESIS_EXAMPLES sets a number, hypothesis tries that many new examples.
 hypothesis.settings.register_profile(
     "unit",
     derandomize="HYPOTHESIS_EXAMPLES" not in os.environ,

@@ -190,7 +190,7 @@ MANIFEST = {
     "uv run": Held(why_not=MENTION),
     "uv run examples/...": Held(why_not=MENTION),
 }
-"""Pattern (:mod:`fnmatch`) of documented commands, without training jobs, to what covers them."""
+"""Maps patterns (:mod:`fnmatch`) of documented commands that are no jobs to what covers them."""
 
 JOBS = {
     "verl": "tests/verl/test_pages.py::test_a_job_passes_verls_validation",
@@ -200,7 +200,7 @@ JOBS = {
     "areal": "tests/areal/test_pages.py::test_a_job_passes_areals_validation",
     "ms-swift": "tests/ms_swift/test_pages.py::test_a_job_passes_ms_swifts_validation",
 }
-"""The test that runs a framework's own validation on each of its documented training jobs."""
+"""Maps each framework to the test that passes its documented jobs through its own validation."""
 
 DOCUMENTED = {one: page.name for page in PAGES for one in commands(page)}
 
@@ -313,7 +313,7 @@ def test_doctor(option: str) -> None:
         assert json.loads(done.stdout)
     else:
         assert "start-up file" in done.stdout
-        # With Megatron but no TransformerEngine there are limits: tests/verl/test_doctor.py.
+        # With Megatron but no TransformerEngine the doctor adds limits: tests/verl/test_doctor.py.
         assert re.search(
             r"^no problems(, but the limits above)?\Z", done.stdout.strip(), re.MULTILINE
         )

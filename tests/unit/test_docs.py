@@ -101,7 +101,7 @@ PASSED_ON = {
     "precision_shim_adapters/verl/driver.py": "a text of its weight sync",
     "precision_shim_adapters/verl/sync.py": "a part that is listed",
 }
-"""Files that pass on a message which is made elsewhere, and the kind of message."""
+"""Maps each file that passes on a message made elsewhere to the kind of message."""
 
 
 def test_every_message_is_listed() -> None:
@@ -120,7 +120,7 @@ def test_messages_stand_under_what_they_are_about() -> None:
         assert any(kind == one.kind for one in found), f"no {kind} is left: take it out"
     for part, about in messages.OF_A_TEXT.items():
         assert about in {headings[text] for text in headings if part in text}, part
-    # All errors of such a class are about one subject.
+    # All errors of each of these classes are about one subject.
     for kind in (
         "ScalerCheckpointError",
         "LossScaleError",

@@ -100,5 +100,5 @@ def test_what_is_left_out_imports_nothing_else(file: str) -> None:
         )
     }
     assert names - STANDS_ON - set(sys.stdlib_module_names) == set()
-    # The programs that a test starts must not import these packages either.
+    # The programs that a test starts must not import verl, Megatron or transformers either.
     assert not re.search(r"^\s*(from|import) (verl|megatron|transformers)\b", text, re.MULTILINE)

@@ -16,7 +16,7 @@ import pytest
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 
 PLACES = ["adapter", "slowfw.ops:scale", "between two seams"]
-"""Slow parts of the patching: loading an adapter, inspecting its seams, and between two patches."""
+"""Where the patching is slow: in loading an adapter, inspecting its seams, between two patches."""
 
 TIMES = 10
 LIMIT = 60
@@ -183,7 +183,7 @@ def found(tmp_path):
 
 
 def forks_and_parent(found, script):
-    """Fork several times while another thread is at a place; what each fork and parent have."""
+    """Fork several times while another thread patches; returns what fork and parent have."""
     return found(f"""
 answers = []
 for _ in range({TIMES}):
@@ -221,7 +221,7 @@ running = in_thread(lambda: __import__("slowfw.more"), {place!r})
 
 
 def test_while_another_thread_starts_automatically(found):
-    """That thread is at the framework's first import, which a child must leave alone."""
+    """The other thread is at the framework's first import, which a child must not touch."""
     script = """
 from precision_shim.process import startup
 startup.init()
@@ -236,7 +236,7 @@ print(json.dumps([answer, seen()]))
 
 @pytest.mark.parametrize("before", ["", "install()"], ids=["installed later", "installed before"])
 def test_while_another_thread_runs_the_code_of_what_is_patched(found, before):
-    """The child can never import that module, so ``install()`` must not wait for the import."""
+    """The child can never import the module; its ``install()`` must not wait for the import."""
     script = f"""
 {before}
 running = in_thread(lambda: __import__("slowfw.late"), "code of slowfw.late")
@@ -251,7 +251,7 @@ print(json.dumps([answer, seen()]))
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_by_the_thread_that_installs(found, place, goes_on):
-    """The child may never finish the patching that was under way, so it has none of it."""
+    """The child may never finish the patching under way, so it gets none of the patches."""
     script = f"""
 import slowfw.late, slowfw.more, slowfw.ops
 
@@ -307,7 +307,7 @@ print(json.dumps([slow.answer, seen()]))
 
 
 def test_what_would_wait_for_ever_ends(found):
-    """The other thread waits for the forking thread's import, which waits for the lock."""
+    """The other thread waits for this thread's import, and this thread waits for the lock."""
     script = """
 from precision_shim.process import forks
 

@@ -52,8 +52,8 @@ CLOSING = {
     # A status is printed as text, and the text is made from the record.
     ("precision_shim.reporting.record", "precision_shim.reporting.text"),
 }
-"""Pairs whose first module imports the second within a function, while the second imports the first
-at its top or through other modules (``session`` also through ``journal``)."""
+"""Pairs: the first module imports the second within a function, and the second imports the first at
+its top or through other modules (``session`` also through ``journal``)."""
 
 
 def at_import(body):
@@ -177,7 +177,7 @@ def test_the_core_names_no_framework():
 
 
 def test_the_core_names_no_field_of_megatrons_config():
-    """The backend provides all that the core reads, shows or advises about these fields."""
+    """The backend provides all that the core reads, shows or advises about the config's fields."""
     found = {
         (name, field)
         for name, path in FILES.items()

@@ -20,7 +20,7 @@ def numerics() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # the module's dataclass looks it up there
+    sys.modules[spec.name] = module  # the module's dataclass looks its own module up in sys.modules
     spec.loader.exec_module(module)
     return module
 

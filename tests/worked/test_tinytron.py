@@ -43,7 +43,6 @@ def cpu() -> Iterator[None]:
 
 
 def trainer(precision: str = "bfloat16", **config: Any) -> Any:
-    """A trainer of a tiny GPT."""
     from tinytron.trainer import Config, Trainer
 
     torch.manual_seed(0)
@@ -62,7 +61,6 @@ def fields(made: Any) -> dict[str, Any]:
 
 
 def parameters(made: Any) -> list[torch.Tensor]:
-    """Copies of the live parameters."""
     return [one.detach().clone() for one in made.model.module.parameters()]
 
 

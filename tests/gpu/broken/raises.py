@@ -1,4 +1,4 @@
-"""A part that records a result and then raises an error."""
+"""A part of a proof that records a result and then raises an error."""
 
 
 def run(bench):

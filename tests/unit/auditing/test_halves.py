@@ -1,4 +1,4 @@
-"""Rules that compare the weights that a trainer sent with an engine's, and the rules' texts."""
+"""Rules that compare the weights that a trainer sent with those of an engine, and the messages."""
 
 from __future__ import annotations
 
@@ -108,8 +108,7 @@ def test_a_bf16_wire(group: str) -> None:
 def test_a_bf16_wire_behind_the_sender() -> None:
     engine = replace(ENGINE, weights=weights("fp16", 1.0))
     assert codes(RIGHT, engine) == ["bf16-wire"]
-    # before the first sync the engine has the checkpoint's weights
-    assert codes(RIGHT, replace(engine, sync=0)) == []
+    assert codes(RIGHT, replace(engine, sync=0)) == []  # no sync yet: the checkpoint's weights
     assert codes(RIGHT, replace(engine, sync=8)) == []
 
 
@@ -122,7 +121,7 @@ def test_layers_in_another_dtype_than_the_engine_computes_in() -> None:
 
 
 def test_fifty_six_layers_left_out_by_a_piece_of_their_names() -> None:
-    """Ignoring the routers "mlp.gate" by a part of their names also ignores "mlp.gate_up_proj"."""
+    """The routers' name "mlp.gate" is a part of "mlp.gate_up_proj", so 56 layers are left out."""
     layers = range(56)
     engine = replace(
         FP8,

@@ -190,8 +190,6 @@ def test_what_the_first_step_makes() -> None:
 
 
 class Mesh:
-    """The shape of a device mesh."""
-
     def __init__(self, names: tuple[str, ...] | None, *sizes: int) -> None:
         self.mesh_dim_names, self.sizes, self.ndim = names, sizes, len(sizes)
 

@@ -1,4 +1,4 @@
-"""Which bytes of a checkpoint checksums prove whole, and the report on all other bytes."""
+"""Checksums prove some bytes of a checkpoint whole; the report mentions all other bytes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_an_archive_within_a_file(tmp_path: Path) -> None:
 
 
 def test_an_archive_without_checksums(tmp_path: Path, no_checksums: None) -> None:
-    """torch can omit the checksums: nothing is damaged, and nothing is checked."""
+    """torch can omit an archive's checksums: then nothing is damaged, and nothing is checked."""
     folder = of_ranks(tmp_path / "saved")
     (part,) = read_parts(folder)
     assert part.dtypes("params") == {"fp32": 24}

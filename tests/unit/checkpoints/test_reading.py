@@ -405,10 +405,9 @@ def test_metadata_that_would_run_code(tmp_path: Path, capsys: Any) -> None:
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_other_files_that_would_run_code(tmp_path: Path, capsys: Any, protocol: int) -> None:
     harm = Harm(tmp_path / "done")
-    # torch writes it into a .distcp file as an object
-    folder = megatrons(tmp_path / "saved", extra=harm)
+    folder = megatrons(tmp_path / "saved", extra=harm)  # an object in a .distcp file
     torch.save({"content_metadata": harm, "optimizer": [harm]}, folder / "common.pt")
-    (tmp_path / "done").unlink(missing_ok=True)  # torch has run the code when it copied the object
+    (tmp_path / "done").unlink(missing_ok=True)  # copying the object ran the code
     run(folder)
     ranks = of_ranks(tmp_path / "ranks", 1)
     for file in ranks.iterdir():

@@ -75,7 +75,7 @@ def megatrons(folder: Path, *, within: bool = False, **more: object) -> Path:
 
 
 def of_ranks(folder: Path, ranks: int = 2) -> Path:
-    """One checkpoint file per rank, as verl's and SkyRL's FSDP workers write them."""
+    """The checkpoint files of each rank, as verl's and SkyRL's FSDP workers write them."""
     folder.mkdir(parents=True)
     values = torch.randn(3, 4)
     for rank in range(ranks):

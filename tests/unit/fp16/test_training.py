@@ -107,7 +107,7 @@ def make(**configured):
 
 
 def drive(trainer, training, steps):
-    """Train with the calls that an adapter adds around such a trainer."""
+    """Train a ``Trainer`` with the calls that an adapter adds around it."""
     reported = []
     for step in steps:
         for micro in range(3):
@@ -162,7 +162,7 @@ def test_a_skipped_step_of_a_container_runs_its_hooks_and_moves_nothing_else():
 
 
 def test_without_the_inner_optimizers_the_hooks_of_a_skipped_step_do_not_run():
-    """The contrast to the test above: torch's scaler omits the whole step."""
+    """Without the inner optimizers torch's scaler omits the whole step, and no hook runs."""
     trainer, training = Trainer(), make()
     loss = trainer.loss(0, 1)
     training.attach(loss)
@@ -252,7 +252,7 @@ def test_25_skipped_steps_end_the_job():
 
 
 def clip(parameters):
-    """A loop's function for clipping: it gets no trainer, so the seam on it looks for one."""
+    """A loop's function for clipping: it gets no trainer, so its seam looks up the current one."""
     training = ScaledTraining.current()
     if training is not None:
         training.before_clipping()
@@ -466,7 +466,7 @@ def test_a_record_beside_the_files_it_was_written_with(tmp_path):
     source, files = saved(tmp_path)
     moved = tmp_path / "moved"
     shutil.copytree(tmp_path, moved)
-    (moved / "optim_world_size_1_rank_0.pt").unlink()  # as users do who need only the weights
+    (moved / "optim_world_size_1_rank_0.pt").unlink()  # a user may need only the weights
     for place in (tmp_path, moved):
         target = make()
         target.restore(place, {name: place / name for name in files})
@@ -537,7 +537,7 @@ def test_a_record_within_a_frameworks_own_file_names_the_files_before_it(tmp_pat
     drive(Trainer(), source, range(6))
     files = {name: tmp_path / name for name in ("model_world_size_1_rank_0.pt",)}
     record = source.record(files)
-    shards(tmp_path, model=1)  # after the framework was given the record
+    shards(tmp_path, model=1)  # the framework writes this file after it got the record
     torch.save({"client_state": record}, tmp_path / "extra.pt")
     kept = torch.load(tmp_path / "extra.pt", weights_only=True)["client_state"]
     target = make()

@@ -289,7 +289,7 @@ def test_remainders_that_the_user_wrote_rule_out_what_cannot_stand_beside_them(
 
 @pytest.mark.parametrize(("version", "blocked"), [((2, 1), True), ((2, 0), False)])
 def test_remainders_rule_out_fp16_from_the_release_that_has_them(version, blocked):
-    """This also holds for a model whose parameters are not known yet."""
+    """The rule also applies to a model whose parameters are not known yet."""
     asked = {"store_param_remainders": True}
     for model in (TrainableDtypes({FP16: 1}), TrainableDtypes()):
         result = plan_for(FP16, model=model, support=te(*version), asked=asked)
@@ -494,7 +494,7 @@ def test_main_grads_count_only_with_the_precision_aware_optimizer():
 
 @pytest.mark.parametrize("text", ["bf16", "torch.bfloat16", " BFloat16 "])
 def test_main_grads_that_are_not_coerced_yet_are_understood(text):
-    # If the dtype-coercion feature is off, the bucket must follow such a text all the same.
+    # If the dtype-coercion feature is off, the bucket must follow a dtype's name all the same.
     assert plan_for(asked={"main_grads_dtype": text}).main_grads is BF16
 
 

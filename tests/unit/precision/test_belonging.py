@@ -62,7 +62,7 @@ def test_every_byte_of_a_small_file_counts(tmp_path, size):
 
 
 def test_little_is_read_of_a_large_file(tmp_path, monkeypatch):
-    """Of a sparse file of 8 GB only 256 KiB are read, and what a zip's end may contain."""
+    """Of a sparse file of 8 GB only 256 KiB and the possible end of a zip file are read."""
     path = tmp_path / "__0_0.distcp"
     with path.open("wb") as file:
         file.truncate(8 << 30)

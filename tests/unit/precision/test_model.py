@@ -44,7 +44,7 @@ def test_a_real_module():
 
 def test_fp8_parameters_have_no_single_dtype():
     quantized = parameter(BF16)
-    # TransformerEngine's tensors have this attribute, and the dtype bf16
+    # TransformerEngine's tensors have ``_fp8_dtype``, and the dtype bf16
     quantized._fp8_dtype = "e4m3"
     for mine in (quantized, parameter(torch.uint8, trainable=False)):
         found = trainable_dtypes([mine, parameter(BF16)])

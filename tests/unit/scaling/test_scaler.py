@@ -88,7 +88,7 @@ def test_a_loss_in_eval_mode_is_left_alone():
 
 
 def test_a_hook_under_a_graph_is_the_mean_of_all_micro_batches():
-    """Three backward calls accumulate, one unscale follows; the gradient is the unscaled one."""
+    """Three backward calls accumulate, one unscale follows: the gradient is as without scaling."""
     parameter, optimizer = one_parameter(lr=0.5)
     scaling = scaler(init_scale=1024.0)
     for weight in (1.0, 2.0, 4.0):
@@ -197,7 +197,7 @@ def test_a_fused_optimizer_skips_too_and_is_counted(fused):
 
 
 class Capturable(torch.optim.SGD):
-    """Uses a scaler as TransformerEngine's FusedAdam does if it is made ``capturable``."""
+    """An optimizer that uses a scaler as TransformerEngine's ``capturable`` FusedAdam does."""
 
     _step_supports_amp_scaling = True
 
@@ -268,7 +268,7 @@ def test_the_scale_never_falls_below_its_minimum_and_endless_skips_end():
 
 
 def test_torchs_own_scaler_has_no_minimum():
-    """This is the reason for our minimum; when the test fails, ours can go."""
+    """torch's scale falls to 0; if this test fails, torch has a minimum and ours can go."""
     parameter, optimizer = one_parameter()
     theirs = torch.amp.GradScaler(device="cpu", init_scale=2.0)
     for _ in range(200):
@@ -326,8 +326,7 @@ def test_settle_counts_a_step_that_the_framework_took_or_skipped_itself(unscaled
         loss.backward()
         if unscaled:
             scaling.unscale_once(optimizer)
-        # a framework's own loop checks the gradients like this
-        if torch.isfinite(parameter.grad).all():
+        if torch.isfinite(parameter.grad).all():  # as a framework's loop checks
             optimizer.step()
         scaling.settle(optimizer)
         assert (scaling.counter.skipped, scaling.get_scale()) == (skipped, scale)

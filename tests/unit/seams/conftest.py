@@ -1,4 +1,4 @@
-"""Fixtures for the seam engine: small modules, adapters for them, engines that are removed."""
+"""Fixtures for the seam engine: small modules, their adapters, and engines that are removed."""
 
 from __future__ import annotations
 

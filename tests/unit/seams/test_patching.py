@@ -1,4 +1,4 @@
-"""A seam is patched beside the seams of its siblings, and is removed without a trace."""
+"""A seam is patched without affecting other seams, and is removed without a trace."""
 
 from __future__ import annotations
 

@@ -336,7 +336,7 @@ def test_a_module_that_a_known_version_had_is_missed_where_its_group_has_stayed(
     plan = check(lab.adapter(*rows), ("f", "g"), None, missed)
     assert [row.state for row in plan.rows] == ["refused", "refused", "absent"]
     assert "module toy.away not found, and toy 1.0 had toy.away:scale" in plan.rows[1].reason
-    # If nothing else of the group exists, the whole path is gone, and no half of it is patched.
+    # If the group has nothing else, the whole path is missing, so no group is patched in part.
     (alone,) = check(lab.adapter(rows[0]), ("f",), None, missed).rows
     assert (alone.state, "toy 1.0 had" in alone.reason) == ("absent", True)
 

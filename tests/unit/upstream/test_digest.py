@@ -71,7 +71,7 @@ def test_what_does_something_counts(change):
 
 
 def test_the_digest_is_the_same_on_every_python():
-    """If our own algorithm changes the digest, the whole record must be written anew."""
+    """If a change of ours changes the digest, the whole record must be written anew."""
     assert of(PLAIN) == PLAIN_DIGEST
 
 

@@ -99,7 +99,7 @@ def test_what_is_assumed_of_torch_holds():
 
 
 def test_what_rests_on_a_probe_is_there():
-    """Otherwise a report would refer its reader to a rule that has moved."""
+    """If a rule has moved, a report would refer its reader to a rule that does not exist."""
     from precision_shim.seams import look
     from precision_shim_adapters.frameworks import FRAMEWORKS
 

@@ -1,4 +1,4 @@
-"""Inspecting a wheel or a folder imports nothing of it, and any other path is named."""
+"""Inspecting a wheel or a folder imports nothing; an error names any other kind of path."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def wheel(root, files, name="the_toy-2.5-py3-none-any.whl"):
 
 
 def places(kind, root):
-    """Write the same packages as each kind of path; returns the path to open."""
+    """Write the same packages in each form that a path may have; returns the path to open."""
     if kind == "folder":
         return write(root, FILES)
     if kind == "package":
@@ -100,8 +100,8 @@ def test_beneath_it_is_what_is_installed_but_for_packages_that_it_has(tmp_path, 
     assert not tree.complete
     with looking_at(over(tree)):
         assert look("toy.ops:scale").found
-        assert not look("toy.older:f").module_found  # the new release lacks this module
-        assert look("space.other.ops:g").found  # this module is of another distribution
+        assert not look("toy.older:f").module_found  # The new release lacks this module.
+        assert look("space.other.ops:g").found  # This module is of another distribution.
         assert look("ast:parse").found
 
 
