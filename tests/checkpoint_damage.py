@@ -98,7 +98,7 @@ def wrong_answers(
         else:
             told = "; ".join(f"{one.outcome.verdict}: {one.outcome.because}" for one in found)
             fine = _said(found, damage, folder)
-            if damage.kind == "gone":  # if not ``ours``, the doctor never reads the file
+            if damage.kind == "gone":  # a file that is not ``ours`` is never read
                 fine = fine or not whole[Path(damage.file)].ours
         shutil.rmtree(folder)
         if not fine:

@@ -96,7 +96,7 @@ class Release(Contract):
 
 
 class Worker(Contract):
-    """The output of ``status()`` in a real worker fits one screen, and the docs show the same."""
+    """In a real worker the text of ``status()`` fits one screen and equals the text in the docs."""
 
     @pytest.fixture
     def server(self) -> Ranks | None:

@@ -1,7 +1,7 @@
 """Stand-ins for packages that are not installed: every name exists and does nothing.
 
-The stand-ins let a test import a real class of a framework whose module imports such packages. Such
-a test calls only code that needs none of the packages.
+The stand-ins let a test import a real class of a framework whose module imports such packages. The
+test may call only code that uses none of the missing packages.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tensors that claim to be on a GPU, although a CPU stores all of them.
 
 Megatron's optimizer for CPU offload copies only what is on the GPU to the host. In a process
-without a GPU this optimizer would copy nothing.
+without a GPU, Megatron's optimizer would copy nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DEVICE = vars(torch._C.TensorBase)["device"].__get__
 class FakeGpu(TorchFunctionMode):
     """Answers ``is_cuda``: false for a tensor from ``cpu()`` and its copies, true for all others.
 
-    Enter it within ``megatron_on_cpu``, whose streams replace those of a GPU.
+    Enter the mode within ``megatron_on_cpu``, whose streams replace those of a GPU.
 
     Attributes:
         names_devices: whether ``device`` is answered too; code that checks devices fails on that.

@@ -14,7 +14,7 @@ WORKER_PYTHON = "TEST_WORKER_PYTHON"
 
 
 def script(launch: Launch) -> None:
-    """Run ``python SCRIPT ARGUMENT ...`` in a rank; if there are several, each gets its ``RANK``.
+    """Run ``python SCRIPT ARGUMENT ...`` in a rank; each of several ranks gets its ``RANK``.
 
     Options are ``arguments``, ``environment``, ``cwd``, and ``workers`` for a driver, which then
     gets ``WORKER_PYTHON``.

@@ -1,6 +1,6 @@
 """The states of a directory that remain if a process is killed at one of its file operations.
 
-Before each operation in the directory, the directory's files are copied. A kill at this point
+Before each operation in the directory, the directory's files are copied. A kill before an operation
 leaves the same files, because data that the process has not yet passed to the system is lost. A
 single save thus yields the states at all its file operations. ``killed_at`` really kills a process
 at one operation, so that a test can compare the files.

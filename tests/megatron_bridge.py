@@ -1,11 +1,11 @@
 """Imports Megatron-Bridge without TransformerEngine or Megatron-Energon.
 
-While Megatron-Bridge is imported, it names classes of TransformerEngine (for its LoRA layers and
-its weight mappings), and from 0.6 also of Megatron-Energon (for its data loaders). Without them its
-import fails. ``import_megatron_bridge`` provides placeholders for that import: classes that can be
-named and subclassed, and do nothing. Afterwards ``import_megatron_bridge`` removes them from
-``sys.modules``, so that no other code mistakes the placeholders for real classes. Models are built
-from Megatron's own layers (``transformer_layer_spec``).
+Megatron-Bridge's import names classes of TransformerEngine, for its LoRA layers and its weight
+mappings. From 0.6 on the import also names classes of Megatron-Energon, for its data loaders.
+Without them its import fails. ``import_megatron_bridge`` provides placeholders for that import:
+classes that can be named and subclassed, and do nothing. Afterwards ``import_megatron_bridge``
+removes the placeholders from ``sys.modules``, so that no other code mistakes them for real classes.
+Models are built from Megatron's own layers (``transformer_layer_spec``).
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ _ENGINE, _ENERGON = "transformer_engine", "megatron.energon"
 _PACKAGES = frozenset(
     {"ops", "optimizers", "module", "pytorch", "common", "tensor", "quantization"}
 )
-# These modules must be imported while TransformerEngine is absent. Megatron then decides that it
-# has none, and modelopt does not register the layer classes of our placeholders twice.
+# These modules must be imported while TransformerEngine is absent. Megatron then decides that
+# TransformerEngine is absent, and modelopt does not register the layer classes of our placeholders
+# twice.
 _BEFORE = (
     "megatron.core",
     "megatron.core.optimizer",

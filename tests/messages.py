@@ -4,7 +4,8 @@
 
 A message is the text in ``raise SomeError(...)`` or ``warn(...)`` of ours, or in a function that
 returns an error. The texts collected under a name of ``PARTS`` are messages, too. ``…`` replaces
-each value that is inserted. :func:`messages` also returns the places that pass on a message.
+each value that is inserted. :func:`messages` also returns the places that pass on another
+function's message.
 """
 
 from __future__ import annotations

@@ -408,7 +408,7 @@ _DECORATORS = (
 def _shapes(place: Place) -> Iterator[Mutant]:
     has = {ast.unparse(one) for one in place.node.decorator_list}
     kinds = {"staticmethod", "classmethod", "property"}
-    # Python itself fixes the kind of these two methods
+    # Python itself fixes the kind of ``__init__`` and ``__post_init__``
     made = place.node.name in ("__init__", "__post_init__")
     for name in _DECORATORS:
         bound = name in kinds or name == "functools.cached_property"

@@ -2,8 +2,9 @@
 
 A job is a command that contains a framework's entry point, with any launcher in front. A command
 that consists of settings only is added to the job above it on its page. ``...`` means the settings
-of a job on the framework's start page. The first job with the same entry point and config is taken,
-or else with the same entry point. The command's own settings override the settings of that job.
+of a job on the framework's start page. The first job on that page with the same entry point and
+config is taken, or else the first with the same entry point. The command's own settings override
+the settings of that job.
 """
 
 from __future__ import annotations

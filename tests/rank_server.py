@@ -117,7 +117,8 @@ def rank_server(module: str, folders: Path, **variables: str) -> Iterator[Ranks]
     Args:
         module: dotted name of the module.
         folders: the folder in which each launch gets its own directory.
-        **variables: environment variables of the ranks, added to the inherited ones but the shim's.
+        **variables: environment variables of the ranks, beside all inherited variables except the
+            shim's.
     """
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("PRECISION_SHIM")
@@ -225,7 +226,7 @@ def _serve(name: str) -> None:
     os.dup2(2, 1)
     module = importlib.import_module(name)
     module.prepare()
-    # Frameworks collect garbage around each step; the collector need not scan what imports created.
+    # Frameworks collect garbage around each step; frozen objects of imports are not scanned.
     gc.collect()
     gc.freeze()
     print("ready", file=answers, flush=True)

@@ -35,7 +35,8 @@ def drive(
         *arguments: its own.
         paths: folders in the driver's ``PYTHONPATH`` before this repository.
         timeout: seconds after which the driver is killed.
-        **variables: the driver's variables, added to the inherited ones but the shim's and Ray's.
+        **variables: the driver's variables, beside all inherited variables except the shim's and
+            Ray's.
     """
     inherited = {
         name: value

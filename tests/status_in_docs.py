@@ -1,8 +1,8 @@
 """The text of ``status()`` in a real worker: it fits a screen, and the docs show it.
 
-The imported modules determine what is in force and what waits. So the worker is built in its own
-process: a second pytest runs ``status_worker.py`` of the framework's tests, with their fixtures.
-The docs contain the text for the newest pinned version, between two markers.
+The imported modules determine what is in force and what waits. The worker is therefore built in its
+own process: a second pytest runs ``status_worker.py`` of the framework's tests, with their
+fixtures. The docs contain the text for the newest pinned version, between two markers.
 """
 
 from __future__ import annotations

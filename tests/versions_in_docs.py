@@ -2,8 +2,8 @@
 
     python -m tests.versions_in_docs FOLDER      # FOLDER: where tox keeps its environments
 
-Each pinned environment's own Python runs the doctor's check there, and writes the environment's
-column. A framework's tests compare the column of their version with what is installed.
+Each pinned environment's own Python runs the doctor's check, and writes the environment's column. A
+framework's tests compare the column of their version with what is installed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Fixtures: a fresh virtual environment with the built wheel, and toy packages as frameworks.
 
 These tests check which processes the shim reaches, not what it does to a framework. A toy package
-with its own adapter shows that in milliseconds. ``test_ray.py`` and ``test_verl.py`` use real Ray
-and real verl.
+with its own adapter shows in milliseconds whether the shim reaches a process. ``test_ray.py`` and
+``test_verl.py`` use real Ray and real verl.
 """
 
 from __future__ import annotations

@@ -105,8 +105,8 @@ def running(log):
     )
     ports = dict(zip(names, free_ports(len(names)), strict=True))
     made = Cluster(f"127.0.0.1:{ports['port']}", f"http://127.0.0.1:{ports['dashboard-port']}")
-    # The folder is not pytest's, whose name is too long for a socket. Ray's usual folder is not
-    # used either, because Ray looks there for a cluster to join.
+    # Ray's temporary folder is not pytest's folder, whose name is too long for a socket. Ray's
+    # usual folder is not used either, because Ray looks there for a running cluster to join.
     with tempfile.TemporaryDirectory(prefix="ray") as folder, log.open("w") as output:
         command = [
             str(Path(sys.executable).with_name("ray")),
@@ -363,7 +363,8 @@ OURS = {"env_vars": {"THEIRS": "job", "PRECISION_SHIM": "1"}}
 @pytest.mark.parametrize(
     ("runtime_env", "command", "install", "features"),
     [
-        # The job's runtime_env sets the variable; Ray would refuse it in the driver's as well.
+        # The job's runtime_env sets the variable; Ray refuses a driver's runtime_env that also sets
+        # it.
         pytest.param(OURS, {}, "", ALL, id="in the job"),
         pytest.param(
             OURS, {}, 'features=["fp16-scaling"]', ["fp16-scaling"], id="in the job and install"

@@ -311,7 +311,7 @@ print(precision_shim.status().enabled)
 
 
 def test_a_bad_switch_is_one_line_and_nothing_else(environment, write_files, tmp_path):
-    """A process prints the one line only if it imports torch, Ray or a framework."""
+    """A bad switch causes one line, and only in processes that import torch, Ray or a framework."""
     write_files(tmp_path, {"torch.py": ""})
     variables = {"PRECISION_SHIM": "maybe", "PYTHONPATH": str(tmp_path)}
     assert environment.run("-c", "import json", **variables).stderr == ""

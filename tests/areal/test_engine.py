@@ -56,7 +56,7 @@ def test_adam_bf16_holds_what_its_config_says(on: On, on_cpu: Any) -> None:
     assert bytes_of(engine(on_cpu, config(optimizer=ADAM_BF16))) == 14
     on()
     assert bytes_of(engine(on_cpu, config(optimizer=ADAM_BF16))) == 12
-    assert bytes_of(engine(on_cpu, config())) == 18  # no request, so the shim adds no field
+    assert bytes_of(engine(on_cpu, config())) == 18  # without a request the shim adds no field
     moments = {"use_precision_aware_optimizer": True, "main_grads_dtype": "bf16"}
     assert bytes_of(engine(on_cpu, config(optimizer=ADAM_BF16, **moments))) == 10  # the bucket, too
 

@@ -202,7 +202,7 @@ def live_storages() -> dict[int, int]:
 
 
 def held_by(build: Build) -> tuple[int, list[Any], Any]:
-    """Bytes of all storages that a model and its first step keep; with the model and optimizer."""
+    """Returns the bytes that a model and its first step keep, the chunks and the optimizer."""
     before = live_storages()
     chunks, optimizer = make(build)
     step_without_forward(chunks, optimizer)

@@ -58,7 +58,7 @@ def _megatron(launch: Launch, **parallel: Any) -> Iterator[None]:
 
 
 def megatron(launch: Launch) -> dict[str, Any]:
-    """Audit honest and planted builds, dense and with an own data-parallel group of experts."""
+    """Audit honest and planted builds: dense, and with a data-parallel group for experts."""
     found: dict[str, Any] = {"honest": {}, "planted": {}, "held": {}, "measured": {}}
     with _megatron(launch, expert_model_parallel_size=2):
         for experts in (False, True):
@@ -125,7 +125,7 @@ def differing(launch: Launch) -> list[Any]:
 
 
 def failing(launch: Launch) -> list[str]:
-    """The last rank passes an object that is no optimizer; then a rank audits a foreign group."""
+    """One rank passes a wrong object as optimizer; then one audits in a group that excludes it."""
     dist.init_process_group(
         "gloo", init_method=f"file://{launch.store}", world_size=launch.world, rank=launch.rank
     )

@@ -170,7 +170,7 @@ def test_a_directory_that_cannot_be_written_costs_the_file(shim: Any, tmp_path: 
 
 
 def test_a_directory_that_cannot_be_written_is_one_warning_with_a_remedy(shim: Any) -> None:
-    """``/proc/self`` acts as a read-only mount: Linux lets nobody create a file there."""
+    """``/proc/self`` acts as a read-only mount, because Linux lets nobody create a file there."""
     shim(settings={"audit_dir": "/proc/self"})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

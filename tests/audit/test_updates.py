@@ -147,7 +147,7 @@ def rollout_share(*dtypes: torch.dtype, model: Any = None) -> tuple[float, str]:
 
 
 def test_the_rollouts_copies_are_in_the_engines_dtype() -> None:
-    """Copies in fp16, 8 times finer than bf16, lose less, unless rounded to bf16 first."""
+    """Copies in fp16, 8 times finer than bf16, lose fewer updates if not rounded to bf16 first."""
     fp16, bf16, fp32 = (rollout_share(one) for one in (FP16, BF16, FP32))
     assert fp32[0] < fp16[0] < bf16[0]
     assert [name for _, name in (fp16, bf16, fp32)] == ["fp16", "bf16", "fp32"]
@@ -365,7 +365,7 @@ def test_on_a_gpu_the_host_waits_for_nothing(name: str) -> None:
     again = precision_shim.watch_updates(model, plain, every=1)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
-    torch.cuda.set_sync_debug_mode("error")  # waiting for the device is an error
+    torch.cuda.set_sync_debug_mode("error")  # now waiting for the device is an error
     try:
         for _ in range(4):
             plain.step()
@@ -462,7 +462,7 @@ def test_a_sample_of_a_large_model() -> None:
     large, little = first["groups"]
     assert little["sampled"] == little["elements"] == sum(p.numel() for p in small)
     assert large["sampled"] > sampling.MOST_ELEMENTS / 3
-    # Allow five times the largest standard deviation that a share in such a sample can have.
+    # Allow five standard deviations, each the largest possible for a share in the sample.
     hold(first, reference, within=5 * 0.5 / large["sampled"] ** 0.5)
 
 

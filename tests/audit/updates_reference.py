@@ -61,11 +61,12 @@ def _ideal(optimizer: Any, group: Any, parameter: Any, gradient: Any) -> tuple[A
 
 
 class Reference:
-    """Counts lost updates at every step; it may be made before or after the meter.
+    """Counts lost updates at every step; a test may make it before or after the meter.
 
     Args:
         optimizer: the torch optimizer.
-        copy_of: returns the dtype of a parameter's rollout copy; ``None`` not to count it.
+        copy_of: returns the dtype of a parameter's rollout copy; ``None`` if the copy is not
+            counted.
 
     Attributes:
         shares: maps each step, counted from 1, to the shares over all elements.
@@ -95,7 +96,8 @@ class Reference:
         with torch.no_grad():
             for group in optimizer.param_groups:
                 for p in group["params"]:
-                    # FusedAdam's stand-in reads one of two gradients, as the flag says.
+                    # The stand-in for FusedAdam reads one of two gradients, depending on
+                    # ``use_decoupled_grad``.
                     fused = getattr(optimizer, "use_decoupled_grad", False)
                     gradient = p.decoupled_grad if fused else p.grad
                     if gradient is None:

@@ -1,7 +1,8 @@
 """The real demo: a few steps with verl's and Megatron-core's own code.
 
 One run starts its processes as a user's run does, with two ranks. The other runs fork their
-processes from one that has imported verl's dependencies (``demo_processes.py``), in 1/5 of that.
+processes from one that has imported verl's dependencies (``demo_processes.py``). Forking takes a
+fifth of the time.
 """
 
 import importlib.util

@@ -4,7 +4,7 @@ Run the script with the environment's own python, after installing transformer-e
 script needs g++ and takes minutes (MAX_JOBS compilers at a time, one by default). A finished wheel
 is kept in the directory given as the only argument. If the right version is installed already, the
 script does nothing. Without a GPU the imports and FusedAdam's legality checks work afterwards. A
-legal FusedAdam(...) then goes on to allocate one integer with device="cuda".
+legal FusedAdam(...) goes on to allocate one integer with device="cuda".
 """
 
 import os

@@ -52,13 +52,13 @@ LEFT_OUT = [
 
 WATCHING = ("kept", "watching")
 NOT_CHANGED = [f"*/auditing/{one}.py" for one in WATCHING]
-"""These modules only watch updates and judge nothing, and their tests train for minutes."""
+"""Modules that only watch updates and judge nothing; their tests train for minutes."""
 
 MESSAGE = r'^\s*\(?f?"[^"]* [^"]*"[\s),:]*$'
 """Matches a line that contains only a string with a blank in it."""
 
 EXAMPLES = "10"
-"""How many examples hypothesis tries for each change; it tries a survivor with 100 once more."""
+"""How many examples hypothesis tries for each change; a survivor is tried with 100 once more."""
 
 ENDS = {0: "survived", 1: "killed", 3: "killed", 33: "no test", -24: "too long", 36: "too long"}
 SETTINGS = """
@@ -89,8 +89,9 @@ def prepare(folder: Path, part: str) -> None:
         shutil.copytree(ROOT / name, folder / name, ignore=leave)
     for name in ("README.md", "CHANGELOG.md"):
         shutil.copy(ROOT / name, folder)
-    # Create the folder now: Python ignores an entry of its path for good if it is missing at the
-    # start. Otherwise the tests would run on the installed code and notice nothing.
+    # Create the folder now: Python ignores a path entry for good if the folder is missing when
+    # Python starts. Without the folder the tests would run on the installed code and notice no
+    # change.
     (folder / "mutants" / "src").mkdir(parents=True)
     tests = [*tests, *(f"--deselect={one}" for one in LEFT_OUT)]
     settings = SETTINGS.format(

@@ -4,7 +4,8 @@
 
 FOLDER is the folder of tox's environments (default ``.tox``). Each framework's newest pinned
 environment changes its sources (``tests/mutants.py``) and its imported modules
-(``tests/mutated_behaviour.py``). The exit status is 1 if a change survives unjudged.
+(``tests/mutated_behaviour.py``). The exit status is 1 if a change survives that ``JUDGED`` does not
+list.
 """
 
 from __future__ import annotations

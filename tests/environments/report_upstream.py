@@ -3,7 +3,7 @@
     python tests/environments/report_upstream.py [FOLDER] [PATH ...]
 
 FOLDER is the folder of tox's environments (default ``.tox``). The newest wheels are downloaded
-without their dependencies. Each framework's newest pinned environment judges them by
+without their dependencies. Each framework's newest pinned environment judges the wheels by
 ``precision-shim doctor --against WHEEL``. The report names a framework that is not on the index
 (NeMo-RL). Further PATHs, such as checkouts, are judged in the same way. The exit status is 1 if a
 feature could not be applied, 2 if something could not be judged.

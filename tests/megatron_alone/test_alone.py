@@ -93,7 +93,7 @@ def test_an_overflow_reaches_the_scaler(
 
 
 def test_a_finished_config_is_checked_again(on: On, one_process: Any) -> None:
-    """AReaL sets dtypes after the config's check: 14 bytes, and 12 if it is checked again."""
+    """AReaL sets dtypes after the config's check: 14 bytes, or 12 if the shim checks again."""
     names = {**builds.AREAL.later, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "BFloat16"}
 
     def bytes_of(build: builds.Build) -> float:

@@ -76,7 +76,7 @@ def test_unpatched_nothing_ends_thirty_overflows(one_process: Any) -> None:
 
 
 def test_a_chain_asks_its_parts(on: On, one_process: Any) -> None:
-    """If one part of a chain steps, the chain's stored result of the overflow check is used up."""
+    """After a step of one part of a chain, the chain checks for overflows anew."""
     on()
     trainer = Trainer.of(fp16(), 2)
     trainer.backward(0)

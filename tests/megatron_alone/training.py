@@ -1,7 +1,7 @@
 """Steps Megatron's own objects in the call orders of trainers that check for an overflow first.
 
-slime and miles need ``megatron.training``, which no wheel contains. So this module repeats the
-calls that their ``train_one_step`` makes on Megatron's objects, in the same order.
+slime and miles need ``megatron.training``, which no wheel contains. This module repeats the calls
+that slime's and miles' ``train_one_step`` makes on Megatron's objects, in the same order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """ms-swift's Megatron trainer on a CPU, with stand-ins for what a CPU lacks.
 
-Megatron and its schedule are real, and so are the trainer's ``__init__``, ``prepare_model``,
-``get_optimizer_and_scheduler``, ``wrap_model``, ``train_step``, ``on_log``, ``save_checkpoint`` and
-``load_mcore_checkpoint``, the fields of its arguments and their effect on dtypes.
+Megatron and its schedule are real, and so are the fields of the trainer's arguments and their
+effect on dtypes. The trainer's ``__init__``, ``prepare_model``, ``get_optimizer_and_scheduler``,
+``wrap_model``, ``train_step``, ``on_log``, ``save_checkpoint`` and ``load_mcore_checkpoint`` are
+real, too.
 
 Stand-ins: a tiny GPT of Megatron's replaces the model that mcore-bridge builds of
 TransformerEngine's layers. No weights are loaded, and no compiled functions are warmed up.
@@ -32,8 +33,8 @@ OVERFLOW = 1e30
 def import_trainer(*others: str) -> types.ModuleType:
     """Import ms-swift's trainer module, and others of ms-swift, without TransformerEngine.
 
-    mcore-bridge patches layers that Megatron has only if TransformerEngine is installed. During its
-    import an empty class replaces each layer that is missing.
+    mcore-bridge patches layers that Megatron has only if TransformerEngine is installed. While
+    mcore-bridge is imported, an empty class replaces each layer that is missing.
     """
     import megatron.core.extensions.transformer_engine as layers
 

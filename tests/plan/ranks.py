@@ -83,7 +83,7 @@ def fsdp(launch: Launch) -> dict[str, Any]:
 
 
 class Whole(torch.nn.Module):
-    """Replaces TransformerEngine's linear layer of mode "duplicated": it has the whole matrix."""
+    """TransformerEngine's linear layer in mode "duplicated": each rank has the whole matrix."""
 
     def __init__(self, inputs: int, outputs: int, **ignored: Any) -> None:
         super().__init__()

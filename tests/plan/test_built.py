@@ -103,7 +103,7 @@ def test_the_groups_bytes_are_those_of_all_ranks_audits(run_ranks: Ranks, world:
 
 
 def _alias(name: str, parts: dict[str, Any]) -> str:
-    """The plan calls a part "model" if the model has only one, which the audit calls "dense"."""
+    """The audit's part "dense" is the plan's part "model" if the model has only one part."""
     return name if name in parts else "model"
 
 

@@ -151,7 +151,7 @@ def test_verls_other_engines(capsys: pytest.CaptureFixture[str], model: Path) ->
     if here >= Version("0.9.0"):
         because = "dtype is float16, and verl's torchtitan engine has no loss scaler"
         assert (code, scaling(plan), notes) == (0, [(OURS, because)], [])
-    else:  # before 0.9 this engine trains in bfloat16, and a note in the plan says so
+    else:  # before 0.9 this engine trains in bfloat16, as a note in the plan states
         assert (code, scaling(plan), len(notes)) == (0, [], 1)
     sft = ("python3", "-m", "verl.trainer.sft_trainer", "trainer.n_gpus_per_node=8")
     sft += ("engine=automodel", "optim=automodel", f"model.path={model}", "data.train_files=none")
@@ -568,7 +568,7 @@ def test_torchtitan(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 LLAMA = ("-m", "torchtitan.train", "--module", "llama3", "--config", "llama3_debugmodel")
-"""This config has 16 attention heads, and 16 heads for keys and values."""
+"""The config has 16 attention heads, and 16 heads for keys and values."""
 
 
 @needs("torchtitan")

@@ -158,7 +158,7 @@ class Trainer:
         return float(self.step(number, weight)["grad_norm"])
 
     def save(self, directory: Path) -> None:
-        """Write a checkpoint as ROLL does; Megatron's GPT lacks mcore_adapter's method for it."""
+        """Write a checkpoint as ROLL does; a GPT lacks mcore_adapter's ``save_pretrained``."""
         own = importlib.import_module("mcore_adapter.checkpointing")
         platform = type(importlib.import_module("roll.platforms").current_platform)
         (model,) = self.strategy.models_unwrapped

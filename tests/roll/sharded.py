@@ -2,7 +2,7 @@
 
 The strategy, FSDP2 over gloo with one rank, a tiny Llama of transformers', and torch's distributed
 checkpoints are real. The tests provide the worker, the tokenizer, and the random states of a
-device, because ``torch.cpu`` has no functions for these.
+device, because ``torch.cpu`` has no functions for random states.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def test_states_stay_fp32_because_of_the_offload(on: On, states: str) -> None:
 
 
 def test_its_offload_breaks_other_states() -> None:
-    """This is why ROLL's states stay fp32: its offload rounds an fp32 ``exp_avg_sq``."""
+    """The shim leaves ROLL's states in fp32, as ROLL's offload rounds an fp32 ``exp_avg_sq``."""
     trainer = Trainer.of(BF16)
     trainer.step(0)
     trainer.strategy.load_states()

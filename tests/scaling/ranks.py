@@ -141,7 +141,7 @@ def first_half(directory):
 
 
 def second_half(directory):
-    """Train 10 more steps from the checkpoint in a new process, with a scaler's state or not."""
+    """Train 10 more steps from the checkpoint in a new process, with or without scaler state."""
     resumed = Job()
     resumed.load(directory)
     loaded = resumed.result()

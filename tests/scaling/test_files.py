@@ -171,7 +171,7 @@ checkpoint.save(arguments[0], scaler)
 
 @pytest.mark.parametrize("call", ["os.fsync", "os.open"])
 def test_a_disk_that_fills_at_the_flush_is_told(tmp_path, monkeypatch, call):
-    """Network disks may report ENOSPC at the flush; a folder that cannot flush is no fault."""
+    """Network disks may report ENOSPC at the flush; an unflushable folder is no error."""
 
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -200,7 +200,7 @@ JOBS = {
     "areal": "tests/areal/test_pages.py::test_a_job_passes_areals_validation",
     "ms-swift": "tests/ms_swift/test_pages.py::test_a_job_passes_ms_swifts_validation",
 }
-"""Maps each framework to the test that passes its documented jobs through its own validation."""
+"""Maps each framework to the test that validates its documented jobs with the framework."""
 
 DOCUMENTED = {one: page.name for page in PAGES for one in commands(page)}
 

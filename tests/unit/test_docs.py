@@ -120,7 +120,7 @@ def test_messages_stand_under_what_they_are_about() -> None:
         assert any(kind == one.kind for one in found), f"no {kind} is left: take it out"
     for part, about in messages.OF_A_TEXT.items():
         assert about in {headings[text] for text in headings if part in text}, part
-    # All errors of each of these classes are about one subject.
+    # Each class in this list has errors about one subject only.
     for kind in (
         "ScalerCheckpointError",
         "LossScaleError",

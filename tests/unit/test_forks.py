@@ -183,7 +183,7 @@ def found(tmp_path):
 
 
 def forks_and_parent(found, script):
-    """Fork several times while another thread patches; returns what fork and parent have."""
+    """Fork several times while another thread patches; returns the state of fork and parent."""
     return found(f"""
 answers = []
 for _ in range({TIMES}):

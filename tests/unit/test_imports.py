@@ -52,8 +52,8 @@ CLOSING = {
     # A status is printed as text, and the text is made from the record.
     ("precision_shim.reporting.record", "precision_shim.reporting.text"),
 }
-"""Pairs: the first module imports the second within a function, and the second imports the first at
-its top or through other modules (``session`` also through ``journal``)."""
+"""Pairs of modules, of which the first imports the second within a function. The second imports the
+first at its top, or through other modules (``session`` also through ``journal``)."""
 
 
 def at_import(body):

@@ -108,7 +108,8 @@ def test_a_bf16_wire(group: str) -> None:
 def test_a_bf16_wire_behind_the_sender() -> None:
     engine = replace(ENGINE, weights=weights("fp16", 1.0))
     assert codes(RIGHT, engine) == ["bf16-wire"]
-    assert codes(RIGHT, replace(engine, sync=0)) == []  # no sync yet: the checkpoint's weights
+    # Before the first sync the engine has the checkpoint's weights.
+    assert codes(RIGHT, replace(engine, sync=0)) == []
     assert codes(RIGHT, replace(engine, sync=8)) == []
 
 

@@ -89,7 +89,7 @@ def test_moments_that_were_bf16_are_told_by_their_values(tmp_path: Path) -> None
             torch.arange(ELEMENTS).reshape(6, 4).float() * 100 - 900,
             "int16 remainders, stored as fp32 numbers",
         ),
-        (torch.ones(6, 4), "fp32"),  # the masters of a norm look like this
+        (torch.ones(6, 4), "fp32"),  # a norm's masters look like this tensor
     ],
 )
 def test_masters_are_told_by_dtype_and_values(
@@ -405,9 +405,9 @@ def test_metadata_that_would_run_code(tmp_path: Path, capsys: Any) -> None:
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_other_files_that_would_run_code(tmp_path: Path, capsys: Any, protocol: int) -> None:
     harm = Harm(tmp_path / "done")
-    folder = megatrons(tmp_path / "saved", extra=harm)  # an object in a .distcp file
+    folder = megatrons(tmp_path / "saved", extra=harm)  # extra is an object in a .distcp file
     torch.save({"content_metadata": harm, "optimizer": [harm]}, folder / "common.pt")
-    (tmp_path / "done").unlink(missing_ok=True)  # copying the object ran the code
+    (tmp_path / "done").unlink(missing_ok=True)  # copying the object ran the harmful code
     run(folder)
     ranks = of_ranks(tmp_path / "ranks", 1)
     for file in ranks.iterdir():
