@@ -48,7 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Ignore other projects' warnings; the shim's are errors unless a test expects them."""
+    """Ignore foreign warnings; the shim's warnings are errors unless a test expects them."""
     for item in items:
         if item.path.relative_to(Path(__file__).parent).parts[0] in FRAMEWORKS:
             item.add_marker(pytest.mark.filterwarnings("ignore"), append=False)

@@ -85,7 +85,7 @@ class _Watched(io.FileIO):
 
 @contextlib.contextmanager
 def _torch_saves_by_python(hook: _Hook) -> Iterator[None]:
-    """Let torch.save write by Python, because nothing here notices writes of its C++ code."""
+    """Give torch.save an open file, because nothing here notices writes of its C++ code."""
     import torch
 
     save = torch.save

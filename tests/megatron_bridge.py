@@ -2,8 +2,8 @@
 
 Megatron-Bridge's import names classes of TransformerEngine, for its LoRA layers and its weight
 mappings. From 0.6 on the import also names classes of Megatron-Energon, for its data loaders.
-Without them its import fails. ``import_megatron_bridge`` provides placeholders for that import:
-classes that can be named and subclassed, and do nothing. Afterwards ``import_megatron_bridge``
+Without these classes the import fails. ``import_megatron_bridge`` provides placeholders: classes
+that can be named and subclassed, and do nothing. After the import ``import_megatron_bridge``
 removes the placeholders from ``sys.modules``, so that no other code mistakes them for real classes.
 Models are built from Megatron's own layers (``transformer_layer_spec``).
 """
@@ -46,7 +46,7 @@ def import_megatron_bridge() -> types.ModuleType:
         The module ``megatron.bridge``.
 
     Raises:
-        ImportError: ImportError: Megatron-Bridge or another package is missing.
+        ImportError: Megatron-Bridge or another package is missing.
     """
     return import_with_placeholders("megatron.bridge", "megatron.bridge.training.config")
 

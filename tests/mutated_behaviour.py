@@ -115,8 +115,8 @@ COVERED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("optim.step(",),
     ),
 )
-"""Symbols that probes check. Each symbol has words of its probe's name, so that the probe runs first,
-and words of the statements to change."""
+"""Symbols that probes check. Each symbol has words of its probe's name, so that its probe runs
+first, and words of the statements to change."""
 
 
 @dataclass(frozen=True)

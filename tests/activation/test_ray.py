@@ -363,8 +363,7 @@ OURS = {"env_vars": {"THEIRS": "job", "PRECISION_SHIM": "1"}}
 @pytest.mark.parametrize(
     ("runtime_env", "command", "install", "features"),
     [
-        # The job's runtime_env sets the variable; Ray refuses a driver's runtime_env that also sets
-        # it.
+        # The job's runtime_env sets the variable; Ray refuses to set it in the driver's, too.
         pytest.param(OURS, {}, "", ALL, id="in the job"),
         pytest.param(
             OURS, {}, 'features=["fp16-scaling"]', ["fp16-scaling"], id="in the job and install"

@@ -92,7 +92,8 @@ AREAL = Build(
         "exp_avg_sq_dtype": BF16,
     },
 )
-"""AReaL 1.0.4 with optimizer.type=adam_bf16 sets the fields ``later`` on a finished config."""
+"""AReaL 1.0.4 with optimizer.type=adam_bf16: areal/engine/megatron_engine.py sets the fields
+``later`` on a finished config."""
 
 PLANTED = {
     "main-grads-dtype": Build(fp32_bucket=False),
@@ -202,7 +203,7 @@ def live_storages() -> dict[int, int]:
 
 
 def held_by(build: Build) -> tuple[int, list[Any], Any]:
-    """Returns the bytes that a model and its first step keep, the chunks and the optimizer."""
+    """Return the bytes that a model and its first step keep, the chunks and the optimizer."""
     before = live_storages()
     chunks, optimizer = make(build)
     step_without_forward(chunks, optimizer)

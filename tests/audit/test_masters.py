@@ -33,7 +33,7 @@ LEFT_OUT = {
     "offload": builds.Build(config=OFFLOAD),
     "offload, half of it": builds.Build(config=OFFLOAD | {"optimizer_offload_fraction": 0.5}),
 }
-"""It leaves theirs out."""
+"""Megatron's own ``reload_model_params`` leaves out the masters of these builds."""
 
 BUILDS = {
     **BY_MEGATRON,

@@ -38,7 +38,7 @@ PARTS = {  # the package to change, and the tests to run for each change
     ),
 }
 LEFT_OUT = [
-    # They start processes.
+    # These tests start processes.
     f"{FILES}::test_a_process_killed_during_a_save_leaves_the_old_file_or_the_new",
     f"{FILES}::test_a_kill_in_the_middle_of_the_text_leaves_the_old_file",
     f"{FILES}::test_a_full_disk_is_told_and_leaves_the_old_file",

@@ -4,8 +4,8 @@
 
 FOLDER is the folder of tox's environments (default ``.tox``). Each framework's newest pinned
 environment changes its sources (``tests/mutants.py``) and its imported modules
-(``tests/mutated_behaviour.py``). The exit status is 1 if a change survives that ``JUDGED`` does not
-list.
+(``tests/mutated_behaviour.py``). The exit status is 1 if a change survives and
+``JUDGED`` does not list the change.
 """
 
 from __future__ import annotations

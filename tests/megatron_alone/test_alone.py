@@ -171,7 +171,7 @@ def test_a_version_without_a_symbol_is_refused_whole(
     refused_whole(on, monkeypatch, megatron_alone, "prepare_grads")
 
 
-# -- a training that is stopped and resumed --------------------------------------------------------
+# -- a training that is stopped and resumed ----------------------------------------------------
 
 
 def test_a_training_that_was_stopped_goes_on_bit_for_bit(

@@ -222,7 +222,7 @@ def faults(directory):
     scaler = fresh()
     attempt("load", lambda: load(directory, scaler))
     found["scale"] = scaler.get_scale()
-    # A node-local path: the directory does not exist on rank 1. It needs none.
+    # A node-local path: the directory does not exist on rank 1, which needs none.
     mine = directory if rank == 0 else directory / "not there"
     scaler = fresh()
     attempt("node-local", lambda: load(mine, scaler))

@@ -64,7 +64,7 @@ def test_each_way_to_call_is_told_and_not_gone(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     called: set[str] = set()
-    # The mark in front makes POP_MARK drop the call's result too. POP_MARK takes it all.
+    # The mark in front makes POP_MARK drop the call's result too.
     content = b"(" + CALLING[name] if name == "dropped" else CALLING[name]
     read_pickle(content, "here", called)
     assert called == {"os.system"}
