@@ -121,7 +121,7 @@ class Own:
         framework: whose.
         folder: the tests' folder, in which pytest runs.
         files: the test files, relative to the folder; missing files are left out.
-        least: from the number of tests, how many must pass.
+        least: computes from the number of tests how many must pass.
         start: how pytest is started.
         environment: variables that are added to the inherited ones.
         conftest: the path of our ``conftest.py``, relative to the folder.

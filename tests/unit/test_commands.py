@@ -190,7 +190,7 @@ MANIFEST = {
     "uv run": Held(why_not=MENTION),
     "uv run examples/...": Held(why_not=MENTION),
 }
-"""Maps patterns (:mod:`fnmatch`) of documented commands that are no jobs to what covers them."""
+"""Maps the pattern (:mod:`fnmatch`) of each documented command that is no job to its coverage."""
 
 JOBS = {
     "verl": "tests/verl/test_pages.py::test_a_job_passes_verls_validation",
