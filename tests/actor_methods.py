@@ -1,4 +1,4 @@
-"""What can be seen of an actor class's methods from outside: by Ray, and by ``inspect``."""
+"""What Ray and ``inspect`` see of an actor class's methods."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 
 def described(actor_class: Any) -> dict[str, Any]:
-    """Each method's name, doc and signature, and what Ray holds a call's arguments against."""
+    """Each method's name, docstring and signature, and the signature by which Ray checks calls."""
     meta = actor_class.__ray_metadata__
     plain = meta.modified_class.__ray_actor_class__
     found = {}
     for name, parameters in meta.method_meta.signatures.items():
-        if "_precision_shim" in name:  # what the wrapped classes beneath add, such as a helper
+        if "_precision_shim" in name:  # skip methods that wrapping a base class adds
             continue
         method = getattr(plain, name, None)
         found[name] = {

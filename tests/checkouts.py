@@ -1,4 +1,4 @@
-"""A framework as a checkout on ``PYTHONPATH``: the installed sources, and no metadata of theirs."""
+"""Runs the doctor on a framework's checkout on ``PYTHONPATH``: sources without metadata."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ print(json.dumps([found.version, found.tested, found.reason, seams, problems]))
 
 
 class Told:
-    """What the doctor says of a framework."""
-
     def __init__(self, framework: str, path: list[str], *flags: str) -> None:
         done = subprocess.run(
             [sys.executable, *flags, "-c", _DOCTOR, framework],
@@ -50,19 +48,19 @@ class Told:
 
 
 def as_installed(framework: str) -> Told:
-    """What it says of what is installed."""
+    """The doctor's report on the installed framework."""
     return Told(framework, [one for one in sys.path if one])
 
 
 def as_checkout(
     framework: str, folder: Path, change: Callable[[Path], None] = lambda root: None
 ) -> Told:
-    """What it says of a copy, where the rest of the environment is as it was.
+    """The doctor's report on a copy of the framework, beside the other installed packages.
 
     Args:
         framework: its name.
         folder: an empty one.
-        change: changes the copy, whose root it gets.
+        change: function that changes the copy, given the copy's root.
     """
     entry = _registry.entries()[framework]
     root, site = folder / "checkout", folder / "site"
@@ -74,10 +72,10 @@ def as_checkout(
         if "site-packages" in one:
             for file in sorted(Path(one).iterdir()):
                 if file.name.partition("-")[0].lower() not in own:
-                    with contextlib.suppress(FileExistsError):  # Ray brings a psutil of its own
+                    with contextlib.suppress(FileExistsError):  # Ray bundles its own psutil
                         (site / file.name).symlink_to(file)
                 elif file.name in entry.packages:
                     shutil.copytree(file, root / file.name)
     change(root)
-    # Without start-up files Python adds no site-packages of its own to this path.
+    # With -S Python adds no site-packages of its own to this path.
     return Told(framework, [*path, str(root), str(site)], "-S")

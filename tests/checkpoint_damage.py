@@ -1,4 +1,4 @@
-"""Damage to a checkpoint's files, drawn from a seed, and what the checkpoint doctor makes of it."""
+"""Random damage to a checkpoint's files, drawn from a seed, and the checkpoint doctor's verdict."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ KINDS = ("flipped", "zeroed", "cut", "gone")
 
 @dataclass(frozen=True)
 class Damage:
-    """What was done to a file.
+    """A change that was made to a file.
 
     Attributes:
         kind: one of ``KINDS``.
-        file: its name within the checkpoint.
-        places: the bytes of it that are others now, or are gone.
+        file: the file's path within the checkpoint.
+        places: offsets of the bytes that changed or were cut off.
     """
 
     kind: str
@@ -33,11 +33,11 @@ class Damage:
 
 
 def draw(folder: Path, seed: int) -> Damage:
-    """Damage one file of a folder; the seed says which and how."""
+    """Damage one file of a folder; the seed determines the file and the kind of damage."""
     chance = random.Random(seed)
     files = [one for one in sorted(folder.rglob("*")) if one.is_file() and one.stat().st_size]
     while True:
-        # As often a small file as a large one: in what is small is what the others are read by.
+        # Small files are damaged as often as large ones: they describe how to read the large ones.
         file, kind = chance.choice(files), chance.choice(KINDS)
         whole = file.read_bytes()
         content = bytearray(whole)
@@ -57,7 +57,7 @@ def draw(folder: Path, seed: int) -> Damage:
         after = bytes(content) + bytes(len(whole) - len(content))
         places = {at for at, (a, b) in enumerate(zip(whole, after, strict=True)) if a != b}
         places |= set(range(len(content), len(whole)))
-        if places:  # zeros where there were zeros are no damage
+        if places:  # zeros written over zeros are no damage
             return Damage(kind, str(file.relative_to(folder)), tuple(sorted(places)))
 
 
@@ -70,12 +70,12 @@ def wrong_answers(
     *,
     most: int | None = MOST,
 ) -> Iterator[str]:
-    """Damage of which the doctor neither names the file nor says that it was not checked.
+    """Yield each damage that the doctor neither reports as a problem nor lists as not checked.
 
     Args:
-        checkpoint: what is whole, and goes on exactly.
+        checkpoint: an undamaged checkpoint that resumes exactly.
         framework: whose it is.
-        config: what the job's own config asks for.
+        config: what the job's own config sets.
         work: where the copies go.
         seeds: one for each copy.
         most: see ``examine``.
@@ -98,7 +98,7 @@ def wrong_answers(
         else:
             told = "; ".join(f"{one.outcome.verdict}: {one.outcome.because}" for one in found)
             fine = _said(found, damage, folder)
-            if damage.kind == "gone":  # the report of the whole one has it as not looked at
+            if damage.kind == "gone":  # a file that is not ``ours`` is never read
                 fine = fine or not whole[Path(damage.file)].ours
         shutil.rmtree(folder)
         if not fine:
@@ -107,10 +107,10 @@ def wrong_answers(
 
 
 def _said(found: list[Examined], damage: Damage, folder: Path) -> bool:
-    """Whether the report has the damaged file as a problem, or as not checked there."""
+    """Whether the report lists the damaged file as a problem, or as not checked."""
     name = Path(damage.file).name
     if not all(one.outcome.exact for one in found):
-        # Files of ranks that are missing are named by their kind.
+        # If a rank's file is missing, the report names the kind of file, not the file.
         parts = (name, name.partition("_world_size")[0], "no weights", "no optimizer states")
         told = " ".join(f"{one.outcome.because} {one.part.scaler.where}" for one in found)
         missing_record = "no loss scaler" in told and name == "precision_shim_scaler.json"

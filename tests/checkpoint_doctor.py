@@ -1,4 +1,4 @@
-"""The checkpoint doctor, asked in the process that is about to load."""
+"""Runs the checkpoint doctor in the process that is about to load the checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from precision_shim.checkpoints.foretelling import Here
 from precision_shim.checkpoints.report import Examined, examine
 
 FP16 = {"precision": "fp16"}
-"""What the config of a job says whose checkpoint may have no loss scaler's record."""
+"""The config of a job whose checkpoint may lack the loss scaler's record."""
 
 
 def ask(
@@ -20,13 +20,13 @@ def ask(
     *,
     on: bool | None = None,
 ) -> Examined:
-    """What the doctor says of a checkpoint of one model, resumed in this process.
+    """The doctor's report on a checkpoint of one model that this process would resume.
 
     Args:
         folder: where it is.
         framework: whose it is.
-        config: what the job's own config asks for; ``None`` to leave that to the file.
-        on: whether the shim is on where it is resumed; ``None``: as in this process.
+        config: what the job's own config sets; ``None`` to read it from the checkpoint.
+        on: whether the shim is on in the resuming process; ``None``: as in this process.
     """
     here = Here.now(config)
     (found,) = examine(folder, here if on is None else here.but(on=on), framework)
@@ -34,12 +34,11 @@ def ask(
 
 
 def verdict(*arguments: Any, **named: Any) -> str:
-    """The same, in one word."""
     return ask(*arguments, **named).outcome.verdict
 
 
 def told_by(outcome: str) -> str:
-    """The doctor's word for what a test saw a real load do."""
+    """Translate a real load's outcome in a test into the doctor's verdict."""
     words = {
         "exact": "exact",
         "exact until it trains": "exact",

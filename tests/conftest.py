@@ -1,4 +1,4 @@
-"""What the tests of all frameworks share."""
+"""Fixtures and hooks that the tests of all frameworks share."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TRANSFORMER_ENGINE = "2.11.0"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Measure where the time of the run goes."""
+    """Register the plugin that measures where a test run's time goes."""
     config.pluginmanager.register(timing_of_importlib_bootstrap)
 
 
@@ -48,7 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Other projects' warnings are theirs; ours are errors unless a test expects them."""
+    """Ignore foreign warnings; the shim's warnings are errors unless a test expects them."""
     for item in items:
         if item.path.relative_to(Path(__file__).parent).parts[0] in FRAMEWORKS:
             item.add_marker(pytest.mark.filterwarnings("ignore"), append=False)
@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def start_up_file() -> None:
-    """Skips where Python's start-up does not load the shim: run from the source tree, it cannot."""
+    """Skip if Python's start-up does not load the shim, as in a run from the source tree."""
     done = subprocess.run(
         [sys.executable, "-c", START_UP],
         env={
@@ -76,7 +76,7 @@ def start_up_file() -> None:
 
 @pytest.fixture
 def shim() -> Iterator[Callable[..., precision_shim.Status]]:
-    """``install``, and the way back at the end of the test."""
+    """Yield ``install``, and uninstall the shim after the test."""
     try:
         yield precision_shim.install
     finally:
@@ -85,7 +85,7 @@ def shim() -> Iterator[Callable[..., precision_shim.Status]]:
 
 @pytest.fixture(autouse=True)
 def no_attention_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron leaves one model's attention backend in the environment, and trips on the next."""
+    """Undo Megatron's variables for one model's attention backend, which break the next model."""
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
         monkeypatch.setenv(name, "0")
         monkeypatch.delenv(name)
@@ -93,9 +93,9 @@ def no_attention_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def moves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
-    """Every ``Tensor.to`` by its argument, and the tensor that it was called on.
+    """Record each call of ``Tensor.to``: the tensor's id and the argument.
 
-    There is one device here, so that of an offload the moves themselves are observed.
+    The machine has one device, so a test of an offload observes the calls of ``Tensor.to``.
     """
     import torch
 
@@ -112,9 +112,9 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
 
 @pytest.fixture
 def fused_adam(cpu: None) -> Iterator[str]:
-    """TransformerEngine's FusedAdam, by its stand-in; yields the version it tells.
+    """Stand in for TransformerEngine's FusedAdam; yields the version that it reports.
 
-    ``cpu`` is the framework's own: what has to be imported before the stand-in is there.
+    ``cpu`` is the framework's own fixture: it imports what must precede the stand-in.
     """
     from precision_shim.testing.transformer_engine import stand_in_transformer_engine
 

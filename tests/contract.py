@@ -1,7 +1,7 @@
-"""What the tests of every framework hold it to, whichever it is.
+"""Tests that every framework has to pass.
 
-``tests/<framework>/test_contract.py`` makes a class of each class here, with the framework's
-:class:`Driver` and the fixtures that build what only that framework has.
+``tests/<framework>/test_contract.py`` derives a class from each class here. Each derived class adds
+the framework's :class:`Driver`, and fixtures for what only that framework has.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from .wishes import Case, each_case, expected, outcome_in
 
 
 def leave_as_it_is(root: Path, version: str) -> None:
-    """The copied packages say their version themselves."""
+    """Change nothing, because the copied packages state their version themselves."""
 
 
 @dataclass(frozen=True)
 class Driver:
-    """What the contract has to know of a framework.
+    """Facts about a framework that the contract's tests need.
 
     Attributes:
-        framework: its name, as users write it.
-        version: what is installed, as ``status()`` tells it.
-        pinned: the version in the name of the tox environment.
-        worker: a file of tests that builds a real worker, and then calls ``status_in_docs.tell``.
+        framework: the framework's name, as users write it.
+        version: the installed version, as ``status()`` reports it.
+        pinned: the version in the tox environment's name.
+        worker: a test file that builds a real worker, and then calls ``status_in_docs.tell``.
         example: the module in ``examples``.
-        tested: whether the installed version is a tested one.
+        tested: whether the installed version is one of the tested versions.
         state_version: writes the version into a checkout whose packages do not state it.
     """
 
@@ -58,17 +58,15 @@ class Driver:
 
 
 class Contract:
-    """Holds one framework."""
-
     driver: ClassVar[Driver]
 
 
 class Release(Contract):
-    """What is recorded and assumed of a release, held to what is installed."""
+    """What is recorded about a release, compared with the installed version."""
 
     @pytest.fixture(scope="class")
     def installed(self) -> Told:
-        """What the doctor says of what is installed."""
+        """The doctor's report on the installed framework."""
         return as_installed(self.driver.framework)
 
     def test_the_record_of_symbols_is_current(self) -> None:
@@ -98,11 +96,11 @@ class Release(Contract):
 
 
 class Worker(Contract):
-    """What ``status()`` says in a real worker: on one screen, and in the docs as it is."""
+    """In a real worker the text of ``status()`` fits one screen and equals the text in the docs."""
 
     @pytest.fixture
     def server(self) -> Ranks | None:
-        """Where the worker's process is forked; none: it is a new Python."""
+        """The server that forks the worker's process; ``None`` to start a new Python."""
         return None
 
     def test_status_of_a_worker(
@@ -116,9 +114,9 @@ class Worker(Contract):
 
 
 class Wishes(Contract):
-    """The table of wishes on the framework's own config: one plan for each, as everywhere.
+    """Each wish, written into a framework's own config, gets the same plan in every framework.
 
-    The fixture ``wishes_of`` writes a case into that config, and reads the wishes from there.
+    The fixture ``wishes_of`` writes a case into the framework's config, and reads the wishes.
     """
 
     @each_case
@@ -130,7 +128,7 @@ class Wishes(Contract):
 
 
 class Job(Contract):
-    """A job: all who are asked agree on what is in force in it, and the example trains."""
+    """For a job, all commands agree on what is in force, and the example trains."""
 
     def test_all_say_what_the_worker_says(self) -> None:
         assert disagreements(self.driver.framework) == []
@@ -143,12 +141,12 @@ class Job(Contract):
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that the framework wrote, whole, and that goes on exactly.
+    """An undamaged checkpoint that the framework wrote and that resumes exactly.
 
     Attributes:
         folder: where it is.
-        config: what the config of the job says that wrote it.
-        groups: the groups of the seams for fp16, by whether the doctor asks for them.
+        config: the settings of the job that wrote the checkpoint.
+        groups: each group of seams for fp16, and whether the doctor requires it.
     """
 
     folder: Path
@@ -162,7 +160,7 @@ each_seed = pytest.mark.parametrize(
 
 
 class Damage(Contract):
-    """Damaged checkpoints: the checkpoint doctor calls none of them plainly exact.
+    """The checkpoint doctor calls no damaged checkpoint exact without a caveat.
 
     The fixture ``saved`` has a worker of the framework write a checkpoint.
     """
@@ -175,7 +173,7 @@ class Damage(Contract):
         assert not list(wrong_answers(saved.folder, framework, saved.config, work, seeds))
 
     def hold_groups(self, saved: Saved) -> None:
-        """The doctor asks for the seams of the worker that wrote the files, and for no others."""
+        """The doctor requires exactly the seams of the worker that wrote the files."""
         framework = self.driver.framework
         assert ask(saved.folder, framework, saved.config, on=True).outcome.exact
         for group, asked_for in saved.groups.items():
@@ -185,7 +183,7 @@ class Damage(Contract):
 
 
 class Upstream(Contract):
-    """Changes of what the seams stand on: each is noticed, or does no harm."""
+    """Each change of the code that seams depend on is noticed, or does no harm."""
 
     @pytest.mark.slow
     def test_changes_of_upstream_are_noticed_or_do_no_harm(self) -> None:
@@ -195,7 +193,7 @@ class Upstream(Contract):
 class UpstreamsOwn(Contract):
     """The framework's own tests that need no GPU have the same outcome with the shim on and off.
 
-    The fixture ``own`` has the tests.
+    The fixture ``own`` provides the framework's tests.
     """
 
     def test_upstreams_own_tests_have_the_same_outcome(self, own: Own) -> None:

@@ -1,9 +1,9 @@
-"""The shell commands that README and docs show, for the tests that hold them.
+"""Reads the shell commands in README and docs, for the tests that check them.
 
-A command is a line of a ``sh`` block, of an indented block that begins with a known program or with
-a setting of a framework's, a line behind ``$`` in any other block, or a piece of inline code that
-begins with a known program and has arguments. Lines that end in a backslash are joined; comments
-are left out.
+A command is a line of a ``sh`` block, or of an indented block that begins with a known program or a
+framework's setting. A line after ``$`` in any other block is a command, too. Inline code is a
+command if it begins with a known program and has arguments. Lines that end in a backslash are
+joined; comments are left out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PROGRAM = re.compile(
     re.VERBOSE,
 )
 SETTING = re.compile(r"(?:\+{0,2}|--)[a-z_]\w*(?:\.\w+)+=\S")
-"""The beginning of a setting of a framework's: ``a.b=c``, with ``+``, ``++`` or ``--`` in front."""
+"""The beginning of a framework's setting, such as ``a.b=c``, also after ``+``, ``++`` or ``--``."""
 _FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 _INDENTED = re.compile(r"(?:\A|(?<=\n\n))((?: {4}.*\n|\n(?= {4}))+)")
 
@@ -50,7 +50,7 @@ def commands(page: Path) -> list[str]:
 
 
 def blocks(page: Path) -> list[str]:
-    """All blocks of code of one page, whatever is in them."""
+    """All code blocks of one page, in any language."""
     text = page.read_text(encoding="utf-8")
     return [one for _, _, one in _FENCE.findall(text)] + _INDENTED.findall(_FENCE.sub("\n", text))
 

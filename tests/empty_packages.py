@@ -1,6 +1,7 @@
-"""Stands in for packages that are not installed: every name is in them, and does nothing.
+"""Stand-ins for packages that are not installed: every name exists and does nothing.
 
-For a framework's real class whose module imports them, where a test only calls what needs none.
+The stand-ins let a test import a real class of a framework whose module imports such packages. The
+test may call only code that uses none of the missing packages.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 
 class Anything(type):
-    """A class that is good as a base, a decorator's maker, an annotation; so are its attributes."""
+    """A class that serves as a base class, a decorator or an annotation, as do its attributes."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -31,7 +32,7 @@ class Anything(type):
 
 
 def nothing(name: str) -> Any:
-    """A class that does nothing; called twice, as a decorator with arguments, it gives back."""
+    """A class that does nothing; as a decorator with arguments it returns the decorated object."""
     return Anything(
         name,
         (),
@@ -43,7 +44,7 @@ def nothing(name: str) -> Any:
 
 
 class EmptyModule(ModuleType):
-    """A module in which every name is there."""
+    """A module in which every name exists."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -52,7 +53,7 @@ class EmptyModule(ModuleType):
 
 
 class Empty:
-    """Finds every module of some packages that are not installed; for ``sys.meta_path``."""
+    """A finder for ``sys.meta_path`` that finds every module of the named packages."""
 
     def __init__(self, *packages: str) -> None:
         self.packages = packages
@@ -71,7 +72,7 @@ class Empty:
 
 @contextlib.contextmanager
 def empty_packages(*packages: str) -> Iterator[None]:
-    """Let modules be imported that import from packages which are not installed."""
+    """Let modules import from the named packages, which are not installed."""
     known, finder = set(sys.modules), Empty(*packages)
     sys.meta_path.append(finder)  # type: ignore[arg-type]
     try:

@@ -1,4 +1,4 @@
-"""The examples, run as a user runs them, in the environment of their framework."""
+"""Runs the examples as a user does, in the environment of their framework."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ ROOT = Path(__file__).parents[1]
 
 
 def run(name: str, framework: str) -> str:
-    """Run one example from a clone; hold its end to what ``status()`` says of a job in force.
+    """Run one example from a clone, and compare its last lines with ``status()`` of a job in force.
 
     Args:
         name: the module in ``examples``.
         framework: as ``status()`` names it.
 
     Returns:
-        What it printed, on both streams.
+        The example's output on both streams.
     """
     ended = subprocess.run(
         [sys.executable, "-m", f"examples.{name}"],
@@ -40,7 +40,7 @@ def run(name: str, framework: str) -> str:
     shown = [one for one in quoted(framework) if not any(word in one for word in megatrons)]
     assert shown
     for one in shown:
-        # The reason in brackets differs by version: verl 0.7.1's FSDP engine has no scaler.
+        # The reason in brackets differs by version, because verl 0.7.1's FSDP engine has no scaler.
         assert one.partition(" (")[0] in ended.stdout, "the start page quotes another line"
     lines = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 50, "an example is a screen"

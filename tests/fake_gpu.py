@@ -1,7 +1,7 @@
-"""Tensors that say they are on a GPU, for code that asks: on a CPU all of them are the host's.
+"""Tensors that claim to be on a GPU, although a CPU stores all of them.
 
-Megatron's optimizer for CPU offload steps what is on the GPU in copies on the host, and a process
-without a GPU would make none.
+Megatron's optimizer for CPU offload copies only what is on the GPU to the host. In a process
+without a GPU, Megatron's optimizer would copy nothing.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _DEVICE = vars(torch._C.TensorBase)["device"].__get__
 
 
 class FakeGpu(TorchFunctionMode):
-    """Answers ``is_cuda``; what ``cpu()`` made, and copies of it, are the host's.
+    """Answers ``is_cuda``: false for a tensor from ``cpu()`` and its copies, true for all others.
 
-    Enter it within ``megatron_on_cpu``, whose streams stand for those of a GPU.
+    Enter the mode within ``megatron_on_cpu``, whose streams replace those of a GPU.
 
     Attributes:
-        names_devices: whether it answers ``device``, too; what checks devices trips on that.
+        names_devices: whether ``device`` is answered too; code that checks devices fails on that.
     """
 
     names_devices = False
@@ -71,4 +71,4 @@ class FakeGpu(TorchFunctionMode):
 
 
 _CUDA = torch.device("cuda")
-"""Made here: within ``megatron_on_cpu`` there is no such device."""
+"""The CUDA device, made at import because it does not exist within ``megatron_on_cpu``."""

@@ -1,4 +1,4 @@
-"""Forks of ``examples.processes.forks`` for the tests' launches."""
+"""What a fork of ``tests/rank_server.py`` runs: a script, or pytest."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from examples.processes.forks import begin, execute, ray_workers
 from .rank_server import Launch
 
 WORKER_PYTHON = "TEST_WORKER_PYTHON"
-"""Names in a driver's environment what Ray is to run instead of Python: ``py_executable``."""
+"""A driver's variable with the program that Ray runs instead of Python (``py_executable``)."""
 
 
 def script(launch: Launch) -> None:
-    """A rank's case: ``python SCRIPT ARGUMENT ...``; of several each finds its ``RANK``.
+    """Run ``python SCRIPT ARGUMENT ...`` in a rank; each of several ranks gets its ``RANK``.
 
-    Options: ``arguments``, ``environment``, ``cwd``, and ``workers``, true of a driver: see
-    ``WORKER_PYTHON``.
+    Options are ``arguments``, ``environment``, ``cwd``, and ``workers`` for a driver, which then
+    gets ``WORKER_PYTHON``.
     """
     options = launch.options
     environment = dict(options["environment"])
@@ -31,14 +31,14 @@ def script(launch: Launch) -> None:
 
 
 def tests(launch: Launch) -> int:
-    """A rank's case: ``python -m pytest ARGUMENT ...``; returns its exit status.
+    """Run ``python -m pytest ARGUMENT ...`` in a rank; returns its exit status.
 
     Options: ``arguments``, ``environment`` and ``cwd``.
     """
     options = launch.options
     begin(options["environment"], options["cwd"])
     sys.path.insert(0, options["cwd"])
-    # Some of what the server imported is plugins, too.
+    # The server has already imported some of pytest's plugins.
     arguments = ["-W", "ignore::pytest.PytestAssertRewriteWarning", *options["arguments"]]
     sys.argv = ["pytest", *arguments]
     import pytest

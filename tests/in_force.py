@@ -1,4 +1,4 @@
-"""Whether a feature is in force: each who asks gets the worker's answer."""
+"""Whether a feature is in force: all parts of the shim give the same answer as the worker."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from precision_shim.process.registry import entries
 from precision_shim.upstream import foresight as _foresight
 
 Pair = tuple[str, str]
-"""A feature, and a group of its seams."""
+"""A feature, and the name of a group of its seams."""
 
 
 @contextlib.contextmanager
 def refused(framework: str, feature: str, group: str) -> Iterator[None]:
-    """The adapter of a framework with a group that cannot be patched."""
+    """Replace a framework's adapter by one with a group of seams that cannot be patched."""
     place, _, name = entries(third_party=False)[framework].adapter.partition(":")
     module = importlib.import_module(place)
     whole = getattr(module, name)
@@ -41,7 +41,7 @@ def refused(framework: str, feature: str, group: str) -> Iterator[None]:
 
 
 def answers(framework: str, pair: Pair) -> dict[str, bool]:
-    """What each says, where verl and the like are imported and the shim is to be on."""
+    """What worker, doctor, plan and checkpoint doctor answer if the shim is to be on."""
     precision_shim.install(export=False)
     try:
         settings = _session.current_settings()
@@ -64,7 +64,7 @@ def answers(framework: str, pair: Pair) -> dict[str, bool]:
 
 
 def disagreements(framework: str) -> list[Any]:
-    """Groups of which somebody says other than they are: each refused once."""
+    """Answers that differ from the worker's, if each group of seams is refused in turn."""
     adapter = entries(third_party=False)[framework].load()
     importlib.import_module(adapter.packages[0])  # which wakes the adapter
     _import_a_target(adapter.seams)
@@ -83,9 +83,9 @@ def disagreements(framework: str) -> list[Any]:
 
 
 def _import_a_target(seams: Iterable[Any]) -> None:
-    """A worker's engine looks at a framework as soon as one module of a seam is there."""
+    """Import one module that a seam patches, so that a worker's engine inspects the framework."""
     for module in dict.fromkeys(one.module for one in seams if one.wrapper is not None):
-        with contextlib.suppress(Exception):  # needs what is not installed here
+        with contextlib.suppress(Exception):  # packages may be missing here
             importlib.import_module(module)
             return
     raise AssertionError("no module of a seam can be imported here")

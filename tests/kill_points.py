@@ -1,8 +1,9 @@
-"""What a process leaves of a directory that is killed at any of its file operations.
+"""The states of a directory that remain if a process is killed at one of its file operations.
 
-Before each operation below the directory a copy is made of what lies there: that is what a kill at
-this point leaves, since what a process has not yet handed to the system is lost with it. So one
-save shows all its points; ``killed_at`` ends a process at one of them, to hold the two together.
+Before each operation in the directory, the directory's files are copied. A kill before an operation
+leaves the same files, because data that the process has not yet passed to the system is lost. A
+single save thus yields the states at all its file operations. ``killed_at`` really kills a process
+at one operation, so that a test can compare the files.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class _Hook:
             self.point()
 
     def point(self) -> None:
-        """A file operation is about to happen."""
-        # Megatron-core up to 0.16 forks processes that write; their list of copies is not ours.
+        """Call the function, because a file operation is about to happen."""
+        # Megatron-core up to 0.16 forks processes that write; only this process makes the copies.
         if self.call is None or self._busy or os.getpid() != self._process:
             return
         self._busy = True
@@ -60,7 +61,7 @@ class _Hook:
 
     @contextlib.contextmanager
     def watching(self, directory: Path, call: Callable[[], None]) -> Iterator[None]:
-        if not self._added:  # a process cannot get rid of it; a rank is one of many forks
+        if not self._added:  # a process cannot remove an audit hook; a rank is one of many forks
             sys.addaudithook(self)
             self._added = True
         self.directory, self.call = os.path.abspath(directory), call
@@ -73,7 +74,7 @@ class _Hook:
 
 
 class _Watched(io.FileIO):
-    """A file without a buffer whose every write is a point."""
+    """An unbuffered file: each write counts as a file operation."""
 
     hook: _Hook
 
@@ -84,7 +85,7 @@ class _Watched(io.FileIO):
 
 @contextlib.contextmanager
 def _torch_saves_by_python(hook: _Hook) -> Iterator[None]:
-    """torch.save writes by C++, which nothing here sees, unless it is given an open file."""
+    """Give torch.save an open file, because nothing here notices writes of its C++ code."""
     import torch
 
     save = torch.save
@@ -108,10 +109,10 @@ _HOOK = _Hook()
 
 @contextlib.contextmanager
 def kill_points(directory: Path, copies: Path, rank: int = 0) -> Iterator[list[Path]]:
-    """Copy a directory before each file operation below it, and once more at the end.
+    """Copy a directory before each file operation in it, and once more at the end.
 
     Yields:
-        The copies, in their order, with two after each other never the same; filled meanwhile.
+        The list of copies, which grows during the block; successive copies always differ.
     """
     found: list[Path] = []
     last = [""]
@@ -134,7 +135,7 @@ def kill_points(directory: Path, copies: Path, rank: int = 0) -> Iterator[list[P
 
 @contextlib.contextmanager
 def killed_at(directory: Path, content: str) -> Iterator[None]:
-    """End this process by SIGKILL before the first operation at which the directory holds this."""
+    """Kill this process before the first operation at which the directory has this content."""
 
     def kill() -> None:
         if content_of(directory) == content:
@@ -147,7 +148,7 @@ def killed_at(directory: Path, content: str) -> Iterator[None]:
 def content_of(directory: Path) -> str:
     """A digest of the names and contents of a directory's files.
 
-    The name of a temporary file is another one in each process.
+    All temporary files count as one name, because each process names them differently.
     """
     digest = hashlib.sha256()
     lines = []

@@ -1,11 +1,11 @@
-"""Import Megatron-Bridge where TransformerEngine or Megatron-Energon is not installed.
+"""Imports Megatron-Bridge without TransformerEngine or Megatron-Energon.
 
-Megatron-Bridge names classes of TransformerEngine while it is imported (for its LoRA layers and
-its weight mappings), from 0.6 those of Megatron-Energon too (for its data loaders), and cannot be
-imported without them. ``import_megatron_bridge`` lets that import see placeholders: classes that
-can be named and subclassed, and do nothing. They are gone from ``sys.modules`` afterwards, so that
-nobody else takes them for the real ones. Models are then built from Megatron's own layers
-(``transformer_layer_spec``).
+Megatron-Bridge's import names classes of TransformerEngine, for its LoRA layers and its weight
+mappings. From 0.6 on the import also names classes of Megatron-Energon, for its data loaders.
+Without these classes the import fails. ``import_megatron_bridge`` provides placeholders: classes
+that can be named and subclassed, and do nothing. After the import ``import_megatron_bridge``
+removes the placeholders from ``sys.modules``, so that no other code mistakes them for real classes.
+Models are built from Megatron's own layers (``transformer_layer_spec``).
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ _ENGINE, _ENERGON = "transformer_engine", "megatron.energon"
 _PACKAGES = frozenset(
     {"ops", "optimizers", "module", "pytorch", "common", "tensor", "quantization"}
 )
-# What must be imported while TransformerEngine is truly absent: Megatron decides then that it has
-# none, and modelopt registers each layer class it finds, twice where ours alias one another.
+# These modules must be imported while TransformerEngine is absent. Megatron then decides that
+# TransformerEngine is absent, and modelopt does not register the layer classes of our placeholders
+# twice.
 _BEFORE = (
     "megatron.core",
     "megatron.core.optimizer",
@@ -39,13 +40,13 @@ _BEFORE = (
 
 
 def import_megatron_bridge() -> types.ModuleType:
-    """Import ``megatron.bridge``, with placeholders for what it names and is absent.
+    """Import ``megatron.bridge``, with placeholders for the absent packages.
 
     Returns:
         The module ``megatron.bridge``.
 
     Raises:
-        ImportError: Megatron-Bridge is not installed, or something else is missing.
+        ImportError: Megatron-Bridge or another package is missing.
     """
     return import_with_placeholders("megatron.bridge", "megatron.bridge.training.config")
 
@@ -90,7 +91,7 @@ def _root_of(name: str, roots: Sequence[str]) -> str | None:
 
 
 class _Named:
-    """A class, a decorator or a function of Megatron-Energon's."""
+    """Placeholder for a class, decorator or function of Megatron-Energon."""
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 

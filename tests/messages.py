@@ -1,10 +1,11 @@
-"""Every error and warning of ours, read from the source, and the list of them in the docs.
+"""All errors and warnings of the shim, read from the source, and their list in the docs.
 
     python -m tests.messages        # writes the list in docs/troubleshooting.md anew
 
-A message is what stands in ``raise SomeError(...)`` of ours, in ``warn(...)``, in a function that
-returns an error, and in what is collected under a name of ``PARTS``. ``…`` stands for what is put
-in. A place that passes on what another has made is told by :func:`messages`, too.
+A message is the text in ``raise SomeError(...)`` or ``warn(...)`` of ours, or in a function that
+returns an error. The texts collected under a name of ``PARTS`` are messages, too. ``…`` replaces
+each value that is inserted. :func:`messages` also returns the places that pass on another
+function's message.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ERRORS += ("LayoutError", "LossScaleError", "CheckpointError", "UnreadableError"
 ERRORS += ("AuditError", "PlanError", "AnotherSaveError")
 WARNINGS = ("warn",)
 PARTS = ("message", "problem", "problems", "warnings", "bucket_warning")
-"""Names under which a text is kept or collected before it is told."""
+"""Names under which the source stores or collects a text before it is shown."""
 SETTINGS, DTYPES, STATES = "Settings, start and status", "Dtypes", "Optimizer states and buckets"
 SCALING, AUDIT, PLAN = "Loss scaling", "Audit and lost updates", "Plan"
 CHECKPOINTS, SEAMS, COMMANDS = "Checkpoints", "Adapters and seams", "Command line"
@@ -45,9 +46,9 @@ OF_AN_ERROR = {
     "SourceError": COMMANDS,
     "SeamError": SEAMS,
 }
-"""What each class of errors is about: its heading. A warning has none: its text is below."""
+"""Maps each class of errors to its heading; ``OF_A_TEXT`` has the headings of warnings."""
 OF_A_TEXT = {
-    # errors that are about something else than the others of their class
+    # errors with another heading than the rest of their class
     "--config …": COMMANDS,
     "--set …": COMMANDS,
     "audit(expected=...): …=…": AUDIT,
@@ -58,7 +59,7 @@ OF_A_TEXT = {
     "its float16 training gets no loss scaling": SCALING,
     "precision_shim's audit under strict": AUDIT,
     "weights reach the rollout rounded to bf16": SIDES,
-    # warnings, and what the doctor tells
+    # warnings, and texts of the doctor
     "the weights are rounded to … on the way": SIDES,
     "checkpoint_engine.backend=delta_sharded": SIDES,
     "dtype the engine takes is known only to the engine": SIDES,
@@ -104,14 +105,14 @@ OF_A_TEXT = {
     "were rounded away": AUDIT,
     "the audit was not written": AUDIT,
 }
-"""Part of a message to its heading: of each warning, and of errors that differ from their class."""
+"""Maps part of a message to its heading, for warnings and for errors unlike their class."""
 
 
 def heading(kind: str, text: str) -> str:
-    """What a message is about, as it is declared.
+    """The heading for a message, as declared below.
 
     Raises:
-        LookupError: no place is declared for it, or two are.
+        LookupError: the message has no declared heading, or two.
     """
     declared = {place for part, place in OF_A_TEXT.items() if part in text}
     place = declared or {OF_AN_ERROR[kind]} if kind in OF_AN_ERROR else declared
@@ -125,7 +126,7 @@ def heading(kind: str, text: str) -> str:
 
 @dataclass(frozen=True, order=True)
 class Message:
-    """One message: its heading, its text with ``…`` where something is put in, and its kinds."""
+    """One message: its heading, its text with ``…`` for inserted values, and its kind."""
 
     group: str
     text: str
@@ -133,7 +134,7 @@ class Message:
 
 
 def messages() -> tuple[list[Message], list[str]]:
-    """All messages that the source tells, and the places (file: expression) where it does not."""
+    """All messages, and the places (file: expression) whose text the source does not contain."""
     found: set[Message] = set()
     elsewhere: set[str] = set()
     for root in (ROOT / "shim", ROOT / "adapters"):
@@ -151,7 +152,7 @@ def messages() -> tuple[list[Message], list[str]]:
 
 def _in_file(tree: ast.Module) -> Iterator[tuple[str, str]]:
     seen: set[ast.AST] = set()
-    # The innermost function first: its names are the nearest.
+    # Inner functions come first, because their names take precedence.
     functions = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)]
     for function in reversed(functions):
         names: dict[str, str] = {}
@@ -188,7 +189,7 @@ def _in_file(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def _text(node: ast.expr, names: dict[str, str]) -> str | None:
-    """The text of an expression, or None where the source does not tell it."""
+    """The text of an expression, or ``None`` if the source does not contain it."""
     match node:
         case ast.Constant(value=str() as text):
             return text
@@ -206,7 +207,7 @@ def _text(node: ast.expr, names: dict[str, str]) -> str | None:
 
 
 def listed(found: list[Message]) -> str:
-    """The messages as Markdown, by heading."""
+    """Format the messages as Markdown, by heading."""
     lines = []
     for group in HEADINGS:
         kinds: dict[str, set[str]] = {}
@@ -223,7 +224,6 @@ def listed(found: list[Message]) -> str:
 
 
 def main() -> None:
-    """Write the list in the docs anew."""
     page = PAGE.read_text(encoding="utf-8")
     before, rest = page.split(BEGIN)
     text = listed(messages()[0])

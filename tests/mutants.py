@@ -1,25 +1,21 @@
-"""Changes of the symbols that seams stand on, and how each of them ends.
+"""Changes of the symbols that seams depend on, and how each change ends.
 
     python -m tests.mutants FRAMEWORK [--json]
 
-Each change is one that a release may make: a symbol renamed or moved, a parameter gone or in
-another place, a decorator added, a fact's identifier removed. The changes are made in the sources
-that are installed, and nothing is written. ``mutated_behaviour`` changes what code does. Each
-change must end in one of these:
+Each change is one that a release may make: a symbol is renamed or moved, a parameter is dropped or
+moved, a decorator is added, a fact's identifier is removed. The installed sources are changed in
+memory; nothing is written. ``mutated_behaviour`` changes what code does. Each change must end in
+one of these ways:
 
-refused
-    The plan refuses the seam's group, by the symbol's name.
-refused on arrival
-    The source cannot tell; the engine refuses the group by name when the module is imported.
-absent
-    The plan has the whole group as absent, by the module's name: nothing of it is patched.
-right
-    The seam goes on, and its wrapper gets what the caller passed, by name: the change is made on a
-    function with the same parameters, the wrapper's binding is put over it, and it is called.
-probe
-    A probe fails on it, by name.
+- refused: the plan refuses the seam's group and names the symbol.
+- refused on arrival: the source does not show the change; the engine refuses the group and names
+  the symbol when the module is imported.
+- absent: the plan lists the whole group as absent and names the module; no seam of it is patched.
+- right: the seam is patched, and its wrapper gets the caller's arguments by name. The test binds
+  the wrapper to a function with the changed symbol's parameters, and calls the function.
+- probe: a probe fails and is named.
 
-What ends otherwise is a survivor.
+A change that ends otherwise is a survivor.
 """
 
 from __future__ import annotations
@@ -63,7 +59,7 @@ SEED = 13
 FACT = "fact removed"
 ATTRIBUTE = "attribute removed"
 SHARE = 32
-"""How many of the changes a framework's tests make; a script makes all."""
+"""How many changes a framework's tests make; a script makes all changes."""
 FINE = ("refused", "refused on arrival", "absent", "right", "probe")
 _Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -74,10 +70,10 @@ class Mutant:
 
     Attributes:
         kind: its class.
-        target: the symbol that was changed.
-        detail: what was done, in words.
-        make: makes the changed sources, by module; ``None``: the module is gone.
-        node: makes the changed symbol's syntax tree, where it is still there.
+        target: the changed symbol.
+        detail: the change in words.
+        make: returns the changed sources, by module; ``None``: the module no longer exists.
+        node: returns the changed symbol's syntax tree, if the symbol still exists.
     """
 
     kind: str
@@ -90,7 +86,7 @@ class Mutant:
         return f"{self.kind}: {self.target}: {self.detail}"
 
     def concerns(self, seam: Seam) -> bool:
-        """Whether a seam on the symbol builds on what was changed; not each knows each fact."""
+        """Whether a seam depends on the change; seams on one symbol rely on different facts."""
         if self.kind == FACT:
             return self.detail in seam.relies_on
         if self.kind == ATTRIBUTE:
@@ -100,7 +96,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class End:
-    """How a change ended: one of ``FINE``, or ``survives``, and why."""
+    """How a change ended (one of ``FINE``, or ``survives``), and why."""
 
     state: str
     because: str = ""
@@ -110,16 +106,15 @@ class End:
 
 
 class Sources:
-    """What is installed, read once, with some modules changed."""
+    """The installed sources, each read once, with some modules replaced by changed ones."""
 
     def __init__(self) -> None:
-        """Begin with nothing changed."""
         self._installed = Installed()
         self._texts: dict[str, str | None] = {}
         self.changed: Mapping[str, str | None] = {}
 
     def text(self, module: str) -> str | None:
-        """The source as it is installed; ``None`` for no such module."""
+        """The installed source, or ``None`` if there is no such module."""
         if module not in self._texts:
             read = self._installed.find(module)
             self._texts[module] = read() if read is not None else None
@@ -139,7 +134,7 @@ def _tree(text: str) -> ast.Module:
 
 
 def _path_to(tree: ast.AST, attribute: str) -> list[ast.AST]:
-    """The nodes from the module to a symbol; shorter where a class generates ``__init__``."""
+    """The nodes from the module to a symbol; fewer if a class generates its ``__init__``."""
     from precision_shim.seams._source import _member
 
     found: list[ast.AST] = []
@@ -152,7 +147,7 @@ def _path_to(tree: ast.AST, attribute: str) -> list[ast.AST]:
 
 
 def _span(node: Any) -> tuple[int, int]:
-    """A definition's lines, decorators included, counted from 0; the end is excluded."""
+    """Line range of a definition and its decorators, counted from 0, without the end."""
     first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
     return first - 1, node.end_lineno
 
@@ -170,7 +165,7 @@ def _spliced(text: str, node: Any, new: str) -> str:
 
 @dataclass
 class Place:
-    """A symbol that a seam would patch, where it is."""
+    """A symbol that a seam would patch, and its place in the source."""
 
     target: str
     seams: tuple[Seam, ...]
@@ -192,18 +187,18 @@ class Place:
 
     @property
     def evidence(self) -> Any:
-        """Where the facts of a seam are looked for."""
+        """The syntax tree in which the facts of a seam are looked up."""
         owner = self.nodes[-2] if len(self.nodes) > 1 else None
         return owner if isinstance(owner, ast.ClassDef) and not self.generated else self.node
 
     def rewritten(self, change: Callable[[Any], Any]) -> dict[str, str | None]:
-        """The module with a changed copy of the symbol; text in the place of a node is taken."""
+        """The module with a changed copy of the symbol; ``change`` returns a node or a text."""
         new = change(copy.deepcopy(self.node))
         text = new if isinstance(new, str) else ast.unparse(ast.fix_missing_locations(new))
         return {self.module: _spliced(self.text, self.node, text)}
 
     def without_word(self, word: str, node: Any) -> dict[str, str | None]:
-        """The module with another word in the place of this one, in the lines of a node."""
+        """The module with ``word`` renamed in the lines of a node."""
         begin, end = _span(node)
         lines = self.text.split("\n")
         pattern = re.compile(rf"(?<!\w){re.escape(word)}(?!\w)")
@@ -212,7 +207,7 @@ class Place:
 
 
 def mutants(places: Iterable[Place]) -> Iterator[Mutant]:
-    """All changes of these symbols, but for those that only a probe can tell."""
+    """All changes of these symbols, except those that only a probe can notice."""
     for place in places:
         yield from _names(place)
         if isinstance(place.node, _Function):
@@ -276,7 +271,7 @@ def _class_renamed(place: Place) -> dict[str, str | None]:
 
 
 def _own_first(place: Place) -> int:
-    """How many parameters are the instance or the class."""
+    """The number of leading parameters that are the instance or the class."""
     decorators = {ast.unparse(one) for one in place.node.decorator_list}
     return int(place.in_class and "staticmethod" not in decorators)
 
@@ -348,7 +343,7 @@ def _reordered(node: Any, first: int, step: int) -> Any:
     pairs = [(one, a.defaults[i - lead] if i >= lead else None) for i, one in enumerate(a.args)]
     own, rest = pairs[:first], pairs[first:]
     rest = rest[::-1] if step < 0 else [*rest[-1:], *rest[:-1]]
-    # What follows a default must have one.
+    # A parameter after one with a default needs a default too.
     rest = [one for one in rest if one[1] is None] + [one for one in rest if one[1] is not None]
     a.args = [one for one, _ in (*own, *rest)]
     a.defaults = [value for _, value in (*own, *rest) if value is not None]
@@ -413,7 +408,8 @@ _DECORATORS = (
 def _shapes(place: Place) -> Iterator[Mutant]:
     has = {ast.unparse(one) for one in place.node.decorator_list}
     kinds = {"staticmethod", "classmethod", "property"}
-    made = place.node.name in ("__init__", "__post_init__")  # Python itself says what these are
+    # Python itself fixes the kind of ``__init__`` and ``__post_init__``
+    made = place.node.name in ("__init__", "__post_init__")
     for name in _DECORATORS:
         bound = name in kinds or name == "functools.cached_property"
         if name in has or (bound and (not place.in_class or has & kinds)):
@@ -444,7 +440,7 @@ def _decorated(node: Any, name: str) -> Any:
         del node.args.defaults[: max(lacking, 0)]
     elif name == "classmethod":
         ([*node.args.posonlyargs, *node.args.args])[0].arg = "cls"
-    # Beneath those that make something else than a function of it.
+    # Insert the decorator below those that return something other than a function.
     last = {"concurrent_endpoint", "classmethod", "staticmethod", "property"}
     over = [index for index, one in enumerate(node.decorator_list, 1) if ast.unparse(one) in last]
     node.decorator_list.insert(max(over, default=0), ast.parse(name, mode="eval").body)
@@ -551,18 +547,18 @@ def _facts(place: Place) -> Iterator[Mutant]:
             )
 
 
-# -- what a wrapper reads of the instance --------------------------------------------------------
+# -- the attributes of the instance that a wrapper reads ----------------------------------------
 
 
 def read_of_instance(function: Any, name: str = "", depth: int = 3) -> Iterator[str]:
-    """Attributes that a wrapper reads of ``call.instance``, also in functions that it hands it to.
+    """Yield attributes that a wrapper reads of ``call.instance``, also in functions it calls.
 
-    What it reads with a default, or asks for first, it can do without.
+    Attributes that the wrapper reads with a default, or checks for first, are left out.
 
     Args:
-        function: the wrapper, or a function that gets the instance.
-        name: the parameter that is the instance; empty for a wrapper, whose ``call`` has it.
-        depth: how far it is followed.
+        function: the wrapper, or a function to which the instance is passed.
+        name: the parameter that is the instance; empty for a wrapper, which reads it from ``call``.
+        depth: how many calls deep to follow the instance.
     """
     try:
         body: Any = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
@@ -609,10 +605,10 @@ def read_of_instance(function: Any, name: str = "", depth: int = 3) -> Iterator[
 
 
 class Trial:
-    """A framework's seams on the installed sources, and on changed ones."""
+    """A framework's seams, planned on the installed sources and on changed ones."""
 
     def __init__(self, framework: str) -> None:
-        """Make the plan of what is installed.
+        """Plan the installed sources.
 
         Args:
             framework: as users write it.
@@ -634,7 +630,7 @@ class Trial:
                     self.adapter, self.settings.features, self.settings, _versions.tell_missed
                 )
             finally:
-                if changed:  # a look keeps what it saw last
+                if changed:  # remove changed sources from the cache
                     _source._described.clear()
                     _source._described.update(known)
 
@@ -653,7 +649,6 @@ class Trial:
             yield Place(target, tuple(row.seam for row in rows), text, nodes, generated)
 
     def mutants(self) -> list[Mutant]:
-        """All changes, but for those that only a probe can tell."""
         return list(mutants(self.places))
 
     def end(self, mutant: Mutant) -> End:
@@ -674,7 +669,7 @@ class Trial:
     def _row_ends(self, mutant: Mutant, row: Row, plan: Plan) -> End:
         same = [one for one in plan.rows if one.seam is row.seam]
         if not same:
-            # Another place of it, or another form, may be the one that is missed.
+            # The plan may report another place or form of the symbol as missing.
             module = mutant.target.partition(":")[0]
             told = [
                 one.reason for one in plan.rows if one.group == row.group and module in one.reason
@@ -682,7 +677,7 @@ class Trial:
             return End("refused", told[0]) if told else End("survives", "gone, and nothing says so")
         (after,) = same
         if after.state == "refused":
-            # A cause in another of the group's symbols is one, too: it has that symbol's name.
+            # A cause in another symbol of the group counts too, if it names the changed module.
             named = mutant.target.partition(":")[0] in after.reason
             return End("refused" if named else "survives", after.reason)
         if after.state == "absent":
@@ -694,7 +689,7 @@ class Trial:
         return self._bound(mutant, after)
 
     def _half(self, plan: Plan) -> list[End]:
-        """Groups of which a part would be patched and a part is no longer there."""
+        """Groups that would be patched in part, because a part no longer exists."""
         left = {id(row.seam): row for row in plan.rows}
         groups: dict[Any, list[tuple[Row, Row | None]]] = {}
         for row in self.before.rows:
@@ -713,7 +708,7 @@ class Trial:
         return found
 
     def _bound(self, mutant: Mutant, row: Row) -> End:
-        """Put the wrapper's binding over a function of the changed form, and call it."""
+        """Bind the wrapper to a function of the changed form, and call it."""
         assert mutant.node is not None
         seam = row.seam
         assert seam.wrapper is not None
@@ -807,7 +802,7 @@ def _bound(seam: Seam, symbol: Symbol, node: Any, in_class: bool) -> End:
 
 
 def _replaced(seam: Seam, node: Any) -> End:
-    """Let the wrapper make what is to stand there of a changed function, and call that."""
+    """Let the wrapper make its replacement of a changed function, and call the replacement."""
     assert seam.wrapper is not None
     if isinstance(node, ast.ClassDef):
         owner, raw = object, type(node.name, (), {})
@@ -816,7 +811,7 @@ def _replaced(seam: Seam, node: Any) -> End:
     made = seam.wrapper(raw)
     instance = object.__new__(owner)
     function = made
-    if hasattr(made, "_method"):  # an endpoint keeps its function there, beneath Monarch's own
+    if hasattr(made, "_method"):  # Monarch's endpoint stores the function below its own wrapper
         function = made._method.__wrapped__
     given = [
         one
@@ -838,7 +833,7 @@ def _replaced(seam: Seam, node: Any) -> End:
 
 
 def _held(raw: Any, owner: Any) -> tuple[Any, Any]:
-    """What is called, and what a wrapper sees as its instance."""
+    """The bound callable, and the object that a wrapper gets as its instance."""
     if owner is None:
         return raw, None
     if isinstance(raw, (staticmethod, classmethod)):
@@ -886,15 +881,15 @@ _KEPT = {"concurrent_endpoint", "property", "staticmethod", "classmethod", *_NAM
 
 
 def stub(node: Any, in_class: bool, mentions: tuple[str, ...] = ()) -> tuple[Any, Any]:
-    """A function with the parameters of a changed symbol that returns what it got.
+    """A function with a changed symbol's parameters, which returns its arguments.
 
     Args:
-        node: the changed symbol's syntax tree; it is used up.
+        node: the changed symbol's syntax tree, which is modified.
         in_class: whether the symbol is in a class.
-        mentions: names that its code has to have.
+        mentions: names that the function's code has to contain.
 
     Returns:
-        The class that holds it (``None`` for a function), and what stands there, raw.
+        The class that contains the function (``None`` if there is none), and the function.
     """
     space: dict[str, Any] = dict(_NAMESPACE, _here=mock.MagicMock())
     if isinstance(node, ast.ClassDef):
@@ -921,11 +916,11 @@ def stub(node: Any, in_class: bool, mentions: tuple[str, ...] = ()) -> tuple[Any
 
 
 class _ImpossibleError(Exception):
-    """What the framework builds on does not take the definition: nobody can release it."""
+    """A package below the framework rejects the definition, so no release can contain it."""
 
 
 def _plain_fields(node: ast.ClassDef) -> None:
-    """Leave a dataclass its fields, with defaults that need no framework."""
+    """Reduce a dataclass to its fields, with defaults that need no framework."""
     fields = [one for one in node.body if isinstance(one, ast.AnnAssign)]
     for one in fields:
         one.annotation = ast.Name("object", ast.Load())
@@ -936,7 +931,7 @@ def _plain_fields(node: ast.ClassDef) -> None:
 
 
 def _plain(node: Any, mentions: tuple[str, ...]) -> None:
-    """Take out annotations, a body that needs the framework, and decorators that do."""
+    """Remove annotations, and a body and decorators that need the framework."""
     for one in ast.walk(node.args):
         if isinstance(one, ast.arg):
             one.annotation = None
@@ -973,12 +968,12 @@ def _own_nodes(node: Any) -> Iterator[ast.AST]:
 
 
 def run(framework: str, share: int | None = None, only: str = "") -> list[tuple[Mutant, End]]:
-    """Make the changes for a framework's seams and see how they end.
+    """Make the changes for a framework's seams and return how each ended.
 
     Args:
         framework: as users write it.
-        share: how many, drawn by ``SEED``; all where it is ``None``.
-        only: a pattern of class, target and detail.
+        share: how many changes, drawn by ``SEED``; ``None`` for all.
+        only: a pattern for class, target and detail.
     """
     trial = Trial(framework)
     chosen = [one for one in trial.mutants() if re.search(only, str(one))]
@@ -997,11 +992,11 @@ JUDGED: tuple[tuple[str, str, str], ...] = (
         "the class above sets it, whose seams are of the same group and rely on it",
     ),
 )
-"""Survivors that patch nothing wrongly: class, pattern of target and detail, and why."""
+"""Survivors that do no harm: class, pattern of target and detail, and the reason."""
 
 
 def judged(mutant: Mutant, end: End) -> End:
-    """A survivor that somebody has looked at says so."""
+    """Mark a survivor that is listed in ``JUDGED``."""
     if end.state == "survives":
         for kind, pattern, why in JUDGED:
             if mutant.kind == kind and re.search(pattern, f"{mutant.target}: {mutant.detail}"):
@@ -1010,7 +1005,7 @@ def judged(mutant: Mutant, end: End) -> End:
 
 
 def hold(framework: str) -> None:
-    """A share of the changes ends well, those of behaviour in a process of their own.
+    """Assert that a sample of changes ends well; another process makes those of behaviour.
 
     Args:
         framework: as users write it.
@@ -1035,7 +1030,7 @@ def hold(framework: str) -> None:
 
 
 def main() -> int:
-    """Print how the changes of each class ended, and the survivors."""
+    """Print the counts of ends by class of change, and the survivors."""
     parser = argparse.ArgumentParser(description=__doc__, add_help=True)
     parser.add_argument("framework")
     parser.add_argument("--share", type=int)

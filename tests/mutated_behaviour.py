@@ -1,9 +1,9 @@
-"""Changes of what upstream's code does, made on the real modules; a probe must fail on each.
+"""Changes to upstream's behaviour, made in the imported modules; a probe must fail on each.
 
     python -m tests.mutated_behaviour FRAMEWORK [--share N] [--json]
 
-The framework is imported once. A function or class is compiled anew with one statement changed, put
-in its place, all probes are asked, and what was there comes back.
+The framework is imported once. A function or class is compiled again with one statement changed,
+and replaces the original. All probes run, and then the original is put back.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ COVERED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("optim.step(",),
     ),
 )
-"""What probes ask for: the symbol, words of the probe's name (it is asked first), and what the
-statements mention that decide it."""
+"""Symbols that probes check. Each symbol has words of its probe's name, so that its probe runs
+first, and words of the statements to change."""
 
 
 @dataclass(frozen=True)
@@ -125,9 +125,9 @@ class Change:
 
     Attributes:
         target: the symbol.
-        detail: what was done, and the statement's first line.
-        asks: words of the name of the probe that should tell.
-        tree: the changed syntax tree: of the function, or of the class whose fields changed.
+        detail: the change, and the statement's first line.
+        asks: words in the name of the probe that should fail.
+        tree: the changed syntax tree of the function, or of the class whose fields changed.
     """
 
     target: str
@@ -140,7 +140,7 @@ class Change:
 
 
 def changes(packages: set[str]) -> Iterator[Change]:
-    """All changes of symbols that are installed.
+    """All changes of the symbols in ``COVERED`` that are installed.
 
     Args:
         packages: the top-level packages that may be imported.
@@ -167,12 +167,12 @@ def changes(packages: set[str]) -> Iterator[Change]:
 
 def _statements(tree: Any) -> list[ast.stmt]:
     if isinstance(tree, ast.ClassDef):
-        return tree.body  # its fields, and not its methods
+        return tree.body  # the fields of a class, not its methods
     return [one for one in ast.walk(tree) if isinstance(one, ast.stmt) and one is not tree]
 
 
 def _head(line: ast.stmt) -> str:
-    """The statement's own text, without the statements within it."""
+    """The statement's text without the statements inside it."""
     return (
         ast.unparse(line.test)
         if isinstance(line, (ast.If, ast.While))
@@ -213,7 +213,7 @@ def _changed(line: ast.stmt, words: tuple[str, ...]) -> Iterator[tuple[str, ast.
         yield "dropped", ast.Pass()
         if not isinstance(line.value, ast.Dict) and not isinstance(line.value, ast.Tuple):
             yield "another value", _with_value(line, _other(line.value))
-    # Entries that a word names, in a dict that is written out.
+    # Entries of a dict display whose key is one of ``words``.
     for number, inner in enumerate(ast.walk(line)):
         if isinstance(inner, ast.Dict) and not hasattr(line, "body"):
             for at, key in enumerate(inner.keys):
@@ -259,7 +259,7 @@ def _other(value: ast.expr) -> ast.expr:
 
 @contextlib.contextmanager
 def in_place(change: Change) -> Iterator[None]:
-    """Put a changed function or class where the other was, also where modules hold it by value."""
+    """Replace the original by a changed function or class, also in modules that copied it."""
     module_name, _, attribute = change.target.partition(":")
     module = importlib.import_module(module_name)
     *owners, name = attribute.split(".")
@@ -271,7 +271,7 @@ def in_place(change: Change) -> Iterator[None]:
     code = ast.fix_missing_locations(ast.Module([change.tree], []))
     exec(compile(code, f"changed {change.target}", "exec"), vars(module), made)
     new = made[name]
-    # A method compiled alone has no class for super() to ask.
+    # A method that is compiled without its class cannot call super().
     assert not owners or "super()" not in ast.unparse(change.tree), change.target
     if owners:
         setattr(parent, name, new)
@@ -303,7 +303,7 @@ def _swept(old: Any, new: Any) -> Iterator[None]:
 
 
 def judge(change: Change, probes: list[Probe]) -> tuple[str, str]:
-    """``probe`` and the name of the one that fails, or ``survives``."""
+    """``probe`` and the name of the failing probe, or ``survives``."""
     first = sorted(probes, key=lambda one: change.asks not in one.name)
     with in_place(change):
         for one in first:
@@ -314,11 +314,11 @@ def judge(change: Change, probes: list[Probe]) -> tuple[str, str]:
 
 
 def trials(framework: str, share: int | None = None) -> list[tuple[str, str, str, str, str]]:
-    """Class, target, detail, end and reason of each change, in this process.
+    """Class, target, detail, end and reason of each change, all made in this process.
 
     Args:
         framework: as users write it.
-        share: how many, drawn by ``SEED``; all where it is ``None``.
+        share: how many changes, drawn by ``SEED``; ``None`` for all.
     """
     _startup.stop()
     entry = entries(third_party=False)[framework]
@@ -331,13 +331,13 @@ def trials(framework: str, share: int | None = None) -> list[tuple[str, str, str
 
 
 def main() -> int:
-    """Print how each ended; the survivors last."""
+    """Print how each change ended, survivors last."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("framework")
     parser.add_argument("--share", type=int)
     parser.add_argument("--json", action="store_true", dest="as_json")
     asked = parser.parse_args()
-    output, sys.stdout = sys.stdout, sys.stderr  # frameworks print while they are imported
+    output, sys.stdout = sys.stdout, sys.stderr  # frameworks print during their import
     ended = trials(asked.framework, asked.share)
     sys.stdout = output
     left = [one for one in ended if one[3] == "survives"]

@@ -1,4 +1,4 @@
-"""A distributed optimizer of Megatron's: a step's loss before it, and what it holds after it."""
+"""Helpers for Megatron's distributed optimizer: the loss before a step, and the states after it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from precision_shim.precision.remainders import join_master
 
 
 def loss_of_step(chunks: list[Any], optimizer: Any, seed: int) -> torch.Tensor:
-    """The loss of a tiny GPT on made-up tokens, with the gradients of the step before gone."""
+    """The loss of a tiny GPT on random tokens, after the last step's gradients were cleared."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, 32, (2, 9), generator=generator)
     optimizer.zero_grad()
@@ -26,7 +26,7 @@ def loss_of_step(chunks: list[Any], optimizer: Any, seed: int) -> torch.Tensor:
 
 
 def live_states(optimizer: Any) -> Iterator[tuple[Any, torch.Tensor, dict[str, Any]]]:
-    """Each parameter with its fp32 master, this rank's shard of it, and its states."""
+    """Each parameter with this rank's shard of its fp32 master, and its states."""
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         for parameter, (group, order) in one.model_param_group_index_map.items():
             shard = one.optimizer.param_groups[group]["params"][order]
@@ -38,5 +38,5 @@ def live_states(optimizer: Any) -> Iterator[tuple[Any, torch.Tensor, dict[str, A
 
 
 def reads_remainders() -> bool:
-    """Whether Megatron reads the remainders that it wrote: 0.16 trips over its padding entry."""
+    """Whether Megatron can load remainders that it saved; 0.16 fails on its padding entry."""
     return Version(version("megatron-core")).release[:2] != (0, 16)

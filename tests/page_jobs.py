@@ -1,9 +1,10 @@
-"""The training jobs that README and docs show, each as it is run, for the frameworks' tests.
+"""The training jobs in README and docs, each completed to the command that would run.
 
-A job is a command with an entry point of a framework's, whatever stands in front of it. A command
-that is settings alone is added to the job above it on its page. ``...`` stands for the settings of
-the first job on the framework's start page that has the same entry point and the same config, or
-else the same entry point; what the command says itself wins.
+A job is a command that contains a framework's entry point, with any launcher in front. A command
+that consists of settings only is added to the job above it on its page. ``...`` means the settings
+of a job on the framework's start page. The first job on that page with the same entry point and
+config is taken, or else the first with the same entry point. The command's own settings override
+the settings of that job.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ ENTRIES = {
     "sft": "ms-swift",  # behind its command megatron
     "rlhf": "ms-swift",
 }
-"""Entry points that pages start, with their frameworks."""
+"""Maps each entry point on the pages to its framework."""
 
 _CONFIGS = ("--config", "--config-name", "--module")
-"""Options that say what the settings are settings of."""
+"""Options that select the config to which a job's settings apply."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,12 @@ class Job:
     """A job on a page.
 
     Attributes:
-        page: where it is, from the root of the repository.
-        shown: the command as the page has it, on one line.
+        page: the page's path, from the root of the repository.
+        shown: the command on the page, joined to one line.
         framework: as users write it.
-        launcher: the words in front of the entry point.
-        entry: the module or script that it starts.
-        settings: the words behind it, whole.
+        launcher: the words before the entry point.
+        entry: the module or script that the command starts.
+        settings: the words after the entry point, completed.
     """
 
     page: str
@@ -54,12 +55,12 @@ class Job:
     settings: tuple[str, ...]
 
     def __str__(self) -> str:
-        """A name for a test: the page, and where the job is on it."""
+        """A test's name: the page, and the job's number on it."""
         number = [one.shown for one in jobs() if one.page == self.page].index(self.shown)
         return f"{self.page}:{number}"
 
     def value(self, key: str) -> str | None:
-        """What the job sets a key to; the last word counts."""
+        """The value that the job sets for a key; the last setting wins."""
         found = [value for name, value in _pairs(self.settings) if _key(name) == key]
         return found[-1] if found else None
 
@@ -73,7 +74,6 @@ def of(framework: str) -> list[Job]:
 
 @cache
 def jobs() -> tuple[Job, ...]:
-    """The jobs of all pages."""
     return tuple(one for page in PAGES for one in on_page(page))
 
 
@@ -98,7 +98,7 @@ def on_page(page: Path) -> Iterator[Job]:
 
 
 def _completed(entry: str, settings: tuple[str, ...]) -> tuple[str, ...]:
-    """The settings with those of the start page's job in the place of ``...``."""
+    """The settings with ``...`` replaced by those of the start page's job."""
     start = ROOT / "docs" / "start" / f"{ENTRIES[entry]}.md"
     own = _pairs([word for word in settings if word != "..."])
     said = {_key(name) for name, _ in own}
@@ -115,7 +115,7 @@ def _config(pairs: list[tuple[str, str | None]]) -> list[tuple[str, str | None]]
 
 
 def _pairs(words: Iterable[str]) -> list[tuple[str, str | None]]:
-    """Names and values: of ``name=value``, ``--name value`` and ``--flag``."""
+    """Names and values from ``name=value``, ``--name value`` and ``--flag``."""
     found: list[tuple[str, str | None]] = []
     waits = False
     for word in words:

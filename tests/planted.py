@@ -1,9 +1,9 @@
-"""The probes of a framework: each holds on what is installed, and fails on a planted change.
+"""Runs a framework's probes: each holds on the installed version and fails on a planted change.
 
     python -m tests.planted verl
 
-prints two lines of JSON: what came of each probe, and what came of it with its plant. The framework
-is imported once, with the tests' stand-ins for what no CPU has.
+The command prints two lines of JSON: each probe's outcome without its plant, and with it. The
+framework is imported once, with the tests' stand-ins for what a CPU lacks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MEGATRON, FP16 = (
 
 
 def at(place: str, value: Any) -> Plant:
-    """Put something else where a framework has ``module:name``; a function gets what was there."""
+    """Plant: replace a framework's ``module:name`` by ``value``."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         owner, name = _find(place)
@@ -39,7 +39,7 @@ def at(place: str, value: Any) -> Plant:
 
 
 def around(place: str, make: Callable[[Any], Any]) -> Plant:
-    """The same with something that is made of what is there."""
+    """Plant: replace a framework's ``module:name`` by what ``make`` returns for it."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         owner, name = _find(place)
@@ -58,21 +58,21 @@ def _find(place: str) -> tuple[Any, str]:
 
 
 def raises(*args: Any, **kwargs: Any) -> Any:
-    """Any function that has become an error."""
+    """A planted function that raises an error."""
     raise ValueError("planted")
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
-    """Any function that does nothing any more."""
+    """A planted function that does nothing."""
 
 
 def with_fields(**fields: Any) -> Callable[[Any], Any]:
-    """A config class that sets fields of its own over what it is given."""
+    """Wrap a config class so that it sets these fields, whatever its arguments are."""
     return lambda own: lambda *args, **given: own(*args, **{**given, **fields})
 
 
 def then(after: Callable[..., Any]) -> Callable[[Any], Any]:
-    """A method that goes on with another one: it gets the result, and the arguments."""
+    """Wrap a method so that ``after`` gets its result and its arguments."""
 
     def make(own: Any) -> Any:
         def method(*args: Any, **kwargs: Any) -> Any:
@@ -83,7 +83,7 @@ def then(after: Callable[..., Any]) -> Callable[[Any], Any]:
     return make
 
 
-# -- what every framework on Megatron has --------------------------------------------------------
+# -- what every framework on Megatron has ----------------------------------------------------------
 
 
 def _keeps_gradients_in(result: Any, optimizer: Any) -> None:
@@ -198,7 +198,7 @@ def _aligns_in_source(patch: pytest.MonkeyPatch) -> None:
     if hasattr(_find(f"{_ENGINE}:MegatronEngine.x")[0], "_resolve_override_ddp_config"):
         at(f"{_ENGINE}:MegatronEngine._resolve_override_ddp_config", lambda self: {})(patch)
         return
-    # Before 0.9 there is nothing to call: it would stand in another method's source.
+    # Before 0.9 there is no function to replace: another method's source contains the code.
     symbol = SimpleNamespace(found=False, names=frozenset({"grad_reduce_in_fp32"}))
     patch.setattr(probes, "look", lambda target: symbol)
 
@@ -394,7 +394,7 @@ FRAMEWORKS: dict[str, tuple[Callable[[], None], dict[str, Plant]]] = {
 
 
 def main(framework: str) -> None:
-    """Ask the probes of a framework, as they are and with their plants."""
+    """Run a framework's probes without and with their plants."""
     from precision_shim.process.registry import entries
     from precision_shim.upstream.probes import probes_in, run
 

@@ -1,4 +1,4 @@
-"""What the rules assume of a framework, asked of the one that is installed."""
+"""Whether a framework's probes, the assumptions of our rules, hold on the installed version."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DROPPED = "'--use-precision-aware-optimizer only supported with distributed opt
 
 
 def hold(framework: str) -> None:
-    """Every probe that can be asked here holds, in a moment, and fails on a planted change.
+    """Each probe that can run here holds, takes a moment, and fails on a planted change.
 
     Args:
         framework: as users write it.
@@ -31,18 +31,18 @@ def hold(framework: str) -> None:
     wrong = [one for one in outcomes if one["state"] not in ("holds", "absent")]
     assert not wrong
     assert sum(one["state"] == "holds" for one in outcomes) > len(outcomes) / 2
-    # The sum: a single one may be hit by a pause of the machine.
+    # Limit the sum of the times, because a pause of the machine may delay a single probe.
     assert sum(one["seconds"] for one in outcomes) < len(outcomes)
-    # Without a plant in tests/planted.py a probe holds here, too.
+    # A probe without a plant in tests/planted.py would hold here too.
     unmoved = [one for one in planted.values() if one["state"] != "fails"]
     assert not unmoved
 
 
 def hold_on_a_changed_megatron(folder: Path) -> None:
-    """Megatron-LM main drops the assertion and keeps its words: one probe fails, by name.
+    """Megatron-LM main drops an assertion but keeps its words: one probe fails and names it.
 
     Args:
-        folder: an empty one, for the changed copy of the installed source.
+        folder: an empty folder for the changed copy of the installed source.
     """
     import importlib.util
 

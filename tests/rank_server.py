@@ -1,8 +1,8 @@
-"""Ranks for the tests: one process imports what they need once, and forks the ranks of each launch.
+"""Ranks for the tests, forked by one process that has imported what they need.
 
-Importing a framework takes longer than the tests' trainings. A module whose ranks are started here
-has two functions: ``prepare()`` imports what its ranks need, in the server; ``run(launch)`` is a
-rank from its start to its end, and returns what its test compares, ready for JSON.
+Forking saves time, because importing a framework takes longer than a test's training. A module
+whose ranks this server starts has two functions: ``prepare()`` imports what its ranks need, in the
+server. ``run(launch)`` is a rank's whole program, and returns values that JSON can store.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Launch:
     """What a rank is told.
 
     Attributes:
-        case: what to run; its meaning is the module's.
-        folder: a directory that all ranks of the launch see.
-        store: a path at which no file is yet, for the ranks to meet.
+        case: what the rank runs, a name that its module interprets.
+        folder: a directory that all ranks of the launch can access.
+        store: a path without a file, at which the ranks' process group stores its data.
         options: the case's own.
         world: number of ranks.
         rank: this one's.
@@ -52,10 +52,10 @@ class Launch:
 
 
 class Ranks:
-    """The test's end of a server; call it to launch a case.
+    """A test's connection to a server of ranks; calling it launches a case.
 
     Attributes:
-        said: what each rank of the last launch wrote to its stdout and stderr.
+        said: the stdout and stderr of each rank of the last launch.
     """
 
     def __init__(self, server: subprocess.Popen[str], folders: Path) -> None:
@@ -74,16 +74,16 @@ class Ranks:
         timeout: float = 600.0,
         **options: Any,
     ) -> list[Any]:
-        """Run a case on fresh processes; returns what each rank found.
+        """Run a case in new processes; returns each rank's result.
 
         Args:
             case: what to run.
-            folder: the ranks' directory; none for a new one.
+            folder: the ranks' directory; ``None`` for a new one.
             world: number of ranks.
-            dies: whether a rank is expected to be killed, or the signal by which it ends; then
+            dies: whether a rank is expected to be killed, or the signal that ends it. If so,
                 nothing is returned.
             timeout: seconds after which the ranks are killed.
-            **options: the case's own, ready for JSON.
+            **options: the case's own options, ready for JSON.
         """
         self._count += 1
         place = folder or self._folders / str(self._count)
@@ -99,7 +99,7 @@ class Ranks:
             self._server.stdin.write(json.dumps(asdict(launch)) + "\n")
             self._server.stdin.flush()
             codes = json.loads(self._server.stdout.readline())
-        # Where one rank fails the others lose their connection: each has to be heard.
+        # If one rank fails, the others lose their connection; so every rank's log is shown.
         self.said = [_log(place, rank).read_text() for rank in range(world)]
         logs = "\n".join(one[-3000:] for one in self.said)
         if dies:
@@ -112,12 +112,12 @@ class Ranks:
 
 @contextlib.contextmanager
 def rank_server(module: str, folders: Path, **variables: str) -> Iterator[Ranks]:
-    """Start a server for a module's ranks.
+    """Start a server for the ranks of a module.
 
     Args:
         module: dotted name of the module.
-        folders: where launches get a directory of their own.
-        **variables: environment variables of the ranks, beside the inherited ones without the
+        folders: the folder in which each launch gets its own directory.
+        **variables: environment variables of the ranks, beside all inherited variables except the
             shim's.
     """
     environment = {
@@ -143,10 +143,10 @@ def rank_server(module: str, folders: Path, **variables: str) -> Iterator[Ranks]
 
 
 def look_ahead(framework: str) -> None:
-    """Read the sources that ``install()`` reads in each rank once, in the server.
+    """Read all sources that a rank's ``install()`` will read, once, in the server.
 
-    Nothing is patched, and no framework is imported: this fills the cache of what was found in a
-    source, which a rank inherits.
+    Nothing is patched, and no framework is imported. The call fills the cache of descriptions of
+    source code, which the ranks inherit.
     """
     from precision_shim.process.registry import entries
     from precision_shim.seams import look
@@ -199,7 +199,7 @@ def _fork(module: Any, launch: Launch) -> list[int]:
                 sys.stderr.flush()
                 for one in multiprocessing.active_children():  # Megatron's, for checkpoints
                     one.terminate()
-                os._exit(status)  # gloo's threads may outlive an orderly end
+                os._exit(status)  # gloo's threads may prevent a normal exit
         children.append(child)
     codes: dict[int, int] = {}
     end = time.monotonic() + launch.timeout
@@ -226,7 +226,7 @@ def _serve(name: str) -> None:
     os.dup2(2, 1)
     module = importlib.import_module(name)
     module.prepare()
-    # Frameworks collect garbage around each step; what imports leave behind need not be looked at.
+    # Frameworks collect garbage around each step; frozen objects of imports are not scanned.
     gc.collect()
     gc.freeze()
     print("ready", file=answers, flush=True)

@@ -1,7 +1,7 @@
-"""A real local Ray cluster: what its driver is given, how it starts, what it found.
+"""A real local Ray cluster: starts its driver, starts the cluster, reads the driver's result.
 
-A driver is a script, because its environment is what its workers get. It prints one line that
-begins with ``FOUND``.
+A driver is a separate script, because Ray's workers inherit the driver's environment. The driver
+prints its result in one line that begins with ``FOUND``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .rank_server import Ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 LOG = "TEST_RAY_LOG"
-"""Where it is set, the workers' output is shown."""
+"""If this variable is set, the workers' output is shown."""
 
 
 def drive(
@@ -30,12 +30,13 @@ def drive(
     """What a driver found.
 
     Args:
-        ranks: a server that runs scripts.
+        ranks: a server whose ranks run scripts.
         script: the driver.
         *arguments: its own.
-        paths: what stands in its ``PYTHONPATH`` before this repository.
-        timeout: seconds after which it is killed.
-        **variables: of its environment, beside the inherited ones without the shim's and Ray's.
+        paths: folders in the driver's ``PYTHONPATH`` before this repository.
+        timeout: seconds after which the driver is killed.
+        **variables: the driver's variables, beside all inherited variables except the shim's and
+            Ray's.
     """
     inherited = {
         name: value
@@ -44,9 +45,9 @@ def drive(
     }
     environment = {
         **inherited,
-        "RAY_AUTH_MODE": "disabled",  # a token would be written to the user's home
+        "RAY_AUTH_MODE": "disabled",  # otherwise Ray writes a token to the user's home
         "RAY_USAGE_STATS_ENABLED": "0",
-        # A busy machine of two cores takes its time.
+        # A busy machine of two cores needs more than Ray's default.
         "RAY_raylet_start_wait_time_s": "300",
         "RAY_worker_register_timeout_seconds": "300",
         "OMP_NUM_THREADS": "1",
@@ -69,7 +70,7 @@ def drive(
 
 
 def start(num_cpus: int, **options: Any) -> None:
-    """Start the cluster, in its driver."""
+    """Start the cluster; the driver calls this function."""
     import ray
 
     ray.init(

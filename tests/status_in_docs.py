@@ -1,8 +1,8 @@
-"""What ``status()`` says in a real worker: held to a screen, and against the docs.
+"""The text of ``status()`` in a real worker: it fits a screen, and the docs show it.
 
-Which modules are imported decides what is in force and what waits, so the worker is built in a
-process of its own: a second pytest that runs ``status_worker.py`` of the framework's tests, with
-their fixtures. The docs have the newest pinned version's text, between two markers.
+The imported modules determine what is in force and what waits. The worker is therefore built in its
+own process: a second pytest runs ``status_worker.py`` of the framework's tests, with their
+fixtures. The docs contain the text for the newest pinned version, between two markers.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _END = "<!-- /status -->"
 
 
 def tell() -> None:
-    """In the worker's process: hand its screen over, and hold its paths to their users' names.
+    """Write the text from the worker's process, and check that every path has a name for users.
 
-    Of the framework's version what a build has added ("+" and a commit) is left out.
+    The framework's version is written without a build's addition ("+" and a commit).
     """
     from precision_shim.process.registry import entries
 
@@ -43,12 +43,12 @@ def tell() -> None:
 
 
 def of_a_worker(script: Path, folder: Path, ranks: Ranks | None = None) -> str:
-    """What ``status()`` says where ``script`` has built its worker.
+    """The text of ``status()`` in a process in which ``script`` has built its worker.
 
     Args:
         script: a file of tests.
         folder: an empty one.
-        ranks: where the process is forked, with the case ``tests``; none for a new Python.
+        ranks: the server that forks the process, with the case ``tests``; ``None``: a new Python.
     """
     file = folder / "status.txt"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PRECISION_SHIM")}
@@ -72,13 +72,13 @@ def of_a_worker(script: Path, folder: Path, ranks: Ranks | None = None) -> str:
 
 
 def hold(text: str, framework: str, environment: str, request: pytest.FixtureRequest) -> None:
-    """The text fits a screen, and is what stands in the docs of the framework.
+    """Assert that the text fits a screen, and that the framework's docs contain it.
 
     Args:
         text: from :func:`of_a_worker`.
-        framework: as users write it; names the markers and the file in ``docs``.
-        environment: the tox environment, with the installed version.
-        request: pytest's, for the file of the calling test and ``--write-docs``.
+        framework: the name that users write, which also names the markers and the file in ``docs``.
+        environment: the tox environment that has the installed version.
+        request: pytest's request, for the calling test's file and for ``--write-docs``.
     """
     lines = text.splitlines()
     assert len(lines) <= 40, text
@@ -102,12 +102,12 @@ def hold(text: str, framework: str, environment: str, request: pytest.FixtureReq
 
 
 def newest() -> set[str]:
-    """The environments of the newest pinned version of each framework."""
+    """The tox environments of each framework's newest pinned version."""
     from packaging.version import Version
 
     found: dict[str, Version] = {}
     for file in (ROOT / "tests" / "environments").glob("*-[0-9]*.txt"):
         name, _, version = file.stem.rpartition("-")
-        if not re.search(r"\d", name):  # verl-0.9.1-core-0.19.2 is verl's pins but for two
+        if not re.search(r"\d", name):  # skip verl-0.9.1-core-0.19.2: two other pins
             found[name] = max(Version(version), found.get(name, Version(version)))
     return {f"{name}-{version}" for name, version in found.items()}

@@ -1,9 +1,9 @@
-"""Where a framework's own code forms gradients or steps, held against docs/versions.md.
+"""Compares docs/versions.md with the places where a framework's own code steps or makes gradients.
 
-The places are read from the installed source: calls of ``backward``, of an optimizer's ``step`` or
+The installed source determines these places: calls of ``backward``, of an optimizer's ``step`` or
 ``update``, of ``autograd.grad`` and its like in JAX, and every mention of a ``GradScaler``. The
-page says of each what the shim does there; a place that a release adds is not on the page, and
-fails.
+page states for each place what the shim does there. A place that a new release adds is missing on
+the page, and the test fails.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from precision_shim.process.registry import entries
 from .versions_in_docs import PAGE, column
 
 HARMLESS = re.compile(r"(schedulers?|prof|profiler|env|engine|stream|Logic)$")
-"""What else has a ``step``: the last name in front of it. A pipeline's schedule is not among it."""
+"""Names of objects whose ``step`` does not train; a pipeline's schedule is none of them."""
 
 SKIPPED = {"tests", "benchmarks", "scripts"}
 """Directories that no training imports."""
 
 
 def places(framework: str) -> set[str]:
-    """``"module:function"`` of each place, without the name of the package."""
+    """Each place as ``"module:function"``, without the name of the package."""
     found = set()
     for package in entries(third_party=False)[framework].packages:
         spec = importlib.util.find_spec(package)
@@ -67,7 +67,7 @@ def _trains(node: ast.AST) -> bool:
 
 
 def read(framework: str) -> tuple[str, dict[str, str]]:
-    """The version that the page lists, and its places, with what the shim does at each."""
+    """The version that the page lists, and its places with what the shim does at each."""
     page = PAGE.read_text(encoding="utf-8")
     block = re.search(f"<!-- steps:{framework} (\\S+) -->(.*?)<!-- /steps -->", page, re.DOTALL)
     assert block, f"docs/versions.md has no places of {framework}"
@@ -82,7 +82,7 @@ def read(framework: str) -> tuple[str, dict[str, str]]:
 
 
 def hold(framework: str) -> None:
-    """The page has the places of the installed version, and what it says of each is so."""
+    """Assert that the page lists the installed version's places and states what holds for each."""
     version, told = read(framework)
     installed, words = column(framework)
     if installed != version:

@@ -1,4 +1,4 @@
-"""The record of symbols, held to what is installed in a framework's environment."""
+"""The record of symbols, compared with what is installed in a framework's environment."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOW = "python tests/environments/record_symbols.py, or here: precision-shim doct
 
 
 def tested_version(adapter: Adapter) -> str:
-    """What is installed of a framework; skips the test where it is no tested version."""
+    """The installed version of a framework; skips the test if that version is not tested."""
     version = metadata.version(adapter.distribution)
     if _symbols.plain(version) not in adapter.tested:
         pytest.skip(f"{adapter.framework} {version} is no tested version: no record says of it")
@@ -30,7 +30,7 @@ def tested_version(adapter: Adapter) -> str:
 
 
 def hold(framework: str) -> None:
-    """What is installed is in the shipped record, and nothing else is recorded for this version.
+    """Assert that the record has what is installed, and nothing else for this version.
 
     Args:
         framework: as users write it.
@@ -49,7 +49,7 @@ def hold(framework: str) -> None:
 
 
 def hold_as_a_wheel(framework: str, folder: Path) -> None:
-    """A wheel of what is installed is told to be the same; none of its modules is executed.
+    """A wheel of what is installed is reported as equal, and none of its modules is executed.
 
     Args:
         framework: as users write it.

@@ -1,4 +1,4 @@
-"""What holds for any adapter: taken out it leaves nothing behind, and it is refused whole."""
+"""Any adapter leaves nothing behind when uninstalled, and its groups are refused as a whole."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import precision_shim
 
 
 def namespaces(adapter: Any) -> dict[str, dict[str, int]]:
-    """The modules and classes that an adapter's seams patch, where they are imported.
+    """The imported modules and classes that an adapter's seams patch.
 
-    Returns the identity of each object by its name: wrapt's wrappers are equal to what they wrap.
+    Returns the identity of each object by its name, because wrapt's wrappers equal what they wrap.
     """
     owners = {
         target.rpartition("." if "." in target.partition(":")[2] else ":")[0]
@@ -29,14 +29,14 @@ def namespaces(adapter: Any) -> dict[str, dict[str, int]]:
     for owner in owners:
         try:
             place = pkgutil.resolve_name(owner)
-        except AttributeError:  # an optional seam: this version lacks its class
+        except AttributeError:  # a seam is optional: this version lacks its class
             continue
         found[owner] = {name: id(value) for name, value in vars(place).items()}
     return found
 
 
 def leaves_nothing_behind(on: Callable[..., Any], adapter: Any) -> None:
-    """Put the shim in and take it out: each place that it patched is as it was."""
+    """Install and uninstall the shim: each patched place is as it was before."""
     before = namespaces(adapter)
     framework = on().frameworks[adapter.framework]
     assert framework.state == "wrapped"
@@ -55,7 +55,7 @@ def leaves_nothing_behind(on: Callable[..., Any], adapter: Any) -> None:
 def refused_whole(
     on: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, module: ModuleType, symbol: str
 ) -> None:
-    """Under strict, a symbol that is gone is an error, and its group of seams is refused whole."""
+    """Under strict a missing symbol is an error, and its whole group of seams is refused."""
     adapter = module.ADAPTER  # type: ignore[attr-defined]
     seams = [replace(one, target=one.target.replace(symbol, "gone")) for one in adapter.seams]
     monkeypatch.setattr(module, "ADAPTER", replace(adapter, seams=seams))

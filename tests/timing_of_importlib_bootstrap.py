@@ -1,10 +1,10 @@
-"""Where the time of a test run goes: a pytest plugin that writes it into the JUnit report.
+"""A pytest plugin that measures where a test run's time goes, and writes it into the JUnit report.
 
-``toxfile.py`` reads it back and prints it at the end of a run. Loaded by ``tests/conftest.py``.
+``toxfile.py`` reads the report and prints the times at the end of a run. Loaded by
+``tests/conftest.py``.
 
-The file's name matters: Python leaves frames whose file name holds both ``importlib`` and
-``_bootstrap`` out when it counts a warning's stack level, and one frame of ours stands in each
-import.
+The file's name matters: Python ignores frames whose file name contains both ``importlib`` and
+``_bootstrap`` when it counts a warning's stack level. This file adds one frame to each import.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 _STARTS = frozenset(("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn"))
-"""Audit events of CPython, one for each process that this one starts."""
+"""CPython's audit events, one for each process that this process starts."""
 
 
 class Timing:
-    """Seconds spent on imports, processes started, and the processor time of those."""
+    """Measures the seconds spent on imports, and counts the processes that are started."""
 
     def __init__(self) -> None:
         self.imports = 0.0
@@ -31,12 +31,11 @@ class Timing:
         self._find_and_load: Any = _bootstrap._find_and_load  # type: ignore[attr-defined]
 
     def begin(self) -> None:
-        """Start to count."""
-        sys.addaudithook(self._seen)  # for ever: Python has no way to take a hook out
+        sys.addaudithook(self._seen)  # for ever: Python cannot remove an audit hook
         _bootstrap._find_and_load = self._timed  # type: ignore[attr-defined]
 
     def end(self) -> None:
-        """Leave the import system as it was."""
+        """Restore the import system."""
         _bootstrap._find_and_load = self._find_and_load  # type: ignore[attr-defined]
 
     def _seen(self, event: str, _: tuple[Any, ...]) -> None:
@@ -44,7 +43,7 @@ class Timing:
             self.started += 1
 
     def _timed(self, *args: Any) -> Any:
-        # An import within an import belongs to the outer one's time.
+        # The time of a nested import is part of the outer import's time.
         begin = time.perf_counter()
         self._depth += 1
         try:
@@ -59,14 +58,13 @@ _timing = pytest.StashKey[Timing]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin with the session."""
     timing = config.stash[_timing] = Timing()
     timing.begin()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _report_timing(pytestconfig: pytest.Config, record_testsuite_property: Any) -> Any:
-    """Write the figures when the last test has ended."""
+    """Write the figures after the last test."""
     yield
     timing = pytestconfig.stash[_timing]
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -78,5 +76,4 @@ def _report_timing(pytestconfig: pytest.Config, record_testsuite_property: Any) 
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End with the session."""
     config.stash[_timing].end()

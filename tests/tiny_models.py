@@ -1,4 +1,4 @@
-"""A tiny Hugging Face checkpoint, as the frameworks load one."""
+"""Writes a tiny Hugging Face checkpoint, which the frameworks can load."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def make_checkpoint(
 
     Args:
         folder: where to.
-        dtype: of the parameters, torch's name.
+        dtype: torch's name of the parameters' dtype.
         tied: whether the output layer shares the embedding.
-        value_head: one number per token instead of the output layer.
-        width: of its layers; vLLM's attention needs heads of 32, and thus 64.
+        value_head: whether one number per token replaces the output layer.
+        width: the layers' width; vLLM's attention needs heads of 32, and so a width of 64.
     """
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -58,7 +58,7 @@ def make_checkpoint(
         pad_token_id=0,
         eos_token_id=1,
         bos_token_id=1,
-        classifier_dropout=0.0,  # a value head has 0.1 otherwise, and no two trainings are alike
+        classifier_dropout=0.0,  # a value head's default dropout of 0.1 is random
     )
     kind = Qwen2ForCausalLM
     if value_head:

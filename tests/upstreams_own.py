@@ -1,7 +1,7 @@
-"""A framework's own tests, which no wheel has: fetched, and run with the shim on or off.
+"""A framework's own tests, which no wheel contains: fetched, and run with the shim on or off.
 
-Their own ``conftest.py`` files are replaced by one that notes what comes of each test. What then
-fails, fails with the shim on and off.
+The framework's ``conftest.py`` files are replaced by one that records each test's outcome. A test
+that fails because of this replacement fails with the shim on and off.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def pytest_sessionfinish(session):
 """
 
 Start = Callable[[list[str], dict[str, str], Path], str]
-"""Runs pytest with these arguments, this environment and in this folder; returns its output."""
+"""Runs pytest with arguments, an environment and a folder; returns pytest's output."""
 
 
 def in_a_fork_of(ranks: Ranks) -> Start:
-    """Start pytest in a process that has imported what takes longest."""
+    """Return a function that runs pytest in a fork of a process with the slow imports done."""
 
     def start(arguments: list[str], environment: dict[str, str], folder: Path) -> str:
         ranks(
@@ -75,7 +75,7 @@ def in_a_fork_of(ranks: Ranks) -> Start:
 
 
 def in_a_new_python(arguments: list[str], environment: dict[str, str], folder: Path) -> str:
-    """Start pytest as a user does."""
+    """Run pytest as a user does."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *arguments],
         capture_output=True,
@@ -94,7 +94,7 @@ class Ended:
 
     Attributes:
         outcomes: by test.
-        said: the end of the output.
+        said: the end of pytest's output.
     """
 
     outcomes: Mapping[str, str]
@@ -102,11 +102,10 @@ class Ended:
 
     @property
     def passed(self) -> int:
-        """How many passed."""
         return list(self.outcomes.values()).count("passed call")
 
     def names(self, outcome: str) -> set[str]:
-        """The functions of the tests that ended so."""
+        """Names of the test functions with this outcome."""
         return {
             test.rpartition("::")[2].partition("[")[0]
             for test, ended in self.outcomes.items()
@@ -120,15 +119,15 @@ class Own:
 
     Attributes:
         framework: whose.
-        folder: where they are and run.
-        files: which, from the folder; those that are not there are left out.
-        least: how many have to pass, of so many.
+        folder: the tests' folder, in which pytest runs.
+        files: the test files, relative to the folder; missing files are left out.
+        least: computes from the number of tests how many must pass.
         start: how pytest is started.
-        environment: variables beside the inherited ones.
-        conftest: where ours goes, from the folder.
-        prelude: what it does before ``precision_shim`` is imported.
-        install: how it switches the shim on.
-        markers: those that the tests use.
+        environment: variables that are added to the inherited ones.
+        conftest: the path of our ``conftest.py``, relative to the folder.
+        prelude: our ``conftest.py``'s code before it imports ``precision_shim``.
+        install: our ``conftest.py``'s code that installs the shim.
+        markers: the markers that the tests use.
     """
 
     framework: str
@@ -143,7 +142,7 @@ class Own:
     markers: tuple[str, ...] = ()
 
     def run(self, *, on: bool) -> Ended:
-        """Run them with the shim on or off, and hold that it was."""
+        """Run the tests with the shim on or off, and assert that it was on or off."""
         (self.folder / self.conftest).write_text(
             _CONFTEST.format(
                 prelude=self.prelude,
@@ -155,7 +154,7 @@ class Own:
         outcomes = self.folder.with_name(f"{self.folder.name}-{on}.json")
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PRECISION_SHIM")}
         options = ["-q", "-W", "ignore", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir=."]
-        # Some need what is not installed as soon as they are imported.
+        # Some test modules fail at import, because they need packages that are not installed.
         options += ["--continue-on-collection-errors", "--timeout=120"]
         said = self.start(
             [*options, *(file for file in self.files if (self.folder / file).exists())],
@@ -177,17 +176,17 @@ class Own:
 
 
 def fetch(folder: Path, url: str, commits: Sequence[str], path: str) -> Path:
-    """Check a path of the first commit that can be had out into a folder; skips where none can.
+    """Check a path out into a folder, from the first available commit; skips if there is none.
 
     Args:
         folder: an existing, empty one.
         url: of the repository.
-        commits: hashes or tags, the best first.
+        commits: hashes or tags, in order of preference.
         path: the file or folder in the repository.
     """
 
     def git(*command: str) -> str:
-        """Run a command of git's; returns what was wrong."""
+        """Run a git command; returns its error output."""
         done = subprocess.run(
             ["git", "-c", "gc.auto=0", "-c", "maintenance.auto=false", *command],
             cwd=folder,

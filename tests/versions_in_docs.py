@@ -1,9 +1,9 @@
-"""docs/versions.md: per framework, version, feature and path what the shim does there.
+"""docs/versions.md: what the shim does, by framework, version, feature and path.
 
     python -m tests.versions_in_docs FOLDER      # FOLDER: where tox keeps its environments
 
-Each pinned environment's own Python says what the doctor says there, and writes its column. The
-tests of a framework hold the column of their version to what is installed.
+Each pinned environment's own Python runs the doctor's check, and writes the environment's column. A
+framework's tests compare the column of their version with what is installed.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ WORDS = {
     "unsupported": "refused",
     "absent": "",
 }
-"""A verdict on paths that nothing has imported, as the tables have it."""
+"""Maps a verdict on paths that nothing has imported to its word in the tables."""
 
 Column = dict[tuple[str, str], str]
-"""Feature and path, to a word."""
+"""Maps feature and path to a word of the table."""
 
 
 def column(framework: str) -> tuple[str, Column]:
-    """The installed version, and what its column has to say."""
+    """The installed version, and its column of the table."""
     entry = entries(third_party=False)[framework]
     one, _ = foresee(entry, resolve(environ={}), _versions.version_of)
     assert one.version is not None, f"{framework} is not installed here"
     found = {
-        # A seam without a path serves all of them.
+        # A seam without a path serves all paths.
         (feature, path or "everywhere"): WORDS[verdict]
         for (feature, path), verdict in _status_text.verdicts(one.seams).items()
     }
@@ -57,7 +57,7 @@ def column(framework: str) -> tuple[str, Column]:
 
 
 def hold(framework: str) -> None:
-    """What is installed here is what the page says of this version."""
+    """Assert that the page shows the installed version's column."""
     version, found = column(framework)
     tested = entries(third_party=False)[framework].load().tested
     if version not in tested:
@@ -68,7 +68,6 @@ def hold(framework: str) -> None:
 
 
 def read_columns(page: str, framework: str) -> dict[str, Column]:
-    """The columns of one framework's table."""
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in page[slice(*_block(page, framework))].splitlines()
@@ -85,7 +84,7 @@ def read_columns(page: str, framework: str) -> dict[str, Column]:
 
 
 def written(page: str, framework: str, columns: dict[str, Column]) -> str:
-    """The page with this framework's table made anew."""
+    """The page with this framework's table replaced."""
     versions = sorted(columns, key=Version)
     keys = {key for one in columns.values() for key in one}
     lines = [f"| feature | path | {' | '.join(versions)} |", "|---" * (len(versions) + 2) + "|"]
@@ -106,7 +105,7 @@ def _block(page: str, framework: str) -> tuple[int, int]:
 
 
 def main() -> int:
-    """Have each environment write its column; returns how many are missing."""
+    """Let each environment write its column; returns how many environments are missing."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / ".tox"
     paths = os.pathsep.join([str(ROOT), str(ROOT / "shim"), str(ROOT / "adapters")])
     missing = 0

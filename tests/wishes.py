@@ -1,6 +1,7 @@
-"""One table of wishes, and the one plan that each of them gets in every framework on Megatron.
+"""A table of wishes, the values that users request of Megatron's optimizer, with their plans.
 
-The tests of a framework write a wish into its real config, and compare what comes of it here.
+The tests of each framework on Megatron write a wish into its real config, and compare the plan with
+the table.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from precision_shim_adapters.megatron.deciding.wishes import Planned
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 AWARE = "use_precision_aware_optimizer"
 LOW_BETA2 = {"adam_beta2": 0.95}
-"""So that a bf16 second moment can decay, and nothing is said of it."""
+"""A beta2 at which a bf16 second moment can decay, so that no message appears."""
 
 DEFAULTS = {
     AWARE: False,
@@ -31,7 +32,7 @@ DEFAULTS = {
     "fp16": False,
     "params_dtype": FP32,
 }
-"""Megatron's own, for fields that nobody names."""
+"""Megatron's own defaults, for fields that nobody sets."""
 
 FLAGS = {
     BF16: {"bf16": True, "params_dtype": BF16},
@@ -42,18 +43,18 @@ FLAGS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A wish, and what comes of it.
+    """A wish, and the expected plan.
 
     Attributes:
         name: for the test's id.
         dtype: the model's.
         asked: fields of Megatron's OptimizerConfig that the user writes.
-        bucket: ``grad_reduce_in_fp32`` as the user writes it; ``None``: not at all.
+        bucket: ``grad_reduce_in_fp32`` as the user writes it; ``None`` if the user omits it.
         settings: the shim's.
         fields: the OptimizerConfig's fields that differ from ``DEFAULTS`` and from the dtype's
             flags.
         in_fp32: ``grad_reduce_in_fp32`` in force.
-        told: words of what the user is told about the bucket.
+        told: words of the message about the bucket.
     """
 
     name: str
@@ -152,12 +153,12 @@ each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 def expected(case: Case) -> tuple[dict[str, Any], bool, str]:
-    """Fields of the OptimizerConfig, ``grad_reduce_in_fp32``, and what is told."""
+    """The expected OptimizerConfig's fields, ``grad_reduce_in_fp32``, and message."""
     return {**DEFAULTS, **FLAGS[case.dtype], **case.fields}, case.in_fp32, case.told
 
 
 def outcome(case: Case, wishes: Wishes, planned: Planned) -> tuple[dict[str, Any], bool, str]:
-    """The same of a plan; the framework's own bucket is fp32 where nothing is written."""
+    """The fields, bucket and message of a plan; a framework's own bucket is fp32 by default."""
     choice = choose_bucket(
         present=case.bucket is not False,
         user_set=wishes.bucket_in_fp32 is not None,
@@ -172,7 +173,7 @@ def outcome(case: Case, wishes: Wishes, planned: Planned) -> tuple[dict[str, Any
 
 
 def outcome_in(framework: str, case: Case, wishes: Wishes) -> tuple[dict[str, Any], bool, str]:
-    """The outcome by what is in force for a framework in this process."""
+    """The outcome of the plan that this process makes for a framework."""
     build = Build(framework, lambda: wishes)
     build.seen = TrainableDtypes({case.dtype: 8})
     return outcome(case, wishes, build.plan())

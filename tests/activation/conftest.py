@@ -1,8 +1,8 @@
-"""A fresh environment with the built wheel, and small packages that play the frameworks.
+"""Fixtures: a fresh virtual environment with the built wheel, and toy packages as frameworks.
 
-What is tested here is which processes the shim reaches, not what it does to a framework: a toy
-package with an adapter of its own shows that in milliseconds. The real ones are in ``test_ray.py``
-and ``test_verl.py``.
+These tests check which processes the shim reaches, not what it does to a framework. A toy package
+with its own adapter shows in milliseconds whether the shim reaches a process. ``test_ray.py`` and
+``test_verl.py`` use real Ray and real verl.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ADAPTER = Adapter(
 """,
     "toy-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n",
     "toy-1.0.dist-info/entry_points.txt": "[precision_shim.adapters]\ntoy = toy_shim:ADAPTER\n",
-    # A framework of one module: the target is the very package whose import wakes the adapter.
+    # A framework of one module: the seam's target is the package whose import loads the adapter.
     "solo.py": "def scale(value):\n    return 2 * value\n",
     "solo_shim.py": """
 from precision_shim.adapting import Adapter, Seam
@@ -70,7 +70,7 @@ if __name__ == "__main__":
     print("patched" if ops.scale(1) == -2 else "not patched")
 """,
 }
-"""Files of the environment's site-packages, beside the wheel."""
+"""Files that the fixtures write into the environment's site-packages, beside the wheel."""
 
 
 def write(folder: Path, files: dict[str, str]) -> Path:
@@ -82,7 +82,7 @@ def write(folder: Path, files: dict[str, str]) -> Path:
 
 
 class Environment:
-    """A virtual environment, and ways to run things in it."""
+    """A virtual environment, with methods that run commands in it."""
 
     def __init__(self, folder: Path) -> None:
         self.python = str(folder / "bin" / "python")
@@ -90,7 +90,7 @@ class Environment:
         self.site = next(folder.glob("lib/python*/site-packages"))
 
     def run(self, *arguments, check=True, cwd=None, **variables):
-        """Run the environment's Python with these variables and none of the shim's otherwise."""
+        """Run the environment's Python with ``variables`` and no other variable of the shim."""
         return self.execute(self.python, *arguments, check=check, cwd=cwd, **variables)
 
     def execute(self, *command, check=True, cwd=None, **variables):
@@ -114,16 +114,16 @@ class Environment:
 
 
 def make_environment(folder: Path, *what: str) -> Environment:
-    """A virtual environment of this interpreter with packages, by uv or else by venv and pip.
+    """Create a virtual environment with this Python and install packages, by uv or by venv and pip.
 
-    What is installed here beside them is installed there in the same versions.
+    wrapt and packaging are installed in the versions that this environment has.
     """
     same = []
     for name in ("wrapt", "packaging"):
         with contextlib.suppress(PackageNotFoundError):
             same.append(f"{name}=={version(name)}")
     if shutil.which("uv"):
-        # Not sys.executable: that is a virtual environment's, and pyenv's shims answer to any name.
+        # Pass the base Python's path, because uv may resolve a bare name to one of pyenv's shims.
         subprocess.run(["uv", "venv", "-q", "-p", _base_python(), str(folder)], check=True)
         install = ["uv", "pip", "install", "-q", "-p", str(folder / "bin" / "python")]
     else:
@@ -139,7 +139,6 @@ def _base_python() -> str:
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory) -> Path:
-    """The wheel of this checkout."""
     out = tmp_path_factory.mktemp("wheel")
     if shutil.which("uv"):
         build = ["uv", "build", "-q", "--wheel", "--out-dir", str(out), str(ROOT)]
@@ -151,7 +150,7 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def environment(wheel, tmp_path_factory) -> Environment:
-    """An environment with the wheel and the toys."""
+    """A virtual environment with the wheel and the toy packages."""
     made = make_environment(tmp_path_factory.mktemp("environment") / "venv", str(wheel))
     write(made.site, TOY)
     return made
@@ -159,14 +158,14 @@ def environment(wheel, tmp_path_factory) -> Environment:
 
 @pytest.fixture(scope="session")
 def editable(tmp_path_factory) -> Environment:
-    """An environment with an editable install and the toys."""
+    """A virtual environment with an editable install and the toy packages."""
     made = make_environment(tmp_path_factory.mktemp("editable") / "venv", "-e", str(ROOT))
     write(made.site, TOY)
     return made
 
 
 ON = {"PRECISION_SHIM": "1", "PRECISION_SHIM_FRAMEWORKS": "toy,solo"}
-"""On, and the toys named: they wake when they are imported, without torch."""
+"""Switch the shim on and name the toys, so that importing a toy loads its adapter without torch."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""``precision-shim doctor --against`` and ``--record``: releases that are not installed."""
+"""``precision-shim doctor --against`` and ``--record``, for releases that are not installed."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_framework_that_is_not_asked_for_is_judged_all_the_same(against, tmp_p
 )
 def test_a_path_without_a_framework(files, arguments, told, doctor, tmp_path):
     path = write(tmp_path / "given", {"README": "", **files})
-    # The toys are installed, and know nothing of Megatron.
+    # The toy packages are installed, and their adapters have no seams in Megatron.
     done = doctor("--against", path, "--json", *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert told in done.stderr

@@ -1,4 +1,4 @@
-"""``precision-shim doctor``: what it finds, and when it fails."""
+"""Tests of ``precision-shim doctor``: its report and its exit status."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_what_is_refused_everywhere_for_the_same_reasons_fits_a_screen(
     shown = doctor(PYTHONPATH=str(tmp_path)).stdout
     assert len(shown.splitlines()) <= 40
     assert shown.count("toy.ops:gone0 not found") == 1
-    assert "--verbose" in shown  # the problem is longer than a screen can afford
+    assert "--verbose" in shown  # the output cuts the long problem and names --verbose
     whole = doctor("--verbose", PYTHONPATH=str(tmp_path)).stdout
     problems = " ".join(whole[whole.index("\nproblems") :].split())
     assert problems.count("toy.ops:gone11 not found") == 1

@@ -1,6 +1,6 @@
-"""Every way to start a process, and whether the shim is in it.
+"""All ways to start a process, and whether the shim patches the new process.
 
-The Ray rows are in ``test_ray.py``, torchrun with a real framework in ``test_verl.py``.
+``test_ray.py`` tests Ray's workers, and ``test_verl.py`` tests torchrun with real verl.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if __name__ == "__main__":
         print("patched" if pool.submit(ops.scale, 1).result() == -2 else "not patched")
 """,
 }
-"""Name to a program that starts a child, which prints whether it is patched."""
+"""Maps each start method to a program whose child prints whether it is patched."""
 
 FLAGS = {
     "": (YES, ""),
@@ -90,7 +90,7 @@ if __name__ == "__main__":  # a spawned child imports this file again
     precision_shim.install(frameworks=['toy'], export=False)
 """
     program.write_text(install + CHILDREN[how])
-    # A forked child is the parent's copy, patches and all.
+    # A forked child is a copy of its parent, including the patches.
     assert environment.run(str(program)).stdout.split("\n")[0] == (YES if how == "fork" else NOT)
 
 
@@ -107,7 +107,7 @@ precision_shim.uninstall()
 
 
 def test_children_of_a_forkserver_that_already_runs(environment, tmp_path):
-    """They get its old environment; nothing can be done about that afterwards."""
+    """The children inherit the forkserver's old environment, which nobody can change afterwards."""
     program = tmp_path / "program.py"
     program.write_text("""
 import multiprocessing, os
@@ -138,7 +138,7 @@ def test_flags_of_the_interpreter(environment, on, flag):
         == "False\n"
     ):
         pytest.skip("-P came with Python 3.11")
-    # -S leaves out site-packages too; a program that needs them puts them back.
+    # -S also removes site-packages from sys.path; a program that needs packages adds it again.
     code = f"import sys; sys.path.append({str(environment.site)!r})\n" + TOY["report_toy.py"]
     arguments = [flag] if flag else []
     done = environment.run(*arguments, "-c", code, **on)
@@ -159,7 +159,7 @@ print(subprocess.run(command, env={}, capture_output=True, text=True).stdout)
 
 
 def test_without_start_up_files_autoinstall(environment, on):
-    """``python -S``: what a framework's plug-in mechanism imports for us does the same."""
+    """With ``python -S``, a framework's plug-in can import ``precision_shim.autoinstall``."""
     code = f"""
 import sys, os
 sys.path.append({str(environment.site)!r})

@@ -1,6 +1,6 @@
-"""A real local Ray: which workers the shim reaches, and what happens to the user's runtime_env.
+"""Tests on a real Ray: which workers the shim reaches, and what it does to a user's runtime_env.
 
-Needs Ray, and nothing of a framework: a worker that reports its ``status()`` has read the start-up
+The tests need Ray but no framework: a worker that can report ``status()`` has read the start-up
 file. The tests of ``ray job submit`` need ``ray[default]`` for its dashboard.
 """
 
@@ -72,7 +72,7 @@ def environment(**variables):
     inherited = {
         k: v for k, v in os.environ.items() if not k.startswith(("PRECISION_SHIM", "RAY_"))
     }
-    # Nothing leaves this machine, and a token would be written to the user's home.
+    # Ray must neither send usage data nor write a token to the user's home.
     quiet = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     return {**inherited, **quiet, **variables}
 
@@ -87,10 +87,10 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """A cluster that was started without the variable, by this module and for it alone."""
+    """A cluster for this module alone, started without the variable PRECISION_SHIM."""
     for attempt in range(3):
         with running(tmp_path_factory.mktemp("ray") / "log") as made:
-            # On a busy machine a node's agent may fail to come up, for good; jobs need one.
+            # On a busy machine a node's agent may never start, but jobs need an agent.
             if attempt == 2 or has_agent(made):
                 yield made
                 return
@@ -98,15 +98,15 @@ def cluster(tmp_path_factory):
 
 @contextlib.contextmanager
 def running(log):
-    """A cluster on ports of its own: another one may be running here."""
+    """Start a Ray cluster on free ports, because another cluster may run on this machine."""
     names = (
         *("port", "dashboard-port", "ray-client-server-port", "dashboard-agent-listen-port"),
         *("dashboard-agent-grpc-port", "runtime-env-agent-port", "metrics-export-port"),
     )
     ports = dict(zip(names, free_ports(len(names)), strict=True))
     made = Cluster(f"127.0.0.1:{ports['port']}", f"http://127.0.0.1:{ports['dashboard-port']}")
-    # Not in pytest's folder, whose name is too long for a socket, and not where Ray looks for a
-    # cluster to join.
+    # Ray's temporary folder is not pytest's folder, whose name is too long for a socket. Ray's
+    # usual folder is not used either, because Ray looks there for a running cluster to join.
     with tempfile.TemporaryDirectory(prefix="ray") as folder, log.open("w") as output:
         command = [
             str(Path(sys.executable).with_name("ray")),
@@ -165,7 +165,7 @@ def is_up(one, log):
 
 
 def free_ports(count):
-    """Ports above those of Ray's workers and below those that the system hands out."""
+    """Free ports above those of Ray's workers and below those that the system assigns."""
     found = []
     while len(found) < count:
         port = random.randrange(20000, 32000)
@@ -177,13 +177,13 @@ def free_ports(count):
 
 @pytest.fixture
 def drive(tmp_path, cluster):
-    """Run a driver on the cluster; returns what it put into ``found``."""
+    """Return a function that runs a driver on the cluster and returns the driver's ``found``."""
 
     def run(body, **variables):
         program = tmp_path / "driver.py"
         end = '\nray.shutdown()\nprint("FOUND", json.dumps(found))\n'
         program.write_text(DRIVER + body + end)
-        for _ in range(3):  # Ray gives a node 30 seconds to start, fixed: too few on a busy machine
+        for _ in range(3):  # Ray allows a node only 30 seconds to start, too few on a busy machine
             done = subprocess.run(
                 [sys.executable, str(program), cluster.gcs],
                 env=environment(**variables),
@@ -324,7 +324,7 @@ found.update(task=ray.get(work.remote()))
 
 
 def test_what_a_function_closes_over_is_the_workers_own(drive, tmp_path):
-    """A wrapped symbol pickles by reference, and is wrapped in the worker because that is on."""
+    """A wrapped symbol pickles by reference, so the worker unpickles its own wrapped symbol."""
     (tmp_path / "small.py").write_text("def scale(value):\n    return 2 * value\n")
     (tmp_path / "small_shim.py").write_text(
         "from precision_shim.adapting import Adapter, collect, seam\n"
@@ -363,12 +363,12 @@ OURS = {"env_vars": {"THEIRS": "job", "PRECISION_SHIM": "1"}}
 @pytest.mark.parametrize(
     ("runtime_env", "command", "install", "features"),
     [
-        # The variable in the job's runtime_env, which Ray lets nobody repeat.
+        # The job's runtime_env sets the variable; Ray refuses to set it in the driver's, too.
         pytest.param(OURS, {}, "", ALL, id="in the job"),
         pytest.param(
             OURS, {}, 'features=["fp16-scaling"]', ["fp16-scaling"], id="in the job and install"
         ),
-        # Not there: install() in the driver, or the variable in the command.
+        # The job's runtime_env lacks the variable; install() or the command sets it.
         pytest.param(THEIRS, {}, 'features=["fp16-scaling"]', ["fp16-scaling"], id="install"),
         pytest.param(THEIRS, {"PRECISION_SHIM": "1"}, "", ALL, id="in the command"),
         pytest.param(None, {"PRECISION_SHIM": "1"}, "", ALL, id="no runtime_env"),

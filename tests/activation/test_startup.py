@@ -1,4 +1,4 @@
-"""The start-up files: on, off, twice, wrong, and what they cost in modules."""
+"""The start-up files: on, off, executed twice, with bad values, and what they import."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_off_imports_nothing(environment, value):
 @pytest.mark.parametrize("value", ["1", "true", "ON", "yes", "strict"])
 @pytest.mark.parametrize("install", ["environment", "editable"])
 def test_on_imports_nothing_either(install, request, write_files, tmp_path, value):
-    """Nor does a package that is nobody's framework."""
+    """With the switch on, importing a package that is no framework does not load the shim."""
     write_files(tmp_path, {"some_package.py": ""})
     made = request.getfixturevalue(install)
     code = """
@@ -159,7 +159,7 @@ def test_on_with_torch_imports_itself_and_no_more(install, request, write_files,
 
 
 def test_a_process_that_cannot_import_the_package_goes_on(environment, on, write_files, tmp_path):
-    """Tools that replace ``sys.path``, as pex does: they are without the shim, for as long."""
+    """While a tool such as pex replaces ``sys.path``, the process goes on without the shim."""
     write_files(tmp_path, {"torch.py": "FOUND = True\n", "toy.py": ""})
     code = "import sys; sys.path[:] = [one for one in sys.path if 'site-packages' not in one]; "
     code += "import torch, toy; print(torch.FOUND)"
@@ -179,7 +179,7 @@ def test_a_closed_stderr(environment, write_files, tmp_path):
 
 
 def test_without_sources(environment, on):
-    """Images that keep bytecode alone, beside where the source was."""
+    """Some container images contain only bytecode files, in the place of the sources."""
     file = environment.site / "zz_precision_shim.py"
     source = file.read_bytes()
     environment.run("-m", "compileall", "-b", "-q", str(file))
@@ -246,7 +246,7 @@ def test_a_third_party_unnamed_is_found_with_torch(environment, write_files, tmp
 
 
 def test_a_child_without_a_framework_is_silent_and_idle(editable, write_files, tmp_path):
-    """vLLM's and SGLang's kind: torch and transformers, and a look whether others are there."""
+    """Children of vLLM and SGLang import torch and transformers, and look for other packages."""
     write_files(tmp_path, {"torch.py": "", "transformers.py": "import torch"})
     for path in editable.site.glob("*/entry_points.txt"):
         if "precision_shim.adapters" in path.read_text():
@@ -311,7 +311,7 @@ print(precision_shim.status().enabled)
 
 
 def test_a_bad_switch_is_one_line_and_nothing_else(environment, write_files, tmp_path):
-    """Where torch, Ray or a framework is imported; other processes say nothing."""
+    """A bad switch causes one line, and only in processes that import torch, Ray or a framework."""
     write_files(tmp_path, {"torch.py": ""})
     variables = {"PRECISION_SHIM": "maybe", "PYTHONPATH": str(tmp_path)}
     assert environment.run("-c", "import json", **variables).stderr == ""

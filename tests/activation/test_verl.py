@@ -1,6 +1,6 @@
-"""The real verl, in the processes in which it runs: torchrun, Ray workers, ``python -S``.
+"""Tests of real verl in the processes that run it: torchrun, Ray workers, ``python -S``.
 
-Every process here is a fresh one; what the shim does in it is the business of ``tests/verl``.
+Each test starts fresh processes; ``tests/verl`` tests what the shim does within verl.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def environment(**variables):
 
 
 def run(*command, **variables):
-    for _ in range(3):  # Ray gives a node 30 seconds to start, fixed: too few on a busy machine
+    for _ in range(3):  # Ray allows a node only 30 seconds to start, too few on a busy machine
         done = subprocess.run(
             command,
             env=environment(**variables),
@@ -56,7 +56,7 @@ def told(done):
 
 
 def test_without_start_up_files_by_verls_own_plug_in():
-    """``python -S`` reads no start-up file; verl imports our module in every version."""
+    """``python -S`` reads no start-up file, but verl imports ``precision_shim.autoinstall``."""
     code = REPORT + "import json; print(json.dumps(report()))"
     path = os.pathsep.join(entry for entry in sys.path if entry)
     variables = {"PYTHONPATH": path, "PRECISION_SHIM_FEATURES": "dtype-coercion"}
@@ -83,7 +83,7 @@ except precision_shim.SettingsError as error:
 
 
 def test_an_inference_engines_kind_of_child_is_silent():
-    """vLLM's and SGLang's children inherit the variable; they import no framework of ours."""
+    """Children of vLLM and SGLang inherit the variable but import no framework."""
     code = """
 import sys, torch, transformers
 from transformers import AutoConfig, AutoTokenizer
@@ -150,7 +150,7 @@ def test_torchrun_started_by_precision_shim_run(tmp_path):
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray")
 def test_what_a_ray_function_closes_over_is_the_workers_own(tmp_path):
-    """cloudpickle cannot pickle wrapt's wrappers; ours go by reference, wrapped at both ends."""
+    """cloudpickle cannot pickle wrapt's wrappers; the shim's wrappers pickle by reference."""
     program = tmp_path / "driver.py"
     program.write_text("""
 import json

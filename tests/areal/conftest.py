@@ -1,4 +1,4 @@
-"""AReaL on a CPU, and the shim for it."""
+"""Fixtures for AReaL on a CPU, and ``install()`` for AReaL."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["megatron_core", "on_cpu", "one_process"]
 
 @pytest.fixture(scope="session", autouse=True)
 def imported() -> None:
-    """AReaL is imported before any stand-in for TransformerEngine is there."""
+    """Import AReaL before any stand-in for TransformerEngine exists."""
     import_engine()
 
 

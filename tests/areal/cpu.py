@@ -1,11 +1,11 @@
-"""AReaL's MegatronEngine on a CPU, and all that stands in for what a CPU cannot have.
+"""AReaL's MegatronEngine on a CPU, with stand-ins for what a CPU lacks.
 
-Real: the engine's ``__init__``, ``initialize``, ``_create_optimizer``, ``optimizer_zero_grad``,
-``optimizer_step``, ``save`` and ``load``, its configs and its checkpoint manager, and Megatron.
+Megatron is real, and so are the engine's ``__init__``, ``initialize``, ``_create_optimizer``,
+``optimizer_zero_grad``, ``optimizer_step``, ``save``, ``load``, configs and checkpoint manager.
 
-Stand-ins: Megatron's own tiny GPT, in a DDP of the engine's config, for the model that mbridge
-builds of TransformerEngine's layers; no tokenizer, no lock, no device; and the calls of
-``train_batch`` without its packed sequences, which need flash-attn.
+Stand-ins: a tiny GPT of Megatron's, in a DDP of the engine's config, replaces the model that
+mbridge builds of TransformerEngine's layers. The tests have no tokenizer, no lock and no device.
+The tests make the calls of ``train_batch`` without its packed sequences, which need flash-attn.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ OVERFLOW = 1e30
 
 
 def import_engine() -> types.ModuleType:
-    """AReaL's module, imported where TransformerEngine is absent."""
+    """Import AReaL's engine module while TransformerEngine is absent."""
     return import_with_placeholders(MODULE)
 
 
 class _Torch(types.ModuleType):
-    """torch, in which the device of a local rank is the CPU."""
+    """The module torch, in which every device is the CPU."""
 
     def __getattr__(self, name: str) -> Any:
         return (lambda *_: torch.device("cpu")) if name == "device" else getattr(torch, name)
 
 
 def _model(hf_config: Any, tf_config: Any, mcore_config: Any, **others: Any) -> list[Any]:
-    """As the last branch of AReaL's ``make_mcore_model`` wraps a model."""
+    """Wrap a model as the last branch of AReaL's ``make_mcore_model`` does."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.module import Float16Module
 
@@ -58,7 +58,7 @@ def _configs(path: str, dtype: torch.dtype, **others: Any) -> tuple[Any, Any]:
 
 @pytest.fixture
 def on_cpu(one_process: Any, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """AReaL's module with the stand-ins in it."""
+    """AReaL's engine module with the stand-ins in place."""
     module = import_engine()
     for name, value in {
         "torch": _Torch("torch"),
@@ -89,7 +89,7 @@ def config(
     ddp: dict[str, Any] | None = None,
     **megatron: Any,
 ) -> Any:
-    """A config of AReaL's own classes."""
+    """A ``TrainEngineConfig`` of AReaL."""
     from areal.api import cli_args
 
     return cli_args.TrainEngineConfig(
@@ -119,7 +119,7 @@ def engine(module: Any, asked: Any) -> Any:
 
 
 def train(made: Any, number: int, weight: float = 1.0) -> dict[str, float]:
-    """A step with the calls of ``train_batch``, in its order."""
+    """Train one step with the calls of ``train_batch``, in the same order."""
     made.optimizer_zero_grad()
     multiplier = made.optimizer.get_loss_scale().item()
     generator = torch.Generator().manual_seed(number)
@@ -138,5 +138,4 @@ def scalers(made: Any) -> list[Any]:
 
 
 def parameters(made: Any) -> list[torch.Tensor]:
-    """Copies of the live parameters."""
     return [one.detach().clone() for one in made.model.parameters()]

@@ -56,7 +56,7 @@ def test_adam_bf16_holds_what_its_config_says(on: On, on_cpu: Any) -> None:
     assert bytes_of(engine(on_cpu, config(optimizer=ADAM_BF16))) == 14
     on()
     assert bytes_of(engine(on_cpu, config(optimizer=ADAM_BF16))) == 12
-    assert bytes_of(engine(on_cpu, config())) == 18  # nothing is added to what nobody asked for
+    assert bytes_of(engine(on_cpu, config())) == 18  # without a request the shim adds no field
     moments = {"use_precision_aware_optimizer": True, "main_grads_dtype": "bf16"}
     assert bytes_of(engine(on_cpu, config(optimizer=ADAM_BF16, **moments))) == 10  # the bucket, too
 
@@ -93,7 +93,7 @@ def test_a_checkpoint_is_read_without_the_shim(on: On, on_cpu: Any, tmp_path: Pa
 def test_areals_own_checkpoint_of_states_cannot_be_made(
     on: On, on_cpu: Any, tmp_path: Path, shimmed: bool
 ) -> None:
-    """AReaL names no sharding type, and Megatron refuses its own default; so the others save."""
+    """AReaL names no sharding type, and Megatron refuses to save with its own default type."""
     from areal.api import SaveLoadMeta
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
@@ -112,9 +112,10 @@ def test_areals_own_checkpoint_of_states_cannot_be_made(
 
 
 def test_norms_and_skips(on: On, on_cpu: Any) -> None:
-    """AReaL takes a skip, and counts nothing; its first scale costs a job its first steps."""
+    """AReaL does not count skipped steps; too high a first scale skips the first steps."""
     bare = engine(on_cpu, config("float16", optimizer=FP16))
-    assert math.isnan(train(bare, 0)["grad_norm"])  # its initial_loss_scale does not reach Megatron
+    # AReaL does not pass its initial_loss_scale to Megatron
+    assert math.isnan(train(bare, 0)["grad_norm"])
     right = engine(on_cpu, config("float32"))
     norms = [train(right, number)["grad_norm"] for number in range(3)]
     on()
@@ -183,7 +184,7 @@ def test_a_training_that_was_stopped_goes_on_bit_for_bit(
     assert states[0] == states[1]
 
 
-# -- beside others, in and out -------------------------------------------------------------------
+# -- other adapters, installing and removing -----------------------------------------------------
 
 
 def test_taken_out_it_leaves_nothing_behind(on: On, on_cpu: Any) -> None:

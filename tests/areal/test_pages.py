@@ -1,4 +1,4 @@
-"""AReaL's jobs on README and docs: its own loader takes each, and their keys have an effect."""
+"""In README and docs each AReaL job passes AReaL's own loader, and each key has an effect."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ recover: {experiment_name: tests, trial_name: one, fileroot: none}
 evaluator: {experiment_name: tests, trial_name: one, fileroot: none}
 stats_logger: {experiment_name: tests, trial_name: one, fileroot: none}
 """
-"""The sections and keys of AReaL's example, which is not in its wheel, that the jobs override."""
+"""The keys of AReaL's example config that the jobs override; AReaL's wheel lacks the example."""
 
 
 def loaded(settings: tuple[str, ...], folder: Path) -> Any:
-    """The config as ``load_expr_config`` makes it, which then writes files."""
+    """The config that ``load_expr_config`` makes before it writes files."""
     from areal.api.cli_args import GRPOConfig, parse_cli_args, to_structured_cfg
     from omegaconf import OmegaConf
 

@@ -1,4 +1,4 @@
-"""``precision-shim plan`` for AReaL's jobs: with AReaL's own loader, as its worker decides."""
+"""``precision-shim plan`` for AReaL's jobs, with AReaL's own loader and the worker's decisions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ config, _ = load_expr_config(args, GRPOConfig)
 
 @pytest.fixture
 def line(tmp_path: Path) -> list[str]:
-    """A launch line as AReaL's README has it."""
+    """A launch line like the one in AReaL's README."""
     (tmp_path / "gsm8k_rl.py").write_text(SCRIPT)
     (tmp_path / "example.yaml").write_text(YAML)
     return ["python3", str(tmp_path / "gsm8k_rl.py"), "--config", str(tmp_path / "example.yaml")]

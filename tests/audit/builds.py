@@ -1,4 +1,4 @@
-"""Real Megatron models and optimizers, honest ones and those whose config lies."""
+"""Real Megatron models and optimizers: consistent ones, and ones that contradict their config."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ WHOLE = PRECISION_AWARE | {"store_param_remainders": False}
 
 @dataclass
 class Build:
-    """How a model and its optimizer are made.
+    """How to make a model and its optimizer.
 
     Attributes:
         dtype: of the parameters.
         fp32_bucket: the DDP's ``grad_reduce_in_fp32``.
         config: fields of the OptimizerConfig.
-        later: fields that are set on it once it is finished.
+        later: fields that are set on the OptimizerConfig after it was made.
         distributed: whether the distributed optimizer is used.
-        flags: what the config says of the model; ``None``: what it is.
-        experts: whether it is a mixture of experts.
+        flags: the dtype that the config states for the model; ``None``: the model's real dtype.
+        experts: whether the model is a mixture of experts.
     """
 
     dtype: torch.dtype = BF16
@@ -72,7 +72,7 @@ HONEST = {
     "bf16, not distributed": Build(distributed=False),
     "fp32, not distributed": Build(FP32, distributed=False),
     "bf16 with a constant loss scale": Build(config={"loss_scale": 128.0}),
-    # "bf16: true" beside 'params_dtype: "float32"', as NeMo-RL's YAMLs have it.
+    # NeMo-RL's YAMLs set both "bf16: true" and 'params_dtype: "float32"'.
     "the flag and not params_dtype": Build(config={"params_dtype": FP32}),
 }
 
@@ -80,7 +80,7 @@ NEMO_RL = Build(
     fp32_bucket=False,
     config={"use_precision_aware_optimizer": True, "params_dtype": FP32, "adam_beta2": 0.999},
 )
-"""examples/configs/grpo_math_1B_megatron.yaml of NeMo-RL 0.7, its optimizer and its DDP."""
+"""The optimizer and the DDP in NeMo-RL 0.7's examples/configs/grpo_math_1B_megatron.yaml."""
 
 AREAL = Build(
     config={"adam_beta2": 0.999},
@@ -92,8 +92,8 @@ AREAL = Build(
         "exp_avg_sq_dtype": BF16,
     },
 )
-"""areal/engine/megatron_engine.py of AReaL 1.0.4 with optimizer.type=adam_bf16: it sets the fields
-on a finished config."""
+"""AReaL 1.0.4 with optimizer.type=adam_bf16: areal/engine/megatron_engine.py sets the fields
+``later`` on a finished config."""
 
 PLANTED = {
     "main-grads-dtype": Build(fp32_bucket=False),
@@ -108,7 +108,7 @@ PLANTED = {
     "params-dtype": Build(FP32, flags=BF16),
     "scaler-missing": Build(FP16, flags=BF16),
 }
-"""Problem to a build that has it."""
+"""Maps the code of each problem to a build that has the problem."""
 
 EIGHT = {
     "plain": Build(),
@@ -116,11 +116,11 @@ EIGHT = {
     "precision-aware, whole masters": Build(fp32_bucket=False, config=WHOLE),
     "fp16": Build(FP16, config={"initial_loss_scale": 1024.0}),
 }
-"""Each on a dense model and on one with experts, which makes eight."""
+"""Each build as a dense model and as a mixture of experts: eight builds in all."""
 
 
 def with_experts(build: Build, experts: bool = True) -> Build:
-    """A build of a mixture of experts, or as it is."""
+    """The same build, with or without a mixture of experts."""
     return replace(build, experts=experts)
 
 
@@ -167,19 +167,19 @@ def make(build: Build, seed: int = 0) -> tuple[list[Any], Any]:
 
 
 def plant(code: str, optimizer: Any) -> None:
-    """What no config can bring about."""
+    """Plant a contradiction that no config can cause."""
     if code == "moment-dtype":
         for one in getattr(optimizer, "chained_optimizers", [optimizer]):
             one.config.exp_avg_sq_dtype = BF16
 
 
 def step(chunks: list[Any], optimizer: Any, *, world: int = 1, rank: int = 0) -> None:
-    """One step; its gradients are left where they are."""
+    """Train one step and keep its gradients."""
     train(chunks, optimizer, 1, world=world, rank=rank)
 
 
 def step_without_forward(chunks: list[Any], optimizer: Any) -> None:
-    """One step on gradients that are put into the bucket; no activation is left behind."""
+    """Take one step on gradients written into the bucket, so that no activation is left behind."""
     for chunk in chunks:
         chunk.zero_grad_buffer()
         for parameter in chunk.parameters():
@@ -191,11 +191,11 @@ def step_without_forward(chunks: list[Any], optimizer: Any) -> None:
 
 
 def live_storages() -> dict[int, int]:
-    """Identity and size of the storage of every tensor that the process holds."""
+    """Identity and size of the storage of every live tensor in the process."""
     gc.collect()
     found = {}
     for one in gc.get_objects():
-        # test_torch.py keeps a lazy module, whose parameters have no storage yet.
+        # test_torch.py keeps a lazy module alive, whose parameters have no storage yet.
         if issubclass(type(one), torch.Tensor) and not is_lazy(one):
             storage = getattr(one, "_local_tensor", one).untyped_storage()
             found[storage._cdata] = storage.nbytes()
@@ -203,7 +203,7 @@ def live_storages() -> dict[int, int]:
 
 
 def held_by(build: Build) -> tuple[int, list[Any], Any]:
-    """Bytes of the storages that come into being with a model and its first step, and live on."""
+    """Return the bytes that a model and its first step keep, the chunks and the optimizer."""
     before = live_storages()
     chunks, optimizer = make(build)
     step_without_forward(chunks, optimizer)

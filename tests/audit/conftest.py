@@ -1,4 +1,4 @@
-"""Fixtures for the tests of the audit: Megatron on a CPU as the tests of the harness have it."""
+"""Fixtures of the audit's tests; Megatron runs on a CPU as in ``tests/testing``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers that Megatron offloads to the CPU, and what of them is stepped."""
+"""Builds whose optimizer Megatron offloads to the CPU, and the states that their steps use."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ OFFLOAD: dict[str, Any] = {
 }
 
 READABLE = ("dp_reshardable", "dp_zero_gather_scatter")
-"""Sharding types whose checkpoints Megatron reads again."""
+"""Sharding types whose checkpoints Megatron can load again."""
 
 
 def offloading(fraction: float, *, precision_aware: bool = True) -> builds.Build:
-    """A build of which a share is stepped on the host."""
+    """A build with the share ``fraction`` of its optimizer offloaded to the CPU."""
     config = OFFLOAD | {"optimizer_offload_fraction": fraction}
     if precision_aware:
         config |= {"use_precision_aware_optimizer": True, "main_grads_dtype": builds.BF16}
@@ -32,7 +32,7 @@ def offloading(fraction: float, *, precision_aware: bool = True) -> builds.Build
 
 
 def stepped(optimizer: Any) -> list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Step count, master and moments of each parameter, of what is stepped; offloaded or not."""
+    """Step count, master and moments of each parameter that is stepped, offloaded or not."""
     return [
         (count, master.detach().clone(), state["exp_avg"].clone(), state["exp_avg_sq"].clone())
         for one in getattr(optimizer, "chained_optimizers", [optimizer])

@@ -1,4 +1,4 @@
-"""What a rank does in the tests of several processes; ``tests/rank_server.py`` starts them."""
+"""What each rank runs in the audit's tests; ``tests/rank_server.py`` starts the ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .updates_reference import Reference
 
 
 def prepare() -> None:
-    """Import what the ranks need; the unit environments have no Megatron."""
+    """Import Megatron for the ranks; the unit environments have no Megatron."""
     warnings.simplefilter("ignore")
     try:
         import megatron.core.models.gpt
@@ -33,7 +33,7 @@ def prepare() -> None:
 
 
 def run(launch: Launch) -> Any:
-    """A rank from its start to its end."""
+    """Run the launch's case in this rank."""
     torch.set_num_threads(1)
     return globals()[launch.case](launch)
 
@@ -58,7 +58,7 @@ def _megatron(launch: Launch, **parallel: Any) -> Iterator[None]:
 
 
 def megatron(launch: Launch) -> dict[str, Any]:
-    """Honest and planted builds, dense and with experts of their own data-parallel group."""
+    """Audit honest and planted builds: dense, and with a data-parallel group for experts."""
     found: dict[str, Any] = {"honest": {}, "planted": {}, "held": {}, "measured": {}}
     with _megatron(launch, expert_model_parallel_size=2):
         for experts in (False, True):
@@ -66,7 +66,7 @@ def megatron(launch: Launch) -> dict[str, Any]:
             for name in ("bf16, as Megatron has it", "precision-aware", "fp16"):
                 made = builds.make(builds.with_experts(builds.HONEST[name], experts))
                 before = precision_shim.audit(*made)
-                # gloo has no exchange of tokens between experts' ranks.
+                # gloo cannot exchange tokens between the ranks of the experts.
                 builds.step_without_forward(*made)
                 after = precision_shim.audit(*made, group=dist.group.WORLD)
                 found["honest"][f"{kind}: {name}"] = [before.to_dict(), after.to_dict()]
@@ -83,8 +83,8 @@ def megatron(launch: Launch) -> dict[str, Any]:
 
 
 def offloaded(launch: Launch) -> dict[str, Any]:
-    """Resumes of an optimizer of which half is on the host: of each rank's part of the states."""
-    import verl  # noqa: F401  # an adapter on Megatron is woken by its framework
+    """Resume an optimizer with half of it on the CPU; compare each rank's part of the states."""
+    import verl  # noqa: F401  # importing the framework loads the adapter
 
     from ..fake_gpu import FakeGpu
     from ..testing import tiny_training
@@ -115,7 +115,7 @@ def offloaded(launch: Launch) -> dict[str, Any]:
 
 
 def differing(launch: Launch) -> list[Any]:
-    """The last rank keeps whole masters, the others remainders."""
+    """Audit ranks of which the last stores whole masters and the others store remainders."""
     last = launch.rank == launch.world - 1
     with _megatron(launch):
         build = builds.HONEST["precision-aware, whole masters" if last else "precision-aware"]
@@ -125,7 +125,7 @@ def differing(launch: Launch) -> list[Any]:
 
 
 def failing(launch: Launch) -> list[str]:
-    """The last rank passes what is no optimizer; then a rank asks in a group without it."""
+    """One rank passes a wrong object as optimizer; then one audits in a group that excludes it."""
     dist.init_process_group(
         "gloo", init_method=f"file://{launch.store}", world_size=launch.world, rank=launch.rank
     )
@@ -152,7 +152,7 @@ def _fsdp_model(dtype: torch.dtype, launch: Launch) -> Any:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     torch.manual_seed(7)
-    # 15 and 3 rows over two ranks: the shares are not equal.
+    # 15 and 3 rows over two ranks make unequal shares.
     model = torch.nn.Sequential(torch.nn.Linear(8, 15), torch.nn.GELU(), torch.nn.Linear(15, 3)).to(
         dtype
     )
@@ -170,7 +170,7 @@ def _fsdp_step(model: Any, optimizer: Any, dtype: torch.dtype) -> None:
 
 
 def fsdp(launch: Launch) -> dict[str, Any]:
-    """FSDP2 on torch's AdamW: fp32, bf16, and fp16 with and without a scaler."""
+    """Audit FSDP2 with torch's AdamW in fp32, bf16, and fp16 with and without a scaler."""
     dist.init_process_group(
         "gloo", init_method=f"file://{launch.store}", world_size=launch.world, rank=launch.rank
     )
@@ -195,11 +195,11 @@ def fsdp(launch: Launch) -> dict[str, Any]:
         if name == "fp32":
             wrong = {"exp_avg": "bf16", "params": torch.float32}
             found["expected"] = precision_shim.audit(model, optimizer, expected=wrong).to_dict()
-            with torch.no_grad():  # the root keeps its parameters gathered
+            with torch.no_grad():  # a forward leaves FSDP2's root parameters gathered
                 model(torch.ones(2, 8))
             found["gathered"] = precision_shim.audit(model, optimizer).to_dict()
         if name == "bf16":
-            if launch.rank:  # one state of one parameter, on one rank
+            if launch.rank:  # change one state of one parameter, on one rank
                 state = optimizer.state[trained[0]]
                 state["exp_avg"] = state["exp_avg"].float()
             found["differs"] = precision_shim.audit(
@@ -211,7 +211,7 @@ def fsdp(launch: Launch) -> dict[str, Any]:
 
 
 def _one_row(launch: Launch) -> dict[str, Any]:
-    """A bf16 model with an fp32 head of one row, of which the second rank holds nothing."""
+    """A bf16 model with an fp32 head of one row; the second rank has no part of the head."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -250,7 +250,7 @@ def _watched(dtype: torch.dtype, launch: Launch, watched: bool) -> dict[str, Any
 
 
 def updates(launch: Launch) -> dict[str, Any]:
-    """The meter on FSDP2's shares, in each dtype; and without it, for the steps' results."""
+    """Train FSDP2's shards in each dtype with the meter and without it, and compare the weights."""
     dist.init_process_group(
         "gloo", init_method=f"file://{launch.store}", world_size=launch.world, rank=launch.rank
     )
@@ -262,7 +262,7 @@ def updates(launch: Launch) -> dict[str, Any]:
 
 
 def _without_routers(optimizer: Any, chunks: Any) -> Callable[[Any], torch.dtype | None]:
-    """Copies in bf16; none of routers, which rollout engines keep in fp32."""
+    """Return a function that gives a copy's dtype: bf16, or ``None`` for routers (fp32)."""
     routers = {
         parameter
         for chunk in chunks
@@ -280,7 +280,7 @@ def _without_routers(optimizer: Any, chunks: Any) -> Callable[[Any], torch.dtype
 
 
 def expert_updates(launch: Launch) -> dict[str, Any]:
-    """The meters of a mixture of experts, whose optimizer has a part for them."""
+    """The meters of a mixture of experts, whose chained optimizer has a part for the experts."""
     with _megatron(launch, expert_model_parallel_size=2):
         honest = builds.HONEST["precision-aware"]
         build = replace(honest, config=honest.config | {"lr": 6e-6}, experts=True)

@@ -1,4 +1,4 @@
-"""The audit as a feature: after an optimizer of Megatron's is made, and after its first step."""
+"""The audit runs by itself after a Megatron optimizer is made, and after its first step."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_no_step_is_changed(shim: Any) -> None:
 
 
 def test_optimizers_that_others_make(shim: Any) -> None:
-    """ROLL has a copy of get_megatron_optimizer, and chains nothing."""
+    """ROLL uses its own copy of get_megatron_optimizer, which does not chain optimizers."""
     shim()
     for name in ("bf16, not distributed", "fp32, not distributed", "fp32"):
         builds.step(*builds.make(builds.HONEST[name]))
@@ -170,7 +170,7 @@ def test_a_directory_that_cannot_be_written_costs_the_file(shim: Any, tmp_path: 
 
 
 def test_a_directory_that_cannot_be_written_is_one_warning_with_a_remedy(shim: Any) -> None:
-    """Linux lets nobody make a file in ``/proc/self``, which is there as a read-only mount is."""
+    """``/proc/self`` acts as a read-only mount, because Linux lets nobody create a file there."""
     shim(settings={"audit_dir": "/proc/self"})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

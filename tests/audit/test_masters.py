@@ -1,4 +1,4 @@
-"""Weights that are loaded without the optimizer's states, and what the next step makes of them."""
+"""Weights loaded without the optimizer's states, and how the next step treats them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BY_MEGATRON = {
     "fp16": builds.HONEST["fp16"],
     "bf16, not distributed": builds.HONEST["bf16, not distributed"],
 }
-"""Megatron's own ``reload_model_params`` reaches their masters."""
+"""Megatron's own ``reload_model_params`` updates the masters of these builds."""
 
 LEFT_OUT = {
     "precision-aware, remainders": builds.HONEST["precision-aware"],
@@ -33,7 +33,7 @@ LEFT_OUT = {
     "offload": builds.Build(config=OFFLOAD),
     "offload, half of it": builds.Build(config=OFFLOAD | {"optimizer_offload_fraction": 0.5}),
 }
-"""It leaves theirs out."""
+"""Megatron's own ``reload_model_params`` leaves out the masters of these builds."""
 
 BUILDS = {
     **BY_MEGATRON,
@@ -70,7 +70,7 @@ def trained(build: builds.Build) -> tuple[list[Any], Any]:
 
 
 def load_weights(chunks: list[Any], build: builds.Build) -> list[torch.Tensor]:
-    """Put another model's weights where the model's were, and nothing else."""
+    """Copy another model's weights into the model, and nothing else."""
     others, _ = builds.make(build, seed=1)
     pairs = list(zip(chunks[0].parameters(), others[0].parameters(), strict=True))
     with torch.no_grad():
@@ -80,7 +80,7 @@ def load_weights(chunks: list[Any], build: builds.Build) -> list[torch.Tensor]:
 
 
 def stand_still(chunks: list[Any], optimizer: Any) -> list[torch.Tensor]:
-    """The weights after a step that changes nothing: at learning rate 0."""
+    """Take a step at learning rate 0, and return the weights."""
     for group in optimizer.param_groups:
         group["lr"] = 0.0
         group["weight_decay"] = 0.0
@@ -107,7 +107,7 @@ def test_without_it_the_next_step_puts_the_former_weights_back(gpu: FakeGpu, nam
 
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_what_megatron_leaves_out(gpu: FakeGpu, name: str) -> None:
-    """When this fails, Megatron has learned it, and the seam can go."""
+    """If this test fails, Megatron itself reloads all masters, and the seam can be deleted."""
     chunks, optimizer = trained(LEFT_OUT[name])
     load_weights(chunks, LEFT_OUT[name])
     optimizer.reload_model_params()
@@ -137,7 +137,7 @@ def test_the_next_step_goes_on_from_the_loaded_weights(
 
 @pytest.mark.parametrize("name", BUILDS)
 def test_it_is_as_if_the_weights_had_been_there(shim: Any, name: str) -> None:
-    """The step after it, moments and all, is that of an optimizer whose masters are these."""
+    """A step after a reload equals the step of another optimizer that got the same weights."""
     chunks, optimizer = trained(BUILDS[name])
     shim()
     reload(optimizer)  # masters rounded to the weights
@@ -171,7 +171,7 @@ def test_a_chain_with_a_stub_and_no_optimizer_at_all(shim: Any) -> None:
 
 
 def test_a_chain_in_a_chain(shim: Any) -> None:
-    """So are Muon's optimizers beside Adam's, in Megatron's layer-wise form."""
+    """Megatron's layer-wise form nests chains too, with Muon's optimizers beside Adam's."""
     from megatron.core.optimizer import ChainedOptimizer
 
     shim()
@@ -203,7 +203,7 @@ def test_an_optimizer_without_masters(shim: Any) -> None:
 
 
 def masters_are_the_weights(chunks: list[Any], optimizer: Any) -> bool:
-    """Whether every master that is there has its parameter's value, to the last bit."""
+    """Whether each master equals its parameter's value, to the last bit."""
     found = 0
     for one in optimizer.chained_optimizers:
         for model, stepped, masters in triples(one):

@@ -1,4 +1,4 @@
-"""The audit of real Megatron models: what it says of honest ones, and which lies it finds."""
+"""The audit of real Megatron models: it passes honest ones and finds each planted lie."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What an optimizer costs that Megatron offloads to the CPU, and which steps it takes.
+"""Memory and steps of an optimizer that Megatron offloads to the CPU.
 
-``deciding.table.obstacles`` and docs/megatron.md have the figures.
+The figures are in ``deciding.table.obstacles`` and docs/megatron.md.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ FP16 = {"initial_loss_scale": 1024.0}
 )
 def test_bytes_per_parameter(gpu: FakeGpu, build: builds.Build, on_gpu: int) -> None:
     made = builds.make(build)
-    assert precision_shim.audit(*made).ok  # of what the first step will make
+    assert precision_shim.audit(*made).ok  # the first step's states do not exist yet
     builds.step_without_forward(*made)
     gpu.names_devices = True
     audit = precision_shim.audit(*made)
     (part,) = audit.parts
     assert audit.ok
     assert {one.dtypes for name, one in part.components.items() if "exp" in name} == {("fp32",)}
-    # Some bytes more are scales, step counts and the model's buffers.
+    # The remaining bytes are scales, step counts and the model's buffers.
     host = audit.totals["host"]
     assert 16 <= host / part.parameters < 16.1
     assert on_gpu <= (audit.totals["bytes"] - host) / part.parameters < on_gpu + 0.1

@@ -1,6 +1,6 @@
-"""How a precision-aware optimizer resumes that Megatron offloads to the CPU.
+"""How a precision-aware optimizer that Megatron offloads to the CPU resumes.
 
-docs/megatron.md has what Megatron alone makes of it.
+docs/megatron.md describes how Megatron resumes it without the shim.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHARDINGS = pytest.mark.parametrize("sharding", READABLE)
 
 
 def saved(folder: Path, sharding: str, build: builds.Build) -> tuple[list[Any], list[float], Any]:
-    """Train and save; the states that were saved, and two steps that the first went on for."""
+    """Train and save; returns the saved states, then losses and states of two further steps."""
     first = builds.make(build)
     builds.train(*first, 3)
     tiny_training.save(*first, folder, sharding)
@@ -60,7 +60,7 @@ def test_a_resume_is_exact(
 def test_what_megatron_makes_of_it(
     gpu: Any, tmp_path: Path, sharding: str, fraction: float
 ) -> None:
-    """When this fails, Megatron has learned it, and the seams can go."""
+    """If this test fails, Megatron itself resumes offloaded states, and the seams can go."""
     build = offloading(fraction)
     _, _, after = saved(tmp_path, sharding, build)
     second = builds.make(build, seed=1)
@@ -99,7 +99,7 @@ def test_without_a_step_count_it_is_refused(
 
 
 def test_half_of_it_after_all_of_it(shim: Callable[..., Any], tmp_path: Path) -> None:
-    """The step count reaches both kinds of optimizers, wherever it came from."""
+    """A loaded step count reaches the GPU's and the CPU's optimizer, whichever of them saved it."""
     shim()
     there, _, _ = saved(tmp_path, "dp_reshardable", offloading(1.0))
     for fraction in (0.5, 0.0):
@@ -109,7 +109,7 @@ def test_half_of_it_after_all_of_it(shim: Callable[..., Any], tmp_path: Path) ->
 
 
 def test_saved_again_before_a_step(shim: Callable[..., Any], tmp_path: Path) -> None:
-    """Weights that were loaded over a resume's are what the next checkpoint has."""
+    """If weights are loaded after a resume, the next checkpoint contains these weights."""
     from precision_shim_adapters.megatron import reload_masters
 
     shim()
@@ -132,7 +132,7 @@ def test_saved_again_before_a_step(shim: Callable[..., Any], tmp_path: Path) -> 
 def test_one_that_is_not_precision_aware_is_refused_by_megatron(
     shim: Callable[..., Any], tmp_path: Path, sharding: str
 ) -> None:
-    """Its own error; it does not go on with other values."""
+    """Megatron raises its own error instead of resuming with other values."""
     shim()
     build = offloading(1.0, precision_aware=False)
     first = builds.make(build)
@@ -143,6 +143,6 @@ def test_one_that_is_not_precision_aware_is_refused_by_megatron(
 
 
 def test_on_two_ranks(run_ranks: Ranks) -> None:
-    """Each has its own part of the states, and its own share of that on the host."""
+    """Each rank has its own part of the states, and its own share of that part on the CPU."""
     for rank in run_ranks("offloaded"):
         assert rank == {name: [True, True] for name in READABLE}

@@ -1,4 +1,4 @@
-"""The audit over ranks: Megatron's dense and expert parts, FSDP2's shards, ranks that differ."""
+"""The audit over ranks: dense and expert parts of Megatron, FSDP2's shards, unequal ranks."""
 
 from __future__ import annotations
 

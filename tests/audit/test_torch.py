@@ -1,4 +1,4 @@
-"""The audit of torch optimizers in one process: what it is given, what it reads and starts."""
+"""The audit of torch optimizers in one process: its arguments, its readings, its cost."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_states_that_nobody_foretells(optimizer: Any, complete: bool) -> None:
 
 @pytest.mark.parametrize("with_model", [True, False])
 def test_frozen_parameters_that_the_optimizer_was_given(with_model: bool) -> None:
-    """As verl gives it a model with adapters: it steps none of them, and makes no states."""
+    """With LoRA verl passes frozen parameters to the optimizer, which gives them no states."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
     model[0].requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -226,7 +226,7 @@ def test_what_is_expected() -> None:
 
 
 class Counting(TorchDispatchMode):
-    """Counts the operations that are started, whatever the device."""
+    """Counts the operations that are started on any device."""
 
     count = 0
 
@@ -247,7 +247,7 @@ def test_nothing_is_started_on_a_device() -> None:
 
 
 def test_a_large_model_costs_some_walks_over_its_tensors() -> None:
-    """2,000 tensors: parameters, gradients and two moments."""
+    """The model has 2,000 tensors: parameters, gradients and two moments."""
     model = torch.nn.ParameterList(torch.nn.Parameter(torch.ones(2)) for _ in range(500))
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     for one in model:

@@ -119,7 +119,7 @@ def test_against_an_fp64_reference(name: str) -> None:
 
 
 def test_what_it_is_for() -> None:
-    """At a learning rate of RL, pure bf16 loses most; remainders and fp32 lose next to nothing."""
+    """At a learning rate of RL, pure bf16 loses most updates; remainders and fp32 lose few."""
     shares = {}
     for name in ("pure bf16 AdamW", "remainders", "fp32 masters", "fp32 parameters"):
         dtype, make = TRAININGS[name]
@@ -132,11 +132,11 @@ def test_what_it_is_for() -> None:
     assert pure["updates_lost"] == pure["updates_lost_rollout"] > 0.5
     for one in shares.values():
         assert one["updates_lost"] < 0.05
-        assert one["updates_lost_rollout"] > 0.5  # told apart: the copies do lag behind
+        assert one["updates_lost_rollout"] > 0.5  # only the rollout's copies lose updates
 
 
 def rollout_share(*dtypes: torch.dtype, model: Any = None) -> tuple[float, str]:
-    """The share of lost updates of the rollout's copies, and how these are stored."""
+    """The share of updates lost in the rollout's copies, and the copies' dtype."""
     model = model_of(FP32) if model is None else model
     optimizer = adamw()(model.parameters())
     watch = precision_shim.watch_updates(model, optimizer, every=5)
@@ -147,7 +147,7 @@ def rollout_share(*dtypes: torch.dtype, model: Any = None) -> tuple[float, str]:
 
 
 def test_the_rollouts_copies_are_in_the_engines_dtype() -> None:
-    """Eight times finer numbers lose fewer updates; rounded to bf16 on the way, just as many."""
+    """Copies in fp16, 8 times finer than bf16, lose fewer updates if not rounded to bf16 first."""
     fp16, bf16, fp32 = (rollout_share(one) for one in (FP16, BF16, FP32))
     assert fp32[0] < fp16[0] < bf16[0]
     assert [name for _, name in (fp16, bf16, fp32)] == ["fp16", "bf16", "fp32"]
@@ -161,7 +161,7 @@ def test_the_rollouts_copies_are_in_the_engines_dtype() -> None:
 def test_a_16_bit_models_copies_are_of_its_own_weights(
     dtypes: tuple[torch.dtype, ...], name: str | None
 ) -> None:
-    """A bf16 weight moves or does not; its fp16 copy has its value."""
+    """An fp16 copy of a bf16 weight has the weight's value, so both move at the same steps."""
     _, stored = rollout_share(*dtypes, model=model_of(BF16))
     assert stored == (name or "bf16 over fp16 over bf16")
 
@@ -217,7 +217,7 @@ def test_a_second_moment_that_cannot_decay(beta2: float, stuck: bool) -> None:
 
 
 def test_the_other_rules_against_their_optimizers_in_fp64() -> None:
-    """In fp64 nothing is rounded that counts: what the rule says is what the optimizer does."""
+    """In fp64 rounding is negligible, so each rule gives exactly its optimizer's update."""
     from precision_shim.updates.rules import Rule, Taken
 
     rate = torch.tensor(0.1, dtype=FP64)
@@ -286,7 +286,7 @@ def test_no_step_is_changed(name: str) -> None:
 
 
 class _Reads(TorchDispatchMode):
-    """Counts numbers that are read of a tensor."""
+    """Counts how often a number is read from a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -307,7 +307,7 @@ def test_no_number_is_read_of_a_tensor_in_a_step() -> None:
         for step in range(4):
             model(torch.randn(8, 16, dtype=BF16)).float().sum().backward()
             if step == 0:
-                optimizer.step()  # the sample is drawn here, on the host
+                optimizer.step()  # the first step draws the sample, on the host
             else:
                 with reads:
                     optimizer.step()
@@ -339,7 +339,7 @@ def test_what_has_not_arrived_is_not_waited_for(monkeypatch: pytest.MonkeyPatch)
     event.there = True
     train(model, optimizer, 1)
     (figures,) = watch.figures()
-    assert figures["step"] == 1  # the steps in between were not looked at
+    assert figures["step"] == 1  # the meter did not read the steps in between
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
@@ -365,7 +365,7 @@ def test_on_a_gpu_the_host_waits_for_nothing(name: str) -> None:
     again = precision_shim.watch_updates(model, plain, every=1)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
-    torch.cuda.set_sync_debug_mode("error")  # an operation that waits for the device raises
+    torch.cuda.set_sync_debug_mode("error")  # now waiting for the device is an error
     try:
         for _ in range(4):
             plain.step()
@@ -380,7 +380,7 @@ def test_on_a_gpu_the_host_waits_for_nothing(name: str) -> None:
 @pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("ours", [False, True])
 def test_a_skipped_step_is_not_counted(is_fused: bool, ours: bool) -> None:
-    """A fused step is called for an overflow too, and skips on the device."""
+    """torch calls a fused step on an overflow too, and the step then skips itself on the device."""
     model = model_of(FP32)
     optimizer = adamw(fused=is_fused)(model.parameters())
     scaler = LossScaler(device="cpu") if ours else torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -390,7 +390,7 @@ def test_a_skipped_step_is_not_counted(is_fused: bool, ours: bool) -> None:
     weights = [p.detach().clone() for p in model.parameters()]
     train(model, optimizer, 3, scaler=scaler, size=float("inf"))
     assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
-    called = is_fused and not ours  # ours does not step what it skips
+    called = is_fused and not ours  # our scaler does not call the step that it skips
     (during,) = watch.figures()
     assert (before["step"], during["step"]) == (2, 3 if called else 2)
     assert during["weights"] < 0.05
@@ -401,7 +401,7 @@ def test_a_skipped_step_is_not_counted(is_fused: bool, ours: bool) -> None:
 
 
 def test_gradients_that_a_fused_step_unscales_itself() -> None:
-    """At eps of 1 the update goes with the gradient, scaled or not: the counts must not."""
+    """At eps of 1 the update grows with the gradient, so a wrongly scaled gradient would show."""
 
     def shares(scaler: Any) -> Any:
         model = model_of(BF16)
@@ -462,7 +462,7 @@ def test_a_sample_of_a_large_model() -> None:
     large, little = first["groups"]
     assert little["sampled"] == little["elements"] == sum(p.numel() for p in small)
     assert large["sampled"] > sampling.MOST_ELEMENTS / 3
-    # Half a million elements from a sample: five standard deviations of the largest.
+    # Allow five standard deviations, each the largest possible for a share in the sample.
     hold(first, reference, within=5 * 0.5 / large["sampled"] ** 0.5)
 
 
@@ -500,7 +500,7 @@ def test_each_element_at_most_once_and_the_same_ones_every_time() -> None:
 
 def test_a_warning_names_group_rate_and_remedy_once() -> None:
     model = model_of()
-    optimizer = adamw(lr=7e-6)(groups_of(model))  # a rate that no other test warns of
+    optimizer = adamw(lr=7e-6)(groups_of(model))  # no other test warns at this rate
     precision_shim.watch_updates(model, optimizer, every=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

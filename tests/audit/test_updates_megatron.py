@@ -1,4 +1,4 @@
-"""The meter of lost updates on real Megatron optimizers, by a call and by itself."""
+"""The meter of lost updates on real Megatron optimizers, started by a call or by a setting."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 
 def slow(build: builds.Build, **fields: Any) -> builds.Build:
-    """A build at a learning rate of RL."""
+    """The build with a learning rate of RL."""
     return replace(build, config=build.config | {"lr": 6e-6} | fields)
 
 
@@ -69,7 +69,7 @@ def test_against_an_fp64_reference(one_process: Any, name: str) -> None:
     groups = figures["groups"]
     assert {one["weights"]["dtype"] for one in groups} == {stored}
     assert {one["rollout"]["dtype"] for one in groups} == {"bf16"}
-    # The model's own parameters, which the engines get: those that stayed, and those that had to.
+    # Parameters that the engines get stay unchanged if they have no update or rounding loses it.
     stayed = sum(
         one["rollout"]["lost"] + one["sampled"] - one["weights"]["updates"] for one in groups
     )

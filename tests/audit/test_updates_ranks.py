@@ -1,4 +1,4 @@
-"""The meter of lost updates on two ranks, each against an fp64 reference: FSDP2, and experts."""
+"""The lost-update meter of FSDP2 and of experts on two ranks, compared with fp64 references."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .updates_reference import hold
 
 
 def from_json(shares: dict[str, Any]) -> Any:
-    """A rank's reference, whose steps have become text."""
+    """A rank's reference, rebuilt from JSON, in which step numbers are strings."""
     return cast("Any", SimpleNamespace(shares={int(step): one for step, one in shares.items()}))
 
 

@@ -1,4 +1,4 @@
-"""Lost updates counted anew: every element, and torch's own AdamW in fp64 for what should be."""
+"""Counts lost updates anew: over every element, compared with torch's own AdamW in fp64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def local(tensor: Any) -> Any:
 
 
 def stored(optimizer: Any, parameter: Any) -> torch.Tensor:
-    """What training continues from, in fp64."""
+    """The weights from which training continues (a master, if there is one), in fp64."""
     master = optimizer.state.get(parameter, {}).get("master_param")
     if master is None or parameter.dtype is torch.float32:
         return local(parameter).detach().double().clone()
@@ -38,7 +38,7 @@ def _moment(optimizer: Any, parameter: Any, name: str) -> torch.Tensor:
 
 
 def _ideal(optimizer: Any, group: Any, parameter: Any, gradient: Any) -> tuple[Any, Any, Any]:
-    """The update, and the second moment before and after, by torch's AdamW on fp64."""
+    """The update, and the second moment before and after it, by torch's AdamW in fp64."""
     weights = torch.nn.Parameter(stored(optimizer, parameter))
     before = weights.detach().clone()
     weights.grad = gradient
@@ -61,15 +61,15 @@ def _ideal(optimizer: Any, group: Any, parameter: Any, gradient: Any) -> tuple[A
 
 
 class Reference:
-    """Counts at every step of an optimizer; made before the meter or after it.
+    """Counts lost updates at every step; a test may make it before or after the meter.
 
     Args:
         optimizer: the torch optimizer.
-        copy_of: gives the dtype of a parameter's copy for rollout engines; ``None`` for a
-            parameter whose copy is not counted.
+        copy_of: returns the dtype of a parameter's rollout copy; ``None`` if the copy is not
+            counted.
 
     Attributes:
-        shares: for each step, beginning with 1, the shares over all elements.
+        shares: maps each step, counted from 1, to the shares over all elements.
     """
 
     def __init__(
@@ -96,7 +96,8 @@ class Reference:
         with torch.no_grad():
             for group in optimizer.param_groups:
                 for p in group["params"]:
-                    # The stand-in reads one of the two, by its own flag.
+                    # The stand-in for FusedAdam reads one of two gradients, depending on
+                    # ``use_decoupled_grad``.
                     fused = getattr(optimizer, "use_decoupled_grad", False)
                     gradient = p.decoupled_grad if fused else p.grad
                     if gradient is None:
@@ -125,12 +126,12 @@ class Reference:
 
 
 def hold(figures: Any, reference: Reference, within: float = 0.001) -> None:
-    """A meter's shares are the reference's of the same step, within 0.1 percentage points.
+    """Assert that the meter and the reference agree at a step, within 0.1 percentage points.
 
     Args:
         figures: ``UpdateWatch.figures()[...]`` or ``AuditPart.updates``.
         reference: of the same optimizer.
-        within: how far they may be apart.
+        within: the largest allowed difference.
     """
     expected = reference.shares[figures["step"]]
     for name in _KINDS:

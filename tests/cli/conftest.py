@@ -1,4 +1,4 @@
-"""The demo is in no wheel: these tests import it from the clone."""
+"""The wheel lacks the demo, so these tests import it from the clone."""
 
 import sys
 from pathlib import Path

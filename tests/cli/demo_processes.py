@@ -1,8 +1,8 @@
-"""Runs of the demo without the seconds of importing torch in each; ``tests/rank_server.py``.
+"""Runs the demo in forks, without importing torch anew in each process.
 
-The server has imported what verl stands on, and neither verl nor Megatron. A run is a fork of it
-that calls the command line, and the demo's workers are forks of that: processes of their own, in
-which the shim is installed before verl is imported, as in those that the demo itself starts.
+The server (``tests/rank_server.py``) has imported verl's dependencies, but neither verl nor
+Megatron. Each run is a fork that calls the command line and forks the demo's workers. As in the
+demo itself, a worker is a process that installs the shim before it imports verl.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ WORKER = [sys.executable, "-m", "examples.demo.worker"]
 
 
 def prepare() -> None:
-    """Import what is neither verl's nor Megatron's, in the server."""
+    """Import in the server what the demo needs, except verl and Megatron."""
     fresh_processes.prepare()
     for name in ("matplotlib.pyplot", "rich.progress", "rich.table"):
         importlib.import_module(name)
 
 
 class Forked:
-    """``subprocess.Popen`` for a worker of the demo: forked instead of started."""
+    """Replaces ``subprocess.Popen`` for the demo's workers: it forks a worker."""
 
     def __init__(
         self,
@@ -60,15 +60,13 @@ class Forked:
                 worker.main(command[3:])
 
     def poll(self) -> int | None:
-        """Its exit status, once it has ended."""
+        """The worker's exit status, or ``None`` while it runs."""
         return self._wait(os.WNOHANG)
 
     def wait(self) -> int | None:
-        """Its exit status."""
         return self._wait(0)
 
     def kill(self) -> None:
-        """End it."""
         os.kill(self._pid, 9)
 
     def _wait(self, options: int) -> int | None:
@@ -81,7 +79,7 @@ class Forked:
 
 @contextlib.contextmanager
 def _ended() -> Iterator[None]:
-    """End this process behind the block: what would follow is the parent's."""
+    """End this process after the block, so that it does not run the parent's code."""
     status = 1
     try:
         yield
@@ -95,7 +93,7 @@ def _ended() -> Iterator[None]:
 
 
 def _output(stdout: int, stderr: int) -> None:
-    """Write to these; the parent's streams may be locked by a thread that is not in a fork."""
+    """Redirect stdout and stderr; a thread of the parent may have locked the parent's streams."""
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
@@ -103,14 +101,14 @@ def _output(stdout: int, stderr: int) -> None:
 
 
 def run(launch: Launch) -> int:
-    """``precision-shim demo`` with the launch's arguments; returns its exit status."""
+    """Run ``precision-shim demo`` with the launch's arguments; returns its exit status."""
     from examples.demo import runs
 
     from precision_shim.cli import main
 
     folder = Path(launch.folder)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        del os.environ[name]  # the server's: the command line is no rank
+        del os.environ[name]  # the server sets variables of ranks, but the command line is no rank
     os.environ.update(launch.options["variables"])
     with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
         _output(stdout.fileno(), stderr.fileno())

@@ -1,7 +1,8 @@
-"""The demo, for real: verl's and Megatron-core's own code, a few steps.
+"""The real demo: a few steps with verl's and Megatron-core's own code.
 
-One run starts its processes as a user's does, with two ranks; the others fork theirs from one that
-has imported what verl stands on (``demo_processes.py``), which takes a fifth of the time.
+One run starts its processes as a user's run does, with two ranks. The other runs fork their
+processes from one that has imported verl's dependencies (``demo_processes.py``). Forking takes a
+fifth of the time.
 """
 
 import importlib.util
@@ -24,7 +25,7 @@ SHORT = ("--steps", "6", "--seeds", "1")
 
 @dataclass
 class Ended:
-    """What a run of the demo leaves behind."""
+    """Exit status and output of a run of the demo."""
 
     returncode: int
     stdout: str
@@ -40,7 +41,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture
 def demo(server, tmp_path_factory):
-    """Run it in forked processes; how it ended, and result.json where there is one."""
+    """Return a function that runs the demo in forks and returns its end and result.json."""
 
     def run(folder, *arguments, **variables):
         place = tmp_path_factory.mktemp("demo")
@@ -55,12 +56,12 @@ def demo(server, tmp_path_factory):
 
 @pytest.fixture
 def demo_of(demo):
-    """Run it with so many ranks; with two in processes of its own."""
+    """Two ranks run in new processes; any other number runs in forks."""
     return lambda nproc: demo_by_itself if nproc == 2 else demo
 
 
 def demo_by_itself(folder, *arguments, **variables):
-    """Run it as a user does; the ended process, and result.json where there is one."""
+    """Run the demo as a user does; returns the ended process, and result.json if it exists."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PRECISION_SHIM")}
     ended = subprocess.run(
         [sys.executable, "-m", "precision_shim", "demo", "--output", str(folder), *arguments],
@@ -78,7 +79,7 @@ def result_in(folder):
 
 
 def dtypes(result):
-    """What every rank has in force, by part."""
+    """The dtypes in force by part, the same on every rank."""
     found = [
         {name: tuple(part["dtypes"]) for name, part in rank["parts"].items() if part["nbytes"]}
         | {"main_grads": tuple(rank["main_grads"])}
@@ -112,7 +113,7 @@ def test_the_effect_is_there_and_measured(tmp_path, demo_of, nproc, beta2):
     assert per_parameter(result["without"]) == {18.0}
     after = dtypes(result["with"])
     assert after.pop("master") in {"int16", "float32"}
-    # At Megatron's default beta2 a bf16 second moment could not decay: auto keeps it whole.
+    # At Megatron's default beta2 a bf16 second moment could not decay, so auto keeps it in fp32.
     states = result["with"]["shim"]["settings"]["optimizer_states"]
     guarded = beta2 == 0.999 and states == "auto"
     assert after.pop("exp_avg_sq") == ("float32" if guarded else "bfloat16")
@@ -125,7 +126,7 @@ def test_the_effect_is_there_and_measured(tmp_path, demo_of, nproc, beta2):
         assert len(losses) == 6
         assert losses[-1] < losses[0]
     first = result["without"]["runs"][0]["losses"][0], result["with"]["runs"][0]["losses"][0]
-    assert first[0] == first[1]  # same weights, same batch; what differs comes with the updates
+    assert first[0] == first[1]  # the losses differ only after the first update
     assert "FP32" in result["without"]["as_written"]
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / f"with.rank{nproc - 1}.log").exists()

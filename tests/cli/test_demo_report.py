@@ -1,4 +1,4 @@
-"""What the demo makes of measurements: pure, on results written here."""
+"""The demo's report, made from results that this file writes."""
 
 import copy
 import importlib.util
@@ -9,7 +9,7 @@ import pytest
 
 from precision_shim.process.settings import FEATURES
 
-# The repository's root is not on the path: what is tested is the wheel, and the demo is in none.
+# The tests run on the wheel, which lacks the demo; the repository's root is not on sys.path.
 _FILE = Path(__file__).parents[2] / "examples/demo/report.py"
 _SPEC = importlib.util.spec_from_file_location("demo_report", _FILE)
 _MODULE = sys.modules["demo_report"] = importlib.util.module_from_spec(_SPEC)  # dataclasses look
@@ -122,7 +122,7 @@ def test_features_that_are_off_are_not_promised():
 def test_the_promise_follows_what_the_setting_means_for_the_installed_verl(
     states, version, follows
 ):
-    # What the config asks for is an exp_avg in bf16; the rest is the shim's where it follows.
+    # The config requests only a bf16 exp_avg; with some settings the shim adds the other states.
     rank = BF16 if follows else a_rank("float32", "int16", "bfloat16", "float32")
     result = a_result("with", [2.01, 2.03, 2.04], rank)
     result["shim"]["settings"]["optimizer_states"] = states

@@ -1,4 +1,4 @@
-"""``demo --rl`` without a job: what it reads, promises, refuses, and ends. The jobs: tests/rl."""
+"""``demo --rl`` without a real job: what it reads, prints, refuses and ends. The jobs: tests/rl."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from examples.processes import keeper
 
 ROOT = Path(__file__).parents[2]
 SLEEP = "import time; time.sleep(600)"
-# Two orphans: one in a session of its own, as Ray's daemons are; the parent of both ends at once.
+# Start two orphans, one of them in its own session as Ray's daemons are; the parent ends at once.
 DAEMONS = f"""
 import subprocess, sys
 for new in (True, False):
@@ -184,7 +184,7 @@ def test_the_keeper_ends_with_the_process_that_started_it(tmp_path):
 
 
 class Fake:
-    """Stands where a job does, and writes verl's metrics without verl."""
+    """A job that writes verl's metrics without verl."""
 
     name, title = "fake", "a fake job"
 
@@ -208,7 +208,7 @@ class Fake:
 
 
 class Long(rl.Limits):
-    """For jobs that end by themselves, on a machine with other work."""
+    """Limits for jobs that end by themselves on a busy machine."""
 
     first = step = end = 120.0
 

@@ -1,4 +1,4 @@
-"""What ``demo --rl`` says of a job that died: the error that came first, and the log's end."""
+"""The message of ``demo --rl`` on a job that died: its first error, and the log's end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ pytest.importorskip("matplotlib")
 
 from examples.demo import rl
 
-# As vLLM's engine dies: the cause, and long after it what verl ends with.
+# The log of a dying vLLM engine: first the cause, and long after it verl's last error.
 LOG = [
     'UserWarning: veomni engine is not available: ModuleNotFoundError("No module")',
     "(EngineCore pid=7) ERROR 11-24 [core.py:1366] ValueError: No available memory for the cache",

@@ -1,4 +1,4 @@
-"""The command line as a whole: how it starts, and what it needs."""
+"""The command line as a whole: its start and its dependencies."""
 
 import os
 import pty
@@ -39,7 +39,7 @@ def python(
 
 
 def on_a_terminal(code: str, *arguments: str) -> str:
-    """What a command writes to a terminal."""
+    """Run Python code on a terminal and return what it writes."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", code, *arguments],
@@ -53,7 +53,7 @@ def on_a_terminal(code: str, *arguments: str) -> str:
     while True:
         try:
             piece = os.read(ours, 4096)
-        except OSError:  # Linux: the other end is closed
+        except OSError:  # on Linux: the process closed the terminal
             piece = b""
         if not piece:
             break
@@ -141,7 +141,7 @@ def test_another_missing_module_is_not_blamed_on_the_extra():
         (["--no-such-option"], "--no-such-option"),
         (["doctor", "--no-such-option"], "--no-such-option"),
         (["doctor", "surplus"], "surplus"),
-        (["doctor", "--verb"], "--verb"),  # an abbreviation could mean another option tomorrow
+        (["doctor", "--verb"], "--verb"),  # an abbreviation may be ambiguous in a later version
         (["run"], "COMMAND"),
         (["run", "--"], "COMMAND"),
         (["run", "--no-such-option", "true"], "--no-such-option"),

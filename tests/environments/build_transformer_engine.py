@@ -1,10 +1,10 @@
 """Compile transformer-engine-torch into this Python's environment, without GPU or CUDA toolkit.
 
-Run it with the environment's own python, after installing transformer-engine.txt; it needs g++
-and takes minutes (MAX_JOBS compilers at a time, one by default). A finished wheel is kept in the
-directory given as the only argument, and nothing is done where the right version is installed
-already. What works without a GPU afterwards: the imports, and FusedAdam's legality checks. A legal
-FusedAdam(...) goes on to allocate one integer with device="cuda".
+Run the script with the environment's own python, after installing transformer-engine.txt. The
+script needs g++ and takes minutes (MAX_JOBS compilers at a time, one by default). A finished wheel
+is kept in the directory given as the only argument. If the right version is installed already, the
+script does nothing. Without a GPU the imports and FusedAdam's legality checks work afterwards. A
+legal FusedAdam(...) goes on to allocate one integer with device="cuda".
 """
 
 import os
@@ -39,12 +39,12 @@ def main(wheels: Path) -> None:
         ),
         MAX_JOBS=os.environ.get("MAX_JOBS", "1"),
         NVTE_FRAMEWORK="pytorch",
-        NVTE_PYTORCH_FORCE_BUILD="TRUE",  # else setup.py looks for a finished wheel on GitHub
+        NVTE_PYTORCH_FORCE_BUILD="TRUE",  # otherwise setup.py looks for a finished wheel on GitHub
         PATH=os.pathsep.join(
             [sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]
         ),  # ninja
     )
-    # The binary fits one torch only, which neither its file name nor pip's cache tells.
+    # The binary fits only one version of torch, which neither its file name nor pip's cache states.
     wheels = wheels / f"torch-{metadata.version('torch')}"
     pip = [sys.executable, "-m", "pip"]
     what = f"transformer-engine-torch=={version}"

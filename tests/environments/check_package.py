@@ -1,6 +1,6 @@
-"""Hold the built packages to what they promise, and install them where nothing else is.
+"""Check the built packages, and install them into an environment without other packages.
 
-Run with the directory that holds one wheel and one source package.
+The argument is the directory that contains one wheel and one source package.
 """
 
 import os
@@ -42,7 +42,7 @@ RUN = "import os; assert os.environ['PRECISION_SHIM'] == 'strict', os.environ"
 
 
 def check_contents(wheel: Path, source: Path) -> None:
-    """The wheel holds every file of both source roots, the licence, and nothing else."""
+    """The wheel contains every file of both source roots, the licence, and nothing else."""
     with zipfile.ZipFile(wheel) as archive:
         held = set(archive.namelist())
         about = {name for name in held if name.split("/")[0].endswith(".dist-info")}
@@ -64,7 +64,7 @@ def check_contents(wheel: Path, source: Path) -> None:
 
 
 def check_install(*what: str) -> None:
-    """An installed package imports, starts when asked to, stays out otherwise, has a command."""
+    """An installed package imports, starts only if switched on, and has a command."""
     with tempfile.TemporaryDirectory() as scratch:
         env = {k: v for k, v in os.environ.items() if not k.startswith("PRECISION_SHIM")}
         env["VIRTUAL_ENV"] = scratch
@@ -88,12 +88,12 @@ def check_install(*what: str) -> None:
 
 
 def check_command(run: Callable[..., None], python: str, command: str) -> None:
-    """The command line does its work on the base install; only the demo asks for more."""
+    """The command line works on the base install; only the demo needs more packages."""
     run(python, "-c", ALONE)
     run(command)
     run(python, "-m", "precision_shim", "--help")
     run(command, "doctor")
-    run(command, "doctor", PRECISION_SHIM="1", status=1)  # nothing to patch here: it says so
+    run(command, "doctor", PRECISION_SHIM="1", status=1)  # fails: nothing to patch here
     run(command, "run", "--strict", "--", python, "-c", RUN)
     run(command, "run", "--", "sh", "-c", "exit 7", status=7)
     run(command, "run", status=2)

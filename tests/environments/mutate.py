@@ -1,12 +1,12 @@
-"""Change our own code in every way that mutmut knows, and say which changes no test notices.
+"""Change our own code in every way that mutmut knows, and report which changes no test notices.
 
     python tests/environments/mutate.py rules|megatron|scaling|audit [FOLDER] [--only PATTERN]
 
-FOLDER is where the changed copy goes. mutmut imports what the tests need once and forks for each
-change; tests that run a framework, and those that start processes, are not among them.
+FOLDER receives the changed copy. mutmut imports what the tests need once and forks for each change.
+Tests that run a framework or start processes are left out.
 
-mutmut changes the functions that have no decorator, and no constants outside of functions. Left out
-are lines that hold nothing but a part of a message.
+mutmut changes only functions without a decorator, and no constants outside of functions. Lines that
+contain only a part of a message are not changed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 FILES = "tests/scaling/test_files.py"
 WISHES = "tests/unit/test_wishes.py"
 TORCH = "tests/audit/test_torch.py"
-PARTS = {  # our package, and the tests that are run for each change in it
+PARTS = {  # the package to change, and the tests to run for each change
     "rules": (
         "precision_shim/precision",
         ["tests/unit/precision", "tests/unit/scaling/test_record.py", WISHES, FILES],
@@ -38,7 +38,7 @@ PARTS = {  # our package, and the tests that are run for each change in it
     ),
 }
 LEFT_OUT = [
-    # They start processes.
+    # These tests start processes.
     f"{FILES}::test_a_process_killed_during_a_save_leaves_the_old_file_or_the_new",
     f"{FILES}::test_a_kill_in_the_middle_of_the_text_leaves_the_old_file",
     f"{FILES}::test_a_full_disk_is_told_and_leaves_the_old_file",
@@ -52,10 +52,10 @@ LEFT_OUT = [
 
 WATCHING = ("kept", "watching")
 NOT_CHANGED = [f"*/auditing/{one}.py" for one in WATCHING]
-"""What watches updates is no part of the audit's judging, and its tests train for minutes."""
+"""Modules that only watch updates and judge nothing; their tests train for minutes."""
 
 MESSAGE = r'^\s*\(?f?"[^"]* [^"]*"[\s),:]*$'
-"""A line that is a string with a blank in it, and nothing else."""
+"""Matches a line that contains only a string with a blank in it."""
 
 EXAMPLES = "10"
 """How many examples hypothesis tries for each change; a survivor is tried with 100 once more."""
@@ -78,19 +78,20 @@ track_dependencies = false
 
 
 def prepare(folder: Path, part: str) -> None:
-    """Copy what is changed and what the tests read."""
+    """Copy the package to change and the files that the tests read."""
     package, tests = PARTS[part]
     shutil.rmtree(folder, ignore_errors=True)
     leave = shutil.ignore_patterns("__pycache__", ".tox")
-    # mutmut knows modules by their path below "src".
+    # mutmut names modules by their path below "src".
     shutil.copytree(ROOT / "shim", folder / "src", ignore=leave)
     shutil.copytree(ROOT / "adapters", folder / "src", ignore=leave, dirs_exist_ok=True)
     for name in ("adapters", "tests", "docs", "examples", "benchmarks"):
         shutil.copytree(ROOT / name, folder / name, ignore=leave)
     for name in ("README.md", "CHANGELOG.md"):
         shutil.copy(ROOT / name, folder)
-    # A folder that Python did not find at its start it never looks into: the tests would run on
-    # the code as it is installed, and notice nothing.
+    # Create the folder now: Python ignores a path entry for good if the folder is missing when
+    # Python starts. Without the folder the tests would run on the installed code and notice no
+    # change.
     (folder / "mutants" / "src").mkdir(parents=True)
     tests = [*tests, *(f"--deselect={one}" for one in LEFT_OUT)]
     settings = SETTINGS.format(
@@ -101,13 +102,12 @@ def prepare(folder: Path, part: str) -> None:
 
 
 def mutmut(folder: Path, patterns: list[str], **variables: str) -> None:
-    """Run mutmut in the copy."""
     subprocess.run(
         [sys.executable, "-m", "mutmut", "run", "--max-children", "1", *patterns],
         cwd=folder,
         env={
             **os.environ,
-            # Processes that a test starts see the changed copy too.
+            # Processes that a test starts import the changed copy too.
             "PYTHONPATH": os.pathsep.join(
                 [str(folder / "mutants" / "src"), os.environ.get("PYTHONPATH", "")]
             ),
@@ -120,7 +120,7 @@ def mutmut(folder: Path, patterns: list[str], **variables: str) -> None:
 
 
 def ends(folder: Path, package: str) -> dict[str, dict[str, str]]:
-    """How each change ended, by module and mutmut's name for it."""
+    """How each change ended, by module and by mutmut's name for the change."""
     found = {}
     for file in sorted((folder / "mutants" / "src" / package).glob("*.meta")):
         codes = json.loads(file.read_text(encoding="utf-8"))["exit_code_by_key"]
@@ -133,7 +133,7 @@ def ends(folder: Path, package: str) -> dict[str, dict[str, str]]:
 
 
 def change(folder: Path, name: str) -> str:
-    """The lines that a change takes away and those that it brings."""
+    """The lines that a change removes and adds."""
     done = subprocess.run(
         [sys.executable, "-m", "mutmut", "show", name],
         cwd=folder,
@@ -146,7 +146,7 @@ def change(folder: Path, name: str) -> str:
 
 
 def is_wording(lines: str) -> bool:
-    """Whether a change is one of a text for people: other letters in a string with a blank."""
+    """Whether a change only alters letters of a text for people, a string with a blank."""
     before, after = (
         [one[6:] for one in lines.splitlines() if one[4] == sign] for sign in ("-", "+")
     )

@@ -2,10 +2,10 @@
 
     python tests/environments/record_symbols.py [FOLDER]
 
-FOLDER is where tox keeps its environments (``.tox``). Each pinned environment's own Python looks
-at what is installed there, with the sources of this checkout; the file is
-``adapters/precision_shim_adapters/symbols.json``. An environment that is not there is named, and
-its versions are then not in the file.
+FOLDER is the folder of tox's environments (default ``.tox``). Each pinned environment's own Python
+reads what is installed there, with the sources of this checkout. The record is
+``adapters/precision_shim_adapters/symbols.json``. A missing environment is named, and the record
+then lacks its versions.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from precision_shim_adapters.frameworks import FRAMEWORKS  # noqa: E402
 
 
 def pinned() -> list[str]:
-    """The environments of tested versions, by the files that pin them."""
+    """The environments that pin a tested version, by the names of their files."""
     tested = {one.framework: one.tested for one in FRAMEWORKS}
     found = []
     for file in sorted(Path(__file__).parent.glob("*-[0-9]*.txt")):
         framework, _, version = file.stem.rpartition("-")
-        # A tag's own name for itself may have a suffix: 0.5.0 is 0.5.0rc0.
+        # A tag's package may state a version with a suffix: tag 0.5.0 states 0.5.0rc0.
         if any(one.startswith(version) for one in tested.get(framework, ())):
             found.append(file.stem)
     return found
 
 
 def main() -> int:
-    """Record them one after the other; returns how many are missing."""
+    """Record all environments; returns how many are missing."""
     folder = Path(sys.argv[1]).absolute() if len(sys.argv) > 1 else ROOT / ".tox"
     record = ROOT / "adapters" / "precision_shim_adapters" / "symbols.json"
     missing = [name for name in pinned() if not (folder / name / "bin" / "python").exists()]

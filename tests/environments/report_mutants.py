@@ -1,11 +1,11 @@
-"""Change what the seams stand on in every possible way, and say how each change ended.
+"""Change the code that seams depend on in every possible way, and report how each change ended.
 
     python tests/environments/report_mutants.py [FOLDER]
 
-FOLDER is where tox keeps its environments (``.tox``). The newest pinned environment of each
-framework makes the changes in the sources that it has (``tests/mutants.py``) and in the modules
-that it imports (``tests/mutated_behaviour.py``). The exit status is 1 where a change survives that
-nobody has judged.
+FOLDER is the folder of tox's environments (default ``.tox``). Each framework's newest pinned
+environment changes its sources (``tests/mutants.py``) and its imported modules
+(``tests/mutated_behaviour.py``). The exit status is 1 if a change survives and
+``JUDGED`` does not list the change.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def ended(module: str, framework: str, python: Path) -> list[list[str]]:
 
 
 def main() -> int:
-    """Print a table over the classes, then what survived, judged or not."""
+    """Print a table of the classes of changes, then the survivors, judged or not."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / ".tox"
     told: list[list[str]] = []
     for framework, environment in newest().items():
@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def text(counts: Counter[str]) -> str:
-    """The ends that there are, in words."""
+    """How many changes ended in which way, in words."""
     return ", ".join(f"{counts[state]} {state}" for state in KNOWN if counts[state])
 
 

@@ -1,12 +1,12 @@
-"""Judge the newest release of each framework, and of what they build on, in one command.
+"""Judge the newest release of each framework and of the packages that they share.
 
     python tests/environments/report_upstream.py [FOLDER] [PATH ...]
 
-FOLDER is where tox keeps its environments (``.tox``). The newest wheels are downloaded without
-their dependencies and judged by the newest pinned environment of each framework, as
-``precision-shim doctor --against WHEEL`` does it; a framework that is not on the index (NeMo-RL)
-is named. Further PATHs, such as checkouts, are judged in the same way. The exit status is 1 where
-a feature could not be applied, 2 where something could not be judged.
+FOLDER is the folder of tox's environments (default ``.tox``). The newest wheels are downloaded
+without their dependencies. Each framework's newest pinned environment judges the wheels by
+``precision-shim doctor --against WHEEL``. The report names a framework that is not on the index
+(NeMo-RL). Further PATHs, such as checkouts, are judged in the same way. The exit status is 1 if a
+feature could not be applied, 2 if something could not be judged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ON_MEGATRON = {
     for one in FRAMEWORKS
     if any(target.startswith("megatron.") for target in one.effects)
 }
-"""Frameworks that a release of what is shared matters to."""
+"""Frameworks on Megatron, which depend on the shared packages."""
 
 
 def newest() -> dict[str, str]:
@@ -39,13 +39,13 @@ def newest() -> dict[str, str]:
     found: dict[str, Version] = {}
     for file in Path(__file__).parent.glob("*-[0-9]*.txt"):
         framework, _, version = file.stem.rpartition("-")
-        if not re.search(r"\d", framework):  # verl-0.9.1-core-0.19.2 is verl's pins but for two
+        if not re.search(r"\d", framework):  # skip verl-0.9.1-core-0.19.2: two other pins
             found[framework] = max(Version(version), found.get(framework, Version("0")))
     return {framework: f"{framework}-{version}" for framework, version in sorted(found.items())}
 
 
 def download(name: str, folder: Path) -> Path | None:
-    """The newest wheel of a distribution for Python 3.12; ``None`` where there is none."""
+    """Download a distribution's newest wheel for Python 3.12; ``None`` if there is none."""
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:"]
     target = ["--python-version", "3.12", "-d", str(folder / name), name]
     subprocess.run([*command, *target], check=False, stderr=subprocess.DEVNULL)
@@ -53,7 +53,7 @@ def download(name: str, folder: Path) -> Path | None:
 
 
 def judge(path: Path, framework: str, python: Path) -> int:
-    """Print the report of a path for one framework."""
+    """Print the doctor's report on a path for one framework."""
     print(f"\n## {path.name}, in {python.parents[1].name}\n", flush=True)
     command = [str(python), "-m", "precision_shim", "doctor", "--against", str(path)]
     sources = os.pathsep.join([str(ROOT / "shim"), str(ROOT / "adapters")])
@@ -88,7 +88,7 @@ def main() -> int:
                 worst = max(worst, judge(wheel, framework, pythons[framework]))
         for path in map(Path, sys.argv[2:]):
             results = [judge(path, framework, python) for framework, python in pythons.items()]
-            # It need not hold every framework.
+            # The path need not contain every framework.
             worst = max(worst, max((one for one in results if one != 2), default=2))
     return worst
 

@@ -1,6 +1,6 @@
-"""slime and miles: trainers that parse Megatron's own flags, and step in almost the same way.
+"""slime and miles: trainers that parse Megatron's own flags and make almost the same steps.
 
-Where their repositories can be reached, their own Megatron backends run here, in environments of
-their own; elsewhere ``standing_in`` has modules of the same names that make the same calls in the
-same order.
+If their repositories can be reached, their own Megatron backends run here, each in its own
+environment. If the repositories cannot be reached, the modules of ``standing_in`` replace the
+backends: they have the same names and calls, in the same order.
 """

@@ -1,4 +1,4 @@
-"""Megatron on a CPU, and the shim for the trainer whose repository this environment has."""
+"""Fixtures for Megatron on a CPU, and ``install()`` for the trainer in this environment."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _found(name: str) -> bool:
 
 @pytest.fixture(scope="session")
 def name() -> str:
-    """The trainer that is installed here."""
+    """The trainer (slime or miles) that is installed in this environment."""
     for one in ("slime", "miles"):
         if _found(one):
             return one
@@ -42,7 +42,7 @@ def name() -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def imported(name: str) -> None:
-    """Import its Megatron backend once; SGLang, which miles imports for a rollout, is a mock."""
+    """Import the trainer's Megatron backend once, with a mock of SGLang, which miles imports."""
     if name == "miles":
         for one in SGLANG:
             module = types.ModuleType(one)
@@ -50,7 +50,7 @@ def imported(name: str) -> None:
             module.__getattr__ = _mocked  # type: ignore[method-assign]
             sys.modules[one] = module
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of absent TransformerEngine, Apex and DeepEP
+        warnings.simplefilter("ignore")  # missing TransformerEngine, Apex and DeepEP
         importlib.import_module(f"{name}.backends.megatron_utils.model")
 
 
@@ -62,8 +62,6 @@ def _mocked(name: str) -> Any:
 
 @pytest.fixture
 def on(shim: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """``install()`` for the trainer."""
-
     def install(**settings: Any) -> precision_shim.Status:
         status: precision_shim.Status = shim(
             frameworks=name, settings=settings, strict=True, export=False

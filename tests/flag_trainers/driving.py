@@ -1,7 +1,7 @@
-"""Drive ``setup_model_and_optimizer`` and ``train_one_step`` of slime or miles on a CPU.
+"""Drives ``setup_model_and_optimizer`` and ``train_one_step`` of slime or miles on a CPU.
 
-Real are: Megatron's flags and their validation, its ``get_model``, DDP, optimizer and schedule, and
-the trainer's own module. Answered by the tests: the model (a tiny GPT), the batch and the loss.
+Megatron's flags and their validation, its ``get_model``, DDP, optimizer and schedule are real, and
+so is the trainer's own module. The tests provide the model (a tiny GPT), the batch and the loss.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ OWN = {
     "save_local_weight_checksum": False,
     "custom_model_provider_path": None,
 }
-"""What the trainers' own parsers add to Megatron's namespace, at their defaults."""
+"""The attributes that slime's and miles' own parsers add to Megatron's, at their defaults."""
 
 
 def parse(*flags: str) -> Any:
-    """The namespace of a job, by Megatron's own parser and validation."""
+    """Make a job's namespace with Megatron's own parser and validation."""
     from megatron.training import arguments
 
     words = ["train.py", *FLAGS.split(), *(() if "--fp16" in flags else ("--bf16",)), *flags]
     with mock.patch.object(sys, "argv", words), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of argparse's own "type", and of what a CPU lacks
+        warnings.simplefilter("ignore")  # argparse's "type", missing GPU features
         args = arguments.parse_args(ignore_unknown_args=True)
         args.rank, args.world_size = 0, 1
         args = arguments.validate_args(args)
@@ -76,7 +76,7 @@ def parse(*flags: str) -> Any:
 
 @dataclass
 class Trainer:
-    """A model, its optimizer, and the trainer's own module that steps them."""
+    """A model, its optimizer, and the trainer's own module, which steps them."""
 
     module: ModuleType
     args: Any
@@ -100,7 +100,7 @@ class Trainer:
             return cls(module, args, *module.setup_model_and_optimizer(args, role))
 
     def step(self, number: int, weight: float = 1.0) -> tuple[dict[str, Any], float]:
-        """Train on the batch of that number; returns the trainer's metrics and norm."""
+        """Train on batch ``number``; returns the trainer's metrics and norm."""
         from megatron.core.utils import get_model_config
 
         if self.optimizer is not None:  # as in their ``train``
@@ -116,21 +116,19 @@ class Trainer:
         return found[0], float(found[1])
 
     def norm(self, number: int, weight: float = 1.0) -> float:
-        """The norm that it reports for a step."""
+        """The norm that the trainer reports for a step."""
         return self.step(number, weight)[1]
 
     @property
     def scalers(self) -> list[Any]:
-        """The loss scalers of all optimizers."""
         return [one.grad_scaler for one in self.optimizer.chained_optimizers]
 
     def parameters(self) -> list[torch.Tensor]:
-        """Copies of the live parameters."""
         return [one.detach().clone() for chunk in self.chunks for one in chunk.parameters()]
 
 
 def _tell_miles_of_its_ranks(name: str) -> None:
-    """Make miles' own record of the process groups, as its actor does."""
+    """Record the process groups for miles, as its actor does."""
     if name == "miles" and importlib.util.find_spec("miles.backends.training_utils") is not None:
         own = importlib.import_module("miles.backends.megatron_utils.parallel")
         groups = importlib.import_module("miles.utils.ft_utils.process_group_utils")
@@ -162,7 +160,7 @@ def _loss(weight: float) -> Callable[..., Any]:
 
 
 def skipped(trainer: Trainer, number: int) -> bool:
-    """Whether a step that overflows leaves the parameters as they are, and is reported as NaN."""
+    """Whether an overflowing step leaves the parameters unchanged and reports NaN."""
     before = trainer.parameters()
     norm = trainer.norm(number, OVERFLOW)
     return math.isnan(norm) and all(map(torch.equal, before, trainer.parameters()))

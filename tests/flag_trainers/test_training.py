@@ -183,7 +183,7 @@ def test_miles_without_an_optimizer(on: On, name: str) -> None:
     assert norm == 0.0
 
 
-# -- it comes and goes -------------------------------------------------------------------------
+# -- installing and removing -------------------------------------------------------------------
 
 
 def test_taken_out_it_leaves_nothing_behind(on: On, name: str) -> None:

@@ -1,4 +1,4 @@
-"""The benchmarks are no installed package: they are found beside the tests."""
+"""The benchmarks are not installed: the fixture imports them from the clone."""
 
 from __future__ import annotations
 

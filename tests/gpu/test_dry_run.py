@@ -1,4 +1,4 @@
-"""The proof on a GPU without one: all of it on a CPU, and what becomes of it when parts break."""
+"""The proof on a GPU (``benchmarks.gpu``) without a GPU: all parts on a CPU, and broken parts."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from .test_on_gpu import NAMES, without_gpu
 
 ROOT = Path(__file__).parents[2]
 PROCESSOR_SECONDS = 120
-"""That a dry run may take. The wall clock of a busy machine says nothing."""
+"""Limit of a dry run's processor time; on a busy machine the wall clock is no measure."""
 MINUTES = 4.5
-"""That the run is given: one that hangs ends itself, with parts that are named as not run."""
+"""The run's limit: a run that hangs ends itself and names the parts that did not run."""
 
 Modules = Callable[[str], ModuleType]
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run's exit status, what it printed, its file, the processor time that it took."""
+    """A run's exit status, its output, its result file, and the processor time that it took."""
 
     status: int
     printed: str
@@ -43,12 +43,12 @@ class Run:
         return dict(json.loads(self.file.read_text(encoding="utf-8")))
 
     def figures(self, part: str) -> dict[str, dict[str, Any]]:
-        """The figures of a part's results by what was measured."""
+        """The figures of a part's results, by the quantity that was measured."""
         return {one["what"]: one["figures"] for one in self.values["parts"][part]["results"]}
 
 
 def start(folder: Path, *arguments: str) -> Run:
-    """Run the command as a user does."""
+    """Run the proof's command as a user does."""
     began = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu", "--out", str(folder), *arguments],
@@ -68,7 +68,7 @@ def dry(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return start(tmp_path_factory.mktemp("dry"), "--dry-run", "--minutes", str(MINUTES))
 
 
-# -- the whole of it -------------------------------------------------------------------------
+# -- the whole proof -------------------------------------------------------------------------
 
 
 def test_every_part_runs_and_every_check_holds(dry: Run) -> None:
@@ -90,7 +90,7 @@ def test_bytes_per_parameter_are_those_that_are_promised(dry: Run) -> None:
         name: (one["audit_together"], one["resident_bytes"], one["peak_in_step_per_parameter"])
         for name, one in dry.figures("memory").items()
     }
-    # A CPU has no allocator to ask, and nothing is made up in its place.
+    # The figures stay empty, because a CPU has no allocator that could report them.
     assert found == {
         "1.3 billion, without the shim": (18.0, None, None),
         "1.3 billion, with the shim": (10.0, None, None),
@@ -108,8 +108,8 @@ def test_what_a_step_has_to_move_follows_from_its_states(dry: Run) -> None:
         for name, one in dry.figures("step-time").items()
         if "bytes_to_move_per_parameter" in one
     }
-    # Gradient read, states and master read and written, parameter written; the upper half of a
-    # remainder's master is the parameter, which is read too.
+    # The step reads the gradient, reads and writes states and master, and writes the parameter. A
+    # remainder's master has its upper half in the parameter, so the parameter is read too.
     assert moved["without the shim"] == pytest.approx(4 + 2 * (4 + 4 + 4) + 2, rel=0.02)
     assert moved["with the shim"] == pytest.approx(2 + 2 * (2 + 2 + 2) + 2 * 2, rel=0.02)
     assert moved["with, whole masters"] == pytest.approx(2 + 2 * (4 + 2 + 2) + 2, rel=0.02)
@@ -135,8 +135,7 @@ def test_host_synchronisations_are_not_counted_and_it_says_so(dry: Run) -> None:
 def test_the_stand_in_is_compared_with_a_loop_by_hand_and_it_says_so(dry: Run) -> None:
     found = dry.figures("stand-in")
     assert found["the stand-in beside a loop by hand"]["beside"] == "a loop by hand"
-    # Three dtypes of parameters, masters in fp32, fp16, none, for bf16 remainders too, 16 pairs of
-    # moments.
+    # 3 parameter dtypes times 3 masters (fp32, fp16, none), bf16 remainders, 16 pairs of moments.
     assert len(found["the stand-in beside a loop by hand"]["combinations"]) == (3 * 3 + 1) * 16
 
 
@@ -202,11 +201,11 @@ def test_of_several_runs_the_last_of_each_part_counts(dry: Run, gpu: Modules) ->
     assert runs == {**dict.fromkeys(NAMES, 1), "memory": 0, "parity": 0}
 
 
-# -- when it goes wrong ----------------------------------------------------------------------
+# -- parts that fail -------------------------------------------------------------------------
 
 
 def broken(gpu: Modules, folder: Path, *names: str, dry: bool, minutes: float) -> dict[str, Any]:
-    """A run of parts that break."""
+    """Run parts that break, and return the proof's values."""
     plan, store, runner = gpu("plan"), gpu("store"), gpu("runner")
     parts = [
         plan.Part(number, f"{number}-{name}", name, f"tests.gpu.broken.{name}", 0.5, 0.5)
@@ -309,7 +308,6 @@ def test_a_part_that_there_is_not_is_refused(gpu: Modules) -> None:
 
 
 def pins(path: Path) -> dict[str, str]:
-    """Versions by name."""
     text = path.read_text(encoding="utf-8")
     return dict(re.findall(r"^([\w-]+)==(\S+)", text, re.MULTILINE))
 

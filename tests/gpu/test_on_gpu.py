@@ -1,4 +1,4 @@
-"""The proof on a GPU, part by part: each runs to its end, and no check fails."""
+"""The proof on a GPU, part by part: each part runs to its end, and no check fails."""
 
 from __future__ import annotations
 

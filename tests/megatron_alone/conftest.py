@@ -1,4 +1,4 @@
-"""Megatron on a CPU, and the shim asked for by the name ``megatron`` alone."""
+"""Fixtures for Megatron on a CPU, and ``install()`` with the framework name ``megatron`` alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the adapter ``megatron`` does for a model that no other adapter announces."""
+"""The adapter ``megatron`` on a model that no other adapter announces."""
 
 from __future__ import annotations
 
@@ -83,17 +83,17 @@ def test_an_overflow_reaches_the_scaler(
     on()
     trainer = Trainer.of(build)
     assert math.isnan(trainer.plain(0, OVERFLOW))
-    assert configs[-1].check_for_nan_in_grad  # the caller's object is as it was
+    assert configs[-1].check_for_nan_in_grad  # the caller's object is unchanged
     assert "megatron fp16-scaling check_for_nan_in_grad=False" in decisions()
     with pytest.raises((RuntimeError, AssertionError), match=r"(?i)nan|inf"):
-        Trainer.of(builds.Build()).plain(0, math.nan)  # in bf16 it checks as before
+        Trainer.of(builds.Build()).plain(0, math.nan)  # a bf16 model still checks for NaN
 
 
 # -- a finished config -------------------------------------------------------------------------
 
 
 def test_a_finished_config_is_checked_again(on: On, one_process: Any) -> None:
-    """As AReaL sets the dtypes of ``adam_bf16``: 14 bytes, and 12 once the config is checked."""
+    """AReaL sets dtypes after the config's check: 14 bytes, or 12 if the shim checks again."""
     names = {**builds.AREAL.later, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "BFloat16"}
 
     def bytes_of(build: builds.Build) -> float:
@@ -119,11 +119,11 @@ def test_it_adds_no_low_precision_states(on: On, one_process: Any) -> None:
     assert decisions() == []
 
 
-# -- a loss that is not scaled, or twice -------------------------------------------------------
+# -- a loss that is not scaled, or scaled twice ------------------------------------------------
 
 
 def test_an_unscaled_loss_is_told(on: On, one_process: Any) -> None:
-    """As ROLL trains: its gradients are divided by a scale that the loss never had."""
+    """ROLL does not scale its loss, but its gradients are divided by the loss scale."""
     right = Trainer.of(fp16()).plain(0)
     on()
     trainer = Trainer.of(fp16())
@@ -142,17 +142,17 @@ def test_a_loss_scaled_twice_is_refused(on: On, one_process: Any) -> None:
     trainer.optimizer.scale_loss = lambda loss: own(trainer.optimizer.get_loss_scale() * loss / 2)
     with pytest.raises(precision_shim.InconsistentPrecisionError, match="scaled twice"):
         trainer.backward(0)
-    trainer.optimizer.scale_loss = lambda loss: own(loss * SCALE)  # a weight of that size is none
+    trainer.optimizer.scale_loss = lambda loss: own(loss * SCALE)  # a large loss weight
     trainer.backward(0)
 
 
-# -- it comes by its name only, and goes -------------------------------------------------------
+# -- patched only if named, and removed --------------------------------------------------------
 
 
 def test_without_the_name_nothing_is_patched(
     shim: Callable[..., Any], one_process: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("verl", "skyrl", "nemo_rl", "torchtitan"):  # as in a process of ms-swift
+    for name in ("verl", "skyrl", "nemo_rl", "torchtitan"):  # ms-swift imports none of them
         monkeypatch.delitem(sys.modules, name, raising=False)
     before = namespaces(megatron_alone.ADAPTER)
     status = shim(export=False)
@@ -171,7 +171,7 @@ def test_a_version_without_a_symbol_is_refused_whole(
     refused_whole(on, monkeypatch, megatron_alone, "prepare_grads")
 
 
-# -- one model like another --------------------------------------------------------------------
+# -- a training that is stopped and resumed ----------------------------------------------------
 
 
 def test_a_training_that_was_stopped_goes_on_bit_for_bit(

@@ -1,4 +1,4 @@
-"""Packages of other projects that have the name of a trainer: the shim leaves them alone."""
+"""Packages of other projects that share a trainer's name: the shim does not patch them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_another_projects_package_is_left_alone(
     finally:
         del sys.modules[name]
     assert status.frameworks[framework].state == "absent"
-    if not strict:  # strict mode has guards where optimizers are built, which pass a call through
+    if not strict:  # strict mode adds guards where optimizers are built; they pass the call on
         assert namespaces(megatron_alone.ADAPTER) == before
     assert [float(one.scale) for one in Trainer.of(fp16(scale=None)).scalers] == [2.0**32]
     assert precision_shim.status().decisions == ()

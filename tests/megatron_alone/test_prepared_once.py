@@ -1,4 +1,4 @@
-"""Trainers that ask for an overflow before Megatron's step, which asks again."""
+"""Trainers that check for an overflow before Megatron's step, which checks again."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def test_the_norm_is_that_of_megatrons_own_step(
     wrong = norms(unpatched, "asking")
     assert (wrong == right) == (not fp32_bucket)
     assert [one._growth_tracker for one in unpatched.scalers] == [6] * len(unpatched.scalers)
-    if fp32_bucket:  # divided by the scale once more
+    if fp32_bucket:  # the gradients are divided by the scale twice
         assert wrong[0] == pytest.approx(right[0] / SCALE, rel=1e-3)
         assert right == pytest.approx(unscaled, rel=1e-3)
-    on(features="fp16-scaling")  # the audit refuses fp16 buckets under strict
+    on(features="fp16-scaling")  # the audit would refuse fp16 buckets under strict
     patched = Trainer.of(build, parts)
     assert norms(patched, "asking") == right
     assert [one._growth_tracker for one in patched.scalers] == [3] * len(patched.scalers)
@@ -53,7 +53,7 @@ def test_a_skip_without_a_step_is_counted_once_and_ends(
     before = trainer.parameters()
     assert math.isnan(trainer.asking(1, OVERFLOW))
     assert all(map(torch.equal, before, trainer.parameters()))
-    # The scale of the step, not the one after it.
+    # The metric has the skipped step's scale, not the next step's.
     assert metrics(trainer.optimizer) == {"loss_scale": SCALE, "skipped_steps": 1.0}
     assert [float(one.scale) for one in trainer.scalers] == [SCALE / 2] * len(trainer.scalers)
     assert not math.isnan(trainer.asking(2))
@@ -76,7 +76,7 @@ def test_unpatched_nothing_ends_thirty_overflows(one_process: Any) -> None:
 
 
 def test_a_chain_asks_its_parts(on: On, one_process: Any) -> None:
-    """Whoever steps a part of a chain has used that part's gradients, and the chain's answer."""
+    """After a step of one part of a chain, the chain checks for overflows anew."""
     on()
     trainer = Trainer.of(fp16(), 2)
     trainer.backward(0)
@@ -90,7 +90,7 @@ def test_a_chain_asks_its_parts(on: On, one_process: Any) -> None:
 
 
 def test_without_a_dynamic_scaler_every_call_goes_through(on: On, one_process: Any) -> None:
-    """As miles prepares the optimizers of several LoRA adapters without zero_grad."""
+    """miles prepares the optimizers of several LoRA adapters without calling zero_grad."""
     from ..audit import builds
 
     on()

@@ -1,7 +1,7 @@
-"""A trainer on Megatron's own objects, with the call orders of trainers that ask first.
+"""Steps Megatron's own objects in the call orders of trainers that check for an overflow first.
 
-slime and miles need ``megatron.training``, which is in no wheel. So their ``train_one_step`` is
-written down here: the calls that it makes on Megatron's objects, in its order.
+slime and miles need ``megatron.training``, which no wheel contains. This module repeats the calls
+that slime's and miles' ``train_one_step`` makes on Megatron's objects, in the same order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ OVERFLOW = 1e30
 
 
 def fp16(*, scale: float | None = SCALE, fp32_bucket: bool = True, **config: Any) -> builds.Build:
-    """An fp16 model; without a scale Megatron's own first scale."""
+    """A build of an fp16 model; with ``scale=None`` it has Megatron's own first scale."""
     if scale is not None:
         config["initial_loss_scale"] = scale
     return builds.Build(builds.FP16, fp32_bucket=fp32_bucket, config={"clip_grad": 1.0, **config})
@@ -27,7 +27,7 @@ def fp16(*, scale: float | None = SCALE, fp32_bucket: bool = True, **config: Any
 
 @dataclass
 class Trainer:
-    """Its models, their optimizer, and the ways in which it steps."""
+    """A model, its optimizer, and the two ways to step them."""
 
     chunks: list[Any]
     optimizer: Any
@@ -42,7 +42,7 @@ class Trainer:
         return cls([chunk for chunks, _ in made for chunk in chunks], ChainedOptimizer(inner))
 
     def backward(self, number: int, weight: float = 1.0, *, scaled: bool = True) -> float:
-        """Gradients of the batch of that number, as all these trainers make them."""
+        """Make the gradients of batch ``number``, as all these trainers do."""
         generator = torch.Generator().manual_seed(number)
         tokens = torch.randint(0, 32, (4, 8), generator=generator)
         positions = torch.arange(8).expand(4, 8)
@@ -50,7 +50,7 @@ class Trainer:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
         losses = [one(tokens, positions, None, labels=tokens) for one in self.chunks]
-        # An overflow of one part is one of all.
+        # An overflow of one part counts for all parts.
         losses[-1] = losses[-1] * weight
         loss = torch.stack([one.float().mean() for one in losses]).sum()
         (self.optimizer.scale_loss(loss) if scaled else loss).backward()
@@ -59,13 +59,13 @@ class Trainer:
         return float(loss)
 
     def plain(self, number: int, weight: float = 1.0) -> float:
-        """A step of Megatron's own; returns its norm, NaN where it was skipped."""
+        """Take a step as Megatron does; returns its norm, or NaN if it was skipped."""
         self.backward(number, weight)
         successful, norm, _ = self.optimizer.step()
         return float(norm) if successful else math.nan
 
     def asking(self, number: int, weight: float = 1.0) -> float:
-        """A step as slime and miles make it: they ask for an overflow, and leave ``step`` out."""
+        """Step as slime and miles do: if there is an overflow, they do not call ``step``."""
         self.backward(number, weight)
         if self.optimizer.prepare_grads():
             self.optimizer.zero_grad()
@@ -76,9 +76,7 @@ class Trainer:
 
     @property
     def scalers(self) -> list[Any]:
-        """The loss scalers of all optimizers."""
         return [one.grad_scaler for one in self.optimizer.chained_optimizers]
 
     def parameters(self) -> list[torch.Tensor]:
-        """Copies of the live parameters."""
         return [one.detach().clone() for chunk in self.chunks for one in chunk.parameters()]

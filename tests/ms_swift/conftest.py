@@ -1,4 +1,4 @@
-"""ms-swift on a CPU, and the shim for it."""
+"""Fixtures: ms-swift on a CPU, and ``install()`` for ms-swift."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["megatron_core", "on_cpu", "one_process"]
 
 @pytest.fixture(scope="session", autouse=True)
 def imported() -> None:
-    """ms-swift is imported before any stand-in for TransformerEngine is there."""
+    """Import ms-swift before any stand-in for TransformerEngine exists."""
     import_trainer()
 
 

@@ -1,12 +1,14 @@
-"""ms-swift's Megatron trainer on a CPU, and all that stands in for what a CPU cannot have.
+"""ms-swift's Megatron trainer on a CPU, with stand-ins for what a CPU lacks.
 
-Real: the trainer's ``__init__``, ``prepare_model``, ``get_optimizer_and_scheduler``,
-``wrap_model``, ``train_step``, ``on_log``, ``save_checkpoint`` and ``load_mcore_checkpoint``, the
-fields of its arguments and what they do to dtypes, and Megatron with its schedule.
+Megatron and its schedule are real, and so are the fields of the trainer's arguments and their
+effect on dtypes. The trainer's ``__init__``, ``prepare_model``, ``get_optimizer_and_scheduler``,
+``wrap_model``, ``train_step``, ``on_log``, ``save_checkpoint`` and ``load_mcore_checkpoint`` are
+real, too.
 
-Stand-ins: Megatron's own tiny GPT for the model that mcore-bridge builds of TransformerEngine's
-layers; no weights to load, no warm-up of compiled functions; arguments that are made without
-``__post_init__``, which looks for a model and for GPUs; batches of random tokens.
+Stand-ins: a tiny GPT of Megatron's replaces the model that mcore-bridge builds of
+TransformerEngine's layers. No weights are loaded, and no compiled functions are warmed up.
+Arguments are made without ``__post_init__``, which looks for a model and for GPUs. Batches are
+random tokens.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ OVERFLOW = 1e30
 
 
 def import_trainer(*others: str) -> types.ModuleType:
-    """ms-swift's module, and others of its, imported where TransformerEngine is absent.
+    """Import ms-swift's trainer module, and others of ms-swift, without TransformerEngine.
 
-    mcore-bridge patches layers that Megatron has only beside TransformerEngine: while it is
-    imported, each is a class of no use.
+    mcore-bridge patches layers that Megatron has only if TransformerEngine is installed. While
+    mcore-bridge is imported, an empty class replaces each layer that is missing.
     """
     import megatron.core.extensions.transformer_engine as layers
 
@@ -48,7 +50,7 @@ def import_trainer(*others: str) -> types.ModuleType:
 
 @pytest.fixture
 def on_cpu(one_process: Any, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """ms-swift's module with the stand-ins in it."""
+    """ms-swift's trainer module with the stand-ins in place."""
     module = import_trainer()
     monkeypatch.setattr(module, "get_mcore_model", _models)
     monkeypatch.setattr(module, "warmup_jit_function", lambda *_: None)
@@ -126,7 +128,7 @@ def trainer(module: Any, args: Any) -> Any:
 
 
 def train(made: Any, number: int, weight: float = 1.0) -> dict[str, Any]:
-    """A step of ms-swift's own; returns what it logs."""
+    """Take a step as ms-swift does; returns the values that it logs."""
     logged: dict[str, Any] = {}
     made.state.should_log = True
     own = made.call_event
@@ -144,10 +146,8 @@ def train(made: Any, number: int, weight: float = 1.0) -> dict[str, Any]:
 
 
 def scalers(made: Any) -> list[Any]:
-    """The loss scalers of the trainer's optimizers."""
     return [one.grad_scaler for one in made.optimizer.chained_optimizers]
 
 
 def parameters(made: Any) -> list[torch.Tensor]:
-    """Copies of the live parameters."""
     return [one.detach().clone() for model in made.wrapped_models for one in model.parameters()]

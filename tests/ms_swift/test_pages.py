@@ -1,4 +1,4 @@
-"""ms-swift's jobs on README and docs: its own parser takes each, and their keys have an effect."""
+"""ms-swift's jobs in README and docs: its own parser accepts each, and each key has an effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Symbols, versions and checkpoints of the installed version, as they are recorded."""
+"""Recorded symbols, versions and checkpoints, compared with the installed version."""
 
 from __future__ import annotations
 

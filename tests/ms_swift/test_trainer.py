@@ -61,8 +61,8 @@ def test_bf16_trains_as_without_the_shim(on: On, on_cpu: Any) -> None:
 def test_the_first_overflow_ends_a_job_without_the_shim(on_cpu: Any) -> None:
     made = trainer(on_cpu, arguments(fp16=True))
     with pytest.raises((RuntimeError, AssertionError), match=r"(?i)nan|inf"):
-        train(made, 0)  # 2**32 is too much for the first step
-    # and where the DDP's check is off, at the norm
+        train(made, 0)  # The first step overflows at 2**32.
+    # Without the DDP's check the norm raises the error.
     for group in made.wrapped_models[0].bucket_groups:
         group.ddp_config.check_for_nan_in_grad = False
     with pytest.raises(TypeError):
@@ -99,7 +99,7 @@ def test_the_weighting_of_tokens_is_no_loss_scale(on: On, on_cpu: Any) -> None:
 def test_a_static_scale_of_a_plugin_is_left_alone(
     on: On, on_cpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ms-swift has no argument for it; one who sets it on the config has chosen it."""
+    """ms-swift has no argument for a static scale, so one on the config is the user's choice."""
     from megatron.core.optimizer import AdamOptimizerConfig
     from megatron.core.optimizer.grad_scaler import ConstantGradScaler
 
@@ -149,7 +149,7 @@ def test_a_training_that_was_stopped_goes_on_bit_for_bit(
     assert states[0] == states[1]
 
 
-# -- beside others, in and out -------------------------------------------------------------------
+# -- other adapters, installing and removing -------------------------------------------------------
 
 
 def test_without_the_name_or_the_shim_nothing_is_patched(

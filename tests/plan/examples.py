@@ -1,9 +1,9 @@
 """Plan every example of a framework's checkout: python -m tests.plan.examples FRAMEWORK CHECKOUT
 
-Shell scripts run in a sandbox in which no command does anything but those that print or compute
-text; a word that starts Python is written down. Each line that starts a training is then planned
-as the command line does, with a model of a size that all of them can have. Prints the counts, and
-what was refused. Exit status 1: one ended in a traceback, or nothing was planned.
+Shell scripts run in a sandbox, in which only commands that print or compute text have an effect. A
+word that would start Python is recorded. Each recorded line that starts a training is then planned
+by the command ``plan``, with one model size for all. The script prints the counts, and the lines
+that were refused. Its exit status is 1 if a plan ended in a traceback, or if nothing was planned.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def scripts(checkout: Path) -> Iterator[Path]:
 
 
 def lines_of(script: Path, checkout: Path) -> list[list[str]]:
-    """The lines by which a script starts Python, its variables put in."""
+    """The lines by which a script starts Python, with its variables expanded."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         for name in HARMLESS:
@@ -67,9 +67,9 @@ def lines_of(script: Path, checkout: Path) -> list[list[str]]:
         handler += "ulimit() { return 0; }\n"
         environ = {
             **{"PATH": folder, "HOME": folder, "NOTES": str(notes), "USER": "nobody"},
-            # No number of nodes: the scripts' own default is what they are written for.
+            # The number of nodes is unset, because the scripts are written for their own default.
             **{"RANK": "0", "MASTER_ADDR": "localhost"},
-            # What some ask for and have no default of.
+            # Some scripts require these variables and have no default for them.
             **{"HDFS_ROOT": folder, "INFER_BACKEND": "vllm", "LORA_ADAPTER_PATH": folder},
         }
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -108,7 +108,7 @@ def commands(framework: str, checkout: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def planned(words: list[str]) -> tuple[int, str]:
-    """Exit status, and what is illegal or why it was refused; -1 for a traceback."""
+    """Exit status, and what is illegal or why the line was refused; -1 for a traceback."""
     said, printed = io.StringIO(), io.StringIO()
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(printed):

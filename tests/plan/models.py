@@ -1,4 +1,4 @@
-"""Models that the plan is held against, by what their config.json says."""
+"""Models for the tests of the plan, made from the values of their config.json."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ DEEPSEEK_V3: dict[str, Any] = {
 
 
 def mixture(config: dict[str, Any]) -> Model:
-    """A Qwen3-like mixture of experts, written out: what transformers builds of such a config."""
+    """The weights that transformers builds from the config of a Qwen3-like mixture of experts."""
     hidden, experts = config["hidden_size"], config["num_experts"]
     width, head = config["moe_intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
@@ -88,7 +88,7 @@ def mixture(config: dict[str, Any]) -> Model:
 
 
 def plan_model(asked: Any, settings: Settings, support: Any) -> Any:
-    """Plan a model on Megatron of a job of verl's, by what would be in force here."""
+    """Plan a Megatron model of a verl job, with the features that would be in force here."""
     from precision_shim_adapters.megatron.planning import plan
 
     holds = partial(Foreseen(settings).in_force, "verl")

@@ -1,4 +1,4 @@
-"""What a rank does in the tests of the plan; ``tests/rank_server.py`` starts them."""
+"""Each rank's part in the tests of the plan; ``tests/rank_server.py`` starts the ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..rank_server import Launch
 
 
 def prepare() -> None:
-    """Import what the ranks need; the unit environments have no Megatron."""
+    """Import Megatron for the ranks; the unit environments have no Megatron."""
     warnings.simplefilter("ignore")
     try:
         import megatron.core.models.gpt  # noqa: F401
@@ -25,7 +25,7 @@ def prepare() -> None:
 
 
 def run(launch: Launch) -> Any:
-    """A rank from its start to its end."""
+    """Run the launch's case in this rank."""
     torch.set_num_threads(1)
     return globals()[launch.case](launch)
 
@@ -34,7 +34,7 @@ def run(launch: Launch) -> Any:
 
 
 def audits(launch: Launch) -> dict[str, Any]:
-    """An audit after a step of each of eight builds, and of plain bf16 into a bf16 bucket."""
+    """Audit each of eight builds after a step, and also plain bf16 with a bf16 bucket."""
     from precision_shim.testing import (
         megatron_on_cpu,
         model_parallel,
@@ -60,7 +60,7 @@ def audits(launch: Launch) -> dict[str, Any]:
 
 
 def fsdp(launch: Launch) -> dict[str, Any]:
-    """FSDP2 on torch's AdamW, whose shares are not equal."""
+    """Audit FSDP2 with torch's AdamW and unequal shares."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -83,7 +83,7 @@ def fsdp(launch: Launch) -> dict[str, Any]:
 
 
 class Whole(torch.nn.Module):
-    """Stands for TransformerEngine's linear in the mode "duplicated": the whole matrix."""
+    """TransformerEngine's linear layer in mode "duplicated": each rank has the whole matrix."""
 
     def __init__(self, inputs: int, outputs: int, **ignored: Any) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Whole(torch.nn.Module):
 
 
 class Nothing(torch.nn.Module):
-    """Stands for core attention, which has no parameters."""
+    """Replaces core attention, which has no parameters."""
 
     def __init__(self, **ignored: Any) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def _config(hf: dict[str, Any], fields: dict[str, Any]) -> Any:
     return MLATransformerConfig(
         **values,
         multi_latent_attention=True,
-        rope_type="rope",  # the other kind asks torch for the device 0
+        rope_type="rope",  # the other rope_type requests torch's device 0
         q_lora_rank=hf["q_lora_rank"],
         kv_lora_rank=hf["kv_lora_rank"],
         qk_head_dim=hf["qk_nope_head_dim"],
@@ -190,7 +190,7 @@ def _model(hf: dict[str, Any], config: Any, first: bool, last: bool) -> Any:
 
 
 def parameters(launch: Launch) -> dict[str, list[list[int]]]:
-    """Dense and expert parameters of the first and the last rank of real models."""
+    """Count dense and expert parameters on the first and the last rank of real models."""
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -1,4 +1,4 @@
-"""The plan against what is really built: audits of all ranks, and parameters on the meta device."""
+"""The plan compared with built models: audits of all ranks, and parameters on the meta device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ needs_megatron = pytest.mark.skipif(not HAS_MEGATRON, reason="megatron-core is n
 
 
 def tiny(experts: bool) -> Model:
-    """The harness's tiny GPT, by names that say how it is split."""
+    """The harness's tiny GPT, with weight names from which the plan derives their split."""
     hidden, wide = 16, 64
     weights = {"model.embed_tokens.weight": (32, hidden), "lm_head.weight": (32, hidden)}
     shapes_of_layer: dict[str, tuple[int, ...]] = {
@@ -91,7 +91,8 @@ def test_the_groups_bytes_are_those_of_all_ranks_audits(run_ranks: Ranks, world:
             assert {one["data_parallel_size"] for one in of_ranks} == {part.data_parallel_size}
             assert {one["parameters"] for one in of_ranks} == {part.parameters}
             for component in of_ranks[0]["components"]:
-                if component == "other":  # scales and step counts, which belong to no parameter
+                # ``other`` contains scales and step counts, which belong to no parameter
+                if component == "other":
                     continue
                 found = sum(one["components"][component]["bytes"] for one in of_ranks)
                 held = part.components.get(component) or part.at_step.get(component)
@@ -102,7 +103,7 @@ def test_the_groups_bytes_are_those_of_all_ranks_audits(run_ranks: Ranks, world:
 
 
 def _alias(name: str, parts: dict[str, Any]) -> str:
-    """An audit calls the one part of a mixture of experts without expert parallelism dense."""
+    """The audit's part "dense" is the plan's part "model" if the model has only one part."""
     return name if name in parts else "model"
 
 

@@ -1,4 +1,4 @@
-"""The command line of the plan, on a framework made here: what is printed, and the exit status."""
+"""The command ``plan`` on a toy framework: what it prints, and its exit status."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Toy:
 
 def job(words: list[str], **options: Any) -> Job:
     found = read_launch_line(words, [Toy()], SETTINGS, Options(**options))
-    # What would be in force is asked of an adapter, and the toy has none.
+    # The plan asks an adapter what would be in force, and the toy has no adapter.
     return replace(found, framework="verl")
 
 
@@ -143,7 +143,7 @@ def test_what_transformers_drops_or_ties_is_not_counted_twice(tmp_path: Path) ->
     write(tmp_path / "model.safetensors", {**kept, **further})
     found = shapes.read_model(tmp_path)
     assert [one.name for one in found.weights] == list(kept)
-    assert found.tied  # the config says nothing, and there is no output layer
+    assert found.tied  # the config does not mention tying, and there is no output layer
     write(tmp_path / "model.safetensors", {**kept, "lm_head.weight": (10, 2)})
     assert not shapes.read_model(tmp_path).tied
 
@@ -311,7 +311,7 @@ def test_models_are_together_unless_the_framework_moves_them() -> None:
     away = replace(asked(), parked={"offload": everything})
     apart = plan_models(asked(), away)
     assert apart.models[1].stays == {"before": 0, "after": 0}
-    assert apart.peak() == 2 * one  # the other's step, and this one beside it
+    assert apart.peak() == 2 * one  # the other model's step, while this model stays in memory
     assert plan_models(away, away).peak() == one
     assert "offload: between the phases of a step the host holds" in apart.models[1].notes[-1]
     assert "all models" in render(both, 20.0)
@@ -397,13 +397,13 @@ def test_an_optimizer_whose_states_are_not_known_is_refused() -> None:
             plan_models(one)
 
 
-# -- what goes wrong in the plan itself --------------------------------------------------------
+# -- errors in the plan itself -----------------------------------------------------------------
 
 
 def status_where(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
 ) -> tuple[object, str]:
-    """Exit status and message of a plan in which an error comes up once the config is read."""
+    """Exit status and message of a plan in which reading the config raises ``error``."""
 
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise error
@@ -439,7 +439,7 @@ def test_a_file_that_cannot_be_read_is_named(
     assert "Report" not in said
 
 
-# -- keys that there are not -------------------------------------------------------------------
+# -- keys that do not exist --------------------------------------------------------------------
 
 
 def test_a_misspelt_field_of_megatrons_is_illegal_and_the_near_one_named(

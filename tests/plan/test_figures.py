@@ -1,4 +1,4 @@
-"""Known figures of known models, the properties of every plan, and how it grows."""
+"""Known figures of known models, properties of every plan, and the growth of its cost."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def planned(asked: MegatronModel) -> ModelPlan:
 
 
 def qwen3(**wishes: Any) -> MegatronModel:
-    """Qwen3-30B-A3B on 64 GPUs, in tensor 2, pipeline 2 and expert 8."""
+    """Qwen3-30B-A3B on 64 GPUs: tensor parallel 2, pipeline parallel 2, expert parallel 8."""
     sizes = Sizes(64, tensor=2, pipeline=2, expert=8, sequence_parallel=True)
     return MegatronModel(Wishes(**wishes), mixture(QWEN3_30B_A3B), sizes, torch.bfloat16)
 
 
 def test_the_figures_of_qwen3_30b_a3b() -> None:
-    """12.57 GiB with fp32 states, 9.27 as NeMo-RL ships it, 7.49 with all of it in bf16."""
+    """A GPU needs 12.57 GiB with fp32 states, 9.27 as NeMo-RL ships it, 7.49 if all is bf16."""
     plain = planned(qwen3())
     assert plain.parameters == 30_532_122_624
     shipped = planned(qwen3(asked={"use_precision_aware_optimizer": True}, bucket_in_fp32=False))
@@ -97,7 +97,7 @@ def test_a_second_moment_that_cannot_decay_stays_fp32() -> None:
 
 
 def test_the_step_takes_more_for_a_while() -> None:
-    """TransformerEngine unpacks bf16 moments up to 2.13; a 16-bit bucket is copied otherwise."""
+    """TransformerEngine up to 2.13 unpacks bf16 moments; plain Adam copies a 16-bit bucket."""
     low = {
         "use_precision_aware_optimizer": True,
         "main_grads_dtype": "bf16",
@@ -241,7 +241,7 @@ def test_layers_by_stages(sizes: Sizes, layers: int, expected: list[list[int]]) 
 
 
 def test_names_of_other_models_before_and_behind_the_layers() -> None:
-    """Nemotron-H's and GPT-NeoX's: embeddings and output are split, and stand at their ends."""
+    """Embeddings and outputs of Nemotron-H and GPT-NeoX are split, on the first and last stage."""
     for prefix, embedding, norm, output in (
         ("backbone.", "embeddings", "norm_f", "lm_head"),
         ("gpt_neox.", "embed_in", "final_layer_norm", "embed_out"),
@@ -325,7 +325,7 @@ def test_bytes_are_whole_and_add_up_and_more_sharding_never_costs_more(
         for component in held:
             assert 0 <= component.host <= component.bytes
             assert component.bytes * ranks >= component.group_bytes > 0
-            # Each mean is to the next whole byte, on the GPU and on the host.
+            # Each mean is rounded up to a whole byte, on the GPU and on the host.
             assert component.bytes * ranks < component.group_bytes + 2 * ranks
         assert stage.totals["bytes"] == sum(
             component.bytes for component in stage.parts[0].components.values()
@@ -354,7 +354,7 @@ def test_no_parameter_is_lost(tensor: int, pipeline: int, expert: int, context: 
 
 
 def largest(model: shapes.Model, sizes: Sizes) -> int:
-    """Parameters of the rank that holds the most."""
+    """Parameters of the rank with the most parameters."""
     return max(one.dense + one.experts for one in count(model, sizes))
 
 
@@ -364,7 +364,7 @@ def largest(model: shapes.Model, sizes: Sizes) -> int:
 def test_a_trillion_parameters_on_1024_gpus_are_planned_without_listing_experts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As much work for 384 experts of a layer as for 8, and no memory that grows with them."""
+    """384 experts per layer cost the plan no more work than 8 do, and no more memory."""
     config = {
         **QWEN3_30B_A3B,
         "hidden_size": 7168,

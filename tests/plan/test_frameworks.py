@@ -1,4 +1,4 @@
-"""The plan through each framework's own loader, in the environment that has the framework."""
+"""Plans made through each framework's own loader, in the environment that has the framework."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def subjects(plan: dict[str, Any]) -> list[str]:
 
 
 def scaling(plan: dict[str, Any], model: int = 0) -> list[tuple[str, str]]:
-    """What is decided of a model's loss, and why."""
+    """The decisions about a model's loss scaling, each with its reason."""
     return [
         (one["chosen"], one["because"])
         for one in plan["models"][model]["decisions"]
@@ -151,7 +151,7 @@ def test_verls_other_engines(capsys: pytest.CaptureFixture[str], model: Path) ->
     if here >= Version("0.9.0"):
         because = "dtype is float16, and verl's torchtitan engine has no loss scaler"
         assert (code, scaling(plan), notes) == (0, [(OURS, because)], [])
-    else:  # refused: it trains in bfloat16, and the plan says so
+    else:  # before 0.9 this engine trains in bfloat16, as a note in the plan states
         assert (code, scaling(plan), len(notes)) == (0, [], 1)
     sft = ("python3", "-m", "verl.trainer.sft_trainer", "trainer.n_gpus_per_node=8")
     sft += ("engine=automodel", "optim=automodel", f"model.path={model}", "data.train_files=none")
@@ -169,7 +169,7 @@ def test_verls_other_engines(capsys: pytest.CaptureFixture[str], model: Path) ->
     reason="the VeOmni engine of older versions is refused",
 )
 def test_verls_veomni_engine(capsys: pytest.CaptureFixture[str], model: Path) -> None:
-    """fp32 parameters and states, gathered in float16, with the loss scaled; or a refusal."""
+    """VeOmni gathers fp32 parameters in fp16 and the shim scales the loss, or the plan refuses."""
     key = "actor_rollout_ref.actor.veomni"
     actor = ("algorithm.adv_estimator=grpo", f"actor_rollout_ref.model.path={model}")
     actor += ("model_engine=veomni", "actor_rollout_ref.actor.use_kl_loss=True")
@@ -182,7 +182,7 @@ def test_verls_veomni_engine(capsys: pytest.CaptureFixture[str], model: Path) ->
     (part,) = plan["models"][0]["after"][0]["parts"]
     kept = {name: one["dtypes"] for name, one in part["components"].items()}
     assert {kept[name][0] for name in ("params", "exp_avg", "exp_avg_sq")} == {"fp32"}
-    # What is stored does not depend on the dtype in which the parameters are gathered.
+    # The dtype in which parameters are gathered does not affect what is stored.
     assert plan["models"][0]["after"] == plain["models"][0]["after"]
     low = f"{key}.mixed_precision=False"
     code, plan = planned(capsys, "--", *VERL, *actor, half, low)
@@ -223,7 +223,7 @@ def test_verl_where_the_shim_is_not_in_force(
     model: Path,
     out: str,
 ) -> None:
-    """The figures with the shim are those without it; nothing is decided."""
+    """A shim that is not in force changes no figure of the plan, and the plan has no decision."""
     policy, beta2 = "PRECISION_SHIM_OPTIMIZER_STATES", "adam_beta2=0.95"
     monkeypatch.setenv(policy, "follow-model")
     path = f"actor_rollout_ref.model.path={model}"
@@ -254,7 +254,7 @@ def test_verl_where_the_shim_is_not_in_force(
 
 
 def fsdp_group_of_verl() -> str:
-    """The group of the workers that a PPO job gets where its config does not choose."""
+    """The group of the workers that a PPO job gets by default in the installed verl."""
     return "fsdp engine" if Version(version("verl")) >= Version("0.8") else "legacy fsdp workers"
 
 
@@ -406,12 +406,13 @@ def test_nemo_rl(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     assert scaling(plan) == []
     block = "++policy.precision_shim.growth_interval=0"
     code, plan = planned(capsys, "--", *words, *off, block)
-    assert (code, scaling(plan)) == (0, [])  # a worker in bfloat16 does not read it either
+    assert (code, scaling(plan)) == (0, [])  # nor does a worker in bfloat16 read the setting
     half = ("policy.precision=float16", "++policy.precision_shim.growth_interval=7")
     _, scaled = planned(capsys, "--", *words, *off, *half)
     because = "policy.precision is float16, and NeMo-RL does not scale the loss"
     assert scaling(scaled) == [(OURS.replace("400", "7"), because)]
-    _, scaled = planned(capsys, "--", *words, *half)  # its YAML says fp16: false, bf16: true
+    # NeMo-RL's YAML sets fp16: false and bf16: true
+    _, scaled = planned(capsys, "--", *words, *half)
     assert scaling(scaled) == [("no loss scaling", "the optimizer's config has fp16=False")]
     checks = Version(version("nemo-rl")) >= Version("0.5.0rc0")  # 0.4 has no such check
     assert ("flags" in {one["code"] for one in scaled["problems"]}) == checks
@@ -537,7 +538,7 @@ cluster: {{gpus_per_node: 8, num_nodes: 1}}
 def test_each_of_several_teachers_is_a_model(
     capsys: pytest.CaptureFixture[str], model: Path
 ) -> None:
-    """They leave the GPUs after each use; the student, which generates nothing, does not."""
+    """Teachers leave the GPUs after each use; the student, which generates nothing, stays."""
     (model / "job.yaml").write_text(TEACHERS.format(model=model))
     words = ("python", "examples/nemo_rl/run_xtoken.py", "--config", str(model / "job.yaml"))
     _, plan = planned(capsys, "--", *words)
@@ -567,14 +568,14 @@ def test_torchtitan(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 LLAMA = ("-m", "torchtitan.train", "--module", "llama3", "--config", "llama3_debugmodel")
-"""16 heads, 16 of them for keys and values."""
+"""The config has 16 attention heads, and 16 heads for keys and values."""
 
 
 @needs("torchtitan")
 def test_what_a_config_prints_as_it_is_read_is_not_in_the_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """torchtitan's RL configs bring Monarch and vLLM, which both log there."""
+    """Importing torchtitan's RL configs imports Monarch and vLLM, which both log to stdout."""
     (tmp_path / "talking.py").write_text(
         "print('a line')\nfrom torchtitan.models.llama3.config_registry import llama3_debugmodel\n"
     )
@@ -662,7 +663,7 @@ def test_what_torchtitan_itself_refuses_is_illegal(
 def test_experts_that_torchtitan_cannot_spread(
     capsys: pytest.CaptureFixture[str], ways: int, codes: list[str]
 ) -> None:
-    """64 of them: each rank looks at as many."""
+    """The model has 64 experts, and the number of ranks must divide them."""
     model = ("--module", "qwen3", "--config", "qwen3_moe_debug")
     words = ("-m", "torchtitan.train", *model, "--training.disable_cuda_graphs")
     degree = f"--parallelism.expert_parallel_degree={ways}"

@@ -1,9 +1,9 @@
-"""Plan and worker held against each other on generated configs.
+"""Compares the plan with the worker on generated configs.
 
-A framework's test draws launch lines from a schema of keys, asks the plan for its verdict on each,
-has the framework's real code build the same, and compares the two (``disagreement``): whether it
-is refused, the dtype that it computes in, the loss scaler's first scale, and the dtypes of
-parameters, gradient buckets and optimizer states.
+A framework's test draws launch lines from a schema of keys, and plans each line. The framework's
+real code builds the same job, and ``disagreement`` compares the two. ``disagreement`` covers
+whether the job is refused, the dtype of its computation, the loss scaler's first scale, and the
+dtypes of parameters, gradient buckets and optimizer states.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 NAMES = ("fp32", "bf16", "fp16", "float32", "bfloat16", "float16")
 ODD = ("half", "FP16", "torch.bfloat16", "16", "32")
-"""Other spellings, which some of the frameworks take."""
+"""Other spellings of dtypes, which some frameworks accept."""
 
 WRONG = ("fp61", "int8", "null", "true", "fp8", "''")
 DTYPES = (*NAMES, *NAMES, *ODD)
@@ -33,8 +33,8 @@ class Key:
 
     Attributes:
         name: with its dots.
-        good: values that mostly make sense.
-        bad: values that mostly make none.
+        good: values that are mostly valid.
+        bad: values that are mostly invalid.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Drawn:
-    """One config: what is written, and the shim's settings."""
+    """One config: the keys that are written, and the shim's settings."""
 
     written: Mapping[str, str]
     settings: Mapping[str, str] = field(default_factory=dict)
@@ -65,7 +65,7 @@ SETTINGS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def draw(keys: Sequence[Key], seed: int, count: int) -> list[Drawn]:
-    """Draw configs, the same ones for the same seed."""
+    """Draw configs; the same seed draws the same configs."""
     chance = random.Random(seed)
     found = []
     for _ in range(count):
@@ -81,7 +81,7 @@ def draw(keys: Sequence[Key], seed: int, count: int) -> list[Drawn]:
 
 
 def misspelt(name: str, chance: random.Random) -> str:
-    """The same key with a letter of its last word lost, doubled, or in another's place."""
+    """The key with one letter of its last word dropped, doubled or swapped."""
     path, dot, word = name.rpartition(".")
     place = chance.randrange(1, len(word) - 1)
     changed = chance.choice(
@@ -102,8 +102,8 @@ class Verdict:
     """What becomes of a config.
 
     Attributes:
-        refused: why it is refused; empty where it runs.
-        computes: dtype that the model computes in.
+        refused: why the config is refused; empty if it runs.
+        computes: the dtype of the model's computation.
         scale: the loss scaler's first scale, if there is one.
         held: component to its dtypes.
         told: notes or warnings.
@@ -117,16 +117,16 @@ class Verdict:
 
 
 def of_plan(words: Sequence[str], drawn: Drawn, *options: str) -> Verdict:
-    """The plan's verdict on a launch line, by the command itself.
+    """The plan's verdict on a launch line, from the command ``plan`` itself.
 
     Args:
         words: the line.
-        drawn: its settings stand in front of it.
+        drawn: the config; its settings are put before the line.
         options: of the command.
     """
     from precision_shim.cli import main
 
-    # A worker knows nothing of the rollout, with which the plan would find a problem.
+    # A worker does not read the rollout's config, in which the plan would find a problem.
     front = ["PRECISION_SHIM_ROLLOUT=follow"]
     front += [f"PRECISION_SHIM_{name.upper()}={value}" for name, value in drawn.settings.items()]
     out, err = io.StringIO(), io.StringIO()
@@ -162,7 +162,7 @@ def of_plan(words: Sequence[str], drawn: Drawn, *options: str) -> Verdict:
 
 
 def of_audit(audit: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Component to its dtypes, of a live model and optimizer."""
+    """Maps each component of a live model and optimizer to its dtypes, from an audit."""
     return {
         name: tuple(one["dtypes"])
         for part in audit["parts"]
@@ -172,7 +172,7 @@ def of_audit(audit: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
 
 
 def disagreement(drawn: Drawn, plan: Verdict, worker: Verdict) -> str:
-    """In what the two differ; empty where they agree."""
+    """How two verdicts differ; empty if they agree."""
     if bool(plan.refused) != bool(worker.refused):
         said = plan.refused or "legal"
         return f"plan: {said[:300]}; worker: {worker.refused[:300] or 'runs'}"
@@ -200,7 +200,7 @@ def disagreement(drawn: Drawn, plan: Verdict, worker: Verdict) -> str:
 
 
 def megatron_scale(optimizer: Any) -> float | None:
-    """First scale of the dynamic loss scaler in Megatron's optimizer, chained or not."""
+    """The first scale of the dynamic loss scaler in Megatron's optimizer, chained or not."""
     chained = getattr(optimizer, "chained_optimizers", (optimizer,))
     scalers = [getattr(one, "grad_scaler", None) for one in chained]
     (scale,) = {
@@ -211,7 +211,7 @@ def megatron_scale(optimizer: Any) -> float | None:
 
 @contextlib.contextmanager
 def ours() -> Iterator[list[str]]:
-    """The shim's warnings; all others are left out."""
+    """Collect the shim's warnings and drop all others."""
     from precision_shim.errors import PrecisionShimWarning
 
     said: list[str] = []
@@ -239,15 +239,15 @@ def by_worker(look: Callable[[], Verdict], settings: Mapping[str, str]) -> Verdi
 def hold(
     drawn: Iterable[Drawn], plan: Callable[[Drawn], Verdict], workers: Iterable[Verdict]
 ) -> Counter[str]:
-    """Hold the two against each other on all configs; returns how many ended how.
+    """Compare plan and worker on all configs; returns how many configs ended in which way.
 
     Args:
         drawn: the configs.
-        plan: gives the plan's verdict on one.
+        plan: returns the plan's verdict on a config.
         workers: the workers' verdicts, in the configs' order.
 
     Raises:
-        AssertionError: they disagree on a config; all such configs are named.
+        AssertionError: plan and worker disagree on a config; the message names all such configs.
     """
     ended: Counter[str] = Counter()
     wrong = []

@@ -1,4 +1,4 @@
-"""ROLL on a CPU, and the shim for it."""
+"""Fixtures for ROLL on a CPU, and ``install()`` for ROLL."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["megatron_core", "one_process"]
 
 @pytest.fixture(scope="session", autouse=True)
 def imported(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Import ROLL's strategies once; ROLL writes a log into the directory of its first import."""
+    """Import ROLL's strategies once, in a temporary folder, because the import writes a log."""
     if importlib.util.find_spec("roll") is None:
         pytest.skip("ROLL is not installed in this environment")
     before = os.getcwd()
@@ -38,8 +38,6 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture
 def on(shim: Callable[..., Any]) -> Callable[..., Any]:
-    """``install()`` for ROLL."""
-
     def install(**settings: Any) -> precision_shim.Status:
         status: precision_shim.Status = shim(
             frameworks="roll", settings=settings, strict=True, export=False

@@ -1,8 +1,8 @@
-"""ROLL's strategies on a CPU: their own ``initialize``, ``train_step`` and checkpoints.
+"""Drives ROLL's strategies on a CPU: their own ``initialize``, ``train_step`` and checkpoints.
 
-Real are ROLL's strategies, optimizer, offload and mcore_adapter's ``VirtualModels``. Answered by
-the tests: the worker around a strategy (which needs a Ray cluster with GPUs), the model (a tiny
-GPT), the tokenizer. ``absent`` stands in for packages that ROLL imports and no test calls.
+ROLL's strategies, optimizer and offload are real, and so is mcore_adapter's ``VirtualModels``. The
+tests provide the model (a tiny GPT), the tokenizer, and the worker around a strategy, which would
+need a Ray cluster with GPUs. ``_Absent`` replaces packages that ROLL imports and no test calls.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from precision_shim.testing import tiny_gpt
 OVERFLOW = 1e30
 NAME = "actor_train"
 ABSENT = ("PIL", "transfer_queue", "opentelemetry", "grpc", "pybase64")
-"""Queues, tracing and images: ROLL's workers use them outside of a strategy's training."""
+"""ROLL's workers use these packages for queues, tracing and images, but not for training."""
 
 
 class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Stands in for the packages of ``ABSENT``: every name of theirs is a mock."""
+    """Finds the packages of ``ABSENT``; every name in them is a mock."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: Any = None
@@ -57,14 +57,14 @@ def _mocked(name: str) -> Any:
 
 
 def stand_in_for_absent() -> None:
-    """Make ROLL importable, until the process ends."""
+    """Make ROLL importable until the process ends."""
     sys.meta_path.append(_Absent())
     platform = importlib.import_module("roll.platforms").current_platform
     type(platform).empty_cache = staticmethod(lambda: None)  # torch.cpu has none
 
 
 def worker(**config: Any) -> Any:
-    """What a strategy reads of its worker, at ROLL's defaults."""
+    """The values that a strategy reads from its worker, at ROLL's defaults."""
     values = {
         "output_dir": "/nowhere",
         "per_device_train_batch_size": 4,
@@ -104,7 +104,7 @@ def worker(**config: Any) -> Any:
 
 
 def batch(number: int) -> Any:
-    """The batch of that number, as ROLL's data protocol has it."""
+    """Batch ``number``, in the form of ROLL's data protocol."""
     protocol = importlib.import_module("roll.distributed.scheduler.protocol")
     generator = torch.Generator().manual_seed(number)
     tokens = torch.randint(0, 32, (4, 8), generator=generator)
@@ -120,8 +120,6 @@ def batch(number: int) -> Any:
 
 @dataclass
 class Loss:
-    """A loss of the logits."""
-
     weight: float = 1.0
 
     def __call__(self, data: Any, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -133,7 +131,7 @@ class Loss:
 
 @dataclass
 class Trainer:
-    """A strategy of ROLL's that trains a tiny model."""
+    """A ROLL strategy that trains a tiny model."""
 
     strategy: Any
 
@@ -156,11 +154,11 @@ class Trainer:
         return {key.removeprefix(f"{NAME}/"): value for key, value in found.items()}
 
     def norm(self, number: int, weight: float = 1.0) -> float:
-        """The norm that it reports for a step."""
+        """The norm that ROLL reports for a step."""
         return float(self.step(number, weight)["grad_norm"])
 
     def save(self, directory: Path) -> None:
-        """Write a checkpoint as ROLL does; a GPT has no ``save_pretrained`` of mcore_adapter's."""
+        """Write a checkpoint as ROLL does; a GPT lacks mcore_adapter's ``save_pretrained``."""
         own = importlib.import_module("mcore_adapter.checkpointing")
         platform = type(importlib.import_module("roll.platforms").current_platform)
         (model,) = self.strategy.models_unwrapped
@@ -177,24 +175,22 @@ class Trainer:
 
     @property
     def scalers(self) -> list[Any]:
-        """The loss scalers of all optimizers."""
         parts = getattr(self.strategy.optimizer, "chained_optimizers", [self.strategy.optimizer])
         return [one.grad_scaler for one in parts]
 
     def parameters(self) -> list[torch.Tensor]:
-        """Copies of the live parameters."""
         chunks = self.strategy.models_wrapped
         return [one.detach().clone() for chunk in chunks for one in chunk.parameters()]
 
 
 def _virtual(dtype: torch.dtype, moe: int | None) -> Any:
-    """mcore_adapter's list of models, with tiny ones in it."""
+    """mcore_adapter's list of models, containing tiny models."""
     factory = importlib.import_module("mcore_adapter.models.model_factory")
     provider = tiny_gpt(dtype, num_moe_experts=moe)
 
     def make(config: Any, **ignored: Any) -> Any:
         model = provider().to(dtype)
-        # mcore_adapter's models cut a batch for context parallelism; a GPT makes its own mask.
+        # mcore_adapter's models split a batch for context parallelism; a GPT makes its own mask.
         model.get_batch_on_this_cp_rank = lambda features, **ignored: {
             name: None if name == "attention_mask" else value for name, value in features.items()
         }
@@ -215,7 +211,7 @@ def _without_tokenizer(module: Any) -> Iterator[None]:
 
 
 def skipped(trainer: Trainer, number: int) -> bool:
-    """Whether a step that overflows leaves the parameters as they are, and is reported as NaN."""
+    """Whether an overflowing step leaves the parameters unchanged and reports NaN."""
     before = trainer.parameters()
     norm = trainer.norm(number, OVERFLOW)
     return math.isnan(norm) and all(map(torch.equal, before, trainer.parameters()))

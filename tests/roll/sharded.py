@@ -1,8 +1,8 @@
-"""ROLL's FSDP2 strategy on a CPU: its own ``initialize``, ``train_step`` and checkpoints.
+"""Drives ROLL's FSDP2 strategy on a CPU: its ``initialize``, ``train_step`` and checkpoints.
 
-Real are the strategy, FSDP2 over gloo with one rank, a tiny Llama of transformers', and torch's
-distributed checkpoints. Answered by the tests: the worker, the tokenizer, and the random states of
-a device, which ``torch.cpu`` has no functions for.
+The strategy, FSDP2 over gloo with one rank, a tiny Llama of transformers', and torch's distributed
+checkpoints are real. The tests provide the worker, the tokenizer, and the random states of a
+device, because ``torch.cpu`` has no functions for random states.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def _tiny() -> Any:
 
 @dataclass
 class Trainer:
-    """A strategy of ROLL's that trains a tiny Llama."""
+    """A ROLL strategy that trains a tiny Llama."""
 
     strategy: Any
 
     @classmethod
     def of(cls, directory: Path, dtype: str = "float16", **config: Any) -> Trainer:
-        """Build a model as ROLL does; ``directory`` is that of the model's config."""
+        """Build a model as ROLL does; the model's config is written into ``directory``."""
         module = importlib.import_module(MODULE)
         transformers = importlib.import_module("transformers")
         _tiny().save_pretrained(directory)
@@ -61,7 +61,7 @@ class Trainer:
         return cls(strategy)
 
     def with_rolls_own_scaler(self) -> Trainer:
-        """Give it the scaler that ROLL makes, told that the gradients are on a CPU."""
+        """Set the scaler that ROLL itself would make, for gradients on a CPU."""
         self.strategy.scaler = ShardedGradScaler(device="cpu", growth_interval=400)
         return self
 
@@ -71,34 +71,31 @@ class Trainer:
         return {key.removeprefix(f"{NAME}/"): value for key, value in found.items()}
 
     def end_by_hand(self) -> None:
-        """What ROLL leaves out after a step of its scaler."""
+        """Move the scheduler and clear gradients, which ROLL omits after a step of its scaler."""
         self.strategy.scheduler.step()
         self.strategy.optimizer.zero_grad(set_to_none=True)
 
     def save(self, directory: Path, *, last: bool = True) -> None:
-        """Write a checkpoint, all but the job's last in the background, and wait for it."""
+        """Write a checkpoint, in the background unless it is the job's last, and wait for it."""
         with _answered(importlib.import_module(MODULE)):
             self.strategy.save_checkpoint(str(directory), 3, "checkpoint-3", is_last_step=last)
         if self.strategy.checkpoint_future is not None:
             self.strategy.checkpoint_future.result()
 
     def load(self, directory: Path) -> None:
-        """Read it."""
         with _answered(importlib.import_module(MODULE)):
             self.strategy.load_checkpoint(str(directory))
 
     @property
     def moved(self) -> int:
-        """How often its scheduler has moved."""
+        """How many steps the scheduler has taken."""
         return int(self.strategy.scheduler.last_epoch)
 
     @property
     def cleared(self) -> bool:
-        """Whether no parameter has a gradient."""
         return all(one.grad is None for one in self.strategy.model.parameters())
 
     def parameters(self) -> list[torch.Tensor]:
-        """Copies of the live parameters."""
         held: list[Any] = list(self.strategy.model.parameters())
         return [one.detach().to_local().clone() for one in held]
 
@@ -107,7 +104,7 @@ class Trainer:
 def _answered(module: Any) -> Iterator[None]:
     platform = type(module.current_platform)
     answers = {
-        "download_model": lambda path: path,  # which asks an actor of Ray's first
+        "download_model": lambda path: path,  # ROLL's own function asks a Ray actor first
         "default_tokenizer_provider": lambda **ignored: None,
         "default_processor_provider": lambda **ignored: None,
     }

@@ -42,7 +42,7 @@ def test_unpatched_a_scaled_step_is_left_unfinished(tmp_path: Path) -> None:
 
 
 def test_each_step_ends(on: On, tmp_path: Path) -> None:
-    """The training is that of ROLL's own loop and scaler, ended by hand, bit for bit."""
+    """The training equals ROLL's own loop and scaler, with the step ended by hand, bit for bit."""
     plain = Trainer.of(tmp_path).with_rolls_own_scaler()
     right = []
     for number in range(3):
@@ -125,7 +125,7 @@ def test_another_dtype_trains_as_before(on: On, tmp_path: Path, dtype: str) -> N
 
 @pytest.fixture
 def torchs_own_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """mcore_adapter replaces a function of torch's by one that answers as up to torch 2.9."""
+    """Undo mcore_adapter's replacement of a torch function, which returns what torch 2.9 does."""
     planner = "torch.distributed.checkpoint.default_planner"
     monkeypatch.setattr(f"{planner}._validate_global_plan", lambda *ignored: [])
 
@@ -177,7 +177,7 @@ def test_a_checkpoint_without_a_scaler_is_told(on: On, tmp_path: Path) -> None:
         trainer.load(tmp_path / "saved")
 
 
-# -- it comes and goes -------------------------------------------------------------------------
+# -- installing and removing -------------------------------------------------------------------
 
 
 def test_taken_out_the_scaler_is_rolls_own(on: On, tmp_path: Path) -> None:

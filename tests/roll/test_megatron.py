@@ -26,7 +26,7 @@ BF16 = torch.bfloat16
 
 
 def at(scale: float, trainer: Trainer, **more: Any) -> Trainer:
-    """Give the scalers another scale: ROLL's config has no field for it."""
+    """Give the scalers another scale: ROLL's config has no field for the scale."""
     for one in trainer.scalers:
         one.load_state_dict({**one.state_dict(), "scale": torch.tensor([scale])})
         vars(one).update(more)
@@ -45,7 +45,7 @@ def decisions() -> list[str]:
 
 @pytest.mark.parametrize("moe", [None, 2], ids=["dense", "experts"])
 def test_the_loss_is_scaled(on: On, moe: int | None) -> None:
-    """A dense optimizer is no chain, and Megatron's own ``get_megatron_optimizer`` never runs."""
+    """A dense optimizer is not chained, and ROLL never calls ``get_megatron_optimizer``."""
     right = norms(Trainer.of(torch.float32, moe))
     wrong = norms(at(SCALE, Trainer.of(moe=moe)))
     assert wrong[0] == pytest.approx(right[0] / SCALE, rel=2e-2)
@@ -78,7 +78,7 @@ def test_a_skip_is_counted_and_reported(on: On) -> None:
     unpatched.strategy.models_wrapped[
         0
     ].config.grad_scale_func = unpatched.strategy.optimizer.scale_loss
-    with pytest.raises(RuntimeError, match="found NaN"):  # with the DDP's check, ROLL's default
+    with pytest.raises(RuntimeError, match="found NaN"):  # the DDP's check, on by default
         Trainer.of().step(0, math.nan)
     with pytest.raises(NotImplementedError):
         unpatched.step(0, OVERFLOW)
@@ -123,7 +123,7 @@ def test_states_stay_fp32_because_of_the_offload(on: On, states: str) -> None:
 
 
 def test_its_offload_breaks_other_states() -> None:
-    """Why they stay fp32: the offload's one buffer rounds an fp32 ``exp_avg_sq``."""
+    """The shim leaves ROLL's states in fp32, as ROLL's offload rounds an fp32 ``exp_avg_sq``."""
     trainer = Trainer.of(BF16)
     trainer.step(0)
     trainer.strategy.load_states()
@@ -167,7 +167,7 @@ def test_a_resume_is_exact(on: On, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         trainer.strategy.optimizer.load_state_dict(found["optimizer"])
 
     whole, half, resumed = (Trainer.of() for _ in range(3))
-    # mcore_adapter replaces it by one that answers as up to torch 2.9.
+    # Undo mcore_adapter's replacement of this torch function, which returns what torch 2.9 does.
     planner = "torch.distributed.checkpoint.default_planner"
     monkeypatch.setattr(f"{planner}._validate_global_plan", lambda *ignored: [])
     train(whole, range(6))
@@ -191,7 +191,7 @@ def test_the_doctor_knows_its_checkpoint(
     on()
     trainer = Trainer.of()
     trainer.step(0)
-    # mcore_adapter replaces it by one that answers as up to torch 2.9.
+    # Undo mcore_adapter's replacement of this torch function, which returns what torch 2.9 does.
     planner = "torch.distributed.checkpoint.default_planner"
     monkeypatch.setattr(f"{planner}._validate_global_plan", lambda *ignored: [])
     trainer.save(tmp_path / "checkpoint-3")
@@ -200,7 +200,7 @@ def test_the_doctor_knows_its_checkpoint(
     assert found.outcome.exact, found.outcome
 
 
-# -- it comes and goes -------------------------------------------------------------------------
+# -- installing and removing -------------------------------------------------------------------
 
 
 def test_taken_out_it_leaves_nothing_behind(on: On) -> None:

@@ -1,8 +1,8 @@
-"""The same fp16 training loop twice: with torch's scaler written in by hand, and with ours.
+"""The same fp16 training loop twice: with torch's scaler written by hand, and with our scaler.
 
-What a step costs beside its arithmetic is what it waits for: transfers from the device and
-collectives. Both are counted where torch's functions are called, so that a CPU counts what a GPU
-would wait for.
+Besides its arithmetic, a step costs the time that it waits for transfers from the device and for
+collectives. The calls of torch's functions for transfers and collectives are counted, so that a CPU
+counts what a GPU would wait for.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from precision_shim.scaling import LossScaler, ScalerSettings
 
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__")
-"""Tensor methods that bring a value to the host, and so wait for the device."""
+"""Tensor methods that copy a value to the host, and so wait for the device."""
 
 
 class CountReads(TorchFunctionMode):
-    """Counts reads of a value by the host."""
+    """Counts how often the host reads a value."""
 
     def __init__(self):
         super().__init__()
@@ -34,7 +34,7 @@ class CountReads(TorchFunctionMode):
 
 
 class CountCollectives(TorchDispatchMode):
-    """Counts collectives, whoever starts them: DTensor, FSDP, or a call by name."""
+    """Counts collectives, including those that DTensor or FSDP starts."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ class CountCollectives(TorchDispatchMode):
 
 
 class Loop:
-    """A model under FSDP2 and a loop over it, micro-batches and clipping included."""
+    """Trains a model under FSDP2, with micro-batches and clipping."""
 
     def __init__(self, ours: bool, width: int = 64):
         torch.manual_seed(0)
@@ -70,7 +70,7 @@ class Loop:
         self.batch = torch.randn(16, width)
 
     def step(self, weight: float = 1.0):
-        """Two micro-batches, clip, step, and what a framework reports of it."""
+        """Run two micro-batches, clip and step; returns the figures that a framework reports."""
         self.optimizer.zero_grad()
         for _ in range(2):
             loss = (self.model(self.batch).float() - self.batch).square().mean() * weight / 2
@@ -91,7 +91,7 @@ class Loop:
         return None
 
     def count(self, weight: float = 1.0) -> dict[str, int]:
-        """Reads and collectives of one step."""
+        """Count the host's reads and the collectives of one step."""
         reads, collectives = CountReads(), CountCollectives()
         with collectives, reads:
             self.step(weight)

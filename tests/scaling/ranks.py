@@ -1,6 +1,6 @@
-"""What one rank does in the tests of several processes; ``tests/rank_server.py`` starts them.
+"""What each rank runs in the tests of loss scaling; ``tests/rank_server.py`` starts the ranks.
 
-A case returns what its test compares, tensors by their bits.
+A case returns what its test compares, with tensors as bits.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from precision_shim.scaling import LossScaler, ScalerSettings, agree, load, reco
 from .hand_written import Loop
 
 OVERFLOWS = (4, 15)
-"""One in each half of the twenty steps."""
+"""Steps that overflow, one in each half of the twenty steps."""
 
-# So high that a fresh scaler would overflow again for some steps, and an interval so short that
-# the scale grows in both halves.
+# The scale is so high that a fresh scaler would overflow again for some steps. The interval is so
+# short that the scale grows in both halves.
 SETTINGS = ScalerSettings(init_scale=2.0**22, growth_interval=3)
 
 
@@ -46,7 +46,7 @@ class Job:
         self.losses, self.scales = [], []
 
     def forward_backward(self, step, weights=(1.0, 1.0)):
-        """Two micro-batches of this rank's own data."""
+        """Run two micro-batches of this rank's own data."""
         self.optimizer.zero_grad()
         for micro, weight in enumerate(weights):
             generator = torch.Generator().manual_seed(1000 * step + 10 * dist.get_rank() + micro)
@@ -67,7 +67,7 @@ class Job:
 
     def train(self, steps):
         for step in steps:
-            # An overflow on the last rank alone.
+            # Only the last rank overflows.
             last = dist.get_rank() == dist.get_world_size() - 1
             weight = 1e30 if step in OVERFLOWS and last else 1.0
             self.forward_backward(step, (1.0, weight))
@@ -118,7 +118,7 @@ def bits(tensor):
 
 
 def first_half(directory):
-    """Twenty steps straight; ten and a save on the way; ten more in the same process, restored."""
+    """Train 20 steps; train 10 and save; resume in the same process and train 10 more."""
     straight = Job()
     straight.train(range(20))
     halves = Job()
@@ -128,7 +128,7 @@ def first_half(directory):
     save(directory, halves.scaler)
     after = halves.result()
     again = Job()
-    again.train(range(3))  # a process that already trained something else
+    again.train(range(3))  # this process already trained something else
     again.load(directory)
     load(directory, again.scaler)
     again.losses, again.scales = [], []
@@ -141,7 +141,7 @@ def first_half(directory):
 
 
 def second_half(directory):
-    """A new process: ten more from the checkpoint, with the scaler's state and without."""
+    """Train 10 more steps from the checkpoint in a new process, with or without scaler state."""
     resumed = Job()
     resumed.load(directory)
     loaded = resumed.result()
@@ -154,7 +154,7 @@ def second_half(directory):
 
 
 def groups(directory):
-    """One rank of a 2 x 2 mesh overflows: who skips, by the scaler's process group."""
+    """One rank of a 2 x 2 mesh overflows; the scaler's process group determines who skips."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     found = {}
     for name, group in (("world", None), ("tp", mesh.get_group("tp"))):
@@ -167,7 +167,7 @@ def groups(directory):
         scaler.step(optimizer)
         scaler.update()
         found[name] = {"scale": scaler.get_scale(), "skipped": scaler.counter.skipped}
-    # A parameter that is itself sharded over tensor-parallel ranks, as TP and CP models have them.
+    # A parameter that is sharded over tensor-parallel ranks, as in models with TP or CP.
     weight = distribute_tensor(torch.ones(4, 2), mesh["tp"], [Shard(0)])
     parameter = torch.nn.Parameter(weight)
     optimizer = torch.optim.SGD([parameter], lr=0.5)
@@ -183,7 +183,7 @@ def groups(directory):
 
 
 def offloaded(directory):
-    """Gradients on the CPU, where their mesh has a backend for GPUs alone; some are no DTensors."""
+    """Gradients on the CPU, some of them no DTensors; their mesh has a backend for GPUs only."""
     gpus = dist.new_group(backend="cuda:gloo")
     mesh = DeviceMesh.from_group(gpus, "cpu", mesh=list(range(dist.get_world_size())))
     sharded = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)], run_check=False)
@@ -204,7 +204,7 @@ def offloaded(directory):
 
 
 def faults(directory):
-    """What goes wrong on one rank is known to all, and all end with one scale."""
+    """An error on one rank is raised on all ranks, and all end with the same scale."""
     rank = dist.get_rank()
     found = {}
 
@@ -217,12 +217,12 @@ def faults(directory):
     def fresh():
         return LossScaler(ScalerSettings(init_scale=2.0 ** (10 + rank)), device="cpu")
 
-    # Ranks that disagree (a bug of somebody's) agree again after a load.
+    # Ranks whose scales differ (by some bug) have one scale again after a load.
     attempt("save", lambda: str(save(directory, fresh())))
     scaler = fresh()
     attempt("load", lambda: load(directory, scaler))
     found["scale"] = scaler.get_scale()
-    # A node-local path: rank 1 has no such directory. It needs none.
+    # A node-local path: the directory does not exist on rank 1, which needs none.
     mine = directory if rank == 0 else directory / "not there"
     scaler = fresh()
     attempt("node-local", lambda: load(mine, scaler))
@@ -244,7 +244,7 @@ def faults(directory):
 
 
 def agreement(directory):
-    """Every rank has read a record of its own."""
+    """Let every rank read its own record, and compare the records."""
     rank = dist.get_rank()
     scaler = LossScaler(ScalerSettings(init_scale=8.0), device="cpu")
     same = record_of(scaler)
@@ -268,12 +268,12 @@ def agreement(directory):
 
 
 def in_a_group(directory):
-    """All ranks but the first save and load; the second is the first of them, and writes."""
+    """All ranks but rank 0 save and load; rank 1 is the group's first rank, and writes."""
     ranks = list(range(1, dist.get_world_size()))
     group, rank = dist.new_group(ranks), dist.get_rank()
     if rank not in ranks:
         return None
-    # Node-local paths: the other ranks have no such directory.
+    # Node-local paths: the directory does not exist on the other ranks.
     mine = directory if rank == ranks[0] else directory / "not there"
     scaler = LossScaler(ScalerSettings(init_scale=2.0**rank), device="cpu")
     save(mine, scaler, group)
@@ -288,7 +288,7 @@ def in_a_group(directory):
 
 
 def nan_on_one_rank(directory):
-    """A NaN micro-batch on rank 1, then an epoch of them."""
+    """One NaN micro-batch on rank 1, then only NaN micro-batches."""
     job = Job(ScalerSettings(init_scale=256.0))
     job.train(range(2))
     weights = (1.0, float("nan")) if dist.get_rank() == 1 else (1.0, 1.0)
@@ -314,7 +314,7 @@ def nan_on_one_rank(directory):
 
 
 def overhead(directory):
-    """Our loop beside the one with torch's scaler written in by hand."""
+    """Compare our loop with the one that uses torch's scaler by hand."""
     by_hand, ours = Loop(ours=False), Loop(ours=True)
     counts = {}
     for name, weight in (("step", 1.0), ("overflow", 1e38)):
@@ -335,11 +335,11 @@ def overhead(directory):
 
 
 def prepare():
-    """All that is needed is imported above."""
+    """Do nothing: this module has imported all that its ranks need."""
 
 
 def run(launch):
-    """A rank, from its start to its end."""
+    """Run the launch's case in this rank."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(mode=True)
     dist.init_process_group(

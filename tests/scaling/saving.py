@@ -1,4 +1,4 @@
-"""Processes that save and do not survive it, for ``test_files.py``; ``tests/rank_server.py``."""
+"""Processes that save and are killed, for ``test_files.py``, forked by ``tests/rank_server.py``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from precision_shim.scaling import LossScaler, ScalerSettings, checkpoint
 
 
 def prepare():
-    """All that is needed is imported above."""
+    """Do nothing: this module has imported all that its ranks need."""
 
 
 def run(launch):
-    """Execute the launch's code with its arguments; returns what it was told, if it failed."""
+    """Execute the launch's code with its arguments; returns the traceback, if it failed."""
     scaler = LossScaler(ScalerSettings(init_scale=64.0), device="cpu")
     names = {"os": os, "signal": signal, "resource": resource, "checkpoint": checkpoint}
     names |= {"scaler": scaler, "arguments": launch.options["arguments"]}
@@ -23,7 +23,7 @@ def run(launch):
         exec(launch.case, names)
     except Exception:
         return traceback.format_exc()
-    finally:  # what the code has set for itself must not meet the answer
+    finally:  # undo the code's own limits, which would hinder writing the answer
         os.seteuid(os.getuid())
         os.setegid(os.getgid())
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -1,4 +1,4 @@
-"""The scaler's file: whole or not at all, whatever happens to the process or the disk."""
+"""The scaler's file is whole or absent, whatever happens to the process or the disk."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def restored(directory):
 
 @pytest.fixture(scope="module")
 def child(tmp_path_factory):
-    """Execute code in a process of its own; returns the error it was told, if it was.
+    """Return a function that executes code in its own process and returns its error, if any.
 
-    With ``dies``, a signal, the process does not survive it.
+    If ``dies`` is a signal, it must end the process.
     """
     folder = tmp_path_factory.mktemp("children")
     with rank_server("tests.scaling.saving", folder) as processes:
@@ -55,7 +55,7 @@ def test_a_round_trip_and_nothing_else_in_the_directory(tmp_path):
 
 
 def test_it_is_readable_as_the_umask_says(tmp_path):
-    """Checkpoints are read by other accounts; a temporary file of the library is not."""
+    """Other accounts read checkpoints; a library's temporary file would be unreadable for them."""
     before = os.umask(0o022)
     try:
         path = save(tmp_path, scaler())
@@ -72,7 +72,7 @@ def test_a_missing_file_is_no_error(tmp_path):
 def test_every_truncation_is_refused(tmp_path):
     path = save(tmp_path, scaler())
     whole = path.read_bytes()
-    for length in range(len(whole) - 2):  # the last two are the brace's and the line's end
+    for length in range(len(whole) - 2):  # the last two bytes are a brace and the line's end
         path.write_bytes(whole[:length])
         with pytest.raises(ScalerCheckpointError, match=FILE_NAME):
             load(tmp_path, scaler())
@@ -98,7 +98,7 @@ def test_every_flipped_bit_is_refused_or_changes_nothing(tmp_path):
     assert harmless < len(whole) / 4
 
 
-# The points of a save, by the call that the process does not survive.
+# The points of a save, named by the call at which the process is killed.
 POINTS = {
     "before the temporary file": ("Path.open", "before"),
     "after it was made": ("Path.open", "after"),
@@ -137,7 +137,7 @@ def test_a_process_killed_during_a_save_leaves_the_old_file_or_the_new(
         assert restored(tmp_path) == 32.0
     else:
         assert load(tmp_path, scaler()) is None
-    # The next save is not hindered by what was left.
+    # The files that were left do not prevent the next save.
     save(tmp_path, scaler(init_scale=128.0))
     assert restored(tmp_path) == 128.0
 
@@ -155,7 +155,7 @@ checkpoint.save(arguments[0], scaler)
 
 
 def test_a_full_disk_is_told_and_leaves_the_old_file(child, tmp_path):
-    """The kernel refuses the write half way, as a quota does."""
+    """The kernel refuses the write half way, as it does at a quota."""
     save(tmp_path, scaler(init_scale=32.0))
     code = """
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -171,8 +171,7 @@ checkpoint.save(arguments[0], scaler)
 
 @pytest.mark.parametrize("call", ["os.fsync", "os.open"])
 def test_a_disk_that_fills_at_the_flush_is_told(tmp_path, monkeypatch, call):
-    """Network file systems say ENOSPC only when the data is flushed; a folder that cannot be
-    flushed is no fault."""
+    """Network disks may report ENOSPC at the flush; an unflushable folder is no error."""
 
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -189,7 +188,7 @@ def test_a_disk_that_fills_at_the_flush_is_told(tmp_path, monkeypatch, call):
 
 
 def test_a_real_file_system_that_is_full(tmp_path):
-    """A tmpfs of one page, where this account may mount one."""
+    """Save to a full tmpfs of one page, if this account may mount one."""
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(tmp_path)],
         capture_output=True,
@@ -212,7 +211,7 @@ def test_a_directory_without_write_access_is_told(child):
         directory.chmod(0o755)
         save(directory, scaler(init_scale=32.0))
         directory.chmod(0o555)
-        # Root may write anywhere: the child is somebody else.
+        # Root may write anywhere, so the child becomes another user.
         code = "if os.geteuid() == 0: os.setegid(65534); os.seteuid(65534)\n"
         code += "checkpoint.save(arguments[0], scaler)\n"
         told = child(code, directory)
@@ -223,7 +222,7 @@ def test_a_directory_without_write_access_is_told(child):
 
 
 def test_two_saves_at_once_leave_one_whole_file(tmp_path):
-    """Say, a job that was started twice. The last rename wins; no reader sees a mixture."""
+    """If a job was started twice, the last rename wins, and no reader sees a mixture."""
     scales = [2.0**exponent for exponent in range(8)]
     stop, seen, wrong = threading.Event(), set(), []
     save(tmp_path, scaler(init_scale=1.0))

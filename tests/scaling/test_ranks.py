@@ -1,4 +1,4 @@
-"""Several processes over gloo: FSDP2 in fp16, resumed bit for bit; one fault reaches all ranks."""
+"""FSDP2 in fp16 over gloo resumes bit for bit, and a fault on one rank reaches all ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def halves(run_ranks, checkpoint):
-    """Twenty steps straight, and in two processes of ten."""
+    """The results of 20 steps in one process, and of two processes with 10 steps each."""
     first = run_ranks("first_half", folder=checkpoint)
     second = run_ranks("second_half", folder=checkpoint)
     return first, second
@@ -37,7 +37,7 @@ EXACT = ("parameters", "states", "scale", "growth_tracker", "counter")
 
 
 def test_both_halves_overflow_and_grow(halves):
-    """Otherwise the comparison below would show little."""
+    """If a half had no overflow or no growth, comparing the halves would prove little."""
     for rank in halves[0]:
         scales = rank["straight"]["scales"]
         for half in (scales[:10], scales[10:]):
@@ -61,7 +61,7 @@ def test_the_same_process_continues_bit_for_bit(halves, name):
 
 
 def test_without_the_scalers_state_it_differs(halves, capsys):
-    """A fresh scale is too high again: its first step is skipped, the straight training's not."""
+    """A fresh scale is too high, so it skips a step that the straight training does not skip."""
     for straight, resumed in zip(*halves, strict=True):
         fresh, exact = resumed["fresh"], straight["straight"]
         assert fresh["scales"][0] == 2.0**22 / 2
@@ -83,7 +83,7 @@ def test_all_ranks_have_one_scale_throughout(halves):
 
 
 def test_torchs_distributed_checkpoint_moves_neither_scaler_nor_moments(halves):
-    """It calls ``optimizer.step()`` on zeros to make states: while saving, and in a fresh one."""
+    """torch calls ``optimizer.step()`` on zeros to make states, both on saving and on loading."""
     first, second = halves
     for rank in first:
         assert rank["saving moved nothing"]
@@ -95,17 +95,17 @@ def test_torchs_distributed_checkpoint_moves_neither_scaler_nor_moments(halves):
 
 
 def test_ranks_skip_by_the_process_group(run_ranks):
-    """Rank 3 of a 2 x 2 mesh overflows alone: over the world all four skip and stay alike."""
+    """Only rank 3 of a 2 x 2 mesh overflows; with the world as group all four ranks skip."""
     found = run_ranks("groups", world=4)
     assert [rank["world"] for rank in found] == [{"scale": 8.0, "skipped": 1}] * 4
     assert [rank["sharded"] for rank in found] == [{"scale": 8.0, "skipped": 1}] * 4
     assert all(rank["parameter"] for rank in found)
-    # Of a smaller group only its ranks know: why the default is the world.
+    # In a smaller group only its ranks would notice the overflow, so the default is the world.
     assert [rank["tp"]["skipped"] for rank in found] == [0, 0, 1, 1]
 
 
 def test_offloaded_gradients_need_no_backend_of_their_own(run_ranks):
-    """NeMo-RL's first worker has NCCL alone, also where its parameters are on the CPU."""
+    """NeMo-RL's first worker has only NCCL, even if its parameters are on the CPU."""
     steps = [[1, 8.0, [[1.0], [1.0]]], [1, 8.0, [[0.5], [0.5]]]]
     assert run_ranks("offloaded") == [steps, steps]
 
@@ -149,7 +149,7 @@ def test_a_nan_on_one_rank_skips_on_both_and_an_epoch_of_them_ends(run_ranks):
     for rank in run_ranks("nan_on_one_rank"):
         assert rank["unchanged"]
         assert rank["norm is nan"]
-        assert rank["ended at"] == 26  # the 25th of the skips that began with step 2
+        assert rank["ended at"] == 26  # the 25th skip in a row; the first was at step 2
         assert "LossScaleError" in rank["told"]
         assert "25 optimizer steps in a row" in rank["told"]
         assert rank["scale"] >= 1.0
@@ -168,7 +168,7 @@ def test_a_step_waits_for_no_more_than_a_scaler_written_in_by_hand(run_ranks, ca
 
 
 def test_another_world_size_gets_the_exact_state(halves, checkpoint):
-    """Two ranks wrote it, this process alone reads it: nothing of a rank is in it."""
+    """Two ranks wrote the record and one process reads it, because it contains no rank's data."""
     scaler = LossScaler(ScalerSettings(), device="cpu")
     assert load(checkpoint, scaler) == ()
     written = json.loads((checkpoint / FILE_NAME).read_text(encoding="utf-8"))

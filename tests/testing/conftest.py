@@ -23,7 +23,7 @@ def megatron_core() -> Any:
     if not _has("megatron.core"):
         pytest.skip("megatron-core is not installed")
     with warnings.catch_warnings():
-        # It warns about TransformerEngine and Apex, which are absent on purpose.
+        # Megatron warns about TransformerEngine and Apex, which are absent on purpose.
         warnings.simplefilter("ignore")
         import megatron.core
         import megatron.core.models.gpt
@@ -33,7 +33,7 @@ def megatron_core() -> Any:
 
 @pytest.fixture
 def one_process(megatron_core: Any) -> Iterator[Any]:
-    """A stand-in, the harness and a process group of one."""
+    """The stand-in, the harness, and a process group of one rank."""
     from precision_shim.testing import (
         megatron_on_cpu,
         model_parallel,
@@ -51,7 +51,7 @@ def one_process(megatron_core: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def snapshot() -> Callable[[], dict[str, Any]]:
-    """The namespaces that the context managers touch, to compare before and after."""
+    """The namespaces that the context managers change, to compare before and after."""
 
     def take() -> dict[str, Any]:
         import sys

@@ -1,4 +1,4 @@
-"""The ranks of ``test_megatron_cpu.py``; ``tests/rank_server.py`` starts them."""
+"""What the ranks of ``test_megatron_cpu.py`` run; ``tests/rank_server.py`` starts the ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def prepare() -> None:
 
 
 def run(launch: Launch) -> dict[str, Any]:
-    """A rank, from its start to its end: trains each of the modes twice."""
+    """Run a rank, which trains each of the modes twice."""
     torch.set_num_threads(1)
     world, rank = launch.world, launch.rank
     report = {}

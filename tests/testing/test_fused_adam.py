@@ -1,4 +1,4 @@
-"""The stand-in against torch's own Adam, its states, its checkpoints, its legality."""
+"""The stand-in compared with torch's Adam: its states, its checkpoints, its legality."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_with_fp32_states_it_is_torchs_adam(decay: float, decoupled: bool) -> No
     mine = _train(FusedAdam, ours, steps, adam_w_mode=decoupled, **arguments)
     reference = torch.optim.AdamW if decoupled else torch.optim.Adam
     other = _train(reference, theirs, steps, **arguments)
-    # A step rounds a parameter twice in either loop (decay, update), by half of 2**-23 at most; its
-    # update, which is about the rate, has a few roundings of its own.
+    # In either loop a step rounds a parameter twice (decay, update), by half of 2**-23 at most. The
+    # update is about as large as the learning rate, and is itself rounded a few times.
     rtol, atol = steps * 2.0**-22, steps * rate * 2.0**-20
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
@@ -58,7 +58,7 @@ def test_without_bias_correction_the_first_step_is_small() -> None:
     start = with_it[0].detach().clone()
     _train(FusedAdam, with_it, 1, lr=1.0)
     _train(FusedAdam, without, 1, lr=1.0, bias_correction=False)
-    # One step moves by lr with correction, by lr * 0.1 / sqrt(0.001) without.
+    # One step changes a parameter by lr with bias correction, by lr * 0.1 / sqrt(0.001) without.
     ratio = (without[0] - start) / (with_it[0] - start)
     torch.testing.assert_close(ratio, torch.full_like(ratio, 0.1 / 0.001**0.5), rtol=1e-3, atol=0)
 
@@ -130,7 +130,7 @@ def test_the_parameter_is_torchs_rounding_except_at_ties(numbers: list[float]) -
     param, _ = split_master(master)
     tie = (master.view(torch.int32) & 0xFFFF) == 0x8000
     assert torch.equal(param[~tie], master.bfloat16()[~tie])
-    # At a tie: away from zero, which is torch's choice or the next number outwards.
+    # A tie is rounded away from zero: to torch's choice, or to the next number outwards.
     outwards = param[tie].float().abs() > master[tie].abs()
     assert bool((outwards | param[tie].isinf()).all())
 
@@ -154,7 +154,7 @@ def test_moments_are_rounded_to_their_dtype(dtype: torch.dtype, tolerance: float
     low = _train(FusedAdam, rounded, 1, exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
     high = _train(FusedAdam, exact, 1)
     (a,), (b,) = rounded, exact
-    # The parameter is updated before the moments are rounded.
+    # The stand-in updates the parameter before it rounds the moments.
     assert torch.equal(a, b)
     for name in ("exp_avg", "exp_avg_sq"):
         assert low.state[a][name].dtype == dtype

@@ -93,7 +93,7 @@ def test_remainders_and_whole_masters_train_alike(one_process: Any) -> None:
 
 
 def round_ties_away(optimizer: Any) -> None:
-    """Round whole masters as remainders are; torch rounds a tie, which comes at times, to even."""
+    """Round whole masters as remainders are, ties away from zero; torch rounds ties to even."""
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         adam, own = one.optimizer, one.optimizer.step
 
@@ -106,7 +106,7 @@ def round_ties_away(optimizer: Any) -> None:
 
 
 def apart(one: list[float], other: list[float]) -> float:
-    """The largest difference of the losses of a step."""
+    """The largest difference between two losses of the same step."""
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
@@ -205,7 +205,7 @@ def test_one_and_two_ranks_agree(megatron_core: Any, tmp_path: Path) -> None:
         reports = {world: ranks("train", world=world, modes=modes) for world in (1, 2)}
     for mode in modes:
         one, two = (reports[world][0][mode] for world in (1, 2))
-        # fp32 differs by the order of a sum, bf16 by a rounded gradient: less than another seed.
+        # Another seed changes the losses more than the order of an fp32 sum or a rounded gradient.
         if mode == "fp32":
             assert two["losses"] == pytest.approx(one["losses"], rel=1e-5)
         assert apart(two["losses"], one["losses"]) < apart(one["another"], one["losses"]) / 4

@@ -1,4 +1,4 @@
-"""The stand-in for TransformerEngine comes, says what it is, and goes without a trace."""
+"""The stand-in for TransformerEngine appears, states its version, and leaves no trace."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_megatron_is_told_the_version(megatron_core: Any, snapshot: Any) -> None
     from megatron.core import optimizer, utils
     from megatron.core.optimizer import distrib_optimizer
 
-    without = utils.get_te_version()  # None, or 0.0.0 from megatron-core 0.18 on
+    without = utils.get_te_version()  # the version is None, or 0.0.0 from megatron-core 0.18 on
     before = snapshot()
     assert optimizer.USING_PYTORCH_OPTIMIZER is True
     with stand_in_transformer_engine("2.1.0") as stand_in:

@@ -17,7 +17,7 @@ _PRECISION_AWARE: dict[str, Any] = {
     "exp_avg_sq_dtype": torch.bfloat16,
 }
 
-# mode: parameters, fp32 bucket, what the OptimizerConfig gets
+# mode: dtype of the parameters, whether the bucket is fp32, fields of the OptimizerConfig
 MODES: dict[str, tuple[torch.dtype, bool, dict[str, Any]]] = {
     "plain": (torch.bfloat16, True, {}),
     "plain-bf16-bucket": (torch.bfloat16, False, {}),
@@ -102,7 +102,7 @@ def train(
     world: int = 1,
     rank: int = 0,
 ) -> list[float]:
-    """Train on the batch of each step; every rank takes its share of it."""
+    """Train on the batch of each step; every rank takes its share of the batch."""
     losses = []
     (model,) = chunks
     for step in range(first, first + steps):
@@ -149,7 +149,7 @@ def save(chunks: list[Any], optimizer: Any, path: Path, sharding: str) -> None:
 
 
 def load(chunks: list[Any], optimizer: Any, path: Path) -> None:
-    """As verl's MegatronCheckpointManager loads: the model first, then the optimizer."""
+    """Load as verl's MegatronCheckpointManager does: the model first, then the optimizer."""
     from megatron.core import dist_checkpointing
 
     metadata = dist_checkpointing.load_content_metadata(checkpoint_dir=str(path))

@@ -1,7 +1,7 @@
-"""Our rules and our stand-in, held against the constructor of the real FusedAdam.
+"""Our rules and our stand-in, compared with the constructor of the real FusedAdam.
 
-Runs where TransformerEngine is built (``tox run -e te``). Its constructor decides about dtypes
-without a GPU; only a counter that it puts on the device must be led to the CPU.
+These tests need TransformerEngine (``tox run -e te``). FusedAdam's constructor checks dtypes
+without a GPU. Only a counter that the constructor allocates on the GPU must be put on the CPU.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FIELDS = {
 
 
 def refusal(adam: Any, **options: Any) -> str:
-    """What the constructor says against these options, or an empty string."""
+    """The constructor's error for these options, or an empty string."""
     parameter = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
     try:
         with cuda_means_cpu():

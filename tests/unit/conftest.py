@@ -1,4 +1,4 @@
-"""Fixtures of all unit tests: an environment without our variables, and nothing left behind."""
+"""Fixtures of all unit tests: no variable of ours is set, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 import hypothesis
 import pytest
 
-# The same examples in every run, on machines of any speed, and no folder of examples left behind;
-# new ones, and more, where a number is given.
+# Every run tries the same examples without a time limit, and keeps no folder of examples. If
+# HYPOTHESIS_EXAMPLES sets a number, hypothesis tries that many new examples.
 hypothesis.settings.register_profile(
     "unit",
     derandomize="HYPOTHESIS_EXAMPLES" not in os.environ,
@@ -36,9 +36,9 @@ def _take_variables():
 
 @pytest.fixture
 def write_modules(tmp_path, monkeypatch):
-    """Write modules into a fresh folder on ``sys.path``; forget them after the test.
+    """Write modules into a new folder on ``sys.path``; forget them after the test.
 
-    Call it with ``{"toy/ops.py": source}``; it returns the folder.
+    Call the fixture with ``{"toy/ops.py": source}``; it returns the folder.
     """
     import importlib
 

@@ -42,7 +42,7 @@ for seam in importlib.import_module(sys.argv[1]).ADAPTER.seams:
 
 @pytest.mark.parametrize("name", ["verl", "skyrl", "nemo_rl", "torchtitan", "areal", "ms_swift"])
 def test_an_adapters_list_is_the_same_on_every_machine(name):
-    """It is a list of what was written down: its import looks at nothing."""
+    """An adapter's seams are only declarations: importing the adapter inspects nothing."""
     pytest.importorskip("torch")
     pytest.importorskip("wrapt")
 

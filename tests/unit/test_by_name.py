@@ -1,4 +1,4 @@
-"""A framework that only its name asks for: "all frameworks" does not mean it."""
+"""A framework that must be named, because "all frameworks" does not include it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every command of README and docs is executed by a test, or the reason why not stands here."""
+"""A test executes every command of README and docs, or this file states the reason why not."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ LONG = "it builds environments and runs for an hour; .ci/run takes this very lin
 
 @dataclass(frozen=True)
 class Held:
-    """What holds a command: a test, the reason why none executes it, or both.
+    """What covers a command: a test, the reason why none executes it, or both.
 
     Attributes:
-        by: file, or file::test, that executes the command, or what of it runs here.
-        why_not: why it is not executed as it stands.
+        by: file, or file::test, that executes the command or a part of it.
+        why_not: why the command is not executed as written.
     """
 
     by: str = ""
@@ -48,7 +48,7 @@ class Held:
 
 
 MANIFEST = {
-    # -- executed by the tests of this file
+    # The tests of this file execute these commands.
     "precision-shim doctor": Held(f"{HERE}::test_doctor"),
     "precision-shim audit /shared/audits": Held(f"{HERE}::test_audit"),
     "precision-shim audit DIR": Held(f"{HERE}::test_audit"),
@@ -131,7 +131,7 @@ MANIFEST = {
         "tests/gpu/test_dry_run.py::test_the_bundle_is_in_pieces_that_join",
         "it installs what the bundle brings, for a GPU",
     ),
-    # -- what nothing can execute here
+    # Nothing can execute these commands here.
     "export PRECISION_SHIM=1 NRL_FORCE_REBUILD_VENVS=true": Held(
         why_not="NeMo-RL then builds its workers' environments, from the network"
     ),
@@ -190,7 +190,7 @@ MANIFEST = {
     "uv run": Held(why_not=MENTION),
     "uv run examples/...": Held(why_not=MENTION),
 }
-"""What holds each documented command that is no training job, by a pattern of :mod:`fnmatch`."""
+"""Maps the pattern (:mod:`fnmatch`) of each documented command that is no job to its coverage."""
 
 JOBS = {
     "verl": "tests/verl/test_pages.py::test_a_job_passes_verls_validation",
@@ -200,7 +200,7 @@ JOBS = {
     "areal": "tests/areal/test_pages.py::test_a_job_passes_areals_validation",
     "ms-swift": "tests/ms_swift/test_pages.py::test_a_job_passes_ms_swifts_validation",
 }
-"""What takes each training job of a framework through that framework's own validation."""
+"""Maps each framework to the test that validates its documented jobs with the framework."""
 
 DOCUMENTED = {one: page.name for page in PAGES for one in commands(page)}
 
@@ -253,7 +253,7 @@ def test_the_jobs_of_each_framework_are_validated(framework: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda one: one.name)
 def test_no_block_has_a_job_that_no_test_reads(page: Path) -> None:
-    """A launch line in a block that is not read as commands, or that the reader did not take."""
+    """Every launch line must be in a block that is read as commands, and must be found there."""
     read = {one.shown for one in page_jobs.on_page(page)}
     for block in blocks(page):
         for line in re.sub(r"\s*\\\n\s*", " ", block).splitlines():
@@ -268,11 +268,11 @@ def test_no_block_has_a_job_that_no_test_reads(page: Path) -> None:
 def execute(
     command: str, put: Mapping[str, str | None] | None = None, *more: str
 ) -> subprocess.CompletedProcess[str]:
-    """Execute a documented command in a process of its own.
+    """Execute a documented command in its own process.
 
     Args:
-        command: as the page has it.
-        put: what stands here for words of the page, such as a directory; None leaves a word out.
+        command: the command as the page shows it.
+        put: replacements for words of the page, such as a directory; ``None`` drops a word.
         more: words for the end.
     """
     assert command in DOCUMENTED, f"no page has {command!r} any more"
@@ -300,7 +300,7 @@ def matching(pattern: str) -> list[str]:
 
 
 def output_of(page: str, command: str) -> str:
-    """What the page shows below a command, up to the end of the block."""
+    """The output that the page shows below a command, up to the end of the block."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     return text.split(f"$ {command}\n")[1].split("```")[0]
 
@@ -313,14 +313,14 @@ def test_doctor(option: str) -> None:
         assert json.loads(done.stdout)
     else:
         assert "start-up file" in done.stdout
-        # Beside Megatron and without TransformerEngine there are limits: tests/verl/test_doctor.py.
+        # With Megatron but no TransformerEngine the doctor adds limits: tests/verl/test_doctor.py.
         assert re.search(
             r"^no problems(, but the limits above)?\Z", done.stdout.strip(), re.MULTILINE
         )
 
 
 def audit_of(rank: int) -> Audit:
-    """One of eight ranks, as docs/audit.md has them."""
+    """The audit of one of the eight ranks in docs/audit.md."""
     dtypes = {"params": "bf16", "grad_buckets": "bf16", "exp_avg": "bf16", "exp_avg_sq": "bf16"}
     dtypes["master"] = "fp32" if rank == 5 else "int16"
     components = {

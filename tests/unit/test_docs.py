@@ -1,4 +1,4 @@
-"""README and docs against the code: versions, settings, pages and pictures that exist."""
+"""README and docs compared with the code: versions, settings, pages and pictures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def text_of(name: str) -> str:
 @pytest.mark.parametrize("declared", FRAMEWORKS, ids=lambda one: one.framework)
 def test_the_readme_has_the_tested_versions(declared: Framework) -> None:
     name, versions = declared.framework, declared.tested
-    # A tag's own name for itself may have a suffix: 0.5.0 is 0.5.0rc0.
+    # A tag's package may state a version with a suffix: tag 0.5.0 states 0.5.0rc0.
     expected = ", ".join(re.sub(r"rc\d+$", "", version) for version in versions)
     page = "megatron.md#any-other-trainer" if name == "megatron" else f"start/{name}.md"
     line = re.escape(f"(docs/{page})** {expected}:")
@@ -101,7 +101,7 @@ PASSED_ON = {
     "precision_shim_adapters/verl/driver.py": "a text of its weight sync",
     "precision_shim_adapters/verl/sync.py": "a part that is listed",
 }
-"""Files that pass on a message which is made elsewhere, and what they pass on."""
+"""Maps each file that passes on a message made elsewhere to the kind of message."""
 
 
 def test_every_message_is_listed() -> None:
@@ -120,7 +120,7 @@ def test_messages_stand_under_what_they_are_about() -> None:
         assert any(kind == one.kind for one in found), f"no {kind} is left: take it out"
     for part, about in messages.OF_A_TEXT.items():
         assert about in {headings[text] for text in headings if part in text}, part
-    # Classes whose errors are all about one thing.
+    # Each class in this list has errors about one subject only.
     for kind in (
         "ScalerCheckpointError",
         "LossScaleError",
@@ -141,7 +141,7 @@ def test_the_start_page_of_verl_quotes_the_decision_that_its_job_gets() -> None:
     page = text_of("docs/start/verl.md")
     fields = re.findall(r"\+\S*override_optimizer_config\.(\w+)=(\S+)", page)
     values = {"true": True, "0.95": 0.95}
-    # verl 0.9 has fields for the states, so that `auto` leaves them to the config.
+    # verl 0.9 has its own fields for the states, so `auto` leaves the states to the config.
     wishes = Wishes(asked={k: values.get(v, v) for k, v in fields}, auto="as-configured")
     model = TrainableDtypes({torch.bfloat16: 8})
     made = plan_wishes(wishes, model, InForce(support=FusedAdamSupport((2, 14), True, ""))).plan

@@ -1,4 +1,4 @@
-"""What one environment leaves to another is the same in both."""
+"""If one environment leaves tests to another, both agree in all that these tests need."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ LEFT_OUT = (
 """What system-0.7.1 leaves to system-0.9.1."""
 
 AT_A_RELEASE = ("tests/cli/test_demo.py", "tests/gpu")
-"""What runs beside 0.7.1 only before a release, in system-0.7.1-slow."""
+"""Tests that run with verl 0.7.1 only before a release, in system-0.7.1-slow."""
 
 STANDS_ON = {"ray", "torch", "cloudpickle", "hypothesis", "pytest", "precision_shim"}
-"""Packages that these files may import, beside Python's own: the pinned ones, and ours."""
+"""Packages that these files may import, besides Python's own: the pinned ones, and ours."""
 
 
 def commands(environment: str) -> list[str]:
-    """What a system environment runs, from tox.ini."""
+    """The command of a system environment, from tox.ini."""
     tox = configparser.ConfigParser(interpolation=None)
     tox.read(ROOT / "tox.ini")
     (section,) = (one for one in tox.sections() if one.startswith("testenv:{verl,system}"))
@@ -50,13 +50,13 @@ def commands(environment: str) -> list[str]:
 
 
 def pins(version: str) -> dict[str, str]:
-    """Versions by name, as a verl environment pins them."""
+    """The versions that a verl environment pins, by package."""
     text = (ROOT / "tests" / "environments" / f"verl-{version}.txt").read_text(encoding="utf-8")
     return dict(re.findall(r"^([\w-]+)==(\S+)", text, re.MULTILINE))
 
 
 def files(paths: list[str]) -> set[str]:
-    """The Python files that pytest finds tests in, and those beside them."""
+    """All Python files below the paths, those without tests included."""
     found: set[str] = set()
     for one in paths:
         path = ROOT / one
@@ -100,5 +100,5 @@ def test_what_is_left_out_imports_nothing_else(file: str) -> None:
         )
     }
     assert names - STANDS_ON - set(sys.stdlib_module_names) == set()
-    # Nor in the text of programs that it starts.
+    # The programs that a test starts must not import verl, Megatron or transformers either.
     assert not re.search(r"^\s*(from|import) (verl|megatron|transformers)\b", text, re.MULTILINE)

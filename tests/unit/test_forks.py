@@ -1,6 +1,6 @@
-"""A fork while the shim patches: the child answers, and has all of it or nothing.
+"""A fork while the shim patches: the child answers, and has all patches or none.
 
-Each case is a process of its own, whose framework, adapter and patching take their time.
+Each case is a separate process, whose framework, adapter and patching are slow.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import pytest
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 
 PLACES = ["adapter", "slowfw.ops:scale", "between two seams"]
-"""Where the patching takes its time: while an adapter is loaded, while its seams are looked at, and
-when one of them is patched and the next is not."""
+"""Where the patching is slow: in loading an adapter, inspecting its seams, between two patches."""
 
 TIMES = 10
 LIMIT = 60
-"""Seconds in which a child must have answered."""
+"""Seconds within which a child must answer."""
 
 FILES = {
     "slowfw/__init__.py": "",
@@ -67,7 +66,7 @@ ADAPTER = Adapter(
     seams=collect(negate, replaced),
 )
 """,
-    # A module that forks while it is imported, when another thread waits for its import.
+    # A module that forks during its import, while another thread waits for that import.
     "forking.py": """
 import time
 import ours
@@ -161,7 +160,7 @@ ALL = [True, ["wrapped"] * 3, [-2, -3, -5]]
 
 @pytest.fixture
 def found(tmp_path):
-    """Run a script after ``BEGIN``, and return what it prints last as JSON."""
+    """Return a function that runs a script after ``BEGIN``; returns its last line as JSON."""
     for name, text in FILES.items():
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
@@ -184,7 +183,7 @@ def found(tmp_path):
 
 
 def forks_and_parent(found, script):
-    """What a fork and then its parent have, several times, while another thread is in a place."""
+    """Fork several times while another thread patches; returns the state of fork and parent."""
     return found(f"""
 answers = []
 for _ in range({TIMES}):
@@ -222,7 +221,7 @@ running = in_thread(lambda: __import__("slowfw.more"), {place!r})
 
 
 def test_while_another_thread_starts_automatically(found):
-    """At the first import of the framework, which itself a child has to leave alone then."""
+    """The other thread is at the framework's first import, which a child must not touch."""
     script = """
 from precision_shim.process import startup
 startup.init()
@@ -237,7 +236,7 @@ print(json.dumps([answer, seen()]))
 
 @pytest.mark.parametrize("before", ["", "install()"], ids=["installed later", "installed before"])
 def test_while_another_thread_runs_the_code_of_what_is_patched(found, before):
-    """The child can never import that module; installing there must not wait for the import."""
+    """The child can never import the module; its ``install()`` must not wait for the import."""
     script = f"""
 {before}
 running = in_thread(lambda: __import__("slowfw.late"), "code of slowfw.late")
@@ -252,7 +251,7 @@ print(json.dumps([answer, seen()]))
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_by_the_thread_that_installs(found, place, goes_on):
-    """The child may never come back to what was half done, so it has nothing of it."""
+    """The child may never finish the patching under way, so it gets none of the patches."""
     script = f"""
 import slowfw.late, slowfw.more, slowfw.ops
 
@@ -308,7 +307,7 @@ print(json.dumps([slow.answer, seen()]))
 
 
 def test_what_would_wait_for_ever_ends(found):
-    """The other thread waits for an import that the forking thread is in, and that for the lock."""
+    """The other thread waits for this thread's import, and this thread waits for the lock."""
     script = """
 from precision_shim.process import forks
 

@@ -1,4 +1,4 @@
-"""No module of ours imports one that imports it, within functions neither: read from the source."""
+"""Our modules have no import cycles, not even within functions, as the source shows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FIELDS = (
     "grad_reduce_in_fp32",
     "check_for_nan_in_grad",
 )
-"""Of Megatron's OptimizerConfig and DDP's config."""
+"""Fields of Megatron's OptimizerConfig and of DDP's config."""
 
 OF_FUSED_ADAM = {
     ("precision_shim.auditing.torch_reader", "exp_avg_dtype"),
@@ -37,7 +37,7 @@ OF_FUSED_ADAM = {
     ("precision_shim.precision.remainders", "store_param_remainders"),
     ("precision_shim.updates.rules", "store_param_remainders"),
 }
-"""TransformerEngine's optimizer has attributes of these names, whoever makes it."""
+"""TransformerEngine's optimizer has attributes of these names, even without Megatron."""
 
 FILES = {
     ".".join(path.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__"): path
@@ -47,17 +47,17 @@ FILES = {
 
 
 CLOSING = {
-    # The start-up waits for a framework without all that a session needs, and starts the session.
+    # The start-up code waits for a framework before it imports and starts the session.
     ("precision_shim.process.startup", "precision_shim.process.session"),
-    # A status is printed as text, which is made from the record.
+    # A status is printed as text, and the text is made from the record.
     ("precision_shim.reporting.record", "precision_shim.reporting.text"),
 }
-"""Who imports whom within a function although that one imports it, at the top or by way of others
-(``session`` by way of ``journal``, too)."""
+"""Pairs of modules, of which the first imports the second within a function. The second imports the
+first at its top, or through other modules (``session`` also through ``journal``)."""
 
 
 def at_import(body):
-    """Statements that run when a module is imported, those for type checkers left out."""
+    """Statements that run when a module is imported, without those for type checkers."""
     for line in body:
         if isinstance(line, ast.If) and ast.unparse(line.test).endswith("TYPE_CHECKING"):
             yield from at_import(line.orelse)
@@ -71,7 +71,7 @@ def at_import(body):
 
 
 def when_run(body):
-    """All statements of a file, those for type checkers left out."""
+    """All statements of a file, without those for type checkers."""
     for line in body:
         if isinstance(line, ast.If) and ast.unparse(line.test).endswith("TYPE_CHECKING"):
             yield from when_run(line.orelse)
@@ -92,7 +92,7 @@ def anywhere(body):
 
 
 def named(name, lines=at_import):
-    """Names that a module imports, ours or not."""
+    """Names of all modules that a module imports, ours or not."""
     path = FILES[name]
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     for line in lines(ast.parse(path.read_text(encoding="utf-8")).body):
@@ -101,7 +101,7 @@ def named(name, lines=at_import):
         elif isinstance(line, ast.ImportFrom):
             above = package[: len(package) - line.level + 1] if line.level else []
             base = ".".join([*above, *([line.module] if line.module else [])])
-            # ``from package import name``: a module of that name, or what the package holds.
+            # In ``from package import name``, ``name`` may be a module or another object.
             yield from (
                 full if (full := f"{base}.{one.name}") in FILES else base for one in line.names
             )
@@ -134,7 +134,7 @@ def test_no_function_closes_a_circle_but_those_that_are_named():
         assert other in graph[name] - set(imports(name)), (name, other)
         graph[name].discard(other)
     assert circle(graph) == []
-    for name, other in CLOSING:  # one that closes nothing any more is no exception
+    for name, other in CLOSING:  # each exception must close a cycle
         assert circle({**graph, name: {*graph[name], other}}), (name, other)
 
 
@@ -151,7 +151,7 @@ def test_a_circle_would_be_found():
 
 
 def test_one_module_of_the_core_imports_the_adapters():
-    """At whatever place: within a function and for type checkers, too."""
+    """The test includes imports within functions and for type checkers."""
     found = {
         name
         for name in FILES
@@ -163,7 +163,7 @@ def test_one_module_of_the_core_imports_the_adapters():
 
 
 def test_the_core_names_no_framework():
-    """But for the tools that are made to run one: the CPU harness."""
+    """The only exception is the CPU harness, whose tools run frameworks."""
     named = {
         f"{name}: {word}"
         for name, path in FILES.items()
@@ -177,7 +177,7 @@ def test_the_core_names_no_framework():
 
 
 def test_the_core_names_no_field_of_megatrons_config():
-    """What is read, shown or advised of them comes from the backend."""
+    """The backend provides all that the core reads, shows or advises about the config's fields."""
     found = {
         (name, field)
         for name, path in FILES.items()
@@ -192,7 +192,7 @@ def test_the_core_names_no_field_of_megatrons_config():
 
 
 def text_of(word):
-    """A string, or the name of an attribute or of a keyword."""
+    """A string's text, or the name of an attribute or of a keyword."""
     if isinstance(word, ast.Constant):
         return str(word.value)
     return word.attr if isinstance(word, ast.Attribute) else word.arg or ""

@@ -1,4 +1,4 @@
-"""docs/numerics.md says what ``benchmarks/numerics.py`` computes, on any CPU."""
+"""docs/numerics.md shows what ``benchmarks/numerics.py`` computes on any CPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def numerics() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclass looks its own module up
+    sys.modules[spec.name] = module  # the module's dataclass looks its own module up in sys.modules
     spec.loader.exec_module(module)
     return module
 
@@ -39,7 +39,7 @@ def test_the_page_has_what_is_computed(made: dict[str, Any]) -> None:
     for name, (text, curves) in made.items():
         found = re.search(f"<!-- computed:{name} -->\n(.*?)\n<!-- /", page, re.DOTALL)
         assert found, name
-        # Another CPU's logarithms may differ in the last bit, which rounding can make visible.
+        # Logarithms of another CPU may differ in the last bit, which rounding can make visible.
         assert numbers(found[1]) == pytest.approx(numbers(text), rel=0.02, abs=2e-3), name
         assert curves is None or (ROOT / "docs" / "images" / f"{name}.svg").exists()
 

@@ -1,4 +1,4 @@
-"""The release's checklist, on repositories made here."""
+"""The release's checklist, run on repositories that the tests make."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_the_wheel_has_the_tags_version(
 
 
 def test_on_this_repository(release: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    """It can be gone through at any time; what it says depends on the day."""
+    """The checklist runs at any time; its verdict depends on the state of the repository."""
     if not (ROOT / ".git").exists():
         pytest.skip("not a checkout")
     assert release.main(["--dry-run"]) in (0, 1)

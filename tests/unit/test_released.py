@@ -1,4 +1,4 @@
-"""Whether files are as a distribution's wheel has them."""
+"""Whether a package's files equal those of the distribution's wheel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TEXT = "dtype: bfloat16\n"
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package with one recorded file; another file has no hash, as in a source checkout."""
+    """A package with one recorded file; its other file has no hash, as in a source checkout."""
     package, about = tmp_path / "tiny", tmp_path / "tiny-1.0.dist-info"
     package.mkdir()
     about.mkdir()

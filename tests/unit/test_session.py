@@ -65,7 +65,7 @@ ADAPTER = Adapter(
 
 @pytest.fixture
 def toyfw(write_modules):
-    """A framework with an adapter; the import system ends as it began."""
+    """A toy framework with an adapter; afterwards ``sys.meta_path`` must be as it was before."""
     before = list(sys.meta_path)
     root = write_modules(FRAMEWORK)
     yield root
@@ -299,7 +299,7 @@ def test_installing_while_another_thread_imports_the_framework(toyfw, write_modu
 
 @contextlib.contextmanager
 def no_stderr(kind, monkeypatch):
-    """A stderr that takes no line; set in the test itself, since pytest sets its own before."""
+    """Set a stderr that accepts no line, within the test, because pytest sets its own before."""
     with open("/dev/full" if kind == "full" else os.devnull, "w", encoding="utf-8") as stream:
         if kind == "closed":
             stream.close()
@@ -509,7 +509,7 @@ def test_a_bare_checkout_has_an_unknown_version(toyfw):
 def test_asking_for_status_wakes_nothing(toyfw):
     import shutil
 
-    shutil.rmtree(toyfw / "toyfw-1.0.dist-info")  # its version must be looked for on sys.path
+    shutil.rmtree(toyfw / "toyfw-1.0.dist-info")  # the version must then be searched on sys.path
     install()
     str(precision_shim.status())
     assert "toyfw_adapter" not in sys.modules
@@ -554,7 +554,7 @@ def test_decisions_are_said_on_rank_0_unless_asked_otherwise(
     assert len(precision_shim.status().decisions) == 1
 
 
-# -- adapters of third parties, and what goes wrong -----------------------------------------------
+# -- adapters of third parties, and their faults --------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -613,7 +613,7 @@ def test_a_warning_filter_of_error_does_not_break_the_frameworks_import(
 ):
     write_modules({"toyfw/ops.py": "class Optimizer:\n    def __init__(self):\n        pass\n"})
     install()
-    assert ops().Optimizer()  # warnings are errors in this test run
+    assert ops().Optimizer()  # in this test run a warning would be an error
     assert "toyfw.ops:scale" in capsys.readouterr().err
     assert precision_shim.status().frameworks["toyfw"].state == "wrapped"
 
@@ -650,7 +650,7 @@ def test_our_own_adapters_cannot_be_displaced(toyfw, write_modules):
 
 @pytest.fixture
 def lacking(toyfw, write_modules):
-    """The framework without the symbol that one of two features needs."""
+    """The toy framework without the symbol that one of its two features needs."""
     source = FRAMEWORK["toyfw/ops.py"].replace("def scale", "def rescale")
     write_modules({"toyfw/ops.py": source})
 
@@ -688,7 +688,7 @@ def test_uninstall_reports_another_tools_wrapper_and_goes_through(toyfw, capsys)
     install(settings={"log": "quiet"})
     ours = ops().scale
     ops().scale = foreign = lambda value: ("theirs", ours(value))
-    precision_shim.uninstall()  # warnings are errors in this test run
+    precision_shim.uninstall()  # in this test run a warning would be an error
     assert ops().scale is foreign
     assert foreign(3) == ("theirs", 6)
     assert "toyfw.ops:scale" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Settings: what is allowed, what wins, and what is said of a value that makes no sense."""
+"""Settings: valid values, precedence, and the message about an invalid value."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DEFAULTS = {
 
 @st.composite
 def spelled(draw, text):
-    """A text in any case, with whitespace around it."""
+    """Draw a text in any case, with whitespace around it."""
     cases = draw(st.lists(st.booleans(), min_size=len(text), max_size=len(text)))
     padding = st.text(" \t\n", max_size=2)
     letters = [one.upper() if up else one for one, up in zip(text, cases, strict=True)]
@@ -41,7 +41,7 @@ def spelled(draw, text):
 
 
 def good(name):
-    """A strategy of values that a setting takes, with what they come to."""
+    """A strategy for valid values of a setting, each with the result of reading it."""
     if name in CHOICES:
         return st.sampled_from(CHOICES[name]).flatmap(
             lambda value: st.tuples(spelled(value), st.just(value))

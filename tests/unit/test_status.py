@@ -1,4 +1,4 @@
-"""The record of what the shim did: its screen and its table for people, its dict for machines."""
+"""The record of what the shim did: a screen and a table for people, a dict for machines."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def seam(state, path="Megatron engine", feature="bf16-dispatch", reason="", **mo
 
 
 def line(*found, **more):
-    """The line of bf16-dispatch, its folding undone."""
+    """The text of the line on bf16-dispatch, without its line breaks."""
     one = FrameworkStatus("1.0", more.pop("state", "wrapped"), found, tested=True, **more)
     text = str(Status(enabled=True, features=FEATURES, frameworks={"verl": one}))
     joined = " ".join(text.split())
@@ -168,7 +168,7 @@ def line(*found, **more):
             [seam("wrapped"), seam("refused", "veomni engine", reason="r", refusal="r")],
             "in force: Megatron engine; not on: veomni engine",
         ),
-        # A path that only serves others is named where it is not as they are.
+        # A path that only serves other paths is named only if its state differs from theirs.
         ([seam("wrapped"), seam("pending", "all (metrics)")], "in force: Megatron engine"),
         (
             [seam("wrapped"), seam("refused", "all (metrics)", reason="r")],

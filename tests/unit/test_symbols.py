@@ -1,4 +1,4 @@
-"""The record of digests: what is added, what is compared, what is said of an untested version."""
+"""The record of digests: additions, comparisons, and the report on an untested version."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from precision_shim.upstream.symbols import (
 
 
 def made(*versions):
-    """A record of one distribution: each version by its name and its symbols' digests."""
+    """A record of one distribution, made from versions and their symbols' digests."""
     record = {}
     for version, digests in versions:
         add(record, "toy", version, digests)

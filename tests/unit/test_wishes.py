@@ -1,4 +1,4 @@
-"""The plan for Megatron's optimizer: one for the same wishes, and never at odds with the bucket."""
+"""The plan for Megatron's optimizer: equal for equal wishes, and consistent with the bucket."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def bucket(asks, model, now, planned, present):
 
 @given(wishes, models, in_force, st.booleans())
 def test_main_grads_of_the_shims_have_the_buckets_dtype(asks, model, now, present):
-    """Where the bucket is what the plan took it for: aligned, or as the user wrote it."""
+    """Main grads and bucket agree if the bucket is as planned: aligned, or as the user wrote it."""
     planned = plan_wishes(asks, model, now)
     added = planned.plan.adds.get("main_grads_dtype")
     if added is None or "main_grads_dtype" in asks.asked:
@@ -109,7 +109,7 @@ def test_states_follow_only_where_that_is_in_force(asks, model, now):
 
 @given(wishes, models, in_force)
 def test_an_opt_in_is_the_same_wish_as_the_fields_themselves(asks, model, now):
-    """verl's own fields, in the versions that read them and in those that do not."""
+    """verl's own fields have the same effect in versions that read them and in all others."""
     fields = {AWARE: True, "exp_avg_dtype": BF16, "exp_avg_sq_dtype": FP32}
     asked = {key: value for key, value in asks.asked.items() if key not in fields}
     model = TrainableDtypes({torch.bfloat16: 8})

@@ -1,4 +1,4 @@
-"""The two trainers, installed for the time of a test."""
+"""Fixtures: the two trainers, installed during a test."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def changed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, str, str], None]:
-    """Put another version of a trainer's module before the installed one."""
+    """Return a function that puts a changed copy of a trainer's module before the installed one."""
 
     def change(module: str, before: str, now: str) -> None:
         package, _, name = module.partition(".")
@@ -44,7 +44,7 @@ def changed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, s
 
 @pytest.fixture
 def on(shim: Callable[..., Any]) -> Callable[..., Any]:
-    """``install()`` for the frameworks of this test, whose adapters the entry points name."""
+    """``install()`` for one framework, whose adapter the entry points name."""
 
     def install(framework: str, **settings: Any) -> Any:
         return shim(frameworks=[framework], settings=settings, strict=True, export=False)

@@ -1,4 +1,4 @@
-"""A third party's jobs are audited, planned and foretold as its adapter says."""
+"""A third party's adapter determines how its jobs are audited, planned and resumed."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Stepper:
 
 @pytest.fixture(autouse=True)
 def thirdfsdp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A framework and its adapter, which comes by an entry point."""
+    """A framework whose adapter is found by its entry point."""
     site = tmp_path / "site"
     files = {
         "thirdfsdp/__init__.py": "",
@@ -105,7 +105,7 @@ def test_its_checkpoint_is_known(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (part,) = json.loads(capsys.readouterr().out)["parts"]
     assert (part["framework"], part["subject"]) == ("thirdfsdp", "learner")
     assert part["path"].endswith("round-10/learner")
-    assert set(part["components"]) == {"params"}  # as its own reader sorts the tensors
+    assert set(part["components"]) == {"params"}  # the adapter's own reader sorts the tensors
     assert "thirdfsdp reads every dtype" in json.dumps(part)
 
 

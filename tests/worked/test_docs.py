@@ -1,4 +1,4 @@
-"""docs/adding-a-framework.md shows the adapters as they are, and they stay small."""
+"""docs/adding-a-framework.md shows the adapters unchanged, and they stay small."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_page_shows_the_adapter(name: str, request: pytest.FixtureRequest) -
 
 
 def test_the_page_names_all_that_an_adapter_needs() -> None:
-    """Whoever has read only the page knows each name that slime's adapter takes from us."""
+    """The page mentions each name that slime's adapter takes from this package."""
     code = (ROOT / SHOWN[2]).read_text(encoding="utf-8")
     prose = re.sub(r"```python\n.*?```", "", PAGE.read_text("utf-8"), flags=re.DOTALL)
     page = PAGE.read_text("utf-8").replace(code, "")

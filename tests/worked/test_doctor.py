@@ -1,4 +1,4 @@
-"""What the doctor says of a third party's adapter, whose own symbols nobody has recorded."""
+"""The doctor's report on a third party's adapter, whose own symbols are not recorded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from precision_shim.upstream.foresight import foresee
 pytest.importorskip("megatron.core", reason="Megatron-core is not installed in this environment")
 
 OWN = "megatron.core.optimizer.clip_grads:clip_grad_by_total_norm_fp32"
-"""A symbol of a recorded distribution that no adapter of ours enters."""
+"""A symbol of a recorded distribution that no adapter of ours patches."""
 
 ADAPTER = f"""
 from dataclasses import replace
@@ -41,7 +41,7 @@ ADAPTER = replace(
 
 @pytest.fixture
 def thirdtron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Framework:
-    """An adapter that comes by an entry point."""
+    """A framework whose adapter is found by its entry point."""
     info = tmp_path / "thirdtron-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: thirdtron\nVersion: 1.0\n")

@@ -28,7 +28,6 @@ def group(tmp_path: Path) -> Iterator[None]:
 
 
 def engine(dtype: str = "float16") -> Any:
-    """An engine over a tiny model."""
     from tinyfsdp.engine import Engine
 
     torch.manual_seed(7)
@@ -37,7 +36,7 @@ def engine(dtype: str = "float16") -> Any:
 
 
 def train(made: Any, steps: range) -> list[dict[str, float]]:
-    """Two micro-batches a step; the second step's overflow."""
+    """Take steps of two micro-batches each; the second step overflows."""
     found = []
     for step in steps:
         for micro in range(2):
@@ -49,7 +48,6 @@ def train(made: Any, steps: range) -> list[dict[str, float]]:
 
 
 def parameters(made: Any) -> list[torch.Tensor]:
-    """Copies of the live parameters."""
     return [one.detach().full_tensor().clone() for one in made.module.parameters()]
 
 

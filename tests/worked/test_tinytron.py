@@ -43,7 +43,6 @@ def cpu() -> Iterator[None]:
 
 
 def trainer(precision: str = "bfloat16", **config: Any) -> Any:
-    """A trainer of a tiny GPT."""
     from tinytron.trainer import Config, Trainer
 
     torch.manual_seed(0)
@@ -51,18 +50,17 @@ def trainer(precision: str = "bfloat16", **config: Any) -> Any:
 
 
 def step(made: Any, number: int, weight: float = 1.0) -> dict[str, float]:
-    """A step on the batch of that number."""
+    """Take a step on batch ``number``."""
     generator = torch.Generator().manual_seed(number)
     return dict(made.train_step(torch.randint(0, 32, (2, 8), generator=generator), weight))
 
 
 def fields(made: Any) -> dict[str, Any]:
-    """The OptimizerConfig that the live optimizer holds."""
+    """The fields of the live optimizer's OptimizerConfig."""
     return vars(made.optimizer.chained_optimizers[0].config)
 
 
 def parameters(made: Any) -> list[torch.Tensor]:
-    """Copies of the live parameters."""
     return [one.detach().clone() for one in made.model.module.parameters()]
 
 

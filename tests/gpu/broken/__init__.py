@@ -1,1 +1,1 @@
-"""Parts of a proof that go wrong, each in its own way."""
+"""Parts that fail, each in its own way, for tests of the proof on a GPU (``benchmarks.gpu``)."""

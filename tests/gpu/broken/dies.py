@@ -1,4 +1,4 @@
-"""A part whose process ends, as after an error in a driver."""
+"""A part of a proof whose process ends at once, as after a driver's error."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A part that ends in an error, with a result before it."""
+"""A part of a proof that records a result and then raises an error."""
 
 
 def run(bench):

@@ -1,1 +1,1 @@
-"""The audit: what it reads of live objects, and what contradicts what."""
+"""Tests of the audit: how it reads live objects, and what counts as a contradiction."""

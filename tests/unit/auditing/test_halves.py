@@ -1,4 +1,4 @@
-"""The rules that hold what was sent against what engines hold, and their text."""
+"""Rules that compare the weights that a trainer sent with those of an engine, and the messages."""
 
 from __future__ import annotations
 
@@ -108,7 +108,8 @@ def test_a_bf16_wire(group: str) -> None:
 def test_a_bf16_wire_behind_the_sender() -> None:
     engine = replace(ENGINE, weights=weights("fp16", 1.0))
     assert codes(RIGHT, engine) == ["bf16-wire"]
-    assert codes(RIGHT, replace(engine, sync=0)) == []  # before the first sync: the checkpoint's
+    # Before the first sync the engine has the checkpoint's weights.
+    assert codes(RIGHT, replace(engine, sync=0)) == []
     assert codes(RIGHT, replace(engine, sync=8)) == []
 
 
@@ -121,7 +122,7 @@ def test_layers_in_another_dtype_than_the_engine_computes_in() -> None:
 
 
 def test_fifty_six_layers_left_out_by_a_piece_of_their_names() -> None:
-    """Of a mixture of experts whose list has its routers, and a name that begins as theirs."""
+    """The routers' name "mlp.gate" is a part of "mlp.gate_up_proj", so 56 layers are left out."""
     layers = range(56)
     engine = replace(
         FP8,
@@ -169,7 +170,7 @@ def test_layers_sent_in_8_bits_and_held_as_they_are() -> None:
     assert codes(sent, replace(engine, quantised=engine.plain, plain=())) == []
 
 
-# -- none where both are meant ---------------------------------------------------------------------
+# -- no finding if both dtypes are intended --------------------------------------------------------
 
 NONE = {
     "a bf16 trainer beside an fp16 rollout": (
@@ -275,7 +276,7 @@ def test_no_false_contradiction(case: str) -> None:
 
 
 def test_another_jobs_files_are_another_pair() -> None:
-    """A directory that a job with another rollout has used before."""
+    """A job with another rollout has used the directory before."""
     before = replace(
         ENGINE, name="vllm_server_3_0", job="0", computes="bf16", kinds={"mlp": {"bf16": 1}}
     )

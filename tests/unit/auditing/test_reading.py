@@ -1,4 +1,4 @@
-"""What is read of tensors that wrap others, of models without an optimizer, and of meshes."""
+"""How tensors that wrap others, models without an optimizer, and meshes are read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 class Wrapper(torch.Tensor):
-    """A tensor that holds no numbers itself, as quantized ones do: a nominal dtype and shape."""
+    """A tensor without numbers of its own, as quantized ones are: a nominal dtype and shape."""
 
     @staticmethod
     def __new__(cls, shape: Any, **inner: torch.Tensor | None) -> Any:
@@ -33,14 +33,14 @@ class Wrapper(torch.Tensor):
 
 
 class Flattening(Wrapper):
-    """One that says what it holds, as torch's own subclasses do."""
+    """A wrapper that names its inner tensors, as torch's own subclasses do."""
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return self.names, None
 
 
 def fp8(**more: torch.Tensor | None) -> dict[str, Any]:
-    """What TransformerEngine's MXFP8 tensor holds: bytes and scales, and a transpose or none."""
+    """The inner tensors of TransformerEngine's MXFP8: bytes, scales, and a transpose or none."""
     data, scales = torch.zeros(4, 4, dtype=torch.uint8), torch.zeros(2, dtype=torch.uint8)
     return {"_rowwise_data": data, "_rowwise_scale_inv": scales, "_columnwise_data": None, **more}
 
@@ -102,7 +102,7 @@ def test_a_model_alone() -> None:
 
 
 def test_what_other_optimizers_train_is_left_to_their_audits() -> None:
-    """An audit by itself sees one of several optimizers, and must not count the others' twice."""
+    """The automatic audit sees one of several optimizers; it must not count the others' tensors."""
     one, other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
     other.bias.requires_grad_(False)
     optimizer = torch.optim.AdamW(one.parameters())
@@ -121,7 +121,7 @@ def test_tensors_that_belong_to_no_parameter() -> None:
     model.helper, model.kept = Helper(), torch.ones(7)
     scaler = Helper()
     (found,) = readers.read_optimizers(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler)
-    # The module's, each once or more; each storage is counted once.
+    # The modules' tensors may be found more than once, but each storage is counted once.
     sizes = sorted(one.numel() for one in unique(found.other))
     assert sizes == sorted([2, 2, 1, 3, 7, 3])
 
@@ -190,8 +190,6 @@ def test_what_the_first_step_makes() -> None:
 
 
 class Mesh:
-    """The shape of a device mesh."""
-
     def __init__(self, names: tuple[str, ...] | None, *sizes: int) -> None:
         self.mesh_dim_names, self.sizes, self.ndim = names, sizes, len(sizes)
 

@@ -1,4 +1,4 @@
-"""What an audit says for people."""
+"""The text and the figures of an audit for people."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def audit() -> Audit:
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
     model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
-    # Step counters and the allocator's own books depend on torch and on the machine.
+    # Step counters and the allocator's figures depend on torch and on the machine.
     found = precision_shim.audit(model, optimizer, scaler=torch.amp.GradScaler("cpu"))
     return replace(found, framework="torch", totals={"bytes": 208, "host": 1000})
 
@@ -148,7 +148,7 @@ def figures(*groups: lost.Group) -> lost.Figures:
 
 
 def test_figures_as_data_and_as_metrics() -> None:
-    # A tenth of the first group was looked at: its updates count ten times.
+    # A tenth of the first group was read, so each of its updates counts ten times.
     sampled = lost.Group(0, 1e-6, 1000, 100, lost.Count("bf16", 100, 50))
     whole = lost.Group(1, 1e-6, 100, 100, lost.Count("fp32", 100, 0), lost.Count("bf16", 4, 1))
     one = figures(sampled, whole)

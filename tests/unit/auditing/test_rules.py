@@ -1,6 +1,7 @@
-"""What contradicts what: readings as Megatron's optimizers give them, made here by hand.
+"""The rules for contradictions, on hand-made readings like those of Megatron's optimizers.
 
-``tests/audit`` has the same of real optimizers, with each problem planted; here is each boundary.
+``tests/audit`` applies the rules to real optimizers with each problem planted. These tests check
+each boundary.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def parameter(dtype: torch.dtype = BF16, grad: torch.dtype | None = None) -> tor
 
 
 def owned(dtype: torch.dtype = BF16, **tensors: torch.dtype) -> Owned:
-    """A parameter with its states; ``master`` is one of them."""
+    """A parameter with its states; a ``master`` may be among them."""
     made = {name: torch.zeros(4, dtype=kind) for name, kind in tensors.items()}
     masters = (made.pop("master"),) if "master" in made else ()
     return Owned(dtype, torch.zeros(4), masters, **made)
@@ -175,7 +176,7 @@ def test_masters_that_the_optimizer_foretells(stepped: bool, master: Any, code: 
 )
 def test_the_parameters_of_another_model(params: Any, held: Any, found: str | None) -> None:
     made = [torch.zeros(4, dtype=dtype) for dtype in held]
-    # A scaler, so that fp16 parameters are no problem for lack of one.
+    # With a scaler, fp16 parameters are no problem.
     one = reading(*made, wanted=wanted(params=params), scaler=torch.amp.GradScaler("cpu"))
     names = {BF16: "bf16", FP32: "fp32", None: ""}
     expected = [("params-dtype", "params", names[params], found)] if found else []
@@ -196,7 +197,7 @@ def test_fp16_without_a_scaler() -> None:
 
 
 def test_fp16_without_a_scaler_and_without_a_config() -> None:
-    """Nothing says that there is to be one: a note; a scaler that is off is a problem."""
+    """A missing scaler that no config requires is a note; a scaler that is off is a problem."""
     off = torch.amp.GradScaler("cpu", enabled=False)
     turned_off = reading(parameter(FP16), scaler=off)
     assert told(problems(turned_off)) == [
@@ -229,7 +230,7 @@ def test_what_a_caller_expects_goes_over_the_config() -> None:
 def test_what_a_caller_expects_of_what_is_not_there() -> None:
     held = reading(owned=[owned(exp_avg=FP32)])
     assert told(problems(held, master="fp32")) == [("unexpected-dtype", "master", "fp32", "none")]
-    # A rank that owns nothing of a part has no states there.
+    # A rank that owns no parameter of a part has no states of the part.
     assert problems(reading(parameter()), master="fp32") == []
     # The first step will tell.
     assert problems(reading(owned=[owned()]), other="fp32") == []

@@ -1,4 +1,4 @@
-"""The audit by itself: what goes wrong in it costs the audit, and no training."""
+"""The automatic audit: its own errors end the audit and leave the training alone."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_under_warnings_as_errors_it_is_said_and_not_raised(
 
 def test_a_meter_that_cannot_be_made_costs_the_meter(shim: Any) -> None:
     class Unknown:
-        """Of no package that has a reader."""
+        """An optimizer of a package without a reader."""
 
     shim(watch_updates=1)
     model, optimizer = made()

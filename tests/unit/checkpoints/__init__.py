@@ -1,1 +1,1 @@
-"""The checkpoint doctor's readers, on files that torch itself wrote."""
+"""Tests of the checkpoint doctor's readers, on files that torch itself wrote."""

@@ -1,4 +1,4 @@
-"""Which bytes of a checkpoint are known to be whole: by checksums, and said of all the others."""
+"""Checksums prove some bytes of a checkpoint whole; the report mentions all other bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .test_reading import one_sentence, run
 from .written import KINDS, distributed, megatrons, of_ranks, safetensors
 
 VALUE = 1234.5
-"""A number whose bytes are found in a file."""
+"""A number whose bytes the tests can find in a file."""
 
 
 def changed(file: Path) -> None:
@@ -67,7 +67,7 @@ def test_an_archive_within_a_file(tmp_path: Path) -> None:
 
 
 def test_an_archive_without_checksums(tmp_path: Path, no_checksums: None) -> None:
-    """torch can be told to write none; nothing is damaged, and nothing is checked."""
+    """torch can omit an archive's checksums: then nothing is damaged, and nothing is checked."""
     folder = of_ranks(tmp_path / "saved")
     (part,) = read_parts(folder)
     assert part.dtypes("params") == {"fp32": 24}
@@ -118,7 +118,7 @@ def big(folder: Path) -> Path:
 
 
 def test_what_was_not_read_is_said(tmp_path: Path, capsys: Any) -> None:
-    """A file of more than 256 MiB: its sample is read, and all of it is asked for by --full."""
+    """Of a file over 256 MiB only a sample is read; the report names --full to read all."""
     folder = big(tmp_path / "saved")
     changed(folder / "model_world_size_1_rank_0.pt")
     assert run(folder) == 1
@@ -194,7 +194,7 @@ def test_safetensors_that_end_elsewhere(tmp_path: Path, capsys: Any) -> None:
     assert "model.safetensors" in one_sentence(capsys)
 
 
-# -- how to go on ---------------------------------------------------------------------------------
+# -- the advice on how to go on -------------------------------------------------------------------
 
 
 def test_the_step_before_is_named(tmp_path: Path, capsys: Any) -> None:

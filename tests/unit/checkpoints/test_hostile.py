@@ -1,4 +1,4 @@
-"""Files made to harm whoever reads them: an answer or one sentence, soon, and nothing called."""
+"""Malicious files: the reader soon returns an answer or one sentence, and calls nothing."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .test_reading import Harm, one_sentence, run
 from .written import distributed, megatrons, of_ranks
 
 SHARED = b"N\x85" + b"2\x86" * 60
-"""A pair of twice the same pair, and so on: few bytes, and 2^60 values for whoever counts them."""
+"""A pair of twice the same pair, 60 levels deep: few bytes, but 2^60 values to count."""
 
 DEEP = b"N" + b"\x85" * 300_000
-"""A tuple in a tuple, deeper than the processor's stack."""
+"""Tuples nested deeper than the processor's stack allows."""
 
 HARMFUL = {
     "a key that is shared": b"\x80\x02}" + SHARED + b"Ns.",
@@ -55,7 +55,7 @@ CALLING = {
     "REDUCE": b"cos\nsystem\nS'touch done'\n\x85R.",
     "dropped": b"(cos\nsystem\nS'touch done'\no1N.",
 }
-"""Each of pickle's ways to call something."""
+"""Pickles that call a function, one for each of pickle's ways."""
 
 
 @pytest.mark.parametrize("name", CALLING)
@@ -64,7 +64,7 @@ def test_each_way_to_call_is_told_and_not_gone(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     called: set[str] = set()
-    # A mark below what is dropped: POP_MARK takes it all.
+    # The mark in front makes POP_MARK drop the call's result too.
     content = b"(" + CALLING[name] if name == "dropped" else CALLING[name]
     read_pickle(content, "here", called)
     assert called == {"os.system"}
@@ -154,7 +154,7 @@ def test_a_piece_outside_of_the_directory(tmp_path: Path, capsys: Any, outside: 
 
 
 PATHS = PurePath.__module__.encode()
-"""``pathlib``; in Python 3.13 the module within it that imports ``os``."""
+"""``pathlib``, or in Python 3.13 its inner module that imports ``os``."""
 
 
 @pytest.mark.parametrize(
@@ -165,14 +165,14 @@ PATHS = PurePath.__module__.encode()
 def test_names_that_begin_harmlessly(
     tmp_path: Path, capsys: Any, name: tuple[bytes, bytes]
 ) -> None:
-    """pickle follows the points in a name, from whichever module it begins."""
+    """pickle follows the dots in a name, whichever module the name begins with."""
     folder = distributed(tmp_path / "saved")
     named = b"".join(b"\x8c" + bytes([len(one)]) + one for one in name)
     text = f"touch {tmp_path / 'done'}".encode()
     call = named + b"\x93\x8c" + bytes([len(text)]) + text + b"\x85R"
     whole = (folder / ".metadata").read_bytes()
     head = pickle.dumps(None, 4)[:2]
-    # Called, and its result dropped: the rest is the metadata as it was.
+    # The call's result is dropped; the rest is the unchanged metadata.
     harmful = head + call + b"0" + pickle.dumps(pickle.loads(whole), 3)[2:]
     (folder / ".metadata").write_bytes(harmful)
     assert run(folder) == 2
@@ -184,7 +184,7 @@ def test_names_that_begin_harmlessly(
 
 
 class Shared:
-    """Unpickled, a dict of twice the same dict, and so on."""
+    """Each level is a dict that contains the next dict twice."""
 
     def __init__(self, depth: int) -> None:
         self.tree: Any = {}

@@ -1,4 +1,4 @@
-"""What the files hold: dtypes, bytes, masters, moments, the loss scaler's record."""
+"""What the doctor reads in files: dtypes, bytes, masters, moments, the loss scaler's record."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_moments_that_were_bf16_are_told_by_their_values(tmp_path: Path) -> None
             torch.arange(ELEMENTS).reshape(6, 4).float() * 100 - 900,
             "int16 remainders, stored as fp32 numbers",
         ),
-        (torch.ones(6, 4), "fp32"),  # as those of a norm are
+        (torch.ones(6, 4), "fp32"),  # a norm's masters look like this tensor
     ],
 )
 def test_masters_are_told_by_dtype_and_values(
@@ -103,7 +103,7 @@ def test_masters_are_told_by_dtype_and_values(
 
 @pytest.mark.parametrize("within", [False, True], ids=["common.pt", "an object"])
 def test_the_common_state_of_megatron(tmp_path: Path, within: bool) -> None:
-    """Until megatron-core 0.18 a file of its own, later an object like any other."""
+    """Up to megatron-core 0.18 the common state has its own file; later it is another object."""
     folder = megatrons(tmp_path / "saved", within=within)
     assert (folder / "common.pt").exists() != within
     (part,) = read_parts(folder)
@@ -122,7 +122,7 @@ def test_files_of_ranks(tmp_path: Path) -> None:
 
 
 def test_dtensors_count_once(tmp_path: Path) -> None:
-    """A rank's file holds a DTensor's shard, and a mesh that is no data."""
+    """A rank's file contains a DTensor's shard, and the mesh, which is no data."""
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1
     )
@@ -209,7 +209,7 @@ main()
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_torch(tmp_path: Path, kind: str) -> None:
-    """The base install tells what is there, and that nothing can be resumed."""
+    """The base install lists a checkpoint's content, and reports that nothing can be resumed."""
     folder = KINDS[kind](tmp_path / "saved")
     done = subprocess.run(
         [sys.executable, "-c", _WITHOUT_TORCH, "checkpoint", "--json", "--framework=verl", folder],
@@ -282,7 +282,7 @@ def test_what_the_config_says(text: str, value: Any) -> None:
     assert _config([text]) == {text.partition("=")[0]: value}
 
 
-# -- what cannot be read ------------------------------------------------------------------------
+# -- files that cannot be read --------------------------------------------------------------------
 
 
 def one_sentence(capsys: Any) -> str:
@@ -310,7 +310,7 @@ def test_cut_off_anywhere(tmp_path: Path, capsys: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_of_chance(tmp_path: Path, capsys: Any, kind: str) -> None:
-    """Whatever a damaged file makes of itself: an answer or one sentence, and never a traceback."""
+    """A randomly damaged file yields an answer or one sentence, and never a traceback."""
     folder = KINDS[kind](tmp_path / "saved")
     generator = torch.Generator().manual_seed(0)
     for file in sorted(folder.iterdir()):
@@ -374,7 +374,7 @@ def test_another_programs_pickle(tmp_path: Path, capsys: Any) -> None:
 
 
 class Harm:
-    """Unpickled, it leaves a file behind."""
+    """An object whose unpickling creates a file."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -405,9 +405,9 @@ def test_metadata_that_would_run_code(tmp_path: Path, capsys: Any) -> None:
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_other_files_that_would_run_code(tmp_path: Path, capsys: Any, protocol: int) -> None:
     harm = Harm(tmp_path / "done")
-    folder = megatrons(tmp_path / "saved", extra=harm)  # an object within a .distcp file
+    folder = megatrons(tmp_path / "saved", extra=harm)  # extra is an object in a .distcp file
     torch.save({"content_metadata": harm, "optimizer": [harm]}, folder / "common.pt")
-    (tmp_path / "done").unlink(missing_ok=True)  # whoever copied the object has run it
+    (tmp_path / "done").unlink(missing_ok=True)  # copying the object ran the harmful code
     run(folder)
     ranks = of_ranks(tmp_path / "ranks", 1)
     for file in ranks.iterdir():

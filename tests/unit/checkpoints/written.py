@@ -17,7 +17,7 @@ ELEMENTS = 6 * 4
 
 
 def state(moments: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """A model's weights and its optimizer's states, by the keys that torch makes."""
+    """A model's weights and its optimizer's states, under the keys that torch makes."""
     torch.manual_seed(0)
     values = torch.randn(6, 4)
     return {
@@ -33,7 +33,7 @@ def scaler() -> LossScaler:
 
 
 def distributed(folder: Path, **more: object) -> Path:
-    """torch's distributed checkpoint, as torchtitan writes it."""
+    """A distributed checkpoint of torch's, as torchtitan writes it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # no process group
         dcp.save({**state(), **more}, checkpoint_id=folder)
@@ -50,15 +50,15 @@ COMMON = {
         }
     },
 }
-"""Part of what Megatron keeps beside the tensors."""
+"""Part of the common state that Megatron saves beside the tensors."""
 
 
 def megatrons(folder: Path, *, within: bool = False, **more: object) -> Path:
-    """The same with what Megatron adds.
+    """A distributed checkpoint with Megatron's additions.
 
     Args:
         folder: where it is written.
-        within: as megatron-core 0.19 has it: the common state is an object like any other.
+        within: whether the common state is an object like any other, as in megatron-core 0.19.
         more: further entries.
     """
     if within:
@@ -75,7 +75,7 @@ def megatrons(folder: Path, *, within: bool = False, **more: object) -> Path:
 
 
 def of_ranks(folder: Path, ranks: int = 2) -> Path:
-    """A file of each rank, as verl's and SkyRL's FSDP workers write them."""
+    """The checkpoint files of each rank, as verl's and SkyRL's FSDP workers write them."""
     folder.mkdir(parents=True)
     values = torch.randn(3, 4)
     for rank in range(ranks):
@@ -89,7 +89,7 @@ def of_ranks(folder: Path, ranks: int = 2) -> Path:
 
 
 def safetensors(folder: Path) -> Path:
-    """Weights alone, in the format of Hugging Face."""
+    """Weights only, in the format of Hugging Face."""
     folder.mkdir(parents=True)
     header = {
         "__metadata__": {"format": "pt"},
@@ -103,7 +103,7 @@ def safetensors(folder: Path) -> Path:
 
 
 def with_record(folder: Path) -> Path:
-    """A distributed checkpoint with a loss scaler's record in it, as torchtitan's has."""
+    """A distributed checkpoint that contains a loss scaler's record, as torchtitan's does."""
     record = to_tensor(record_of(scaler()))
     return distributed(folder, **{"train_state.precision_shim_scaler": record})
 

@@ -1,4 +1,4 @@
-"""Scaled training without a framework: one optimizer, or a container of several, as adapters do."""
+"""Scaled training without a framework, with one optimizer or with a container of several."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from precision_shim_adapters.fp16 import training as training_module
 from precision_shim_adapters.fp16.settings import settings_for
 
 OVERFLOWS = (0, 4)
-"""Steps whose gradients overflow; the first is one of them."""
+"""Steps whose gradients overflow, the first step among them."""
 
 
 class Container(Optimizer):
-    """An optimizer over others, one for each part of a model, with hooks of its own."""
+    """An optimizer that contains others, one for each part of a model, and has its own hooks."""
 
     def __init__(self, inner):
         self.inner = list(inner)
@@ -63,7 +63,7 @@ class Trainer:
         self.optimizer.register_step_post_hook(self.balance)
 
     def balance(self, optimizer, args, kwargs):
-        """Like the hook of a mixture of experts: what it counts is in no checkpoint."""
+        """A hook like that of a mixture of experts, whose count is in no checkpoint."""
         self.bias += self.tokens
         self.tokens = 0
 
@@ -107,7 +107,7 @@ def make(**configured):
 
 
 def drive(trainer, training, steps):
-    """What an adapter does around such a trainer."""
+    """Train a ``Trainer`` with the calls that an adapter adds around it."""
     reported = []
     for step in steps:
         for micro in range(3):
@@ -122,7 +122,7 @@ def drive(trainer, training, steps):
 
 
 def by_hand(trainer, scaler, steps):
-    """The same with torch's scaler written into the loop."""
+    """Train with torch's scaler written into the loop."""
     for step in steps:
         for micro in range(3):
             scaler.scale(trainer.loss(step, micro)).backward()
@@ -162,7 +162,7 @@ def test_a_skipped_step_of_a_container_runs_its_hooks_and_moves_nothing_else():
 
 
 def test_without_the_inner_optimizers_the_hooks_of_a_skipped_step_do_not_run():
-    """What the test above differs from: torch's scaler leaves out the whole step."""
+    """Without the inner optimizers torch's scaler omits the whole step, and no hook runs."""
     trainer, training = Trainer(), make()
     loss = trainer.loss(0, 1)
     training.attach(loss)
@@ -204,7 +204,7 @@ def test_a_step_without_gradients_is_left_to_the_framework():
 
 @pytest.mark.parametrize("several", [False, True], ids=["one step", "several steps"])
 def test_after_an_exception_the_next_gradients_are_unscaled(several):
-    """A Tinker server answers a request that fails and takes the next one."""
+    """A Tinker server reports a failing request and accepts the next one."""
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer, training = torch.optim.SGD([parameter]), make()
     own, stepping = optimizer.step, training.several_steps if several else training.one_step
@@ -252,7 +252,7 @@ def test_25_skipped_steps_end_the_job():
 
 
 def clip(parameters):
-    """A function that a loop clips with: it gets no trainer, the seam on it asks for it."""
+    """A loop's function for clipping: it gets no trainer, so its seam looks up the current one."""
     training = ScaledTraining.current()
     if training is not None:
         training.before_clipping()
@@ -311,7 +311,7 @@ def test_a_loss_function_that_returns_the_loss_alone():
     assert loss.item() == 1.0
 
 
-# -- where it is kept ------------------------------------------------------------------------
+# -- where the record is kept ----------------------------------------------------------------
 
 
 class Owner:
@@ -389,7 +389,7 @@ def test_a_directory_and_a_record(tmp_path):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("trained", [0, 1, 6])
 def test_a_tensor_in_torchs_distributed_checkpoint(tmp_path, trained):
-    """Read into the tensor of a process with other settings, whose record is longer."""
+    """The record is loaded into the tensor of a process whose settings make a longer record."""
     source, target = make(init_scale=2.0**15), make(init_scale=3e38, growth_interval=77)
     drive(Trainer(), source, range(trained))
     dcp.save({"scaler": source.record_tensor(), "step": trained}, checkpoint_id=tmp_path)
@@ -438,7 +438,7 @@ def test_a_checkpoint_without_a_record_leaves_a_fresh_scaler(tmp_path):
 
 
 def shards(folder, **content):
-    """The files of one rank, as a framework writes them; returns them by their names."""
+    """Write one rank's files as a framework does; returns their paths by name."""
     found = {}
     for what, value in content.items():
         name = f"{what}_world_size_1_rank_0.pt"
@@ -448,13 +448,13 @@ def shards(folder, **content):
 
 
 def decided(word):
-    """The decisions that hold a word, in their order."""
+    """The decisions that contain a word, in their order."""
     lines = [f"{one.chosen}: {one.because}" for one in precision_shim.status().decisions]
     return [line for line in lines if word in line]
 
 
 def saved(folder):
-    """A training that has six steps behind it and is saved with its files."""
+    """Train six steps, and save the training with its files."""
     source = make()
     drive(Trainer(), source, range(6))
     files = shards(folder, model=1, optim=1, extra_state=1)
@@ -466,7 +466,7 @@ def test_a_record_beside_the_files_it_was_written_with(tmp_path):
     source, files = saved(tmp_path)
     moved = tmp_path / "moved"
     shutil.copytree(tmp_path, moved)
-    (moved / "optim_world_size_1_rank_0.pt").unlink()  # by somebody who needs the weights alone
+    (moved / "optim_world_size_1_rank_0.pt").unlink()  # a user may need only the weights
     for place in (tmp_path, moved):
         target = make()
         target.restore(place, {name: place / name for name in files})
@@ -537,7 +537,7 @@ def test_a_record_within_a_frameworks_own_file_names_the_files_before_it(tmp_pat
     drive(Trainer(), source, range(6))
     files = {name: tmp_path / name for name in ("model_world_size_1_rank_0.pt",)}
     record = source.record(files)
-    shards(tmp_path, model=1)  # after the framework was given the record
+    shards(tmp_path, model=1)  # the framework writes this file after it got the record
     torch.save({"client_state": record}, tmp_path / "extra.pt")
     kept = torch.load(tmp_path / "extra.pt", weights_only=True)["client_state"]
     target = make()
@@ -553,7 +553,7 @@ def test_a_record_within_a_frameworks_own_file_names_the_files_before_it(tmp_pat
 
 
 def stepped(scaler, *overflows):
-    """The scales after steps of which some overflow."""
+    """The scale after each step; ``overflows`` determines which steps overflow."""
     scales = []
     for overflow in overflows:
         parameter = torch.nn.Parameter(torch.zeros(1))
@@ -567,7 +567,7 @@ def stepped(scaler, *overflows):
 
 @pytest.mark.parametrize("here", [{}, {"loss_scale_init": 2.0**16}])
 def test_a_first_scale_below_1_is_the_least_one_over_resumes(here):
-    """Straight, and stopped and resumed in a process that sets no first scale, or another one."""
+    """A job that resumes without a first scale, or with another one, keeps the least scale."""
 
     def training(**settings):
         made = settings_for(shim=resolve(settings=settings, environ={}))
@@ -580,7 +580,7 @@ def test_a_first_scale_below_1_is_the_least_one_over_resumes(here):
         other.restore_record(record, "here")
         assert other.record()["state"] == one.record()["state"]
         assert other.record()["settings"]["min_scale"] == 0.25
-        straight = training(**here)  # the record of a resumed job is as good
+        straight = training(**here)  # the record of a resumed job works as well
         straight.restore_record(other.record(), "here")
         rest = (False, False, True, True, False)
         assert stepped(other.scaler, *rest) == [0.25, 0.5, 0.25, 0.25, 0.25]

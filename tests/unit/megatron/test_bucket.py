@@ -1,4 +1,4 @@
-"""The bucket follows the main gradients in both directions, unless the user wrote it."""
+"""The bucket's dtype follows the main gradients in both directions, unless the user set it."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ inputs = st.fixed_dictionaries(
         (FP32, ONLY_BF16, True),
         (FP32, ONLY_FP16, True),
         (FP16, ONLY_FP16, False),
-        (BF16, ONLY_FP16, True),  # a bucket has its parameters' dtype or fp32
+        (BF16, ONLY_FP16, True),  # a bucket's dtype is that of its parameters, or fp32
         (BF16, MIXED, True),
         (BF16, FP8, True),
-        (BF16, NOTHING, False),  # a chunk that trains nothing goes with the others
+        (BF16, NOTHING, False),  # a chunk that trains nothing gets the same bucket as the others
         (FP32, MIXED, True),
     ],
 )

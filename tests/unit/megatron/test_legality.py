@@ -1,4 +1,4 @@
-"""Legality follows the installed TransformerEngine; without one the newest known table holds."""
+"""What is legal depends on the installed TransformerEngine; without one, on the newest table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FP32, BF16, FP16, FP8 = torch.float32, torch.bfloat16, torch.float16, torch.uint
 NAMES = {FP32: "fp32", BF16: "bf16", FP16: "fp16", FP8: "fp8", torch.float64: "float64"}
 OLD, NEW = {FP32, FP16, FP8}, {FP32, BF16, FP16, FP8}
 
-# What FusedAdam's constructor takes, release by release, and Megatron's own choices.
+# The dtypes that FusedAdam's constructor accepts in each release, and Megatron's own choices.
 MOMENTS = {
     **dict.fromkeys(("1.13", "2.1", "2.2.1"), OLD),
     **dict.fromkeys(("2.3", "2.11", "2.14", "2.19", "2.20.2", None), NEW),
@@ -138,4 +138,5 @@ def test_release_numbers(text, numbers):
 @pytest.mark.parametrize(("version", "legal"), [("2.2.1", False), ("2.3", True), ("2.3.0", True)])
 def test_versions_compare_as_numbers(version, legal):
     assert support(version).bf16_moments is legal
-    assert not FusedAdamSupport().bf16_moments  # legal to write down, nothing there to run it
+    # Without TransformerEngine bf16 moments are legal in a config, but nothing can run them.
+    assert not FusedAdamSupport().bf16_moments

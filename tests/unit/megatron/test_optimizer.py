@@ -1,4 +1,4 @@
-"""The dispatch table, what withdraws it, and that the user always wins."""
+"""The dispatch table, the obstacles to it, and the precedence of the user's settings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def te(*version):
 
 
 def aware(result):
-    """Whether the words of the choice say that the optimizer is precision-aware."""
+    """Whether the text of the choice describes a precision-aware optimizer."""
     return result.chosen.startswith("precision-aware optimizer: ")
 
 
@@ -39,7 +39,7 @@ def plan_for(dtype=BF16, *, asked=None, policy="follow-model", model=None, **fie
     )
 
 
-# -- the table of the contract --------------------------------------------------------------------
+# -- the dispatch table ---------------------------------------------------------------------------
 
 FLAGS = {
     "bf16": {"bf16": True, "fp16": False, "params_dtype": BF16},
@@ -119,7 +119,7 @@ def test_that_a_dtype_has_no_rule_is_said_of_those_alone(fields, said):
     assert ("no rule for that dtype" in plan_for(**fields).because) is said
 
 
-# -- models of several kinds ----------------------------------------------------------------------
+# -- models with parameters of several kinds ------------------------------------------------------
 
 
 @pytest.mark.parametrize("declared", ["bf16", "fp16", "fp32"])
@@ -197,9 +197,9 @@ def test_a_second_moment_that_the_user_chose_is_not_guarded(policy, dtype):
 
 
 def ratio(beta2, *, steps):
-    """Mean bf16/fp32 ratio of v after each of the steps; gradients fall tenfold at step 1000.
+    """Mean ratio of v in bf16 to fp32 after given steps; gradients fall tenfold at step 1000.
 
-    v is rounded to bf16 (nearest, even) once per step, as FusedAdam stores it.
+    The bf16 v is rounded (nearest, even) once per step, as FusedAdam stores it.
     """
     generator = torch.Generator().manual_seed(0)
     exact, rounded = torch.zeros(512), torch.zeros(512)
@@ -231,7 +231,7 @@ def test_a_bf16_second_moment_decays_at_lower_beta2(beta2, worst):
 
 @pytest.mark.parametrize("beta2", [0.95, 0.99, 0.996])
 def test_above_the_threshold_every_bf16_value_shrinks_without_gradients(beta2):
-    # All values of one binade, and so of all: v must never be rounded back to where it was.
+    # One binade stands for all values: rounding must never return v to its old value.
     values = (torch.arange(128, 256) / 128).bfloat16()
     assert (values.float().mul(beta2).bfloat16() < values).all()
 
@@ -241,7 +241,7 @@ def test_below_the_threshold_some_bf16_value_does_not_shrink():
     assert (values.float().mul(0.997).bfloat16() == values).any()
 
 
-# -- what withdraws the table ---------------------------------------------------------------------
+# -- obstacles to the table -----------------------------------------------------------------------
 
 OBSTACLES = {
     "not adam": ({"optimizer": "sgd"}, "'sgd'"),
@@ -289,7 +289,7 @@ def test_remainders_that_the_user_wrote_rule_out_what_cannot_stand_beside_them(
 
 @pytest.mark.parametrize(("version", "blocked"), [((2, 1), True), ((2, 0), False)])
 def test_remainders_rule_out_fp16_from_the_release_that_has_them(version, blocked):
-    """Of a model whose parameters are not known yet, too."""
+    """The rule also applies to a model whose parameters are not known yet."""
     asked = {"store_param_remainders": True}
     for model in (TrainableDtypes({FP16: 1}), TrainableDtypes()):
         result = plan_for(FP16, model=model, support=te(*version), asked=asked)
@@ -311,7 +311,7 @@ def test_states_that_the_user_asked_for_are_not_taken_the_native_optimizer_away(
 
 
 def test_moments_that_an_offloaded_optimizer_ignores_are_told():
-    """Megatron's HybridDeviceOptimizer; the bucket is real."""
+    """Megatron's HybridDeviceOptimizer ignores the moments' dtypes, but uses the bucket."""
     asked = {PAO: True, "optimizer_cpu_offload": True, "main_grads_dtype": BF16}
     quiet = plan_for(asked=asked)
     assert quiet.chosen.endswith("main grads bf16, exp_avg fp32, exp_avg_sq fp32")
@@ -358,14 +358,14 @@ def test_a_newer_transformer_engine_gets_the_bf16_row(version):
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_a_native_precision_aware_optimizer_that_cannot_run_is_turned_off_by_name(name):
-    # verl's own fp16 branch sets it without asking whether it can run.
+    # verl's own fp16 branch sets the field without checking whether the optimizer can run.
     native = {PAO: True, "store_param_remainders": False}
     result = plan_for(DTYPES[name], native=native, support=FusedAdamSupport())
     assert merged(result, {}, native)[PAO] is False
     assert not aware(result)
 
 
-# -- what the bucket and the checkpoints rule out -------------------------------------------------
+# -- limits of the bucket and the checkpoints -----------------------------------------------------
 
 
 @pytest.mark.parametrize("written", [True, False])
@@ -418,9 +418,9 @@ def test_whole_masters_where_checkpoints_hold_none():
 @pytest.mark.parametrize(
     ("version", "policy", "moments"),
     [
-        ((2, 11), "follow-model", FP32),  # capturable takes no bf16 moments yet
+        ((2, 11), "follow-model", FP32),  # a capturable optimizer accepts no bf16 moments yet
         ((2, 14), "follow-model", BF16),
-        ((2, 14), "guarded", FP32),  # both, or none; and the guard keeps one in fp32
+        ((2, 14), "guarded", FP32),  # bf16 needs both moments, and the guard keeps one in fp32
     ],
 )
 def test_under_cuda_graphs_both_moments_are_what_capturable_takes(version, policy, moments):
@@ -456,7 +456,7 @@ def test_cuda_graphs_do_not_turn_the_fp16_row_around():
 
 
 def merged(result, asked, native=None):
-    """The OptimizerConfig's fields as a framework ends up with them."""
+    """The OptimizerConfig's fields that a framework ends up with."""
     return {**(native or {}), **result.adds, **asked}
 
 
@@ -476,7 +476,7 @@ def test_asking_for_the_precision_aware_optimizer_goes_through_as_asked(fields, 
     result = plan_for(BF16, **{**fields, "asked": asked})
     assert aware(result)
     assert merged(result, asked)[PAO] is True
-    # And nothing of ours is put on top of what cannot run.
+    # The plan adds no dtypes to an optimizer that cannot run.
     assert not {"main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"} & set(result.adds)
 
 
@@ -494,7 +494,7 @@ def test_main_grads_count_only_with_the_precision_aware_optimizer():
 
 @pytest.mark.parametrize("text", ["bf16", "torch.bfloat16", " BFloat16 "])
 def test_main_grads_that_are_not_coerced_yet_are_understood(text):
-    # The dtype-coercion feature may be off; the bucket must follow all the same.
+    # If the dtype-coercion feature is off, the bucket must follow a dtype's name all the same.
     assert plan_for(asked={"main_grads_dtype": text}).main_grads is BF16
 
 
@@ -517,7 +517,7 @@ def test_the_choice_in_words_is_the_result_with_the_users_wishes():
 
 
 def test_the_users_beta2_may_be_a_string():
-    # YAML reads 1e-3 as a string; a beta2 that no one coerced must not break the plan.
+    # YAML reads 1e-3 as a string; the plan must accept a beta2 that nobody converted.
     assert plan_for(policy="guarded", asked={"adam_beta2": "0.95"}).adds["exp_avg_sq_dtype"] is BF16
 
 
@@ -568,7 +568,7 @@ def requests(draw, asked):
 
 
 def can_be_built(request, config):
-    """What Megatron's OptimizerConfig asserts and TransformerEngine's FusedAdam refuses."""
+    """Whether Megatron's OptimizerConfig and TransformerEngine's FusedAdam accept a config."""
     dtypes = {key: config.get(key, FP32) for key in PRECISION if key.endswith("_dtype")}
     if not config.get(PAO, False):
         return set(dtypes.values()) == {FP32}
@@ -585,7 +585,7 @@ def can_be_built(request, config):
     remainders = version >= (2, 1) and config.get("store_param_remainders", True)
     if remainders and dtypes["main_params_dtype"] is not FP32:
         return False
-    if remainders and request.declared is FP16:  # they rebuild fp32 from bf16 parameters only
+    if remainders and request.declared is FP16:  # remainders rebuild fp32 from bf16 parameters only
         return False
     if config.get("optimizer_cuda_graph"):
         both_bf16 = moments == [BF16, BF16] and version >= (2, 14)

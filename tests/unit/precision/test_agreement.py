@@ -1,4 +1,4 @@
-"""Whether two engines of a job agree, on all pairs."""
+"""Whether two engines of a job agree in their dtypes, for all pairs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_model_that_vllm_refuses_in_fp16(model_type: str) -> None:
     assert (other.lost, other.remedy) == (True, "rollout.dtype=bfloat16")
     lower = compare(trainer, engine("rollout", "bf16"), model_type)
     assert (lower.lost, lower.remedy) == (True, "")
-    # The trainer's own framework runs the reference model.
+    # The trainer's own framework runs the reference model, so trainer and reference agree.
     assert compare(trainer, engine("ref", "fp16"), model_type).agrees
     assert compare(engine("actor", "bf16"), engine("rollout", "bf16"), model_type).agrees
 

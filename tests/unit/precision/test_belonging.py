@@ -1,4 +1,4 @@
-"""Fingerprints of a checkpoint's files: of their content alone, and of little of it."""
+"""Fingerprints of a checkpoint's files depend on content alone, and read little of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from precision_shim.precision.belonging import (
 
 
 def archive(path, members):
-    """A zip file as ``torch.save`` writes them: nothing is compressed."""
+    """Write a zip file as ``torch.save`` does, without compression."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as made:
         for name, content in members.items():
             made.writestr(zipfile.ZipInfo(name), content)
@@ -39,7 +39,7 @@ def test_a_copy_has_the_same_wherever_it_lies_and_whenever_it_was_made(tmp_path)
 
 
 def test_every_byte_of_a_zip_files_members_counts(tmp_path):
-    """Also those that lie at none of the places that are read: their CRC-32 tells."""
+    """A byte that is not read itself still changes its member's CRC-32, which is read."""
     content = bytearray(random.Random(3).randbytes(3 << 20))
     whole = fingerprint(archive(tmp_path / "a.pt", {"data/0": bytes(content)}))
     for position in range(0, len(content), 99_991):
@@ -62,7 +62,7 @@ def test_every_byte_of_a_small_file_counts(tmp_path, size):
 
 
 def test_little_is_read_of_a_large_file(tmp_path, monkeypatch):
-    """Of a file of eight gigabytes, in which nothing is, 256 KiB and what a zip's end may hold."""
+    """Of a sparse file of 8 GB only 256 KiB and the possible end of a zip file are read."""
     path = tmp_path / "__0_0.distcp"
     with path.open("wb") as file:
         file.truncate(8 << 30)
@@ -90,7 +90,7 @@ def test_little_is_read_of_a_large_file(tmp_path, monkeypatch):
     monkeypatch.setattr(belonging, "open", lambda *a, **k: Counted(real(*a, **k)), raising=False)
     before = fingerprint(path)
     assert sum(read) <= (256 << 10) + (128 << 10)
-    with path.open("r+b") as file:  # the end is one of the places
+    with path.open("r+b") as file:  # the fingerprint reads the file's end
         file.seek(-1, os.SEEK_END)
         file.write(b"x")
     assert fingerprint(path) != before

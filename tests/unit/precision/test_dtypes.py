@@ -1,4 +1,4 @@
-"""Dtype names: every spelling, and nothing but names."""
+"""Dtype names: every spelling is accepted, and nothing but names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ whitespace = st.text(" \t\r\n", max_size=3)
 
 @st.composite
 def spellings(draw):
-    """A name in any case, with or without the prefix and whitespace, and what it means."""
+    """Draw a name in any case, with or without prefix and whitespace, and its dtype."""
     name, dtype = draw(st.sampled_from(NAMES))
     name = draw(st.sampled_from(["", "torch."])) + name
     upper = draw(st.lists(st.booleans(), min_size=len(name), max_size=len(name)))

@@ -1,4 +1,4 @@
-"""What counts of a model: its trainable parameters, by dtype."""
+"""The facts about a model that count: its trainable parameters, by dtype."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def test_a_real_module():
 
 def test_fp8_parameters_have_no_single_dtype():
     quantized = parameter(BF16)
-    quantized._fp8_dtype = "e4m3"  # as TransformerEngine's tensors carry it, dtype bf16 aside
+    # TransformerEngine's tensors have ``_fp8_dtype``, and the dtype bf16
+    quantized._fp8_dtype = "e4m3"
     for mine in (quantized, parameter(torch.uint8, trainable=False)):
         found = trainable_dtypes([mine, parameter(BF16)])
         assert found.fp8 == mine.requires_grad

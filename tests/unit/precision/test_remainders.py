@@ -1,4 +1,4 @@
-"""Remainders: told from true masters, and what rounds exactly."""
+"""How remainders are distinguished from true masters, and which values round exactly."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_remainders_of_weights_that_are_exactly_bf16_are_all_zero():
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -1.0, 2.0, 1001.0])
 def test_honest_whole_numbers_pass(value):
-    """Biases at zero, norms at one; 1001 is 1000 as bf16."""
+    """Biases are 0 and norms 1; 1001 becomes 1000 in bf16."""
     master = torch.full((8,), value)
     assert not looks_like_remainders(master, master.bfloat16)
 

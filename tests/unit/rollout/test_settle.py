@@ -1,4 +1,4 @@
-"""What is said of a job's engines, what is written, and which names are taken."""
+"""The report on a job's engines, the dtypes that are written into configs, and dtype names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A scaler's state as JSON: what is kept, what is refused."""
+"""A scaler's state as JSON: which fields are kept, and which records are refused."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_what_goes_in_comes_out(scale, interval, data, growth, backoff, steps):
 
 
 def test_a_live_scaler_is_restored_in_place():
-    """Its tensors stay the same: a captured graph or a hook holds them."""
+    """The scaler keeps its tensors, because a captured graph or a hook may refer to them."""
     target = scaler()
     target.attach(torch.ones((), requires_grad=True) * 1)
     held = target._scale
@@ -94,7 +94,7 @@ def test_an_initial_scale_of_this_process_does_not_displace_the_saved_scale():
 
 
 def test_a_tracker_beyond_a_shorter_interval_grows_at_the_next_step():
-    """torch compares for equality: a tracker past the interval would never grow again."""
+    """torch tests for equality: a tracker past the interval would never grow the scale again."""
     source = scaler(growth_interval=400)
     source.load_state_dict({**source.state_dict(), "_growth_tracker": 399})
     target = scaler(growth_interval=10, chosen=frozenset({"growth_interval"}))
@@ -165,7 +165,7 @@ def test_a_record_that_was_touched_is_refused():
 
 
 def test_a_record_that_is_no_json_has_no_digest_to_match():
-    """It may have come by a pickle, in a framework's own file."""
+    """The record may come from a pickle, in a framework's own file."""
     record = {**record_of(scaler()), "more": object(), "digest": ""}
     assert module.digest_of(record) == ""
     with pytest.raises(ScalerCheckpointError, match="does not match its digest"):

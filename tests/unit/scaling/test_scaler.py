@@ -44,7 +44,7 @@ def train(scaling, parameter, optimizer, weight=1.0):
         st.floats(2.0**-10, 2.0**30, width=32),
     ),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
-    # A framework multiplies its loss by dp x cp or divides by the accumulation before it is scaled.
+    # Before scaling, a framework multiplies its loss by dp x cp or divides it by the accumulation.
     factor=st.sampled_from([1.0, 3.0, 0.1, 1 / 7]),
     seed=st.integers(0, 99),
 )
@@ -88,7 +88,7 @@ def test_a_loss_in_eval_mode_is_left_alone():
 
 
 def test_a_hook_under_a_graph_is_the_mean_of_all_micro_batches():
-    """Accumulation over three backward calls, one unscale, and the norm is that of no scaling."""
+    """Three backward calls accumulate, one unscale follows: the gradient is as without scaling."""
     parameter, optimizer = one_parameter(lr=0.5)
     scaling = scaler(init_scale=1024.0)
     for weight in (1.0, 2.0, 4.0):
@@ -96,7 +96,7 @@ def test_a_hook_under_a_graph_is_the_mean_of_all_micro_batches():
         scaling.attach(loss)
         loss.backward()
     scaling.unscale_once(optimizer)
-    scaling.unscale_once(optimizer)  # an adapter may enter clip and step both
+    scaling.unscale_once(optimizer)  # an adapter may enter both clip and step
     assert torch.allclose(parameter.grad, torch.full((2,), 7 / 3))
     scaling.step(optimizer)
     scaling.update()
@@ -107,7 +107,7 @@ def test_a_hook_under_a_graph_is_the_mean_of_all_micro_batches():
 
 
 def test_it_is_a_sharded_grad_scaler_and_does_what_that_does():
-    """Step by step beside torch's own, over overflows and growth."""
+    """Compares our scaler with torch's, step by step over overflows and growth."""
     mine, other = one_parameter(), one_parameter()
     ours = scaler(init_scale=2.0**10, growth_interval=3)
     theirs = torch.amp.GradScaler(device="cpu", init_scale=2.0**10, growth_interval=3)
@@ -197,7 +197,7 @@ def test_a_fused_optimizer_skips_too_and_is_counted(fused):
 
 
 class Capturable(torch.optim.SGD):
-    """What TransformerEngine's FusedAdam does with a scaler when it is made ``capturable``."""
+    """An optimizer that uses a scaler as TransformerEngine's ``capturable`` FusedAdam does."""
 
     _step_supports_amp_scaling = True
 
@@ -241,7 +241,7 @@ def test_two_optimizers_make_one_step():
 
 
 def test_a_rank_without_a_loss_can_still_unscale_and_step():
-    """Only dummy micro-batches: no loss, no gradient, and still part of the step."""
+    """With only dummy micro-batches a rank has no loss and no gradient, but takes the step."""
     _, optimizer = one_parameter()
     scaling = scaler(init_scale=16.0)
     scaling.unscale_once(optimizer)
@@ -268,7 +268,7 @@ def test_the_scale_never_falls_below_its_minimum_and_endless_skips_end():
 
 
 def test_torchs_own_scaler_has_no_minimum():
-    """The reason for ours: shown, so that it can go when torch has one."""
+    """torch's scale falls to 0; if this test fails, torch has a minimum and ours can go."""
     parameter, optimizer = one_parameter()
     theirs = torch.amp.GradScaler(device="cpu", init_scale=2.0)
     for _ in range(200):
@@ -280,7 +280,7 @@ def test_torchs_own_scaler_has_no_minimum():
 
 
 def test_gradients_of_zero_do_not_drive_the_scale_to_inf():
-    """GRPO groups without a reward difference: every gradient is zero, for as long as it takes."""
+    """GRPO groups without a reward difference have zero gradients, for any number of steps."""
     parameter, optimizer = one_parameter()
     scaling = scaler(init_scale=2.0**120, growth_interval=1)
     for _ in range(20):
@@ -326,7 +326,7 @@ def test_settle_counts_a_step_that_the_framework_took_or_skipped_itself(unscaled
         loss.backward()
         if unscaled:
             scaling.unscale_once(optimizer)
-        if torch.isfinite(parameter.grad).all():  # as the framework's own loop looks at it
+        if torch.isfinite(parameter.grad).all():  # as a framework's loop checks
             optimizer.step()
         scaling.settle(optimizer)
         assert (scaling.counter.skipped, scaling.get_scale()) == (skipped, scale)
@@ -387,7 +387,7 @@ def test_a_scale_that_the_caller_sets_is_kept_within_the_bounds(new, scale):
 
 
 def test_a_scaler_that_torch_turned_off_does_nothing(monkeypatch):
-    """As torch does on a machine without a GPU: gradients and steps are those without a scaler."""
+    """Without a GPU torch turns its scaler off; our scaler then changes nothing."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.warns(UserWarning, match="CUDA is not available"):
         scaler = LossScaler(device="cuda")

@@ -1,4 +1,4 @@
-"""A laboratory for the seam engine: small modules, adapters over them, engines that end."""
+"""Fixtures for the seam engine: small modules, their adapters, and engines that are removed."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def broken(symbol, settings):
 
 
 class Lab:
-    """What the tests of the engine work with."""
+    """Modules, adapters and engines for the tests of the seam engine."""
 
     def __init__(self, write):
         self.write = write
@@ -124,7 +124,7 @@ class Lab:
         return engine
 
     def install(self, *seams, framework="toy", effects=(), **options):
-        """Make an engine with one adapter of these seams."""
+        """Make an engine with one adapter that has these seams."""
         engine = self.engine(**options)
         engine.add(self.adapter(*seams, framework=framework, effects=effects))
         return engine
@@ -140,7 +140,7 @@ class Lab:
         )
 
     def seam(self, target, wrapper="toy_wrappers:negate", *, feature="f", native=None, **fields):
-        """A record; wrapper and probe by the names of their functions."""
+        """Make a seam; wrapper and probe are given by the names of their functions."""
         return Seam(
             target=target,
             feature=feature,
@@ -167,7 +167,7 @@ class Lab:
 
 @pytest.fixture
 def lab(write_modules):
-    """A ``Lab`` on the toy modules; whatever the test did, the import system ends as it began."""
+    """A ``Lab`` on the toy modules; afterwards ``sys.meta_path`` must be as it was before."""
     before = list(sys.meta_path)
     write_modules(TOY)
     made = Lab(write_modules)

@@ -1,4 +1,4 @@
-"""A wrapper gets the call, and by name what it reads of the arguments."""
+"""A wrapper gets the call, and by name those arguments that it reads."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def twice_or_never(call, a):
 
 @pytest.fixture
 def shape(lab):
-    """Puts a wrapper over a symbol of ``toy.shapes``; returns the module and what was seen."""
+    """Return a function that wraps a symbol of ``toy.shapes`` and returns the calls seen."""
     lab.write(SHAPES)
 
     def put(symbol, wrapper, **fields):

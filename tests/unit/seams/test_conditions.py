@@ -1,4 +1,4 @@
-"""What must and what must not be there for a seam to be one of this version's."""
+"""Conditions for a seam to apply to a version: what must exist, and what must not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def targets(adapter: Adapter, features: Iterable[str] = FEATURES) -> list[str]:
         ("toy.ops:Box.gone", False),
         ("toy.gone:scale", False),
         ("toy.ops:scale mentions factor", True),
-        ("toy.ops:Box.add mentions value", True),  # a method's class counts, as in relies_on
+        ("toy.ops:Box.add mentions value", True),  # the method's class counts too, as in relies_on
         ("toy.ops:scale mentions amount", False),
         ("toy.gone:scale mentions factor", False),
     ],

@@ -1,4 +1,4 @@
-"""A seam is declared on its function; what makes no sense is an error when the adapter loads."""
+"""A seam is declared on its function; an invalid one is an error when the adapter loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reload, threads, other processes, and what is raised in strict mode, where and when."""
+"""Reload, threads, other processes, and where and when strict mode raises errors."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_modules_that_import_each_other_are_both_patched(lab):
 
 
 def test_an_adapter_added_while_another_patches_is_taken_on(lab):
-    # A probe or a replacement imports another framework, which wakes that framework's adapter.
+    # A probe or a replacement may import another framework, whose adapter is then added.
     engine = lab.engine()
     lab.load("toy_wrappers").wake = lambda: engine.add(
         lab.adapter(lab.seam("toy.ops:shift"), framework="two")
@@ -110,7 +110,7 @@ def test_an_engine_that_was_removed_takes_nothing_on(lab):
 
 
 def together(*jobs):
-    """Run jobs in threads that start at once; raise what one of them raised."""
+    """Run jobs in threads that start at once; raise an error that one of them raised."""
     barrier = threading.Barrier(len(jobs))
     errors = []
 
@@ -217,7 +217,7 @@ def test_wrapped_symbols_survive_a_round_trip(lab, dumps):
 
 
 def test_a_wrapped_method_is_still_listed_as_a_method(lab):
-    """Ray offers those methods of an actor class that call themselves functions."""
+    """Ray offers only those methods of an actor class that count as functions."""
     lab.install(*(lab.seam(f"toy.ops:{name}") for name in ("Box.add", "Box.double")))
     box = lab.ops.Box
 
@@ -236,7 +236,7 @@ def test_a_wrapped_method_is_still_listed_as_a_method(lab):
 
 @pytest.mark.parametrize("beneath", [[], ["toy_wrappers:add_hundred"]], ids=["", "two layers"])
 def test_a_method_called_through_a_class_knows_its_instance(lab, beneath):
-    """Ray calls ``Class.method(instance, ...)``, of any class that inherits the method."""
+    """Ray calls ``Class.method(instance, ...)``, for any class that inherits the method."""
     lab.install(*(lab.seam(ADD, wrapper) for wrapper in (*beneath, "toy_wrappers:note")))
     box = lab.ops.Box
 
@@ -341,7 +341,7 @@ def test_without_strict_a_fault_is_said_and_the_effect_runs(lab):
 
 def test_strict_raises_a_fault_that_comes_after_the_effects_module(lab):
     lab.install(lab.seam("toy.users:gone"), strict=True, effects=[EFFECT])
-    assert lab.ops.Box(1).value == 1  # nothing of the framework's targets is imported yet
+    assert lab.ops.Box(1).value == 1  # no target of the framework is imported yet
     assert lab.load("toy.users")
     with pytest.raises(SeamError):
         lab.ops.Box(1)

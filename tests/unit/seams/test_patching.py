@@ -1,4 +1,4 @@
-"""A seam is patched, stays out of the way of its siblings, and is taken out without a trace."""
+"""A seam is patched without affecting other seams, and is removed without a trace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KINDS = ("scale", "Box.add", "Box.make", "Box.double", "Box.__init__")
 
 
 def contents(space):
-    """What a namespace holds: names in order, and the very objects."""
+    """A namespace's content: names in order, and the identities of the objects."""
     return [(name, id(value)) for name, value in vars(space).items()]
 
 
@@ -138,7 +138,7 @@ def test_an_inherited_method_is_refused_and_not_copied_down(lab, name):
 
 
 def test_a_method_that_only_exists_live_on_the_parent_is_refused(lab):
-    # The source has it, the imported class was changed before we came.
+    # The source has the method, but the imported class was changed before the patching.
     box = lab.ops.Box
     del box.add
     box.__base__.add = lambda self, amount: amount
@@ -218,7 +218,7 @@ def test_names_imported_by_value_after_patching_are_given_back(lab):
 
 
 def test_modules_are_looked_through_only_where_someone_has_a_copy(lab, monkeypatch):
-    """There are 300,000 names in a training process, and the look takes a quarter of a second."""
+    """A training process has 300,000 names; searching them takes a quarter of a second."""
     from precision_shim.seams import _sites
 
     looked_for = []
@@ -240,7 +240,7 @@ def test_modules_are_looked_through_only_where_someone_has_a_copy(lab, monkeypat
     users = lab.load("toy.users")
     engine.remove()
     assert users.scale is users.renamed is lab.ops.scale is before
-    assert looked_for == []  # declared, so known without a look
+    assert looked_for == []  # the copies are declared, so no search is needed
     lab.write({"toy/copies.py": "from toy.ops import scale as mine"})
     engine = install()
     copies = lab.load("toy.copies")

@@ -1,4 +1,4 @@
-"""What does not hold is refused whole, before anything is patched, and said."""
+"""A group whose facts do not hold is refused as a whole before any patch, and reported."""
 
 from __future__ import annotations
 
@@ -336,7 +336,7 @@ def test_a_module_that_a_known_version_had_is_missed_where_its_group_has_stayed(
     plan = check(lab.adapter(*rows), ("f", "g"), None, missed)
     assert [row.state for row in plan.rows] == ["refused", "refused", "absent"]
     assert "module toy.away not found, and toy 1.0 had toy.away:scale" in plan.rows[1].reason
-    # Where nothing else of the group is there, the path is gone whole: nothing is half.
+    # If the group has nothing else, the whole path is missing, so no group is patched in part.
     (alone,) = check(lab.adapter(rows[0]), ("f",), None, missed).rows
     assert (alone.state, "toy 1.0 had" in alone.reason) == ("absent", True)
 
@@ -345,7 +345,7 @@ def test_a_module_that_a_known_version_had_is_missed_where_its_group_has_stayed(
     ("had", "states"),
     [
         ({"toy.new:scale": "toy 1.0"}, ["refused", "refused"]),
-        ({}, ["pending"]),  # nobody knows of a version that had it
+        ({}, ["pending"]),  # no known version had the symbol
         ({"toy.old:scale": "toy 0.9"}, ["refused", "refused"]),
     ],
 )

@@ -1,4 +1,4 @@
-"""A seam whose function makes what stands in the symbol's place."""
+"""A seam whose function makes the replacement of a symbol."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ def test_looking_wakes_none_of_our_finders(rich):
 
 
 def test_looking_keeps_the_import_hooks_of_others(write_modules):
-    """wrapt's own finder would import the parent, and then lose the hook of what that imports."""
+    """wrapt's own finder would import the parent, and lose the hooks of modules it imports."""
     import wrapt
 
     write_modules({"toy/__init__.py": "import toy.ops", "toy/ops.py": "def f(a):\n    pass\n"})

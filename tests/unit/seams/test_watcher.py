@@ -1,4 +1,4 @@
-"""The watcher reports imports, finds nothing itself, and leaves no trace."""
+"""The watcher reports imports, finds no module itself, and leaves no trace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from precision_shim.process.finders import Watcher
 
 @pytest.fixture
 def watch(write_modules):
-    """Watch names; returns the list of what was reported."""
+    """Return a function that watches names and returns the list of reported names."""
     made = []
     before = list(sys.meta_path)
 
@@ -175,7 +175,7 @@ def test_an_old_loader_without_exec_module_is_left_alone(watch):
 
 
 def test_works_beside_wrapts_own_hooks(watch, write_modules):
-    # In a child: wrapt's finder stays on sys.meta_path for good.
+    # A child process is needed, because wrapt's finder stays on sys.meta_path for good.
     root = write_modules(MODULES)
     code = f"""
 import sys

@@ -1,4 +1,4 @@
-"""Digests: equal where the code is, on every Python; another where the code is another."""
+"""Digests: equal for equal code on every Python, and different for different code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def step(self, closure=None, *, scale: float = 1.0) -> bool:
 '''
 PLAIN_DIGEST = "836fa007131a2e77fccbd1cb4d80284686f0804c02843fb4c82d7e3c9e2dcf46"
 SAME = [
-    # without docstring, comments, annotations and positions
+    # the digest ignores docstring, comments, annotations and positions
     """
 def step(self, closure=None, *, scale=1.0):
     total = 0
@@ -71,7 +71,7 @@ def test_what_does_something_counts(change):
 
 
 def test_the_digest_is_the_same_on_every_python():
-    """And of this walk: another number means that the whole record has to be written anew."""
+    """If a change of ours changes the digest, the whole record must be written anew."""
     assert of(PLAIN) == PLAIN_DIGEST
 
 
@@ -151,14 +151,14 @@ def test_a_change_anywhere_is_seen_and_layout_is_not():
     for _ in range(150):
         source = generated(rng)
         found = of(source)
-        # Written anew by Python, and parsed again: other lines, brackets and quotes.
+        # Python writes the code with other lines, brackets and quotes.
         assert of(ast.unparse(ast.parse(source))) == found
         assert seen.setdefault(found, ast.dump(ast.parse(source))) == ast.dump(ast.parse(source))
         old = rng.choice([one for one in ast.walk(ast.parse(source)) if isinstance(one, ast.Name)])
         lines = source.splitlines()
         line = lines[old.lineno - 1]
         at = old.col_offset
-        if line[at : at + len(old.id)] != old.id:  # before 3.12 names in f-strings have no place
+        if line[at : at + len(old.id)] != old.id:  # before 3.12 names in f-strings have no position
             continue
         lines[old.lineno - 1] = f"{line[:at]}other{line[at + len(old.id) :]}"
         assert of("\n".join(lines)) != found

@@ -1,4 +1,4 @@
-"""Probes: what a rule assumes, what was found, and what cannot be asked."""
+"""Probes: a rule's assumption, what was found, and what cannot be tested here."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_what_is_assumed_of_torch_holds():
 
 
 def test_what_rests_on_a_probe_is_there():
-    """Else a report would send its reader to a rule that has moved."""
+    """If a rule has moved, a report would refer its reader to a rule that does not exist."""
     from precision_shim.seams import look
     from precision_shim_adapters.frameworks import FRAMEWORKS
 

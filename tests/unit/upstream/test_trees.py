@@ -1,4 +1,4 @@
-"""A look into a wheel or a folder: nothing of it is imported, and a path that is none is named."""
+"""Inspecting a wheel or a folder imports nothing; an error names any other kind of path."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def wheel(root, files, name="the_toy-2.5-py3-none-any.whl"):
 
 
 def places(kind, root):
-    """The same packages as each thing that a path may be; what to open."""
+    """Write the same packages in each form that a path may have; returns the path to open."""
     if kind == "folder":
         return write(root, FILES)
     if kind == "package":
@@ -100,8 +100,8 @@ def test_beneath_it_is_what_is_installed_but_for_packages_that_it_has(tmp_path, 
     assert not tree.complete
     with looking_at(over(tree)):
         assert look("toy.ops:scale").found
-        assert not look("toy.older:f").module_found  # the new release has dropped it
-        assert look("space.other.ops:g").found  # another distribution's
+        assert not look("toy.older:f").module_found  # The new release lacks this module.
+        assert look("space.other.ops:g").found  # This module is of another distribution.
         assert look("ast:parse").found
 
 
@@ -162,7 +162,7 @@ def broken_wheel(root):
         (lambda root: write(root, {"README": ""}), "holds no framework"),
         (lambda root: write(root, {"python": "#!/bin/sh\n", "src": ""}), "holds no framework"),
         (lambda root: write(root, {"other/__init__.py": "", "docs/toy/x.md": ""}), "holds no"),
-        # A folder of checkouts is no checkout, and no package either.
+        # A folder of checkouts is neither a checkout nor a package.
         (lambda root: write(root, {"toy/src/toy/__init__.py": ""}), "holds no framework"),
         (lambda root: wheel(root, {"other/__init__.py": ""}), "holds no framework"),
         (lambda root: write(root, {"toy-1.whl": "no zip"}) / "toy-1.whl", "no wheel"),
