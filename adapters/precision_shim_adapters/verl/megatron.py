@@ -101,8 +101,8 @@ def has_fields() -> bool:
 def _opt_in(optim_config: Any, fields: bool) -> dict[str, Any]:
     """The values of verl 0.9's opt-in fields in the config, with dtype names coerced.
 
-    A verl without these fields adds none to the config, so the user wrote each that is there. A verl
-    with them adds ``False`` as the default, so ``False`` does not count as the user's choice.
+    A verl without these fields adds none to the config, so the user wrote each that is there. A
+    verl with them adds ``False`` by default, so ``False`` does not count as the user's choice.
     """
     values = {key: _read(optim_config, key) for key in PRECISION_AWARE_FIELDS}
     if fields and not values[PRECISION_AWARE]:
