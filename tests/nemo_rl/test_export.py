@@ -1,4 +1,4 @@
-"""The actor class: how it is exported, what inherits from it, and that it comes out again."""
+"""The shim's actor class: its export, classes that inherit from NeMo-RL's, and its removal."""
 
 from __future__ import annotations
 

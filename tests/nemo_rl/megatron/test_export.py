@@ -1,4 +1,4 @@
-"""The actor classes of NeMo-RL's Megatron workers, as they look from outside."""
+"""The signatures and docs of the actor classes of NeMo-RL's Megatron workers stay as they were."""
 
 from __future__ import annotations
 

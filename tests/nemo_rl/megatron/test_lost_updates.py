@@ -1,4 +1,4 @@
-"""PRECISION_SHIM_WATCH_UPDATES in NeMo-RL's Megatron workers: the figures among their metrics."""
+"""PRECISION_SHIM_WATCH_UPDATES adds its figures to the metrics of NeMo-RL's Megatron workers."""
 
 from __future__ import annotations
 
