@@ -513,7 +513,7 @@ def test_engine_init_kwargs_go_over_the_key(
 def test_weights_go_out_in_the_dtype_of_engine_init_kwargs(
     shim: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without the shim SkyRL would round weights to bf16 before it sends them to the fp16 engine."""
+    """Without the shim SkyRL would round weights to bf16 before sending them to an fp16 engine."""
     words = on_fsdp("fp16", f"{OVER}.dtype=half", f"{REF}=fp16")
     shim(export=False)
     config, messages = warned(lambda: validated(*words))
