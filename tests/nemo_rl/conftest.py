@@ -1,4 +1,4 @@
-"""The real NeMo-RL on a CPU.
+"""Fixtures with the real NeMo-RL on a CPU.
 
 Only fixtures import the framework, so that pytest collects the tests quickly and a warning that the
 framework raises at import does not fail the collection.
@@ -40,7 +40,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 @functools.cache
 def look_at_imports_no_more(kind: str) -> None:
-    """Freeze the two million objects of the imports: the workers collect garbage at each step."""
+    """Exclude two million imported objects from the garbage collection at each worker's step."""
     gc.collect()
     gc.freeze()
 

@@ -1,14 +1,14 @@
 """Real NeMo-RL DTensor workers on a CPU, in this process, in several, or in Ray actors.
 
 NeMo-RL's workers name NCCL, ``"cuda"`` meshes, ``"cuda"`` autocast and Ray's GPUs, but use few of
-their functions. This module replaces those functions by ones for the CPU. The real worker classes
+their functions. This module replaces these GPU functions by CPU ones. The real worker classes
 then load a tiny model, train, save, resume over gloo. Works with NeMo-RL 0.4.0 to 0.7.0 (2026-11).
 
 * :func:`nemo_rl_on_cpu` is the harness for a process that makes a worker itself.
 * :func:`stay_on_cpu` is the harness for the processes of a Ray cluster: it takes effect when
-  ``nemo_rl`` is imported, and is never undone. A ``sitecustomize`` on ``PYTHONPATH`` calls it.
+  ``nemo_rl`` is imported, and is never undone. ``sitecustomize.py`` on ``PYTHONPATH`` calls it.
 
-The harness does not show how CUDA kernels behave, how they round, NCCL, or speed.
+The harness shows nothing about CUDA kernels, their rounding, NCCL, or speed.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _answer_for_gpus(stack: contextlib.ExitStack, init_method: str | None) -> No
         enter_autocast(self, "cpu", *args, **kwargs)
 
     def swap_tensors(one: Any, other: Any) -> None:
-        # Moved to the CPU, a CPU tensor is the same object; torch would count its owners twice.
+        # A CPU tensor that is moved to the CPU is one object, whose owners torch would count twice.
         if one is not other:
             swap(one, other)
 
@@ -161,7 +161,7 @@ def _no_memory(*args: Any) -> int:
 def _module_is_there(name: str) -> None:
     module = sys.modules[name]
     replacements: dict[str, Callable[..., Any]] = {
-        # This patch supports one version of torch only, and asserts that version.
+        # NeMo-RL's patch supports and asserts a single version of torch.
         "apply_torch_aten_alias_tensor_patch": _nothing,
         # NeMo-RL's function changes vLLM's files, and vLLM is not installed.
         "_apply_vllm_patches": _nothing,
@@ -174,13 +174,13 @@ def _module_is_there(name: str) -> None:
             setattr(module, attribute, value)
     if name == _AUTO_MODEL:
         # nemo_automodel 0.1 loads models with flash attention by default, which needs a GPU.
-        # NeMo-RL 0.4 chooses another attention in only one of its two calls.
+        # NeMo-RL 0.4 overrides this default in only one of its two calls.
         loader = module._BaseNeMoAutoModelClass.from_pretrained.__func__
         loader.__kwdefaults__["attn_implementation"] = "sdpa"
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Replaces NeMo-RL's patch of another torch version, and its patch of vLLM."""
+    """Replaces NeMo-RL's patches of vLLM and of a torch version that is not installed."""
 
 
 def _plain_model_class(model_name: str) -> Any:
@@ -193,8 +193,8 @@ def _plain_model_class(model_name: str) -> Any:
 def config_modules_pickle() -> Iterator[None]:
     """Let torch's config modules be pickled by their names; undone on exit.
 
-    Torch 2.13 refuses to pickle its config modules. NeMo-RL 0.4 to 0.6, which are made for older
-    versions of torch, send actor classes to Ray that contain such a module by value.
+    Torch 2.13 refuses to pickle its config modules. But NeMo-RL 0.4 to 0.6, made for older torch,
+    send actor classes to Ray that contain a config module by value.
     """
     from torch.utils._config_module import ConfigModule
 

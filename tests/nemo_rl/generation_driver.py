@@ -1,7 +1,7 @@
 """A NeMo-RL driver with a generation worker in a real local Ray cluster; prints its results.
 
-Run as a script, because workers inherit the driver's environment. NeMo-RL's own builder makes the
-actor as the second worker of an engine on two GPUs, and such a worker has no engine of its own.
+Run as a script, because workers inherit the driver's environment. NeMo-RL's own builder makes
+the actor as the second worker of a two-GPU engine, because a second worker starts no engine.
 ``Engine`` stands in for vLLM, which is not installed; ``tests/vllm/test_nemo_rl.py`` runs vLLM.
 """
 
@@ -39,7 +39,7 @@ METHODS = ("post_init", "update_weights_via_ipc_zmq", "update_weights_from_colle
 
 
 class Engine:
-    """Has the attributes of vLLM's ``LLM`` that NeMo-RL and the shim use; its model: one layer."""
+    """Has the attributes of vLLM's ``LLM`` that NeMo-RL and the shim use."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -67,11 +67,11 @@ def give(self: Any, suffix: str) -> None:
 
     self.llm = AsyncEngine() if suffix else Engine()
     self.cfg["vllm_cfg"]["async_engine"] = bool(suffix)
-    self._mtp_load_from_disk = False  # from 0.7 on NeMo-RL sets it when it makes the engine
+    self._mtp_load_from_disk = False  # from 0.7 on NeMo-RL sets this field with the engine
 
 
 def asked(self: Any) -> list[str]:
-    """The methods that were called on a worker's engine; runs in the actor."""
+    """Return the names of the methods called on a worker's engine; runs in the actor."""
     found: list[str] = self.llm.asked
     return found
 

@@ -42,7 +42,7 @@ def run(launch: Launch) -> Any:
 
 
 def unpickle(launch: Launch) -> list[str]:
-    """Load a worker's class as an actor does: its module is imported, the shim is not installed.
+    """Import a worker's module and load the worker's class as a Ray actor does, without the shim.
 
     Options: ``target``, the class by its name, and ``file``, the pickle.
     """
@@ -75,7 +75,7 @@ def train(launch: Launch) -> dict[str, Any]:
 
 
 def _train(launch: Launch, kind: str, folder: Path) -> dict[str, Any]:
-    """Train four steps, resume and repeat the fourth; step 2 overflows on the last rank only."""
+    """Train four steps, resume, repeat the fourth step; the last rank alone overflows in step 2."""
     import torch
 
     from . import support
@@ -108,7 +108,7 @@ def _train(launch: Launch, kind: str, folder: Path) -> dict[str, Any]:
     with nemo_rl_on_cpu(world_size, rank, str(folder / "meet")):
         support.actor_class(kind)
         gc.collect()
-        gc.freeze()  # imports are no garbage, and the workers collect garbage at each step
+        gc.freeze()  # workers then scan no imports when they collect garbage at each step
         worker = support.make_worker(kind, config)
         found["steps"] = [one_step(worker, step) for step in range(3)]
         support.save(worker, folder)

@@ -24,7 +24,7 @@ RANKS = 2
 
 
 def report(self):
-    """A worker's seams, a digest of its parameters and its loss scale; runs in the actor."""
+    """Report a worker's seams, parameter digest and loss scale; runs in the actor."""
     import hashlib
     import os
 
@@ -135,7 +135,7 @@ def train_by_their_loop(policy, model, folder, config):
 
 
 def main(kind: str, model: Path, folder: Path, precision: str) -> dict[str, object]:
-    """Train with an overflow, save, train on; resume in new actors and repeat the last step."""
+    """Train with an overflow, save, train one more step; resume in new actors and repeat it."""
     import ray
 
     from tests.forks import WORKER_PYTHON
@@ -149,13 +149,13 @@ def main(kind: str, model: Path, folder: Path, precision: str) -> dict[str, obje
     from nemo_rl.models.policy.lm_policy import Policy
 
     def run_by(python):
-        registry.ACTOR_ENVIRONMENT_REGISTRY[fqn] = python  # so that uv makes no environment
+        registry.ACTOR_ENVIRONMENT_REGISTRY[fqn] = python  # prevents a new environment by uv
 
     config = support.policy_config(
         model,
         precision,
         kind,
-        # The first step overflows, and backoff_factor then lowers the scale to one that fits fp16.
+        # The first step overflows; backoff_factor then lowers the scale to a value that fits fp16.
         precision_shim={"loss_scale_init": 1e30, "backoff_factor": 1e-26},
     )
 
@@ -200,7 +200,7 @@ def main(kind: str, model: Path, folder: Path, precision: str) -> dict[str, obje
             "workers": reports(made),
         }
 
-    # One case starts workers as Ray does. In all others they are forks of a process with imports.
+    # In one case Ray starts the workers. In all other cases workers are forks with imports.
     forked = os.environ[WORKER_PYTHON]
     run_by(sys.executable if kind == "v1" and "PRECISION_SHIM" in os.environ else forked)
     cluster, first = policy()
@@ -243,8 +243,8 @@ if __name__ == "__main__":
         found = main(kind, Path(model), Path(folder), precision)
         print("FOUND " + json.dumps(found), flush=True)
     except Exception:
-        # If the interpreter ended normally, NeMo-RL's cluster object would shut down here: it would
-        # start another Ray, and wait.
+        # os._exit skips the shutdown of NeMo-RL's cluster object, which would start another Ray and
+        # wait for it.
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)

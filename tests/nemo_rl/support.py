@@ -59,7 +59,7 @@ def policy_config(model: Path, precision: str, kind: str = "v1", **changes: Any)
         "max_grad_norm": 1.0,
         "optimizer": {
             "name": "torch.optim.AdamW",
-            # eps far exceeds fp16's rounding; else signs of gradients near 0 would decide a step.
+            # If eps were below fp16's rounding, signs of gradients near 0 would decide a step.
             "kwargs": {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-3, "foreach": False},
         },
         "scheduler": {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"total_iters": 20}},
@@ -100,7 +100,7 @@ def nll_loss() -> Any:
 
 
 def loss_for(kind: str) -> Any:
-    """NeMo-RL's own loss for a kind of worker."""
+    """Return NeMo-RL's own loss for a kind of worker."""
     if kind != "value":
         return nll_loss()
     from nemo_rl.algorithms.loss.loss_functions import MseValueLossConfig, MseValueLossFn
@@ -133,7 +133,7 @@ def make_worker(kind: str, config: dict[str, Any], **arguments: Any) -> Any:
         given.pop("init_reference_model")
     if kind != "v2" or Version("0.6") > NEMO_RL:
         given["tokenizer"] = tokenizer(model)
-    torch.manual_seed(0)  # every worker initializes its value head anew
+    torch.manual_seed(0)  # each worker initializes its value head at random
     return plain(kind)(json.loads(json.dumps(config)), **given)
 
 
@@ -157,7 +157,7 @@ def parameters(worker: Any) -> dict[str, torch.Tensor]:
     from torch.distributed.fsdp import FSDPModule
 
     for module in worker.model.modules():
-        if isinstance(module, FSDPModule):  # an evaluation leaves some parameters gathered in fp16
+        if isinstance(module, FSDPModule):  # an evaluation may leave parameters gathered in fp16
             module.reshard()
     return {
         name: (one.full_tensor() if hasattr(one, "full_tensor") else one).detach().clone()

@@ -27,7 +27,7 @@ def test_alone(kind, worker, shim) -> None:
 
 
 def test_beside_loss_scaling(kind, worker, shim) -> None:
-    """The scaler exists before the audit looks for one, so the audit has no note on it."""
+    """The scaler exists before the audit runs, so the audit notes no missing scaler."""
     shim()
     with worker(kind, "float16") as one:
         (before,) = precision_shim.status().audit

@@ -1,6 +1,6 @@
-"""Policy and rollout dtypes of a NeMo-RL job: what driver and plan report, what the rollout gets.
+"""Policy and rollout dtypes of a NeMo-RL job: reports of driver and plan, config of the rollout.
 
-The configs come from NeMo-RL's checkout. They pass through its own loader, its own
+The configs of NeMo-RL's checkout pass through NeMo-RL's own loader, its own
 ``configure_generation_config`` and its own ``setup``, until the first worker would start.
 """
 
@@ -106,7 +106,7 @@ def chosen(policy: str, other: str) -> str:
 
 
 def words(policy: str, rollout: str) -> tuple[str, ...]:
-    """Overrides for a pair of dtypes; only the shim accepts the name ``rollout``, such as fp16."""
+    """Overrides for two dtypes; the rollout's short name, such as fp16, needs the shim."""
     return (f"policy.precision={DTYPES[policy]}", f"{KEY}={rollout}")
 
 
@@ -124,7 +124,7 @@ def test_the_driver_tells(
     rollout: str,
     settings: dict[str, str],
 ) -> None:
-    """A dtype in the config counts as the user's, and stays under ``follow``, too."""
+    """A dtype in the config counts as the user's, so even ``follow`` does not change it."""
     config = read(checkout, GRPO, *words(policy, rollout))
     shim(settings=settings)
     given, told = watched(lambda: set_up(config, monkeypatch, tmp_path))
@@ -139,7 +139,7 @@ def test_the_driver_tells(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@needs_ppo  # the worker that starts vLLM differs in each version; sides_driver.py knows 0.7's
+@needs_ppo  # sides_driver.py replaces names in 0.7's worker, which differs from other versions'
 @pytest.mark.usefixtures("start_up_file")
 def test_nine_pairs_in_a_ray_actor(
     ranks: Ranks,
@@ -318,7 +318,7 @@ def test_a_wrong_name(shim: Any, name: object) -> None:
 
 
 def test_a_second_dtype_for_vllm(shim: Any) -> None:
-    """NeMo-RL merges both dtypes into one dict, which raises a TypeError in an actor."""
+    """NeMo-RL passes both dtypes to one call, which raises a TypeError in an actor."""
     shim()
     with pytest.raises(DtypeError, match=r"generation\.vllm_kwargs\.dtype='half': NeMo-RL passes"):
         complete(generation("bf16", vllm_kwargs={"dtype": "half"}))
@@ -381,7 +381,7 @@ def begin(module_name: str, config: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def plain(folder: Path, path: str, *overrides: str, into: str = "") -> Any:
-    """A config from NeMo-RL's own loader, as the config class of a loop."""
+    """A config that NeMo-RL's own loader reads, converted to a loop's config class."""
     from nemo_rl.utils import config as loader
     from omegaconf import OmegaConf
 
@@ -538,7 +538,7 @@ def test_the_plan_names_a_key_that_it_cannot_resolve(
 def test_the_weights_are_rounded_once(
     worker: Any, shim: Any, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: str
 ) -> None:
-    """With the shim as without it, fp32 parameters are sent in ``policy.precision``."""
+    """fp32 parameters are rounded once, to ``policy.precision``, with the shim and without."""
     from .support import batch, loss_for, parameters
 
     def sent(made: Any) -> dict[str, torch.Tensor]:
@@ -556,7 +556,7 @@ def test_the_weights_are_rounded_once(
 
     shim()
     with worker(kind, dtype) as made:
-        made.train(batch(), loss_for(kind), gbs=4, mbs=2)  # so that weights differ from the file's
+        made.train(batch(), loss_for(kind), gbs=4, mbs=2)  # weights must differ from the file
         ours, held = sent(made), parameters(made)
         precision_shim.uninstall()
         theirs = sent(made)

@@ -35,7 +35,7 @@ DRIVER = contract.Driver(
 
 
 class TestRelease(contract.Release):
-    """Also tests a checkout on ``PYTHONPATH``, because NeMo-RL's own launcher runs it as one."""
+    """Also tests a checkout on ``PYTHONPATH``, because NeMo-RL's own launcher uses a checkout."""
 
     driver = DRIVER
 
@@ -94,7 +94,7 @@ class TestWorker(contract.Worker):
 class TestWishes(contract.Wishes):
     driver = DRIVER
     OPEN = ("bf16", "fp16", "params_dtype", "use_precision_aware_optimizer", "adam_beta2")
-    """Keys in NeMo-RL's YAML files that a case leaves out unless it names them."""
+    """Keys in NeMo-RL's YAML files that ``wishes_of`` omits, unless the case sets them."""
 
     @pytest.fixture
     def wishes_of(self, model: Path) -> Callable[[Case], Any]:
@@ -145,10 +145,10 @@ class TestUpstream(contract.Upstream):
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 class TestUpstreamsOwn(contract.UpstreamsOwn):
-    """Tests in NeMo-RL's repository at the installed version's tag; its package contains none.
+    """Tests in NeMo-RL's repository at the installed version's tag; the package has none.
 
-    The repository's ``conftest.py`` is left out, because it starts a Ray cluster for every test. A
-    test that needs a fixture of this file errors both with the shim and without it.
+    The run omits the repository's ``conftest.py``, which starts a Ray cluster for every test. A
+    test that needs a fixture of ``conftest.py`` errors both with the shim and without it.
     """
 
     driver = DRIVER
@@ -160,7 +160,7 @@ class TestUpstreamsOwn(contract.UpstreamsOwn):
         "utils/test_native_checkpoint.py",
         "utils/test_automodel_checkpoint.py",
     )
-    """Tests of the workers and of the symbols that the shim wraps; not all are in every version."""
+    """Tests of workers and wrapped symbols; some versions of NeMo-RL lack some of the files."""
 
     @pytest.fixture
     def own(self, ranks: Ranks, tmp_path: Path) -> Own:

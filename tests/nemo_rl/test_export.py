@@ -1,4 +1,4 @@
-"""The shim's actor class: its export, classes that inherit from NeMo-RL's, and its removal."""
+"""Export and removal of the shim's actor class, and a user's subclass of NeMo-RL's worker."""
 
 from __future__ import annotations
 

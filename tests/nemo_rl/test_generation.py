@@ -25,7 +25,7 @@ from .generation_driver import CONFIG, KINDS, METHODS, give
 
 HERE = Path(__file__).parent
 OWN = ["report_device_id", *METHODS[1:]]
-"""The engine methods that NeMo-RL itself calls; from 0.7 on it also calls ``bind_numa``."""
+"""The engine methods that NeMo-RL itself calls, except ``bind_numa`` (from 0.7 on)."""
 
 BOTH = [part for own in OWN for part in (own, "apply_model")]
 
@@ -52,7 +52,7 @@ def held(folder: Path) -> dict[str, Any]:
 
 
 def make(suffix: str) -> Any:
-    """The worker's class without its actor, made as the second worker of an engine."""
+    """A worker object without an actor, made like the second worker of an engine."""
     module, _, name = KINDS[suffix].rpartition(".")
     plain = plain_class(getattr(importlib.import_module(module), name))
     worker = plain(copy.deepcopy(CONFIG))
@@ -83,7 +83,7 @@ def test_a_sync_that_failed_is_none(shim: Any, tmp_path: Path, suffix: str) -> N
     """If a weight sync fails, NeMo-RL's method returns ``False``."""
     shim(settings={"audit_dir": str(tmp_path)})
     worker = make(suffix)
-    worker.cfg["vllm_cfg"]["async_engine"] = not suffix  # the worker's method refuses this value
+    worker.cfg["vllm_cfg"]["async_engine"] = not suffix  # the method refuses the wrong kind
     assert call(worker, f"{METHODS[1]}{suffix}") is False
     assert worker.llm.asked == []
     assert held(tmp_path) == {}

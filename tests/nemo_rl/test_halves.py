@@ -21,7 +21,7 @@ GENERATION = {"backend": "vllm", "temperature": 1.0, "vllm_cfg": {"precision": "
 
 
 class Wire:
-    """The receiver's socket: it stores the names that it receives, and always answers."""
+    """Stands in for the receiver's socket: stores the received names, and always answers."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -57,11 +57,11 @@ def test_what_a_worker_sends(
     kind: str,
     dtype: str,
 ) -> None:
-    """Compares sent and own weights, in an fp16 policy and in a bf16 one with an fp16 rollout."""
+    """The audit compares sent and own weights, of an fp16 and of a bf16 policy (rollout: fp16)."""
     shim(settings={"audit_dir": str(tmp_path)})
     with worker(kind, dtype) as made:
-        made.cfg["generation"] = GENERATION  # some keys of a driver's config
-        made.train(batch(), loss_for(kind), gbs=4, mbs=2)  # so that weights differ from the file's
+        made.cfg["generation"] = GENERATION  # Keys of a driver's config.
+        made.train(batch(), loss_for(kind), gbs=4, mbs=2)  # Weights must differ from the file.
         names = send(made, monkeypatch)
     (half,) = [one for _, one in halves.read(str(tmp_path))]
     assert isinstance(half, halves.Sent)

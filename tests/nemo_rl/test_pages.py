@@ -1,6 +1,6 @@
 """The configs of NeMo-RL's jobs in README and docs pass through NeMo-RL's own set-up.
 
-The configs come from NeMo-RL's checkout in uv's cache, because its package contains none. Its
+The configs come from NeMo-RL's checkout in uv's cache, because the package has none. NeMo-RL's
 config classes, ``setup`` and ``Policy`` run until Ray would start the first worker. For Megatron
 jobs the dtype checks of NeMo-RL's worker run too.
 """
@@ -29,7 +29,7 @@ class NextIsAWorkerError(Exception):
 
 
 class Cluster:
-    """Stands in for NeMo-RL's Ray cluster; NeMo-RL reads its number of GPUs."""
+    """Stands in for NeMo-RL's Ray cluster; returns a number of GPUs that do not exist."""
 
     _sorted_bundle_indices = None
 
@@ -105,8 +105,8 @@ def set_up(config: Any, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     from nemo_rl.models.generation import configure_generation_config
     from nemo_rl.models.policy import lm_policy
 
-    monkeypatch.chdir(folder)  # NeMo-RL makes the directories that the config names
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")  # NeMo-RL's container sets this variable
+    monkeypatch.chdir(folder)  # NeMo-RL makes the directories in the config.
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")  # NeMo-RL's container sets this name.
     monkeypatch.setattr(grpo, "RayVirtualCluster", Cluster)
     monkeypatch.setattr(grpo, "Logger", Anything)
     monkeypatch.setattr(grpo, "VllmGeneration", Anything)
@@ -123,7 +123,7 @@ def set_up(config: Any, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def dtypes_of_megatron(policy: dict[str, Any]) -> None:
-    """Run a Megatron worker's dtype checks of its config, which are functions from 0.6 on."""
+    """Run NeMo-RL's functions that check the dtypes of a Megatron config; 0.6 added them."""
     try:
         setup = importlib.import_module("nemo_rl.models.megatron.setup")
     except ModuleNotFoundError:

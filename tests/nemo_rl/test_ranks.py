@@ -1,4 +1,4 @@
-"""Two processes over gloo skip a step together, and a resumed worker continues bit for bit."""
+"""Two processes over gloo skip the same steps, and a resumed worker continues bit for bit."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Trained = Callable[[str, dict[str, Any]], list[dict[str, Any]]]
 def trained(ranks: Ranks, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """The results of each rank for a kind of worker.
 
-    All kinds train one after the other in the same processes, which therefore import only once. If
+    All kinds train one after the other in the same processes, to save imports. If
     a kind fails, the launch fails, and each kind is then launched alone.
     """
     models = {kind: str(model) for kind in KINDS}
     if "value" in models:
-        # nemo_automodel initializes a value head that the file lacks in one process only. The other
-        # processes keep uninitialized memory, so this file contains a value head.
+        # nemo_automodel initializes a value head that the checkpoint lacks in one process only. The
+        # other processes keep uninitialized memory. So this checkpoint contains a value head.
         models["value"] = str(make_checkpoint(tmp_path_factory.mktemp("value"), value_head=True))
 
     @functools.cache
@@ -68,7 +68,7 @@ def test_two_ranks_skip_together_and_resume(
         assert one["same"]
         assert one["resumed"] == one["steps"][-1]
     assert found[0]["steps"][1]["metrics"] == [[65536.0], [1.0]]
-    assert found[1]["steps"][1]["metrics"] == [None, None]  # NeMo-RL would sum them over ranks
+    assert found[1]["steps"][1]["metrics"] == [None, None]  # NeMo-RL sums metrics over ranks
 
 
 @pytest.mark.timeout(900)

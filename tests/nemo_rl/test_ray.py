@@ -98,7 +98,7 @@ def test_workers_train_skip_save_and_resume(
     for before, after in zip(start, overflow["workers"], strict=True):
         assert after["parameters"] == before["parameters"]
         assert (after["scale"], after["skipped"]) == (pytest.approx(1e4), 1)
-    # All later steps are taken.
+    # No later step is skipped.
     for step in (*steps[1:], found["on"]):
         assert math.isfinite(step["grad_norm"])
         assert step["loss_scale"] == [pytest.approx(1e4)]

@@ -91,7 +91,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def sglang() -> Iterator[Any]:
-    """NeMo-RL's SGLang module; skips in versions without it."""
+    """NeMo-RL's SGLang module; skips the test if NeMo-RL lacks the module."""
     if not has_sglang():
         pytest.skip("before 0.6 NeMo-RL has no SGLang")
     with nemo_rl_on_cpu():
@@ -119,7 +119,7 @@ def test_servers_are_asked_when_a_weight_sync_ends(
     sglang: Any, shim: Any, server: Server, tmp_path: Path
 ) -> None:
     shim(settings={"audit_dir": str(tmp_path)})
-    made = generation(sglang, server.url, None)  # None is the worker on an engine's second node
+    made = generation(sglang, server.url, None)  # None: a worker on an engine's second node
     made.prepare_for_generation(tags=["weights"])
     made.prepare_for_generation()
     assert server.asked == []
@@ -139,7 +139,7 @@ def test_servers_are_asked_when_a_weight_sync_ends(
 def test_new_servers_are_asked(
     sglang: Any, shim: Any, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test replaces Ray, GPUs, the router and the workers, which NeMo-RL's start needs."""
+    """Stand-ins replace the Ray cluster, GPUs, router and workers of NeMo-RL's start."""
     if not hasattr(sglang, "_start_router"):
         pytest.skip("before 0.7 the start is NeMo-RL's worker group, which needs GPUs in Ray")
     shim(settings={"audit_dir": str(tmp_path)})

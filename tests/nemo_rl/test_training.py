@@ -18,11 +18,11 @@ pytestmark = pytest.mark.parametrize("kind", KINDS)
 
 
 ROUNDED = 2.0**-11
-"""The relative error of rounding to fp16; the two losses below may round differently."""
+"""The relative rounding error of fp16, by which NeMo-RL's loss and the loop's may differ."""
 
 
 class Times:
-    """A loss function times a factor; its attributes are those of the loss function."""
+    """A loss function times a factor, with all attributes of the loss function."""
 
     def __init__(self, loss_fn: Any, factor: float) -> None:
         self.loss_fn, self.factor = loss_fn, factor
@@ -84,7 +84,7 @@ def test_gradients_too_small_for_fp16_survive(kind, worker, shim) -> None:
 
 
 def test_auxiliary_losses_of_experts_are_scaled_too(kind, worker, shim) -> None:
-    """nemo_automodel adds an auxiliary loss in the backward pass, not to the loss itself."""
+    """nemo_automodel adds gradients of auxiliary losses in the backward pass, not to the loss."""
     if kind == "v1":
         pytest.skip("the first worker trains without nemo_automodel")
     moe = pytest.importorskip(

@@ -40,7 +40,7 @@ def audits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(ran: Callable[..., Ran], checkpoints: Path, audits: Path) -> Ran:
-    """Trainer and rollout in fp16, four steps, saved after two; with an audit of the engine, too."""
+    """Trainer and rollout in fp16, four steps, saved after two; the engine is audited, too."""
     keys = ("trainer.save_freq=2", f"trainer.default_local_dir={checkpoints}")
     audited = {
         "PRECISION_SHIM_AUDIT_DIR": str(audits),

@@ -1,4 +1,4 @@
-"""The real SkyRL on the real megatron-core and Megatron-Bridge, on a CPU.
+"""Fixtures with the real SkyRL, megatron-core and Megatron-Bridge on a CPU.
 
 Only fixtures import the frameworks, so that pytest collects the tests quickly and a warning that a
 framework raises at import does not fail the collection.
@@ -44,7 +44,7 @@ def skyrl() -> None:
     import skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker
     import skyrl.backends.skyrl_train.workers.megatron.megatron_worker  # noqa: F401
 
-    # The frameworks collect garbage at each step; frozen imports are not scanned.
+    # The frameworks collect garbage at each step, which would scan all imports.
     gc.collect()
     gc.freeze()
 

@@ -1,17 +1,17 @@
 """SkyRL's workers on a CPU: stand-ins for packages that SkyRL imports, and for its GPU.
 
 * :func:`flash_attn_placeholder` writes an empty package ``flash_attn``, because SkyRL imports
-  ``pad_input`` and ``unpad_input`` at module level. Its version is 0, so that transformers
+  ``pad_input`` and ``unpad_input`` at module level. The version is 0, so that transformers
   correctly treats flash attention as not installed.
 * :func:`import_megatron` imports Megatron-Bridge for SkyRL's Megatron workers, with stand-ins for
-  names that SkyRL 0.4 imports and that cannot be installed here.
-* :func:`skyrl_on_cpu` replaces the device ``"cuda"``, which SkyRL's workers name. In addition to
-  :func:`~precision_shim.testing.megatron_cpu.cuda_means_cpu`, it builds SkyRL's device meshes and
-  autocasts for the CPU.
+  packages that SkyRL 0.4 imports and that a CPU machine cannot install.
+* :func:`skyrl_on_cpu` makes the device ``"cuda"`` in SkyRL's workers mean the CPU. In addition to
+  :func:`~precision_shim.testing.megatron_cpu.cuda_means_cpu`, it puts SkyRL's device meshes and
+  autocasts on the CPU.
 * :func:`stay_on_cpu` enters ``skyrl_on_cpu`` in the processes of a Ray cluster.
-* :func:`make_worker` makes the object of a Ray actor in this process.
+* :func:`make_worker` makes a worker object in this process, without a Ray actor.
 
-These have no stand-in: packing of sequences without padding (it needs flash attention; leave
+Three features have no stand-in: packing of sequences without padding (needs flash attention; leave
 ``use_sample_packing`` or ``remove_microbatch_padding`` off), inference engines, weight sync.
 """
 
@@ -59,10 +59,10 @@ _METADATA = "Metadata-Version: 2.1\nName: flash-attn\nVersion: 0\n"
 
 
 def flash_attn_placeholder(folder: Path) -> Path:
-    """Write a placeholder for ``flash_attn``; its folder has to be put on ``sys.path``.
+    """Write a placeholder for ``flash_attn``; the caller puts ``folder`` on ``sys.path``.
 
-    Other processes find the placeholder through ``PYTHONPATH``. Call this before transformers is
-    imported, because transformers reads the installed packages at its import.
+    Other processes find the placeholder through ``PYTHONPATH``. Call this function before the first
+    import of transformers, which then reads the installed packages.
 
     Args:
         folder: an existing folder.
@@ -85,15 +85,15 @@ def flash_attn_placeholder(folder: Path) -> Path:
 
 
 def import_megatron() -> None:
-    """Import what SkyRL's Megatron workers need; call it before they are imported.
+    """Import the packages of SkyRL's Megatron workers, before the workers are imported.
 
     Raises:
         ImportError: skyrl, megatron-core or Megatron-Bridge is not installed.
     """
     import_megatron_bridge()
     if Version(version("skyrl")) >= Version("0.4"):
-        # This module of Megatron's imports nvidia_resiliency_ext, and has to find it missing. So it
-        # is imported before the stand-in exists.
+        # The import of this Megatron module must not find the stand-in for nvidia_resiliency_ext. So
+        # the module is imported before the stand-in exists.
         importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")
         _stand_in_resiliency()
         _stand_in_adapter_sync()
@@ -114,7 +114,7 @@ class AsyncCallsQueue:
 def _stand_in_resiliency() -> None:
     """Add a module ``nvidia_resiliency_ext``, whose ``AsyncCallsQueue`` SkyRL 0.4 uses.
 
-    megatron-core needs 0.6 or newer, whose wheels need a newer glibc than most images have.
+    megatron-core needs wheels from 0.6 on, which need a newer glibc than most images have.
     """
     if importlib.util.find_spec("nvidia_resiliency_ext") is not None:
         return
@@ -129,7 +129,7 @@ def _stand_in_resiliency() -> None:
 
 
 def _stand_in_adapter_sync() -> None:
-    """Add two functions of Megatron-Bridge's main for experts' LoRA adapters, which 0.6.2 lacks."""
+    """Add two functions for experts' LoRA adapters that Megatron-Bridge 0.6.2 lacks."""
     from megatron.bridge.peft import utils
     from megatron.core.distributed import finalize_model_grads
 
@@ -177,8 +177,8 @@ def skyrl_on_cpu() -> Iterator[None]:
 def stay_on_cpu() -> None:
     """Enter ``skyrl_on_cpu`` in this thread and in threads started later, and never leave it.
 
-    Ray calls it as a setup hook. An actor's methods run in another thread than the hook, and each
-    thread replaces the device names for itself.
+    Ray calls this function as a setup hook. An actor's methods run in another thread, and device
+    names are replaced for each thread separately.
     """
     stack = ExitStack()
     stack.enter_context(skyrl_on_cpu())
@@ -211,7 +211,7 @@ def make_worker(kind: type[Any], cfg: Any, *, rank: int = 0, world_size: int = 1
         port = free.getsockname()[1]
     from skyrl.backends.skyrl_train.workers import worker as module
 
-    # In an actor this function redirects the logging of the whole process; here it must not.
+    # SkyRL's function redirects the logging of the whole process, which is right in an actor only.
     logging = {"configure_ray_worker_logging": lambda: None}
     try:
         with _patch(module, logging):
@@ -224,7 +224,7 @@ def make_worker(kind: type[Any], cfg: Any, *, rank: int = 0, world_size: int = 1
                 master_port=port,
                 sequence_parallel_size=1,
             )
-    finally:  # the constructor sets the variables; later steps use the process group it made
+    finally:  # the constructor has set the variables, and its process group no longer needs them
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)

@@ -1,4 +1,4 @@
-"""One of the two ranks of ``test_two_ranks``; arguments: FOLDER CHECKPOINT."""
+"""One of the two ranks of ``test_two_ranks``, with the arguments FOLDER and CHECKPOINT."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def one_role(role: str) -> None:
     assert str(resumed) == str(straight), (resumed, straight)
     assert torch.equal(parameters(worker), parameters(again))
 
-    # Without the scaler's state, resumed training differs.
+    # If the scaler's state is missing, the resumed training differs.
     file = Path(path) / f"extra_state_world_size_2_rank_{RANK}.pt"
     content = torch.load(file, weights_only=False)
     record = content["client_state"].pop("precision_shim_scaler")

@@ -1,6 +1,6 @@
 """Runs SkyRL's ``main`` for nine pairs of dtypes, up to the Ray actor that receives the config.
 
-SkyRL's users may replace its ``skyrl_entrypoint`` by their own entry point. ``Entry`` returns the
+SkyRL's users may replace its ``skyrl_entrypoint`` by their own entry point. ``Entry`` stores the
 dtypes with which the engines and the reference model would start.
 """
 

@@ -20,7 +20,7 @@ def python_path(*folders: Path) -> str:
 
 
 def train_config(*overrides: str) -> Any:
-    """SkyRL's own config from a command line, with the features off that a CPU lacks."""
+    """SkyRL's own config from a command line, without features that need a GPU."""
     from skyrl.train.config import SkyRLTrainConfig
 
     packing = "use_sample_packing"
@@ -63,7 +63,7 @@ def megatron_worker(checkpoint: Path, *overrides: str, config: Any = None) -> An
         transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
     )
     worker = make_worker(MegatronPolicyWorkerBase, config.trainer)
-    # SkyRL's init_worker_process_group does the same, but also starts Megatron's parallel state.
+    # SkyRL's init_worker_process_group would also start Megatron's parallel state, again.
     worker.strategy = MegatronStrategy(
         megatron_config=worker.cfg.policy.megatron_config,
         optimizer_config=worker.cfg.policy.optimizer_config,
@@ -94,7 +94,7 @@ def fsdp_config(role: str, checkpoint: Path, dtype: str | None, *overrides: str)
     """
     from skyrl.train.config import SkyRLTrainConfig
 
-    strategy = SkyRLTrainConfig().trainer.strategy  # 0.2 names "fsdp2" what 0.3 names "fsdp"
+    strategy = SkyRLTrainConfig().trainer.strategy  # "fsdp2" in 0.2 is "fsdp" in 0.3
     mixed = f"trainer.{role}.fsdp_config.mixed_precision.param_dtype={dtype}"
     return train_config(
         f"trainer.strategy={strategy}",
@@ -114,7 +114,7 @@ def fsdp_worker(
     rank: int = 0,
     world_size: int = 1,
 ) -> Any:
-    """A real FSDP worker of SkyRL's with its model; the process group has to exist."""
+    """A real FSDP worker of SkyRL's with a model; the process group must exist already."""
     from skyrl.backends.skyrl_train.workers.fsdp import fsdp_worker as module
 
     from .cpu import make_worker
@@ -173,11 +173,11 @@ def scaler_of(owner: Any) -> Any:
     return training.scaler if training is not None else None
 
 
-# -- weights on their way to the inference engines -----------------------------------------------
+# -- weights that are sent to the inference engines ----------------------------------------------
 
 
 def weights_sent(worker: Any, dtype: Any, *, grouped: bool = False) -> dict[str, Any]:
-    """An FSDP worker's stream of weights, by SkyRL's own class; every rank has to call this.
+    """An FSDP worker's stream of weights, by SkyRL's own class; all ranks must call this function.
 
     From 0.4 on the stream needs ``vllm_names``.
 
@@ -211,7 +211,7 @@ def weights_rounded_once(worker: Any, dtype: Any) -> dict[str, Any]:
 
 
 def whole(weights: dict[str, Any]) -> dict[str, Any]:
-    """Gather each weight; every rank has to call this."""
+    """Gather each weight; all ranks must call this function."""
     found = {}
     for name, one in weights.items():
         gather = getattr(one, "full_tensor", None)

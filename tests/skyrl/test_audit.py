@@ -50,7 +50,7 @@ def test_flags_that_the_user_wrote(
 def test_what_skyrl_wrote_itself_raises_under_strict(
     fused_adam: str, checkpoints: dict[str, Path], shim: Any
 ) -> None:
-    """SkyRL's OptimizerConfig has bf16 for every model, and SkyRL does not scale an fp16 loss."""
+    """SkyRL's OptimizerConfig says bf16 for every model, so an fp16 loss is not scaled."""
     shim(features=["audit"], strict=True)
     with pytest.raises(InconsistentPrecisionError, match="fp16"):
         build(checkpoints["float16"], "trainer.bf16=false")

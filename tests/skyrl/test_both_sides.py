@@ -1,4 +1,4 @@
-"""The dtypes in which policy, reference model and inference engines of SkyRL's jobs compute."""
+"""Compute dtypes of policy, reference model and inference engines in SkyRL's jobs."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ NO_REF = "trainer.algorithm.use_kl_loss=false"
 
 
 def told() -> dict[str, str]:
-    """The decision on each subject's dtype, by subject."""
+    """The shim's decisions on dtypes, by subject: rollout, ref or policy."""
     found = precision_shim.status().decisions
     return {one.subject: one.chosen for one in found if one.feature == "rollout-agreement"}
 
@@ -210,13 +210,13 @@ def test_pairs_on_fsdp(
 @pytest.mark.usefixtures("start_up_file")
 @pytest.mark.timeout(400)
 def test_nine_pairs_in_a_ray_actor(ranks: Ranks, tmp_path: Path) -> None:
-    """Runs SkyRL's ``main``: written keys stay, and the actor's process has the shim, too."""
+    """SkyRL's ``main`` keeps keys that the user wrote; the shim is also in the actor's process."""
     script = Path(__file__).with_name("sides_driver.py")
     jobs = drive(ranks, script, timeout=380, PRECISION_SHIM="1")
     assert len(jobs) == 24
     for job, made in jobs.items():
         policy, rollout, setting = job.split()
-        really = "fp16" if policy == "fp16" else "bf16"  # fp32 computes in bf16 under autocast
+        really = "fp16" if policy == "fp16" else "bf16"  # SkyRL's autocast computes fp32 in bf16
         own = really if setting == "follow" else "bf16"
         computes = own if rollout == "None" else rollout
         assert made["rollout"] == NAMES[computes], job
@@ -227,7 +227,7 @@ def test_nine_pairs_in_a_ray_actor(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def test_a_late_install_reaches_the_entry_point(shim: Any) -> None:
-    """SkyRL's entry point has imported ``validate_cfg`` by value."""
+    """The shim also wraps SkyRL's entry point, which imports ``validate_cfg`` by value."""
     from skyrl.train.entrypoints import main_base
 
     plain = main_base.validate_cfg
@@ -278,7 +278,7 @@ def test_without_loss_scaling_an_fp16_policy_computes_in_bf16(
     assert planned(capsys, *on_fsdp("fp16")) == ([], notes_of_decisions())
 
 
-# -- reported dtypes are those of the workers ----------------------------------------------------
+# -- reported dtypes equal the workers' dtypes ---------------------------------------------------
 
 
 @pytest.mark.parametrize("role", ["policy", "ref"])
@@ -334,7 +334,7 @@ def test_what_is_said_of_megatron_is_what_a_worker_builds(
 
 
 def test_a_checkpoint_elsewhere(shim: Any) -> None:
-    """With bf16=false an fp16 checkpoint stays fp16, and a checkpoint in another dtype does not."""
+    """With bf16=false only an fp16 checkpoint gives an fp16 policy; here the checkpoint is missing."""
     shim(strict=True, export=False)
     validated(
         "trainer.strategy=megatron", "trainer.policy.model.path=no/such", "trainer.bf16=false"
@@ -428,7 +428,7 @@ def test_auto_is_for_jobs_without_a_weight_sync(
 
 
 def _dtype_problems(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
-    """The keys of the plan's dtype problems, which are the same with the shim and without it."""
+    """The keys of the plan's dtype problems; asserts that the shim does not change them."""
     on = [one["key"] for one in plan(capsys, *words)["problems"] if one["code"] == "dtype"]
     precision_shim.uninstall()
     off = [one["key"] for one in plan(capsys, *words)["problems"] if one["code"] == "dtype"]
@@ -439,7 +439,7 @@ def _dtype_problems(capsys: pytest.CaptureFixture[str], *words: str) -> list[str
 @pytest.mark.skipif(Version("0.3") <= SKYRL, reason="SkyRL 0.3 has no old style any more")
 @pytest.mark.parametrize("spelt", [None, "bfloat16", "half", "fp61"])
 def test_the_old_style(shim: Any, monkeypatch: pytest.MonkeyPatch, spelt: str | None) -> None:
-    """The base YAML of the old style contains the default of every key."""
+    """The old style's base YAML contains every default, which must not count as written."""
     import skyrl.train.config.utils as module
     from omegaconf import OmegaConf
 
@@ -493,7 +493,7 @@ def test_a_config_class_of_the_users_own(shim: Any) -> None:
     assert model_dtype_is_written(Own())
 
 
-# -- engines with keys of their own --------------------------------------------------------------
+# -- engines with their own dtype keys -----------------------------------------------------------
 
 
 def test_engine_init_kwargs_go_over_the_key(
@@ -783,7 +783,7 @@ def name_of_torch(dtype: torch.dtype) -> str:
 def test_the_delta_sync_under_strict(
     checkpoints: dict[str, Path], shim: Any, tmp_path: Path
 ) -> None:
-    """The error is the driver's: if a worker raised one, the other ranks would wait for it."""
+    """The driver raises the error, because other ranks would wait for a worker that raised."""
     shim(strict=True, export=False)
     words = (*on_fsdp("fp16", NO_REF, *DELTA), f"{KEY}=fp16")
     with pytest.raises(UnsupportedPrecisionError, match="the delta sync sends"):

@@ -63,7 +63,7 @@ class TestWishes(contract.Wishes):
                 "trainer.policy.optimizer_config.adam_betas=[0.9,0.95]",
                 *written,
             )
-            worker.provider = SimpleNamespace(mtp_num_layers=None)  # made by SkyRL's init_configs
+            worker.provider = SimpleNamespace(mtp_num_layers=None)  # init_configs sets it
             return of_worker(worker, worker.cfg.policy.megatron_config.ddp_config)
 
         return read
@@ -87,7 +87,7 @@ COERCION = (
 TAG = f"refs/tags/skyrl-v{SKYRL}"
 BEFORE = {Version("0.4.0"): "a9564572eb8e91076be43c1bd5e4615e3de17265"}
 """A commit before a release, for mirrors that lack the release's tag. A few of its tests need names
-that the release has removed: they fail with the shim and without it."""
+that the release has removed, and fail with the shim and without it."""
 
 _BACKEND = "tests/backends/skyrl_train"
 FILES = (
@@ -100,7 +100,7 @@ FILES = (
     "tests/train/test_config.py",
     "tests/train/test_trainer_utils.py",
 )
-"""Tests of the workers, their optimizers and configs; not all are in every version."""
+"""Tests of workers, optimizers and configs; some versions of SkyRL lack some of the files."""
 
 PRELUDE = """
 import warnings
@@ -114,7 +114,7 @@ stand_in.__enter__()
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 class TestUpstreamsOwn(contract.UpstreamsOwn):
-    """The tests in SkyRL's repository, without the ``conftest.py`` that starts a Ray cluster."""
+    """SkyRL's own tests from its repository, without the ``conftest.py`` that starts Ray."""
 
     driver = DRIVER
 

@@ -25,7 +25,7 @@ ROLES = ("policy", "critic")
 
 @pytest.fixture
 def make(cpu: None, checkpoints: dict[str, Path]) -> Callable[..., Any]:
-    """Build a worker with its model: FSDP stores parameters in fp32, and computes in ``dtype``."""
+    """Build a worker whose FSDP model stores parameters in fp32 and computes in ``dtype``."""
 
     def worker(role: str = "policy", dtype: str | None = "fp16", *overrides: str) -> Any:
         return fsdp_worker(role, checkpoints["float32"], dtype, *overrides)
@@ -130,7 +130,7 @@ def test_an_overflow_is_skipped_and_shown(make: Any, shim: Any, role: str) -> No
 
 @pytest.mark.parametrize("role", ROLES)
 def test_a_step_without_clipping(make: Any, shim: Any, role: str) -> None:
-    """SkyRL checks the norm only if it clips; if it does not, the scaler skips the step."""
+    """Without clipping SkyRL does not check the norm, so the scaler has to skip the step."""
     shim()
     worker = make(role, "fp16", f"trainer.{role}.optimizer_config.max_grad_norm=0")
     before = parameters(worker)
@@ -199,10 +199,10 @@ def test_small_gradients_survive(make: Any, shim: Any) -> None:
 
 
 def test_accumulation(make: Any, shim: Any) -> None:
-    """Micro-batches add up to the whole gradient, from which the scale is removed exactly.
+    """Gradients of micro-batches add up to the whole gradient, unscaled exactly.
 
-    The whole batch is one sequence four times, and a quarter of the loss has four times the scale,
-    so the expected gradient is exact to the bit.
+    The whole batch repeats one sequence four times. A quarter of the loss at four times the scale
+    makes the expected gradient exact to the bit.
     """
     found = []
     for count, scale, advantage in ((1, 1024, 0.25), (4, 256, 1.0)):
@@ -394,7 +394,7 @@ def test_weights_alone_leave_the_scaler_fresh(make: Any, shim: Any, tmp_path: Pa
 
 @pytest.mark.parametrize(("own", "expected"), [(True, torch.float16), (False, torch.bfloat16)])
 def test_the_reference_model(make: Any, shim: Any, own: bool, expected: torch.dtype) -> None:
-    """The reference model has its own dtype key; its autocast follows its parameters' dtype."""
+    """The reference model has its own dtype key, which alone decides its compute dtype."""
     policys = "trainer.policy.fsdp_config.mixed_precision.param_dtype=fp16"
     shim()
     worker = make("ref", "fp16" if own else None, policys)

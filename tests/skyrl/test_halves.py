@@ -19,7 +19,7 @@ from .test_both_sides import SKYRL, received, since_0_4, vllm  # noqa: F401
 
 
 def trained(checkpoint: Path) -> Any:
-    """A worker with weights that are exact in no 16-bit dtype, and with its engines' config."""
+    """A worker with an engines' config, whose weights are exact in no 16-bit dtype."""
     worker = fsdp_worker("policy", checkpoint, "fp16")
     engines = train_config("generator.inference_engine.model_dtype=float16").generator
     with suppress(Exception):  # SkyRL's own init_weight_sync_state needs running engines
@@ -122,7 +122,7 @@ def test_megatrons_weights(
 def test_the_delta_syncs_own_rounding(
     checkpoints: dict[str, Path], shim: Any, tmp_path: Path, stored: str
 ) -> None:
-    """After the stream of weights the delta sync rounds to the base checkpoint's dtype."""
+    """The delta sync rounds the streamed weights again, to the base checkpoint's dtype."""
     from safetensors.torch import load_file
 
     base, folder = checkpoints[stored], tmp_path / "audit"

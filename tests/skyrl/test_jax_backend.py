@@ -1,7 +1,7 @@
 """SkyRL's JAX backend: the shim refuses a float16 checkpoint by name.
 
-The backend's class and the model's config are SkyRL's own. No environment has JAX, so an empty
-package stands in, and SkyRL's method fails after the refusal.
+The backend's class and the model's config are SkyRL's own. An empty package
+replaces JAX, which no environment has, so SkyRL's method fails after the refusal.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..empty_packages import empty_packages
 
 
 def start(dtype: str) -> list[str]:
-    """The shim's warnings if a JAX backend with a checkpoint of this dtype makes its step."""
+    """The shim's warnings when a JAX backend builds its step for a checkpoint of this dtype."""
     from transformers import Qwen3Config as Checkpoint
 
     with empty_packages("jax", "flax", "optax", "cloudpathlib"):

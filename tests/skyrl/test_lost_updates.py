@@ -26,11 +26,11 @@ def train(worker: Any) -> list[tuple[dict[str, float], Any]]:
 
 
 def hold(said: list[tuple[dict[str, float], Any]]) -> None:
-    """A pass precedes its step, so the third pass is the first that reports the first step."""
+    """A pass reports the step before the last one, so the third pass has the first figures."""
     for found, _ in said[:2]:
         assert FIGURES & found.keys() == set()
     first, newest = said[2][0], said[3][0]
-    # At the first step there is no earlier second moment, so none can become smaller.
+    # The first step has no earlier second moment, so no second moment can decrease.
     assert FIGURES & first.keys() == FIGURES - {"updates_lost_exp_avg_sq"}
     assert newest.keys() >= FIGURES
     assert all(0.0 <= newest[name] <= 1.0 for name in FIGURES)

@@ -84,7 +84,7 @@ def states(worker: Any) -> dict[str, torch.dtype]:
     for chunk in worker.actor_module:
         for buffer in chunk.buffers:
             buffer.grad_data.normal_(std=1e-2)
-    worker.optimizer.get_loss_scale()  # scaling a loss calls it, too
+    worker.optimizer.get_loss_scale()  # a training calls it to scale the loss
     worker.optimizer.step()
     found: dict[str, set[torch.dtype]] = {}
     for state in inner(worker).optimizer.state.values():
@@ -134,7 +134,7 @@ def test_matrix(
 def test_matrix_without_the_shim(
     make: Any, checkpoint: torch.dtype, flag: bool, with_shim: Any, model: torch.dtype | None
 ) -> None:
-    """The rows of ``test_matrix`` with the shim off; from 0.4 on only the optimizer differs."""
+    """``test_matrix`` with the shim off; from 0.4 on the models are right, the optimizers not."""
     overrides = f"trainer.bf16={str(flag).lower()}"
     if BRIDGE_OBEYS:
         model = with_shim
@@ -197,12 +197,12 @@ def test_what_else_the_transformer_config_says_of_the_dtype(
 def test_fp16_in_the_transformer_config_contradicts_a_bf16_checkpoint(
     make: Any, shim: Any, flag: str
 ) -> None:
-    """Megatron raises unless the shim overrides the checkpoint's dtype first."""
+    """Megatron raises an error unless the shim overrides the checkpoint's dtype."""
     own = "trainer.policy.megatron_config.transformer_config_kwargs"
     overrides = f"trainer.bf16={flag}", f"{own}.fp16=true"
     with pytest.raises((AssertionError, ValueError), match=r"fp16.*bf16"):
         make(BF16, *overrides)
-    if flag == "true":  # then the shim keeps the checkpoint's dtype, too
+    if flag == "true":  # the shim keeps the checkpoint's dtype
         shim()
         with pytest.raises((AssertionError, ValueError), match=r"fp16.*bf16"):
             make(BF16, *overrides)
@@ -249,7 +249,7 @@ def test_attention_that_an_fp32_model_has_not(
     named: str | None,
     dtype: torch.dtype,
 ) -> None:
-    """TransformerEngine's flash and fused attention need 16 bits; unfused attention has limits."""
+    """TransformerEngine's flash and fused attention need 16 bits; unfused has limits."""
     from precision_shim.testing.transformer_engine import stand_in_transformer_engine
 
     if Version("0.3") <= SKYRL:
@@ -275,12 +275,12 @@ def test_attention_that_an_fp32_model_has_not(
 def test_skyrls_name_of_an_attention_backend_chooses_nothing(
     fused_adam: str, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, named: bool
 ) -> None:
-    """Megatron compares the name with an enum, so the shim's warning ignores the name."""
+    """The name has no effect, because Megatron compares it with an enum."""
     from megatron.core.transformer.enums import AttnBackend
 
     variables = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
     for name in variables:
-        monkeypatch.setenv(name, "")  # so that the fixture removes what Megatron sets
+        monkeypatch.setenv(name, "")  # so that the fixture restores the variable
         monkeypatch.delenv(name)
     config = train_config("trainer.strategy=megatron")
     worker = megatron_worker(checkpoints["bfloat16"], config=config)
@@ -318,7 +318,7 @@ def test_the_bucket_follows_the_optimizer_that_there_is(make: Any, shim: Any) ->
 def test_follow_model_gives_way_to_the_store_of_adapters(
     make: Any, shim: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store copies fp32 masters, which FusedAdam hides; a user's own choice still wins."""
+    """SkyRL's store copies fp32 masters, which a precision-aware FusedAdam would hide."""
     from skyrl.backends.skyrl_train.workers.megatron import megatron_worker as module
 
     init = module.MegatronPolicyWorkerBase.__init__
@@ -346,7 +346,7 @@ def test_follow_model_keeps_to_a_written_no(make: Any, shim: Any) -> None:
 
 
 def test_follow_model_keeps_to_what_it_cannot_tell_from_a_default(make: Any, shim: Any) -> None:
-    """Such configs are older than ``install()``, or their class has its own ``__init__``."""
+    """Configs older than ``install()``, and configs whose class has its own ``__init__``."""
     from skyrl.train.config.config import MegatronConfig
 
     @dataclasses.dataclass
@@ -384,7 +384,7 @@ def test_the_guard_knows_skyrls_betas(make: Any, shim: Any) -> None:
 
 
 def test_opt_in_by_names(make: Any, shim: Any) -> None:
-    """The optimizer's states are those that the config names, and the bucket matches."""
+    """Optimizer states have the dtypes in the config, and the bucket matches."""
     shim()
     worker = make(BF16, *OPT_IN)
     assert bucket(worker) is BF16
@@ -393,7 +393,7 @@ def test_opt_in_by_names(make: Any, shim: Any) -> None:
 
 
 def test_opt_in_without_the_shim(make: Any) -> None:
-    """With the shim off the same config crashes on 0.2, and has an fp32 bucket on 0.3."""
+    """Without the shim ``OPT_IN`` crashes on 0.2, and leaves the bucket fp32 from 0.3 on."""
     if Version("0.3") > SKYRL:
         with pytest.raises(RuntimeError):
             make(BF16, *OPT_IN)
@@ -427,7 +427,7 @@ def test_the_callers_config_stays_as_it_is(make: Any, shim: Any) -> None:
 
 
 def test_without_transformer_engine(cpu: None, shim: Any, checkpoints: dict[str, Path]) -> None:
-    """The shim withdraws its own additions; a user's own choice fails with a named error."""
+    """The shim withdraws its own additions; a user's own setting raises an error."""
     shim(settings={"optimizer_states": "follow-model"})
     worker = build(checkpoints["bfloat16"])
     assert not worker.optimizer.config.use_precision_aware_optimizer
@@ -447,7 +447,7 @@ def test_without_transformer_engine(cpu: None, shim: Any, checkpoints: dict[str,
 def test_bucket_by_what_was_written(
     make: Any, shim: Any, written: str | None, expected: torch.dtype, travelled: bool
 ) -> None:
-    """A written True equals the default, and the config is pickled on its way to workers."""
+    """A written True counts as the user's, although it equals the default, even after pickling."""
     shim()
     overrides = [] if written is None else [f"{BUCKET}={written}"]
     config = train_config("trainer.strategy=megatron", *OPT_IN, *overrides)
@@ -504,7 +504,7 @@ def test_the_config_shows_nothing_of_it(skyrl: None, shim: Any) -> None:
 
 
 def test_what_a_config_class_writes(make: Any, shim: Any) -> None:
-    """Values in a user's config class are the user's, even if a command line overrides others."""
+    """Values in a user's config class count as the user's, with and without a command line."""
     from skyrl.train.config import config as module
 
     def policy() -> Any:
@@ -623,7 +623,7 @@ def test_none_for_the_kwargs(fused_adam: str, shim: Any) -> None:
 
 
 def test_a_low_dtype_needs_the_precision_aware_optimizer(fused_adam: str, shim: Any) -> None:
-    """The shim raises with the plan's sentence before Megatron's assertion fails."""
+    """The shim raises an error with the plan's sentence; Megatron's assertion is never reached."""
     import skyrl.backends.skyrl_train.distributed.megatron.optimizer as module
     from skyrl.train.config import OptimizerConfig
 
@@ -637,7 +637,7 @@ def test_a_low_dtype_needs_the_precision_aware_optimizer(fused_adam: str, shim: 
 
 
 def test_direct_caller(fused_adam: str, shim: Any) -> None:
-    """Outside a worker only the kwargs count, and SkyRL's default is bf16."""
+    """A direct call reads only the kwargs, and has SkyRL's default of bf16."""
     shim()
     import skyrl.backends.skyrl_train.distributed.megatron.optimizer as module
     from skyrl.train.config import OptimizerConfig
@@ -682,7 +682,7 @@ def test_off_means_untouched(skyrl: None) -> None:
 def test_everything_is_wrapped_or_native(skyrl: None, shim: Any) -> None:
     shim()
     seams = precision_shim.status().to_dict()["frameworks"]["skyrl"]["seams"]
-    # SkyRL does not use mcore_fsdp_adapter, 0.3 lacks legacy, jax is refused on purpose, and these
+    # SkyRL does not use mcore_fsdp_adapter, and 0.3 lacks legacy. JAX is refused on purpose. These
     # tests do not start the rest.
     elsewhere = {"mcore_fsdp_adapter", "legacy", "jax"}
     elsewhere |= {"skyrl_train_backend", "worker_dispatch", "delta", "sources", "vllm_server_actor"}

@@ -1,4 +1,4 @@
-"""SkyRL's own Megatron strategy saves and resumes; the shim is turned on or off between the two."""
+"""SkyRL's Megatron strategy saves, the shim is turned on or off, and the strategy resumes."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_remainders_that_the_config_asks_for_stay_remainders(go_on: Any) -> None
 def test_remainders_that_the_shim_made_are_written_as_whole_masters(go_on: Any) -> None:
     follow = {"states_by": "follow-model"}
     assert go_on(True, True, **follow) == "exact"
-    # Without the shim the states are fp32, and no longer rounded.
+    # Without the shim the optimizer states are fp32, so Megatron no longer rounds them.
     assert go_on(True, False, **follow) == "exact until it trains"
     assert go_on(False, True, **follow) == "CheckpointLayoutError"
 

@@ -1,4 +1,4 @@
-"""fp16 on Megatron: an overflow skips the step and is reported; the scaler's settings."""
+"""fp16 on Megatron: overflows, skipped steps, and the scaler's settings."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_an_overflow_is_skipped_and_shown(
     before, scale = parameters(worker), float(scaler(worker).scale)
     assert scale == 1024
     with caplog.at_level(logging.WARNING, "precision_shim"):
-        for seed in (1, 2):  # Megatron's hysteresis keeps the scale at the first overflow
+        for seed in (1, 2):  # hysteresis keeps the scale at the first overflow
             _, norm = train(worker, seed, advantage=1e9)
             assert isinstance(norm, float)
             assert math.isnan(norm)
@@ -92,7 +92,7 @@ def test_with_only_this_feature_off_a_skip_leaves_no_trace(make: Any, shim: Any)
 
 
 def test_with_dispatch_off_the_config_is_skyrls_and_named(make: Any, shim: Any) -> None:
-    """SkyRL sets bf16 in the config for every model; the shim does not count it as the user's."""
+    """SkyRL sets bf16 for every model, so bf16 in the config does not count as the user's."""
     shim(features=["-bf16-dispatch"])
     with (
         pytest.warns(PrecisionShimWarning, match="fp16=False, bf16=True, but the model is fp16"),
@@ -125,7 +125,7 @@ def test_too_many_skips_are_an_error(make: Any, shim: Any) -> None:
 def test_losses_and_norms_are_unscaled(make: Any, shim: Any) -> None:
     """A 32nd of the loss at 32 times the scale gives exactly a 32nd of all figures."""
     shim()
-    alone = "trainer.algorithm.use_kl_loss=false"  # the loss is then a multiple of the advantage
+    alone = "trainer.algorithm.use_kl_loss=false"  # makes the loss a multiple of the advantage
     one = train(make(alone, f"{KWARGS}.initial_loss_scale=16"), 0)
     two = train(make(alone, f"{KWARGS}.initial_loss_scale=512"), 0, advantage=2.0**-5)
     assert one[0]["final_loss"] == two[0]["final_loss"] * 2.0**5 != 0.0
@@ -193,7 +193,7 @@ def test_sizes_of_fp16_weights(make: Any, shim: Any, on: bool) -> None:
 def test_skyrls_own_step_for_a_prediction_head_is_counted(
     make: Any, shim: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SkyRL replaces ``step`` in the optimizer object, and calls Megatron's parts one by one."""
+    """SkyRL's own ``step`` calls the parts of Megatron's step one by one."""
     from skyrl.backends.skyrl_train.mtp import grad_clip
 
     monkeypatch.setattr(grad_clip, "is_mtp_param_name", lambda name: "output_layer" in name)
@@ -222,7 +222,7 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, float]]:
     from skyrl.backends.skyrl_train.distributed.dispatch import ActorInfo, MeshRank
     from skyrl.backends.skyrl_train.workers import worker_dispatch as module
 
-    # The one worker is no actor but an object in this process, so its results need no ray.get.
+    # The worker is an object in this process, so its results need no ray.get.
     monkeypatch.setattr(module, "ray", SimpleNamespace(get=lambda refs: refs))
     alone = MeshRank(dp=0, sp=0, tp=0, pp=0, world_size=1, dp_size=1, pp_size=1)
     servers: dict[int, Any] = {}
@@ -241,7 +241,7 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, float]]:
             setattr(dispatch, name, lambda *args, **kwargs: None)
         server = object.__new__(backend.SkyRLTrainBackend)
         server._model_id, server._dispatch = "m", dispatch
-        server.config = SimpleNamespace(runtime_role="combined")  # from 0.4 on SkyRL reads it
+        server.config = SimpleNamespace(runtime_role="combined")  # SkyRL reads this key from 0.4 on
         server._get_role = lambda model_id: "policy"
         return server
 

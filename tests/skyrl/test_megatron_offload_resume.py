@@ -1,4 +1,4 @@
-"""How an optimizer that Megatron offloads to the CPU resumes, by SkyRL's own strategy.
+"""SkyRL's own strategy resumes an optimizer that Megatron offloads to the CPU.
 
 SkyRL fixes Megatron's load of ``dp_reshardable`` checkpoints in part; the shim fixes the rest.
 """
@@ -56,7 +56,7 @@ def test_a_resume_is_exact_and_the_doctor_says_so(
     done, told = {}, {}
     from transformer_engine.pytorch.optimizers import FusedAdam
 
-    # SkyRL registers FusedAdam as safe at its import, before the stand-in replaces FusedAdam.
+    # At its import SkyRL lists FusedAdam as safe to load; the stand-in FusedAdam came later.
     with FakeGpu(), torch.serialization.safe_globals([FusedAdam]):
         for on in (False, True):
             precision_shim.uninstall()
@@ -75,7 +75,7 @@ def test_a_resume_is_exact_and_the_doctor_says_so(
     assert told == {on: told_by(word) for on, word in done.items()}
     if aware:
         assert done == {False: "exact" if share == 1.0 else "other weights", True: "exact"}
-    elif share == 0.0:  # such a checkpoint has no step count
+    elif share == 0.0:  # then the checkpoint has no step count
         assert done[True] == "CheckpointLayoutError"
         assert (done[False] == "other weights") == (not reshardable)
     else:  # Megatron raises its own errors

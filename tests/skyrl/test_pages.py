@@ -1,4 +1,4 @@
-"""SkyRL's own validation accepts its jobs in README and docs, and their keys have an effect."""
+"""SkyRL's validation accepts the jobs in README and docs, and the jobs' keys have an effect."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def on_megatron(drawn: Drawn, checkpoint: Path) -> Verdict:
     for chunk in worker.actor_module:
         for buffer in chunk.buffers:
             buffer.grad_data.normal_(std=1e-2)
-    worker.optimizer.get_loss_scale()  # scaling a loss calls it, too
+    worker.optimizer.get_loss_scale()  # a training calls it to scale the loss
     worker.optimizer.step()
     (computes,) = {one.dtype for chunk in worker.actor_module for one in chunk.parameters()}
     return Verdict(
@@ -125,7 +125,7 @@ def test_on_megatron(fused_adam: str, checkpoints: dict[str, Path], seed: int, c
 def test_an_fp32_model_with_the_precision_aware_optimizer(
     fused_adam: str, checkpoints: dict[str, Path], more: dict[str, str]
 ) -> None:
-    """FusedAdam then stores a master of each fp32 parameter, and never updates it."""
+    """A precision-aware FusedAdam stores masters of fp32 parameters, and never updates them."""
     kwargs = {"use_precision_aware_optimizer": "true", **more}
     written = {f"{_KWARGS}.{name}": value for name, value in kwargs.items()}
     one = Drawn({"trainer.bf16": "false", **written}, {})

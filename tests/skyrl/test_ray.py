@@ -1,4 +1,4 @@
-"""Workers in a real local Ray, which SkyRL's own actor group starts from its own actor classes.
+"""Workers of SkyRL's own actor classes, which SkyRL's own actor group starts in a local Ray.
 
 The workers need the installed package with its start-up file. Ray counts GPUs that do not exist;
 a setup hook of this test switches workers to gloo and the CPU.
@@ -197,7 +197,7 @@ def drive(
     on: bool = True,
     **others: str,
 ) -> dict[str, Any]:
-    """The results of a driver with a worker that SkyRL's actor group has started.
+    """Run a driver, in which SkyRL's actor group starts a worker; returns the driver's results.
 
     In one training Ray itself starts the worker; in all other cases the worker is a fork.
     """
@@ -226,7 +226,7 @@ def drive(
 
 def assert_wrapped(found: dict[str, Any], *methods: str) -> None:
     assert found["carried"]["PRECISION_SHIM"] == "1"
-    # The worker's own methods are wrapped, not only those of the modules that it has imported.
+    # The actor's own class has the wrapped methods, not only the class in the imported module.
     for name in methods:
         assert found["patched"][name], found
         assert found["states"][name] == "wrapped", found
@@ -251,7 +251,7 @@ def test_a_megatron_worker_reports_wrapped(ranks: Ranks, tmp_path: Path) -> None
 
 @pytest.mark.timeout(600)
 def test_the_audit_alone_gets_into_a_worker(ranks: Ranks, tmp_path: Path) -> None:
-    """The actor runs all wrapped methods of the worker's class, even if only the audit is on."""
+    """If only the audit is on, the actor still runs the wrapped methods of the worker's class."""
     found = drive(ranks, tmp_path, ONE_GROUP, "megatron", PRECISION_SHIM_FEATURES="audit")
     assert found["carried"]["PRECISION_SHIM_FEATURES"] == "audit"
     assert found["of the worker"]

@@ -1,7 +1,7 @@
 """The few vLLM names that SkyRL imports for an engine's arguments and a weight's description.
 
-vLLM has no wheel for a CPU. Its stand-ins are a parser without arguments, records, and functions
-that gather a weight, so that SkyRL's own code that calls them runs.
+vLLM has no wheel for a CPU. The stand-ins are a parser without arguments, records, and functions
+that gather a weight. SkyRL's own code then runs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _NoArguments:
 
 def put_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Define the vLLM names for SkyRL until the test ends."""
-    # Imported before the stand-ins: if vLLM exists, this module imports more names from it.
+    # Import this module before the stand-ins exist, because with vLLM it imports more names.
     import skyrl.backends.skyrl_train.inference_servers.utils  # noqa: F401
 
     contents: dict[str, dict[str, Any]] = {
@@ -68,7 +68,7 @@ def put_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
         module.__path__ = []
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
-    # SkyRL imports this module with the stand-ins in it; the test's end has to remove it as well.
+    # SkyRL imports stand-ins into the module sources, so the test's end also removes sources.
     monkeypatch.delitem(
         sys.modules, "skyrl.backends.skyrl_train.weight_sync.sources", raising=False
     )

@@ -1,8 +1,8 @@
 """The loops that a user would write: torch's own scaler around torchtitan's parts.
 
-The loops call only torchtitan's model, loss, clipping, optimizers and LR schedulers, none of the
-methods that the tests compare. The model's own call runs attention in float16. So only the scaling
-code differs.
+The loops use torchtitan's model, loss, clipping, optimizers and LR schedulers, but none of the
+methods that the tests compare. Attention runs in float16 on both sides. So only the scaling code
+differs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def scaler(scale: float, interval: int) -> ShardedGradScaler:
 
 
 class _Scaled:
-    """The innermost loss; its result is multiplied by the scale before the backward pass."""
+    """The innermost loss, times the loss scale."""
 
     def __init__(self, loss: Any, scaler: ShardedGradScaler) -> None:
         self.loss, self.scaler, self.values = loss, scaler, []
@@ -48,7 +48,7 @@ def _scaled(trainer: Any, scaler: ShardedGradScaler) -> Iterator[None]:
 
 @contextmanager
 def attention_in_float16() -> Iterator[None]:
-    """Build a trainer in this block, and its attention keeps the input's dtype, without a cast."""
+    """Remove torchtitan's cast in the attention of a trainer that is built in this block."""
     from torchtitan.models.common.attention import VarlenAttention
 
     own = VarlenAttention.forward

@@ -1,4 +1,4 @@
-"""The real torchtitan on a CPU, in one process.
+"""Fixtures with the real torchtitan on a CPU.
 
 Only fixtures import the framework, so that pytest collects the tests quickly and a warning that the
 framework raises at import does not fail the collection.

@@ -1,11 +1,11 @@
-"""The real torchtitan on a CPU, in this process: 0.3.0, or its main branch.
+"""Runs the real torchtitan (0.3.0, or its main branch) on a CPU, in this process.
 
 torchtitan names a GPU in few places, and its RL package imports vLLM to register a model. This
-module replaces both. The real ``PolicyTrainer`` and ``Trainer`` are then built by their own
+module replaces GPU and vLLM. The real ``PolicyTrainer`` and ``Trainer`` are then built by their own
 ``__init__``, train, save and resume over gloo.
 
-``varlen_attn`` exists for CUDA only. Its stand-in is SDPA for each document, in the dtype of its
-inputs. The harness does not show how CUDA's kernels behave, or their speed.
+``varlen_attn`` exists for CUDA only. The stand-in runs SDPA for each document, in the dtype of the
+inputs. The harness shows nothing about CUDA's kernels or speed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ VOCABULARY, LENGTH = 64, 16
 def answer_for_gpus() -> None:
     """Let torchtitan be imported and built without a GPU and without vLLM; never undone.
 
-    This function imports torch but not torchtitan: the shim may be installed before or after it.
+    The shim may be installed before or after this call, which does not import torchtitan.
     """
     import torch
     import torch._utils
@@ -51,7 +51,7 @@ def answer_for_gpus() -> None:
     for name, answer in answers.items():
         if not hasattr(torch.cpu, name):
             setattr(torch.cpu, name, answer)
-    # torch.cpu has these two functions, but they answer as if there were no device.
+    # torch.cpu.get_device_name and current_device would answer that there is no device.
     torch.cpu.get_device_name = answers["get_device_name"]
     torch.cpu.current_device = lambda: 0
     if RL not in sys.modules:
@@ -103,7 +103,7 @@ SEEN: set[Any] = set()
 
 
 def enter(world: int = 1, rank: int = 0, store: str | None = None) -> None:
-    """Import torchtitan on a CPU, and join a process group; never undone.
+    """Import torchtitan on a CPU and join a process group, for the rest of the process.
 
     Args:
         world: number of processes.
@@ -118,12 +118,12 @@ def enter(world: int = 1, rank: int = 0, store: str | None = None) -> None:
         store = os.path.join(tempfile.mkdtemp(prefix="torchtitan"), "store")
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world))
     dist.init_process_group("gloo", init_method=f"file://{store}", world_size=world, rank=rank)
-    torch.autograd.set_multithreading_enabled(False)  # torchtitan does so when it makes the group
+    torch.autograd.set_multithreading_enabled(False)  # as torchtitan sets it
     imports()
 
 
 def imports(*, rl: bool = True) -> None:
-    """Import the trainers, and put the stand-in for varlen attention into their module.
+    """Import the trainers, and replace ``varlen_attn`` in torchtitan's attention module.
 
     Args:
         rl: whether to import the RL trainer, which needs Monarch.
@@ -135,7 +135,7 @@ def imports(*, rl: bool = True) -> None:
         importlib.import_module(TRAINER)
 
     attention.varlen_attn = varlen_by_sdpa
-    # torchtitan's trainer sleeps for 2 s after each training.
+    # The trainer of torchtitan sleeps for 2 s after each training.
     trainer.time = types.SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})
 
 
@@ -214,7 +214,7 @@ def sections(folder: Path | str, dtype: str, **changes: Any) -> dict[str, Any]:
     from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
     from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
 
-    # eps far exceeds fp16's rounding; else the signs of gradients near 0 would decide a step.
+    # If eps were below fp16's rounding, signs of gradients near 0 would decide a step.
     optimizer = default_adamw(lr=1e-2, eps=1e-4)
     optimizer.implementation = changes.get("optimizer", "foreach")
     keys: dict[str, Any] = {"steps": 20, "disable_cuda_graphs": True}
@@ -327,7 +327,7 @@ class _Port:
         self.done.set_result(found)
 
     def exception(self, error: BaseException) -> None:
-        # Monarch wraps the endpoint's error in an error of its own.
+        # Monarch wraps the endpoint's error in its own error class.
         self.done.set_exception(getattr(error, "exception", error))
 
 
@@ -365,7 +365,7 @@ def microbatch(seed: int, *, advantage: float = 1.0, size: int = 2) -> Any:
 
 
 def policy_step(trainer: Any, step: int, advantage: float = 1.0, parts: int = 3) -> Any:
-    """Some ``forward_backward`` and one ``optim_step``; returns the last metrics and the output."""
+    """Call ``forward_backward`` often and ``optim_step`` once; returns the results of both."""
     for part in range(parts):
         data = [
             microbatch(1000 * step + 10 * part + rank, advantage=advantage)

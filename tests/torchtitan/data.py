@@ -18,7 +18,7 @@ else:
 
 
 class WordTokenizer(BaseTokenizer):
-    """A tokenizer without words; torchtitan only reads its size."""
+    """A tokenizer without words, of which torchtitan reads only the size."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):

@@ -1,4 +1,4 @@
-"""The actor of ``monarch_driver``: the real ``PolicyTrainer``, and a method that reports on it."""
+"""The actor of ``monarch_driver``: the real ``PolicyTrainer`` and a report method."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A driver like torchtitan's controller: it starts a trainer in a process of Monarch's.
 
-Prints the actor's results as one line of JSON. The actor's process runs ``prepare`` at its start,
+Prints the actor's results as one line of JSON. The actor's process runs ``prepare`` at the start,
 before it imports torchtitan.
 """
 

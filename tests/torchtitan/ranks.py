@@ -22,9 +22,9 @@ SETTINGS = {"growth_interval": 2, "loss_scale_init": 1024, "log": "quiet"}
 
 
 def prepare() -> None:
-    """Import in the server what is safe to fork: Monarch is not, as its import starts threads.
+    """Import in the server, except Monarch: its import starts threads, which a fork would lose.
 
-    Each rank installs the shim itself, after these imports.
+    Each rank installs the shim itself, after the server's imports.
     """
     cpu.answer_for_gpus()
     for name in ("torchtitan.trainer", "torchtitan.models.qwen3", "tests.torchtitan.data"):
@@ -77,7 +77,7 @@ def _train(launch: Launch, given: dict[str, Any]) -> dict[str, Any]:
         changes["generator_dtype"] = given["generator"]
     trainer = build(launch.folder, given.get("dtype", "float16"), **changes)
     _sum_over_gloo(trainer)
-    if load and launch.case != "policy":  # the RL trainer loads within its __init__
+    if load and launch.case != "policy":  # PolicyTrainer loads within __init__
         trainer.checkpointer.load()
     overflows = given.get("overflows", [])
     mine = launch.rank == given.get("on_rank", launch.world - 1)
@@ -142,7 +142,7 @@ def _digest(tensor: Any) -> str:
 
 
 def _sum_over_gloo(trainer: Any) -> None:
-    """FSDP uses an NCCL reduction that includes a factor, which gloo lacks: use a plain sum."""
+    """Let FSDP reduce by a plain sum, because gloo lacks NCCL's reduction with a factor."""
     from torch.distributed.fsdp import FSDPModule
 
     for part in trainer.model_parts:

@@ -52,7 +52,7 @@ def test_pretraining(pretrainer: Any, shim: Any, tmp_path: Path) -> None:
 
 
 def test_training_in_bfloat16_states(pretrainer: Any, shim: Any, tmp_path: Path) -> None:
-    """torchtitan accepts it silently: no fp32 masters, and a second moment that cannot decay."""
+    """The audit notes what torchtitan accepts silently: no masters, and a stuck second moment."""
     shim()
     config = cpu.trainer_config(tmp_path, "bfloat16", training={"dtype": "bf16"})
     config.optimizer.param_groups[0].optimizer_kwargs["betas"] = (0.9, 0.999)
@@ -101,7 +101,7 @@ LOST = {"updates_lost", "updates_lost_rollout"}
 
 
 def test_lost_updates_of_the_rl_trainer(policy: Any, shim: Any) -> None:
-    """Figures appear one step late in the output; a skipped float16 step adds none."""
+    """Lost-update figures appear in the output one step late; a skipped step has no figures."""
     shim(settings={"watch_updates": 1})
     for dtype in ("bfloat16", "float16"):
         trainer = policy(dtype)

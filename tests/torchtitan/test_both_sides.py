@@ -1,4 +1,4 @@
-"""Dtypes of trainer and generator in an RL job: what driver and plan report, what vLLM would get.
+"""Dtypes of trainer and generator in an RL job: reports of driver and plan, vLLM's arguments.
 
 The configs go through torchtitan's own manager, ``Controller``, ``setup_async`` and
 ``VLLMGenerator``, until the arguments of vLLM's engine are built.
@@ -39,7 +39,7 @@ FOLLOW = {"rollout": "follow"}
 
 
 class StopError(Exception):
-    """Raised where an engine or an actor's process would start."""
+    """Raised at the point where an engine or an actor's process would start."""
 
 
 class Anything:
@@ -219,7 +219,7 @@ def test_the_generator_follows_where_the_command_line_says_nothing(
 
 @pytest.mark.parametrize(("trainer", "generator"), PAIRS)
 def test_what_the_command_line_says_stays(shim: Any, trainer: str, generator: str) -> None:
-    """A dtype on the command line stays, in both spellings, even if it equals the default."""
+    """A dtype on the command line never changes, even if it equals the config function's."""
     shim(settings=FOLLOW)
     option = GENERATOR if trainer == "fp16" else "--generator.model-dtype"
     config = parse(f"{TRAINER}={trainer}", option, DTYPES[generator])
@@ -254,7 +254,7 @@ def assigned():
     return config
 """
 FOLLOWS = {"shipped": True, "left_out": True, "written": False, "assigned": False}
-"""Whether a config function's dtype follows; ``shipped`` is torchtitan's own function."""
+"""Whether the generator's dtype follows, by config function; ``shipped`` is torchtitan's."""
 
 
 @pytest.fixture
@@ -403,7 +403,7 @@ def test_the_weights_are_rounded_once(
 
 @pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_two_ranks_send_the_same_with_the_shim_and_without(ranks: Ranks, dtype: str) -> None:
-    """A step comes first, so that the parameters differ from the checkpoint's."""
+    """One step moves the parameters off their initial values before they are sent."""
     options: dict[str, Any] = {"dtype": "float32", "generator": dtype, "first": 0, "last": 1}
     ours, theirs = (ranks("policy", push=True, on=on, **options) for on in (True, False))
     for mine, other in zip(ours, theirs, strict=True):

@@ -1,4 +1,4 @@
-"""A job that saves and resumes in a new process ends as the same job without a stop."""
+"""A job that resumes in a new process ends with the states of a job that never stopped."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_resume_of_experts_is_exact(ranks: Ranks, tmp_path: Path, case: str, s
     whole = one(ranks, case, tmp_path / "whole", first=0, last=4, **options)
     one(ranks, case, tmp_path / "parts", first=0, last=2, save=True, **options)
     resumed = one(ranks, case, tmp_path / "parts", first=2, last=4, load=True, experts=True)
-    if case == "policy":  # PolicyTrainer never resets these counts, and never reads them
+    if case == "policy":  # PolicyTrainer never resets or reads tokens_per_expert
         for found in (whole, resumed):
             found["values"] = {
                 name: value for name, value in found["values"].items() if "tokens_per" not in name
@@ -127,7 +127,7 @@ def test_a_damaged_record(ranks: Ranks, tmp_path: Path, case: str) -> None:
     assert "ScalerCheckpointError" in found["error"]
     assert "does not match its digest" in found["error"]
     assert "exclude_from_loading" in found["error"]
-    assert "delete" not in found["error"]  # the record is a part of the whole checkpoint
+    assert "delete" not in found["error"]  # a scaler's record cannot be deleted alone
     assert "step-2" in found["error"]
 
 

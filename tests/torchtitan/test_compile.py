@@ -1,4 +1,4 @@
-"""``compile.enable`` with the shim's attention seam."""
+"""Training with ``compile.enable`` and the shim's attention seam."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def train(policy: Any, **changes: Any) -> tuple[Any, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def operator(torchtitan: None) -> Any:
-    """The attention stand-in as an operator, because no graph can contain its read of bounds."""
+    """The attention stand-in as an operator, because a graph cannot read document bounds."""
     kernel = torch.library.custom_op("precision_shim_tests::varlen", mutates_args=())(_varlen)
     kernel.register_fake(lambda q, k, v, bounds: torch.empty_like(q))
     kernel.register_autograd(_backward, setup_context=_context)
@@ -41,7 +41,7 @@ COMPILED = {"enable": True, "backend": "eager", "components": ["model"]}
 
 
 def test_blocks_compile_whole(kernel: None, policy: Any, shim: Any) -> None:
-    """Dynamo compiles with ``fullgraph=True``; results are equal, and attention is in float16."""
+    """Dynamo compiles whole blocks; results stay equal, and attention stays in float16."""
     shim()
     plain = train(policy)
     cpu.SEEN.clear()
@@ -55,7 +55,7 @@ def test_blocks_compile_whole(kernel: None, policy: Any, shim: Any) -> None:
 def test_alone_a_wrapper_of_wrapts_breaks_the_compiler(
     kernel: None, policy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This is why the seam is a plain function: dynamo cannot compile a wrapper of wrapt's."""
+    """Dynamo cannot compile a wrapper of wrapt's, so the seam is a plain function."""
     import wrapt
     from torchtitan.models.common.attention import VarlenAttention
 

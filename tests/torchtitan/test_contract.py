@@ -26,7 +26,7 @@ dynamic = ["version"]
 [tool.setuptools.dynamic]
 version = {file = "assets/version.txt"}
 """
-"""The version in torchtitan's own ``pyproject.toml``, which reads a file beside the packages."""
+"""The part of torchtitan's own ``pyproject.toml`` that reads the version from a file."""
 
 
 def add_project(root: Path, version: str) -> None:
@@ -87,7 +87,7 @@ class TestDamage(contract.Damage):
         self, saved: contract.Saved, tmp_path: Path, seeds: range
     ) -> None:
         super().test_no_damage_goes_unsaid(saved, tmp_path, seeds)
-        # Again with few bytes compared with their checksums.
+        # The same test, with few bytes compared with their checksums.
         work = tmp_path / "damaged"
         few = wrong_answers(saved.folder, "torchtitan", FP16, work, seeds[:4], most=1 << 10)
         assert not list(few)
@@ -160,10 +160,10 @@ def pytest_collection_modifyitems(items):
 @pytest.mark.slow
 @pytest.mark.timeout(2000)
 class TestUpstreamsOwn(contract.UpstreamsOwn):
-    """torchtitan's own tests: its wheel has those of its RL package, its repository the others.
+    """torchtitan's own tests: RL tests from the wheel, unit tests from the repository.
 
     Tests that need vLLM, a GPU or the network fail with the shim on and off. Tests that start
-    processes are left out: the processes read neither our ``conftest.py`` nor the start-up file.
+    processes are left out: those processes read neither ``conftest.py`` nor the start-up file.
     """
 
     driver = DRIVER

@@ -1,4 +1,4 @@
-"""The audit of the weights that torchtitan's trainer sends, and of those in its generators."""
+"""The audit of the weights that torchtitan's trainer sends and its generators hold."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 @pytest.fixture
 def pushed(monkeypatch: pytest.MonkeyPatch, torchtitan: None) -> dict[str, Any]:
-    """The weights that arrive in the store, whose own client needs Monarch's processes."""
+    """The weights that reach the store; the store's client, which needs Monarch, is replaced."""
     import torchstore.api
 
     found: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The seams hold on a commit of torchtitan's main branch, which is no tested version."""
+"""The shim works on an untested version: a commit of torchtitan's main branch."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ FILES = ("test_rl.py", "test_pretraining.py", "test_checkpoints.py", "test_audit
 
 @pytest.fixture(scope="module")
 def main(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the package ``torchtitan`` of that commit."""
+    """The folder with the package ``torchtitan`` of ``COMMIT``."""
     return fetch(tmp_path_factory.mktemp("main"), URL, (COMMIT,), "torchtitan")
 
 
 def python(*arguments: str, environment: Mapping[str, str]) -> str:
-    """Run Python; returns its stdout, and fails with both streams."""
+    """Run Python; returns stdout, and fails if the exit status is not 0."""
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
@@ -57,7 +57,7 @@ def test_the_doctor_finds_every_symbol(main: Path) -> None:
 
 
 def test_both_trainers_as_in_the_tested_version(main: Path) -> None:
-    """On main, ``Trainer.train_step`` asserts a finite grad norm before each step."""
+    """Main passes the same tests, although ``Trainer.train_step`` asserts a finite grad norm."""
     if find_spec("grain") is None:
         pytest.skip("torchtitan's main branch needs grain")
     assert "torch._assert_async" in (main / "torchtitan" / "trainer.py").read_text()

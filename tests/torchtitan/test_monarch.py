@@ -1,4 +1,4 @@
-"""In real Monarch processes PRECISION_SHIM=1 is set, and the start-up file patches torchtitan."""
+"""Real Monarch processes inherit PRECISION_SHIM=1, and the start-up file patches torchtitan."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_float16_states_are_an_error(torchtitan: None, shim: Any, name: str) -> 
 def test_float16_states_are_an_error_where_a_trainer_is_built(
     policy: Any, pretrainer: Any, shim: Any, features: str
 ) -> None:
-    """Raises for a config that is changed after it was built, and with either feature alone."""
+    """Each of two features alone refuses a config that was changed after it was built."""
     shim(features=features)
     for build in (policy, pretrainer):
         with pytest.raises(DtypeError, match="eps of 1e-8 is 0"):
@@ -284,7 +284,7 @@ def test_the_generators_config() -> None:
     assert lines[:1] == ["float16 bfloat16 auto float32"], done.stdout + done.stderr
     assert "generator.model_dtype='fp17'" in lines[1]
     assert lines[2:4] == ["float16", "bfloat16"], done.stdout + done.stderr
-    # torchtitan's own errors for batch-invariant training, which compare dtype names.
+    # torchtitan's own errors for batch-invariant training compare dtype names.
     own, generator = lines[4:]
     assert own.endswith("Got mixed_precision_param='float16'.")
     assert generator == "batch_invariant requires bfloat16 generator dtype, got 'float16'"
@@ -293,7 +293,7 @@ def test_the_generators_config() -> None:
 def test_float16_and_batch_invariant_in_pretraining(
     torchtitan: None, shim: Any, tmp_path: Path
 ) -> None:
-    """torchtitan raises its own error, not the shim."""
+    """torchtitan itself raises this error."""
     from . import cpu
 
     shim()

@@ -61,7 +61,7 @@ def importable(torchtitan: None) -> Iterator[None]:
 
 
 def validated(job: Job) -> Any:
-    """The config after torchtitan's manager, its own checks, and its parallel sizes on the GPUs."""
+    """The config after torchtitan's manager and checks, also of parallel sizes on the GPUs."""
     from torchtitan.config import ConfigManager
     from torchtitan.distributed import ParallelDims
 
@@ -82,7 +82,7 @@ def test_a_job_passes_torchtitans_validation(
 ) -> None:
     assert importlib.util.find_spec(job.entry)
     half = any("float16" in word and "bfloat16" not in word for word in job.settings)
-    if half:  # the page says that torchtitan alone refuses float16
+    if half:  # docs: torchtitan alone refuses float16
         with pytest.raises(SystemExit):
             validated(job)
         assert "invalid choice" in capsys.readouterr().err

@@ -26,7 +26,7 @@ SETTINGS = {"growth_interval": 2, "loss_scale_init": 1024}
 
 
 class Overflows:
-    """A loss that is multiplied in some steps, in the forward and in the backward pass."""
+    """A loss that is multiplied by a large factor in some steps."""
 
     def __init__(self, own: Any, factor: float = 1e30) -> None:
         self.own, self.factor, self.on = own, factor, False
@@ -126,7 +126,7 @@ def test_alone_one_overflow_destroys_the_parameters(pretrainer: Any) -> None:
 
 
 def test_train_itself(pretrainer: Any, shim: Any) -> None:
-    """torchtitan's own loop runs to its end."""
+    """torchtitan's own loop, ``Trainer.train``, runs to the end."""
     shim()
     trainer = pretrainer(training={"steps": 3})
     found = logged(trainer)
@@ -191,7 +191,7 @@ def test_25_skips_in_a_row_end_the_job(pretrainer: Any, shim: Any) -> None:
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(pretrainer: Any, shim: Any) -> None:
-    """torchtitan raises if the logged loss is not finite; on main the step itself raises."""
+    """torchtitan raises when it logs an infinite loss; its main branch raises in the step."""
     shim()
     trainer = pretrainer()
     with pytest.raises(RuntimeError, match=r"Loss .*not finite"):
@@ -296,7 +296,7 @@ def test_after_uninstall_nothing_is_scaled_or_said(
 
 
 def test_an_exception_between_two_passes_leaves_nothing(pretrainer: Any, shim: Any) -> None:
-    """After the exception, the next step equals that of a trainer that never raised."""
+    """After an exception, the next steps equal those of a trainer without the exception."""
     shim(settings=SETTINGS)
     trainer = pretrainer(parts=2)
     own, calls = trainer.loss_fn.__wrapped__, 0

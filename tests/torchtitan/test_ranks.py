@@ -13,7 +13,7 @@ CASES = ("policy", "pretrain")
 
 
 def skipped_together(found: list[dict[str, Any]], prefix: str = "") -> None:
-    """All ranks have the same scale, skipped the second of three steps, and are finite."""
+    """Both ranks have the same scale and finite values, and skipped the second of three steps."""
     first, second = found
     assert first["scaler"] == second["scaler"] == [512.0, 1, 3, 1, 0]
     for one in found:
@@ -55,7 +55,7 @@ def test_alone_one_rank_destroys_both(ranks: Ranks) -> None:
 def test_two_parts_of_each_tensor_skip_together(ranks: Ranks, case: str) -> None:
     """Tensor parallelism: the overflow occurs on one rank first.
 
-    The experts are not sharded: torchtitan exchanges parts of unequal sizes, which gloo cannot.
+    Experts are not sharded, because gloo cannot exchange parts of unequal sizes.
     """
     parallelism = {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 1}
     found = ranks(case, first=0, last=3, overflows=[1], parallelism=parallelism)
@@ -72,7 +72,7 @@ def test_two_parts_of_each_tensor_skip_together(ranks: Ranks, case: str) -> None
     ],
 )
 def test_two_pipeline_stages(ranks: Ranks, schedule: str, chunks: int | None) -> None:
-    """Only the last stage has the loss; both stages skip its overflow, and have one scale."""
+    """The last stage computes the loss; both stages skip an overflow, and share one scale."""
     options: dict[str, Any] = {
         "parallelism": {
             "pipeline_parallel_degree": 2,

@@ -23,7 +23,7 @@ def cpu() -> None:
         pytest.skip("megatron-bridge is not installed; tests/environments has it")
     support.import_worker_modules()
     gc.collect()
-    gc.freeze()  # the workers collect garbage at each step; see tests/nemo_rl/conftest.py
+    gc.freeze()  # workers then scan no imports when they collect garbage at each step
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ warnings.simplefilter("ignore")
 
 
 def report(self: Any) -> dict[str, Any]:
-    """A worker's seams, dtypes and NaN check; runs in the actor."""
+    """Report a worker's seams, dtypes and NaN check; runs in the actor."""
     import os
 
     import precision_shim

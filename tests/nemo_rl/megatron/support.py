@@ -1,7 +1,7 @@
 """Shared by the tests of NeMo-RL's Megatron workers: a policy config and real workers on a CPU.
 
-The worker is NeMo-RL's own, and its whole ``__init__`` runs: NeMo-RL's code turns its config into
-Megatron-Bridge's, and model, DDP, optimizer and scheduler are the real ones. ``on_cpu`` names the
+NeMo-RL's own worker runs its whole ``__init__``. NeMo-RL's code converts the worker's config into
+Megatron-Bridge's; model, DDP, optimizer and scheduler are the real ones. ``on_cpu`` lists the
 GPU functions that it replaces in addition to ``megatron_on_cpu`` and ``nemo_rl_on_cpu``.
 """
 
@@ -53,7 +53,7 @@ OPTIMIZER: dict[str, Any] = {
     "optimizer_cpu_offload": False,
     "optimizer_offload_fraction": 0.0,
 }
-"""The keys in NeMo-RL's own YAML files; the precision-aware optimizer is off here."""
+"""The optimizer keys in NeMo-RL's YAML files, with the precision-aware optimizer off."""
 
 FP16 = {"bf16": False, "fp16": True}
 """The optimizer keys that a user writes with ``policy.precision: float16``."""
@@ -207,7 +207,7 @@ if Version("0.6") > NEMO_RL >= Version("0.5"):
 
 @contextlib.contextmanager
 def on_cpu(folder: Path) -> Iterator[None]:
-    """Replace a Megatron worker's GPU calls that the two other harnesses leave.
+    """Replace the GPU calls that ``megatron_on_cpu`` and ``nemo_rl_on_cpu`` do not replace.
 
     Megatron-Bridge requires a GPU at start, compiles helpers for data sets and warms up fused
     kernels. NeMo-RL pins commits of Megatron-LM and of Bridge between two releases. If a release on
@@ -259,7 +259,7 @@ def on_cpu(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            # A worker never destroys its parallel state, because it is alone in its process.
+            # NeMo-RL's worker never destroys its parallel state, because its process ends with it.
             parallel_state.destroy_model_parallel()
             num_microbatches_calculator.destroy_num_microbatches_calculator()
             rerun_state_machine.destroy_rerun_state_machine()
@@ -271,7 +271,7 @@ _OTHER_SIGNATURES = (
     "reduce_max_stat_across_model_parallel_group",
     "_update_model_config_funcs",
 )
-"""Functions of Bridge that have other keywords in the release than in the commit NeMo-RL pins."""
+"""Functions whose keywords differ between Bridge's release and the commit that NeMo-RL pins."""
 
 
 def _replace(patch: pytest.MonkeyPatch, module: Any, name: str, make: Any) -> None:
@@ -320,7 +320,7 @@ def _fitting(function: Any) -> Any:
 
 
 def _with_cuda(initialize: Any) -> Any:
-    """Bridge's ``initialize_megatron``, run while ``torch.cuda.is_available`` returns true."""
+    """Bridge's ``initialize_megatron``, which runs as if a GPU were available."""
 
     def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
@@ -343,7 +343,7 @@ _kept: list[contextlib.AbstractContextManager[None]] = []
 
 
 def stay_on_cpu() -> None:
-    """Enter ``harness`` in a Ray worker process until it ends; a variable names the folder."""
+    """Enter ``harness`` until this Ray worker process ends; a variable names the folder."""
     import_worker_modules()
     _kept.append(harness(Path(os.environ["NEMO_RL_TEST_CONVERTED"])))
     _kept[-1].__enter__()
@@ -356,7 +356,7 @@ def stay_on_cpu() -> None:
             _kept.append(cuda_means_cpu())
             _kept[-1].__enter__()
 
-    # From 0.7 on the worker is an asyncio actor, whose methods run on another thread than this
+    # From 0.7 on the worker is an asyncio actor, whose methods do not run on the thread of this
     # hook. torch.cuda.set_device is the first function of CUDA that the worker's __init__ calls.
     threads = {threading.get_ident()}
     torch.cuda.set_device = set_device
@@ -365,7 +365,7 @@ def stay_on_cpu() -> None:
 def convert(config: dict[str, Any], folder: Path) -> None:
     """Write the files of NeMo-RL's conversion of a Hugging Face model, without the weights.
 
-    The layers are Megatron's own, which run on a CPU, and keep their initial weights.
+    Megatron's own layers, which run on a CPU, keep their initial weights.
     """
     from megatron.bridge import AutoBridge
     from megatron.bridge.models.gpt_provider import local_layer_spec
@@ -394,7 +394,7 @@ def convert(config: dict[str, Any], folder: Path) -> None:
         ),
         checkpoint=bridge.CheckpointConfig(),
     ).to_yaml(str(target / "run_config.yaml"))
-    # Some versions of Bridge write these keys, but refuse them when they read the file.
+    # Some versions of Bridge write these keys, but raise an error when they read them.
     written = yaml.safe_load((target / "run_config.yaml").read_text())
     written["train"].pop("exit_signal", None)
     scheduler = written["scheduler"]

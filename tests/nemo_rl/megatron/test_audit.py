@@ -1,4 +1,4 @@
-"""The audit of NeMo-RL's Megatron worker under strict: a user wrote all keys, so it only warns."""
+"""Under strict the audit of a Megatron worker only warns, because the user wrote all keys."""
 
 from __future__ import annotations
 

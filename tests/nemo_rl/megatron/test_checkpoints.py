@@ -1,4 +1,4 @@
-"""NeMo-RL saves and resumes Megatron workers; the shim is turned on or off between the two."""
+"""NeMo-RL saves Megatron workers, the shim is turned on or off, and NeMo-RL resumes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Make = Callable[..., AbstractContextManager[Any]]
 
 PRECISION_AWARE = "use_precision_aware_optimizer"
 OWN = {"optimizer": {PRECISION_AWARE: True}}
-"""The setting in NeMo-RL's YAML files."""
+"""The optimizer setting in NeMo-RL's own YAML files."""
 
 LEFT_OPEN = {
     "drop": (PRECISION_AWARE,),
@@ -53,7 +53,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 class Switch:
-    """Trains, saves, resumes in another worker, and compares the two."""
+    """Trains and saves a worker, resumes in another, and compares both."""
 
     def __init__(self, worker: Make, folder: Path, precision: str, **config: Any) -> None:
         self.worker, self.folder = worker, folder
@@ -91,7 +91,7 @@ class Switch:
             return type(error).__name__
 
     def _asked(self) -> dict[str, Any]:
-        """The keys for optimizer and bucket in the policy's config."""
+        """Return the keys for optimizer and bucket in the policy's config."""
         left_out = self.config.get("drop", ())
         default = {} if PRECISION_AWARE in left_out else {PRECISION_AWARE: False}
         return {**default, **self.config.get("optimizer", {}), **self.config.get("ddp", {})}
@@ -129,7 +129,7 @@ def test_remainders_that_the_shim_made_are_written_as_whole_masters(switch: Any)
     job = switch("bfloat16", **LEFT_OPEN)
     job.settings = {"optimizer_states": "follow-model"}
     assert job.go_on(first_on=True, second_on=True) == "exact"
-    # Without the shim the states are fp32, and no longer rounded.
+    # Without the shim the optimizer states are fp32, so Megatron no longer rounds them.
     assert job.go_on(first_on=True, second_on=False) == "exact until it trains"
     assert job.go_on(first_on=False, second_on=True) == "CheckpointLayoutError"
 

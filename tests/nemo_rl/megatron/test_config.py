@@ -1,4 +1,4 @@
-"""Dtype names in OptimizerConfig, for both ways in which versions of Bridge make that config."""
+"""Dtype names in both kinds of OptimizerConfig that versions of Bridge make."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_name_for_fp32_is_fp32_without_the_precision_aware_optimizer(
 def test_a_low_dtype_needs_the_precision_aware_optimizer(
     cpu: None, shim: Callable[..., Any]
 ) -> None:
-    """The shim raises with the plan's sentence before Megatron's assertion fails."""
+    """The shim raises an error with the plan's sentence; Megatron's assertion is never reached."""
     ((_, sentence, remedy),) = not_precision_aware({"exp_avg_dtype": torch.bfloat16})
     with pytest.raises(AssertionError, match="exp_avg_dtype can only be fp32"):
         made(exp_avg_dtype=torch.bfloat16)

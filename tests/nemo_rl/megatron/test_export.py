@@ -1,4 +1,4 @@
-"""The signatures and docs of the actor classes of NeMo-RL's Megatron workers stay as they were."""
+"""The shim keeps signatures and docs of the actor classes of NeMo-RL's Megatron workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PRECISION_SHIM_WATCH_UPDATES adds its figures to the metrics of NeMo-RL's Megatron workers."""
+"""PRECISION_SHIM_WATCH_UPDATES adds lost-update metrics to NeMo-RL's Megatron workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""float16 on real Megatron buffers: an overflow skips the step, which is counted and reported."""
+"""float16 on real Megatron buffers: an overflow skips the step, and the skip is reported."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_a_static_loss_scale_is_left_alone(worker: Make, shim: Any) -> None:
 def test_the_scales_of_auxiliary_losses_have_the_loss_scale_in_them(
     worker: Make, shim: Any
 ) -> None:
-    """Megatron from 0.19 on scales auxiliary losses by these functions; 0.18 ignores them."""
+    """Megatron from 0.19 on scales auxiliary losses by NeMo-RL's functions; 0.18 does not."""
 
     class Looking:
         def __init__(self, made: Any) -> None:

@@ -153,7 +153,7 @@ def test_a_pair_that_disagrees(worker: Make, shim: Any, fused_adam: str, strict:
     options = {"optimizer": {"use_precision_aware_optimizer": True}}
     kind = InconsistentPrecisionError if strict else PrecisionShimWarning
     told = "expects bf16 main grads, the gradient bucket is fp32"
-    with pytest.MonkeyPatch.context() as patch:  # undone before the shim is uninstalled
+    with pytest.MonkeyPatch.context() as patch:  # undone before the shim's uninstall
         patch.setattr(module, "setup_optimizer", changing)
         with (pytest.raises if strict else pytest.warns)(kind, match=told), worker(**options):
             pass
@@ -170,7 +170,7 @@ def test_a_pair_by_names_agrees(worker: Make, shim: Any, fused_adam: str) -> Non
 def test_the_bucket_follows_the_optimizer_that_there_is(
     worker: Make, shim: Any, fused_adam: str
 ) -> None:
-    """If grad-bucket-alignment alone is on, the optimizer keeps fp32 main grads."""
+    """If grad-bucket-alignment is the only feature, the optimizer keeps fp32 main grads."""
     shim(
         features=["grad-bucket-alignment"],
         settings={"optimizer_states": "follow-model", "grad_bucket": "align"},
