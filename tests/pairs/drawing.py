@@ -1,6 +1,6 @@
 """Pairs of jobs, drawn at random; the second job resumes from the first job's checkpoint.
 
-Only a seed and a number determine a pair, through ``random.Random.random``. So it is the same on
+Only a seed and a number determine a pair, through ``random.Random.random``. So a pair is equal on
 every machine and every version of Python. A failed test prints the pair as one line of text, which
 ``--pair`` accepts.
 """
@@ -166,7 +166,7 @@ def draw(seed: int, number: int, *, backends: Sequence[str] = ("fsdp", "megatron
     )
     pair = (_fsdp if backend == "fsdp" else _megatron)(hand, pair)
     if pair.ranks == 1 and hand.chance(0.15):
-        # An FSDP job's save has fewer than twenty file operations.
+        # A save of an FSDP job has fewer than twenty file operations.
         pair = replace(pair, kill=hand.number(1, 16))
     return pair
 
@@ -238,7 +238,7 @@ def _megatron(hand: _Hand, pair: Pair) -> Pair:
         copied=hand.of("", "", "", "replace", "pickle", "deepcopy"),
     )
     first = _states(hand, first) if hand.chance(0.45) else first
-    if first.offload:  # Megatron offloads only these optimizers together with fp32 masters
+    if first.offload:  # Megatron cannot offload its other optimizers with fp32 masters
         first = replace(first, aware="yes", dtype="bf16")
     jobs = [first]
     if hand.chance(0.2):

@@ -1,6 +1,6 @@
 """How a pair ended, and the closed list of allowed ends.
 
-- *exact*: the training equals one that was never stopped;
+- *exact*: the resumed training equals a training that was never stopped;
 - *refused*: the shim raises an error that names a way to continue;
 - *told*: a warning or decision of the shim names the states that differ, and no others differ;
 - *as unpatched*: the same jobs with the shim off end in the same way;
@@ -94,7 +94,7 @@ def end_of(pair: Pair, launch: Callable[[str], Ranks], folder: Path) -> End:
 
 
 class _Lazily:
-    """The results of the unpatched jobs, which run at the first call."""
+    """Returns the results of the unpatched jobs, which run at the first call."""
 
     def __init__(self, make: Callable[[], Results]) -> None:
         self._make, self._made = make, None
@@ -157,7 +157,7 @@ def _of_rank(pair: Pair, found: Results, rank: int, folder: Path, plain: _Lazily
             also = different(theirs, resumed)
             also |= _ahead(same[-2][rank], same[-1][rank], bool(also))
             if _anew(resumed) and _anew(last["state"]):
-                also |= SCALER  # a restarted scaler is the same, whatever the scale was before
+                also |= SCALER  # both scalers restarted
             if differs <= also:
                 return End("as unpatched", what)
         elif pair == pair.unpatched():
@@ -166,7 +166,7 @@ def _of_rank(pair: Pair, found: Results, rank: int, folder: Path, plain: _Lazily
 
 
 def _anew(state: Mapping[str, Any]) -> bool:
-    """Whether a scaler has the initial scale of an unpatched one, and has not counted yet."""
+    """Whether a scaler is at verl's initial scale, with a growth tracker of 0."""
     return state["tracker"] == 0 and state["scale"] in (None, 65536.0)
 
 
@@ -241,9 +241,9 @@ def _first_steps(saver: Mapping[str, Any], last: Mapping[str, Any]) -> str:
 
 
 def _of_killed(saved: Sequence[Mapping[str, Any]], last: Mapping[str, Any], unpatched: bool) -> End:
-    """The end after a killed save: its states may mix two saves only if the framework's files do.
+    """The end of a pair with a killed save, by the saves that the resumed states are of.
 
-    The scaler must never be mixed. Without the shim the framework's files can come from two saves.
+    The framework's files may mix two saves, as without the shim; the scaler may not.
     """
     now, told = last["state"], _told(last)
     whole = [

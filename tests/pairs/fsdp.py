@@ -43,7 +43,7 @@ class Training:
             if own is not None and not own.is_enabled():  # torch disables the scaler without a GPU
                 one.scaler = ShardedGradScaler(device="cpu", growth_interval=400)
         generator = torch.Generator().manual_seed(100 + int(job.seed) + 10 * dist.get_rank())
-        with torch.no_grad():  # without this all engines would start with the same weights
+        with torch.no_grad():  # so that engines start with different weights
             for parameter in one.module.parameters():
                 shard = support.local(parameter)
                 shard.add_(torch.randn(shard.shape, generator=generator) * 1e-3)

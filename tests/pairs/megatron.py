@@ -53,7 +53,7 @@ def prepare() -> None:
     import verl.workers.engine.megatron.transformer_impl  # noqa: F401
 
     torch.cpu.empty_cache = lambda: None  # type: ignore[attr-defined]
-    # These saves are synchronous, so their results need no queue in a manager process, whose start
+    # The saves here are synchronous, so a plain queue replaces the manager process, whose start
     # takes longer than a whole pair.
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -83,9 +83,9 @@ def as_dtypes(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def provider(job: Job) -> Any:
-    """A model of one layer; in a mixed one the norms stay fp32 when the rest becomes bf16.
+    """A model of one layer; if it is mixed, the norms stay fp32 when the rest becomes bf16.
 
-    Megatron puts norms and biases into one parameter group, which has one dtype without biases.
+    With biases, one parameter group of Megatron's has fp32 norms and bf16 biases.
     """
     if job.dtype in DTYPES:
         return tiny_gpt(DTYPES[job.dtype], num_layers=1)
@@ -142,7 +142,7 @@ class Training:
         fp32 = {"bf16": False} if job.dtype == "fp32" else {}
         try:
             optim = init_megatron_optim_config(config, fp16=job.dtype == "fp16", **fp32)
-        except TypeError:  # an unpatched 0.7.1 has no bf16 argument, and sets bf16 for fp32
+        except TypeError:  # unpatched, 0.7.1 has no bf16= and treats fp32 as bf16
             optim = init_megatron_optim_config(config, fp16=job.dtype == "fp16")
             if fp32:
                 optim = dataclasses.replace(optim, bf16=False, params_dtype=torch.float32)
@@ -217,8 +217,8 @@ class Training:
                 if master.dtype is torch.int16:
                     master = join_master(shard.detach(), master)
                 elif shard.dtype is torch.float32:
-                    master = shard.detach()  # FusedAdam never updates an fp32 parameter's master
-                elif "master_param" in state and master.dtype is torch.float16:  # scaled master
+                    master = shard.detach()  # FusedAdam never updates this master.
+                elif "master_param" in state and master.dtype is torch.float16:  # It has a scale.
                     master = inner.get_unscaled_state(shard, "master_param")
                 moments = []
                 for name in ("exp_avg", "exp_avg_sq"):

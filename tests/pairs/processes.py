@@ -1,4 +1,4 @@
-"""The work of a pair's rank processes on every backend; ``tests/rank_server.py`` starts them."""
+"""The code of a pair's rank processes on every backend; ``tests/rank_server.py`` starts them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Training(Protocol):
         """Train; returns the losses and the gradient norm of each step."""
 
     def state(self) -> dict[str, Any]:
-        """This rank's states by component, which are equal in two equal trainings."""
+        """Digests of this rank's states by component, which are equal after two equal trainings."""
 
     def effective(self) -> dict[str, Any]:
         """The settings that two trainings must share so that their next steps are equal."""
@@ -43,7 +43,7 @@ class Training(Protocol):
 
 
 def watched(launch: Launch, work: Callable[[Launch], dict[str, Any]]) -> dict[str, Any]:
-    """Do a rank's work; if it is to be killed, a fork of this process does it."""
+    """Do a rank's work; if the pair kills this job, do it in a fork of this process."""
     pair = parse(launch.options["pair"])
     if not pair.kill or launch.options["number"] != len(pair.jobs) - 2:
         return work(launch)
@@ -124,7 +124,7 @@ def _decisions() -> Iterable[Any]:
 
 
 def switch(job: Job) -> None:
-    """Install the shim with a job's features and settings, unless the job has it off."""
+    """Install the shim with a job's features and settings, unless ``job.shim`` is off."""
     if job.shim == OFF:
         return
     chosen = {
@@ -173,7 +173,7 @@ def die_at(count: int, directory: Path) -> None:
     """Kill this process before the ``count``-th file operation in the directory.
 
     File operations are making directories, opening for writing, renaming, removing, ``torch.save``.
-    A child process that writes for this process kills both.
+    If a child process writes for this process, both processes are killed.
     """
     main, left, place = os.getpid(), [count], str(directory)
     own = torch.save

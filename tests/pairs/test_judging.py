@@ -78,7 +78,7 @@ def saver(**changes: Any) -> dict[str, Any]:
 
 
 def ended(tmp_path: Path, text: str, *patched: dict[str, Any], plain: Any = ()) -> str:
-    """The end of a pair with these results; ``plain`` are the results with the shim off."""
+    """The end of a pair with the given results; ``plain`` are the results with the shim off."""
     results = {str(parse(text)): patched, str(parse(text).unpatched()): plain or patched}
 
     def launch(backend: str) -> Callable[..., Any]:
@@ -130,7 +130,7 @@ def test_an_error_is_allowed_where_the_framework_alone_has_it_too(tmp_path: Path
 
 
 def test_what_the_shim_does_not_keep_when_it_is_off(tmp_path: Path) -> None:
-    """verl itself restarts the scaler at a resume, but keeps all masters."""
+    """With the shim off a restarted scaler is verl's own behaviour; changed moments are not."""
     text = "- | dtype=fp16 | shim=off dtype=fp16 seed=1"
     fresh, other = saver(state=ANEW), saver(state={**STATE, "exp_avg": "other"})
     assert ended(tmp_path, text, saver(), fresh, plain=(saver(), fresh)) == "as unpatched"
@@ -138,7 +138,7 @@ def test_what_the_shim_does_not_keep_when_it_is_off(tmp_path: Path) -> None:
 
 
 def test_what_the_shim_never_keeps_of_fsdp(tmp_path: Path) -> None:
-    """torch rounds parameters that are stored in fewer bits, but the shim keeps the scaler."""
+    """Parameters that torch rounds are allowed to differ, but the shim must keep the scaler."""
     rounded, told = saver(state={**STATE, "parameters": "other"}), {"said": [FRESH]}
     both = {**ANEW, "parameters": "other"}
     plain = (saver(), rounded)

@@ -1,6 +1,6 @@
 """Random pairs of jobs that save and resume: none may continue with other numbers silently.
 
-Each pair runs the real framework in its own processes, and is compared with the training without a
+Each pair runs the real framework in its own processes, and is compared with a training without a
 stop; ``ends.py`` has the closed list of allowed ends. A failure prints the pair as one line. To run
 that pair again::
 
@@ -35,7 +35,7 @@ FIRST_RING, MATRIX = 12, 100
 """The numbers of pairs that run before a commit, and in the matrix."""
 
 GOES_ON = ("exact", "refused", "told")
-"""The allowed ends of a pair in which the shim, not the framework, decides."""
+"""The allowed ends of the pairs in ``KNOWN``, in which the shim decides."""
 
 KNOWN = {
     "fp32-parameters-precision-aware": (
@@ -137,7 +137,7 @@ def test_known(
     tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> None:
-    """Each pair here once failed because of a fault in the shim."""
+    """Runs the pairs in ``KNOWN``, each of which once failed."""
     torn = ("killed", "as unpatched") if name.startswith("killed") else ()
     hold(KNOWN[name], launch, tmp_path, request.node, (*GOES_ON, *torn))
 

@@ -35,7 +35,7 @@ NOT_REPEATED = ("timing", "perf/", "actor/perf/", "critic/perf/")
 
 
 class Patient(rl.Limits):
-    """Limits for busy machines; they are below pytest's time limit of a test."""
+    """Time limits for busy machines, below pytest's own time limit."""
 
     first, step, end = 800.0, 120.0, 120.0
 

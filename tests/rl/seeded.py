@@ -1,4 +1,4 @@
-"""Sampling that a second job repeats bit for bit; verl's own config keys name both classes.
+"""Sampling that a second job repeats bit for bit, by two classes that verl's config names.
 
 Each answer has its own seed, and vLLM computes one answer at a time (``max_num_seqs=1``), so no
 answer depends on others. The trainer gets the answers in a fixed order.

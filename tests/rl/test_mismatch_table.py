@@ -27,7 +27,7 @@ def test_each_pair_has_the_spread_of_each_part() -> None:
 
 
 def test_the_page_has_the_pairs_in_their_order() -> None:
-    """Trainer and rollout in fp16 disagree least, and less than with weights sent in bf16."""
+    """The mismatch is least if trainer and rollout are in fp16, even if weights go through bf16."""
     page = rl_mismatch.PAGE.read_text(encoding="utf-8")
     begin, end = rl_mismatch.MARKERS
     rows = page.split(begin)[1].split(end)[0].strip().splitlines()[2 : 2 + len(rl_mismatch.PAIRS)]

@@ -1,4 +1,4 @@
-"""Lets SGLang run on a CPU: it has an engine for it, but PyPI has no CPU build of its kernels.
+"""Lets SGLang's CPU engine run without SGLang's compiled kernels, which PyPI lacks for CPUs.
 
 SGLang's own Python code is real: server, tokenizer manager, scheduler, model and loader.
 """

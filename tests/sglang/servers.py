@@ -1,6 +1,6 @@
 """The server in ``test_verl.py``: verl's real ``SGLangHttpServer`` with the real SGLang.
 
-verl makes the server a Ray actor, as ``ray_driver.py`` does; here it is an object in a fork. A
+verl makes the server a Ray actor, but in these cases the server is an object in a fork. A
 weight sync is SGLang's own call with verl's payload, and then the call that ends verl's sync.
 """
 
@@ -81,7 +81,7 @@ async def sync(server: Any, weights: dict[str, torch.Tensor], step: int) -> None
 
 
 async def synced(folder: str, model: str, dtype: str) -> Any:
-    """The audit's record of a server at its start and after each of two syncs; then generate."""
+    """Run a server with two syncs; returns the audit's record at the start and after each."""
     from transformers import AutoModelForCausalLM
 
     server = server_of(model, dtype)
@@ -147,7 +147,7 @@ async def over_http(folder: str, model: str, dtype: str) -> Any:
         free.bind(("127.0.0.1", 0))
         other.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-        os.environ["SGLANG_GRPC_PORT"] = str(other.getsockname()[1])  # the default is port + 10,000
+        os.environ["SGLANG_GRPC_PORT"] = str(other.getsockname()[1])  # default: port + 10,000
     arguments = ServerArgs(
         model_path=model,
         dtype=dtype,

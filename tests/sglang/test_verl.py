@@ -111,7 +111,7 @@ def test_the_share_that_bf16_represents_is_of_the_engines_own_weights(
     weights = [one.weights for one in found]
     assert [(one.exact, one.sampled) for one in weights if one is not None] == wanted
     assert {(one.sample, *one.kinds, *one.kv_held) for one in found} == {(SAMPLE,)}
-    # A contradiction needs all weights: a trainer may have frozen the sampled ones.
+    # Sampled weights are no contradiction, because a trainer may have frozen them.
     assert not list(contradictions([sent("float16", 0.1, 0.1)], [found[2]]))
 
 
@@ -123,7 +123,7 @@ def test_auto_is_told_as_sglang_resolved_it_and_no_weight_is_guessed(
         assert one.computes == "bf16"
         assert one.weights is None
         assert one.not_answered == "SGLang tells no weights of Qwen2ForCausalLM"
-    assert done["told"] is None  # SGLang logs one error, for the request of the test itself
+    assert done["told"] is None  # SGLang logs an error for this test's own request
     assert "".join(ranks.said).count("Error when getting parameter") == 1
 
 

@@ -92,8 +92,8 @@ def import_megatron() -> None:
     """
     import_megatron_bridge()
     if Version(version("skyrl")) >= Version("0.4"):
-        # The import of this Megatron module must not find the stand-in for nvidia_resiliency_ext. So
-        # the module is imported before the stand-in exists.
+        # Megatron's module must not find the stand-in for nvidia_resiliency_ext, so the import of
+        # Megatron's module comes first.
         importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")
         _stand_in_resiliency()
         _stand_in_adapter_sync()

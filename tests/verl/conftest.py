@@ -1,4 +1,4 @@
-"""The real verl on the real megatron-core, on a CPU.
+"""Fixtures with the real verl and megatron-core on a CPU.
 
 Only fixtures import the frameworks, so that pytest collects the tests quickly and a warning that a
 framework raises at import does not fail the collection.
@@ -28,7 +28,7 @@ except PackageNotFoundError:
 
 
 def freeze() -> None:
-    """Exclude all present objects from garbage collection.
+    """Exclude all existing objects from garbage collection.
 
     verl collects garbage when it empties its caches, and Megatron for each bucket of a checkpoint.
     Scanning the objects of a thousand imported modules takes longer than the rest of a test.
@@ -39,7 +39,7 @@ def freeze() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def imports_are_no_garbage() -> None:
-    """Freezes the objects of modules that the test modules before this one imported late."""
+    """Calls ``freeze`` for each test module, because earlier test modules import more modules."""
     freeze()
 
 
@@ -57,7 +57,7 @@ def cpu() -> Iterator[None]:
 
     freeze()
     with megatron_on_cpu(), model_parallel(), local_layers(), pytest.MonkeyPatch.context() as patch:
-        # verl empties the device's memory cache, which a CPU does not have.
+        # verl calls the device's empty_cache, which a CPU does not have.
         patch.setattr(torch.cpu, "empty_cache", lambda: None, raising=False)
         yield
 

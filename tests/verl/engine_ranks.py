@@ -73,8 +73,8 @@ def engine(
 def _add_auxiliary_loss(one: Any) -> None:
     """Add an auxiliary loss to a model, as the router of Automodel's experts does.
 
-    verl uses Automodel's own experts only with expert parallelism. The function that adds the loss
-    is Automodel's own.
+    verl uses Automodel's own experts only with expert parallelism. So this function adds the loss
+    to other layers, by Automodel's own function.
     """
     from nemo_automodel.components.moe.megatron.moe_utils import MoEAuxLossAutoScaler
 
@@ -97,7 +97,7 @@ def batch(one: Any, step: int) -> Any:
 
 
 def train(one: Any, steps: range, overflows: Any = (), factor: float = 1.0) -> list[list[float]]:
-    """Train; returns each step's losses of the micro-batches and its grad norm."""
+    """Train; returns the losses of the micro-batches and the grad norm, for each step."""
     said = []
     for step in steps:
         weights = (factor, factor * support.weight_at(step, overflows))
@@ -121,7 +121,7 @@ def optimizers(one: Any) -> list[Any]:
 
 
 def state(one: Any) -> dict[str, Any]:
-    """This rank's digests and figures, which are equal in two equal trainings."""
+    """Digests of this rank's states, and figures, which are equal after two equal trainings."""
     from types import SimpleNamespace
 
     module = torch.nn.ModuleList(parts(one))
@@ -168,7 +168,7 @@ def equal(job: Job, name: str, model: str = "", **fields: Any) -> dict[str, Any]
 
 
 def _eight(one: Any, steps: range, overflows: Any) -> dict[str, Any]:
-    """Train the rest of eight steps; returns losses, state, metrics, decisions and audits."""
+    """Train the given last steps; returns losses, state, metrics, decisions and audits."""
     said = train(one, steps, overflows)
     return {
         "said": said,
@@ -214,7 +214,7 @@ def _by_hand(one: Any) -> dict[str, Any]:
 
 
 def _with_auxiliary(loss_function: Any, scale: float) -> Any:
-    """A loss function that also multiplies verl's scale of auxiliary losses, by hand."""
+    """A loss function that also multiplies verl's scale of auxiliary losses by ``scale``."""
     from nemo_automodel.components.moe.megatron.moe_utils import MoEAuxLossAutoScaler
 
     own: list[Any] = []
@@ -292,7 +292,7 @@ def _path(job: Job, step: int) -> str:
 
 @case
 def saved(job: Job, name: str, at: int, overflows: list[int]) -> dict[str, Any]:
-    """Train eight steps and save at one; a process can have one two-rank torchtitan trainer."""
+    """Train eight steps, with a save; torchtitan allows one two-rank trainer per process."""
     install()
     one = engine(name, job.model)
     said = train(one, range(at), overflows)
@@ -310,7 +310,7 @@ def resumed(job: Job, name: str, at: int, overflows: list[int]) -> dict[str, Any
     """In a new process, load the checkpoint and train the rest of the steps."""
     install()
     one = engine(name, job.model)
-    train(one, range(20, 22))  # so that the load has to replace existing states
+    train(one, range(20, 22))  # the load has to replace existing states
     with _ours() as warned:
         one.load_checkpoint(_path(job, at), del_local_after_load=False)
     loaded = state(one)
@@ -356,7 +356,7 @@ def _built(make: Callable[[], Any]) -> dict[str, Any]:
 
 @case
 def flux(job: Job) -> dict[str, Any]:
-    """Build torchtitan's Flux trainer in float16 under strict; it needs transformers, as verl."""
+    """Build torchtitan's Flux trainer in float16 under strict; Flux needs transformers."""
     precision_shim.install(settings=SETTINGS, strict=True)
     from torchtitan.models.flux.config_registry import flux_debugmodel
     from torchtitan.models.flux.trainer import FluxTrainer

@@ -1,6 +1,6 @@
 """Configs and CPU stand-ins of verl's VeOmni, Automodel, torchtitan and FSDP Turbo engines.
 
-The ranks of ``engine_ranks.py`` and Ray's workers use this module; it does not import the shim.
+The ranks of ``engine_ranks.py`` and Ray's workers import this module, which imports no shim.
 ``fsdp_turbo.py`` has FSDP Turbo's stand-in.
 """
 
@@ -45,7 +45,7 @@ def prepare() -> None:
     fsdp_turbo.install()
     if with_titan:
         optimizers = importlib.import_module("torchtitan.components.optimizer")
-        # verl's engine needs a commit between two releases: 0.3.0 has this class elsewhere.
+        # verl's engine imports this class from a module that torchtitan 0.3.0 does not have.
         moved = ModuleType("torchtitan.components.lr_scheduler")
         moved.LRSchedulersContainer = optimizers.LRSchedulersContainer  # type: ignore[attr-defined]
         sys.modules[moved.__name__] = moved

@@ -1,6 +1,6 @@
 """Processes that have not imported verl and Megatron; ``tests/rank_server.py`` starts them.
 
-The slow imports are the dependencies of both, which the server imports once.
+The server imports the dependencies of verl and Megatron once, because those imports are slow.
 """
 
 from __future__ import annotations

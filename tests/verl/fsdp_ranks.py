@@ -32,13 +32,13 @@ OVERFLOWS = {4: support.HUGE, 15: LOUD}
 """Loss weights by step: gradients overflow at one step in each half of twenty steps."""
 
 SETTINGS = {"loss_scale_init": 2.0**12, "growth_interval": 3}
-"""With these settings a fresh scaler differs from one that grew and fell."""
+"""Scaler settings: a fresh scaler differs from a scaler that grew and fell."""
 
 GROWING = {"loss_scale_init": 2.0, "growth_interval": 3, "growth_factor": 8.0}
-"""Settings for ``OVERFLOWS``: at step 15 a kept scale is 2**12, one restarted at step 10 is 2**4.
+"""At step 15 a scale that was kept is 2**12; a scale that restarted at step 10 is 2**4.
 
-The gradients of step 15 overflow only at the kept scale. The ratio of 256 is far larger than the
-differences between CPUs' kernels, so every CPU skips step 15 in only one of the trainings.
+With ``LOUD`` the gradients of step 15 overflow at 2**12 and not at 2**4. The ratio of 256 is far
+larger than differences between CPUs' kernels, so every CPU gives the same result.
 """
 
 CASES: dict[str, Callable[..., Any]] = {}
@@ -92,7 +92,7 @@ def verls_own(one: Any) -> None:
 
 @case
 def exact(job: Job) -> dict[str, Any]:
-    """Train twenty steps straight; in another engine ten, a save, a load, and ten more."""
+    """Train twenty steps straight, and again with a save and a load after ten steps."""
     install(**GROWING)
     one = support.engine(job.model)
     kind = type(one.scaler).__name__
@@ -109,7 +109,7 @@ def exact(job: Job) -> dict[str, Any]:
     two.save_checkpoint(job.path("shim"), global_step=10)
     after_save = support.engine_state(two)
     three = support.engine(job.model)
-    support.train(three, range(50, 53))  # so that the load has to replace existing states
+    support.train(three, range(50, 53))  # the load has to replace existing states
     three.load_checkpoint(job.path("shim"), del_local_after_load=False)
     loaded = support.engine_state(three)
     again = support.train(three, range(10, 20), OVERFLOWS)
@@ -131,7 +131,7 @@ def exact(job: Job) -> dict[str, Any]:
 
 @case
 def strict(job: Job) -> dict[str, Any]:
-    """Under strict, a trained engine raises a pending error when it builds its optimizer."""
+    """Under strict, errors of the shim are raised when a trained engine builds an optimizer."""
     from precision_shim.process import session as _session
     from precision_shim_adapters import verl as adapter
 
@@ -159,7 +159,7 @@ def strict(job: Job) -> dict[str, Any]:
     adapter.ADAPTER = dataclasses.replace(whole, seams=broken)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with contextlib.suppress(precision_shim.SeamError):  # raised here, as verl is imported
+        with contextlib.suppress(precision_shim.SeamError):  # verl is imported already
             precision_shim.install(strict=True)
         build("refused")
         build("refused, reference", forward_only=True)
@@ -175,7 +175,7 @@ def strict(job: Job) -> dict[str, Any]:
 
 @case
 def resumed(job: Job) -> dict[str, Any]:
-    """In a new process load ``exact``'s checkpoint and train; then load one without a scaler."""
+    """In a new process, load the checkpoints of ``exact`` and of ``plain``, and train."""
     install(**GROWING)
     one = support.engine(job.model)
     with ours() as said:
@@ -248,7 +248,7 @@ def plain_without_scaler(job: Job, one: Any) -> dict[str, Any]:
 
 @case
 def faults(job: Job) -> dict[str, Any]:
-    """Overflow on rank 1 only; NaN in a micro-batch; evaluation; endless skips; a failing save."""
+    """Test an overflow on rank 1 only, NaN, evaluation, endless skips, and a failing save."""
     install()
     found: dict[str, Any] = {}
     one = support.engine(job.model)
@@ -291,7 +291,7 @@ def faults(job: Job) -> dict[str, Any]:
 
 @case
 def contents(job: Job) -> dict[str, Any]:
-    """Save and load parts of a checkpoint; rotate; save again; load remotely; a reference model."""
+    """Test partial checkpoints, rotation, a second save, a remote load, and a reference model."""
     install()
     found: dict[str, Any] = {}
     only = support.engine(job.model, contents=("model",))
@@ -324,12 +324,12 @@ def contents(job: Job) -> dict[str, Any]:
         import shutil
 
         near = job.path("turn/3") + source.removeprefix("hdfs://far")
-        with contextlib.suppress(OSError):  # hdfs's client also prints and returns
+        with contextlib.suppress(OSError):  # a failed copy raises no error in HDFS's client
             shutil.copy(near, target)
         return True
 
     fs.copy = hdfs_io.copy = get
-    tempfile.tempdir = str(job.folder)  # verl's local copies are here, named by the remote path
+    tempfile.tempdir = str(job.folder)  # verl puts local copies of remote files here
     far = support.engine(job.model)
     with ours() as said:
         far.load_checkpoint("hdfs://far", del_local_after_load=True)
@@ -354,7 +354,7 @@ def lora(job: Job) -> dict[str, Any]:
 
 @case
 def late(job: Job) -> dict[str, Any]:
-    """If install() runs after the engine is built, verl's own scaler stays, and is saved."""
+    """Call install() after the engine is built: verl's own scaler stays, and is saved."""
     one = support.engine(job.model)
     verls_own(one)
     support.train(one, range(2), (1,))
@@ -408,7 +408,7 @@ def metrics(job: Job) -> dict[str, Any]:
 
 @case
 def lost_updates(job: Job) -> dict[str, Any]:
-    """A trainer's metrics if the shim watches updates, and whether the steps stay the same."""
+    """Metrics of a training with the meter, and whether the meter changes the training."""
     import verl.utils.tensordict_utils as tu
 
     def train(critic: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -465,7 +465,7 @@ def by_hand(job: Job) -> dict[str, Any]:
     scale = one.scaler.get_scale()
     precision_shim.uninstall()
 
-    # The test scales and unscales the gradients and computes the norm.
+    # Scale and unscale the gradients, and compute the norm, without the shim.
     two = support.engine(job.model)
     same = support.furthest(weights, support.parameters(two.module))
     losses: list[float] = []
@@ -494,7 +494,7 @@ def by_hand(job: Job) -> dict[str, Any]:
 
 @case
 def untouched(job: Job, dtype: str | None, on: bool) -> dict[str, Any]:
-    """Count every call in a training without fp16, with the shim or without it."""
+    """Train without fp16, with or without the shim, and count calls of verl's functions."""
     if on:
         install()
     counted: dict[Any, int] = {}
@@ -574,7 +574,7 @@ def audits_of(folder: Path) -> dict[str, Any]:
 
 @case
 def audited(job: Job) -> dict[str, Any]:
-    """Audit an actor, a critic, a LoRA actor and a reference model; all but the last train."""
+    """Audit an actor, a critic and a LoRA actor that train, and a reference model."""
     folder = Path(job.path("audits"))
     install(audit_dir=str(folder))
     actor = support.engine(job.model)
@@ -651,7 +651,7 @@ def legacy_resumed(job: Job, role: str) -> dict[str, Any]:
 
 @case
 def legacy_plain(job: Job, role: str) -> dict[str, Any]:
-    """Train a legacy worker without the shim; the actor's scaler is made to work on a CPU."""
+    """Train a legacy worker without the shim, and with a scaler that works on a CPU."""
     model = job.model if role == "actor" else job.value_model
 
     def made() -> Any:
@@ -683,7 +683,7 @@ def legacy_plain(job: Job, role: str) -> dict[str, Any]:
 
 @case
 def underflow(job: Job, role: str) -> dict[str, Any]:
-    """Count zero gradients of a loss, of 2**-40 times the loss, and of the latter with the shim.
+    """Count zero gradients of a loss, of the loss times 2**-40, and of the same with the shim.
 
     Any fp16 number times 2**-40 is 0 in fp16. The scale 2**40 compensates exactly.
     """
@@ -731,7 +731,7 @@ def prepare() -> None:
     """Import verl in the server."""
     support.prepare()
     look_ahead("verl")
-    importlib.import_module("tests.verl.fsdp_saves")  # it imports this module and adds cases
+    importlib.import_module("tests.verl.fsdp_saves")  # adds cases to this module
 
 
 def run(launch: Launch) -> dict[str, Any]:

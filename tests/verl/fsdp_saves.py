@@ -50,7 +50,7 @@ def everywhere(value: Any) -> list[Any]:
 
 
 def readable(place: Path) -> bool:
-    """Whether torch reads every rank's files: if not, verl's load raises on one rank alone."""
+    """Whether torch can read all ranks' files; if not, verl's load fails on one rank alone."""
     for what in ("model", "optim", "extra_state"):
         for rank in range(dist.get_world_size()):
             name = f"{what}_world_size_{dist.get_world_size()}_rank_{rank}.pt"
@@ -79,8 +79,8 @@ def resume(one: Any, place: Path, states: dict[str, Any]) -> dict[str, Any]:
 
 
 def two_states(job: Job, target: Path, over: bool) -> tuple[Any, dict[str, Any]]:
-    """An engine trained to a first state, which is saved if ``over``, and on to a second one."""
-    random.seed(7)  # verl saves this state, which would differ between forks
+    """Train an engine to a first state, which is saved if ``over`` is true, and to a second."""
+    random.seed(7)  # verl saves Python's random state, which would differ between forks
     one = support.engine(job.model)
     support.train(one, range(4), (1,))
     states = {}
@@ -94,7 +94,7 @@ def two_states(job: Job, target: Path, over: bool) -> tuple[Any, dict[str, Any]]
 
 @case
 def ended_early(job: Job, over: bool) -> dict[str, Any]:
-    """Copy the target before each file operation of a save; resume from each of the copies."""
+    """Copy the directory before each file operation of a save, and resume from each copy."""
     install(**GROWING)
     target, copies = Path(job.path("target")), Path(job.path("points"))
     one, states = two_states(job, target, over)
@@ -112,7 +112,7 @@ def ended_early(job: Job, over: bool) -> dict[str, Any]:
 
 @case
 def ended(job: Job, over: bool, content: str) -> dict[str, Any]:
-    """Kill this process at a file operation of the save that ``ended_early`` copies."""
+    """Repeat the save of ``ended_early``, and kill this process at a file operation."""
     install(**GROWING)
     target = Path(job.path("target"))
     one, _ = two_states(job, target, over)
@@ -123,7 +123,7 @@ def ended(job: Job, over: bool, content: str) -> dict[str, Any]:
 
 @case
 def saved_again(job: Job, how: str) -> dict[str, Any]:
-    """Save in fp16 with the shim, then save again into the same directory in another way."""
+    """Save in fp16 with the shim, then save again into the same directory as ``how`` says."""
     found: dict[str, Any] = {}
     install(**GROWING)
     one = support.engine(job.model)

@@ -1,7 +1,7 @@
 """Shared by the fp16 tests on FSDP: verl's real engines and workers on a CPU, over gloo.
 
-Only the ranks' processes (``fsdp_ranks.py``) import this module, never pytest itself. FSDP2 trains
-on a CPU without changes, so only verl's functions for the device are replaced. FSDP1 does not start
+Only the ranks' processes (``fsdp_ranks.py``) import this module; pytest does not. FSDP2 trains
+on a CPU without changes, so only verl's device functions are replaced. FSDP1 does not start
 on a CPU: torch refuses ("FSDP needs a non-CPU accelerator device").
 """
 
@@ -27,7 +27,7 @@ from .support import batch as supervised_batch
 
 VERL = Version(version("verl"))
 LEGACY = Version("0.8") > VERL
-"""Whether this version trains with its legacy workers by default."""
+"""Whether this version of verl trains with legacy workers by default."""
 
 
 def prepare() -> None:
@@ -44,17 +44,17 @@ def prepare() -> None:
     }.items():
         if not hasattr(torch.cpu, name):
             setattr(torch.cpu, name, lambda *args, _value=value, **kwargs: _value)
-    for name in ("get_rng_state", "set_rng_state"):  # 0.9 also restores the device's random state
+    for name in ("get_rng_state", "set_rng_state"):  # verl 0.9 also restores the device's
         if not hasattr(torch.cpu, name):
             setattr(torch.cpu, name, getattr(torch, name))
     try:
         from verl.plugin.platform import platform_cuda, set_platform
-    except ImportError:  # before 0.9 verl uses the CPU without this
+    except ImportError:  # before 0.9 verl detects the CPU itself
         pass
     else:
 
         class CpuPlatform(platform_cuda.PlatformCUDA):
-            """A platform for the CPU, which verl 0.9 lacks: it would fall back on cuda."""
+            """A CPU platform, without which verl 0.9 falls back on cuda."""
 
             device_name = "cpu"
             device_module = torch.cpu
@@ -91,7 +91,7 @@ def prepare() -> None:
     import verl.workers.engine.fsdp.transformer_impl
     import verl.workers.engine_workers
 
-    # These lookups import a module of every model: do it once, in the server.
+    # These lookups import a module of every model, so do them once, in the server.
     for name in ("CausalLM", "ImageTextToText", "TokenClassification", "Vision2Seq"):
         kind = getattr(transformers, f"AutoModelFor{name}", None)
         if kind is not None:  # transformers 5 has no Vision2Seq
@@ -110,7 +110,7 @@ def prepare() -> None:
     if LEGACY:
         import verl.workers.fsdp_workers
 
-        # This function reports the device's memory cache, which a CPU lacks.
+        # aggressive_empty_cache reports the device's memory cache, which a CPU lacks.
         verl.workers.fsdp_workers.aggressive_empty_cache = lambda **kwargs: None
 
 
@@ -252,7 +252,7 @@ def parameters(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def state(module: torch.nn.Module, optimizer: Any, scaler: Any) -> dict[str, Any]:
-    """This rank's digests and figures, which are equal in two equal trainings."""
+    """Digests of this rank's states, and figures, which are equal after two equal trainings."""
     moments = [
         value if isinstance(value, torch.Tensor) else torch.tensor(float(value))
         for one in optimizer.state.values()
@@ -406,7 +406,7 @@ class Legacy:
 
 
 def quiet() -> None:
-    """Discard verl's many prints; the ranks return their results through files."""
+    """Discard verl's prints; the ranks return results through files."""
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 

@@ -1,4 +1,4 @@
-"""A stand-in for the four FSDP Turbo modules that verl's engine imports; no index has the package.
+"""A stand-in for four modules of FSDP Turbo, which verl imports and no package index has.
 
 ``install()`` puts the modules into ``sys.modules``. ``CALLED`` lists the calls of verl 0.9.1;
 ``test_engines.py`` compares this list with verl's source. FSDP2's ``fully_shard``, with the dtypes

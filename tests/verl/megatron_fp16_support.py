@@ -15,7 +15,7 @@ from .conftest import VERL
 from .support import batch, engine, optim_config
 
 BRIDGE_FOR_CRITIC = Version("0.9.0") == VERL
-"""verl 0.9.0 cannot build a critic through mbridge: it raises its own TypeError."""
+"""In verl 0.9.0 building a critic through mbridge raises verl's own TypeError."""
 
 CRITIC_RUNS = Version("0.8") <= VERL
 """In 0.7's engine a critic raises verl's own TypeError before the first loss."""

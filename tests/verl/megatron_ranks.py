@@ -1,6 +1,6 @@
 """Ranks that train on Megatron over gloo; ``tests/rank_server.py`` starts them.
 
-The ranks need the same set-up as tests in one process: see ``conftest.py``.
+The ranks need the set-up of the fixture ``cpu`` in ``conftest.py``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def run(launch: Launch) -> Any:
 
 
 def on_all_ranks(one: Any) -> tuple[bool, torch.Tensor]:
-    """Whether both ranks have the same parameters, and this rank's parameters."""
+    """Return whether both ranks have the same parameters, and this rank's parameters."""
     flat = torch.cat([p.detach().float().flatten() for c in one.chunks for p in c.parameters()])
     both = [torch.empty_like(flat) for _ in range(2)]
     torch.distributed.all_gather(both, flat)
@@ -72,7 +72,7 @@ def everywhere(value: Any) -> list[Any]:
 
 
 def checkpoints(rank: int, folder: Path) -> dict[str, str]:
-    """Save and load on two ranks; if one rank refuses, both raise. Returns the error's text."""
+    """Save and load on two ranks; returns the text of an error that one rank causes on both."""
     refused = {}
     with model_parallel(2, rank, str(folder / "meet")):
         for sharding in ("dp_reshardable", "fully_reshardable"):
@@ -81,7 +81,7 @@ def checkpoints(rank: int, folder: Path) -> dict[str, str]:
                 first.train(3)
                 first.save(folder / f"on-{sharding}", sharding)
                 torch.distributed.barrier()
-                # The checkpoint's masters alone restore the parameters, also on the other rank.
+                # Without the model, masters restore all parameters, the other rank's as well.
                 second = adam_job(seed=1)
                 second.load(folder / f"on-{sharding}", sharding, model=False)
                 equal, flat = on_all_ranks(second)
@@ -89,7 +89,7 @@ def checkpoints(rank: int, folder: Path) -> dict[str, str]:
                 assert torch.equal(flat, on_all_ranks(first)[1])
                 assert same(first.states(), second.states())
                 assert first.train(2, first=3) == second.train(2, first=3)
-            # Rank 1 has nothing to refuse, but it must not wait for rank 0 forever.
+            # Rank 1 has zero states and no reason to refuse, but must not wait for rank 0 forever.
             with shim(on=False):
                 third = adam_job()
                 third.train(3)
@@ -141,11 +141,11 @@ def overflows(rank: int, folder: Path) -> str:
         model_parallel(2, rank, str(folder / "experts"), expert_model_parallel_size=2),
         pytest.MonkeyPatch.context() as patch,
     ):
-        # Megatron's dispatcher calls this in a backward thread, where CUDA means no CPU.
+        # Megatron calls current_device in a thread in which device names are not replaced.
         patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
         said = moe()
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
-        os.environ.pop(name, None)  # Megatron set them for the first model
+        os.environ.pop(name, None)  # the first model has set these variables
     with model_parallel(2, rank, str(folder / "dense")):
         lone(rank)
     return said
@@ -198,13 +198,13 @@ def moe():
     precision_shim.uninstall()
 
     plain = unpatched(experts())
-    # Dense: it saw no overflow and grew, to four times the experts' scale.
+    # Without the shim the dense scale saw no overflow and grew to four times the experts' scale.
     assert plain == [(2.0**15, 0, 3), (2.0**13, 0, 0)], plain
     return f"unpatched: {plain} shimmed: {shimmed}"
 
 
 def unpatched(job):
-    """The scales without the shim, where a skipped step returns (False, None, None)."""
+    """Train without the shim; returns the scales. A skipped step is (False, None, None)."""
     from megatron.core.distributed import finalize_model_grads
 
     for step in range(4):

@@ -41,12 +41,12 @@ def main(backends: str, model: str, folder: Path) -> dict[str, Any]:
     from tests.verl import ray_workers
     from tests.verl.support import batch
 
-    # In one training Ray itself starts the workers. In all others the workers are forks of a
+    # In one training Ray itself starts the workers. In all other trainings workers are forks of a
     # process with most of the imports.
     own = backends == "fsdp" and "PRECISION_SHIM" in os.environ
     python = sys.executable if own else os.environ[WORKER_PYTHON]
     start(
-        2 * RANKS,  # Ray keeps the first group's CPUs reserved
+        2 * RANKS,  # the first group's CPUs stay reserved
         runtime_env={
             "worker_process_setup_hook": "tests.verl.ray_workers.setup",
             "py_executable": python,
@@ -61,7 +61,7 @@ def main(backends: str, model: str, folder: Path) -> dict[str, Any]:
     configs = {name: ray_workers.worker_config(name, model, RANKS) for name in names}
 
     def workers() -> dict[str, Any]:
-        """verl's own worker groups; if there are several, each actor has a worker of each."""
+        """verl's own worker groups; with several backends, each actor has a worker for each."""
         given = {
             name: RayClassWithInitArgs(cls=ray.remote(TrainingWorker), config=config)
             for name, config in configs.items()

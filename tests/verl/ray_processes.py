@@ -15,8 +15,8 @@ from .fresh_processes import import_them
 
 def prepare() -> None:
     """Import the dependencies of verl and Megatron in the server."""
-    import_them("ray")  # a Ray worker dies at its start if it is forked from a process with ray
-    with contextlib.suppress(ModuleNotFoundError):  # verl's Automodel engine needs this package
+    import_them("ray")  # Ray workers die if they are forks of a process with ray.
+    with contextlib.suppress(ModuleNotFoundError):  # Automodel's engine needs it.
         importlib.import_module("nemo_automodel._transformers.auto_model")
 
 

@@ -1,6 +1,6 @@
 """Shared by verl's workers in a Ray cluster: a CPU in place of the GPU, a loss, a report.
 
-Ray's workers import this module. It does not install the shim, which the start-up file has to do.
+Ray's workers import this module. The module leaves installing the shim to the start-up file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def setup() -> None:
 
     flops_counter.get_device_flops = lambda *args, **kwargs: 1.0  # it reads the GPU's name
 
-    # verl lists its engines by accelerator, so list those for cuda for the CPU as well.
+    # verl lists engines by accelerator, so each engine for cuda is listed for the CPU as well.
     listed = base.EngineRegistry._engines
     for backends in listed.values():
         for devices in backends.values():
@@ -70,7 +70,7 @@ def _prepare_megatron() -> None:
 
     def with_generators(*args: Any, **kwargs: Any) -> None:
         own(*args, **kwargs)
-        # verl's checkpoints need these generators, which verl seeds only on a GPU.
+        # verl's checkpoints need Megatron's random generators, which verl seeds only on a GPU.
         tensor_parallel.model_parallel_cuda_manual_seed(1234)
 
     parallel_state.initialize_model_parallel = with_generators

@@ -28,7 +28,7 @@ class Runner:
 
     @classmethod
     def remote(cls) -> Any:
-        """The actor; verl calls this method to make its task runner."""
+        """Return the actor; verl calls this method to make a task runner."""
         if cls._actor is None:
             cls._actor = ray.remote(num_cpus=1)(cls).remote()
         return cls._actor
@@ -59,7 +59,7 @@ def run(folder: Path, actor: str, rollout: str | None, setting: str) -> dict[str
     precision_shim.uninstall()
     precision_shim.install(frameworks=["verl"], settings={"rollout": setting}, export=False)
     from verl.trainer.main_ppo import run_ppo
-    from verl.utils.device import auto_set_device  # imported late, so that the shim has wrapped it
+    from verl.utils.device import auto_set_device  # after install(), to get the wrapper
 
     with composed(words) as config, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", PrecisionShimWarning)

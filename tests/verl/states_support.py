@@ -69,7 +69,7 @@ def _in_fp32(module: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def everything(chunks: list[Any], optimizer: Any) -> list[torch.Tensor]:
-    """All parameters, and the master and moments of each parameter with states on this rank.
+    """All parameters, and the masters and moments that this rank has.
 
     The master of an fp32 parameter is the parameter itself.
     """
@@ -78,7 +78,7 @@ def everything(chunks: list[Any], optimizer: Any) -> list[torch.Tensor]:
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         if not any(one.optimizer.state.values()):
             continue
-        # By name: the fault under test is the position of a shard in its group.
+        # Sorted by name, because the tests look for shards at wrong positions in their group.
         ranges = {p: one._get_model_param_range_map(p)["param"] for p in names if p in _owned(one)}
         states = {p: (master, state) for p, master, state in live_states(one)}
         for parameter in sorted(ranges, key=names.__getitem__):

@@ -51,7 +51,7 @@ def batch(*, seed: int = 0, sequences: int = 2, length: int = 9) -> Any:
 
 
 def optim_config(**fields: Any) -> Any:
-    """verl's own McoreOptimizerConfig, with short defaults."""
+    """verl's own McoreOptimizerConfig, with defaults for the tests."""
     from verl.workers.config import McoreOptimizerConfig
 
     values: dict[str, Any] = {"lr": 1e-3, "min_lr": 0.0, "clip_grad": 1.0, "weight_decay": 0.01}
@@ -122,8 +122,8 @@ def engine(
 def local_layers() -> Iterator[None]:
     """Replace TransformerEngine's layers in the bridges by Megatron's own, which run on a CPU.
 
-    Megatron's own norms have other names than TransformerEngine's fused ones, so mbridge's map of
-    weight names does not fit: the weights keep their initial values.
+    mbridge maps names of TransformerEngine's fused norms. Megatron's own norms have other names,
+    so mbridge loads no weights, and the model keeps initial values.
     """
     from mbridge.core import bridge, llm_bridge, util
     from verl.utils import megatron_utils

@@ -91,7 +91,7 @@ def worker(*overrides: str) -> Any:
 
 
 def trained(module: torch.nn.Module) -> None:
-    """Change weights to values that no 16-bit dtype represents, and adapters to nonzero ones."""
+    """Change weights to values that no 16-bit dtype represents; make adapters nonzero."""
     torch.manual_seed(5 + dist.get_rank())
     with torch.no_grad():
         for one in module.parameters():
@@ -146,7 +146,7 @@ def on_grid(tensors: dict[str, torch.Tensor]) -> float:
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    """Whether two sets of weights have equal names in equal order, dtypes, and bits."""
+    """Whether two sets of weights have equal names, order, dtypes, and bits."""
     return list(left) == list(right) and all(
         a.dtype == b.dtype and torch.equal(a, b)
         for a, b in zip(left.values(), right.values(), strict=True)
@@ -154,13 +154,13 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 
 
 def taken(engine: Any, **arguments: Any) -> dict[str, Any]:
-    """The weights that the rollout would receive, and the operators that sending them runs."""
+    """The weights that the rollout would receive, and counts of the operators that send them."""
     operators = Operators()
     with operators:
         stream, peft = engine.get_per_tensor_param(**arguments)
         before = sum(operators.seen.values())
         sent = {name: one.detach().clone() for name, one in stream}
-    operators.seen["aten.clone"] -= len(sent)  # the clones of the line above
+    operators.seen["aten.clone"] -= len(sent)  # clones that only this test makes
     code = getattr(stream, "gi_code", None)
     return {
         "sent": sent,
@@ -215,7 +215,7 @@ def stream(
 
 
 class Adapter:
-    """Maps torchtitan's weight names to Hugging Face's, and has a stack of experts."""
+    """Maps torchtitan's weight names to Hugging Face's, as torchtitan's own adapters do."""
 
     from_hf_map: ClassVar = {"model.layers.{}.mlp.experts.{}.up.weight": "layers.{}.experts.up"}
 
@@ -225,7 +225,7 @@ class Adapter:
 
 
 class Titan(torch.nn.Module):
-    """A model with a torchtitan-like state dict; from verl 0.9.1 on experts are in one stack."""
+    """A model with a state dict like torchtitan's; from verl 0.9.1 on it has stacked experts."""
 
     def __init__(self, *, stacked: bool) -> None:
         super().__init__()
@@ -347,7 +347,7 @@ def mooncake(on: bool, dtype: str, written: str = "") -> dict[str, Any]:
 
 
 async def nothing(*args: Any) -> None:
-    """Replaces ``wait_for_complete``: there is no receiver to wait for."""
+    """Replaces ``wait_for_complete``, because the test has no receiver."""
 
 
 def kimi(on: bool, dtype: str) -> dict[str, Any]:
@@ -376,7 +376,7 @@ def kimi(on: bool, dtype: str) -> dict[str, Any]:
 def delta(
     on: bool, dtype: str, engine: str, strict: bool = False, strategy: str = "fsdp2"
 ) -> dict[str, Any]:
-    """Start a worker with verl's delta checkpoint engine, which itself needs GPU packages."""
+    """Start a worker with verl's delta checkpoint engine; returns the error and warnings."""
     if on:
         precision_shim.install(strict=strict)
     error: Exception | None = None
@@ -488,9 +488,9 @@ def audited(
 
 
 def audited_legacy(folder: str, dtype: str) -> dict[str, Any]:
-    """The weights that 0.7.1's legacy worker passes to verl's ``ServerAdapter``, and their record.
+    """The weights that 0.7.1's legacy worker passes to verl's ``ServerAdapter``, and their audit.
 
-    vLLM and its dependencies are empty packages. verl's server, a Ray actor, has a stand-in, too.
+    vLLM and its dependencies are empty packages. Stand-ins replace verl's server and sender.
 
     Args:
         folder: ``PRECISION_SHIM_AUDIT_DIR``.
@@ -542,7 +542,7 @@ def audited_legacy(folder: str, dtype: str) -> dict[str, Any]:
 
 
 def lost(dtype: str, lora: bool = False, steps: int = 4) -> dict[str, Any]:
-    """Lost updates of a worker with a rollout dtype; with LoRA, also of weights that peft merges.
+    """Lost updates of a worker with a rollout dtype; with LoRA, also counted by hand.
 
     Args:
         dtype: the rollout's dtype.
@@ -614,7 +614,7 @@ def registered(on: bool) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def engine_of_empty_packages(*packages: str) -> Iterator[None]:
-    """Make packages that are not installed importable and empty."""
+    """Make missing packages importable, as empty packages."""
     finder = Empty(*packages)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "meta_path", [*sys.meta_path, finder])
@@ -650,8 +650,8 @@ def prepare() -> None:
     from verl.workers import engine_workers
     from verl.workers.engine import base
 
-    flops_counter.get_device_flops = lambda *args, **kwargs: 1.0  # it reads the GPU's name
-    for backends in base.EngineRegistry._engines.values():  # verl lists engines by accelerator
+    flops_counter.get_device_flops = lambda *args, **kwargs: 1.0  # It reads the GPU's name.
+    for backends in base.EngineRegistry._engines.values():  # Keys: accelerators.
         for devices in backends.values():
             if "cuda" in devices:
                 devices.setdefault("cpu", devices["cuda"])

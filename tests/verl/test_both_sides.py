@@ -50,7 +50,7 @@ def key_of(role: str) -> str:
 
 @contextmanager
 def composed(words: Sequence[str], directory: Path | None = None, name: str = "") -> Iterator[Any]:
-    """The config of verl's entry point; within the block Hydra knows the overrides."""
+    """The config of verl's entry point; within the block Hydra's own config is set."""
     from hydra import compose, initialize_config_dir
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import open_dict
@@ -84,7 +84,7 @@ def start(
     """Run what verl's ``main`` does with a config before Ray starts."""
     precision_shim.install(frameworks=["verl"], **on)
     from verl.utils.config import omega_conf_to_dataclass
-    from verl.utils.device import auto_set_device  # imported late, so that the shim has wrapped it
+    from verl.utils.device import auto_set_device  # after install(), to get the wrapper
 
     words = [
         *([] if any("rollout.name" in one for one in words) else [f"{ROLLOUT}.name=vllm"]),
@@ -224,7 +224,7 @@ def test_quantised_and_refused(tmp_path: Path) -> None:
     made = start([*words, f"{ROLLOUT}.quantization=fp8"])
     assert made.chosen == {"rollout": "fp8 beside the actor's fp16"}
     precision_shim.uninstall()
-    # A rollout that is quantised but not to fp8 computes in its own dtype, so the shim warns.
+    # Under torchao the rollout's dtype (bf16) counts, so the shim warns.
     made = start([*words, f"{ROLLOUT}.quantization=torchao"])
     assert len(made.told) == 1
     precision_shim.uninstall()
@@ -502,7 +502,7 @@ def test_the_task_runner_gets_what_the_driver_wrote(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("start_up_file")
 @pytest.mark.timeout(400)
 def test_nine_pairs_in_a_ray_actor(ray_drivers: Ranks, tmp_path: Path) -> None:
-    """Runs verl's ``run_ppo``: written keys stay, and the actor's process has the shim, too."""
+    """verl's ``run_ppo`` keeps keys that the user wrote; the shim is in the actor's process."""
     script = Path(__file__).with_name("sides_driver.py")
     found = drive(ray_drivers, script, tmp_path, timeout=380, PRECISION_SHIM="1")
     assert len(found) == 24

@@ -50,7 +50,7 @@ RESUMES: dict[str, tuple[bool, str, dict[str, Any]]] = {
 
 
 def outcome(folder: Path, sharding: str, saved: Any, config: dict[str, Any]) -> str:
-    """The result of a real load: ``exact``, ``other weights``, or an error's name."""
+    """Load for real; returns ``exact``, ``other weights``, or an error's name."""
     try:
         resumed = job(seed=1, **config)
         resumed.load(folder, sharding)
@@ -113,7 +113,7 @@ OFFLOAD_RESUMES = {
 
 
 def outcome_offloaded(folder: Path, sharding: str, saved: Any, config: dict[str, Any]) -> str:
-    """The result of a real load; ``exact`` also requires that two later steps are counted."""
+    """As ``outcome``; ``exact`` also requires that two later steps are counted."""
     try:
         resumed = job(seed=1, **config)
         resumed.load(folder, sharding)

@@ -1,4 +1,4 @@
-"""Save and resume, with the shim turned on or off between the two.
+"""Save, turn the shim on or off, and resume.
 
 verl's own functions write and read the checkpoints, in every sharding type of Megatron's
 distributed optimizer; "off" is the unpatched Megatron.
@@ -205,7 +205,7 @@ class TestOnesOwnRemainders:
     def test_the_switch_changes_nothing(
         self, fused_adam: str, tmp_path: Path, sharding: str
     ) -> None:
-        """If the shim is off at the resume, the result is as without the shim; if on, exact."""
+        """A resume without the shim ends as if the shim had never been on."""
         by_itself = self.go_on(tmp_path, sharding, first_on=False, second_on=False)
         assert by_itself != "other weights"
         assert self.go_on(tmp_path, sharding, first_on=True, second_on=False) == by_itself
@@ -255,7 +255,7 @@ class TestTheOtherWay:
         self, fused_adam: str, tmp_path: Path, sharding: str, policy: str
     ) -> None:
         """The shim reads remainders stored as numbers if the file identifies them, else raises."""
-        with shim(on=True):  # as a user's own code could build it; the save is without the shim
+        with shim(on=True):  # a user's own code could build it so; saved without the shim
             first = job()
         assert first.optimizer.config.exp_avg_dtype is torch.bfloat16
         first.train(STEPS)
@@ -293,7 +293,7 @@ def test_without_the_shim_remainders_are_lost(
 def test_through_the_engine(
     fused_adam: str, checkpoint: Path, tmp_path: Path, reshardable: bool
 ) -> None:
-    """MegatronEngine's own save and load, in verl's default sharding type and in the other."""
+    """MegatronEngine's own save and load, in verl's two sharding types."""
     from .support import engine, optim_config
 
     def build() -> Any:
@@ -339,8 +339,8 @@ def test_weights_that_are_loaded_alone(
         made = engine(checkpoint, "bfloat16", optim=fields)
         made.initialize()
         manager = made.checkpoint_mananager
-        manager.use_dist_checkpointing = True  # set here, as the config's key is for first weights
-        manager.use_hf_checkpoint = False  # the same setting in verl 0.7 and 0.8
+        manager.use_dist_checkpointing = True  # The config's key would also load initial weights.
+        manager.use_hf_checkpoint = False  # The same, in verl 0.7 and 0.8.
         manager.checkpoint_save_contents = manager.checkpoint_load_contents = ["model"]
         return made
 

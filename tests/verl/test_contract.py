@@ -83,7 +83,7 @@ class TestWishes(contract.Wishes):
                 optim=optim_config(override_optimizer_config=asked, **optimizer),
                 ddp={} if case.bucket is None else {"grad_reduce_in_fp32": case.bucket},
             )
-            made.param_dtype = case.dtype  # verl's initialize sets it before it builds anything
+            made.param_dtype = case.dtype  # verl's initialize sets the dtype first
             return of_engine(made)
 
         return read
@@ -99,7 +99,7 @@ class TestWishes(contract.Wishes):
         dtype: str,
         states: str,
     ) -> None:
-        """Counts the reads from the DDP and the OptimizerConfig to the scaler and the audit."""
+        """The DDP, the OptimizerConfig, the scaler and the audit share one read and one plan."""
         shim(settings={"optimizer_states": states})
         calls: list[str] = []
 
@@ -157,7 +157,7 @@ class TestDamage(contract.Damage):
     def saved(
         self, fused_adam: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> contract.Saved:
-        # Otherwise the states follow the model before 0.9, and the checkpoint's own are fp32.
+        # The checkpoint has fp32 states; before 0.9 the job's states would follow the bf16 model.
         monkeypatch.setenv("PRECISION_SHIM_OPTIMIZER_STATES", "as-configured")
         folder = tmp_path / "saved"
         first = job()
@@ -175,7 +175,7 @@ class TestUpstream(contract.Upstream):
 class TestUpstreamsOwn:
     """verl's own tests of init_megatron_optim_config, at the tag that contains them.
 
-    They run on every version of verl in ``as-configured`` mode. One is expected to fail: it passes
+    The tests run on every version of verl in ``as-configured`` mode. One test must fail: it passes
     the invalid dtype ``"sentinel-override"``, which coercion must refuse.
     """
 

@@ -105,7 +105,7 @@ def test_a_pair_that_disagrees(fused_adam: str, shim: Any, strict: bool) -> None
     from verl.utils.megatron.optimizer import get_megatron_optimizer, init_megatron_optim_config
 
     chunks = model(FP32)
-    made = init_megatron_optim_config(config())  # for bf16 by default, but the model is fp32
+    made = init_megatron_optim_config(config())  # bf16 is the default, the model is fp32
     expected = pytest.raises if strict else pytest.warns
     kind = InconsistentPrecisionError if strict else PrecisionShimWarning
     with expected(kind, match="fp32.*main grads|main grads.*fp32") as caught:
@@ -118,7 +118,7 @@ def test_a_pair_that_disagrees(fused_adam: str, shim: Any, strict: bool) -> None
 
 
 class TestTrainableParameters:
-    """LoRA trains few parameters among frozen ones; only the trained ones determine the bucket."""
+    """Of LoRA's parameters, only the trained ones determine the bucket's dtype."""
 
     @staticmethod
     def keep(names: str, dtype: torch.dtype | None = None) -> Any:
@@ -142,7 +142,7 @@ class TestTrainableParameters:
         assert bucket(model(BF16, prepare)) == {BF16}
 
     def test_mixed_ones_get_fp32(self, fused_adam: str, shim: Any) -> None:
-        """An fp32 norm among bf16 weights; it is cast after Float16Module, which makes it bf16."""
+        """One norm is fp32 among bf16 weights; the test casts the norm after Float16Module."""
         from megatron.core.distributed import DistributedDataParallel
         from megatron.core.transformer.module import Float16Module
 

@@ -1,6 +1,6 @@
-"""``precision-shim doctor`` with verl and Megatron: its lines on TransformerEngine.
+"""The report of ``precision-shim doctor`` on TransformerEngine, with verl and Megatron.
 
-The doctor reads TransformerEngine's version from its metadata and imports its package. So the fake
+The doctor reads TransformerEngine's metadata and imports TransformerEngine. So the fake
 installations of these tests have metadata and an importable package only.
 """
 
@@ -143,7 +143,7 @@ def test_with_a_setting_that_is_not_valid_nothing_is_said_to_be_in_force(
     assert (status, last) == (1, "problems")
     assert "would be in force" not in text
     assert "would not be patched, because a setting is not valid" in text
-    # A process with these variables indeed patches nothing.
+    # A job's process with the same variables patches nothing either.
     code = "import verl, precision_shim; print(precision_shim.status())"
     told = python("-c", code, **{"PRECISION_SHIM": "1", **variables}).stdout
     assert told.startswith("precision_shim: off")

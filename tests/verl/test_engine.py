@@ -65,7 +65,7 @@ def states(built: Any) -> dict[str, torch.dtype]:
     for chunk in built.module:
         for buffer in chunk.buffers:
             buffer.grad_data.normal_(std=1e-2)
-    built.optimizer.get_loss_scale()  # scaling a loss calls it, too
+    built.optimizer.get_loss_scale()  # a training calls it to scale the loss
     built.optimizer.step()
     found: dict[str, set[torch.dtype]] = {}
     for inner in getattr(built.optimizer, "chained_optimizers", [built.optimizer]):
@@ -135,7 +135,7 @@ def test_table_in_live_objects(
 def test_fp32_model_gets_an_fp32_optimizer(
     build: Any, shim: Any, bridge: bool, states_of: str
 ) -> None:
-    """Also before 0.9, where the engine reports of an fp32 model only that it is not fp16."""
+    """An fp32 model gets an fp32 optimizer also before 0.9, where verl would set bf16."""
     shim(settings={"optimizer_states": states_of})
     built = build("float32", bridge=bridge)
     config = built.optimizer.config
@@ -332,7 +332,7 @@ def test_fields_that_this_version_lacks_are_the_users_when_written(
 def test_blockers_are_read_from_verls_config(
     cpu: None, checkpoint: Path, config: dict[str, Any], optim: dict[str, Any], reason: str
 ) -> None:
-    """A CPU cannot run these two options, but the shim can read them from verl's own configs."""
+    """The shim reads two options from verl's configs; a CPU cannot run these options."""
     from inspect import signature
 
     from verl.workers.config import McoreEngineConfig, McoreOptimizerConfig
@@ -482,7 +482,7 @@ def test_bf16_moments_need_transformer_engine_2_3(cpu: None, shim: Any, checkpoi
 
 
 def test_off_leaves_the_framework_alone(build: Any) -> None:
-    """verl without the shim, as the baseline of the other tests."""
+    """Without the shim verl keeps fp32 states, and fails if bf16 moments are configured."""
     built = build()
     assert bucket(built) is FP32
     assert states(built)["exp_avg"] is FP32

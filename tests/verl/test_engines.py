@@ -63,7 +63,7 @@ def same(one: dict[str, Any], hand: dict[str, Any]) -> None:
     """Eight steps with the shim equal those by hand, bit for bit."""
     for key in ("parameters", "moments", "counts"):
         assert one["state"][key] == hand["state"][key], key
-    assert json.dumps(one["said"]) == json.dumps(hand["said"])  # as text, since NaN is not equal
+    assert json.dumps(one["said"]) == json.dumps(hand["said"])  # as text, because NaN != NaN
     assert [step for step, said in enumerate(one["said"]) if math.isnan(said[-1])] == [2, 5]
     assert one["state"]["counter"] == [8, 2, 0]
     assert (one["state"]["scale"], one["state"]["tracker"]) == (hand["scale"], hand["tracker"])
@@ -165,7 +165,7 @@ def test_workers_in_ray_train_skip_save_and_resume(ray_drivers: Ranks, tmp_path:
     assert list(found) == ENGINES
     for name, one in found.items():
         trained_skipped_and_resumed(one, [1024, 1024, 512, 512, 512, 256])
-        assert str(one["again"]) == str(one["on"])  # as text, since NaN is not equal
+        assert str(one["again"]) == str(one["on"])  # as text, because NaN != NaN
         for rank in one["start"]:
             assert rank["engine"].startswith(SHOWN[name])
             assert any(SHOWN[name] in target for target in rank["wrapped"])

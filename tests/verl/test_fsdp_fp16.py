@@ -32,7 +32,7 @@ OWN_SCALER = Version("0.8") <= VERL
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the checkpoints after the first half, with the shim and without."""
+    """The folder of the checkpoints after ten steps, with the shim and without."""
     return tmp_path_factory.mktemp("halves")
 
 
@@ -82,7 +82,7 @@ def test_an_overflow_and_growth_in_each_half(with_shim: Any) -> None:
         assert one["kind"] == "LossScaler"
         assert one["half"]["counter"] == [10, 1, 0]
         assert one["straight"]["counter"] == [20, 2, 0]
-        assert one["half"]["scale"] == 2.0 * 8 / 2 * 8  # the scale grew more than it fell
+        assert one["half"]["scale"] == 2.0 * 8 / 2 * 8  # more growth than backoff
         assert one["straight"]["scale"] == one["half"]["scale"] * 8 * 8 / 2 * 8
         assert (one["half"]["tracker"], one["straight"]["tracker"]) == (2, 1)
         skipped = [step for step, said in enumerate(one["said"]) if math.isnan(said[-1])]
@@ -101,7 +101,7 @@ def test_saving_moves_neither_scaler_nor_moments(with_shim: Any) -> None:
 def test_without_the_shim_the_resumed_training_is_another(
     with_shim: Any, without: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The resumed scaler restarts at the initial scale, and takes the step that overflowed."""
+    """Without the shim the resumed scaler restarts, so a step that overflowed is taken."""
     for ours, plain in zip(with_shim, without, strict=True):
         for key in ("parameters", "moments", "scale", "tracker"):
             assert plain["straight"][key] == ours["straight"][key]  # the shim changes no value
@@ -150,7 +150,7 @@ def test_lora(fsdp_ranks: Ranks) -> None:
         assert one["saved"]["counter"] == [3, 1, 0]
 
 
-# -- what goes with which checkpoint -----------------------------------------------------------
+# -- checkpoints with and without the scaler ---------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +250,7 @@ def test_metrics(fsdp_ranks: Ranks) -> None:
     for one in fsdp_ranks("metrics"):
         for subject, (steps, looked, minis) in one.items():
             scales = [step["loss_scale"] for step in steps]
-            assert scales == [2.0**12, 2.0**12, 2.0**11], subject  # the scale of the step itself
+            assert scales == [2.0**12, 2.0**12, 2.0**11], subject  # each step's own scale
             assert [step["skipped_steps"] for step in steps] == [0.0, 1.0, 1.0]
             assert math.isnan(steps[1]["grad_norm"])
             assert all(isinstance(step["grad_norm"], float) for step in steps)

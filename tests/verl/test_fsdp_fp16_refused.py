@@ -1,7 +1,7 @@
-"""Engines without a loss scaler in older verl versions: the shim refuses fp16 by name.
+"""In older verl versions the shim refuses fp16 on engines without a loss scaler, by name.
 
 In newer versions the shim scales these engines: see test_engines.py. The environments here lack the
-engines' packages, so empty ones replace them. The engine classes and configs are verl's own.
+engines' packages, so empty packages replace these. Engine classes and configs are verl's own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAMES = {"veomni": "VeOmni", "torchtitan": "torchtitan"}
 
 
 def start(name: str, fp16: bool, refused: tuple[type[Exception], ...] = ()) -> None:
-    """Start a real engine class with a real config; ignore failures due to its empty package.
+    """Start a real engine class with a real config; ignore failures due to an empty package.
 
     Only this engine's package is replaced, because the shim cannot scale engines on empty packages.
     """

@@ -1,6 +1,6 @@
 """verl's FSDP checkpoints in fp16: saves that are killed, and directories that are saved again.
 
-verl overwrites its files in place, one after the other, and keeps no old ones. The shim adds: a
+verl overwrites its files in place, one after the other, and keeps no old ones. With the shim a
 resume is exact from one save, or verl refuses it, or the shim warns that the loss scaler restarts.
 """
 
@@ -24,7 +24,7 @@ pytestmark = [
 
 
 def assert_honest(found: list[dict[str, Any]], over: bool) -> None:
-    """Each resume is exact, or verl refuses, or the shim warns; the doctor foretold each one."""
+    """Each resume is exact, or verl refuses, or the shim warns, as the doctor foretold."""
     seen = set()
     for one in found:
         for outcome in one["outcomes"]:

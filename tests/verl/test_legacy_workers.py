@@ -33,7 +33,7 @@ def config(
     import verl.workers.megatron_workers as workers
     from hydra import compose, initialize_config_dir
 
-    # This function reports the device's memory cache, which a CPU lacks.
+    # aggressive_empty_cache reports the device's memory cache, which a CPU lacks.
     monkeypatch.setattr(workers, "aggressive_empty_cache", lambda **kwargs: None)
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)

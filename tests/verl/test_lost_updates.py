@@ -31,7 +31,7 @@ def test_megatron_engine(
         one = Training(checkpoint, monkeypatch, dtype="bfloat16", optim=optim_config(lr=6e-6))
         return [one.train(seed=seed) for seed in range(4)], one.parameters()
 
-    plain, weights = train(0)  # with the shim, because it chooses other states in some versions
+    plain, weights = train(0)  # with the shim, which chooses the states in some versions
     watched, same = train(1)
     assert weights.equal(same)
     assert [one["grad_norm"] for one in watched] == [one["grad_norm"] for one in plain]
@@ -39,7 +39,7 @@ def test_megatron_engine(
     for one in watched[1:]:
         assert one.keys() >= FIGURES - {"updates_lost_exp_avg_sq"}
         assert 0.0 <= one["updates_lost"] < one["updates_lost_rollout"] <= 1.0
-    # At the first step there is no earlier second moment, so none can become smaller.
+    # The first step has no earlier second moment, so no second moment can decrease.
     assert ["updates_lost_exp_avg_sq" in one for one in watched] == [False, False, True, True]
     (audit,) = precision_shim.status().audit
     figures = audit.parts[0].updates

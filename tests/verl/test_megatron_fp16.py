@@ -63,7 +63,7 @@ def reasons() -> str:
 @pytest.mark.parametrize("subject", SUBJECTS)
 class TestOverflow:
     def test_is_a_skipped_step(self, build: Any, shim: Any, subject: str) -> None:
-        """An overflow is skipped, counted and reported; training continues at a lower scale."""
+        """An overflowing step is skipped and reported; training continues at a lower scale."""
         shim()
         one = build(subject, overrides={"initial_loss_scale": 2.0**22, "hysteresis": 1})
         start, rates, scale = one.parameters(), [], 2.0**22
@@ -117,13 +117,13 @@ class TestOverflow:
 def test_critic_of_an_engine_that_cannot_train_it(
     fused_adam: str, value_checkpoint: Path, shim: Any
 ) -> None:
-    """In verl 0.7.1's new engine only a critic's step runs; its default critic is a legacy one."""
+    """In verl 0.7.1's new engine only a critic's step can run; the forward pass raises."""
     shim()
     one = engine(value_checkpoint, "float16", critic=True)
     one.initialize()
 
     def put_gradients(fill: Any) -> None:
-        one.optimizer.scale_loss(torch.zeros(()))  # the critic's forward, a TypeError here, does so
+        one.optimizer.scale_loss(torch.zeros(()))  # as a forward pass does
         for buffer in one.module[0].buffers:
             fill(buffer.grad_data)
 
@@ -186,7 +186,7 @@ def test_failed_step_without_a_scaler(build: Any, shim: Any, dtype: str) -> None
 
 
 def test_skip_of_another_kind(build: Any, shim: Any) -> None:
-    """Megatron 0.18 may fail a step because its norm is too large; such a step returns the norm."""
+    """Megatron 0.18 can fail a step because of a large norm; then it returns the norm."""
     shim()
     one = build()
     one.engine.optimizer.step = lambda: (False, 3.0, None)
@@ -290,7 +290,7 @@ class TestMetrics:
 
 
 def test_no_more_device_reads(build: Any, shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scale is read only when it changes, so a steady step has no more reads than in verl."""
+    """The shim reads the scale only after a change, so it adds no reads to a steady step."""
     own, reads = torch.Tensor.item, [0]
 
     def counting(self: Any) -> Any:
@@ -425,7 +425,7 @@ class TestCheckForNan:
         assert build(dtype="bfloat16").engine.module[0].ddp_config.check_for_nan_in_grad
 
     def test_gives_way_in_megatron_fsdp(self, cpu: None, shim: Any) -> None:
-        """Megatron-FSDP has its own class, of which a CPU can run only the config's assignment."""
+        """Megatron-FSDP has its own DDP class; a CPU runs its ``__init__`` in part only."""
         from megatron.core.distributed import DistributedDataParallelConfig
         from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
@@ -436,7 +436,7 @@ class TestCheckForNan:
             made = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
             with building("verl", Wishes), contextlib.suppress(Exception):
                 made.__init__(object(), config, torch.nn.Linear(2, 2, dtype=dtype))  # type: ignore[misc]
-            assert config.check_for_nan_in_grad  # the caller's own config is unchanged
+            assert config.check_for_nan_in_grad  # The caller's config is unchanged.
             return vars(made)["ddp_config"].check_for_nan_in_grad
 
         assert given(torch.float16)

@@ -135,7 +135,7 @@ class TestUpdate:
             assert metrics[f"{subject}/loss_scale"] == 2.0 ** (41 - step)
             assert metrics[f"{subject}/skipped_steps"] == step
             assert torch.equal(one.parameters(), start)
-        for key, value in metrics.items():  # the trainer averages them in this way
+        for key, value in metrics.items():  # the trainer averages metrics so
             assert np.isnan(np.mean(value)) == key.endswith("grad_norm")
         one.scaler.load_state_dict(
             {"scale": torch.tensor([256.0]), "growth_tracker": 0, "hysteresis_tracker": 1}

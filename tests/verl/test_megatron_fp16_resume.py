@@ -1,6 +1,6 @@
-"""fp16 on Megatron, stopped and resumed; mixtures of experts and one rank's overflows on two ranks.
+"""fp16 on Megatron: jobs that are resumed, mixtures of experts, and overflows of a single rank.
 
-Megatron saves its scaler itself. These tests check that with the shim it does so exactly, in every
+Megatron itself saves its scaler. The tests check that this stays exact with the shim, in every
 sharding type, with trackers that differ from their start values.
 """
 
@@ -126,7 +126,7 @@ def test_resume_is_exact(
 def test_switched_in_between(
     fused_adam: str, shim: Any, tmp_path: Path, sharding: str, on_first: bool
 ) -> None:
-    """The scaler's checkpoint is Megatron's own: with and without the shim it resumes exactly."""
+    """The checkpoint's scaler is Megatron's own, so the resume is exact with and without the shim."""
 
     def switch(on: bool) -> None:
         precision_shim.uninstall()
@@ -291,7 +291,7 @@ def test_two_ranks(megatron_ranks: Ranks) -> None:
 
 
 def test_uninstall_leaves_the_classes_as_they_were(cpu: None) -> None:
-    """All classes that the feature patches have the same objects in their namespaces as before."""
+    """After uninstall() the namespaces of all patched classes have their old objects."""
     from importlib import import_module
 
     places = {

@@ -1,4 +1,4 @@
-"""verl's own validation accepts its jobs in README and docs, which have the promised dtypes."""
+"""verl's validation accepts the jobs in README and docs, whose dtypes are as promised."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_workers_train_skip_save_and_resume(
         counts = [step.pop("skipped_steps") for step in (*found["on"], *found["again"])]
         assert counts == [[1], [2], [2], [0], [1], [1]]
         assert len({step["lr"][0] for step in (*found["steps"], *found["on"])}) == 6
-    assert str(found["again"]) == str(found["on"])  # as text, since NaN is not equal
+    assert str(found["again"]) == str(found["on"])  # As text, because NaN != NaN.
     # Each rank has written an audit of its optimizer.
     files = sorted(audits.iterdir())
     assert [one.name for one in files] == [

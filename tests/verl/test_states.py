@@ -54,7 +54,7 @@ def go_on(folder: Path, sharding: str, kind: str, fields: dict[str, Any]) -> Non
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("kind", KINDS)
 class TestFp32Parameters:
-    """All parameters are fp32, or some share a group with 16-bit parameters in a bf16 model."""
+    """Models with only fp32 parameters, and bf16 models in which some parameters are fp32."""
 
     def test_a_precision_aware_optimizer_goes_on(
         self, fused_adam: str, tmp_path: Path, sharding: str, kind: str
@@ -168,7 +168,7 @@ def test_a_pickled_config_in_another_process(
 
     def elsewhere(config: Any) -> Any:
         data = pickle.dumps(config)
-        monkeypatch.setattr(checkpoint, "_own_floats", {})  # another process would not have these
+        monkeypatch.setattr(checkpoint, "_own_floats", {})  # another process has none of these
         return pickle.loads(data)
 
     with shim(on=True):

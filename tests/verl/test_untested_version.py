@@ -65,7 +65,7 @@ def test_patched_whole_or_not_at_all() -> None:
     assert "not among the tested versions" in status["reason"]
     by_feature: dict[str, set[str]] = {}
     for seam in status["seams"]:
-        # Seams that refuse an engine, or only record what verl does itself, are no patches.
+        # Seams that refuse an engine, or only record verl's own behaviour, do not count as patches.
         if "engine." not in seam["target"] or "MegatronEngine.initialize" in seam["target"]:
             by_feature.setdefault(seam["feature"], set()).add(seam["state"])
     bf16, fp16, fp32 = (f"torch.{name}" for name in ("bfloat16", "float16", "float32"))

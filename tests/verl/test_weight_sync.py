@@ -25,10 +25,10 @@ pytestmark = [
 ]
 
 ROUNDS = Version("0.9") > VERL
-"""Whether verl's FSDP engine rounds all weights to bf16; from 0.9 on it rounds only merged LoRA."""
+"""Whether verl's FSDP engine rounds all weights to bf16, and not only merged LoRA."""
 
 LORA = "base" if ROUNDS else "merged"
-"""The kind of weights that verl sends with ``lora.merge``; before 0.9 they lack the adapters."""
+"""The kind of weights that verl sends with ``lora.merge``; before 0.9 without the adapters."""
 
 KEY = "rollout.engine_kwargs.vllm.dtype"
 
@@ -68,7 +68,7 @@ def two_ranks(launch: Ranks) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def one_rank(launch: Ranks) -> dict[str, Any]:
-    """Results of rollouts in each dtype, and of parameters stored in fp16."""
+    """Results for rollouts in each dtype, and for parameters that are stored in fp16."""
     jobs = {
         "off": off("bfloat16"),
         "on": on("bfloat16"),
@@ -123,7 +123,7 @@ def test_a_bf16_rollout_gets_verls_own_stream(two_ranks: Any, one_rank: Any) -> 
 
 
 def test_a_stream_leaves_the_trainer_as_it_was(two_ranks: Any, one_rank: Any) -> None:
-    """A second stream is the same, and verl removes the merged adapters again."""
+    """Streaming twice gives equal weights, and leaves the trainer's weights unmerged."""
     for rank in (*two_ranks, one_rank):
         assert all(job["untouched"] and job["again"] for job in rank.values())
 
@@ -212,7 +212,7 @@ def test_deltas_of_the_fsdp_engine_beside_sglang(launch: Ranks) -> None:
 
 @pytest.mark.skipif(Version("0.9") > VERL, reason="delta_sharded is from 0.9")
 def test_the_delta_checkpoint_engine(launch: Ranks) -> None:
-    """Each start fails later, because GPU packages are missing; only the shim's part is checked."""
+    """Each worker's start fails, because GPU packages are missing; the shim acts before that."""
     jobs = {f"{one}, bf16": on("bfloat16", engine=one) for one in ("vllm", "sglang")}
     jobs.update({one: on("float16", engine=one) for one in ("vllm", "sglang")})
     other = on("float16", engine="sglang", strategy="torchtitan")
@@ -232,7 +232,7 @@ def test_the_delta_checkpoint_engine(launch: Ranks) -> None:
 
 @pytest.mark.skipif(Version("0.8") > VERL, reason="0.7.1's engine autocasts to bf16")
 def test_one_worker_says_whether_the_engines_agree(two_ranks: Any) -> None:
-    """A user's own driver may call no wrapped function, so one worker compares instead."""
+    """If a user's own driver calls no wrapped function, one worker compares the dtypes."""
     same = "verl rollout: rollout-agreement: fp16, as the actor"
     first, second = two_ranks
     for rank, times in ((first, 1), (second, 0)):
@@ -253,7 +253,7 @@ def test_lost_updates_are_those_of_the_rollouts_copies(launch: Ranks) -> None:
 
 @pytest.mark.skipif(ROUNDS, reason="before 0.9 verl sends the weights without the adapters")
 def test_lost_updates_of_merged_lora(launch: Ranks) -> None:
-    """The metric equals a count in the weights that peft merges; sharded factors have no metric."""
+    """The metric equals a count by hand in peft's merged weights, on one rank only."""
     jobs = {name: {"dtype": name, "lora": True} for name in ("float16", "bfloat16")}
     (found,) = launch("lost", world=1, **jobs)
     for name, short in (("float16", "fp16"), ("bfloat16", "bf16")):
@@ -276,7 +276,7 @@ def test_lost_updates_of_merged_lora(launch: Ranks) -> None:
 def test_the_audit_has_what_was_sent_beside_the_trainers_own(
     launch: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Audits verl's and the shim's streams, one with merged LoRA, one that rounds unnoticed."""
+    """Audits verl's stream, the shim's streams, merged LoRA, and a stream that rounds to bf16."""
     jobs: dict[str, dict[str, Any]] = {
         "fp16": {"dtype": "float16", "takes": 3},
         "bf16": {"dtype": "bfloat16"},

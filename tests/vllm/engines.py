@@ -20,7 +20,7 @@ def read(worker: Any) -> dict[str, torch.Tensor]:
 
 
 def as_engine_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The trainer's weights, joined as in vLLM: query, key and value; the MLP's first two."""
+    """The trainer's weights, joined like vLLM's qkv_proj and gate_up_proj."""
     named = dict(weights)
     for whole, parts in (
         ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
@@ -39,7 +39,7 @@ def share_on_bf16s_grid(weights: dict[str, torch.Tensor]) -> float:
 
 
 def ways(held: dict[str, torch.Tensor], masters: dict[str, torch.Tensor]) -> list[str]:
-    """All sequences of roundings, before the engine's own dtype, that explain every weight's bits.
+    """The ways of rounding, before the engine's own dtype, that explain the bits of all weights.
 
     Args:
         held: the engine's weights.

@@ -1,4 +1,4 @@
-"""The rank of ``test_skyrl.py``: SkyRL's sender and receiver and the real vLLM, in one process.
+"""A process with SkyRL's sender and receiver and the real vLLM, for ``test_skyrl.py``.
 
 SkyRL sends requests to its servers over HTTP; :class:`Client` calls the engine directly instead.
 """
@@ -25,7 +25,7 @@ EXTENSION = "skyrl.backends.skyrl_train.inference_servers.new_inference_worker_w
 
 
 class Client:
-    """Replaces SkyRL's client of its inference servers, and needs no server."""
+    """Replaces SkyRL's client of inference servers by direct calls of the engine."""
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm

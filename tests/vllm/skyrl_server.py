@@ -35,7 +35,7 @@ def sync(url: str, model: str, folder: Path, dtype: str) -> None:
         torch.manual_seed(1)
         for one in actor.parameters():
             one.add_(torch.randn_like(one) * 2**-6)
-    tell_asked("skyrl", dtype, KEY)  # SkyRL's worker calls it, but that worker needs a GPU
+    tell_asked("skyrl", dtype, KEY)  # as SkyRL's worker does, which needs a GPU
     info = trainer.DeltaTrainerInitInfo(
         base_model_path=model,
         sync_dir=str(folder / "sync"),

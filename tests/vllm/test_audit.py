@@ -124,7 +124,7 @@ def test_a_bf16_wire_is_found_and_a_right_one_is_not(
     wire: str,
     asked: str,
 ) -> None:
-    """An observed stream sends the weights, and the audit reads them in the engine."""
+    """A wrapped stream sends the weights, and the audit reads the engine's weights."""
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         for name, one in trained.named_parameters():

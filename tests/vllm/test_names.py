@@ -75,7 +75,7 @@ def test_a_gemma2_is_refused_in_fp16_before_an_engine_starts(
 ) -> None:
     from transformers import Gemma2Config
 
-    # With its own architecture vLLM would inspect the model in another process for half a minute.
+    # vLLM would inspect Gemma2's own architecture in another process for half a minute.
     Gemma2Config(architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="'gemma2' does not support float16"):
         model_config(tmp_path, "float16")

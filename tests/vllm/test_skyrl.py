@@ -74,7 +74,7 @@ def test_without_the_shim_the_engine_holds_the_same(launch: Ranks, found: dict[s
 def test_its_own_server_tells_what_it_holds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """SkyRL's server is audited at its start and after a sync; the audit has the sent weights."""
+    """The audit records the server's weights at the start and after a sync, and sent weights."""
     audits = tmp_path / "audits"
     audits.mkdir()
     model = make_checkpoint(tmp_path / "model", width=64)
@@ -85,7 +85,7 @@ def test_its_own_server_tells_what_it_holds(
         "PRECISION_SHIM": "1",
         "PRECISION_SHIM_AUDIT_DIR": str(audits),
     }
-    # The output is no pipe, because the process of vLLM's engine would keep a pipe open.
+    # The output goes to a file, because vLLM's engine process would keep a pipe open.
     with (tmp_path / "said").open("w+", encoding="utf-8") as output:
         process = subprocess.Popen(
             [sys.executable, str(script), model, tmp_path, HALF],

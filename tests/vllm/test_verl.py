@@ -16,7 +16,7 @@ from ..tiny_models import make_checkpoint
 from ..verl.conftest import VERL
 
 ROUNDS = Version("0.9") > VERL
-"""Whether verl itself rounds every weight to bf16 before it sends them."""
+"""Whether verl itself rounds every weight to bf16 before it sends the weights."""
 
 NAMES = ("float16", "bfloat16", "float32")
 

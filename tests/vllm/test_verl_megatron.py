@@ -23,7 +23,7 @@ NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
-"""Names of Megatron's own norms, and TransformerEngine's names, as parts of another layer."""
+"""Weight names of Megatron's own norms, and the names of TransformerEngine's fused norms."""
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ DTYPES = ("float16", "bfloat16")
 
 @pytest.fixture(scope="module")
 def streams(norms: None, models: Any) -> dict[str, list[tuple[str, torch.Tensor]]]:
-    """The sent weights by dtype; sent before an engine starts, as its process group stays."""
+    """The sent weights by dtype, made before an engine's process group exists."""
     return {dtype: sent(models[1], dtype) for dtype in DTYPES}
 
 

@@ -22,8 +22,8 @@ WAYS = ("load_weights", "reload_weights")
 def running(both_sides: ModuleType, size: Any, checkpoint: Path) -> Iterator[Any]:
     """An fp16 engine whose linear layers keep their weights.
 
-    On a CPU vLLM packs each layer's weight for its own kernel, and empties the parameter. If both
-    of its kernels are missing, vLLM calls torch's kernel on the parameter, as on a GPU.
+    On a CPU vLLM packs each layer's weight for a CPU kernel, and empties the parameter. If both CPU
+    kernels are missing, vLLM calls torch's kernel on the parameter, as on a GPU.
     """
     from vllm import _custom_ops
     from vllm.model_executor.layers import utils

@@ -1,4 +1,4 @@
-"""The ranks of ``test_verl.py``: verl's real worker and the real vLLM, in one process.
+"""A process with verl's real worker and the real vLLM, for ``test_verl.py``.
 
 The call of verl's receiver loads verl's own stream of weights into the engine. The receiver itself
 needs a GPU's memory, and before 0.9 an older vLLM.
