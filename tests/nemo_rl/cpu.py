@@ -1,7 +1,7 @@
 """Real NeMo-RL DTensor workers on a CPU, in this process, in several, or in Ray actors.
 
 NeMo-RL's workers name NCCL, ``"cuda"`` meshes, ``"cuda"`` autocast and Ray's GPUs, but use few of
-their functions. This module replaces these GPU functions by CPU ones. The real worker classes
+their functions. This module replaces NeMo-RL's GPU calls by CPU calls. The real worker classes
 then load a tiny model, train, save, resume over gloo. Works with NeMo-RL 0.4.0 to 0.7.0 (2026-11).
 
 * :func:`nemo_rl_on_cpu` is the harness for a process that makes a worker itself.
@@ -123,7 +123,7 @@ def _answer_for_gpus(stack: contextlib.ExitStack, init_method: str | None) -> No
         enter_autocast(self, "cpu", *args, **kwargs)
 
     def swap_tensors(one: Any, other: Any) -> None:
-        # A CPU tensor that is moved to the CPU is one object, whose owners torch would count twice.
+        # If both are one CPU tensor, torch refuses the swap, because it counts two owners.
         if one is not other:
             swap(one, other)
 
@@ -174,7 +174,7 @@ def _module_is_there(name: str) -> None:
             setattr(module, attribute, value)
     if name == _AUTO_MODEL:
         # nemo_automodel 0.1 loads models with flash attention by default, which needs a GPU.
-        # NeMo-RL 0.4 overrides this default in only one of its two calls.
+        # NeMo-RL 0.4 overrides nemo_automodel's default in only one of two calls.
         loader = module._BaseNeMoAutoModelClass.from_pretrained.__func__
         loader.__kwdefaults__["attn_implementation"] = "sdpa"
 

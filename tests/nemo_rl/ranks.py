@@ -21,8 +21,8 @@ IMPORTED = (
     *("peft", "scipy.optimize", "scipy.stats", "swanlab", "tensordict", "wandb"),
     *("torch.utils.tensorboard", "torch.distributed.pipelining"),
 )
-"""The slowest imports of NeMo-RL's workers, except NeMo-RL, nemo_automodel, Megatron and Ray. Each
-process imports those four itself, because the shim must be installed before them."""
+"""The slowest imports of NeMo-RL's workers. NeMo-RL, nemo_automodel, Megatron and Ray are not in
+the list, because the shim must be installed before their import."""
 
 
 def prepare() -> None:
@@ -44,7 +44,7 @@ def run(launch: Launch) -> Any:
 def unpickle(launch: Launch) -> list[str]:
     """Import a worker's module and load the worker's class as a Ray actor does, without the shim.
 
-    Options: ``target``, the class by its name, and ``file``, the pickle.
+    Options: ``target``, the name of the class, and ``file``, the path of the pickle.
     """
     from .cpu import nemo_rl_on_cpu
 
@@ -108,7 +108,7 @@ def _train(launch: Launch, kind: str, folder: Path) -> dict[str, Any]:
     with nemo_rl_on_cpu(world_size, rank, str(folder / "meet")):
         support.actor_class(kind)
         gc.collect()
-        gc.freeze()  # workers then scan no imports when they collect garbage at each step
+        gc.freeze()  # workers collect garbage at each step, without the imports
         worker = support.make_worker(kind, config)
         found["steps"] = [one_step(worker, step) for step in range(3)]
         support.save(worker, folder)

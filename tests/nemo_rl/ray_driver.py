@@ -135,7 +135,7 @@ def train_by_their_loop(policy, model, folder, config):
 
 
 def main(kind: str, model: Path, folder: Path, precision: str) -> dict[str, object]:
-    """Train with an overflow, save, train one more step; resume in new actors and repeat it."""
+    """Train with an overflow, save, train a fourth step; resume in new actors and repeat step 4."""
     import ray
 
     from tests.forks import WORKER_PYTHON
@@ -149,7 +149,7 @@ def main(kind: str, model: Path, folder: Path, precision: str) -> dict[str, obje
     from nemo_rl.models.policy.lm_policy import Policy
 
     def run_by(python):
-        registry.ACTOR_ENVIRONMENT_REGISTRY[fqn] = python  # prevents a new environment by uv
+        registry.ACTOR_ENVIRONMENT_REGISTRY[fqn] = python  # keeps NeMo-RL from calling uv
 
     config = support.policy_config(
         model,
@@ -200,7 +200,7 @@ def main(kind: str, model: Path, folder: Path, precision: str) -> dict[str, obje
             "workers": reports(made),
         }
 
-    # In one case Ray starts the workers. In all other cases workers are forks with imports.
+    # In one case Ray starts the workers. Other workers are forks of a process with imports.
     forked = os.environ[WORKER_PYTHON]
     run_by(sys.executable if kind == "v1" and "PRECISION_SHIM" in os.environ else forked)
     cluster, first = policy()

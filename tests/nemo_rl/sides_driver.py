@@ -43,7 +43,7 @@ def read_back(config: dict[str, Any], model: str) -> dict[str, str]:
         def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
             given["dtype"] = llm_kwargs["dtype"]
 
-    # Without this key NeMo-RL's worker reads the GPU's properties.
+    # Without enable_prefix_caching NeMo-RL's worker reads the GPU's properties.
     own = {**config["vllm_cfg"], "enable_prefix_caching": False}
     Worker({**config, "model_name": model, "vllm_cfg": own}, bundle_indices=[0])
     return given

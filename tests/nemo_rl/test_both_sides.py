@@ -318,7 +318,7 @@ def test_a_wrong_name(shim: Any, name: object) -> None:
 
 
 def test_a_second_dtype_for_vllm(shim: Any) -> None:
-    """NeMo-RL passes both dtypes to one call, which raises a TypeError in an actor."""
+    """NeMo-RL passes precision and dtype to one call, which raises a TypeError in an actor."""
     shim()
     with pytest.raises(DtypeError, match=r"generation\.vllm_kwargs\.dtype='half': NeMo-RL passes"):
         complete(generation("bf16", vllm_kwargs={"dtype": "half"}))
@@ -556,7 +556,7 @@ def test_the_weights_are_rounded_once(
 
     shim()
     with worker(kind, dtype) as made:
-        made.train(batch(), loss_for(kind), gbs=4, mbs=2)  # weights must differ from the file
+        made.train(batch(), loss_for(kind), gbs=4, mbs=2)  # changes the weights
         ours, held = sent(made), parameters(made)
         precision_shim.uninstall()
         theirs = sent(made)

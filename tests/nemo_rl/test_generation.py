@@ -83,7 +83,7 @@ def test_a_sync_that_failed_is_none(shim: Any, tmp_path: Path, suffix: str) -> N
     """If a weight sync fails, NeMo-RL's method returns ``False``."""
     shim(settings={"audit_dir": str(tmp_path)})
     worker = make(suffix)
-    worker.cfg["vllm_cfg"]["async_engine"] = not suffix  # the method refuses the wrong kind
+    worker.cfg["vllm_cfg"]["async_engine"] = not suffix  # NeMo-RL's method refuses this
     assert call(worker, f"{METHODS[1]}{suffix}") is False
     assert worker.llm.asked == []
     assert held(tmp_path) == {}

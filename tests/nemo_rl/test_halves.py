@@ -61,7 +61,7 @@ def test_what_a_worker_sends(
     shim(settings={"audit_dir": str(tmp_path)})
     with worker(kind, dtype) as made:
         made.cfg["generation"] = GENERATION  # Keys of a driver's config.
-        made.train(batch(), loss_for(kind), gbs=4, mbs=2)  # Weights must differ from the file.
+        made.train(batch(), loss_for(kind), gbs=4, mbs=2)  # Changes the weights.
         names = send(made, monkeypatch)
     (half,) = [one for _, one in halves.read(str(tmp_path))]
     assert isinstance(half, halves.Sent)

@@ -26,8 +26,8 @@ def trained(ranks: Ranks, model: Path, tmp_path_factory: pytest.TempPathFactory)
     """
     models = {kind: str(model) for kind in KINDS}
     if "value" in models:
-        # nemo_automodel initializes a value head that the checkpoint lacks in one process only. The
-        # other processes keep uninitialized memory. So this checkpoint contains a value head.
+        # This checkpoint has a value head, because nemo_automodel would initialize a missing value
+        # head in one process only, and leave uninitialized memory in the others.
         models["value"] = str(make_checkpoint(tmp_path_factory.mktemp("value"), value_head=True))
 
     @functools.cache

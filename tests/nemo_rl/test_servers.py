@@ -1,4 +1,4 @@
-"""NeMo-RL's driver asks the SGLang servers of its workers for the dtypes of their weights.
+"""NeMo-RL's driver asks its workers' SGLang servers for the dtypes of the weights.
 
 A stand-in server answers with the fields of SGLang 0.5.12's endpoints, because SGLang is not
 installed; ``tests/sglang`` asks the real server. ``SGLangGeneration`` is NeMo-RL's own.

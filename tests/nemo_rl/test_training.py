@@ -18,7 +18,7 @@ pytestmark = pytest.mark.parametrize("kind", KINDS)
 
 
 ROUNDED = 2.0**-11
-"""The relative rounding error of fp16, by which NeMo-RL's loss and the loop's may differ."""
+"""The relative rounding error of fp16, by which NeMo-RL's loss and a loss by hand may differ."""
 
 
 class Times:

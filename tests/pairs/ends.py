@@ -241,7 +241,7 @@ def _first_steps(saver: Mapping[str, Any], last: Mapping[str, Any]) -> str:
 
 
 def _of_killed(saved: Sequence[Mapping[str, Any]], last: Mapping[str, Any], unpatched: bool) -> End:
-    """The end of a pair with a killed save, by the saves that the resumed states are of.
+    """The end of a pair whose last save was killed; compares the resumed states with each save.
 
     The framework's files may mix two saves, as without the shim; the scaler may not.
     """

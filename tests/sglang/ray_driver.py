@@ -1,4 +1,4 @@
-"""A verl driver: verl's own replica starts the real SGLang in a real Ray actor; prints its answers.
+"""A verl driver: verl's own replica starts the real SGLang in a real Ray actor; prints results.
 
 Run as a script, because workers inherit the driver's environment. The driver does not install the
 shim. Arguments: a folder with a model, the rollout's dtype. The actor of the trainer's worker has

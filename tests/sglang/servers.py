@@ -81,7 +81,7 @@ async def sync(server: Any, weights: dict[str, torch.Tensor], step: int) -> None
 
 
 async def synced(folder: str, model: str, dtype: str) -> Any:
-    """Run a server with two syncs; returns the audit's record at the start and after each."""
+    """Run a server with two syncs; returns the audit's record at the start and after each sync."""
     from transformers import AutoModelForCausalLM
 
     server = server_of(model, dtype)

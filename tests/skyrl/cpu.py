@@ -6,8 +6,8 @@
 * :func:`import_megatron` imports Megatron-Bridge for SkyRL's Megatron workers, with stand-ins for
   packages that SkyRL 0.4 imports and that a CPU machine cannot install.
 * :func:`skyrl_on_cpu` makes the device ``"cuda"`` in SkyRL's workers mean the CPU. In addition to
-  :func:`~precision_shim.testing.megatron_cpu.cuda_means_cpu`, it puts SkyRL's device meshes and
-  autocasts on the CPU.
+  :func:`~precision_shim.testing.megatron_cpu.cuda_means_cpu`, it puts device meshes and
+  autocasts of SkyRL on the CPU.
 * :func:`stay_on_cpu` enters ``skyrl_on_cpu`` in the processes of a Ray cluster.
 * :func:`make_worker` makes a worker object in this process, without a Ray actor.
 
@@ -114,7 +114,7 @@ class AsyncCallsQueue:
 def _stand_in_resiliency() -> None:
     """Add a module ``nvidia_resiliency_ext``, whose ``AsyncCallsQueue`` SkyRL 0.4 uses.
 
-    megatron-core needs wheels from 0.6 on, which need a newer glibc than most images have.
+    megatron-core needs its release 0.6, whose wheels need a newer glibc than most images have.
     """
     if importlib.util.find_spec("nvidia_resiliency_ext") is not None:
         return
@@ -224,7 +224,7 @@ def make_worker(kind: type[Any], cfg: Any, *, rank: int = 0, world_size: int = 1
                 master_port=port,
                 sequence_parallel_size=1,
             )
-    finally:  # the constructor has set the variables, and its process group no longer needs them
+    finally:  # the process group that the constructor made no longer needs the variables
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)

@@ -16,8 +16,8 @@ IMPORTED = (
     *("transformers.trainer", "transformers.modeling_layers", "transformers.video_utils"),
     *("accelerate", "aiohttp", "datasets", "pandas", "peft", "scipy.optimize", "scipy.stats"),
 )
-"""The slowest imports of SkyRL's workers, except SkyRL, Megatron and Ray. Each process imports
-those three itself, because the shim must be installed before them."""
+"""The slowest imports of SkyRL's workers. SkyRL, Megatron and Ray are not in the list, because the
+shim must be installed before their import."""
 
 
 def prepare() -> None:

@@ -26,7 +26,7 @@ LIKE_A_CPU = ("trainer.flash_attn=false", "trainer.logger=console")
 
 @ray.remote(num_cpus=1)
 def read_back(config: Any) -> dict[str, Any]:
-    """The dtypes that an actor's process reads from the config, and whether it has the shim."""
+    """The dtypes that an actor reads from the config, and whether the actor has the shim."""
     import precision_shim
 
     put_in_place(pytest.MonkeyPatch())

@@ -334,7 +334,7 @@ def test_what_is_said_of_megatron_is_what_a_worker_builds(
 
 
 def test_a_checkpoint_elsewhere(shim: Any) -> None:
-    """With bf16=false only an fp16 checkpoint gives an fp16 policy; here it is missing."""
+    """With bf16=false only an fp16 checkpoint gives an fp16 policy; here no checkpoint exists."""
     shim(strict=True, export=False)
     validated(
         "trainer.strategy=megatron", "trainer.policy.model.path=no/such", "trainer.bf16=false"

@@ -86,7 +86,7 @@ COERCION = (
 )
 TAG = f"refs/tags/skyrl-v{SKYRL}"
 BEFORE = {Version("0.4.0"): "a9564572eb8e91076be43c1bd5e4615e3de17265"}
-"""A commit before a release, for mirrors that lack the release's tag. A few of its tests need names
+"""A commit before a release, for mirrors that lack the tag. A few tests of that commit need names
 that the release has removed, and fail with the shim and without it."""
 
 _BACKEND = "tests/backends/skyrl_train"

@@ -85,7 +85,7 @@ def test_it_trains_in_fp16(make: Any, shim: Any, products: Any, role: str) -> No
 
 @pytest.mark.parametrize("role", ROLES)
 def test_without_the_shim_it_trains_in_bf16(make: Any, products: Any, role: str) -> None:
-    """The same worker as in the test before, but the shim is off."""
+    """``test_it_trains_in_fp16`` with the shim off."""
     assert products(make(role)) == {torch.bfloat16}
 
 
@@ -145,7 +145,7 @@ def test_a_step_without_clipping(make: Any, shim: Any, role: str) -> None:
 
 
 def test_without_the_shim_an_overflow_without_clipping_is_fatal(make: Any) -> None:
-    """The same job as in the test before, but the shim is off."""
+    """``test_a_step_without_clipping`` with the shim off."""
     worker = make("policy", "fp16", "trainer.policy.optimizer_config.max_grad_norm=0")
     train(worker, 0, advantage=1e12)
     assert not torch.isfinite(parameters(worker)).all()
@@ -183,7 +183,7 @@ def test_what_the_trainer_makes_of_its_mini_batches(make: Any, shim: Any, on: bo
 
 
 ALONE = "trainer.algorithm.use_kl_loss=false"
-"""With this override the loss is a multiple of the advantage."""
+"""An override that makes the loss a multiple of the advantage."""
 
 
 def test_small_gradients_survive(make: Any, shim: Any) -> None:

@@ -1,4 +1,4 @@
-"""The audit of the weights that SkyRL's sources send; before 0.4 its extractors send them."""
+"""The audit of the weights that SkyRL's sources send, or SkyRL's extractors before 0.4."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from ..empty_packages import empty_packages
 
 
 def start(dtype: str) -> list[str]:
-    """The shim's warnings when a JAX backend builds its step for a checkpoint of this dtype."""
+    """The shim's warnings when a JAX backend builds a step for a checkpoint of the given dtype."""
     from transformers import Qwen3Config as Checkpoint
 
     with empty_packages("jax", "flax", "optax", "cloudpathlib"):

@@ -84,7 +84,7 @@ def states(worker: Any) -> dict[str, torch.dtype]:
     for chunk in worker.actor_module:
         for buffer in chunk.buffers:
             buffer.grad_data.normal_(std=1e-2)
-    worker.optimizer.get_loss_scale()  # a training calls it to scale the loss
+    worker.optimizer.get_loss_scale()  # called whenever a loss is scaled
     worker.optimizer.step()
     found: dict[str, set[torch.dtype]] = {}
     for state in inner(worker).optimizer.state.values():
@@ -249,7 +249,7 @@ def test_attention_that_an_fp32_model_has_not(
     named: str | None,
     dtype: torch.dtype,
 ) -> None:
-    """TransformerEngine's flash and fused attention need 16 bits; unfused has limits."""
+    """TransformerEngine's flash and fused attention need 16 bits; unfused attention has limits."""
     from precision_shim.testing.transformer_engine import stand_in_transformer_engine
 
     if Version("0.3") <= SKYRL:
@@ -275,7 +275,7 @@ def test_attention_that_an_fp32_model_has_not(
 def test_skyrls_name_of_an_attention_backend_chooses_nothing(
     fused_adam: str, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, named: bool
 ) -> None:
-    """The name has no effect, because Megatron compares it with an enum."""
+    """SkyRL's name of an attention backend has no effect: Megatron compares with an enum."""
     from megatron.core.transformer.enums import AttnBackend
 
     variables = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
@@ -318,7 +318,7 @@ def test_the_bucket_follows_the_optimizer_that_there_is(make: Any, shim: Any) ->
 def test_follow_model_gives_way_to_the_store_of_adapters(
     make: Any, shim: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SkyRL's store copies fp32 masters, which a precision-aware FusedAdam would hide."""
+    """SkyRL's adapter store copies fp32 masters, which a precision-aware FusedAdam would hide."""
     from skyrl.backends.skyrl_train.workers.megatron import megatron_worker as module
 
     init = module.MegatronPolicyWorkerBase.__init__
@@ -554,7 +554,7 @@ def test_overrides_in_the_old_style(
 ) -> None:
     """Old-style overrides are merged over a YAML that contains every default.
 
-    SkyRL's wheel lacks this YAML; an installation from its repository has it.
+    SkyRL's wheel lacks the base YAML; an installation from SkyRL's repository has the base YAML.
     """
     import skyrl.train.config.utils as module
     from omegaconf import OmegaConf
@@ -682,8 +682,8 @@ def test_off_means_untouched(skyrl: None) -> None:
 def test_everything_is_wrapped_or_native(skyrl: None, shim: Any) -> None:
     shim()
     seams = precision_shim.status().to_dict()["frameworks"]["skyrl"]["seams"]
-    # SkyRL does not use mcore_fsdp_adapter, and 0.3 lacks legacy. JAX is refused on purpose. These
-    # tests do not start the rest.
+    # SkyRL does not use mcore_fsdp_adapter, 0.3 lacks legacy, JAX is refused on purpose, and the
+    # tests here start none of the other modules.
     elsewhere = {"mcore_fsdp_adapter", "legacy", "jax"}
     elsewhere |= {"skyrl_train_backend", "worker_dispatch", "delta", "sources", "vllm_server_actor"}
     left = {

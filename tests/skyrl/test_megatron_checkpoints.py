@@ -79,7 +79,7 @@ def go_on(
 
 
 def test_remainders_that_the_config_asks_for_stay_remainders(go_on: Any) -> None:
-    """If the shim is off at the resume, the job resumes as one that never had the shim."""
+    """If the shim is off at the resume, the job resumes like a job that never had the shim."""
     by_itself = go_on(False, False, OWN)
     assert (by_itself == "exact") == reads_remainders()
     assert go_on(True, False, OWN) == by_itself

@@ -162,7 +162,7 @@ def test_a_static_scale_is_the_users(make: Any, shim: Any) -> None:
 def test_sizes_of_fp16_weights(make: Any, shim: Any, on: bool) -> None:
     """Weights are sent to the engines in buckets by size; SkyRL's table of sizes lacks fp16.
 
-    SkyRL reads the table only if the training dtype is fp32, as ``trainer.bf16=false`` sets it.
+    SkyRL reads its table of sizes only if the training dtype is fp32 (``trainer.bf16=false``).
     """
     from skyrl.backends.skyrl_train.workers.megatron.megatron_worker import MegatronWeightExtractor
 

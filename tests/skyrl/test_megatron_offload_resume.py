@@ -75,7 +75,7 @@ def test_a_resume_is_exact_and_the_doctor_says_so(
     assert told == {on: told_by(word) for on, word in done.items()}
     if aware:
         assert done == {False: "exact" if share == 1.0 else "other weights", True: "exact"}
-    elif share == 0.0:  # then the checkpoint has no step count
+    elif share == 0.0:  # without offloading there is no step count
         assert done[True] == "CheckpointLayoutError"
         assert (done[False] == "other weights") == (not reshardable)
     else:  # Megatron raises its own errors

@@ -86,7 +86,7 @@ def on_megatron(drawn: Drawn, checkpoint: Path) -> Verdict:
     for chunk in worker.actor_module:
         for buffer in chunk.buffers:
             buffer.grad_data.normal_(std=1e-2)
-    worker.optimizer.get_loss_scale()  # a training calls it to scale the loss
+    worker.optimizer.get_loss_scale()  # called whenever a loss is scaled
     worker.optimizer.step()
     (computes,) = {one.dtype for chunk in worker.actor_module for one in chunk.parameters()}
     return Verdict(

@@ -1,8 +1,8 @@
 """The loops that a user would write: torch's own scaler around torchtitan's parts.
 
 The loops use torchtitan's model, loss, clipping, optimizers and LR schedulers, but none of the
-methods that the tests compare. Attention runs in float16 on both sides. So only the scaling code
-differs.
+methods that the tests compare. Attention runs in float16 in the loops, as it does with the shim,
+so only the scaling code differs.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ torchtitan names a GPU in few places, and its RL package imports vLLM to registe
 module replaces GPU and vLLM. The real ``PolicyTrainer`` and ``Trainer`` are then built by their own
 ``__init__``, train, save and resume over gloo.
 
-``varlen_attn`` exists for CUDA only. The stand-in runs SDPA for each document, in the dtype of the
-inputs. The harness shows nothing about CUDA's kernels or speed.
+``varlen_by_sdpa`` replaces ``varlen_attn`` (CUDA only) by SDPA for each document, in the inputs'
+dtype. The harness shows nothing about CUDA's kernels or speed.
 """
 
 from __future__ import annotations
@@ -365,7 +365,7 @@ def microbatch(seed: int, *, advantage: float = 1.0, size: int = 2) -> Any:
 
 
 def policy_step(trainer: Any, step: int, advantage: float = 1.0, parts: int = 3) -> Any:
-    """Call ``forward_backward`` often and ``optim_step`` once; returns the results of both."""
+    """Call ``forward_backward`` several times and ``optim_step`` once; returns both results."""
     for part in range(parts):
         data = [
             microbatch(1000 * step + 10 * part + rank, advantage=advantage)

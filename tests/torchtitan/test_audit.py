@@ -21,7 +21,7 @@ def only() -> Any:
 
 
 def test_the_rl_trainer(policy: Any, shim: Any) -> None:
-    """The audit has the scaler, and is complete after the first step that is not skipped."""
+    """The audit lists the scaler, and is complete after the first step that is not skipped."""
     shim()
     trainer = policy()
     assert not only().complete

@@ -133,7 +133,7 @@ def test_a_damaged_record(ranks: Ranks, tmp_path: Path, case: str) -> None:
 
 @pytest.mark.parametrize("how", ["cut off", "another pickle"])
 def test_metadata_that_cannot_be_read_is_an_error(ranks: Ranks, tmp_path: Path, how: str) -> None:
-    """Unreadable metadata must not look like a checkpoint written without the shim."""
+    """Unreadable metadata raises an error, and does not count as a checkpoint without a record."""
     one(ranks, CASES[0], tmp_path, first=0, last=2, save=True)
     metadata = tmp_path / "checkpoint" / "step-2" / ".metadata"
     whole = metadata.read_bytes()

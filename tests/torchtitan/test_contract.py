@@ -87,7 +87,7 @@ class TestDamage(contract.Damage):
         self, saved: contract.Saved, tmp_path: Path, seeds: range
     ) -> None:
         super().test_no_damage_goes_unsaid(saved, tmp_path, seeds)
-        # The same test, with few bytes compared with their checksums.
+        # Damage is also found if the doctor compares few bytes with checksums.
         work = tmp_path / "damaged"
         few = wrong_answers(saved.folder, "torchtitan", FP16, work, seeds[:4], most=1 << 10)
         assert not list(few)

@@ -1,4 +1,4 @@
-"""The audit of the weights that torchtitan's trainer sends and its generators hold."""
+"""The audit of the weights that torchtitan's trainer sends and of its generators' weights."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_the_doctor_finds_every_symbol(main: Path) -> None:
 
 
 def test_both_trainers_as_in_the_tested_version(main: Path) -> None:
-    """Main passes the same tests, although ``Trainer.train_step`` asserts a finite grad norm."""
+    """The main branch passes these tests, although ``train_step`` asserts a finite grad norm."""
     if find_spec("grain") is None:
         pytest.skip("torchtitan's main branch needs grain")
     assert "torch._assert_async" in (main / "torchtitan" / "trainer.py").read_text()

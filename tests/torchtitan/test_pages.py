@@ -61,7 +61,7 @@ def importable(torchtitan: None) -> Iterator[None]:
 
 
 def validated(job: Job) -> Any:
-    """The config after torchtitan's manager and checks, also of parallel sizes on the GPUs."""
+    """The config that torchtitan's manager and checks accept for the job's number of GPUs."""
     from torchtitan.config import ConfigManager
     from torchtitan.distributed import ParallelDims
 

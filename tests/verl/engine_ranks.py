@@ -73,8 +73,8 @@ def engine(
 def _add_auxiliary_loss(one: Any) -> None:
     """Add an auxiliary loss to a model, as the router of Automodel's experts does.
 
-    verl uses Automodel's own experts only with expert parallelism. So this function adds the loss
-    to other layers, by Automodel's own function.
+    verl uses Automodel's own experts only with expert parallelism, so this function adds the loss
+    to MLP layers, by Automodel's own function.
     """
     from nemo_automodel.components.moe.megatron.moe_utils import MoEAuxLossAutoScaler
 
@@ -330,7 +330,7 @@ def _ours() -> Iterator[list[str]]:
 
 @case
 def built(job: Job, asked: list[list[Any]], frameworks: Any = None) -> list[dict[str, Any]]:
-    """Build engines; returns for each the warnings or error, and its number of optimizers."""
+    """Build engines; returns each engine's warnings or error, and number of optimizers."""
     precision_shim.install(frameworks=frameworks, settings=SETTINGS)
     return [_built(lambda one=one: engine(one[0], job.model, **one[1])) for one in asked]
 

@@ -45,7 +45,7 @@ def prepare() -> None:
     fsdp_turbo.install()
     if with_titan:
         optimizers = importlib.import_module("torchtitan.components.optimizer")
-        # verl's engine imports this class from a module that torchtitan 0.3.0 does not have.
+        # verl's engine imports LRSchedulersContainer from a module that torchtitan 0.3.0 lacks.
         moved = ModuleType("torchtitan.components.lr_scheduler")
         moved.LRSchedulersContainer = optimizers.LRSchedulersContainer  # type: ignore[attr-defined]
         sys.modules[moved.__name__] = moved
@@ -91,7 +91,7 @@ def _answer_for_titan() -> None:
     mesh_of = ParallelDims.get_optional_mesh
 
     def get_optional_mesh(self: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
-        # verl's engine asks for a mesh "fsdp", which this torchtitan lacks. Without context
+        # verl's engine asks for a mesh "fsdp", which torchtitan 0.3.0 lacks. Without context
         # parallelism the mesh "loss" has the same ranks; on a single rank there is no mesh.
         return mesh_of(self, "loss" if "fsdp" in name else name, *args, **kwargs)
 

@@ -32,7 +32,7 @@ def import_them(*but: str) -> None:
 
 
 def prepare() -> None:
-    """Import the dependencies in the server."""
+    """Import the dependencies of verl and Megatron in the server."""
     import_them()
     look_ahead("verl")
 

@@ -329,7 +329,7 @@ def contents(job: Job) -> dict[str, Any]:
         return True
 
     fs.copy = hdfs_io.copy = get
-    tempfile.tempdir = str(job.folder)  # verl puts local copies of remote files here
+    tempfile.tempdir = str(job.folder)  # verl puts local copies into tempdir
     far = support.engine(job.model)
     with ours() as said:
         far.load_checkpoint("hdfs://far", del_local_after_load=True)

@@ -44,7 +44,7 @@ def prepare() -> None:
     }.items():
         if not hasattr(torch.cpu, name):
             setattr(torch.cpu, name, lambda *args, _value=value, **kwargs: _value)
-    for name in ("get_rng_state", "set_rng_state"):  # verl 0.9 also restores the device's
+    for name in ("get_rng_state", "set_rng_state"):  # verl 0.9 calls both for the device
         if not hasattr(torch.cpu, name):
             setattr(torch.cpu, name, getattr(torch, name))
     try:
@@ -132,7 +132,7 @@ def engine(
         model: folder of a tiny Hugging Face checkpoint.
         param_dtype: ``mixed_precision.param_dtype``; ``None`` for verl's default.
         critic: whether the model has a value head.
-        forward_only: whether it is a reference model.
+        forward_only: whether the engine is for a reference model.
         contents: ``checkpoint.save_contents``.
         load: ``checkpoint.load_contents``, if it differs from ``contents``.
         lora: whether only adapters are trained.

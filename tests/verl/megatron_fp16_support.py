@@ -94,7 +94,7 @@ class Training:
         return made
 
     def train(self, **data: Any) -> dict[str, Any]:
-        """Call ``train_batch`` once; returns the metrics of a trainer."""
+        """Call ``train_batch`` once; returns the trainer's metrics."""
         import verl.utils.tensordict_utils as tu
 
         return dict(tu.get(self.worker.train_batch(self.data(**data)), "metrics"))

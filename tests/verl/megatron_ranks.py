@@ -81,7 +81,7 @@ def checkpoints(rank: int, folder: Path) -> dict[str, str]:
                 first.train(3)
                 first.save(folder / f"on-{sharding}", sharding)
                 torch.distributed.barrier()
-                # Without the model, masters restore all parameters, the other rank's as well.
+                # A load without the model restores both ranks' parameters from the masters.
                 second = adam_job(seed=1)
                 second.load(folder / f"on-{sharding}", sharding, model=False)
                 equal, flat = on_all_ranks(second)

@@ -12,7 +12,7 @@ from typing import Any
 BACKEND = "VERL_TEST_BACKEND"
 """The variable with a worker's backend.
 
-Its value is ``fsdp``, ``megatron``, or names of ``engine_support.MODULES`` with commas between.
+The value is ``fsdp``, ``megatron``, or names of ``engine_support.MODULES`` with commas between.
 """
 
 _open = contextlib.ExitStack()

@@ -1,6 +1,6 @@
 """Runs verl's ``run_ppo`` for nine pairs of dtypes, up to the Ray actor that receives the config.
 
-verl accepts a user's own runner. The runner here writes the dtype of the rollout's engine.
+verl accepts a user's own runner. ``Runner`` writes the dtype of the rollout's engine.
 """
 
 from __future__ import annotations

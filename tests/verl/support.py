@@ -21,7 +21,7 @@ CPU_FIELDS = {**CPU_TRANSFORMER, "attention_backend": "unfused"}
 
 
 def batch(*, seed: int = 0, sequences: int = 2, length: int = 9) -> Any:
-    """A batch like those of verl's trainers: jagged token ids, and the fields of the losses."""
+    """A batch like those of verl's trainers: jagged token ids, and the fields that losses read."""
     import torch
     import verl.utils.tensordict_utils as tu
 

@@ -127,7 +127,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def labels(sent: dict[str, torch.Tensor], kinds: dict[str, dict[str, torch.Tensor]]) -> list[str]:
-    """The kinds and dtypes that a stream equals in names, order and bits, as ``"trainer in fp16"``.
+    """Each ``"KIND in DTYPE"`` that equals the stream in names, order, dtypes and bits.
 
     Each kind is rounded once to each dtype.
     """

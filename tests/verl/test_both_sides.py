@@ -33,7 +33,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 LINE = ("python3", "-m", "verl.trainer.main_ppo")
 LOST = "bf16 beside the actor's fp16"
 LEGACY = Version("0.8") > VERL
-"""Whether the default workers are 0.7.1's, which read the products' dtype from another key."""
+"""Whether the default workers are 0.7.1's, which read the compute dtype from another key."""
 
 
 def side(role: str, dtype: str) -> list[str]:
@@ -84,7 +84,7 @@ def start(
     """Run what verl's ``main`` does with a config before Ray starts."""
     precision_shim.install(frameworks=["verl"], **on)
     from verl.utils.config import omega_conf_to_dataclass
-    from verl.utils.device import auto_set_device  # after install(), to get the wrapper
+    from verl.utils.device import auto_set_device  # imported after install(), to get the wrapper
 
     words = [
         *([] if any("rollout.name" in one for one in words) else [f"{ROLLOUT}.name=vllm"]),

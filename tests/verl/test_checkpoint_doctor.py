@@ -35,7 +35,7 @@ WRITERS: dict[str, tuple[bool | None, str, dict[str, Any]]] = {
     "own whole masters, off": (False, "", WHOLE),
     "the shim's, saved without it": (None, "follow-model", {}),
 }
-"""Whether the shim is on, its policy, and the user's own config."""
+"""For each writer: whether the shim is on, the shim's policy, and the user's own config."""
 
 RESUMES: dict[str, tuple[bool, str, dict[str, Any]]] = {
     "off": (False, "", {}),
@@ -97,7 +97,7 @@ OFFLOAD_WRITERS = {
     "not precision-aware, off": (False, offloaded(1.0)),
     "not offloaded, off": (False, WHOLE),
 }
-"""Whether the shim is on, and the user's own config."""
+"""For each writer: whether the shim is on, and the user's own config."""
 
 OFFLOAD_RESUMES = {
     f"{name}, {'on' if on else 'off'}": (on, config)

@@ -254,7 +254,7 @@ class TestTheOtherWay:
     def test_remainders_of_an_unpatched_megatron(
         self, fused_adam: str, tmp_path: Path, sharding: str, policy: str
     ) -> None:
-        """The shim reads remainders stored as numbers if the file identifies them, else raises."""
+        """The shim reads remainders that the file identifies, and refuses a file that does not."""
         with shim(on=True):  # a user's own code could build it so; saved without the shim
             first = job()
         assert first.optimizer.config.exp_avg_dtype is torch.bfloat16
@@ -340,7 +340,7 @@ def test_weights_that_are_loaded_alone(
         made.initialize()
         manager = made.checkpoint_mananager
         manager.use_dist_checkpointing = True  # The config's key would also load initial weights.
-        manager.use_hf_checkpoint = False  # The same, in verl 0.7 and 0.8.
+        manager.use_hf_checkpoint = False  # Needed in verl 0.7 and 0.8.
         manager.checkpoint_save_contents = manager.checkpoint_load_contents = ["model"]
         return made
 

@@ -60,7 +60,7 @@ def doctor(**variables: str) -> tuple[int, str, str]:
 
 
 def installed(folder: Path, version: str) -> str:
-    """A ``PYTHONPATH`` with the metadata of this TransformerEngine, and a package to import."""
+    """A ``PYTHONPATH`` with metadata of a TransformerEngine version, and an importable package."""
     metadata = folder / f"transformer_engine-{version}.dist-info" / "METADATA"
     module = folder / "transformer_engine" / "pytorch" / "__init__.py"
     for file in (metadata, module, module.parents[1] / "__init__.py"):

@@ -65,7 +65,7 @@ def states(built: Any) -> dict[str, torch.dtype]:
     for chunk in built.module:
         for buffer in chunk.buffers:
             buffer.grad_data.normal_(std=1e-2)
-    built.optimizer.get_loss_scale()  # a training calls it to scale the loss
+    built.optimizer.get_loss_scale()  # called whenever a loss is scaled
     built.optimizer.step()
     found: dict[str, set[torch.dtype]] = {}
     for inner in getattr(built.optimizer, "chained_optimizers", [built.optimizer]):
@@ -257,7 +257,7 @@ def test_users_bucket_is_never_overridden(
         with pytest.warns(PrecisionShimWarning, match="grad_reduce_in_fp32"):
             built = build(name, **options)
     assert bucket(built) is (FP32 if in_fp32 else dtype)
-    # Megatron cannot clip fp16 gradients for this optimizer, so the shim withdraws its addition.
+    # A precision-aware optimizer cannot clip fp16 gradients, so the shim does not add one.
     aware = built.optimizer.config.use_precision_aware_optimizer
     assert aware is (in_fp32 or dtype is not FP16)
 

@@ -60,7 +60,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 
 def same(one: dict[str, Any], hand: dict[str, Any]) -> None:
-    """Eight steps with the shim equal those by hand, bit for bit."""
+    """Eight steps with the shim equal eight steps by hand, bit for bit."""
     for key in ("parameters", "moments", "counts"):
         assert one["state"][key] == hand["state"][key], key
     assert json.dumps(one["said"]) == json.dumps(hand["said"])  # as text, because NaN != NaN
@@ -80,7 +80,7 @@ def test_one_rank_equals_a_loop_by_hand(launch: Ranks, name: str) -> None:
 
 
 def test_a_container_of_optimizers_equals_a_loop_by_hand(launch: Ranks) -> None:
-    """VeOmni's own container: Muon and AdamW here, on GPUs also the experts' optimizer."""
+    """VeOmni's own container has Muon and AdamW, and on GPUs also an optimizer for experts."""
     (one,) = launch("equal", world=1, name="veomni", optimizer="muon")
     same(one, one["hand"])
     assert one["lost"].keys() >= {"updates_lost"}
@@ -90,7 +90,7 @@ def test_a_container_of_optimizers_equals_a_loop_by_hand(launch: Ranks) -> None:
 def test_a_mixture_of_experts_equals_a_loop_by_hand(
     launch: Ranks, name: str, tmp_path: Path
 ) -> None:
-    """VeOmni's own experts; on Automodel those of transformers, which verl uses if ep_size is 1."""
+    """VeOmni runs its own experts; Automodel runs transformers' experts if ep_size is 1."""
     from .engine_support import make_model
 
     model = make_model(tmp_path, experts=True)
@@ -155,7 +155,7 @@ def test_saved_before_the_first_step_that_is_not_skipped(
 @pytest.mark.usefixtures("start_up_file")
 @pytest.mark.timeout(900)
 def test_workers_in_ray_train_skip_save_and_resume(ray_drivers: Ranks, tmp_path: Path) -> None:
-    """The variable alone brings the shim into verl's own training workers of all engines."""
+    """PRECISION_SHIM=1 alone brings the shim into verl's own training workers of all engines."""
     from .engine_support import make_model
 
     driver = Path(__file__).with_name("ray_driver.py")
@@ -176,7 +176,7 @@ def test_workers_in_ray_train_skip_save_and_resume(ray_drivers: Ranks, tmp_path:
 
 @pytest.fixture(scope="module")
 def built(launch: Ranks) -> Any:
-    """The errors and warnings of engines that are built, by a case's name."""
+    """The errors and warnings of the engines' builds, by case."""
     asked: dict[str, Any] = {
         "veomni": ["veomni", {"mixed_precision": False}],
         "megatron_fsdp": ["automodel", {"distributed_strategy": "megatron_fsdp"}],
@@ -232,7 +232,7 @@ def test_torchtitan_without_its_adapter_is_refused(launch: Ranks) -> None:
 
 @needs_titan
 def test_torchtitans_trainer_of_flux_is_refused_by_name(launch: Ranks) -> None:
-    """docs/versions.md states this; torchtitan's own environment has no transformers."""
+    """docs/versions.md says that Flux is refused; Flux needs transformers, as verl does."""
     (found,) = launch("flux", world=1)
     refused = "FluxTrainer has its own train_step, forward_backward_step"
     assert refused in found["error"]

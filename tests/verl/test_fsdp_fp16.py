@@ -90,7 +90,7 @@ def test_an_overflow_and_growth_in_each_half(with_shim: Any) -> None:
 
 
 def test_saving_moves_neither_scaler_nor_moments(with_shim: Any) -> None:
-    """torch's DCP would step the optimizer on a dummy, but verl's checkpoint manager does not."""
+    """torch's DCP would take a dummy optimizer step, but verl's checkpoint manager takes none."""
     for one in with_shim:
         assert one["steps_while_saving"] == 0
         assert one["after_save"] == one["half"]

@@ -1,6 +1,6 @@
 """fp16 on Megatron: jobs that are resumed, mixtures of experts, and overflows of a single rank.
 
-Megatron itself saves its scaler. The tests check that this stays exact with the shim, in every
+Megatron itself saves its scaler. The tests check that resumes stay exact with the shim, in every
 sharding type, with trackers that differ from their start values.
 """
 
@@ -126,7 +126,7 @@ def test_resume_is_exact(
 def test_switched_in_between(
     fused_adam: str, shim: Any, tmp_path: Path, sharding: str, on_first: bool
 ) -> None:
-    """The checkpoint's scaler is Megatron's own, so the resume is exact with and without the shim."""
+    """The checkpoint's scaler is Megatron's own, so the shim may be on or off at the resume."""
 
     def switch(on: bool) -> None:
         precision_shim.uninstall()

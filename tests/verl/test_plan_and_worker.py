@@ -46,7 +46,7 @@ def on_megatron(drawn: Drawn, checkpoint: Path) -> Verdict:
     for chunk in engine.module:
         for buffer in chunk.buffers:
             buffer.grad_data.normal_(std=1e-2)
-    engine.optimizer.get_loss_scale()  # a training calls it to scale the loss
+    engine.optimizer.get_loss_scale()  # called whenever a loss is scaled
     engine.optimizer.step()
     return Verdict(
         computes=name_of(engine.param_dtype),

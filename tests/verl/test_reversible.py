@@ -46,7 +46,7 @@ def namespaces() -> dict[str, dict[str, Any]]:
 
 
 def changes(before: dict[str, dict[str, Any]]) -> list[str]:
-    """Names that are new, gone, or bound to another object; a wrapper equals its original."""
+    """Names that are new, gone, or bound to another object (wrappers equal their originals)."""
     after = namespaces()
     return [
         f"{place}:{key}"

@@ -168,7 +168,7 @@ def test_a_pickled_config_in_another_process(
 
     def elsewhere(config: Any) -> Any:
         data = pickle.dumps(config)
-        monkeypatch.setattr(checkpoint, "_own_floats", {})  # another process has none of these
+        monkeypatch.setattr(checkpoint, "_own_floats", {})  # as in another process
         return pickle.loads(data)
 
     with shim(on=True):

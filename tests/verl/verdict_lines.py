@@ -1,4 +1,4 @@
-"""The launch lines for which the tests compare verl's plan with its engines."""
+"""The launch lines for which the tests compare the plan with verl's engines."""
 
 from __future__ import annotations
 

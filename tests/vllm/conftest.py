@@ -39,7 +39,7 @@ def both_sides() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look the module up there
+    sys.modules[spec.name] = module  # the module's dataclasses read sys.modules
     spec.loader.exec_module(module)
     module.load_vllm()
     return module

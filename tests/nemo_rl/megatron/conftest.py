@@ -23,7 +23,7 @@ def cpu() -> None:
         pytest.skip("megatron-bridge is not installed; tests/environments has it")
     support.import_worker_modules()
     gc.collect()
-    gc.freeze()  # workers then scan no imports when they collect garbage at each step
+    gc.freeze()  # workers collect garbage at each step, without the imports
 
 
 @pytest.fixture

@@ -259,7 +259,7 @@ def on_cpu(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            # NeMo-RL's worker never destroys its parallel state, because its process ends with it.
+            # NeMo-RL's worker never destroys Megatron's parallel state, because the process ends.
             parallel_state.destroy_model_parallel()
             num_microbatches_calculator.destroy_num_microbatches_calculator()
             rerun_state_machine.destroy_rerun_state_machine()
@@ -297,7 +297,7 @@ def _fitting_schedule(choose: Any) -> Any:
 
 
 def _fitting(function: Any) -> Any:
-    """Drops keywords that a function lacks; adds Megatron's process groups if it requires them."""
+    """Call a function without keywords that it lacks, and with process groups that it requires."""
     known = inspect.signature(function).parameters
 
     @functools.wraps(function)
@@ -343,7 +343,7 @@ _kept: list[contextlib.AbstractContextManager[None]] = []
 
 
 def stay_on_cpu() -> None:
-    """Enter ``harness`` until this Ray worker process ends; a variable names the folder."""
+    """Enter ``harness`` for this Ray worker process; an environment variable names the folder."""
     import_worker_modules()
     _kept.append(harness(Path(os.environ["NEMO_RL_TEST_CONVERTED"])))
     _kept[-1].__enter__()
@@ -394,7 +394,7 @@ def convert(config: dict[str, Any], folder: Path) -> None:
         ),
         checkpoint=bridge.CheckpointConfig(),
     ).to_yaml(str(target / "run_config.yaml"))
-    # Some versions of Bridge write these keys, but raise an error when they read them.
+    # Some versions of Bridge write exit_signal and keys ending in _steps, but cannot read them.
     written = yaml.safe_load((target / "run_config.yaml").read_text())
     written["train"].pop("exit_signal", None)
     scheduler = written["scheduler"]

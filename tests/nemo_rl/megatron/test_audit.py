@@ -15,7 +15,7 @@ from precision_shim.errors import PrecisionShimWarning
     ("precision", "config", "codes"),
     [
         ("bfloat16", {}, []),
-        # 15 of NeMo-RL's YAML files set this key.
+        # 15 of NeMo-RL's YAML files set grad_reduce_in_fp32: false.
         ("bfloat16", {"ddp": {"grad_reduce_in_fp32": False}}, ["main-grads-dtype"]),
         # The YAML's "bf16: true" contradicts a policy in fp16.
         ("float16", {}, ["params-dtype", "scaler-missing"]),

@@ -28,7 +28,7 @@ LEFT_OPEN = {
     "optimizer": {"adam_beta2": 0.95},
     "ddp": {"grad_reduce_in_fp32": False},
 }
-"""With this config ``follow-model`` makes the optimizer precision-aware."""
+"""A config in which ``follow-model`` makes the optimizer precision-aware."""
 
 
 def states(made: Any) -> dict[str, torch.Tensor]:
@@ -116,7 +116,7 @@ def switch(worker: Make, shim: Any, fused_adam: str, tmp_path: Path) -> Callable
 
 @pytest.mark.slow
 def test_remainders_that_the_config_asks_for_stay_remainders(switch: Any) -> None:
-    """If the shim is off at the resume, the job resumes as one that never had the shim."""
+    """If the shim is off at the resume, the job resumes like a job that never had the shim."""
     job = switch("bfloat16", **OWN)
     by_itself = job.go_on(first_on=False, second_on=False)
     assert (by_itself == "exact") == reads_remainders()

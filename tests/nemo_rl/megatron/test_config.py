@@ -28,7 +28,7 @@ NAMES = {
 
 
 def made(**fields: Any) -> Any:
-    """An OptimizerConfig made as by NeMo-RL, and finalized as by ``ConfigContainer.validate``."""
+    """Make an OptimizerConfig as NeMo-RL does, and finalize it as ConfigContainer.validate does."""
     from megatron.bridge.training.config import OptimizerConfig
 
     config = OptimizerConfig(**{**support.OPTIMIZER, **fields})

@@ -218,7 +218,7 @@ def test_the_scales_of_auxiliary_losses_have_the_loss_scale_in_them(
 
 AWARE = {**FP16, "use_precision_aware_optimizer": True}
 FP16_BUCKET = {"grad_reduce_in_fp32": False}
-"""NeMo-RL's YAML files set this key and ``AWARE``'s last key."""
+"""The bucket's key in NeMo-RL's YAML files, which also set ``AWARE``'s last key."""
 
 
 def test_megatron_cannot_clip_fp16_gradients(worker: Make, fused_adam: str) -> None:

@@ -112,7 +112,7 @@ def on_megatron(drawn: Drawn, file: Path, folder: Path) -> Verdict:
         for chunk in chunks:
             for buffer in chunk.buffers:
                 buffer.grad_data.normal_(std=1e-2)
-        worker.optimizer.get_loss_scale()  # a training calls it to scale the loss
+        worker.optimizer.get_loss_scale()  # called whenever a loss is scaled
         worker.optimizer.step()
         (computes,) = {one.dtype for chunk in chunks for one in chunk.parameters()}
         return Verdict(

@@ -31,7 +31,7 @@ SETUP = (
 
 
 def driven(ranks: Ranks, model: Path, folder: Path, **environment: str) -> dict[str, Any]:
-    """Run the driver with its own environment variables; returns what it prints."""
+    """Run the driver with its own environment variables; returns the driver's output."""
     variables = {key: os.environ[key] for key in os.environ if key != "PRECISION_SHIM"}
     # With PYTHONPATH the cluster's processes run this source tree; an installed wheel needs none.
     paths = [str(TESTS), *(path for path in sys.path if path and Path(path).is_dir())]

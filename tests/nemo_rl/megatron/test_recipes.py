@@ -1,6 +1,6 @@
 """The shim breaks no config in NeMo-RL's own YAML files, and overrides none of their keys.
 
-NeMo-RL's package lacks its YAML files. They were read in its repository at the tags, ``defaults``
+NeMo-RL's package lacks its YAML files. The repository's files were read at the tags, ``defaults``
 included: 75, 138, 174 and 264 files of 0.4.0, 0.5.0, 0.6.0 and 0.7.0 have a ``megatron_cfg``. The
 files' precision keys differ only as in ``SHIPPED``, whose rows omit ``fp8_cfg`` (needs a GPU). The
 optimizer keys in files with ``fp8_cfg`` equal the keys of two rows.
@@ -58,7 +58,7 @@ def test_a_shipped_config_comes_to_what_it_says(
         warnings.simplefilter("always", PrecisionShimWarning)
         after = outcome(worker, optimizer, in_fp32)
     told = [str(one.message) for one in caught if one.category is PrecisionShimWarning]
-    if isinstance(before, str):  # refused from 0.5 on; those files turn Megatron off
+    if isinstance(before, str):  # NeMo-RL refuses this from 0.5 on; its files turn Megatron off
         assert name.startswith("bf16 switched off")
         assert Version("0.5") <= NEMO_RL
         assert after == before
