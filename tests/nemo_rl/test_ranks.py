@@ -21,8 +21,8 @@ Trained = Callable[[str, dict[str, Any]], list[dict[str, Any]]]
 def trained(ranks: Ranks, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """The results of each rank for a kind of worker.
 
-    All kinds train one after the other in the same processes, to save imports. If
-    a kind fails, the launch fails, and each kind is then launched alone.
+    All kinds train one after the other in the same processes, to save imports. If a kind
+    fails, the launch fails, and each kind is then launched alone.
     """
     models = {kind: str(model) for kind in KINDS}
     if "value" in models:

@@ -221,7 +221,7 @@ class TestOnesOwnRemainders:
 @pytest.mark.parametrize("sharding", SHARDINGS)
 class TestTheOtherWay:
     def test_off_to_on_is_refused(self, fused_adam: str, tmp_path: Path, sharding: str) -> None:
-        """bf16 would round fp32 moments, so the shim raises an error that names both layouts."""
+        """bf16 would round fp32 moments, so the error names both layouts and a variable to set."""
         with shim(on=False):
             first = job()
             first.train(STEPS)
