@@ -39,7 +39,7 @@ METHODS = ("post_init", "update_weights_via_ipc_zmq", "update_weights_from_colle
 
 
 class Engine:
-    """Has the attributes of vLLM's ``LLM`` that NeMo-RL and the shim use."""
+    """Has one fp16 layer, and the attributes of vLLM's ``LLM`` that NeMo-RL and the shim use."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []

@@ -217,7 +217,7 @@ class Training:
                 if master.dtype is torch.int16:
                     master = join_master(shard.detach(), master)
                 elif shard.dtype is torch.float32:
-                    master = shard.detach()  # FusedAdam never updates this master.
+                    master = shard.detach()  # FusedAdam updates no master of an fp32 weight.
                 elif "master_param" in state and master.dtype is torch.float16:  # It has a scale.
                     master = inner.get_unscaled_state(shard, "master_param")
                 moments = []

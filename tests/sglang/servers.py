@@ -1,6 +1,6 @@
 """The server in ``test_verl.py``: verl's real ``SGLangHttpServer`` with the real SGLang.
 
-verl makes the server a Ray actor, but in these cases the server is an object in a fork. A
+verl makes the server a Ray actor (see ``ray_driver.py``); here the server is an object in a fork. A
 weight sync is SGLang's own call with verl's payload, and then the call that ends verl's sync.
 """
 

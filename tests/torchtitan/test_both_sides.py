@@ -356,7 +356,7 @@ def test_the_plan_knows_what_the_user_wrote(
 
 @pytest.mark.parametrize("name", ["fp17", "auto", "fp8"])
 def test_a_wrong_name(shim: Any, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    """A wrong name raises an error before an actor starts, and is a problem in the plan."""
+    """Launch and plan refuse a wrong name; ``auto`` is allowed if no trainer needs the dtype."""
     (problem,) = planned(capsys, *RECIPE, f"{GENERATOR}={name}")["problems"]
     assert (problem["code"], problem["key"]) == ("dtype", "generator.model_dtype")
     shim()

@@ -41,7 +41,7 @@ COMPILED = {"enable": True, "backend": "eager", "components": ["model"]}
 
 
 def test_blocks_compile_whole(kernel: None, policy: Any, shim: Any) -> None:
-    """Dynamo compiles whole blocks; results stay equal, and attention stays in float16."""
+    """Dynamo compiles with ``fullgraph=True``; results stay equal, attention stays in float16."""
     shim()
     plain = train(policy)
     cpu.SEEN.clear()

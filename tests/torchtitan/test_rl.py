@@ -80,7 +80,7 @@ def test_alone_other_names_end_in_a_key_error(policy: Any, name: str) -> None:
 
 @pytest.mark.parametrize("chunks", [None, 2], ids=["plain", "chunked"])
 def test_it_is_the_loop_by_hand_bit_for_bit(policy: Any, shim: Any, chunks: int | None) -> None:
-    """Train eight steps, each with three calls of ``forward_backward``; two steps overflow."""
+    """Each of eight steps: three ``forward_backward``, one ``optim_step``; two steps overflow."""
     with by_hand.attention_in_float16():
         hand = policy(chunks=chunks)
     scaler = by_hand.scaler(1024.0, 2)

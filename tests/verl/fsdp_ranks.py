@@ -35,7 +35,7 @@ SETTINGS = {"loss_scale_init": 2.0**12, "growth_interval": 3}
 """Scaler settings: a fresh scaler differs from a scaler that grew and fell."""
 
 GROWING = {"loss_scale_init": 2.0, "growth_interval": 3, "growth_factor": 8.0}
-"""At step 15 a scale that was kept is 2**12; a scale that restarted at step 10 is 2**4.
+"""At step 15 of ``OVERFLOWS`` a kept scale is 2**12; a scale restarted at step 10 is 2**4.
 
 With ``LOUD`` the gradients of step 15 overflow at 2**12 and not at 2**4. The ratio of 256 is far
 larger than differences between CPUs' kernels, so every CPU gives the same result.

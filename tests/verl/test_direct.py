@@ -225,7 +225,7 @@ def test_without_the_shim_there_is_no_bf16_argument(cpu: None) -> None:
 
 
 def test_chunks_of_a_model_share_one_bucket_dtype(fused_adam: str, shim: Any) -> None:
-    """Megatron asserts equal bucket dtypes, but with LoRA a chunk may train no parameter."""
+    """Megatron asserts equal dtypes; with LoRA a virtual-pipeline chunk may train no weight."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.module import Float16Module
 

@@ -262,7 +262,7 @@ def test_metrics(fsdp_ranks: Ranks) -> None:
 
 @pytest.mark.skipif(not OWN_SCALER, reason="0.7.1 computes under a bfloat16 autocast")
 def test_losses_and_norms_are_unscaled(fsdp_ranks: Ranks) -> None:
-    """Losses are equal to the bit, norms within the rounding of fp32 sums of 2**14 squares."""
+    """Losses are equal to the bit, norms within rounding of fp32 sums of under 2**14 squares."""
     for one in fsdp_ranks("by_hand"):
         assert one["scale"] == 2.0**10
         assert one["start"] == 0

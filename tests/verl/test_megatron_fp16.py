@@ -117,7 +117,7 @@ class TestOverflow:
 def test_critic_of_an_engine_that_cannot_train_it(
     fused_adam: str, value_checkpoint: Path, shim: Any
 ) -> None:
-    """In verl 0.7.1's new engine only a critic's step can run; the forward pass raises."""
+    """In verl 0.7.1's new engine only a critic's step can run; the forward raises TypeError."""
     shim()
     one = engine(value_checkpoint, "float16", critic=True)
     one.initialize()
@@ -458,7 +458,7 @@ class TestCheckForNan:
     reason="Megatron-Bridge is not installed in this environment",
 )
 class TestBucket:
-    """fp16 parameters, an fp16 bucket and the precision-aware optimizer fail in an assertion."""
+    """fp16 parameters and bucket fail a bare assert with the precision-aware optimizer."""
 
     OPTIONS: ClassVar[dict[str, Any]] = {"bridge": True}
     if Version("0.9.1") <= VERL:  # verl's own alignment makes the default bucket fp32

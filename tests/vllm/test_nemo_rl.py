@@ -113,7 +113,7 @@ def test_its_engine_computes_in_the_precision_that_the_config_names(
 def test_its_engine_is_asked_what_it_holds(
     worker: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """NeMo-RL calls ``post_init`` on new workers, and the shim then asks the engine."""
+    """After ``post_init``, which reads GPU name and NUMA node, the shim asks the engine."""
     from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension
 
     dtype, one = worker
