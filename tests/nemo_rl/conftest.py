@@ -1,7 +1,7 @@
-"""The real NeMo-RL on a CPU.
+"""Fixtures with the real NeMo-RL on a CPU.
 
-Everything of the framework is imported inside fixtures: collecting must stay cheap, and what the
-framework warns about at import is its own.
+Only fixtures import the framework, so that pytest collects the tests quickly and a warning that the
+framework raises at import does not fail the collection.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Starts processes that have imported what takes longest; returns what each found, by rank."""
+    """Starts rank processes that have imported the slowest modules; returns each rank's results."""
     with rank_server("tests.nemo_rl.ranks", tmp_path_factory.mktemp("ranks")) as server:
         yield server
 
 
 @functools.cache
 def look_at_imports_no_more(kind: str) -> None:
-    """The workers collect garbage around each step, two million objects of which are imports."""
+    """Exclude two million imported objects from the garbage collection at each worker's step."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture
 def worker(model: Path) -> Callable[..., contextlib.AbstractContextManager[Any]]:
-    """Makes a worker for a with block: one process, and its process group gone at the end."""
+    """Makes a worker in this process for a with block; destroys its process group at the end."""
 
     @contextlib.contextmanager
     def make(kind: str, precision: str, paths: Path | None = None, **changes: Any) -> Iterator[Any]:

@@ -1,14 +1,14 @@
 """Real NeMo-RL DTensor workers on a CPU, in this process, in several, or in Ray actors.
 
-NeMo-RL's workers ask for NCCL, for ``"cuda"`` meshes and autocast and for Ray's GPUs by name, and
-need little of them: with these names answered on their behalf, the real worker classes load a tiny
-model, train, save and resume over gloo. Works with NeMo-RL 0.4.0 to 0.7.0 (2026-11).
+NeMo-RL's workers name NCCL, ``"cuda"`` meshes, ``"cuda"`` autocast and Ray's GPUs, but use few of
+their functions. This module replaces NeMo-RL's GPU calls by CPU calls. The real worker classes
+then load a tiny model, train, save, resume over gloo. Works with NeMo-RL 0.4.0 to 0.7.0 (2026-11).
 
 * :func:`nemo_rl_on_cpu` is the harness for a process that makes a worker itself.
-* :func:`stay_on_cpu` is the same for the processes of a Ray cluster: it waits for the import of
-  ``nemo_rl`` and is never undone. A ``sitecustomize`` on ``PYTHONPATH`` calls it.
+* :func:`stay_on_cpu` is the harness for the processes of a Ray cluster: it takes effect when
+  ``nemo_rl`` is imported, and is never undone. ``sitecustomize.py`` on ``PYTHONPATH`` calls it.
 
-What this is not: a way to learn about CUDA kernels, their rounding, NCCL or speed.
+The harness shows nothing about CUDA kernels, their rounding, NCCL, or speed.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _WATCHED = (_PATCHES, *_V1, _AUTO_MODEL, f"{_VLLM}.patches", f"{_VLLM}.vllm_work
 def nemo_rl_on_cpu(
     world_size: int = 1, rank: int = 0, init_file: str | None = None
 ) -> Iterator[None]:
-    """Everything that a NeMo-RL DTensor worker needs in this process; undone on exit.
+    """Replace what a NeMo-RL DTensor worker needs from a GPU in this process; undone on exit.
 
-    A process group that a worker has made inside is destroyed on exit.
+    If a worker in the block makes a process group, the harness destroys that group on exit.
 
     Args:
         world_size: number of processes.
-        rank: of this one.
-        init_file: where the processes meet, a path that does not exist yet; may be None for one.
+        rank: the rank of this process.
+        init_file: path of the rendezvous file, which must not exist yet; None if one process.
 
     Raises:
-        ValueError: several processes and no ``init_file``.
+        ValueError: ``world_size`` is above 1 and ``init_file`` is None.
     """
     if world_size > 1 and init_file is None:
         raise ValueError("several processes need an init_file to meet at")
@@ -77,10 +77,10 @@ def nemo_rl_on_cpu(
 
 
 def stay_on_cpu() -> None:
-    """Enter the harness when ``nemo_rl`` is imported, and stay in it until the process ends.
+    """Enter the harness when ``nemo_rl`` is imported, and never leave it.
 
-    Rendezvous is what Ray's worker group put into the environment. The device names are answered
-    in the thread that imports ``nemo_rl``, which is an actor's main thread.
+    The processes meet at the address that Ray's worker group wrote into the environment. CUDA's
+    names are replaced in the thread that imports ``nemo_rl``, which is an actor's main thread.
     """
     watcher = Watcher(lambda name: _stay() if name == "nemo_rl" else _module_is_there(name))
     watcher.watch(["nemo_rl", *_WATCHED])
@@ -123,7 +123,7 @@ def _answer_for_gpus(stack: contextlib.ExitStack, init_method: str | None) -> No
         enter_autocast(self, "cpu", *args, **kwargs)
 
     def swap_tensors(one: Any, other: Any) -> None:
-        # Moved to the CPU, a tensor on the CPU is itself, and torch counts its owners twice.
+        # If both are one CPU tensor, torch refuses the swap, because it counts two owners.
         if one is not other:
             swap(one, other)
 
@@ -161,26 +161,26 @@ def _no_memory(*args: Any) -> int:
 def _module_is_there(name: str) -> None:
     module = sys.modules[name]
     replacements: dict[str, Callable[..., Any]] = {
-        # It stands for one version of torch only, and asserts that.
+        # NeMo-RL's patch supports and asserts a single version of torch.
         "apply_torch_aten_alias_tensor_patch": _nothing,
-        # NeMo-RL changes vLLM's files, and vLLM is not here.
+        # NeMo-RL's function changes vLLM's files, and vLLM is not installed.
         "_apply_vllm_patches": _nothing,
     }
     if name in _V1:
-        # The environment that NeMo-RL gives its first DTensor worker holds no nemo_automodel.
+        # The environment that NeMo-RL makes for its first DTensor worker lacks nemo_automodel.
         replacements["resolve_model_class"] = _plain_model_class
     for attribute, value in replacements.items():
         if hasattr(module, attribute):
             setattr(module, attribute, value)
     if name == _AUTO_MODEL:
-        # nemo_automodel 0.1 loads with flash attention, which needs a GPU, unless told otherwise;
-        # NeMo-RL 0.4 tells it for one of its two calls.
+        # nemo_automodel 0.1 loads models with flash attention by default, which needs a GPU.
+        # NeMo-RL 0.4 overrides nemo_automodel's default in only one of two calls.
         loader = module._BaseNeMoAutoModelClass.from_pretrained.__func__
         loader.__kwdefaults__["attn_implementation"] = "sdpa"
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """In the place of a patch for another torch, or for vLLM."""
+    """Replaces NeMo-RL's patches of vLLM and of a torch version that is not installed."""
 
 
 def _plain_model_class(model_name: str) -> Any:
@@ -191,10 +191,10 @@ def _plain_model_class(model_name: str) -> Any:
 
 @contextlib.contextmanager
 def config_modules_pickle() -> Iterator[None]:
-    """Let torch's config modules be pickled, by their names; undone on exit.
+    """Let torch's config modules be pickled by their names; undone on exit.
 
-    Those of torch 2.13 refuse it. The actor classes of NeMo-RL 0.4 to 0.6, for which older versions
-    of torch are meant, reach Ray with one by value.
+    Torch 2.13 refuses to pickle its config modules. But NeMo-RL 0.4 to 0.6, made for older torch,
+    send actor classes to Ray that contain a config module by value.
     """
     from torch.utils._config_module import ConfigModule
 

@@ -1,8 +1,8 @@
-"""A NeMo-RL driver: a generation worker in a real local Ray cluster; prints what it answered.
+"""A NeMo-RL driver with a generation worker in a real local Ray cluster; prints its results.
 
-Run as a script, because a driver's environment is what its workers get. NeMo-RL's own builder makes
-the actor, as for the second worker of an engine on two GPUs, which has no engine of its own. vLLM
-is not installed here: ``Engine`` stands in for it. ``tests/vllm/test_nemo_rl.py`` has the real one.
+Run as a script, because workers inherit the driver's environment. NeMo-RL's own builder makes
+the actor as the second worker of a two-GPU engine, because a second worker starts no engine.
+``Engine`` stands in for vLLM, which is not installed; ``tests/vllm/test_nemo_rl.py`` runs vLLM.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ KINDS = {
     "": f"{MODULES}.vllm_worker.VllmGenerationWorker",
     "_async": f"{MODULES}.vllm_worker_async.VllmAsyncGenerationWorker",
 }
-"""The workers, by the suffix of their methods."""
+"""The dotted names of the worker classes, by the suffix of their methods."""
 
 METHODS = ("post_init", "update_weights_via_ipc_zmq", "update_weights_from_collective")
 
 
 class Engine:
-    """What NeMo-RL and the shim call of vLLM's ``LLM``; holds one linear layer in fp16."""
+    """Has one fp16 layer, and the attributes of vLLM's ``LLM`` that NeMo-RL and the shim use."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -55,29 +55,29 @@ class Engine:
 
 
 class AsyncEngine(Engine):
-    """The same of ``AsyncLLM``."""
+    """Has the attributes of vLLM's ``AsyncLLM`` that NeMo-RL and the shim use."""
 
     async def collective_rpc(self, method: str, timeout: Any = None, args: Any = ()) -> Any:
         return super().collective_rpc(method, timeout, args)
 
 
 def give(self: Any, suffix: str) -> None:
-    """Give a worker its engine; in the actor."""
+    """Set the stand-in engine on a worker; runs in the actor."""
     from tests.nemo_rl.generation_driver import AsyncEngine, Engine
 
     self.llm = AsyncEngine() if suffix else Engine()
     self.cfg["vllm_cfg"]["async_engine"] = bool(suffix)
-    self._mtp_load_from_disk = False  # what NeMo-RL sets with the engine, from 0.7
+    self._mtp_load_from_disk = False  # from 0.7 on NeMo-RL sets this field with the engine
 
 
 def asked(self: Any) -> list[str]:
-    """What a worker's engine was asked; in the actor."""
+    """Return the names of the methods called on a worker's engine; runs in the actor."""
     found: list[str] = self.llm.asked
     return found
 
 
 def main() -> dict[str, Any]:
-    """The asynchronous worker, made, and with two weight syncs."""
+    """Make the asynchronous worker and run two weight syncs; returns the answers and the calls."""
     import ray
 
     from tests.forks import WORKER_PYTHON

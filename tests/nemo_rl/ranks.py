@@ -1,7 +1,7 @@
-"""The processes of the NeMo-RL tests; ``tests/rank_server.py`` starts them.
+"""The rank processes of the NeMo-RL tests; ``tests/rank_server.py`` starts them.
 
-Cases: ``train``, ranks that train a worker together; ``unpickle``, what Ray sends; ``script`` and
-``tests``, for which see ``tests/forks.py``.
+Cases: ``train`` trains a worker on several ranks; ``unpickle`` loads a pickle as a Ray actor does;
+``tests/forks.py`` explains ``script`` and ``tests``.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ IMPORTED = (
     *("peft", "scipy.optimize", "scipy.stats", "swanlab", "tensordict", "wandb"),
     *("torch.utils.tensorboard", "torch.distributed.pipelining"),
 )
-"""What takes longest of what NeMo-RL's workers import. NeMo-RL itself, its nemo_automodel, Megatron
-and Ray are left to each process: the shim is to be there before them."""
+"""The slowest imports of NeMo-RL's workers. NeMo-RL, nemo_automodel, Megatron and Ray are not in
+the list, because the shim must be installed before their import."""
 
 
 def prepare() -> None:
-    """Import what is not NeMo-RL's own, in the server."""
+    """Import ``IMPORTED`` in the server."""
     for name in IMPORTED:
         importlib.import_module(name)
 
@@ -42,9 +42,9 @@ def run(launch: Launch) -> Any:
 
 
 def unpickle(launch: Launch) -> list[str]:
-    """Load a worker's class as an actor does: its module is imported, the shim is not installed.
+    """Import a worker's module and load the worker's class as a Ray actor does, without the shim.
 
-    Options: ``target``, the class by its name, and ``file``, the pickle.
+    Options: ``target``, the name of the class, and ``file``, the path of the pickle.
     """
     from .cpu import nemo_rl_on_cpu
 
@@ -60,10 +60,10 @@ def unpickle(launch: Launch) -> list[str]:
 
 
 def train(launch: Launch) -> dict[str, Any]:
-    """Train a worker of each kind, one after the other; returns what came of each.
+    """Train a worker of each kind, one after the other; returns the results by kind.
 
-    Options: ``models``, one for each kind; ``on``; and ``dtensor``, keys of the config's
-    ``dtensor_cfg``.
+    Options: ``models``, one path for each kind; ``on``, whether the shim is on; and ``dtensor``,
+    keys of the config's ``dtensor_cfg``.
     """
     import precision_shim
 
@@ -75,7 +75,7 @@ def train(launch: Launch) -> dict[str, Any]:
 
 
 def _train(launch: Launch, kind: str, folder: Path) -> dict[str, Any]:
-    """Train four steps, of which the second overflows on the last rank alone; resume the last."""
+    """Train four steps, resume, repeat the fourth step; the last rank alone overflows in step 2."""
     import torch
 
     from . import support
@@ -108,7 +108,7 @@ def _train(launch: Launch, kind: str, folder: Path) -> dict[str, Any]:
     with nemo_rl_on_cpu(world_size, rank, str(folder / "meet")):
         support.actor_class(kind)
         gc.collect()
-        gc.freeze()  # the workers collect garbage around each step, and imports are none
+        gc.freeze()  # workers collect garbage at each step, without the imports
         worker = support.make_worker(kind, config)
         found["steps"] = [one_step(worker, step) for step in range(3)]
         support.save(worker, folder)

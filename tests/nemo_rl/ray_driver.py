@@ -1,7 +1,7 @@
-"""A NeMo-RL driver: a policy of real workers in a real local Ray cluster; prints what came of it.
+"""A NeMo-RL driver: a policy of real workers in a real local Ray cluster; prints the results.
 
-Run as a script, because a driver's environment is what its workers get. Arguments: the kind of
-worker, a folder with a model, a folder for checkpoints, the precision.
+Run as a script, because workers inherit the driver's environment. Arguments: the kind of worker, a
+folder with a model, a folder for checkpoints, the precision.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RANKS = 2
 
 
 def report(self):
-    """What a worker knows; runs in the actor."""
+    """Report a worker's seams, parameter digest and loss scale; runs in the actor."""
     import hashlib
     import os
 
@@ -52,7 +52,7 @@ def report(self):
 
 
 def train_by_their_loop(policy, model, folder, config):
-    """Two steps of NeMo-RL's own SFT loop; what its logger has put into TensorBoard's file."""
+    """Train two steps in NeMo-RL's own SFT loop; returns the scalars in TensorBoard's file."""
     from nemo_rl.algorithms import sft
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
     from nemo_rl.utils.logger import Logger
@@ -90,7 +90,7 @@ def train_by_their_loop(policy, model, folder, config):
             "only_unmask_final": False,
         },
     }
-    attributes = {**settings, "sft": SimpleNamespace(**settings["sft"])}  # since 0.7
+    attributes = {**settings, "sft": SimpleNamespace(**settings["sft"])}  # from 0.7 on
     data = []
     for seed in range(2):
         ids = support.batch(4, seed)["input_ids"]
@@ -135,7 +135,7 @@ def train_by_their_loop(policy, model, folder, config):
 
 
 def main(kind: str, model: Path, folder: Path, precision: str) -> dict[str, object]:
-    """Train with an overflow, save, train on; then resume in new actors and train the same."""
+    """Train with an overflow, save, train a fourth step; resume in new actors and repeat step 4."""
     import ray
 
     from tests.forks import WORKER_PYTHON
@@ -149,13 +149,13 @@ def main(kind: str, model: Path, folder: Path, precision: str) -> dict[str, obje
     from nemo_rl.models.policy.lm_policy import Policy
 
     def run_by(python):
-        registry.ACTOR_ENVIRONMENT_REGISTRY[fqn] = python  # this environment, not one by uv
+        registry.ACTOR_ENVIRONMENT_REGISTRY[fqn] = python  # keeps NeMo-RL from calling uv
 
     config = support.policy_config(
         model,
         precision,
         kind,
-        # The first step overflows, and then the scale is one that fp16 stands.
+        # The first step overflows; backoff_factor then lowers the scale to a value that fits fp16.
         precision_shim={"loss_scale_init": 1e30, "backoff_factor": 1e-26},
     )
 
@@ -180,7 +180,7 @@ def main(kind: str, model: Path, folder: Path, precision: str) -> dict[str, obje
         return ray.get([one.__ray_call__.remote(report) for one in workers])
 
     def refused(made, method):
-        """What the driver itself says of an argument that a worker's method does not have."""
+        """The driver's error for an argument that the worker's method does not have."""
         try:
             getattr(made.worker_group.workers[0], method).remote("a path", nonsense=1)
         except TypeError as error:
@@ -200,7 +200,7 @@ def main(kind: str, model: Path, folder: Path, precision: str) -> dict[str, obje
             "workers": reports(made),
         }
 
-    # Once as Ray starts a worker; the others are forked from a process with most of the imports.
+    # In one case Ray starts the workers. Other workers are forks of a process with imports.
     forked = os.environ[WORKER_PYTHON]
     run_by(sys.executable if kind == "v1" and "PRECISION_SHIM" in os.environ else forked)
     cluster, first = policy()
@@ -243,8 +243,8 @@ if __name__ == "__main__":
         found = main(kind, Path(model), Path(folder), precision)
         print("FOUND " + json.dumps(found), flush=True)
     except Exception:
-        # Not to be left to the interpreter's end: there NeMo-RL's cluster object shuts down, for
-        # which it starts another Ray, and waits.
+        # os._exit skips the shutdown of NeMo-RL's cluster object, which would start another Ray and
+        # wait for it.
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)

@@ -1,4 +1,4 @@
-"""The driver of NeMo-RL's jobs, up to the Ray actor that starts an engine: nine pairs.
+"""Runs NeMo-RL's driver for nine pairs of dtypes, up to the Ray actor that starts an engine.
 
 Arguments: NeMo-RL's checkout, a folder with a model, an empty folder.
 """
@@ -22,9 +22,9 @@ from tests.nemo_rl.test_both_sides import FOLLOW, GRPO, PAIRS, read, set_up, wat
 
 @ray.remote(num_cpus=1)
 def read_back(config: dict[str, Any], model: str) -> dict[str, str]:
-    """The dtype that NeMo-RL's own worker starts vLLM with.
+    """The dtype with which NeMo-RL's own worker starts vLLM.
 
-    vLLM has no wheel for a CPU: the names that the worker imports on its way are put in its place.
+    vLLM has no wheel for a CPU: stand-ins define the names that the worker imports from vLLM.
     """
     from nemo_rl.distributed import numa_utils
     from nemo_rl.models.generation.vllm import vllm_worker
@@ -43,14 +43,14 @@ def read_back(config: dict[str, Any], model: str) -> dict[str, str]:
         def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
             given["dtype"] = llm_kwargs["dtype"]
 
-    # On a GPU the worker asks the card whether it caches prefixes.
+    # Without enable_prefix_caching NeMo-RL's worker reads the GPU's properties.
     own = {**config["vllm_cfg"], "enable_prefix_caching": False}
     Worker({**config, "model_name": model, "vllm_cfg": own}, bundle_indices=[0])
     return given
 
 
 def run(policy: str, rollout: str, setting: str, *folders: Path) -> dict[str, Any]:
-    """One job: what the driver said, and what the actor started vLLM with."""
+    """Run one job; returns the driver's warnings and the dtype of the actor's vLLM."""
     checkout, model, empty = folders
     config = read(checkout, GRPO, *words(policy, rollout))
     precision_shim.uninstall()
@@ -63,7 +63,7 @@ def run(policy: str, rollout: str, setting: str, *folders: Path) -> dict[str, An
 
 
 def main() -> None:
-    """Print what was found, by policy, rollout and setting."""
+    """Print the results by policy, rollout and setting."""
     warnings.simplefilter("ignore")
     ray_cluster.start(num_cpus=2)
     folders = [Path(one) for one in sys.argv[1:]]

@@ -1,4 +1,4 @@
-"""What the NeMo-RL tests share: a tiny model, its policy config and data, and real workers."""
+"""Shared by the NeMo-RL tests: a tiny model, its policy config and data, and real workers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KINDS = ("v1", "v2", "value") if Version("0.7") <= NEMO_RL else ("v1", "v2")
 
 
 def policy_config(model: Path, precision: str, kind: str = "v1", **changes: Any) -> dict[str, Any]:
-    """A policy config as NeMo-RL's YAML gives it; ``changes`` replace its keys."""
+    """A policy config with the keys of NeMo-RL's YAML; ``changes`` replace keys."""
     config: dict[str, Any] = {
         "model_name": str(model),
         "tokenizer": {"name": str(model)},
@@ -59,7 +59,7 @@ def policy_config(model: Path, precision: str, kind: str = "v1", **changes: Any)
         "max_grad_norm": 1.0,
         "optimizer": {
             "name": "torch.optim.AdamW",
-            # eps well above the rounding of fp16, or signs of gradients near 0 decide a step.
+            # If eps were below fp16's rounding, signs of gradients near 0 would decide a step.
             "kwargs": {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-3, "foreach": False},
         },
         "scheduler": {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"total_iters": 20}},
@@ -71,7 +71,7 @@ def policy_config(model: Path, precision: str, kind: str = "v1", **changes: Any)
 
 
 def batch(size: int = 4, seed: int = 0) -> Any:
-    """Sequences of words for supervised training, with the columns of a value model beside."""
+    """Random token sequences for supervised training, with the columns that a value model needs."""
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
     generator = torch.Generator().manual_seed(seed)
@@ -89,7 +89,7 @@ def batch(size: int = 4, seed: int = 0) -> Any:
 
 
 def nll_loss() -> Any:
-    """NeMo-RL's own loss of supervised training; the class moved and was renamed over time."""
+    """NeMo-RL's own loss of supervised training, whose class was moved and renamed over time."""
     for module, name in (
         ("nemo_rl.algorithms.loss", "NLLLossFn"),
         ("nemo_rl.algorithms.loss_functions", "NLLLoss"),
@@ -100,7 +100,7 @@ def nll_loss() -> Any:
 
 
 def loss_for(kind: str) -> Any:
-    """The loss that a kind of worker trains with."""
+    """Return NeMo-RL's own loss for a kind of worker."""
     if kind != "value":
         return nll_loss()
     from nemo_rl.algorithms.loss.loss_functions import MseValueLossConfig, MseValueLossFn
@@ -109,13 +109,13 @@ def loss_for(kind: str) -> Any:
 
 
 def actor_class(kind: str) -> Any:
-    """What the framework finds by name."""
+    """The actor class that NeMo-RL exports for a kind of worker."""
     module, _, name = NAMES[kind].partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 def plain(kind: str) -> Any:
-    """The class that Ray makes the actor of, whether the module's attribute is ours or theirs."""
+    """The plain class of the Ray actor for a kind of worker, with the shim on or off."""
     return actor_class(kind).__ray_metadata__.modified_class.__ray_actor_class__
 
 
@@ -126,19 +126,19 @@ def tokenizer(model: Path) -> Any:
 
 
 def make_worker(kind: str, config: dict[str, Any], **arguments: Any) -> Any:
-    """A real worker in this process; see ``nemo_rl_on_cpu``."""
+    """Make a real worker in this process; ``nemo_rl_on_cpu`` has to be active."""
     model = config["model_name"]
     given: dict[str, Any] = {"init_reference_model": False, **arguments}
     if kind == "value":
         given.pop("init_reference_model")
     if kind != "v2" or Version("0.6") > NEMO_RL:
         given["tokenizer"] = tokenizer(model)
-    torch.manual_seed(0)  # a value head is initialized anew
+    torch.manual_seed(0)  # each worker initializes its value head at random
     return plain(kind)(json.loads(json.dumps(config)), **given)
 
 
 def save(worker: Any, folder: Path, *, optimizer: bool = True) -> None:
-    """Save as NeMo-RL's loops do: weights and, unless told otherwise, the optimizer."""
+    """Save as NeMo-RL's loops do: the weights, and the optimizer if ``optimizer`` is true."""
     given: dict[str, Any] = {"weights_path": str(folder / "weights")}
     if optimizer:
         given["optimizer_path"] = str(folder / "optimizer")
@@ -153,11 +153,11 @@ def save(worker: Any, folder: Path, *, optimizer: bool = True) -> None:
 
 
 def parameters(worker: Any) -> dict[str, torch.Tensor]:
-    """A copy of a worker's parameters, whole and in their own dtype."""
+    """Copies of a worker's unsharded parameters, each in its own dtype."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in worker.model.modules():
-        if isinstance(module, FSDPModule):  # after an evaluation some are left gathered, in fp16
+        if isinstance(module, FSDPModule):  # an evaluation may leave parameters gathered in fp16
             module.reshard()
     return {
         name: (one.full_tensor() if hasattr(one, "full_tensor") else one).detach().clone()

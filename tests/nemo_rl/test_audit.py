@@ -1,4 +1,4 @@
-"""The audit of NeMo-RL's DTensor workers, without loss scaling and beside it."""
+"""The audit of NeMo-RL's DTensor workers, with loss scaling and without it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_alone(kind, worker, shim) -> None:
 
 
 def test_beside_loss_scaling(kind, worker, shim) -> None:
-    """There is a scaler by the time that it looks: nothing to note."""
+    """The scaler exists before the audit runs, so the audit notes no missing scaler."""
     shim()
     with worker(kind, "float16") as one:
         (before,) = precision_shim.status().audit

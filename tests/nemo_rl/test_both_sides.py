@@ -1,7 +1,7 @@
-"""Both sides of a NeMo-RL job: what the driver says, what the rollout gets, what the plan says.
+"""Policy and rollout dtypes of a NeMo-RL job: reports of driver and plan, config of the rollout.
 
-The configs are those of NeMo-RL's checkout, and go through its own loader, its own
-``configure_generation_config`` and its own ``setup``, up to the first worker.
+The configs of NeMo-RL's checkout pass through NeMo-RL's own loader, its own
+``configure_generation_config`` and its own ``setup``, until the first worker would start.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ needs_ppo = pytest.mark.skipif(Version("0.7") > NEMO_RL, reason="NeMo-RL has PPO
 
 
 class StopError(Exception):
-    """The set-up has begun."""
+    """Raised when a loop's set-up makes its first call."""
 
 
 class Rollout(pages.Anything):
-    """Keeps the config from which NeMo-RL would start the rollout's workers."""
+    """Stores the config from which NeMo-RL would start the rollout's workers."""
 
     config: Any = None
 
     def __init__(self, *args: object, **more: Any) -> None:
         found = more.get("config") or more.get("sglang_cfg")
-        if isinstance(found, dict) and "backend" in found:  # of what pages.Anything stands for
+        if isinstance(found, dict) and "backend" in found:  # pages.Anything replaces others, too
             Rollout.config = found
 
 
@@ -73,7 +73,7 @@ def read(folder: Path, path: str, *words: str) -> Any:
 
 
 def set_up(config: Any, monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[str, Any]:
-    """Run NeMo-RL's set-up to the first worker; returns the config of the rollout's workers."""
+    """Run NeMo-RL's set-up until the first worker; returns the config of the rollout's workers."""
     from nemo_rl.algorithms import grpo
 
     monkeypatch.setattr(pages, "Anything", Rollout)
@@ -93,7 +93,7 @@ def decisions() -> list[tuple[str, str, str]]:
 
 
 def watched(act: Callable[[], Any]) -> tuple[Any, list[str]]:
-    """What a function returns, and what the shim warned of meanwhile."""
+    """Call a function; returns its result and the shim's warnings during the call."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = act()
@@ -106,11 +106,11 @@ def chosen(policy: str, other: str) -> str:
 
 
 def words(policy: str, rollout: str) -> tuple[str, ...]:
-    """The policy takes three names alone; the rollout gets one that only the shim takes."""
+    """Overrides for two dtypes; the rollout's short name, such as fp16, needs the shim."""
     return (f"policy.precision={DTYPES[policy]}", f"{KEY}={rollout}")
 
 
-# -- what is said, and what the rollout gets ---------------------------------------------------
+# -- the driver's messages, and the rollout's dtype --------------------------------------------
 
 
 @pytest.mark.parametrize("settings", [{}, FOLLOW], ids=["tell", "follow"])
@@ -124,7 +124,7 @@ def test_the_driver_tells(
     rollout: str,
     settings: dict[str, str],
 ) -> None:
-    """A value that is there counts as the user's: it stays under ``follow`` as well."""
+    """A dtype in the config counts as the user's, so even ``follow`` does not change it."""
     config = read(checkout, GRPO, *words(policy, rollout))
     shim(settings=settings)
     given, told = watched(lambda: set_up(config, monkeypatch, tmp_path))
@@ -139,7 +139,7 @@ def test_the_driver_tells(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@needs_ppo  # the worker that starts vLLM is another one in each version; this is 0.7's
+@needs_ppo  # sides_driver.py replaces names in 0.7's worker, which differs from other versions'
 @pytest.mark.usefixtures("start_up_file")
 def test_nine_pairs_in_a_ray_actor(
     ranks: Ranks,
@@ -147,7 +147,7 @@ def test_nine_pairs_in_a_ray_actor(
     model: Path,
     tmp_path: Path,
 ) -> None:
-    """By NeMo-RL's own ``setup`` and the worker that starts vLLM."""
+    """Runs NeMo-RL's own ``setup`` and the real worker that starts vLLM."""
     script = Path(__file__).with_name("sides_driver.py")
     jobs = drive(ranks, script, checkout, model, tmp_path, timeout=580, PRECISION_SHIM="1")
     assert len(jobs) == 18
@@ -165,7 +165,7 @@ def test_the_rollout_follows_by_itself(
     tmp_path: Path,
     policy: str,
 ) -> None:
-    """NeMo-RL interpolates."""
+    """The YAML's rollout dtype is an interpolation of ``policy.precision``."""
     config = read(checkout, GRPO, f"policy.precision={DTYPES[policy]}")
     shim(strict=True)
     given, told = watched(lambda: set_up(config, monkeypatch, tmp_path))
@@ -182,7 +182,7 @@ def test_strict(
     policy: str,
     rollout: str,
 ) -> None:
-    """Before a worker is started, and before a file is written."""
+    """Strict raises before a worker is started and before a file is written."""
     config = read(checkout, GRPO, *words(policy, rollout))
     shim(strict=True)
     Rollout.config = None
@@ -222,7 +222,7 @@ def test_what_is_no_dtype_stays(
         checkout,
         GRPO,
         *words(policy, rollout),
-        "loss_fn.use_importance_sampling_correction=true",  # NeMo-RL wants it beside fp8
+        "loss_fn.use_importance_sampling_correction=true",  # NeMo-RL requires it with fp8
     )
     shim()
     given, told = watched(lambda: set_up(config, monkeypatch, tmp_path))
@@ -318,7 +318,7 @@ def test_a_wrong_name(shim: Any, name: object) -> None:
 
 
 def test_a_second_dtype_for_vllm(shim: Any) -> None:
-    """NeMo-RL makes one dict of both, which is a TypeError in an actor."""
+    """NeMo-RL passes precision and dtype to one call, which raises a TypeError in an actor."""
     shim()
     with pytest.raises(DtypeError, match=r"generation\.vllm_kwargs\.dtype='half': NeMo-RL passes"):
         complete(generation("bf16", vllm_kwargs={"dtype": "half"}))
@@ -368,7 +368,7 @@ def test_sglang_follows_where_the_key_is_left_out(
 
 
 def begin(module_name: str, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a loop's own set-up up to its first call."""
+    """Run a loop's own set-up until its first call."""
     module = importlib.import_module(f"nemo_rl.algorithms.{module_name}")
 
     def stop(*args: object) -> None:
@@ -381,7 +381,7 @@ def begin(module_name: str, config: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def plain(folder: Path, path: str, *overrides: str, into: str = "") -> Any:
-    """A config by NeMo-RL's own loader, of a loop's own class."""
+    """A config that NeMo-RL's own loader reads, converted to a loop's config class."""
     from nemo_rl.utils import config as loader
     from omegaconf import OmegaConf
 
@@ -469,7 +469,7 @@ def planned(capsys: pytest.CaptureFixture[str], path: Path, *given: str) -> dict
 
 
 def of_plan(found: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """What the plan says of the two sides: problems, and notes."""
+    """The plan's problems and notes on the dtypes of policy and rollout."""
     ours = [one for one in found["problems"] if one["code"] == "rollout-dtype"]
     notes = [one for one in found["notes"] if "rollout-agreement" in one]
     return [f"{one['message']}. {one['remedy']}" for one in ours], notes
@@ -538,7 +538,7 @@ def test_the_plan_names_a_key_that_it_cannot_resolve(
 def test_the_weights_are_rounded_once(
     worker: Any, shim: Any, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: str
 ) -> None:
-    """To ``policy.precision``, from the fp32 parameters, with the shim as without it."""
+    """fp32 parameters are rounded once, to ``policy.precision``, with the shim and without."""
     from .support import batch, loss_for, parameters
 
     def sent(made: Any) -> dict[str, torch.Tensor]:
@@ -556,7 +556,7 @@ def test_the_weights_are_rounded_once(
 
     shim()
     with worker(kind, dtype) as made:
-        made.train(batch(), loss_for(kind), gbs=4, mbs=2)  # the weights are no checkpoint's
+        made.train(batch(), loss_for(kind), gbs=4, mbs=2)  # changes the weights
         ours, held = sent(made), parameters(made)
         precision_shim.uninstall()
         theirs = sent(made)

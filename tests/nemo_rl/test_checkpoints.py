@@ -1,4 +1,4 @@
-"""The scaler's state in NeMo-RL's checkpoints."""
+"""NeMo-RL's checkpoints contain the loss scaler's state."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_damaged_file_is_an_error_that_names_it(kind, worker, shim, tmp_path: 
 def test_a_directory_that_is_saved_again_without_the_shim(
     kind, worker, shim, tmp_path: Path, strict: bool
 ) -> None:
-    """As a killed save leaves a temporary directory, into which the next save goes."""
+    """A killed save leaves a temporary directory, into which the next save writes."""
     import precision_shim
 
     shim(settings={"growth_interval": 1})

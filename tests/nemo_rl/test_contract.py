@@ -1,4 +1,4 @@
-"""What NeMo-RL, as every framework, is held to."""
+"""NeMo-RL passes the tests that are the same for every framework."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .support import NEMO_RL, batch, loss_for, save
 
 DRIVER = contract.Driver(
     "nemo-rl",
-    # The tag v0.5.0 calls itself 0.5.0rc0.
+    # The tag v0.5.0 has the version 0.5.0rc0.
     version=Version(version("nemo-rl")).public,
     pinned=NEMO_RL.base_version,
     worker=Path(__file__).with_name("megatron") / "status_worker.py",
@@ -35,7 +35,7 @@ DRIVER = contract.Driver(
 
 
 class TestRelease(contract.Release):
-    """Also as a checkout on ``PYTHONPATH``, which is how its own launcher runs it."""
+    """Also tests a checkout on ``PYTHONPATH``, because NeMo-RL's own launcher uses a checkout."""
 
     driver = DRIVER
 
@@ -54,7 +54,7 @@ class TestRelease(contract.Release):
     def test_what_is_like_no_recorded_version_lacks_nothing(
         self, installed: Told, tmp_path: Path
     ) -> None:
-        """A changed line in a symbol: nobody can say which version it is."""
+        """A symbol has a changed line, so no recorded version equals the source."""
 
         def change(root: Path) -> None:
             (root / "nemo_rl/package_info.py").unlink()
@@ -71,7 +71,7 @@ class TestRelease(contract.Release):
         assert len(told.problems) == len(installed.problems)
 
     def test_a_checkout_before_another_that_is_installed(self, tmp_path: Path) -> None:
-        """The metadata on the path is not that of what is imported."""
+        """The version comes from the imported checkout, not from metadata elsewhere on the path."""
         place = next(Path(path, "nemo_rl") for path in sys.path if Path(path, "nemo_rl").is_dir())
         shutil.copytree(place, tmp_path / "nemo_rl")
         stated = tmp_path / "nemo_rl/package_info.py"
@@ -94,7 +94,7 @@ class TestWorker(contract.Worker):
 class TestWishes(contract.Wishes):
     driver = DRIVER
     OPEN = ("bf16", "fp16", "params_dtype", "use_precision_aware_optimizer", "adam_beta2")
-    """What the shipped files carry and the table leaves open where it does not name it."""
+    """Keys in NeMo-RL's YAML files that ``wishes_of`` omits, unless the case sets them."""
 
     @pytest.fixture
     def wishes_of(self, model: Path) -> Callable[[Case], Any]:
@@ -124,7 +124,7 @@ class TestJob(contract.Job):
 class TestDamage(contract.Damage):
     driver = DRIVER
 
-    @pytest.fixture(params=["v1", "v2"])  # weights in .distcp files, and in safetensors
+    @pytest.fixture(params=["v1", "v2"])  # v1 saves weights in .distcp files, v2 in safetensors
     def saved(
         self, worker: Any, shim: Any, tmp_path: Path, request: pytest.FixtureRequest
     ) -> contract.Saved:
@@ -145,10 +145,10 @@ class TestUpstream(contract.Upstream):
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 class TestUpstreamsOwn(contract.UpstreamsOwn):
-    """Those of its repository at the tag that is installed, since its package carries no tests.
+    """Tests in NeMo-RL's repository at the installed version's tag; the package has none.
 
-    Its ``conftest.py``, which starts a Ray cluster for every test, is left out; a test that asks
-    for what stands there errors with the shim on and off.
+    The run omits the repository's ``conftest.py``, which starts a Ray cluster for every test. A
+    test that needs a fixture of ``conftest.py`` errors both with the shim and without it.
     """
 
     driver = DRIVER
@@ -160,7 +160,7 @@ class TestUpstreamsOwn(contract.UpstreamsOwn):
         "utils/test_native_checkpoint.py",
         "utils/test_automodel_checkpoint.py",
     )
-    """What is about the workers and what the shim enters; not all are in every version."""
+    """Tests of workers and wrapped symbols; some versions of NeMo-RL lack some of the files."""
 
     @pytest.fixture
     def own(self, ranks: Ranks, tmp_path: Path) -> Own:

@@ -1,4 +1,4 @@
-"""The actor class: how it is exported, what inherits from it, and that it comes out again."""
+"""Export and removal of the shim's actor class, and a user's subclass of NeMo-RL's worker."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The engines of NeMo-RL's own generation workers are asked what they hold.
+"""The shim reads the weights' dtypes from the engines of NeMo-RL's own generation workers.
 
-The engine is a stand-in: vLLM is not installed here, and ``tests/vllm/test_nemo_rl.py`` has it.
+The engine is a stand-in, because vLLM is not installed; ``tests/vllm/test_nemo_rl.py`` runs vLLM.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .generation_driver import CONFIG, KINDS, METHODS, give
 
 HERE = Path(__file__).parent
 OWN = ["report_device_id", *METHODS[1:]]
-"""What NeMo-RL itself asks its engine in its methods; from 0.7 also ``bind_numa``."""
+"""The engine methods that NeMo-RL itself calls, except ``bind_numa`` (from 0.7 on)."""
 
 BOTH = [part for own in OWN for part in (own, "apply_model")]
 
@@ -52,7 +52,7 @@ def held(folder: Path) -> dict[str, Any]:
 
 
 def make(suffix: str) -> Any:
-    """The worker's class without its actor, as the second worker of an engine."""
+    """A worker object without an actor, made like the second worker of an engine."""
     module, _, name = KINDS[suffix].rpartition(".")
     plain = plain_class(getattr(importlib.import_module(module), name))
     worker = plain(copy.deepcopy(CONFIG))
@@ -80,10 +80,10 @@ def test_an_engine_is_asked_when_it_is_made_and_after_weight_syncs(
 
 @pytest.mark.parametrize("suffix", KINDS)
 def test_a_sync_that_failed_is_none(shim: Any, tmp_path: Path, suffix: str) -> None:
-    """NeMo-RL's method returns ``False`` then."""
+    """If a weight sync fails, NeMo-RL's method returns ``False``."""
     shim(settings={"audit_dir": str(tmp_path)})
     worker = make(suffix)
-    worker.cfg["vllm_cfg"]["async_engine"] = not suffix  # which the method refuses
+    worker.cfg["vllm_cfg"]["async_engine"] = not suffix  # NeMo-RL's method refuses this
     assert call(worker, f"{METHODS[1]}{suffix}") is False
     assert worker.llm.asked == []
     assert held(tmp_path) == {}

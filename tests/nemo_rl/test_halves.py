@@ -1,6 +1,6 @@
-"""The audit of the weights that NeMo-RL's DTensor workers send, through its own sender.
+"""The audit of the weights that NeMo-RL's DTensor workers send, with NeMo-RL's own sender.
 
-NeMo-RL sends them by CUDA's handles over ZeroMQ: the test stands in for the handle and the socket.
+NeMo-RL sends CUDA handles of the weights over ZeroMQ; the test replaces both handles and socket.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GENERATION = {"backend": "vllm", "temperature": 1.0, "vllm_cfg": {"precision": "
 
 
 class Wire:
-    """The other end of the socket, which answers everything and keeps what it is sent."""
+    """Stands in for the receiver's socket: stores the received names, and always answers."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -57,11 +57,11 @@ def test_what_a_worker_sends(
     kind: str,
     dtype: str,
 ) -> None:
-    """Beside its own weights, of an fp16 policy and of one whose rollout is in fp16 by mistake."""
+    """The audit compares sent and own weights, of an fp16 and of a bf16 policy (rollout: fp16)."""
     shim(settings={"audit_dir": str(tmp_path)})
     with worker(kind, dtype) as made:
-        made.cfg["generation"] = GENERATION  # of a driver's config; the worker takes more from it
-        made.train(batch(), loss_for(kind), gbs=4, mbs=2)  # the weights are no checkpoint's
+        made.cfg["generation"] = GENERATION  # Keys of a driver's config.
+        made.train(batch(), loss_for(kind), gbs=4, mbs=2)  # Changes the weights.
         names = send(made, monkeypatch)
     (half,) = [one for _, one in halves.read(str(tmp_path))]
     assert isinstance(half, halves.Sent)

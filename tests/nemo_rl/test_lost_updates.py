@@ -1,4 +1,4 @@
-"""PRECISION_SHIM_WATCH_UPDATES in NeMo-RL's DTensor workers: the figures among their metrics."""
+"""PRECISION_SHIM_WATCH_UPDATES adds lost-update metrics to NeMo-RL's DTensor workers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_dtensor_worker(kind: str, worker: Any, shim: Any) -> None:
     (first, *later), looked, weights = train()
     assert all(torch.equal(plain[name], weights[name]) for name in plain)
     assert FIGURES & first.keys() == FIGURES & looked.keys() == set()
-    # The first step has no second moment that could become smaller.
+    # The first step has no earlier second moment, so no second moment can decrease.
     assert FIGURES & later[0].keys() == FIGURES - {"updates_lost_exp_avg_sq"}
     assert later[1].keys() >= FIGURES
     assert all(len(later[1][name]) == 1 and 0.0 <= later[1][name][0] <= 1.0 for name in FIGURES)
@@ -41,7 +41,7 @@ def test_dtensor_worker(kind: str, worker: Any, shim: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_rollouts_copies(kind: str, worker: Any, shim: Any) -> None:
-    """By the rollout's dtype, over the policy's, in which DTensor workers send the weights."""
+    """DTensor workers send weights in the policy's dtype; the engine casts to its own dtype."""
     if "value" in kind:
         pytest.skip("a value model has no rollout")
     shim(settings={"watch_updates": 1})

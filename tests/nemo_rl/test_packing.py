@@ -1,7 +1,7 @@
-"""Sequence packing: one loss per packed sequence, and dummy micro-batches where ranks differ.
+"""Sequence packing: one loss per packed sequence, and dummy micro-batches on some ranks.
 
-Packing asks for flash attention, which needs a GPU. Here causal attention over the whole pack
-stands in for it: the sequences of a pack see one another, and all else is NeMo-RL's own.
+Packing needs flash attention on a GPU. In these tests causal attention over a whole pack replaces
+flash attention, so sequences of a pack attend to one another. All other code is NeMo-RL's own.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_packed_sequences_are_scaled_and_skipped(kind, worker, shim) -> None:
         expected = float(one.train(packed(), loss_for(kind))["grad_norm"])
     shim()
     with worker(kind, "float16", sequence_packing=PACKING) as one:
-        # What the scale makes up for, so that both backward passes are the same to the bit.
+        # The factor 2**-16 cancels the loss scale, so both backward passes are equal bit for bit.
         result = one.train(packed(), Times(loss_for(kind), 2.0**-16))
         assert float(result["grad_norm"]) == expected * 2.0**-16 > 0.0
         assert figures(result) == ([65536.0], [0.0])
@@ -81,7 +81,7 @@ def test_a_dummy_micro_batch_adds_nothing(kind, worker, shim, monkeypatch) -> No
     all_reduce = torch.distributed.all_reduce
 
     def more(tensor: Any, *args: Any, **given: Any) -> Any:
-        # As if another rank had one micro-batch more.
+        # Simulates that another rank has one micro-batch more.
         work = all_reduce(tensor, *args, **given)
         if given.get("op") == torch.distributed.ReduceOp.MAX:
             tensor.add_(1)

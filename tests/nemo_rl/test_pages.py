@@ -1,8 +1,8 @@
-"""NeMo-RL's jobs on README and docs: the config that they name goes through NeMo-RL's own set-up.
+"""The configs of NeMo-RL's jobs in README and docs pass through NeMo-RL's own set-up.
 
-The configs are those of NeMo-RL's checkout: its package has none, and uv keeps the checkout that it
-was installed from. Its config classes, ``setup`` and ``Policy`` run up to where Ray would start the
-first worker; of Megatron's workers also what they ask of dtypes.
+The configs come from NeMo-RL's checkout in uv's cache, because the package has none. NeMo-RL's
+config classes, ``setup`` and ``Policy`` run until Ray would start the first worker. For Megatron
+jobs the dtype checks of NeMo-RL's worker run too.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ JOBS = of("nemo-rl")
 
 
 class NextIsAWorkerError(Exception):
-    """NeMo-RL would now start a worker."""
+    """Raised at the point where NeMo-RL would start a worker."""
 
 
 class Cluster:
-    """GPUs that are not there; NeMo-RL counts them."""
+    """Stands in for NeMo-RL's Ray cluster; returns a number of GPUs that do not exist."""
 
     _sorted_bundle_indices = None
 
@@ -41,7 +41,7 @@ class Cluster:
 
 
 class Anything:
-    """What is made and told before the policy: the logger, the engine that generates."""
+    """Stands in for objects that are made before the policy: the logger, the rollout engine."""
 
     def __init__(self, *args: object, **more: object) -> None:
         pass
@@ -56,7 +56,7 @@ def start_no_worker(*args: object, **more: object) -> None:
 
 @pytest.fixture(scope="module")
 def checkout() -> Path:
-    """NeMo-RL at the commit that is installed."""
+    """NeMo-RL's checkout at the installed commit."""
     commit = json.loads(distribution("nemo-rl").read_text("direct_url.json") or "{}")
     commit = commit.get("vcs_info", {}).get("commit_id", "none")
     cache = os.environ.get("UV_CACHE_DIR") or os.path.join(
@@ -69,7 +69,7 @@ def checkout() -> Path:
 
 
 def loaded(job: Job, checkout: Path) -> Any:
-    """The config as NeMo-RL's script makes it, by its own loader and of its own class."""
+    """The config as NeMo-RL's script makes it, with NeMo-RL's own loader and config class."""
     from nemo_rl.algorithms.grpo import MasterConfig
     from nemo_rl.utils import config as loader
     from omegaconf import OmegaConf
@@ -78,7 +78,7 @@ def loaded(job: Job, checkout: Path) -> Any:
     register = getattr(loader, "register_omegaconf_resolvers", None)
     if register is not None:
         register()
-    else:  # up to 0.5 each script registers it
+    else:  # up to 0.5 each script registers the resolver
         OmegaConf.register_new_resolver("mul", lambda a, b: a * b, replace=True)
     path = job.value("config")
     assert path is not None
@@ -91,7 +91,7 @@ def loaded(job: Job, checkout: Path) -> Any:
     config = loader.parse_hydra_overrides(loader.load_config(checkout / path), words)
     plain = OmegaConf.to_container(config, resolve=True)
     made = TypeAdapter(MasterConfig).validate_python(plain)
-    return plain if isinstance(made, dict) else made  # a TypedDict up to 0.6
+    return plain if isinstance(made, dict) else made  # MasterConfig is a TypedDict up to 0.6
 
 
 def policy_of(config: Any) -> dict[str, Any]:
@@ -105,8 +105,8 @@ def set_up(config: Any, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     from nemo_rl.models.generation import configure_generation_config
     from nemo_rl.models.policy import lm_policy
 
-    monkeypatch.chdir(folder)  # it makes the directories that the config names
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")  # NeMo-RL's container has it
+    monkeypatch.chdir(folder)  # NeMo-RL makes the directories in the config.
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")  # NeMo-RL's container sets this name.
     monkeypatch.setattr(grpo, "RayVirtualCluster", Cluster)
     monkeypatch.setattr(grpo, "Logger", Anything)
     monkeypatch.setattr(grpo, "VllmGeneration", Anything)
@@ -123,7 +123,7 @@ def set_up(config: Any, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def dtypes_of_megatron(policy: dict[str, Any]) -> None:
-    """What a Megatron worker asks of its config's dtypes; from 0.6 on functions of their own."""
+    """Run NeMo-RL's functions that check the dtypes of a Megatron config; 0.6 added them."""
     try:
         setup = importlib.import_module("nemo_rl.models.megatron.setup")
     except ModuleNotFoundError:

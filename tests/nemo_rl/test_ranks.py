@@ -1,4 +1,4 @@
-"""Two processes over gloo: all skip together, and a resumed worker continues bit for bit."""
+"""Two processes over gloo skip the same steps, and a resumed worker continues bit for bit."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Trained = Callable[[str, dict[str, Any]], list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def trained(ranks: Ranks, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """What each rank found of a kind of worker.
+    """The results of each rank for a kind of worker.
 
-    The kinds train one after the other in the same processes, so that these import once. Where one
-    fails, and with it all, each is asked alone.
+    All kinds train one after the other in the same processes, to save imports. If a kind
+    fails, the launch fails, and each kind is then launched alone.
     """
     models = {kind: str(model) for kind in KINDS}
     if "value" in models:
-        # nemo_automodel initializes a missing value head in one process only, and leaves what was
-        # in memory otherwise: it has to be in the file.
+        # This checkpoint has a value head, because nemo_automodel would initialize a missing value
+        # head in one process only, and leave uninitialized memory in the others.
         models["value"] = str(make_checkpoint(tmp_path_factory.mktemp("value"), value_head=True))
 
     @functools.cache
@@ -68,7 +68,7 @@ def test_two_ranks_skip_together_and_resume(
         assert one["same"]
         assert one["resumed"] == one["steps"][-1]
     assert found[0]["steps"][1]["metrics"] == [[65536.0], [1.0]]
-    assert found[1]["steps"][1]["metrics"] == [None, None]  # once, not summed over the ranks
+    assert found[1]["steps"][1]["metrics"] == [None, None]  # NeMo-RL sums metrics over ranks
 
 
 @pytest.mark.timeout(900)

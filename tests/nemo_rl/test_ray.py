@@ -1,4 +1,4 @@
-"""Real NeMo-RL workers, started by its own worker group in a real local Ray cluster on a CPU."""
+"""Real NeMo-RL workers in a real local Ray cluster on a CPU; NeMo-RL's worker group starts them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .support import NAMES, NEMO_RL
 
 HERE = Path(__file__).parent
 REFUSED = ["got an unexpected keyword argument 'nonsense'"] * 2
-"""What Ray says in the driver, with the shim and without."""
+"""Ray's message in the driver, with the shim and without it."""
 CLIP_V2 = (
     "nemo_automodel.components.distributed.grad_utils:get_grad_norm"
     if Version("0.5") > NEMO_RL
@@ -35,7 +35,7 @@ def drive(
 
 
 def audited(folder: Path, dtype: str, scaler: str | None) -> None:
-    """Each rank has written what its optimizer is, after its first step."""
+    """After its first step, each rank has written the dtypes of its optimizer states."""
     files = {path.name: json.loads(path.read_text()) for path in folder.iterdir()}
     assert sorted(files) == [f"nemo-rl.policy.model.rank{rank}.audit.json" for rank in range(2)]
     for audit in files.values():
@@ -50,7 +50,7 @@ def audited(folder: Path, dtype: str, scaler: str | None) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", ["v1", "v2"])
 def test_the_audit_alone(ranks: Ranks, model: Path, tmp_path: Path, kind: str) -> None:
-    """It needs no loss scaling to be in a worker."""
+    """The audit runs in a worker even if loss scaling is off."""
     audits = tmp_path / "audits"
     drive(
         ranks,
@@ -81,12 +81,12 @@ def test_workers_train_skip_save_and_resume(
         PRECISION_SHIM="1",
         PRECISION_SHIM_AUDIT_DIR=str(audits),
     )
-    audited(audits, "fp32", "LossScaler")  # FSDP keeps fp32 and computes in fp16
+    audited(audits, "fp32", "LossScaler")  # FSDP stores parameters in fp32 and computes in fp16
     start, steps = found["start"], found["steps"]
     assert found["refused"] == REFUSED
     assert len({one["pid"] for one in start}) == 2
     for one in start:
-        # Before 0.6 Ray sends the second worker's class whole, and its module is not imported.
+        # Before 0.6 Ray pickles the second worker's class by value and never imports its module.
         whole = kind == "v2" and Version("0.6") > NEMO_RL
         assert (CLIP_V2 if whole else NAMES[kind]) in one["wrapped"]
         assert "precision_shim_adapters.nemo_rl.dtensor.ScaledWorker" in one["mro"]
@@ -98,13 +98,13 @@ def test_workers_train_skip_save_and_resume(
     for before, after in zip(start, overflow["workers"], strict=True):
         assert after["parameters"] == before["parameters"]
         assert (after["scale"], after["skipped"]) == (pytest.approx(1e4), 1)
-    # The others are taken.
+    # No later step is skipped.
     for step in (*steps[1:], found["on"]):
         assert math.isfinite(step["grad_norm"])
         assert step["loss_scale"] == [pytest.approx(1e4)]
         assert step["skipped_steps"] == [1.0]
     assert steps[2]["workers"][0]["parameters"] != start[0]["parameters"]
-    # New actors go on where the old ones were.
+    # New actors resume with the state of the old actors.
     assert "precision_shim_scaler.json" in found["files"]
     for old, new in zip(steps[2]["workers"], found["resumed"], strict=True):
         assert old["pid"] != new["pid"]
@@ -115,7 +115,7 @@ def test_workers_train_skip_save_and_resume(
     assert found["again"]["grad_norm"] == found["on"]["grad_norm"]
     for old, new in zip(found["on"]["workers"], found["again"]["workers"], strict=True):
         assert old["parameters"] == new["parameters"]
-    # NeMo-RL's own loop and logger: each figure once, as it is.
+    # NeMo-RL's own loop and logger write each figure once and unchanged.
     assert found["logged"]["loss_scale"] == [pytest.approx(1e4)] * 2
     assert found["logged"]["skipped_steps"] == [1.0] * 2
     assert all(map(math.isfinite, found["logged"]["grad_norm"]))

@@ -1,7 +1,7 @@
-"""NeMo-RL's driver asks the SGLang servers of its workers what they hold.
+"""NeMo-RL's driver asks its workers' SGLang servers for the dtypes of the weights.
 
-A server is a stand-in with the fields that SGLang 0.5.12's endpoints have: SGLang is not installed
-here, and ``tests/sglang`` asks its real server. ``SGLangGeneration`` is NeMo-RL's own.
+A stand-in server answers with the fields of SGLang 0.5.12's endpoints, because SGLang is not
+installed; ``tests/sglang`` asks the real server. ``SGLangGeneration`` is NeMo-RL's own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def has_sglang() -> bool:
 
 
 class Server(ThreadingHTTPServer):
-    """Answers as SGLang's server; keeps what it is asked."""
+    """Answers as SGLang's server does, and records each request."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -91,7 +91,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def sglang() -> Iterator[Any]:
-    """NeMo-RL's module, in versions that have it."""
+    """NeMo-RL's SGLang module; skips the test if NeMo-RL lacks the module."""
     if not has_sglang():
         pytest.skip("before 0.6 NeMo-RL has no SGLang")
     with nemo_rl_on_cpu():
@@ -99,7 +99,7 @@ def sglang() -> Iterator[Any]:
 
 
 def generation(sglang: Any, *urls: str | None) -> Any:
-    """NeMo-RL's object after its start, with servers that no worker of its own has started."""
+    """NeMo-RL's ``SGLangGeneration`` after its start, with the stand-in servers' URLs."""
     made = object.__new__(sglang.SGLangGeneration)
     made.needs_offload = False
     made.all_engines = []
@@ -119,7 +119,7 @@ def test_servers_are_asked_when_a_weight_sync_ends(
     sglang: Any, shim: Any, server: Server, tmp_path: Path
 ) -> None:
     shim(settings={"audit_dir": str(tmp_path)})
-    made = generation(sglang, server.url, None)  # beside it a worker of the engine's second node
+    made = generation(sglang, server.url, None)  # None: a worker on an engine's second node
     made.prepare_for_generation(tags=["weights"])
     made.prepare_for_generation()
     assert server.asked == []
@@ -139,7 +139,7 @@ def test_servers_are_asked_when_a_weight_sync_ends(
 def test_new_servers_are_asked(
     sglang: Any, shim: Any, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What NeMo-RL's start needs of Ray and GPUs, its router and its workers, is stood in for."""
+    """Stand-ins replace the Ray cluster, GPUs, router and workers of NeMo-RL's start."""
     if not hasattr(sglang, "_start_router"):
         pytest.skip("before 0.7 the start is NeMo-RL's worker group, which needs GPUs in Ray")
     shim(settings={"audit_dir": str(tmp_path)})

@@ -18,11 +18,11 @@ pytestmark = pytest.mark.parametrize("kind", KINDS)
 
 
 ROUNDED = 2.0**-11
-"""How much rounding to fp16 changes a number; the two losses below may round differently."""
+"""The relative rounding error of fp16, by which NeMo-RL's loss and a loss by hand may differ."""
 
 
 class Times:
-    """A loss function times a factor that may change; otherwise the function itself."""
+    """A loss function times a factor, with all attributes of the loss function."""
 
     def __init__(self, loss_fn: Any, factor: float) -> None:
         self.loss_fn, self.factor = loss_fn, factor
@@ -65,14 +65,14 @@ def test_an_overflow_is_skipped_and_the_scale_falls(kind, worker, shim) -> None:
         assert same(before, parameters(one))
         assert math.isnan(float(result["grad_norm"]))
         assert figures(result) == ([65536.0], [1.0])
-        assert one.scheduler.get_last_lr() != lr  # NeMo-RL's schedule goes on
+        assert one.scheduler.get_last_lr() != lr  # a skipped step still advances NeMo-RL's schedule
         result = one.train(batch(), loss_for(kind))
         assert figures(result) == ([32768.0], [1.0])
         assert not same(before, parameters(one))
 
 
 def test_gradients_too_small_for_fp16_survive(kind, worker, shim) -> None:
-    """2**-40 of anything that fp16 holds is 0 in fp16; the scale makes up for it exactly."""
+    """Any fp16 number times 2**-40 is 0 in fp16; the scale 2**40 compensates exactly."""
     tiny = Times(loss_for(kind), 2.0**-40)
     with worker(kind, "float16") as one:
         whole = float(one.train(batch(), loss_for(kind))["grad_norm"])
@@ -84,7 +84,7 @@ def test_gradients_too_small_for_fp16_survive(kind, worker, shim) -> None:
 
 
 def test_auxiliary_losses_of_experts_are_scaled_too(kind, worker, shim) -> None:
-    """nemo_automodel's own autograd function puts them into the backward pass, past the loss."""
+    """nemo_automodel adds gradients of auxiliary losses in the backward pass, not to the loss."""
     if kind == "v1":
         pytest.skip("the first worker trains without nemo_automodel")
     moe = pytest.importorskip(
@@ -143,7 +143,7 @@ def test_steps_are_those_of_a_loop_written_by_hand(kind, worker, shim, clip) -> 
     with worker(kind, "float16", max_grad_norm=clip) as one:
         start = parameters(one)
         results = [one.train(batch(seed=seed), loss_for(kind)) for seed in range(4)]
-        if clip is not None or kind == "v1":  # nemo_automodel takes no norm if it need not clip
+        if clip is not None or kind == "v1":  # without clipping nemo_automodel computes no norm
             reported = [float(one["grad_norm"]) for one in results]
             assert reported == pytest.approx(norms, rel=2 * ROUNDED)
         assert [figures(one)[0] for one in results] == [[2.0**15]] * 2 + [[2.0**16]] * 2

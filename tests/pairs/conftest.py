@@ -1,4 +1,4 @@
-"""Two servers whose forks are the jobs of all pairs; see ``test_pairs.py``."""
+"""Two servers, whose forks run the jobs of all pairs; see ``test_pairs.py``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ except PackageNotFoundError:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """What to run instead of the pairs that the tests name."""
+    """Options that replace the tests' own pairs."""
     parser.addoption("--pair", action="append", default=[], help="run this pair, given as its text")
     parser.addoption(
         "--drawn", default="", metavar="SEED:COUNT", help="run so many pairs, drawn by this seed"
@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Ranks]]:
-    """The server of a backend, started when it is first asked for."""
+    """Returns a backend's server, which starts at the first call."""
     servers: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
 
@@ -46,7 +46,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """How many pairs ended how; with ``--pair`` or ``--drawn`` each pair, too."""
+    """Count the pairs by their ends; with ``--pair`` or ``--drawn`` also list each pair."""
     said = [
         (name, value)
         for reports in terminalreporter.stats.values()

@@ -1,8 +1,8 @@
-"""Pairs of jobs, the second of which resumes what the first saved: drawn, and as one line of text.
+"""Pairs of jobs, drawn at random; the second job resumes from the first job's checkpoint.
 
-A pair is drawn from a seed and a number alone, by ``random.Random.random``, so that it is the same
-on every machine and for every version of Python. Its text is what a failed test prints, and what
-``--pair`` takes.
+Only a seed and a number determine a pair, through ``random.Random.random``. So a pair is equal on
+every machine and every version of Python. A failed test prints the pair as one line of text, which
+``--pair`` accepts.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ OFF = "off"
 
 @dataclass(frozen=True)
 class Job:
-    """What a user of one process chose; an empty value is one that was left out.
+    """The choices of one process's user; an empty value means that the user left the key out.
 
     Attributes:
         shim: ``on``, ``off``, or the features that are on, joined by ``+``.
-        dtype: of the model: ``bf16``, ``fp16``, ``fp32``; on Megatron also ``mixed``: bf16 whose
-            norms have fp32 parameters, and ``mixed-biases``, which has biases beside them; on FSDP
-            also ``bf16-stored``: parameters kept in bf16.
+        dtype: the model's dtype: ``bf16``, ``fp16``, ``fp32``; on Megatron also ``mixed``, which is
+            bf16 with fp32 norms, and ``mixed-biases``, which is ``mixed`` with biases; on FSDP also
+            ``bf16-stored``, which stores its parameters in bf16.
         policy: ``PRECISION_SHIM_OPTIMIZER_STATES``.
         init: ``PRECISION_SHIM_LOSS_SCALE_INIT``.
         interval: ``PRECISION_SHIM_GROWTH_INTERVAL``.
-        offload: optimizer on the CPU.
+        offload: whether the optimizer is on the CPU, ``yes`` or empty.
         aware: ``use_precision_aware_optimizer``, ``yes`` or ``no``.
         avg: ``exp_avg_dtype``.
         avg_sq: ``exp_avg_sq_dtype``.
@@ -38,7 +38,7 @@ class Job:
         beta2: ``adam_beta2``.
         copied: how the OptimizerConfig is copied before the optimizer gets it: ``replace``,
             ``pickle``, ``deepcopy``.
-        seed: of its first weights.
+        seed: the random seed of the job's first weights.
     """
 
     shim: str = "on"
@@ -68,7 +68,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Pair:
-    """Jobs that save into one directory in their order, and a last one that resumes from it.
+    """Jobs that save into one directory one after the other, and a last job that resumes from it.
 
     Attributes:
         backend: ``fsdp`` or ``megatron``.
@@ -76,10 +76,10 @@ class Pair:
         engine: TransformerEngine's version, ``none`` for a machine without it; Megatron only.
         sharding: Megatron's sharding type; empty on FSDP.
         stop: steps that each saving job takes before it saves.
-        more: steps that are taken after it.
+        more: steps that are taken after the save.
         overflows: steps at which gradients overflow, joined by ``+``.
-        kill: the last saving job is killed at this file operation of its save; 0: never.
-        jobs: the jobs.
+        kill: the number of the file operation at which the last save is killed; 0: never killed.
+        jobs: the saving jobs in order, and the resuming job.
     """
 
     backend: str = "fsdp"
@@ -111,7 +111,7 @@ class Pair:
 
 
 def _text(one: Job | Pair) -> str:
-    """``name=value`` of what is not at its default."""
+    """The fields that differ from their defaults, as ``name=value``."""
     words = [
         f"{each.name}={getattr(one, each.name)}"
         for each in fields(one)
@@ -121,7 +121,7 @@ def _text(one: Job | Pair) -> str:
 
 
 def parse(text: str) -> Pair:
-    """The pair whose text this is."""
+    """The pair with this text."""
     first, *jobs = (part.split() for part in text.split("|"))
     values = dict(word.split("=", 1) for word in first if word != "-")
     whole = {each.name for each in fields(Pair) if each.type == "int"}
@@ -137,7 +137,7 @@ def parse(text: str) -> Pair:
 
 
 class _Hand:
-    """Draws by ``random()`` alone: no version of Python changes what it gives."""
+    """Draws with ``random()`` alone, whose values are the same in every version of Python."""
 
     def __init__(self, seed: str) -> None:
         self._random = random.Random(seed).random
@@ -153,7 +153,7 @@ class _Hand:
 
 
 def draw(seed: int, number: int, *, backends: Sequence[str] = ("fsdp", "megatron")) -> Pair:
-    """The pair of a seed with this number."""
+    """The pair with this seed and number."""
     hand = _Hand(f"{seed}:{number}:{'+'.join(backends)}")
     backend = hand.of(*backends)
     stop = hand.number(1, 4)
@@ -166,7 +166,7 @@ def draw(seed: int, number: int, *, backends: Sequence[str] = ("fsdp", "megatron
     )
     pair = (_fsdp if backend == "fsdp" else _megatron)(hand, pair)
     if pair.ranks == 1 and hand.chance(0.15):
-        # Of an FSDP job's save all operations are within the first twenty.
+        # A save of an FSDP job has fewer than twenty file operations.
         pair = replace(pair, kill=hand.number(1, 16))
     return pair
 
@@ -187,7 +187,7 @@ def _shim(hand: _Hand) -> str:
 
 
 def _other_settings(hand: _Hand, one: Job, scales: Sequence[str], intervals: Sequence[str]) -> Job:
-    """The same job with the settings left out, or others."""
+    """The same job with the scaler's settings kept, left out, or changed."""
     if hand.chance(0.6):
         return one
     if hand.chance(0.5):
@@ -238,7 +238,7 @@ def _megatron(hand: _Hand, pair: Pair) -> Pair:
         copied=hand.of("", "", "", "replace", "pickle", "deepcopy"),
     )
     first = _states(hand, first) if hand.chance(0.45) else first
-    if first.offload:  # Megatron's other optimizers cannot be offloaded beside fp32 masters
+    if first.offload:  # Megatron cannot offload its other optimizers with fp32 masters
         first = replace(first, aware="yes", dtype="bf16")
     jobs = [first]
     if hand.chance(0.2):
@@ -253,7 +253,7 @@ def _megatron(hand: _Hand, pair: Pair) -> Pair:
 
 
 def _states(hand: _Hand, one: Job) -> Job:
-    """The same job with the states that the user's own config asks for."""
+    """The same job with optimizer states that the user's own config names."""
     one = replace(one, aware=hand.of("yes", "yes", "yes", "yes", "no"))
     if one.aware == "no":
         return one
@@ -271,5 +271,5 @@ def _states(hand: _Hand, one: Job) -> Job:
 
 
 def _seeded(pair: Pair, jobs: Sequence[Job]) -> Pair:
-    """Each job begins with weights of its own, so that what is not resumed is seen."""
+    """Each job starts with its own weights, so that a state that was not resumed is noticed."""
     return replace(pair, jobs=tuple(replace(one, seed=str(i)) for i, one in enumerate(jobs)))

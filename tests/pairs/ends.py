@@ -1,12 +1,12 @@
-"""How a pair ended: by a closed list of what is allowed.
+"""How a pair ended, and the closed list of allowed ends.
 
-- *exact*: nothing differs from the training that was never stopped;
-- *refused*: an error of ours that says how to go on;
-- *told*: a warning or a decision of ours says what is not continued, and that alone differs;
-- *as unpatched*: the same jobs with the shim off end so;
-- *killed*: of a save that was killed, the framework itself says that it cannot read what is there.
+- *exact*: the resumed training equals a training that was never stopped;
+- *refused*: the shim raises an error that names a way to continue;
+- *told*: a warning or decision of the shim names the states that differ, and no others differ;
+- *as unpatched*: the same jobs with the shim off end in the same way;
+- *killed*: a save was killed, and the framework itself says that it cannot read the files.
 
-All else is *wrong*.
+All other ends are *wrong*.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REFUSALS = {
     "SettingsError": r"Write|Raise|Correct|lower",
     "LossScaleError": r"look for",
 }
-"""Our errors, and what each message has: how to go on."""
+"""The shim's errors, and a part of each message that names a way to continue."""
 
 TOLD = (
     (r"no loss scaler state", SCALER),
@@ -43,7 +43,7 @@ TOLD = (
     (r"as set here, and not", {"settings"}),
     (r"growth tracker \d+ and not \d+", {"tracker"}),
 )
-"""What our warnings and decisions say, and the components that may differ then."""
+"""Parts of the shim's warnings and decisions, and the components that may differ after them."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class End:
 
     Attributes:
         kind: ``exact``, ``refused``, ``told``, ``as unpatched``, ``killed`` or ``wrong``.
-        why: what was found.
+        why: the reason.
     """
 
     kind: str
@@ -60,16 +60,16 @@ class End:
 
     @property
     def allowed(self) -> bool:
-        """Whether it is in the list."""
+        """Whether the end is in the list of allowed ends."""
         return self.kind != "wrong"
 
 
 Results = Sequence[Sequence[Mapping[str, Any]]]
-"""What each job's ranks found."""
+"""The results of each job's ranks."""
 
 
 def run(pair: Pair, launch: Callable[[str], Ranks], folder: Path) -> Results:
-    """Run the jobs one after the other, each in processes of its own, up to one that fails."""
+    """Run the jobs one after the other, each in its own processes, until one fails."""
     text, found = str(pair), []
     for number in range(len(pair.jobs)):
         ranks = launch(pair.backend)(
@@ -82,7 +82,7 @@ def run(pair: Pair, launch: Callable[[str], Ranks], folder: Path) -> Results:
 
 
 def end_of(pair: Pair, launch: Callable[[str], Ranks], folder: Path) -> End:
-    """Run a pair, and tell how it ended; of several ranks the worst end counts."""
+    """Run a pair; returns its end. If there are several ranks, the worst end counts."""
     found = run(pair, launch, folder / "pair")
     plain = _Lazily(lambda: run(pair.unpatched(), launch, folder / "unpatched"))
     failed = [one for one in found[-1] if one["error"]]
@@ -94,7 +94,7 @@ def end_of(pair: Pair, launch: Callable[[str], Ranks], folder: Path) -> End:
 
 
 class _Lazily:
-    """The unpatched jobs' results, run when first asked for."""
+    """Returns the results of the unpatched jobs, which run at the first call."""
 
     def __init__(self, make: Callable[[], Results]) -> None:
         self._make, self._made = make, None
@@ -116,7 +116,7 @@ def _of_error(pair: Pair, failed: Sequence[Any], jobs: int, plain: _Lazily) -> E
         return End("killed", what)
     if pair != pair.unpatched():
         same = plain()
-        # What cannot even be saved without the shim cannot be resumed without it either.
+        # If a job cannot save without the shim, the pair cannot resume without it either.
         earlier = len(same) < jobs and pair.jobs[jobs - 1].shim != "on" and _error(same[-1])
         if not earlier and (len(same) != jobs or _error(same[-1]) != kind):
             return End("wrong", f"another end than unpatched ({_error(same[-1])}): {what}")
@@ -157,7 +157,7 @@ def _of_rank(pair: Pair, found: Results, rank: int, folder: Path, plain: _Lazily
             also = different(theirs, resumed)
             also |= _ahead(same[-2][rank], same[-1][rank], bool(also))
             if _anew(resumed) and _anew(last["state"]):
-                also |= SCALER  # whatever the scale was before
+                also |= SCALER  # both scalers restarted
             if differs <= also:
                 return End("as unpatched", what)
         elif pair == pair.unpatched():
@@ -166,7 +166,7 @@ def _of_rank(pair: Pair, found: Results, rank: int, folder: Path, plain: _Lazily
 
 
 def _anew(state: Mapping[str, Any]) -> bool:
-    """Whether a scaler has not counted yet, at the first scale of an unpatched one."""
+    """Whether a scaler is at verl's initial scale, with a growth tracker of 0."""
     return state["tracker"] == 0 and state["scale"] in (None, 65536.0)
 
 
@@ -176,21 +176,21 @@ def _saved(results: Results, rank: int) -> Mapping[str, Any]:
 
 
 def _off_at_load(pair: Pair, differs: set[str]) -> bool:
-    """Whether the features that keep what differs are off in the job that resumes."""
+    """Whether the features that would keep the differing states are off in the resuming job."""
     job = pair.jobs[-1]
     if job.shim == OFF:
         return True
     if differs <= SCALER | {"steps"}:
         return not job.has("fp16-scaling")
-    if pair.backend == "fsdp":  # of verl's FSDP checkpoints the shim keeps the scaler alone
+    if pair.backend == "fsdp":  # in verl's FSDP checkpoints the shim adds only the scaler
         return not differs & SCALER or not job.has("fp16-scaling")
     return not job.has("bf16-dispatch")
 
 
 def different(one: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
-    """Components that differ; one that the other has not is no difference but for the scale.
+    """Components that differ; a component that ``other`` lacks does not count, except the scale.
 
-    A job that begins to scale its loss has a scaler that nobody saved.
+    A job that starts to scale its loss has a scaler that no job has saved.
     """
     return {
         name
@@ -203,9 +203,9 @@ def different(one: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
 
 
 def _ahead(saver: Mapping[str, Any], last: Mapping[str, Any], told: bool) -> set[str]:
-    """What differs in the next steps, where they are to be the same."""
+    """The components that differ in the next steps, although they should be equal."""
     if saver["effective"] != last["effective"] or told:
-        # Another optimizer, or another scaler: the first loss alone is of the saved parameters.
+        # Another optimizer or scaler: only the first loss depends on the saved parameters alone.
         compute = [one["effective"].get("computed") for one in (saver, last)]
         if compute[0] != compute[1]:
             return set()
@@ -241,9 +241,9 @@ def _first_steps(saver: Mapping[str, Any], last: Mapping[str, Any]) -> str:
 
 
 def _of_killed(saved: Sequence[Mapping[str, Any]], last: Mapping[str, Any], unpatched: bool) -> End:
-    """What was resumed is of one save, or the framework's own files are of two; never the scaler.
+    """The end of a pair whose last save was killed; compares the resumed states with each save.
 
-    The framework's own files may come from two saves without the shim, too.
+    The framework's files may mix two saves, as without the shim; the scaler may not.
     """
     now, told = last["state"], _told(last)
     whole = [

@@ -1,4 +1,4 @@
-"""The processes of a pair on verl's FSDP engine; ``tests/rank_server.py`` starts them."""
+"""The rank processes of a pair on verl's FSDP engine; ``tests/rank_server.py`` starts them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ STORED = {"bf16-stored": "bf16"}
 
 
 def prepare() -> None:
-    """Import verl and make a model, in the server."""
+    """Import verl and write a model in the server."""
     support.prepare()
     look_ahead("verl")
     make_checkpoint(Path(os.environ["MODEL"]))
 
 
 class Training:
-    """verl's engine; see ``processes.Training``."""
+    """Trains verl's FSDP engine; see ``processes.Training``."""
 
     def __init__(self, pair: Pair, job: Job) -> None:
         fields = {"param_offload": True, "optimizer_offload": True} if job.offload else {}
@@ -40,16 +40,16 @@ class Training:
         )
         if job.shim == OFF or not job.has("fp16-scaling"):
             own = getattr(one, "scaler", None)
-            if own is not None and not own.is_enabled():  # torch turns it off without a GPU
+            if own is not None and not own.is_enabled():  # torch disables the scaler without a GPU
                 one.scaler = ShardedGradScaler(device="cpu", growth_interval=400)
         generator = torch.Generator().manual_seed(100 + int(job.seed) + 10 * dist.get_rank())
-        with torch.no_grad():  # all engines begin with the checkpoint's weights
+        with torch.no_grad():  # so that engines start with different weights
             for parameter in one.module.parameters():
                 shard = support.local(parameter)
                 shard.add_(torch.randn(shard.shape, generator=generator) * 1e-3)
 
     def steps(self, steps: range, overflows: tuple[int, ...]) -> list[list[Any]]:
-        """See ``processes.Training``; the scale stands behind the norm."""
+        """See ``processes.Training``; each step also has the scale, after the norm."""
         said = []
         for step in steps:
             ((*losses, norm),) = support.train(self.engine, range(step, step + 1), overflows)
@@ -109,7 +109,7 @@ class Training:
 
 
 def run(launch: Launch) -> dict[str, Any]:
-    """A rank, from its start to its end."""
+    """Run a rank from its start to its end."""
     return processes.watched(launch, _run)
 
 
@@ -119,6 +119,6 @@ def _run(launch: Launch) -> dict[str, Any]:
         "gloo", init_method=f"file://{launch.store}", rank=launch.rank, world_size=launch.world
     )
     found = processes.run(launch, Training)
-    if found["error"] is None:  # the other ranks may have ended elsewhere
+    if found["error"] is None:  # after an error other ranks might never reach the barrier
         dist.barrier()
     return found

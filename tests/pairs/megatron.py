@@ -1,4 +1,4 @@
-"""The processes of a pair on Megatron, as verl builds, saves and loads; see ``fsdp.py``."""
+"""The rank processes of a pair on Megatron, which verl's functions build, save and load."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ FIELDS = {
     "remainders": "store_param_remainders",
     "beta2": "adam_beta2",
 }
-"""What a job calls a field of Megatron's OptimizerConfig."""
+"""The fields of Megatron's OptimizerConfig, by their names in a job."""
 
 
 def prepare() -> None:
-    """Import verl and megatron-core, in the server."""
+    """Import verl and megatron-core in the server."""
     import verl.utils.megatron.dist_checkpointing
     import verl.utils.megatron.optimizer
     import verl.utils.megatron_utils
     import verl.workers.engine.megatron.transformer_impl  # noqa: F401
 
     torch.cpu.empty_cache = lambda: None  # type: ignore[attr-defined]
-    # The saves here end before they return: their results need no process of their own, whose
-    # start takes longer than all of a pair.
+    # The saves here are synchronous, so a plain queue replaces the manager process, whose start
+    # takes longer than a whole pair.
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     assert filesystem_async._results_queue is None
@@ -63,7 +63,7 @@ def prepare() -> None:
 
 
 def overrides(job: Job) -> dict[str, Any]:
-    """``override_optimizer_config``, as a user writes it."""
+    """A job's ``override_optimizer_config``, as a user writes it."""
     found: dict[str, Any] = {}
     for name, key in FIELDS.items():
         text = getattr(job, name)
@@ -77,15 +77,15 @@ def overrides(job: Job) -> dict[str, Any]:
 
 
 def as_dtypes(fields: dict[str, Any]) -> dict[str, Any]:
-    """The names of dtypes as dtypes: an unpatched Megatron takes no names."""
+    """Convert dtype names to dtypes, because an unpatched Megatron does not accept names."""
     known = {**DTYPES, "fp8": torch.uint8}
     return {key: known[value] if key.endswith("_dtype") else value for key, value in fields.items()}
 
 
 def provider(job: Job) -> Any:
-    """A model of one layer; of a mixed one the norms stay fp32 where the rest becomes bf16.
+    """A model of one layer; if it is mixed, the norms stay fp32 when the rest becomes bf16.
 
-    Megatron has one group of parameters for norms and biases: without biases it has one dtype.
+    With biases, one parameter group of Megatron's has fp32 norms and bf16 biases.
     """
     if job.dtype in DTYPES:
         return tiny_gpt(DTYPES[job.dtype], num_layers=1)
@@ -109,7 +109,7 @@ def provider(job: Job) -> Any:
 
 
 class Training:
-    """Model and optimizer by verl's functions; see ``processes.Training``."""
+    """Trains a model and optimizer that verl's functions build; see ``processes.Training``."""
 
     def __init__(self, pair: Pair, job: Job) -> None:
         from omegaconf import OmegaConf
@@ -142,7 +142,7 @@ class Training:
         fp32 = {"bf16": False} if job.dtype == "fp32" else {}
         try:
             optim = init_megatron_optim_config(config, fp16=job.dtype == "fp16", **fp32)
-        except TypeError:  # 0.7.1 unpatched: its else-branch says bf16
+        except TypeError:  # unpatched, 0.7.1 has no bf16= and treats fp32 as bf16
             optim = init_megatron_optim_config(config, fp16=job.dtype == "fp16")
             if fp32:
                 optim = dataclasses.replace(optim, bf16=False, params_dtype=torch.float32)
@@ -153,7 +153,7 @@ class Training:
         self.chunks, self.optimizer = chunks, self.saved.optimizer
 
     def steps(self, steps: range, overflows: tuple[int, ...]) -> list[list[Any]]:
-        """See ``processes.Training``; the scale stands behind the norm."""
+        """See ``processes.Training``; each step also has the scale, after the norm."""
         from megatron.core.distributed import finalize_model_grads
 
         from precision_shim_adapters.megatron import skipping
@@ -179,7 +179,7 @@ class Training:
         """See ``processes.Training``."""
         parts: dict[str, list[torch.Tensor]] = {"master": [], "exp_avg": [], "exp_avg_sq": []}
         names = {p: n for chunk in self.chunks for n, p in chunk.named_parameters()}
-        # Megatron's own order depends on the kind of its optimizer.
+        # Sorted by name, because Megatron's order depends on the kind of its optimizer.
         for _, values in sorted(
             ((names[parameter], values) for parameter, values in self._states()),
             key=lambda one: one[0],
@@ -202,7 +202,7 @@ class Training:
         }
 
     def _states(self) -> Iterator[tuple[Any, tuple[torch.Tensor, ...]]]:
-        """Each parameter with its fp32 master and moments, unscaled."""
+        """Yields each parameter with its fp32 master and moments, unscaled."""
         for one in self.optimizer.chained_optimizers:
             inner = one.optimizer
             if hasattr(inner, "sub_optimizers"):
@@ -217,8 +217,8 @@ class Training:
                 if master.dtype is torch.int16:
                     master = join_master(shard.detach(), master)
                 elif shard.dtype is torch.float32:
-                    master = shard.detach()  # FusedAdam never updates a master beside fp32
-                elif "master_param" in state and master.dtype is torch.float16:  # it has a scale
+                    master = shard.detach()  # FusedAdam updates no master of an fp32 weight.
+                elif "master_param" in state and master.dtype is torch.float16:  # It has a scale.
                     master = inner.get_unscaled_state(shard, "master_param")
                 moments = []
                 for name in ("exp_avg", "exp_avg_sq"):
@@ -277,7 +277,7 @@ def _transformer_engine(version: str) -> Iterator[None]:
 
 
 def run(launch: Launch) -> dict[str, Any]:
-    """A rank, from its start to its end."""
+    """Run a rank from its start to its end."""
     return processes.watched(launch, _run)
 
 

@@ -1,4 +1,4 @@
-"""What the processes of a pair do, whatever they train on; ``tests/rank_server.py`` starts them."""
+"""The code of a pair's rank processes on every backend; ``tests/rank_server.py`` starts them."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from .drawing import OFF, Job, Pair, parse
 
 
 class Training(Protocol):
-    """One job's model, optimizer and scaler."""
+    """The model, optimizer and scaler of one job."""
 
     def steps(self, steps: range, overflows: tuple[int, ...]) -> list[list[Any]]:
-        """Train; losses and gradient norm of each step."""
+        """Train; returns the losses and the gradient norm of each step."""
 
     def state(self) -> dict[str, Any]:
-        """What two trainings must share to be the same, by component, on this rank."""
+        """Digests of this rank's states by component, which are equal after two equal trainings."""
 
     def effective(self) -> dict[str, Any]:
-        """What two trainings must share for their next steps to be the same."""
+        """The settings that two trainings must share so that their next steps are equal."""
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint."""
 
     def load(self, directory: Path) -> None:
-        """Read it."""
+        """Read a checkpoint."""
 
 
 def watched(launch: Launch, work: Callable[[Launch], dict[str, Any]]) -> dict[str, Any]:
-    """Do a rank's work; where it may be killed in the middle, in a fork of this process."""
+    """Do a rank's work; if the pair kills this job, do it in a fork of this process."""
     pair = parse(launch.options["pair"])
     if not pair.kill or launch.options["number"] != len(pair.jobs) - 2:
         return work(launch)
@@ -67,9 +67,9 @@ def watched(launch: Launch, work: Callable[[Launch], dict[str, Any]]) -> dict[st
 
 
 def run(launch: Launch, build: Callable[[Pair, Job], Training]) -> dict[str, Any]:
-    """Be one job of a pair on one rank; returns what became of it.
+    """Run one job of a pair on one rank; returns its results.
 
-    Options: ``pair``, its text, and ``number``, that of the job.
+    Options: ``pair``, the pair's text, and ``number``, the job's number.
     """
     pair, number = parse(launch.options["pair"]), launch.options["number"]
     job, last = pair.jobs[number], number == len(pair.jobs) - 1
@@ -124,7 +124,7 @@ def _decisions() -> Iterable[Any]:
 
 
 def switch(job: Job) -> None:
-    """Turn the shim on as the job has it."""
+    """Install the shim with a job's features and settings, unless ``job.shim`` is off."""
     if job.shim == OFF:
         return
     chosen = {
@@ -139,7 +139,7 @@ def switch(job: Job) -> None:
 
 @contextlib.contextmanager
 def ours(said: list[str]) -> Iterator[None]:
-    """Collect the shim's own warnings, also of a job that ends in an error."""
+    """Collect the shim's own warnings, even if the job raises an error."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -153,12 +153,12 @@ def ours(said: list[str]) -> Iterator[None]:
 
 
 def numbers(values: Iterable[Any]) -> list[str]:
-    """Numbers as text that keeps all bits and is equal for NaN and NaN."""
+    """Numbers as text, which keeps all bits and is equal for two NaN."""
     return ["nan" if math.isnan(one) else float(one).hex() for one in map(float, values)]
 
 
 def bits(tensors: Iterable[torch.Tensor]) -> str:
-    """A digest of the tensors' values, the same for bf16 and for fp32 of the same values."""
+    """A digest of the tensors' values, which is equal for bf16 and fp32 of equal values."""
     digest = hashlib.sha256()
     for one in tensors:
         flat = one.detach().reshape(-1).float().contiguous().cpu()
@@ -172,8 +172,8 @@ def bits(tensors: Iterable[torch.Tensor]) -> str:
 def die_at(count: int, directory: Path) -> None:
     """Kill this process before the ``count``-th file operation in the directory.
 
-    What counts: making directories, opening for writing, renaming, removing, ``torch.save``. A
-    child that writes for this process takes it along.
+    File operations are making directories, opening for writing, renaming, removing, ``torch.save``.
+    If a child process writes for this process, both processes are killed.
     """
     main, left, place = os.getpid(), [count], str(directory)
     own = torch.save

@@ -1,4 +1,4 @@
-"""What is drawn is the same everywhere, and what ends wrong is seen: on results made by hand."""
+"""Draws are the same on every machine, and ends are judged correctly, on hand-made results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_text_is_its_pair() -> None:
 
 
 def test_the_same_pairs_everywhere() -> None:
-    """Python's own ``random()`` is the same in every version."""
+    """``random()`` gives the same numbers in every version of Python."""
     assert str(draw(22, 3)) == (
         "stop=1 overflows=2 | dtype=fp16 init=2 interval=2 "
         "| shim=bf16-dispatch+fp16-scaling dtype=fp32 init=1024 interval=3 seed=1"
@@ -62,7 +62,7 @@ def test_a_hundred_pairs_hold_every_kind() -> None:
 
 
 def saver(**changes: Any) -> dict[str, Any]:
-    """What a saving job's rank found."""
+    """The results of a saving job's rank."""
     return {
         "error": None,
         "phase": "",
@@ -78,7 +78,7 @@ def saver(**changes: Any) -> dict[str, Any]:
 
 
 def ended(tmp_path: Path, text: str, *patched: dict[str, Any], plain: Any = ()) -> str:
-    """The end of a pair whose jobs found this; ``plain`` is of the same jobs with the shim off."""
+    """The end of a pair with the given results; ``plain`` are the results with the shim off."""
     results = {str(parse(text)): patched, str(parse(text).unpatched()): plain or patched}
 
     def launch(backend: str) -> Callable[..., Any]:
@@ -130,7 +130,7 @@ def test_an_error_is_allowed_where_the_framework_alone_has_it_too(tmp_path: Path
 
 
 def test_what_the_shim_does_not_keep_when_it_is_off(tmp_path: Path) -> None:
-    """A fresh scaler is verl's own way; other masters are not."""
+    """With the shim off a restarted scaler is verl's own behaviour; changed moments are not."""
     text = "- | dtype=fp16 | shim=off dtype=fp16 seed=1"
     fresh, other = saver(state=ANEW), saver(state={**STATE, "exp_avg": "other"})
     assert ended(tmp_path, text, saver(), fresh, plain=(saver(), fresh)) == "as unpatched"
@@ -138,7 +138,7 @@ def test_what_the_shim_does_not_keep_when_it_is_off(tmp_path: Path) -> None:
 
 
 def test_what_the_shim_never_keeps_of_fsdp(tmp_path: Path) -> None:
-    """torch rounds parameters that are kept in fewer bits; a scaler is the shim's all the same."""
+    """Parameters that torch rounds are allowed to differ, but the shim must keep the scaler."""
     rounded, told = saver(state={**STATE, "parameters": "other"}), {"said": [FRESH]}
     both = {**ANEW, "parameters": "other"}
     plain = (saver(), rounded)
@@ -159,7 +159,7 @@ def test_what_the_shim_never_keeps_of_fsdp(tmp_path: Path) -> None:
     ],
 )
 def test_a_save_that_was_killed(tmp_path: Path, changes: dict[str, Any], end: str) -> None:
-    """The scaler must be of the save that the states are of."""
+    """The scaler and the states must come from the same save."""
     new = {"parameters": "new", "exp_avg": "new", "exp_avg_sq": "new"}
     later = {**STATE, **new, "scale": 4.0, "tracker": 1, "counts": [3, 0, 0]}
     text = "kill=4 | dtype=fp16 | dtype=fp16 seed=1 | dtype=fp16 seed=2"

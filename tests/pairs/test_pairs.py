@@ -1,12 +1,12 @@
-"""Save and resume, by pairs of jobs that are drawn: none may go on with other numbers unsaid.
+"""Random pairs of jobs that save and resume: none may continue with other numbers silently.
 
-Each pair runs the real framework in processes of its own and is held against the training that was
-not stopped; ``ends.py`` has the closed list of what is allowed. A failure prints the pair as one
-line. To run that pair again::
+Each pair runs the real framework in its own processes, and is compared with a training without a
+stop; ``ends.py`` has the closed list of allowed ends. A failure prints the pair as one line. To run
+that pair again::
 
     tox run -e verl-0.9.1 -- tests/pairs --pair "LINE"
 
-and to draw others: ``--drawn SEED:COUNT``.
+To draw other pairs: ``--drawn SEED:COUNT``.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ pytestmark = [
 
 SEED = 22
 FIRST_RING, MATRIX = 12, 100
-"""How many of the seed's pairs run before a commit, and how many in the matrix."""
+"""The numbers of pairs that run before a commit, and in the matrix."""
 
 GOES_ON = ("exact", "refused", "told")
-"""The ends of a pair with the shim on that is not left to the framework."""
+"""The allowed ends of the pairs in ``KNOWN``, in which the shim decides."""
 
 KNOWN = {
     "fp32-parameters-precision-aware": (
@@ -74,11 +74,11 @@ KNOWN = {
         for sharding in ("fully_reshardable", "dp_zero_gather_scatter")
     },
 }
-"""Pairs that went on with other numbers, or ended without a word, in a version of this project."""
+"""Pairs that continued with other numbers, or failed silently, in a version of this project."""
 
 
 def drawn(seed: int, count: int, first: int = 0) -> list[pytest.param]:
-    """Pairs of a seed, by their numbers."""
+    """Pairs of a seed, by consecutive numbers."""
     return [
         pytest.param(str(draw(seed, number)), id=f"{seed}-{number}")
         for number in range(first, first + count)
@@ -86,7 +86,7 @@ def drawn(seed: int, count: int, first: int = 0) -> list[pytest.param]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The pairs of the command line instead of those of the tests."""
+    """Use the pairs of the command line, if any, instead of the tests' own pairs."""
     if metafunc.function is not test_drawn:
         return
     given, asked = (metafunc.config.getoption(name, None) for name in ("--pair", "--drawn"))
@@ -112,12 +112,12 @@ def hold(
     node: pytest.Item,
     allowed: tuple[str, ...] = (),
 ) -> None:
-    """Run a pair; its end must be an allowed one."""
+    """Run a pair; fails unless its end is an allowed one."""
     pair = parse(text)
     if pair.backend == "fsdp" and Version("0.8") > VERL:
         pytest.skip("0.7.1's FSDP engine has no scaler; its own tests have it")
     end = end_of(pair, launch, folder)
-    # As record_property, which warns of the report's format.
+    # record_property does the same, but warns of the report's format.
     node.user_properties.append(("end", f"{pair.backend}: {end.kind}"))
     node.user_properties.append(("pair", f"{end.kind}: {pair}\n    {end.why}"))
     if not (end.kind in allowed if allowed else end.allowed):
@@ -125,7 +125,7 @@ def hold(
 
 
 MATRIX_ONLY = {"config-by-deepcopy", *(f"killed-at-{kill}" for kill in range(1, 13) if kill != 4)}
-"""Those of the known ones that are marked slow: the others are alike."""
+"""The known pairs that are marked slow, because other known pairs are similar."""
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_known(
     tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> None:
-    """Each fault that pairs have found."""
+    """Runs the pairs in ``KNOWN``, each of which once failed."""
     torn = ("killed", "as unpatched") if name.startswith("killed") else ()
     hold(KNOWN[name], launch, tmp_path, request.node, (*GOES_ON, *torn))
 
@@ -148,5 +148,5 @@ def test_drawn(
     tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> None:
-    """What was drawn."""
+    """Runs drawn pairs, or those of the command line."""
     hold(text, launch, tmp_path, request.node)

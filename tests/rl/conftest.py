@@ -1,4 +1,4 @@
-"""Jobs of a few steps, each with all its processes; without vLLM and verl there are none."""
+"""Jobs of a few steps with all their processes; skipped if vLLM or verl is not installed."""
 
 from __future__ import annotations
 
@@ -31,38 +31,38 @@ KEYS = (
     f"trainer.v1.sampler.custom_sampler.path={HERE / 'seeded.py'}",
 )
 NOT_REPEATED = ("timing", "perf/", "actor/perf/", "critic/perf/")
-"""Metrics of time and memory."""
+"""Metrics of time and memory, which differ between equal runs."""
 
 
 class Patient(rl.Limits):
-    """For machines that have other work; below the time that pytest gives a test."""
+    """Time limits for busy machines, below pytest's own time limit."""
 
     first, step, end = 800.0, 120.0, 120.0
 
 
 @dataclass(frozen=True)
 class Probed(Job):
-    """A job whose processes write what they hold."""
+    """A job whose processes write their weights to files."""
 
     probes: Path = Path()
     variables: dict[str, str] = field(default_factory=dict)
 
     def environment(self, folder: Path) -> dict[str, str]:
-        """The demo's, and the probes'."""
+        """The demo's environment variables, and those of the probes."""
         ours = {"VERL_USE_EXTERNAL_MODULES": "tests.rl.probes", "RL_PROBES": str(self.probes)}
         return {**super().environment(folder), **ours, **self.variables}
 
 
 @dataclass(frozen=True)
 class Ran:
-    """What a job left: what verl logged of each step, and where the probes wrote."""
+    """The results of a job: verl's logged metrics of each step, and the probes' folder."""
 
     metrics: dict[int, dict[str, Any]]
     probes: Path
     log: str
 
     def weights(self, side: str) -> list[dict[str, Any]]:
-        """The weights of ``trainer`` or ``engine``, one after another sync."""
+        """The weights of ``trainer`` or ``engine`` after each sync, in order."""
         import torch
 
         files = sorted(
@@ -73,7 +73,7 @@ class Ran:
 
 @pytest.fixture(scope="session")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ran]:
-    """Run a job to its end."""
+    """Runs a job to its end."""
 
     def run(trainer: str, rollout: str, steps: int, *keys: str, **variables: str) -> Ran:
         folder = tmp_path_factory.mktemp("rl")

@@ -1,7 +1,7 @@
-"""What a job's processes hold, written to files; and sampling that a second job repeats.
+"""Writes the weights of a job's processes to files.
 
-verl imports this module in each of its processes, beside the demo's stand-ins. It changes nothing
-that trainer or engine compute.
+verl imports this module in each of its processes, in addition to the demo's stand-ins. The module
+does not change what the trainer or the engine computes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _write(name: str, weights: dict[str, torch.Tensor]) -> None:
 
 
 def _trainer(module: Any) -> None:
-    """Write the trainer's weights each time it sends them: its masters, before any rounding."""
+    """Write the trainer's fp32 masters each time the trainer sends its weights."""
     sync = itertools.count()
     send = module.FSDPEngine.get_per_tensor_param
 
@@ -39,7 +39,7 @@ def _trainer(module: Any) -> None:
 
 
 def _engine(module: Any) -> None:
-    """Write the engine's weights after each sync, in the worker that collective_rpc reaches."""
+    """Write the engine's weights after each sync, in the worker that collective_rpc calls."""
     sync = itertools.count()
     extension = module.vLLMColocateWorkerExtension
     receive = extension.update_weights_from_ipc

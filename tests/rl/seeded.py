@@ -1,7 +1,7 @@
-"""Sampling that a second job repeats bit for bit; verl takes both classes by keys of its own.
+"""Sampling that a second job repeats bit for bit, by two classes that verl's config names.
 
-Each answer has a seed of its own, vLLM computes one answer at a time (``max_num_seqs=1``), so that
-none depends on which others it is computed with, and the trainer gets them in one order.
+Each answer has its own seed, and vLLM computes one answer at a time (``max_num_seqs=1``), so no
+answer depends on others. The trainer gets the answers in a fixed order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentL
 
 
 class Loop(SingleTurnAgentLoop):
-    """verl's own, with a seed for each answer."""
+    """verl's own loop, with a seed for each answer."""
 
     async def run(self, sampling_params: dict[str, Any], **named: Any) -> Any:
         seed = 1000 * int(named["index"]) + int(named["session_id"])
@@ -21,7 +21,7 @@ class Loop(SingleTurnAgentLoop):
 
 
 class Sampler(Demos):
-    """verl's own, and answers in the order of prompts and seeds, not of their arrival."""
+    """verl's own sampler, with the answers in the order of prompts and seeds."""
 
     def _materialize_batch(self, partition_id: str, *given: Any, **named: Any) -> Any:
         prompts = {uid: i for i, uid in enumerate(self.prompt_global_steps[partition_id])}

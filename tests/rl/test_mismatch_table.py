@@ -1,4 +1,4 @@
-"""The table of benchmarks/rl_mismatch.py, and the page that has it."""
+"""The table of benchmarks/rl_mismatch.py, and the docs page that contains it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_each_pair_has_the_spread_of_each_part() -> None:
 
 
 def test_the_page_has_the_pairs_in_their_order() -> None:
-    """fp16 on both sides disagrees least, and less than over a bf16 wire."""
+    """The mismatch is least if trainer and rollout are in fp16, even if weights go through bf16."""
     page = rl_mismatch.PAGE.read_text(encoding="utf-8")
     begin, end = rl_mismatch.MARKERS
     rows = page.split(begin)[1].split(end)[0].strip().splitlines()[2 : 2 + len(rl_mismatch.PAIRS)]

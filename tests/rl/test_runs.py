@@ -1,6 +1,6 @@
-"""Whole GRPO runs with the shim and without, stopped and resumed; and what the engine then holds.
+"""Whole GRPO runs with the shim and without, stopped and resumed; and the engine's weights.
 
-Every answer is sampled with a seed of its own (``seeded.py``), so that two jobs compare bit by bit.
+Every answer is sampled with its own seed (``seeded.py``), so two jobs can be compared bit by bit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .conftest import Ran
 
 FP16, BF16 = "float16", "bfloat16"
 BEFORE, AFTER = 2.0**26, 2.0**14
-"""The first scale, which overflows on any machine, and what one overflow makes of it."""
+"""The initial loss scale, which overflows on every machine, and the scale after one overflow."""
 SCALER = {
     "PRECISION_SHIM_LOSS_SCALE_INIT": str(BEFORE),
     "PRECISION_SHIM_BACKOFF_FACTOR": str(AFTER / BEFORE),
@@ -40,7 +40,7 @@ def audits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(ran: Callable[..., Ran], checkpoints: Path, audits: Path) -> Ran:
-    """fp16 on both sides, four steps, saved after two; audited, the engine's process too."""
+    """Trainer and rollout in fp16, four steps, saved after two; the engine is audited, too."""
     keys = ("trainer.save_freq=2", f"trainer.default_local_dir={checkpoints}")
     audited = {
         "PRECISION_SHIM_AUDIT_DIR": str(audits),
@@ -51,7 +51,7 @@ def whole(ran: Callable[..., Ran], checkpoints: Path, audits: Path) -> Ran:
 
 @pytest.fixture(scope="module")
 def resumed(ran: Callable[..., Ran], whole: Ran, checkpoints: Path, tmp_path_factory: Any) -> Ran:
-    """The same, begun from the save."""
+    """The run ``whole``, resumed from its save."""
     keys = (
         "trainer.resume_mode=resume_path",
         f"trainer.resume_from_path={checkpoints / 'global_step_2'}",
@@ -62,18 +62,18 @@ def resumed(ran: Callable[..., Ran], whole: Ran, checkpoints: Path, tmp_path_fac
 
 @pytest.fixture(scope="module")
 def alone(ran: Callable[..., Ran]) -> Ran:
-    """verl without the shim, bf16 on both sides."""
+    """verl without the shim; trainer and rollout in bf16."""
     return ran("bf16", "bf16", 2, PRECISION_SHIM="0")
 
 
 @pytest.fixture(scope="module")
 def beside(ran: Callable[..., Ran]) -> Ran:
-    """The same with the shim, strict."""
+    """The run ``alone`` with the shim under strict."""
     return ran("bf16", "bf16", 2, **STRICT)
 
 
 def in_the_engine(sent: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """The trainer's weights, rounded once, under the names of vLLM, which joins some."""
+    """The trainer's weights, rounded once, and joined under vLLM's names."""
     import torch
 
     joined: dict[str, Any] = {}
@@ -176,7 +176,7 @@ PAIRS = [(trainer, rollout) for trainer in ("fp16", "bf16", "fp32") for rollout 
 @pytest.mark.slow
 @pytest.mark.parametrize(("trainer", "rollout"), PAIRS)
 def test_nine_pairs(ran: Callable[..., Ran], trainer: str, rollout: str) -> None:
-    """Each pair trains, and the engine holds what its own dtype makes of the masters."""
+    """Each pair trains, and the engine has the masters, rounded once to its own dtype."""
     done = ran(trainer, rollout, 2, PRECISION_SHIM="1")
     dtype = {"fp16": FP16, "bf16": BF16, "fp32": "float32"}[rollout]
     assert len(done.metrics) == 2

@@ -1,4 +1,4 @@
-"""The real SGLang; verl and SGLang are imported in the server of ``servers.py`` alone."""
+"""The real SGLang; only the server of ``servers.py`` imports verl and SGLang."""
 
 import importlib.util
 

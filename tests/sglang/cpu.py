@@ -1,6 +1,6 @@
-"""What SGLang needs to run on a CPU: it has such an engine, and PyPI has no kernels for it.
+"""Lets SGLang's CPU engine run without SGLang's compiled kernels, which PyPI lacks for CPUs.
 
-SGLang's own Python is real: server, tokenizer manager, scheduler, model and loader.
+SGLang's own Python code is real: server, tokenizer manager, scheduler, model and loader.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ ARGUMENTS = {
     "disable_cuda_graph": True,
     "disable_overlap_schedule": True,
     "disable_radix_cache": True,
-    "enable_memory_saver": False,  # a library for GPUs
+    "enable_memory_saver": False,  # needs a library for GPUs
     "max_total_tokens": 256,
     "skip_tokenizer_init": True,
 }
-"""SGLang's own arguments for a CPU, as a user gives them under ``engine_kwargs``."""
+"""SGLang's own arguments for a CPU, which a user writes under ``engine_kwargs``."""
 
 
 class _Kernel:
-    """Stands for whatever ``sgl_kernel`` has compiled; nothing on a CPU calls it."""
+    """Stands in for a compiled function of ``sgl_kernel``; on a CPU SGLang calls none."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -45,7 +45,7 @@ class _Kernel:
 
 
 class _Kernels(ModuleType):
-    """Stands for ``sgl_kernel`` and its modules."""
+    """Stands in for ``sgl_kernel`` and its modules."""
 
     __path__: Sequence[str] = ()
 
@@ -68,9 +68,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def use_cpu() -> None:
-    """Let SGLang, imported after this, run on a CPU in this process and its forks.
+    """Let SGLang run on a CPU in this process and its forks; call it before SGLang is imported.
 
-    SGLang starts its scheduler by ``spawn``, which imports all of it again for half a minute.
+    SGLang would start its scheduler by ``spawn``, and import everything again for half a minute.
     """
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     sys.meta_path.insert(0, _Finder())

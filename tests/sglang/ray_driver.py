@@ -1,8 +1,8 @@
-"""A verl driver: verl's own replica starts the real SGLang in a real Ray actor; prints its answers.
+"""A verl driver: verl's own replica starts the real SGLang in a real Ray actor; prints results.
 
-Run as a script, because a driver's environment is what its workers get. Nothing here installs the
-shim. Arguments: a folder with a model, the rollout's dtype. The trainer's worker is an actor that
-has only what verl asks it for: its node and its devices.
+Run as a script, because workers inherit the driver's environment. The driver does not install the
+shim. Arguments: a folder with a model, the rollout's dtype. The actor of the trainer's worker has
+only the attributes that verl reads: its node and its devices.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def setup() -> None:
-    """Run by Ray in each worker as it starts."""
+    """Ray's setup hook, which runs at the start of each worker."""
     from tests.sglang import cpu
 
     cpu.use_cpu()
@@ -36,7 +36,7 @@ def main(model: str, dtype: str) -> dict[str, Any]:
 
     @ray.remote(num_cpus=0)
     class Trainer:
-        """The worker beside which verl puts the server."""
+        """The trainer's worker; verl starts the server on this worker's node."""
 
     rollout, model_config = configs_of(model, dtype)
     replica = SGLangReplica(0, rollout, model_config, gpus_per_node=1)

@@ -1,7 +1,7 @@
-"""The server of ``test_verl.py``: verl's real ``SGLangHttpServer`` and the real SGLang.
+"""The server in ``test_verl.py``: verl's real ``SGLangHttpServer`` with the real SGLang.
 
-verl makes it a Ray actor of its own, as ``ray_driver.py`` does; here it is an object in a fork. A
-weight sync is SGLang's own call with verl's payload, and the call that verl's worker ends it with.
+verl makes the server a Ray actor (see ``ray_driver.py``); here the server is an object in a fork. A
+weight sync is SGLang's own call with verl's payload, and then the call that ends verl's sync.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def configs_of(model: str, dtype: str, engine_kwargs: Mapping[str, Any] = NOTHIN
 
 
 def server_of(model: str, dtype: str, engine_kwargs: Mapping[str, Any] = NOTHING) -> Any:
-    """verl's server for a model, not started."""
+    """verl's server for a model, before it is started."""
     from verl.workers.rollout.replica import RolloutMode
     from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
 
@@ -68,7 +68,7 @@ def server_of(model: str, dtype: str, engine_kwargs: Mapping[str, Any] = NOTHING
 
 
 async def sync(server: Any, weights: dict[str, torch.Tensor], step: int) -> None:
-    """A weight sync as verl's ``ServerAdapter`` makes it."""
+    """Run a weight sync as verl's ``ServerAdapter`` does."""
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
     from sglang.srt.utils import MultiprocessingSerializer
 
@@ -81,7 +81,7 @@ async def sync(server: Any, weights: dict[str, torch.Tensor], step: int) -> None
 
 
 async def synced(folder: str, model: str, dtype: str) -> Any:
-    """What is written of a server at its start and after each of two syncs; then it generates."""
+    """Run a server with two syncs; returns the audit's record at the start and after each sync."""
     from transformers import AutoModelForCausalLM
 
     server = server_of(model, dtype)
@@ -96,13 +96,13 @@ async def synced(folder: str, model: str, dtype: str) -> Any:
 
 
 async def overridden(folder: str, model: str, dtype: str, engine_kwargs: dict[str, Any]) -> Any:
-    """What is written of a server whose engine has arguments of its own."""
+    """The audit's record of a server whose engine_kwargs override the rollout's config."""
     await server_of(model, dtype, engine_kwargs).launch_server()
     return held(folder)
 
 
 async def unaudited(folder: str, model: str, dtype: str) -> Any:
-    """How often a server is asked without an audit directory."""
+    """Count the shim's requests to a server without an audit directory."""
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
     asked: list[str] = []
@@ -122,7 +122,7 @@ async def unaudited(folder: str, model: str, dtype: str) -> Any:
 
 
 async def silent(folder: str, model: str, dtype: str) -> Any:
-    """What is written of an engine whose scheduler stands still, and when it goes on."""
+    """The audit's records while the engine's scheduler is stopped, and after it resumes."""
     server = server_of(model, dtype)
     await server.launch_server()
     schedulers = multiprocessing.active_children()
@@ -139,7 +139,7 @@ async def silent(folder: str, model: str, dtype: str) -> Any:
 
 
 async def over_http(folder: str, model: str, dtype: str) -> Any:
-    """What SGLang's own server says, started as NeMo-RL's worker does; and a port without one."""
+    """The audit's record of SGLang's own HTTP server, and of a port without a server."""
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import ServerArgs
 
@@ -147,7 +147,7 @@ async def over_http(folder: str, model: str, dtype: str) -> Any:
         free.bind(("127.0.0.1", 0))
         other.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-        os.environ["SGLANG_GRPC_PORT"] = str(other.getsockname()[1])  # else 10,000 more
+        os.environ["SGLANG_GRPC_PORT"] = str(other.getsockname()[1])  # default: port + 10,000
     arguments = ServerArgs(
         model_path=model,
         dtype=dtype,
@@ -167,7 +167,7 @@ async def over_http(folder: str, model: str, dtype: str) -> Any:
 
 
 async def told(server: Any, name: str) -> Any:
-    """What SGLang itself answers when it is asked for a weight."""
+    """SGLang's own answer to a request for a weight."""
     from sglang.srt.managers.io_struct import GetWeightsByNameReqInput
 
     asked = GetWeightsByNameReqInput(name=name, truncate_size=ROWS)
@@ -175,7 +175,7 @@ async def told(server: Any, name: str) -> Any:
 
 
 def held(folder: str) -> dict[str, Any] | None:
-    """The one record in a folder."""
+    """The only audit record in a folder; None if there is none."""
     found = [dataclasses.asdict(one) for _, one in halves.read(folder)]
     return found[0] if found else None
 
@@ -184,13 +184,13 @@ CASES = {one.__name__: one for one in (synced, overridden, unaudited, silent, ov
 
 
 def prepare() -> None:
-    """Import verl and SGLang, in the server of ranks."""
+    """Import verl and SGLang in the server of ranks."""
     cpu.use_cpu()
     import verl.workers.rollout.sglang_rollout.async_sglang_server  # noqa: F401
 
 
 def run(launch: Launch) -> Any:
-    """A server, from its start to its end."""
+    """Run a server from its start to its end."""
     from sglang.srt.utils import kill_process_tree
 
     folder = "" if launch.case == "unaudited" else launch.folder

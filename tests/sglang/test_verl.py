@@ -1,4 +1,4 @@
-"""verl's own server and the real SGLang: the audit asks the engine what it holds."""
+"""verl's own server and the real SGLang: the audit reads the dtypes of the engine's weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def ask(ranks: Ranks) -> Callable[..., Any]:
-    """Run a case of ``servers.py``, once for each set of options."""
+    """Runs a case of ``servers.py``, only once for each set of options."""
     known: dict[str, Any] = {}
 
     def found(case: str, model: Path, dtype: str, **options: Any) -> Any:
@@ -47,7 +47,7 @@ def ask(ranks: Ranks) -> Callable[..., Any]:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose weights SGLang tells, in fp32."""
+    """An fp32 model of an architecture whose weights SGLang returns."""
     folder = make_checkpoint(tmp_path_factory.mktemp("llama"), width=64)  # for the tokenizer
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -65,12 +65,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose weights SGLang doesn't tell, in bf16."""
+    """A bf16 model of an architecture whose weights SGLang does not return."""
     return make_checkpoint(tmp_path_factory.mktemp("qwen"), "bfloat16", width=64)
 
 
 def share_of(model: Path, *dtypes: torch.dtype) -> tuple[float, int]:
-    """The share of the sampled weights that bf16 represents exactly, rounded to some dtypes."""
+    """The share of sampled weights that are exact in bf16 after rounding to ``dtypes`` in turn."""
     weights = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
     counts = []
     for name in NAMES:
@@ -83,7 +83,7 @@ def share_of(model: Path, *dtypes: torch.dtype) -> tuple[float, int]:
 
 
 def sent(asked: str, own: float, on_the_wire: float) -> Sent:
-    """What a trainer in fp32 sent in a sync, the first."""
+    """The audit's record of an fp32 trainer's first sync."""
     weights = {"sent": on_the_wire, "own": own}
     groups = {side: {BASE: Weights({"fp16": 9999}, one, 9999)} for side, one in weights.items()}
     return Sent("verl", "actor", 0, 1, "", asked, KEY, 1, **groups)
@@ -111,7 +111,7 @@ def test_the_share_that_bf16_represents_is_of_the_engines_own_weights(
     weights = [one.weights for one in found]
     assert [(one.exact, one.sampled) for one in weights if one is not None] == wanted
     assert {(one.sample, *one.kinds, *one.kv_held) for one in found} == {(SAMPLE,)}
-    # Some of the weights tell nothing of all others, which a trainer may have frozen.
+    # Sampled weights are no contradiction, because a trainer may have frozen them.
     assert not list(contradictions([sent("float16", 0.1, 0.1)], [found[2]]))
 
 
@@ -123,7 +123,7 @@ def test_auto_is_told_as_sglang_resolved_it_and_no_weight_is_guessed(
         assert one.computes == "bf16"
         assert one.weights is None
         assert one.not_answered == "SGLang tells no weights of Qwen2ForCausalLM"
-    assert done["told"] is None  # SGLang's own answer, and it logs an error: once, for the test
+    assert done["told"] is None  # SGLang logs an error for this test's own request
     assert "".join(ranks.said).count("Error when getting parameter") == 1
 
 
@@ -159,7 +159,7 @@ def test_over_http_sglang_does_not_tell_what_auto_became(
     one, nobody = Held.of(done["held"]), Held.of(done["nobody"])
     assert (one.engine, one.model, one.computes) == ("sglang 0.5.12", str(llama), computes)
     assert (one.sync, one.not_answered) == (1, "")
-    became = {"bfloat16": torch.bfloat16, "auto": torch.float16}[dtype]  # of fp32, SGLang's own
+    became = {"bfloat16": torch.bfloat16, "auto": torch.float16}[dtype]  # SGLang's choice for fp32
     assert one.weights is not None
     assert (one.weights.exact, one.weights.sampled) == share_of(llama, became)
     assert (nobody.computes, nobody.weights) == ("", None)

@@ -1,7 +1,7 @@
-"""The real SkyRL on the real megatron-core and Megatron-Bridge, on a CPU.
+"""Fixtures with the real SkyRL, megatron-core and Megatron-Bridge on a CPU.
 
-Everything of the frameworks is imported inside fixtures: collecting must stay cheap, and what the
-frameworks warn about at import is theirs.
+Only fixtures import the frameworks, so that pytest collects the tests quickly and a warning that a
+framework raises at import does not fail the collection.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ except PackageNotFoundError:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before transformers looks at what is installed."""
+    """Put the flash_attn placeholder on sys.path before transformers reads what is installed."""
     if Version("0") == SKYRL or "transformers" in sys.modules:
         return
     folder = tempfile.TemporaryDirectory(prefix="flash_attn")
@@ -39,12 +39,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def skyrl() -> None:
-    """SkyRL and all that it builds on, imported without the shim."""
+    """Import SkyRL, Megatron-Bridge and megatron-core without the shim."""
     import_megatron()
     import skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker
     import skyrl.backends.skyrl_train.workers.megatron.megatron_worker  # noqa: F401
 
-    # The frameworks collect garbage around each step; imports need not be looked at.
+    # The frameworks collect garbage at each step, which would scan all imports.
     gc.collect()
     gc.freeze()
 
@@ -60,7 +60,7 @@ def cpu(skyrl: None) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Starts processes that have imported what takes longest."""
+    """Starts rank processes that have imported the slowest modules."""
     folder = tmp_path_factory.mktemp("ranks")
     with rank_server("tests.skyrl.server", folder, PYTHONPATH=python_path()) as server:
         yield server

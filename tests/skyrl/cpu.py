@@ -1,17 +1,17 @@
-"""SkyRL's workers on a CPU: the packages that it cannot be imported without, and its devices.
+"""SkyRL's workers on a CPU: stand-ins for packages that SkyRL imports, and for its GPU.
 
-* :func:`flash_attn_placeholder` writes a package ``flash_attn`` that can be imported and does
-  nothing: SkyRL imports ``pad_input`` and ``unpad_input`` at module level. Its version is 0, so
-  that transformers takes flash attention for not installed, which is true.
-* :func:`import_megatron` imports what its Megatron workers are built on, with stand-ins for what
-  SkyRL 0.4 names and cannot be had here.
-* :func:`skyrl_on_cpu` answers for the devices. SkyRL asks for ``"cuda"`` by name in its workers;
-  beside what :func:`~precision_shim.testing.megatron_cpu.cuda_means_cpu` answers, its device
-  meshes and autocasts then mean the CPU.
-* :func:`stay_on_cpu` is the same for the processes of a Ray cluster.
-* :func:`make_worker` makes a worker object as Ray's actor would hold it, in this process.
+* :func:`flash_attn_placeholder` writes an empty package ``flash_attn``, because SkyRL imports
+  ``pad_input`` and ``unpad_input`` at module level. The version is 0, so that transformers
+  correctly treats flash attention as not installed.
+* :func:`import_megatron` imports Megatron-Bridge for SkyRL's Megatron workers, with stand-ins for
+  packages that SkyRL 0.4 imports and that a CPU machine cannot install.
+* :func:`skyrl_on_cpu` makes the device ``"cuda"`` in SkyRL's workers mean the CPU. In addition to
+  :func:`~precision_shim.testing.megatron_cpu.cuda_means_cpu`, it puts device meshes and
+  autocasts of SkyRL on the CPU.
+* :func:`stay_on_cpu` enters ``skyrl_on_cpu`` in the processes of a Ray cluster.
+* :func:`make_worker` makes a worker object in this process, without a Ray actor.
 
-What is not stood in for: packing of sequences without padding (it needs flash attention; leave
+Three features have no stand-in: packing of sequences without padding (needs flash attention; leave
 ``use_sample_packing`` or ``remove_microbatch_padding`` off), inference engines, weight sync.
 """
 
@@ -59,10 +59,10 @@ _METADATA = "Metadata-Version: 2.1\nName: flash-attn\nVersion: 0\n"
 
 
 def flash_attn_placeholder(folder: Path) -> Path:
-    """Write the placeholder for ``flash_attn``; the folder belongs on ``sys.path``.
+    """Write a placeholder for ``flash_attn``; the caller puts ``folder`` on ``sys.path``.
 
-    Other processes find it through ``PYTHONPATH``. To be done before transformers is imported,
-    which looks then at what is installed.
+    Other processes find the placeholder through ``PYTHONPATH``. Call this function before the first
+    import of transformers, which then reads the installed packages.
 
     Args:
         folder: an existing folder.
@@ -85,36 +85,36 @@ def flash_attn_placeholder(folder: Path) -> Path:
 
 
 def import_megatron() -> None:
-    """Import what SkyRL's Megatron workers are built on; to be done before they are imported.
+    """Import the packages of SkyRL's Megatron workers, before the workers are imported.
 
     Raises:
         ImportError: skyrl, megatron-core or Megatron-Bridge is not installed.
     """
     import_megatron_bridge()
     if Version(version("skyrl")) >= Version("0.4"):
-        # Megatron's checkpoints look at their import for what the first stands in for, and are to
-        # find it missing.
+        # Megatron's module must not find the stand-in for nvidia_resiliency_ext, so the import of
+        # Megatron's module comes first.
         importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")
         _stand_in_resiliency()
         _stand_in_adapter_sync()
 
 
 class AsyncCallsQueue:
-    """A queue of checkpoints that are still being written: here each is written at once."""
+    """A queue of asynchronous checkpoint writes; in this stand-in each write is synchronous."""
 
     def __init__(self, *, persistent: bool) -> None: ...
 
     def close(self) -> None:
-        """There is no process to end."""
+        """Does nothing, because there is no writer process."""
 
     def maybe_finalize_async_calls(self, *, blocking: bool) -> None:
-        """Nothing is ever pending."""
+        """Does nothing, because no write is ever pending."""
 
 
 def _stand_in_resiliency() -> None:
-    """``nvidia_resiliency_ext``, of which SkyRL 0.4 uses the queue of asynchronous checkpoints.
+    """Add a module ``nvidia_resiliency_ext``, whose ``AsyncCallsQueue`` SkyRL 0.4 uses.
 
-    Its wheels from 0.6, which megatron-core wants, are for a newer glibc than most images have.
+    megatron-core needs its release 0.6, whose wheels need a newer glibc than most images have.
     """
     if importlib.util.find_spec("nvidia_resiliency_ext") is not None:
         return
@@ -129,7 +129,7 @@ def _stand_in_resiliency() -> None:
 
 
 def _stand_in_adapter_sync() -> None:
-    """Two functions of Megatron-Bridge's main for LoRA adapters of experts, which 0.6.2 lacks."""
+    """Add two functions for experts' LoRA adapters that Megatron-Bridge 0.6.2 lacks."""
     from megatron.bridge.peft import utils
     from megatron.core.distributed import finalize_model_grads
 
@@ -144,7 +144,7 @@ def _stand_in_adapter_sync() -> None:
 
 @contextmanager
 def skyrl_on_cpu() -> Iterator[None]:
-    """Let SkyRL's FSDP workers run on a CPU, and undo it on exit.
+    """Let SkyRL's FSDP workers run on a CPU; undone on exit.
 
     Raises:
         ImportError: skyrl is not installed.
@@ -155,7 +155,7 @@ def skyrl_on_cpu() -> Iterator[None]:
     autocast, mesh = torch.autocast, device_mesh.init_device_mesh
 
     class Autocast(autocast):  # type: ignore[misc, valid-type]
-        """``torch.autocast`` for whom ``"cuda"`` is another name of the CPU."""
+        """``torch.autocast``, in which ``"cuda"`` is another name of the CPU."""
 
         def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
             super().__init__("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
@@ -175,10 +175,10 @@ def skyrl_on_cpu() -> Iterator[None]:
 
 
 def stay_on_cpu() -> None:
-    """Enter ``skyrl_on_cpu`` in this thread and in those started later, and stay in it.
+    """Enter ``skyrl_on_cpu`` in this thread and in threads started later, and never leave it.
 
-    For a setup hook of Ray's: an actor's methods run in a thread of their own, and the names of
-    devices are answered thread by thread.
+    Ray calls this function as a setup hook. An actor's methods run in another thread, and device
+    names are replaced for each thread separately.
     """
     stack = ExitStack()
     stack.enter_context(skyrl_on_cpu())
@@ -196,12 +196,12 @@ _kept: list[ExitStack] = []
 
 
 def make_worker(kind: type[Any], cfg: Any, *, rank: int = 0, world_size: int = 1) -> Any:
-    """Make a worker object of SkyRL's in this process, through its own constructor.
+    """Make a SkyRL worker object in this process, through the worker's own constructor.
 
     Args:
         kind: the plain class, such as ``FSDPPolicyWorkerBase``.
         cfg: the ``trainer`` part of SkyRL's config.
-        rank: of this process.
+        rank: the rank of this process.
         world_size: number of processes.
     """
     names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK")
@@ -211,7 +211,7 @@ def make_worker(kind: type[Any], cfg: Any, *, rank: int = 0, world_size: int = 1
         port = free.getsockname()[1]
     from skyrl.backends.skyrl_train.workers import worker as module
 
-    # It would take over the logging of the whole process, as is right in an actor.
+    # SkyRL's function redirects the logging of the whole process, which is right in an actor only.
     logging = {"configure_ray_worker_logging": lambda: None}
     try:
         with _patch(module, logging):
@@ -224,7 +224,7 @@ def make_worker(kind: type[Any], cfg: Any, *, rank: int = 0, world_size: int = 1
                 master_port=port,
                 sequence_parallel_size=1,
             )
-    finally:  # its constructor sets them; the process group is up already
+    finally:  # the process group that the constructor made no longer needs the variables
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)

@@ -1,4 +1,4 @@
-"""One of two ranks of ``test_two_ranks``: it gets FOLDER CHECKPOINT."""
+"""One of the two ranks of ``test_two_ranks``, with the arguments FOLDER and CHECKPOINT."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ OVERFLOW = 1e9
 
 
 def make(role: str, dtype: str | None = "fp16") -> Any:
-    # With embeddings of its own SkyRL makes a critic's model on the first rank only, by a function
-    # that transformers 5 has no more.
+    # If embeddings are untied, SkyRL makes a critic's model on the first rank only, with a function
+    # that transformers 5 has removed.
     path = FOLDER / "tied" if role == "critic" else CHECKPOINT
     return support.fsdp_worker(role, path, dtype, rank=RANK, world_size=2)
 
@@ -60,7 +60,7 @@ def one_role(role: str) -> None:
     worker = make(role)
     settle(worker)
 
-    # An overflow on one rank only skips the step on both, and lowers the scale of both.
+    # If one rank overflows, both ranks skip the step and lower their scale.
     before = parameters(worker)
     scale = train(worker, 30, OVERFLOW if RANK == 1 else 1.0)[0]["loss_scale"]
     assert torch.equal(before, parameters(worker))
@@ -80,7 +80,7 @@ def one_role(role: str) -> None:
     assert str(resumed) == str(straight), (resumed, straight)
     assert torch.equal(parameters(worker), parameters(again))
 
-    # Without the scaler's state the same resume is another run.
+    # If the scaler's state is missing, the resumed training differs.
     file = Path(path) / f"extra_state_world_size_2_rank_{RANK}.pt"
     content = torch.load(file, weights_only=False)
     record = content["client_state"].pop("precision_shim_scaler")
@@ -91,14 +91,14 @@ def one_role(role: str) -> None:
     others = [train(fresh, 50 + i, advantage) for i, advantage in enumerate(plan)]
     assert str(others) != str(straight)
 
-    # One rank's file of another checkpoint: all stop.
+    # If one rank's file is from another checkpoint, both ranks raise.
     if RANK == 0:
         content["client_state"]["precision_shim_scaler"] = record
         torch.save(content, file)
     dist.barrier()
     assert "different loss scaler states" in refused(make(role), path)
 
-    # One rank's file damaged: all stop, with its name.
+    # If one rank's file is damaged, both ranks raise an error that names the file.
     if RANK == 1:
         broken = {**record, "state": {**record["state"], "scale": 1.0}}
         content["client_state"]["precision_shim_scaler"] = broken
@@ -116,7 +116,7 @@ def refused(worker: Any, path: str) -> str:
 
 
 def one_stream(worker: Any) -> None:
-    """Each rank gets every weight whole, rounded once to the dtype of the inference engines."""
+    """Each rank sends every weight unsharded, rounded once to the inference engines' dtype."""
     for dtype in (torch.float16, torch.bfloat16):
         sent = support.weights_sent(worker, dtype)
         assert support.equal_streams(sent, support.weights_rounded_once(worker, dtype))
@@ -132,7 +132,7 @@ if RANK == 0:
     make_checkpoint(FOLDER / "tied", "float32", tied=True)
 dist.barrier()
 with skyrl_on_cpu():
-    # A checkpoint of unpatched SkyRL.
+    # The shim loads a checkpoint of unpatched SkyRL.
     plain = make("policy")
     train(plain, 0)
     plain.save_checkpoint(str(FOLDER / "plain"))
@@ -147,7 +147,7 @@ with skyrl_on_cpu():
     for one in ("policy", "critic"):
         one_role(one)
     precision_shim.uninstall()
-    # And unpatched SkyRL loads ours.
+    # Unpatched SkyRL loads a checkpoint of the shim.
     plain.load_checkpoint(str(FOLDER / "policy"))
     train(plain, 1)
 dist.barrier()

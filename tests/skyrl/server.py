@@ -1,6 +1,6 @@
-"""The processes of the SkyRL tests; ``tests/rank_server.py`` starts them.
+"""The rank processes of the SkyRL tests; ``tests/rank_server.py`` starts them.
 
-The cases are those of ``tests/forks.py``.
+``tests/forks.py`` explains the cases.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ IMPORTED = (
     *("transformers.trainer", "transformers.modeling_layers", "transformers.video_utils"),
     *("accelerate", "aiohttp", "datasets", "pandas", "peft", "scipy.optimize", "scipy.stats"),
 )
-"""What takes longest of what SkyRL's workers import. SkyRL, Megatron and Ray are left to each
-process: the shim is to be there before them."""
+"""The slowest imports of SkyRL's workers. SkyRL, Megatron and Ray are not in the list, because the
+shim must be installed before their import."""
 
 
 def prepare() -> None:
-    """Import what is not SkyRL's own, in the server."""
+    """Import ``IMPORTED`` in the server."""
     for name in IMPORTED:
         importlib.import_module(name)
 

@@ -1,7 +1,7 @@
-"""The driver of SkyRL's jobs, up to the Ray actor that gets the config: nine pairs, by ``main``.
+"""Runs SkyRL's ``main`` for nine pairs of dtypes, up to the Ray actor that receives the config.
 
-SkyRL's users put an entry point of their own in the place of its ``skyrl_entrypoint``; this one
-returns what the engines would be started with.
+SkyRL's users may replace its ``skyrl_entrypoint`` by their own entry point. ``Entry`` stores the
+dtypes with which the engines and the reference model would start.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LIKE_A_CPU = ("trainer.flash_attn=false", "trainer.logger=console")
 
 @ray.remote(num_cpus=1)
 def read_back(config: Any) -> dict[str, Any]:
-    """What the actor's process makes of the config."""
+    """The dtypes that an actor reads from the config, and whether the actor has the shim."""
     import precision_shim
 
     put_in_place(pytest.MonkeyPatch())
@@ -40,7 +40,7 @@ def read_back(config: Any) -> dict[str, Any]:
 
 
 class Entry:
-    """Stands where ``skyrl_entrypoint`` does, and keeps what the actor answers."""
+    """Replaces ``skyrl_entrypoint``, and stores the reference to the actor's answer."""
 
     answer: Any = None
 
@@ -52,7 +52,7 @@ class Entry:
 
 
 def run(policy: str, rollout: str | None, setting: str) -> dict[str, Any]:
-    """One job: what the driver said, and what the actor was given."""
+    """Run one job; returns the driver's warnings and the dtypes that the actor reads."""
     words = on_fsdp(policy, *LIKE_A_CPU, *([f"{KEY}={rollout}"] if rollout else []))
     precision_shim.uninstall()
     precision_shim.install(frameworks=["skyrl"], settings={"rollout": setting}, export=False)
@@ -67,7 +67,7 @@ def run(policy: str, rollout: str | None, setting: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print what was found, by policy, rollout and setting."""
+    """Print the results by policy, rollout and setting."""
     own = ray.init
 
     def init(**options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the SkyRL tests share: a tiny Hugging Face checkpoint, and real workers built from it."""
+"""Shared by the SkyRL tests: configs from a command line, and real workers on a CPU."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..tiny_models import VOCABULARY
 
 
 def python_path(*folders: Path) -> str:
-    """``PYTHONPATH`` for a process that is to find what this one finds, the placeholder too."""
+    """``PYTHONPATH`` for another process, with the folder of the flash_attn placeholder."""
     placeholders = [one for one in sys.path if Path(one, "flash_attn").is_dir()]
     given = os.environ.get("PYTHONPATH", "")
     return os.pathsep.join([*map(str, folders), *placeholders, *([given] if given else [])])
 
 
 def train_config(*overrides: str) -> Any:
-    """SkyRL's own config from a command line, with what a CPU needs."""
+    """SkyRL's own config from a command line, without features that need a GPU."""
     from skyrl.train.config import SkyRLTrainConfig
 
     packing = "use_sample_packing"
@@ -39,10 +39,10 @@ def train_config(*overrides: str) -> Any:
 
 
 def megatron_worker(checkpoint: Path, *overrides: str, config: Any = None) -> Any:
-    """A real MegatronPolicyWorkerBase whose model is not built yet; the cfg is ``.cfg``.
+    """A real MegatronPolicyWorkerBase without its model; ``.cfg`` is its config.
 
     Args:
-        checkpoint: from ``make_checkpoint``.
+        checkpoint: folder from ``make_checkpoint``.
         overrides: SkyRL's command line.
         config: a whole SkyRLTrainConfig instead of a command line.
     """
@@ -63,7 +63,7 @@ def megatron_worker(checkpoint: Path, *overrides: str, config: Any = None) -> An
         transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
     )
     worker = make_worker(MegatronPolicyWorkerBase, config.trainer)
-    # As init_worker_process_group does, without starting Megatron's parallel state again.
+    # SkyRL's init_worker_process_group would also start Megatron's parallel state, again.
     worker.strategy = MegatronStrategy(
         megatron_config=worker.cfg.policy.megatron_config,
         optimizer_config=worker.cfg.policy.optimizer_config,
@@ -74,7 +74,7 @@ def megatron_worker(checkpoint: Path, *overrides: str, config: Any = None) -> An
 
 
 def build(checkpoint: Path, *overrides: str, config: Any = None) -> Any:
-    """The same with model, optimizer and scheduler, by SkyRL's own ``init_model``."""
+    """A ``megatron_worker`` with the model, optimizer and scheduler of SkyRL's ``init_model``."""
     worker = megatron_worker(checkpoint, *overrides, config=config)
     worker.init_model(str(checkpoint))
     return worker
@@ -88,13 +88,13 @@ def fsdp_config(role: str, checkpoint: Path, dtype: str | None, *overrides: str)
 
     Args:
         role: ``"policy"``, ``"critic"`` or ``"ref"``.
-        checkpoint: from ``make_checkpoint``.
+        checkpoint: folder from ``make_checkpoint``.
         dtype: ``mixed_precision.param_dtype``, or ``None`` for SkyRL's default.
         overrides: SkyRL's command line.
     """
     from skyrl.train.config import SkyRLTrainConfig
 
-    strategy = SkyRLTrainConfig().trainer.strategy  # "fsdp2" in 0.2, "fsdp" for the same in 0.3
+    strategy = SkyRLTrainConfig().trainer.strategy  # "fsdp2" in 0.2 is "fsdp" in 0.3
     mixed = f"trainer.{role}.fsdp_config.mixed_precision.param_dtype={dtype}"
     return train_config(
         f"trainer.strategy={strategy}",
@@ -114,7 +114,7 @@ def fsdp_worker(
     rank: int = 0,
     world_size: int = 1,
 ) -> Any:
-    """A real FSDP worker of SkyRL's with its model, on a process group that is up already."""
+    """A real FSDP worker of SkyRL's with a model; the process group must exist already."""
     from skyrl.backends.skyrl_train.workers.fsdp import fsdp_worker as module
 
     from .cpu import make_worker
@@ -131,7 +131,7 @@ def fsdp_worker(
 
 
 def batch(seed: int, *, advantage: float = 1.0, size: int = 2) -> Any:
-    """A training batch of SkyRL's, the same for the same seed."""
+    """A SkyRL training batch; the same seed gives the same batch."""
     import torch
     from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
 
@@ -160,7 +160,7 @@ def batch(seed: int, *, advantage: float = 1.0, size: int = 2) -> Any:
 
 
 def metrics_of(output: Any) -> dict[str, float]:
-    """A worker's metrics: the dict itself in 0.2, in a record from 0.3."""
+    """A worker's metrics, which are a dict in 0.2, and a field of the output from 0.3 on."""
     found = output if isinstance(output, dict) else output.metrics
     return {key: value for key, value in found.items() if isinstance(value, float)}
 
@@ -173,18 +173,18 @@ def scaler_of(owner: Any) -> Any:
     return training.scaler if training is not None else None
 
 
-# -- weights on their way to the inference engines -----------------------------------------------
+# -- weights that are sent to the inference engines ----------------------------------------------
 
 
 def weights_sent(worker: Any, dtype: Any, *, grouped: bool = False) -> dict[str, Any]:
-    """An FSDP worker's stream of weights, by SkyRL's own class; every rank has to ask for it.
+    """An FSDP worker's stream of weights, by SkyRL's own class; all ranks must call this function.
 
-    From 0.4 this needs ``vllm_names``.
+    From 0.4 on the stream needs ``vllm_names``.
 
     Args:
         worker: from ``fsdp_worker``.
         dtype: the dtype of the engines.
-        grouped: whether SkyRL groups the weights of a module, as it does for CUDA IPC up to 0.3.
+        grouped: whether SkyRL groups weights by module, as it does for CUDA IPC up to 0.3.
     """
     try:
         from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import FSDPWeightExtractor
@@ -205,13 +205,13 @@ def weights_sent(worker: Any, dtype: Any, *, grouped: bool = False) -> dict[str,
 
 
 def weights_rounded_once(worker: Any, dtype: Any) -> dict[str, Any]:
-    """What that stream has to be: each weight whole, then in the engines' dtype."""
+    """The weights that a worker should send: unsharded, then rounded to the engines' dtype."""
     weights = whole(worker.model.model.state_dict())
     return {name: one.to(dtype) for name, one in weights.items()}
 
 
 def whole(weights: dict[str, Any]) -> dict[str, Any]:
-    """Each weight gathered; every rank has to ask for it."""
+    """Gather each weight; all ranks must call this function."""
     found = {}
     for name, one in weights.items():
         gather = getattr(one, "full_tensor", None)
@@ -220,7 +220,7 @@ def whole(weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def equal_streams(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two streams of weights are the same, bit for bit."""
+    """Whether two streams have the same names, dtypes and values, bit for bit."""
     import torch
 
     return one.keys() == other.keys() and all(

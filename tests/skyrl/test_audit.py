@@ -1,4 +1,4 @@
-"""The audit of SkyRL's Megatron worker: alone, beside the other features, and under strict."""
+"""The audit of SkyRL's Megatron worker: alone, with the other features, and under strict."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_flags_that_the_user_wrote(
 def test_what_skyrl_wrote_itself_raises_under_strict(
     fused_adam: str, checkpoints: dict[str, Path], shim: Any
 ) -> None:
-    """Its OptimizerConfig says bf16 whatever the model is, and scales no fp16 loss."""
+    """SkyRL's OptimizerConfig says bf16 for every model, so an fp16 loss is not scaled."""
     shim(features=["audit"], strict=True)
     with pytest.raises(InconsistentPrecisionError, match="fp16"):
         build(checkpoints["float16"], "trainer.bf16=false")

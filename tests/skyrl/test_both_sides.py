@@ -1,4 +1,4 @@
-"""Policy, reference model and inference engines of SkyRL's jobs: what they compute in."""
+"""Compute dtypes of policy, reference model and inference engines in SkyRL's jobs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch, skyrl: None) -> None:
 
 
 def validated(*words: str, config: Any = None) -> Any:
-    """The config after what SkyRL's entry point does with it before it starts Ray."""
+    """The config after the validation that SkyRL's entry point runs before it starts Ray."""
     from skyrl.train.utils.utils import validate_cfg
 
     config = config or train_config(*words)
@@ -85,7 +85,7 @@ NO_REF = "trainer.algorithm.use_kl_loss=false"
 
 
 def told() -> dict[str, str]:
-    """Subject to what was decided on its dtype."""
+    """The shim's decisions on dtypes, by subject: rollout, ref or policy."""
     found = precision_shim.status().decisions
     return {one.subject: one.chosen for one in found if one.feature == "rollout-agreement"}
 
@@ -98,7 +98,7 @@ def warned(call: Callable[[], Any]) -> tuple[Any, list[str]]:
 
 
 def plan(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    """What the command says of a launch line."""
+    """The output of the command ``plan`` for a launch line."""
     capsys.readouterr()
     line = words if words[0] == "python3" else ("python3", "-m", ENTRY, *words)
     with pytest.raises(SystemExit):
@@ -108,7 +108,7 @@ def plan(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[list[str], list[str]]:
-    """Messages of the plan's problems with the rollout, and its notes on it."""
+    """The plan's problems with the rollout's dtype, and its notes on that dtype."""
     found = plan(capsys, *words)
     problems = [one for one in found["problems"] if one["code"] == "rollout-dtype"]
     lines = [f"{one['message']}. {one['remedy']}" for one in problems]
@@ -138,7 +138,7 @@ def test_pairs_on_megatron(
     rollout: str | None,
     follow: bool,
 ) -> None:
-    """A written key is never changed; an unwritten one is bf16, or follows if that is asked for."""
+    """A written key never changes. An unwritten key is bf16, or the policy's under ``follow``."""
     written = () if rollout is None else (f"{KEY}={rollout}",)
     words = on_megatron(checkpoints["bfloat16"], policy, NO_REF, *written)
     settings = {"rollout": "follow"} if follow else {}
@@ -210,13 +210,13 @@ def test_pairs_on_fsdp(
 @pytest.mark.usefixtures("start_up_file")
 @pytest.mark.timeout(400)
 def test_nine_pairs_in_a_ray_actor(ranks: Ranks, tmp_path: Path) -> None:
-    """By SkyRL's ``main``: a written key stays; the actor's process has the shim as well."""
+    """SkyRL's ``main`` keeps keys that the user wrote; the shim is also in the actor's process."""
     script = Path(__file__).with_name("sides_driver.py")
     jobs = drive(ranks, script, timeout=380, PRECISION_SHIM="1")
     assert len(jobs) == 24
     for job, made in jobs.items():
         policy, rollout, setting = job.split()
-        really = "fp16" if policy == "fp16" else "bf16"  # see test_pairs_on_fsdp
+        really = "fp16" if policy == "fp16" else "bf16"  # SkyRL's autocast computes fp32 in bf16
         own = really if setting == "follow" else "bf16"
         computes = own if rollout == "None" else rollout
         assert made["rollout"] == NAMES[computes], job
@@ -227,7 +227,7 @@ def test_nine_pairs_in_a_ray_actor(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def test_a_late_install_reaches_the_entry_point(shim: Any) -> None:
-    """It has imported the function by value."""
+    """The shim also wraps SkyRL's entry point, which imports ``validate_cfg`` by value."""
     from skyrl.train.entrypoints import main_base
 
     plain = main_base.validate_cfg
@@ -278,7 +278,7 @@ def test_without_loss_scaling_an_fp16_policy_computes_in_bf16(
     assert planned(capsys, *on_fsdp("fp16")) == ([], notes_of_decisions())
 
 
-# -- what is said is what the workers do ---------------------------------------------------------
+# -- reported dtypes equal the workers' dtypes ---------------------------------------------------
 
 
 @pytest.mark.parametrize("role", ["policy", "ref"])
@@ -334,7 +334,7 @@ def test_what_is_said_of_megatron_is_what_a_worker_builds(
 
 
 def test_a_checkpoint_elsewhere(shim: Any) -> None:
-    """With bf16=false an fp16 checkpoint stays fp16, and no other becomes so."""
+    """With bf16=false only an fp16 checkpoint gives an fp16 policy; here no checkpoint exists."""
     shim(strict=True, export=False)
     validated(
         "trainer.strategy=megatron", "trainer.policy.model.path=no/such", "trainer.bf16=false"
@@ -428,7 +428,7 @@ def test_auto_is_for_jobs_without_a_weight_sync(
 
 
 def _dtype_problems(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
-    """The keys of the plan's problems with dtypes: the same with the shim in place and without."""
+    """The keys of the plan's dtype problems; asserts that the shim does not change them."""
     on = [one["key"] for one in plan(capsys, *words)["problems"] if one["code"] == "dtype"]
     precision_shim.uninstall()
     off = [one["key"] for one in plan(capsys, *words)["problems"] if one["code"] == "dtype"]
@@ -439,7 +439,7 @@ def _dtype_problems(capsys: pytest.CaptureFixture[str], *words: str) -> list[str
 @pytest.mark.skipif(Version("0.3") <= SKYRL, reason="SkyRL 0.3 has no old style any more")
 @pytest.mark.parametrize("spelt", [None, "bfloat16", "half", "fp61"])
 def test_the_old_style(shim: Any, monkeypatch: pytest.MonkeyPatch, spelt: str | None) -> None:
-    """Its base YAML spells out the default."""
+    """The old style's base YAML contains every default, which must not count as written."""
     import skyrl.train.config.utils as module
     from omegaconf import OmegaConf
 
@@ -457,7 +457,7 @@ def test_the_old_style(shim: Any, monkeypatch: pytest.MonkeyPatch, spelt: str | 
     assert engine_dtype(config) == ("float16" if spelt in (None, "half") else "bfloat16")
 
 
-# -- what the user wrote -------------------------------------------------------------------------
+# -- keys that the user wrote --------------------------------------------------------------------
 
 
 def test_the_mark_survives_copies_and_is_not_shown(shim: Any) -> None:
@@ -493,7 +493,7 @@ def test_a_config_class_of_the_users_own(shim: Any) -> None:
     assert model_dtype_is_written(Own())
 
 
-# -- engines with keys of their own --------------------------------------------------------------
+# -- engines with their own dtype keys -----------------------------------------------------------
 
 
 def test_engine_init_kwargs_go_over_the_key(
@@ -513,7 +513,7 @@ def test_engine_init_kwargs_go_over_the_key(
 def test_weights_go_out_in_the_dtype_of_engine_init_kwargs(
     shim: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """SkyRL would round them to bf16 first, and an fp16 engine would hold bf16's values."""
+    """Without the shim SkyRL would round weights to bf16 before sending them to an fp16 engine."""
     words = on_fsdp("fp16", f"{OVER}.dtype=half", f"{REF}=fp16")
     shim(export=False)
     config, messages = warned(lambda: validated(*words))
@@ -542,7 +542,7 @@ def test_auto_is_what_vllm_makes_of_the_checkpoint(
     same, other = "fp16, as the policy", f"{takes} beside the policy's fp16"
     assert told()["rollout"] == (same if agrees else other)
     assert len(messages) == (0 if agrees else 1)
-    # The weights go out in the dtype that the engine takes.
+    # Weights are sent in the dtype in which the engine computes.
     assert config.generator.inference_engine.model_dtype == NAMES[takes]
     assert planned(capsys, *words) == (messages, notes_of_decisions())
 
@@ -610,11 +610,11 @@ def test_a_tinker_server(shim: Any) -> None:
     assert told() == {"rollout": "fp16, as the policy"}
 
 
-# -- weights on their way ------------------------------------------------------------------------
+# -- weights that are sent -----------------------------------------------------------------------
 
 
 def trained(checkpoint: Path, dtype: str | None = None, *overrides: str) -> Any:
-    """A worker whose fp32 weights no half precision holds."""
+    """A worker whose fp32 weights are exact in neither fp16 nor bf16."""
     worker = fsdp_worker("policy", checkpoint, dtype, *overrides)
     for seed in range(2):
         worker.forward_backward(batch(seed))
@@ -627,7 +627,7 @@ def trained(checkpoint: Path, dtype: str | None = None, *overrides: str) -> Any:
 def test_fsdps_adapters_go_out_as_they_are_trained(
     cpu: None, checkpoints: dict[str, Path], shim: Any, tmp_path: Path, policy: str, on: bool
 ) -> None:
-    """With LoRA SkyRL sends a file of adapters, whole and in fp32: only the engine rounds."""
+    """With LoRA SkyRL sends a file of unsharded fp32 adapters, which only the engine rounds."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import load_file
 
@@ -655,7 +655,7 @@ def test_fsdps_adapters_go_out_as_they_are_trained(
 def test_fsdps_weights_are_rounded_once(
     cpu: None, checkpoints: dict[str, Path], shim: Any, dtype: torch.dtype, grouped: bool
 ) -> None:
-    """SkyRL's own stream, which the shim leaves alone."""
+    """The shim leaves SkyRL's own stream of weights unchanged."""
     worker = trained(checkpoints["float32"])
     expected = weights_rounded_once(worker, dtype)
     off = weights_sent(worker, dtype, grouped=grouped)
@@ -672,7 +672,7 @@ def test_fsdps_weights_are_rounded_once(
 def test_megatrons_weights_are_rounded_once(
     fused_adam: str, checkpoints: dict[str, Path], shim: Any, dtype: torch.dtype
 ) -> None:
-    """From a model in fp32, by SkyRL's own class over Megatron-Bridge."""
+    """SkyRL's own class on Megatron-Bridge rounds the weights of an fp32 model once."""
     shim(export=False)
     worker = build(checkpoints["float32"], "trainer.bf16=false")
     with torch.no_grad():
@@ -715,7 +715,7 @@ DELTA = (
 
 
 def received(base: Path, weights: dict[str, torch.Tensor], dtype: torch.dtype, folder: Path) -> Any:
-    """What SkyRL's receiver holds after its sender has published weights once."""
+    """The weights that SkyRL's receiver has after SkyRL's sender has published once."""
     from skyrl.backends.skyrl_train.weight_sync.delta.checkpoint import (
         CheckpointIndex,
         DeltaCheckpointPublisher,
@@ -743,7 +743,7 @@ def test_the_delta_sync(
     stored: str,
     dtype: torch.dtype,
 ) -> None:
-    """It rounds to the base checkpoint's dtype: the driver says so, and what it says happens."""
+    """The delta sync rounds to the base checkpoint's dtype, and the driver warns of it."""
     from safetensors.torch import load_file
 
     base = checkpoints[stored]
@@ -783,7 +783,7 @@ def name_of_torch(dtype: torch.dtype) -> str:
 def test_the_delta_sync_under_strict(
     checkpoints: dict[str, Path], shim: Any, tmp_path: Path
 ) -> None:
-    """An error in the driver; in a worker the other ranks would wait for the one that raised."""
+    """The driver raises the error, because other ranks would wait for a worker that raised."""
     shim(strict=True, export=False)
     words = (*on_fsdp("fp16", NO_REF, *DELTA), f"{KEY}=fp16")
     with pytest.raises(UnsupportedPrecisionError, match="the delta sync sends"):

@@ -1,4 +1,4 @@
-"""What SkyRL, as every framework, is held to."""
+"""SkyRL passes the tests that are the same for every framework."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class TestWishes(contract.Wishes):
                 "trainer.policy.optimizer_config.adam_betas=[0.9,0.95]",
                 *written,
             )
-            worker.provider = SimpleNamespace(mtp_num_layers=None)  # which init_configs makes
+            worker.provider = SimpleNamespace(mtp_num_layers=None)  # init_configs sets it
             return of_worker(worker, worker.cfg.policy.megatron_config.ddp_config)
 
         return read
@@ -79,15 +79,15 @@ class TestUpstream(contract.Upstream):
 
 URL = "https://github.com/NovaSky-AI/SkyRL"
 COERCION = (
-    # The pull request's end-to-end class, before its tests were narrowed for the merge.
+    # The pull request's end-to-end tests, at a commit before they were narrowed for the merge.
     "b580133089a7d80818bcae31dd5fe8cfef6c83d2",
     "tests/backends/skyrl_train/distributed/test_optimizer_dtype_coercion.py",
     "TestInitMegatronOptimConfigDtypeCoercion",
 )
 TAG = f"refs/tags/skyrl-v{SKYRL}"
 BEFORE = {Version("0.4.0"): "a9564572eb8e91076be43c1bd5e4615e3de17265"}
-"""A commit before a release, for mirrors that are older than its tag. A few of its tests then ask
-for what the release no longer has: they fail with the shim and without."""
+"""A commit before a release, for mirrors that lack the tag. A few tests of that commit need names
+that the release has removed, and fail with the shim and without it."""
 
 _BACKEND = "tests/backends/skyrl_train"
 FILES = (
@@ -100,7 +100,7 @@ FILES = (
     "tests/train/test_config.py",
     "tests/train/test_trainer_utils.py",
 )
-"""What is about the workers, their optimizers and configs; not all are in every version."""
+"""Tests of workers, optimizers and configs; some versions of SkyRL lack some of the files."""
 
 PRELUDE = """
 import warnings
@@ -114,13 +114,13 @@ stand_in.__enter__()
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 class TestUpstreamsOwn(contract.UpstreamsOwn):
-    """Those of its repository without the ``conftest.py`` that starts a Ray cluster."""
+    """SkyRL's own tests from its repository, without the ``conftest.py`` that starts Ray."""
 
     driver = DRIVER
 
     @pytest.fixture(scope="class")
     def fetched(self, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-        """Get the tests of SkyRL's repository at the first commit that can be fetched."""
+        """Download the tests of SkyRL's repository at the first available commit."""
 
         def get(*commits: str) -> Path:
             folder = fetch(tmp_path_factory.mktemp("skyrl"), URL, commits, "tests")

@@ -1,4 +1,4 @@
-"""fp16 on FSDP: workers of SkyRL's own, in one process."""
+"""fp16 on FSDP, with SkyRL's own workers in one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROLES = ("policy", "critic")
 
 @pytest.fixture
 def make(cpu: None, checkpoints: dict[str, Path]) -> Callable[..., Any]:
-    """Build a worker with its model; SkyRL's FSDP keeps fp32 parameters and computes in dtype."""
+    """Build a worker whose FSDP model stores parameters in fp32 and computes in ``dtype``."""
 
     def worker(role: str = "policy", dtype: str | None = "fp16", *overrides: str) -> Any:
         return fsdp_worker(role, checkpoints["float32"], dtype, *overrides)
@@ -58,7 +58,7 @@ def parameters(worker: Any) -> torch.Tensor:
 
 @pytest.fixture
 def products() -> Callable[[Any], set[torch.dtype]]:
-    """Dtypes that the linear layers of a model compute in."""
+    """The dtypes in which a model's linear layers compute."""
 
     def of(worker: Any) -> set[torch.dtype]:
         found: set[torch.dtype] = set()
@@ -85,7 +85,7 @@ def test_it_trains_in_fp16(make: Any, shim: Any, products: Any, role: str) -> No
 
 @pytest.mark.parametrize("role", ROLES)
 def test_without_the_shim_it_trains_in_bf16(make: Any, products: Any, role: str) -> None:
-    """What the test above differs from."""
+    """``test_it_trains_in_fp16`` with the shim off."""
     assert products(make(role)) == {torch.bfloat16}
 
 
@@ -130,7 +130,7 @@ def test_an_overflow_is_skipped_and_shown(make: Any, shim: Any, role: str) -> No
 
 @pytest.mark.parametrize("role", ROLES)
 def test_a_step_without_clipping(make: Any, shim: Any, role: str) -> None:
-    """SkyRL looks at the norm only where it clips; there the scaler skips."""
+    """Without clipping SkyRL does not check the norm, so the scaler has to skip the step."""
     shim()
     worker = make(role, "fp16", f"trainer.{role}.optimizer_config.max_grad_norm=0")
     before = parameters(worker)
@@ -145,7 +145,7 @@ def test_a_step_without_clipping(make: Any, shim: Any, role: str) -> None:
 
 
 def test_without_the_shim_an_overflow_without_clipping_is_fatal(make: Any) -> None:
-    """What the test above differs from."""
+    """``test_a_step_without_clipping`` with the shim off."""
     worker = make("policy", "fp16", "trainer.policy.optimizer_config.max_grad_norm=0")
     train(worker, 0, advantage=1e12)
     assert not torch.isfinite(parameters(worker)).all()
@@ -153,13 +153,13 @@ def test_without_the_shim_an_overflow_without_clipping_is_fatal(make: Any) -> No
 
 @pytest.mark.parametrize("on", [True, False], ids=["shim on", "shim off"])
 def test_what_the_trainer_makes_of_its_mini_batches(make: Any, shim: Any, on: bool) -> None:
-    """SkyRL takes means over them; of a scale and a count the last value is what counts."""
+    """SkyRL averages metrics over mini-batches, but scale and skip count are the last values."""
     from skyrl.train.trainer import RayPPOTrainer
 
     if on:
         shim(settings={"loss_scale_init": 256})
     worker = make("critic", "fp16" if on else None)
-    # The workers are reached without Ray; the loop over the mini-batches is the trainer's.
+    # The trainer's own loop over mini-batches calls the worker without Ray.
     trainer = object.__new__(RayPPOTrainer)
     trainer.cfg = SimpleNamespace(trainer=SimpleNamespace(update_epochs_per_batch=1))
     trainer.dispatch = SimpleNamespace(
@@ -183,12 +183,12 @@ def test_what_the_trainer_makes_of_its_mini_batches(make: Any, shim: Any, on: bo
 
 
 ALONE = "trainer.algorithm.use_kl_loss=false"
-"""The loss is then a multiple of the advantage."""
+"""An override that makes the loss a multiple of the advantage."""
 
 
 def test_small_gradients_survive(make: Any, shim: Any) -> None:
-    """What loss scaling is for: without it they become zero in fp16."""
-    tiny = 2.0**-40  # of anything that fp16 holds is 0 in fp16
+    """Without loss scaling small gradients become zero in fp16."""
+    tiny = 2.0**-40  # any fp16 number times 2**-40 is 0 in fp16
     assert train(make("policy", "fp16", ALONE), 0, advantage=tiny)[1] == 0.0
     shim(settings={"loss_scale_init": 1})
     whole = train(make("policy", "fp16", ALONE), 0)[1]
@@ -199,10 +199,10 @@ def test_small_gradients_survive(make: Any, shim: Any) -> None:
 
 
 def test_accumulation(make: Any, shim: Any) -> None:
-    """Micro batches add up to the gradient of the whole, and nothing of the scale is left in it.
+    """Gradients of micro-batches add up to the whole gradient, unscaled exactly.
 
-    The whole is one sequence four times, and a quarter of the loss has four times the scale, so
-    that its gradient is known to the bit.
+    The whole batch repeats one sequence four times. A quarter of the loss at four times the scale
+    makes the expected gradient exact to the bit.
     """
     found = []
     for count, scale, advantage in ((1, 1024, 0.25), (4, 256, 1.0)):
@@ -352,7 +352,7 @@ def test_a_damaged_state_is_an_error(make: Any, shim: Any, tmp_path: Path) -> No
 def test_killed_between_two_files_of_a_save_over_an_old_one(
     make: Any, shim: Any, tmp_path: Path
 ) -> None:
-    """SkyRL overwrites parameters, moments and the rest, one file after the other."""
+    """SkyRL overwrites parameters, moments and the extra state, one file after the other."""
     shim()
     worker = make()
     seed = settle(worker)
@@ -394,7 +394,7 @@ def test_weights_alone_leave_the_scaler_fresh(make: Any, shim: Any, tmp_path: Pa
 
 @pytest.mark.parametrize(("own", "expected"), [(True, torch.float16), (False, torch.bfloat16)])
 def test_the_reference_model(make: Any, shim: Any, own: bool, expected: torch.dtype) -> None:
-    """It has a key of its own; it trains nothing, and its autocast follows its parameters."""
+    """The reference model has its own dtype key, which alone decides its compute dtype."""
     policys = "trainer.policy.fsdp_config.mixed_precision.param_dtype=fp16"
     shim()
     worker = make("ref", "fp16" if own else None, policys)

@@ -1,4 +1,4 @@
-"""The audit of the weights that SkyRL sends: its own sources, or extractors before 0.4."""
+"""The audit of the weights that SkyRL's sources send, or SkyRL's extractors before 0.4."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .test_both_sides import SKYRL, received, since_0_4, vllm  # noqa: F401
 
 
 def trained(checkpoint: Path) -> Any:
-    """A worker whose fp32 weights no half precision holds, and that knows its engines."""
+    """A worker with an engines' config, whose weights are exact in no 16-bit dtype."""
     worker = fsdp_worker("policy", checkpoint, "fp16")
     engines = train_config("generator.inference_engine.model_dtype=float16").generator
-    with suppress(Exception):  # SkyRL's own part of it needs engines that run
+    with suppress(Exception):  # SkyRL's own init_weight_sync_state needs running engines
         asyncio.run(worker.init_weight_sync_state(None, engines.inference_engine))
     worker.forward_backward(batch(0))
     worker.optim_step()
@@ -122,7 +122,7 @@ def test_megatrons_weights(
 def test_the_delta_syncs_own_rounding(
     checkpoints: dict[str, Path], shim: Any, tmp_path: Path, stored: str
 ) -> None:
-    """Behind the stream of weights, to the dtype of the base checkpoint."""
+    """The delta sync rounds the streamed weights again, to the base checkpoint's dtype."""
     from safetensors.torch import load_file
 
     base, folder = checkpoints[stored], tmp_path / "audit"

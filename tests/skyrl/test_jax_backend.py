@@ -1,7 +1,7 @@
-"""SkyRL's JAX backend: a float16 checkpoint is refused by name.
+"""SkyRL's JAX backend: the shim refuses a float16 checkpoint by name.
 
-The class and the model's config are SkyRL's own. JAX, which no pinned environment has, is empty, so
-that what the method does after the refusal fails.
+The backend's class and the model's config are SkyRL's own. An empty package
+replaces JAX, which no environment has, so SkyRL's method fails after the refusal.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..empty_packages import empty_packages
 
 
 def start(dtype: str) -> list[str]:
-    """What is said where a backend with a checkpoint of this dtype makes its step."""
+    """The shim's warnings when a JAX backend builds a step for a checkpoint of the given dtype."""
     from transformers import Qwen3Config as Checkpoint
 
     with empty_packages("jax", "flax", "optax", "cloudpathlib"):

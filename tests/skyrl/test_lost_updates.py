@@ -1,4 +1,4 @@
-"""PRECISION_SHIM_WATCH_UPDATES in SkyRL: the shares of lost updates among its workers' metrics."""
+"""PRECISION_SHIM_WATCH_UPDATES adds the shares of lost updates to SkyRL's workers' metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FIGURES = {"updates_lost", "updates_lost_exp_avg_sq", "updates_lost_rollout"}
 
 
 def train(worker: Any) -> list[tuple[dict[str, float], Any]]:
-    """Passes and steps by SkyRL's own methods: metrics and grad norm of each."""
+    """Run four passes and steps by SkyRL's own methods; returns metrics and grad norm of each."""
     said = []
     for seed in range(4):
         found = metrics_of(worker.forward_backward(batch(seed)))
@@ -26,11 +26,11 @@ def train(worker: Any) -> list[tuple[dict[str, float], Any]]:
 
 
 def hold(said: list[tuple[dict[str, float], Any]]) -> None:
-    """A pass comes before its step: the figures of the first step are in the third pass."""
+    """A pass reports the step before the last one, so the third pass has the first figures."""
     for found, _ in said[:2]:
         assert FIGURES & found.keys() == set()
     first, newest = said[2][0], said[3][0]
-    # The first step has no second moment that could become smaller.
+    # The first step has no earlier second moment, so no second moment can decrease.
     assert FIGURES & first.keys() == FIGURES - {"updates_lost_exp_avg_sq"}
     assert newest.keys() >= FIGURES
     assert all(0.0 <= newest[name] <= 1.0 for name in FIGURES)
@@ -60,7 +60,7 @@ def test_fsdp_worker(cpu: None, checkpoints: dict[str, Path], shim: Any, role: s
 
 
 def test_the_engines_copies(cpu: None, checkpoints: dict[str, Path], shim: Any) -> None:
-    """By the engines' dtype, which a worker learns when its weight sync is set up."""
+    """A worker reads the engines' dtype when its weight sync is set up."""
     shim(settings={"watch_updates": 1, "loss_scale_init": 1.0})  # no step is skipped
     shares, stored = {}, {}
     for dtype, over in (("float16", ""), ("bfloat16", ""), ("bfloat16", "float16")):
@@ -69,7 +69,7 @@ def test_the_engines_copies(cpu: None, checkpoints: dict[str, Path], shim: Any) 
             f"generator.inference_engine.model_dtype={dtype}",
             *([f"generator.inference_engine.engine_init_kwargs.dtype={over}"] if over else []),
         ).generator.inference_engine
-        with suppress(Exception):  # SkyRL's own part of it needs engines that run
+        with suppress(Exception):  # SkyRL's own init_weight_sync_state needs running engines
             asyncio.run(worker.init_weight_sync_state(None, engines))
         shares[dtype, over] = train(worker)[-1][0]["updates_lost_rollout"]
         figures = precision_shim.status().audit[-1].parts[0].updates

@@ -1,4 +1,4 @@
-"""SkyRL's Megatron policy worker: what is in force in the objects that ``init_model`` made."""
+"""SkyRL's Megatron policy worker: the precision in the objects that ``init_model`` makes."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ MATRIX = [
     (FP16, True, BF16, None),
     (FP16, False, FP16, FP16),
 ]
-# Megatron-Bridge 0.6, which SkyRL 0.4 is pinned with, builds the model that trainer.bf16 says.
+# Megatron-Bridge 0.6, which SkyRL 0.4 pins, builds the model in the dtype of trainer.bf16.
 BRIDGE_OBEYS = Version("0.4") <= SKYRL
 
 
 @pytest.fixture
 def make(fused_adam: str, checkpoints: dict[str, Path]) -> Callable[..., Any]:
-    """Build a worker's model and optimizer."""
+    """Build a policy worker with its model and optimizer."""
 
     def worker(dtype: torch.dtype = BF16, *overrides: str, config: Any = None) -> Any:
         return build(checkpoints[NAMES[dtype]], *overrides, config=config)
@@ -80,11 +80,11 @@ def inner(worker: Any) -> Any:
 
 
 def states(worker: Any) -> dict[str, torch.dtype]:
-    """Dtypes of the live optimizer's states after one step on made-up gradients."""
+    """The dtypes of the optimizer's states after one step on made-up gradients."""
     for chunk in worker.actor_module:
         for buffer in chunk.buffers:
             buffer.grad_data.normal_(std=1e-2)
-    worker.optimizer.get_loss_scale()  # as a loss that is scaled does
+    worker.optimizer.get_loss_scale()  # called whenever a loss is scaled
     worker.optimizer.step()
     found: dict[str, set[torch.dtype]] = {}
     for state in inner(worker).optimizer.state.values():
@@ -107,7 +107,7 @@ def reasons(feature: str) -> str:
 def test_matrix(
     make: Any, shim: Any, checkpoint: torch.dtype, flag: bool, model: torch.dtype, _: Any
 ) -> None:
-    """All six rows end in an optimizer config that tells the truth about the live parameters."""
+    """In all six rows the optimizer's config states the live parameters' dtype."""
     shim()
     worker = make(checkpoint, f"trainer.bf16={str(flag).lower()}")
     config = worker.optimizer.config
@@ -134,7 +134,7 @@ def test_matrix(
 def test_matrix_without_the_shim(
     make: Any, checkpoint: torch.dtype, flag: bool, with_shim: Any, model: torch.dtype | None
 ) -> None:
-    """What the test above differs from; from 0.4 in the optimizer only."""
+    """``test_matrix`` with the shim off; from 0.4 on the models are right, the optimizers not."""
     overrides = f"trainer.bf16={str(flag).lower()}"
     if BRIDGE_OBEYS:
         model = with_shim
@@ -181,7 +181,7 @@ def test_what_else_the_transformer_config_says_of_the_dtype(
     up_to_03: torch.dtype,
     since: torch.dtype,
 ) -> None:
-    """Up to 0.3 it goes over a flag that is false; from 0.4 the flag goes over it."""
+    """Up to 0.3 transformer_config_kwargs override trainer.bf16=false; from 0.4 the flag wins."""
     if on:
         shim()
     own = "trainer.policy.megatron_config.transformer_config_kwargs"
@@ -197,12 +197,12 @@ def test_what_else_the_transformer_config_says_of_the_dtype(
 def test_fp16_in_the_transformer_config_contradicts_a_bf16_checkpoint(
     make: Any, shim: Any, flag: str
 ) -> None:
-    """Where nothing goes over the checkpoint's dtype before."""
+    """Megatron raises an error unless the shim overrides the checkpoint's dtype."""
     own = "trainer.policy.megatron_config.transformer_config_kwargs"
     overrides = f"trainer.bf16={flag}", f"{own}.fp16=true"
     with pytest.raises((AssertionError, ValueError), match=r"fp16.*bf16"):
         make(BF16, *overrides)
-    if flag == "true":  # the shim leaves it to the checkpoint's dtype, too
+    if flag == "true":  # the shim keeps the checkpoint's dtype
         shim()
         with pytest.raises((AssertionError, ValueError), match=r"fp16.*bf16"):
             make(BF16, *overrides)
@@ -249,7 +249,7 @@ def test_attention_that_an_fp32_model_has_not(
     named: str | None,
     dtype: torch.dtype,
 ) -> None:
-    """TransformerEngine's flash and fused attention take no fp32; the unfused has its limits."""
+    """TransformerEngine's flash and fused attention need 16 bits; unfused attention has limits."""
     from precision_shim.testing.transformer_engine import stand_in_transformer_engine
 
     if Version("0.3") <= SKYRL:
@@ -275,12 +275,12 @@ def test_attention_that_an_fp32_model_has_not(
 def test_skyrls_name_of_an_attention_backend_chooses_nothing(
     fused_adam: str, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, named: bool
 ) -> None:
-    """Why the warning does not go by it: Megatron compares it with an enum."""
+    """SkyRL's name of an attention backend has no effect: Megatron compares with an enum."""
     from megatron.core.transformer.enums import AttnBackend
 
     variables = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
     for name in variables:
-        monkeypatch.setenv(name, "")  # for the end of the test, whatever Megatron sets
+        monkeypatch.setenv(name, "")  # so that the fixture restores the variable
         monkeypatch.delenv(name)
     config = train_config("trainer.strategy=megatron")
     worker = megatron_worker(checkpoints["bfloat16"], config=config)
@@ -307,7 +307,7 @@ def test_follow_model(make: Any, shim: Any) -> None:
 
 
 def test_the_bucket_follows_the_optimizer_that_there_is(make: Any, shim: Any) -> None:
-    """With dispatch off nobody gives the optimizer bf16 main grads."""
+    """With bf16-dispatch off, the optimizer keeps fp32 main grads."""
     shim(features=["grad-bucket-alignment"], settings={"optimizer_states": "follow-model"})
     worker = make(BF16)
     assert worker.optimizer.config.main_grads_dtype is FP32
@@ -318,7 +318,7 @@ def test_the_bucket_follows_the_optimizer_that_there_is(make: Any, shim: Any) ->
 def test_follow_model_gives_way_to_the_store_of_adapters(
     make: Any, shim: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It copies masters that FusedAdam would keep to itself; what the user asks for is made."""
+    """SkyRL's adapter store copies fp32 masters, which a precision-aware FusedAdam would hide."""
     from skyrl.backends.skyrl_train.workers.megatron import megatron_worker as module
 
     init = module.MegatronPolicyWorkerBase.__init__
@@ -346,7 +346,7 @@ def test_follow_model_keeps_to_a_written_no(make: Any, shim: Any) -> None:
 
 
 def test_follow_model_keeps_to_what_it_cannot_tell_from_a_default(make: Any, shim: Any) -> None:
-    """A config older than ``install()``, and one whose class has an ``__init__`` of its own."""
+    """Configs older than ``install()``, and configs whose class has its own ``__init__``."""
     from skyrl.train.config.config import MegatronConfig
 
     @dataclasses.dataclass
@@ -384,7 +384,7 @@ def test_the_guard_knows_skyrls_betas(make: Any, shim: Any) -> None:
 
 
 def test_opt_in_by_names(make: Any, shim: Any) -> None:
-    """The config at its word: what it asks for, and a bucket that matches."""
+    """Optimizer states have the dtypes in the config, and the bucket matches."""
     shim()
     worker = make(BF16, *OPT_IN)
     assert bucket(worker) is BF16
@@ -393,7 +393,7 @@ def test_opt_in_by_names(make: Any, shim: Any) -> None:
 
 
 def test_opt_in_without_the_shim(make: Any) -> None:
-    """What the test above differs from: a crash on 0.2, an fp32 bucket on 0.3."""
+    """Without the shim ``OPT_IN`` crashes on 0.2, and leaves the bucket fp32 from 0.3 on."""
     if Version("0.3") > SKYRL:
         with pytest.raises(RuntimeError):
             make(BF16, *OPT_IN)
@@ -427,7 +427,7 @@ def test_the_callers_config_stays_as_it_is(make: Any, shim: Any) -> None:
 
 
 def test_without_transformer_engine(cpu: None, shim: Any, checkpoints: dict[str, Path]) -> None:
-    """What the shim would have added is withdrawn; what the user asked for fails by name."""
+    """The shim withdraws its own additions; a user's own setting raises an error."""
     shim(settings={"optimizer_states": "follow-model"})
     worker = build(checkpoints["bfloat16"])
     assert not worker.optimizer.config.use_precision_aware_optimizer
@@ -447,7 +447,7 @@ def test_without_transformer_engine(cpu: None, shim: Any, checkpoints: dict[str,
 def test_bucket_by_what_was_written(
     make: Any, shim: Any, written: str | None, expected: torch.dtype, travelled: bool
 ) -> None:
-    """A written True looks like the default; and the config travels to workers pickled."""
+    """A written True counts as the user's, although it equals the default, even after pickling."""
     shim()
     overrides = [] if written is None else [f"{BUCKET}={written}"]
     config = train_config("trainer.strategy=megatron", *OPT_IN, *overrides)
@@ -504,7 +504,7 @@ def test_the_config_shows_nothing_of_it(skyrl: None, shim: Any) -> None:
 
 
 def test_what_a_config_class_writes(make: Any, shim: Any) -> None:
-    """Its values in Python are the user's, also where a command line comes on top."""
+    """Values in a user's config class count as the user's, with and without a command line."""
     from skyrl.train.config import config as module
 
     def policy() -> Any:
@@ -537,7 +537,7 @@ def test_what_a_config_class_writes(make: Any, shim: Any) -> None:
 
 @pytest.mark.parametrize("given", [None, "None"])
 def test_kwargs_that_are_no_mapping(skyrl: None, shim: Any, given: Any) -> None:
-    """SkyRL 0.2 makes a word of a None among overrides in a dict."""
+    """In a dict of overrides, SkyRL 0.2 turns None into the string "None"."""
     from skyrl.train.config.config import MegatronConfig, SkyRLTrainConfig
 
     shim()
@@ -552,9 +552,9 @@ def test_kwargs_that_are_no_mapping(skyrl: None, shim: Any, given: Any) -> None:
 def test_overrides_in_the_old_style(
     skyrl: None, shim: Any, written: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are merged over a YAML that spells out every default.
+    """Old-style overrides are merged over a YAML that contains every default.
 
-    SkyRL's wheel comes without the YAML; an installation from its repository has it.
+    SkyRL's wheel lacks the base YAML; an installation from SkyRL's repository has the base YAML.
     """
     import skyrl.train.config.utils as module
     from omegaconf import OmegaConf
@@ -598,7 +598,7 @@ def test_wrong_names_and_illegal_dtypes(make: Any, shim: Any) -> None:
 def test_legality_of_the_installed_transformer_engine(
     cpu: None, shim: Any, checkpoints: dict[str, Path]
 ) -> None:
-    """SkyRL 0.3's own table takes bf16 moments from any TransformerEngine."""
+    """SkyRL 0.3's own table allows bf16 moments with every TransformerEngine."""
     from precision_shim.testing.transformer_engine import stand_in_transformer_engine
 
     shim()
@@ -623,7 +623,7 @@ def test_none_for_the_kwargs(fused_adam: str, shim: Any) -> None:
 
 
 def test_a_low_dtype_needs_the_precision_aware_optimizer(fused_adam: str, shim: Any) -> None:
-    """The plan's sentence, in place of Megatron's assertion."""
+    """The shim raises an error with the plan's sentence; Megatron's assertion is never reached."""
     import skyrl.backends.skyrl_train.distributed.megatron.optimizer as module
     from skyrl.train.config import OptimizerConfig
 
@@ -637,7 +637,7 @@ def test_a_low_dtype_needs_the_precision_aware_optimizer(fused_adam: str, shim: 
 
 
 def test_direct_caller(fused_adam: str, shim: Any) -> None:
-    """Outside a worker the kwargs are taken at what they say, with SkyRL's bf16 as default."""
+    """A direct call reads only the kwargs, and has SkyRL's default of bf16."""
     shim()
     import skyrl.backends.skyrl_train.distributed.megatron.optimizer as module
     from skyrl.train.config import OptimizerConfig
@@ -682,8 +682,8 @@ def test_off_means_untouched(skyrl: None) -> None:
 def test_everything_is_wrapped_or_native(skyrl: None, shim: Any) -> None:
     shim()
     seams = precision_shim.status().to_dict()["frameworks"]["skyrl"]["seams"]
-    # SkyRL does not use the first, 0.3 lacks the second, the third is refused on purpose, and these
-    # tests do not start the rest.
+    # SkyRL does not use mcore_fsdp_adapter, 0.3 lacks legacy, JAX is refused on purpose, and the
+    # tests here start none of the other modules.
     elsewhere = {"mcore_fsdp_adapter", "legacy", "jax"}
     elsewhere |= {"skyrl_train_backend", "worker_dispatch", "delta", "sources", "vllm_server_actor"}
     left = {

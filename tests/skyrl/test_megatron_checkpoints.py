@@ -1,4 +1,4 @@
-"""Checkpoints by SkyRL's own Megatron strategy, the shim turned on or off in between."""
+"""SkyRL's Megatron strategy saves, the shim is turned on or off, and the strategy resumes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def train(worker: Any, seeds: range) -> list[Any]:
 
 
 def states(worker: Any) -> list[torch.Tensor]:
-    """fp32 master, exp_avg and exp_avg_sq of every parameter."""
+    """Copies of fp32 master, exp_avg and exp_avg_sq of every parameter."""
     return [
         value.detach().float().clone()
         for _, master, state in live_states(worker.optimizer)
@@ -50,7 +50,7 @@ def go_on(
             shim(settings={"optimizer_states": states})
 
     def go(first_on: bool, second_on: bool, *overrides: str, states_by: str = "auto") -> str:
-        """``exact``, ``exact until it trains``, ``other weights``, or the name of an error."""
+        """Returns ``exact``, ``exact until it trains``, ``other weights``, or an error's name."""
         folder = str(tmp_path / f"{first_on}-{second_on}")
         turn(first_on, states_by)
         first = build(checkpoints["bfloat16"], BETA, *overrides)
@@ -65,7 +65,7 @@ def go_on(
         def load() -> str:
             try:
                 second.load_checkpoint(folder)
-            except Exception as error:  # Megatron's own, whatever it is
+            except Exception as error:  # Megatron raises several kinds
                 return type(error).__name__
             if not same(saved, states(second)):
                 return "other weights"
@@ -79,7 +79,7 @@ def go_on(
 
 
 def test_remainders_that_the_config_asks_for_stay_remainders(go_on: Any) -> None:
-    """With the shim off between save and resume the job goes on as one without the shim does."""
+    """If the shim is off at the resume, the job resumes like a job that never had the shim."""
     by_itself = go_on(False, False, OWN)
     assert (by_itself == "exact") == reads_remainders()
     assert go_on(True, False, OWN) == by_itself
@@ -90,7 +90,7 @@ def test_remainders_that_the_config_asks_for_stay_remainders(go_on: Any) -> None
 def test_remainders_that_the_shim_made_are_written_as_whole_masters(go_on: Any) -> None:
     follow = {"states_by": "follow-model"}
     assert go_on(True, True, **follow) == "exact"
-    # Without the shim the states are fp32, and are rounded no more.
+    # Without the shim the optimizer states are fp32, so Megatron no longer rounds them.
     assert go_on(True, False, **follow) == "exact until it trains"
     assert go_on(False, True, **follow) == "CheckpointLayoutError"
 
@@ -105,7 +105,7 @@ def test_weights_that_are_loaded_alone(
     on: bool,
     own: tuple[str, ...],
 ) -> None:
-    """SkyRL's pull request 2149: the next step puts the former weights back."""
+    """Without the shim the next step restores the old weights (SkyRL's pull request 2149)."""
     precision_shim.uninstall()
     if on:
         shim(settings={"optimizer_states": "as-configured"})

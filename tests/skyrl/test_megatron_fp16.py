@@ -1,4 +1,4 @@
-"""fp16 on Megatron: an overflow is a skipped step that can be seen, and the scaler's settings."""
+"""fp16 on Megatron: overflows, skipped steps, and the scaler's settings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def scaler(worker: Any) -> Any:
 
 
 def train(worker: Any, seed: int, advantage: float = 1.0) -> tuple[dict[str, float], Any]:
-    """One forward and backward pass and one step by SkyRL's own methods."""
+    """Run one forward and backward pass and one step by SkyRL's own methods."""
     found = metrics_of(worker.forward_backward(batch(seed, advantage=advantage)))
     return found, worker.optim_step()
 
@@ -57,7 +57,7 @@ def test_an_overflow_is_skipped_and_shown(
     before, scale = parameters(worker), float(scaler(worker).scale)
     assert scale == 1024
     with caplog.at_level(logging.WARNING, "precision_shim"):
-        for seed in (1, 2):  # Megatron's hysteresis lets the scale stand for the first
+        for seed in (1, 2):  # hysteresis keeps the scale at the first overflow
             _, norm = train(worker, seed, advantage=1e9)
             assert isinstance(norm, float)
             assert math.isnan(norm)
@@ -73,7 +73,7 @@ def test_an_overflow_is_skipped_and_shown(
 
 
 def test_without_the_shim_nothing_is_scaled(make: Any) -> None:
-    """What the tests above differ from: SkyRL trains fp16 with a bf16 config and no scaler."""
+    """With the shim off SkyRL trains fp16 with a bf16 config and no scaler."""
     worker = make()
     found, norm = train(worker, 0)
     assert scaler(worker) is None
@@ -82,7 +82,7 @@ def test_without_the_shim_nothing_is_scaled(make: Any) -> None:
 
 
 def test_with_only_this_feature_off_a_skip_leaves_no_trace(make: Any, shim: Any) -> None:
-    """SkyRL drops what Megatron says of a skipped step."""
+    """SkyRL ignores Megatron's report of a skipped step."""
     shim(features=["-fp16-scaling"])
     worker = make()
     train(worker, 0)
@@ -92,7 +92,7 @@ def test_with_only_this_feature_off_a_skip_leaves_no_trace(make: Any, shim: Any)
 
 
 def test_with_dispatch_off_the_config_is_skyrls_and_named(make: Any, shim: Any) -> None:
-    """SkyRL writes bf16 into it whatever the model is; that is no wish of the user's."""
+    """SkyRL sets bf16 for every model, so bf16 in the config does not count as the user's."""
     shim(features=["-bf16-dispatch"])
     with (
         pytest.warns(PrecisionShimWarning, match="fp16=False, bf16=True, but the model is fp16"),
@@ -123,9 +123,9 @@ def test_too_many_skips_are_an_error(make: Any, shim: Any) -> None:
 
 
 def test_losses_and_norms_are_unscaled(make: Any, shim: Any) -> None:
-    """A thirty-second of the loss at 32 times the scale: of all figures too, to the bit."""
+    """A 32nd of the loss at 32 times the scale gives exactly a 32nd of all figures."""
     shim()
-    alone = "trainer.algorithm.use_kl_loss=false"  # the loss is then a multiple of the advantage
+    alone = "trainer.algorithm.use_kl_loss=false"  # makes the loss a multiple of the advantage
     one = train(make(alone, f"{KWARGS}.initial_loss_scale=16"), 0)
     two = train(make(alone, f"{KWARGS}.initial_loss_scale=512"), 0, advantage=2.0**-5)
     assert one[0]["final_loss"] == two[0]["final_loss"] * 2.0**5 != 0.0
@@ -138,7 +138,7 @@ def test_settings_reach_megatrons_scaler(make: Any, shim: Any) -> None:
     assert float(found.scale) == 1024
     assert found.growth_interval == 7
     assert found.backoff_factor == 0.25
-    # What stands in SkyRL's own config goes over it.
+    # A value in SkyRL's own config overrides the shim's variables.
     assert float(scaler(make(f"{KWARGS}.initial_loss_scale=64")).scale) == 64
 
 
@@ -160,9 +160,9 @@ def test_a_static_scale_is_the_users(make: Any, shim: Any) -> None:
 )
 @pytest.mark.parametrize("on", [True, False], ids=["shim on", "shim off"])
 def test_sizes_of_fp16_weights(make: Any, shim: Any, on: bool) -> None:
-    """What is sent to the inference engines is put into buckets by size; SkyRL has no fp16 there.
+    """Weights are sent to the engines in buckets by size; SkyRL's table of sizes lacks fp16.
 
-    The table is read for a training dtype of fp32, which is what ``trainer.bf16=false`` gives.
+    SkyRL reads its table of sizes only if the training dtype is fp32 (``trainer.bf16=false``).
     """
     from skyrl.backends.skyrl_train.workers.megatron.megatron_worker import MegatronWeightExtractor
 
@@ -193,7 +193,7 @@ def test_sizes_of_fp16_weights(make: Any, shim: Any, on: bool) -> None:
 def test_skyrls_own_step_for_a_prediction_head_is_counted(
     make: Any, shim: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stands in the optimizer itself, and asks Megatron's parts one by one."""
+    """SkyRL's own ``step`` calls the parts of Megatron's step one by one."""
     from skyrl.backends.skyrl_train.mtp import grad_clip
 
     monkeypatch.setattr(grad_clip, "is_mtp_param_name", lambda name: "output_layer" in name)
@@ -215,14 +215,14 @@ def test_skyrls_own_step_for_a_prediction_head_is_counted(
 
 @pytest.fixture
 def answer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, float]]:
-    """A step by the Tinker server's own backend and dispatch, and its answer."""
+    """Take a step by the Tinker server's own backend and dispatch; returns the server's answer."""
     backend = pytest.importorskip(
         "skyrl.backends.skyrl_train_backend", reason="the Tinker server's packages are not here"
     )
     from skyrl.backends.skyrl_train.distributed.dispatch import ActorInfo, MeshRank
     from skyrl.backends.skyrl_train.workers import worker_dispatch as module
 
-    # The one worker is here and no actor: what it returns is there at once.
+    # The worker is an object in this process, so its results need no ray.get.
     monkeypatch.setattr(module, "ray", SimpleNamespace(get=lambda refs: refs))
     alone = MeshRank(dp=0, sp=0, tp=0, pp=0, world_size=1, dp_size=1, pp_size=1)
     servers: dict[int, Any] = {}
@@ -241,7 +241,7 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, float]]:
             setattr(dispatch, name, lambda *args, **kwargs: None)
         server = object.__new__(backend.SkyRLTrainBackend)
         server._model_id, server._dispatch = "m", dispatch
-        server.config = SimpleNamespace(runtime_role="combined")  # asked for from 0.4
+        server.config = SimpleNamespace(runtime_role="combined")  # SkyRL reads this key from 0.4 on
         server._get_role = lambda model_id: "policy"
         return server
 
@@ -258,7 +258,7 @@ RATE = {"skyrl.ai/learning_rate": 1e-3}
 
 
 def test_the_tinker_servers_answer_has_no_nan(make: Any, shim: Any, answer: Any) -> None:
-    """JSON knows none: each skipped step would be an error of the server's, the first one too."""
+    """JSON has no NaN: the server would fail at each skipped step, even at the first."""
     shim()
     worker = make(f"{KWARGS}.initial_loss_scale=1024")
     assert answer(worker, 1e9) == {"skyrl.ai/skipped_step": 1.0, **RATE}
@@ -278,7 +278,7 @@ def test_the_same_on_fsdp(cpu: None, checkpoints: Any, shim: Any, answer: Any) -
 def test_the_tinker_servers_answer_without_a_scaler(
     fused_adam: str, checkpoints: Any, shim: Any, answer: Any, strategy: str, on: bool
 ) -> None:
-    """A bf16 model whose gradients broke is no skipped step: SkyRL fails on it."""
+    """Broken gradients of a bf16 model do not count as a skipped step: SkyRL fails on them."""
     if on:
         shim()
     if strategy == "megatron":

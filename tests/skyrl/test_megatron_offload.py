@@ -1,4 +1,4 @@
-"""SkyRL moves the optimizer's states to the CPU and back between its phases."""
+"""SkyRL moves the optimizer's states to the CPU between its phases, and back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BETA = "trainer.policy.megatron_config.optimizer_config_kwargs.adam_beta2=0.95"
 
 @pytest.fixture
 def make(fused_adam: str, checkpoints: dict[str, Path]) -> Callable[..., Any]:
-    """A bf16 policy worker whose optimizer is precision-aware."""
+    """Make a bf16 policy worker whose optimizer is precision-aware."""
     return lambda: build(checkpoints["bfloat16"], BETA)
 
 

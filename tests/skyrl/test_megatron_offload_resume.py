@@ -1,6 +1,6 @@
-"""How an optimizer resumes that Megatron offloads to the CPU, by SkyRL's own strategy.
+"""SkyRL's own strategy resumes an optimizer that Megatron offloads to the CPU.
 
-SkyRL mends Megatron's load of ``dp_reshardable`` checkpoints; what it leaves is the shim's.
+SkyRL fixes Megatron's load of ``dp_reshardable`` checkpoints in part; the shim fixes the rest.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ RESHARDABLE = "trainer.policy.megatron_config.dist_ckpt_optim_fully_reshardable"
 
 
 def outcome(worker: Any, folder: str, saved: Any, straight: Any, after: Any) -> str:
-    """``exact``, ``other weights``, or the name of an error."""
+    """Returns ``exact``, ``other weights``, or an error's name."""
     try:
         worker.load_checkpoint(folder)
         loaded = same_stepped(saved, stepped(worker.optimizer))
         same = train(worker, range(3, 5)) == straight
-    except Exception as error:  # Megatron's own, whatever it is
+    except Exception as error:  # Megatron raises several kinds
         return type(error).__name__
     exact = loaded and same and same_stepped(after, stepped(worker.optimizer))
     return "exact" if exact else "other weights"
@@ -56,7 +56,7 @@ def test_a_resume_is_exact_and_the_doctor_says_so(
     done, told = {}, {}
     from transformer_engine.pytorch.optimizers import FusedAdam
 
-    # At its import SkyRL says so of the FusedAdam that is there then; the stand-in comes later.
+    # At its import SkyRL lists FusedAdam as safe to load; the stand-in FusedAdam came later.
     with FakeGpu(), torch.serialization.safe_globals([FusedAdam]):
         for on in (False, True):
             precision_shim.uninstall()
@@ -75,9 +75,9 @@ def test_a_resume_is_exact_and_the_doctor_says_so(
     assert told == {on: told_by(word) for on, word in done.items()}
     if aware:
         assert done == {False: "exact" if share == 1.0 else "other weights", True: "exact"}
-    elif share == 0.0:  # it has no step count
+    elif share == 0.0:  # without offloading there is no step count
         assert done[True] == "CheckpointLayoutError"
         assert (done[False] == "other weights") == (not reshardable)
-    else:  # Megatron's own errors
+    else:  # Megatron raises its own errors
         assert done[True] == done[False]
         assert (done[True] == "exact") == (share == 1.0 and not reshardable)

@@ -1,4 +1,4 @@
-"""SkyRL's jobs on README and docs: its own validation takes each, and their keys have an effect."""
+"""SkyRL's validation accepts the jobs in README and docs, and the jobs' keys have an effect."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ MEGATRON = "trainer.policy.megatron_config.optimizer_config_kwargs"
 
 @pytest.fixture(autouse=True)
 def as_on_a_new_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No account of Weights & Biases; flash-attn, which SkyRL's extras install, is there."""
+    """Remove the Weights & Biases key; stand in for flash-attn, which SkyRL's extras install."""
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    if importlib.util.find_spec("flash_attn") is None:  # 0.2.0 asks for its version
+    if importlib.util.find_spec("flash_attn") is None:  # SkyRL 0.2.0 reads its version
         stand_in = types.ModuleType("flash_attn")
         stand_in.__version__ = "2.8.1"  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "flash_attn", stand_in)
 
 
 def validated(settings: tuple[str, ...]) -> Any:
-    """The config after what SkyRL's entry point does with it before it starts Ray."""
+    """The config after the validation that SkyRL's entry point runs before it starts Ray."""
     from skyrl.train.config import SkyRLTrainConfig
     from skyrl.train.utils.utils import validate_cfg
 

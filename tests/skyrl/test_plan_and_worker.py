@@ -1,4 +1,4 @@
-"""The plan's verdict and that of SkyRL's own workers, on the same generated configs."""
+"""On the same generated configs, the plan and SkyRL's own workers come to the same verdict."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def plan_of(strategy: str, *options: str) -> Callable[[Drawn], Verdict]:
 
 
 def on_fsdp(drawn: Drawn, checkpoint: Path) -> Verdict:
-    """A policy worker on FSDP, one step on made-up gradients."""
+    """The verdict of a policy worker on FSDP after one step on made-up gradients."""
     worker = fsdp_worker("policy", checkpoint, None, *words_of(drawn))
     module = getattr(worker.model, "model", worker.model)
     for one in module.parameters():
@@ -81,12 +81,12 @@ def on_fsdp(drawn: Drawn, checkpoint: Path) -> Verdict:
 
 
 def on_megatron(drawn: Drawn, checkpoint: Path) -> Verdict:
-    """A policy worker on Megatron, one step on made-up gradients."""
+    """The verdict of a policy worker on Megatron after one step on made-up gradients."""
     worker = build(checkpoint, *words_of(drawn))
     for chunk in worker.actor_module:
         for buffer in chunk.buffers:
             buffer.grad_data.normal_(std=1e-2)
-    worker.optimizer.get_loss_scale()  # as a loss that is scaled does
+    worker.optimizer.get_loss_scale()  # called whenever a loss is scaled
     worker.optimizer.step()
     (computes,) = {one.dtype for chunk in worker.actor_module for one in chunk.parameters()}
     return Verdict(
@@ -125,7 +125,7 @@ def test_on_megatron(fused_adam: str, checkpoints: dict[str, Path], seed: int, c
 def test_an_fp32_model_with_the_precision_aware_optimizer(
     fused_adam: str, checkpoints: dict[str, Path], more: dict[str, str]
 ) -> None:
-    """FusedAdam then keeps a master of each fp32 parameter, which it never updates."""
+    """A precision-aware FusedAdam stores masters of fp32 parameters, and never updates them."""
     kwargs = {"use_precision_aware_optimizer": "true", **more}
     written = {f"{_KWARGS}.{name}": value for name, value in kwargs.items()}
     one = Drawn({"trainer.bf16": "false", **written}, {})

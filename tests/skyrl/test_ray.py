@@ -1,7 +1,7 @@
-"""A real local Ray: workers that SkyRL's own actor group starts, from SkyRL's own actor classes.
+"""Workers of SkyRL's own actor classes, which SkyRL's own actor group starts in a local Ray.
 
-They need the package installed, with its start-up file. There is no GPU here: Ray is told of one
-that nobody looks at, and a setup hook of this test gives the workers gloo and the CPU.
+The workers need the installed package with its start-up file. Ray counts GPUs that do not exist;
+a setup hook of this test switches workers to gloo and the CPU.
 """
 
 from __future__ import annotations
@@ -197,9 +197,9 @@ def drive(
     on: bool = True,
     **others: str,
 ) -> dict[str, Any]:
-    """What a driver found with a worker that SkyRL's actor group has started.
+    """Run a driver, in which SkyRL's actor group starts a worker; returns the driver's results.
 
-    One training has its worker started as Ray does that; the other workers are forked.
+    In one training Ray itself starts the worker; in all other cases the worker is a fork.
     """
     (folder / "cpu_hook.py").write_text(HOOK)
     (folder / "driver.py").write_text(START + script)
@@ -226,11 +226,11 @@ def drive(
 
 def assert_wrapped(found: dict[str, Any], *methods: str) -> None:
     assert found["carried"]["PRECISION_SHIM"] == "1"
-    # Its methods are the patched ones, not only those of the modules that it has imported.
+    # The actor's own class has the wrapped methods, not only the class in the imported module.
     for name in methods:
         assert found["patched"][name], found
         assert found["states"][name] == "wrapped", found
-    # SkyRL's driver finds them on the handle, and the worker has them to run.
+    # SkyRL's driver finds the methods on the handle, and the worker can run them.
     assert found["listed"] == ["init_model", "forward_backward"]
     assert "forward_backward()" in found["called"], found["called"]
     assert found["bucket written"] is False, "what was written travels with the config"
@@ -243,7 +243,7 @@ def test_a_megatron_worker_reports_wrapped(ranks: Ranks, tmp_path: Path) -> None
     renewed, as_it_was = found["renewed"], found["as it was"]
     methods = ("forward_backward", "init_model", "make_megatron_module", "init_configs")
     assert_wrapped(renewed, *methods)
-    # Why the class is made anew: status says wrapped, and the worker runs the originals.
+    # Without the renewed class, status says wrapped but the worker runs the original methods.
     assert not as_it_was["patched"]["init_model"]
     assert not as_it_was["patched"]["make_megatron_module"]
     assert as_it_was["states"]["init_model"] == "wrapped"
@@ -251,7 +251,7 @@ def test_a_megatron_worker_reports_wrapped(ranks: Ranks, tmp_path: Path) -> None
 
 @pytest.mark.timeout(600)
 def test_the_audit_alone_gets_into_a_worker(ranks: Ranks, tmp_path: Path) -> None:
-    """What is wrapped of the worker's class is what the actor runs, whatever else is off."""
+    """If only the audit is on, the actor still runs the wrapped methods of the worker's class."""
     found = drive(ranks, tmp_path, ONE_GROUP, "megatron", PRECISION_SHIM_FEATURES="audit")
     assert found["carried"]["PRECISION_SHIM_FEATURES"] == "audit"
     assert found["of the worker"]
@@ -263,7 +263,7 @@ def test_the_audit_alone_gets_into_a_worker(ranks: Ranks, tmp_path: Path) -> Non
 def test_the_driver_trains_a_worker_in_fp16(
     ranks: Ranks, tmp_path: Path, checkpoints: dict[str, Path], on: bool
 ) -> None:
-    """By SkyRL's own dispatch: an overflow is skipped, and the scaler goes with the checkpoint."""
+    """With SkyRL's own dispatch an overflow is skipped, and a checkpoint contains the scaler."""
     found = drive(ranks, tmp_path, TRAINING, "fsdp", str(checkpoints["float32"]), on=on)
     figures = [
         [metrics.get(name) for name in ("loss_scale", "skipped_steps")]
@@ -281,7 +281,7 @@ def test_the_driver_trains_a_worker_in_fp16(
     assert skipped == (0.0, 0.0, 1.0, 1.0, 1.0)
     assert all(math.isfinite(float(norm)) for _, norm in found["steps"][2:] + found["on"])
     assert found["again"] == found["on"]
-    # The worker has audited its optimizer, and looked again after the first step.
+    # The worker audits its optimizer when it is built, and again after the first step.
     (file,) = (tmp_path / "audits").iterdir()
     audit = json.loads(file.read_text())
     assert file.name == "skyrl.policy.model.rank0.audit.json"

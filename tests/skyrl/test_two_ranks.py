@@ -1,4 +1,4 @@
-"""fp16 on FSDP over two gloo ranks: one scale, one decision, exact resume, weights rounded once."""
+"""fp16 on FSDP over two gloo ranks: common scale and skips, exact resume, weights rounded once."""
 
 from __future__ import annotations
 

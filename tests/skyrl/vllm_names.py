@@ -1,7 +1,7 @@
-"""What SkyRL imports of vLLM for an engine's arguments and a weight's description, and no more.
+"""The few vLLM names that SkyRL imports for an engine's arguments and a weight's description.
 
-vLLM has no wheel for a CPU; its place is taken by a parser without arguments, records, and the
-functions that gather a weight, so that SkyRL's own code around them runs.
+vLLM has no wheel for a CPU. The stand-ins are a parser without arguments, records, and functions
+that gather a weight. SkyRL's own code then runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 
 class ParamMeta(NamedTuple):
-    """What a source says of a weight before it sends it."""
+    """The description of a weight that a source sends before the weight."""
 
     name: str
     dtype: torch.dtype
@@ -24,11 +24,11 @@ class ParamMeta(NamedTuple):
 
 
 class WeightSource:
-    """The base of SkyRL's sources, which have methods of their own for all it declares."""
+    """The empty base class of SkyRL's sources, which define all of its methods themselves."""
 
 
 def materialize_full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A weight whole, as vLLM's function gathers it."""
+    """Gather a weight, as vLLM's function does."""
     gather = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else gather()
 
@@ -40,8 +40,8 @@ class _NoArguments:
 
 
 def put_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let SkyRL find these names in vLLM, until the test ends."""
-    # Imported before: with a vLLM at hand it looks for more than these names.
+    """Define the vLLM names for SkyRL until the test ends."""
+    # Import this module before the stand-ins exist, because with vLLM it imports more names.
     import skyrl.backends.skyrl_train.inference_servers.utils  # noqa: F401
 
     contents: dict[str, dict[str, Any]] = {
@@ -68,7 +68,7 @@ def put_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
         module.__path__ = []
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
-    # Imported from here on with these names in them, and to be forgotten with them.
+    # SkyRL imports stand-ins into the module sources, so the test's end also removes sources.
     monkeypatch.delitem(
         sys.modules, "skyrl.backends.skyrl_train.weight_sync.sources", raising=False
     )

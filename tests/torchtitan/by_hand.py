@@ -1,8 +1,8 @@
-"""The loops that a user would write: torch's scaler by hand around torchtitan's own parts.
+"""The loops that a user would write: torch's own scaler around torchtitan's parts.
 
-torchtitan's methods are not called for what is compared: only its model, loss, clipping, optimizers
-and LR schedulers. Attention is in float16 by the model's own call, so that there is one difference:
-who scales.
+The loops use torchtitan's model, loss, clipping, optimizers and LR schedulers, but none of the
+methods that the tests compare. Attention runs in float16 in the loops, as it does with the shim,
+so only the scaling code differs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def scaler(scale: float, interval: int) -> ShardedGradScaler:
 
 
 class _Scaled:
-    """The innermost loss, multiplied by the scale on its way back."""
+    """The innermost loss, times the loss scale."""
 
     def __init__(self, loss: Any, scaler: ShardedGradScaler) -> None:
         self.loss, self.scaler, self.values = loss, scaler, []
@@ -48,7 +48,7 @@ def _scaled(trainer: Any, scaler: ShardedGradScaler) -> Iterator[None]:
 
 @contextmanager
 def attention_in_float16() -> Iterator[None]:
-    """torchtitan's attention with nothing cast, for a trainer that is built meanwhile."""
+    """Remove torchtitan's cast in the attention of a trainer that is built in this block."""
     from torchtitan.models.common.attention import VarlenAttention
 
     own = VarlenAttention.forward
@@ -78,7 +78,7 @@ def attention_in_float16() -> Iterator[None]:
 
 
 def _step(trainer: Any, scaler: ShardedGradScaler) -> tuple[float, float]:
-    """Unscale, clip, step or skip, update: the grad norm, and the scale of the step."""
+    """Unscale, clip, step or skip, update; returns the grad norm and the step's loss scale."""
     from torchtitan.distributed import utils
 
     scale = scaler.get_scale()
@@ -96,7 +96,7 @@ def _step(trainer: Any, scaler: ShardedGradScaler) -> tuple[float, float]:
 def policy_step(
     trainer: Any, scaler: ShardedGradScaler, step: int, advantage: float
 ) -> tuple[float, float, float]:
-    """Three passes and a step: grad norm, the scale of the step, the last loss, unscaled."""
+    """Three passes and a step; returns grad norm, the step's scale, and the last unscaled loss."""
     model = trainer.model
     with _scaled(trainer, scaler):
         for part in range(3):
@@ -119,7 +119,7 @@ def policy_step(
 
 
 def train_step(trainer: Any, scaler: ShardedGradScaler, data: Any) -> tuple[float, float, float]:
-    """The accumulation steps of a ``Trainer`` and a step: norm, scale, the scaled loss."""
+    """A ``Trainer``'s accumulation steps and a step; returns norm, scale, and the scaled loss."""
     trainer.optimizers.zero_grad()
     batches = [next(data) for _ in range(trainer.gradient_accumulation_steps)]
     tokens = torch.tensor(sum(labels.numel() for _, labels in batches))

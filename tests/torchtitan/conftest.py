@@ -1,7 +1,7 @@
-"""The real torchtitan on a CPU, in one process.
+"""Fixtures with the real torchtitan on a CPU.
 
-Everything of the framework is imported inside fixtures: collecting must stay cheap, and what the
-framework warns about at import is its own.
+Only fixtures import the framework, so that pytest collects the tests quickly and a warning that the
+framework raises at import does not fail the collection.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ except PackageNotFoundError:
     collect_ignore_glob = ["test_*.py"]
     TORCHTITAN = ""
 TORCH_HAS_PIPELINES = Version("2.15") <= Version(version("torch")) if TORCHTITAN else False
-"""torchtitan 0.3.0 calls a pipeline's schedule as torch has it from 2.15 on."""
+"""torchtitan 0.3.0 calls a pipeline's schedule with the signature that torch has from 2.15 on."""
 
 
 @pytest.fixture(scope="session")
 def torchtitan() -> None:
-    """torchtitan, imported without the shim, in a process group of one."""
+    """Import torchtitan without the shim, in a process group of one."""
     from . import cpu
 
     cpu.enter()
@@ -57,6 +57,6 @@ def pretrainer(torchtitan: None, tmp_path: Path) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Starts processes that train, alone or together; returns what each found, by rank."""
+    """Starts processes that train, alone or together; returns the results of each rank."""
     with rank_server("tests.torchtitan.ranks", tmp_path_factory.mktemp("ranks")) as server:
         yield server

@@ -1,11 +1,11 @@
-"""The real torchtitan on a CPU, in this process: 0.3.0, or its main branch.
+"""Runs the real torchtitan (0.3.0, or its main branch) on a CPU, in this process.
 
-torchtitan asks for a GPU by name in few places, and its RL package imports vLLM to register a
-model. With those answered on its behalf the real ``PolicyTrainer`` and the real ``Trainer`` are
-built by their own ``__init__``, train, save and resume over gloo.
+torchtitan names a GPU in few places, and its RL package imports vLLM to register a model. This
+module replaces GPU and vLLM. The real ``PolicyTrainer`` and ``Trainer`` are then built by their own
+``__init__``, train, save and resume over gloo.
 
-What stands in for something: ``varlen_attn`` is CUDA only; here it is SDPA, document by document,
-in the dtype that it is given. What this is not: a way to learn about CUDA's kernels or speed.
+``varlen_by_sdpa`` replaces ``varlen_attn`` (CUDA only) by SDPA for each document, in the inputs'
+dtype. The harness shows nothing about CUDA's kernels or speed.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ TRAINER = f"{RL}.actors.trainer"
 VOCABULARY, LENGTH = 64, 16
 
 
-# -- answering for a GPU -----------------------------------------------------------------------
+# -- stand-ins for a GPU -----------------------------------------------------------------------
 
 
 def answer_for_gpus() -> None:
     """Let torchtitan be imported and built without a GPU and without vLLM; never undone.
 
-    It imports torch, and nothing of torchtitan: the shim may be installed before or after it.
+    The shim may be installed before or after this call, which does not import torchtitan.
     """
     import torch
     import torch._utils
@@ -51,11 +51,11 @@ def answer_for_gpus() -> None:
     for name, answer in answers.items():
         if not hasattr(torch.cpu, name):
             setattr(torch.cpu, name, answer)
-    # torch's own answers are those of no device.
+    # torch.cpu.get_device_name and current_device would answer that there is no device.
     torch.cpu.get_device_name = answers["get_device_name"]
     torch.cpu.current_device = lambda: 0
     if RL not in sys.modules:
-        # Its own __init__ imports vLLM.
+        # The RL package's own __init__ imports vLLM.
         (place,) = importlib.util.find_spec("torchtitan").submodule_search_locations
         bare = types.ModuleType(RL)
         bare.__path__ = [str(Path(place, "experiments", "rl"))]
@@ -75,7 +75,7 @@ def varlen_by_sdpa(
     window_size: tuple[int, int] = (-1, -1),
     **options: Any,
 ) -> Any:
-    """What torch's ``varlen_attn`` computes, by SDPA for each document."""
+    """The result of torch's ``varlen_attn``, computed by SDPA for each document."""
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -99,16 +99,16 @@ def varlen_by_sdpa(
 
 
 SEEN: set[Any] = set()
-"""Dtypes that attention was computed in."""
+"""The dtypes in which attention was computed."""
 
 
 def enter(world: int = 1, rank: int = 0, store: str | None = None) -> None:
-    """Import torchtitan on a CPU, and join a process group; never undone.
+    """Import torchtitan on a CPU and join a process group, for the rest of the process.
 
     Args:
         world: number of processes.
-        rank: of this one.
-        store: where the processes meet, a path at which no file is yet; may be None for one.
+        rank: the rank of this process.
+        store: path of the rendezvous file, which must not exist yet; None if one process.
     """
     answer_for_gpus()
     import torch
@@ -118,15 +118,15 @@ def enter(world: int = 1, rank: int = 0, store: str | None = None) -> None:
         store = os.path.join(tempfile.mkdtemp(prefix="torchtitan"), "store")
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world))
     dist.init_process_group("gloo", init_method=f"file://{store}", world_size=world, rank=rank)
-    torch.autograd.set_multithreading_enabled(False)  # as torchtitan does where it makes the group
+    torch.autograd.set_multithreading_enabled(False)  # as torchtitan sets it
     imports()
 
 
 def imports(*, rl: bool = True) -> None:
-    """Import the trainers, and put the stand-in for varlen attention into their module.
+    """Import the trainers, and replace ``varlen_attn`` in torchtitan's attention module.
 
     Args:
-        rl: import the RL trainer, which wants Monarch.
+        rl: whether to import the RL trainer, which needs Monarch.
     """
     import torchtitan.models.common.attention as attention
     import torchtitan.trainer as trainer
@@ -135,7 +135,7 @@ def imports(*, rl: bool = True) -> None:
         importlib.import_module(TRAINER)
 
     attention.varlen_attn = varlen_by_sdpa
-    # It sleeps for 2 s after each training.
+    # The trainer of torchtitan sleeps for 2 s after each training.
     trainer.time = types.SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})
 
 
@@ -202,10 +202,10 @@ def chunked(loss: Any, chunks: int = 2) -> Any:
 
 
 def sections(folder: Path | str, dtype: str, **changes: Any) -> dict[str, Any]:
-    """The parts of a config that both trainers have.
+    """The parts of a config that ``PolicyTrainer`` and ``Trainer`` share.
 
     Args:
-        folder: where the trainer may write.
+        folder: directory for the trainer's files.
         dtype: ``mixed_precision_param``.
         **changes: ``training``, ``parallelism``, ``checkpoint``, ``compile``, ``debug``: mappings
             of keys to values; ``optimizer``: the implementation; ``parts``: accumulation steps.
@@ -214,7 +214,7 @@ def sections(folder: Path | str, dtype: str, **changes: Any) -> dict[str, Any]:
     from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
     from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
 
-    # eps well above the rounding of fp16, or the signs of gradients near 0 decide a step.
+    # If eps were below fp16's rounding, signs of gradients near 0 would decide a step.
     optimizer = default_adamw(lr=1e-2, eps=1e-4)
     optimizer.implementation = changes.get("optimizer", "foreach")
     keys: dict[str, Any] = {"steps": 20, "disable_cuda_graphs": True}
@@ -247,7 +247,7 @@ def sections(folder: Path | str, dtype: str, **changes: Any) -> dict[str, Any]:
 
 
 def policy_config(folder: Path | str, dtype: str = "float16", **changes: Any) -> Any:
-    """A ``PolicyTrainer.Config``; see ``sections``, and ``chunks`` for a chunked loss."""
+    """A ``PolicyTrainer.Config``; see ``sections``. ``chunks`` makes the loss chunked."""
     from torchtitan.experiments.rl.actors.trainer import PolicyTrainer
     from torchtitan.experiments.rl.losses import GRPOLoss
 
@@ -260,10 +260,10 @@ def policy_config(folder: Path | str, dtype: str = "float16", **changes: Any) ->
 
 
 def policy_trainer(folder: Path | str, dtype: str = "float16", **changes: Any) -> Any:
-    """A real ``PolicyTrainer``, by its own ``__init__``.
+    """A real ``PolicyTrainer``, built by its own ``__init__``.
 
     Args:
-        folder: where it may write.
+        folder: directory for the trainer's files.
         dtype: ``mixed_precision_param``.
         **changes: see ``sections``; ``generator_dtype``, ``experts``, ``layers``.
     """
@@ -283,7 +283,7 @@ def policy_trainer(folder: Path | str, dtype: str = "float16", **changes: Any) -
 
 
 def trainer_config(folder: Path | str, dtype: str = "float16", **changes: Any) -> Any:
-    """A ``Trainer.Config``; see ``sections``, and ``chunks`` for a chunked loss."""
+    """A ``Trainer.Config``; see ``sections``. ``chunks`` makes the loss chunked."""
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.trainer import Trainer
@@ -309,7 +309,7 @@ def trainer_config(folder: Path | str, dtype: str = "float16", **changes: Any) -
 
 
 def pretrainer(folder: Path | str, dtype: str = "float16", **changes: Any) -> Any:
-    """A real ``Trainer``, by its own ``__init__``; see ``trainer_config``."""
+    """A real ``Trainer``, built by its own ``__init__``; see ``trainer_config``."""
     from torchtitan.trainer import Trainer
 
     config = changes.get("config") or trainer_config(folder, dtype, **changes)
@@ -327,7 +327,7 @@ class _Port:
         self.done.set_result(found)
 
     def exception(self, error: BaseException) -> None:
-        # Monarch hands an error on in one of its own.
+        # Monarch wraps the endpoint's error in its own error class.
         self.done.set_exception(getattr(error, "exception", error))
 
 
@@ -344,7 +344,7 @@ def endpoint(trainer: Any, name: str, *arguments: Any, **options: Any) -> Any:
 
 
 def microbatch(seed: int, *, advantage: float = 1.0, size: int = 2) -> Any:
-    """One rank's part of a batch, in two documents a row."""
+    """One rank's part of a batch; each row has two documents."""
     import torch
     from torchtitan.experiments.rl.types import TrainingMicrobatch
 
@@ -365,7 +365,7 @@ def microbatch(seed: int, *, advantage: float = 1.0, size: int = 2) -> Any:
 
 
 def policy_step(trainer: Any, step: int, advantage: float = 1.0, parts: int = 3) -> Any:
-    """Some ``forward_backward`` and one ``optim_step``: metrics of the last, and the output."""
+    """Call ``forward_backward`` several times and ``optim_step`` once; returns both results."""
     for part in range(parts):
         data = [
             microbatch(1000 * step + 10 * part + rank, advantage=advantage)
@@ -376,13 +376,13 @@ def policy_step(trainer: Any, step: int, advantage: float = 1.0, parts: int = 3)
 
 
 def local(tensor: Any) -> Any:
-    """A tensor's values on this rank, as they are now."""
+    """A copy of a tensor's values on this rank."""
     tensor = tensor.detach()
     return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).clone()
 
 
 def values(trainer: Any) -> dict[str, Any]:
-    """Parameters, buffers, and the optimizer's states, of this rank, by name."""
+    """Copies of this rank's parameters, buffers and optimizer states, by name."""
     found = {}
     for part in trainer.model_parts:
         for name, one in (*part.named_parameters(), *part.named_buffers()):

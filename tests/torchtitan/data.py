@@ -1,4 +1,4 @@
-"""Data and a tokenizer for the real ``Trainer``: words from a generator, none of them read."""
+"""Data and a tokenizer for the real ``Trainer``: random tokens, so no file is read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ else:
 
 
 class WordTokenizer(BaseTokenizer):
-    """A tokenizer that nobody asks for words."""
+    """A tokenizer without words, of which torchtitan reads only the size."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
@@ -38,7 +38,7 @@ class WordTokenizer(BaseTokenizer):
 
 
 class Words(BaseDataLoader):
-    """Endless batches; each rank its own, and after a resume those that follow."""
+    """Endless batches that differ between ranks, and that continue after a resume."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):

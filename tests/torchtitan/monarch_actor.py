@@ -1,4 +1,4 @@
-"""The actor of ``monarch_driver``: the real ``PolicyTrainer``, and a look at what it has."""
+"""The actor of ``monarch_driver``: the real ``PolicyTrainer`` and a report method."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from . import cpu
 
 
 class Trainer(PolicyTrainer):
-    """Nothing of it is changed."""
+    """The real ``PolicyTrainer`` with ``look`` added."""
 
     def __init__(self, config: Any, folder: str) -> None:
         super().__init__(
@@ -24,7 +24,7 @@ class Trainer(PolicyTrainer):
 
     @endpoint
     async def look(self) -> dict[str, Any]:
-        """What is in force here, and what came of the training."""
+        """Whether the shim is on, whether all values are finite, and attention's dtypes."""
         import precision_shim
 
         values = cpu.values(self).values()

@@ -1,7 +1,7 @@
-"""A driver as torchtitan's controller is one: a process of Monarch's, and a trainer in it.
+"""A driver like torchtitan's controller: it starts a trainer in a process of Monarch's.
 
-Prints what the actor found as one line of JSON. The actor's process gets the harness through its
-own start, before torchtitan is imported there.
+Prints the actor's results as one line of JSON. The actor's process runs ``prepare`` at the start,
+before it imports torchtitan.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def prepare() -> None:
-    """In the actor's process, before anything of torchtitan."""
+    """Enter the CPU harness in the actor's process before torchtitan is imported."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     from tests.torchtitan import cpu
 
@@ -46,4 +46,4 @@ async def main(folder: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     print(json.dumps(asyncio.run(main(sys.argv[1]))), flush=True)
-    os._exit(0)  # Monarch's own end may take its time
+    os._exit(0)  # Monarch's shutdown can be slow

@@ -1,12 +1,12 @@
-"""The processes that train, save and resume; ``tests/rank_server.py`` starts them.
+"""The rank processes that train, save and resume; ``tests/rank_server.py`` starts them.
 
 The case is ``policy`` or ``pretrain``. Options of a launch:
     on: whether the shim is installed.
-    first, last: the steps that this process takes, numbered over the whole job.
-    overflows: those of them in which rank ``on_rank`` (default: the last) has an overflow.
-    load, save: whether it loads a checkpoint before, and saves one after.
+    first, last: range of the steps that this process takes, numbered over the whole job.
+    overflows: the steps in which rank ``on_rank`` (default: the last) has an overflow.
+    load, save: whether the rank loads a checkpoint before training, and saves one after.
     dtype, experts, chunks, layers, training, parallelism, checkpoint: as in ``cpu``.
-    push, generator: whether it sends its weights at the end, and in which dtype.
+    push, generator: whether the rank sends its weights at the end, and in which dtype.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ SETTINGS = {"growth_interval": 2, "loss_scale_init": 1024, "log": "quiet"}
 
 
 def prepare() -> None:
-    """Import what may be forked, in the server: Monarch starts threads as it is imported.
+    """Import in the server, except Monarch: its import starts threads, which a fork would lose.
 
-    The shim is installed late, in a rank.
+    Each rank installs the shim itself, after the server's imports.
     """
     cpu.answer_for_gpus()
     for name in ("torchtitan.trainer", "torchtitan.models.qwen3", "tests.torchtitan.data"):
@@ -32,7 +32,7 @@ def prepare() -> None:
 
 
 def run(launch: Launch) -> dict[str, Any]:
-    """Build a trainer, load, train, save; returns what came of it."""
+    """Build a trainer, load, train, save; returns the results."""
     import warnings
 
     import precision_shim
@@ -77,7 +77,7 @@ def _train(launch: Launch, given: dict[str, Any]) -> dict[str, Any]:
         changes["generator_dtype"] = given["generator"]
     trainer = build(launch.folder, given.get("dtype", "float16"), **changes)
     _sum_over_gloo(trainer)
-    if load and launch.case != "policy":  # the RL trainer loads within its __init__
+    if load and launch.case != "policy":  # PolicyTrainer loads within __init__
         trainer.checkpointer.load()
     overflows = given.get("overflows", [])
     mine = launch.rank == given.get("on_rank", launch.world - 1)
@@ -114,7 +114,7 @@ def _train(launch: Launch, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pushed(trainer: Any, dtype: str) -> dict[str, Any]:
-    """This rank's share of the weights that the trainer sends, and its own, rounded once."""
+    """Digests of this rank's share of the sent weights, and of its own weights, rounded once."""
     from types import SimpleNamespace
 
     import torch
@@ -142,7 +142,7 @@ def _digest(tensor: Any) -> str:
 
 
 def _sum_over_gloo(trainer: Any) -> None:
-    """gloo has no reduction with a factor before it, which FSDP asks NCCL for."""
+    """Let FSDP reduce by a plain sum, because gloo lacks NCCL's reduction with a factor."""
     from torch.distributed.fsdp import FSDPModule
 
     for part in trainer.model_parts:

@@ -1,4 +1,4 @@
-"""What the audit says of torchtitan's trainers by itself."""
+"""The audit of torchtitan's trainers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .test_pretraining import train
 
 
 def only() -> Any:
-    """The one audit that there is."""
+    """The only audit in ``status()``."""
     (found,) = precision_shim.status().audit
     return found
 
 
 def test_the_rl_trainer(policy: Any, shim: Any) -> None:
-    """With its scaler; complete after the first step that is not skipped."""
+    """The audit lists the scaler, and is complete after the first step that is not skipped."""
     shim()
     trainer = policy()
     assert not only().complete
@@ -52,7 +52,7 @@ def test_pretraining(pretrainer: Any, shim: Any, tmp_path: Path) -> None:
 
 
 def test_training_in_bfloat16_states(pretrainer: Any, shim: Any, tmp_path: Path) -> None:
-    """What torchtitan takes without a word: no masters, and a second moment that cannot decay."""
+    """The audit notes what torchtitan accepts silently: no masters, and a stuck second moment."""
     shim()
     config = cpu.trainer_config(tmp_path, "bfloat16", training={"dtype": "bf16"})
     config.optimizer.param_groups[0].optimizer_kwargs["betas"] = (0.9, 0.999)
@@ -101,7 +101,7 @@ LOST = {"updates_lost", "updates_lost_rollout"}
 
 
 def test_lost_updates_of_the_rl_trainer(policy: Any, shim: Any) -> None:
-    """In its output, one step late; in float16 a skipped step brings no figures of its own."""
+    """Lost-update figures appear in the output one step late; a skipped step has no figures."""
     shim(settings={"watch_updates": 1})
     for dtype in ("bfloat16", "float16"):
         trainer = policy(dtype)

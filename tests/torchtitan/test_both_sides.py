@@ -1,7 +1,7 @@
-"""Both sides of an RL job: what the driver says, what vLLM would get, what the plan says of it.
+"""Dtypes of trainer and generator in an RL job: reports of driver and plan, vLLM's arguments.
 
-The configs go through torchtitan's own manager, its own ``Controller``, and its own
-``setup_async`` and ``VLLMGenerator``, up to the arguments of vLLM's engine.
+The configs go through torchtitan's own manager, ``Controller``, ``setup_async`` and
+``VLLMGenerator``, until the arguments of vLLM's engine are built.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ FOLLOW = {"rollout": "follow"}
 
 
 class StopError(Exception):
-    """The next thing would be an engine, or an actor's process."""
+    """Raised at the point where an engine or an actor's process would start."""
 
 
 class Anything:
-    """What the driver makes beside the engines."""
+    """Stands in for objects that the driver makes besides the engines."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         pass
@@ -56,7 +56,7 @@ class Anything:
 
 
 class Mesh:
-    """Where Monarch would start the processes; keeps what it would start there."""
+    """Stands in for Monarch's mesh; it stores the actors that would be spawned."""
 
     def __init__(self) -> None:
         self.spawned: dict[str, Any] = {}
@@ -79,13 +79,13 @@ def parse(*words: str, recipe: tuple[str, ...] = RECIPE) -> Any:
 
 
 def control(config: Any) -> Any:
-    """The driver's controller, by its own ``__init__``."""
+    """The driver's controller, built by its own ``__init__``."""
     config.renderer, config.rollouter, config.metrics = Anything(), Anything(), Anything()
     return config.build()
 
 
 def spawned(controller: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The actors that the driver would start: their classes and arguments, by name."""
+    """The classes and arguments of the actors that the driver would start, by name."""
     from torchtitan.experiments.rl import controller as module
 
     async def nothing(*args: Any) -> None:
@@ -123,7 +123,7 @@ def arguments(controller: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[str, st
 
 
 def stand_in_for_vllm(monkeypatch: pytest.MonkeyPatch, engine_args: Callable[..., Any]) -> None:
-    """What a generator's ``__init__`` takes of vLLM, which is not installed here, and of a GPU."""
+    """Replace the names of vLLM and of a GPU that a generator's ``__init__`` uses."""
     from torchtitan.experiments.rl.actors import generator as generators
 
     monkeypatch.setattr(generators, "EngineArgs", engine_args)
@@ -148,7 +148,7 @@ def decisions() -> list[tuple[str, str]]:
 
 
 def watched(act: Callable[[], Any]) -> tuple[Any, list[str]]:
-    """What a function returns, and what the shim warned of meanwhile."""
+    """Call a function; returns its result and the shim's warnings during the call."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = act()
@@ -161,7 +161,7 @@ def chosen(trainer: str, generator: str) -> str:
     return f"{generator}, as the policy" if same else f"{generator} beside the policy's {trainer}"
 
 
-# -- what is said, and what the engine gets ----------------------------------------------------
+# -- the driver's messages, and the engine's dtype ---------------------------------------------
 
 
 @pytest.mark.parametrize(("trainer", "generator"), PAIRS)
@@ -219,7 +219,7 @@ def test_the_generator_follows_where_the_command_line_says_nothing(
 
 @pytest.mark.parametrize(("trainer", "generator"), PAIRS)
 def test_what_the_command_line_says_stays(shim: Any, trainer: str, generator: str) -> None:
-    """Also where it says what torchtitan's config function has; in both of tyro's spellings."""
+    """A dtype on the command line never changes, even if it equals the config function's."""
     shim(settings=FOLLOW)
     option = GENERATOR if trainer == "fp16" else "--generator.model-dtype"
     config = parse(f"{TRAINER}={trainer}", option, DTYPES[generator])
@@ -254,7 +254,7 @@ def assigned():
     return config
 """
 FOLLOWS = {"shipped": True, "left_out": True, "written": False, "assigned": False}
-"""``shipped`` is torchtitan's own function, which this module imports."""
+"""Whether the generator's dtype follows, by config function; ``shipped`` is torchtitan's."""
 
 
 @pytest.fixture
@@ -356,7 +356,7 @@ def test_the_plan_knows_what_the_user_wrote(
 
 @pytest.mark.parametrize("name", ["fp17", "auto", "fp8"])
 def test_a_wrong_name(shim: Any, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    """Before an actor starts, and in the plan; ``auto`` passes where no trainer needs it."""
+    """Launch and plan refuse a wrong name; ``auto`` is allowed if no trainer needs the dtype."""
     (problem,) = planned(capsys, *RECIPE, f"{GENERATOR}={name}")["problems"]
     assert (problem["code"], problem["key"]) == ("dtype", "generator.model_dtype")
     shim()
@@ -374,7 +374,7 @@ def test_a_wrong_name(shim: Any, capsys: pytest.CaptureFixture[str], name: str) 
 def test_the_weights_are_rounded_once(
     policy: Any, shim: Any, monkeypatch: pytest.MonkeyPatch, trainer: str, generator: str
 ) -> None:
-    """To the generator's dtype, from the fp32 parameters; buffers are not rounded."""
+    """fp32 parameters are rounded once, to the generator's dtype; buffers are not rounded."""
     from torchtitan.experiments.rl.actors import trainer as module
 
     pushed: dict[str, Any] = {}
@@ -403,7 +403,7 @@ def test_the_weights_are_rounded_once(
 
 @pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_two_ranks_send_the_same_with_the_shim_and_without(ranks: Ranks, dtype: str) -> None:
-    """And a step between, so that the parameters are no checkpoint's."""
+    """One step moves the parameters off their initial values before they are sent."""
     options: dict[str, Any] = {"dtype": "float32", "generator": dtype, "first": 0, "last": 1}
     ours, theirs = (ranks("policy", push=True, on=on, **options) for on in (True, False))
     for mine, other in zip(ours, theirs, strict=True):

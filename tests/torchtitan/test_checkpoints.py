@@ -1,4 +1,4 @@
-"""Save, a new process, load: what is resumed is what was not stopped."""
+"""A job that resumes in a new process ends with the states of a job that never stopped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def one(ranks: Ranks, case: str, folder: Path, **options: Any) -> dict[str, Any]
 
 
 def same(resumed: dict[str, Any], whole: dict[str, Any]) -> None:
-    """Parameters, moments, buffers, scale, counters, LR; and what the steps reported."""
+    """Compare parameters, moments, buffers, scale, counters, LR, and the metrics of each step."""
     for part in ("values", "scaler", "state", "rates"):
         assert resumed[part] == whole[part], part
     steps = len(resumed["metrics"])
@@ -61,7 +61,7 @@ def test_a_resume_of_experts_is_exact(ranks: Ranks, tmp_path: Path, case: str, s
     whole = one(ranks, case, tmp_path / "whole", first=0, last=4, **options)
     one(ranks, case, tmp_path / "parts", first=0, last=2, save=True, **options)
     resumed = one(ranks, case, tmp_path / "parts", first=2, last=4, load=True, experts=True)
-    if case == "policy":  # it registers no hook that begins the counts anew, and reads none
+    if case == "policy":  # PolicyTrainer never resets or reads tokens_per_expert
         for found in (whole, resumed):
             found["values"] = {
                 name: value for name, value in found["values"].items() if "tokens_per" not in name
@@ -71,7 +71,7 @@ def test_a_resume_of_experts_is_exact(ranks: Ranks, tmp_path: Path, case: str, s
 
 @pytest.mark.parametrize("case", CASES)
 def test_off_then_on(ranks: Ranks, tmp_path: Path, case: str) -> None:
-    """A checkpoint without a record: one warning, a fresh scaler."""
+    """A checkpoint without a scaler record gives one warning and a fresh scaler."""
     one(ranks, case, tmp_path, first=0, last=2, save=True, on=False)
     told = verdict(tmp_path / "checkpoint", "torchtitan", FP16, on=True)
     assert told == "starts anew"
@@ -86,7 +86,7 @@ def test_off_then_on(ranks: Ranks, tmp_path: Path, case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_on_then_off(ranks: Ranks, tmp_path: Path, case: str) -> None:
-    """torchtitan does not see the record."""
+    """Without the shim torchtitan ignores the scaler's record."""
     before = one(ranks, case, tmp_path, first=0, last=2, save=True)
     assert verdict(tmp_path / "checkpoint", "torchtitan", on=False) == "starts anew"
     resumed = one(ranks, case, tmp_path, first=2, last=2, load=True, on=False)
@@ -105,7 +105,7 @@ def test_to_bfloat16_and_back(ranks: Ranks, tmp_path: Path, case: str) -> None:
 
 
 NUMBER = b'"growth_tracker": '
-"""What stands before a digit in a record."""
+"""The bytes before a digit in a scaler's record."""
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -127,13 +127,13 @@ def test_a_damaged_record(ranks: Ranks, tmp_path: Path, case: str) -> None:
     assert "ScalerCheckpointError" in found["error"]
     assert "does not match its digest" in found["error"]
     assert "exclude_from_loading" in found["error"]
-    assert "delete" not in found["error"]  # it is a part of the whole checkpoint
+    assert "delete" not in found["error"]  # a scaler's record cannot be deleted alone
     assert "step-2" in found["error"]
 
 
 @pytest.mark.parametrize("how", ["cut off", "another pickle"])
 def test_metadata_that_cannot_be_read_is_an_error(ranks: Ranks, tmp_path: Path, how: str) -> None:
-    """It is not taken for a checkpoint that was written without the shim."""
+    """Unreadable metadata raises an error, and does not count as a checkpoint without a record."""
     one(ranks, CASES[0], tmp_path, first=0, last=2, save=True)
     metadata = tmp_path / "checkpoint" / "step-2" / ".metadata"
     whole = metadata.read_bytes()

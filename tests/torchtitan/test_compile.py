@@ -1,4 +1,4 @@
-"""``compile.enable`` with the attention seam in place."""
+"""Training with ``compile.enable`` and the shim's attention seam."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def train(policy: Any, **changes: Any) -> tuple[Any, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def operator(torchtitan: None) -> Any:
-    """The stand-in for the kernel as an operator: it reads its bounds, which no graph can hold."""
+    """The attention stand-in as an operator, because a graph cannot read document bounds."""
     kernel = torch.library.custom_op("precision_shim_tests::varlen", mutates_args=())(_varlen)
     kernel.register_fake(lambda q, k, v, bounds: torch.empty_like(q))
     kernel.register_autograd(_backward, setup_context=_context)
@@ -29,7 +29,7 @@ def operator(torchtitan: None) -> Any:
 
 @pytest.fixture
 def kernel(operator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That operator in the kernel's place."""
+    """Replace ``varlen_attn`` by the operator."""
     from torchtitan.models.common import attention
 
     monkeypatch.setattr(
@@ -41,7 +41,7 @@ COMPILED = {"enable": True, "backend": "eager", "components": ["model"]}
 
 
 def test_blocks_compile_whole(kernel: None, policy: Any, shim: Any) -> None:
-    """Compiled by dynamo with ``fullgraph=True``; the same numbers, and attention in float16."""
+    """Dynamo compiles with ``fullgraph=True``; results stay equal, attention stays in float16."""
     shim()
     plain = train(policy)
     cpu.SEEN.clear()
@@ -55,7 +55,7 @@ def test_blocks_compile_whole(kernel: None, policy: Any, shim: Any) -> None:
 def test_alone_a_wrapper_of_wrapts_breaks_the_compiler(
     kernel: None, policy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Why a plain function stands there."""
+    """Dynamo cannot compile a wrapper of wrapt's, so the seam is a plain function."""
     import wrapt
     from torchtitan.models.common.attention import VarlenAttention
 

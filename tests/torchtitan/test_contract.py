@@ -1,4 +1,4 @@
-"""What torchtitan, as every framework, is held to."""
+"""torchtitan passes the tests that are the same for every framework."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ dynamic = ["version"]
 [tool.setuptools.dynamic]
 version = {file = "assets/version.txt"}
 """
-"""What torchtitan's own ``pyproject.toml`` says of its version, a file beside its packages."""
+"""The part of torchtitan's own ``pyproject.toml`` that reads the version from a file."""
 
 
 def add_project(root: Path, version: str) -> None:
@@ -49,7 +49,7 @@ class TestRelease(contract.Release):
     driver = DRIVER
 
     def test_the_doctor_asks_the_probes(self) -> None:
-        """In a process without the tests' answers for a GPU, where not all can be imported."""
+        """The doctor's process has no GPU stand-ins, so it cannot import all modules."""
         outcomes = ask_probes(entries(third_party=False)["torchtitan"].load().probes)
         assert {outcome["state"] for outcome in outcomes} <= {"holds", "unasked"}
         assert sum(outcome["state"] == "holds" for outcome in outcomes) >= 5
@@ -64,7 +64,7 @@ class TestRelease(contract.Release):
 
 
 class TestWorker(contract.Worker):
-    """A real RL trainer."""
+    """The worker is a real RL trainer."""
 
     driver = DRIVER
 
@@ -87,7 +87,7 @@ class TestDamage(contract.Damage):
         self, saved: contract.Saved, tmp_path: Path, seeds: range
     ) -> None:
         super().test_no_damage_goes_unsaid(saved, tmp_path, seeds)
-        # The same where next to nothing is held against its checksum.
+        # Damage is also found if the doctor compares few bytes with checksums.
         work = tmp_path / "damaged"
         few = wrong_answers(saved.folder, "torchtitan", FP16, work, seeds[:4], most=1 << 10)
         assert not list(few)
@@ -133,10 +133,10 @@ UNIT = (
     "trainer",
     "weight_tying",
 )
-"""What is about the trainers, their configs and what the shim enters."""
+"""Unit tests of the trainers, their configs and the functions that the shim wraps."""
 
 COMMIT = "1fdf90d3f9b756ef709ce262bc839f1dab679b5e"
-"""The version 0.3.0rc1; it has no tag."""
+"""The commit of version 0.3.0rc1, which has no tag."""
 
 PRELUDE = f"""
 import sys, warnings
@@ -160,10 +160,10 @@ def pytest_collection_modifyitems(items):
 @pytest.mark.slow
 @pytest.mark.timeout(2000)
 class TestUpstreamsOwn(contract.UpstreamsOwn):
-    """Those of its RL package come with its wheel; the others from its repository.
+    """torchtitan's own tests: RL tests from the wheel, unit tests from the repository.
 
-    What wants vLLM, a GPU or the network fails with the shim on and off. Tests that start processes
-    are left out: those processes read neither our ``conftest.py`` nor the shim's start-up file.
+    Tests that need vLLM, a GPU or the network fail with the shim on and off. Tests that start
+    processes are left out: those processes read neither ``conftest.py`` nor the start-up file.
     """
 
     driver = DRIVER

@@ -1,4 +1,4 @@
-"""The audit of what torchtitan's trainer sends to its generators, and of what these hold."""
+"""The audit of the weights that torchtitan's trainer sends and of its generators' weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 @pytest.fixture
 def pushed(monkeypatch: pytest.MonkeyPatch, torchtitan: None) -> dict[str, Any]:
-    """What arrives in the store, whose own client needs Monarch's processes."""
+    """The weights that reach the store; the store's client, which needs Monarch, is replaced."""
     import torchstore.api
 
     found: dict[str, Any] = {}
@@ -90,7 +90,7 @@ def push(trainer: Any) -> None:
     from torchtitan.experiments.rl.actors import trainer as module
 
     async def put(state_dict: Any, key: str, direct_rdma: bool) -> None:
-        # The store's release on PyPI has no such option yet.
+        # The release of torchstore on PyPI does not have direct_rdma yet.
         await torchstore.put_state_dict(state_dict, key)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -99,7 +99,7 @@ def push(trainer: Any) -> None:
 
 
 class Engine:
-    """What a generator and the shim call of vLLM's ``LLMEngine``, which is not installed here."""
+    """Has the attributes of vLLM's ``LLMEngine`` that a generator and the shim use."""
 
     def __init__(self) -> None:
         self.model = torch.nn.Linear(8, 8).half()
@@ -128,7 +128,7 @@ def test_a_generator_is_asked_when_it_is_made_and_after_weight_syncs(
     tmp_path: Path,
     features: str | None,
 ) -> None:
-    """torchtitan's own ``VLLMGenerator``, with a stand-in for its engine."""
+    """Runs torchtitan's own ``VLLMGenerator`` with a stand-in for its engine."""
     from torchtitan.experiments.rl.actors import generator as generators
 
     async def arrived(*given: Any, **named: Any) -> None:

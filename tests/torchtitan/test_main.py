@@ -1,4 +1,4 @@
-"""torchtitan's main branch, a version that was never tested: what holds there, and by what."""
+"""The shim works on an untested version: a commit of torchtitan's main branch."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ FILES = ("test_rl.py", "test_pretraining.py", "test_checkpoints.py", "test_audit
 
 @pytest.fixture(scope="module")
 def main(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with its package."""
+    """The folder with the package ``torchtitan`` of ``COMMIT``."""
     return fetch(tmp_path_factory.mktemp("main"), URL, (COMMIT,), "torchtitan")
 
 
 def python(*arguments: str, environment: Mapping[str, str]) -> str:
-    """Run Python; returns what it wrote to both."""
+    """Run Python; returns stdout, and fails if the exit status is not 0."""
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
@@ -43,7 +43,7 @@ def python(*arguments: str, environment: Mapping[str, str]) -> str:
 
 
 def test_the_doctor_finds_every_symbol(main: Path) -> None:
-    """What is in force with 0.3.0 would be so with main."""
+    """Every symbol that the seams use in 0.3.0 exists on the main branch."""
     found = json.loads(
         python(
             *("-m", "precision_shim", "doctor", "--json"),
@@ -57,7 +57,7 @@ def test_the_doctor_finds_every_symbol(main: Path) -> None:
 
 
 def test_both_trainers_as_in_the_tested_version(main: Path) -> None:
-    """The same tests. ``Trainer.train_step`` asserts a finite grad norm there before each step."""
+    """The main branch passes these tests, although ``train_step`` asserts a finite grad norm."""
     if find_spec("grain") is None:
         pytest.skip("torchtitan's main branch needs grain")
     assert "torch._assert_async" in (main / "torchtitan" / "trainer.py").read_text()

@@ -1,4 +1,4 @@
-"""Real Monarch processes: the variable reaches them, and the start-up file patches in them."""
+"""Real Monarch processes inherit PRECISION_SHIM=1, and the start-up file patches torchtitan."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def train(folder: Path, **variables: str) -> dict[str, Any]:
-    """What a ``PolicyTrainer`` in a process of Monarch's finds, in float16, with an overflow."""
+    """The results of a float16 ``PolicyTrainer`` with an overflow, in a process of Monarch's."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PRECISION_SHIM")}
-    # Without the source tree on the path: what is tested is what is installed.
+    # Without the source tree on the path, the installed package is tested.
     environment.pop("PYTHONPATH", None)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.torchtitan.monarch_driver", str(folder)],

@@ -1,4 +1,4 @@
-"""Dtype names: from Python and from the command line, before torchtitan looks at them."""
+"""Dtype names from Python and from the command line, converted before torchtitan reads them."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_float16_states_are_an_error(torchtitan: None, shim: Any, name: str) -> 
 def test_float16_states_are_an_error_where_a_trainer_is_built(
     policy: Any, pretrainer: Any, shim: Any, features: str
 ) -> None:
-    """For a config that was changed after it was built, and with either feature alone."""
+    """Each of two features alone refuses a config that was changed after it was built."""
     shim(features=features)
     for build in (policy, pretrainer):
         with pytest.raises(DtypeError, match="eps of 1e-8 is 0"):
@@ -119,7 +119,7 @@ def test_names_that_were_assigned_later(torchtitan: None, shim: Any, tmp_path: P
 def test_the_generators_dtype(policy: Any, shim: Any) -> None:
     shim()
     assert policy(generator_dtype=" BF16")._transfer_dtype is torch.bfloat16
-    assert policy(generator_dtype="fp32")._transfer_dtype is None  # the trainer's own
+    assert policy(generator_dtype="fp32")._transfer_dtype is None  # the trainer's own dtype
     assert policy(generator_dtype="")._transfer_dtype is None
     with pytest.raises(DtypeError, match=r"generator.model_dtype='auto': vLLM chooses"):
         policy(generator_dtype="auto")
@@ -192,12 +192,12 @@ def test_the_command_line_has_the_options_that_it_had(
     shim()
     ours = told()
     assert options(ours) == options(alone)
-    values = "{float16,bfloat16,float32}"  # --checkpoint.export-dtype has them as it is
+    values = "{float16,bfloat16,float32}"  # --checkpoint.export-dtype has these choices already
     assert ours.count(values) == alone.count(values) + 2
     assert TrainingConfig.__annotations__ == annotations
 
 
-# -- the generator's config, whose module wants vLLM -------------------------------------------
+# -- the generator's config, whose module imports vLLM -----------------------------------------
 
 GENERATOR = """
 import sys
@@ -284,7 +284,7 @@ def test_the_generators_config() -> None:
     assert lines[:1] == ["float16 bfloat16 auto float32"], done.stdout + done.stderr
     assert "generator.model_dtype='fp17'" in lines[1]
     assert lines[2:4] == ["float16", "bfloat16"], done.stdout + done.stderr
-    # torchtitan's own errors for a batch-invariant training: it compares names.
+    # torchtitan's own errors for batch-invariant training compare dtype names.
     own, generator = lines[4:]
     assert own.endswith("Got mixed_precision_param='float16'.")
     assert generator == "batch_invariant requires bfloat16 generator dtype, got 'float16'"
@@ -293,7 +293,7 @@ def test_the_generators_config() -> None:
 def test_float16_and_batch_invariant_in_pretraining(
     torchtitan: None, shim: Any, tmp_path: Path
 ) -> None:
-    """torchtitan's own error."""
+    """torchtitan itself raises this error."""
     from . import cpu
 
     shim()

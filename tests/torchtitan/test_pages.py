@@ -1,4 +1,4 @@
-"""torchtitan's jobs on README and docs: its own config takes each, float16 only with the shim."""
+"""torchtitan's own config accepts its jobs in README and docs; float16 needs the shim."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ABSENT = tuple(one for one in ("vllm", "renderers") if importlib.util.find_spec(
 
 
 class StandIn(types.ModuleType):
-    """A module of a package that is not here: whatever is imported from it is a class."""
+    """A module of a missing package: every name that is imported from it is a class."""
 
     __path__: list[str] = []  # noqa: RUF012
 
@@ -33,7 +33,7 @@ class StandIn(types.ModuleType):
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the packages that the RL trainer's config imports for their names alone."""
+    """Finds the packages from which the RL trainer's config imports only names."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> Any:
         if name.partition(".")[0] in ABSENT:
@@ -49,7 +49,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 @pytest.fixture(autouse=True)
 def importable(torchtitan: None) -> Iterator[None]:
-    """vLLM and the renderers, by name, while a config is read."""
+    """Stand in for vLLM and the renderers while a config is read."""
     finder = Finder()
     sys.meta_path.append(finder)
     try:
@@ -61,7 +61,7 @@ def importable(torchtitan: None) -> Iterator[None]:
 
 
 def validated(job: Job) -> Any:
-    """The config by torchtitan's manager, its own checks, and its degrees on the job's GPUs."""
+    """The config that torchtitan's manager and checks accept for the job's number of GPUs."""
     from torchtitan.config import ConfigManager
     from torchtitan.distributed import ParallelDims
 
@@ -82,7 +82,7 @@ def test_a_job_passes_torchtitans_validation(
 ) -> None:
     assert importlib.util.find_spec(job.entry)
     half = any("float16" in word and "bfloat16" not in word for word in job.settings)
-    if half:  # the page says so
+    if half:  # docs: torchtitan alone refuses float16
         with pytest.raises(SystemExit):
             validated(job)
         assert "invalid choice" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The plan's verdict and that of torchtitan's own trainer, on the same generated configs."""
+"""On the same generated configs, plan and torchtitan's own trainer come to the same verdict."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def arguments(drawn: Drawn) -> list[str]:
 
 
 def on_fsdp(drawn: Drawn) -> Verdict:
-    """A trainer of the config that torchtitan's own manager reads, one step on ones."""
+    """Build a trainer with torchtitan's own config manager, and take one step on gradients of 1."""
     import torch
     from torchtitan.config import ConfigManager
     from torchtitan.trainer import Trainer
@@ -47,7 +47,7 @@ def on_fsdp(drawn: Drawn) -> Verdict:
     try:
         with contextlib.redirect_stderr(said):
             config = ConfigManager().parse_args(arguments(drawn))
-    except SystemExit as ended:  # tyro's way to refuse a word
+    except SystemExit as ended:  # tyro exits if it refuses a word
         raise ValueError(said.getvalue()) from ended
     trainer = Trainer(config)
     (model,) = trainer.model_parts

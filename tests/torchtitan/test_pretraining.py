@@ -26,7 +26,7 @@ SETTINGS = {"growth_interval": 2, "loss_scale_init": 1024}
 
 
 class Overflows:
-    """A loss that is multiplied in some steps, on the way forward and back."""
+    """A loss that is multiplied by a large factor in some steps."""
 
     def __init__(self, own: Any, factor: float = 1e30) -> None:
         self.own, self.factor, self.on = own, factor, False
@@ -35,20 +35,20 @@ class Overflows:
         found = self.own(*args, **kwargs)
         if not self.on:
             return found
-        if isinstance(found, torch.Tensor):  # as a pipeline's schedule has it
+        if isinstance(found, torch.Tensor):  # a pipeline's schedule returns the loss alone
             return found * self.factor
         return found[0] * self.factor, found[1]
 
     @classmethod
     def beneath(cls, trainer: Any, schedule: Any = None) -> Any:
-        """Put such a loss at the innermost place, beneath the shim's stand-in if there is one."""
+        """Insert an ``Overflows`` at the innermost loss, beneath the shim's loss if it exists."""
         owner, name = trainer, "loss_fn"
         if hasattr(trainer.loss_fn, "num_chunks"):
             owner = trainer.loss_fn
         elif schedule is not None:
             owner, name = schedule, "_loss_fn"
         held = getattr(owner, name)
-        if held is None:  # not the last stage
+        if held is None:  # only the last pipeline stage has a loss
             return None
         beneath = held.__wrapped__ if isinstance(held, ScaledLoss) else held
         if isinstance(beneath, cls):
@@ -62,7 +62,7 @@ class Overflows:
 
 
 def logged(trainer: Any) -> list[dict[str, float]]:
-    """What a trainer logs from now on, by step."""
+    """A list to which the trainer appends its metrics of each later step."""
     found: list[dict[str, float]] = []
     trainer.metrics_processor.logger.log = lambda metrics, step: found.append(dict(metrics))
     return found
@@ -71,7 +71,7 @@ def logged(trainer: Any) -> list[dict[str, float]]:
 def train(
     trainer: Any, steps: int, overflows: Sequence[int] = (), factor: float = 1e30
 ) -> list[dict[str, float]]:
-    """Take steps by ``train_step``, some of them with an overflow."""
+    """Take steps by ``train_step``; the steps in ``overflows`` have an overflow."""
     found = logged(trainer)
     data = trainer.batch_generator(trainer.dataloader)
     loss = Overflows.beneath(trainer)
@@ -109,7 +109,7 @@ def test_it_is_the_loop_by_hand_bit_for_bit(pretrainer: Any, shim: Any, chunks: 
             assert metrics["grad_norm"] == norm
         assert metrics["loss_scale"] == scale
         assert metrics["skipped_steps"] == skipped
-        # By hand it is the scaled loss that is gone back through; scales are powers of two.
+        # The loop by hand returns the scaled loss; dividing by a power of two is exact.
         assert metrics["loss_metrics/global_avg_loss"] == loss / scale
     assert equal(cpu.values(trainer), cpu.values(hand))
     assert trainer.lr_schedulers.state_dict() == hand.lr_schedulers.state_dict()
@@ -117,7 +117,7 @@ def test_it_is_the_loop_by_hand_bit_for_bit(pretrainer: Any, shim: Any, chunks: 
 
 def test_alone_one_overflow_destroys_the_parameters(pretrainer: Any) -> None:
     trainer = pretrainer()
-    if cpu.packed():  # the main branch ends the run instead
+    if cpu.packed():  # torchtitan's main branch raises before the parameters are destroyed
         with pytest.raises(RuntimeError, match="gradient norm is not finite"):
             train(trainer, 2, (1,))
         return
@@ -126,7 +126,7 @@ def test_alone_one_overflow_destroys_the_parameters(pretrainer: Any) -> None:
 
 
 def test_train_itself(pretrainer: Any, shim: Any) -> None:
-    """torchtitan's own loop, to its end."""
+    """torchtitan's own loop, ``Trainer.train``, runs to the end."""
     shim()
     trainer = pretrainer(training={"steps": 3})
     found = logged(trainer)
@@ -167,7 +167,7 @@ def test_the_metrics_are_torchtitans_and_two_more(pretrainer: Any, shim: Any) ->
 
 
 def test_a_skip_updates_the_experts_bias(pretrainer: Any, shim: Any) -> None:
-    """Parameters and moments stay; the token counts, which no checkpoint has, begin anew."""
+    """Parameters and moments stay; the token counts, which no checkpoint contains, are reset."""
     shim()
     trainer = pretrainer(experts=True)
     train(trainer, 1)
@@ -191,7 +191,7 @@ def test_25_skips_in_a_row_end_the_job(pretrainer: Any, shim: Any) -> None:
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(pretrainer: Any, shim: Any) -> None:
-    """As torchtitan has it: the log looks at the loss, on the main branch the step itself."""
+    """torchtitan raises when it logs an infinite loss; its main branch raises in the step."""
     shim()
     trainer = pretrainer()
     with pytest.raises(RuntimeError, match=r"Loss .*not finite"):
@@ -199,7 +199,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(pretrainer: Any, shim: Any) -> N
 
 
 def test_a_loop_of_ones_own_is_not_scaled(pretrainer: Any, shim: Any) -> None:
-    """verl's engine builds a Trainer and runs its own loop; nothing there would unscale."""
+    """verl's engine builds a Trainer and runs its own loop, which never unscales gradients."""
     with by_hand.attention_in_float16():
         alone = _forward_backward(pretrainer())
     shim()
@@ -254,7 +254,7 @@ def test_a_subclass_that_keeps_the_loop_is_scaled(pretrainer: Any, shim: Any) ->
 
 
 def test_trainers_that_never_call_trainers_init(torchtitan: None, shim: Any, tmp_path: Any) -> None:
-    """TorchFT's and Forge's own classes: refused before anything is built."""
+    """TorchFT's and Forge's own trainer classes are refused before anything is built."""
     from torchtitan.experiments.forge.engine import ForgeEngine
     from torchtitan.experiments.torchft.trainer import FaultTolerantTrainer
 
@@ -267,7 +267,7 @@ def test_trainers_that_never_call_trainers_init(torchtitan: None, shim: Any, tmp
     shim()
     with (
         pytest.warns(PrecisionShimWarning, match="FaultTolerantTrainer has its own __init"),
-        pytest.raises(AttributeError, match="fault_tolerance"),  # it goes on, and wants its config
+        pytest.raises(AttributeError, match="fault_tolerance"),  # its __init__ reads this section
     ):
         FaultTolerantTrainer(config)
 
@@ -296,7 +296,7 @@ def test_after_uninstall_nothing_is_scaled_or_said(
 
 
 def test_an_exception_between_two_passes_leaves_nothing(pretrainer: Any, shim: Any) -> None:
-    """The next step is that of a trainer that never had it."""
+    """After an exception, the next steps equal those of a trainer without the exception."""
     shim(settings=SETTINGS)
     trainer = pretrainer(parts=2)
     own, calls = trainer.loss_fn.__wrapped__, 0

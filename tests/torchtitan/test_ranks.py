@@ -13,7 +13,7 @@ CASES = ("policy", "pretrain")
 
 
 def skipped_together(found: list[dict[str, Any]], prefix: str = "") -> None:
-    """All ranks have one scale, skipped the second of three steps, and are finite."""
+    """Both ranks have the same scale and finite values, and skipped the second of three steps."""
     first, second = found
     assert first["scaler"] == second["scaler"] == [512.0, 1, 3, 1, 0]
     for one in found:
@@ -28,7 +28,7 @@ def skipped_together(found: list[dict[str, Any]], prefix: str = "") -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_shards_skip_together_and_resume(ranks: Ranks, case: str) -> None:
-    """An overflow on one rank alone."""
+    """The overflow occurs on one rank only."""
     prefix = "trainer/" if case == "policy" else ""
     whole = ranks(case, first=0, last=4, overflows=[1])
     part = ranks(case, first=0, last=3, overflows=[1], save=True)
@@ -53,9 +53,9 @@ def test_alone_one_rank_destroys_both(ranks: Ranks) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_two_parts_of_each_tensor_skip_together(ranks: Ranks, case: str) -> None:
-    """Tensor parallelism: the overflow begins on one rank.
+    """Tensor parallelism: the overflow occurs on one rank first.
 
-    Experts are not divided here: gloo exchanges no parts of unlike sizes, as torchtitan does.
+    Experts are not sharded, because gloo cannot exchange parts of unequal sizes.
     """
     parallelism = {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 1}
     found = ranks(case, first=0, last=3, overflows=[1], parallelism=parallelism)
@@ -72,7 +72,7 @@ def test_two_parts_of_each_tensor_skip_together(ranks: Ranks, case: str) -> None
     ],
 )
 def test_two_pipeline_stages(ranks: Ranks, schedule: str, chunks: int | None) -> None:
-    """The loss is the last stage's; its overflow is skipped on both, and one scale is kept."""
+    """The last stage computes the loss; both stages skip an overflow, and share one scale."""
     options: dict[str, Any] = {
         "parallelism": {
             "pipeline_parallel_degree": 2,
@@ -82,11 +82,11 @@ def test_two_pipeline_stages(ranks: Ranks, schedule: str, chunks: int | None) ->
         "chunks": chunks,
         "layers": 2 if schedule == "1F1B" else 4,
     }
-    last = 1 if schedule == "1F1B" else 0  # in a V the first rank has the last stage too
+    last = 1 if schedule == "1F1B" else 0  # in a V schedule the first rank also has the last stage
     plain = ranks("pretrain", first=0, last=1, **options)
     found = ranks("pretrain", first=0, last=3, overflows=[1], on_rank=last, **options)
     skipped_together(found)
-    # The first step is that of a model without pipeline: what is reported is unscaled.
+    # The first step's metrics are unscaled, so they match a model without a pipeline.
     (alone,) = ranks("pretrain", world=1, first=0, last=1, chunks=chunks, layers=options["layers"])
     loss = "loss_metrics/global_avg_loss"
     ours = float(plain[last]["metrics"][0][loss])

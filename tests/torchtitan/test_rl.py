@@ -37,7 +37,7 @@ def decisions() -> list[str]:
     return [f"{one.subject}: {one.chosen}" for one in found if one.framework == "torchtitan"]
 
 
-# -- what torchtitan does alone ----------------------------------------------------------------
+# -- torchtitan without the shim ---------------------------------------------------------------
 
 
 def test_alone_one_overflow_destroys_the_parameters(policy: Any) -> None:
@@ -50,7 +50,7 @@ def test_alone_one_overflow_destroys_the_parameters(policy: Any) -> None:
 
 
 def gradients(trainer: Any, size: float) -> torch.Tensor:
-    """Gradients of a step with advantages of one size, as they come from the backward pass."""
+    """The gradients after the backward pass of a step with advantages of the given size."""
     for part in range(3):
         data = [cpu.microbatch(part, advantage=size)]
         cpu.endpoint(trainer, "forward_backward", data, 6 * cpu.LENGTH)
@@ -59,7 +59,7 @@ def gradients(trainer: Any, size: float) -> torch.Tensor:
 
 
 def test_alone_small_gradients_become_zero(policy: Any, shim: Any) -> None:
-    """And with the shim they do not."""
+    """With the shim, far fewer of the small gradients become zero."""
     alone = gradients(policy(), 1e-6)
     assert (alone == 0).float().mean() > 0.9
     shim()
@@ -80,7 +80,7 @@ def test_alone_other_names_end_in_a_key_error(policy: Any, name: str) -> None:
 
 @pytest.mark.parametrize("chunks", [None, 2], ids=["plain", "chunked"])
 def test_it_is_the_loop_by_hand_bit_for_bit(policy: Any, shim: Any, chunks: int | None) -> None:
-    """Three ``forward_backward`` and one ``optim_step``, eight times with two overflows."""
+    """Each of eight steps: three ``forward_backward``, one ``optim_step``; two steps overflow."""
     with by_hand.attention_in_float16():
         hand = policy(chunks=chunks)
     scaler = by_hand.scaler(1024.0, 2)
@@ -193,7 +193,7 @@ def test_a_generator_of_the_same_dtype_needs_no_decision(policy: Any, shim: Any)
 def test_the_weights_are_pushed_by_torchtitans_own_path(
     policy: Any, shim: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One state dict, cast to the generator's dtype; and none is copied where the dtypes agree."""
+    """One state dict is cast to the generator's dtype; if the dtypes agree, nothing is copied."""
     from torchtitan.experiments.rl.actors import trainer as module
 
     pushed: list[Any] = []
@@ -211,7 +211,7 @@ def test_the_weights_are_pushed_by_torchtitans_own_path(
     assert (key, options) == ("model_state_dict", {"direct_rdma": False})
     assert {one.dtype for name, one in half.items() if "rope" not in name} == {torch.float16}
     own = dict(same.model.named_parameters())
-    assert len(own.keys() & whole.keys()) > 10  # those that are not stored under other names
+    assert len(own.keys() & whole.keys()) > 10  # most names agree
     for name in own.keys() & whole.keys():
         assert address(whole[name]) == address(own[name])
 
@@ -224,7 +224,7 @@ def address(tensor: Any) -> int:
 def test_a_subclass_with_its_own_loop_is_refused_by_name(
     torchtitan: None, shim: Any, tmp_path: Any, method: str
 ) -> None:
-    """Its step unscales nothing, or its losses are not those that are scaled."""
+    """A subclass's own step would not unscale; a subclass's own loss would not be scaled."""
     from monarch.actor import concurrent_endpoint
     from torchtitan.config import CompileConfig
     from torchtitan.experiments.rl.actors.trainer import PolicyTrainer
@@ -267,7 +267,7 @@ def test_a_subclass_with_its_own_loop_is_refused_by_name(
 
 
 def test_two_trainers_in_one_process(policy: Any, shim: Any) -> None:
-    """Each has its own scaler, also where one has made gradients while the other steps."""
+    """Each trainer has its own scaler, even if one makes gradients before the other steps."""
     shim(settings=SETTINGS)
     alone = policy()
     cpu.policy_step(alone, 0, parts=1)
@@ -313,4 +313,4 @@ def test_after_uninstall_nothing_is_scaled(policy: Any, shim: Any) -> None:
     trainer = policy()
     precision_shim.uninstall()
     ratio = gradients(trainer, 1.0).norm() / gradients(policy(), 1.0).norm()
-    assert 0.9 < ratio < 1.1  # attention stays as the trainer was built
+    assert 0.9 < ratio < 1.1  # attention keeps the dtype of the trainer's start

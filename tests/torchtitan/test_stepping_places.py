@@ -1,4 +1,4 @@
-"""Every place of the framework that forms gradients or steps is on docs/versions.md."""
+"""docs/versions.md lists every place in torchtitan that forms gradients or takes a step."""
 
 from __future__ import annotations
 

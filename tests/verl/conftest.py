@@ -1,7 +1,7 @@
-"""The real verl on the real megatron-core, on a CPU.
+"""Fixtures with the real verl and megatron-core on a CPU.
 
-Everything of the frameworks is imported inside fixtures: collecting must stay cheap, and what the
-frameworks warn about at import is theirs.
+Only fixtures import the frameworks, so that pytest collects the tests quickly and a warning that a
+framework raises at import does not fail the collection.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ except PackageNotFoundError:
 
 
 def freeze() -> None:
-    """Take what there is out of what the garbage collector looks at.
+    """Exclude all existing objects from garbage collection.
 
-    verl collects whenever it empties its caches, and Megatron for each bucket of a checkpoint:
-    among the objects of a thousand imported modules each time takes longer than the rest of a test.
+    verl collects garbage when it empties its caches, and Megatron for each bucket of a checkpoint.
+    Scanning the objects of a thousand imported modules takes longer than the rest of a test.
     """
     gc.collect()
     gc.freeze()
@@ -39,16 +39,16 @@ def freeze() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def imports_are_no_garbage() -> None:
-    """Freezes what the modules before this one have imported late."""
+    """Calls ``freeze`` for each test module, because earlier test modules import more modules."""
     freeze()
 
 
 @pytest.fixture(scope="session")
 def cpu() -> Iterator[None]:
-    """One process on a CPU: Megatron's parallel state, and verl and megatron-core imported."""
+    """Import verl and megatron-core in one process on a CPU, with Megatron's parallel state."""
     from precision_shim.testing.megatron_cpu import megatron_on_cpu, model_parallel
 
-    with contextlib.suppress(ModuleNotFoundError):  # not in every environment
+    with contextlib.suppress(ModuleNotFoundError):  # not every environment has Megatron-Bridge
         import_megatron_bridge()
     import torch
     import verl.utils.megatron.optimizer
@@ -57,7 +57,7 @@ def cpu() -> Iterator[None]:
 
     freeze()
     with megatron_on_cpu(), model_parallel(), local_layers(), pytest.MonkeyPatch.context() as patch:
-        # A CPU has no cache of freed memory to empty.
+        # verl calls the device's empty_cache, which a CPU does not have.
         patch.setattr(torch.cpu, "empty_cache", lambda: None, raising=False)
         yield
 
@@ -70,13 +70,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def value_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with a value head; versions before 0.8 tell a critic by it."""
+    """A tiny model with a value head, by which verl before 0.8 recognizes a critic."""
     return make_checkpoint(tmp_path_factory.mktemp("value"), value_head=True)
 
 
 @pytest.fixture(scope="session")
 def megatron_ranks(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[Ranks]:
-    """Starts ranks that train on Megatron; what they run is in ``megatron_ranks.py``."""
+    """Starts ranks that train on Megatron; ``megatron_ranks.py`` has their cases."""
     folder = tmp_path_factory.mktemp("megatron-ranks")
     with rank_server("tests.verl.megatron_ranks", folder, CHECKPOINT=str(checkpoint)) as ranks:
         yield ranks
@@ -86,7 +86,7 @@ def megatron_ranks(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -
 def fsdp_ranks(
     tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, value_checkpoint: Path
 ) -> Iterator[Ranks]:
-    """Starts ranks that train on FSDP; what they run is in ``fsdp_ranks.py``."""
+    """Starts ranks that train on FSDP; ``fsdp_ranks.py`` has their cases."""
     models = {"MODEL": str(checkpoint), "VALUE_MODEL": str(value_checkpoint)}
     folder = tmp_path_factory.mktemp("fsdp-ranks")
     with rank_server("tests.verl.fsdp_ranks", folder, **models) as ranks:
@@ -95,14 +95,14 @@ def fsdp_ranks(
 
 @pytest.fixture(scope="session")
 def ray_drivers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Starts drivers of Ray clusters, and what they start."""
+    """Starts drivers of Ray clusters, and the processes of those clusters."""
     with rank_server("tests.verl.ray_processes", tmp_path_factory.mktemp("ray-drivers")) as ranks:
         yield ranks
 
 
 @pytest.fixture(scope="session")
 def fresh_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Starts processes that have imported what verl stands on, and neither verl nor Megatron."""
+    """Starts processes that have imported verl's dependencies, but neither verl nor Megatron."""
     folder = tmp_path_factory.mktemp("fresh-processes")
     with rank_server("tests.verl.fresh_processes", folder) as ranks:
         yield ranks

@@ -1,7 +1,7 @@
 """The ranks of the tests of verl's VeOmni, Automodel, torchtitan and FSDP Turbo engines.
 
-``tests/rank_server.py`` starts them. The engines, and what they train with, are real; what each
-needs on a CPU is in ``engine_support.py``.
+``tests/rank_server.py`` starts the ranks. The engines and their libraries are real;
+``engine_support.py`` lets them run on a CPU.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from .engine_support import KINDS, MODULES, configs
 
 SETTINGS = {"loss_scale_init": 2.0**12, "growth_interval": 2, "log": "quiet"}
 OVERFLOWS = (2, 5)
-"""Of eight steps."""
+"""The steps with an overflow, of eight steps."""
 
 
 def prepare() -> None:
-    """Import it all in the server, and what the shim reads of it."""
+    """Import the engines in the server, and read the sources that the shim inspects."""
     engine_support.prepare()
     if importlib.util.find_spec("torchtitan") is not None:
         look_ahead("torchtitan")
@@ -52,12 +52,12 @@ def engine(
     auxiliary: bool = False,
     **fields: Any,
 ) -> Any:
-    """A real engine of the installed verl, built.
+    """A real, initialized engine of the installed verl.
 
     Args:
         name: a key of ``MODULES``.
         model: folder of the checkpoint.
-        dtype: what its matrix products are to compute in.
+        dtype: the dtype in which the engine computes matrix products.
         auxiliary: whether Automodel's model has an auxiliary loss, as a mixture of experts has.
         fields: see ``configs``.
     """
@@ -71,10 +71,10 @@ def engine(
 
 
 def _add_auxiliary_loss(one: Any) -> None:
-    """Give a model an auxiliary loss by Automodel's own function, as its experts' router does.
+    """Add an auxiliary loss to a model, as the router of Automodel's experts does.
 
-    verl takes Automodel's own experts with expert parallelism only; what their router calls is
-    real.
+    verl uses Automodel's own experts only with expert parallelism, so this function adds the loss
+    to MLP layers, by Automodel's own function.
     """
     from nemo_automodel.components.moe.megatron.moe_utils import MoEAuxLossAutoScaler
 
@@ -83,7 +83,7 @@ def _add_auxiliary_loss(one: Any) -> None:
 
     for layer in one.module.model.layers:
         layer.mlp.register_forward_hook(hook)
-    # From here on verl takes the model for one of experts, and sets the scale of their losses.
+    # With ep_size 2 verl sets the scale of the experts' auxiliary losses.
     object.__setattr__(one.engine_config, "ep_size", 2)
 
 
@@ -97,7 +97,7 @@ def batch(one: Any, step: int) -> Any:
 
 
 def train(one: Any, steps: range, overflows: Any = (), factor: float = 1.0) -> list[list[float]]:
-    """Train: for each step the losses of the micro-batches and the grad norm."""
+    """Train; returns the losses of the micro-batches and the grad norm, for each step."""
     said = []
     for step in steps:
         weights = (factor, factor * support.weight_at(step, overflows))
@@ -121,7 +121,7 @@ def optimizers(one: Any) -> list[Any]:
 
 
 def state(one: Any) -> dict[str, Any]:
-    """What two trainings must share to be the same, on this rank."""
+    """Digests of this rank's states, and figures, which are equal after two equal trainings."""
     from types import SimpleNamespace
 
     module = torch.nn.ModuleList(parts(one))
@@ -139,13 +139,13 @@ CASES: dict[str, Callable[..., Any]] = {}
 
 
 def case(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that the ranks of a launch run."""
+    """Register a function as a case of the ranks, by its name."""
     CASES[function.__name__] = function
     return function
 
 
 class Job:
-    """What a launch gave."""
+    """The folder and the model of a launch."""
 
     def __init__(self, launch: Launch) -> None:
         self.folder, self.model = Path(launch.folder), os.environ["MODEL"]
@@ -157,7 +157,7 @@ def install(**settings: Any) -> None:
 
 @case
 def equal(job: Job, name: str, model: str = "", **fields: Any) -> dict[str, Any]:
-    """Eight steps by hand, without the shim; then the same with the shim."""
+    """Train eight steps by hand without the shim, then the same steps with the shim."""
     job.model = model or job.model
     hand = by_hand(job, name, **fields)
     install(watch_updates=1)
@@ -168,7 +168,7 @@ def equal(job: Job, name: str, model: str = "", **fields: Any) -> dict[str, Any]
 
 
 def _eight(one: Any, steps: range, overflows: Any) -> dict[str, Any]:
-    """The rest of eight steps, and what came of them."""
+    """Train the given last steps; returns losses, state, metrics, decisions and audits."""
     said = train(one, steps, overflows)
     return {
         "said": said,
@@ -181,7 +181,7 @@ def _eight(one: Any, steps: range, overflows: Any) -> dict[str, Any]:
 
 @case
 def by_hand(job: Job, name: str, **fields: Any) -> dict[str, Any]:
-    """Eight steps without the shim: an fp16 model and a loss scaler, both by hand."""
+    """Train eight steps without the shim, with an fp16 model and a loss scaler by hand."""
     with in_fp16_by_hand(name):
         return _by_hand(engine_by_hand(name, job.model, **fields))
 
@@ -201,7 +201,7 @@ def _by_hand(one: Any) -> dict[str, Any]:
                     finite *= float(torch.isfinite(local).all())
                     local.mul_(1.0 / scale)
             dist.all_reduce(finite, op=dist.ReduceOp.MIN)
-            norm = one.optimizer_step()  # verl takes no step where the norm is not finite
+            norm = one.optimizer_step()  # verl skips the step if the norm is not finite
             assert math.isfinite(norm) == bool(finite.item()), (step, norm, finite)
             one.lr_scheduler_step()
         said.append([*(loss / scale for loss in found["loss"]), norm if finite else math.nan])
@@ -214,14 +214,14 @@ def _by_hand(one: Any) -> dict[str, Any]:
 
 
 def _with_auxiliary(loss_function: Any, scale: float) -> Any:
-    """A loss function that also multiplies by hand what verl has set for auxiliary losses."""
+    """A loss function that also multiplies verl's scale of auxiliary losses by ``scale``."""
     from nemo_automodel.components.moe.megatron.moe_utils import MoEAuxLossAutoScaler
 
     own: list[Any] = []
 
     def scaled(*args: Any, **kwargs: Any) -> Any:
         if MoEAuxLossAutoScaler.main_loss_backward_scale is not None:
-            # verl sets it once, before the micro-batches.
+            # verl sets the scale of auxiliary losses once, before the micro-batches.
             own[:] = own or [MoEAuxLossAutoScaler.main_loss_backward_scale]
             MoEAuxLossAutoScaler.main_loss_backward_scale = own[0] * scale
         return loss_function(*args, **kwargs)
@@ -231,7 +231,7 @@ def _with_auxiliary(loss_function: Any, scale: float) -> Any:
 
 @contextlib.contextmanager
 def in_fp16_by_hand(name: str) -> Iterator[None]:
-    """Let an engine be built, and run, in float16 without the shim."""
+    """Let an engine be built and run in float16 without the shim."""
     impl = importlib.import_module(MODULES[name])
     own = torch.autocast
 
@@ -245,7 +245,7 @@ def in_fp16_by_hand(name: str) -> Iterator[None]:
             half = MixedPrecisionConfig(enable=True, param_dtype="float16")
             shard = impl.build_parallelize_model
 
-            def in_half(*args: Any, **kwargs: Any) -> Any:  # verl 0.8 passes no such config
+            def in_half(*args: Any, **kwargs: Any) -> Any:  # verl 0.8 passes no mixed_precision
                 return shard(*args, **{**kwargs, "mixed_precision": half})
 
             stack.enter_context(mock.patch.object(impl, "build_parallelize_model", in_half))
@@ -263,7 +263,7 @@ def in_fp16_by_hand(name: str) -> Iterator[None]:
 
 
 def engine_by_hand(name: str, model: str, **fields: Any) -> Any:
-    """An engine in float16, within ``in_fp16_by_hand``."""
+    """An engine in float16; call this within ``in_fp16_by_hand``."""
     if name == "automodel":
         fields |= {"mp_output_dtype": "fp16"}
     return engine(name, model, **fields)
@@ -271,7 +271,7 @@ def engine_by_hand(name: str, model: str, **fields: Any) -> Any:
 
 @case
 def unscaled(job: Job, name: str, **fields: Any) -> dict[str, Any]:
-    """Three steps in bf16 and in fp32, without the shim and with it."""
+    """Train three steps in bf16 and three in fp32, without the shim and with it."""
     found: dict[str, Any] = {}
     for on in ("off", "on"):
         if on == "on":
@@ -292,7 +292,7 @@ def _path(job: Job, step: int) -> str:
 
 @case
 def saved(job: Job, name: str, at: int, overflows: list[int]) -> dict[str, Any]:
-    """Eight steps, with a save on the way; torchtitan takes one trainer of two ranks a process."""
+    """Train eight steps, with a save; torchtitan allows one two-rank trainer per process."""
     install()
     one = engine(name, job.model)
     said = train(one, range(at), overflows)
@@ -307,10 +307,10 @@ def saved(job: Job, name: str, at: int, overflows: list[int]) -> dict[str, Any]:
 
 @case
 def resumed(job: Job, name: str, at: int, overflows: list[int]) -> dict[str, Any]:
-    """A fresh process: load, and the rest of the steps."""
+    """In a new process, load the checkpoint and train the rest of the steps."""
     install()
     one = engine(name, job.model)
-    train(one, range(20, 22))  # what is loaded must replace what is there
+    train(one, range(20, 22))  # the load has to replace existing states
     with _ours() as warned:
         one.load_checkpoint(_path(job, at), del_local_after_load=False)
     loaded = state(one)
@@ -330,7 +330,7 @@ def _ours() -> Iterator[list[str]]:
 
 @case
 def built(job: Job, asked: list[list[Any]], frameworks: Any = None) -> list[dict[str, Any]]:
-    """What engines say as they are built, and how many optimizers each made by then."""
+    """Build engines; returns each engine's warnings or error, and number of optimizers."""
     precision_shim.install(frameworks=frameworks, settings=SETTINGS)
     return [_built(lambda one=one: engine(one[0], job.model, **one[1])) for one in asked]
 
@@ -356,7 +356,7 @@ def _built(make: Callable[[], Any]) -> dict[str, Any]:
 
 @case
 def flux(job: Job) -> dict[str, Any]:
-    """torchtitan's trainer of Flux, in float16 and strict; it needs transformers, as verl does."""
+    """Build torchtitan's Flux trainer in float16 under strict; Flux needs transformers."""
     precision_shim.install(settings=SETTINGS, strict=True)
     from torchtitan.models.flux.config_registry import flux_debugmodel
     from torchtitan.models.flux.trainer import FluxTrainer
@@ -368,7 +368,7 @@ def flux(job: Job) -> dict[str, Any]:
 
 @case
 def unsaved(job: Job) -> list[str]:
-    """What is said where torchtitan's interval leaves a checkpoint out."""
+    """The warning if torchtitan's interval skips a checkpoint."""
     install()
     one = engine("torchtitan", job.model)
     with _ours() as said:
@@ -378,7 +378,7 @@ def unsaved(job: Job) -> list[str]:
 
 
 def run(launch: Launch) -> Any:
-    """A rank, from its start to its end."""
+    """Run a rank from its start to its end."""
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(launch.rank), LOCAL_RANK="0", WORLD_SIZE=str(launch.world), MASTER_ADDR="localhost"

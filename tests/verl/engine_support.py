@@ -1,7 +1,7 @@
-"""verl's VeOmni, Automodel, torchtitan and FSDP Turbo engines: configs, and what a CPU lacks.
+"""Configs and CPU stand-ins of verl's VeOmni, Automodel, torchtitan and FSDP Turbo engines.
 
-Used by the ranks of ``engine_ranks.py`` and by Ray's workers; it imports no shim. FSDP Turbo's
-stand-in is in ``fsdp_turbo.py``.
+The ranks of ``engine_ranks.py`` and Ray's workers import this module, which imports no shim.
+``fsdp_turbo.py`` has FSDP Turbo's stand-in.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ KINDS = {
 
 
 def prepare() -> None:
-    """Import verl and what its engines train with."""
+    """Import verl and the libraries of its engines."""
     with_titan = importlib.util.find_spec("torchtitan") is not None  # verl's engine from 0.9.0
     if with_titan:
         titans.answer_for_gpus()
@@ -45,14 +45,14 @@ def prepare() -> None:
     fsdp_turbo.install()
     if with_titan:
         optimizers = importlib.import_module("torchtitan.components.optimizer")
-        # verl's engine wants a torchtitan between two releases: 0.3.0 has this class elsewhere.
+        # verl's engine imports LRSchedulersContainer from a module that torchtitan 0.3.0 lacks.
         moved = ModuleType("torchtitan.components.lr_scheduler")
         moved.LRSchedulersContainer = optimizers.LRSchedulersContainer  # type: ignore[attr-defined]
         sys.modules[moved.__name__] = moved
         titans.imports(rl=False)
     for name, module in MODULES.items():
         wanted = with_titan or name != "torchtitan"
-        if wanted and importlib.util.find_spec(module) is not None:  # FSDP Turbo's: with 0.9.1
+        if wanted and importlib.util.find_spec(module) is not None:  # 0.9.1 adds FSDP Turbo's
             importlib.import_module(module)
     _answer_for_gpus()
     if with_titan:
@@ -60,7 +60,7 @@ def prepare() -> None:
 
 
 def _answer_for_gpus() -> None:
-    """Let VeOmni and Automodel build their models on a CPU, also on a single rank."""
+    """Let VeOmni and Automodel build their models on a CPU, even on a single rank."""
     import nemo_automodel._transformers.auto_model as auto_model
     import nemo_automodel.components.distributed.mesh_utils as meshes
     import wrapt
@@ -71,18 +71,18 @@ def _answer_for_gpus() -> None:
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
 
     class CpuTorch(wrapt.ObjectProxy):  # type: ignore[type-arg]
-        """torch, whose every device is the CPU."""
+        """The module torch, in which every device is the CPU."""
 
         def device(self, *names: Any) -> Any:
             return torch.device("cpu")
 
     auto_model.torch = CpuTorch(torch)
     torch.distributed.tensor._random.manual_seed = lambda seed, mesh: torch.manual_seed(seed)
-    ParallelState.fsdp_enabled = True  # VeOmni shards over one rank as it does over more
+    ParallelState.fsdp_enabled = True  # so that VeOmni shards even on a single rank
 
 
 def _answer_for_titan() -> None:
-    """The same for torchtitan; and give it the flavour that verl's engine looks up."""
+    """Let torchtitan build its models on a CPU; add the tiny model that verl's engine looks up."""
     import torch.distributed.tensor._dispatch as dispatch
     from torchtitan.distributed.parallel_dims import ParallelDims
     from torchtitan.models import qwen3
@@ -91,8 +91,8 @@ def _answer_for_titan() -> None:
     mesh_of = ParallelDims.get_optional_mesh
 
     def get_optional_mesh(self: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
-        # The torchtitan that verl's engine was written for has a mesh of that name; without context
-        # parallelism the ranks of this one are the same, and there is none on a single rank.
+        # verl's engine asks for a mesh "fsdp", which torchtitan 0.3.0 lacks. Without context
+        # parallelism the mesh "loss" has the same ranks; on a single rank there is no mesh.
         return mesh_of(self, "loss" if "fsdp" in name else name, *args, **kwargs)
 
     ParallelDims.get_optional_mesh = get_optional_mesh
@@ -117,8 +117,8 @@ def make_model(folder: Path, *, experts: bool = False) -> Path:
     """Write the Qwen3 of ``torchtitan.cpu.model_spec`` as a Hugging Face checkpoint.
 
     Args:
-        folder: where to.
-        experts: a mixture of four experts, two of them for each token.
+        folder: the folder to write.
+        experts: whether each layer is a mixture of four experts, two of them for each token.
     """
     import transformers
 
@@ -152,13 +152,13 @@ def make_model(folder: Path, *, experts: bool = False) -> Path:
 def configs(
     name: str, model: str, world: int, dtype: str = "float16", *, optimizer: str = "", **fields: Any
 ) -> dict[str, Any]:
-    """verl's own configs of an engine, by the name of the engine's argument.
+    """verl's own configs of an engine, by the argument names of the engine's class.
 
     Args:
         name: a key of ``MODULES``.
         model: folder of the checkpoint.
         world: number of ranks.
-        dtype: what its matrix products are to compute in.
+        dtype: the dtype in which the engine computes matrix products.
         optimizer: the name of VeOmni's optimizer, if not its default.
         fields: further fields of the engine's config.
     """

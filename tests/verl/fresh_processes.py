@@ -1,6 +1,6 @@
-"""Processes without verl and Megatron imported yet; ``tests/rank_server.py`` starts them.
+"""Processes that have not imported verl and Megatron; ``tests/rank_server.py`` starts them.
 
-What both import from elsewhere takes the seconds, and is imported once, in the server.
+The server imports the dependencies of verl and Megatron once, because those imports are slow.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ IMPORTED = (
 
 
 def import_them(*but: str) -> None:
-    """Import what is neither verl's nor Megatron's.
+    """Import the dependencies of verl and Megatron.
 
     Args:
-        *but: what is left out.
+        *but: names that are not imported.
     """
     for name in IMPORTED:
         if name not in but:
-            with contextlib.suppress(ModuleNotFoundError):  # not in every environment
+            with contextlib.suppress(ModuleNotFoundError):  # not every environment has all
                 importlib.import_module(name)
 
 
 def prepare() -> None:
-    """Import it, in the server."""
+    """Import the dependencies of verl and Megatron in the server."""
     import_them()
     look_ahead("verl")
 
 
 def run(launch: Launch) -> Any:
-    """Execute the code that the launch names, and return what it has put into ``found``."""
+    """Execute the code in ``launch.case``; returns its variable ``found``."""
     names: dict[str, Any] = {}
     exec(launch.case, names)
     return names["found"]

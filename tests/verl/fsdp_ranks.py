@@ -26,50 +26,50 @@ from ..rank_server import Launch, look_ahead
 from . import fsdp_support as support
 
 LOUD = 2.0**11
-"""A loss weight at which gradients overflow at a grown scale, and not at a fresh one."""
+"""A loss weight at which gradients overflow at a grown scale, but not at a fresh one."""
 
 OVERFLOWS = {4: support.HUGE, 15: LOUD}
-"""Loss weights, in each half of twenty steps one at which the gradients overflow."""
+"""Loss weights by step: gradients overflow at one step in each half of twenty steps."""
 
 SETTINGS = {"loss_scale_init": 2.0**12, "growth_interval": 3}
-"""A fresh scaler then differs from one that grew and fell."""
+"""Scaler settings: a fresh scaler differs from a scaler that grew and fell."""
 
 GROWING = {"loss_scale_init": 2.0, "growth_interval": 3, "growth_factor": 8.0}
-"""For ``OVERFLOWS``. At step 15 a scale that was kept is 2**12, one that began again at 10 is 2**4.
+"""At step 15 of ``OVERFLOWS`` a kept scale is 2**12; a scale restarted at step 10 is 2**4.
 
-Gradients that overflow at the one and not at the other have a factor of 256 to lie in, whatever a
-CPU's kernels round: the one training skips the step, the other takes it.
+With ``LOUD`` the gradients of step 15 overflow at 2**12 and not at 2**4. The ratio of 256 is far
+larger than differences between CPUs' kernels, so every CPU gives the same result.
 """
 
 CASES: dict[str, Callable[..., Any]] = {}
 
 
 def case(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that the ranks of a launch run."""
+    """Register a function as a case of the ranks, by its name."""
     CASES[function.__name__] = function
     return function
 
 
 class Job:
-    """What a launch gave: models and folder."""
+    """The models and the folder of a launch."""
 
     def __init__(self, launch: Launch) -> None:
         self.folder = Path(launch.folder)
         self.model, self.value_model = os.environ["MODEL"], os.environ["VALUE_MODEL"]
 
     def path(self, name: str) -> str:
-        """A checkpoint's directory."""
+        """The directory of a checkpoint, by its name."""
         return str(self.folder / name)
 
 
 def install(**settings: Any) -> None:
-    """The shim on, as a user's variables would have it."""
+    """Install the shim with the settings that a user would set as variables."""
     precision_shim.install(settings={**SETTINGS, **settings})
 
 
 @contextlib.contextmanager
 def ours() -> Iterator[list[str]]:
-    """The shim's own warnings."""
+    """Collect the shim's own warnings."""
     said: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -78,7 +78,7 @@ def ours() -> Iterator[list[str]]:
 
 
 def verls_own(one: Any) -> None:
-    """verl's own scaler, which torch turns off without an accelerator, made to work on a CPU."""
+    """Replace verl's own scaler, which torch disables without a GPU, by one that works on a CPU."""
     one.scaler = ShardedGradScaler(
         device="cpu",
         init_scale=GROWING["loss_scale_init"],
@@ -92,7 +92,7 @@ def verls_own(one: Any) -> None:
 
 @case
 def exact(job: Job) -> dict[str, Any]:
-    """Twenty steps straight; ten, a save and ten more in the same process; the first half saved."""
+    """Train twenty steps straight, and again with a save and a load after ten steps."""
     install(**GROWING)
     one = support.engine(job.model)
     kind = type(one.scaler).__name__
@@ -109,7 +109,7 @@ def exact(job: Job) -> dict[str, Any]:
     two.save_checkpoint(job.path("shim"), global_step=10)
     after_save = support.engine_state(two)
     three = support.engine(job.model)
-    support.train(three, range(50, 53))  # not fresh: what is loaded must replace what is there
+    support.train(three, range(50, 53))  # the load has to replace existing states
     three.load_checkpoint(job.path("shim"), del_local_after_load=False)
     loaded = support.engine_state(three)
     again = support.train(three, range(10, 20), OVERFLOWS)
@@ -131,7 +131,7 @@ def exact(job: Job) -> dict[str, Any]:
 
 @case
 def strict(job: Job) -> dict[str, Any]:
-    """What cannot be had under strict: raised where a trained engine gets its optimizer."""
+    """Under strict, errors of the shim are raised when a trained engine builds an optimizer."""
     from precision_shim.process import session as _session
     from precision_shim_adapters import verl as adapter
 
@@ -159,7 +159,7 @@ def strict(job: Job) -> dict[str, Any]:
     adapter.ADAPTER = dataclasses.replace(whole, seams=broken)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with contextlib.suppress(precision_shim.SeamError):  # at once, verl being imported
+        with contextlib.suppress(precision_shim.SeamError):  # verl is imported already
             precision_shim.install(strict=True)
         build("refused")
         build("refused, reference", forward_only=True)
@@ -175,7 +175,7 @@ def strict(job: Job) -> dict[str, Any]:
 
 @case
 def resumed(job: Job) -> dict[str, Any]:
-    """A new process: load what ``exact`` saved, ten more steps; then one written without us."""
+    """In a new process, load the checkpoints of ``exact`` and of ``plain``, and train."""
     install(**GROWING)
     one = support.engine(job.model)
     with ours() as said:
@@ -200,7 +200,7 @@ def resumed(job: Job) -> dict[str, Any]:
 
 @case
 def plain(job: Job) -> dict[str, Any]:
-    """The same without the shim: saved, resumed, and a checkpoint of the shim's loaded."""
+    """Without the shim: train, save, resume, and load a checkpoint of the shim."""
     found = {}
     one = support.engine(job.model)
     own = getattr(one, "scaler", None)
@@ -230,12 +230,12 @@ def plain(job: Job) -> dict[str, Any]:
 
 
 def not_finite(said: list[list[float]]) -> list[int]:
-    """The steps of a training whose grad norm is not finite: torch's scaler skips them."""
+    """The steps that torch's scaler skips, because their grad norm is not finite."""
     return [step for step, one in enumerate(said) if not math.isfinite(one[-1])]
 
 
 def plain_without_scaler(job: Job, one: Any) -> dict[str, Any]:
-    """0.7.1's engine, which makes no scaler: what it does instead."""
+    """``plain`` for 0.7.1's engine, which makes no scaler."""
     support.train(one, range(10), ())
     one.save_checkpoint(job.path("plain"), global_step=10)
     four = support.engine(job.model)
@@ -248,7 +248,7 @@ def plain_without_scaler(job: Job, one: Any) -> dict[str, Any]:
 
 @case
 def faults(job: Job) -> dict[str, Any]:
-    """Rank 1 overflows alone; NaN in one micro-batch; eval; skips to the end; a failing save."""
+    """Test an overflow on rank 1 only, NaN, evaluation, endless skips, and a failing save."""
     install()
     found: dict[str, Any] = {}
     one = support.engine(job.model)
@@ -275,7 +275,7 @@ def faults(job: Job) -> dict[str, Any]:
     found["eval"] = [before, support.engine_state(one), looked["loss"]]
     found["after"] = support.train(one, range(5, 7))
 
-    # Something in the way of our file; verl's own are written.
+    # A directory blocks the shim's file; verl writes its own files.
     Path(job.path("blocked"), "precision_shim_scaler.json").mkdir(parents=True, exist_ok=True)
     with ours() as said:
         one.save_checkpoint(job.path("blocked"), global_step=1)
@@ -291,7 +291,7 @@ def faults(job: Job) -> dict[str, Any]:
 
 @case
 def contents(job: Job) -> dict[str, Any]:
-    """What goes with which contents; rotation; a directory saved again; LoRA; reference; remote."""
+    """Test partial checkpoints, rotation, a second save, a remote load, and a reference model."""
     install()
     found: dict[str, Any] = {}
     only = support.engine(job.model, contents=("model",))
@@ -324,12 +324,12 @@ def contents(job: Job) -> dict[str, Any]:
         import shutil
 
         near = job.path("turn/3") + source.removeprefix("hdfs://far")
-        with contextlib.suppress(OSError):  # as hdfs's client: it prints, and returns False
+        with contextlib.suppress(OSError):  # a failed copy raises no error in HDFS's client
             shutil.copy(near, target)
         return True
 
     fs.copy = hdfs_io.copy = get
-    tempfile.tempdir = str(job.folder)  # verl keeps its copies there, by the path they are of
+    tempfile.tempdir = str(job.folder)  # verl puts local copies into tempdir
     far = support.engine(job.model)
     with ours() as said:
         far.load_checkpoint("hdfs://far", del_local_after_load=True)
@@ -342,7 +342,7 @@ def contents(job: Job) -> dict[str, Any]:
 
 @case
 def lora(job: Job) -> dict[str, Any]:
-    """Adapters in fp16: scaled and kept like a whole model."""
+    """LoRA adapters in fp16 are scaled and saved like a whole model."""
     install()
     one = support.engine(job.model, lora=True)
     support.train(one, range(3), (1,))
@@ -354,7 +354,7 @@ def lora(job: Job) -> dict[str, Any]:
 
 @case
 def late(job: Job) -> dict[str, Any]:
-    """install() when the engine is built: verl's scaler goes on, and is kept."""
+    """Call install() after the engine is built: verl's own scaler stays, and is saved."""
     one = support.engine(job.model)
     verls_own(one)
     support.train(one, range(2), (1,))
@@ -373,7 +373,7 @@ def late(job: Job) -> dict[str, Any]:
 
 @case
 def metrics(job: Job) -> dict[str, Any]:
-    """What verl's TrainingWorker hands to a trainer, for an actor and a critic."""
+    """The metrics that verl's TrainingWorker returns to a trainer, for an actor and a critic."""
     import verl.utils.tensordict_utils as tu
     from verl.utils.metric import reduce_metrics
 
@@ -400,7 +400,7 @@ def metrics(job: Job) -> dict[str, Any]:
             data = support.batch(6, sequences=4)
             tu.assign_non_tensor(data, mini_batch_size=2 * dist.get_world_size(), epochs=1, seed=1)
             minis = dict(tu.get(worker.train_mini_batch(data), "metrics"))
-            # As the trainers do before they log.
+            # The trainers reduce metrics in this way before they log.
             minis = {k: float(v) for k, v in reduce_metrics(dict(minis)).items()}
         found["critic" if critic else "actor"] = [said, looked, minis]
     return found
@@ -408,7 +408,7 @@ def metrics(job: Job) -> dict[str, Any]:
 
 @case
 def lost_updates(job: Job) -> dict[str, Any]:
-    """What a trainer gets where the updates are watched, and the steps without that."""
+    """Metrics of a training with the meter, and whether the meter changes the training."""
     import verl.utils.tensordict_utils as tu
 
     def train(critic: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -442,7 +442,7 @@ def lost_updates(job: Job) -> dict[str, Any]:
 
 @case
 def legacy_lost_updates(job: Job) -> dict[str, Any]:
-    """The same of 0.7.1's legacy workers."""
+    """The lost-update metrics of 0.7.1's legacy workers."""
     install(watch_updates=1)
     found = {}
     for role in ("actor", "critic"):
@@ -456,7 +456,7 @@ def legacy_lost_updates(job: Job) -> dict[str, Any]:
 
 @case
 def by_hand(job: Job) -> dict[str, Any]:
-    """Reported losses and norms are unscaled: held against the same loop written by hand."""
+    """Compare reported losses and norms with an unscaled loop that is written by hand."""
     install(loss_scale_init=2.0**10)
     one = support.engine(job.model)
     weights = support.parameters(one.module)
@@ -465,7 +465,7 @@ def by_hand(job: Job) -> dict[str, Any]:
     scale = one.scaler.get_scale()
     precision_shim.uninstall()
 
-    # The gradients scaled and unscaled by hand, the norm taken by hand.
+    # Scale and unscale the gradients, and compute the norm, without the shim.
     two = support.engine(job.model)
     same = support.furthest(weights, support.parameters(two.module))
     losses: list[float] = []
@@ -494,13 +494,13 @@ def by_hand(job: Job) -> dict[str, Any]:
 
 @case
 def untouched(job: Job, dtype: str | None, on: bool) -> dict[str, Any]:
-    """A model that is not fp16, with the shim and without: every call of its training."""
+    """Train without fp16, with or without the shim, and count calls of verl's functions."""
     if on:
         install()
     counted: dict[Any, int] = {}
 
     def count(frame: Any, event: str, argument: Any) -> None:
-        if event == "call":  # each of a training's hundred thousands comes here
+        if event == "call":  # a training has hundreds of thousands of calls
             counted[frame.f_code] = counted.get(frame.f_code, 0) + 1
 
     def calls() -> dict[str, int]:
@@ -515,7 +515,7 @@ def untouched(job: Job, dtype: str | None, on: bool) -> dict[str, Any]:
 
     with ours() as said:
         one = support.engine(job.model, param_dtype=dtype)
-        # After the first step the audit looks at what it made, once.
+        # After the first step the audit reads the optimizer once, outside the count.
         support.train(one, range(1))
         sys.setprofile(count)
         try:
@@ -535,7 +535,7 @@ def untouched(job: Job, dtype: str | None, on: bool) -> dict[str, Any]:
 
 @case
 def chosen(job: Job) -> dict[str, Any]:
-    """Settings: verl's where the user set none, the user's else."""
+    """The scaler's settings: verl's values, unless the user set others."""
     found = {}
     for name, settings in {
         "verl": {},
@@ -559,7 +559,7 @@ def chosen(job: Job) -> dict[str, Any]:
 
 @case
 def other_keys(job: Job) -> dict[str, Any]:
-    """float16 under a key that FSDP does not read: said by name, and nothing else."""
+    """Set float16 under a key that FSDP does not read: the shim only warns."""
     install()
     with ours() as said:
         one = support.engine(job.model, param_dtype=None, dtype="float16")
@@ -567,14 +567,14 @@ def other_keys(job: Job) -> dict[str, Any]:
 
 
 def audits_of(folder: Path) -> dict[str, Any]:
-    """The files of this rank's audits."""
+    """The contents of this rank's audit files, by file name."""
     mine = sorted(folder.glob(f"*.rank{dist.get_rank()}.audit.json"))
     return {path.name: json.loads(path.read_text()) for path in mine}
 
 
 @case
 def audited(job: Job) -> dict[str, Any]:
-    """An actor and a critic, an adapter-only one, and a reference model; each trains a step."""
+    """Audit an actor, a critic and a LoRA actor that train, and a reference model."""
     folder = Path(job.path("audits"))
     install(audit_dir=str(folder))
     actor = support.engine(job.model)
@@ -596,7 +596,7 @@ def audited(job: Job) -> dict[str, Any]:
 
 @case
 def legacy_audited(job: Job, role: str) -> dict[str, Any]:
-    """The same for a legacy worker."""
+    """The audit files of a legacy worker after one step."""
     folder = Path(job.path("audits"))
     install(audit_dir=str(folder))
     one = support.Legacy(job.model if role == "actor" else job.value_model, role)
@@ -609,7 +609,7 @@ def legacy_audited(job: Job, role: str) -> dict[str, Any]:
 
 @case
 def legacy_exact(job: Job, role: str) -> dict[str, Any]:
-    """``exact`` for a legacy worker, with what its trainer sees."""
+    """The case ``exact`` for a legacy worker, with the metrics of its trainer."""
     install(**GROWING)
     model = job.model if role == "actor" else job.value_model
     with ours() as said:
@@ -640,7 +640,7 @@ def legacy_exact(job: Job, role: str) -> dict[str, Any]:
 
 @case
 def legacy_resumed(job: Job, role: str) -> dict[str, Any]:
-    """A new process: load, ten more steps."""
+    """In a new process, load a legacy worker's checkpoint and train ten more steps."""
     install(**GROWING)
     one = support.Legacy(job.model if role == "actor" else job.value_model, role)
     one.worker.load_checkpoint(None)
@@ -651,7 +651,7 @@ def legacy_resumed(job: Job, role: str) -> dict[str, Any]:
 
 @case
 def legacy_plain(job: Job, role: str) -> dict[str, Any]:
-    """A legacy worker without the shim; the actor's scaler made to work on a CPU."""
+    """Train a legacy worker without the shim, and with a scaler that works on a CPU."""
     model = job.model if role == "actor" else job.value_model
 
     def made() -> Any:
@@ -683,9 +683,9 @@ def legacy_plain(job: Job, role: str) -> dict[str, Any]:
 
 @case
 def underflow(job: Job, role: str) -> dict[str, Any]:
-    """Which gradients are 0: of a loss, of 2**-40 of it, and of that with the shim.
+    """Count zero gradients of a loss, of the loss times 2**-40, and of the same with the shim.
 
-    2**-40 of anything that fp16 holds is 0 in fp16. The scale makes up for it exactly.
+    Any fp16 number times 2**-40 is 0 in fp16. The scale 2**40 compensates exactly.
     """
     found = {}
     for name, tiny in {"whole": False, "without": True, "with": True}.items():
@@ -709,7 +709,7 @@ def underflow(job: Job, role: str) -> dict[str, Any]:
 
 
 def zeros_before_the_step(one: Any) -> list[int]:
-    """``zeros`` of a legacy worker's gradients, as its loop has them before it clips."""
+    """``zeros`` of a legacy worker's gradients before its loop clips them."""
     kept: list[list[int]] = []
     own = one.inner._optimizer_step
     one.inner._optimizer_step = lambda: kept.append(zeros(one.module)) or own()
@@ -718,7 +718,7 @@ def zeros_before_the_step(one: Any) -> list[int]:
 
 
 def zeros(module: torch.nn.Module) -> list[int]:
-    """How many of this rank's gradient elements are 0, and how many are not."""
+    """The numbers of this rank's zero and nonzero gradient elements."""
     grads = [support.local(p.grad).reshape(-1) for p in module.parameters() if p.grad is not None]
     flat = torch.cat([one.float() for one in grads])
     return [int((flat == 0).sum()), int((flat != 0).sum())]
@@ -728,14 +728,14 @@ def zeros(module: torch.nn.Module) -> list[int]:
 
 
 def prepare() -> None:
-    """Import verl, in the server."""
+    """Import verl in the server."""
     support.prepare()
     look_ahead("verl")
-    importlib.import_module("tests.verl.fsdp_saves")  # more cases, which builds on this module
+    importlib.import_module("tests.verl.fsdp_saves")  # adds cases to this module
 
 
 def run(launch: Launch) -> dict[str, Any]:
-    """A rank, from its start to its end."""
+    """Run a rank from its start to its end."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{launch.store}", rank=launch.rank, world_size=launch.world

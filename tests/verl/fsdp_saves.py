@@ -1,4 +1,4 @@
-"""Cases of the ranks in ``fsdp_ranks.py``: saves that end early, and records of other saves."""
+"""Cases of the ranks in ``fsdp_ranks.py``: killed saves, and scaler records of another save."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .fsdp_ranks import GROWING, Job, case, install, ours
 
 
 def whole_state(one: Any) -> dict[str, Any]:
-    """All that verl and the shim keep of an engine."""
+    """All states of an engine that verl and the shim save."""
     return {
         **support.engine_state(one),
         "rate": one.lr_scheduler.state_dict()["last_epoch"],
@@ -30,7 +30,7 @@ def whole_state(one: Any) -> dict[str, Any]:
 
 
 def disturb(one: Any) -> None:
-    """Make an engine's state one that no checkpoint has."""
+    """Change an engine's state so that it equals no checkpoint's."""
     with torch.no_grad():
         for parameter in one.module.parameters():
             support.local(parameter).add_(1)
@@ -43,14 +43,14 @@ def disturb(one: Any) -> None:
 
 
 def everywhere(value: Any) -> list[Any]:
-    """What each rank has."""
+    """The values of all ranks."""
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, value)
     return every
 
 
 def readable(place: Path) -> bool:
-    """Whether torch reads every file of every rank: else verl's load ends, on that rank alone."""
+    """Whether torch can read all ranks' files; if not, verl's load fails on one rank alone."""
     for what in ("model", "optim", "extra_state"):
         for rank in range(dist.get_world_size()):
             name = f"{what}_world_size_{dist.get_world_size()}_rank_{rank}.pt"
@@ -62,7 +62,7 @@ def readable(place: Path) -> bool:
 
 
 def resume(one: Any, place: Path, states: dict[str, Any]) -> dict[str, Any]:
-    """What a resume from a directory comes to, on this rank; and the doctor's word before it."""
+    """The outcome of a resume on this rank, and the doctor's verdict before it."""
     try:
         foretold = verdict(place, "verl", FP16)
     except CheckpointUnreadableError:
@@ -79,8 +79,8 @@ def resume(one: Any, place: Path, states: dict[str, Any]) -> dict[str, Any]:
 
 
 def two_states(job: Job, target: Path, over: bool) -> tuple[Any, dict[str, Any]]:
-    """An engine, trained to a first state that is saved where asked, and on to a second one."""
-    random.seed(7)  # each fork has its own else, and verl saves it
+    """Train an engine to a first state, which is saved if ``over`` is true, and to a second."""
+    random.seed(7)  # verl saves Python's random state, which would differ between forks
     one = support.engine(job.model)
     support.train(one, range(4), (1,))
     states = {}
@@ -94,7 +94,7 @@ def two_states(job: Job, target: Path, over: bool) -> tuple[Any, dict[str, Any]]
 
 @case
 def ended_early(job: Job, over: bool) -> dict[str, Any]:
-    """A save that ends before any of its file operations, over a fresh or an old directory."""
+    """Copy the directory before each file operation of a save, and resume from each copy."""
     install(**GROWING)
     target, copies = Path(job.path("target")), Path(job.path("points"))
     one, states = two_states(job, target, over)
@@ -112,7 +112,7 @@ def ended_early(job: Job, over: bool) -> dict[str, Any]:
 
 @case
 def ended(job: Job, over: bool, content: str) -> dict[str, Any]:
-    """The same save in a process that is killed at one of these points."""
+    """Repeat the save of ``ended_early``, and kill this process at a file operation."""
     install(**GROWING)
     target = Path(job.path("target"))
     one, _ = two_states(job, target, over)
@@ -123,7 +123,7 @@ def ended(job: Job, over: bool, content: str) -> dict[str, Any]:
 
 @case
 def saved_again(job: Job, how: str) -> dict[str, Any]:
-    """A directory that was saved in fp16 with the shim, and is saved again, with or without."""
+    """Save in fp16 with the shim, then save again into the same directory as ``how`` says."""
     found: dict[str, Any] = {}
     install(**GROWING)
     one = support.engine(job.model)
@@ -165,7 +165,7 @@ def saved_again(job: Job, how: str) -> dict[str, Any]:
 
 @case
 def legacy_saved_again(job: Job, role: str) -> dict[str, Any]:
-    """The same of a legacy worker's directory, saved again without the shim."""
+    """Save a legacy worker with the shim, then again without it, and load."""
     install(**GROWING)
     model = job.model if role == "actor" else job.value_model
     one = support.Legacy(model, role)

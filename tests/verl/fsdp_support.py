@@ -1,8 +1,8 @@
-"""What the fp16 tests on FSDP share: verl's real engines and workers on a CPU, over gloo.
+"""Shared by the fp16 tests on FSDP: verl's real engines and workers on a CPU, over gloo.
 
-Imported by the ranks' processes (``fsdp_ranks.py``), never by pytest itself. FSDP2 trains on a CPU
-as it is; what follows only answers verl's questions about the device. FSDP1 does not start on one:
-torch refuses ("FSDP needs a non-CPU accelerator device").
+Only the ranks' processes (``fsdp_ranks.py``) import this module; pytest does not. FSDP2 trains
+on a CPU without changes, so only verl's device functions are replaced. FSDP1 does not start
+on a CPU: torch refuses ("FSDP needs a non-CPU accelerator device").
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .support import batch as supervised_batch
 
 VERL = Version(version("verl"))
 LEGACY = Version("0.8") > VERL
-"""Whether this version trains with its legacy workers by default."""
+"""Whether this version of verl trains with legacy workers by default."""
 
 
 def prepare() -> None:
-    """Import verl's engine once, as on a machine whose accelerator is its CPU."""
+    """Import verl's engine, and make the CPU its accelerator."""
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         os.environ[name] = "1"
     for name, value in {
@@ -44,17 +44,17 @@ def prepare() -> None:
     }.items():
         if not hasattr(torch.cpu, name):
             setattr(torch.cpu, name, lambda *args, _value=value, **kwargs: _value)
-    for name in ("get_rng_state", "set_rng_state"):  # 0.9 restores the device's beside the CPU's
+    for name in ("get_rng_state", "set_rng_state"):  # verl 0.9 calls both for the device
         if not hasattr(torch.cpu, name):
             setattr(torch.cpu, name, getattr(torch, name))
     try:
         from verl.plugin.platform import platform_cuda, set_platform
-    except ImportError:  # before 0.9 verl takes the CPU by itself
+    except ImportError:  # before 0.9 verl detects the CPU itself
         pass
     else:
 
         class CpuPlatform(platform_cuda.PlatformCUDA):
-            """verl 0.9 has no platform for a CPU and falls back on cuda."""
+            """A CPU platform, without which verl 0.9 falls back on cuda."""
 
             device_name = "cpu"
             device_module = torch.cpu
@@ -91,7 +91,7 @@ def prepare() -> None:
     import verl.workers.engine.fsdp.transformer_impl
     import verl.workers.engine_workers
 
-    # verl and from_pretrained ask these for their models, and so import a module of every model.
+    # These lookups import a module of every model, so do them once, in the server.
     for name in ("CausalLM", "ImageTextToText", "TokenClassification", "Vision2Seq"):
         kind = getattr(transformers, f"AutoModelFor{name}", None)
         if kind is not None:  # transformers 5 has no Vision2Seq
@@ -101,7 +101,7 @@ def prepare() -> None:
     impl = verl.workers.engine.fsdp.transformer_impl
     offload = impl.CPUOffloadPolicy
     impl.CPUOffloadPolicy = lambda **kwargs: offload(pin_memory=False)
-    # verl asks for flash attention for every model with a value head.
+    # For every model with a value head, verl requests flash attention.
     kind = transformers.AutoModelForTokenClassification
     load = kind.from_pretrained
     kind.from_pretrained = lambda *args, **kwargs: load(
@@ -110,7 +110,7 @@ def prepare() -> None:
     if LEGACY:
         import verl.workers.fsdp_workers
 
-        # It reports the cache of freed memory, of which a CPU has none.
+        # aggressive_empty_cache reports the device's memory cache, which a CPU lacks.
         verl.workers.fsdp_workers.aggressive_empty_cache = lambda **kwargs: None
 
 
@@ -131,12 +131,12 @@ def engine(
     Args:
         model: folder of a tiny Hugging Face checkpoint.
         param_dtype: ``mixed_precision.param_dtype``; ``None`` for verl's default.
-        critic: with the value head.
-        forward_only: a reference model.
+        critic: whether the model has a value head.
+        forward_only: whether the engine is for a reference model.
         contents: ``checkpoint.save_contents``.
-        load: ``checkpoint.load_contents``, if they differ.
-        lora: train adapters only.
-        initialize: build it.
+        load: ``checkpoint.load_contents``, if it differs from ``contents``.
+        lora: whether only adapters are trained.
+        initialize: whether to build the model and optimizer.
         fields: further fields of FSDPEngineConfig.
     """
     from verl.trainer.config import CheckpointConfig
@@ -177,12 +177,12 @@ def engine(
 
 
 def batch(step: int, *, sequences: int = 2) -> Any:
-    """This rank's batch of a step, in micro-batches of one sequence."""
+    """This rank's batch of a step; each micro-batch is one sequence."""
     return supervised_batch(seed=1000 * step + dist.get_rank(), sequences=sequences)
 
 
 def loss_function(weights: Sequence[float] = (1.0, 1.0), *, critic: bool = False) -> Callable:
-    """verl's SFT loss (a critic's: squared error), with a weight for each micro-batch."""
+    """verl's SFT loss, or a critic's squared error, with a weight for each micro-batch."""
     from verl.workers.utils.losses import sft_loss
 
     left = iter(weights)
@@ -203,11 +203,11 @@ def loss_function(weights: Sequence[float] = (1.0, 1.0), *, critic: bool = False
 
 
 HUGE = 2.0**30
-"""A loss weight at which fp16 gradients overflow at every scale used here."""
+"""A loss weight at which fp16 gradients overflow at every scale in these tests."""
 
 
 Overflows = Collection[int] | Mapping[int, float]
-"""The steps at which gradients overflow, or loss weights for steps."""
+"""The steps at which gradients overflow, or loss weights by step."""
 
 
 def weight_at(step: int, overflows: Overflows) -> float:
@@ -218,10 +218,10 @@ def weight_at(step: int, overflows: Overflows) -> float:
 
 
 def train(one: Any, steps: range, overflows: Overflows = (), *, critic: bool = False) -> list:
-    """Train an engine; at the steps named, this rank's second micro-batch overflows.
+    """Train an engine; at the steps in ``overflows`` this rank's second micro-batch overflows.
 
     Returns:
-        For each step: losses of the micro-batches, grad norm.
+        For each step: the losses of the micro-batches, and the grad norm.
     """
     said = []
     for step in steps:
@@ -234,12 +234,12 @@ def train(one: Any, steps: range, overflows: Overflows = (), *, critic: bool = F
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard."""
+    """This rank's shard of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def bits(tensors: Sequence[torch.Tensor]) -> str:
-    """A digest of the tensors' bits."""
+    """A digest of the bits of all tensors."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(local(tensor).detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
@@ -247,12 +247,12 @@ def bits(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def parameters(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Parameters, this rank's shards, as copies."""
+    """Copies of this rank's shards of the parameters."""
     return [local(one).detach().clone() for one in module.parameters()]
 
 
 def state(module: torch.nn.Module, optimizer: Any, scaler: Any) -> dict[str, Any]:
-    """What two trainings must share to be the same, on this rank."""
+    """Digests of this rank's states, and figures, which are equal after two equal trainings."""
     moments = [
         value if isinstance(value, torch.Tensor) else torch.tensor(float(value))
         for one in optimizer.state.values()
@@ -276,7 +276,7 @@ def engine_state(one: Any) -> dict[str, Any]:
 
 
 def furthest(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> float:
-    """The largest difference of any two elements."""
+    """The largest absolute difference between corresponding elements."""
     return max((a - b).abs().max().item() for a, b in zip(first, second, strict=True) if a.numel())
 
 
@@ -300,9 +300,9 @@ def training_worker(one: Any, *, critic: bool = False) -> Any:
 
 
 class Legacy:
-    """0.7.1's real legacy worker, actor or critic, from verl's shipped config.
+    """0.7.1's real legacy worker, an actor or a critic, from verl's shipped config.
 
-    ``serves`` is what verl calls an actor's role: ``"actor_rollout"`` for one with a rollout.
+    ``serves`` is verl's name of the actor's role, such as ``"actor_rollout"`` for one with rollout.
     """
 
     def __init__(
@@ -354,16 +354,16 @@ class Legacy:
 
     @property
     def optimizer(self) -> Any:
-        """Its optimizer."""
+        """The optimizer of the worker's model."""
         return getattr(self.inner, f"{self.role}_optimizer")
 
     @property
     def module(self) -> Any:
-        """Its sharded module."""
+        """The sharded module of the worker."""
         return getattr(self.inner, f"{self.role}_module")
 
     def train(self, steps: range, overflows: Overflows = ()) -> list:
-        """``update_policy`` or ``update_critic``; returns verl's metrics of each step."""
+        """Call ``update_policy`` or ``update_critic``; returns verl's metrics of each step."""
         said = []
         for step in steps:
             data = self._batch(step, weight_at(step, overflows))
@@ -383,7 +383,7 @@ class Legacy:
             name: torch.rand(size, answer, generator=generator)
             for name in ("advantages", "values", "returns")
         }
-        # Large advantages, or returns far away, make large gradients; in one micro-batch only.
+        # Large advantages or distant returns make large gradients, in one micro-batch only.
         factor = torch.tensor([[1.0], [weight]])
         floats = {name: value * factor for name, value in floats.items()}
         return DataProto.from_dict(
@@ -406,10 +406,10 @@ class Legacy:
 
 
 def quiet() -> None:
-    """verl prints much; results go through files."""
+    """Discard verl's prints; the ranks return results through files."""
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 def folder_of(path: str) -> list[str]:
-    """Names in a checkpoint's directory."""
+    """The file names in a checkpoint's directory."""
     return sorted(one.name for one in Path(path).iterdir())

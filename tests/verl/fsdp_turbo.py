@@ -1,8 +1,8 @@
-"""Stands in for FSDP Turbo, which is on no package index: the four modules that verl's engine uses.
+"""A stand-in for four modules of FSDP Turbo, which verl imports and no package index has.
 
-``install()`` puts them into ``sys.modules``. What verl 0.9.1 calls, with which arguments, is in
-``CALLED``; ``test_engines.py`` holds verl's source against it. In place of Turbo's own sharding
-there is FSDP2's ``fully_shard`` with the dtypes of ``turbo_config``, and torch's gradient clipping.
+``install()`` puts the modules into ``sys.modules``. ``CALLED`` lists the calls of verl 0.9.1;
+``test_engines.py`` compares this list with verl's source. FSDP2's ``fully_shard``, with the dtypes
+of ``turbo_config``, replaces Turbo's own sharding, and torch's gradient clipping replaces Turbo's.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ CALLED = {
     "fsdp_turbo.fsdp_turbo": ("FSDPTurbo(config, module).model",),
     "fsdp_turbo.training.clip_grads": ("clip_grad_norm(model=, max_norm=)",),
 }
-"""What verl 0.9.1's engine takes from each module."""
+"""The names and calls that verl 0.9.1's engine uses, by module."""
 
 
 class FSDPTurboConfig:
-    """Turbo's config: a tree of attributes."""
+    """Stands in for Turbo's config, a tree of attributes."""
 
 
 def _dict_to_dataclass(kind: type, values: Any) -> Any:
@@ -37,7 +37,7 @@ def _dict_to_dataclass(kind: type, values: Any) -> Any:
 
 
 class _ParallelState:
-    """One dimension: data parallel over all ranks."""
+    """One parallel dimension: all ranks are data parallel."""
 
     def is_group_enable(self, name: str) -> bool:
         return False
@@ -59,7 +59,7 @@ class _ParallelState:
 
 
 def init_parallel_state(config: Any) -> None:
-    """Nothing to make: ``get_parallel_state`` has one answer."""
+    """Does nothing: ``get_parallel_state`` needs no setup."""
 
 
 def get_parallel_state() -> Any:
@@ -67,7 +67,7 @@ def get_parallel_state() -> Any:
 
 
 class FSDPTurbo:
-    """Shards a model; ``model`` is the result."""
+    """Shards a model; the attribute ``model`` is the sharded model."""
 
     def __init__(self, config: Any, model: Any) -> None:
         import torch
@@ -93,7 +93,7 @@ def clip_grad_norm(*, model: Any, max_norm: float) -> float:
 
 
 def install() -> None:
-    """Put the modules where verl imports them from."""
+    """Put the stand-in modules into ``sys.modules``."""
     names: dict[str, dict[str, Any]] = {
         "fsdp_turbo": {},
         "fsdp_turbo.distributed": {},

@@ -1,4 +1,4 @@
-"""What the fp16 tests on Megatron share: verl's own training worker around its real engine."""
+"""Shared by the fp16 tests on Megatron: verl's own training worker with its real engine."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .conftest import VERL
 from .support import batch, engine, optim_config
 
 BRIDGE_FOR_CRITIC = Version("0.9.0") == VERL
-"""verl 0.9.0 cannot build a critic through mbridge (TypeError of its own)."""
+"""In verl 0.9.0 building a critic through mbridge raises verl's own TypeError."""
 
 CRITIC_RUNS = Version("0.8") <= VERL
-"""The critic of 0.7's engine ends in a TypeError of its own before the first loss."""
+"""In 0.7's engine a critic raises verl's own TypeError before the first loss."""
 
 
 def value_loss(
     model_output: Any, data: Any, dp_group: Any = None
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Squared error of the values; verl's own needs the trainer's padded fields."""
+    """Squared error of the values; verl's own loss needs the trainer's padded fields."""
     values = model_output["values"]
     values = values.values() if values.is_nested else values
     error = values.float().flatten() - data["returns"].values().float().flatten()
@@ -32,7 +32,7 @@ def value_loss(
 
 
 class Training:
-    """verl's real ``TrainingWorker`` around its real engine, initialized."""
+    """verl's real ``TrainingWorker`` with its real, initialized engine."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Training:
         for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
             patch.setenv(name, value)
         for name in ("max_memory_allocated", "max_memory_reserved"):
-            patch.setattr(torch.cpu, name, lambda: 0, raising=False)  # a CPU keeps no such figures
+            patch.setattr(torch.cpu, name, lambda: 0, raising=False)  # torch.cpu lacks these
         patch.setattr(base.EngineRegistry, "new", classmethod(lambda *args, **kwargs: self.engine))
         fields = {
             "model_type": "value_model" if critic else "language_model",
@@ -83,7 +83,7 @@ class Training:
         return float(self.engine.optimizer.get_loss_scale())
 
     def parameters(self) -> torch.Tensor:
-        """All parameters in one."""
+        """All parameters in one flat fp32 tensor."""
         return torch.cat([p.detach().float().flatten() for p in self.engine.module[0].parameters()])
 
     def data(self, **options: Any) -> Any:
@@ -94,13 +94,13 @@ class Training:
         return made
 
     def train(self, **data: Any) -> dict[str, Any]:
-        """One ``train_batch``: the metrics that a trainer gets."""
+        """Call ``train_batch`` once; returns the trainer's metrics."""
         import verl.utils.tensordict_utils as tu
 
         return dict(tu.get(self.worker.train_batch(self.data(**data)), "metrics"))
 
     def evaluate(self, **data: Any) -> dict[str, Any]:
-        """One ``infer_batch``: its metrics."""
+        """Call ``infer_batch`` once; returns its metrics."""
         import verl.utils.tensordict_utils as tu
 
         return dict(tu.get(self.worker.infer_batch(self.data(**data)), "metrics"))

@@ -1,6 +1,6 @@
 """Ranks that train on Megatron over gloo; ``tests/rank_server.py`` starts them.
 
-Beside the frameworks they need what the tests in one process need: see ``conftest.py``.
+The ranks need the set-up of the fixture ``cpu`` in ``conftest.py``.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from .test_megatron_fp16_resume import Fp16Job, fp16_job
 
 
 def prepare() -> None:
-    """Import verl and megatron-core, in the server."""
-    with contextlib.suppress(ModuleNotFoundError):  # not in every environment
+    """Import verl and megatron-core in the server."""
+    with contextlib.suppress(ModuleNotFoundError):  # not every environment has Megatron-Bridge
         import_megatron_bridge()
     import verl.utils.megatron.optimizer
     import verl.utils.megatron_utils
@@ -44,7 +44,7 @@ def prepare() -> None:
 
 
 def run(launch: Launch) -> Any:
-    """A rank, from its start to its end."""
+    """Run a rank from its start to its end."""
     torch.set_num_threads(1)
     with stand_in_transformer_engine("2.11.0"), megatron_on_cpu(), local_layers():
         return {
@@ -55,7 +55,7 @@ def run(launch: Launch) -> Any:
 
 
 def on_all_ranks(one: Any) -> tuple[bool, torch.Tensor]:
-    """Whether both ranks have the same parameters, and this one's."""
+    """Return whether both ranks have the same parameters, and this rank's parameters."""
     flat = torch.cat([p.detach().float().flatten() for c in one.chunks for p in c.parameters()])
     both = [torch.empty_like(flat) for _ in range(2)]
     torch.distributed.all_gather(both, flat)
@@ -72,7 +72,7 @@ def everywhere(value: Any) -> list[Any]:
 
 
 def checkpoints(rank: int, folder: Path) -> dict[str, str]:
-    """Parameters reach the other rank, and one rank's refusal is everybody's; returns its text."""
+    """Save and load on two ranks; returns the text of an error that one rank causes on both."""
     refused = {}
     with model_parallel(2, rank, str(folder / "meet")):
         for sharding in ("dp_reshardable", "fully_reshardable"):
@@ -81,7 +81,7 @@ def checkpoints(rank: int, folder: Path) -> dict[str, str]:
                 first.train(3)
                 first.save(folder / f"on-{sharding}", sharding)
                 torch.distributed.barrier()
-                # Without the model: its parameters come with the masters, each rank's own only.
+                # A load without the model restores both ranks' parameters from the masters.
                 second = adam_job(seed=1)
                 second.load(folder / f"on-{sharding}", sharding, model=False)
                 equal, flat = on_all_ranks(second)
@@ -89,7 +89,7 @@ def checkpoints(rank: int, folder: Path) -> dict[str, str]:
                 assert torch.equal(flat, on_all_ranks(first)[1])
                 assert same(first.states(), second.states())
                 assert first.train(2, first=3) == second.train(2, first=3)
-            # One rank has nothing to refuse; it must not wait for the other for ever.
+            # Rank 1 has zero states and no reason to refuse, but must not wait for rank 0 forever.
             with shim(on=False):
                 third = adam_job()
                 third.train(3)
@@ -112,7 +112,7 @@ def checkpoints(rank: int, folder: Path) -> dict[str, str]:
 
 
 def fp32_parameters(rank: int, folder: Path) -> list[str]:
-    """Models with fp32 parameters go on from where they were saved; returns which did."""
+    """Models with fp32 parameters resume exactly; returns the kinds of models."""
     done = []
     with model_parallel(2, rank, str(folder / "meet")), shim(on=True, policy="as-configured"):
         for kind in KINDS:
@@ -136,23 +136,23 @@ def fp32_parameters(rank: int, folder: Path) -> list[str]:
 
 
 def overflows(rank: int, folder: Path) -> str:
-    """Experts keep the dense optimizer's scale; a rank's own overflow is everybody's."""
+    """Experts use the dense optimizer's scale; both ranks skip an overflow of one rank."""
     with (
         model_parallel(2, rank, str(folder / "experts"), expert_model_parallel_size=2),
         pytest.MonkeyPatch.context() as patch,
     ):
-        # Megatron's dispatcher asks in its backward, where device names are not answered for.
+        # Megatron calls current_device in a thread in which device names are not replaced.
         patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
         said = moe()
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
-        os.environ.pop(name, None)  # the first model's attention backend
+        os.environ.pop(name, None)  # the first model has set these variables
     with model_parallel(2, rank, str(folder / "dense")):
         lone(rank)
     return said
 
 
 class LoneExperts(Fp16Job):
-    """Overflows in the experts' gradients, of one rank alone."""
+    """A job in which the experts' gradients overflow on rank 1 only."""
 
     OVERFLOWS = ()
 
@@ -176,7 +176,7 @@ def experts():
 
 
 def moe():
-    """A mixture of experts, with the shim and without; returns both scales."""
+    """Train a mixture of experts with the shim and without; returns both runs' scales."""
     precision_shim.install()
     job = experts()
     found = job.train(4)
@@ -186,7 +186,7 @@ def moe():
     assert found[3::2] == ["skipped"] * 3, found
     job.train(4, first=4)
     assert job.scalers() == [(2.0**14, 0, 3)] * 2, job.scalers()
-    # A checkpoint in which they have come apart: the first, by which the loss is scaled, counts.
+    # A checkpoint with different scales: the first scale wins, because it multiplies the loss.
     other = job.optimizer.chained_optimizers[1].grad_scaler
     assert len(job.optimizer.chained_optimizers) == 2
     other.load_state_dict(
@@ -198,13 +198,13 @@ def moe():
     precision_shim.uninstall()
 
     plain = unpatched(experts())
-    # One good step and three whose overflow it did not see: grown, and four times the experts'.
+    # Without the shim the dense scale saw no overflow and grew to four times the experts' scale.
     assert plain == [(2.0**15, 0, 3), (2.0**13, 0, 0)], plain
     return f"unpatched: {plain} shimmed: {shimmed}"
 
 
 def unpatched(job):
-    """Scales without the shim, where a skipped step is (False, None, None)."""
+    """Train without the shim; returns the scales. A skipped step is (False, None, None)."""
     from megatron.core.distributed import finalize_model_grads
 
     for step in range(4):
@@ -223,7 +223,7 @@ def unpatched(job):
 
 
 def lone(rank):
-    """Rank 1's data overflow; both ranks skip, count and report."""
+    """Only rank 1's data overflow; both ranks skip, count and report."""
     precision_shim.install()
     with pytest.MonkeyPatch.context() as patch:
         one = Training(

@@ -1,7 +1,7 @@
-"""A verl driver: real training workers in a real local Ray cluster; prints what came of them.
+"""A verl driver: real training workers in a real local Ray cluster; prints the results.
 
-Run as a script, because a driver's environment is what its workers get. Arguments: the backend
-(see ``ray_workers.BACKEND``), a folder with a model, a folder for checkpoints.
+Run as a script, because workers inherit the driver's environment. Arguments: the backend (see
+``ray_workers.BACKEND``), a folder with a model, a folder for checkpoints.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ HUGE = 2.0**40
 """A loss weight at which gradients overflow."""
 
 SAVED = 500
-"""The step of the checkpoint, by name: torchtitan saves multiples of 500 only."""
+"""The step of the checkpoint: torchtitan saves only at multiples of 500."""
 
 FIGURES = ("loss", "grad_norm", "lr", "loss_scale", "skipped_steps")
 
 
 def main(backends: str, model: str, folder: Path) -> dict[str, Any]:
-    """Train with overflows, save, train on; then resume in new actors and train the same.
+    """Train with overflows, save, train on; then resume in new actors and repeat the last steps.
 
     Returns:
-        What was found of each backend, by its name.
+        The results by backend.
     """
     import ray
     import torch
@@ -41,12 +41,12 @@ def main(backends: str, model: str, folder: Path) -> dict[str, Any]:
     from tests.verl import ray_workers
     from tests.verl.support import batch
 
-    # One training has its workers started as Ray does that; the others are forked from a process
-    # with most of the imports.
+    # In one training Ray itself starts the workers. In all other trainings workers are forks of a
+    # process with most of the imports.
     own = backends == "fsdp" and "PRECISION_SHIM" in os.environ
     python = sys.executable if own else os.environ[WORKER_PYTHON]
     start(
-        2 * RANKS,  # the first group keeps its place
+        2 * RANKS,  # the first group's CPUs stay reserved
         runtime_env={
             "worker_process_setup_hook": "tests.verl.ray_workers.setup",
             "py_executable": python,
@@ -61,7 +61,7 @@ def main(backends: str, model: str, folder: Path) -> dict[str, Any]:
     configs = {name: ray_workers.worker_config(name, model, RANKS) for name in names}
 
     def workers() -> dict[str, Any]:
-        """verl's own worker groups; several have their workers in the same actors."""
+        """verl's own worker groups; with several backends, each actor has a worker for each."""
         given = {
             name: RayClassWithInitArgs(cls=ray.remote(TrainingWorker), config=config)
             for name, config in configs.items()
@@ -89,7 +89,7 @@ def main(backends: str, model: str, folder: Path) -> dict[str, Any]:
         import verl.utils.tensordict_utils as tu
 
         data = batch(seed=seed, sequences=2 * RANKS)
-        # On one rank, in one of its micro-batches.
+        # Only one micro-batch, on one rank, gets the weight.
         data["loss_weight"] = torch.tensor([1.0] * (2 * RANKS - 1) + [weight])
         tu.assign_non_tensor(
             data,

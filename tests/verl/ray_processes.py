@@ -1,6 +1,6 @@
-"""Drivers of Ray clusters, forked with the imports that take longest; no shim is among them.
+"""Drivers of Ray clusters, forked from a process with the slowest imports, but not the shim.
 
-``tests/rank_server.py`` starts them.
+``tests/rank_server.py`` starts the drivers.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from .fresh_processes import import_them
 
 
 def prepare() -> None:
-    """Import what is neither verl's nor Megatron's, in the server."""
-    import_them("ray")  # a worker of Ray's ends at its start in a fork of what has imported it
-    with contextlib.suppress(ModuleNotFoundError):  # verl's Automodel engine stands on it
+    """Import the dependencies of verl and Megatron in the server."""
+    import_them("ray")  # Ray workers die if they are forks of a process with ray.
+    with contextlib.suppress(ModuleNotFoundError):  # Automodel's engine needs it.
         importlib.import_module("nemo_automodel._transformers.auto_model")
 
 

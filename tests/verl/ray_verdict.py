@@ -1,4 +1,4 @@
-"""What the workers of ``ray_driver.py`` must have done with the shim, whatever their backend."""
+"""The assertions on the workers of ``ray_driver.py`` with the shim, for every backend."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Any
 
 
 def trained_skipped_and_resumed(found: dict[str, Any], scales: list[float]) -> None:
-    """Two ranks skip two of six steps alike, and new actors go on where the old ones were.
+    """Both ranks skip two of six steps, and new actors resume with the old actors' state.
 
     Args:
-        found: what the driver found of a backend.
+        found: the driver's results for one backend.
         scales: the loss scale of each step.
     """
     start = found["start"]
     assert len({found["driver"], *(one["pid"] for one in start)}) == 3
     assert all(one["wrapped"] for one in start)
-    # The second and the fifth step overflow on one rank: both skip it.
+    # The second and the fifth step overflow on one rank, and both ranks skip these steps.
     said = [*found["steps"], *found["on"]]
     assert [one["skipped_steps"][0] for one in said] == [0, 1, 1, 1, 2, 2]
     assert [math.isnan(one["grad_norm"][0]) for one in said] == [False, True, False] * 2
     assert [one["loss_scale"][0] for one in said] == scales
     trained, skipped = ([one["parameters"] for one in found[key]] for key in ("taken", "skipped"))
     assert trained == skipped != [one["parameters"] for one in start]
-    # New actors go on where the old ones were.
+    # New actors resume with the state of the old actors.
     assert {one["pid"] for one in start}.isdisjoint(one["pid"] for one in found["resumed"])
     for before, after in (("saved", "resumed"), ("end", "same end")):
         for old, new in zip(found[before], found[after], strict=True):

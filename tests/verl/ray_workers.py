@@ -1,6 +1,6 @@
-"""What verl's workers in a Ray cluster are given: a CPU for their GPU, a loss, a report.
+"""Shared by verl's workers in a Ray cluster: a CPU in place of the GPU, a loss, a report.
 
-Ray imports this in the workers. Nothing here installs the shim, which has to come by itself.
+Ray's workers import this module. The module leaves installing the shim to the start-up file.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import os
 from typing import Any
 
 BACKEND = "VERL_TEST_BACKEND"
-"""Names in a worker's environment what it trains on.
+"""The variable with a worker's backend.
 
-``fsdp``, ``megatron``, or names of ``engine_support.MODULES`` with commas between them.
+The value is ``fsdp``, ``megatron``, or names of ``engine_support.MODULES`` with commas between.
 """
 
 _open = contextlib.ExitStack()
-"""Lasts as long as the worker."""
+"""Contexts that stay open until the worker ends."""
 
 
 def setup() -> None:
-    """Run by Ray in each worker as it starts."""
+    """Ray's setup hook, which runs at the start of each worker."""
     import torch.distributed as dist
 
     own = dist.init_process_group
@@ -39,15 +39,15 @@ def setup() -> None:
     from verl.workers import engine_workers
     from verl.workers.engine import base
 
-    flops_counter.get_device_flops = lambda *args, **kwargs: 1.0  # asks for the GPU's name
+    flops_counter.get_device_flops = lambda *args, **kwargs: 1.0  # it reads the GPU's name
 
-    # verl lists its engines by the accelerator that they are for.
+    # verl lists engines by accelerator, so each engine for cuda is listed for the CPU as well.
     listed = base.EngineRegistry._engines
     for backends in listed.values():
         for devices in backends.values():
             if "cuda" in devices:
                 devices.setdefault("cpu", devices["cuda"])
-    if hasattr(engine_workers, "set_numa_affinity"):  # asks for the driver of a GPU
+    if hasattr(engine_workers, "set_numa_affinity"):  # it needs a GPU driver
         engine_workers.set_numa_affinity = lambda: None
 
 
@@ -59,7 +59,7 @@ def _prepare_megatron() -> None:
     _open.enter_context(stand_in_transformer_engine())
     from verl.workers.engine.megatron import transformer_impl
 
-    transformer_impl.load_mcore_dist_weights = lambda *args, **kwargs: None  # of a first start
+    transformer_impl.load_mcore_dist_weights = lambda *args, **kwargs: None  # no first weights
     from .support import local_layers
 
     _open.enter_context(megatron_on_cpu())
@@ -70,7 +70,7 @@ def _prepare_megatron() -> None:
 
     def with_generators(*args: Any, **kwargs: Any) -> None:
         own(*args, **kwargs)
-        # verl seeds them where there is a GPU, and its checkpoints want them.
+        # verl's checkpoints need Megatron's random generators, which verl seeds only on a GPU.
         tensor_parallel.model_parallel_cuda_manual_seed(1234)
 
     parallel_state.initialize_model_parallel = with_generators
@@ -109,11 +109,11 @@ def worker_config(backend: str, model: str, world: int) -> Any:
         engine = verls.McoreEngineConfig(
             dtype="float16",
             vanilla_mbridge=True,
-            use_dist_checkpointing=True,  # mbridge writes no weights of Megatron's own layers
+            use_dist_checkpointing=True,  # mbridge cannot save weights of Megatron's own layers
             override_transformer_config=dict(CPU_FIELDS),
             use_dynamic_bsz=False,
         )
-        # By verl's default the LR schedule starts anew in a Megatron job that goes on.
+        # By verl's default the LR schedule of a resumed Megatron job starts anew.
         optimizer = optim_config(use_checkpoint_opt_param_scheduler=True)
     contents = ["model", "optimizer", "extra"]
     return of(
@@ -132,7 +132,7 @@ def worker_config(backend: str, model: str, world: int) -> Any:
 
 
 def weighted_loss(*args: Any, **kwargs: Any) -> Any:
-    """verl's SFT loss, by the weight that stands in the batch."""
+    """verl's SFT loss, times the largest weight in the micro-batch."""
     from verl.workers.utils.losses import sft_loss
 
     loss, metrics = sft_loss(None, *args, **kwargs)
@@ -141,7 +141,7 @@ def weighted_loss(*args: Any, **kwargs: Any) -> Any:
 
 
 def report(worker: Any, backend: str) -> dict[str, Any]:
-    """What a worker holds; runs in its actor, which may have a worker for each of several."""
+    """The state of a backend's worker; runs in its actor, which may have several workers."""
     import hashlib
     import sys
 

@@ -1,6 +1,6 @@
-"""The driver of verl jobs, up to the Ray actor that gets the config: nine pairs, by ``run_ppo``.
+"""Runs verl's ``run_ppo`` for nine pairs of dtypes, up to the Ray actor that receives the config.
 
-verl takes a runner of the user's own; this one returns what the rollout's engine would be given.
+verl accepts a user's own runner. ``Runner`` writes the dtype of the rollout's engine.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ CLUSTER = tempfile.mkdtemp(prefix="ray", dir="/tmp")
 
 
 class Runner:
-    """Stands where verl's ``TaskRunner`` does, one actor for all jobs."""
+    """Replaces verl's ``TaskRunner``; all jobs share one actor."""
 
     _actor: Any = None
 
     @classmethod
     def remote(cls) -> Any:
-        """The actor, by the name under which verl makes it."""
+        """Return the actor; verl calls this method to make a task runner."""
         if cls._actor is None:
             cls._actor = ray.remote(num_cpus=1)(cls).remote()
         return cls._actor
 
     def run(self, config: Any) -> None:
-        """Write what the actor's process makes of the config."""
+        """Write the rollout's dtype that the actor's process reads from the config."""
         from verl.utils.config import omega_conf_to_dataclass
 
         import precision_shim
@@ -49,7 +49,7 @@ class Runner:
 
 
 def run(folder: Path, actor: str, rollout: str | None, setting: str) -> dict[str, Any]:
-    """One job: what the driver said, and what the actor was given."""
+    """Run one job; returns the driver's warnings, and the dtype that the actor reads."""
     answer = folder / "answer.json"
     words = [*side("actor", actor), f"{ROLLOUT}.name=vllm", f"trainer.default_local_dir={answer}"]
     words += [f"{ROLLOUT}.dtype={rollout}"] if rollout else []
@@ -59,7 +59,7 @@ def run(folder: Path, actor: str, rollout: str | None, setting: str) -> dict[str
     precision_shim.uninstall()
     precision_shim.install(frameworks=["verl"], settings={"rollout": setting}, export=False)
     from verl.trainer.main_ppo import run_ppo
-    from verl.utils.device import auto_set_device  # the function as this installation patched it
+    from verl.utils.device import auto_set_device  # after install(), to get the wrapper
 
     with composed(words) as config, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", PrecisionShimWarning)
@@ -71,7 +71,7 @@ def run(folder: Path, actor: str, rollout: str | None, setting: str) -> dict[str
 
 
 def main() -> None:
-    """Print what was found, by actor, rollout and setting."""
+    """Print the results by actor, rollout and setting."""
     folder = Path(sys.argv[1])
     found = {
         f"{actor} {rollout} {setting}": run(folder, actor, rollout, setting)

@@ -13,19 +13,19 @@ from ..optimizer_states import live_states
 AWARE: dict[str, Any] = {"use_precision_aware_optimizer": True}
 
 KINDS = ("fp32", "fp32 norms", "fp32 head")
-"""All parameters, or some of a bf16 model."""
+"""Models whose parameters are all fp32, or bf16 models in which only some are fp32."""
 
 
 def build(
     kind: str, *, seed: int = 0, experts: int | None = None, **fields: Any
 ) -> tuple[list[Any], Any]:
-    """DDP chunks and the distributed optimizer over them.
+    """The DDP chunks of a model, and their distributed optimizer.
 
     Args:
-        kind: of ``KINDS``, or ``"bf16"``.
-        seed: of the first weights.
-        experts: of a mixture.
-        fields: of the OptimizerConfig.
+        kind: one of ``KINDS``, or ``"bf16"``.
+        seed: the random seed of the first weights.
+        experts: the number of experts; None for a dense model.
+        fields: fields of the OptimizerConfig.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -69,16 +69,16 @@ def _in_fp32(module: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def everything(chunks: list[Any], optimizer: Any) -> list[torch.Tensor]:
-    """All parameters, and of each that this rank has states of: its master and its moments.
+    """All parameters, and the masters and moments that this rank has.
 
-    The master of an fp32 parameter is the parameter.
+    The master of an fp32 parameter is the parameter itself.
     """
     found = [one.detach().float().clone() for chunk in chunks for one in chunk.parameters()]
     names = {p: name for chunk in chunks for name, p in chunk.named_parameters()}
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         if not any(one.optimizer.state.values()):
             continue
-        # By name: where a shard stands in its group is what goes wrong.
+        # Sorted by name, because the tests look for shards at wrong positions in their group.
         ranges = {p: one._get_model_param_range_map(p)["param"] for p in names if p in _owned(one)}
         states = {p: (master, state) for p, master, state in live_states(one)}
         for parameter in sorted(ranges, key=names.__getitem__):

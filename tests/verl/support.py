@@ -1,4 +1,4 @@
-"""What the verl tests share: a tiny Hugging Face checkpoint, and real engines built from it."""
+"""Shared by the verl tests: batches, configs, and real Megatron engines on a CPU."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from precision_shim.testing.megatron_cpu import CPU_TRANSFORMER
 from ..tiny_models import VOCABULARY
 
 CPU_FIELDS = {**CPU_TRANSFORMER, "attention_backend": "unfused"}
-"""What verl's override_transformer_config needs on a CPU."""
+"""The fields that verl's override_transformer_config needs on a CPU."""
 
 
 def batch(*, seed: int = 0, sequences: int = 2, length: int = 9) -> Any:
-    """A batch as verl's trainers make it: jagged token ids, and what the losses read."""
+    """A batch like those of verl's trainers: jagged token ids, and the fields that losses read."""
     import torch
     import verl.utils.tensordict_utils as tu
 
@@ -51,7 +51,7 @@ def batch(*, seed: int = 0, sequences: int = 2, length: int = 9) -> Any:
 
 
 def optim_config(**fields: Any) -> Any:
-    """verl's own McoreOptimizerConfig."""
+    """verl's own McoreOptimizerConfig, with defaults for the tests."""
     from verl.workers.config import McoreOptimizerConfig
 
     values: dict[str, Any] = {"lr": 1e-3, "min_lr": 0.0, "clip_grad": 1.0, "weight_decay": 0.01}
@@ -71,13 +71,13 @@ def engine(
     """A real MegatronEngine of the installed verl, not yet initialized.
 
     Args:
-        checkpoint: from ``make_checkpoint``.
-        dtype: the engine's dtype. verl's own check lets only ``"bfloat16"`` and ``"float16"``
-            through; ``"float32"`` is put into the config behind it.
-        critic: the engine with the value head.
+        checkpoint: folder from ``make_checkpoint``.
+        dtype: the engine's dtype. verl's own check accepts only ``"bfloat16"`` and ``"float16"``;
+            ``"float32"`` is set in the config after the check.
+        critic: whether to make the engine with a value head.
         optim: a McoreOptimizerConfig; ``None`` for verl's defaults.
         ddp: ``override_ddp_config``.
-        bridge: build through Megatron-Bridge's provider instead of mbridge.
+        bridge: whether to build through Megatron-Bridge's provider instead of mbridge.
         config: further fields of McoreEngineConfig.
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -120,10 +120,10 @@ def engine(
 
 @contextlib.contextmanager
 def local_layers() -> Iterator[None]:
-    """Bridges ask for TransformerEngine's layers; give them Megatron's own, which run on a CPU.
+    """Replace TransformerEngine's layers in the bridges by Megatron's own, which run on a CPU.
 
-    Megatron's own layers name their norms differently from TransformerEngine's fused ones, so
-    mbridge's map of weight names does not fit them: the weights stay as they were initialized.
+    mbridge maps names of TransformerEngine's fused norms. Megatron's own norms have other names,
+    so mbridge loads no weights, and the model keeps initial values.
     """
     from mbridge.core import bridge, llm_bridge, util
     from verl.utils import megatron_utils
@@ -138,8 +138,8 @@ def local_layers() -> Iterator[None]:
         patch.setattr(llm_bridge, "get_gpt_decoder_block_spec", local)
         patch.setattr(bridge.Bridge, "load_weights", lambda *args, **kwargs: None)
         if not hasattr(util.ModelType, "encoder_and_decoder"):
-            # mbridge 0.15.1 and verl before 0.9 still compare with a model type that
-            # megatron-core 0.17 dropped.
+            # mbridge 0.15.1 and verl before 0.9 still compare with a model type that megatron-core
+            # 0.17 removed.
             known = SimpleNamespace(
                 encoder_or_decoder=util.ModelType.encoder_or_decoder, encoder_and_decoder=object()
             )

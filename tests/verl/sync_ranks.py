@@ -1,7 +1,7 @@
-"""The ranks of the weight sync's tests; ``tests/rank_server.py`` starts them.
+"""The rank processes of the weight sync's tests; ``tests/rank_server.py`` starts them.
 
-A rank builds verl's real ``ActorRolloutRefWorker`` from verl's shipped config, and takes the stream
-of weights that the worker would hand to the rollout engine.
+A rank builds verl's real ``ActorRolloutRefWorker`` from verl's shipped config, and reads the stream
+of weights that the worker would send to the rollout engine.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from ..rank_server import Launch, look_ahead
 from . import fsdp_support as support
 
 READS = ("_local_scalar_dense", "item", "equal")
-"""Operators by which the host waits for a device."""
+"""Operators at which the host waits for a device."""
 
 
 class Operators(TorchDispatchMode):
-    """Counts operators: collectives, copies, and what the host reads."""
+    """Counts collectives, copies, and operators that read values on the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Operators(TorchDispatchMode):
 
 
 def worker(*overrides: str) -> Any:
-    """verl's real worker of an actor, after its ``init_model``."""
+    """verl's real actor worker, after its ``init_model``."""
     import verl.trainer.config as shipped
     from hydra import compose, initialize_config_dir
     from verl.workers.engine_workers import ActorRolloutRefWorker
@@ -91,7 +91,7 @@ def worker(*overrides: str) -> Any:
 
 
 def trained(module: torch.nn.Module) -> None:
-    """Move the weights, as an optimizer would, off what 16 bits hold; adapters away from 0."""
+    """Change weights to values that no 16-bit dtype represents; make adapters nonzero."""
     torch.manual_seed(5 + dist.get_rank())
     with torch.no_grad():
         for one in module.parameters():
@@ -100,7 +100,7 @@ def trained(module: torch.nn.Module) -> None:
 
 
 def whole(named: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Each tensor gathered, as a copy."""
+    """Copies of tensors, each gathered."""
     return {
         name: (one.full_tensor() if isinstance(one, DTensor) else one).detach().clone()
         for name, one in named.items()
@@ -108,10 +108,10 @@ def whole(named: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def known(engine: Any, *, lora: bool) -> dict[str, dict[str, torch.Tensor]]:
-    """The trainer's weights, by kind, gathered without the functions that make a stream.
+    """The trainer's weights by kind, gathered without the code that makes the stream.
 
-    With adapters, ``merged`` are gathered while verl's and peft's own functions have merged them,
-    and ``base`` has the weights beneath the adapters.
+    With adapters, ``merged`` is gathered after verl's and peft's own functions merged them, and
+    ``base`` has the weights without adapters.
     """
     from verl.utils.fsdp_utils import merged_lora_context, normalize_peft_param_name
 
@@ -127,9 +127,9 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def labels(sent: dict[str, torch.Tensor], kinds: dict[str, dict[str, torch.Tensor]]) -> list[str]:
-    """With what the stream agrees in names, order, dtypes and bits, such as ``"trainer in fp16"``.
+    """Each ``"KIND in DTYPE"`` that equals the stream in names, order, dtypes and bits.
 
-    Each kind is rounded to each dtype once.
+    Each kind is rounded once to each dtype.
     """
     return [
         f"{kind} in {name}"
@@ -140,13 +140,13 @@ def labels(sent: dict[str, torch.Tensor], kinds: dict[str, dict[str, torch.Tenso
 
 
 def on_grid(tensors: dict[str, torch.Tensor]) -> float:
-    """The share of the values that bf16 represents exactly."""
+    """The share of values that bf16 represents exactly."""
     flat = torch.cat([one.reshape(-1).double() for one in tensors.values()])
     return float((flat == flat.bfloat16().double()).double().mean())
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    """Whether two sets of weights have the same names in one order, dtypes, and bits."""
+    """Whether two sets of weights have equal names, order, dtypes, and bits."""
     return list(left) == list(right) and all(
         a.dtype == b.dtype and torch.equal(a, b)
         for a, b in zip(left.values(), right.values(), strict=True)
@@ -154,13 +154,13 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 
 
 def taken(engine: Any, **arguments: Any) -> dict[str, Any]:
-    """What the rollout would get, and what sending it cost."""
+    """The weights that the rollout would receive, and counts of the operators that send them."""
     operators = Operators()
     with operators:
         stream, peft = engine.get_per_tensor_param(**arguments)
         before = sum(operators.seen.values())
         sent = {name: one.detach().clone() for name, one in stream}
-    operators.seen["aten.clone"] -= len(sent)  # this function's own
+    operators.seen["aten.clone"] -= len(sent)  # clones that only this test makes
     code = getattr(stream, "gi_code", None)
     return {
         "sent": sent,
@@ -174,13 +174,13 @@ def taken(engine: Any, **arguments: Any) -> dict[str, Any]:
 def stream(
     on: bool, dtype: str, stored: str = "fp32", lora: bool = False, key: str = "rollout.dtype"
 ) -> dict[str, Any]:
-    """The stream of weights of a worker whose rollout has a dtype.
+    """Read the stream of weights of a worker whose rollout has a dtype.
 
     Args:
-        on: with the shim.
+        on: whether the shim is installed.
         dtype: the rollout's dtype, as the user writes it.
         stored: ``fsdp_config.model_dtype``.
-        lora: train adapters, and merge them on the way.
+        lora: whether adapters are trained, and merged before they are sent.
         key: the key that has the rollout's dtype.
     """
     if on:
@@ -211,11 +211,11 @@ def stream(
     }
 
 
-# -- engines and transports whose packages are in none of our environments ---------------------
+# -- engines and transports whose packages no environment has ----------------------------------
 
 
 class Adapter:
-    """Names of torchtitan's state dict to Hugging Face's; with a stack of experts."""
+    """Maps torchtitan's weight names to Hugging Face's, as torchtitan's own adapters do."""
 
     from_hf_map: ClassVar = {"model.layers.{}.mlp.experts.{}.up.weight": "layers.{}.experts.up"}
 
@@ -225,7 +225,7 @@ class Adapter:
 
 
 class Titan(torch.nn.Module):
-    """A model of torchtitan's, as far as its state dict; its experts from 0.9.1 in a stack."""
+    """A model with a state dict like torchtitan's; from verl 0.9.1 on it has stacked experts."""
 
     def __init__(self, *, stacked: bool) -> None:
         super().__init__()
@@ -239,12 +239,12 @@ class Titan(torch.nn.Module):
 
 
 def titan(on: bool, dtype: str, ep: bool = False) -> dict[str, Any]:
-    """The stream of verl's torchtitan engine.
+    """Read the stream of verl's torchtitan engine.
 
     Args:
-        on: with the shim.
+        on: whether the shim is installed.
         dtype: the rollout's dtype.
-        ep: with expert parallelism.
+        ep: whether expert parallelism is on.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -284,14 +284,14 @@ def titan(on: bool, dtype: str, ep: bool = False) -> dict[str, Any]:
 
 
 class Transfer:
-    """mooncake's TransferEngine, without a wire."""
+    """mooncake's TransferEngine without a network."""
 
     def __init__(self) -> None:
         self.initialize = self.get_rpc_port = self.batch_register_memory = lambda *args: 0
 
 
 class Store:
-    """Reads each bucket that mooncake's engine has filled, as its receiver would."""
+    """Reads each bucket that mooncake's engine fills, as a receiver would."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -307,12 +307,12 @@ class Store:
 
 
 def mooncake(on: bool, dtype: str, written: str = "") -> dict[str, Any]:
-    """What verl's mooncake checkpoint engine puts on its wire.
+    """Read the weights that verl's mooncake checkpoint engine sends.
 
     Args:
-        on: with the shim.
+        on: whether the shim is installed.
         dtype: the rollout's dtype.
-        written: the user's own ``rollout_dtype``.
+        written: ``rollout_dtype`` in the user's own engine_kwargs.
     """
     modules = {
         "mooncake": {},
@@ -347,15 +347,15 @@ def mooncake(on: bool, dtype: str, written: str = "") -> dict[str, Any]:
 
 
 async def nothing(*args: Any) -> None:
-    """Waits for no receiver."""
+    """Replaces ``wait_for_complete``, because the test has no receiver."""
 
 
 def kimi(on: bool, dtype: str) -> dict[str, Any]:
-    """What verl's kimi checkpoint engine would register, for a rollout's dtype."""
+    """The weights that verl's kimi checkpoint engine would register, for a rollout's dtype."""
     with engine_of_empty_packages("checkpoint_engine"):
         impl = importlib.import_module("verl.checkpoint_engine.kimi_checkpoint_engine")
         engine = object.__new__(impl.KIMICheckpointEngine)
-        engine.rollout_dtype = torch.bfloat16  # its default
+        engine.rollout_dtype = torch.bfloat16  # verl's default
         if on:
             precision_shim.install()
         with pytest.MonkeyPatch.context() as patch:
@@ -376,7 +376,7 @@ def kimi(on: bool, dtype: str) -> dict[str, Any]:
 def delta(
     on: bool, dtype: str, engine: str, strict: bool = False, strategy: str = "fsdp2"
 ) -> dict[str, Any]:
-    """How a worker with the delta checkpoint engine starts; verl's own needs a GPU's packages."""
+    """Start a worker with verl's delta checkpoint engine; returns the error and warnings."""
     if on:
         precision_shim.install(strict=strict)
     error: Exception | None = None
@@ -394,9 +394,9 @@ def delta(
 
 
 def shards(on: bool, dtype: str) -> dict[str, Any]:
-    """What a receiver holds after a seed and a delta of verl's delta checkpoint engine.
+    """Send a seed and a delta by verl's delta checkpoint engine; compare the receiver's weights.
 
-    The checkpoint engine itself needs a GPU's packages; its place holds the dtype of the seed.
+    The checkpoint engine itself needs GPU packages; its stand-in has only the seed's dtype.
     """
     if on:
         precision_shim.install()
@@ -417,7 +417,7 @@ def shards(on: bool, dtype: str) -> dict[str, Any]:
         seeded = labels(held, known(engine, lora=False))
         engine.prime_delta_snapshots()
         torch.manual_seed(7 + dist.get_rank())
-        with torch.no_grad():  # by half a step of bf16, in a part of the elements
+        with torch.no_grad():  # change some elements by half a step of bf16
             for each in engine.module.parameters():
                 own = support.local(each)
                 own.mul_(1 + 2**-9 * (torch.rand_like(own) < 0.5))
@@ -446,14 +446,14 @@ def audited(
     lora: bool = False,
     takes: int = 1,
 ) -> dict[str, Any]:
-    """What a rank wrote of the weights that its worker sent.
+    """A rank's audit record of the weights that its worker sent.
 
     Args:
         folder: ``PRECISION_SHIM_AUDIT_DIR``.
         dtype: the rollout's dtype.
-        features: the features of the shim; ``None`` for all.
-        wire: a dtype that another engine's stream goes through on its way to fp16.
-        lora: train adapters, and merge them on the way.
+        features: the shim's features; ``None`` for all.
+        wire: a dtype to which another engine rounds before it sends fp16; empty for none.
+        lora: whether adapters are trained, and merged before they are sent.
         takes: how often the weights are sent.
     """
     adapters = ("lora_rank=4", "lora_alpha=8", "lora.merge=True") if lora else ()
@@ -488,9 +488,9 @@ def audited(
 
 
 def audited_legacy(folder: str, dtype: str) -> dict[str, Any]:
-    """What a legacy worker of 0.7.1 hands to verl's ``ServerAdapter``, and what is written of it.
+    """The weights that 0.7.1's legacy worker passes to verl's ``ServerAdapter``, and their audit.
 
-    Stand-ins: vLLM and what it needs are empty packages; verl's server, a Ray actor; its sender.
+    vLLM and its dependencies are empty packages. Stand-ins replace verl's server and sender.
 
     Args:
         folder: ``PRECISION_SHIM_AUDIT_DIR``.
@@ -542,11 +542,11 @@ def audited_legacy(folder: str, dtype: str) -> dict[str, Any]:
 
 
 def lost(dtype: str, lora: bool = False, steps: int = 4) -> dict[str, Any]:
-    """The lost updates of a worker whose rollout has a dtype; with LoRA, what peft itself merges.
+    """Lost updates of a worker with a rollout dtype; with LoRA, also counted by hand.
 
     Args:
         dtype: the rollout's dtype.
-        lora: train adapters, and merge them on the way.
+        lora: whether adapters are trained, and merged before they are sent.
         steps: number of steps; each one is measured.
     """
     import verl.utils.tensordict_utils as tu
@@ -573,7 +573,7 @@ def lost(dtype: str, lora: bool = False, steps: int = 4) -> dict[str, Any]:
     figures = meter.figures.to_dict()
     if not whole_factors:
         return {"metrics": found, "figures": figures, "said": said}
-    (places,) = meter._copies.merged._places.values()  # which elements the meter looked at
+    (places,) = meter._copies.merged._places.values()  # the elements that the meter sampled
     updates = stale = 0
     before, after = merged[figures["step"] - 1 : figures["step"] + 1]
     for old, new, (rows, columns) in zip(before, after, places, strict=True):
@@ -585,20 +585,20 @@ def lost(dtype: str, lora: bool = False, steps: int = 4) -> dict[str, Any]:
 
 
 def by_peft(module: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """For each layer with LoRA: the product of its factors in fp64, and what peft merges."""
+    """For each LoRA layer, the product of its factors in fp64, and the weight that peft merges."""
     from peft.tuners.lora import LoraLayer
 
     found = []
     for layer in (each for each in module.modules() if isinstance(each, LoraLayer)):
         a, b = (whole({"": each["default"].weight})[""] for each in (layer.lora_A, layer.lora_B))
         base = whole({"": layer.get_base_layer().weight})[""]
-        delta = (b @ a) * layer.scaling["default"]  # as its get_delta_weight does
+        delta = (b @ a) * layer.scaling["default"]  # peft's get_delta_weight computes the same
         found.append((b.double() @ a.double(), base + delta))
     return found
 
 
 def registered(on: bool) -> dict[str, Any]:
-    """What verl reads of a worker's method to call it through Ray."""
+    """The attributes of a worker's method that verl reads to call it through Ray."""
     from verl.single_controller.base.decorator import MAGIC_ATTR
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
@@ -614,7 +614,7 @@ def registered(on: bool) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def engine_of_empty_packages(*packages: str) -> Iterator[None]:
-    """Packages that are not installed, importable and empty."""
+    """Make missing packages importable, as empty packages."""
     finder = Empty(*packages)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "meta_path", [*sys.meta_path, finder])
@@ -622,17 +622,17 @@ def engine_of_empty_packages(*packages: str) -> Iterator[None]:
 
 
 COMPARED = ": the actor computes in "
-"""In a warning that actor and rollout disagree."""
+"""A part of the warning that the dtypes of actor and rollout differ."""
 
 
 def rollouts(said: list[str]) -> list[str]:
-    """The warnings about weights on their way to the rollout."""
+    """The warnings about the weights that are sent to the rollout."""
     return [each for each in said if "rollout" in each and COMPARED not in each]
 
 
 @contextlib.contextmanager
 def ours() -> Iterator[list[str]]:
-    """The shim's own warnings."""
+    """Collect the shim's own warnings."""
     said: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -644,25 +644,25 @@ def ours() -> Iterator[list[str]]:
 
 
 def prepare() -> None:
-    """Import verl, in the server, as on a machine whose accelerator is its CPU."""
+    """Import verl in the server, and make the CPU its accelerator."""
     support.prepare()
     from verl.utils import flops_counter
     from verl.workers import engine_workers
     from verl.workers.engine import base
 
-    flops_counter.get_device_flops = lambda *args, **kwargs: 1.0  # asks for the GPU's name
-    for backends in base.EngineRegistry._engines.values():  # listed by accelerator
+    flops_counter.get_device_flops = lambda *args, **kwargs: 1.0  # It reads the GPU's name.
+    for backends in base.EngineRegistry._engines.values():  # Keys: accelerators.
         for devices in backends.values():
             if "cuda" in devices:
                 devices.setdefault("cpu", devices["cuda"])
-    if hasattr(engine_workers, "set_numa_affinity"):  # asks for the driver of a GPU
+    if hasattr(engine_workers, "set_numa_affinity"):  # it needs a GPU driver
         engine_workers.set_numa_affinity = lambda: None
     engine_workers.aggressive_empty_cache = lambda **kwargs: None
     look_ahead("verl")
 
 
 def run(launch: Launch) -> dict[str, Any]:
-    """A rank, from its start to its end."""
+    """Run a rank from its start to its end."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{launch.store}", rank=launch.rank, world_size=launch.world

@@ -1,4 +1,4 @@
-"""The audit in verl's Megatron engine: alone, beside the other features, and under strict."""
+"""The audit in verl's Megatron engine: alone, with the other features, and under strict."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_alone_it_knows_whose_optimizer_it_is(fused_adam: str, checkpoint: Path,
     made = build(checkpoint)
     (audit,) = precision_shim.status().audit
     assert (audit.framework, audit.subject, audit.ok) == ("verl", "actor", True)
-    # It changes nothing.
+    # The audit changes no setting of the optimizer.
     (mine, theirs) = (one.optimizer.chained_optimizers[0].config for one in (made, plain))
     assert mine == theirs
     assert not precision_shim.status().decisions
@@ -48,7 +48,7 @@ def test_alone_it_knows_whose_optimizer_it_is(fused_adam: str, checkpoint: Path,
 def test_a_bucket_that_the_user_wrote(
     fused_adam: str, checkpoint: Path, shim: Any, features: Any, strict: bool
 ) -> None:
-    """One fault, one warning; under strict too, since the user wrote it."""
+    """One fault gives one warning, even under strict, because the user wrote the setting."""
     shim(features=features, strict=strict, settings={"optimizer_states": "as-configured"})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -1,4 +1,4 @@
-"""verl and ``megatron`` both named: verl's adapter acts, and each decision stands once."""
+"""If ``verl`` and ``megatron`` are both named, verl's adapter acts, and decides everything once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Actor, reference model and rollout of verl's jobs: what is said, and what the engines get."""
+"""Dtypes of actor, reference model and rollout in verl's jobs: messages and engines."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ ROLLOUT = "actor_rollout_ref.rollout"
 LINE = ("python3", "-m", "verl.trainer.main_ppo")
 LOST = "bf16 beside the actor's fp16"
 LEGACY = Version("0.8") > VERL
-"""0.7.1's default workers: they take the dtype of the matrix products from another key."""
+"""Whether the default workers are 0.7.1's, which read the compute dtype from another key."""
 
 
 def side(role: str, dtype: str) -> list[str]:
-    """The overrides by which a role on FSDP computes in a dtype."""
+    """The overrides that make a role on FSDP compute in a dtype."""
     place = f"actor_rollout_ref.{role}.fsdp_config"
     mixed = f"+{place}.mixed_precision.param_dtype={dtype}"
     return [f"{place}.dtype={ENGINE[dtype]}"] if LEGACY else [mixed]
@@ -50,7 +50,7 @@ def key_of(role: str) -> str:
 
 @contextmanager
 def composed(words: Sequence[str], directory: Path | None = None, name: str = "") -> Iterator[Any]:
-    """The config as verl's entry point gets it, while Hydra knows the overrides."""
+    """The config of verl's entry point; within the block Hydra's own config is set."""
     from hydra import compose, initialize_config_dir
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import open_dict
@@ -70,7 +70,7 @@ def composed(words: Sequence[str], directory: Path | None = None, name: str = ""
 
 @dataclass(frozen=True)
 class Started:
-    """What a driver said, and what the engines will get."""
+    """A driver's warnings, and the dtypes that its engines will have."""
 
     told: tuple[str, ...]
     chosen: dict[str, str]
@@ -81,10 +81,10 @@ class Started:
 def start(
     words: Sequence[str], directory: Path | None = None, name: str = "", **on: Any
 ) -> Started:
-    """What verl's ``main`` does with a config before Ray starts."""
+    """Run what verl's ``main`` does with a config before Ray starts."""
     precision_shim.install(frameworks=["verl"], **on)
     from verl.utils.config import omega_conf_to_dataclass
-    from verl.utils.device import auto_set_device  # the patched one
+    from verl.utils.device import auto_set_device  # imported after install(), to get the wrapper
 
     words = [
         *([] if any("rollout.name" in one for one in words) else [f"{ROLLOUT}.name=vllm"]),
@@ -109,7 +109,7 @@ def off() -> Iterator[None]:
     precision_shim.uninstall()
 
 
-# verl's Megatron engine has no fp32.
+# verl's Megatron engine does not support fp32.
 @pytest.mark.parametrize("rollout", DTYPES)
 @pytest.mark.parametrize(
     ("strategy", "actor"),
@@ -168,7 +168,7 @@ def test_the_reference_model_is_told_of_with_its_own_key() -> None:
     precision_shim.uninstall()
     assert start([*words, kl, line]).told == ()
     precision_shim.uninstall()
-    # With LoRA the actor without its adapters is the reference model.
+    # With LoRA, the actor without its adapters serves as the reference model.
     assert start([*words, kl, "actor_rollout_ref.model.lora_rank=8"]).told == ()
 
 
@@ -224,7 +224,7 @@ def test_quantised_and_refused(tmp_path: Path) -> None:
     made = start([*words, f"{ROLLOUT}.quantization=fp8"])
     assert made.chosen == {"rollout": "fp8 beside the actor's fp16"}
     precision_shim.uninstall()
-    # Quantised to something else, its dtype is what the loss sees.
+    # Under torchao the rollout's dtype (bf16) counts, so the shim warns.
     made = start([*words, f"{ROLLOUT}.quantization=torchao"])
     assert len(made.told) == 1
     precision_shim.uninstall()
@@ -437,7 +437,7 @@ def test_the_plan_names_a_key_that_it_cannot_resolve(
 
 
 def launch(words: Sequence[str], **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run ``python -m verl.trainer.main_ppo`` as a user does."""
+    """Run ``python -m verl.trainer.main_ppo`` in a process, as a user does."""
     return subprocess.run(
         [sys.executable, "-m", "verl.trainer.main_ppo", *words],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables},
@@ -459,7 +459,7 @@ def test_strict_ends_the_driver_before_ray_starts(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_task_runner_gets_what_the_driver_wrote(tmp_path: Path) -> None:
-    """verl's task runner, a Ray actor, prints the config that its workers will get."""
+    """verl's task runner, a Ray actor, prints the config that its workers will receive."""
     words = [
         *side("actor", "fp16"),
         f"{ROLLOUT}.name=vllm",
@@ -502,7 +502,7 @@ def test_the_task_runner_gets_what_the_driver_wrote(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("start_up_file")
 @pytest.mark.timeout(400)
 def test_nine_pairs_in_a_ray_actor(ray_drivers: Ranks, tmp_path: Path) -> None:
-    """By verl's ``run_ppo``: a written key stays; the actor's process has the shim as well."""
+    """verl's ``run_ppo`` keeps keys that the user wrote; the shim is in the actor's process."""
     script = Path(__file__).with_name("sides_driver.py")
     found = drive(ray_drivers, script, tmp_path, timeout=380, PRECISION_SHIM="1")
     assert len(found) == 24

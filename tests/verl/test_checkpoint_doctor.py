@@ -1,6 +1,6 @@
-"""The checkpoint doctor foretells what the load then does: each writer, each resume, each sharding.
+"""The checkpoint doctor's verdict equals the result of a real load, for all writers and resumes.
 
-The loads are real, by verl's own functions. A writer's checkpoint is written once for all resumes.
+verl's own functions load. Each writer's checkpoint is written once for all resumes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WRITERS: dict[str, tuple[bool | None, str, dict[str, Any]]] = {
     "own whole masters, off": (False, "", WHOLE),
     "the shim's, saved without it": (None, "follow-model", {}),
 }
-"""Whether the shim is on, by which policy, and what the user's own config asks for."""
+"""For each writer: whether the shim is on, the shim's policy, and the user's own config."""
 
 RESUMES: dict[str, tuple[bool, str, dict[str, Any]]] = {
     "off": (False, "", {}),
@@ -50,11 +50,11 @@ RESUMES: dict[str, tuple[bool, str, dict[str, Any]]] = {
 
 
 def outcome(folder: Path, sharding: str, saved: Any, config: dict[str, Any]) -> str:
-    """What a real load does: ``exact``, ``other weights``, or the name of an error."""
+    """Load for real; returns ``exact``, ``other weights``, or an error's name."""
     try:
         resumed = job(seed=1, **config)
         resumed.load(folder, sharding)
-    except (Exception, CheckpointException) as error:  # Megatron's own, whatever it is
+    except (Exception, CheckpointException) as error:  # Megatron raises several kinds
         return type(error).__name__
     return "exact" if same(saved, resumed.states()) else "other weights"
 
@@ -78,7 +78,7 @@ def test_the_verdict_is_what_the_load_does(
     told, done = {}, {}
     for resume, (again, policy, config) in RESUMES.items():
         with shim(again, policy or "auto"):
-            # The tests' DDP has verl's default bucket.
+            # The DDP in these tests has the default bucket of verl.
             known = {"adam_beta2": 0.95, "grad_reduce_in_fp32": True, **config}
             told[resume] = ask(tmp_path / "saved", "verl", known).outcome.verdict
             done[resume] = told_by(outcome(tmp_path / "saved", sharding, saved, config))
@@ -97,7 +97,7 @@ OFFLOAD_WRITERS = {
     "not precision-aware, off": (False, offloaded(1.0)),
     "not offloaded, off": (False, WHOLE),
 }
-"""Whether the shim is on, and what the user's own config asks for."""
+"""For each writer: whether the shim is on, and the user's own config."""
 
 OFFLOAD_RESUMES = {
     f"{name}, {'on' if on else 'off'}": (on, config)
@@ -113,7 +113,7 @@ OFFLOAD_RESUMES = {
 
 
 def outcome_offloaded(folder: Path, sharding: str, saved: Any, config: dict[str, Any]) -> str:
-    """The same; it is exact only if the two steps after it are counted, too."""
+    """As ``outcome``; ``exact`` also requires that two later steps are counted."""
     try:
         resumed = job(seed=1, **config)
         resumed.load(folder, sharding)

@@ -1,7 +1,7 @@
-"""Checkpoints outlive the switch: save and resume with the shim turned on or off in between.
+"""Save, turn the shim on or off, and resume.
 
-Written and read by verl's own functions, in every sharding type that Megatron's distributed
-optimizer has; "off" is the unpatched Megatron.
+verl's own functions write and read the checkpoints, in every sharding type of Megatron's
+distributed optimizer; "off" is the unpatched Megatron.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ pytestmark = pytest.mark.skipif(
 
 @dataclass
 class Job:
-    """A model and its optimizer, as verl builds them."""
+    """A model and its optimizer, made by verl's functions."""
 
     chunks: list[Any]
     optimizer: Any
 
     def train(self, steps: int, first: int = 0) -> list[float]:
-        """Some steps on made-up tokens; their losses."""
+        """Train some steps on made-up tokens; returns their losses."""
         from megatron.core.distributed import finalize_model_grads
 
         losses = []
@@ -54,7 +54,7 @@ class Job:
         return losses
 
     def states(self) -> dict[str, list[torch.Tensor]]:
-        """fp32 master, exp_avg and exp_avg_sq of every parameter, by name."""
+        """Copies of fp32 master, exp_avg and exp_avg_sq of every parameter, by name."""
         names = {p: n for chunk in self.chunks for n, p in chunk.named_parameters()}
         return {
             names[param]: [
@@ -88,7 +88,7 @@ class Job:
     def save(self, folder: Path, sharding: str) -> None:
         from verl.utils.megatron.dist_checkpointing import save_dist_checkpointing
 
-        folder.mkdir(exist_ok=True)  # each rank comes here
+        folder.mkdir(exist_ok=True)  # every rank calls this
         state, metadata = self.sharded(sharding, loading=False)
         save_dist_checkpointing(state, str(folder), content_metadata=metadata)
 
@@ -113,7 +113,7 @@ def shim(on: bool, policy: str = "follow-model", strict: bool = False) -> Iterat
 
 
 def job(seed: int = 0, through: Callable[[Any], Any] = lambda made: made, **overrides: Any) -> Job:
-    """A job in bf16, whose OptimizerConfig goes through a function before it is used."""
+    """A job in bf16; the function ``through`` may replace its OptimizerConfig before use."""
     from omegaconf import OmegaConf
     from verl.utils.megatron.optimizer import get_megatron_optimizer, init_megatron_optim_config
     from verl.utils.megatron_utils import get_model
@@ -145,7 +145,7 @@ class TestOnce:
     def test_on_to_on(
         self, fused_adam: str, tmp_path: Path, sharding: str, remainders: bool
     ) -> None:
-        """Exact: states, and the losses of further steps."""
+        """States and the losses of further steps are equal bit for bit."""
         extra = {} if remainders else {"store_param_remainders": False}
         with shim(on=True):
             first = job(**extra)
@@ -162,7 +162,7 @@ class TestOnce:
     def test_on_to_off(
         self, fused_adam: str, tmp_path: Path, sharding: str, remainders: bool
     ) -> None:
-        """An unpatched Megatron with fp32 states reads it exactly."""
+        """An unpatched Megatron with fp32 states reads the shim's checkpoint exactly."""
         with shim(on=True):
             first = job(**({} if remainders else {"store_param_remainders": False}))
             first.train(STEPS)
@@ -179,12 +179,12 @@ class TestOnce:
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", SHARDINGS)
 class TestOnesOwnRemainders:
-    """The user's own config is precision-aware, so that an unpatched Megatron has remainders."""
+    """The user's own config is precision-aware, so an unpatched Megatron has remainders, too."""
 
     OWN: ClassVar[dict[str, Any]] = {"use_precision_aware_optimizer": True}
 
     def go_on(self, folder: Path, sharding: str, first_on: bool, second_on: bool) -> str:
-        """What comes of a resume: ``exact``, ``other weights`` or an error's name."""
+        """The result of a resume: ``exact``, ``other weights``, or an error's name."""
         folder = folder / f"{first_on}-{second_on}"
         with shim(first_on, "as-configured"):
             first = job(**self.OWN)
@@ -196,7 +196,7 @@ class TestOnesOwnRemainders:
             second = job(seed=1, **self.OWN)
             try:
                 second.load(folder, sharding)
-            except Exception as error:  # Megatron's own, whatever it is
+            except Exception as error:  # Megatron raises several kinds
                 return type(error).__name__
             exact = same(saved, second.states())
             exact = exact and second.train(STEPS, first=STEPS) == straight
@@ -205,7 +205,7 @@ class TestOnesOwnRemainders:
     def test_the_switch_changes_nothing(
         self, fused_adam: str, tmp_path: Path, sharding: str
     ) -> None:
-        """On to off ends as off to off does; what the shim reads again, it reads exactly."""
+        """A resume without the shim ends as if the shim had never been on."""
         by_itself = self.go_on(tmp_path, sharding, first_on=False, second_on=False)
         assert by_itself != "other weights"
         assert self.go_on(tmp_path, sharding, first_on=True, second_on=False) == by_itself
@@ -221,7 +221,7 @@ class TestOnesOwnRemainders:
 @pytest.mark.parametrize("sharding", SHARDINGS)
 class TestTheOtherWay:
     def test_off_to_on_is_refused(self, fused_adam: str, tmp_path: Path, sharding: str) -> None:
-        """fp32 moments would be rounded: refused, and both layouts and the variable are named."""
+        """bf16 would round fp32 moments, so the error names both layouts and a variable to set."""
         with shim(on=False):
             first = job()
             first.train(STEPS)
@@ -254,8 +254,8 @@ class TestTheOtherWay:
     def test_remainders_of_an_unpatched_megatron(
         self, fused_adam: str, tmp_path: Path, sharding: str, policy: str
     ) -> None:
-        """Stored as numbers: read exactly where the file says what they are, else refused."""
-        with shim(on=True):  # build what a user's own code would, then save without the shim
+        """The shim reads remainders that the file identifies, and refuses a file that does not."""
+        with shim(on=True):  # a user's own code could build it so; saved without the shim
             first = job()
         assert first.optimizer.config.exp_avg_dtype is torch.bfloat16
         first.train(STEPS)
@@ -277,7 +277,7 @@ class TestTheOtherWay:
 def test_without_the_shim_remainders_are_lost(
     fused_adam: str, tmp_path: Path, sharding: str
 ) -> None:
-    """What the seams are there for: the same file, written by the unpatched Megatron."""
+    """An unpatched Megatron that writes and reads the same file loses the remainders."""
     with shim(on=True):
         first = job()
     first.train(STEPS)
@@ -293,7 +293,7 @@ def test_without_the_shim_remainders_are_lost(
 def test_through_the_engine(
     fused_adam: str, checkpoint: Path, tmp_path: Path, reshardable: bool
 ) -> None:
-    """MegatronEngine.save_checkpoint and load_checkpoint, verl's default sharding and the other."""
+    """MegatronEngine's own save and load, in verl's two sharding types."""
     from .support import engine, optim_config
 
     def build() -> Any:
@@ -329,7 +329,7 @@ def test_through_the_engine(
 def test_weights_that_are_loaded_alone(
     fused_adam: str, checkpoint: Path, tmp_path: Path, on: bool, aware: bool
 ) -> None:
-    """Without the shim the next step puts the former weights back."""
+    """Without the shim the next step restores the old weights."""
     from .support import engine, optim_config
 
     own = {"use_precision_aware_optimizer": True, "store_param_remainders": False} if aware else {}
@@ -339,8 +339,8 @@ def test_weights_that_are_loaded_alone(
         made = engine(checkpoint, "bfloat16", optim=fields)
         made.initialize()
         manager = made.checkpoint_mananager
-        manager.use_dist_checkpointing = True  # in the config it is of the first weights, too
-        manager.use_hf_checkpoint = False  # the same for verl 0.7 and 0.8
+        manager.use_dist_checkpointing = True  # The config's key would also load initial weights.
+        manager.use_hf_checkpoint = False  # Needed in verl 0.7 and 0.8.
         manager.checkpoint_save_contents = manager.checkpoint_load_contents = ["model"]
         return made
 
@@ -371,6 +371,6 @@ def test_weights_that_are_loaded_alone(
 @pytest.mark.slow
 @pytest.mark.oldest
 def test_two_ranks(megatron_ranks: Ranks) -> None:
-    """Parameters reach the other rank, and a refusal is everybody's."""
+    """Loading restores both ranks' parameters, and if one rank refuses, both raise."""
     one, other = megatron_ranks("checkpoints")
     assert set(one) == set(other) == {"dp_reshardable", "fully_reshardable"}

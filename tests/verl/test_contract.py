@@ -1,4 +1,4 @@
-"""What verl, as every framework, is held to."""
+"""verl passes the tests that are the same for every framework."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class TestWishes(contract.Wishes):
                 optim=optim_config(override_optimizer_config=asked, **optimizer),
                 ddp={} if case.bucket is None else {"grad_reduce_in_fp32": case.bucket},
             )
-            made.param_dtype = case.dtype  # as verl's initialize does, before it builds anything
+            made.param_dtype = case.dtype  # verl's initialize sets the dtype first
             return of_engine(made)
 
         return read
@@ -99,7 +99,7 @@ class TestWishes(contract.Wishes):
         dtype: str,
         states: str,
     ) -> None:
-        """From the DDP over the OptimizerConfig and the check to the scaler and the audit."""
+        """The DDP, the OptimizerConfig, the scaler and the audit share one read and one plan."""
         shim(settings={"optimizer_states": states})
         calls: list[str] = []
 
@@ -125,7 +125,7 @@ class TestJob(contract.Job):
     driver = DRIVER
 
     def test_the_checkpoint_doctor_asks_for_the_workers_of_the_job(self, tmp_path: Path) -> None:
-        """verl 0.7's PPO trains in its legacy workers unless told otherwise, its SFT not."""
+        """By default verl 0.7's PPO trains in legacy workers, but its SFT does not."""
         actor = of_ranks(tmp_path / "global_step_1" / "actor")
         sft = of_ranks(tmp_path / "sft" / "global_step_1")
         for folder in (actor, sft):
@@ -149,7 +149,7 @@ class TestJob(contract.Job):
 
 @in_force
 class TestDamage(contract.Damage):
-    """On Megatron; checkpoints of FSDP are in ``test_fsdp_fp16``."""
+    """Damages checkpoints of Megatron; ``test_fsdp_fp16`` damages checkpoints of FSDP."""
 
     driver = DRIVER
 
@@ -157,7 +157,7 @@ class TestDamage(contract.Damage):
     def saved(
         self, fused_adam: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> contract.Saved:
-        # Before 0.9 the states follow the model otherwise, and its own are fp32.
+        # The checkpoint has fp32 states; before 0.9 the job's states would follow the bf16 model.
         monkeypatch.setenv("PRECISION_SHIM_OPTIMIZER_STATES", "as-configured")
         folder = tmp_path / "saved"
         first = job()
@@ -173,10 +173,10 @@ class TestUpstream(contract.Upstream):
 @in_force
 @pytest.mark.slow
 class TestUpstreamsOwn:
-    """verl's own tests of init_megatron_optim_config, at the tag that merged them.
+    """verl's own tests of init_megatron_optim_config, at the tag that contains them.
 
-    They run on every version of verl in ``as-configured`` mode. One is expected to fail: it hands
-    the nonsense dtype ``"sentinel-override"`` through, which coercion must refuse.
+    The tests run on every version of verl in ``as-configured`` mode. One test must fail: it passes
+    the invalid dtype ``"sentinel-override"``, which coercion must refuse.
     """
 
     @pytest.fixture(scope="class")

@@ -1,4 +1,4 @@
-"""Direct callers of verl's functions, outside any engine."""
+"""Direct calls of verl's functions, outside any engine."""
 
 from __future__ import annotations
 
@@ -105,12 +105,12 @@ def test_a_pair_that_disagrees(fused_adam: str, shim: Any, strict: bool) -> None
     from verl.utils.megatron.optimizer import get_megatron_optimizer, init_megatron_optim_config
 
     chunks = model(FP32)
-    made = init_megatron_optim_config(config())  # bf16 by default, the model is fp32
+    made = init_megatron_optim_config(config())  # bf16 is the default, the model is fp32
     expected = pytest.raises if strict else pytest.warns
     kind = InconsistentPrecisionError if strict else PrecisionShimWarning
     with expected(kind, match="fp32.*main grads|main grads.*fp32") as caught:
         get_megatron_optimizer(chunks, made)
-    if not strict:  # one fault, one warning: the audit has found it, too, and is silent
+    if not strict:  # the audit finds the same fault, but does not warn again
         ours = [one for one in caught if one.category is PrecisionShimWarning]
         assert len(ours) == 1, [str(one.message) for one in ours]
         if Version("0.7") <= VERL:
@@ -118,7 +118,7 @@ def test_a_pair_that_disagrees(fused_adam: str, shim: Any, strict: bool) -> None
 
 
 class TestTrainableParameters:
-    """LoRA trains a few parameters beside frozen ones; only the trained ones count."""
+    """Of LoRA's parameters, only the trained ones determine the bucket's dtype."""
 
     @staticmethod
     def keep(names: str, dtype: torch.dtype | None = None) -> Any:
@@ -142,7 +142,7 @@ class TestTrainableParameters:
         assert bucket(model(BF16, prepare)) == {BF16}
 
     def test_mixed_ones_get_fp32(self, fused_adam: str, shim: Any) -> None:
-        """An fp32 norm kept beside bf16 weights: Float16Module would cast it, so cast after."""
+        """One norm is fp32 among bf16 weights; the test casts the norm after Float16Module."""
         from megatron.core.distributed import DistributedDataParallel
         from megatron.core.transformer.module import Float16Module
 
@@ -225,7 +225,7 @@ def test_without_the_shim_there_is_no_bf16_argument(cpu: None) -> None:
 
 
 def test_chunks_of_a_model_share_one_bucket_dtype(fused_adam: str, shim: Any) -> None:
-    """Megatron asserts it; a chunk may train nothing (LoRA under virtual pipeline parallelism)."""
+    """Megatron asserts equal dtypes; with LoRA a virtual-pipeline chunk may train no weight."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.module import Float16Module
 

@@ -1,7 +1,7 @@
-"""``precision-shim doctor`` beside verl and Megatron: what it says of TransformerEngine.
+"""The report of ``precision-shim doctor`` on TransformerEngine, with verl and Megatron.
 
-The doctor reads TransformerEngine's version from its metadata. The versions here have metadata and
-a package that can be imported, and nothing else: the doctor looks at no more.
+The doctor reads TransformerEngine's metadata and imports TransformerEngine. So the fake
+installations of these tests have metadata and an importable package only.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
 
 
 def doctor(**variables: str) -> tuple[int, str, str]:
-    """Exit status, the text with its folding undone, and its last heading."""
+    """The doctor's exit status, its text unfolded, and the last heading of the text."""
     done = python("-m", "precision_shim", "doctor", **variables)
     last = [line for line in done.stdout.splitlines() if line[:1].strip()][-1]
     return done.returncode, " ".join(done.stdout.split()), last
 
 
 def installed(folder: Path, version: str) -> str:
-    """A ``PYTHONPATH`` that has this TransformerEngine's metadata, and a package to import."""
+    """A ``PYTHONPATH`` with metadata of a TransformerEngine version, and an importable package."""
     metadata = folder / f"transformer_engine-{version}.dist-info" / "METADATA"
     module = folder / "transformer_engine" / "pytorch" / "__init__.py"
     for file in (metadata, module, module.parents[1] / "__init__.py"):
@@ -143,7 +143,7 @@ def test_with_a_setting_that_is_not_valid_nothing_is_said_to_be_in_force(
     assert (status, last) == (1, "problems")
     assert "would be in force" not in text
     assert "would not be patched, because a setting is not valid" in text
-    # And so it is: a process with these variables patches nothing.
+    # A job's process with the same variables patches nothing either.
     code = "import verl, precision_shim; print(precision_shim.status())"
     told = python("-c", code, **{"PRECISION_SHIM": "1", **variables}).stdout
     assert told.startswith("precision_shim: off")

@@ -1,4 +1,4 @@
-"""MegatronEngine of the installed verl: what is in force in the live objects."""
+"""MegatronEngine of the installed verl: the precision in its live objects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .support import engine, optim_config
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 HAS_FIELDS = Version("0.9") <= VERL
-"""Whether verl's own config has the opt-in: then ``auto`` takes it at its word."""
+"""Whether verl's own config has the opt-in fields; then ``auto`` follows the config."""
 
 pytestmark = [
     pytest.mark.skipif(
@@ -42,7 +42,7 @@ PATHS = [
 
 @pytest.fixture
 def build(fused_adam: str, checkpoint: Path, value_checkpoint: Path) -> Callable[..., Any]:
-    """Build and initialize a real engine."""
+    """Build and initialize a real engine of an actor or critic."""
 
     def make(dtype: str = "bfloat16", *, critic: bool = False, **options: Any) -> Any:
         by_architecture = critic and Version("0.8") > VERL
@@ -61,11 +61,11 @@ def bucket(built: Any) -> torch.dtype:
 
 
 def states(built: Any) -> dict[str, torch.dtype]:
-    """Dtypes of the live optimizer's states after one step on made-up gradients."""
+    """The dtypes of the optimizer's states after one step on made-up gradients."""
     for chunk in built.module:
         for buffer in chunk.buffers:
             buffer.grad_data.normal_(std=1e-2)
-    built.optimizer.get_loss_scale()  # as a loss that is scaled does
+    built.optimizer.get_loss_scale()  # called whenever a loss is scaled
     built.optimizer.step()
     found: dict[str, set[torch.dtype]] = {}
     for inner in getattr(built.optimizer, "chained_optimizers", [built.optimizer]):
@@ -80,7 +80,7 @@ def states(built: Any) -> dict[str, torch.dtype]:
 def test_the_bucket_follows_the_optimizer_that_there_is(
     build: Any, shim: Any, bridge: bool
 ) -> None:
-    """With dispatch off nobody gives the optimizer bf16 main grads."""
+    """With bf16-dispatch off, the optimizer keeps fp32 main grads."""
     shim(features=["grad-bucket-alignment"], settings={"optimizer_states": "follow-model"})
     built = build("bfloat16", bridge=bridge)
     assert built.optimizer.config.main_grads_dtype is FP32
@@ -88,7 +88,7 @@ def test_the_bucket_follows_the_optimizer_that_there_is(
 
 
 def reasons(feature: str) -> str:
-    """What the shim decided for a feature, as one text."""
+    """The shim's decisions on a feature, as one text."""
     return "\n".join(str(d) for d in precision_shim.status().decisions if d.feature == feature)
 
 
@@ -135,7 +135,7 @@ def test_table_in_live_objects(
 def test_fp32_model_gets_an_fp32_optimizer(
     build: Any, shim: Any, bridge: bool, states_of: str
 ) -> None:
-    """Also before 0.9, where the engine says of an fp32 model only that it is not fp16."""
+    """An fp32 model gets an fp32 optimizer also before 0.9, where verl would set bf16."""
     shim(settings={"optimizer_states": states_of})
     built = build("float32", bridge=bridge)
     config = built.optimizer.config
@@ -148,7 +148,7 @@ def test_fp32_model_gets_an_fp32_optimizer(
 
 @pytest.mark.skipif(HAS_FIELDS, reason="verl 0.9 passes bf16= itself")
 def test_fp32_model_without_the_shim(build: Any) -> None:
-    """What the test above differs from."""
+    """The same model with the shim off gets a bf16 optimizer."""
     assert build("float32").optimizer.config.bf16
 
 
@@ -159,7 +159,7 @@ def test_users_bucket_of_an_fp32_model(build: Any, shim: Any, bridge: bool, in_f
     ddp = {"grad_reduce_in_fp32": in_fp32}
     if in_fp32:
         built = build("float32", bridge=bridge, ddp=ddp)
-    else:  # the bucket is fp32 all the same: its parameters are
+    else:  # the bucket is fp32 anyway, because the parameters are fp32
         with pytest.warns(PrecisionShimWarning, match="grad_reduce_in_fp32"):
             built = build("float32", bridge=bridge, ddp=ddp)
     assert bucket(built) is FP32
@@ -168,7 +168,7 @@ def test_users_bucket_of_an_fp32_model(build: Any, shim: Any, bridge: bool, in_f
 @pytest.mark.parametrize("bridge", PATHS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_auto(build: Any, shim: Any, bridge: bool, dtype: str) -> None:
-    """Older versions follow the model with the guard; from 0.9 the config has its word."""
+    """Before 0.9 ``auto`` follows the model with the guard; from 0.9 on it follows the config."""
     shim()
     built = build(dtype, bridge=bridge)
     follows = dtype == "bfloat16" and not HAS_FIELDS
@@ -234,7 +234,7 @@ def test_models_in_one_process_differ(build: Any, shim: Any) -> None:
     assert reference.optimizer is None
 
 
-# -- what the user wrote wins ----------------------------------------------------------------
+# -- a value that the user wrote wins --------------------------------------------------------
 
 
 @pytest.mark.parametrize("bridge", PATHS)
@@ -257,7 +257,7 @@ def test_users_bucket_is_never_overridden(
         with pytest.warns(PrecisionShimWarning, match="grad_reduce_in_fp32"):
             built = build(name, **options)
     assert bucket(built) is (FP32 if in_fp32 else dtype)
-    # Megatron cannot clip fp16 gradients for it: what the shim would have added is withdrawn.
+    # A precision-aware optimizer cannot clip fp16 gradients, so the shim does not add one.
     aware = built.optimizer.config.use_precision_aware_optimizer
     assert aware is (in_fp32 or dtype is not FP16)
 
@@ -332,7 +332,7 @@ def test_fields_that_this_version_lacks_are_the_users_when_written(
 def test_blockers_are_read_from_verls_config(
     cpu: None, checkpoint: Path, config: dict[str, Any], optim: dict[str, Any], reason: str
 ) -> None:
-    """They cannot run on a CPU; what the shim reads of verl's own config objects can."""
+    """The shim reads two options from verl's configs; a CPU cannot run these options."""
     from inspect import signature
 
     from verl.workers.config import McoreEngineConfig, McoreOptimizerConfig
@@ -399,7 +399,7 @@ class TestWhatTheNativeAlignmentLeavesOut:
 @pytest.mark.parametrize(
     ("optim", "config", "reason"),
     [
-        (  # Megatron's distributed optimizer takes no SGD
+        (  # Megatron's distributed optimizer does not support SGD
             {"optimizer": "sgd"},
             {"use_distributed_optimizer": False},
             "optimizer is 'sgd'",
@@ -482,7 +482,7 @@ def test_bf16_moments_need_transformer_engine_2_3(cpu: None, shim: Any, checkpoi
 
 
 def test_off_leaves_the_framework_alone(build: Any) -> None:
-    """Without the shim: what verl does by itself, which the other tests differ from."""
+    """Without the shim verl keeps fp32 states, and fails if bf16 moments are configured."""
     built = build()
     assert bucket(built) is FP32
     assert states(built)["exp_avg"] is FP32

@@ -1,6 +1,6 @@
 """verl's VeOmni, Automodel, torchtitan and FSDP Turbo engines in fp16, over gloo.
 
-What runs in the ranks is in ``engine_ranks.py``. FSDP Turbo itself is a stand-in.
+``engine_ranks.py`` has the ranks' cases. FSDP Turbo itself is a stand-in.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SHOWN = {
     "torchtitan": "TorchTitanEngine",
     "fsdp_turbo": "FSDPTurboEngine",
 }
-"""How the classes of the engines begin."""
+"""The first part of the engines' class names."""
 needs_titan = pytest.mark.skipif(
     "torchtitan" not in ENGINES, reason="no torchtitan is released that this verl's engine takes"
 )
@@ -47,7 +47,7 @@ needs_titan = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Runs a case on fresh processes; returns what each rank found."""
+    """Runs a case on fresh processes; returns the results of each rank."""
     from .engine_support import make_model
 
     model = make_model(tmp_path_factory.mktemp("qwen3"))
@@ -60,10 +60,10 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 
 def same(one: dict[str, Any], hand: dict[str, Any]) -> None:
-    """Eight steps of the shim's are bit for bit those by hand."""
+    """Eight steps with the shim equal eight steps by hand, bit for bit."""
     for key in ("parameters", "moments", "counts"):
         assert one["state"][key] == hand["state"][key], key
-    assert json.dumps(one["said"]) == json.dumps(hand["said"])  # NaN is its text
+    assert json.dumps(one["said"]) == json.dumps(hand["said"])  # as text, because NaN != NaN
     assert [step for step, said in enumerate(one["said"]) if math.isnan(said[-1])] == [2, 5]
     assert one["state"]["counter"] == [8, 2, 0]
     assert (one["state"]["scale"], one["state"]["tracker"]) == (hand["scale"], hand["tracker"])
@@ -76,11 +76,11 @@ def same(one: dict[str, Any], hand: dict[str, Any]) -> None:
 def test_one_rank_equals_a_loop_by_hand(launch: Ranks, name: str) -> None:
     for one in launch("equal", world=1, name=name):
         same(one, one["hand"])
-        assert one["lost"].keys() >= {"updates_lost"}  # the meter watched, and changed nothing
+        assert one["lost"].keys() >= {"updates_lost"}  # the meter ran, and changed no step
 
 
 def test_a_container_of_optimizers_equals_a_loop_by_hand(launch: Ranks) -> None:
-    """VeOmni's own, which holds Muon and AdamW here and the experts' optimizer on GPUs."""
+    """VeOmni's own container has Muon and AdamW, and on GPUs also an optimizer for experts."""
     (one,) = launch("equal", world=1, name="veomni", optimizer="muon")
     same(one, one["hand"])
     assert one["lost"].keys() >= {"updates_lost"}
@@ -90,7 +90,7 @@ def test_a_container_of_optimizers_equals_a_loop_by_hand(launch: Ranks) -> None:
 def test_a_mixture_of_experts_equals_a_loop_by_hand(
     launch: Ranks, name: str, tmp_path: Path
 ) -> None:
-    """VeOmni's own experts; on Automodel those of transformers, as in verl where ep_size is 1."""
+    """VeOmni runs its own experts; Automodel runs transformers' experts if ep_size is 1."""
     from .engine_support import make_model
 
     model = make_model(tmp_path, experts=True)
@@ -100,7 +100,7 @@ def test_a_mixture_of_experts_equals_a_loop_by_hand(
 
 
 def test_an_auxiliary_loss_is_scaled_as_the_loss_is(launch: Ranks) -> None:
-    """Automodel adds its gradients by themselves, times a number that verl sets in each batch."""
+    """Automodel adds an auxiliary loss's gradients, times a number that verl sets in each batch."""
     (plain,) = launch("by_hand", world=1, name="automodel")
     (one,) = launch("equal", world=1, name="automodel", auxiliary=True)
     same(one, one["hand"])
@@ -139,7 +139,7 @@ def test_two_ranks_equal_a_loop_by_hand_and_resume(
 def test_saved_before_the_first_step_that_is_not_skipped(
     launch: Ranks, name: str, tmp_path: Path
 ) -> None:
-    """The checkpoint then makes the states of an optimizer that has none, and counts no step."""
+    """An optimizer without states gets states at the save, which must not count as a step."""
     told = {"name": name, "at": 2, "overflows": [0, 1, 5]}
     straight = launch("saved", folder=tmp_path, **told)
     for ours, second in zip(straight, launch("resumed", folder=tmp_path, **told), strict=True):
@@ -149,13 +149,13 @@ def test_saved_before_the_first_step_that_is_not_skipped(
         assert second["warned"] == []
 
 
-# -- in actors of Ray's ------------------------------------------------------------------------
+# -- in Ray actors -----------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("start_up_file")
 @pytest.mark.timeout(900)
 def test_workers_in_ray_train_skip_save_and_resume(ray_drivers: Ranks, tmp_path: Path) -> None:
-    """verl's own training workers of all engines, which the shim reaches by the variable alone."""
+    """PRECISION_SHIM=1 alone brings the shim into verl's own training workers of all engines."""
     from .engine_support import make_model
 
     driver = Path(__file__).with_name("ray_driver.py")
@@ -165,18 +165,18 @@ def test_workers_in_ray_train_skip_save_and_resume(ray_drivers: Ranks, tmp_path:
     assert list(found) == ENGINES
     for name, one in found.items():
         trained_skipped_and_resumed(one, [1024, 1024, 512, 512, 512, 256])
-        assert str(one["again"]) == str(one["on"])  # NaN is its text
+        assert str(one["again"]) == str(one["on"])  # as text, because NaN != NaN
         for rank in one["start"]:
             assert rank["engine"].startswith(SHOWN[name])
             assert any(SHOWN[name] in target for target in rank["wrapped"])
 
 
-# -- what is refused, and what is said ---------------------------------------------------------
+# -- refusals and warnings ---------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def built(launch: Ranks) -> Any:
-    """What engines say as they are built, by a name."""
+    """The errors and warnings of the engines' builds, by case."""
     asked: dict[str, Any] = {
         "veomni": ["veomni", {"mixed_precision": False}],
         "megatron_fsdp": ["automodel", {"distributed_strategy": "megatron_fsdp"}],
@@ -232,7 +232,7 @@ def test_torchtitan_without_its_adapter_is_refused(launch: Ranks) -> None:
 
 @needs_titan
 def test_torchtitans_trainer_of_flux_is_refused_by_name(launch: Ranks) -> None:
-    """As docs/versions.md has it; torchtitan's own environment has no transformers."""
+    """docs/versions.md says that Flux is refused; Flux needs transformers, as verl does."""
     (found,) = launch("flux", world=1)
     refused = "FluxTrainer has its own train_step, forward_backward_step"
     assert refused in found["error"]
@@ -250,7 +250,7 @@ def test_a_checkpoint_that_torchtitan_leaves_out_is_said(launch: Ranks) -> None:
 
 
 def test_the_stand_in_has_what_verl_imports_of_fsdp_turbo() -> None:
-    """Held against verl's source: the modules, and the names and arguments that it uses."""
+    """Compares the stand-in's modules, names and arguments with those in verl's source."""
     from . import fsdp_turbo
 
     spec = importlib.util.find_spec("verl.workers.engine.fsdp.fsdp_turbo_impl")

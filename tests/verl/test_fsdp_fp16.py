@@ -1,7 +1,7 @@
-"""verl's FSDP engines in fp16: two real processes over gloo, FSDP2, verl's own checkpoints.
+"""verl's FSDP2 engines in fp16, in two real processes over gloo, with verl's own checkpoints.
 
-What runs in the ranks is in ``fsdp_ranks.py``; here it is launched, and looked at. FSDP1 does not
-start on a CPU: torch refuses.
+``fsdp_ranks.py`` has the ranks' cases; this module launches them and checks their results. FSDP1
+does not start on a CPU: torch refuses.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ pytestmark = [
 
 FILE = "precision_shim_scaler.json"
 OWN_SCALER = Version("0.8") <= VERL
-"""Whether verl's FSDP engine makes a scaler of its own."""
+"""Whether verl's FSDP engine makes its own scaler."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the first half is saved, with the shim and without."""
+    """The folder of the checkpoints after ten steps, with the shim and without."""
     return tmp_path_factory.mktemp("halves")
 
 
@@ -65,7 +65,7 @@ def test_resumed_in_a_new_process_is_bit_identical(with_shim: Any, resumed: Any)
     "seeds", [range(8), pytest.param(range(8, 58), marks=pytest.mark.slow)], ids=["few", "many"]
 )
 def test_no_damage_goes_unsaid(with_shim: Any, folder: Path, tmp_path: Path, seeds: range) -> None:
-    """The checkpoint doctor calls no damaged checkpoint plainly exact."""
+    """The checkpoint doctor never calls a damaged checkpoint exact without a reservation."""
     assert ask(folder / "shim", "verl", FP16, on=True).outcome.exact
     assert not list(wrong_answers(folder / "shim", "verl", FP16, tmp_path, seeds))
 
@@ -74,7 +74,7 @@ def test_resumed_in_the_same_process_is_bit_identical(with_shim: Any) -> None:
     for one in with_shim:
         assert one["loaded"] == one["half"]
         assert one["same_process"] == one["straight"]
-        assert json.dumps(one["said_again"]) == json.dumps(one["said"][10:])  # NaN is its text
+        assert json.dumps(one["said_again"]) == json.dumps(one["said"][10:])  # NaN as text
 
 
 def test_an_overflow_and_growth_in_each_half(with_shim: Any) -> None:
@@ -82,7 +82,7 @@ def test_an_overflow_and_growth_in_each_half(with_shim: Any) -> None:
         assert one["kind"] == "LossScaler"
         assert one["half"]["counter"] == [10, 1, 0]
         assert one["straight"]["counter"] == [20, 2, 0]
-        assert one["half"]["scale"] == 2.0 * 8 / 2 * 8  # it grew further than it fell
+        assert one["half"]["scale"] == 2.0 * 8 / 2 * 8  # more growth than backoff
         assert one["straight"]["scale"] == one["half"]["scale"] * 8 * 8 / 2 * 8
         assert (one["half"]["tracker"], one["straight"]["tracker"]) == (2, 1)
         skipped = [step for step, said in enumerate(one["said"]) if math.isnan(said[-1])]
@@ -90,7 +90,7 @@ def test_an_overflow_and_growth_in_each_half(with_shim: Any) -> None:
 
 
 def test_saving_moves_neither_scaler_nor_moments(with_shim: Any) -> None:
-    """torch's DCP would step the optimizer on a dummy; verl's manager calls no such thing."""
+    """torch's DCP would take a dummy optimizer step, but verl's checkpoint manager takes none."""
     for one in with_shim:
         assert one["steps_while_saving"] == 0
         assert one["after_save"] == one["half"]
@@ -101,10 +101,10 @@ def test_saving_moves_neither_scaler_nor_moments(with_shim: Any) -> None:
 def test_without_the_shim_the_resumed_training_is_another(
     with_shim: Any, without: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It begins again at the first scale, and takes the step that overflows at the kept one."""
+    """Without the shim the resumed scaler restarts, so a step that overflowed is taken."""
     for ours, plain in zip(with_shim, without, strict=True):
         for key in ("parameters", "moments", "scale", "tracker"):
-            assert plain["straight"][key] == ours["straight"][key]  # the shim changes no step
+            assert plain["straight"][key] == ours["straight"][key]  # the shim changes no value
         assert plain["skipped"] == [4, 15]
         assert plain["skipped_resumed"] == []
         assert plain["resumed"]["scale"] == 2.0 * 8 * 8 * 8
@@ -150,7 +150,7 @@ def test_lora(fsdp_ranks: Ranks) -> None:
         assert one["saved"]["counter"] == [3, 1, 0]
 
 
-# -- what goes with which checkpoint -----------------------------------------------------------
+# -- checkpoints with and without the scaler ---------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +250,7 @@ def test_metrics(fsdp_ranks: Ranks) -> None:
     for one in fsdp_ranks("metrics"):
         for subject, (steps, looked, minis) in one.items():
             scales = [step["loss_scale"] for step in steps]
-            assert scales == [2.0**12, 2.0**12, 2.0**11], subject  # the step's own
+            assert scales == [2.0**12, 2.0**12, 2.0**11], subject  # each step's own scale
             assert [step["skipped_steps"] for step in steps] == [0.0, 1.0, 1.0]
             assert math.isnan(steps[1]["grad_norm"])
             assert all(isinstance(step["grad_norm"], float) for step in steps)
@@ -262,7 +262,7 @@ def test_metrics(fsdp_ranks: Ranks) -> None:
 
 @pytest.mark.skipif(not OWN_SCALER, reason="0.7.1 computes under a bfloat16 autocast")
 def test_losses_and_norms_are_unscaled(fsdp_ranks: Ranks) -> None:
-    """The losses to the bit; the norm as far as fp32 sums of fewer than 2**14 squares go."""
+    """Losses are equal to the bit, norms within rounding of fp32 sums of under 2**14 squares."""
     for one in fsdp_ranks("by_hand"):
         assert one["scale"] == 2.0**10
         assert one["start"] == 0
@@ -360,12 +360,12 @@ def test_legacy_workers_without_the_shim(legacy: Any) -> None:
         assert FILE not in other["files"]
         for key in ("parameters", "moments"):
             assert other["of_the_shim"][key] == one["half"][key]
-        if role == "actor":  # as test_without_the_shim_the_resumed_training_is_another
+        if role == "actor":  # see test_without_the_shim_the_resumed_training_is_another
             assert other["straight"]["parameters"] == one["straight"]["parameters"]
             assert other["straight"]["scale"] == one["straight"]["scale"]
             assert other["resumed"]["scale"] == 2.0 * 8 * 8 * 8
             assert other["resumed"]["parameters"] != other["straight"]["parameters"]
-        # Reported losses are those of the unpatched worker: unscaled.
+        # Reported losses equal the unpatched worker's, so they are unscaled.
         loss = {"actor": "actor/pg_loss", "critic": "critic/vf_loss"}[role]
         assert one["metrics"][0][loss] == other["metrics"][0][loss]
 

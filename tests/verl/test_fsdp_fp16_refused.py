@@ -1,8 +1,7 @@
-"""Older verl's engines without a loss scaler: refused by name where fp16 is asked of them.
+"""In older verl versions the shim refuses fp16 on engines without a loss scaler, by name.
 
-The newer ones are scaled: test_engines.py. Their packages are in none of these environments. The
-classes are verl's real ones, imported over packages that are empty, and called with verl's real
-configs.
+In newer versions the shim scales these engines: see test_engines.py. The environments here lack the
+engines' packages, so empty packages replace these. Engine classes and configs are verl's own.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ NAMES = {"veomni": "VeOmni", "torchtitan": "torchtitan"}
 
 
 def start(name: str, fp16: bool, refused: tuple[type[Exception], ...] = ()) -> None:
-    """Start a real engine class with a real config, and take what fails over its empty package.
+    """Start a real engine class with a real config; ignore failures due to an empty package.
 
-    The other engines' packages stay away: those whose loss is scaled cannot be over empty ones.
+    Only this engine's package is replaced, because the shim cannot scale engines on empty packages.
     """
     module, kind, since, scaled = ENGINES[name]
     if not Version(since) <= VERL < Version(scaled):
@@ -43,7 +42,7 @@ def start(name: str, fp16: bool, refused: tuple[type[Exception], ...] = ()) -> N
             engine(None, config, None, None)
         except refused:
             raise
-        except Exception:  # nothing of what it builds is there
+        except Exception:  # the empty package lacks all that the engine builds
             pass
 
 

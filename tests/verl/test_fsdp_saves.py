@@ -1,8 +1,7 @@
-"""verl's FSDP checkpoints in fp16: killed while they are saved, and saved again by others.
+"""verl's FSDP checkpoints in fp16: saves that are killed, and directories that are saved again.
 
-verl overwrites its files in place, one after the other, and keeps nothing of what was there. What
-the shim adds to that: a resume is exact from one save, or is refused by verl, or says that the loss
-scaler begins anew.
+verl overwrites its files in place, one after the other, and keeps no old ones. With the shim a
+resume is exact from one save, or verl refuses it, or the shim warns that the loss scaler restarts.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ pytestmark = [
 
 
 def assert_honest(found: list[dict[str, Any]], over: bool) -> None:
-    """Every resume is exact from one save, refused by verl, or told; and the doctor knew it."""
+    """Each resume is exact, or verl refuses, or the shim warns, as the doctor foretold."""
     seen = set()
     for one in found:
         for outcome in one["outcomes"]:
@@ -56,7 +55,7 @@ def test_killed_at_any_file_operation_of_a_save(
 ) -> None:
     found = fsdp_ranks("ended_early", world=1, folder=tmp_path / "copies", over=over)
     assert_honest(found, over)
-    # A process that is really killed leaves what the copies show.
+    # A process that is really killed leaves the same files as the copies.
     contents = list(found[0]["contents"].values())
     for content in contents[len(contents) // 3 :: len(contents) // 2]:
         place = tmp_path / content

@@ -1,4 +1,4 @@
-"""verl 0.7.1's default workers: the real classes, their real init_model, verl's shipped config."""
+"""verl 0.7.1's default workers: real classes, their own init_model, verl's shipped config."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ OWNERS = (ACTOR, "critic")
 def config(
     fused_adam: str, checkpoint: Path, value_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Any:
-    """verl's ppo_megatron_trainer config with tiny models; a function of further overrides."""
+    """Composes verl's ppo_megatron_trainer config with tiny models and further overrides."""
     import verl.trainer.config as shipped
     import verl.workers.megatron_workers as workers
     from hydra import compose, initialize_config_dir
 
-    # It reports the cache of freed memory, of which a CPU has none.
+    # aggressive_empty_cache reports the device's memory cache, which a CPU lacks.
     monkeypatch.setattr(workers, "aggressive_empty_cache", lambda **kwargs: None)
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
@@ -61,7 +61,7 @@ def config(
 
 
 def both(config: Any) -> dict[str, tuple[Any, Any]]:
-    """Model chunk and optimizer of a real actor and a real critic."""
+    """The model chunk and the optimizer of a real actor and of a real critic."""
     from verl.utils.config import omega_conf_to_dataclass
     from verl.workers.megatron_workers import ActorRolloutRefWorker, CriticWorker
 
@@ -107,7 +107,7 @@ def test_strings_and_users_bucket(config: Any, shim: Any) -> None:
 
 
 def test_opt_in_fields_in_yaml(config: Any, shim: Any) -> None:
-    """verl 0.9's fields, in 0.7.1's YAML."""
+    """verl 0.9's opt-in fields work in the YAML of 0.7.1."""
     shim(settings={"optimizer_states": "as-configured"})
     extra = [
         f"+{owner}.optim.{key}={value}"

@@ -1,4 +1,4 @@
-"""PRECISION_SHIM_WATCH_UPDATES in verl: the shares of lost updates beside its grad norm."""
+"""PRECISION_SHIM_WATCH_UPDATES adds the shares of lost updates to verl's metrics."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def test_megatron_engine(
         one = Training(checkpoint, monkeypatch, dtype="bfloat16", optim=optim_config(lr=6e-6))
         return [one.train(seed=seed) for seed in range(4)], one.parameters()
 
-    plain, weights = train(0)  # with the shim, which in some versions chooses other states
+    plain, weights = train(0)  # with the shim, which chooses the states in some versions
     watched, same = train(1)
     assert weights.equal(same)
     assert [one["grad_norm"] for one in watched] == [one["grad_norm"] for one in plain]
-    assert FIGURES & watched[0].keys() == set()  # one step late
+    assert FIGURES & watched[0].keys() == set()  # figures appear one step late
     for one in watched[1:]:
         assert one.keys() >= FIGURES - {"updates_lost_exp_avg_sq"}
         assert 0.0 <= one["updates_lost"] < one["updates_lost_rollout"] <= 1.0
-    # The first step has no second moment that could become smaller.
+    # The first step has no earlier second moment, so no second moment can decrease.
     assert ["updates_lost_exp_avg_sq" in one for one in watched] == [False, False, True, True]
     (audit,) = precision_shim.status().audit
     figures = audit.parts[0].updates

@@ -1,4 +1,4 @@
-"""fp16 in verl's Megatron engine: real engine, real worker, verl's metrics; overflows made."""
+"""fp16 in verl's real Megatron engine and worker: overflows, verl's metrics, settings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SUBJECTS = [
 def build(
     fused_adam: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Training]:
-    """A function that builds verl's worker with a real engine."""
+    """Builds verl's training worker with a real engine."""
 
     def make(subject: str = "actor", **options: Any) -> Training:
         return Training(checkpoint, monkeypatch, critic=subject == "critic", **options)
@@ -51,7 +51,7 @@ def build(
 
 
 def reasons() -> str:
-    """What the shim decided under fp16-scaling, as one text."""
+    """The shim's decisions on fp16-scaling, as one text."""
     return "\n".join(
         str(one) for one in precision_shim.status().decisions if one.feature == "fp16-scaling"
     )
@@ -63,7 +63,7 @@ def reasons() -> str:
 @pytest.mark.parametrize("subject", SUBJECTS)
 class TestOverflow:
     def test_is_a_skipped_step(self, build: Any, shim: Any, subject: str) -> None:
-        """Skipped, counted, reported; training goes on by itself once the scale has come down."""
+        """An overflowing step is skipped and reported; training continues at a lower scale."""
         shim()
         one = build(subject, overrides={"initial_loss_scale": 2.0**22, "hysteresis": 1})
         start, rates, scale = one.parameters(), [], 2.0**22
@@ -82,7 +82,7 @@ class TestOverflow:
         assert 2 < step < 20
         assert metrics["skipped_steps"] == step - 1
         assert not torch.equal(one.parameters(), start)
-        # verl's scheduler goes on at each step, skipped or not.
+        # verl's scheduler advances at each step, even at a skipped one.
         assert rates == sorted(rates, reverse=True)
         assert len(set(rates[:10])) == len(rates[:10])
         assert f"verl {subject}: fp16-scaling: Megatron's dynamic loss scaler" in reasons()
@@ -93,7 +93,7 @@ class TestOverflow:
             one.train()
 
     def test_reversible(self, build: Any, shim: Any, subject: str) -> None:
-        """The engine that was built with the shim is verl's own without it."""
+        """An engine that was built with the shim behaves like verl's own after uninstall()."""
         shim()
         one = build(subject, overrides={"initial_loss_scale": HUGE})
         assert math.isnan(one.train()["grad_norm"])
@@ -102,7 +102,7 @@ class TestOverflow:
             one.train()
 
     def test_by_itself(self, build: Any, shim: Any, subject: str) -> None:
-        """The feature needs no other one."""
+        """The feature fp16-scaling works without the other features."""
         shim(features=["fp16-scaling"])
         one = build(subject, bridge=False) if subject == "actor" else build(subject)
         one.scaler.load_state_dict(
@@ -117,13 +117,13 @@ class TestOverflow:
 def test_critic_of_an_engine_that_cannot_train_it(
     fused_adam: str, value_checkpoint: Path, shim: Any
 ) -> None:
-    """verl 0.7.1's new engine: only the step runs; its default critic is the legacy worker."""
+    """In verl 0.7.1's new engine only a critic's step can run; the forward raises TypeError."""
     shim()
     one = engine(value_checkpoint, "float16", critic=True)
     one.initialize()
 
     def put_gradients(fill: Any) -> None:
-        one.optimizer.scale_loss(torch.zeros(()))  # as its forward would, which is a TypeError here
+        one.optimizer.scale_loss(torch.zeros(()))  # as a forward pass does
         for buffer in one.module[0].buffers:
             fill(buffer.grad_data)
 
@@ -142,7 +142,7 @@ def test_every_step_of_an_epoch(build: Any, shim: Any) -> None:
     one = build(overrides={"initial_loss_scale": 2.0**100})
     for _ in range(24):
         assert math.isnan(one.train()["grad_norm"])
-    # Hysteresis 2 lets the first overflow pass; each of the 23 others has halved the scale.
+    # With hysteresis 2 the first overflow keeps the scale; the 23 later ones halve it.
     with pytest.raises(LossScaleError, match=r"25 optimizer steps.*step 25 at loss scale 1.5"):
         one.train()
 
@@ -164,7 +164,7 @@ def test_eval_mode(build: Any, shim: Any) -> None:
 
 
 def test_constant_scale(build: Any, shim: Any) -> None:
-    """A static loss_scale is the user's: passed through, and an overflow is verl's error."""
+    """A static loss_scale is the user's: the shim keeps it, and an overflow is verl's error."""
     shim()
     one = build(overrides={"loss_scale": HUGE})
     with pytest.raises(NotImplementedError):
@@ -186,7 +186,7 @@ def test_failed_step_without_a_scaler(build: Any, shim: Any, dtype: str) -> None
 
 
 def test_skip_of_another_kind(build: Any, shim: Any) -> None:
-    """Megatron 0.18's threshold on the gradient norm fails a step that has a norm to tell."""
+    """Megatron 0.18 can fail a step because of a large norm; then it returns the norm."""
     shim()
     one = build()
     one.engine.optimizer.step = lambda: (False, 3.0, None)
@@ -196,7 +196,7 @@ def test_skip_of_another_kind(build: Any, shim: Any) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_other_dtypes_are_untouched(build: Any, shim: Any, dtype: str) -> None:
-    """Not a bit, not a key, not a decision."""
+    """Parameters, metrics and decisions stay the same."""
 
     def run() -> tuple[list[dict[str, Any]], torch.Tensor]:
         torch.manual_seed(0)
@@ -218,7 +218,7 @@ def test_other_dtypes_are_untouched(build: Any, shim: Any, dtype: str) -> None:
 
 class TestMetrics:
     def test_sft_trainers(self, build: Any, shim: Any, capsys: pytest.CaptureFixture[str]) -> None:
-        """What both SFT trainers do with a skipped step's metrics, and verl's console logger."""
+        """Both SFT trainers and verl's console logger accept the metrics of a skipped step."""
         from verl.utils.tracking import Tracking
 
         shim()
@@ -233,7 +233,7 @@ class TestMetrics:
         assert "skipped_steps:1" in said
 
     def test_mini_batches(self, build: Any, shim: Any) -> None:
-        """The path of PPO's trainers: gathered over ranks and mini-batches, averaged, renamed."""
+        """PPO's trainers gather metrics over ranks and mini-batches, average and rename them."""
         import verl.utils.tensordict_utils as tu
         from verl.utils.metric import reduce_metrics
         from verl.utils.py_functional import rename_dict
@@ -253,7 +253,7 @@ class TestMetrics:
         assert reduced["actor/skipped_steps"] == 1.5
 
     def test_scaling_does_not_show(self, build: Any, shim: Any) -> None:
-        """A quarter of the loss at four times the scale: a quarter of all figures, to the bit."""
+        """A quarter of the loss at four times the scale gives exactly a quarter of all figures."""
         shim()
         found = []
         for scale, weight in ((2.0**6, 1.0), (2.0**8, 0.25)):
@@ -274,7 +274,7 @@ class TestMetrics:
 
     @pytest.mark.skipif(Version("0.9") > VERL, reason="verl has the Tinker worker from 0.9")
     def test_tinker(self, build: Any, shim: Any) -> None:
-        """The worker whose step is a call of its own."""
+        """The Tinker worker has a separate call for the step."""
         import verl.utils.tensordict_utils as tu
 
         shim()
@@ -290,7 +290,7 @@ class TestMetrics:
 
 
 def test_no_more_device_reads(build: Any, shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scale is read where it changed; a steady step asks the device no oftener than verl."""
+    """The shim reads the scale only after a change, so it adds no reads to a steady step."""
     own, reads = torch.Tensor.item, [0]
 
     def counting(self: Any) -> Any:
@@ -341,11 +341,11 @@ class TestSettings:
         shim(settings=self.CHOSEN)
         scaler = build(overrides={"initial_loss_scale": 64.0, "loss_scale_window": 7}).scaler
         assert (float(scaler.scale), scaler.growth_interval) == (64.0, 7)
-        assert float(scaler.growth_factor) == 4.0  # no config has a field for it
+        assert float(scaler.growth_factor) == 4.0  # no config has a field for the growth factor
 
     @pytest.mark.parametrize("positional", [False, True])
     def test_direct_caller(self, cpu: None, shim: Any, positional: bool) -> None:
-        """verl's function by itself, with ``bf16=`` also where verl's own lacks it."""
+        """verl's function, called directly; with the shim every version accepts ``bf16=``."""
         from verl.utils.megatron import optimizer
 
         shim(settings=self.CHOSEN)
@@ -370,24 +370,24 @@ class TestSettings:
             build()
 
     def test_a_minimum_above_the_usual_first_scale(self, build: Any, shim: Any) -> None:
-        """Nobody set a variable, so the message names the config's own key."""
+        """No variable is set, so the message names the config's own key."""
         shim()
         least = {"min_loss_scale": 2.0**16}
         told = r"override_optimizer_config: initial_loss_scale=32768 is below"
         with pytest.raises(SettingsError, match=told):
             build(overrides=least)
-        build(overrides={**least, "loss_scale": 128.0})  # whose scaler has no minimum
+        build(overrides={**least, "loss_scale": 128.0})  # a static scaler has no minimum
 
 
 # -- the DDP's check, and the bucket -----------------------------------------------------------
 
 
 class TestCheckForNan:
-    """``check_for_nan_in_grad`` ends the job at an overflow before the step is reached."""
+    """With ``check_for_nan_in_grad`` an overflow ends the job before the optimizer's step."""
 
     @staticmethod
     def on_by_default(patch: pytest.MonkeyPatch) -> None:
-        """Make Megatron's own default what Megatron-Bridge's recipes set."""
+        """Set the check by default, as Megatron-Bridge's recipes do."""
         from megatron.core.distributed import DistributedDataParallelConfig as Config
 
         own = Config.__init__
@@ -425,7 +425,7 @@ class TestCheckForNan:
         assert build(dtype="bfloat16").engine.module[0].ddp_config.check_for_nan_in_grad
 
     def test_gives_way_in_megatron_fsdp(self, cpu: None, shim: Any) -> None:
-        """A class of its own; a CPU gets it as far as the config that it is given."""
+        """Megatron-FSDP has its own DDP class; a CPU runs its ``__init__`` in part only."""
         from megatron.core.distributed import DistributedDataParallelConfig
         from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
@@ -436,7 +436,7 @@ class TestCheckForNan:
             made = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
             with building("verl", Wishes), contextlib.suppress(Exception):
                 made.__init__(object(), config, torch.nn.Linear(2, 2, dtype=dtype))  # type: ignore[misc]
-            assert config.check_for_nan_in_grad  # the caller's is the caller's
+            assert config.check_for_nan_in_grad  # The caller's config is unchanged.
             return vars(made)["ddp_config"].check_for_nan_in_grad
 
         assert given(torch.float16)
@@ -458,10 +458,10 @@ class TestCheckForNan:
     reason="Megatron-Bridge is not installed in this environment",
 )
 class TestBucket:
-    """fp16 parameters, an fp16 bucket and the precision-aware optimizer: a bare AssertionError."""
+    """fp16 parameters and bucket fail a bare assert with the precision-aware optimizer."""
 
     OPTIONS: ClassVar[dict[str, Any]] = {"bridge": True}
-    if Version("0.9.1") <= VERL:  # its own alignment keeps the default bucket fp32
+    if Version("0.9.1") <= VERL:  # verl's own alignment makes the default bucket fp32
         OPTIONS = {"bridge": True, "ddp": {"grad_reduce_in_fp32": False}}
 
     def test_without_the_shim(self, build: Any) -> None:

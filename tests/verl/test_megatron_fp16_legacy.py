@@ -29,7 +29,7 @@ SEQUENCES, PROMPT, RESPONSE = 4, 3, 5
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unpacked sequences (Megatron's local attention knows no others), and no memory figures."""
+    """Unpack sequences, as Megatron's local attention requires; stub the memory figures."""
     import verl.models.mcore as mcore
 
     own = mcore.get_mcore_forward_fn
@@ -50,12 +50,12 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def legacy(composed: Any) -> Callable[..., Legacy]:  # noqa: F811
-    """A function that builds a real worker."""
+    """Builds a real legacy worker."""
     return functools.partial(Legacy, composed)
 
 
 def rollout(seed: int = 0) -> Any:
-    """A batch as the trainer hands it to ``update_actor`` and ``update_critic``."""
+    """A batch like the trainer's argument of ``update_actor`` and ``update_critic``."""
     from verl import DataProto
 
     generator = torch.Generator().manual_seed(seed)
@@ -79,7 +79,7 @@ def rollout(seed: int = 0) -> Any:
 
 
 class Legacy:
-    """A real worker of 0.7.1 and what it updates."""
+    """A real worker of 0.7.1, its model and its optimizer."""
 
     def __init__(self, compose: Any, subject: str, **overrides: Any) -> None:
         from verl.utils.config import omega_conf_to_dataclass
@@ -117,7 +117,7 @@ class Legacy:
         return torch.cat([p.detach().float().flatten() for p in self.module.parameters()])
 
     def update(self, seed: int = 0) -> dict[str, Any]:
-        """The metrics of one ``update_actor`` or ``update_critic`` of the worker."""
+        """Call the worker's ``update_actor`` or ``update_critic``; returns its metrics."""
         method = getattr(self.worker, f"update_{self.subject}")
         return dict(method(rollout(seed)).meta_info["metrics"])
 
@@ -125,7 +125,7 @@ class Legacy:
 @pytest.mark.parametrize("subject", ["actor", "critic"])
 class TestUpdate:
     def test_trains(self, legacy: Any, shim: Any, subject: str) -> None:
-        """Skipped while the scale is too high, then trained, all inside the worker's own update."""
+        """The worker skips steps while the scale is too high, and then trains."""
         shim()
         one = legacy(subject, initial_loss_scale=2.0**40, hysteresis=1)
         start = one.parameters()
@@ -135,7 +135,7 @@ class TestUpdate:
             assert metrics[f"{subject}/loss_scale"] == 2.0 ** (41 - step)
             assert metrics[f"{subject}/skipped_steps"] == step
             assert torch.equal(one.parameters(), start)
-        for key, value in metrics.items():  # what the trainer does with them
+        for key, value in metrics.items():  # the trainer averages metrics so
             assert np.isnan(np.mean(value)) == key.endswith("grad_norm")
         one.scaler.load_state_dict(
             {"scale": torch.tensor([256.0]), "growth_tracker": 0, "hysteresis_tracker": 1}

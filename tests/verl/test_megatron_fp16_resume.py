@@ -1,7 +1,7 @@
-"""fp16 on Megatron, stopped and resumed, and on two ranks: mixtures of experts, lone overflows.
+"""fp16 on Megatron: jobs that are resumed, mixtures of experts, and overflows of a single rank.
 
-Megatron saves its scaler itself; these tests hold it to that with the shim on, in every sharding
-type, with the trackers away from their starts.
+Megatron itself saves its scaler. The tests check that resumes stay exact with the shim, in every
+sharding type, with trackers that differ from their start values.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ SCALER = {
     "loss_scale_window": 4,
     "hysteresis": 3,
 }
-"""Growth after four good steps; three overflows, in a row or not, before the scale falls."""
+"""The scale grows after four good steps, and falls after three overflows, in a row or not."""
 
 
 class Fp16Job(Job):
-    """A model and its optimizer as verl builds them for fp16; steps as verl's engine makes them."""
+    """A model and optimizer that verl builds for fp16; steps are like those of verl's engine."""
 
     OVERFLOWS = (2, 8)
-    """Steps whose loss is infinite."""
+    """The steps whose scaled loss overflows."""
 
     def train(self, steps: int, first: int = 0) -> list[float]:
-        """Losses and gradient norms of some steps, the loss scaled as Megatron's schedule does."""
+        """Train with a scaled loss, as Megatron's schedule does; returns losses and grad norms."""
         from megatron.core.distributed import finalize_model_grads
 
         from precision_shim_adapters.megatron import skipping
@@ -66,10 +66,10 @@ class Fp16Job(Job):
         return found
 
     def before_step(self, step: int) -> None:
-        """For a test that wants another kind of overflow."""
+        """A hook for tests with another kind of overflow."""
 
     def scalers(self) -> list[tuple[float, int, int]]:
-        """Scale, growth and hysteresis tracker of each chained optimizer."""
+        """Scale, growth tracker and hysteresis tracker of each chained optimizer."""
         return [
             (float(state["scale"]), state["growth_tracker"], state["hysteresis_tracker"])
             for state in (one.grad_scaler.state_dict() for one in self.optimizer.chained_optimizers)
@@ -77,7 +77,7 @@ class Fp16Job(Job):
 
 
 def fp16_job(kind: type[Fp16Job] = Fp16Job, seed: int = 0, **model: Any) -> Any:
-    """Build one through verl's functions; the scaler's fields as a user writes them."""
+    """Build a job by verl's functions, with the scaler's fields as a user writes them."""
     from omegaconf import OmegaConf
     from verl.utils.megatron.optimizer import get_megatron_optimizer, init_megatron_optim_config
     from verl.utils.megatron_utils import get_model
@@ -98,7 +98,7 @@ def fp16_job(kind: type[Fp16Job] = Fp16Job, seed: int = 0, **model: Any) -> Any:
 def test_resume_is_exact(
     fused_adam: str, shim: Any, tmp_path: Path, sharding: str, stop: int
 ) -> None:
-    """Losses, norms, states, scale and both trackers: bit for bit those of a job not stopped."""
+    """Losses, norms, states, scale and trackers equal an uninterrupted job's, bit for bit."""
     shim()
     straight = fp16_job()
     expected = straight.train(14)
@@ -108,7 +108,7 @@ def test_resume_is_exact(
     begun = first.train(stop)
     saved = first.scalers()
     ((scale, growth, hysteresis),) = saved
-    # Neither tracker is where a fresh scaler has it.
+    # Both trackers differ from a fresh scaler's.
     assert (scale, growth, hysteresis) == {4: (2.0**14, 1, 2), 9: (2.0**15, 0, 2)}[stop]
     first.save(tmp_path / "saved", sharding)
     assert verdict(tmp_path / "saved", "verl") == "exact"
@@ -126,7 +126,7 @@ def test_resume_is_exact(
 def test_switched_in_between(
     fused_adam: str, shim: Any, tmp_path: Path, sharding: str, on_first: bool
 ) -> None:
-    """The scaler's checkpoint is Megatron's: either side reads the other's, and goes on exactly."""
+    """The checkpoint's scaler is Megatron's own, so the shim may be on or off at the resume."""
 
     def switch(on: bool) -> None:
         precision_shim.uninstall()
@@ -142,7 +142,7 @@ def test_switched_in_between(
     other = fp16_job(seed=1)
     told = verdict(tmp_path / "saved", "verl")
     if on_first and sharding == "dp_reshardable" and Version(version("megatron-core")).minor < 18:
-        # Its own: 0.16 cannot load a precision-aware optimizer in this form, whoever saved it.
+        # Megatron's own fault: 0.16 cannot load a precision-aware optimizer in this sharding type.
         with pytest.raises(AttributeError, match="'bool'"):
             other.load(tmp_path / "saved", sharding)
         assert told == "fails"
@@ -158,7 +158,7 @@ def test_switched_in_between(
 def test_saved_before_any_step_was_taken(
     fused_adam: str, shim: Any, tmp_path: Path, sharding: str
 ) -> None:
-    """All steps so far were skipped: Megatron has no states to save, but the job is not lost."""
+    """If all steps were skipped, Megatron has no states to save, but the job can resume."""
     shim()
     first = fp16_job(Overflowing)
     assert first.train(2)[1::2] == ["skipped"] * 2
@@ -177,12 +177,12 @@ def test_saved_before_any_step_was_taken(
 def test_killed_at_any_file_operation_of_a_save(
     fused_adam: str, shim: Any, tmp_path: Path, sharding: str, over: bool
 ) -> None:
-    """The scaler lies in Megatron's own files: with them it is old, new, or refused.
+    """The scaler is in Megatron's own files: after a kill the load is old, new, or an error.
 
-    One point is left, over an old directory, and it is Megatron's own: there ``common.pt``, which
-    has the scaler and the step counts, is the new one, and the file of the tensors the old one.
+    Over an old directory, Megatron allows one mixed state: ``common.pt``, which has the scaler and
+    the step counts, is new, while the file of the tensors is old.
     """
-    from torch.distributed.checkpoint.api import CheckpointException  # no Exception
+    from torch.distributed.checkpoint.api import CheckpointException  # no subclass of Exception
 
     shim()
     place = tmp_path / "saved"
@@ -240,7 +240,7 @@ def test_through_the_engine(
     monkeypatch: pytest.MonkeyPatch,
     reshardable: bool,
 ) -> None:
-    """verl's worker: save_checkpoint and load_checkpoint, in the middle of a run of overflows."""
+    """verl's worker saves and loads in the middle of a run of overflows."""
     from .megatron_fp16_support import Training
 
     def build() -> Training:
@@ -273,7 +273,7 @@ def test_through_the_engine(
     begun = run(first, range(3))
     first.engine.save_checkpoint(str(tmp_path / "saved"), global_step=3)
     second = build()
-    with torch.no_grad():  # the model's weights are not among these checkpoint contents
+    with torch.no_grad():  # these checkpoints do not contain the model's weights
         for mine, theirs in zip(
             second.engine.module[0].parameters(), first.engine.module[0].parameters(), strict=True
         ):
@@ -286,12 +286,12 @@ def test_through_the_engine(
 
 
 def test_two_ranks(megatron_ranks: Ranks) -> None:
-    """Experts keep the dense optimizer's scale, and one rank's overflow is everybody's."""
+    """Experts use the dense optimizer's scale, and both ranks skip an overflow of one rank."""
     assert all("unpatched:" in said for said in megatron_ranks("overflows"))
 
 
 def test_uninstall_leaves_the_classes_as_they_were(cpu: None) -> None:
-    """Every class that the feature enters, by identity of what its namespace holds."""
+    """After uninstall() the namespaces of all patched classes have their old objects."""
     from importlib import import_module
 
     places = {

@@ -1,4 +1,4 @@
-"""verl moves the optimizer's states to the CPU and back between its phases."""
+"""verl moves the optimizer's states to the CPU between its phases, and back."""
 
 from __future__ import annotations
 

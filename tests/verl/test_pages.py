@@ -1,4 +1,4 @@
-"""verl's jobs on README and docs: its own validation takes each, and they mean what is promised."""
+"""verl's validation accepts the jobs in README and docs, whose dtypes are as promised."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OVERRIDE = "actor_rollout_ref.actor.optim.override_optimizer_config"
 
 
 def composed(settings: tuple[str, ...]) -> Any:
-    """The config as verl's entry point gets it from hydra."""
+    """The config that hydra composes for verl's entry point."""
     from hydra import compose, initialize_config_dir
     from verl.trainer import config as shipped
 
@@ -39,7 +39,7 @@ def composed(settings: tuple[str, ...]) -> Any:
 
 @functools.cache
 def validated(settings: tuple[str, ...]) -> Any:
-    """The config after what verl does with it before it makes a worker."""
+    """The config after the validation that verl runs before it makes a worker."""
     from omegaconf import OmegaConf
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import omega_conf_to_dataclass, validate_config
@@ -52,7 +52,7 @@ def validated(settings: tuple[str, ...]) -> Any:
         use_reference_policy=need_reference_policy(config),
         use_critic=need_critic(config),
     )
-    omega_conf_to_dataclass(config.actor_rollout_ref.rollout)  # its workers make it
+    omega_conf_to_dataclass(config.actor_rollout_ref.rollout)  # verl's workers do the same
     return config
 
 

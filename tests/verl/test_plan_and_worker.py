@@ -1,4 +1,4 @@
-"""The plan's verdict and that of verl's own engines, on the same generated configs."""
+"""On the same generated configs, the plan and verl's own engines come to the same verdict."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def plan_of(*more: str, version: str = "") -> Callable[[Drawn], Verdict]:
 
 
 def on_megatron(drawn: Drawn, checkpoint: Path) -> Verdict:
-    """Build verl's Megatron engine from the composed config, step once, and look."""
+    """The verdict of verl's Megatron engine after one step on made-up gradients."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import HFModelConfig
     from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
@@ -46,7 +46,7 @@ def on_megatron(drawn: Drawn, checkpoint: Path) -> Verdict:
     for chunk in engine.module:
         for buffer in chunk.buffers:
             buffer.grad_data.normal_(std=1e-2)
-    engine.optimizer.get_loss_scale()  # as a loss that is scaled does
+    engine.optimizer.get_loss_scale()  # called whenever a loss is scaled
     engine.optimizer.step()
     return Verdict(
         computes=name_of(engine.param_dtype),

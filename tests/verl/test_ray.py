@@ -1,4 +1,4 @@
-"""verl's real training workers, by its own worker group, in a real local Ray cluster on a CPU."""
+"""verl's real training workers in a real local Ray cluster on a CPU, in verl's own worker group."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def test_workers_train_skip_save_and_resume(
     # Megatron's scaler halves its scale only after a second overflow (hysteresis 2).
     scales = {"fsdp": [1024, 1024, 512, 512, 512, 256], "megatron": [1024] * 5 + [512]}[backend]
     trained_skipped_and_resumed(found, scales)
-    if backend == "megatron":  # the scaler's state is Megatron's own; the counts are not part of it
+    if backend == "megatron":  # Megatron saves the scaler's state, but no skip counts
         counts = [step.pop("skipped_steps") for step in (*found["on"], *found["again"])]
         assert counts == [[1], [2], [2], [0], [1], [1]]
         assert len({step["lr"][0] for step in (*found["steps"], *found["on"])}) == 6
-    assert str(found["again"]) == str(found["on"])  # NaN is its text
-    # Each rank has written what its optimizer is.
+    assert str(found["again"]) == str(found["on"])  # As text, because NaN != NaN.
+    # Each rank has written an audit of its optimizer.
     files = sorted(audits.iterdir())
     assert [one.name for one in files] == [
         f"verl.actor.model.rank{rank}.audit.json" for rank in range(2)

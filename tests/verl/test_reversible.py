@@ -1,4 +1,4 @@
-"""In and out again: every import order, two installs, threads, and nothing left behind."""
+"""install() and uninstall() in every import order, twice, in threads: no change remains."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def namespaces() -> dict[str, dict[str, Any]]:
 
 
 def changes(before: dict[str, dict[str, Any]]) -> list[str]:
-    """Names that are new, gone, or hold another object; by identity, wrappers equal anything."""
+    """Names that are new, gone, or bound to another object (wrappers equal their originals)."""
     after = namespaces()
     return [
         f"{place}:{key}"
@@ -112,7 +112,7 @@ ORDERS = {
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_import_order(fresh_processes: Ranks, order: str) -> None:
     code = {
-        # On an untested version one path is refused, which strict makes an error.
+        # An untested version has one refused path, for which strict raises an error.
         "SHIM": f"precision_shim.install(strict={Version('0.7') <= VERL})",
         "VERL": "import verl.utils.megatron.optimizer, verl.utils.megatron_utils",
         "ENGINE": "import verl.workers.engine.megatron.transformer_impl",

@@ -1,7 +1,7 @@
-"""States that would be lost: of fp32 parameters, of copied configs, of torch's Adam.
+"""States that Megatron alone would lose: of fp32 parameters, copied configs, and torch's Adam.
 
-Models and optimizers are made by Megatron's own classes, beside verl, whose adapter brings the
-seams; "off" is the unpatched Megatron.
+Megatron's own classes make models and optimizers. verl's adapter adds the shim's seams, because
+verl is installed; "off" is the unpatched Megatron.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CORE = Version(version("megatron-core")) if Version("0") < VERL else Version("0"
 
 
 def go_on(folder: Path, sharding: str, kind: str, fields: dict[str, Any]) -> None:
-    """Save, load into another model, and hold all there is and what further steps make of it."""
+    """Save, load into another model, and compare all states, also after further steps."""
     with shim(on=True, policy="as-configured"):
         first = build(kind, **fields)
         tiny.train(*first, steps=5)
@@ -54,7 +54,7 @@ def go_on(folder: Path, sharding: str, kind: str, fields: dict[str, Any]) -> Non
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("kind", KINDS)
 class TestFp32Parameters:
-    """All of them, or a few in a bf16 model, in one group with 16-bit parameters."""
+    """Models with only fp32 parameters, and bf16 models in which some parameters are fp32."""
 
     def test_a_precision_aware_optimizer_goes_on(
         self, fused_adam: str, tmp_path: Path, sharding: str, kind: str
@@ -82,7 +82,7 @@ class TestFp32Parameters:
 def test_masters_that_fused_adam_never_updated(
     fused_adam: str, tmp_path: Path, sharding: str, fields: dict[str, Any]
 ) -> None:
-    """Saved without the shim they are the first weights: the parameters stay, and it is said."""
+    """Masters saved without the shim are the first weights: the parameters stay, the shim warns."""
     first = build("fp32", **AWARE)
     tiny.train(*first, steps=5)
     tiny.save(*first, tmp_path / "saved", sharding)
@@ -104,7 +104,7 @@ def test_an_unpatched_megatron_reads_fp32_parameters(
         tiny.save(*first, tmp_path / "saved", sharding)
         straight = tiny.train(*first, steps=3, first=5)
     second = build("fp32", seed=1, **AWARE)
-    if sharding == "dp_reshardable" and Version("0.17") > CORE:  # it trips over its own padding
+    if sharding == "dp_reshardable" and Version("0.17") > CORE:  # a fault in Megatron's padding
         with pytest.raises(AttributeError, match="bool"):
             tiny.load(*second, tmp_path / "saved")
         return
@@ -148,7 +148,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 def test_a_copied_config_is_written_as_its_original(
     fused_adam: str, tmp_path: Path, by: str
 ) -> None:
-    """dp_reshardable, shim on at the save and off at the load: whole masters."""
+    """dp_reshardable, shim on at the save and off at the load: masters are saved whole."""
     with shim(on=True):
         first = job(through=COPIES[by])
         assert first.optimizer.config.use_precision_aware_optimizer
@@ -168,7 +168,7 @@ def test_a_pickled_config_in_another_process(
 
     def elsewhere(config: Any) -> Any:
         data = pickle.dumps(config)
-        monkeypatch.setattr(checkpoint, "_own_floats", {})  # what the other process does not have
+        monkeypatch.setattr(checkpoint, "_own_floats", {})  # as in another process
         return pickle.loads(data)
 
     with shim(on=True):
@@ -216,11 +216,11 @@ def test_the_mark_is_nothing_that_a_config_shows(fused_adam: str) -> None:
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_states_of_torchs_adam(cpu: None, tmp_path: Path, sharding: str) -> None:
-    """Without TransformerEngine: told at the save, refused at the load, an error under strict."""
+    """Without TransformerEngine the save warns, or raises under strict, and the load raises."""
     first = build("bf16")
     tiny.train(*first, steps=2)
     tiny.save(*first, tmp_path / "off", sharding)
-    with pytest.raises(AssertionError):  # Megatron's, without a word
+    with pytest.raises(AssertionError):  # Megatron's own, without a message
         tiny.load(*build("bf16", seed=1), tmp_path / "off")
     told = rf"megatron-core {CORE}.*{sharding}.*TransformerEngine"
     with shim(on=True):

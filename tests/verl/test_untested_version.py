@@ -1,4 +1,4 @@
-"""A version outside the pinned ones: verl 0.6.1 is patched whole where it holds, or not at all."""
+"""verl 0.6.1, an untested version: each feature is patched completely, or not at all."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_patched_whole_or_not_at_all() -> None:
     assert "not among the tested versions" in status["reason"]
     by_feature: dict[str, set[str]] = {}
     for seam in status["seams"]:
-        # An engine's own refusal and a record of what verl does itself are not patches.
+        # Seams that refuse an engine, or only record verl's own behaviour, do not count as patches.
         if "engine." not in seam["target"] or "MegatronEngine.initialize" in seam["target"]:
             by_feature.setdefault(seam["feature"], set()).add(seam["state"])
     bf16, fp16, fp32 = (f"torch.{name}" for name in ("bfloat16", "float16", "float32"))

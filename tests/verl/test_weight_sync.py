@@ -1,7 +1,7 @@
-"""Weights on their way to the rollout: verl's real worker and engines, over gloo, bit by bit.
+"""Weights sent to the rollout, compared bit by bit: verl's real worker and engines, over gloo.
 
-What runs in the ranks is in ``sync_ranks.py``. In each rank the jobs without the shim run first.
-FSDP1 does not start on a CPU: torch refuses.
+``sync_ranks.py`` has the ranks' cases. In each rank the jobs without the shim run first. FSDP1 does
+not start on a CPU: torch refuses.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ pytestmark = [
 ]
 
 ROUNDS = Version("0.9") > VERL
-"""Whether verl's FSDP engine rounds every weight to bf16; later only where it merges LoRA."""
+"""Whether verl's FSDP engine rounds all weights to bf16, and not only merged LoRA."""
 
 LORA = "base" if ROUNDS else "merged"
-"""Which weights verl sends with ``lora.merge``: before 0.9 those without the adapters."""
+"""The kind of weights that verl sends with ``lora.merge``; before 0.9 without the adapters."""
 
 KEY = "rollout.engine_kwargs.vllm.dtype"
 
@@ -47,7 +47,7 @@ def both(dtype: str = "float16", **options: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[Ranks]:
-    """Runs jobs in fresh processes; returns what each rank found, by the jobs' names."""
+    """Runs jobs in fresh processes; returns the results of each rank, by the jobs' names."""
     folder = tmp_path_factory.mktemp("ranks")
     with rank_server("tests.verl.sync_ranks", folder, MODEL=str(checkpoint)) as ranks:
         yield ranks
@@ -55,7 +55,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterat
 
 @pytest.fixture(scope="module")
 def two_ranks(launch: Ranks) -> list[dict[str, Any]]:
-    """The same jobs without the shim and with it, on two ranks."""
+    """Results of the same jobs without the shim and with it, on two ranks."""
     jobs = {
         "off": off("float16"),
         "off, lora": off("float16", lora=True),
@@ -68,7 +68,7 @@ def two_ranks(launch: Ranks) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def one_rank(launch: Ranks) -> dict[str, Any]:
-    """Rollouts in each dtype, beside parameters stored in each."""
+    """Results for rollouts in each dtype, and for parameters that are stored in fp16."""
     jobs = {
         "off": off("bfloat16"),
         "on": on("bfloat16"),
@@ -104,7 +104,7 @@ def test_an_fp16_rollout_gets_the_trainers_weights_rounded_once(two_ranks: Any) 
 
 
 def test_a_sync_costs_what_it_did(two_ranks: Any) -> None:
-    """Collectives, copies, and what the host reads."""
+    """The shim adds no collectives, copies, or reads by the host."""
     for rank in two_ranks:
         for job in ("", ", lora"):
             assert rank[f"on{job}"]["operators"] == rank[f"off{job}"]["operators"]
@@ -123,7 +123,7 @@ def test_a_bf16_rollout_gets_verls_own_stream(two_ranks: Any, one_rank: Any) -> 
 
 
 def test_a_stream_leaves_the_trainer_as_it_was(two_ranks: Any, one_rank: Any) -> None:
-    """Also a second stream is the same, and verl's adapters are taken out again."""
+    """Streaming twice gives equal weights, and leaves the trainer's weights unmerged."""
     for rank in (*two_ranks, one_rank):
         assert all(job["untouched"] and job["again"] for job in rank.values())
 
@@ -142,7 +142,7 @@ def test_a_stream_leaves_the_trainer_as_it_was(two_ranks: Any, one_rank: Any) ->
 )
 def test_each_pair_of_dtypes(one_rank: Any, job: str, sent: str) -> None:
     if not ROUNDS and "lora" not in job and "stored" not in job:
-        sent = "trainer in fp32"  # verl itself sends what the trainer stores
+        sent = "trainer in fp32"  # verl itself sends weights in the trainer's dtype
     assert one_rank[job]["is"] == [sent]
 
 
@@ -212,7 +212,7 @@ def test_deltas_of_the_fsdp_engine_beside_sglang(launch: Ranks) -> None:
 
 @pytest.mark.skipif(Version("0.9") > VERL, reason="delta_sharded is from 0.9")
 def test_the_delta_checkpoint_engine(launch: Ranks) -> None:
-    """verl has no GPU's packages here, so each start fails later: only ours is looked at."""
+    """Each worker's start fails, because GPU packages are missing; the shim acts before that."""
     jobs = {f"{one}, bf16": on("bfloat16", engine=one) for one in ("vllm", "sglang")}
     jobs.update({one: on("float16", engine=one) for one in ("vllm", "sglang")})
     other = on("float16", engine="sglang", strategy="torchtitan")
@@ -232,7 +232,7 @@ def test_the_delta_checkpoint_engine(launch: Ranks) -> None:
 
 @pytest.mark.skipif(Version("0.8") > VERL, reason="0.7.1's engine autocasts to bf16")
 def test_one_worker_says_whether_the_engines_agree(two_ranks: Any) -> None:
-    """For drivers of the user's own, which call none of the functions where the driver says it."""
+    """If a user's own driver calls no wrapped function, one worker compares the dtypes."""
     same = "verl rollout: rollout-agreement: fp16, as the actor"
     first, second = two_ranks
     for rank, times in ((first, 1), (second, 0)):
@@ -242,7 +242,7 @@ def test_one_worker_says_whether_the_engines_agree(two_ranks: Any) -> None:
 
 
 def test_lost_updates_are_those_of_the_rollouts_copies(launch: Ranks) -> None:
-    """By the rollout's dtype: the trainer's own copies have fp16 in each of the jobs."""
+    """The metric follows the rollout's dtype; the trainer computes in fp16 in each of the jobs."""
     jobs = {name: {"dtype": name} for name in ("float16", "bfloat16", "float32")}
     for rank in launch("lost", **jobs):
         shares = {name: rank[name]["metrics"]["updates_lost_rollout"] for name in jobs}
@@ -253,7 +253,7 @@ def test_lost_updates_are_those_of_the_rollouts_copies(launch: Ranks) -> None:
 
 @pytest.mark.skipif(ROUNDS, reason="before 0.9 verl sends the weights without the adapters")
 def test_lost_updates_of_merged_lora(launch: Ranks) -> None:
-    """As counted by hand in what peft merges; not measured where ranks share the factors."""
+    """The metric equals a hand count on one rank; it is not measured if ranks shard factors."""
     jobs = {name: {"dtype": name, "lora": True} for name in ("float16", "bfloat16")}
     (found,) = launch("lost", world=1, **jobs)
     for name, short in (("float16", "fp16"), ("bfloat16", "bf16")):
@@ -276,7 +276,7 @@ def test_lost_updates_of_merged_lora(launch: Ranks) -> None:
 def test_the_audit_has_what_was_sent_beside_the_trainers_own(
     launch: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of verl's own stream and the shim's, with LoRA merged, and of one that rounds unseen."""
+    """Audits verl's stream, the shim's streams, merged LoRA, and a stream that rounds to bf16."""
     jobs: dict[str, dict[str, Any]] = {
         "fp16": {"dtype": "float16", "takes": 3},
         "bf16": {"dtype": "bfloat16"},

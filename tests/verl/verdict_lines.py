@@ -1,4 +1,4 @@
-"""The launch lines on which verl's plan and its engines are held against each other."""
+"""The launch lines for which the tests compare the plan with verl's engines."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ ON_FSDP = (f"{ACTOR}.strategy=fsdp2", f"{_FSDP}.use_torch_compile=False")
 
 
 def line(drawn: Drawn, *more: str) -> list[str]:
-    """The launch line of a drawn config; ``more`` are further words of it."""
+    """The launch line of a drawn config; ``more`` are further arguments."""
     written = [f"++{key}={value}" for key, value in drawn.written.items()]
     return ["python3", "-m", "verl.trainer.main_ppo", *_COMMON, *more, *written]
 
 
 def actor_of(words: list[str]) -> Any:
-    """verl's own config object of the actor, made of the composed config as its worker makes it."""
+    """verl's own config object of the actor, which its worker makes from the composed config."""
     from omegaconf import OmegaConf
     from verl.utils.config import omega_conf_to_dataclass
 

@@ -1,4 +1,4 @@
-"""verl's FSDP engine on generated configs, in a process of its own; ``tests/rank_server.py``."""
+"""verl's FSDP engine on generated configs; ``tests/rank_server.py`` starts its process."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .verdict_lines import ON_FSDP, actor_of, line
 
 
 def prepare() -> None:
-    """Import verl, in the server."""
+    """Import verl in the server."""
     fsdp_support.prepare()
     look_ahead("verl")
 
 
 def run(launch: Launch) -> list[dict[str, Any]]:
-    """The engine's verdicts on the launch's configs, in their order."""
+    """The engine's verdicts on the launch's configs, in the configs' order."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{launch.store}", rank=0, world_size=1)
     drawn = [Drawn(**one) for one in launch.options["drawn"]]
@@ -35,7 +35,7 @@ def run(launch: Launch) -> list[dict[str, Any]]:
 
 
 def _built(drawn: Drawn) -> Verdict:
-    """Build the engine from its composed config, step once on made-up gradients, and look."""
+    """The verdict of verl's FSDP engine after one step on made-up gradients."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import HFModelConfig
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead

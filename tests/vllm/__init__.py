@@ -1,6 +1,6 @@
-"""The real vLLM on a CPU, alone and beside trainers of the frameworks."""
+"""The real vLLM on a CPU, alone and together with the frameworks' trainers."""
 
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[2]))  # benchmarks and demo are in no wheel
+sys.path.append(str(Path(__file__).parents[2]))  # no wheel contains benchmarks and demo

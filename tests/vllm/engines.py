@@ -1,4 +1,4 @@
-"""What a running engine holds, and what it should hold."""
+"""The weights in a running engine, and the expected weights."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 
 
 def load(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Load weights as frameworks do: in vLLM's worker, which ``collective_rpc`` reaches."""
+    """Load weights in vLLM's worker, as frameworks do; ``collective_rpc`` calls this function."""
     worker.model_runner.model.load_weights(weights)
 
 
 def read(worker: Any) -> dict[str, torch.Tensor]:
-    """Copy the engine's parameters, in vLLM's worker."""
+    """Copy the engine's parameters; ``collective_rpc`` calls this function in vLLM's worker."""
     held = worker.model_runner.model.named_parameters()
     return {name: one.detach().clone() for name, one in held}
 
 
 def as_engine_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The trainer's weights as vLLM joins them: query, key and value, and the MLP's first two."""
+    """The trainer's weights, joined like vLLM's qkv_proj and gate_up_proj."""
     named = dict(weights)
     for whole, parts in (
         ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
@@ -39,11 +39,11 @@ def share_on_bf16s_grid(weights: dict[str, torch.Tensor]) -> float:
 
 
 def ways(held: dict[str, torch.Tensor], masters: dict[str, torch.Tensor]) -> list[str]:
-    """How the weights were rounded before the engine's own dtype: every way that fits each bit.
+    """The ways of rounding, before the engine's own dtype, that explain the bits of all weights.
 
     Args:
         held: the engine's weights.
-        masters: the trainer's, in fp32.
+        masters: the trainer's weights in fp32.
     """
     (dtype,) = {one.dtype for one in held.values()}
     half, bf16 = torch.float16, torch.bfloat16

@@ -1,6 +1,6 @@
-"""The rank of ``test_skyrl.py``: SkyRL's sender and receiver and the real vLLM, in one process.
+"""A process with SkyRL's sender and receiver and the real vLLM, for ``test_skyrl.py``.
 
-What SkyRL asks its servers over HTTP is asked of the engine directly (:class:`Client`).
+SkyRL sends requests to its servers over HTTP; :class:`Client` calls the engine directly instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EXTENSION = "skyrl.backends.skyrl_train.inference_servers.new_inference_worker_w
 
 
 class Client:
-    """SkyRL's client of its inference servers, without a server."""
+    """Replaces SkyRL's client of inference servers by direct calls of the engine."""
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
@@ -46,18 +46,18 @@ class Client:
         self.llm.collective_rpc("finish_weight_update")
 
     def pause_generation(self) -> None:
-        """Nothing generates."""
+        """Does nothing, because the engine is not generating."""
 
     resume_generation = pause_generation
 
 
 def delta(folder: Path, stored: str, dtype: str) -> dict[str, Any]:
-    """What an engine holds after a delta sync.
+    """Compare an engine's weights after a delta sync with the trainer's.
 
     Args:
-        folder: for the files.
+        folder: directory for the sync's files.
         stored: dtype of the base checkpoint.
-        dtype: the engine's, and SkyRL's ``model_dtype``.
+        dtype: dtype of the engine, and SkyRL's ``model_dtype``.
     """
     from skyrl.backends.skyrl_train.weight_sync.delta import trainer
     from skyrl.backends.skyrl_train.weight_sync.sources import FsdpWeightSource
@@ -99,7 +99,7 @@ def delta(folder: Path, stored: str, dtype: str) -> dict[str, Any]:
 
 
 def prepare() -> None:
-    """Import SkyRL and vLLM, in the server."""
+    """Import SkyRL and vLLM in the server."""
     both_sides.load_vllm()
     keep_weights()
     from skyrl.backends.skyrl_train.weight_sync import register
@@ -111,7 +111,7 @@ def prepare() -> None:
 
 
 def run(launch: Launch) -> dict[str, Any]:
-    """The rank, from its start to its end."""
+    """Run the rank from its start to its end."""
     torch.set_num_threads(1)
     if launch.case == "on":
         precision_shim.install()
@@ -126,7 +126,7 @@ def run(launch: Launch) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def ours() -> Iterator[list[str]]:
-    """The shim's own warnings."""
+    """Collect the shim's own warnings."""
     said: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

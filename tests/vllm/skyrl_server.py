@@ -1,7 +1,7 @@
-"""SkyRL's own inference server with the real vLLM, and a delta sync into it; prints what it told.
+"""A delta sync into SkyRL's own inference server with the real vLLM; prints the audit's records.
 
-As SkyRL's actor runs the server: vLLM's engine is in a process of its own, and SkyRL's client sends
-over HTTP. Arguments: a folder with a model, a folder for files, the dtype.
+The server runs as in SkyRL's actor: vLLM's engine has its own process, SkyRL's client sends over
+HTTP. Arguments: a folder with a model, a folder for files, the dtype.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def sync(url: str, model: str, folder: Path, dtype: str) -> None:
         torch.manual_seed(1)
         for one in actor.parameters():
             one.add_(torch.randn_like(one) * 2**-6)
-    tell_asked("skyrl", dtype, KEY)  # SkyRL's worker does, which needs a GPU
+    tell_asked("skyrl", dtype, KEY)  # as SkyRL's worker does, which needs a GPU
     info = trainer.DeltaTrainerInitInfo(
         base_model_path=model,
         sync_dir=str(folder / "sync"),
@@ -52,7 +52,7 @@ def sync(url: str, model: str, folder: Path, dtype: str) -> None:
 
 
 async def main(model: str, folder: Path, dtype: str) -> list[str]:
-    """Start the server and sync once; returns what is in the audit's folder before and after."""
+    """Start the server and sync once; returns the audit's records before and after the sync."""
     import httpx
     import skyrl.backends.skyrl_train.inference_servers.vllm_server_actor as actors
     from skyrl.backends.skyrl_train.inference_servers.common import find_and_reserve_port
@@ -67,7 +67,7 @@ async def main(model: str, folder: Path, dtype: str) -> list[str]:
         "max-model-len": 32,
         "max-num-seqs": 4,
         "kv-cache-memory-bytes": 16 << 20,
-        "worker-cls": "vllm.v1.worker.cpu_worker.CPUWorker",  # SkyRL's default is a GPU's
+        "worker-cls": "vllm.v1.worker.cpu_worker.CPUWorker",  # SkyRL's default needs a GPU
         "weight-transfer-config": json.dumps({"backend": "delta"}),
         "worker-extension-cls": f"{SERVERS}.new_inference_worker_wrap.NewInferenceWorkerWrap",
     }
@@ -95,7 +95,7 @@ async def main(model: str, folder: Path, dtype: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    # What the actor's constructor sets.
+    # SkyRL's server actor sets these variables in its constructor.
     os.environ["VLLM_SERVER_DEV_MODE"] = os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     found = asyncio.run(main(sys.argv[1], Path(sys.argv[2]), sys.argv[3]))
     print("FOUND " + json.dumps(found), flush=True)

@@ -1,4 +1,4 @@
-"""The engine's half of the audit: what a real engine answers, and what a weight sync brought it."""
+"""The engine's part of the audit: a real engine's answers, and its weights after a sync."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ LEFT_OUT = "model.layers.1.mlp.down_proj"
 
 @pytest.fixture
 def in_8_bits(model: Any, tmp_path: Path) -> Path:
-    """A checkpoint in compressed-tensors' int8; vLLM starts no fp8 engine on a CPU."""
+    """A checkpoint in compressed-tensors' int8, because vLLM cannot run fp8 on a CPU."""
     weights = {}
     for name, one in model.state_dict().items():
         layer, _, kind = name.rpartition(".")
@@ -124,7 +124,7 @@ def test_a_bf16_wire_is_found_and_a_right_one_is_not(
     wire: str,
     asked: str,
 ) -> None:
-    """Sent by the stream that an adapter would pass on, and read back in the engine."""
+    """A wrapped stream sends the weights, and the audit reads the engine's weights."""
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         for name, one in trained.named_parameters():

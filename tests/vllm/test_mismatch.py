@@ -1,4 +1,4 @@
-"""The mismatch of trainer and rollout by their dtypes: ratios within one run, and no figure."""
+"""The mismatch of trainer and rollout by their dtypes; compares ratios within one run only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAIRS = [
 def found(
     both_sides: ModuleType, size: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, str], Any]:
-    """Mismatch by the dtypes of trainer and rollout."""
+    """The mismatch by the dtypes of trainer and rollout."""
     folder: Path = tmp_path_factory.mktemp("checkpoints")
     return dict(both_sides.measure(size, 0, folder))
 

@@ -1,4 +1,4 @@
-"""Names of dtypes and models as the real vLLM takes them, against what the shim knows of them."""
+"""Compares the dtype and model names that the real vLLM accepts with those that the shim lists."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from precision_shim_adapters.rollout import engine_name
 
 CONFIG = Callable[..., Any]
 OLDER_VLLM_ONLY = {"plamo2"}
-"""Models of ``NO_FP16`` that this vLLM no longer refuses."""
+"""Models in ``NO_FP16`` that only older vLLM refuses."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -75,7 +75,7 @@ def test_a_gemma2_is_refused_in_fp16_before_an_engine_starts(
 ) -> None:
     from transformers import Gemma2Config
 
-    # Not its own architecture, which vLLM would look at in a further process, for half a minute.
+    # vLLM would inspect Gemma2's own architecture in another process for half a minute.
     Gemma2Config(architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="'gemma2' does not support float16"):
         model_config(tmp_path, "float16")

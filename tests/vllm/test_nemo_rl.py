@@ -1,7 +1,7 @@
-"""NeMo-RL's own generation worker on the real vLLM: its precision is the engine's.
+"""NeMo-RL's own generation worker with the real vLLM: the engine has the worker's precision.
 
-Stand-ins: one GPU of Ray's, no NUMA node, and vLLM's sleep mode, which NeMo-RL always asks for. Its
-refit needs an older vLLM (``FusedMoE``) and CUDA's ipc.
+Stand-ins: a GPU in Ray, no NUMA node, and vLLM's sleep mode, which NeMo-RL always enables. The
+tests leave out NeMo-RL's refit, which needs an older vLLM (``FusedMoE``) and CUDA's ipc.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ PROMPT, NEW = 6, 8
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint in fp32, with more digits than 16 bits hold."""
+    """A checkpoint in fp32, whose weights are exact in no 16-bit dtype."""
     return make_checkpoint(tmp_path_factory.mktemp("model"), width=64)
 
 
 @pytest.fixture(scope="module")
 def on_cpu(both_sides: ModuleType) -> Iterator[None]:
-    """What stands in for a GPU."""
+    """Replace GPU, NUMA node and sleep mode."""
     import ray
     from examples.demo.rl.vllm_on_cpu import keep_weights
     from nemo_rl.distributed import numa_utils
@@ -49,7 +49,7 @@ def on_cpu(both_sides: ModuleType) -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=DTYPES)
 def worker(request: pytest.FixtureRequest, on_cpu: None, model: Path) -> Any:
-    """NeMo-RL's worker, whose Ray actor is left out."""
+    """NeMo-RL's worker object in this process, without its Ray actor."""
     from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 
     config = {
@@ -106,14 +106,14 @@ def test_its_engine_computes_in_the_precision_that_the_config_names(
         logits = trainer(answers["output_ids"][:1, :end]).logits[0, PROMPT - 1 : -1]
     every = logits.log_softmax(-1)
     expected = every.gather(-1, answers["output_ids"][0, PROMPT:end, None])[:, 0]
-    # In 16 bits the engine is off by rounding; off by one token it would be off by far more.
+    # A 16-bit engine differs by rounding; a shift by one token would make a far larger difference.
     assert (sampled - expected).abs().max() < every.std()
 
 
 def test_its_engine_is_asked_what_it_holds(
     worker: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """When NeMo-RL has made its workers; it asks for the GPU's name and NUMA node first."""
+    """After ``post_init``, which reads GPU name and NUMA node, the shim asks the engine."""
     from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension
 
     dtype, one = worker

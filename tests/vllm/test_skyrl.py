@@ -1,6 +1,6 @@
-"""SkyRL's delta sync into the real vLLM: what the engine holds, bit by bit, and what it answers.
+"""SkyRL's delta sync into the real vLLM: the engine's weights, bit by bit, and its answers.
 
-Its other syncs (nccl, ipc) need CUDA.
+SkyRL's other syncs (nccl, ipc) need CUDA.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ JOBS = {
     "fp16 from bf16": {"stored": "bfloat16", "dtype": "float16"},
     "bf16 from fp32": {"stored": "float32", "dtype": "bfloat16"},
 }
-"""By the engine's dtype and the base checkpoint's."""
+"""Jobs by the engine's dtype and the base checkpoint's dtype."""
 
 HALF = "float16"
 
@@ -41,7 +41,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def found(launch: Ranks) -> dict[str, Any]:
-    """With the shim, which leaves this sync as it is and tells of it."""
+    """Results with the shim, which does not change this sync but warns of its rounding."""
     (one,) = launch("on", world=1, **JOBS)
     return one
 
@@ -74,7 +74,7 @@ def test_without_the_shim_the_engine_holds_the_same(launch: Ranks, found: dict[s
 def test_its_own_server_tells_what_it_holds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Asked at its start and after a sync by SkyRL's sender and client; beside what was sent."""
+    """The audit records the server's weights at the start and after a sync, and sent weights."""
     audits = tmp_path / "audits"
     audits.mkdir()
     model = make_checkpoint(tmp_path / "model", width=64)
@@ -85,7 +85,7 @@ def test_its_own_server_tells_what_it_holds(
         "PRECISION_SHIM": "1",
         "PRECISION_SHIM_AUDIT_DIR": str(audits),
     }
-    # Not into a pipe: vLLM's engine, a process of its own, would keep it open.
+    # The output goes to a file, because vLLM's engine process would keep a pipe open.
     with (tmp_path / "said").open("w+", encoding="utf-8") as output:
         process = subprocess.Popen(
             [sys.executable, str(script), model, tmp_path, HALF],

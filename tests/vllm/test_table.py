@@ -1,4 +1,4 @@
-"""The benchmark's table, and its way into the page."""
+"""The benchmark's table, and its insertion into the page."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""verl's real trainer and the real vLLM: what the engine holds after a sync, bit by bit.
+"""verl's real trainer and the real vLLM: the engine's weights after a sync, bit by bit.
 
-The whole run of verl 0.9.1 is in tests/rl.
+tests/rl has whole runs of verl 0.9.1.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from ..tiny_models import make_checkpoint
 from ..verl.conftest import VERL
 
 ROUNDS = Version("0.9") > VERL
-"""Whether verl by itself rounds every weight to bf16 on the way."""
+"""Whether verl itself rounds every weight to bf16 before it sends the weights."""
 
 NAMES = ("float16", "bfloat16", "float32")
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """What the engine held, by the rollout's dtype and whether the shim was there."""
+    """The engine's weights, by the rollout's dtype, with the shim and without it."""
     folder = tmp_path_factory.mktemp("ranks")
     checkpoint = make_checkpoint(tmp_path_factory.mktemp("model"), width=64)
     jobs = {

@@ -1,6 +1,6 @@
-"""verl's Megatron engine and the real vLLM: weights by mbridge, in and out, bit by bit.
+"""verl's Megatron engine and the real vLLM: mbridge loads and exports weights, bit by bit.
 
-Stand-ins: TransformerEngine's, and :func:`norms`.
+Stand-ins: the one for TransformerEngine, and :func:`norms`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
-"""Names of Megatron's own norms, and of TransformerEngine's, which are part of another layer."""
+"""Weight names of Megatron's own norms, and the names of TransformerEngine's fused norms."""
 
 
 @pytest.fixture(scope="module")
 def norms(both_sides: ModuleType) -> Iterator[None]:
-    """mbridge knows TransformerEngine's names alone: it gets those for Megatron's own norms."""
+    """Rename Megatron's own norms for mbridge, which has only TransformerEngine's names."""
     from examples.demo.rl.vllm_on_cpu import keep_weights
 
     keep_weights()
@@ -53,7 +53,7 @@ def norms(both_sides: ModuleType) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, torch.Tensor]]:
-    """The engine's checkpoint, the trainer's, and the weights of the latter in fp32."""
+    """The engine's checkpoint, the trainer's checkpoint, and the trainer's weights in fp32."""
     from transformers import AutoModelForCausalLM
 
     first = make_checkpoint(tmp_path_factory.mktemp("model"), width=64)
@@ -69,7 +69,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[s
 
 
 def sent(checkpoint: Path, dtype: str) -> list[tuple[str, torch.Tensor]]:
-    """What verl's engine sends after it has loaded a checkpoint."""
+    """The weights that verl's engine sends after it has loaded a checkpoint."""
     from mbridge.core.bridge import Bridge
 
     from precision_shim.testing import (
@@ -98,7 +98,7 @@ DTYPES = ("float16", "bfloat16")
 
 @pytest.fixture(scope="module")
 def streams(norms: None, models: Any) -> dict[str, list[tuple[str, torch.Tensor]]]:
-    """What is sent, by dtype: before the first engine, whose process group stays."""
+    """The sent weights by dtype, made before an engine's process group exists."""
     return {dtype: sent(models[1], dtype) for dtype in DTYPES}
 
 

@@ -1,4 +1,4 @@
-"""The trainer's weights in a running engine, read back: rounded once, or over bf16 on the way."""
+"""The weights of a running engine: rounded once, or rounded to bf16 on the way."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .engines import as_engine_names, share_on_bf16s_grid
 
 HALF, BF16 = torch.float16, torch.bfloat16
 WAYS = ("load_weights", "reload_weights")
-"""Into the model in place, as frameworks do it on a GPU; and vLLM's own, for packed layers."""
+"""In-place loading, as frameworks do on a GPU, and vLLM's own function for packed layers."""
 
 
 @pytest.fixture(scope="module")
 def running(both_sides: ModuleType, size: Any, checkpoint: Path) -> Iterator[Any]:
     """An fp16 engine whose linear layers keep their weights.
 
-    On a CPU vLLM packs each of them for a kernel of its own and leaves an empty parameter. With
-    neither kernel it calls torch's, on the parameter, as on a GPU.
+    On a CPU vLLM packs each layer's weight for a CPU kernel, and empties the parameter. If both CPU
+    kernels are missing, vLLM calls torch's kernel on the parameter, as on a GPU.
     """
     from vllm import _custom_ops
     from vllm.model_executor.layers import utils
@@ -46,7 +46,7 @@ def trained(model: Any) -> Any:
 
 
 def send(llm: Any, way: str, model: Any, wire: torch.dtype) -> None:
-    """Bring the trainer's weights into the engine, in the dtype ``wire``."""
+    """Load the trainer's weights into the engine, in the dtype ``wire``."""
     weights = [(name, one.detach().to(wire)) for name, one in model.named_parameters()]
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     if way == "load_weights":
@@ -56,7 +56,7 @@ def send(llm: Any, way: str, model: Any, wire: torch.dtype) -> None:
 
 
 def held(llm: Any) -> dict[str, torch.Tensor]:
-    """The engine's parameters, through its public call."""
+    """Copies of the engine's parameters, by vLLM's public function."""
     (parameters,) = llm.apply_model(lambda own: {n: p.data for n, p in own.named_parameters()})
     return dict(parameters)
 

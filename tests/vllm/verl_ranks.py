@@ -1,7 +1,7 @@
-"""The ranks of ``test_verl.py``: verl's real worker and the real vLLM, in one process.
+"""A process with verl's real worker and the real vLLM, for ``test_verl.py``.
 
-The weights go from verl's own stream into the engine by the call that verl's receiver makes. The
-receiver itself needs a GPU's memory, and before 0.9 an older vLLM.
+The call of verl's receiver loads verl's own stream of weights into the engine. The receiver itself
+needs a GPU's memory, and before 0.9 an older vLLM.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ WRAPPED = (
     "++actor_rollout_ref.actor.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap="
     "[Qwen2DecoderLayer]"
 )
-"""Without it verl 0.7.1 fails on transformers 5, which this vLLM needs."""
+"""Without this override verl 0.7.1 fails on transformers 5, which this vLLM needs."""
 
 
 def synced(on: bool, dtype: str) -> dict[str, Any]:
-    """What an engine holds after a sync.
+    """Compare an engine's weights after a sync with the trainer's.
 
     Args:
-        on: with the shim.
-        dtype: the rollout's, by vLLM's name.
+        on: whether the shim is installed.
+        dtype: the rollout's dtype, by vLLM's name.
     """
     if on:
         precision_shim.install()
@@ -55,14 +55,14 @@ def synced(on: bool, dtype: str) -> dict[str, Any]:
 
 
 def prepare() -> None:
-    """Import verl and vLLM, in the server."""
+    """Import verl and vLLM in the server."""
     sync_ranks.prepare()
     both_sides.load_vllm()
     keep_weights()
 
 
 def run(launch: Launch) -> dict[str, Any]:
-    """A rank, from its start to its end."""
+    """Run a rank from its start to its end."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{launch.store}", rank=0, world_size=1)
     return {name: synced(**options) for name, options in launch.options.items()}

@@ -16,14 +16,14 @@ from . import support
 
 @pytest.fixture(scope="session")
 def cpu() -> None:
-    """NeMo-RL's Megatron worker module is imported, and Megatron-Bridge with it."""
+    """Imports NeMo-RL's Megatron worker module and Megatron-Bridge, or skips the test."""
     try:
         version("megatron-bridge")
     except PackageNotFoundError:
         pytest.skip("megatron-bridge is not installed; tests/environments has it")
     support.import_worker_modules()
     gc.collect()
-    gc.freeze()  # as in the conftest above this one
+    gc.freeze()  # workers collect garbage at each step, without the imports
 
 
 @pytest.fixture

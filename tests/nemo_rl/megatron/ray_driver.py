@@ -1,6 +1,6 @@
-"""A driver with one real Megatron worker in a real local Ray cluster; prints what came of it.
+"""A driver with one real Megatron worker in a real local Ray cluster; prints its results.
 
-Run as a script, because a driver's environment is what its workers get. Arguments: a folder with a
+Run as a script, because workers inherit the driver's environment. Arguments: a folder with a
 model, an empty folder.
 """
 
@@ -18,7 +18,7 @@ warnings.simplefilter("ignore")
 
 
 def report(self: Any) -> dict[str, Any]:
-    """What a worker knows; runs in the actor."""
+    """Report a worker's seams, dtypes and NaN check; runs in the actor."""
     import os
 
     import precision_shim
@@ -35,7 +35,7 @@ def report(self: Any) -> dict[str, Any]:
 
 
 def main(model: Path, folder: Path) -> dict[str, Any]:
-    """Convert here, then make a worker of an actor class and let it train."""
+    """Convert the model in this process, then make a worker from the actor class and train it."""
     import ray
 
     from tests.forks import WORKER_PYTHON

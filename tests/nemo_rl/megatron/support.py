@@ -1,8 +1,8 @@
-"""What the tests of NeMo-RL's Megatron workers share: a policy config, and real workers on a CPU.
+"""Shared by the tests of NeMo-RL's Megatron workers: a policy config and real workers on a CPU.
 
-The worker is NeMo-RL's own, with its whole ``__init__``: its config goes through NeMo-RL's code
-into Megatron-Bridge's, and model, DDP, optimizer and scheduler are the real ones. What is answered
-on a GPU's behalf, beyond ``megatron_on_cpu`` and ``nemo_rl_on_cpu``, is named in ``on_cpu``.
+NeMo-RL's own worker runs its whole ``__init__``. NeMo-RL's code converts the worker's config into
+Megatron-Bridge's; model, DDP, optimizer and scheduler are the real ones. ``on_cpu`` lists the
+GPU functions that it replaces in addition to ``megatron_on_cpu`` and ``nemo_rl_on_cpu``.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ OPTIMIZER: dict[str, Any] = {
     "optimizer_cpu_offload": False,
     "optimizer_offload_fraction": 0.0,
 }
-"""The keys that NeMo-RL's own YAML files carry, with the precision-aware optimizer off."""
+"""The optimizer keys in NeMo-RL's YAML files, with the precision-aware optimizer off."""
 
 FP16 = {"bf16": False, "fp16": True}
-"""What a user of ``policy.precision: float16`` writes beside it."""
+"""The optimizer keys that a user writes with ``policy.precision: float16``."""
 
 
 def policy_config(
@@ -68,14 +68,14 @@ def policy_config(
     ddp: dict[str, Any] | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
-    """A policy config as NeMo-RL's YAML gives it.
+    """A policy config with the keys of NeMo-RL's YAML.
 
     Args:
-        model: from ``make_checkpoint``.
+        model: folder from ``make_checkpoint``.
         precision: ``policy.precision``.
         optimizer: keys of ``megatron_cfg.optimizer`` that replace those of ``OPTIMIZER``.
         drop: keys of ``OPTIMIZER`` to leave out.
-        ddp: the same of ``megatron_cfg.distributed_data_parallel_config``.
+        ddp: keys of ``megatron_cfg.distributed_data_parallel_config`` that replace the defaults.
         changes: further keys of the policy config.
     """
     settings = {key: value for key, value in OPTIMIZER.items() if key not in drop}
@@ -154,11 +154,11 @@ def policy_config(
 
 
 def import_worker_modules() -> None:
-    """Import NeMo-RL's Megatron worker, which wants names that no package on PyPI has.
+    """Import NeMo-RL's Megatron worker, which needs names that no package on PyPI has.
 
-    NeMo-RL takes Megatron-LM and Megatron-Bridge from checkouts between two releases, and 0.5
-    imports vLLM by way of a helper. What its worker imports from there is put in place: a flag,
-    functions that only generation calls, and the causal mask.
+    NeMo-RL pins checkouts of Megatron-LM and Megatron-Bridge between two releases, and 0.5 imports
+    vLLM through a helper. This function adds the missing names: a flag, functions that only
+    generation calls, and the causal mask.
     """
     import_megatron_bridge()
     for name, values in _MISSING.items():
@@ -184,7 +184,7 @@ def _not_here(*args: Any, **kwargs: Any) -> Any:
 
 
 def _causal(data: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-    """Stands for Megatron's ``get_ltor_masks_and_position_ids`` of whole, unpacked sequences."""
+    """Stands in for Megatron's ``get_ltor_masks_and_position_ids``, for unpacked sequences."""
     length = data.size(1)
     later = torch.ones(1, 1, length, length).triu(1).bool()
     positions = torch.arange(length).unsqueeze(0).expand_as(data)
@@ -207,11 +207,11 @@ if Version("0.6") > NEMO_RL >= Version("0.5"):
 
 @contextlib.contextmanager
 def on_cpu(folder: Path) -> Iterator[None]:
-    """What a Megatron worker of NeMo-RL needs besides ``megatron_on_cpu`` and ``nemo_rl_on_cpu``.
+    """Replace the GPU calls that ``megatron_on_cpu`` and ``nemo_rl_on_cpu`` do not replace.
 
-    Megatron-Bridge refuses to begin without a GPU, compiles helpers for data sets and warms fused
-    kernels up. NeMo-RL pins states of Megatron-LM and of Bridge between two releases; where the
-    release that PyPI has is without a name that the worker reads, it is here.
+    Megatron-Bridge requires a GPU at start, compiles helpers for data sets and warms up fused
+    kernels. NeMo-RL pins commits of Megatron-LM and of Bridge between two releases. If a release on
+    PyPI lacks a name that the worker reads, this function adds the name.
     """
     from megatron.bridge.training import initialize
     from megatron.bridge.training.config import TokenizerConfig
@@ -239,13 +239,13 @@ def on_cpu(folder: Path) -> Iterator[None]:
         if not hasattr(TokenizerConfig, "padded_vocab_size"):
             patch.setattr(TokenizerConfig, "padded_vocab_size", VOCABULARY, raising=False)
         if not hasattr(np, "product"):
-            # megatron-core 0.15 calls it for a checkpoint; numpy 2 has it no more.
+            # megatron-core 0.15 calls np.product for a checkpoint; numpy 2 has removed it.
             patch.setattr(np, "product", np.prod, raising=False)
-        # A copy on the CPU would be the model itself, which is then freed.
+        # On a CPU, move_model would return the model itself instead of a copy, and then free it.
         owner = next(one for one in plain(POLICY).__mro__ if "move_model" in vars(one))
         patch.setattr(owner, "move_model", lambda self, model, *args, **kwargs: model)
         if not hasattr(MegatronOptimizer, "grad_norms_by_group"):
-            # NeMo-RL 0.7 reads it; megatron-core has it from 0.19 on.
+            # NeMo-RL 0.7 reads grad_norms_by_group; megatron-core has it from 0.19 on.
             patch.setattr(MegatronOptimizer, "grad_norms_by_group", {}, raising=False)
         for module in (initialize, datasets):
             if hasattr(module, "compile_helpers"):
@@ -259,7 +259,7 @@ def on_cpu(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            # A worker is alone in its process, and leaves its parallel state behind.
+            # NeMo-RL's worker never destroys Megatron's parallel state, because the process ends.
             parallel_state.destroy_model_parallel()
             num_microbatches_calculator.destroy_num_microbatches_calculator()
             rerun_state_machine.destroy_rerun_state_machine()
@@ -271,13 +271,13 @@ _OTHER_SIGNATURES = (
     "reduce_max_stat_across_model_parallel_group",
     "_update_model_config_funcs",
 )
-"""Functions of Bridge whose release has other keywords than the state that NeMo-RL pins."""
+"""Functions whose keywords differ between Bridge's release and the commit that NeMo-RL pins."""
 
 
 def _replace(patch: pytest.MonkeyPatch, module: Any, name: str, make: Any) -> None:
-    """Replace a function in a module, and where it is defined.
+    """Replace a function in the module that imports it and in the module that defines it.
 
-    A worker's class that Ray sends whole has its functions from there, not from its module.
+    A worker class that Ray pickles by value takes its functions from the module that defines them.
     """
     function = getattr(module, name, None)
     if function is None:
@@ -297,7 +297,7 @@ def _fitting_schedule(choose: Any) -> Any:
 
 
 def _fitting(function: Any) -> Any:
-    """A function called with the keywords that it has; process groups are Megatron's own."""
+    """Call a function without keywords that it lacks, and with process groups that it requires."""
     known = inspect.signature(function).parameters
 
     @functools.wraps(function)
@@ -320,7 +320,7 @@ def _fitting(function: Any) -> Any:
 
 
 def _with_cuda(initialize: Any) -> Any:
-    """``initialize_megatron``, which refuses to begin without a GPU."""
+    """Bridge's ``initialize_megatron``, which runs as if a GPU were available."""
 
     def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
@@ -332,7 +332,7 @@ def _with_cuda(initialize: Any) -> Any:
 
 @contextlib.contextmanager
 def harness(folder: Path) -> Iterator[None]:
-    """All that a Megatron worker needs in this process; ``folder`` holds what was converted."""
+    """Replace all GPU functions that a Megatron worker calls; ``folder``: the converted model."""
     from precision_shim.testing.megatron_cpu import megatron_on_cpu
 
     with megatron_on_cpu(), nemo_rl_on_cpu(), on_cpu(folder):
@@ -343,7 +343,7 @@ _kept: list[contextlib.AbstractContextManager[None]] = []
 
 
 def stay_on_cpu() -> None:
-    """The same in a process of a Ray cluster, until it ends; its environment names the folder."""
+    """Enter ``harness`` for this Ray worker process; an environment variable names the folder."""
     import_worker_modules()
     _kept.append(harness(Path(os.environ["NEMO_RL_TEST_CONVERTED"])))
     _kept[-1].__enter__()
@@ -356,16 +356,16 @@ def stay_on_cpu() -> None:
             _kept.append(cuda_means_cpu())
             _kept[-1].__enter__()
 
-    # From 0.7 the worker is an asyncio actor, whose methods run on another thread than this hook.
-    # The first that its __init__ asks of CUDA is this.
+    # From 0.7 on the worker is an asyncio actor, whose methods do not run on the thread of this
+    # hook. torch.cuda.set_device is the first function of CUDA that the worker's __init__ calls.
     threads = {threading.get_ident()}
     torch.cuda.set_device = set_device
 
 
 def convert(config: dict[str, Any], folder: Path) -> None:
-    """Leave what NeMo-RL's conversion of a Hugging Face model leaves, but for the weights.
+    """Write the files of NeMo-RL's conversion of a Hugging Face model, without the weights.
 
-    With Megatron's own layers, which run on a CPU; the weights are as they are initialized.
+    Megatron's own layers, which run on a CPU, keep their initial weights.
     """
     from megatron.bridge import AutoBridge
     from megatron.bridge.models.gpt_provider import local_layer_spec
@@ -394,7 +394,7 @@ def convert(config: dict[str, Any], folder: Path) -> None:
         ),
         checkpoint=bridge.CheckpointConfig(),
     ).to_yaml(str(target / "run_config.yaml"))
-    # What some versions of Bridge write and do not take back.
+    # Some versions of Bridge write exit_signal and keys ending in _steps, but cannot read them.
     written = yaml.safe_load((target / "run_config.yaml").read_text())
     written["train"].pop("exit_signal", None)
     scheduler = written["scheduler"]
@@ -403,14 +403,14 @@ def convert(config: dict[str, Any], folder: Path) -> None:
 
 
 def plain(target: str) -> Any:
-    """The class that Ray makes the actor of, whether the module's attribute is ours or theirs."""
+    """The class of the Ray actor that ``target`` names, with the shim on or off."""
     module, _, name = target.partition(":")
     actor_class = getattr(importlib.import_module(module), name)
     return actor_class.__ray_metadata__.modified_class.__ray_actor_class__
 
 
 def arguments(config: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """What NeMo-RL's worker group gives a worker beside its config."""
+    """The arguments that NeMo-RL's worker group passes to a worker besides its config."""
     from nemo_rl.distributed.named_sharding import NamedSharding
     from transformers import AutoTokenizer
 
@@ -426,5 +426,5 @@ def arguments(config: dict[str, Any], **options: Any) -> dict[str, Any]:
 
 
 def worker(config: dict[str, Any], target: str = POLICY, **options: Any) -> Any:
-    """A real worker, made in this process."""
+    """Make a real worker in this process."""
     return plain(target)(config, **arguments(config, **options))

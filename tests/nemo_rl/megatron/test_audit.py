@@ -1,4 +1,4 @@
-"""The audit of NeMo-RL's Megatron worker, alone and under strict: its YAML writes all keys."""
+"""Under strict the audit of a Megatron worker only warns, because the user wrote all keys."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from precision_shim.errors import PrecisionShimWarning
     ("precision", "config", "codes"),
     [
         ("bfloat16", {}, []),
-        # As 15 of the shipped files have it.
+        # 15 of NeMo-RL's YAML files set grad_reduce_in_fp32: false.
         ("bfloat16", {"ddp": {"grad_reduce_in_fp32": False}}, ["main-grads-dtype"]),
-        # "bf16: true" of the YAML beside a policy in fp16.
+        # The YAML's "bf16: true" contradicts a policy in fp16.
         ("float16", {}, ["params-dtype", "scaler-missing"]),
     ],
     ids=["honest", "bucket", "flags"],

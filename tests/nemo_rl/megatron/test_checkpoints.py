@@ -1,4 +1,4 @@
-"""Megatron workers saved and resumed by NeMo-RL itself, the shim turned on or off in between."""
+"""NeMo-RL saves Megatron workers, the shim is turned on or off, and NeMo-RL resumes."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ Make = Callable[..., AbstractContextManager[Any]]
 
 PRECISION_AWARE = "use_precision_aware_optimizer"
 OWN = {"optimizer": {PRECISION_AWARE: True}}
-"""What NeMo-RL's YAML files ask for."""
+"""The optimizer setting in NeMo-RL's own YAML files."""
 
 LEFT_OPEN = {
     "drop": (PRECISION_AWARE,),
     "optimizer": {"adam_beta2": 0.95},
     "ddp": {"grad_reduce_in_fp32": False},
 }
-"""So that ``follow-model`` makes the optimizer precision-aware."""
+"""A config in which ``follow-model`` makes the optimizer precision-aware."""
 
 
 def states(made: Any) -> dict[str, torch.Tensor]:
-    """fp32 masters, moments and parameters, and the scaler's figures."""
+    """Copies of fp32 masters, moments and parameters, and of the scaler's state."""
     found = {
         f"parameter {index}": one.detach().clone()
         for index, one in enumerate(made.model.parameters())
@@ -53,7 +53,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 class Switch:
-    """Trains, saves, resumes in another worker, and tells what became of it."""
+    """Trains and saves a worker, resumes in another, and compares both."""
 
     def __init__(self, worker: Make, folder: Path, precision: str, **config: Any) -> None:
         self.worker, self.folder = worker, folder
@@ -61,7 +61,7 @@ class Switch:
         self.settings: dict[str, Any] = {}
 
     def go_on(self, first_on: bool, second_on: bool) -> str:
-        """``exact``, ``exact until it trains``, ``other weights``, or the name of an error."""
+        """Returns ``exact``, ``exact until it trains``, ``other weights``, or an error's name."""
         folder = self.folder / f"{first_on}-{second_on}"
         paths = {
             "weights_path": str(folder / "weights"),
@@ -87,11 +87,11 @@ class Switch:
                     return "other weights"
                 self._train(made, range(4, 7))
                 return "exact" if same(straight, states(made)) else "exact until it trains"
-        except Exception as error:  # Megatron's own, whatever it is
+        except Exception as error:  # Megatron raises several kinds
             return type(error).__name__
 
     def _asked(self) -> dict[str, Any]:
-        """What the policy's config says of optimizer and bucket."""
+        """Return the keys for optimizer and bucket in the policy's config."""
         left_out = self.config.get("drop", ())
         default = {} if PRECISION_AWARE in left_out else {PRECISION_AWARE: False}
         return {**default, **self.config.get("optimizer", {}), **self.config.get("ddp", {})}
@@ -116,7 +116,7 @@ def switch(worker: Make, shim: Any, fused_adam: str, tmp_path: Path) -> Callable
 
 @pytest.mark.slow
 def test_remainders_that_the_config_asks_for_stay_remainders(switch: Any) -> None:
-    """With the shim off between save and resume the job goes on as one without the shim does."""
+    """If the shim is off at the resume, the job resumes like a job that never had the shim."""
     job = switch("bfloat16", **OWN)
     by_itself = job.go_on(first_on=False, second_on=False)
     assert (by_itself == "exact") == reads_remainders()
@@ -129,12 +129,12 @@ def test_remainders_that_the_shim_made_are_written_as_whole_masters(switch: Any)
     job = switch("bfloat16", **LEFT_OPEN)
     job.settings = {"optimizer_states": "follow-model"}
     assert job.go_on(first_on=True, second_on=True) == "exact"
-    # Without the shim the states are fp32, and are rounded no more.
+    # Without the shim the optimizer states are fp32, so Megatron no longer rounds them.
     assert job.go_on(first_on=True, second_on=False) == "exact until it trains"
     assert job.go_on(first_on=False, second_on=True) == "CheckpointLayoutError"
 
 
 def test_float16_goes_on_with_its_scaler(switch: Any) -> None:
-    """Steps are skipped before the save and after it."""
+    """Some steps are skipped before the save, and some after it."""
     scaler = {**FP16, "initial_loss_scale": 2.0**22, "hysteresis": 1, "loss_scale_window": 3}
     assert switch("float16", optimizer=scaler).go_on(first_on=True, second_on=True) == "exact"

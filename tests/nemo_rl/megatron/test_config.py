@@ -1,4 +1,4 @@
-"""dtype names in the two ways in which Bridge makes an OptimizerConfig."""
+"""Dtype names in both kinds of OptimizerConfig that versions of Bridge make."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..support import NEMO_RL
 from . import support
 
 DEFERRED = Version("0.5") <= NEMO_RL
-"""From 0.5 on Bridge has a class of its own, which checks in ``finalize()``."""
+"""From 0.5 on Bridge has its own OptimizerConfig class, which checks fields in ``finalize()``."""
 
 NAMES = {
     "use_precision_aware_optimizer": True,
@@ -28,7 +28,7 @@ NAMES = {
 
 
 def made(**fields: Any) -> Any:
-    """An OptimizerConfig as NeMo-RL makes it and as ``ConfigContainer.validate`` leaves it."""
+    """Make an OptimizerConfig as NeMo-RL does, and finalize it as ConfigContainer.validate does."""
     from megatron.bridge.training.config import OptimizerConfig
 
     config = OptimizerConfig(**{**support.OPTIMIZER, **fields})
@@ -69,7 +69,7 @@ def test_a_name_for_fp32_is_fp32_without_the_precision_aware_optimizer(
 def test_a_low_dtype_needs_the_precision_aware_optimizer(
     cpu: None, shim: Callable[..., Any]
 ) -> None:
-    """The plan's sentence, in place of Megatron's assertion."""
+    """The shim raises an error with the plan's sentence; Megatron's assertion is never reached."""
     ((_, sentence, remedy),) = not_precision_aware({"exp_avg_dtype": torch.bfloat16})
     with pytest.raises(AssertionError, match="exp_avg_dtype can only be fp32"):
         made(exp_avg_dtype=torch.bfloat16)
@@ -97,7 +97,7 @@ def test_the_users_mapping_stays_as_it_is(cpu: None, shim: Callable[..., Any]) -
 def test_what_no_optimizer_takes_is_refused_by_name(
     fused_adam: str, shim: Callable[..., Any], fields: dict[str, Any], told: str
 ) -> None:
-    made(**fields)  # an unpatched Megatron takes it
+    made(**fields)  # without the shim, Megatron accepts the fields
     shim()
     with pytest.raises(DtypeError, match=told):
         made(**fields)

@@ -1,4 +1,4 @@
-"""The actor classes of NeMo-RL's Megatron workers, as they look from outside."""
+"""The shim keeps signatures and docs of the actor classes of NeMo-RL's Megatron workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PRECISION_SHIM_WATCH_UPDATES in NeMo-RL's Megatron workers: the figures among their metrics."""
+"""PRECISION_SHIM_WATCH_UPDATES adds lost-update metrics to NeMo-RL's Megatron workers."""
 
 from __future__ import annotations
 

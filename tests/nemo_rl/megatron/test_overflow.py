@@ -1,4 +1,4 @@
-"""float16: an overflow on real Megatron buffers is a skipped step, counted and reported."""
+"""float16 on real Megatron buffers: an overflow skips the step, and the skip is reported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .support import FP16, POLICY, VALUE
 Make = Callable[..., AbstractContextManager[Any]]
 
 TOO_MUCH = {**FP16, "initial_loss_scale": 2.0**30, "hysteresis": 1}
-"""A first scale at which the gradients of the tiny model overflow in fp16."""
+"""An initial loss scale at which the tiny model's gradients overflow in fp16."""
 
 ROLES = [pytest.param(POLICY, id="policy")]
 if Version("0.7") <= NEMO_RL:
@@ -115,7 +115,7 @@ def test_endless_skips_are_an_error(worker: Make, shim: Any) -> None:
 
 
 class _Infinite:
-    """NeMo-RL's loss of supervised training, infinitely large."""
+    """NeMo-RL's loss of supervised training, times infinity."""
 
     def __init__(self) -> None:
         self._loss = nll_loss()
@@ -185,7 +185,7 @@ def test_a_static_loss_scale_is_left_alone(worker: Make, shim: Any) -> None:
 def test_the_scales_of_auxiliary_losses_have_the_loss_scale_in_them(
     worker: Make, shim: Any
 ) -> None:
-    """Megatron from 0.19 takes them in the place of the loss scale; 0.18 leaves them be."""
+    """Megatron from 0.19 on scales auxiliary losses by NeMo-RL's functions; 0.18 does not."""
 
     class Looking:
         def __init__(self, made: Any) -> None:
@@ -218,7 +218,7 @@ def test_the_scales_of_auxiliary_losses_have_the_loss_scale_in_them(
 
 AWARE = {**FP16, "use_precision_aware_optimizer": True}
 FP16_BUCKET = {"grad_reduce_in_fp32": False}
-"""What the shipped YAML files carry, with ``AWARE``'s last key."""
+"""The bucket's key in NeMo-RL's YAML files, which also set ``AWARE``'s last key."""
 
 
 def test_megatron_cannot_clip_fp16_gradients(worker: Make, fused_adam: str) -> None:

@@ -1,4 +1,4 @@
-"""The plan's verdict and that of NeMo-RL's own workers, on the same generated configs."""
+"""On the same generated configs, the plan and NeMo-RL's own workers come to the same verdict."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def words_of(drawn: Drawn, file: Path) -> list[str]:
 
 
 def policy_of(drawn: Drawn, file: Path) -> dict[str, Any]:
-    """The policy's section, by NeMo-RL's own loader."""
+    """The policy section of a drawn config, read by NeMo-RL's own loader."""
     entries = _registry.entries().values()
     job = read_launch_line(words_of(drawn, file), entries, resolve(environ={}), Options())
     return dict(load(job)["policy"])
@@ -86,7 +86,7 @@ def written(section: dict[str, Any], folder: Path) -> Path:
 
 
 def on_dtensor(drawn: Drawn, file: Path) -> Verdict:
-    """A DTensor worker, one step on made-up gradients."""
+    """The verdict of a DTensor worker after one step on made-up gradients."""
     with nemo_rl_on_cpu():
         actor_class("v2")
         worker = make_worker("v2", policy_of(drawn, file))
@@ -102,7 +102,7 @@ def on_dtensor(drawn: Drawn, file: Path) -> Verdict:
 
 
 def on_megatron(drawn: Drawn, file: Path, folder: Path) -> Verdict:
-    """A Megatron worker, one step on made-up gradients."""
+    """The verdict of a Megatron worker after one step on made-up gradients."""
     with support.harness(folder):
         section = policy_of(drawn, file)
         if not folder.exists():
@@ -112,7 +112,7 @@ def on_megatron(drawn: Drawn, file: Path, folder: Path) -> Verdict:
         for chunk in chunks:
             for buffer in chunk.buffers:
                 buffer.grad_data.normal_(std=1e-2)
-        worker.optimizer.get_loss_scale()  # as a loss that is scaled does
+        worker.optimizer.get_loss_scale()  # called whenever a loss is scaled
         worker.optimizer.step()
         (computes,) = {one.dtype for chunk in chunks for one in chunk.parameters()}
         return Verdict(

@@ -1,4 +1,4 @@
-"""In a real Ray actor, made of the class as NeMo-RL exports it."""
+"""A Megatron worker in a real Ray actor, made from the class that NeMo-RL exports."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ SETUP = (
 
 
 def driven(ranks: Ranks, model: Path, folder: Path, **environment: str) -> dict[str, Any]:
-    """What the driver prints, run with an environment of its own."""
+    """Run the driver with its own environment variables; returns the driver's output."""
     variables = {key: os.environ[key] for key in os.environ if key != "PRECISION_SHIM"}
-    # The same code as here, in the cluster's processes too; installed, the wheel does it.
+    # With PYTHONPATH the cluster's processes run this source tree; an installed wheel needs none.
     paths = [str(TESTS), *(path for path in sys.path if path and Path(path).is_dir())]
     variables |= {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), **environment}
     ranks(
@@ -52,7 +52,7 @@ def driven(ranks: Ranks, model: Path, folder: Path, **environment: str) -> dict[
 
 
 @pytest.mark.oldest
-@pytest.mark.timeout(600)  # a driver and a worker each import all of it
+@pytest.mark.timeout(600)  # the driver and the worker each import all of NeMo-RL
 def test_an_actor_skips_an_overflow_and_reports_it(
     ranks: Ranks, model: Path, tmp_path: Path
 ) -> None:
@@ -69,7 +69,7 @@ def test_an_actor_skips_an_overflow_and_reports_it(
     assert [one["skipped_steps"] for one in found["steps"]] == [[1], [2]]
 
 
-@pytest.mark.timeout(600)  # a driver and a worker each import all of it
+@pytest.mark.timeout(600)  # the driver and the worker each import all of NeMo-RL
 def test_without_the_variable_the_overflow_ends_the_actors_training(
     ranks: Ranks, model: Path, tmp_path: Path
 ) -> None:

@@ -1,9 +1,9 @@
-"""What NeMo-RL's own YAML files come to: none breaks, and none of their keys is overridden.
+"""The shim breaks no config in NeMo-RL's own YAML files, and overrides none of their keys.
 
-The files are not in its package. Read at the tags, with their ``defaults`` followed, the 75, 138,
-174 and 264 files with a ``megatron_cfg`` of 0.4.0, 0.5.0, 0.6.0 and 0.7.0 differ in what concerns
-precision only as the rows below do. Left out of the rows is ``fp8_cfg``, which needs a GPU; the
-optimizers beside it are those of two other rows.
+NeMo-RL's package lacks its YAML files. The repository's files were read at the tags, ``defaults``
+included: 75, 138, 174 and 264 files of 0.4.0, 0.5.0, 0.6.0 and 0.7.0 have a ``megatron_cfg``. The
+files' precision keys differ only as in ``SHIPPED``, whose rows omit ``fp8_cfg`` (needs a GPU). The
+optimizer keys in files with ``fp8_cfg`` equal the keys of two rows.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ SHIPPED: dict[str, tuple[dict[str, Any], bool]] = {
     "fp32 bucket": ({"params_dtype": "bfloat16", "adam_beta2": 0.98}, True),
     "bf16 switched off, Megatron too": ({**AWARE, "adam_beta2": 0.98, "bf16": False}, False),
 }
-"""Keys of the optimizer that differ from ``OPTIMIZER``, and ``grad_reduce_in_fp32``."""
+"""Per name: optimizer keys that differ from ``OPTIMIZER``, and ``grad_reduce_in_fp32``."""
 
 
 def outcome(worker: Make, optimizer: dict[str, Any], in_fp32: bool) -> Any:
-    """The optimizer's config and the bucket, or what NeMo-RL or Bridge says against it."""
+    """The optimizer's config and the bucket's dtype, or the error of NeMo-RL or Bridge."""
     options = {"optimizer": optimizer, "ddp": {"grad_reduce_in_fp32": in_fp32}}
     try:
         with worker("bfloat16", **options) as made:
@@ -58,7 +58,7 @@ def test_a_shipped_config_comes_to_what_it_says(
         warnings.simplefilter("always", PrecisionShimWarning)
         after = outcome(worker, optimizer, in_fp32)
     told = [str(one.message) for one in caught if one.category is PrecisionShimWarning]
-    if isinstance(before, str):  # never enabled there, and refused from 0.5 on
+    if isinstance(before, str):  # NeMo-RL refuses this from 0.5 on; its files turn Megatron off
         assert name.startswith("bf16 switched off")
         assert Version("0.5") <= NEMO_RL
         assert after == before
@@ -71,6 +71,6 @@ def test_a_shipped_config_comes_to_what_it_says(
     assert bucket is before[1] is (torch.float32 if in_fp32 else torch.bfloat16)
     assert bool(told) is not in_fp32
     others = [text for text in told if "grad_reduce_in_fp32=False" not in text]
-    # A config for fp32 beside a bf16 model is found by the audit, where NeMo-RL takes it (0.4).
+    # If NeMo-RL accepts an fp32 config for a bf16 model (0.4), the audit reports the contradiction.
     assert len(others) == name.startswith("bf16 switched off")
     assert all("params-dtype" in text for text in others)

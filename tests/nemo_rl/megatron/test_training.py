@@ -1,4 +1,4 @@
-"""A real worker: its optimizer and bucket follow the model where the config leaves them open."""
+"""In a real worker, optimizer and bucket follow the model unless the config sets them."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_main_grads_stay_fp32_beside_an_fp32_bucket_of_the_config(
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_pair_that_disagrees(worker: Make, shim: Any, fused_adam: str, strict: bool) -> None:
-    """Code of the user's that changes the optimizer's config once the bucket is there."""
+    """A user's code changes the optimizer's config after the bucket is built."""
     shim(settings={"grad_bucket": "align"}, strict=strict)
     module = importlib.import_module(POLICY.partition(":")[0])
     if not hasattr(module, "setup_optimizer"):
@@ -153,14 +153,14 @@ def test_a_pair_that_disagrees(worker: Make, shim: Any, fused_adam: str, strict:
     options = {"optimizer": {"use_precision_aware_optimizer": True}}
     kind = InconsistentPrecisionError if strict else PrecisionShimWarning
     told = "expects bf16 main grads, the gradient bucket is fp32"
-    with pytest.MonkeyPatch.context() as patch:  # undone before the shim is
+    with pytest.MonkeyPatch.context() as patch:  # undone before the shim's uninstall
         patch.setattr(module, "setup_optimizer", changing)
         with (pytest.raises if strict else pytest.warns)(kind, match=told), worker(**options):
             pass
 
 
 def test_a_pair_by_names_agrees(worker: Make, shim: Any, fused_adam: str) -> None:
-    """With coercion off Megatron keeps the name, and nothing is told of a pair that fits."""
+    """With coercion off, Megatron keeps the dtype's name, and the shim does not warn."""
     shim(features=["-dtype-coercion"])
     optimizer = {"use_precision_aware_optimizer": True, "main_grads_dtype": "float32"}
     with worker(optimizer=optimizer, ddp={"grad_reduce_in_fp32": True}) as made:
@@ -170,7 +170,7 @@ def test_a_pair_by_names_agrees(worker: Make, shim: Any, fused_adam: str) -> Non
 def test_the_bucket_follows_the_optimizer_that_there_is(
     worker: Make, shim: Any, fused_adam: str
 ) -> None:
-    """With dispatch off nobody gives the optimizer bf16 main grads."""
+    """If grad-bucket-alignment is the only feature, the optimizer keeps fp32 main grads."""
     shim(
         features=["grad-bucket-alignment"],
         settings={"optimizer_states": "follow-model", "grad_bucket": "align"},
@@ -228,7 +228,7 @@ def test_a_bucket_is_aligned_where_the_user_asks_for_it(worker: Make, shim: Any)
 
 
 def test_a_model_that_nothing_trains_brings_no_warning(worker: Make, shim: Any) -> None:
-    """The policy's own is told; a reference model and a teacher have no main grads to differ."""
+    """The shim warns of the policy alone: reference model and teacher have no main grads."""
     shim()
     told = "policy: grad_reduce_in_fp32=False gives"
     with (
@@ -250,7 +250,7 @@ def test_fp16_that_the_config_leaves_unscaled_is_named(worker: Make, shim: Any) 
     told = "fp16=False, bf16=True, but the model is fp16"
     with pytest.warns(PrecisionShimWarning, match=told), worker("float16") as made:
         found = flags(made)["fp16"], made.model.ddp_config.check_for_nan_in_grad
-    # No scaler will see to an overflow, so it is still to end the job.
+    # The model has no scaler to skip an overflow, so Megatron's NaN check still ends the job.
     assert found == (False, True)
     assert decisions(shim, "policy", "fp16-scaling") == ["no loss scaling"]
 

@@ -1,4 +1,4 @@
-"""For the processes of a test's Ray cluster: where NeMo-RL is imported, the CPU stands for GPUs."""
+"""Replaces GPUs by the CPU in each process of a test's Ray cluster that imports NeMo-RL."""
 
 from tests.nemo_rl.cpu import stay_on_cpu
 
