@@ -14,9 +14,7 @@ from packaging.version import Version
 from .conftest import SKYRL
 from .support import batch, build
 
-pytestmark = pytest.mark.skipif(
-    Version("0.3") > SKYRL, reason="0.2 has no store of LoRA adapters"
-)
+pytestmark = pytest.mark.skipif(Version("0.3") > SKYRL, reason="0.2 has no store of LoRA adapters")
 
 KWARGS = "trainer.policy.megatron_config.optimizer_config_kwargs"
 
