@@ -174,3 +174,31 @@ def test_a_directory_that_is_saved_again_without_the_shim(
     with stack:
         assert scaler_of(one).get_scale() == 65536.0
         assert scaler_of(one).counter.steps == 0
+
+
+def test_a_save_while_each_step_was_skipped_counts_no_step(
+    kind, worker, shim, tmp_path: Path
+) -> None:
+    """torch's distributed checkpoint makes missing states by a step, and counts it."""
+    shim()
+
+    def skips(one: Any) -> None:
+        one.train(batch(seed=9), Times(loss_for(kind), 1e30))
+
+    ends = []
+    with worker(kind, "float16") as one:
+        skips(one)
+        train(one, kind, range(2))
+        ends.append((parameters(one), moments(one)))
+    with worker(kind, "float16") as one:
+        skips(one)
+        save(one, tmp_path)
+        train(one, kind, range(2))
+        ends.append((parameters(one), moments(one)))
+    with worker(kind, "float16", paths=tmp_path) as one:
+        train(one, kind, range(2))
+        ends.append((parameters(one), moments(one)))
+    (expected, states), *others = ends
+    for found, kept in others:
+        assert same(expected, found)
+        assert all(torch.equal(*pair) for pair in zip(states, kept, strict=True))

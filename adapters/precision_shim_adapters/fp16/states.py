@@ -9,6 +9,20 @@ import torch
 from torch.optim import Optimizer
 
 
+def make_missing_states(optimizer: Optimizer) -> None:
+    """Make the states that torch's distributed checkpoint is about to make, with a step count of 0.
+
+    Call it before such a save: where each step up to now was skipped, there are no states.
+
+    Args:
+        optimizer: a scaled training's optimizer.
+    """
+    if not optimizer.state:
+        from torch.distributed.checkpoint.state_dict import _init_optim_state
+
+        states_of_no_step(optimizer, lambda: _init_optim_state(optimizer))
+
+
 def states_of_no_step(optimizer: Optimizer, initialize: Callable[[], Any]) -> Any:
     """Make the states of an optimizer without states, with a step count of 0.
 

@@ -179,13 +179,15 @@ class ScaledTraining:
         """
         self._skipped = False
         if not self.drives or not has_gradients(optimizer):
-            yield
+            with self._interruptible(optimizer):
+                yield
             return
         scaler = self._ours
-        scaler.unscale_once(optimizer)
-        tried = scaler.counter.steps
-        with self.several_steps(optimizer, inner):
-            yield
+        with self._interruptible(optimizer):
+            scaler.unscale_once(optimizer)
+            tried = scaler.counter.steps
+            with self._stepping(optimizer, inner):
+                yield
         if scaler.counter.steps == tried:  # no step; ``unscale_once`` recorded any overflow
             scaler.settle(optimizer)
             self._skipped = scaler.counter.in_row > 0
@@ -211,6 +213,27 @@ class ScaledTraining:
         if not self.drives:
             yield
             return
+        try:
+            with self._stepping(optimizer, inner):
+                yield
+        except BaseException:
+            # Some trainers go on after an exception; the next step must unscale again.
+            self._ours.forget(optimizer)
+            raise
+
+    @contextmanager
+    def _interruptible(self, optimizer: Optimizer) -> Iterator[None]:
+        """Let a step that an exception ends be tried again, or be followed by another one."""
+        try:
+            yield
+        except BaseException:
+            if isinstance(self.scaler, LossScaler):
+                self.scaler.interrupt(optimizer)
+            raise
+
+    @contextmanager
+    def _stepping(self, optimizer: Optimizer, inner: Sequence[Optimizer]) -> Iterator[None]:
+        """Step with the scaler, within a framework's function or loop."""
 
         def step(*args: Any, **kwargs: Any) -> Any:
             scaler = self._ours
@@ -231,10 +254,6 @@ class ScaledTraining:
         try:
             with self.in_progress(), steps_through(step, optimizer):
                 yield
-        except BaseException:
-            # Some trainers continue after an exception: their next step must unscale again.
-            self._ours.forget(optimizer)
-            raise
         finally:
             self._optimizer = None
 

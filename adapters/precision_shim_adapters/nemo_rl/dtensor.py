@@ -28,6 +28,7 @@ from precision_shim.errors import SeamError
 from ..fp16 import FEATURE, SETTINGS, ScaledTraining
 from ..fp16.auxiliary import auxiliary_losses
 from ..fp16.files import files_of_rank
+from ..fp16.states import make_missing_states
 from ..ray_actors import class_beneath, put_in_front
 from .places import DTENSOR, EXPORTED, INHERITED, V1, V2, VALUE_V2, group_at
 
@@ -263,8 +264,10 @@ def _report(result: dict[str, Any], training: ScaledTraining) -> dict[str, Any]:
 def save_checkpoint(call: Call, optimizer_path: Any) -> Any:
     """Save a checkpoint; if NeMo-RL saves the optimizer, save the scaler's state as well."""
     with _outermost(call.instance, "save") as outermost:
-        result = call.proceed()
         training = _training_of(call.instance)
+        if outermost and optimizer_path and training is not None:
+            make_missing_states(call.instance.optimizer)
+        result = call.proceed()
         if outermost and optimizer_path and training is not None:
             files = (
                 None if _saves_later(call.instance) else files_of_rank(optimizer_path, written=True)

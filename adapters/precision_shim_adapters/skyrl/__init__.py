@@ -38,6 +38,7 @@ from . import (
     processes,
     rollout,
     servers,
+    waiting,
     weights,
 )
 
@@ -48,6 +49,7 @@ ADAPTER = Adapter.of(
         **offload.PATHS,
         "megatron": "Megatron workers",
         "megatron weight sync": "Megatron workers (weight sync)",
+        waiting.GROUP: "Megatron workers (LoRA adapters that share a worker)",
         "fsdp": "FSDP workers",
         jax_backend.GROUP: "JAX backend",
         "metrics": "all workers (metrics)",
@@ -71,6 +73,7 @@ ADAPTER = Adapter.of(
             delete_when="SkyRL moves master_param",
         ),
         overflow,
+        waiting,
         fsdp,
         jax_backend,
         processes,

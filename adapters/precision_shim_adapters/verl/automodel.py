@@ -12,7 +12,7 @@ from precision_shim.errors import DtypeError
 from ..fp16 import FEATURE
 from ..fp16.autocast import autocast_in_fp16
 from ..fp16.files import files_of_rank
-from ..fp16.states import states_of_no_step
+from ..fp16.states import make_missing_states
 from .engines import AUTOMODEL, is_fp16, on, scale, tell_ignored
 from .fsdp import training_of
 
@@ -112,10 +112,7 @@ def save(call: Call, local_path: Any) -> Any:
     training, optimizer = training_of(call.instance), call.instance.optimizer
     if training is None or not training.drives:
         return call.proceed()
-    if not optimizer.state:  # all steps so far were skipped
-        from torch.distributed.checkpoint.state_dict import _init_optim_state
-
-        states_of_no_step(optimizer, lambda: _init_optim_state(optimizer))
+    make_missing_states(optimizer)
     result = call.proceed()
     place = os.path.join(local_path, _OPTIMIZER)
     training.save(place, files_of_rank(place, written=True))

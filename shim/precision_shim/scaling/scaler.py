@@ -93,6 +93,7 @@ class LossScaler(ShardedGradScaler):
         self._min_scale = self.settings.min_scale
         self._last_scale: float | None = None
         self._overflow: bool | None = None
+        self._interrupted: torch.optim.Optimizer | None = None
         super().__init__(
             device=device,
             init_scale=self.settings.init_scale,
@@ -145,10 +146,16 @@ class LossScaler(ShardedGradScaler):
         """
         if not self._enabled or not loss.requires_grad:
             return
+        self._forget_interrupted()
         self._make_ready(loss.device)
         assert self._scale is not None
         scale = self._scale.to(loss.device, non_blocking=True)
         loss.register_hook(lambda grad: (grad * scale).type(grad.dtype))  # type: ignore[no-untyped-call]
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a loss, or several, by the scale, as ShardedGradScaler does."""
+        self._forget_interrupted()
+        return super().scale(outputs)
 
     def unscale_once(self, optimizer: torch.optim.Optimizer) -> None:
         """Call ``unscale_`` before clipping, unless this step's gradients are already unscaled."""
@@ -267,11 +274,24 @@ class LossScaler(ShardedGradScaler):
         self.update()
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
-        """Drop the state of a step that an exception ended: it is invalid for the next step."""
+        """Drop the state of a step that an exception ended; it is invalid for the next step."""
+        self._interrupted = None
         if not self._enabled:
             return
         self._per_optimizer_states.pop(id(optimizer), None)
         self._overflow = None
+
+    def interrupt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an exception ended a step: ``forget`` it when the next loss is scaled.
+
+        Until then the gradients are those of that step. If it is tried again without a new backward
+        pass, they must not be unscaled a second time.
+        """
+        self._interrupted = optimizer
+
+    def _forget_interrupted(self) -> None:
+        if self._interrupted is not None:
+            self.forget(self._interrupted)
 
     def _stage(self, optimizer: torch.optim.Optimizer) -> OptState:
         stage: OptState = self._per_optimizer_states[id(optimizer)]["stage"]

@@ -231,6 +231,51 @@ def test_after_an_exception_the_next_gradients_are_unscaled(several):
     assert training.scaler.counter.steps == 1
 
 
+def test_a_step_that_is_tried_again_after_an_exception_is_unscaled_once():
+    """A Tinker client repeats the step that failed, without another backward pass."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer, training = torch.optim.SGD([parameter], lr=1.0), make()
+    loss = parameter.sum()
+    training.attach(loss)
+    loss.backward()
+
+    def step(fails):
+        with training.one_step(optimizer):
+            norm = torch.nn.utils.clip_grad_norm_([parameter], 10.0)
+            if fails:
+                raise RuntimeError("out of memory")
+            optimizer.step()
+        return float(norm)
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        step(fails=True)
+    assert step(fails=False) == pytest.approx(math.sqrt(3))
+    assert torch.equal(parameter, torch.zeros(3))
+
+
+def test_a_loop_with_the_scaler_in_it_goes_on_after_an_exception():
+    """torch's scaler raises an error for each later step: it takes them for a second one."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer, scaler = torch.optim.SGD([parameter], lr=1.0), make().scaler
+    training = ScaledTraining("toy", "model", scaler, drives=False)
+
+    def step(fails):
+        optimizer.zero_grad()
+        scaler.scale(parameter.sum()).backward()
+        with training.one_step(optimizer):
+            scaler.unscale_(optimizer)
+            if fails:
+                raise RuntimeError("out of memory")
+            scaler.step(optimizer)
+            scaler.update()
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        step(fails=True)
+    step(fails=False)
+    assert torch.equal(parameter, torch.zeros(3))
+    assert scaler.counter.steps == 1
+
+
 def test_25_skipped_steps_end_the_job():
     parameter = torch.nn.Parameter(torch.ones(1))
     optimizer, training = torch.optim.SGD([parameter]), make()

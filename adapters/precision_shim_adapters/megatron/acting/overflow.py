@@ -25,7 +25,6 @@ Delete when: frameworks accept a skipped step, and chained optimizers share a sc
 
 from __future__ import annotations
 
-import inspect
 import math
 import weakref
 from collections.abc import Callable, Iterator
@@ -43,6 +42,7 @@ from ..deciding.scaler import describe_scaler, factors_set
 from ..deciding.wishes import GROUP, SCALING
 from .build import current_build, megatron_label
 from .scaled import tell_unscaled
+from .unstepped import make_states
 
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 SCALER = "megatron.core.optimizer.grad_scaler:DynamicGradScaler.__init__"
@@ -187,24 +187,6 @@ def answer_step(optimizer: Any, step: Callable[[], Any]) -> Any:
     if successful or grad_norm is not None:
         return result
     return succeeds, math.nan, zeros
-
-
-def _make_states(optimizer: Any) -> None:
-    """Make the states of optimizers that have never stepped.
-
-    Megatron cannot save an optimizer without states. A job whose first steps are all skipped would
-    end at its first checkpoint. (With torch's Adam, Megatron cannot load its own checkpoint.)
-    """
-    for unchained in _unchain(optimizer):
-        inner = getattr(unchained, "optimizer", None)
-        make = getattr(inner, "initialize_state", None)  # a method that FusedAdam's step calls
-        if inner is None or make is None or inner.state:
-            continue
-        # Up to TransformerEngine 2.0 initialize_state has only the parameter as argument.
-        two = "store_param_remainders" in inspect.signature(make).parameters
-        kept = bool(getattr(inner, "store_param_remainders", False))
-        for param in (param for group in inner.param_groups for param in group["params"]):
-            make(*(param, kept and param.dtype is torch.bfloat16) if two else (param,))
 
 
 def metrics(optimizer: Any, prefix: str = "", *, from_start: bool = False) -> dict[str, float]:
@@ -356,7 +338,7 @@ def prepare_once(call: Call) -> Any:
         account = _accounts.setdefault(optimizer, Account())
         account.scale = scale
         if found:
-            _make_states(optimizer)
+            make_states(_unchain(optimizer))
         account.counter.note(found, scale)
     return found
 
@@ -411,3 +393,30 @@ def take_settings(
         *describe_scaler(initial_scale, growth_interval, factors, taken),
     )
     return call.proceed()
+
+
+@seam(
+    "megatron.core.optimizer.grad_scaler:DynamicGradScaler.load_state_dict",
+    SCALING,
+    group=GROUP,
+    why="the scale grows where the tracker equals the interval: from a tracker above an interval "
+    "that is shorter in this job it would never grow",
+    delete_when="Megatron's scaler grows from a tracker above its interval, too",
+    relies_on=("_growth_tracker",),
+    optional=True,
+)
+def load_tracker(call: Call) -> Any:
+    """Load a scaler's state; lower a growth tracker to just below this job's growth interval."""
+    result = call.proceed()
+    scaler = call.instance
+    loaded, most = scaler._growth_tracker, math.ceil(scaler.growth_interval) - 1
+    if loaded > most:
+        scaler._growth_tracker = most
+        decide(
+            "megatron",
+            "loss scaler",
+            SCALING,
+            f"growth tracker {most} and not {loaded}: it grows next step",
+            f"the checkpoint's is above the growth interval here, {scaler.growth_interval:g}",
+        )
+    return result

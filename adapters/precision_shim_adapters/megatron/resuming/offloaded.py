@@ -106,7 +106,9 @@ def save_count(call: Call) -> Any:
     if not _offloads(inner) or not config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
         return result
     groups = result["optimizer"]["param_groups"]
-    counts = _counts(inner.gpu_optimizer.param_groups) if inner.gpu_optimizer is not None else set()
+    counts: set[int] = set()
+    if inner.gpu_optimizer is not None:  # it has no count where each step up to now was skipped
+        counts = _counts(inner.gpu_optimizer.param_groups) or {0}
     if len(counts) == 1 and not _counts(groups):
         for group in groups:
             group["step"] = next(iter(counts))

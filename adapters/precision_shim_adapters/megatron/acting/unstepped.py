@@ -1,0 +1,59 @@
+"""The states of Megatron's optimizers that have taken no step, as a checkpoint needs them.
+
+Delete when: Megatron saves an optimizer without states.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...fp16.states import states_of_no_step
+
+
+def make_states(optimizers: Iterable[Any]) -> None:
+    """Make the states of optimizers that have never stepped.
+
+    Megatron cannot save an optimizer without states. A job whose first steps are all skipped would
+    end at its first checkpoint. (With torch's Adam, Megatron cannot load its own checkpoint.)
+
+    Args:
+        optimizers: Megatron's optimizers, none of them a chain.
+    """
+    for unchained in optimizers:
+        inner = getattr(unchained, "optimizer", None)
+        if inner is None or inner.state:
+            continue
+        parts = getattr(inner, "sub_optimizers", None)  # of Megatron's optimizer for CPU offload
+        for part in [inner] if parts is None else parts:
+            _make_states_of(part, on_host=parts is not None)
+        if parts is not None:
+            inner._sync_sub_optimizers_state_to_hdo()
+
+
+def _make_states_of(inner: Any, *, on_host: bool) -> None:
+    make = getattr(inner, "initialize_state", None)  # a method that FusedAdam's step calls
+    params = [param for group in inner.param_groups for param in group["params"]]
+    if make is not None:
+        # Up to TransformerEngine 2.0 initialize_state has only the parameter as argument.
+        two = "store_param_remainders" in inspect.signature(make).parameters
+        kept = bool(getattr(inner, "store_param_remainders", False))
+        for param in params:
+            make(*(param, kept and param.dtype is torch.bfloat16) if two else (param,))
+    elif on_host:
+        states_of_no_step(inner, partial(_step_on_zeros, inner, params))
+
+
+def _step_on_zeros(inner: Any, params: list[torch.Tensor]) -> None:
+    rates = [group["lr"] for group in inner.param_groups]
+    for group in inner.param_groups:
+        group["lr"] = 0.0  # so that weight decay changes no parameter either
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    inner.step()
+    for group, rate in zip(inner.param_groups, rates, strict=True):
+        group["lr"] = rate
