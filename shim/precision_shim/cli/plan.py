@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._about import __version__
 from . import add_command
-from ._output import show
+from ._output import show, write
 
 if TYPE_CHECKING:
     from ..planning.command import Job
@@ -174,7 +174,7 @@ def _show(asked: argparse.Namespace, job: Job, request: Request, rules: Rules) -
     if asked.plot:
         plot.draw(plan, Path(asked.plot), asked.gpu_memory)
     if asked.json:
-        print(json.dumps(_json(plan, searched), indent=1))
+        write(json.dumps(_json(plan, searched), indent=1))
     else:
         blocks = [text.render(plan, asked.gpu_memory)]
         if searched is not None:
