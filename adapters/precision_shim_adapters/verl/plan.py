@@ -77,11 +77,11 @@ def plan_job(job: Job) -> Request:
 
 def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
     """What ``driver.compare_engines`` will report about actor, reference model and rollout."""
-    directory, _, overrides = named_config(job)
-    own = sides.is_verls(str(directory)) and not any(
-        override.startswith(SEARCH_PATH) for override in overrides
+    asked = named_config(job)
+    own = all(sides.is_verls(source) for source in asked.sources) and not any(
+        override.startswith(SEARCH_PATH) for override in asked.overrides
     )
-    written = sides.written_by(overrides, own=own)
+    written = sides.written_by(asked.overrides, own=own)
     try:
         sides.check_names(config)
         both = sides.read_sides(config, written)
@@ -111,6 +111,13 @@ def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], lis
 
 def _gpus(config: Mapping[str, Any]) -> int:
     trainer = _of(config, "trainer")
+    for key in ("n_gpus_per_node", "nnodes"):
+        value = trainer.get(key)
+        if isinstance(value, str):  # verl multiplies the two, and a text would be repeated
+            raise PlanError(
+                f"{_where()}, trainer.{key}={value!r}: a text, expected a number. Write it without "
+                "quotes; of a variable: '${oc.decode:${oc.env:NAME}}' with its quotes."
+            )
     return _number(trainer, "trainer.n_gpus_per_node") * _number(trainer, "trainer.nnodes")
 
 

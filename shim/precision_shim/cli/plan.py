@@ -8,7 +8,8 @@ import math
 import os
 import sys
 import traceback
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -150,12 +151,25 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
             f"{job.framework} is not installed here: its own loader has to read the job's config. "
             "Run the plan in the environment of the job."
         )
-    request = resolve(entry.plan)(job)
+    with _variables(job.environ):  # the job's config may refer to them, and so may the hub's cache
+        request = resolve(entry.plan)(job)
     rules = Rules(
         asked.transformer_engine or _version("transformer-engine", "transformer_engine"),
         asked.megatron_core or _version("megatron-core", "megatron"),
     )
     return job, request, rules
+
+
+@contextmanager
+def _variables(named: Mapping[str, str]) -> Iterator[None]:
+    """Set these environment variables, and restore the former values."""
+    before = dict(os.environ)
+    os.environ.update(named)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _version(distribution: str, package: str) -> str | None:
