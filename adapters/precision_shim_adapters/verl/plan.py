@@ -26,7 +26,7 @@ from precision_shim.planning.values import (
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
 from ..fp16.plan import ShardedModel, scaling
-from ..megatron import PRECISION_AWARE, Wishes
+from ..megatron import GROUP, PRECISION_AWARE, Wishes
 from ..megatron.planning.plan import MegatronModel
 from ..megatron.planning.sizes import read_sizes
 from ..resolving import tell_unresolved
@@ -257,11 +257,12 @@ def _model(job: Job, section: _Section) -> Plannable:
     shapes = job.model(path, {k: v for k, v in overrides.items() if v is not None})
     value = section.at.subject == "critic"
     if section.strategy == "megatron":
-        return _on_megatron(section, shapes, value)
+        coerces = job.in_force(sections.COERCION, GROUP)
+        return _on_megatron(section, shapes, value, coerces=coerces)
     return _sharded(job, section, shapes, value)
 
 
-def _on_megatron(section: _Section, model: Model, value: bool) -> Plannable:
+def _on_megatron(section: _Section, model: Model, value: bool, *, coerces: bool) -> Plannable:
     engine, optim = section.engine, section.optim
     subject, trains = section.at.subject, section.optim is not None
     keys = section.engine_key, section.optim_key
@@ -278,6 +279,8 @@ def _on_megatron(section: _Section, model: Model, value: bool) -> Plannable:
         known = any(problem.code == "dtype" for problem in illegal)
         illegal += [] if known else [Problem.of(error, subject, error.key)]
         return Illegal(subject, tuple(illegal))
+    if trains and not coerces:
+        illegal += sections.as_text(wishes, section.optim_key)
     bucket_key = f"{section.engine_key}.override_ddp_config"
     return MegatronModel(
         wishes,
