@@ -8,10 +8,11 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from precision_shim.auditing import files
+from precision_shim.auditing import files, halves
 from precision_shim.auditing.ranks import numbers
 from precision_shim.auditing.record import (
     COMPONENTS,
@@ -203,3 +204,46 @@ def test_it_needs_no_torch(tmp_path: Path) -> None:
 def test_numbers() -> None:
     assert numbers([7]) == "rank 7"
     assert numbers([0, 1, 2, 5, 9, 8]) == "ranks 0-2, 5, 8-9"
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        (("framework",), None),
+        (("subject",), 5),
+        (("rank",), float("inf")),
+        (("parts", 0, "name"), ["model"]),
+        (("parts", 0, "scaler"), {"a": 1}),
+        (("parts", 0, "components", "params", "dtypes"), [None]),
+        (("problems", 0, "code"), []),
+        (("problems", 0, "message"), 5),
+    ],
+)
+def test_a_value_of_another_type_is_told_as_a_broken_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], where: tuple[str | int, ...], value: object
+) -> None:
+    put(tmp_path, audit_of(0))
+    problem = Finding("main-grads-dtype", "model", "grad_buckets", "fp32", "bf16", "a message")
+    values = replace(audit_of(1), problems=(problem,)).to_dict()
+    *path, last = where
+    inner: Any = values
+    for key in path:
+        inner = inner[key]
+    inner[last] = value
+    (tmp_path / f"damaged{files.SUFFIX}").write_text(json.dumps(values))
+    status, said, _ = command(capsys, tmp_path)
+    assert status == 1
+    assert "no audits, though named so" in said
+    assert f"damaged{files.SUFFIX}: " in said
+
+
+def test_a_file_of_brackets_is_told_as_a_broken_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(tmp_path, audit_of(0))
+    (tmp_path / f"damaged{files.SUFFIX}").write_text("[" * 200_000)
+    (tmp_path / f"damaged{halves.SUFFIX}").write_text('{"half":' * 200_000)
+    status, said, _ = command(capsys, tmp_path)
+    assert status == 1
+    assert f"damaged{files.SUFFIX}: RecursionError" in said
+    assert f"damaged{halves.SUFFIX}: RecursionError" in said

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 import precision_shim
+from precision_shim.auditing.files import write
+from precision_shim.auditing.record import Audit
 from precision_shim.checkpoints.foretelling import Here
 from precision_shim.errors import SettingsError
 
@@ -144,6 +146,7 @@ def test_another_missing_module_is_not_blamed_on_the_extra():
         (["doctor", "--verb"], "--verb"),  # an abbreviation may be ambiguous in a later version
         (["run"], "COMMAND"),
         (["run", "--"], "COMMAND"),
+        (["run", "--", ""], "COMMAND"),
         (["run", "--no-such-option", "true"], "--no-such-option"),
         (["run", "--strict=1", "true"], "--strict"),
         (["run", "--set"], "--set"),
@@ -198,6 +201,71 @@ def test_every_command_objects_to_a_variable_that_there_is_not(arguments):
     if arguments != ["doctor"]:
         assert ended.stdout == ""
         assert len(ended.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["plan", "checkpoint", "audit", "demo"])
+@pytest.mark.parametrize("value", ["LOG=loud", "FEATURES=fp8", "FRAMEWORKS=verll"])
+def test_a_command_objects_to_a_value_that_is_not_allowed(tmp_path, command, value):
+    write(tmp_path, "verl.actor", Audit("verl", "actor", 0, 1, (), {}))
+    words = {"plan": ["python", "-m", "verl.trainer.main_ppo"], "demo": []}
+    name, _, text = value.partition("=")
+    ended = python(
+        _MAIN,
+        command,
+        *words.get(command, [str(tmp_path)]),
+        environment={f"PRECISION_SHIM_{name}": text},
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert f"precision-shim {command}: PRECISION_SHIM_{name}" in ended.stderr
+    assert repr(text) in ended.stderr
+
+
+def shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a line of bash in which $SHIM is the command ``precision-shim``."""
+    shim = f'"{sys.executable}" -m precision_shim'
+    return subprocess.run(
+        ["bash", "-c", line.replace("$SHIM", shim)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment},
+    )
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&- <&-"])
+def test_run_starts_the_command_where_streams_are_closed(tmp_path, closed):
+    """A daemon may close its streams before it starts a job."""
+    ended = shell(f"$SHIM run -- touch {tmp_path}/ran {closed}")
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "ran").is_file()
+
+
+def test_the_doctor_keeps_its_status_where_its_output_is_closed():
+    for value, status in (("1", 1), ("0", 0)):
+        ended = shell("$SHIM doctor >&-", PRECISION_SHIM=value, PRECISION_SHIM_FRAMEWORKS="roll")
+        assert (ended.returncode, ended.stderr) == (status, "")
+
+
+@pytest.mark.parametrize("buffered", ["", "1"])
+def test_an_output_that_cannot_be_written_is_no_traceback(buffered):
+    line = "$SHIM doctor --json | true; exit ${PIPESTATUS[0]}"
+    gone = shell(line, PYTHONUNBUFFERED=buffered)
+    assert (gone.returncode, gone.stderr) == (141, "")
+    full = shell("$SHIM doctor > /dev/full", PYTHONUNBUFFERED=buffered)
+    assert full.returncode == 2
+    (line,) = full.stderr.splitlines()
+    assert line.startswith("precision-shim: the output cannot be written: ")
+
+
+def test_a_text_that_the_output_cannot_represent_is_escaped():
+    ended = subprocess.run(
+        [sys.executable, "-m", "precision_shim", "doctor"],
+        capture_output=True,
+        check=False,
+        env={**os.environb, b"PRECISION_SHIM_AUDIT_DIR": b"/nowhere/\xff"},
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert rb"/nowhere/\udcff" in ended.stdout
 
 
 def test_plan_and_checkpoint_object_to_a_framework_that_there_is_not(monkeypatch):

@@ -65,7 +65,9 @@ OURS = "loss scaling from 65536, growth x2 after 400 steps, backoff x0.5"
 
 VERL = ("python3", "-m", "verl.trainer.main_ppo", "trainer.nnodes=8", "trainer.n_gpus_per_node=8")
 MEGATRON = (
-    "--config-name=ppo_megatron_trainer",
+    *VERL[:3],
+    "--config-name=ppo_megatron_trainer",  # hydra takes overrides in one row
+    *VERL[3:],
     "algorithm.adv_estimator=grpo",
     *(
         f"actor_rollout_ref.actor.megatron.{key}={value}"
@@ -81,7 +83,7 @@ MEGATRON = (
 @needs("verl")
 def test_verl_on_megatron(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     path = f"actor_rollout_ref.model.path={model}"
-    code, plan = planned(capsys, "--", *VERL, *MEGATRON, path)
+    code, plan = planned(capsys, "--", *MEGATRON, path)
     assert (code, plan["framework"], plan["world_size"]) == (0, "verl", 64)
     assert subjects(plan) == ["actor"]
     (actor,) = plan["models"]
@@ -95,11 +97,11 @@ def test_verl_on_megatron(capsys: pytest.CaptureFixture[str], model: Path) -> No
         f"{states}.exp_avg_dtype=bf16",
         f"{states}.exp_avg_sq_dtype=bf16",
     )
-    _, low = planned(capsys, "--", *VERL, *MEGATRON, path, *words)
+    _, low = planned(capsys, "--", *MEGATRON, path, *words)
     assert gib(low["models"][0]["before"][0]) == 7.49
     ref = ("actor_rollout_ref.actor.use_kl_loss=True", "algorithm.adv_estimator=gae")
     critic = f"critic.model.path={model}"
-    _, three = planned(capsys, "--", *VERL, *MEGATRON, path, *ref, critic)
+    _, three = planned(capsys, "--", *MEGATRON, path, *ref, critic)
     assert subjects(three) == ["actor", "ref", "critic"]
     assert set(three["models"][1]["after"][0]["parts"][0]["components"]) == {"frozen"}
 
@@ -129,7 +131,7 @@ def test_verl_on_fsdp_and_what_is_illegal(capsys: pytest.CaptureFixture[str], mo
         code, plan = planned(capsys, "--", *VERL, "algorithm.adv_estimator=grpo", path, parts)
         assert (code, plan["problems"][0]["code"]) == (1, "world-size")
     three = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=3"
-    code, plan = planned(capsys, "--", *VERL, *MEGATRON, path, three)
+    code, plan = planned(capsys, "--", *MEGATRON, path, three)
     assert code == 1
     assert {one["code"] for one in plan["problems"]} >= {"world-size", "heads"}
     for one in plan["problems"]:
@@ -228,7 +230,7 @@ def test_verl_where_the_shim_is_not_in_force(
     monkeypatch.setenv(policy, "follow-model")
     path = f"actor_rollout_ref.model.path={model}"
     states = f"+actor_rollout_ref.actor.optim.override_optimizer_config.{beta2}"
-    on_megatron = ("--", *VERL, *MEGATRON, path, states)
+    on_megatron = ("--", *MEGATRON, path, states)
     half = "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp16"
     on_fsdp = ("--", *VERL, "algorithm.adv_estimator=grpo", path, half)
     _, whole = planned(capsys, *on_megatron)

@@ -221,11 +221,13 @@ def ours() -> Iterator[list[str]]:
     said += [str(one.message) for one in caught if issubclass(one.category, PrecisionShimWarning)]
 
 
-def by_worker(look: Callable[[], Verdict], settings: Mapping[str, str]) -> Verdict:
+def by_worker(
+    look: Callable[[], Verdict], settings: Mapping[str, str], **arguments: Any
+) -> Verdict:
     """The verdict of a worker that is built with the shim on, or why it is refused."""
     import precision_shim
 
-    precision_shim.install(settings={**settings, "log": "quiet"})
+    precision_shim.install(settings={**settings, "log": "quiet"}, **arguments)
     try:
         with ours() as said:
             found = look()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
@@ -66,6 +67,7 @@ BAD = [
     ("rollout", "auto", "tell | follow"),
     ("audit_dir", 1, "a path"),
     ("audit_dir", None, "a path"),
+    ("audit_dir", "a\0b", "a path without a null character"),
     ("log", "warning", "quiet | info | debug"),
     ("log", None, "quiet | info | debug"),
     ("loss_scale_init", 0, "> 0"),
@@ -124,7 +126,45 @@ def test_a_bad_argument_is_named_with_what_is_allowed(name, value, allowed):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "allowed"), [one for one in BAD if isinstance(one[1], str)]
+    ("argument", "value"),
+    [
+        ("strict", "no"),
+        ("strict", "off"),
+        ("strict", []),
+        ("features", 5),
+        ("features", True),
+        ("features", b"audit"),
+        ("frameworks", 5),
+        ("frameworks", b"verl"),
+        ("settings", 5),
+        ("settings", "growth_interval=3"),
+        ("settings", {1: 2}),
+        ("settings", {None: 2, "a": 3}),
+    ],
+)
+def test_an_argument_of_another_type_is_an_error_of_ours(argument, value):
+    """``strict="no"`` must not mean strict because the text counts as true."""
+    with pytest.raises(SettingsError, match=rf"install\({argument}=\.\.\.\).*; allowed: "):
+        resolve(**{argument: value}, environ={})
+
+
+def test_a_path_may_be_an_object_of_bytes(tmp_path):
+    (tmp_path / "audits").mkdir()
+    (entry,) = os.scandir(os.fsencode(tmp_path))
+    assert resolve(settings={"audit_dir": entry}, environ={})["audit_dir"] == f"{tmp_path}/audits"
+
+
+def test_children_take_all_frameworks_where_an_argument_asks_for_all():
+    environ = {"PRECISION_SHIM_FRAMEWORKS": "verl"}
+    asked = resolve(frameworks=[], environ=environ)
+    assert asked.frameworks is None
+    assert resolve(environ={**environ, **asked.given}).frameworks is None
+    assert "PRECISION_SHIM_FRAMEWORKS" not in resolve(frameworks=[], environ={}).given
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [one for one in BAD if isinstance(one[1], str) and "\0" not in one[1]],
 )
 def test_a_bad_variable_is_named_with_what_is_allowed(name, value, allowed):
     with pytest.raises(SettingsError) as caught:

@@ -16,7 +16,7 @@ from ..plan.verdicts import Drawn, Verdict, by_worker, draw, hold, megatron_scal
 from ..rank_server import Ranks, rank_server
 from .conftest import VERL
 from .support import CPU_FIELDS
-from .verdict_lines import FSDP, MEGATRON, ON_FSDP, ON_MEGATRON, actor_of, line
+from .verdict_lines import ACTOR, FSDP, MEGATRON, ON_FSDP, ON_MEGATRON, actor_of, line
 
 pytestmark = pytest.mark.skipif(Version("0.9.1") != VERL, reason="held on the newest version")
 
@@ -63,6 +63,40 @@ def test_on_megatron(fused_adam: str, checkpoint: Path, seed: int, count: int) -
     ]
     ended = hold(drawn, plan_of(*ON_MEGATRON, version=fused_adam), workers)
     assert len(ended) > 1, ended
+
+
+_STATES = f"{ACTOR}.optim.override_optimizer_config"
+_AWARE = {f"{_STATES}.use_precision_aware_optimizer": "true"}
+
+
+@pytest.mark.parametrize("out", [{"features": "-dtype-coercion"}, {"frameworks": "skyrl"}], ids=str)
+@pytest.mark.parametrize(
+    "written",
+    [
+        {**_AWARE, f"{_STATES}.exp_avg_dtype": "bf16"},
+        {**_AWARE, f"{_STATES}.exp_avg_sq_dtype": "torch.float32"},
+        {**_AWARE, f"{_STATES}.main_grads_dtype": "bf16"},
+        {f"{_STATES}.exp_avg_dtype": "fp32"},
+        {f"{_STATES}.main_grads_dtype": "fp32"},
+        {
+            f"{ACTOR}.optim.use_precision_aware_optimizer": "true",
+            f"{ACTOR}.optim.exp_avg_dtype": "bf16",
+        },
+    ],
+    ids=str,
+)
+def test_names_where_they_are_not_coerced(
+    fused_adam: str,
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    written: dict[str, str],
+    out: dict[str, str],
+) -> None:
+    drawn = Drawn(written)
+    worker = by_worker(lambda: on_megatron(drawn, checkpoint), {}, **out)
+    for name, value in out.items():
+        monkeypatch.setenv(f"PRECISION_SHIM_{name.upper()}", value)
+    hold([drawn], plan_of(*ON_MEGATRON, version=fused_adam), [worker])
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,7 @@ ON_FSDP = (f"{ACTOR}.strategy=fsdp2", f"{_FSDP}.use_torch_compile=False")
 def line(drawn: Drawn, *more: str) -> list[str]:
     """The launch line of a drawn config; ``more`` are further arguments."""
     written = [f"++{key}={value}" for key, value in drawn.written.items()]
-    return ["python3", "-m", "verl.trainer.main_ppo", *_COMMON, *more, *written]
+    return ["python3", "-m", "verl.trainer.main_ppo", *more, *_COMMON, *written]
 
 
 def actor_of(words: list[str]) -> Any:

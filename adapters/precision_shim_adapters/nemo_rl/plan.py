@@ -6,6 +6,7 @@ the optimizer's ``Wishes`` from the config, as in a worker.
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -33,6 +34,8 @@ from .dtensor import FRAMEWORK
 
 _ROLES = {"policy": "policy", "value": "value", "teacher": "teacher"}
 _DEFAULT = re.compile(r"[\"']([\w./-]+\.ya?ml)[\"']")
+
+_OPTION = re.compile(r"add_argument\(\s*[\"'](--[\w-]+)[\"']")
 
 
 def plan_job(job: Job) -> Request:
@@ -124,21 +127,25 @@ def load(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
 
 def _find_named(job: Job) -> tuple[Path, list[str]]:
     """The path of a job's config file, and the job's overrides."""
-    given, overrides = "", []
-    words = iter(job.arguments)
-    for word in words:
-        key, equals, value = word.partition("=")
-        if key == "--config":
-            given = value if equals else next(words, "")
-        elif not word.startswith("--"):
-            overrides.append(word)
-    path = Path(given) if given else _default(job)
+    parser = argparse.ArgumentParser(add_help=False)  # as in NeMo-RL's examples
+    parser.add_argument("--config", default="")
+    named, overrides = parser.parse_known_args(list(job.arguments))
+    overrides = [word for word in overrides if not _is_option(word, job.source)]
+    path = Path(named.config) if named.config else _default(job)
     if not path.is_file():
         raise PlanError(
             f"{_where()}, {path}: there is no such file; expected the YAML of --config. Start from "
             "the directory that the job starts in."
         )
     return path, overrides
+
+
+def _is_option(word: str, source: Path | None) -> bool:
+    """Whether a word is an option of an entry point's own; NeMo-RL refuses other such words."""
+    if not word.startswith("--"):
+        return False
+    declared = None if source is None else _OPTION.findall(source.read_text(encoding="utf-8"))
+    return declared is None or word.partition("=")[0] in declared
 
 
 def _default(job: Job) -> Path:

@@ -115,7 +115,9 @@ def load(job: Job) -> tuple[Any, list[str], list[Problem]]:
         raise PlanError(
             f"{_where()}: its config cannot be imported ({error}). Install SkyRL here."
         ) from error
-    words = [word for word in job.arguments if "=" in word]
+    # A user's own entry point may have options of another kind.
+    own = job.target.startswith("skyrl.")
+    words = [word for word in job.arguments if own or "=" in word]
     passed_over: list[str] = []
     wrong: list[Problem] = []
     while True:

@@ -24,7 +24,7 @@ from precision_shim.precision.dtypes import name_of, parse_dtype
 from ..fp16.plan import ShardedModel, scaling
 from ..rollout import FEATURE, problems_of
 from . import names, sides
-from .places import PRETRAINING, RL, ROLLOUT
+from .places import NAMES, PRETRAINING, RL, ROLLOUT
 from .scaled import BECAUSE
 
 _KEYS = {
@@ -135,7 +135,7 @@ def load(job: Job) -> Any:
 
 
 def _coerces(job: Job) -> bool:
-    return names.FEATURE in job.settings.features
+    return job.in_force(names.FEATURE, NAMES)
 
 
 def _small(subject: str, prefix: str, parallel: Any) -> Iterator[Problem]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
-import re
+import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from precision_shim.adapting import versioned
 from precision_shim.errors import PlanError
@@ -14,9 +15,31 @@ from precision_shim.planning.values import said
 
 from ..resolving import plain
 
-_FLAG = re.compile(r"--?(config-name|config-path|config-dir|cn|cp|cd)(?:=(.*))?$")
 SEARCH_PATH = "hydra.searchpath"
 """Hydra's key for additional directories with config groups."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a launch line asks of Hydra.
+
+    Attributes:
+        path: the directory of the config, or ``pkg://`` and a package's name.
+        name: the config's name.
+        overrides: the overrides.
+        directory: a further directory of configs (``--config-dir``); empty where there is none.
+    """
+
+    path: str
+    name: str
+    overrides: tuple[str, ...]
+    directory: str = ""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The places of configs that are not Hydra's own."""
+        named = (self.path.removeprefix("pkg://"), self.directory)
+        return tuple(place for place in named if place)
 
 
 def _where() -> str:
@@ -33,59 +56,77 @@ def compose(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
     Raises:
         PlanError: hydra cannot compose the config.
     """
-    try:
-        from hydra import compose, initialize_config_dir
-        from hydra.core.global_hydra import GlobalHydra
-    except ImportError as error:
-        raise PlanError(
-            f"{_where()}: its configs need hydra ({error}). Install verl's requirements."
-        ) from error
-    directory, name, overrides = named_config(job)
-    if job.source is None and not directory.is_dir():
+    asked = named_config(job)
+    from hydra import compose
+    from hydra._internal.hydra import Hydra
+    from hydra._internal.utils import create_config_search_path, validate_config_path
+    from hydra.core.config_search_path import SearchPathQuery
+    from hydra.core.global_hydra import GlobalHydra
+
+    packaged = asked.path.startswith("pkg://")
+    if not packaged and job.source is None and not os.path.isdir(asked.path):
         raise PlanError(
             f"{_where()}, {job.target}: there is no such module or file here; expected an entry "
             "point of this version. Start from the directory that the job starts in."
         )
-    if not directory.is_dir():
-        raise PlanError(
-            f"{_where()}: {directory}: there is no such directory of configs; expected the one "
-            f"that {job.target} names. Start from the directory that the job starts in."
-        )
+    for place in ("" if packaged else asked.path, asked.directory):
+        if place and not os.path.isdir(place):
+            raise PlanError(
+                f"{_where()}: {place}: there is no such directory of configs; expected the one "
+                f"that {job.target} names. Start from the directory that the job starts in."
+            )
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(directory.resolve()), version_base=None):
-            config: dict[str, Any] = plain(compose(name, overrides), unresolved=unresolved)
+        validate_config_path(asked.path)
+        search = create_config_search_path(asked.path)
+        if asked.directory:
+            # As hydra.main does: behind the config's own directory, and before structured configs.
+            anchor = SearchPathQuery(provider="schema")
+            search.prepend("command-line", f"file://{asked.directory}", anchor)
+        Hydra.create_main_hydra2("plan", search)
+        made = compose(asked.name, list(asked.overrides))
+        config: dict[str, Any] = plain(made, unresolved=unresolved)
     except Exception as error:  # hydra and omegaconf have many exception classes
         raise PlanError(
-            f"{_where()}, {directory / name}.yaml: {said(error)}. Correct the override or the file."
+            f"{_where()}, {asked.path}/{asked.name.removesuffix('.yaml')}.yaml: {said(error)}. "
+            "Correct the override or the file."
         ) from error
+    finally:
+        GlobalHydra.instance().clear()
     return config
 
 
-def named_config(job: Job) -> tuple[Path, str, list[str]]:
-    """Return the config's directory, the config's name, and the overrides."""
-    flags: dict[str, str] = {}
-    overrides = []
-    words = iter(job.arguments)
-    for word in words:
-        match = _FLAG.match(word)
-        if match:
-            value = match.group(2) if match.group(2) is not None else next(words, "")
-            short = {"cn": "config-name", "cp": "config-path", "cd": "config-dir"}
-            flags[short.get(match.group(1), match.group(1))] = value
-        elif "=" in word or word.startswith("~"):
-            overrides.append(word)
+def named_config(job: Job) -> Asked:
+    """Read a launch line with Hydra's own parser, and the entry point's decorator.
+
+    Raises:
+        PlanError: hydra is not installed, or refuses the line.
+    """
+    try:
+        from hydra._internal.utils import compute_search_path_dir, get_args_parser
+    except ImportError as error:
+        raise PlanError(
+            f"{_where()}: its configs need hydra ({error}). Install verl's requirements."
+        ) from error
+    parser = get_args_parser()
+
+    def refuse(message: str) -> NoReturn:
+        raise PlanError(
+            f"{_where()}, {job.target}: hydra refuses the line: {message}. Write the overrides in "
+            "one row: hydra takes no override behind an option that stands behind others."
+        )
+
+    parser.error = refuse
+    asked = parser.parse_args(list(job.arguments))
     path, name = _read_decorator(job.source)
-    beside = job.source.parent if job.source is not None else Path.cwd()
-    directory = beside / flags.get("config-path", path)
-    if "config-dir" in flags:
-        given = Path(flags["config-dir"])
-        wanted = flags.get("config-name", name).removesuffix(".yaml")
-        if (given / f"{wanted}.yaml").is_file():
-            directory = given
-        else:  # Hydra searches ``given`` for config groups too
-            overrides.append(f"{SEARCH_PATH}=[{given.resolve().as_uri()}]")
-    return directory, flags.get("config-name", name).removesuffix(".yaml"), overrides
+    beside = job.source if job.source is not None else Path.cwd() / "here.py"
+    found = compute_search_path_dir(str(beside), None, asked.config_path or path)
+    return Asked(
+        path=str(found),
+        name=asked.config_name or name,
+        overrides=tuple(asked.overrides),
+        directory=os.path.abspath(asked.config_dir) if asked.config_dir else "",
+    )
 
 
 def _read_decorator(source: Path | None) -> tuple[str, str]:

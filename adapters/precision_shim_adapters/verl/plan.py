@@ -26,7 +26,7 @@ from precision_shim.planning.values import (
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
 from ..fp16.plan import ShardedModel, scaling
-from ..megatron import PRECISION_AWARE, Wishes
+from ..megatron import GROUP, PRECISION_AWARE, Wishes
 from ..megatron.planning.plan import MegatronModel
 from ..megatron.planning.sizes import read_sizes
 from ..resolving import tell_unresolved
@@ -77,11 +77,11 @@ def plan_job(job: Job) -> Request:
 
 def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
     """Predict the report of ``driver.compare_engines`` about actor, reference and rollout."""
-    directory, _, overrides = named_config(job)
-    own = sides.is_verls(str(directory)) and not any(
-        override.startswith(SEARCH_PATH) for override in overrides
+    asked = named_config(job)
+    own = all(sides.is_verls(source) for source in asked.sources) and not any(
+        override.startswith(SEARCH_PATH) for override in asked.overrides
     )
-    written = sides.written_by(overrides, own=own)
+    written = sides.written_by(asked.overrides, own=own)
     try:
         sides.check_names(config)
         both = sides.read_sides(config, written)
@@ -111,6 +111,13 @@ def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], lis
 
 def _gpus(config: Mapping[str, Any]) -> int:
     trainer = _of(config, "trainer")
+    for key in ("n_gpus_per_node", "nnodes"):
+        value = trainer.get(key)
+        if isinstance(value, str):  # verl multiplies the two, and a text would be repeated
+            raise PlanError(
+                f"{_where()}, trainer.{key}={value!r}: a text, expected a number. Write it without "
+                "quotes; of a variable: '${oc.decode:${oc.env:NAME}}' with its quotes."
+            )
     return _number(trainer, "trainer.n_gpus_per_node") * _number(trainer, "trainer.nnodes")
 
 
@@ -250,11 +257,12 @@ def _model(job: Job, section: _Section) -> Plannable:
     shapes = job.model(path, {k: v for k, v in overrides.items() if v is not None})
     value = section.at.subject == "critic"
     if section.strategy == "megatron":
-        return _on_megatron(section, shapes, value)
+        coerces = job.in_force(sections.COERCION, GROUP)
+        return _on_megatron(section, shapes, value, coerces=coerces)
     return _sharded(job, section, shapes, value)
 
 
-def _on_megatron(section: _Section, model: Model, value: bool) -> Plannable:
+def _on_megatron(section: _Section, model: Model, value: bool, *, coerces: bool) -> Plannable:
     engine, optim = section.engine, section.optim
     subject, trains = section.at.subject, section.optim is not None
     keys = section.engine_key, section.optim_key
@@ -271,6 +279,8 @@ def _on_megatron(section: _Section, model: Model, value: bool) -> Plannable:
         known = any(problem.code == "dtype" for problem in illegal)
         illegal += [] if known else [Problem.of(error, subject, error.key)]
         return Illegal(subject, tuple(illegal))
+    if trains and not coerces:
+        illegal += sections.as_text(wishes, section.optim_key)
     bucket_key = f"{section.engine_key}.override_ddp_config"
     return MegatronModel(
         wishes,

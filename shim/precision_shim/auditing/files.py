@@ -6,7 +6,8 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -97,6 +98,41 @@ def read_files(
         if not path.name.endswith(suffix):
             continue
         try:
-            yield path, make(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            record = make(json.loads(path.read_text(encoding="utf-8")))
+            _check_types(record)
+        except (
+            *(OSError, ValueError, KeyError, TypeError, AttributeError),
+            *(OverflowError, RecursionError),  # an infinite number; 100,000 opening brackets
+        ) as error:
             yield path, f"{type(error).__name__}: {error}"
+        else:
+            yield path, record
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "str | None": (str, type(None)),
+    "int": (int,),
+    "float": (float, int),
+    "bool": (bool,),
+}
+"""What a value in a file must be, by the annotation of its record's field."""
+
+
+def _check_types(record: Any) -> None:
+    """Check the values of a record that was made from a file, and of the records in it.
+
+    Raises:
+        TypeError: a value is of another type than its field.
+    """
+    for one in fields(record):
+        value = getattr(record, one.name)
+        allowed = _TYPES.get(str(one.type))
+        if allowed is not None and not isinstance(value, allowed):
+            raise TypeError(f"{one.name} is {value!r}, expected {one.type}")
+        several = value.values() if isinstance(value, Mapping) else value
+        for inner in several if isinstance(several, Iterable) else ():
+            if is_dataclass(inner):
+                _check_types(inner)
+            elif one.type == "tuple[str, ...]" and not isinstance(inner, str):
+                raise TypeError(f"{one.name} has {inner!r}, expected names")

@@ -127,6 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: the words after the program's name; ``None`` for ``sys.argv[1:]``.
     """
+    _open_closed_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     # Import only the module of the given command: `run` starts jobs and must be fast.
     parser = build_parser([name for name in COMMANDS if name in given[:1]] or COMMANDS)
@@ -142,12 +143,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     raise SystemExit(known.command(known))
 
 
+def _open_closed_streams() -> None:
+    """Let what a command prints go nowhere where the caller, such as a daemon, closed its streams.
+
+    Python represents a closed stream by ``None``. A command that ``run`` executes inherits the
+    stream closed.
+    """
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
 def _check_variables(command: str) -> None:
     from ..errors import SettingsError
-    from ..process.settings import check_variables
+    from ..process.settings import check_variables, resolve
 
     try:
         check_variables(os.environ)
+        if command != "run":  # checks the values itself, as its options replace variables
+            from ..process.registry import entries
+
+            resolve(known_frameworks=entries())
     except SettingsError as error:
         print(f"precision-shim {command}: {error}", file=sys.stderr)
         raise SystemExit(2) from None

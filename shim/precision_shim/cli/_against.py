@@ -31,7 +31,7 @@ from ..upstream.changes import changed_lines
 from ..upstream.digest import digest, digest_of
 from ..upstream.foresight import foresee
 from ..upstream.trees import Tree, open_tree, over
-from ._output import show
+from ._output import show, write
 from ._probing import probing
 
 __all__ = ["command", "options", "report"]
@@ -369,7 +369,7 @@ def _against(asked: argparse.Namespace) -> int:
         return _fail(str(error))
     if asked.as_json:
         told = [verdict.to_dict() for verdict in reports]
-        print(json.dumps(told if len(told) > 1 else told[0], indent=2))
+        write(json.dumps(told if len(told) > 1 else told[0], indent=2))
     else:
         show("\n\n".join(_text(verdict, path, verbose=asked.verbose) for verdict in reports))
     return 1 if any(verdict.problems for verdict in reports) else 0

@@ -1,11 +1,16 @@
-"""Print a command's text, on a terminal in colours if rich is installed."""
+"""Write a command's result, on a terminal in colours if rich is installed."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import sys
 
-__all__ = ["show"]
+__all__ = ["READER_GONE", "show", "write"]
+
+READER_GONE = 141
+"""Exit status if the reader of the output has ended, such as ``head``; in shells, SIGPIPE."""
 
 _STYLES = {
     r"^[^\s:].*$": "bold",
@@ -17,6 +22,7 @@ _STYLES = {
 
 def show(text: str) -> None:
     """Print a text, on a terminal in colours if rich is installed."""
+    text = _printable(text)
     if sys.stdout.isatty():
         try:
             from rich.console import Console
@@ -30,4 +36,28 @@ def show(text: str) -> None:
             # soft_wrap=True, because wrapping by rich would break columns on a narrow terminal.
             Console(highlight=False).print(shown, soft_wrap=True)
             return
-    print(text)
+    write(text)
+
+
+def _printable(text: str) -> str:
+    """Escape what the output cannot represent, such as bytes of a path that are no UTF-8."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def write(text: str) -> None:
+    """Print a text to the standard output; where that fails, end the command without a traceback.
+
+    Raises:
+        SystemExit: the reader of the output has ended, or the output cannot be written.
+    """
+    try:
+        print(_printable(text), flush=True)
+    except OSError as error:
+        with contextlib.suppress(OSError, ValueError):  # Python itself flushes the rest at its exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            raise SystemExit(READER_GONE) from None
+        told = f"precision-shim: the output cannot be written: {error.strerror or error}"
+        print(told, file=sys.stderr)
+        raise SystemExit(2) from None

@@ -21,7 +21,7 @@ from ..process import versions as _versions
 from ..process.settings import PREFIX
 from ..reporting.text import fold
 from ..upstream.probes import probes_in, run
-from ._output import show
+from ._output import show, write
 
 __all__ = ["answer", "ask", "probing"]
 
@@ -87,7 +87,7 @@ def probing(asked: argparse.Namespace) -> int:
         return 2
     failed = any(probe["state"] == "fails" for each in told.values() for probe in each["probes"])
     if asked.as_json:
-        print(json.dumps({"frameworks": told, "ok": not failed}, indent=2))
+        write(json.dumps({"frameworks": told, "ok": not failed}, indent=2))
     else:
         show("\n".join(line for name, result in told.items() for line in _text(name, result)))
     return 1 if failed else 0

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from . import add_command
-from ._output import show
+from ._output import show, write
 
 if TYPE_CHECKING:
     from . import Commands
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     pairs = pair(half for _, half in sides if not isinstance(half, str))
     ok = not broken and all(group.ok for group in compared) and all(both.ok for both in pairs)
     if arguments.json:
-        print(
+        write(
             json.dumps(
                 {
                     "ok": ok,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..process import registry as _registry
 from ..process.names import meant
 from . import add_command
-from ._output import show
+from ._output import show, write
 
 if TYPE_CHECKING:
     from . import Commands
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         examined = examine(arguments.path, here, arguments.framework, most=most)
     except CheckpointUnreadableError as error:
         if arguments.json:
-            print(json.dumps({"ok": False, "path": arguments.path, "unreadable": str(error)}))
+            write(json.dumps({"ok": False, "path": arguments.path, "unreadable": str(error)}))
         else:
             print(error, file=sys.stderr)
         return 2
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         parts = [model.to_dict() for model in examined]
         values = {"ok": ok, "path": arguments.path, "here": environment, "parts": parts}
-        print(json.dumps(values, indent=1))
+        write(json.dumps(values, indent=1))
         return int(not ok)
     blocks = ["\n".join(model.lines()) for model in examined]
     there = here.versions(examined[0].part.framework)

@@ -33,7 +33,7 @@ from ..reporting.text import fold
 from ..seams._wrapper import resolve
 from ..upstream.foresight import foresee, inapplicable
 from . import _against, add_command
-from ._output import show
+from ._output import show, write
 
 if TYPE_CHECKING:
     from . import Commands
@@ -98,7 +98,7 @@ def doctor(asked: argparse.Namespace) -> int:
         return other(asked)
     told, frameworks = _look()
     if asked.as_json:
-        print(json.dumps(told, indent=2))
+        write(json.dumps(told, indent=2))
     else:
         show(_text(told, frameworks, verbose=asked.verbose))
     return 0 if told["ok"] else 1

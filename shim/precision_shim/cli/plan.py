@@ -8,13 +8,14 @@ import math
 import os
 import sys
 import traceback
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._about import __version__
 from . import add_command
-from ._output import show
+from ._output import show, write
 
 if TYPE_CHECKING:
     from ..planning.command import Job
@@ -150,12 +151,25 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
             f"{job.framework} is not installed here: its own loader has to read the job's config. "
             "Run the plan in the environment of the job."
         )
-    request = resolve(entry.plan)(job)
+    with _variables(job.environ):  # the job's config may refer to them, and so may the hub's cache
+        request = resolve(entry.plan)(job)
     rules = Rules(
         asked.transformer_engine or _version("transformer-engine", "transformer_engine"),
         asked.megatron_core or _version("megatron-core", "megatron"),
     )
     return job, request, rules
+
+
+@contextmanager
+def _variables(named: Mapping[str, str]) -> Iterator[None]:
+    """Set these environment variables, and restore the former values."""
+    before = dict(os.environ)
+    os.environ.update(named)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _version(distribution: str, package: str) -> str | None:
@@ -174,7 +188,7 @@ def _show(asked: argparse.Namespace, job: Job, request: Request, rules: Rules) -
     if asked.plot:
         plot.draw(plan, Path(asked.plot), asked.gpu_memory)
     if asked.json:
-        print(json.dumps(_json(plan, searched), indent=1))
+        write(json.dumps(_json(plan, searched), indent=1))
     else:
         blocks = [text.render(plan, asked.gpu_memory)]
         if searched is not None:

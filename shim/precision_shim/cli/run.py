@@ -62,7 +62,7 @@ def register(commands: Commands) -> None:
 def run(asked: argparse.Namespace) -> int:
     """Set the environment variables and execute the command in this process."""
     command = asked.job[1:] if asked.job[:1] == ["--"] else asked.job
-    if not command:
+    if not command or not command[0]:
         asked.parser.error("COMMAND is missing: what is to be run?")
     try:
         off = _settings.switch() == "off"

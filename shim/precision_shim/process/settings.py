@@ -71,7 +71,9 @@ def _whole(low: int) -> Callable[[str, object], int]:
 def _directory(name: str, value: object) -> str:
     if not isinstance(value, (str, os.PathLike)):
         raise _bad(name, value, "a path")
-    text = os.fspath(value).strip() if isinstance(value, str) else str(os.fspath(value))
+    text = value.strip() if isinstance(value, str) else os.fsdecode(value)
+    if "\0" in text:  # neither the file system nor the environment takes one
+        raise _bad(name, value, "a path without a null character")
     # Workers start in other directories, where a relative path would name another directory.
     path = os.path.abspath(os.path.expanduser(text)) if text else ""
     if path and os.path.exists(path) and not os.path.isdir(path):
@@ -231,7 +233,7 @@ def parse_features(
     Raises:
         SettingsError: a name is unknown.
     """
-    names = _words(value)
+    names = _words(value, variable)
     chosen: list[str] = []
     for position, name in enumerate(names):
         taken, bare = name.startswith("-"), name.lstrip("-")
@@ -252,7 +254,17 @@ def parse_features(
     return tuple(name for name in FEATURES if name in chosen)
 
 
-def _words(value: str | Iterable[str]) -> list[str]:
+def _words(value: object, where: str) -> list[str]:
+    """Return the names in a list or in a comma-separated string.
+
+    Raises:
+        SettingsError: the value is neither.
+    """
+    if isinstance(value, bytes) or not isinstance(value, Iterable):
+        raise SettingsError(
+            f"{where}: {value!r} is no list of names; allowed: a list of strings, or one string "
+            "with commas. Correct it or leave it out for all."
+        )
     parts = value.split(",") if isinstance(value, str) else list(value)
     return [word for word in (str(part).strip().lower() for part in parts) if word]
 
@@ -284,8 +296,18 @@ def resolve(
     """
     env = os.environ if environ is None else environ
     check_variables(env)
+    if strict not in (None, True, False):  # "no" would count as true
+        raise SettingsError(
+            f"install(strict=...): {strict!r} is not a valid setting; allowed: True, False, or "
+            f"None for what {PREFIX} says. Correct it or leave it out."
+        )
+    if not isinstance(settings, (Mapping, type(None))):
+        raise SettingsError(
+            f"{where['settings']}: {settings!r} is no mapping; allowed: a dict with the names "
+            f"{', '.join(TABLE)}. Correct it or leave it out."
+        )
     arguments = dict(settings or {})
-    unknown = sorted(set(arguments) - set(TABLE))
+    unknown = sorted(str(name) for name in arguments if name not in TABLE)
     if unknown:
         raise SettingsError(
             f"{where['settings']}: unknown setting {unknown[0]!r}{_suggest(unknown[0], TABLE)}; "
@@ -315,17 +337,18 @@ def resolve(
 
     named: tuple[str, ...] | None
     raw = frameworks if frameworks is not None else env.get(f"{PREFIX}_FRAMEWORKS", "")
-    named = tuple(dict.fromkeys(_words(raw))) or None  # no name: all frameworks
+    source = where["frameworks"] if frameworks is not None else f"{PREFIX}_FRAMEWORKS"
+    named = tuple(dict.fromkeys(_words(raw, source))) or None  # no name: all frameworks
     known = tuple(known_frameworks)
     for name in named or ():
         if known and name not in known:
-            source = where["frameworks"] if frameworks is not None else f"{PREFIX}_FRAMEWORKS"
             raise SettingsError(
                 f"{source}: unknown framework {name!r}{_suggest(name, known)}; allowed: "
                 f"{', '.join(sorted(known))}. Correct the list or unset it for all."
             )
-    if frameworks is not None and named:
-        given[f"{PREFIX}_FRAMEWORKS"] = ",".join(named)
+    if frameworks is not None and (named or env.get(f"{PREFIX}_FRAMEWORKS", "").strip()):
+        # Asked for all: empty the variable that names some, or a child process would take those.
+        given[f"{PREFIX}_FRAMEWORKS"] = ",".join(named or ())
     return Settings(
         values=values,
         origin=origin,

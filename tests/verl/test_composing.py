@@ -1,0 +1,193 @@
+"""A launch line that the plan reads, and the same line in verl's own entry point under Hydra."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.version import Version
+
+from precision_shim.cli import main
+from precision_shim.errors import PlanError
+from precision_shim.planning.command import Options, read_launch_line
+from precision_shim.process import registry
+from precision_shim.process.settings import resolve
+from precision_shim_adapters.resolving import plain
+from precision_shim_adapters.verl.composing import compose
+
+from .conftest import VERL
+
+pytestmark = pytest.mark.skipif(Version("0.9.1") != VERL, reason="held on the newest version")
+
+ACTOR = "actor_rollout_ref.actor"
+DTYPE = f"{ACTOR}.megatron.dtype"
+OVERRIDE = f"{ACTOR}.optim.override_optimizer_config"
+MEGATRON = "--config-name=ppo_megatron_trainer"
+COMMON = (
+    "trainer.n_gpus_per_node=1",
+    "algorithm.adv_estimator=grpo",
+    "data.train_batch_size=256",
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1",
+)
+FILES = {
+    "mine/ppo_trainer.yaml": "trainer: {nnodes: 7}",
+    "mine/job.yaml": "defaults: [ppo_megatron_trainer, _self_]\ntrainer: {nnodes: 4}",
+    "own/job.yaml": (
+        "hydra: {searchpath: ['pkg://verl.trainer.config']}\n"
+        "defaults: [ppo_megatron_trainer, _self_]\n"
+        "states: &states {exp_avg_dtype: bf16}\n"
+        "actor_rollout_ref: {actor: {optim: {override_optimizer_config: *states}}}"
+    ),
+    "groups/dtype/half.yaml": (
+        "# @package _global_\nactor_rollout_ref: {actor: {megatron: {dtype: float16}}}"
+    ),
+}
+LINES = (
+    # Where the config is.
+    (MEGATRON,),
+    ("-cn", "ppo_megatron_trainer"),
+    ("-cn=ppo_megatron_trainer",),
+    ("--config-nam=ppo_megatron_trainer.yaml",),
+    (MEGATRON, "--config-name=ppo_trainer"),
+    ("--config-path=config", MEGATRON),
+    ("--config-path=pkg://verl.trainer.config", MEGATRON),
+    ("--config-path={here}/own", "--config-name=job"),
+    ("--config-path={here}", "--config-name=own/job"),
+    ("--config-path=own", "--config-name=job"),
+    ("--config-dir=mine",),
+    ("--config-dir=mine", "--config-name=job"),
+    ("-cd", "mine", "-cn", "job"),
+    ("--config-dir=nowhere", MEGATRON),
+    ("--config-dir=groups", MEGATRON, "+dtype=half"),
+    (MEGATRON, "hydra.searchpath=[file://groups]", "+dtype=half"),
+    ("model_engine=megatron",),
+    ("actor@actor_rollout_ref.actor=megatron_actor",),
+    ("actor@actor_rollout_ref.actor=nothing",),
+    # What is no override.
+    ("stray",),
+    (MEGATRON, f"{DTYPE}=", "float16"),
+    (f"{DTYPE}=float16", MEGATRON, "trainer.nnodes=2"),
+    ("--local_rank=0", MEGATRON),
+    ("--", "trainer.nnodes=2"),
+    ("--", "trainer.nnodes=2", MEGATRON),
+    ("-m", MEGATRON, f"{DTYPE}=float16,bfloat16"),
+    # Overrides.
+    (MEGATRON, f"{DTYPE}= float16"),
+    (MEGATRON, f"{DTYPE}='float16'"),
+    (MEGATRON, f"{DTYPE}=float16,bfloat16"),
+    (MEGATRON, f"{DTYPE}=float16", f"{DTYPE}=bfloat16"),
+    (MEGATRON, f"+{DTYPE}=float16"),
+    (MEGATRON, f"++{DTYPE}=float16"),
+    (MEGATRON, f"~{DTYPE}"),
+    (MEGATRON, f"~{DTYPE}=float16"),
+    (MEGATRON, f"{OVERRIDE}={{exp_avg_dtype:bf16}}"),
+    (MEGATRON, f"+{OVERRIDE}={{exp_avg_dtype:'torch.bfloat16',exp_avg_sq_dtype:BF16}}"),
+    (MEGATRON, f"+{OVERRIDE}.exp_avg_dtype=bf16", f"+{OVERRIDE}.exp_avg_dtype=fp32"),
+    (MEGATRON, f"+{OVERRIDE}.exp_avg_dtype=16"),
+    (MEGATRON, f"+{OVERRIDE}.exp_avg_dtype=null"),
+    (MEGATRON, f"+{OVERRIDE}.exp_avg_dtype=${{{DTYPE}}}"),
+    (MEGATRON, f"+{OVERRIDE}.exp_avg_dtype=${{oc.env:NOWHERE_SET,fp32}}"),
+    (MEGATRON, "trainer.nnodes=int(2.7)"),
+    (MEGATRON, " trainer.nnodes=2"),
+    (MEGATRON, "actor_rollout_ref.model.path='/a,b'"),
+    (MEGATRON, "actor_rollout_ref.model.path=/a=b"),
+)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.hydra_config import HydraConfig
+
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    yield tmp_path
+    GlobalHydra.instance().clear()
+    HydraConfig.instance().cfg = None
+
+
+def by_verl(words: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any] | str:
+    """The config that verl's ``main`` gets; why there is none otherwise."""
+    program = importlib.import_module("verl.trainer.main_ppo")
+    got: list[dict[str, Any]] = []
+    # All that comes before Ray starts.
+    monkeypatch.setattr(program, "run_ppo", lambda config, **_: got.append(plain(config)))
+    monkeypatch.setattr(sys, "argv", [str(program.__file__), *words])
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            program.main()
+        except SystemExit:
+            return said.getvalue()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return got[0] if len(got) == 1 else f"{len(got)} jobs"
+
+
+def by_plan(words: list[str]) -> dict[str, Any] | str:
+    line = ["python", "-m", "verl.trainer.main_ppo", *words]
+    known = registry.entries().values()
+    try:
+        return compose(read_launch_line(line, known, resolve(environ={}), Options()))
+    except PlanError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("line", LINES, ids=" ".join)
+def test_the_plan_reads_a_line_as_verl_does(
+    here: Path, monkeypatch: pytest.MonkeyPatch, line: tuple[str, ...]
+) -> None:
+    words = [word.replace("{here}", str(here)) for word in line]
+    words += COMMON
+    theirs = by_verl(words, monkeypatch)
+    ours = by_plan(words)
+    assert isinstance(ours, str) == isinstance(theirs, str), (ours, theirs)
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        ours["trainer"]["device"] = theirs["trainer"]["device"]  # verl sets it on some machines
+        assert ours == theirs
+
+
+def planned(*words: str) -> tuple[int, Any, str]:
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+        pytest.raises(SystemExit) as end,
+    ):
+        main(["plan", "--parameters", "1M", "--json", "--", *words])
+    return int(end.value.code or 0), json.loads(out.getvalue() or "null"), err.getvalue()
+
+
+def test_a_config_may_refer_to_a_variable_of_the_line(here: Path) -> None:
+    line = ("python3", "-m", "verl.trainer.main_ppo", MEGATRON, *COMMON)
+    refers = f"{DTYPE}=${{oc.env:THE_DTYPE}}"
+    code, plan, _ = planned("THE_DTYPE=float16", *line, refers)
+    assert (code, plan["models"][0]["computes"]) == (1, "fp16")  # 1: the rollout stays in bf16
+    assert not any("not resolved" in one for one in plan["notes"])
+    assert "THE_DTYPE" not in os.environ
+    _, plan, _ = planned(*line, refers)
+    assert any("not resolved" in one for one in plan["notes"])
+
+
+def test_a_text_as_number_of_nodes_is_refused_as_by_verl(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NODES", "2")
+    words = [MEGATRON, *COMMON, "trainer.nnodes=${oc.env:NODES}"]
+    assert "TypeError" in by_verl(words, monkeypatch)
+    code, _, said = planned("python3", "-m", "verl.trainer.main_ppo", *words)
+    assert (code, "trainer.nnodes='2'" in said) == (2, True)
+    decoded = [*words[:-1], "trainer.nnodes='${oc.decode:${oc.env:NODES}}'"]
+    assert isinstance(by_verl(decoded, monkeypatch), dict)
+    assert planned("python3", "-m", "verl.trainer.main_ppo", *decoded)[0] == 0
