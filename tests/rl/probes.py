@@ -15,6 +15,8 @@ import torch
 import wrapt
 from examples.demo.rl import on_cpu  # noqa: F401  # the stand-ins, before the rest of verl
 
+from . import megatron_on_cpu  # noqa: F401
+
 FOLDER = Path(os.environ["RL_PROBES"])
 
 

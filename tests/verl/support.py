@@ -118,12 +118,23 @@ def engine(
     )
 
 
+NORMS = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+"""Names of Megatron's own norms, and of TransformerEngine's, which are part of another layer."""
+
+
 @contextlib.contextmanager
-def local_layers() -> Iterator[None]:
+def local_layers(*, weights: bool = False) -> Iterator[None]:
     """Bridges ask for TransformerEngine's layers; give them Megatron's own, which run on a CPU.
 
     Megatron's own layers name their norms differently from TransformerEngine's fused ones, so
-    mbridge's map of weight names does not fit them: the weights stay as they were initialized.
+    mbridge's map of weight names does not fit them.
+
+    Args:
+        weights: translate the names of the norms, so that mbridge loads, exports and saves the
+            weights; otherwise they stay as they were initialized.
     """
     from mbridge.core import bridge, llm_bridge, util
     from verl.utils import megatron_utils
@@ -136,7 +147,17 @@ def local_layers() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm_bridge, "get_gpt_decoder_block_spec", local)
-        patch.setattr(bridge.Bridge, "load_weights", lambda *args, **kwargs: None)
+        if weights:
+            named = bridge.Bridge._weight_name_mapping_mcore_to_hf
+
+            def mapped(self: Any, name: str) -> Any:
+                for ours, theirs in NORMS.items():
+                    name = name.replace(f".{ours}", f".{theirs}")
+                return named(self, name)
+
+            patch.setattr(bridge.Bridge, "_weight_name_mapping_mcore_to_hf", mapped)
+        else:
+            patch.setattr(bridge.Bridge, "load_weights", lambda *args, **kwargs: None)
         if not hasattr(util.ModelType, "encoder_and_decoder"):
             # mbridge 0.15.1 and verl before 0.9 still compare with a model type that
             # megatron-core 0.17 dropped.

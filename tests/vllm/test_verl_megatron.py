@@ -1,6 +1,6 @@
 """verl's Megatron engine and the real vLLM: weights by mbridge, in and out, bit by bit.
 
-Stand-ins: TransformerEngine's, and :func:`norms`.
+Stand-ins: TransformerEngine's, and the translated names of the norms in ``local_layers``.
 """
 
 from __future__ import annotations
@@ -19,16 +19,9 @@ from ..tiny_models import make_checkpoint
 from ..verl.support import engine, local_layers
 from .engines import load, read, ways
 
-NORMS = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
-}
-"""Names of Megatron's own norms, and of TransformerEngine's, which are part of another layer."""
-
-
 @pytest.fixture(scope="module")
-def norms(both_sides: ModuleType) -> Iterator[None]:
-    """mbridge knows TransformerEngine's names alone: it gets those for Megatron's own norms."""
+def imported(both_sides: ModuleType) -> Iterator[None]:
+    """verl's engine, imported once for all."""
     from examples.demo.rl.vllm_on_cpu import keep_weights
 
     keep_weights()
@@ -36,18 +29,9 @@ def norms(both_sides: ModuleType) -> Iterator[None]:
     import verl.utils.megatron.optimizer
     import verl.utils.megatron_utils
     import verl.workers.engine.megatron.transformer_impl  # noqa: F401
-    from mbridge.core.bridge import Bridge
-
-    own = Bridge._weight_name_mapping_mcore_to_hf
-
-    def mapped(self: Any, name: str) -> Any:
-        for ours, theirs in NORMS.items():
-            name = name.replace(f".{ours}", f".{theirs}")
-        return own(self, name)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cpu, "empty_cache", lambda: None, raising=False)
-        patch.setattr(Bridge, "_weight_name_mapping_mcore_to_hf", mapped)
         yield
 
 
@@ -70,23 +54,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[s
 
 def sent(checkpoint: Path, dtype: str) -> list[tuple[str, torch.Tensor]]:
     """What verl's engine sends after it has loaded a checkpoint."""
-    from mbridge.core.bridge import Bridge
-
     from precision_shim.testing import (
         megatron_on_cpu,
         model_parallel,
         stand_in_transformer_engine,
     )
 
-    loads = Bridge.load_weights
     with (
         stand_in_transformer_engine("2.11.0"),
         megatron_on_cpu(),
         model_parallel(),
-        local_layers(),
-        pytest.MonkeyPatch.context() as patch,
+        local_layers(weights=True),
     ):
-        patch.setattr(Bridge, "load_weights", loads)
         one = engine(checkpoint, dtype)
         one.initialize()
         stream, _ = one.get_per_tensor_param()
@@ -97,7 +76,7 @@ DTYPES = ("float16", "bfloat16")
 
 
 @pytest.fixture(scope="module")
-def streams(norms: None, models: Any) -> dict[str, list[tuple[str, torch.Tensor]]]:
+def streams(imported: None, models: Any) -> dict[str, list[tuple[str, torch.Tensor]]]:
     """What is sent, by dtype: before the first engine, whose process group stays."""
     return {dtype: sent(models[1], dtype) for dtype in DTYPES}
 

@@ -1,0 +1,75 @@
+"""verl's Megatron engine on a CPU in a whole job, beside the demo's stand-ins for a GPU.
+
+Megatron's own layers instead of TransformerEngine's, by mbridge, and the stand-in for its FusedAdam.
+Megatron's device names mean the CPU in one thread: the one in which Ray runs a worker's methods,
+and in which the engine is therefore made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+import wrapt
+
+KEYS = {
+    "model_engine": "megatron",
+    "actor_rollout_ref.actor.megatron.vanilla_mbridge": True,
+    # By verl's default the LR schedule starts anew in a Megatron job that goes on.
+    "actor_rollout_ref.actor.optim.use_checkpoint_opt_param_scheduler": True,
+    "actor_rollout_ref.actor.megatron.override_transformer_config.attention_backend": "unfused",
+}
+"""What verl's config needs for it."""
+
+_open = contextlib.ExitStack()
+"""Lasts as long as the worker."""
+
+
+def keys(dtype: str) -> dict[str, object]:
+    """The keys of an engine in a dtype."""
+    from precision_shim.testing.megatron_cpu import CPU_TRANSFORMER
+
+    engine = "actor_rollout_ref.actor.megatron"
+    fields = {f"+{engine}.override_transformer_config.{k}": v for k, v in CPU_TRANSFORMER.items()}
+    return {**KEYS, f"{engine}.dtype": dtype, **fields}
+
+
+def _causal_attention() -> None:
+    """Let Megatron's own attention make its causal mask, and no other.
+
+    verl marks the tokens that are no padding, as TransformerEngine's attention takes it; Megatron's
+    own would not attend to what is marked. All padding is on the right, where nothing attends to it.
+    """
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    attend = DotProductAttention.forward
+
+    def forward(self: Any, query: Any, key: Any, value: Any, mask: Any, **named: Any) -> Any:
+        return attend(self, query, key, value, None, **named)
+
+    DotProductAttention.forward = forward
+
+
+def _prepare(module: Any) -> None:
+    made = module.MegatronEngine.__init__
+
+    @functools.wraps(made)
+    def make(self: Any, *given: Any, **named: Any) -> None:
+        from precision_shim.testing import megatron_on_cpu, stand_in_transformer_engine
+
+        from ..verl.support import local_layers
+
+        for one in (
+            stand_in_transformer_engine(),
+            megatron_on_cpu(),
+            local_layers(weights=True),
+        ):
+            _open.enter_context(one)
+        _causal_attention()
+        made(self, *given, **named)
+
+    module.MegatronEngine.__init__ = make
+
+
+wrapt.register_post_import_hook(_prepare, "verl.workers.engine.megatron.transformer_impl")
