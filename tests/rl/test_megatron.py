@@ -41,6 +41,8 @@ ON_TWO_RANKS = (
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
     f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=8",
 )
+AUDIT = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+"""With which vLLM's processes answer the audit."""
 K3 = "rollout_corr/k3_kl"
 IN_VLLM = {
     "embedding.word_embeddings.": "model.embed_tokens.",
@@ -68,7 +70,7 @@ class OnMegatron(Probed):
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders that outlast a job."""
-    return {one: tmp_path_factory.mktemp(one) for one in ("checkpoints", "audits", "bf16", "other")}
+    return {one: tmp_path_factory.mktemp(one) for one in ("checkpoints", "other", "whole", "asked")}
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +89,7 @@ def fp16(ran: Callable[..., Ran]) -> Callable[..., Ran]:
 def whole(fp16: Callable[..., Ran], places: dict[str, Path]) -> Ran:
     """fp16 on both sides, saved in the middle; audited, the engines' processes too."""
     keys = (f"trainer.save_freq={SAVED}", f"trainer.default_local_dir={places['checkpoints']}")
-    audited = {
-        "PRECISION_SHIM_AUDIT_DIR": str(places["audits"]),
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-    }
-    return fp16(*keys, **audited)
+    return fp16(*keys, **AUDIT, PRECISION_SHIM_AUDIT_DIR=str(places["whole"]))
 
 
 @pytest.fixture(scope="module")
@@ -111,13 +109,22 @@ def alone(ran: Callable[..., Ran]) -> Ran:
 
 
 @pytest.fixture(scope="module")
-def beside(ran: Callable[..., Ran], places: dict[str, Path]) -> Ran:
-    """bf16 on both sides with the shim, strict and audited."""
-    audit = {
-        "PRECISION_SHIM_AUDIT_DIR": str(places["bf16"]),
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-    }
-    return ran("bf16", "bf16", SAVED, kind=OnMegatron, **audit, **STRICT)
+def beside(ran: Callable[..., Ran]) -> Ran:
+    """The same with the shim, strict."""
+    return ran("bf16", "bf16", SAVED, kind=OnMegatron, **STRICT)
+
+
+@pytest.fixture(scope="module")
+def asked(ran: Callable[..., Ran], places: dict[str, Path]) -> Ran:
+    """bf16 on both sides, with the states that the README asks for; audited."""
+    states = "+actor_rollout_ref.actor.optim.override_optimizer_config"
+    keys = (
+        f"{states}.use_precision_aware_optimizer=true",
+        f"{states}.main_grads_dtype=bf16",
+        f"{states}.exp_avg_dtype=bf16",
+    )
+    audit = {**AUDIT, "PRECISION_SHIM_AUDIT_DIR": str(places["asked"])}
+    return ran("bf16", "bf16", SAVED, *keys, kind=OnMegatron, **audit, **STRICT)
 
 
 def in_vllm(sent: dict[str, Any]) -> dict[str, Any]:
@@ -132,7 +139,7 @@ def in_vllm(sent: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("job", "ranks", "dtype"),
-    [("whole", RANKS, "float16"), ("alone", 1, "bfloat16"), ("beside", 1, "bfloat16")],
+    [("whole", RANKS, "float16"), ("alone", 1, "bfloat16"), ("asked", 1, "bfloat16")],
 )
 def test_each_engine_holds_the_trainers_weights(
     request: pytest.FixtureRequest, job: str, ranks: int, dtype: str
@@ -200,16 +207,26 @@ def test_what_fp16s_workers_hold(whole: Ran) -> None:
         assert scaler == {"growth_tracker": 1, "hysteresis_tracker": 2}
 
 
-def test_what_bf16s_workers_hold_with_the_shim_and_without(alone: Ran, beside: Ran) -> None:
-    assert "precision_shim]" not in alone.log
-    *_, ours = beside.weights("optimizer")
-    *_, theirs = alone.weights("optimizer")
+def test_where_nothing_is_asked_of_it_the_shim_changes_nothing(alone: Ran, beside: Ran) -> None:
+    assert "precision_shim" not in alone.log
+    assert "precision_shim" in beside.log
+    assert beside.metrics == alone.metrics
+    (ours, theirs) = (done.weights("optimizer")[-1] for done in (beside, alone))
     assert not theirs["precision-aware"]
     assert theirs["buckets"] == theirs["main grads"] == ["torch.float32"]
-    assert ours["precision-aware"]
-    assert ours["buckets"] == ours["main grads"] == ["torch.bfloat16"]
-    print(kinds(ours), kinds(theirs))
-    assert theirs["scaler"] is ours["scaler"] is None
+    assert kinds(theirs) == dict.fromkeys(("stepped", "exp_avg", "exp_avg_sq"), "float32")
+    same_weights(ours.pop("states"), theirs.pop("states"))
+    assert ours == theirs
+
+
+def test_what_the_user_asks_for_is_in_the_worker(asked: Ran, alone: Ran) -> None:
+    *_, held = asked.weights("optimizer")
+    assert held["precision-aware"]
+    assert held["buckets"] == held["main grads"] == ["torch.bfloat16"]
+    print(kinds(held))
+    assert held["scaler"] is None
+    first = 1
+    assert asked.metrics[first][K3] == alone.metrics[first][K3]
 
 
 def audited(folder: Path) -> tuple[list[halves.Sent], list[halves.Held]]:
@@ -224,15 +241,14 @@ def audited(folder: Path) -> tuple[list[halves.Sent], list[halves.Held]]:
 
 
 @pytest.mark.parametrize(
-    ("job", "folder", "dtype", "ranks"),
-    [("whole", "audits", "fp16", RANKS), ("beside", "bf16", "bf16", 1)],
+    ("job", "dtype", "ranks"),
+    [("whole", "fp16", RANKS), ("asked", "bf16", 1)],
 )
 def test_the_audit_has_both_halves_and_finds_no_contradiction(
-    request: pytest.FixtureRequest, places: dict[str, Path], job: str, folder: str, dtype: str,
-    ranks: int,
-) -> None:  # fmt: skip
+    request: pytest.FixtureRequest, places: dict[str, Path], job: str, dtype: str, ranks: int
+) -> None:
     request.getfixturevalue(job)
-    sent, held = audited(places[folder])
+    sent, held = audited(places[job])
     assert sorted(half.rank for half in sent) == list(range(ranks))
     assert len(held) == ranks
     assert len({half.job for half in (*sent, *held)}) == 1
