@@ -60,11 +60,20 @@ IN_VLLM = {
 
 @dataclass(frozen=True)
 class OnMegatron(Probed):
-    """A job whose trainer is verl's Megatron engine."""
+    """A job whose trainer is verl's Megatron engine, with Megatron-Bridge, verl's default."""
+
+    vanilla = False
 
     def engine_keys(self) -> dict[str, object]:
         """The keys of the trainer's engine."""
-        return megatron_on_cpu.keys({"fp16": "float16", "bf16": "bfloat16"}[self.trainer])
+        dtype = {"fp16": "float16", "bf16": "bfloat16"}[self.trainer]
+        return megatron_on_cpu.keys(dtype, vanilla=self.vanilla)
+
+
+class OnMbridge(OnMegatron):
+    """With mbridge."""
+
+    vanilla = True
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +125,7 @@ def beside(ran: Callable[..., Ran]) -> Ran:
 
 @pytest.fixture(scope="module")
 def asked(ran: Callable[..., Ran], places: dict[str, Path]) -> Ran:
-    """bf16 on both sides, with the states that the README asks for; audited."""
+    """bf16 on both sides by mbridge, with the states that the README asks for; audited."""
     states = "+actor_rollout_ref.actor.optim.override_optimizer_config"
     keys = (
         f"{states}.use_precision_aware_optimizer=true",
@@ -124,7 +133,7 @@ def asked(ran: Callable[..., Ran], places: dict[str, Path]) -> Ran:
         f"{states}.exp_avg_dtype=bf16",
     )
     audit = {**AUDIT, "PRECISION_SHIM_AUDIT_DIR": str(places["asked"])}
-    return ran("bf16", "bf16", SAVED, *keys, kind=OnMegatron, **audit, **STRICT)
+    return ran("bf16", "bf16", SAVED, *keys, kind=OnMbridge, **audit, **STRICT)
 
 
 def in_vllm(sent: dict[str, Any]) -> dict[str, Any]:
@@ -208,8 +217,8 @@ def test_what_fp16s_workers_hold(whole: Ran) -> None:
 
 
 def test_where_nothing_is_asked_of_it_the_shim_changes_nothing(alone: Ran, beside: Ran) -> None:
-    assert "precision_shim" not in alone.log
-    assert "precision_shim" in beside.log
+    assert "[precision_shim]" not in alone.log
+    assert "[precision_shim]" in beside.log
     assert beside.metrics == alone.metrics
     (ours, theirs) = (done.weights("optimizer")[-1] for done in (beside, alone))
     assert not theirs["precision-aware"]
@@ -223,9 +232,12 @@ def test_what_the_user_asks_for_is_in_the_worker(asked: Ran, alone: Ran) -> None
     *_, held = asked.weights("optimizer")
     assert held["precision-aware"]
     assert held["buckets"] == held["main grads"] == ["torch.bfloat16"]
-    print(kinds(held))
+    assert kinds(held) == {
+        "stepped": "bfloat16", "master_param": "int16", "exp_avg": "bfloat16",
+        "exp_avg_sq": "float32",
+    }  # fmt: skip
     assert held["scaler"] is None
-    first = 1
+    first = 1  # both bridges load, and send, the same weights
     assert asked.metrics[first][K3] == alone.metrics[first][K3]
 
 
