@@ -1,9 +1,8 @@
 """verl's Megatron engine on a CPU in a whole job, beside the demo's stand-ins for a GPU.
 
-Megatron's own layers instead of TransformerEngine's, by Megatron-Bridge or mbridge, and the stand-in
-for its FusedAdam.
-Megatron's device names mean the CPU in one thread: the one in which Ray runs a worker's methods,
-and in which the engine is therefore made.
+Megatron's own layers instead of TransformerEngine's, by Megatron-Bridge or mbridge, and the
+stand-in for its FusedAdam. Megatron's device names mean the CPU in one thread: the one in which Ray
+runs a worker's methods, and in which the engine is therefore made.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ def keys(dtype: str, *, vanilla: bool = False) -> dict[str, object]:
 def _causal_attention() -> None:
     """Let Megatron's own attention make its causal mask, and no other.
 
-    verl marks the tokens that are no padding, as TransformerEngine's attention takes it; Megatron's
-    own would not attend to what is marked. All padding is on the right, where nothing attends to it.
+    verl marks the tokens that are no padding, as TransformerEngine's attention takes it. Megatron's
+    own attends to what is not marked. All padding is on the right, where no token attends to it.
     """
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 

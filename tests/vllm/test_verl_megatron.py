@@ -19,6 +19,7 @@ from ..tiny_models import make_checkpoint
 from ..verl.support import engine, local_layers
 from .engines import load, read, ways
 
+
 @pytest.fixture(scope="module")
 def imported(both_sides: ModuleType) -> Iterator[None]:
     """verl's engine, imported once for all."""
