@@ -39,22 +39,6 @@ def keys(dtype: str, *, vanilla: bool = False) -> dict[str, object]:
     return {**KEYS, f"{engine}.dtype": dtype, f"{engine}.vanilla_mbridge": vanilla, **fields}
 
 
-def _causal_attention() -> None:
-    """Let Megatron's own attention make its causal mask, and no other.
-
-    verl marks the tokens that are no padding, as TransformerEngine's attention takes it. Megatron's
-    own attends to what is not marked. All padding is on the right, where no token attends to it.
-    """
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-    attend = DotProductAttention.forward
-
-    def forward(self: Any, query: Any, key: Any, value: Any, mask: Any, **named: Any) -> Any:
-        return attend(self, query, key, value, None, **named)
-
-    DotProductAttention.forward = forward
-
-
 def _own_layers() -> None:
     """Let Megatron-Bridge build a model of Megatron's own layers, whose names it knows."""
     from ..megatron_bridge import import_megatron_bridge
@@ -84,7 +68,6 @@ def _prepare(module: Any) -> None:
         _own_layers()
         for one in (stand_in_transformer_engine(), megatron_on_cpu(), local_layers(weights=True)):
             _open.enter_context(one)
-        _causal_attention()
         made(self, *given, **named)
 
     module.MegatronEngine.__init__ = make

@@ -130,14 +130,23 @@ def local_layers(*, weights: bool = False) -> Iterator[None]:
     """Bridges ask for TransformerEngine's layers; give them Megatron's own, which run on a CPU.
 
     Megatron's own layers name their norms differently from TransformerEngine's fused ones, so
-    mbridge's map of weight names does not fit them.
+    mbridge's map of weight names does not fit them. verl marks the tokens that are no padding, as
+    TransformerEngine's attention takes it; Megatron's own attends to what is not marked. It gets no
+    mask and makes its causal one: all padding is on the right, where no token attends to it.
 
     Args:
         weights: translate the names of the norms, so that mbridge loads, exports and saves the
             weights; otherwise they stay as they were initialized.
     """
     from mbridge.core import bridge, llm_bridge, util
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
     from verl.utils import megatron_utils
+
+    attend = DotProductAttention.forward
+
+    @functools.wraps(attend)
+    def causal(self: Any, query: Any, key: Any, value: Any, mask: Any, **named: Any) -> Any:
+        return attend(self, query, key, value, None, **named)
 
     own = llm_bridge.get_gpt_decoder_block_spec
 
@@ -147,6 +156,7 @@ def local_layers(*, weights: bool = False) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm_bridge, "get_gpt_decoder_block_spec", local)
+        patch.setattr(DotProductAttention, "forward", causal)
         if weights:
             named = bridge.Bridge._weight_name_mapping_mcore_to_hf
 
