@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ HERE = Path(__file__).parent
 
 if rl.unavailable():
     collect_ignore_glob = ["test_*.py"]
+elif importlib.util.find_spec("megatron") is None:
+    collect_ignore = ["test_megatron.py"]
 
 PROMPTS, ANSWERS = 4, 4
 LOOPS = "- {name: seeded, _target_: tests.rl.seeded.Loop}\n"
@@ -61,12 +64,17 @@ class Ran:
     probes: Path
     log: str
 
-    def weights(self, side: str) -> list[dict[str, Any]]:
-        """The weights of ``trainer`` or ``engine`` after each sync, in order."""
+    def weights(self, side: str, rank: int = 0) -> list[dict[str, Any]]:
+        """The weights of ``trainer`` or ``engine``, one after another sync.
+
+        Args:
+            side: on Megatron also ``optimizer``, whose states a rank holds.
+            rank: the trainer's, or number of the engine.
+        """
         import torch
 
         files = sorted(
-            self.probes.glob(f"{side}-*.pt"), key=lambda one: int(one.stem.split("-")[1])
+            self.probes.glob(f"{side}{rank}-*.pt"), key=lambda one: int(one.stem.split("-")[1])
         )
         return [torch.load(one) for one in files]
 
@@ -75,10 +83,17 @@ class Ran:
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ran]:
     """Runs a job to its end."""
 
-    def run(trainer: str, rollout: str, steps: int, *keys: str, **variables: str) -> Ran:
+    def run(
+        trainer: str,
+        rollout: str,
+        steps: int,
+        *keys: str,
+        kind: type[Probed] = Probed,
+        **variables: str,
+    ) -> Ran:
         folder = tmp_path_factory.mktemp("rl")
         (folder / "loops.yaml").write_text(LOOPS, encoding="utf-8")
-        job = Probed("job", trainer, rollout, probes=folder, variables=variables)
+        job = kind("job", trainer, rollout, probes=folder, variables=variables)
         loops = f"{ROLLOUT}.agent.agent_loop_config_path={folder / 'loops.yaml'}"
         rl.run(job, folder, steps, limits=Patient, keys=(*KEYS, loops, *keys))
         lines = map(json.loads, (folder / "job.jsonl").read_text(encoding="utf-8").splitlines())

@@ -118,15 +118,35 @@ def engine(
     )
 
 
-@contextlib.contextmanager
-def local_layers() -> Iterator[None]:
-    """Replace TransformerEngine's layers in the bridges by Megatron's own, which run on a CPU.
+NORMS = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+"""Names of Megatron's own norms, and of TransformerEngine's, which are part of another layer."""
 
-    mbridge maps names of TransformerEngine's fused norms. Megatron's own norms have other names,
-    so mbridge loads no weights, and the model keeps initial values.
+
+@contextlib.contextmanager
+def local_layers(*, weights: bool = False) -> Iterator[None]:
+    """Bridges ask for TransformerEngine's layers; give them Megatron's own, which run on a CPU.
+
+    Megatron's own layers name their norms differently from TransformerEngine's fused ones, so
+    mbridge's map of weight names does not fit them. verl marks the tokens that are no padding, as
+    TransformerEngine's attention takes it; Megatron's own attends to what is not marked. It gets no
+    mask and makes its causal one: all padding is on the right, where no token attends to it.
+
+    Args:
+        weights: translate the names of the norms, so that mbridge loads, exports and saves the
+            weights; otherwise they stay as they were initialized.
     """
     from mbridge.core import bridge, llm_bridge, util
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
     from verl.utils import megatron_utils
+
+    attend = DotProductAttention.forward
+
+    @functools.wraps(attend)
+    def causal(self: Any, query: Any, key: Any, value: Any, mask: Any, **named: Any) -> Any:
+        return attend(self, query, key, value, None, **named)
 
     own = llm_bridge.get_gpt_decoder_block_spec
 
@@ -136,7 +156,18 @@ def local_layers() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm_bridge, "get_gpt_decoder_block_spec", local)
-        patch.setattr(bridge.Bridge, "load_weights", lambda *args, **kwargs: None)
+        patch.setattr(DotProductAttention, "forward", causal)
+        if weights:
+            named = bridge.Bridge._weight_name_mapping_mcore_to_hf
+
+            def mapped(self: Any, name: str) -> Any:
+                for ours, theirs in NORMS.items():
+                    name = name.replace(f".{ours}", f".{theirs}")
+                return named(self, name)
+
+            patch.setattr(bridge.Bridge, "_weight_name_mapping_mcore_to_hf", mapped)
+        else:
+            patch.setattr(bridge.Bridge, "load_weights", lambda *args, **kwargs: None)
         if not hasattr(util.ModelType, "encoder_and_decoder"):
             # mbridge 0.15.1 and verl before 0.9 still compare with a model type that megatron-core
             # 0.17 removed.

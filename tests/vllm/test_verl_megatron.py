@@ -1,6 +1,6 @@
 """verl's Megatron engine and the real vLLM: mbridge loads and exports weights, bit by bit.
 
-Stand-ins: the one for TransformerEngine, and :func:`norms`.
+Stand-ins: TransformerEngine's, and the translated names of the norms in ``local_layers``.
 """
 
 from __future__ import annotations
@@ -19,16 +19,10 @@ from ..tiny_models import make_checkpoint
 from ..verl.support import engine, local_layers
 from .engines import load, read, ways
 
-NORMS = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
-}
-"""Weight names of Megatron's own norms, and the names of TransformerEngine's fused norms."""
-
 
 @pytest.fixture(scope="module")
-def norms(both_sides: ModuleType) -> Iterator[None]:
-    """Rename Megatron's own norms for mbridge, which has only TransformerEngine's names."""
+def imported(both_sides: ModuleType) -> Iterator[None]:
+    """verl's engine, imported once for all."""
     from examples.demo.rl.vllm_on_cpu import keep_weights
 
     keep_weights()
@@ -36,18 +30,9 @@ def norms(both_sides: ModuleType) -> Iterator[None]:
     import verl.utils.megatron.optimizer
     import verl.utils.megatron_utils
     import verl.workers.engine.megatron.transformer_impl  # noqa: F401
-    from mbridge.core.bridge import Bridge
-
-    own = Bridge._weight_name_mapping_mcore_to_hf
-
-    def mapped(self: Any, name: str) -> Any:
-        for ours, theirs in NORMS.items():
-            name = name.replace(f".{ours}", f".{theirs}")
-        return own(self, name)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cpu, "empty_cache", lambda: None, raising=False)
-        patch.setattr(Bridge, "_weight_name_mapping_mcore_to_hf", mapped)
         yield
 
 
@@ -69,24 +54,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[s
 
 
 def sent(checkpoint: Path, dtype: str) -> list[tuple[str, torch.Tensor]]:
-    """The weights that verl's engine sends after it has loaded a checkpoint."""
-    from mbridge.core.bridge import Bridge
-
+    """What verl's engine sends after it has loaded a checkpoint."""
     from precision_shim.testing import (
         megatron_on_cpu,
         model_parallel,
         stand_in_transformer_engine,
     )
 
-    loads = Bridge.load_weights
     with (
         stand_in_transformer_engine("2.11.0"),
         megatron_on_cpu(),
         model_parallel(),
-        local_layers(),
-        pytest.MonkeyPatch.context() as patch,
+        local_layers(weights=True),
     ):
-        patch.setattr(Bridge, "load_weights", loads)
         one = engine(checkpoint, dtype)
         one.initialize()
         stream, _ = one.get_per_tensor_param()
@@ -97,8 +77,8 @@ DTYPES = ("float16", "bfloat16")
 
 
 @pytest.fixture(scope="module")
-def streams(norms: None, models: Any) -> dict[str, list[tuple[str, torch.Tensor]]]:
-    """The sent weights by dtype, made before an engine's process group exists."""
+def streams(imported: None, models: Any) -> dict[str, list[tuple[str, torch.Tensor]]]:
+    """What is sent, by dtype: before the first engine, whose process group stays."""
     return {dtype: sent(models[1], dtype) for dtype in DTYPES}
 
 

@@ -97,12 +97,21 @@ class Job:
         fork = ["--fork", str(folder / ENVIRONMENT)]
         return [*fork, "verl.trainer.main_ppo", *self._keys(folder, steps)]
 
+    def engine_keys(self) -> dict[str, object]:
+        """The keys of the trainer's engine: FSDP2."""
+        actor = f"{_WORKER}.actor"
+        return {
+            f"+{actor}.fsdp_config.mixed_precision.param_dtype": self.trainer,
+            f"{actor}.strategy": "fsdp2",
+            f"{actor}.fsdp_config.use_torch_compile": False,
+        }
+
     def _keys(self, folder: Path, steps: int) -> list[str]:
         actor, rollout = f"{_WORKER}.actor", f"{_WORKER}.rollout"
         ray = "ray_kwargs.ray_init"
         keys: dict[str, object] = {
             # The keys in which the three jobs differ.
-            f"+{actor}.fsdp_config.mixed_precision.param_dtype": self.trainer,
+            **self.engine_keys(),
             f"{rollout}.dtype": _IN_VLLM[self.rollout],
             # The task, and the training.
             "algorithm.adv_estimator": "grpo",
@@ -119,12 +128,10 @@ class Job:
             f"{_WORKER}.model.use_remove_padding": False,
             f"{_WORKER}.model.enable_gradient_checkpointing": False,
             f"+{_WORKER}.model.override_config.attn_implementation": "sdpa",
-            f"{actor}.strategy": "fsdp2",
             f"{actor}.ppo_mini_batch_size": PROMPTS,
             f"{actor}.ppo_micro_batch_size_per_gpu": PROMPTS * ANSWERS,
             f"{actor}.use_kl_loss": False,
             f"{actor}.use_torch_compile": False,
-            f"{actor}.fsdp_config.use_torch_compile": False,
             f"{actor}.optim.lr": 1e-3,
             f"{rollout}.name": "vllm",
             f"{rollout}.n": ANSWERS,

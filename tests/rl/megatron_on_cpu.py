@@ -1,0 +1,76 @@
+"""verl's Megatron engine on a CPU in a whole job, beside the demo's stand-ins for a GPU.
+
+Megatron's own layers instead of TransformerEngine's, by Megatron-Bridge or mbridge, and the
+stand-in for its FusedAdam. Megatron's device names mean the CPU in one thread: the one in which Ray
+runs a worker's methods, and in which the engine is therefore made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+import wrapt
+
+KEYS = {
+    "model_engine": "megatron",
+    # By verl's default the LR schedule starts anew in a Megatron job that goes on.
+    "actor_rollout_ref.actor.optim.use_checkpoint_opt_param_scheduler": True,
+    "actor_rollout_ref.actor.megatron.override_transformer_config.attention_backend": "unfused",
+}
+"""What verl's config needs for it."""
+
+_open = contextlib.ExitStack()
+"""Lasts as long as the worker."""
+
+
+def keys(dtype: str, *, vanilla: bool = False) -> dict[str, object]:
+    """The keys of an engine.
+
+    Args:
+        dtype: what it computes in, as verl names it.
+        vanilla: with mbridge, as verl calls that, instead of Megatron-Bridge.
+    """
+    from precision_shim.testing.megatron_cpu import CPU_TRANSFORMER
+
+    engine = "actor_rollout_ref.actor.megatron"
+    fields = {f"+{engine}.override_transformer_config.{k}": v for k, v in CPU_TRANSFORMER.items()}
+    return {**KEYS, f"{engine}.dtype": dtype, f"{engine}.vanilla_mbridge": vanilla, **fields}
+
+
+def _own_layers() -> None:
+    """Let Megatron-Bridge build a model of Megatron's own layers, whose names it knows."""
+    from ..megatron_bridge import import_megatron_bridge
+
+    import_megatron_bridge()
+    from megatron.bridge.models.model_provider import ModelProviderMixin
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    finish = ModelProviderMixin.apply_overrides_and_finalize
+
+    def finalize(self: Any, dtype: Any = None, overrides: Any = None) -> Any:
+        spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+        return finish(self, dtype, {**(overrides or {}), "transformer_layer_spec": spec})
+
+    ModelProviderMixin.apply_overrides_and_finalize = finalize
+
+
+def _prepare(module: Any) -> None:
+    made = module.MegatronEngine.__init__
+
+    @functools.wraps(made)
+    def make(self: Any, *given: Any, **named: Any) -> None:
+        from precision_shim.testing import megatron_on_cpu, stand_in_transformer_engine
+
+        from ..verl.support import local_layers
+
+        _own_layers()
+        for one in (stand_in_transformer_engine(), megatron_on_cpu(), local_layers(weights=True)):
+            _open.enter_context(one)
+        made(self, *given, **named)
+
+    module.MegatronEngine.__init__ = make
+
+
+wrapt.register_post_import_hook(_prepare, "verl.workers.engine.megatron.transformer_impl")

@@ -1,0 +1,288 @@
+"""Whole GRPO runs with verl's Megatron engine as the trainer, and the real vLLM: both sides.
+
+The jobs in fp16 have two ranks and a vLLM each; those in bf16, which show what is compared with
+them, have one.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from precision_shim.auditing import halves
+
+from . import megatron_on_cpu
+from .conftest import ROLLOUT, Probed, Ran
+from .test_runs import STRICT, same_weights
+
+pytestmark = pytest.mark.slow
+
+RANKS = 2
+BEFORE, AFTER = 2.0**26, 2.0**10
+"""The first scale, which overflows on any machine, and what Megatron makes of it at the second
+overflow: its hysteresis is 2."""
+SCALER = {
+    "PRECISION_SHIM_LOSS_SCALE_INIT": str(BEFORE),
+    "PRECISION_SHIM_BACKOFF_FACTOR": str(AFTER / BEFORE),
+    "PRECISION_SHIM_GROWTH_INTERVAL": "2",
+}
+STEPS, SAVED = 5, 3
+"""Two steps that overflow and three that are taken; saved with no tracker at its start."""
+ON_TWO_RANKS = (
+    f"trainer.n_gpus_per_node={RANKS}",
+    f"ray_kwargs.ray_init.num_gpus={RANKS}",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=8",
+)
+AUDIT = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+"""With which vLLM's processes answer the audit."""
+K3 = "rollout_corr/k3_kl"
+IN_VLLM = {
+    "embedding.word_embeddings.": "model.embed_tokens.",
+    "decoder.final_layernorm.": "model.norm.",
+    "output_layer.": "lm_head.",
+    "decoder.layers.": "model.layers.",
+    ".pre_mlp_layernorm.": ".post_attention_layernorm.",
+    ".self_attention.linear_qkv.": ".self_attn.qkv_proj.",
+    ".self_attention.linear_proj.": ".self_attn.o_proj.",
+    ".mlp.linear_fc1.": ".mlp.gate_up_proj.",
+    ".mlp.linear_fc2.": ".mlp.down_proj.",
+}
+"""Megatron's names and vLLM's, whose joined weights have one layout where keys have one head."""
+
+
+@dataclass(frozen=True)
+class OnMegatron(Probed):
+    """A job whose trainer is verl's Megatron engine, with Megatron-Bridge, verl's default."""
+
+    vanilla = False
+
+    def engine_keys(self) -> dict[str, object]:
+        """The keys of the trainer's engine."""
+        dtype = {"fp16": "float16", "bf16": "bfloat16"}[self.trainer]
+        return megatron_on_cpu.keys(dtype, vanilla=self.vanilla)
+
+
+class OnMbridge(OnMegatron):
+    """With mbridge."""
+
+    vanilla = True
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders that outlast a job."""
+    return {one: tmp_path_factory.mktemp(one) for one in ("checkpoints", "other", "whole", "asked")}
+
+
+@pytest.fixture(scope="module")
+def fp16(ran: Callable[..., Ran]) -> Callable[..., Ran]:
+    """Run a job with fp16 on both sides, on two ranks."""
+
+    def run(*keys: str, **variables: str) -> Ran:
+        devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(RANKS)))}
+        given = {**STRICT, **SCALER, **devices, **variables}
+        return ran("fp16", "fp16", STEPS, *ON_TWO_RANKS, *keys, kind=OnMegatron, **given)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(fp16: Callable[..., Ran], places: dict[str, Path]) -> Ran:
+    """fp16 on both sides, saved in the middle; audited, the engines' processes too."""
+    keys = (f"trainer.save_freq={SAVED}", f"trainer.default_local_dir={places['checkpoints']}")
+    return fp16(*keys, **AUDIT, PRECISION_SHIM_AUDIT_DIR=str(places["whole"]))
+
+
+@pytest.fixture(scope="module")
+def resumed(fp16: Callable[..., Ran], whole: Ran, places: dict[str, Path]) -> Ran:
+    """The same, begun from the save."""
+    return fp16(
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={places['checkpoints'] / f'global_step_{SAVED}'}",
+        f"trainer.default_local_dir={places['other']}",
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(ran: Callable[..., Ran]) -> Ran:
+    """verl without the shim, bf16 on both sides."""
+    return ran("bf16", "bf16", SAVED, kind=OnMegatron, PRECISION_SHIM="0")
+
+
+@pytest.fixture(scope="module")
+def beside(ran: Callable[..., Ran]) -> Ran:
+    """The same with the shim, strict."""
+    return ran("bf16", "bf16", SAVED, kind=OnMegatron, **STRICT)
+
+
+@pytest.fixture(scope="module")
+def asked(ran: Callable[..., Ran], places: dict[str, Path]) -> Ran:
+    """bf16 on both sides by mbridge, with the states that the README asks for; audited."""
+    states = "+actor_rollout_ref.actor.optim.override_optimizer_config"
+    keys = (
+        f"{states}.use_precision_aware_optimizer=true",
+        f"{states}.main_grads_dtype=bf16",
+        f"{states}.exp_avg_dtype=bf16",
+    )
+    audit = {**AUDIT, "PRECISION_SHIM_AUDIT_DIR": str(places["asked"])}
+    return ran("bf16", "bf16", SAVED, *keys, kind=OnMbridge, **audit, **STRICT)
+
+
+def in_vllm(sent: dict[str, Any]) -> dict[str, Any]:
+    """Megatron's weights under vLLM's names."""
+    named = {}
+    for name, weight in sent.items():
+        for ours, theirs in IN_VLLM.items():
+            name = name.replace(ours, theirs)  # noqa: PLW2901
+        named[name] = weight
+    return named
+
+
+@pytest.mark.parametrize(
+    ("job", "ranks", "dtype"),
+    [("whole", RANKS, "float16"), ("alone", 1, "bfloat16"), ("asked", 1, "bfloat16")],
+)
+def test_each_engine_holds_the_trainers_weights(
+    request: pytest.FixtureRequest, job: str, ranks: int, dtype: str
+) -> None:
+    done: Ran = request.getfixturevalue(job)
+    for rank in range(ranks):
+        sent, held = done.weights("trainer", rank), done.weights("engine", rank)
+        assert len(sent) == len(held) > len(done.metrics)
+        for ours, theirs in zip(sent, held, strict=True):
+            assert {str(one.dtype) for one in ours.values()} == {f"torch.{dtype}"}
+            same_weights(theirs, in_vllm(ours))
+
+
+def test_fp16_on_both_sides_disagrees_less(whole: Ran, alone: Ran) -> None:
+    """On the same prompts, from the same checkpoint, with the same seeds."""
+    fine, coarse = ([done.metrics[step][K3] for step in alone.metrics] for done in (whole, alone))
+    assert 10 * fmean(fine) < fmean(coarse), (fine, coarse)
+
+
+def test_steps_that_overflow_are_skipped_on_all_ranks(whole: Ran) -> None:
+    column = {name: [step[f"actor/{name}"] for step in whole.metrics.values()]
+              for name in ("loss_scale", "skipped_steps", "grad_norm")}  # fmt: skip
+    assert column["loss_scale"] == [BEFORE, BEFORE, AFTER, AFTER, 2 * AFTER]
+    assert column["skipped_steps"] == [1, 2, 2, 2, 2]
+    assert [norm is not None for norm in column["grad_norm"]] == [False] * 2 + [True] * 3
+    for rank in range(RANKS):
+        before, first, second, third = whole.weights("engine", rank)[:4]
+        same_weights(first, before)
+        same_weights(second, before)
+        with pytest.raises(AssertionError):
+            same_weights(third, before)
+
+
+def test_the_gradients_norm_is_not_scaled(whole: Ran, alone: Ran) -> None:
+    norms, unscaled = ([step["actor/grad_norm"] for step in done.metrics.values()]
+                       for done in (whole, alone))  # fmt: skip
+    assert max(filter(None, norms)) < 16 * min(unscaled) < AFTER * min(filter(None, norms))
+
+
+def kinds(held: dict[str, Any]) -> dict[str, str]:
+    """The dtypes of a rank's states, by their kind."""
+    found: dict[str, set[str]] = {}
+    for name, one in held["states"].items():
+        found.setdefault(name.partition(".")[2], set()).add(str(one.dtype).removeprefix("torch."))
+    return {name: " ".join(sorted(dtypes)) for name, dtypes in found.items()}
+
+
+def test_what_fp16s_workers_hold(whole: Ran) -> None:
+    for rank in range(RANKS):
+        *_, held = whole.weights("optimizer", rank)
+        assert held["precision-aware"]
+        assert held["buckets"] == held["main grads"] == ["torch.float32"]
+        assert kinds(held) == {
+            "stepped": "float16", "master_param": "float32", "exp_avg": "float32",
+            "exp_avg_sq": "float32",
+        }  # fmt: skip
+        states = held["states"]
+        for name, master in states.items():
+            number, _, kind = name.partition(".")
+            if kind == "master_param":
+                assert (states[f"{number}.stepped"] == master.half()).all()
+                assert (states[f"{number}.stepped"] != master).any()
+        scaler = held["scaler"]
+        assert float(scaler.pop("scale")) == 2 * AFTER
+        assert scaler == {"growth_tracker": 1, "hysteresis_tracker": 2}
+
+
+def test_where_nothing_is_asked_of_it_the_shim_changes_nothing(alone: Ran, beside: Ran) -> None:
+    assert "[precision_shim]" not in alone.log
+    assert "[precision_shim]" in beside.log
+    assert beside.metrics == alone.metrics
+    (ours, theirs) = (done.weights("optimizer")[-1] for done in (beside, alone))
+    assert not theirs["precision-aware"]
+    assert theirs["buckets"] == theirs["main grads"] == ["torch.float32"]
+    assert kinds(theirs) == dict.fromkeys(("stepped", "exp_avg", "exp_avg_sq"), "float32")
+    same_weights(ours.pop("states"), theirs.pop("states"))
+    assert ours == theirs
+
+
+def test_what_the_user_asks_for_is_in_the_worker(asked: Ran, alone: Ran) -> None:
+    *_, held = asked.weights("optimizer")
+    assert held["precision-aware"]
+    assert held["buckets"] == held["main grads"] == ["torch.bfloat16"]
+    assert kinds(held) == {
+        "stepped": "bfloat16", "master_param": "int16", "exp_avg": "bfloat16",
+        "exp_avg_sq": "float32",
+    }  # fmt: skip
+    assert held["scaler"] is None
+    first = 1  # both bridges load, and send, the same weights
+    assert asked.metrics[first][K3] == alone.metrics[first][K3]
+
+
+def audited(folder: Path) -> tuple[list[halves.Sent], list[halves.Held]]:
+    """Both halves of an audit, after the command has found no contradiction."""
+    command = [sys.executable, "-m", "precision_shim", "audit", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no problems" in done.stdout
+    read = [half for _, half in halves.read(str(folder))]
+    sent = [half for half in read if isinstance(half, halves.Sent)]
+    return sent, [half for half in read if isinstance(half, halves.Held)]
+
+
+@pytest.mark.parametrize(
+    ("job", "dtype", "ranks"),
+    [("whole", "fp16", RANKS), ("asked", "bf16", 1)],
+)
+def test_the_audit_has_both_halves_and_finds_no_contradiction(
+    request: pytest.FixtureRequest, places: dict[str, Path], job: str, dtype: str, ranks: int
+) -> None:
+    request.getfixturevalue(job)
+    sent, held = audited(places[job])
+    assert sorted(half.rank for half in sent) == list(range(ranks))
+    assert len(held) == ranks
+    assert len({half.job for half in (*sent, *held)}) == 1
+    for half in sent:
+        assert (half.framework, half.subject) == ("verl", "actor")
+        assert {name for one in half.sent.values() for name in one.dtypes} == {dtype}
+    for half in held:
+        assert (half.computes, half.not_answered) == (dtype, "")
+        assert {name for one in half.kinds.values() for name in one} == {dtype}
+
+
+def test_resumed_in_the_middle_the_run_is_the_same_bit_for_bit(whole: Ran, resumed: Ran) -> None:
+    assert list(whole.metrics) == list(range(1, STEPS + 1))
+    assert list(resumed.metrics) == list(range(SAVED + 1, STEPS + 1))
+    skips = "actor/skipped_steps"  # on Megatron, since the process started
+    for step, metrics in resumed.metrics.items():
+        assert (metrics.pop(skips), whole.metrics[step][skips]) == (0, 2)
+        assert metrics == {k: v for k, v in whole.metrics[step].items() if k != skips}
+    for rank in range(RANKS):
+        for side in ("engine", "trainer"):
+            same_weights(resumed.weights(side, rank)[-1], whole.weights(side, rank)[-1])
+        (one, other) = (done.weights("optimizer", rank)[-1] for done in (resumed, whole))
+        same_weights(one.pop("states"), other.pop("states"))
+        assert one == other
+        assert one["steps"] == [STEPS - 2] * 2
