@@ -72,7 +72,7 @@ def name_dtype(call: Call) -> Any:
         },
         {
             "target": "verl.utils.config:validate_config",
-            "aliases": tuple(f"{one}:validate_config" for one in _PROGRAMS),
+            "aliases": tuple(f"{one}:validate_config" for one in (*_PROGRAMS, "verl.utils")),
         },
     ],
     why="the rollout's and the reference model's dtypes have defaults of their own",
