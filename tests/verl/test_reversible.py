@@ -140,3 +140,18 @@ def test_every_import_order(fresh_processes: Ranks, order: str) -> None:
         "optimizer:get_megatron_optimizer",
     ):
         assert any(one.endswith(f".{target}") for one in targets), target
+
+
+def test_a_late_install_reaches_the_copy_that_verls_package_has() -> None:
+    """``verl.utils`` has ``validate_config`` by value, and drivers import it from there."""
+    utils = pytest.importorskip("verl.utils.config", reason="this version has no such module")
+    package = sys.modules["verl.utils"]
+    before = getattr(package, "validate_config", None)
+    if before is None or before is not getattr(utils, "validate_config", None):
+        pytest.skip("this version's package has no copy")
+    precision_shim.install(features="rollout-agreement")
+    try:
+        assert package.validate_config is utils.validate_config is not before
+    finally:
+        precision_shim.uninstall()
+    assert package.validate_config is utils.validate_config is before
