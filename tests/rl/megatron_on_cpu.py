@@ -11,8 +11,6 @@ import contextlib
 import functools
 from typing import Any
 
-import wrapt
-
 KEYS = {
     "model_engine": "megatron",
     # By verl's default the LR schedule starts anew in a Megatron job that goes on.
@@ -56,7 +54,8 @@ def _own_layers() -> None:
     ModelProviderMixin.apply_overrides_and_finalize = finalize
 
 
-def _prepare(module: Any) -> None:
+def prepare(module: Any) -> None:
+    """Let the engine of this module of verl's put the stand-ins in place when it is made."""
     made = module.MegatronEngine.__init__
 
     @functools.wraps(made)
@@ -71,6 +70,3 @@ def _prepare(module: Any) -> None:
         made(self, *given, **named)
 
     module.MegatronEngine.__init__ = make
-
-
-wrapt.register_post_import_hook(_prepare, "verl.workers.engine.megatron.transformer_impl")

@@ -15,7 +15,7 @@ import torch
 import wrapt
 from examples.demo.rl import on_cpu  # noqa: F401  # the stand-ins, before the rest of verl
 
-from . import megatron_on_cpu  # noqa: F401
+from . import megatron_on_cpu
 
 FOLDER = Path(os.environ["RL_PROBES"])
 
@@ -96,5 +96,6 @@ def _engine(module: Any) -> None:
 
 
 wrapt.register_post_import_hook(_trainer, "verl.workers.engine.fsdp.transformer_impl")
-wrapt.register_post_import_hook(_megatron, "verl.workers.engine.megatron.transformer_impl")
+for hook in (megatron_on_cpu.prepare, _megatron):
+    wrapt.register_post_import_hook(hook, "verl.workers.engine.megatron.transformer_impl")
 wrapt.register_post_import_hook(_engine, "verl.workers.rollout.vllm_rollout.utils")

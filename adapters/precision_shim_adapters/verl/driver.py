@@ -73,9 +73,7 @@ def name_dtype(call: Call) -> Any:
         },
         {
             "target": "verl.utils.config:validate_config",
-            "aliases": tuple(
-                f"{module}:validate_config" for module in (*_PROGRAMS, "verl.utils")
-            ),
+            "aliases": tuple(f"{module}:validate_config" for module in (*_PROGRAMS, "verl.utils")),
         },
     ],
     why="the rollout's and the reference model's dtypes have defaults of their own",
