@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import json
 import os
+import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,13 @@ from precision_shim.errors import PlanError
 from precision_shim.planning.command import Options, read_launch_line
 from precision_shim.process import registry
 from precision_shim.process.settings import resolve
-from precision_shim_adapters.resolving import plain
 from precision_shim_adapters.verl.composing import compose
 
 from .conftest import VERL
 
 pytestmark = pytest.mark.skipif(Version("0.9.1") != VERL, reason="held on the newest version")
 
+ROOT = Path(__file__).parents[2]
 ACTOR = "actor_rollout_ref.actor"
 DTYPE = f"{ACTOR}.megatron.dtype"
 OVERRIDE = f"{ACTOR}.optim.override_optimizer_config"
@@ -104,36 +103,51 @@ LINES = (
 )
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.core.hydra_config import HydraConfig
+TEXT = (MEGATRON, *COMMON, "trainer.nnodes=${oc.env:NODES}")
+DECODED = (MEGATRON, *COMMON, "trainer.nnodes='${oc.decode:${oc.env:NODES}}'")
 
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("composing")
     for name, text in FILES.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    yield tmp_path
-    GlobalHydra.instance().clear()
-    HydraConfig.instance().cfg = None
+        (made / name).parent.mkdir(parents=True, exist_ok=True)
+        (made / name).write_text(text)
+    return made
 
 
-def by_verl(words: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any] | str:
-    """The config that verl's ``main`` gets; why there is none otherwise."""
-    program = importlib.import_module("verl.trainer.main_ppo")
-    got: list[dict[str, Any]] = []
-    # All that comes before Ray starts.
-    monkeypatch.setattr(program, "run_ppo", lambda config, **_: got.append(plain(config)))
-    monkeypatch.setattr(sys, "argv", [str(program.__file__), *words])
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        try:
-            program.main()
-        except SystemExit:
-            return said.getvalue()
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-    return got[0] if len(got) == 1 else f"{len(got)} jobs"
+@pytest.fixture
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def in_full(line: tuple[str, ...], folder: Path) -> list[str]:
+    return [*(word.replace("{here}", str(folder)) for word in line), *COMMON]
+
+
+@pytest.fixture(scope="module")
+def by_verl(folder: Path) -> dict[tuple[str, ...], dict[str, Any] | str]:
+    """Maps each line to the config that verl's ``main`` gets, or why there is none."""
+    lines = [in_full(line, folder) for line in LINES] + [list(TEXT), list(DECODED)]
+    known = [name for name in os.environ if not name.startswith("PRECISION_SHIM")]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.verl.composed_by_verl"],
+        input=json.dumps(lines),
+        cwd=folder,
+        env={
+            **{name: os.environ[name] for name in known},
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "HYDRA_FULL_ERROR": "1",
+            "NODES": "2",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answers = json.loads(done.stdout.splitlines()[-1])
+    return dict(zip([*LINES, TEXT, DECODED], answers, strict=True))
 
 
 def by_plan(words: list[str]) -> dict[str, Any] | str:
@@ -147,16 +161,14 @@ def by_plan(words: list[str]) -> dict[str, Any] | str:
 
 @pytest.mark.parametrize("line", LINES, ids=" ".join)
 def test_the_plan_reads_a_line_as_verl_does(
-    here: Path, monkeypatch: pytest.MonkeyPatch, line: tuple[str, ...]
+    here: Path, by_verl: dict[tuple[str, ...], Any], line: tuple[str, ...]
 ) -> None:
-    words = [word.replace("{here}", str(here)) for word in line]
-    words += COMMON
-    theirs = by_verl(words, monkeypatch)
-    ours = by_plan(words)
+    theirs = by_verl[line]
+    ours = by_plan(in_full(line, here))
     assert isinstance(ours, str) == isinstance(theirs, str), (ours, theirs)
-    if isinstance(ours, dict) and isinstance(theirs, dict):
+    if isinstance(ours, dict):
         ours["trainer"]["device"] = theirs["trainer"]["device"]  # verl sets it on some machines
-        assert ours == theirs
+        assert json.loads(json.dumps(ours)) == theirs
 
 
 def planned(*words: str) -> tuple[int, Any, str]:
@@ -181,13 +193,12 @@ def test_a_config_may_refer_to_a_variable_of_the_line(here: Path) -> None:
 
 
 def test_a_text_as_number_of_nodes_is_refused_as_by_verl(
-    here: Path, monkeypatch: pytest.MonkeyPatch
+    here: Path, by_verl: dict[tuple[str, ...], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NODES", "2")
-    words = [MEGATRON, *COMMON, "trainer.nnodes=${oc.env:NODES}"]
-    assert "TypeError" in by_verl(words, monkeypatch)
-    code, _, said = planned("python3", "-m", "verl.trainer.main_ppo", *words)
+    job = ("python3", "-m", "verl.trainer.main_ppo")
+    assert "TypeError" in by_verl[TEXT]
+    code, _, said = planned(*job, *TEXT)
     assert (code, "trainer.nnodes='2'" in said) == (2, True)
-    decoded = [*words[:-1], "trainer.nnodes='${oc.decode:${oc.env:NODES}}'"]
-    assert isinstance(by_verl(decoded, monkeypatch), dict)
-    assert planned("python3", "-m", "verl.trainer.main_ppo", *decoded)[0] == 0
+    assert isinstance(by_verl[DECODED], dict)
+    assert planned(*job, *DECODED)[0] == 0

@@ -1,0 +1,48 @@
+"""Prints the configs that verl's own ``main_ppo`` makes of launch lines, as JSON.
+
+It is a process of its own, because Hydra configures a process's logging and streams. Its input is a
+JSON list of lines, each a list of words. Its output has text where verl refuses a line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import sys
+from typing import Any
+
+from precision_shim_adapters.resolving import plain
+
+
+def composed(program: Any, words: list[str]) -> dict[str, Any] | str:
+    """The config that verl's ``main`` receives, or why it receives none."""
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.hydra_config import HydraConfig
+
+    configs: list[dict[str, Any]] = []
+    # The function that starts Ray: everything before it runs.
+    program.run_ppo = lambda config, **_: configs.append(plain(config))
+    sys.argv = [str(program.__file__), *words]
+    try:
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()) as told,
+        ):
+            program.main()
+    except SystemExit:
+        return told.getvalue()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        GlobalHydra.instance().clear()
+        HydraConfig.instance().cfg = None
+    return configs[0] if len(configs) == 1 else f"{len(configs)} jobs"
+
+
+if __name__ == "__main__":
+    lines = json.load(sys.stdin)
+    with contextlib.redirect_stdout(sys.stderr):
+        main_ppo = importlib.import_module("verl.trainer.main_ppo")
+    print(json.dumps([composed(main_ppo, words) for words in lines]))
