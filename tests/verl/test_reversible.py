@@ -142,6 +142,7 @@ def test_every_import_order(fresh_processes: Ranks, order: str) -> None:
         assert any(one.endswith(f".{target}") for one in targets), target
 
 
+@pytest.mark.skipif(Version("0.7") > VERL, reason="rollout-agreement supports verl from 0.7 on")
 def test_a_late_install_reaches_the_copy_that_verls_package_has() -> None:
     """``verl.utils`` has ``validate_config`` by value, and drivers import it from there."""
     utils = pytest.importorskip("verl.utils.config", reason="this version has no such module")
