@@ -1,8 +1,8 @@
 """verl's Megatron engine on a CPU in a whole job, beside the demo's stand-ins for a GPU.
 
-Megatron's own layers instead of TransformerEngine's, by Megatron-Bridge or mbridge, and the
-stand-in for its FusedAdam. Megatron's device names mean the CPU in one thread: the one in which Ray
-runs a worker's methods, and in which the engine is therefore made.
+The engine's model, built by Megatron-Bridge or mbridge, has Megatron's own layers instead of
+TransformerEngine's, and a stand-in replaces TransformerEngine's FusedAdam. Megatron's device names
+mean the CPU in one thread only, so the engine is made in the thread that runs Ray's methods.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import Any
 
 KEYS = {
     "model_engine": "megatron",
-    # By verl's default the LR schedule starts anew in a Megatron job that goes on.
+    # By verl's default a resumed Megatron job restarts its LR schedule.
     "actor_rollout_ref.actor.optim.use_checkpoint_opt_param_scheduler": True,
     "actor_rollout_ref.actor.megatron.override_transformer_config.attention_backend": "unfused",
 }
-"""What verl's config needs for it."""
+"""Keys of verl's config for the Megatron engine on a CPU."""
 
 _open = contextlib.ExitStack()
-"""Lasts as long as the worker."""
+"""The stand-ins, which stay in place until the worker ends."""
 
 
 def keys(dtype: str, *, vanilla: bool = False) -> dict[str, object]:
-    """The keys of an engine.
+    """Return the config keys of an engine.
 
     Args:
-        dtype: what it computes in, as verl names it.
-        vanilla: with mbridge, as verl calls that, instead of Megatron-Bridge.
+        dtype: verl's name of the dtype in which the engine computes.
+        vanilla: whether mbridge builds the model, instead of Megatron-Bridge.
     """
     from precision_shim.testing.megatron_cpu import CPU_TRANSFORMER
 

@@ -1,12 +1,13 @@
-"""SkyRL's store of LoRA adapters in fp16: gradients that wait while the loss scale changes.
+"""SkyRL's store of LoRA adapters in fp16: stored gradients follow changes of the loss scale.
 
-The adapters of one Megatron worker share its optimizer, and so its loss scaler. The store keeps an
-adapter's gradients while another adapter trains, until the first adapter's own step. They were
-scaled with the scale of their backward pass, and the step divides them by the scale that the other
-adapter's steps have left. So the shim notes the scale of what the store keeps, and multiplies by
-the change when the gradients come back.
+The LoRA adapters of one Megatron worker share the worker's optimizer and loss scaler. While one
+adapter trains, SkyRL stores the gradients of the other adapters until their own step. Stored
+gradients were multiplied by the loss scale of their backward pass, but their step divides them by
+the loss scale at that time, which another adapter's overflow may have changed. So the shim records
+the loss scale of stored gradients. When SkyRL copies them back, the shim multiplies them by the
+new scale over the recorded scale.
 
-Delete when: SkyRL's store keeps gradients unscaled, or with their scale.
+Delete this module when SkyRL stores gradients unscaled, or with their loss scale.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from precision_shim.adapting import Call, seam
 
 from ..megatron import SCALING, dynamic_scalers
 from ..megatron.acting.overflow import scale_of
+from ..megatron.buffers import grad_buffers
 from .megatron import TRAIN
 
 GROUP = "megatron adapters"
@@ -34,12 +36,12 @@ _HERE: dict[str, Any] = {
     "optional": True,
 }
 _SCALE = "_precision_shim_scale"
-"""The attribute of a slot that has the scale of the slot's gradients: written by ``_note``, read by
-``_rescale``. (A slot is a dataclass without a hash: no key of a mapping.)"""
+"""Name of the attribute with the loss scale of a slot's gradients. ``_note`` writes the attribute,
+``_rescale`` reads it. (A slot has no hash, so a mapping cannot have slots as keys.)"""
 
 _optimizers: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-"""Maps a store to the optimizer of its adapters: written by ``keep`` and ``bring_back``, for the
-two functions that do not get the optimizer."""
+"""Maps a store to the optimizer of its LoRA adapters. ``keep`` and ``bring_back`` write the entries
+for ``park`` and ``unpark``, to whose functions SkyRL passes no optimizer."""
 
 
 @seam(
@@ -50,10 +52,10 @@ two functions that do not get the optimizer."""
     **_HERE,
 )
 def keep(call: Call, slot: Any, model_chunks: Any, optimizer: Any) -> Any:
-    """Note the loss scale with which the gradients of a slot were scaled."""
+    """Record the loss scale of the gradients that SkyRL copies into a slot."""
     _optimizers[call.instance] = weakref.ref(optimizer)
     result = call.proceed()
-    if any(True for _ in _gradients(model_chunks)):  # otherwise the store keeps what it has
+    if _any_gradients(model_chunks):  # otherwise the store keeps a slot's gradients unchanged
         _note(call.instance, slot)
     return result
 
@@ -66,7 +68,7 @@ def keep(call: Call, slot: Any, model_chunks: Any, optimizer: Any) -> Any:
     **_HERE,
 )
 def bring_back(call: Call, slot: Any, model_chunks: Any, optimizer: Any) -> Any:
-    """Give the gradients of a slot the scale that the coming step divides by."""
+    """Rescale the gradients that SkyRL copies out of a slot to the present loss scale."""
     _optimizers[call.instance] = weakref.ref(optimizer)
     result = call.proceed()
     _rescale(call.instance, slot, model_chunks)
@@ -81,9 +83,9 @@ def bring_back(call: Call, slot: Any, model_chunks: Any, optimizer: Any) -> Any:
     **_HERE,
 )
 def park(call: Call, model_chunks: Any) -> Any:
-    """Note the loss scale of gradients that are kept over an offload."""
+    """Record the loss scale of the gradients that SkyRL stores during an offload."""
     store = call.instance
-    live = any(True for _ in _gradients(model_chunks))
+    live = _any_gradients(model_chunks)
     result = call.proceed()
     slot = store._slots.get(store._current_id)
     if live and slot is not None:
@@ -99,7 +101,7 @@ def park(call: Call, model_chunks: Any) -> Any:
     **_HERE,
 )
 def unpark(call: Call, model_chunks: Any) -> Any:
-    """Give gradients that were kept over an offload the scale that the coming step divides by."""
+    """Rescale the gradients that SkyRL copies back after an offload to the present loss scale."""
     store = call.instance
     parked = store._grads_parked
     result = call.proceed()
@@ -126,7 +128,7 @@ def _rescale(store: Any, slot: Any, chunks: Any) -> None:
 
 
 def _scale(store: Any) -> float | None:
-    """The loss scale now; ``None`` where it never changes."""
+    """The present loss scale; ``None`` without dynamic loss scaling."""
     reference = _optimizers.get(store)
     optimizer = None if reference is None else reference()
     scalers = [] if optimizer is None else dynamic_scalers(optimizer)
@@ -134,10 +136,11 @@ def _scale(store: Any) -> float | None:
 
 
 def _gradients(chunks: Any) -> Iterator[torch.Tensor]:
-    """The gradients in the buffers of Megatron's DDPs, without those that an offload has freed."""
-    for chunk in chunks:
-        for kind in ("buffers", "expert_parallel_buffers"):
-            buffers = getattr(chunk, kind, ())
-            for buffer in buffers if isinstance(buffers, list) else ():
-                if buffer.grad_data is not None and buffer.grad_data.untyped_storage().size():
-                    yield buffer.grad_data
+    """Yield the gradients in the buffers of Megatron's DDPs, except those that an offload freed."""
+    for buffer in grad_buffers(chunks):
+        if buffer.grad_data is not None and buffer.grad_data.untyped_storage().size():
+            yield buffer.grad_data
+
+
+def _any_gradients(chunks: Any) -> bool:
+    return next(_gradients(chunks), None) is not None

@@ -21,13 +21,13 @@ SEARCH_PATH = "hydra.searchpath"
 
 @dataclass(frozen=True)
 class Asked:
-    """What a launch line asks of Hydra.
+    """The arguments of a launch line that Hydra reads.
 
     Attributes:
         path: the directory of the config, or ``pkg://`` and a package's name.
         name: the config's name.
         overrides: the overrides.
-        directory: a further directory of configs (``--config-dir``); empty where there is none.
+        directory: an additional directory of configs (``--config-dir``); empty without one.
     """
 
     path: str
@@ -37,7 +37,7 @@ class Asked:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The places of configs that are not Hydra's own."""
+        """The directories and packages of the job's configs, without Hydra's own."""
         named = (self.path.removeprefix("pkg://"), self.directory)
         return tuple(place for place in named if place)
 
@@ -80,7 +80,7 @@ def compose(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
         validate_config_path(asked.path)
         search = create_config_search_path(asked.path)
         if asked.directory:
-            # As hydra.main does: behind the config's own directory, and before structured configs.
+            # The same position as in hydra.main: before structured configs.
             anchor = SearchPathQuery(provider="schema")
             search.prepend("command-line", f"file://{asked.directory}", anchor)
         Hydra.create_main_hydra2("plan", search)

@@ -86,13 +86,13 @@ def of_torch_optimizer(optim: Mapping[str, Any], key: str, subject: str) -> Iter
 
 
 def as_text(wishes: Wishes, key: str) -> Iterator[Problem]:
-    """Dtype names that reach Megatron as texts, because ``dtype-coercion`` is not in force.
+    """Yield a problem for each dtype name that stays a string without ``dtype-coercion``.
 
     Args:
-        wishes: what the job's config asks for.
+        wishes: the optimizer's settings in the job's config.
         key: the config's key of the optimizer's section.
     """
-    # Megatron itself uses a precision-aware optimizer's main_grads_dtype nowhere.
+    # Megatron never reads main_grads_dtype of a precision-aware optimizer.
     read = PRECISION_AWARE_FIELDS[2 if wishes.precision_aware_by_itself else 1 :]
     for field in (*read, "main_params_dtype"):
         value = wishes.asked.get(field)

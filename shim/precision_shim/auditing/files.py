@@ -116,23 +116,23 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "float": (float, int),
     "bool": (bool,),
 }
-"""What a value in a file must be, by the annotation of its record's field."""
+"""Maps the annotation of a record's field to the types that a file's value may have."""
 
 
 def _check_types(record: Any) -> None:
-    """Check the values of a record that was made from a file, and of the records in it.
+    """Check the types of the values in a record that was made from a file, and in nested records.
 
     Raises:
-        TypeError: a value is of another type than its field.
+        TypeError: a value has another type than the record's field.
     """
-    for one in fields(record):
-        value = getattr(record, one.name)
-        allowed = _TYPES.get(str(one.type))
+    for field in fields(record):
+        value = getattr(record, field.name)
+        allowed = _TYPES.get(str(field.type))
         if allowed is not None and not isinstance(value, allowed):
-            raise TypeError(f"{one.name} is {value!r}, expected {one.type}")
+            raise TypeError(f"{field.name} is {value!r}, expected {field.type}")
         several = value.values() if isinstance(value, Mapping) else value
         for inner in several if isinstance(several, Iterable) else ():
             if is_dataclass(inner):
                 _check_types(inner)
-            elif one.type == "tuple[str, ...]" and not isinstance(inner, str):
-                raise TypeError(f"{one.name} has {inner!r}, expected names")
+            elif field.type == "tuple[str, ...]" and not isinstance(inner, str):
+                raise TypeError(f"{field.name} has {inner!r}, expected names")

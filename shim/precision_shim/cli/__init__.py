@@ -144,10 +144,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _open_closed_streams() -> None:
-    """Let what a command prints go nowhere where the caller, such as a daemon, closed its streams.
+    """Discard a command's output if the caller, such as a daemon, closed the output streams.
 
-    Python represents a closed stream by ``None``. A command that ``run`` executes inherits the
-    stream closed.
+    Python represents a closed stream by ``None``. The job that ``run`` starts inherits a closed
+    stream as closed.
     """
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
@@ -160,8 +160,9 @@ def _check_variables(command: str) -> None:
     from ..process.settings import check_variables, resolve
 
     try:
-        check_variables(os.environ)
-        if command != "run":  # checks the values itself, as its options replace variables
+        if command == "run":  # it checks values later, because its options replace variables
+            check_variables(os.environ)
+        else:
             from ..process.registry import entries
 
             resolve(known_frameworks=entries())

@@ -22,7 +22,6 @@ _STYLES = {
 
 def show(text: str) -> None:
     """Print a text, on a terminal in colours if rich is installed."""
-    text = _printable(text)
     if sys.stdout.isatty():
         try:
             from rich.console import Console
@@ -30,7 +29,7 @@ def show(text: str) -> None:
         except ImportError:
             pass
         else:
-            shown = Text(text)
+            shown = Text(_printable(text))
             for pattern, style in _STYLES.items():
                 shown.highlight_regex(re.compile(pattern, re.MULTILINE), style)
             # soft_wrap=True, because wrapping by rich would break columns on a narrow terminal.

@@ -197,11 +197,27 @@ def choose_values(
             f"least scale {mine.min_scale:g}, as set here, and not {saved.settings.min_scale:g} of "
             f"{where}"
         )
-    # torch tests tracker == interval: with a tracker above the interval the scale would never grow.
-    tracker = min(saved.growth_tracker, values["growth_interval"] - 1)
-    if tracker != saved.growth_tracker:
-        lines.append(f"growth tracker {tracker} and not {saved.growth_tracker}: it grows next step")
-    return values, tracker, tuple(lines)
+    tracker, line = lower_tracker(saved.growth_tracker, values["growth_interval"])
+    return values, tracker, (*lines, line) if line else tuple(lines)
+
+
+def lower_tracker(tracker: int, growth_interval: float) -> tuple[int, str]:
+    """Lower a growth tracker to just below a growth interval.
+
+    torch's and Megatron's scalers grow the scale if tracker == interval. With a tracker above the
+    interval the scale would never grow again.
+
+    Args:
+        tracker: the growth tracker of a checkpoint, in steps.
+        growth_interval: this process's growth interval, in steps; Megatron accepts a fraction.
+
+    Returns:
+        The tracker, and a line of text if it differs from the checkpoint's; otherwise empty text.
+    """
+    most = math.ceil(growth_interval) - 1
+    if tracker <= most:
+        return tracker, ""
+    return most, f"growth tracker {most} and not {tracker}: it grows next step"
 
 
 class _Reader:

@@ -36,6 +36,7 @@ from precision_shim.precision.dtypes import coerce_dtype, name_of, parse_dtype
 from precision_shim.precision.model import TrainableDtypes, trainable_dtypes
 from precision_shim_adapters.megatron.deciding.legality import check_dtypes, not_precision_aware
 
+from ..buffers import grad_buffers
 from ..deciding.scaler import scaler_fields, unscaled
 from ..deciding.told import note_told
 from ..deciding.wishes import (
@@ -379,9 +380,4 @@ def _wrapped_chunks(model: Any) -> list[Any]:
 
 
 def _bucket_dtypes(chunks: list[Any]) -> set[torch.dtype]:
-    return {
-        buffer.grad_data.dtype
-        for chunk in chunks
-        for kind in ("buffers", "expert_parallel_buffers")
-        for buffer in (getattr(chunk, kind) if isinstance(getattr(chunk, kind, ()), list) else ())
-    }
+    return {buffer.grad_data.dtype for buffer in grad_buffers(chunks)}

@@ -36,6 +36,7 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import Call, current_settings, decide, seam, warn
+from precision_shim.precision.scaler_record import lower_tracker
 from precision_shim.scaling import SkipCounter
 
 from ..deciding.scaler import describe_scaler, factors_set
@@ -409,14 +410,13 @@ def load_tracker(call: Call) -> Any:
     """Load a scaler's state; lower a growth tracker to just below this job's growth interval."""
     result = call.proceed()
     scaler = call.instance
-    loaded, most = scaler._growth_tracker, math.ceil(scaler.growth_interval) - 1
-    if loaded > most:
-        scaler._growth_tracker = most
+    scaler._growth_tracker, chosen = lower_tracker(scaler._growth_tracker, scaler.growth_interval)
+    if chosen:
         decide(
             "megatron",
             "loss scaler",
             SCALING,
-            f"growth tracker {most} and not {loaded}: it grows next step",
+            chosen,
             f"the checkpoint's is above the growth interval here, {scaler.growth_interval:g}",
         )
     return result

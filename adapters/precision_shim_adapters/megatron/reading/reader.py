@@ -27,6 +27,8 @@ from precision_shim.auditing.reading import (
 from precision_shim.auditing.torch_reader import read_inner
 from precision_shim.precision.dtypes import parse_dtype
 
+from ..buffers import grad_buffers
+
 _BUCKET = (
     "the optimizer reads the gradients as the bucket has them: set grad_reduce_in_fp32={value} in "
     "the DDP's config, or main_grads_dtype with use_precision_aware_optimizer in the {{source}}"
@@ -187,14 +189,7 @@ def _read_states(reading: Reading, inner: Any, pairs: Sequence[tuple[Any, Any]])
 def _buffers_of(parameters: Sequence[Any], chunks: Sequence[Any]) -> list[Any]:
     """The buffers of the chunks' DDPs that contain the gradients of ``parameters``."""
     wanted_ones = {id(p) for p in parameters}
-    own = []
-    for chunk in chunks:
-        for name in ("buffers", "expert_parallel_buffers"):
-            buffers = getattr(chunk, name, None)
-            # ``buffers`` is a method of torch's Module, but a list of Megatron's DDP.
-            if isinstance(buffers, (list, tuple)):
-                own += [b for b in buffers if any(id(p) in wanted_ones for p in b.params)]
-    return unique(own)
+    return unique(b for b in grad_buffers(chunks) if any(id(p) in wanted_ones for p in b.params))
 
 
 def _data_parallel_size(optimizer: Any, buffers: Sequence[Any], name: str) -> int:
