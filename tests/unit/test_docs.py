@@ -93,6 +93,7 @@ PASSED_ON = {
     "precision_shim_adapters/fp16/training.py": "the errors of the scaler's record",
     "precision_shim_adapters/megatron/acting/ddp.py": "a part that is listed",
     "precision_shim_adapters/megatron/acting/optimizer.py": "parts that are listed",
+    "precision_shim_adapters/rollout/head.py": "parts that are listed",
     "precision_shim_adapters/rollout/telling.py": "parts that are listed",
     "precision_shim_adapters/rollout/wire.py": "parts that are listed",
     "precision_shim_adapters/skyrl/plan.py": "the error of SkyRL's loader",

@@ -16,12 +16,14 @@ CHOICES = {
     "optimizer_states": ("auto", "follow-model", "as-configured"),
     "grad_bucket": ("unless-set", "align"),
     "rollout": ("tell", "follow"),
+    "head": ("as-configured", "fp32"),
     "log": ("quiet", "info", "debug"),
 }
 DEFAULTS = {
     "optimizer_states": "auto",
     "grad_bucket": "unless-set",
     "rollout": "tell",
+    "head": "as-configured",
     "loss_scale_init": 65536.0,
     "growth_interval": 400,
     "growth_factor": 2.0,
@@ -65,6 +67,8 @@ BAD = [
     ("grad_bucket", "always", "unless-set | align"),
     ("grad_bucket", True, "unless-set | align"),
     ("rollout", "auto", "tell | follow"),
+    ("head", "bf16", "as-configured | fp32"),
+    ("head", True, "as-configured | fp32"),
     ("audit_dir", 1, "a path"),
     ("audit_dir", None, "a path"),
     ("audit_dir", "a\0b", "a path without a null character"),

@@ -731,7 +731,8 @@ def prepare() -> None:
     """Import verl in the server."""
     support.prepare()
     look_ahead("verl")
-    importlib.import_module("tests.verl.fsdp_saves")  # adds cases to this module
+    for name in ("fsdp_saves", "head_ranks"):  # both add cases to this module
+        importlib.import_module(f"tests.verl.{name}")
 
 
 def run(launch: Launch) -> dict[str, Any]:

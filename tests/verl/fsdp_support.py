@@ -124,6 +124,7 @@ def engine(
     load: Sequence[str] | None = None,
     lora: bool = False,
     initialize: bool = True,
+    overrides: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> Any:
     """A real FSDP2 engine of the installed verl.
@@ -137,6 +138,7 @@ def engine(
         load: ``checkpoint.load_contents``, if it differs from ``contents``.
         lora: whether only adapters are trained.
         initialize: whether to build the model and optimizer.
+        overrides: further overrides of the model's HF config.
         fields: further fields of FSDPEngineConfig.
     """
     from verl.trainer.config import CheckpointConfig
@@ -151,7 +153,7 @@ def engine(
         path=model,
         use_remove_padding=False,
         enable_gradient_checkpointing=False,
-        override_config={"attn_implementation": "eager"},
+        override_config={"attn_implementation": "eager", **(overrides or {})},
         **options,
     )
     if critic:

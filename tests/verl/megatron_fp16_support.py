@@ -43,6 +43,7 @@ class Training:
         critic: bool = False,
         kind: str = "verl.workers.engine_workers:TrainingWorker",
         overrides: dict[str, Any] | None = None,
+        overrides_of_model: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         from verl.workers.config import TrainingWorkerConfig
@@ -51,7 +52,9 @@ class Training:
 
         options.setdefault("bridge", critic and BRIDGE_FOR_CRITIC)
         options.setdefault("optim", optim_config(override_optimizer_config=overrides or {}))
-        self.engine = engine(checkpoint, dtype, critic=critic, **options)
+        self.engine = engine(
+            checkpoint, dtype, critic=critic, overrides=overrides_of_model, **options
+        )
         for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
             patch.setenv(name, value)
         for name in ("max_memory_allocated", "max_memory_reserved"):

@@ -66,6 +66,7 @@ def engine(
     optim: Any = None,
     ddp: dict[str, Any] | None = None,
     bridge: bool = False,
+    overrides: dict[str, Any] | None = None,
     **config: Any,
 ) -> Any:
     """A real MegatronEngine of the installed verl, not yet initialized.
@@ -78,6 +79,7 @@ def engine(
         optim: a McoreOptimizerConfig; ``None`` for verl's defaults.
         ddp: ``override_ddp_config``.
         bridge: whether to build through Megatron-Bridge's provider instead of mbridge.
+        overrides: overrides of the model's HF config.
         config: further fields of McoreEngineConfig.
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -98,12 +100,11 @@ def engine(
         "use_remove_padding": False,
         **config,
     }
-    model_config = HFModelConfig(path=str(checkpoint), use_remove_padding=False)
+    options: dict[str, Any] = {"override_config": overrides or {}}
     kinds = {False: "MegatronEngineWithLMHead", True: "MegatronEngineWithValueHead"}
     if critic and "model_type" in inspect.signature(HFModelConfig).parameters:
-        model_config = HFModelConfig(
-            path=str(checkpoint), use_remove_padding=False, model_type="value_model"
-        )
+        options["model_type"] = "value_model"
+    model_config = HFModelConfig(path=str(checkpoint), use_remove_padding=False, **options)
     engine_config = McoreEngineConfig(
         **{key: value for key, value in values.items() if key in known}
     )

@@ -28,7 +28,7 @@ from ..fp16.plan import ShardedModel, scaling
 from ..megatron.planning.plan import MegatronModel
 from ..megatron.planning.sizes import read_sizes
 from ..resolving import plain, tell_unresolved
-from ..rollout import FEATURE, problems_of
+from ..rollout import FEATURE, problems_of, problems_of_heads
 from . import dtensor, legality, megatron, sides
 from .dtensor import FRAMEWORK
 
@@ -78,7 +78,9 @@ def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], lis
         return [], []
     on = job.in_force(FEATURE, sides.GROUP)
     others, kind = both.others, both.kind
-    return problems_of(_where(), both.trainer, others, job.settings, on=on, model_type=kind)
+    problems, notes = problems_of_heads(_where(), sides.read_heads, job.settings, on=on)
+    found, told = problems_of(_where(), both.trainer, others, job.settings, on=on, model_type=kind)
+    return [*found, *problems], [*told, *notes]
 
 
 def _where() -> str:

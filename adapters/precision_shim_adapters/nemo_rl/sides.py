@@ -25,11 +25,13 @@ from ..rollout import (
     FEATURE,
     FP8,
     Engine,
+    Head,
     checkpoint_dtype,
     engine_name,
     model_type,
     resolve_auto,
     settle,
+    settle_heads,
 )
 from .dtensor import FRAMEWORK
 from .legality import DTYPES
@@ -135,6 +137,12 @@ def read_sides(config: Any) -> Sides | None:
     return Sides(trainer, others, kind if generation.get("backend") == "vllm" else "")
 
 
+def read_heads() -> list[Head]:
+    """Describe the LM head of a job's rollout, which the shim cannot change."""
+    refusal = "the vLLM of NeMo-RL's releases (0.20 and older) does not use head_dtype"
+    return [Head("rollout", refusal=refusal)]
+
+
 def _part(config: Any, name: str) -> Any:
     part = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
     return part or {}
@@ -221,6 +229,7 @@ def compare_engines(call: Call, master_config: Any) -> Any:
     """
     both = read_sides(master_config)
     if both is not None:
+        settle_heads(versioned(FRAMEWORK), read_heads, None)
         generation = _part(master_config, "policy")["generation"]
 
         def write(engine: Engine, name: str) -> None:

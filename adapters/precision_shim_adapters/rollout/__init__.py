@@ -8,7 +8,20 @@ converts a user's dtype to the engine's dtype name. The backend does not change 
 from __future__ import annotations
 
 from precision_shim.precision.agreement import AUTO, CANONICAL, FP8, Engine, resolve_auto
+from precision_shim.precision.lm_head import Head
 
+from .head import (
+    FIELD,
+    NOT_IN_FORCE,
+    SETTING,
+    InForce,
+    compute_in_fp32,
+    is_marked,
+    of_rollout,
+    of_trainer,
+    problems_of_heads,
+    settle_heads,
+)
 from .meter import tell_meter
 from .model_type import OF_HEADER, checkpoint_dtype, model_type, stored_dtypes
 from .names import engine_name
@@ -20,17 +33,28 @@ __all__ = [
     "AUTO",
     "CANONICAL",
     "FEATURE",
+    "FIELD",
     "FP8",
+    "NOT_IN_FORCE",
     "OF_HEADER",
+    "SETTING",
     "Engine",
+    "Head",
+    "InForce",
     "Wire",
     "checkpoint_dtype",
+    "compute_in_fp32",
     "engine_name",
     "follows",
+    "is_marked",
     "model_type",
+    "of_rollout",
+    "of_trainer",
     "problems_of",
+    "problems_of_heads",
     "resolve_auto",
     "settle",
+    "settle_heads",
     "stored_dtypes",
     "tell_meter",
     "tell_of_wires",

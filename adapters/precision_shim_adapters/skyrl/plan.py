@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ from ..fp16.plan import ShardedModel, scaling
 from ..megatron.planning.plan import MegatronModel
 from ..megatron.planning.sizes import UNEVEN, read_sizes
 from ..rollout import FEATURE as AGREEMENT
-from ..rollout import engine_name, follows, problems_of, wire_problems
-from . import fsdp, megatron, sides
+from ..rollout import engine_name, follows, problems_of, problems_of_heads, wire_problems
+from . import fsdp, head, megatron, sides
 from .config import INFERENCE, ROLLOUT, note_command_line
 
 _NO_TRAINER = ("main_generate", "serve")
@@ -78,9 +79,12 @@ def _sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
         # The plan already reports a wrong dtype name in a model's own section.
         own = error.key.startswith(INFERENCE)
         return ([Problem.of(error, "rollout", error.key)] if own else []), []
+    heads, fp32 = problems_of_heads(
+        _where(), partial(head.read_heads, config, job.in_force), job.settings, on=on
+    )
     trainer = both.trainer
     if trainer is None:
-        return [], ["rollout: {}: {} ({})".format(AGREEMENT, *sides.not_compared(config))]
+        return heads, ["rollout: {}: {} ({})".format(AGREEMENT, *sides.not_compared(config)), *fp32]
     notes = [f"policy: {AGREEMENT}: {trainer.computes} ({trainer.because})"] * bool(trainer.because)
     problems, told = problems_of(
         _where(), trainer, both.others, job.settings, on=on, model_type=both.model_type
@@ -92,7 +96,7 @@ def _sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
                 sides.write(config, other, name)
         sides.send_in_engines_dtype(config)
     lost, rounded = wire_problems(_where(), sides.wires_of(config))
-    return [*problems, *lost], [*notes, *told, *rounded]
+    return [*problems, *lost, *heads], [*notes, *told, *rounded, *fp32]
 
 
 def _where() -> str:

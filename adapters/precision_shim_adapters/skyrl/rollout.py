@@ -13,8 +13,8 @@ from typing import Any
 from precision_shim.adapting import Call, decide, in_force, seam, versioned
 from precision_shim.precision.dtypes import name_of
 
-from ..rollout import FEATURE, engine_name, settle, tell_of_wires
-from . import sides
+from ..rollout import FEATURE, engine_name, settle, settle_heads, tell_of_wires
+from . import head, sides
 from .config import ROLLOUT
 
 _UTILS = "skyrl.train.utils.utils"
@@ -104,7 +104,9 @@ def _settle(config: Any) -> None:
     where = versioned("skyrl")
     # SkyRL parses model_dtype for each weight sync, and rejects "auto".
     engine_name(config.generator.inference_engine.model_dtype, sides.KEY, where, also=())
-    both = sides.sides_of(config, partial(in_force, "skyrl"))
+    ours = partial(in_force, "skyrl")
+    settle_heads(where, partial(head.read_heads, config, ours), partial(head.write, config))
+    both = sides.sides_of(config, ours)
     if both.trainer is None:
         decide("skyrl", "rollout", FEATURE, *sides.not_compared(config))
         return

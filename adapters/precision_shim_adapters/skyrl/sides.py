@@ -5,7 +5,7 @@ The driver and ``precision-shim plan`` use this module to read the dtypes from t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..rollout import (
     FP8,
     OF_HEADER,
     Engine,
+    InForce,
     Wire,
     checkpoint_dtype,
     model_type,
@@ -31,9 +32,6 @@ from . import fsdp, megatron
 from .config import INFERENCE, MODEL_DTYPE, model_dtype_is_written, named
 
 KEY = f"{INFERENCE}.{MODEL_DTYPE}"
-
-InForce = Callable[[str, str], bool]
-"""A function of a feature and a group of seams: whether the feature is in force in the workers."""
 
 _OVER = ("engine_init_kwargs", "prefill_init_kwargs", "decode_init_kwargs")
 """Sections that override SkyRL's own engine settings; before 0.4 SkyRL has only the first one."""
@@ -181,7 +179,7 @@ def _read_asked(engines: Any) -> Iterator[Engine]:
         written=model_dtype_is_written(engines) or elsewhere,
         because=f"{KEY}, if the servers that run already were started so" if elsewhere else "",
     )
-    over = {} if elsewhere else _over(engines)
+    over = {} if elsewhere else overriding(engines)
     yield from {_over_own(own, section, values) for section, values in over.items()} or {own}
 
 
@@ -195,7 +193,7 @@ def _over_own(own: Engine, section: str, values: Mapping[str, Any]) -> Engine:
     return Engine("rollout", dtype, f"{section}.dtype")
 
 
-def _over(engines: Any) -> dict[str, Mapping[str, Any]]:
+def overriding(engines: Any) -> dict[str, Mapping[str, Any]]:
     """The config sections whose values override SkyRL's own values for some of the engines."""
     first, *roles = _OVER
     by_role = getattr(engines, "enable_pd", False) and any(
@@ -233,7 +231,7 @@ def hand_on_names(config: Any) -> None:
     name = named(engines.model_dtype)
     if name != engines.model_dtype:
         engines.model_dtype = name
-    for section, values in _over(engines).items():
+    for section, values in overriding(engines).items():
         if "dtype" in values:
             name = named(values["dtype"], section, "dtype")
             if name != values["dtype"]:

@@ -10,6 +10,7 @@ import io
 import re
 from collections.abc import Iterator
 from contextlib import nullcontext, redirect_stderr
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from precision_shim.planning.shapes import Model, Weight
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
 from ..fp16.plan import ShardedModel, scaling
-from ..rollout import FEATURE, problems_of
-from . import names, sides
+from ..rollout import FEATURE, problems_of, problems_of_heads
+from . import head, names, sides
 from .places import NAMES, PRETRAINING, RL, ROLLOUT
 from .scaled import BECAUSE
 
@@ -172,11 +173,15 @@ def _both_sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
             sides.coerce_generator(config.generator)
         except DtypeError as error:
             return [Problem.of(error, "rollout", error.key)], []
+    problems, notes = problems_of_heads(
+        _where(), partial(head.read_heads, config), job.settings, on=on
+    )
     both = sides.engines(config.trainer.training, config.generator.model_dtype)
     if both is None:
-        return [], []
+        return problems, notes
     trainer, rollout = both
-    return problems_of(_where(), trainer, [rollout], job.settings, on=on)
+    found, told = problems_of(_where(), trainer, [rollout], job.settings, on=on)
+    return [*found, *problems], [*told, *notes]
 
 
 def _apart(subject: str, prefix: str, parallel: Any, world: int) -> Iterator[Problem]:

@@ -12,6 +12,7 @@ import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from precision_shim.precision.agreement import compare
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
 from ..released import are_released
-from ..rollout import AUTO, FEATURE, Engine, engine_name, settle
+from ..rollout import AUTO, FEATURE, Engine, engine_name, settle, settle_heads
+from . import head
 from .places import COMMAND_LINE, FRAMEWORK, GENERATORS, POLICY, ROLLOUT
 
 KEY = "generator.model_dtype"
@@ -225,6 +227,9 @@ def build_controller(call: Call, config: Any) -> Any:
     generator = config.generator
     generator_dtype_name(generator.model_dtype)
     coerce_generator(generator)
+    settle_heads(
+        versioned(FRAMEWORK), partial(head.read_heads, config), lambda _: head.write(config)
+    )
     both = engines(config.trainer.training, generator.model_dtype)
     if both is not None:
         trainer, rollout = both

@@ -10,14 +10,16 @@ actor's workers compare the dtypes again.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
-from precision_shim.adapting import Call, current_settings, decide, seam, versioned
+from precision_shim.adapting import Call, current_settings, decide, in_force, seam, versioned
 from precision_shim.errors import UnsupportedPrecisionError
 
 from ..resolving import plain
-from ..rollout import FEATURE, Engine, engine_name, settle
+from ..rollout import FEATURE, engine_name, settle, settle_heads
 from . import fsdp, sides, sync
+from .head import read_heads
 
 GROUP = "rollout"
 _PROGRAMS = (
@@ -97,10 +99,18 @@ def _compare(config: Any) -> None:
     job = sides.read_sides(written, _find_written())
     if job is None:
         return
+    read = partial(read_heads, written, partial(in_force, "verl"))
+    settle_heads(versioned("verl"), read, lambda head: write_key(config, head.key, head.value))
     if job.trainer is None:
         decide("verl", "rollout", FEATURE, *sides.unknown_engine(job))
         return
-    settle(versioned("verl"), job.trainer, job.others, _writer(config), job.model_type)
+    settle(
+        versioned("verl"),
+        job.trainer,
+        job.others,
+        lambda engine, name: write_key(config, engine.key, name),
+        job.model_type,
+    )
     refusal, fatal = sync.refuses_delta(written["actor_rollout_ref"]["rollout"], job.strategy)
     if refusal and (fatal or current_settings().strict):
         raise UnsupportedPrecisionError(refusal)
@@ -133,24 +143,26 @@ def compare_in_worker(call: Call) -> Any:
             "trainer": {fsdp.WORKERS: "enable" if legacy else "disable"},
         }
         job = sides.read_sides(config, sides.written_by((), own=False))
+        if job is not None:
+            settle_heads(
+                versioned("verl"), partial(read_heads, config, partial(in_force, "verl")), None
+            )
         if job is not None and job.trainer is not None:
             settle(versioned("verl"), job.trainer, job.others, model_type=job.model_type)
     return call.proceed()
 
 
-def _writer(config: Any) -> Any:
+def write_key(config: Any, key: str, value: object) -> None:
+    """Write a key into verl's config, whose sections may be read-only or lack the key."""
     from omegaconf import OmegaConf, read_write
 
-    def write(engine: Engine, name: str) -> None:
-        with ExitStack() as writable:
-            section = config
-            for part in engine.key.split("."):  # each section may be read-only
-                if OmegaConf.is_config(section):
-                    writable.enter_context(read_write(section))
-                    section = section.get(part)
-            OmegaConf.update(config, engine.key, name, force_add=True)
-
-    return write
+    with ExitStack() as writable:
+        section = config
+        for part in key.split("."):
+            if OmegaConf.is_config(section):
+                writable.enter_context(read_write(section))
+                section = section.get(part)
+        OmegaConf.update(config, key, value, force_add=True)
 
 
 def _find_written() -> sides.Written:

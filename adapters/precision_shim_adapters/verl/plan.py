@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,9 +31,10 @@ from ..megatron import GROUP, PRECISION_AWARE, Wishes
 from ..megatron.planning.plan import MegatronModel
 from ..megatron.planning.sizes import read_sizes
 from ..resolving import tell_unresolved
-from ..rollout import FEATURE, problems_of
+from ..rollout import FEATURE, problems_of, problems_of_heads
 from . import driver, fsdp, megatron, sections, sides, sync
 from .composing import SEARCH_PATH, compose, named_config
+from .head import read_heads
 from .planned import Sharded, read_sharded
 
 _ENGINES = ("megatron", "fsdp", "fsdp2", "fsdp_turbo", "veomni", "automodel", "torchtitan")
@@ -89,9 +91,13 @@ def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], lis
         return [Problem.of(error, "", error.key)], []
     if both is None:
         return [], []
-    if both.trainer is None:
-        return [], ["rollout: {}: {} ({})".format(FEATURE, *sides.unknown_engine(both))]
     on = job.in_force(FEATURE, driver.GROUP)
+    heads = problems_of_heads(
+        versioned("verl"), partial(read_heads, config, job.in_force), job.settings, on=on
+    )
+    if both.trainer is None:
+        unknown = "rollout: {}: {} ({})".format(FEATURE, *sides.unknown_engine(both))
+        return heads[0], [unknown, *heads[1]]
     problems, notes = problems_of(
         versioned("verl"),
         both.trainer,
@@ -106,7 +112,7 @@ def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], lis
         message, _, remedy = refusal.rpartition(". ")
         key = f"{sides.ROLLOUT}.checkpoint_engine.backend"
         problems.append(Problem("rollout-dtype", "rollout", key, message, remedy))
-    return problems, notes
+    return [*problems, *heads[0]], [*notes, *heads[1]]
 
 
 def _gpus(config: Mapping[str, Any]) -> int:

@@ -18,7 +18,7 @@ from precision_shim.precision.dtypes import name_of, parse_dtype
 
 from ..released import are_released
 from ..rollout import AUTO, FP8, Engine, checkpoint_dtype, engine_name, model_type, resolve_auto
-from . import fsdp
+from . import fsdp, head
 
 ROLLOUT = "actor_rollout_ref.rollout"
 _MATRIX_PRODUCTS = "the dtype of verl's autocast, in which the matrix products run"
@@ -27,7 +27,7 @@ _ENGINE = {
     "strategy": True,
     "use_kl_loss": True,
     "fsdp_config": {"dtype": True, "mixed_precision": True},
-    "megatron": {"dtype": True},
+    "megatron": {"dtype": True, "use_megatron_fsdp": True},
 }
 _ROLLOUT = dict.fromkeys(
     ("name", "dtype", "engine_kwargs", "quantization", "checkpoint_engine"), True
@@ -39,7 +39,9 @@ KEYS: Mapping[str, Any] = {
         "actor": _ENGINE,
         "ref": _ENGINE,
         "rollout": _ROLLOUT,
-        "model": {"path": True, "lora": True, "lora_rank": True, "lora_adapter_path": True},
+        "model": dict.fromkeys(
+            ("path", "lora", "lora_rank", "lora_adapter_path", *head.MODEL_KEYS), True
+        ),
     },
     "distillation": {"enabled": True, "teacher_models": True},
     "reward": {"reward_model": {"enable": True, "rollout": _ROLLOUT}},

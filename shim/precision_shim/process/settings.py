@@ -113,6 +113,7 @@ TABLE: Mapping[str, Setting] = {
         Setting("optimizer_states", "auto", _choice("auto", "follow-model", "as-configured")),
         Setting("grad_bucket", "unless-set", _choice("unless-set", "align")),
         Setting("rollout", "tell", _choice("tell", "follow")),
+        Setting("head", "as-configured", _choice("as-configured", "fp32")),
         Setting("loss_scale_init", 65536.0, _number(0.0, above=True)),
         Setting("growth_interval", 400, _whole(1)),
         Setting("growth_factor", 2.0, _number(1.0, above=True)),

@@ -1,0 +1,53 @@
+"""Make Megatron's GPT models compute their output layer, the LM head, in fp32."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from precision_shim.errors import UnsupportedPrecisionError
+
+_LAYER = "output_layer"
+
+
+def compute_in_fp32(chunks: Iterable[torch.nn.Module], where: str, setting: str) -> None:
+    """Make model chunks compute their output layer in fp32; the weight's dtype does not change.
+
+    Args:
+        chunks: a rank's model chunks; only the last pipeline stage has an output layer.
+        where: framework and version.
+        setting: the user's setting, such as ``"PRECISION_SHIM_HEAD=fp32"``.
+
+    Raises:
+        UnsupportedPrecisionError: the output layer is not Megatron's ``ColumnParallelLinear``, or
+            Megatron defers the gradient of its weight.
+    """
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    for chunk in chunks:
+        for name, module in chunk.named_modules():
+            if name.rpartition(".")[2] != _LAYER:
+                continue
+            config: Any = getattr(module, "config", None)
+            found = type(module).__name__
+            if getattr(config, "defer_embedding_wgrad_compute", False):
+                found += " with defer_embedding_wgrad_compute"
+            if not isinstance(module, ColumnParallelLinear) or " " in found:
+                raise UnsupportedPrecisionError(
+                    f"{where}: {setting}: {name} is a {found}; allowed: Megatron's ColumnParallelLinear, "
+                    "whose weight gradient is not deferred. Unset PRECISION_SHIM_HEAD."
+                )
+            # The fused kernel adds to the weight's main grads, and an fp32 copy has none.
+            module.gradient_accumulation_fusion = False
+            module.forward = types.MethodType(_forward, module)
+
+
+def _forward(
+    layer: Any, input_: torch.Tensor, weight: torch.Tensor | None = None, *args: Any, **kwargs: Any
+) -> Any:
+    weight = layer.weight if weight is None else weight
+    wide = None if weight is None else weight.float()
+    return type(layer).forward(layer, input_.float(), wide, *args, **kwargs)

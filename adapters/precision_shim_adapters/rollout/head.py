@@ -1,0 +1,243 @@
+"""Compute the LM head in fp32 in the trainer and in the rollout engine, or in neither.
+
+``PRECISION_SHIM_HEAD=fp32`` asks for it. In the driver, the adapter describes the LM head of each
+engine as a ``Head`` and calls ``settle_heads``, which writes the engines' keys. The trainer's key
+adds ``head_dtype`` to the model's HF config, which is vLLM's own name for it. The trainer's workers
+read ``head_dtype`` there and change their LM head: ``compute_in_fp32`` for torch's linear.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from precision_shim.adapting import current_settings, decide, look, version_of, warn
+from precision_shim.errors import UnsupportedPrecisionError
+from precision_shim.planning.record import Problem
+from precision_shim.precision.lm_head import Head, refused
+from precision_shim.process.settings import Settings
+from precision_shim.reporting.journal import decisions
+
+from .telling import FEATURE
+
+_VARIABLE = "PRECISION_SHIM_HEAD"
+SETTING = f"{_VARIABLE}=fp32"
+SUBJECT = "LM head"
+FIELD = "head_dtype"
+"""vLLM's name for the LM head's dtype in a model's HF config."""
+
+NOT_IN_FORCE = "the shim's seams on its model are not in force; precision-shim doctor says why"
+
+InForce = Callable[[str, str], bool]
+"""A function of a feature and a group of seams: whether the feature is in force in the workers."""
+
+Read = Callable[[], Sequence[Head]]
+"""A function that describes the LM head of each engine of a job."""
+
+_OPTIONS: Mapping[str, tuple[str, str | bool]] = {
+    "vllm": (FIELD, "float32"),
+    "sglang": ("enable_fp32_lm_head", True),
+}
+"""Maps an engine to its option for an LM head in fp32, and the option's value."""
+
+_PLACES = {
+    "vllm": "vllm.model_executor.layers.logits_processor:LogitsProcessor",
+    "sglang": "sglang.srt.layers.logits_processor:LogitsProcessor",
+}
+"""Maps an engine to the class that reads the option; older releases have the class without it."""
+
+_NEWER = {"vllm": "Install vLLM 0.26 or later", "sglang": "Install a newer SGLang, such as 0.5.12"}
+
+
+def is_asked(settings: Settings) -> bool:
+    """Whether the user asked for an LM head in fp32."""
+    return bool(settings["head"] == "fp32")
+
+
+def of_rollout(backend: str, options: Mapping[str, Any], place: str, quantised: str = "") -> Head:
+    """Describe the LM head of a rollout engine.
+
+    Args:
+        backend: ``"vllm"`` or ``"sglang"``.
+        options: the engine's options, as the config passes them to the engine.
+        place: the config key of the options.
+        quantised: the key of a quantisation whose own ``hf_overrides`` the shim would replace.
+    """
+    if backend not in _OPTIONS:
+        return Head("rollout", refusal=f"the shim does not set the LM head of {backend}")
+    option, value = _OPTIONS[backend]
+    inner = f"{place}.hf_overrides" if backend == "vllm" else place
+    key = f"{inner}.{option}"
+    section = options.get("hf_overrides") if backend == "vllm" else options
+    if section is not None and not isinstance(section, Mapping):
+        return Head("rollout", key, refusal=f"{inner}={section!r} is no mapping")
+    written = (section or {}).get(option)
+    in_fp32 = written is True or str(written).removeprefix("torch.") == "float32"
+    if written is not None and not in_fp32:
+        return Head("rollout", key, refusal=f"{key}={written}", remedy=f"Leave {key} out")
+    if quantised and backend == "vllm" and not in_fp32:
+        return Head(
+            "rollout",
+            key,
+            refusal=f"{quantised} makes hf_overrides of its own, which {key} would replace",
+            remedy=f"Write {inner} whole, with {option}: float32",
+        )
+    refusal, known = _lacks(backend, option)
+    remedy = _NEWER[backend] if refusal else ""
+    return Head("rollout", key, in_fp32, refusal, remedy, value, known)
+
+
+def _lacks(backend: str, option: str) -> tuple[str, bool]:
+    """Why the installed engine ignores an option for its LM head, and whether it is installed."""
+    symbol = look(_PLACES[backend])
+    if option in symbol.names:
+        return "", True
+    ignores = f"{backend} {version_of(backend, (backend,)) or ''}".rstrip()
+    if symbol.found:
+        return f"{ignores} does not use {option} for its LM head", True
+    problem = symbol.problem or f"{symbol.target} not found"
+    return f"{problem}, so whether {ignores} uses {option} is not known", symbol.module_found
+
+
+def of_trainer(subject: str, overrides: object, place: str, refusal: str = "") -> Head:
+    """Describe the LM head of a trained model or of a reference model.
+
+    Args:
+        subject: which model.
+        overrides: the user's overrides of the model's HF config.
+        place: the config key of ``overrides``.
+        refusal: why the model cannot compute its LM head in fp32, with the key to change.
+    """
+    key = f"{place}.{FIELD}"
+    value = overrides.get(FIELD) if isinstance(overrides, Mapping) else None
+    in_fp32 = str(value).removeprefix("torch.") == "float32"
+    if refusal:
+        return Head(subject, key, refusal=refusal)
+    if value is not None and not in_fp32:
+        return Head(subject, key, refusal=f"{key}={value}", remedy=f"Leave {key} out")
+    return Head(subject, key, in_fp32)
+
+
+def settle_heads(where: str, read: Read, write: Callable[[Head], None] | None) -> None:
+    """Write the keys that make all LM heads compute in fp32, or report why none of them does.
+
+    Args:
+        where: framework and version, such as ``"verl 0.9.1"``.
+        read: see ``Read``; called only if the user asked for fp32.
+        write: writes one head's key; ``None`` if the framework has copied the config already.
+
+    Raises:
+        UnsupportedPrecisionError: in strict mode, an engine cannot compute its LM head in fp32.
+    """
+    settings = current_settings()
+    if not is_asked(settings):
+        return
+    framework, heads = where.split(" ", 1)[0], read()
+    stay = refused(heads, may_write=write is not None)
+    chosen, because = verdict_of(heads, stay, where)
+    said = {(made.subject, made.chosen) for made in decisions() if made.feature == FEATURE}
+    if (SUBJECT, chosen) not in said:
+        decide(framework, SUBJECT, FEATURE, chosen, because)
+    if stay:
+        message = ". ".join(message_of(where, stay))
+        if settings.strict:
+            raise UnsupportedPrecisionError(message)
+        warn(message)
+        return
+    for head in heads:
+        if not head.in_fp32 and write is not None:
+            write(head)
+
+
+def verdict_of(heads: Sequence[Head], stay: Sequence[Head], where: str) -> tuple[str, str]:
+    """The decision's text and reason; see ``settle_heads``."""
+    if stay:
+        reasons = "; ".join(f"{head.subject}: {_reason(head)}" for head in stay)
+        return f"in each engine's own dtype, as {where} has it", f"{SETTING} is refused: {reasons}"
+    keys = ", ".join(dict.fromkeys(head.key for head in heads if head.key))
+    return "fp32 in trainer and rollout", f"{SETTING}; {keys}"
+
+
+def message_of(where: str, stay: Sequence[Head]) -> tuple[str, str]:
+    """The message about a refusal in two parts, the reason and the remedy."""
+    reasons = "; ".join(f"{head.subject}: {_reason(head)}" for head in stay)
+    remedies = {
+        head.remedy or ("" if head.refusal else f"Write {head.key}={head.value}") for head in stay
+    }
+    ways = ". ".join(sorted(remedies - {""}))
+    message = (
+        f"{where}: {SETTING} is refused, because fp32 in only one engine makes the mismatch "
+        f"larger: {reasons}. No LM head changes"
+    )
+    return message, f"{ways}. Or unset {_VARIABLE}." if ways else f"Unset {_VARIABLE}."
+
+
+def _reason(head: Head) -> str:
+    return head.refusal or f"{head.key} is not set, and the config is copied already"
+
+
+def problems_of_heads(
+    where: str, read: Read, settings: Settings, *, on: bool
+) -> tuple[list[Problem], list[str]]:
+    """Predict for ``precision-shim plan`` what ``settle_heads`` reports.
+
+    Args:
+        where: framework and version.
+        read: see ``Read``.
+        settings: the shim's settings for the job.
+        on: whether ``rollout-agreement`` is in force.
+    """
+    if not on or not is_asked(settings):
+        return [], []
+    heads = read()
+    stay = refused(heads, may_write=True)
+    chosen, because = verdict_of(heads, stay, where)
+    notes = [f"{SUBJECT}: {FEATURE}: {chosen} ({because})"]
+    if not stay or not all(head.known for head in stay):
+        return [], notes
+    return [Problem("lm-head", SUBJECT, stay[0].key, *message_of(where, stay))], notes
+
+
+def is_marked(config: object) -> bool:
+    """Whether a trainer's model has to compute its LM head in fp32, by its HF config or kwargs."""
+    if not is_asked(current_settings()):
+        return False
+    value = config.get(FIELD) if isinstance(config, Mapping) else getattr(config, FIELD, None)
+    return str(value).removeprefix("torch.") == "float32"
+
+
+def compute_in_fp32(model: torch.nn.Module, where: str) -> None:
+    """Make a Hugging Face model compute its LM head in fp32.
+
+    The head multiplies as vLLM's and SGLang's heads do: input and weight keep the rounding of the
+    dtype that the model computes in, and the product and the logits are fp32.
+
+    Args:
+        model: the model, whose LM head is a ``torch.nn.Linear``.
+        where: framework and version.
+
+    Raises:
+        UnsupportedPrecisionError: the LM head is no plain linear layer.
+    """
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    if not isinstance(head, torch.nn.Linear):
+        raise UnsupportedPrecisionError(
+            f"{where}: {SETTING}: the LM head of {type(model).__name__} is a "
+            f"{type(head).__name__}, and the shim computes only a torch.nn.Linear in fp32. Unset "
+            "PRECISION_SHIM_HEAD."
+        )
+    head.forward = types.MethodType(_forward, head)  # type: ignore[method-assign]
+
+
+def _forward(head: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    kind = input.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    given = [input, head.weight] if head.bias is None else [input, head.weight, head.bias]
+    # Under autocast the weights may be fp32: round them as the rollout's copy is rounded.
+    wide = [(tensor if dtype is None else tensor.to(dtype)).float() for tensor in given]
+    with torch.autocast(kind, enabled=False):
+        return functional.linear(*wide)

@@ -1,0 +1,141 @@
+"""SkyRL: compute the LM head in fp32 in policy, reference model and inference engines.
+
+The keys for policy and reference model are ``model_config_kwargs``, which change the models' HF
+config. On Megatron, SkyRL reads only the part ``model_config`` of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from precision_shim.adapting import Call, seam, versioned
+
+from ..megatron.acting.head import compute_in_fp32 as compute_megatrons
+from ..rollout import (
+    FEATURE,
+    FIELD,
+    NOT_IN_FORCE,
+    SETTING,
+    Head,
+    InForce,
+    compute_in_fp32,
+    is_marked,
+    of_rollout,
+    of_trainer,
+)
+from . import sides
+from .config import INFERENCE
+
+GROUP = "LM head"
+_WORKERS = "skyrl.backends.skyrl_train.workers"
+_DELETE = "SkyRL computes the LM head in fp32 by an option"
+
+
+def read_heads(config: Any, in_force: InForce) -> list[Head]:
+    """Describe the LM heads of a job's policy, reference model and inference engines.
+
+    Args:
+        config: SkyRL's whole config.
+        in_force: see ``InForce``.
+    """
+    trainer, engines = config.trainer, config.generator.inference_engine
+    group, heads = f"Megatron {GROUP}" if trainer.strategy == "megatron" else GROUP, []
+    for role in ("policy", "ref") if sides.has_reference(trainer) else ("policy",):
+        place, overrides = _overrides(trainer, role)
+        refusal = ""
+        if trainer.strategy not in ("fsdp", "fsdp2", "megatron"):
+            refusal = f"the shim does not change the LM head of SkyRL's {trainer.strategy} workers"
+        elif role == "policy" and "lm_head" in _targets(trainer.policy.model):
+            refusal = "trainer.policy.model.lora.target_modules has lm_head"
+        elif not in_force(FEATURE, group):
+            refusal = NOT_IN_FORCE
+        heads.append(of_trainer(role, overrides, place, refusal))
+    if sides.started_elsewhere(engines):
+        refusal = "servers that SkyRL does not start keep the head that they were started with"
+        return [*heads, Head("rollout", refusal=refusal)]
+    backend = str(engines.backend)
+    sections = sides.overriding(engines) or {f"{INFERENCE}.engine_init_kwargs": {}}
+    heads += [of_rollout(backend, values, section) for section, values in sections.items()]
+    return heads
+
+
+def _overrides(trainer: Any, role: str) -> tuple[str, Mapping[str, Any]]:
+    model, place = getattr(trainer, role), f"trainer.{role}"
+    if trainer.strategy == "megatron":
+        whole = model.megatron_config.model_config_kwargs or {}
+        return f"{place}.megatron_config.model_config_kwargs.model_config", (
+            whole.get("model_config") or {}
+        )
+    return f"{place}.model_config_kwargs", model.model_config_kwargs or {}
+
+
+def _targets(model: Any) -> tuple[str, ...]:
+    lora = getattr(model, "lora", None)
+    targets = getattr(lora, "target_modules", None) if getattr(lora, "rank", 0) else None
+    return (targets,) if isinstance(targets, str) else tuple(targets or ())
+
+
+def write(config: Any, head: Head) -> None:
+    """Write a head's key into SkyRL's config."""
+    section, names = config, head.key.split(".")
+    for at, name in enumerate(names):
+        value = getattr(section, name)
+        if value is None or isinstance(value, Mapping):
+            setattr(section, name, _with(value or {}, names[at + 1 :], head.value))
+            return
+        section = value
+
+
+def _with(section: Mapping[str, Any], names: list[str], value: object) -> dict[str, Any]:
+    name, *rest = names
+    return {**section, name: _with(section.get(name) or {}, rest, value) if rest else value}
+
+
+@seam(
+    f"{_WORKERS}.model_wrapper:HFModelWrapper.__init__",
+    FEATURE,
+    group=GROUP,
+    why="builds the Hugging Face model of policy and reference model before FSDP wraps it",
+    delete_when=_DELETE,
+    optional=True,
+)
+def build_model(call: Call, model_config_kwargs: Any) -> None:
+    """Make an FSDP worker's language model compute its LM head in fp32.
+
+    Raises:
+        UnsupportedPrecisionError: the LM head is no plain linear layer.
+    """
+    marked = is_marked(model_config_kwargs)
+    if marked:  # some versions of transformers reject an unknown field
+        rest = {name: value for name, value in model_config_kwargs.items() if name != FIELD}
+        call.arguments["model_config_kwargs"] = rest
+    call.proceed()
+    if marked:
+        compute_in_fp32(call.instance.model, versioned("skyrl"))
+
+
+@seam(
+    f"{_WORKERS}.megatron.megatron_worker:MegatronWorker.init_configs",
+    FEATURE,
+    group=f"Megatron {GROUP}",
+    why="makes the provider that later builds the model chunks of policy and reference model",
+    delete_when=_DELETE,
+    relies_on=("provider", "register_pre_wrap_hook"),
+    optional=True,
+)
+def make_provider(call: Call, model_config_kwargs: Any) -> Any:
+    """Make a Megatron worker's model compute its LM head in fp32.
+
+    Raises:
+        UnsupportedPrecisionError: Megatron's output layer cannot compute in fp32.
+    """
+    result = call.proceed()
+    if is_marked((model_config_kwargs or {}).get("model_config")):
+
+        def change(chunks: Any) -> Any:
+            compute_megatrons(chunks, versioned("skyrl"), SETTING)
+            return chunks
+
+        call.instance.provider.register_pre_wrap_hook(change)
+    return result

@@ -1,0 +1,43 @@
+"""Decide whether all engines of an RL job can compute their LM head in fp32.
+
+The LM head's product rounds every logit to the model's dtype, before the log softmax. If only one
+engine computes it in fp32, its probabilities differ more from the other engine's than without fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Head:
+    """The LM head of one engine of a job, as the job's config describes it.
+
+    Attributes:
+        subject: ``"actor"``, ``"policy"``, ``"ref"`` or ``"rollout"``.
+        key: the config key that makes the engine compute its LM head in fp32.
+        in_fp32: whether the config makes the engine compute it in fp32 already.
+        refusal: why the engine cannot compute it in fp32; empty if it can.
+        remedy: what the user can do about the refusal.
+        value: the key's value for fp32.
+        known: whether this machine has the engine that the job will use.
+    """
+
+    subject: str
+    key: str = ""
+    in_fp32: bool = False
+    refusal: str = ""
+    remedy: str = ""
+    value: str | bool = "float32"
+    known: bool = True
+
+
+def refused(heads: Sequence[Head], *, may_write: bool) -> list[Head]:
+    """The heads that stay in their model's dtype; all heads stay as they are if there is one.
+
+    Args:
+        heads: the LM heads of a job's engines.
+        may_write: whether the shim can still write the keys of the engines.
+    """
+    return [head for head in heads if head.refusal or not (head.in_fp32 or may_write)]

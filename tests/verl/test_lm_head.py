@@ -1,0 +1,246 @@
+"""PRECISION_SHIM_HEAD=fp32 in verl: keys in the driver, LM heads in real engines and workers."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+from torch.nn import functional
+
+import precision_shim
+from precision_shim.cli import main
+from precision_shim.errors import UnsupportedPrecisionError
+
+from ..rank_server import Ranks
+from .conftest import VERL
+from .megatron_fp16_support import Training
+from .test_both_sides import LEGACY, LINE, start
+
+pytestmark = pytest.mark.skipif(Version("0.7") > VERL, reason="the shim refuses verl 0.6")
+
+ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+KEYS = {
+    "vllm": f"{ROLLOUT}.engine_kwargs.vllm.hf_overrides.head_dtype",
+    "sglang": f"{ROLLOUT}.engine_kwargs.sglang.enable_fp32_lm_head",
+}
+GRANTED = "fp32 in trainer and rollout"
+FP32, FP16 = "torch.float32", "torch.float16"
+
+
+@pytest.fixture(autouse=True)
+def off() -> Any:
+    yield
+    precision_shim.uninstall()
+
+
+@pytest.fixture
+def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant the one file of vLLM and of SGLang that the shim reads; neither is installed here."""
+    for name, body in (
+        ("vllm/model_executor/layers", "x = 'head_dtype'"),
+        ("sglang/srt/layers", "x = 'enable_fp32_lm_head'"),
+    ):
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        (folder / "logits_processor.py").write_text(f"class LogitsProcessor:\n    {body}\n")
+        while folder != tmp_path:
+            (folder / "__init__.py").touch()
+            folder = folder.parent
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def at(config: Any, key: str) -> Any:
+    for name in key.split("."):
+        config = None if config is None else config.get(name)
+    return config
+
+
+def of_plan(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[list[str], list[str]]:
+    """The plan's messages about LM heads, and its notes about them."""
+    capsys.readouterr()
+    front = ["PRECISION_SHIM=1", "PRECISION_SHIM_HEAD=fp32"]
+    with pytest.raises(SystemExit):
+        main(["plan", "--json", "--parameters", "1B", "--", *front, *LINE, *words])
+    plan = json.loads(capsys.readouterr().out)
+    problems = [one for one in plan["problems"] if one["code"] == "lm-head"]
+    notes = [one for one in plan["notes"] if one.startswith("LM head: ")]
+    return [f"{one['message']}. {one['remedy']}" for one in problems], notes
+
+
+# -- the driver ----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("engines")
+@pytest.mark.parametrize("backend", KEYS)
+@pytest.mark.parametrize("strategy", ["fsdp", "megatron"])
+def test_the_driver_writes_all_keys(
+    capsys: pytest.CaptureFixture[str], strategy: str, backend: str
+) -> None:
+    words = [f"{ROLLOUT}.name={backend}", f"+{MODEL}.override_config.attn_implementation=eager"]
+    name = "ppo_trainer" if strategy == "fsdp" else "ppo_megatron_trainer"
+    made = start(words, name=name, settings={"head": "fp32"})
+    assert made.chosen["LM head"] == GRANTED
+    place = f"{MODEL}.override_config"
+    nested = LEGACY and strategy == "megatron"  # 0.7.1's Megatron workers read only this part
+    assert at(made.config, f"{place}{'.model_config' if nested else ''}.head_dtype") == "float32"
+    assert at(made.config, f"{place}.attn_implementation") == "eager"
+    assert at(made.config, KEYS[backend]) == {"vllm": "float32", "sglang": True}[backend]
+    if strategy == "fsdp":
+        problems, notes = of_plan(words, capsys)
+        assert not problems
+        assert [one.startswith(f"LM head: rollout-agreement: {GRANTED}") for one in notes] == [True]
+
+
+@pytest.mark.usefixtures("engines")
+def test_the_users_overrides_of_the_rollout_stay() -> None:
+    words = [f"+{ROLLOUT}.engine_kwargs.vllm.hf_overrides={{rope_theta: 5}}"]
+    made = start(words, settings={"head": "fp32"})
+    found = at(made.config, KEYS["vllm"].rpartition(".")[0])
+    assert dict(found) == {"rope_theta": 5, "head_dtype": "float32"}
+
+
+REFUSED = {
+    "a fused product": ([f"{MODEL}.use_fused_kernels=true"], "use_fused_kernels"),
+    "the user's dtype of the rollout": (
+        [f"+{ROLLOUT}.engine_kwargs.vllm.hf_overrides.head_dtype=model"],
+        "hf_overrides.head_dtype=model",
+    ),
+    "the user's dtype of the trainer": (
+        [f"+{MODEL}.override_config.head_dtype=bfloat16"],
+        "override_config.head_dtype=bfloat16",
+    ),
+    "an adapter of the head": ([f"{MODEL}.target_modules=[lm_head]"], "lm_head"),
+    "quantised": (["++actor_rollout_ref.rollout.quantization=fp8"], "quantization"),
+}
+
+
+@pytest.mark.usefixtures("engines")
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refusal_changes_no_key(capsys: pytest.CaptureFixture[str], case: str) -> None:
+    words, said = REFUSED[case]
+    made = start(words, settings={"head": "fp32"})
+    (told,) = [one for one in made.told if "PRECISION_SHIM_HEAD" in one]
+    assert said in told
+    assert at(made.config, f"{MODEL}.override_config.head_dtype") != "float32"
+    assert at(made.config, KEYS["vllm"]) != "float32"
+    problems, _ = of_plan([f"{ROLLOUT}.name=vllm", *words], capsys)
+    assert problems == [told]
+    precision_shim.uninstall()
+    with pytest.raises(UnsupportedPrecisionError, match="PRECISION_SHIM_HEAD=fp32 is refused"):
+        start(words, strict=True, settings={"head": "fp32"})
+
+
+def test_an_engine_that_is_not_installed_here(capsys: pytest.CaptureFixture[str]) -> None:
+    """The driver refuses; the plan, which may run on another machine, has a note."""
+    made = start([], settings={"head": "fp32"})
+    assert made.chosen["LM head"] == f"in each engine's own dtype, as verl {VERL} has it"
+    assert at(made.config, KEYS["vllm"]) is None
+    problems, notes = of_plan([f"{ROLLOUT}.name=vllm"], capsys)
+    assert (problems, ["not known" in one for one in notes]) == ([], [True])
+
+
+@pytest.mark.usefixtures("engines")
+def test_without_the_setting_no_key_changes() -> None:
+    made = start([])
+    assert "LM head" not in made.chosen
+    assert at(made.config, f"{MODEL}.override_config.head_dtype") is None
+    assert at(made.config, KEYS["vllm"]) is None
+
+
+# -- the FSDP engine, two ranks --------------------------------------------------------------------
+
+forked = pytest.mark.skipif(not hasattr(os, "fork"), reason="the ranks are forked")
+
+
+@forked
+@pytest.mark.parametrize("role", ["actor", "lora"])
+def test_fsdp_trains_and_resumes(fsdp_ranks: Ranks, tmp_path: Path, role: str) -> None:
+    for rank in fsdp_ranks("fp32_head", folder=tmp_path, head="fp32", role=role):
+        assert {(one["dtype"], one["exact"]) for one in rank["seen"]} == {(FP32, True)}
+        assert {one["weight"] for one in rank["seen"]} <= {
+            FP16,
+            FP32,
+        }  # LoRA keeps its base in fp32
+        assert json.dumps(rank["said"]) == json.dumps(rank["again"])  # NaN as text
+        assert rank["straight"] == rank["resumed"]
+        assert rank["straight"]["counter"][1] == 2
+
+
+@forked
+def test_fsdp_without_the_setting(fsdp_ranks: Ranks, tmp_path: Path) -> None:
+    for rank in fsdp_ranks("fp32_head", folder=tmp_path, head="as-configured"):
+        assert {(one["dtype"], one["exact"]) for one in rank["seen"]} == {(FP16, False)}
+
+
+@forked
+def test_the_reference_models_head_and_no_critics(fsdp_ranks: Ranks, tmp_path: Path) -> None:
+    for role, own in (("ref", True), ("critic", False)):
+        for rank in fsdp_ranks("fp32_head", folder=tmp_path, head="fp32", role=role):
+            assert rank["own"] is own, role
+
+
+@forked
+@pytest.mark.skipif(not LEGACY, reason="verl 0.8 and later have no legacy workers")
+def test_a_legacy_worker(fsdp_ranks: Ranks, tmp_path: Path) -> None:
+    for head, expected in (("fp32", (FP32, True)), ("as-configured", (FP16, False))):
+        for rank in fsdp_ranks("legacy_fp32_head", folder=tmp_path, head=head):
+            assert {(one["dtype"], one["exact"]) for one in rank["seen"]} == {expected}
+
+
+# -- the Megatron engine ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def train(
+    fused_adam: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[Training, list[tuple[str, bool]]]]:
+    """Train verl's real worker on Megatron; returns it with what its LM head computed."""
+
+    def make(head: str, **options: Any) -> tuple[Training, list[tuple[str, bool]]]:
+        precision_shim.install(settings={"head": head})
+        one = Training(checkpoint, monkeypatch, overrides_of_model=MARK, **options)
+        seen: list[tuple[str, bool]] = []
+
+        def look(layer: Any, given: Any, named: Any, result: Any) -> None:
+            weight = named.get("weight")
+            weight = layer.weight if weight is None else weight
+            product = functional.linear(given[0].float(), weight.float())
+            seen.append((str(result[0].dtype), torch.equal(result[0], product)))
+
+        model = one.engine.module[0]
+        (layer,) = [part for name, part in model.named_modules() if name.endswith("output_layer")]
+        layer.register_forward_hook(look, with_kwargs=True)
+        for _ in range(2):
+            one.train()
+        return one, seen
+
+    return make
+
+
+MARK = {"head_dtype": "float32"}
+
+
+@pytest.mark.parametrize("bridge", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_megatrons_output_layer(
+    train: Callable[..., tuple[Training, list[tuple[str, bool]]]], dtype: str, bridge: bool
+) -> None:
+    pytest.importorskip("megatron.bridge") if bridge else None
+    one, seen = train("fp32", dtype=dtype, bridge=bridge)
+    assert set(seen) == {(FP32, True)}
+    main_grads = [p.main_grad for p in one.engine.module[0].parameters() if p.requires_grad]
+    assert all(torch.isfinite(grad).all() for grad in main_grads)
+    assert len(seen) >= 2
+
+
+def test_megatron_without_the_setting(
+    train: Callable[..., tuple[Training, list[tuple[str, bool]]]],
+) -> None:
+    _, seen = train("as-configured")
+    assert set(seen) == {(FP16, False)}
