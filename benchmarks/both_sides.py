@@ -28,9 +28,12 @@ from typing import Any
 
 import torch
 
+from precision_shim_adapters.rollout import compute_in_fp32
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "both-sides.md"
 BEGIN, END = "<!-- computed:mismatch -->", "<!-- /computed:mismatch -->"
+OF_HEADS = ("<!-- computed:heads -->", "<!-- /computed:heads -->")
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 WIRE = "fp16, its weights rounded to bf16 on the way"
 """Name of the rollout that gets an fp16 trainer's weights rounded to bf16, and computes in fp16."""
@@ -181,15 +184,23 @@ def sample(llm: Any, prompts: Sequence[list[int]], new: int) -> Sampled:
     return Sampled(torch.tensor(tokens), torch.tensor(logprobs, dtype=torch.float64))
 
 
-def score(model: Any, sampled: Sampled, dtype: torch.dtype) -> torch.Tensor:
+def score(model: Any, sampled: Sampled, dtype: torch.dtype, *, head: bool = False) -> torch.Tensor:
     """The trainer's log probabilities of the answers.
 
     The trainer's weights are rounded to ``dtype`` once, as in FSDP and Megatron, and the trainer
     computes under autocast. ``log_softmax`` is computed in fp32, as under CUDA's autocast. A CPU's
     autocast would compute ``log_softmax`` in 16 bits, a rounding that no trainer on a GPU has.
+
+    Args:
+        model: the trainer's model in fp32.
+        sampled: prompts and answers.
+        dtype: the dtype that the trainer computes in.
+        head: whether the shim makes the trainer compute its LM head in fp32.
     """
     new = sampled.logprobs.shape[1]
     rounded = copy.deepcopy(model).to(dtype)
+    if head:
+        compute_in_fp32(rounded, "both_sides")
     with torch.no_grad():
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             logits = rounded(sampled.tokens, use_cache=False).logits[:, -new - 1 : -1]
@@ -220,6 +231,31 @@ def measure(size: Size, seed: int, folder: Path) -> dict[tuple[str, str], Mismat
     return found
 
 
+HEADS = {"no engine": (), "trainer": ("t",), "rollout": ("r",), "both": ("t", "r")}
+"""Which engines compute their LM head in fp32, and the short names of these engines."""
+
+
+def measure_heads(size: Size, seed: int, folder: Path) -> dict[tuple[str, str], Mismatch]:
+    """Measure the mismatch of fp16 and bf16 in both engines, by the engines' LM heads in fp32."""
+    model, prompts = random_model(size, seed), random_prompts(size, seed)
+    model.save_pretrained(folder / "heads")
+    found = {}
+    for name, dtype in DTYPES.items():
+        if dtype == torch.float32:
+            continue
+        for rollout in (False, True):
+            more = {"hf_overrides": {"head_dtype": "float32"}} if rollout else {}
+            length = size.prompt + size.new
+            with engine(folder / "heads", name_in_vllm(dtype), length, **more) as llm:
+                sampled = sample(llm, prompts, size.new)
+            for trainer in (False, True):
+                mine = tuple(short for short, on in (("t", trainer), ("r", rollout)) if on)
+                (who,) = [key for key, value in HEADS.items() if value == mine]
+                scored = score(model, sampled, dtype, head=trainer)
+                found[name, who] = mismatch(scored, sampled.logprobs)
+    return found
+
+
 def name_in_vllm(dtype: torch.dtype) -> str:
     """``float16`` for ``torch.float16``."""
     return str(dtype).removeprefix("torch.")
@@ -241,6 +277,29 @@ def table(runs: Sequence[dict[tuple[str, str], Mismatch]]) -> str:
         cells = [
             trainer,
             rollout,
+            spread([one.mean for one in ours]),
+            spread([one.k3 for one in ours]),
+            spread(shares),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def head_table(runs: Sequence[dict[tuple[str, str], Mismatch]]) -> str:
+    """A Markdown table of the mismatches by who computes the LM head in fp32.
+
+    The last column is k3 divided by the k3 of the same seed without an LM head in fp32.
+    """
+    lines = [
+        "| both compute in | LM head in fp32 | mean of \\|Δ log p\\| | k3 | k3 / k3 without |",
+        "|---|---|---|---|---|",
+    ]
+    for dtype, who in runs[0]:
+        ours = [run[dtype, who] for run in runs]
+        shares = [run[dtype, who].k3 / run[dtype, "no engine"].k3 for run in runs]
+        cells = [
+            dtype,
+            who,
             spread([one.mean for one in ours]),
             spread([one.k3 for one in ours]),
             spread(shares),
@@ -274,23 +333,31 @@ def main() -> None:
     for one in fields(Size):
         parser.add_argument(f"--{one.name}", type=int, default=one.default)
     parser.add_argument("--seeds", type=int, default=5, help="random models, one after another")
+    parser.add_argument("--heads", action="store_true", help="only the table of LM heads")
     parser.add_argument("--write", action="store_true", help="into docs/both-sides.md")
     arguments = parser.parse_args()
     if arguments.write:
-        with_table(PAGE, "")  # before minutes of work
+        for markers in ((BEGIN, END), OF_HEADS):
+            with_table(PAGE, "", markers)  # before minutes of work
     size = Size(**{one.name: getattr(arguments, one.name) for one in fields(Size)})
     torch.set_num_threads(1)  # two threads wait for each other, and take three times the CPU time
-    runs = []
+    runs, heads = [], []
     for seed in range(arguments.seeds):
         began = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            runs.append(measure(size, seed, Path(folder)))
+            if not arguments.heads:
+                runs.append(measure(size, seed, Path(folder)))
+            heads.append(measure_heads(size, seed, Path(folder)))
         print(f"seed {seed}: {time.monotonic() - began:.0f} s", file=sys.stderr)
-    text = f"{table(runs)}\n\n{what_was_run(size, arguments.seeds)}"
-    if arguments.write:
-        PAGE.write_text(with_table(PAGE, text), encoding="utf-8")
-    else:
-        print(text)
+    ran = what_was_run(size, arguments.seeds)
+    for text, markers in (
+        *((f"{table(runs)}\n\n{ran}", (BEGIN, END)) for _ in runs[:1]),
+        (f"{head_table(heads)}\n\n{ran}", OF_HEADS),
+    ):
+        if arguments.write:
+            PAGE.write_text(with_table(PAGE, text, markers), encoding="utf-8")
+        else:
+            print(text)
 
 
 def what_was_run(size: Size, seeds: int) -> str:

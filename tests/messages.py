@@ -64,7 +64,7 @@ OF_A_TEXT = {
     "checkpoint_engine.backend=delta_sharded": SIDES,
     "dtype the engine takes is known only to the engine": SIDES,
     "computes in … (…), the … in …": SIDES,
-    "is refused, because fp32 in only one engine": SIDES,
+    "because it takes effect in all engines or in none": SIDES,
     "the LM head of … is a …": SIDES,
     "whose weight gradient is not deferred": SIDES,
     "and its weights go out in": SIDES,

@@ -568,3 +568,31 @@ def test_the_weights_are_rounded_once(
             assert held[name].dtype is torch.float32
             assert torch.equal(one, held[name].to(one.dtype)), name
     assert len(held) > 10
+
+
+# -- the LM head -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_fp32_head_is_refused(
+    checkout: Path,  # noqa: F811
+    shim: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    strict: bool,
+) -> None:
+    """The vLLM of NeMo-RL's pins would ignore ``head_dtype`` without a message."""
+    shim(settings={"head": "fp32"}, strict=strict, export=False)
+    config = read(checkout, GRPO, "policy.precision=bfloat16")
+    if strict:
+        with pytest.raises(UnsupportedPrecisionError, match="does not use head_dtype"):
+            set_up(config, monkeypatch, tmp_path)
+        return
+    given, told = watched(lambda: set_up(config, monkeypatch, tmp_path))
+    (refusal,) = told
+    assert "PRECISION_SHIM_HEAD=fp32 is refused" in refusal
+    assert "hf_overrides" not in (given.get("vllm_kwargs") or {})
+    monkeypatch.setenv("PRECISION_SHIM_HEAD", "fp32")
+    found = planned(capsys, checkout / GRPO, "policy.precision=bfloat16")["problems"]
+    assert [f"{one['message']}. {one['remedy']}" for one in found] == [refusal]

@@ -52,6 +52,16 @@ def test_the_shim_warns_where_an_fp16_trainer_keeps_the_mismatch(found: dict[Any
         assert verdict.lost == (found["fp16", name].k3 > 10 * found["fp16", "fp16"].k3)
 
 
+def test_heads_in_fp32_in_both_engines_lower_the_mismatch(
+    both_sides: ModuleType, size: Any, tmp_path: Path
+) -> None:
+    """vLLM's own ``head_dtype``, and the trainer's head as the shim computes it."""
+    found = both_sides.measure_heads(size, 0, tmp_path)
+    for dtype in ("fp16", "bf16"):
+        without, both = found[dtype, "no engine"], found[dtype, "both"]
+        assert (both.k3 < without.k3, both.mean < without.mean) == (True, True), dtype
+
+
 def test_k3_and_mean_by_hand(both_sides: ModuleType) -> None:
     trainer, rollout = torch.tensor([0.5, 0.2]).log(), torch.tensor([0.25, 0.4]).log()
     compared = both_sides.mismatch(trainer, rollout)

@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional
 
 from precision_shim.adapting import current_settings, decide, look, version_of, warn
+from precision_shim.auditing.layers import HEAD_MARK
 from precision_shim.errors import UnsupportedPrecisionError
 from precision_shim.planning.record import Problem
 from precision_shim.precision.lm_head import Head, refused
@@ -170,8 +171,8 @@ def message_of(where: str, stay: Sequence[Head]) -> tuple[str, str]:
     }
     ways = ". ".join(sorted(remedies - {""}))
     message = (
-        f"{where}: {SETTING} is refused, because fp32 in only one engine makes the mismatch "
-        f"larger: {reasons}. No LM head changes"
+        f"{where}: {SETTING} is refused, because it takes effect in all engines or in none: "
+        f"{reasons}. No LM head changes"
     )
     return message, f"{ways}. Or unset {_VARIABLE}." if ways else f"Unset {_VARIABLE}."
 
@@ -231,6 +232,7 @@ def compute_in_fp32(model: torch.nn.Module, where: str) -> None:
             "PRECISION_SHIM_HEAD."
         )
     head.forward = types.MethodType(_forward, head)  # type: ignore[method-assign]
+    setattr(head, HEAD_MARK, "fp32")
 
 
 def _forward(head: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:

@@ -98,7 +98,7 @@ def _refuses(model: Mapping[str, Any], role: Mapping[str, Any], strategy: str, s
     group=GROUP,
     why="returns the Hugging Face model before LoRA and FSDP wrap it",
     delete_when=_DELETE,
-    relies_on=("model_config", "hf_config", "model_type"),
+    relies_on=("model_config", "hf_config"),
     optional=True,
 )
 def build_model(call: Call) -> Any:
@@ -108,8 +108,8 @@ def build_model(call: Call) -> Any:
         UnsupportedPrecisionError: the LM head is no plain linear layer.
     """
     module = call.proceed()
-    config = call.instance.model_config
-    if config.model_type == "language_model" and is_marked(config.hf_config):
+    critic = type(call.instance).__name__.endswith("ValueHead")
+    if not critic and is_marked(call.instance.model_config.hf_config):
         compute_in_fp32(module, versioned("verl"))
     return module
 

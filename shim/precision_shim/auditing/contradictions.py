@@ -43,6 +43,7 @@ def contradictions(sent: Sequence[Sent], held: Sequence[Held]) -> Iterator[Contr
     for engine in rollouts:
         for ask in _once(sent):
             yield from _engine_dtype(ask, engine)
+            yield from _head_dtype(ask, engine)
     for record in sent:
         yield from _of_wire(record, rollouts)
         for engine in rollouts:
@@ -54,7 +55,7 @@ def contradictions(sent: Sequence[Sent], held: Sequence[Held]) -> Iterator[Contr
 
 
 def _once(sent: Sequence[Sent]) -> Iterable[Sent]:
-    return {(record.asked, record.key): record for record in sent}.values()
+    return {(record.asked, record.key, record.head): record for record in sent}.values()
 
 
 def computes(sent: Sent, rollouts: Sequence[Held]) -> set[str]:
@@ -73,6 +74,18 @@ def _engine_dtype(ask: Sent, engine: Held) -> Iterator[Contradiction]:
             f"{ask.key}={ask.asked}, but the engine computes in {engine.computes}: something goes "
             f"over the key on the way to {engine.engine}. Look for a second dtype among the "
             "engine's own arguments.",
+        )
+
+
+def _head_dtype(one: Sent, engine: Held) -> Iterator[Contradiction]:
+    """Yield a contradiction if only the trainer computes its LM head in fp32."""
+    if one.head and engine.head and engine.head != one.head:
+        yield Contradiction(
+            "head-dtype",
+            _who(engine),
+            f"the {one.subject} computes its LM head in {one.head}, and the engine in "
+            f"{engine.head}, so the two round logits differently. Unset PRECISION_SHIM_HEAD, or "
+            f"let {engine.engine} compute its head in {one.head}.",
         )
 
 

@@ -71,6 +71,7 @@ class Sent:
             framework does not round the tensors.
         quantised: names of the layers that were sent in 8 bits.
         not_asked: why the framework's engines cannot report their weights; empty if they can.
+        head: ``"fp32"`` if the shim made the trainer compute its LM head in fp32; else empty.
     """
 
     framework: str
@@ -86,6 +87,7 @@ class Sent:
     then: str = ""
     quantised: tuple[str, ...] = ()
     not_asked: str = ""
+    head: str = ""
 
     @property
     def stem(self) -> str:

@@ -6,6 +6,9 @@ import fnmatch
 import re
 from collections.abc import Iterator, Sequence
 
+HEAD_MARK = "precision_shim_computes"
+"""Attribute of an LM head that the shim changed: canonical name of the dtype it computes in."""
+
 MATRICES = ("attention", "mlp", "experts", "embedding", "head")
 """Kinds of layers whose weights an engine either quantises or keeps in its compute dtype."""
 

@@ -107,6 +107,8 @@ def _sent_text(one: Sent) -> str:
         words.append(f"{group} in {_dtypes(weights.dtypes)}{then}, {_shares(weights, one, group)}")
     if one.quantised:
         words.append(f"{len(one.quantised)} layers in 8 bits")
+    if one.head:
+        words.append(f"head computes in {one.head}")
     return "; ".join(words)
 
 

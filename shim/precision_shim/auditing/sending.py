@@ -24,6 +24,7 @@ from ..updates.sampling import MOST_ELEMENTS, MOST_TENSORS, Sample, few
 from . import files, halves, kept
 from .contradictions import contradictions
 from .halves import ADAPTERS, BASE, Sent, Weights
+from .layers import HEAD_MARK
 from .looking import rank_of_job
 from .reading import local
 from .torch_reader import shards_by_gathered
@@ -179,6 +180,7 @@ class _Looker:
         self._quantised: list[str] = []
         self._every = 1
         self._failed = False
+        self._head = ""
 
     def begin(self) -> None:
         """Sample the trainer's own parameters, before the first weight is sent."""
@@ -213,6 +215,8 @@ class _Looker:
             for name, parameter in chunk.named_parameters()
         }
         self._every = max(1, len(named) // MOST_TENSORS)
+        for module in (module for chunk in self._chunks for module in chunk.modules()):
+            self._head = vars(module).get(HEAD_MARK, self._head)
         groups: dict[str, list[torch.Tensor]] = {}
         found: dict[str, _Group] = {}
         for name, parameter in named.values():
@@ -255,6 +259,7 @@ class _Looker:
             then="" if self._then is None else name_of(self._then),
             quantised=tuple(self._quantised),
             not_asked=asked.not_asked,
+            head=self._head,
         )
         write(sent)
         if rank == 0:

@@ -1,7 +1,8 @@
 """Decide whether all engines of an RL job can compute their LM head in fp32.
 
-The LM head's product rounds every logit to the model's dtype, before the log softmax. If only one
-engine computes it in fp32, its probabilities differ more from the other engine's than without fp32.
+The LM head's product rounds every logit to the model's dtype, before the log softmax. If the hidden
+states of both engines agree, both engines round a logit to the same value. Then fp32 in only one
+engine makes the probabilities differ (https://github.com/NVIDIA-NeMo/RL/pull/3936).
 """
 
 from __future__ import annotations

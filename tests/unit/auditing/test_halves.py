@@ -113,6 +113,14 @@ def test_a_bf16_wire_behind_the_sender() -> None:
     assert codes(RIGHT, replace(engine, sync=8)) == []
 
 
+@pytest.mark.parametrize("sender", ["fp32", ""])
+@pytest.mark.parametrize("engine", ["fp32", "fp16", ""])
+def test_a_head_in_fp32_on_one_side_alone(sender: str, engine: str) -> None:
+    several = [replace(RIGHT, head=sender), replace(RIGHT, head=sender, rank=1)]
+    expected = ["head-dtype"] * ((sender, engine) == ("fp32", "fp16"))
+    assert codes(several, replace(ENGINE, head=engine)) == expected
+
+
 def test_layers_in_another_dtype_than_the_engine_computes_in() -> None:
     kinds = {"attention": {"fp16": 10, "bf16": 2}, "mlp": {"bf16": 20}, "norm": {"bf16": 1}}
     (found,) = contradictions([], [replace(ENGINE, kinds=kinds)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,15 @@ from precision_shim_adapters.rollout import (
     settle_heads,
 )
 
+from ...planted_engines import NEW, plant
+
 WHERE = "toyfw 1.0"
 ACTOR = Head("actor", "model.head_dtype")
 ROLLOUT = Head("rollout", "engine.head_dtype")
 NO = Head("rollout", "engine.head_dtype", refusal="the engine has none", remedy="Take another")
 REFUSED = (
-    "toyfw 1.0: PRECISION_SHIM_HEAD=fp32 is refused, because fp32 in only one engine makes the "
-    "mismatch larger: rollout: the engine has none. No LM head changes. Take another. Or unset "
+    "toyfw 1.0: PRECISION_SHIM_HEAD=fp32 is refused, because it takes effect in all engines or in "
+    "none: rollout: the engine has none. No LM head changes. Take another. Or unset "
     "PRECISION_SHIM_HEAD."
 )
 
@@ -111,35 +113,15 @@ def test_an_engine_on_another_machine_is_a_note_in_the_plan() -> None:
 # -- what a config says ----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """Plant the one file of an engine that the shim reads; the engines are not installed here."""
-
-    def plant(name: str, body: str) -> None:
-        path = "model_executor/layers" if name == "vllm" else "srt/layers"
-        folder = tmp_path / name / path
-        folder.mkdir(parents=True, exist_ok=True)
-        for package in (folder, *folder.parents):
-            if package == tmp_path:
-                break
-            (package / "__init__.py").touch()
-        (folder / "logits_processor.py").write_text(f"class LogitsProcessor:\n    {body}\n")
-        monkeypatch.syspath_prepend(tmp_path)
-
-    return plant
-
-
-NEW = {
-    "vllm": "def __init__(self, c): self.h = c.head_dtype",
-    "sglang": "x = 'enable_fp32_lm_head'",
-}
 KEY = {"vllm": "kw.hf_overrides.head_dtype", "sglang": "kw.enable_fp32_lm_head"}
 WORD: dict[str, Any] = {"vllm": "float32", "sglang": True}
 
 
 @pytest.mark.parametrize("name", NEW)
-def test_an_engine_that_has_the_option(engine: Callable[[str, str], None], name: str) -> None:
-    engine(name, NEW[name])
+def test_an_engine_that_has_the_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    plant(tmp_path, monkeypatch)
     head = of_rollout(name, {}, "kw")
     assert head == Head("rollout", KEY[name], value=WORD[name])
     option = KEY[name].rpartition(".")[2]
@@ -149,8 +131,10 @@ def test_an_engine_that_has_the_option(engine: Callable[[str, str], None], name:
 
 
 @pytest.mark.parametrize("name", NEW)
-def test_an_engine_without_the_option(engine: Callable[[str, str], None], name: str) -> None:
-    engine(name, "pass")
+def test_an_engine_without_the_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    plant(tmp_path, monkeypatch, {name: "pass"})
     head = of_rollout(name, {}, "kw")
     assert "does not use" in head.refusal
     assert (head.remedy.startswith("Install"), head.known) == (True, True)
@@ -167,14 +151,14 @@ def test_an_engine_without_the_option(engine: Callable[[str, str], None], name: 
     ],
 )
 def test_what_the_user_wrote_stays(
-    engine: Callable[[str, str], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     name: str,
     options: dict[str, Any],
     quantised: str,
     said: str,
 ) -> None:
-    for known, body in NEW.items():
-        engine(known, body)
+    plant(tmp_path, monkeypatch)
     assert said in of_rollout(name, options, "kw", quantised).refusal
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from precision_shim.auditing.layers import HEAD_MARK
 from precision_shim.errors import UnsupportedPrecisionError
 
 _LAYER = "output_layer"
@@ -37,12 +38,14 @@ def compute_in_fp32(chunks: Iterable[torch.nn.Module], where: str, setting: str)
                 found += " with defer_embedding_wgrad_compute"
             if not isinstance(module, ColumnParallelLinear) or " " in found:
                 raise UnsupportedPrecisionError(
-                    f"{where}: {setting}: {name} is a {found}; allowed: Megatron's ColumnParallelLinear, "
-                    "whose weight gradient is not deferred. Unset PRECISION_SHIM_HEAD."
+                    f"{where}: {setting}: {name} is a {found}; allowed: Megatron's "
+                    "ColumnParallelLinear, whose weight gradient is not deferred. Unset "
+                    "PRECISION_SHIM_HEAD."
                 )
             # The fused kernel adds to the weight's main grads, and an fp32 copy has none.
             module.gradient_accumulation_fusion = False
             module.forward = types.MethodType(_forward, module)
+            setattr(module, HEAD_MARK, "fp32")
 
 
 def _forward(

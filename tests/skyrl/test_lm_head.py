@@ -1,0 +1,191 @@
+"""PRECISION_SHIM_HEAD=fp32 in SkyRL: keys in the driver, LM heads in real workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from precision_shim.errors import UnsupportedPrecisionError
+
+from ..planted_engines import plant
+from .support import batch, build, fsdp_worker
+from .test_both_sides import NO_REF, OVER, on_fsdp, on_megatron, plan, told, validated, warned
+from .test_both_sides import vllm as vllm  # noqa: PLC0414  a fixture that all tests here use
+
+ROLLOUT = f"{OVER}.hf_overrides"
+GRANTED = "fp32 in trainer and rollout"
+HEAD = {"head": "fp32"}
+
+
+@pytest.fixture
+def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(tmp_path / "engines", monkeypatch)
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[list[str], list[str]]:
+    """The plan's problems with LM heads, and its notes about them."""
+    found = plan(capsys, *words)
+    problems = [one for one in found["problems"] if one["code"] == "lm-head"]
+    notes = [one for one in found["notes"] if one.startswith("LM head: ")]
+    return [f"{one['message']}. {one['remedy']}" for one in problems], notes
+
+
+# -- the driver ----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("engines")
+@pytest.mark.parametrize("strategy", ["fsdp", "megatron"])
+@pytest.mark.parametrize("reference", [True, False])
+def test_the_driver_writes_all_keys(
+    shim: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    checkpoints: dict[str, Path],
+    strategy: str,
+    reference: bool,
+) -> None:
+    words = () if reference else (NO_REF,)
+    if strategy == "fsdp":
+        words = on_fsdp("bf16", *words)
+    else:
+        words = on_megatron(checkpoints["bfloat16"], "bf16", *words)
+    shim(settings=HEAD, export=False)
+    config = validated(*words)
+    assert told()["LM head"] == GRANTED
+    for role, written in (("policy", True), ("ref", reference)):
+        model = getattr(config.trainer, role)
+        if strategy == "megatron":
+            found = (model.megatron_config.model_config_kwargs or {}).get("model_config")
+        else:
+            found = model.model_config_kwargs
+        assert ((found or {}).get("head_dtype") == "float32") is written, role
+    engine = config.generator.inference_engine.engine_init_kwargs
+    assert engine["hf_overrides"] == {"head_dtype": "float32"}
+    monkeypatch.setenv("PRECISION_SHIM_HEAD", "fp32")
+    problems, notes = planned(capsys, *words)
+    assert (problems, [GRANTED in one for one in notes]) == ([], [True])
+
+
+@pytest.mark.usefixtures("engines")
+def test_the_users_overrides_stay(shim: Any) -> None:
+    shim(settings=HEAD, export=False)
+    words = on_fsdp("bf16", f"{ROLLOUT}={{rope_parameters: {{rope_theta: 5}}}}", NO_REF)
+    words = (*words, "trainer.policy.model_config_kwargs={rope_parameters: {rope_theta: 5}}")
+    config = validated(*words)
+    found = config.generator.inference_engine.engine_init_kwargs["hf_overrides"]
+    assert found == {"rope_parameters": {"rope_theta": 5}, "head_dtype": "float32"}
+    found = config.trainer.policy.model_config_kwargs
+    assert found == {"rope_parameters": {"rope_theta": 5}, "head_dtype": "float32"}
+
+
+REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "the user's dtype of the rollout": ("head_dtype=model", (f"{ROLLOUT}={{head_dtype: model}}",)),
+    "the user's dtype of the policy": (
+        "head_dtype=bfloat16",
+        ("trainer.policy.model_config_kwargs={head_dtype: bfloat16}",),
+    ),
+    "servers of somebody else": (
+        "servers that SkyRL does not start",
+        (
+            "generator.inference_engine.external_proxy_url=http://a:2",
+            "generator.inference_engine.external_server_urls=['http://a:1']",
+            "trainer.placement.colocate_all=false",
+        ),
+    ),
+}
+"""What the refusal says, and the words of the job."""
+
+
+@pytest.mark.usefixtures("engines")
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refusal_changes_no_key(
+    shim: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    said, changed = REFUSED[case]
+    words = on_fsdp("bf16", NO_REF, *changed)
+    shim(settings=HEAD, export=False)
+    config, warnings = warned(lambda: validated(*words))
+    (refusal,) = [one for one in warnings if "PRECISION_SHIM_HEAD" in one]
+    assert said in refusal
+    assert config.trainer.policy.model_config_kwargs.get("head_dtype") != "float32"
+    engine = config.generator.inference_engine.engine_init_kwargs or {}
+    assert (engine.get("hf_overrides") or {}).get("head_dtype") != "float32"
+    monkeypatch.setenv("PRECISION_SHIM_HEAD", "fp32")
+    assert planned(capsys, *words)[0] == [refusal]
+    shim(settings=HEAD, strict=True, export=False)
+    with pytest.raises(UnsupportedPrecisionError, match="PRECISION_SHIM_HEAD=fp32 is refused"):
+        validated(*words)
+
+
+@pytest.mark.usefixtures("engines")
+def test_without_the_setting_no_key_changes(shim: Any) -> None:
+    shim(export=False)
+    config = validated(*on_fsdp("bf16"))
+    assert "LM head" not in told()
+    assert not config.trainer.policy.model_config_kwargs
+    assert not config.generator.inference_engine.engine_init_kwargs
+
+
+# -- workers ---------------------------------------------------------------------------------------
+
+
+def watch(layer: Any, dtype: torch.dtype) -> list[tuple[str, bool]]:
+    """Compare each output of an LM head with a product in fp32 of rounded values."""
+    seen: list[tuple[str, bool]] = []
+    own = layer.forward
+
+    def forward(hidden: torch.Tensor, weight: Any = None, **named: Any) -> Any:
+        found = own(hidden, **({} if weight is None else {"weight": weight}), **named)
+        logits = found[0] if isinstance(found, tuple) else found
+        used = layer.weight if weight is None else weight
+        with torch.autocast("cpu", enabled=False):
+            product = functional.linear(hidden.to(dtype).float(), used.to(dtype).float())
+        seen.append((str(logits.dtype), torch.equal(logits, product)))
+        return found
+
+    layer.forward = forward
+    return seen
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head", ["fp32", "as-configured"])
+@pytest.mark.usefixtures("cpu")
+def test_an_fsdp_workers_head(
+    shim: Any, checkpoints: dict[str, Path], head: str, dtype: str
+) -> None:
+    shim(settings={"head": head}, export=False)
+    word = "trainer.policy.model_config_kwargs={head_dtype: float32}"
+    worker = fsdp_worker("policy", checkpoints["float32"], dtype, word)
+    seen = watch(worker.model.model.lm_head, getattr(torch, dtype))
+    for step in range(2):
+        worker.forward_backward(batch(step))
+        worker.optim_step()
+    expected = ("torch.float32", True) if head == "fp32" else (f"torch.{dtype}", False)
+    assert set(seen) == {expected}
+
+
+@pytest.mark.parametrize("head", ["fp32", "as-configured"])
+def test_a_megatron_workers_head(
+    shim: Any, fused_adam: str, checkpoints: dict[str, Path], head: str
+) -> None:
+    shim(settings={"head": head}, export=False)
+    words = on_megatron(checkpoints["bfloat16"], "bf16")
+    key = "trainer.policy.megatron_config.model_config_kwargs"
+    worker = build(
+        checkpoints["bfloat16"], *words, f"{key}={{model_config: {{head_dtype: float32}}}}"
+    )
+    (layer,) = [
+        part
+        for name, part in worker.actor_module[0].named_modules()
+        if name.endswith("output_layer")
+    ]
+    seen = watch(layer, torch.bfloat16)
+    for step in range(2):
+        worker.forward_backward(batch(step))
+        worker.optim_step()
+    expected = ("torch.float32", True) if head == "fp32" else ("torch.bfloat16", False)
+    assert set(seen) == {expected}
