@@ -272,6 +272,16 @@ def test_the_audit_has_both_halves_and_finds_no_contradiction(
         assert {name for one in half.kinds.values() for name in one} == {dtype}
 
 
+def test_the_lm_head_in_fp32_in_trainer_and_engine(ran: Callable[..., Ran], tmp_path: Path) -> None:
+    """Megatron's output layer, and vLLM's LM head; nothing contradicts."""
+    audit = {**AUDIT, "PRECISION_SHIM_AUDIT_DIR": str(tmp_path)}
+    done = ran("bf16", "bf16", 2, kind=OnMegatron, **audit, **STRICT, PRECISION_SHIM_HEAD="fp32")
+    assert "LM head: rollout-agreement: fp32 in trainer and rollout" in done.log
+    (sent,), (held,) = audited(tmp_path)
+    assert (sent.head, held.head, held.computes) == ("fp32", "fp32", "bf16")
+    assert len(done.metrics) == 2
+
+
 def test_resumed_in_the_middle_the_run_is_the_same_bit_for_bit(whole: Ran, resumed: Ran) -> None:
     assert list(whole.metrics) == list(range(1, STEPS + 1))
     assert list(resumed.metrics) == list(range(SAVED + 1, STEPS + 1))

@@ -169,6 +169,22 @@ def test_the_audit_has_both_halves_and_finds_no_contradiction(whole: Ran, audits
     assert "no problems" in done.stdout
 
 
+def test_the_lm_head_in_fp32_in_trainer_and_engine(ran: Callable[..., Ran], tmp_path: Path) -> None:
+    """The driver writes both keys; the worker and vLLM say what their LM heads compute in."""
+    audited = {"PRECISION_SHIM_AUDIT_DIR": str(tmp_path), "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    done = ran("bf16", "bf16", 2, **STRICT, **audited, PRECISION_SHIM_HEAD="fp32")
+    assert "LM head: rollout-agreement: fp32 in trainer and rollout" in done.log
+    read = [half for _, half in halves.read(str(tmp_path))]
+    (sent,) = (half for half in read if isinstance(half, halves.Sent))
+    (held,) = (half for half in read if isinstance(half, halves.Held))
+    assert (sent.head, held.head, held.computes) == ("fp32", "fp32", "bf16")
+    assert len(done.metrics) == 2
+    same_weights(done.weights("engine")[-1], in_the_engine(done.weights("trainer")[-1], BF16))
+    command = [sys.executable, "-m", "precision_shim", "audit", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
 PAIRS = [(trainer, rollout) for trainer in ("fp16", "bf16", "fp32") for rollout in
          ("fp16", "bf16", "fp32")]  # fmt: skip
 
