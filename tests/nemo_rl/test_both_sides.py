@@ -592,7 +592,7 @@ def test_an_fp32_head_is_refused(
     given, told = watched(lambda: set_up(config, monkeypatch, tmp_path))
     (refusal,) = told
     assert "PRECISION_SHIM_HEAD=fp32 is refused" in refusal
-    assert "hf_overrides" not in (given.get("vllm_kwargs") or {})
+    assert not given["vllm_kwargs"]["hf_overrides"]
     monkeypatch.setenv("PRECISION_SHIM_HEAD", "fp32")
     found = planned(capsys, checkout / GRPO, "policy.precision=bfloat16")["problems"]
     assert [f"{one['message']}. {one['remedy']}" for one in found] == [refusal]
