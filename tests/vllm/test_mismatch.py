@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -55,8 +56,11 @@ def test_the_shim_warns_where_an_fp16_trainer_keeps_the_mismatch(found: dict[Any
 def test_heads_in_fp32_in_both_engines_lower_the_mismatch(
     both_sides: ModuleType, size: Any, tmp_path: Path
 ) -> None:
-    """vLLM's own ``head_dtype``, and the trainer's head as the shim computes it."""
-    found = both_sides.measure_heads(size, 0, tmp_path)
+    """vLLM's own ``head_dtype``, and the trainer's head as the shim computes it.
+
+    In a model with one layer the rounding of the logits is a quarter of the mismatch.
+    """
+    found = both_sides.measure_heads(replace(size, layers=1, width=256), 0, tmp_path)
     for dtype in ("fp16", "bf16"):
         without, both = found[dtype, "no engine"], found[dtype, "both"]
         assert (both.k3 < without.k3, both.mean < without.mean) == (True, True), dtype
