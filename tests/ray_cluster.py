@@ -19,6 +19,13 @@ LOG = "TEST_RAY_LOG"
 """If this variable is set, the workers' output is shown."""
 
 
+PATIENT = {
+    "RAY_raylet_start_wait_time_s": "300",
+    "RAY_worker_register_timeout_seconds": "300",
+}
+"""Ray's time limits for a busy machine of two cores, which needs more than Ray's default."""
+
+
 def drive(
     ranks: Ranks,
     script: Path,
@@ -47,9 +54,7 @@ def drive(
         **inherited,
         "RAY_AUTH_MODE": "disabled",  # otherwise Ray writes a token to the user's home
         "RAY_USAGE_STATS_ENABLED": "0",
-        # A busy machine of two cores needs more than Ray's default.
-        "RAY_raylet_start_wait_time_s": "300",
-        "RAY_worker_register_timeout_seconds": "300",
+        **PATIENT,
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": os.pathsep.join(str(one) for one in (*paths, ROOT)),

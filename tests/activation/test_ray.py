@@ -23,6 +23,8 @@ from pathlib import Path
 
 import pytest
 
+from ..ray_cluster import PATIENT
+
 if importlib.util.find_spec("ray") is None:
     pytest.skip("needs ray", allow_module_level=True)
 
@@ -74,7 +76,7 @@ def environment(**variables):
     }
     # Ray must neither send usage data nor write a token to the user's home.
     quiet = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
-    return {**inherited, **quiet, **variables}
+    return {**inherited, **quiet, **PATIENT, **variables}
 
 
 @dataclass
