@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from precision_shim.auditing import halves
 from precision_shim.auditing.contradictions import contradictions
 from precision_shim.auditing.halves import BASE, ROLLOUT, Held, Sent, Weights
+from precision_shim_adapters.rollout import of_rollout
 from precision_shim_adapters.rollout.held_sglang import NAMES, ROWS, SAMPLE
 from precision_shim_adapters.rollout.in_engine import count_exact
 
@@ -134,6 +135,12 @@ def test_an_engines_own_dtype_contradicts_the_rollouts_key(ask: Any, llama: Path
     (found,) = contradictions([sent("float16", 0.1, 0.1)], [one])
     assert found.code == "engine-dtype"
     assert "sglang 0.5.12" in found.message
+
+
+def test_the_shim_knows_that_this_sglang_has_an_lm_head_in_fp32() -> None:
+    head = of_rollout("sglang", {}, "engine_kwargs.sglang")
+    assert (head.key, head.value) == ("engine_kwargs.sglang.enable_fp32_lm_head", True)
+    assert (head.refusal, head.in_fp32) == ("", False)
 
 
 def test_without_an_audit_directory_no_engine_is_asked(ask: Any, llama: Path) -> None:

@@ -69,9 +69,9 @@ def checkpoint(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model_config(both_sides: ModuleType) -> Callable[..., Any]:
     """vLLM's check of model and dtype, which it runs before it starts an engine."""
 
-    def check(folder: Path, dtype: object) -> Any:
+    def check(folder: Path, dtype: object, **more: Any) -> Any:
         from vllm.config import ModelConfig
 
-        return ModelConfig(model=str(folder), dtype=dtype, skip_tokenizer_init=True)
+        return ModelConfig(model=str(folder), dtype=dtype, skip_tokenizer_init=True, **more)
 
     return check

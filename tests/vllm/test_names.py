@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from precision_shim.precision.agreement import ENGINE_NAMES, NO_FP16
-from precision_shim_adapters.rollout import engine_name
+from precision_shim_adapters.rollout import FIELD, engine_name, of_rollout
 
 CONFIG = Callable[..., Any]
 OLDER_VLLM_ONLY = {"plamo2"}
@@ -26,6 +26,17 @@ def test_vllm_takes_the_name_that_the_shim_hands_on(
     name = engine_name(written, "key", "vLLM")
     assert name in ENGINE_NAMES.values()
     assert model_config(checkpoint, name).dtype == dtype
+
+
+def test_the_shim_knows_that_this_vllm_has_an_lm_head_in_fp32(
+    checkpoint: Path, model_config: CONFIG
+) -> None:
+    head = of_rollout("vllm", {}, "kwargs")
+    assert (head.refusal, head.in_fp32) == ("", False)
+    assert head.key == f"kwargs.hf_overrides.{FIELD}"
+    overrides = {FIELD: head.value}
+    made = model_config(checkpoint, "bfloat16", hf_overrides=overrides)
+    assert (made.dtype, made.head_dtype) == (torch.bfloat16, torch.float32)
 
 
 @pytest.mark.parametrize("name", ENGINE_NAMES)
