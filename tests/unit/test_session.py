@@ -640,6 +640,32 @@ def test_strict_raises_a_broken_adapters_fault_where_megatron_builds_something(
     OptimizerConfig().__post_init__()
 
 
+UNREAD = (
+    r"toyfw 1.0: PRECISION_SHIM_HEAD=fp32 has no effect, because the shim has no rollout-agreement "
+    r"for it. Unset PRECISION_SHIM_HEAD."
+)
+
+
+def test_a_setting_that_the_framework_has_no_feature_for(toyfw):
+    install(settings={"head": "fp32"}, features="rollout-agreement,dtype-coercion")
+    with pytest.warns(PrecisionShimWarning, match=UNREAD):
+        scale = ops().scale
+    assert scale(3) == -6
+    precision_shim.uninstall()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        install(settings={"head": "as-configured", "rollout": "tell"})
+
+
+def test_strict_raises_where_a_setting_has_no_effect(toyfw):
+    install(settings={"head": "fp32"}, strict=True)
+    with pytest.warns(PrecisionShimWarning, match=UNREAD):
+        scale = ops().scale
+    assert scale(3) == -6
+    with pytest.raises(SettingsError, match=UNREAD):
+        ops().Optimizer()
+
+
 def test_our_own_adapters_cannot_be_displaced(toyfw, write_modules):
     entry = "[precision_shim.adapters]\nverl = toyfw_adapter:ADAPTER\n"
     write_modules({"toyfw_adapter-1.0.dist-info/entry_points.txt": entry})

@@ -97,6 +97,13 @@ class _Session:
                 return
             self.awake[entry.framework] = adapter
             self.engine.add(adapter)
+            if entry.by_name:
+                return
+            version = version_of(adapter.distribution, adapter.packages) or ""
+            features = [seam.feature for seam in adapter.seams]
+            where = f"{entry.framework} {version}".rstrip()
+            for unread in _settings.without_effect(self.settings, where, features):
+                self.engine.fault(entry.framework, unread, adapter.effects)
 
 
 _current: _Session | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,11 +95,19 @@ def _variable(name: str) -> str:
 
 @dataclass(frozen=True)
 class Setting:
-    """One row of the table of settings."""
+    """One row of the table of settings.
+
+    Attributes:
+        name: the setting's name in ``install(settings=...)``.
+        default: its value if the user does not set it.
+        parse: converts a value, or raises a ``SettingsError``.
+        feature: the feature that alone reads it, if some frameworks lack this feature.
+    """
 
     name: str
     default: Any
     parse: Callable[[str, object], Any]
+    feature: str = ""
 
     @property
     def variable(self) -> str:
@@ -112,8 +120,8 @@ TABLE: Mapping[str, Setting] = {
     for row in (
         Setting("optimizer_states", "auto", _choice("auto", "follow-model", "as-configured")),
         Setting("grad_bucket", "unless-set", _choice("unless-set", "align")),
-        Setting("rollout", "tell", _choice("tell", "follow")),
-        Setting("head", "as-configured", _choice("as-configured", "fp32")),
+        Setting("rollout", "tell", _choice("tell", "follow"), "rollout-agreement"),
+        Setting("head", "as-configured", _choice("as-configured", "fp32"), "rollout-agreement"),
         Setting("loss_scale_init", 65536.0, _number(0.0, above=True)),
         Setting("growth_interval", 400, _whole(1)),
         Setting("growth_factor", 2.0, _number(1.0, above=True)),
@@ -156,6 +164,26 @@ class Settings:
     def is_set(self, name: str) -> bool:
         """Whether the user set the setting, as an argument or a variable."""
         return self.origin[name] != "default"
+
+
+def without_effect(
+    settings: Settings, framework: str, features: Iterable[str]
+) -> Iterator[SettingsError]:
+    """Yield an error for each setting of the user's that nothing reads in a framework.
+
+    Args:
+        settings: the settings in force.
+        framework: name and version of the framework, for the message.
+        features: the features that the shim has for the framework.
+    """
+    has = set(features)
+    for row in TABLE.values():
+        value = settings[row.name]
+        if row.feature and row.feature not in has and value != row.default:
+            yield SettingsError(
+                f"{framework}: {row.variable}={value} has no effect, because the shim has no "
+                f"{row.feature} for it. Unset {row.variable}."
+            )
 
 
 def switch(environ: Mapping[str, str] | None = None) -> str:
