@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,6 +65,10 @@ def fp32_head(job: Job, head: str, role: str = "actor") -> dict[str, Any]:
         "again": again,
         "straight": support.engine_state(one),
         "resumed": support.engine_state(three),
+        "saved": {
+            path.name: "head_dtype" in path.read_text()
+            for path in Path(job.path(f"{head}-{role}")).rglob("*.json")
+        },
     }
 
 

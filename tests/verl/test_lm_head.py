@@ -155,6 +155,7 @@ def test_fsdp_trains_and_resumes(fsdp_ranks: Ranks, tmp_path: Path, role: str) -
         assert {(one["dtype"], one["exact"]) for one in rank["seen"]} == {(FP32, True)}
         assert json.dumps(rank["said"]) == json.dumps(rank["again"])  # NaN as text
         assert rank["straight"] == rank["resumed"]
+        assert rank["saved"]["config.json"] is False  # vLLM would read head_dtype in a saved config.json
         assert rank["straight"]["counter"][1] == 2
 
 
@@ -221,6 +222,7 @@ def test_megatrons_output_layer(
     pytest.importorskip("megatron.bridge") if bridge else None
     one, seen = train("fp32", dtype=dtype, bridge=bridge)
     assert set(seen) == {(FP32, True)}
+    assert not hasattr(one.engine.model_config.hf_config, "head_dtype")
     main_grads = [p.main_grad for p in one.engine.module[0].parameters() if p.requires_grad]
     assert all(torch.isfinite(grad).all() for grad in main_grads)
     assert len(seen) >= 2

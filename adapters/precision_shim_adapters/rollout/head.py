@@ -2,8 +2,8 @@
 
 ``PRECISION_SHIM_HEAD=fp32`` asks for it. In the driver, the adapter describes the LM head of each
 engine as a ``Head`` and calls ``settle_heads``, which writes the engines' keys. The trainer's key
-adds ``head_dtype`` to the model's HF config, which is vLLM's own name for it. The trainer's workers
-read ``head_dtype`` there and change their LM head: ``compute_in_fp32`` for torch's linear.
+is ``head_dtype``, vLLM's own name, among the overrides of the model's HF config. The trainer's
+workers read it there and change their LM head: ``compute_in_fp32`` for torch's linear.
 """
 
 from __future__ import annotations
@@ -203,12 +203,15 @@ def problems_of_heads(
     return [Problem("lm-head", SUBJECT, stay[0].key, *message_of(where, stay))], notes
 
 
-def is_marked(config: object) -> bool:
-    """Whether a trainer's model has to compute its LM head in fp32, by its HF config or kwargs."""
-    if not is_asked(current_settings()):
+def is_marked(overrides: object) -> bool:
+    """Whether a trainer's model has to compute its LM head in fp32.
+
+    Args:
+        overrides: the overrides of the model's HF config, as the trainer's worker has them.
+    """
+    if not is_asked(current_settings()) or not isinstance(overrides, Mapping):
         return False
-    value = config.get(FIELD) if isinstance(config, Mapping) else getattr(config, FIELD, None)
-    return str(value).removeprefix("torch.") == "float32"
+    return str(overrides.get(FIELD)).removeprefix("torch.") == "float32"
 
 
 def compute_in_fp32(model: torch.nn.Module, where: str) -> None:

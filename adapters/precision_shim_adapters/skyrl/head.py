@@ -92,6 +92,11 @@ def _with(section: Mapping[str, Any], names: list[str], value: object) -> dict[s
     return {**section, name: _with(section.get(name) or {}, rest, value) if rest else value}
 
 
+def _without_mark(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The overrides without the driver's mark, which would get into the saved HF config."""
+    return {name: value for name, value in overrides.items() if name != FIELD}
+
+
 @seam(
     f"{_WORKERS}.model_wrapper:HFModelWrapper.__init__",
     FEATURE,
@@ -107,9 +112,8 @@ def build_model(call: Call, model_config_kwargs: Any) -> None:
         UnsupportedPrecisionError: the LM head is no plain linear layer.
     """
     marked = is_marked(model_config_kwargs)
-    if marked:  # some versions of transformers reject an unknown field
-        rest = {name: value for name, value in model_config_kwargs.items() if name != FIELD}
-        call.arguments["model_config_kwargs"] = rest
+    if marked:
+        call.arguments["model_config_kwargs"] = _without_mark(model_config_kwargs)
     call.proceed()
     if marked:
         compute_in_fp32(call.instance.model, versioned("skyrl"))
@@ -130,8 +134,13 @@ def make_provider(call: Call, model_config_kwargs: Any) -> Any:
     Raises:
         UnsupportedPrecisionError: Megatron's output layer cannot compute in fp32.
     """
+    inner: Any = (model_config_kwargs or {}).get("model_config")
+    marked = is_marked(inner)
+    if marked:
+        rest = {**model_config_kwargs, "model_config": _without_mark(inner)}
+        call.arguments["model_config_kwargs"] = rest
     result = call.proceed()
-    if is_marked((model_config_kwargs or {}).get("model_config")):
+    if marked:
 
         def change(chunks: Any) -> Any:
             compute_megatrons(chunks, versioned("skyrl"), SETTING)

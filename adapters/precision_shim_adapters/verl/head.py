@@ -1,7 +1,7 @@
 """verl: compute the LM head in fp32 in actor, reference model and rollout.
 
-The key for actor and reference model is ``override_config`` of their model, which verl copies into
-the model's HF config. The key for the rollout is in ``engine_kwargs``.
+The key for actor and reference model is in ``override_config`` of their model, which verl copies
+into the model's HF config. The key for the rollout is in ``engine_kwargs``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from precision_shim.adapting import Call, seam, versioned
 from ..megatron.acting.head import compute_in_fp32 as compute_megatrons
 from ..rollout import (
     FEATURE,
+    FIELD,
     NOT_IN_FORCE,
     SETTING,
     Head,
@@ -29,6 +30,7 @@ GROUP = "LM head"
 MODEL = "actor_rollout_ref.model"
 ROLLOUT = "actor_rollout_ref.rollout"
 _DELETE = "verl computes the LM head in fp32 by an option"
+_LEGACY = "verl 0.8 is the oldest in use"
 
 MODEL_KEYS = ("override_config", "use_fused_kernels", "target_modules")
 """The keys of ``actor_rollout_ref.model`` that this file reads."""
@@ -50,8 +52,7 @@ def read_heads(config: Mapping[str, Any], in_force: InForce) -> list[Head]:
         strategy = str(role.get("strategy") or shared["actor"].get("strategy") or "fsdp")
         place, overrides = _overrides(model, nested=legacy and strategy == "megatron")
         group = f"Megatron {GROUP}" if strategy == "megatron" else GROUP
-        if legacy and strategy != "megatron":
-            group = f"legacy {GROUP}"
+        group = f"legacy {group}" if legacy else group
         refusal = _refuses(model, role, strategy, subject)
         if not refusal and not in_force(FEATURE, group):
             refusal = NOT_IN_FORCE
@@ -92,6 +93,16 @@ def _refuses(model: Mapping[str, Any], role: Mapping[str, Any], strategy: str, s
     return ""
 
 
+def _take_mark(overrides: Any, *configs: Any) -> bool:
+    """Whether the driver marked a model; removes the mark from its HF configs, which verl saves."""
+    inner = overrides.get("model_config", overrides) if hasattr(overrides, "get") else None
+    if not is_marked(inner):
+        return False
+    for config in configs:
+        vars(config).pop(FIELD, None)
+    return True
+
+
 @seam(
     "verl.workers.engine.fsdp.transformer_impl:FSDPEngine._build_module",
     FEATURE,
@@ -107,11 +118,32 @@ def build_model(call: Call) -> Any:
     Raises:
         UnsupportedPrecisionError: the LM head is no plain linear layer.
     """
-    module = call.proceed()
-    critic = type(call.instance).__name__.endswith("ValueHead")
-    if not critic and is_marked(call.instance.model_config.hf_config):
-        compute_in_fp32(module, versioned("verl"))
+    module, config = call.proceed(), call.instance.model_config
+    if _is_critic(call) or not _take_mark(config.override_config, config.hf_config, module.config):
+        return module
+    compute_in_fp32(module, versioned("verl"))
     return module
+
+
+@seam(
+    "verl.workers.engine.megatron.transformer_impl:MegatronEngine._build_megatron_module",
+    FEATURE,
+    group=f"Megatron {GROUP}",
+    why="returns the model chunks before the optimizer is built",
+    delete_when=_DELETE,
+    relies_on=("model_config", "hf_config"),
+    optional=True,
+)
+def build_chunks(call: Call) -> Any:
+    """Make the Megatron engine's language model compute its LM head in fp32.
+
+    Raises:
+        UnsupportedPrecisionError: Megatron's output layer cannot compute in fp32.
+    """
+    chunks, config = call.proceed(), call.instance.model_config
+    if not _is_critic(call) and _take_mark(config.override_config, config.hf_config):
+        compute_megatrons(chunks, versioned("verl"), SETTING)
+    return chunks
 
 
 @seam(
@@ -119,7 +151,7 @@ def build_model(call: Call) -> Any:
     FEATURE,
     group=f"legacy {GROUP}",
     why="returns the Hugging Face model of actor or reference model, wrapped by FSDP",
-    delete_when="verl 0.8 is the oldest in use",
+    delete_when=_LEGACY,
     optional=True,
 )
 def build_legacy_model(call: Call, override_model_config: Any) -> Any:
@@ -128,28 +160,32 @@ def build_legacy_model(call: Call, override_model_config: Any) -> Any:
     Raises:
         UnsupportedPrecisionError: the LM head is no plain linear layer.
     """
-    built = call.proceed()
-    if is_marked(override_model_config):
-        compute_in_fp32(built[0], versioned("verl"))
-    return built
+    module, *rest = call.proceed()
+    if _take_mark(override_model_config, module.config, rest[-1]):
+        compute_in_fp32(module, versioned("verl"))
+    return (module, *rest)
 
 
 @seam(
-    "verl.utils.megatron_utils:make_megatron_module",
+    "verl.workers.megatron_workers:ActorRolloutRefWorker._build_model_optimizer",
     FEATURE,
-    group=f"Megatron {GROUP}",
-    why="returns the model chunks of actor, reference model and critic",
-    delete_when=_DELETE,
-    relies_on=("is_value_model",),
+    group=f"legacy Megatron {GROUP}",
+    why="returns the model chunks of actor or reference model",
+    delete_when=_LEGACY,
+    relies_on=("hf_config",),
     optional=True,
 )
-def build_chunks(call: Call, wrap_config: Any, hf_config: Any) -> Any:
-    """Make a language model on Megatron compute its LM head in fp32.
+def build_legacy_chunks(call: Call, override_model_config: Any) -> Any:
+    """Make a legacy Megatron worker's model compute its LM head in fp32.
 
     Raises:
         UnsupportedPrecisionError: Megatron's output layer cannot compute in fp32.
     """
     built = call.proceed()
-    if not wrap_config.is_value_model and is_marked(hf_config):
+    if _take_mark(override_model_config, call.instance.hf_config):
         compute_megatrons(built[0], versioned("verl"), SETTING)
     return built
+
+
+def _is_critic(call: Call) -> bool:
+    return type(call.instance).__name__.endswith("ValueHead")
