@@ -1,6 +1,6 @@
-"""The doctor's remark on optimizer states that the installed TransformerEngine cannot run.
+"""``precision-shim doctor``'s remark on optimizer states that TransformerEngine cannot run.
 
-The doctor runs without torch and Megatron, so this module is outside the backend ``megatron``.
+The command runs without torch and Megatron, so this module is outside the backend ``megatron``.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ class ShardedModel:
     """One model of a job on FSDP or DTensor.
 
     Attributes:
-        subject: which model.
-        model: names and shapes.
+        subject: the model's name, such as ``"actor"``.
+        model: names and shapes of the model's weights.
         world: number of GPUs.
         dtype: dtype in which the parameters are stored, canonical.
         shards: number of ranks over which a parameter is sharded; other ranks have copies.
@@ -59,7 +59,8 @@ class ShardedModel:
         value_head: whether the output layer is a value head with one output.
         keys: maps ``world``, ``shards``, ``tensor`` and ``optimizer`` to config keys, for messages.
         decisions: the shim's decisions about this model.
-        parked: maps a config key to the components that it moves to the host while not used.
+        parked: maps a config key to the components that the key moves to the host while they are
+            unused.
         place: name of a group of GPUs; models with the same ``place`` share these GPUs.
         illegal: problems that the adapter found.
         notes: remarks about legal settings.
@@ -108,7 +109,7 @@ def scaling(
     configured: Callable[[], Mapping[str, Any]] = dict,
     framework_default: ScalerSettings | None = None,
 ) -> tuple[Decided, ...]:
-    """The shim's decision to scale a trained model's loss; empty if the shim would not scale it.
+    """The shim's decision to scale a trained model's loss; empty if the shim does not scale it.
 
     Args:
         job: the model's job.
@@ -245,7 +246,6 @@ def _precision(asked: ShardedModel) -> Precision:
 
 
 def _on_host(whole: Part) -> Part:
-    """Copy a part of the plan, with all bytes moved to the host's memory."""
     components = {
         name: Held(
             held.dtypes,

@@ -10,12 +10,12 @@ from torch.optim import Optimizer
 
 
 def make_missing_states(optimizer: Optimizer) -> None:
-    """Make the states that torch's distributed checkpoint is about to make, with a step count of 0.
+    """Make an optimizer's missing states with step count 0; torch's checkpoint would count 1.
 
-    Call it before such a save: where each step up to now was skipped, there are no states.
+    Call this function before a save: an optimizer whose steps were all skipped has no states.
 
     Args:
-        optimizer: a scaled training's optimizer.
+        optimizer: the optimizer of a ``ScaledTraining``.
     """
     if not optimizer.state:
         from torch.distributed.checkpoint.state_dict import _init_optim_state

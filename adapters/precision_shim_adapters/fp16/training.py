@@ -1,4 +1,4 @@
-"""Scaled training of one model: scaler, steps, metrics, checkpoints; shared by all adapters."""
+"""``ScaledTraining``: loss scaler, steps, metrics and checkpoints of one model in fp16."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ScaledTraining:
 
     Attributes:
         framework: the framework's name.
-        subject: which model.
+        subject: the model's name, such as ``"actor"``.
         scaler: a ``LossScaler``, or the framework's or the user's own scaler, which the shim does
             not change.
         drives: whether the shim scales the loss and steps.
@@ -75,11 +75,11 @@ class ScaledTraining:
         process_group: dist.ProcessGroup | None = None,
         drives: bool = True,
     ) -> ScaledTraining:
-        """Make a model's training with a loss scaler, and report the decision.
+        """Make a ``ScaledTraining`` with the shim's loss scaler, and report the decision.
 
         Args:
             framework: the framework's name.
-            subject: which model.
+            subject: the model's name, such as ``"actor"``.
             device: device type of the gradients.
             because: why the shim scales the loss.
             configured: maps names of ``ScalerSettings`` to values that the user wrote in the
@@ -94,7 +94,7 @@ class ScaledTraining:
         return cls(framework, subject, scaler, drives=drives)
 
     def keep(self, owner: Any, attribute: str = "") -> ScaledTraining:
-        """Store this training on an owner (worker, engine, strategy, optimizer); ``of`` returns it.
+        """Store this object on its owner (worker, engine, strategy, optimizer), for ``of``.
 
         Args:
             owner: an object that a seam receives; call ``keep`` once for each such object.
@@ -108,7 +108,7 @@ class ScaledTraining:
 
     @classmethod
     def of(cls, owner: Any) -> ScaledTraining | None:
-        """The training that ``keep`` stored on an owner, or ``None``."""
+        """The ``ScaledTraining`` that ``keep`` stored on an owner, or ``None``."""
         training = getattr(owner, _ATTRIBUTE, None)
         return training if isinstance(training, cls) else None
 
@@ -116,10 +116,10 @@ class ScaledTraining:
     def of_attribute(
         cls, owner: Any, attribute: str, framework: str, subject: str
     ) -> ScaledTraining | None:
-        """The training of an owner that stores a scaler in an attribute of the framework's.
+        """The ``ScaledTraining`` of an owner whose attribute contains the framework's loss scaler.
 
-        The returned training has the scaler that the attribute has now. If the user set this
-        scaler, or the framework made it before ``install()``, the shim only reports and saves it.
+        If the user set this scaler, or the framework made it before ``install()``, the shim only
+        reports and saves it.
         """
         scaler = getattr(owner, attribute, None)
         kept = cls.of(owner)
@@ -199,7 +199,7 @@ class ScaledTraining:
         """A context for a framework's loop that computes losses, clips and steps several times.
 
         The loop must call ``before_clipping`` before each step. After the loop, ``optimizer.step``
-        is the original again: torch's distributed checkpoints call it on dummy gradients.
+        is the original again, because torch's distributed checkpoints call it on dummy gradients.
 
         Args:
             optimizer: see ``one_step``.
@@ -223,7 +223,7 @@ class ScaledTraining:
 
     @contextmanager
     def _interruptible(self, optimizer: Optimizer) -> Iterator[None]:
-        """Let a step that an exception ends be tried again, or be followed by another one."""
+        """After an exception in a step, let the framework repeat the step or begin another one."""
         try:
             yield
         except BaseException:
@@ -233,7 +233,7 @@ class ScaledTraining:
 
     @contextmanager
     def _stepping(self, optimizer: Optimizer, inner: Sequence[Optimizer]) -> Iterator[None]:
-        """Step with the scaler, within a framework's function or loop."""
+        """While a framework's function or loop runs, make ``optimizer.step`` use the scaler."""
 
         def step(*args: Any, **kwargs: Any) -> Any:
             scaler = self._ours

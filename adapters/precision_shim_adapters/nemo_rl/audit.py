@@ -118,7 +118,7 @@ def report_lost_updates(call: Call, eval_mode: Any = False) -> Any:
     """Add the shares of updates lost to rounding to the metrics of a worker's ``train``.
 
     NeMo-RL reports only the lists in ``all_mb_metrics``, and sums most lists over micro-batches and
-    ranks. The shim therefore adds each share once per call, on rank 0.
+    ranks. The shim therefore adds each share of lost updates once per call of ``train``, on rank 0.
     """
     _tell_meter(call.instance)
     result = call.proceed()

@@ -157,8 +157,8 @@ def build(call: Call, weights_path: Any, optimizer_path: Any) -> None:
             because=scaled_because(name),
             configured=read_section(instance.cfg, name),
         )
-        # Restore the scaler here, because the first kind of worker calls load_checkpoint before the
-        # scaler exists. In NeMo-RL 0.6 and later the second kind does not call load_checkpoint.
+        # Restore the scaler here, because a v1 worker calls load_checkpoint before the scaler
+        # exists. In NeMo-RL 0.6 and later a v2 worker does not call load_checkpoint.
         if optimizer_path and weights_path:
             training.restore(optimizer_path, files_of_rank(optimizer_path))
         training.keep(instance)
@@ -169,7 +169,7 @@ def group_of(name: str, *, second: bool) -> str:
 
     Args:
         name: the model's key in the config, ``"policy"`` or ``"value"``.
-        second: whether ``dtensor_cfg._v2`` selects the second kind of DTensor worker.
+        second: whether the config selects the v2 worker (``dtensor_cfg._v2``).
     """
     return VALUE_V2 if name == "value" else V2 if second else V1
 
@@ -244,11 +244,7 @@ def unscale_first(call: Call) -> Any:
 
 
 def _report(result: dict[str, Any], training: ScaledTraining) -> dict[str, Any]:
-    """Add the scaler's metrics to the result of a worker's ``train``.
-
-    NeMo-RL reports only the lists in ``all_mb_metrics``, and sums most lists over micro-batches and
-    ranks. The shim therefore adds each metric once per call, on rank 0.
-    """
+    """Add the scaler's metrics to a ``train`` result on rank 0, since NeMo-RL sums over ranks."""
     if result.get("grad_norm") is not None:
         result["grad_norm"] = training.norm(result["grad_norm"])
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:

@@ -54,7 +54,7 @@ def read_wishes(
 
     Args:
         config: the worker's policy config.
-        subject: which model.
+        subject: the model's name, such as ``"policy"``.
         megatron_fsdp: whether Megatron-FSDP trains the model.
         trains: whether the model gets an optimizer.
     """
@@ -200,7 +200,7 @@ def report(call: Call, eval_mode: Any = False) -> Any:
     """Add the loss scale and the skipped steps to the metrics of a worker's ``train``.
 
     NeMo-RL reports only the lists in ``all_mb_metrics``, and sums most lists over micro-batches and
-    ranks. The shim therefore adds each metric once per call, on rank 0.
+    ranks. The shim therefore adds each metric once per call of ``train``, on rank 0.
     """
     result = call.proceed()
     if not eval_mode and torch.distributed.get_rank() == 0:

@@ -12,7 +12,7 @@ _VALUES = "nemo_rl.models.value.workers"
 
 @dataclass(frozen=True)
 class Worker:
-    """One kind of worker, in one of the modules that have defined it.
+    """One kind of NeMo-RL worker, in one of the modules that define it in some version.
 
     Attributes:
         module: the worker's module.

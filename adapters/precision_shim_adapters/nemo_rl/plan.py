@@ -141,7 +141,7 @@ def _find_named(job: Job) -> tuple[Path, list[str]]:
 
 
 def _is_option(word: str, source: Path | None) -> bool:
-    """Whether a word is an option of an entry point's own; NeMo-RL refuses other such words."""
+    """Whether a word is an option of the job's own script; NeMo-RL refuses all other options."""
     if not word.startswith("--"):
         return False
     declared = None if source is None else _OPTION.findall(source.read_text(encoding="utf-8"))

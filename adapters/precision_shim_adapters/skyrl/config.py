@@ -156,8 +156,8 @@ def note_overrides(call: Call, args: Any) -> Any:
     """Mark the settings that the user wrote as overrides on a command line.
 
     SkyRL merges overrides in the old style into a YAML that contains every default, so the shim
-    reads the marks from the overrides. Without a base YAML the marks set in ``__init__`` are right,
-    even for a config class with its own values.
+    reads the marks from the overrides. Without a base YAML, the marks that the seams on
+    ``__init__`` set are right, even for a user's own config class.
 
     Raises:
         DtypeError: the value of ``model_dtype`` is no dtype that an engine computes in.
@@ -245,7 +245,7 @@ def named(value: Any, section: str = INFERENCE, key: str = MODEL_DTYPE) -> str:
     """The inference engines' name for a dtype that the user wrote.
 
     Args:
-        value: the value.
+        value: the value that the user wrote.
         section: the config's section.
         key: the dtype's key in the section.
 

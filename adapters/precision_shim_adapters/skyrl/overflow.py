@@ -1,8 +1,8 @@
 """SkyRL on Megatron in fp16: report skipped steps in SkyRL's metrics.
 
 SkyRL ignores the success flag of Megatron's ``step``, and omits a grad norm of None from its
-metrics, so a skipped step leaves no trace. The shim reports a skipped step with grad norm NaN.
-SkyRL's learning rate scheduler counts skipped steps, also with the shim.
+metrics, so the metrics do not show a skipped step. The shim reports a skipped step with grad norm
+NaN. SkyRL's learning rate scheduler counts skipped steps, also with the shim.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def _where() -> str:
 
 
 def load(job: Job) -> tuple[Any, list[str], list[Problem]]:
-    """Load a job's config with marked user values; also return unknown keys and problems.
+    """Load a job's config, with the user's values marked, its unknown keys and its problems.
 
     Only a user's own entry point may have overrides that SkyRL does not define. If the shim is on
     in this process, SkyRL's loader raises a DtypeError for a wrong ``model_dtype``. ``load``
@@ -251,7 +251,7 @@ def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) ->
 
 
 def _together(trainer: Any, role: str) -> str:
-    """The key by which a model shares its GPUs, as in ``WorkerDispatch``; empty without one."""
+    """The config key that makes a model share its GPUs; empty if the model has its own GPUs."""
     if trainer.placement.colocate_all:
         return "colocate_all"
     shares = role in ("policy", "ref") and trainer.placement.colocate_policy_ref

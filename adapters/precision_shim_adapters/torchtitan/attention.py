@@ -1,4 +1,4 @@
-"""Compute a float16 model's varlen attention in float16, as its generator does.
+"""Compute a float16 model's varlen attention in float16, as torchtitan's generator does.
 
 torchtitan casts queries, keys and values to bfloat16 for the kernel, although the kernel accepts
 float16, and casts the result back. The shim replaces the attention by a plain function, because
@@ -70,7 +70,7 @@ def tell(subject: str, model_parts: Any) -> None:
     """Report in which dtype a float16 model's attention and experts compute.
 
     Args:
-        subject: which model.
+        subject: the model's name, such as ``"policy"``.
         model_parts: the model's modules.
     """
     from torchtitan.models.common.attention import VarlenAttention

@@ -68,12 +68,7 @@ def load(call: Call, state_dict: Any, checkpoint_id: Any, from_hf: Any) -> Any:
 
 
 def _size_of_record(checkpoint: str, where: str) -> tuple[int, ...] | None:
-    """The size of a checkpoint's scaler record; rank 0 reads it from the metadata.
-
-    Raises:
-        ScalerCheckpointError: the metadata cannot be read, or the record is no tensor of bytes;
-            raised on every rank.
-    """
+    """The size of a checkpoint's scaler record, read by rank 0; errors are raised on all ranks."""
     box: list[Any] = [None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:

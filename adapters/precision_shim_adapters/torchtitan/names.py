@@ -1,4 +1,4 @@
-"""Replace every spelling of a training dtype by torchtitan's own before torchtitan reads it.
+"""Replace every spelling of a training dtype by torchtitan's name before torchtitan reads it.
 
 torchtitan compares dtype names as strings, and looks them up in a dict of three names. The shim
 replaces a name when torchtitan builds a config. Other code may assign a name later, so the shim

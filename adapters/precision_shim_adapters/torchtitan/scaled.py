@@ -1,8 +1,8 @@
 """Loss scaling for both torchtitan trainers: scale the innermost loss, unscale before clipping.
 
 ``ChunkedLossWrapper`` runs each chunk's backward pass itself, and a pipeline's schedule stores the
-loss function when the schedule is built. Scaling the loss that either returns, or replacing
-``trainer.loss_fn``, would not scale the gradients.
+loss function when the schedule is built. The gradients would stay unscaled if the shim scaled the
+loss that one of the two returns, or replaced ``trainer.loss_fn``.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def scale_innermost(trainer: Any, attach: Callable[[torch.Tensor], None]) -> Non
 
 
 def ready(training: ScaledTraining, trainer: Any) -> None:
-    """Store the training on the optimizers, and report the dtypes of attention and experts."""
+    """Store a ``ScaledTraining`` on its optimizers, and report attention's and experts' dtypes."""
     for optimizer in trainer.optimizers:
         training.keep(optimizer)
     attention.tell(training.subject, trainer.model_parts)

@@ -57,7 +57,7 @@ _WHEN = "the engine scales fp16 losses"
 
 
 def on(engine: str, **more: Any) -> dict[str, Any]:
-    """The arguments that all seams for fp16 at an engine share."""
+    """The arguments that all seams for fp16 on one engine share."""
     return {
         "feature": FEATURE,
         "group": GROUPS[engine],
@@ -89,7 +89,7 @@ def policy_of(module: Any) -> torch.dtype | None:
 
 
 def scale(engine: Any, because: str, *, drives: bool = True) -> None:
-    """Make an engine's scaled training, unless the engine only runs forward passes.
+    """Make an engine's ``ScaledTraining``, unless the engine only runs forward passes.
 
     Raises:
         UnsupportedPrecisionError: FSDP gathers the parameters in another dtype than float16.
@@ -151,7 +151,7 @@ def scale_loss(call: Call, loss_function: Any, forward_only: Any = False) -> Any
     relies_on=("isfinite", "optimizer"),
 )
 def step(call: Call) -> Any:
-    """Unscale before verl clips gradients, step by the scaler, return NaN for a skipped step."""
+    """Unscale before verl clips, step with the scaler, return NaN as a skipped step's norm."""
     training = training_of(call.instance)
     if training is None:
         return call.proceed()

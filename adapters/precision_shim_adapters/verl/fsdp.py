@@ -72,7 +72,7 @@ def group_of(asked: object = None) -> str:
 
 ON_ENGINE: dict[str, Any] = {"feature": FEATURE, "group": ENGINE, "optional": True}
 """Arguments that all seams on verl's FSDP engine share. Up to verl 0.7.1 the engine has no scaler;
-in later versions it has torch's."""
+later versions have torch's scaler."""
 
 ON_LEGACY: dict[str, Any] = {
     "feature": FEATURE,
@@ -149,7 +149,8 @@ def build_actor(call: Call) -> Any:
     if actor.scaler is not None:
         _instead_of(actor.scaler, actor)
     elif config is not None and computed(config, actor.param_dtype) is torch.float16:
-        # verl makes a scaler only for fsdp_config.dtype, but the actor's loop can use any scaler.
+        # verl makes a scaler only if fsdp_config.dtype is fp16, but the actor's loop can use any
+        # scaler.
         make(actor, None, "fp16 parameters that verl makes no scaler for")
         _tell_autocast("its legacy actor", "fsdp_config.dtype is not float16: set it too")
     keep_at_optimizer(actor)
@@ -224,12 +225,12 @@ def make(owner: Any, own: Any, because: str, *, drives: bool = False) -> None:
 
 
 def training_of(owner: Any) -> ScaledTraining | None:
-    """The scaled training of an engine, or of a legacy actor or critic."""
+    """The ``ScaledTraining`` of an engine, or of a legacy actor or critic."""
     return ScaledTraining.of_attribute(owner, _SCALER, "verl", _subject(owner))
 
 
 def keep_at_optimizer(worker: Any) -> None:
-    """Store a legacy worker's scaled training on its optimizer, for the checkpoint manager."""
+    """Store a legacy worker's ``ScaledTraining`` on its optimizer, for the checkpoint manager."""
     training = training_of(worker)
     if training is not None:  # the manager has only the optimizer
         training.keep(optimizer_of(worker))

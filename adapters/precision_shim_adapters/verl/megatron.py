@@ -51,21 +51,21 @@ def _dispatches_itself(has_opt_in: bool, settings: Settings) -> bool:
 
 
 def native_dispatch(symbol: Symbol, settings: Settings) -> str | None:
-    """Return a remark if verl has 0.9's opt-in and the user did not set ``follow-model``."""
+    """Return a remark if verl 0.9 itself sets the states' dtypes, except under ``follow-model``."""
     if _dispatches_itself("bf16" in symbol.parameters, settings):
         return "verl dispatches on the dtype and has the opt-in in its own optimizer config"
     return None
 
 
 def native_fields(symbol: Symbol, settings: Settings) -> str | None:
-    """Return a remark if McoreOptimizerConfig has the fields of verl 0.9's opt-in."""
+    """Return a remark if McoreOptimizerConfig has verl 0.9's fields for the states' dtypes."""
     if "use_precision_aware_optimizer" in symbol.parameters:
         return "verl's optimizer config has the fields"
     return None
 
 
 def native_bucket(symbol: Symbol, settings: Settings) -> str | None:
-    """Describe verl 0.9's own alignment, which differs between 0.9.0 and 0.9.1."""
+    """Describe how verl 0.9 itself sets the bucket's dtype, which differs in 0.9.0 and 0.9.1."""
     if "use_low_precision_main_grads" in symbol.names:
         return (
             "verl aligns the bucket with the fields of its optimizer config; it ignores "
@@ -94,15 +94,16 @@ def _overrides(optim_config: Any) -> dict[str, Any]:
 
 
 def has_fields() -> bool:
-    """Whether the installed verl's ``init_megatron_optim_config`` reads the opt-in's fields."""
+    """Whether verl's ``init_megatron_optim_config`` reads fields for the states' dtypes (0.9)."""
     return "bf16" in look(CONFIG).parameters
 
 
 def _opt_in(optim_config: Any, fields: bool) -> dict[str, Any]:
-    """The values of verl 0.9's opt-in fields in the config, with dtype names coerced.
+    """The config's values of verl 0.9's fields for the states' dtypes, with dtype names coerced.
 
-    A verl without these fields adds none to the config, so the user wrote each that is there. A
-    verl with them adds ``False`` by default, so ``False`` does not count as the user's choice.
+    A verl that lacks these fields adds none of them to the config, so the user wrote every one that
+    the config has. A verl that has these fields adds ``False`` by default, so ``False`` does not
+    count as the user's choice.
     """
     values = {key: _read(optim_config, key) for key in PRECISION_AWARE_FIELDS}
     if fields and not values[PRECISION_AWARE]:
@@ -278,7 +279,7 @@ def configure(
     optional=True,
 )
 def accept_fields(call: Call) -> Any:
-    """Accept the fields of verl 0.9's opt-in if verl's dataclass lacks them."""
+    """Accept verl 0.9's fields for the states' dtypes if verl's dataclass lacks them."""
     extra = {
         key: call.arguments.pop(key) for key in PRECISION_AWARE_FIELDS if key in call.arguments
     }
@@ -306,7 +307,7 @@ def accept_fields(call: Call) -> Any:
     optional=True,
 )
 def spell_fields(call: Call) -> Any:
-    """Replace dtype names in verl's opt-in fields by spellings that verl accepts."""
+    """Replace dtype names in the fields for the states' dtypes by spellings that verl accepts."""
     for key in PRECISION_AWARE_FIELDS[1:]:
         value = call.arguments.get(key)
         dtype = parse_dtype(value) if isinstance(value, str) else value

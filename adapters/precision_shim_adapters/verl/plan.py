@@ -113,7 +113,7 @@ def _gpus(config: Mapping[str, Any]) -> int:
     trainer = _of(config, "trainer")
     for key in ("n_gpus_per_node", "nnodes"):
         value = trainer.get(key)
-        if isinstance(value, str):  # verl multiplies the two, and a text would be repeated
+        if isinstance(value, str):  # verl multiplies both, and Python would repeat a string
             raise PlanError(
                 f"{_where()}, trainer.{key}={value!r}: a text, expected a number. Write it without "
                 "quotes; of a variable: '${oc.decode:${oc.env:NAME}}' with its quotes."
@@ -308,7 +308,7 @@ def _on_megatron(section: _Section, model: Model, value: bool, *, coerces: bool)
 def _bucket(section: _Section, wishes: Wishes) -> bool:
     """verl's value of ``grad_reduce_in_fp32`` if the user wrote none.
 
-    verl's ``get_model`` and mbridge write True. Megatron-Bridge's default is False. In 0.9 and
+    verl's ``get_model`` and mbridge write True; Megatron-Bridge's default is False. In 0.9 and
     later the engine derives the value from its optimizer's fields.
     """
     aware = bool(wishes.opt_in.get(PRECISION_AWARE))

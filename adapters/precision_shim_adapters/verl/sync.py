@@ -1,12 +1,12 @@
 """Send verl's weights to the rollout engine in the engine's dtype, rounded once.
 
 Two of verl's engines round every weight to bf16 on the way to the rollout, regardless of
-``actor_rollout_ref.rollout.dtype``. The two are the torchtitan engine and the FSDP engine (before
-0.9; since 0.9 only for merged LoRA). ``get_per_tensor_param`` of these engines returns the weights
-as a generator that has not started. The shim reads which tensors verl's generator would gather. The
-shim then returns its own generator, which gathers the same tensors in the same order and rounds
-them to the rollout's dtype. The shim does not start verl's generator, since its run would be a
-collective operation. For a bf16 rollout the shim returns verl's generator itself.
+``actor_rollout_ref.rollout.dtype``: the torchtitan engine, and the FSDP engine (since 0.9 only for
+merged LoRA). ``get_per_tensor_param`` of these engines returns the weights as a generator that has
+not started. The shim reads which tensors verl's generator would gather, and returns its own
+generator, which gathers the same tensors in the same order and rounds them to the rollout's dtype.
+The shim does not start verl's generator, since its run would be a collective operation. For a bf16
+rollout the shim returns verl's generator itself.
 
 verl does not cast the weights of the Megatron, VeOmni and Automodel engines, of 0.7.1's legacy
 workers, or of the FSDP engine in 0.9 and later without merged LoRA. With the delta checkpoint
@@ -89,7 +89,7 @@ def announce(call: Call) -> Any:
 
 
 def _tell_meter(engine: Any, *before: str) -> None:
-    """Tell the meter the dtypes that weights are rounded to: ``before``, then the rollout's."""
+    """Pass the dtypes that weights are rounded to, ``before`` and the rollout's, to the meter."""
     lora = getattr(getattr(engine, "model_config", None), "lora", None) or {}
     merged = bool(lora.get("merge"))
     if merged and not hasattr(engine, "_merged_lora_per_tensor_param"):
@@ -255,7 +255,7 @@ def _merged(engine: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor
                     yield name, param.detach().clone()
                     continue
                 whole = _whole(param, device, dtype)
-                # Clone, because verl restores the base weights when it takes the adapters out.
+                # Clone, because verl restores the base weights when it removes the adapters.
                 yield name, whole.clone() if _shares(whole, param) else whole
     finally:
         if engine._is_offload_param:

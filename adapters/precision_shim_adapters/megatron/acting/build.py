@@ -1,8 +1,8 @@
 """The record of the model that a framework is building, read by the backend's seams.
 
-A framework makes the gradient bucket before the OptimizerConfig, in another function; one plan must
-decide both. An adapter wraps the code that makes DDP and optimizer in ``building``, and passes a
-function that reads the framework's config into ``Wishes``.
+A framework makes the gradient bucket before the OptimizerConfig, in another function, but one plan
+must decide the dtypes of both. An adapter wraps the code that makes DDP and optimizer in
+``building``, and passes a function that reads the framework's config into ``Wishes``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from ..deciding.wishes import Planned, Wishes, in_force_now, plan_wishes
 class Build:
     """One model being built by a framework, from its DDP to its optimizer.
 
-    Only the seam at the DDP (``ddp.build_ddp``) writes to a build; seams at the optimizer read it.
+    Only the seam at the DDP (``ddp.build_ddp``) changes a ``Build``; seams at the optimizer read
+    it.
 
     Attributes:
         framework: the framework's name.
@@ -117,7 +118,7 @@ def building(framework: str, read: Callable[[], Wishes]) -> Iterator[Build]:
 
 
 def expect_reference(ddp_config: Any, framework: str, read: Callable[[], Wishes]) -> None:
-    """Announce a build for the DDP that the framework will make with this config object.
+    """Record a ``Build`` for the DDP that the framework will make with this config object.
 
     Needed if a framework builds the reference model outside ``building``, in code without a seam.
 

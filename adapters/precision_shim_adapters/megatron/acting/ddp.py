@@ -94,11 +94,7 @@ def build_ddp(call: Call, ddp_config: Any, module: Any, full_param_layout: Any =
 
 
 def _align(build: Build, wishes: Wishes, config: Any, model: TrainableDtypes) -> torch.dtype | None:
-    """Give the gradient bucket the dtype of the optimizer's main grads.
-
-    Returns:
-        The dtype of the main grads if the bucket stays as the user wrote it, else ``None``.
-    """
+    """Give the bucket the main grads' dtype; return this dtype if the user's bucket dtype stays."""
     if not in_force(build.framework, ALIGNMENT, GROUP):
         return None
     plan = build.plan(model).plan
@@ -160,7 +156,7 @@ def _one_bucket_for_all(build: Build, choice: BucketChoice, present: bool) -> Bu
     optional=True,
 )
 def build_fsdp(call: Call, ddp_config: Any, module: Any) -> Any:
-    """Turn off Megatron-FSDP's check of gradients; leave the dtype of its buckets unchanged."""
+    """Turn off Megatron-FSDP's NaN check of gradients; do not change the dtype of its buckets."""
     build = build_around(ddp_config)
     if build is None:
         return call.proceed()

@@ -53,7 +53,7 @@ def wishes_of_flags(
         value = getattr(args, field.name, field.default)
         if field.name not in _OF_THE_MODEL and _meant(value) != field.default:
             asked[field.name] = value
-    # The two flags for the bucket are switches: a user can only turn them on.
+    # The two flags for the bucket's dtype are switches: a user can only turn them on.
     bucket = True if args.accumulate_allreduce_grads_in_fp32 else None
     if getattr(args, "grad_reduce_in_bf16", False):
         bucket = False

@@ -5,7 +5,7 @@ The framework's function moves only the states whose names it lists. A precision
 keeps its fp32 master weights beside the moments, as ``master_param``. A list without
 ``master_param`` leaves 4 bytes per parameter on the GPU.
 
-Delete when: each framework's list has ``master_param`` (as verl's has in 0.9 and later).
+Delete when: each framework's list has ``master_param`` (verl's list has it from 0.9).
 """
 
 from __future__ import annotations

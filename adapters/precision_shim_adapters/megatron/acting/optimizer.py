@@ -1,10 +1,9 @@
 """Coerce dtypes in Megatron's OptimizerConfig, set its fields, compare it with the model.
 
-Every config runs ``OptimizerConfig.__post_init__``, even with a subclass or deferred validation.
-Each framework has its own function that fills the config, and its adapter calls ``settle`` in a
-seam at this function. A seam at the function that makes the optimizer calls ``check``.
-
-Deliberately not patched: Megatron's own ``get_megatron_optimizer``.
+Every OptimizerConfig runs its ``__post_init__``, even with a subclass or deferred validation. Each
+framework has its own function that fills the config, and its adapter calls ``settle`` in a seam at
+this function. A seam at the function that makes the optimizer calls ``check``. The shim
+deliberately does not patch Megatron's own ``get_megatron_optimizer``.
 
 Delete when: OptimizerConfig accepts dtype names, and Megatron's DDP reads ``main_grads_dtype``.
 """
@@ -170,7 +169,7 @@ def settle(build: Build, *, native: bool = False) -> Settled:
     acts if it is in force.
 
     Args:
-        build: the build in progress, or a build made from a direct caller's settings.
+        build: the ``Build`` in progress, or a ``Build`` made from a direct caller's settings.
         native: whether the framework itself chooses the fields by the model's dtype.
 
     Raises:
@@ -233,9 +232,9 @@ def check_again(config: Any) -> None:
 
 
 def settle_made(call: Call, framework: str, config: Any, model: Any, *, stale: bool = False) -> Any:
-    """Put the settled fields into a config that the framework made, before its optimizer is made.
+    """Set the fields from ``settle`` on a copy of the OptimizerConfig that a framework made.
 
-    For a seam at a function with the parameter ``config``; outside the framework's build it does
+    Call it in a seam at a function with the parameter ``config``; outside ``building`` it does
     nothing.
 
     Args:
@@ -243,9 +242,10 @@ def settle_made(call: Call, framework: str, config: Any, model: Any, *, stale: b
         framework: the framework's name.
         config: the framework's OptimizerConfig, which is copied and not changed.
         model: the DDPs of the model; compared with the config.
-        stale: whether the framework sets fields after the config is validated. Then the fields that
-            Megatron derives are computed anew. Without the shim they make Megatron keep whole fp32
-            master weights, and checkpoints are written in the layout that such a job reads.
+        stale: whether the framework sets fields after it validated the config. If so, the shim
+            recomputes the fields that Megatron derives; the outdated fields would make Megatron
+            keep whole fp32 master weights. Checkpoints are written in the layout that a job without
+            the shim reads.
     """
     build = current_build(framework)
     if build is None:

@@ -2,8 +2,8 @@
 
 Megatron itself scales the loss, unscales the gradients, agrees over all ranks on an overflow, skips
 the step and saves its scaler's state. Four things go wrong without the shim. Frameworks treat a
-skipped step's ``(False, None, None)`` as a failure. No code counts the skipped steps. In a mixture
-of experts, the loss scales of the chained optimizers drift apart. If a trainer calls
+skipped step's result ``(False, None, None)`` as a failure. No code counts the skipped steps. In a
+mixture of experts, the loss scales of the chained optimizers drift apart. If a trainer calls
 ``prepare_grads`` before ``step``, the gradients are unscaled twice, since ``step`` calls
 ``prepare_grads`` again.
 
@@ -12,13 +12,14 @@ Every framework's step calls ``ChainedOptimizer.step`` or, for a single optimize
 adapter called ``skipping`` or ``answer_skips``. Some trainers skip a step by not calling ``step``,
 so the shim counts steps in ``prepare_grads``, which all trainers call to check for an overflow.
 When a chain's ``prepare_grads`` returns, all scalers have checked, and no optimizer has stepped.
-``DynamicGradScaler.__init__`` receives the growth and backoff factors, for which configs have no
-field. The DDP's own check of gradients would end the job before Megatron skips: see ``ddp``.
+``DynamicGradScaler.__init__`` receives the growth and backoff factors, for which Megatron's configs
+have no field. The DDP's own NaN check would end the job before Megatron skips a step, so the module
+``ddp`` turns the check off.
 
-The shim deliberately patches neither ``ConstantGradScaler`` nor the gradient norm's threshold in
-0.18. Megatron makes a ``ConstantGradScaler`` if the user wrote a static ``loss_scale``, and at an
-overflow the framework raises its own error. A norm above the threshold is no overflow. Megatron's
-checkpoint contains the scaler but not the shim's counts.
+The shim deliberately patches neither ``ConstantGradScaler`` nor the threshold for the gradient norm
+in megatron-core 0.18. Megatron makes a ``ConstantGradScaler`` if the user wrote a static
+``loss_scale``, and at an overflow the framework raises its own error. A gradient norm above the
+threshold is no overflow. Megatron's checkpoint contains the scaler but not the shim's counts.
 
 Delete when: frameworks accept a skipped step, and chained optimizers share a scaler.
 """
@@ -55,7 +56,7 @@ SCALER = "megatron.core.optimizer.grad_scaler:DynamicGradScaler.__init__"
 def dynamic_scalers(optimizer: Any) -> list[Any]:
     """The dynamic scalers of an optimizer and of the optimizers chained in it.
 
-    Megatron multiplies the loss by the first scaler's scale. The list is empty if the loss is not
+    Megatron multiplies the loss by the first scaler's scale. The result is empty if the loss is not
     scaled, or is scaled by a constant.
     """
     from megatron.core.optimizer.grad_scaler import DynamicGradScaler
@@ -168,7 +169,8 @@ def answer_a_skip(call: Call) -> Any:
 def answer_step(optimizer: Any, step: Callable[[], Any]) -> Any:
     """Run a step; return the flag from ``skipping`` or ``answer_skips`` if the step is skipped.
 
-    Adapters call ``answer_step`` if the framework replaces the optimizer's step by its own.
+    Adapters call ``answer_step`` if the framework replaces the optimizer's step by its own
+    function.
 
     Raises:
         LossScaleError: too many steps in a row were skipped.
@@ -265,12 +267,7 @@ def _trackers(scaler: Any) -> tuple[Any, ...]:
 
 @dataclass(eq=False)
 class _Answer:
-    """The result of an optimizer's ``prepare_grads``.
-
-    Attributes:
-        found: whether the optimizer found an overflow in its gradients.
-        parts: the results of the optimizers in a chain; empty for a single optimizer.
-    """
+    """The result of ``prepare_grads``: whether it found an overflow, and the results in a chain."""
 
     found: bool
     parts: list[_Answer | None]
@@ -357,7 +354,7 @@ def prepare_once(call: Call) -> Any:
     optional=True,
 )
 def forget_answer(call: Call) -> Any:
-    """Delete the stored answer, so that the next step's gradients are prepared."""
+    """Delete the stored result of ``prepare_grads``, so that the next gradients are prepared."""
     _forget(call.instance)
     return call.proceed()
 

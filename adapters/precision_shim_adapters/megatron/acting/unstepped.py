@@ -1,4 +1,4 @@
-"""The states of Megatron's optimizers that have taken no step, as a checkpoint needs them.
+"""Make the states of Megatron optimizers that never stepped, because a checkpoint needs states.
 
 Delete when: Megatron saves an optimizer without states.
 """
@@ -18,8 +18,9 @@ from ...fp16.states import states_of_no_step
 def make_states(optimizers: Iterable[Any]) -> None:
     """Make the states of optimizers that have never stepped.
 
-    Megatron cannot save an optimizer without states. A job whose first steps are all skipped would
-    end at its first checkpoint. (With torch's Adam, Megatron cannot load its own checkpoint.)
+    Megatron cannot save an optimizer without states, so a job whose first steps are all skipped
+    would end at its first checkpoint. (With torch's Adam, Megatron cannot load its own such
+    checkpoint.)
 
     Args:
         optimizers: Megatron's optimizers, none of them a chain.

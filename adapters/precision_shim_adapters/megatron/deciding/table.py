@@ -1,7 +1,7 @@
 """The dispatch table: the OptimizerConfig fields that the shim sets for each model dtype.
 
-The table follows verl's pull request 6526. The guard on the second moment is the
-shim's own (``precision.moments``).
+The table follows verl's pull request 6526. The rule that keeps ``exp_avg_sq`` in fp32 at a high
+``beta2`` is the shim's own (``precision.moments``).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class OptimizerRequest:
         blockers: the framework's reasons why the precision-aware optimizer cannot run.
         native: fields that the framework sets by itself; all other sources override them.
         aligned: whether the gradient bucket will have the dtype of the chosen main grads.
-        fp32_bucket_written: whether the bucket stays fp32 because the user's config has it so.
+        fp32_bucket_written: whether the bucket stays fp32 because the user wrote so.
         whole_masters: whether checkpoints will contain whole fp32 masters even if the optimizer
             keeps remainders.
     """
@@ -120,24 +120,27 @@ class OptimizerPlan:
 
 
 def obstacles(request: OptimizerRequest) -> list[str]:
-    """All reasons why the precision-aware optimizer cannot run; empty if it can.
+    """Return all reasons why a model's optimizer cannot be precision-aware; empty if it can be.
 
-    The reasons come from the assertions of Megatron's ``OptimizerConfig.__post_init__``, from its
-    condition on fp8 recipes, and from its layer-wise optimizer and FSDP, which build no FusedAdam.
+    The reasons come from the assertions of Megatron's ``OptimizerConfig.__post_init__``, from
+    Megatron's condition on fp8 recipes, and from Megatron's layer-wise optimizer and FSDP, which
+    build no FusedAdam.
 
-    ``optimizer_cpu_offload`` is a reason because of its checkpoints. Without the precision-aware
-    optimizer, Megatron ends a resume with a KeyError. With the precision-aware optimizer, a resume
-    continues silently, with step counts or masters that differ from the checkpoint's
-    (docs/megatron.md has the measurements). The shim corrects step counts and masters, but in a
-    resume with the shim off a silent error would replace the KeyError. The audit measured the bytes
-    per bf16 parameter (with a fake GPU, all offloaded; DP is the data-parallel size):
+    ``optimizer_cpu_offload`` is a reason because of the checkpoints of a job with CPU offload.
+    Without the precision-aware optimizer, Megatron ends a resume from such a checkpoint with a
+    KeyError. With the precision-aware optimizer, Megatron resumes silently, with step counts or
+    masters that differ from the checkpoint's (docs/megatron.md has the measurements). The shim
+    corrects step counts and masters, but a resume with the shim off would have a silent error
+    instead of the KeyError. The audit measured the bytes per bf16 parameter (with a fake GPU, all
+    states offloaded; DP is the data-parallel size):
 
     - An optimizer that is not precision-aware has 2 + 4 (bucket) + 4/DP (master) bytes on the GPU.
     - A precision-aware optimizer with fp32 main grads has 2 + 4 (bucket) bytes on the GPU.
     - A precision-aware optimizer with bf16 main grads has 2 + 2 (bucket) bytes on the GPU.
 
     All three optimizers have 16/DP bytes per parameter on the host. An optimizer that is not
-    precision-aware takes the same steps as with fp32 main grads, bit for bit.
+    precision-aware takes the same steps, bit for bit, as a precision-aware optimizer with fp32 main
+    grads.
     """
     reasons = []
     if request.optimizer != "adam":

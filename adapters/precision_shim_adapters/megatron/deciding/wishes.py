@@ -33,7 +33,7 @@ from precision_shim_adapters.megatron.deciding.table import (
 from ..resuming.checkpoint import STATES
 
 GROUP = "megatron"
-"""In each feature, the group of the backend's seams and of the adapters' seams that they need."""
+"""The group of the backend's seams, and of the adapters' seams that the backend's seams need."""
 
 DISPATCH, ALIGNMENT, SCALING = "bf16-dispatch", "grad-bucket-alignment", "fp16-scaling"
 AUDIT = "audit"
@@ -58,7 +58,7 @@ class Wishes:
     Attributes:
         where: framework, version and key, for messages, such as
             ``"verl 0.9.1, override_optimizer_config"``.
-        subject: which model: ``"actor"``.
+        subject: the model's name, such as ``"actor"``.
         asked: fields of Megatron's OptimizerConfig that the user wrote; dtypes may be names.
         declared: the dtype that the framework declares for the model; needed only if the trainable
             parameters have several dtypes or are unknown.

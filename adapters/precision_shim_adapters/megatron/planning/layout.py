@@ -36,7 +36,7 @@ def problems(
     Args:
         sizes: the sizes of the parallel groups.
         model: names and shapes.
-        subject: which model, for messages.
+        subject: the model's name, for messages.
         megatron: megatron-core's release; ``None`` for the newest known release.
     """
     told: list[Problem] = []
@@ -217,7 +217,6 @@ def layers_of_stages(sizes: Sizes, layers: int) -> list[list[int]]:
 
 
 def _numbers(sizes: Sizes, layers: int, chunks: int) -> list[list[int]]:
-    """Number of layers by stage and chunk."""
     per_stage = _per_stage(sizes, layers)
     numbers = []
     for stage, number in enumerate(per_stage):
@@ -304,10 +303,10 @@ _COLUMN = (
     *("in_proj", "in_proj_qkvz", "in_proj_qkv", "in_proj_ba", "in_proj_z"),
     *("in_proj_a", "in_proj_b"),
 )
-"""Layers that tensor parallelism splits along their outputs; it splits their biases too."""
+"""Layers whose outputs tensor parallelism splits, with their biases."""
 
 _ROW = ("o_proj", "wo", "down_proj", "fc2", "w2", "c_proj", "out_proj", "dense")
-"""Layers that tensor parallelism splits along their inputs; their biases stay whole."""
+"""Layers whose inputs tensor parallelism splits; their biases stay whole."""
 
 _VOCABULARY = (
     *("embed_tokens", "wte", "tok_embeddings", "word_embeddings", "embeddings", "embed_in"),
@@ -373,7 +372,7 @@ def count(
     Args:
         model: names and shapes.
         sizes: the sizes of the parallel groups, which must be legal.
-        frozen: returns for a parameter's name whether the parameter is frozen.
+        frozen: function that returns whether the parameter with a given name is frozen.
         value_head: whether the output layer is a value head with one output.
     """
     if not model.config:

@@ -131,10 +131,7 @@ def _read(chunks: Sequence[Any], optimizer: Any) -> Reading:
 
 
 def _pairs(optimizer: Any, inner: Any) -> Iterable[tuple[Any, Any]]:
-    """Yield pairs of a model parameter and the inner optimizer's tensor for this parameter.
-
-    In each group of the inner optimizer the fp32 parameters come first, as Megatron orders them.
-    """
+    """Pair model parameters with the inner optimizer's tensors: in each group fp32 comes first."""
     groups = inner.param_groups
     fp32 = getattr(optimizer, "model_fp32_groups", None)
     halves = getattr(optimizer, "model_float16_groups", None)

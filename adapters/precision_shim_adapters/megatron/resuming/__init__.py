@@ -2,5 +2,6 @@
 
 The seams in ``checkpoint``, ``states`` and (for states on the CPU) ``offloaded`` run in the worker.
 ``foretelling`` predicts how a resume would read a checkpoint. The code that reads the files is in
-``precision_shim_adapters.megatron_checkpoints``, since the doctor must run without torch.
+``precision_shim_adapters.megatron_checkpoints``, since ``precision-shim checkpoint`` must run
+without torch.
 """

@@ -107,7 +107,7 @@ def save_count(call: Call) -> Any:
         return result
     groups = result["optimizer"]["param_groups"]
     counts: set[int] = set()
-    if inner.gpu_optimizer is not None:  # it has no count where each step up to now was skipped
+    if inner.gpu_optimizer is not None:  # FusedAdam has no count if every step so far was skipped
         counts = _counts(inner.gpu_optimizer.param_groups) or {0}
     if len(counts) == 1 and not _counts(groups):
         for group in groups:

@@ -147,7 +147,7 @@ def split_states(call: Call, model_param: Any, tensors: Any) -> Any:
         _fit_master(optimizer, _shard_of(optimizer, model_param), tensors)
     # FusedAdam scales the passed tensor in place.
     before = tensors["param"].clone() if _keeps_scaled_masters(optimizer, model_param) else None
-    # Two sharding types load with gradients enabled: torch would refuse writes to an fp32 shard.
+    # Megatron loads two sharding types with gradients on: torch refuses writes to an fp32 shard.
     with torch.no_grad():
         result = call.proceed()
     if before is not None:
