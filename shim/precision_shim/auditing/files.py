@@ -120,11 +120,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def _check_types(record: Any) -> None:
-    """Check the types of the values in a record that was made from a file, and in nested records.
-
-    Raises:
-        TypeError: a value has another type than the record's field.
-    """
+    """Raise TypeError if a value in a record from a file, or in a nested one, has a wrong type."""
     for field in fields(record):
         value = getattr(record, field.name)
         allowed = _TYPES.get(str(field.type))

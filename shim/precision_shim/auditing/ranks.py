@@ -137,7 +137,7 @@ def _compare(
     ranks = sorted(found)
     said = {
         rank: {
-            # An audit with another world size was left in the directory by an earlier job.
+            # An audit with another world size comes from an earlier job in the same directory.
             "ranks of the job": found[rank].world_size,
             **signature(found[rank].parts, found[rank].problems),
         }

@@ -58,7 +58,7 @@ def read_optimizers(
             readings += read_torch(chunks, several, scaler)
     if not readings:
         readings = [Reading("torch", "model", "none")]
-    if whole or readings[0].name != "experts":  # the dense optimizer's audit adds other tensors
+    if whole or readings[0].name != "experts":  # the audit of the dense optimizer adds the rest
         _give_the_rest(chunks, readings, whole)
     seen: dict[str, int] = {}
     for reading in readings:

@@ -18,7 +18,8 @@ COMPONENTS = (
     "exp_avg_sq",
     "other",
 )
-"""Kinds of tensors of an optimizer and its model. Shared storage counts for the first such kind."""
+"""Kinds of tensors of an optimizer and its model. Storage that several kinds share counts for the
+first of these kinds."""
 
 OF_MODEL = ("params", "frozen", "grad_buckets")
 """Components of the model. All other components are sharded like the optimizer states."""

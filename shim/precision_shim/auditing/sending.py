@@ -150,7 +150,6 @@ class _Group:
         self.elements[name] = self.elements.get(name, 0) + tensor.numel()
 
     def weights(self) -> Weights:
-        """Read the counts from the device."""
         for device in {counter.device for counter in self.counts if counter.device.type == "cuda"}:
             torch.cuda.synchronize(device)  # frameworks pack weights on their own CUDA streams
         exact = sampled = 0
@@ -185,12 +184,10 @@ class _Looker:
         self._guard(self._look_at_own)
 
     def see(self, name: str, tensor: Any) -> None:
-        """Add a tensor of the stream to the counts."""
         if isinstance(tensor, torch.Tensor):
             self._guard(lambda: self._look_at(name, tensor))
 
     def end(self) -> None:
-        """Write the result into a file."""
         self._guard(self._write)
         self._chunks = ()
 

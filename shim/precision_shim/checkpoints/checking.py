@@ -30,7 +30,7 @@ _ARCHIVES = 4096
 _KNOWN = re.compile(
     r"\.metadata|metadata\.json|.*\.(distcp|safetensors)|model\.safetensors\.index\.json"
 )
-"""Matches the names of files that the doctor reads, other than archives."""
+"""Matches the names of files other than archives that the checkpoint doctor reads."""
 
 _NAMED = 4
 """Maximum number of file names in a line of text."""
@@ -47,7 +47,7 @@ class File:
         size: the file's size in bytes.
         held: the spans of bytes with a correct checksum.
         unread: the spans of bytes for which no checksum was computed.
-        ours: whether the doctor reads files of this kind.
+        ours: whether the checkpoint doctor reads files of this kind.
     """
 
     path: Path

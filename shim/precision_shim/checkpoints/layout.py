@@ -1,4 +1,4 @@
-"""Dataclasses for one model of a checkpoint and the result of its resume. Needs no torch."""
+"""Dataclasses for a checkpoint's content (one model) and for the predicted result of a resume."""
 
 from __future__ import annotations
 

@@ -355,11 +355,7 @@ _OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
 
 
 def _key(value: Any) -> Any:
-    """Check that a value can be hashed in a short time, and return the value.
-
-    Raises:
-        ValueError: the value is too large or too deeply nested for a key.
-    """
+    """Return a value as a key; raise ValueError if its hash could take long to compute."""
     if isinstance(value, (tuple, frozenset, Persistent)) and not is_small(value, _KEY):
         raise ValueError("it has a key that is too large")
     return value

@@ -169,11 +169,7 @@ _WRITTEN = {"sharded_backend": ("torch_dist",), "common_backend": ("torch",)}
 
 
 def _check_config(path: Path) -> None:
-    """Check ``metadata.json``, without which Megatron does not accept a directory as a checkpoint.
-
-    Raises:
-        CheckpointUnreadableError: the file is missing or damaged.
-    """
+    """Check ``metadata.json``, without which Megatron accepts no directory as a checkpoint."""
     try:
         config = dict(json.loads(path.read_bytes()))
         written = {name: config[name] for name in _WRITTEN if name in config}
@@ -327,11 +323,7 @@ def _read_safetensors(unit: Unit) -> None:
 
 
 def _read_index(path: Path) -> set[str]:
-    """Return the names of the files that an index lists.
-
-    Raises:
-        CheckpointUnreadableError: the index is damaged.
-    """
+    """Return the names of the files that an index lists."""
     if not path.is_file():
         return set()
     try:

@@ -179,7 +179,11 @@ def _target(words: Sequence[str], place: int) -> tuple[str, Path | None, int]:
         return module, file_of(module), place + 2
     if _is_script(word):
         path = Path(word)
-        return word, path if os.path.isfile(path) else None, place + 1  # False for an overlong name
+        return (
+            word,
+            path if os.path.isfile(path) else None,
+            place + 1,
+        )  # isfile is False for an overlong name
     return "", None, place
 
 

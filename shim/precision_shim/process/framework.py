@@ -193,7 +193,7 @@ class Config(_Record):
     """The config of a backend's optimizer.
 
     Attributes:
-        name: what users call it.
+        name: the users' name for the config.
         place: the function whose parameters are the config's fields, as
             ``"module:Class.__init__"``.
         fields: fields that a resume may depend on. If the backend is not installed, the shim
@@ -235,9 +235,10 @@ class Backend(_Record):
 
     Attributes:
         config: the config of the backend's optimizer.
-        limits: the function, as ``"module:function"``, that returns the doctor's remark on the
-            installed TransformerEngine. The function's arguments are a framework's name and seams,
-            TransformerEngine's version, and the reason why TransformerEngine cannot be imported.
+        limits: the function, as ``"module:function"``, that returns the remark of ``precision-shim
+            doctor`` on the installed TransformerEngine. The function's arguments are a framework's
+            name and seams, TransformerEngine's version, and the reason why TransformerEngine cannot
+            be imported.
         shared: the backend's packages that contain seams, each with its distribution's name.
         audit_readers: see ``seams.Adapter``.
         checkpoint_readers: see ``seams.Adapter``.

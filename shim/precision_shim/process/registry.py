@@ -54,8 +54,8 @@ the records once per optimizer, and reading all entry points takes 10 to 50 ms."
 def records(*, third_party: bool = True) -> "dict[str, Framework]":
     """Load third parties' adapters, and return complete records of all known frameworks.
 
-    If an adapter cannot be loaded, its record contains only the data of the entry point, and the
-    doctor reports the error.
+    If an adapter cannot be loaded, its record contains only the data of the entry point, and
+    ``precision-shim doctor`` reports the error.
     """
     import sys
 

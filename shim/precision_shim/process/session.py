@@ -397,11 +397,7 @@ def _retire(session: _Session) -> None:
 
 
 def _given_environment() -> dict[str, str]:
-    """Return this process's environment without the variables that ``install()`` exported.
-
-    A second ``install()`` replaces the arguments of the first, so it must not read the first call's
-    arguments from the environment.
-    """
+    """The environment without ``install()``'s exported variables; a second call replaces them."""
     environ = dict(os.environ)
     for variable, (before, ours) in (_current.exported if _current is not None else {}).items():
         if environ.get(variable) == ours:

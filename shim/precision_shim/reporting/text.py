@@ -39,7 +39,7 @@ _AHEAD = {
     "pending": "would be in force",
     "partly pending": "would be in force beside {name}'s own",
 }
-"""The doctor's words for verdicts; in the doctor, ``pending`` means that a job would be patched."""
+"""``precision-shim doctor``'s words for verdicts; its ``pending`` means: a job would be patched."""
 
 
 def screen(status: Status) -> str:
@@ -144,7 +144,7 @@ def framework(
         name: the framework's name.
         status: the framework's state.
         features: the features that the user switched on; all other features share one line.
-        ahead: whether the states are predicted, as in the doctor.
+        ahead: whether the states are predicted, as in ``precision-shim doctor``.
     """
     lines = fold(headline(name, status, ahead=ahead), 0, 2)
     if status.reason and not (
@@ -325,14 +325,7 @@ def _key(decision: Decision) -> tuple[str, str, str]:
 def _fit(
     blocks: Sequence[list[str]], room: int, *, left_out: int = 0, turn: bool = False
 ) -> list[str]:
-    """Return the lines of as many blocks as fit into ``room``, starting with the first block.
-
-    Args:
-        blocks: paragraphs, each a list of lines.
-        room: maximum number of lines.
-        left_out: how many blocks the caller has already left out.
-        turn: whether to show the blocks in reverse order.
-    """
+    """Return the lines of the first blocks that fit into ``room`` lines; ``turn`` reverses them."""
     room = max(room, 2)
     kept = list(blocks)
     while kept and _length(kept) + bool(left_out or len(kept) < len(blocks)) > room:

@@ -24,7 +24,7 @@ then grow to inf, and 0 x inf would make all later gradients NaN."""
 
 @contextmanager
 def _as_others(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Make GradScaler step every optimizer in the same way, even if it handles the loss scale.
+    """Make GradScaler step every optimizer in the same way, even one that handles the loss scale.
 
     At the step, the gradients are already unscaled (for clipping), and all ranks' overflows are
     summed. TransformerEngine's FusedAdam would unscale the gradients a second time
@@ -274,7 +274,8 @@ class LossScaler(ShardedGradScaler):
         self.update()
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
-        """Drop the state of a step that an exception ended; it is invalid for the next step."""
+        """Drop the state of a step that an exception ended, because the next step must not use
+        it."""
         self._interrupted = None
         if not self._enabled:
             return
@@ -282,10 +283,11 @@ class LossScaler(ShardedGradScaler):
         self._overflow = None
 
     def interrupt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an exception ended a step: ``forget`` it when the next loss is scaled.
+        """Note that an exception ended a step, which the scaler forgets when the next loss is
+        scaled.
 
-        Until then the gradients are those of that step. If it is tried again without a new backward
-        pass, they must not be unscaled a second time.
+        If the framework repeats the step without a new backward pass, the gradients must not be
+        unscaled a second time.
         """
         self._interrupted = optimizer
 

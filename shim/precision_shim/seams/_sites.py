@@ -148,7 +148,7 @@ class Sites:
         before, top = site.top, site.raw
         for layer in site.layers:
             top = layer.over(top, site.target)
-        if site.top is not before:  # layer.over() made a fork, whose child undid the patches
+        if site.top is not before:  # layer.over() forked, and the child undid the patches
             return
         if top is not before:
             setattr(site.parent, site.name, top)

@@ -31,16 +31,12 @@ class _Before:
     """Samples of some tensors of one group before a step, all on one device.
 
     Attributes:
-        group: number of the group.
         tensors: the parameters, each with the ``Taken`` that samples it.
         copy: the dtypes that copies for rollout engines are rounded to; ``None`` without copies.
         updates: for each element, whether the update is not zero.
-        weights: the stored weights.
         decays: for each element, whether the update should make the second moment smaller;
             ``None`` without a second moment.
-        exp_avg_sq: the stored second moment; ``None`` without one.
         copies: the copies for rollout engines; ``None`` without copies.
-        lr: the step's learning rate.
     """
 
     group: int
@@ -60,7 +56,6 @@ class _Counted:
 
     Attributes:
         group: number of the group; ``None`` for matrices that LoRA is merged into.
-        sampled: number of elements in the sample.
         stored: how the weights are stored.
         exp_avg_sq: dtype of the second moment; empty without one.
         copy: how the copies for rollout engines are stored; empty without copies.
@@ -78,7 +73,6 @@ class _Pending:
     """Counts that are being copied to the host.
 
     Attributes:
-        step: number of the measured step.
         arriving: for each device, the tensor on the host, the event that is recorded after the copy
             to that tensor, and a description of each row.
     """

@@ -16,7 +16,8 @@ __all__ = ["foresee", "inapplicable"]
 
 
 def inapplicable(name: str, seam: SeamStatus) -> str:
-    """Return the message on a refused seam: the feature is missing on that seam's path only."""
+    """Return the message on a refused seam: the seam's feature is missing on the seam's path
+    only."""
     where = f" ({seam.path})" if seam.path else ""
     return f"{name}: {seam.feature}{where} cannot be applied: {seam.reason}"
 
