@@ -103,9 +103,6 @@ def look_at(call: Call) -> Any:
     return result
 
 
-# -- the metrics --------------------------------------------------------------------------------
-
-
 @seam(
     feature=FEATURE,
     at=[each.method("train", group=each.metrics) for each in (*DTENSOR, *MEGATRON)],

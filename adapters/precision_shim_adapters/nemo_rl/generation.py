@@ -51,9 +51,6 @@ def _engine_of(worker: Any, asks_itself: type | tuple[()] = ()) -> Any:
     return worker.llm
 
 
-# -- vLLM's LLM ----------------------------------------------------------------------------------
-
-
 def _ask(worker: Any, engine: Any, sync: bool = False) -> None:
     if engine is not None:
         audit(engine, _whose(), count_sync(worker) if sync else 0)
@@ -110,9 +107,6 @@ def ask_after_sync(call: Call) -> Any:
     done = call.proceed()
     _ask(call.instance, _engine_of(call.instance, AskedWorker) if done else None, sync=True)
     return done
-
-
-# -- vLLM's AsyncLLM -----------------------------------------------------------------------------
 
 
 async def _ask_async(worker: Any, engine: Any, sync: bool = False) -> None:

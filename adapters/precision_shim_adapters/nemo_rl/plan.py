@@ -85,9 +85,6 @@ def _where() -> str:
     return f"nemo-rl {version_of(FRAMEWORK, ('nemo_rl',))}"
 
 
-# -- the config ------------------------------------------------------------------------------------
-
-
 def load(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
     """Load a job's config, and apply its overrides.
 
@@ -209,9 +206,6 @@ def _count_teachers(config: Mapping[str, Any]) -> int:
             continue
         teachers.append((name, int({**default, **(own.get(alias) or {})}.get("num_nodes", 1))))
     return sum(nodes for _, nodes in teachers)
-
-
-# -- the models ------------------------------------------------------------------------------------
 
 
 def _models(job: Job, config: Mapping[str, Any], world: int) -> Iterator[Plannable]:

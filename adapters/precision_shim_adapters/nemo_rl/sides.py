@@ -56,9 +56,6 @@ class Sides:
     kind: str = ""
 
 
-# -- names --------------------------------------------------------------------------------------
-
-
 def coerce_names(generation: Any, place: str = PLACE) -> None:
     """Replace the dtype name in a generation config by the name that vLLM and SGLang accept.
 
@@ -105,9 +102,6 @@ def configure(call: Call, config: Any, is_eval: Any = False) -> Any:
     """
     coerce_names(config, "generation" if is_eval else PLACE)
     return call.proceed()
-
-
-# -- the engines of a job -----------------------------------------------------------------------
 
 
 def read_sides(config: Any) -> Sides | None:

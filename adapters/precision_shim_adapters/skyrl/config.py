@@ -50,9 +50,6 @@ _overriding: ContextVar[bool] = ContextVar("precision_shim_skyrl_overriding", de
 """Whether SkyRL is building the config from overrides; set by ``note_overrides``."""
 
 
-# -- marking the user's values ---------------------------------------------------------------
-
-
 @seam(
     f"{_DATACLASSES}:MegatronDDPConfig.__init__",
     _FEATURES,
@@ -219,9 +216,6 @@ def _leave_to_class(config: Any, key: str) -> None:
     own = vars(config)
     if default is not None and own.get(key) == default:
         del own[key]
-
-
-# -- reading the marks -----------------------------------------------------------------------
 
 
 def bucket_is_written(ddp_config: Any) -> bool:

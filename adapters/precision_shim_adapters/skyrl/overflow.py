@@ -167,9 +167,6 @@ def keep_last(call: Call, metrics: Any) -> Any:
     return reduced
 
 
-# -- weights to the inference engines ----------------------------------------------------------
-
-
 class _Bf16Sized(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """A proxy of Megatron-Bridge with fp16 weights shown as bf16, a dtype of the same size."""
 

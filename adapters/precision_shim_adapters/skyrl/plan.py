@@ -170,9 +170,6 @@ def _load(configs: Any, job: Job, words: list[str]) -> Any:
     return config
 
 
-# -- the models ------------------------------------------------------------------------------------
-
-
 def _models(job: Job, trainer: Any, world: int) -> Iterator[Plannable]:
     strategy = str(trainer.strategy)
     if strategy not in ("megatron", "fsdp", "fsdp2"):

@@ -42,9 +42,6 @@ async def look_at_state_dict(call: Call, state_dict: Any, key: Any) -> Any:
     return await call.proceed()
 
 
-# -- the engines of the generators ---------------------------------------------------------------
-
-
 @seam(
     f"{GENERATORS}.__init__",
     "audit",

@@ -80,9 +80,6 @@ def coerce_training(training: Any) -> None:
     refuse_float16_states(training)
 
 
-# -- dtype names in a new config ---------------------------------------------------------------
-
-
 @seam(
     "torchtitan.config.configs:TrainingConfig.__init__",
     FEATURE,
@@ -130,9 +127,6 @@ def any_name() -> Iterator[None]:
         yield
     finally:
         annotations.update(before)
-
-
-# -- dtype names in a trainer's config ---------------------------------------------------------
 
 
 @seam(

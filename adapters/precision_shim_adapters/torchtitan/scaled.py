@@ -94,9 +94,6 @@ def ready(training: ScaledTraining, trainer: Any) -> None:
     attention.tell(training.subject, trainer.model_parts)
 
 
-# -- unscaling and clipping --------------------------------------------------------------------
-
-
 @seam(
     "torchtitan.distributed.utils:clip_grad_norm_",
     at=BOTH,
@@ -117,9 +114,6 @@ def clip(call: Call, parameters: Any, max_norm: Any) -> Any:
     # Newer versions of Trainer assert a finite norm before the step. Return 0 for an overflow,
     # without a copy from the device. The metrics report NaN for a skipped step.
     return torch.where(overflow.to(norm.device, non_blocking=True), torch.zeros_like(norm), norm)
-
-
-# -- states of an optimizer before its first step ----------------------------------------------
 
 
 @seam(

@@ -41,9 +41,6 @@ _UNWRITTEN: dict[str, str] = {}
 """Maps a dtype's name to an equal string object that the shim made; see ``unwritten``."""
 
 
-# -- names --------------------------------------------------------------------------------------
-
-
 def coerce_generator(config: Any) -> None:
     """Replace the dtype name in a generator's config by the name that vLLM and torchtitan accept.
 
@@ -77,9 +74,6 @@ def _name(value: Any, also: Sequence[str]) -> Any:
     if value is None or value == "":  # the weights are sent in the trainer's dtype
         return value
     return engine_name(value, KEY, versioned(FRAMEWORK), also)
-
-
-# -- values that the user wrote -----------------------------------------------------------------
 
 
 def unwritten(name: str) -> str:
@@ -154,9 +148,6 @@ def marked() -> Iterator[None]:
     finally:
         defaults["model_dtype"] = before
         ConfigManager._load_config = load
-
-
-# -- the engines of a job -----------------------------------------------------------------------
 
 
 def engines(training: Any, model_dtype: Any) -> tuple[Engine, Engine] | None:

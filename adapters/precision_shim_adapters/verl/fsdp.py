@@ -51,9 +51,6 @@ VERLS_SCALER = ScalerSettings()
 _OWN = "verl's own scaler, counted and kept with the checkpoints"
 
 
-# -- verl's own features -----------------------------------------------------------------------
-
-
 def no_legacy_workers(symbol: Symbol, settings: Any) -> str | None:
     """Return a remark for verl 0.8 and later, which has engines only."""
     critic = look(f"{CRITIC}.update_critic")
@@ -81,9 +78,6 @@ ON_LEGACY: dict[str, Any] = {
     "optional": True,
 }
 """Arguments that all seams on verl 0.7.1's default workers share."""
-
-
-# -- the scaler --------------------------------------------------------------------------------
 
 
 @seam(
@@ -240,9 +234,6 @@ def optimizer_of(instance: Any) -> Any:
     """The optimizer of an engine, or of a legacy actor or critic."""
     names = ("optimizer", "critic_optimizer", "actor_optimizer")
     return next((getattr(instance, name) for name in names if hasattr(instance, name)), None)
-
-
-# -- reading verl's configs --------------------------------------------------------------------
 
 
 def asks_fp16(config: Any) -> bool:

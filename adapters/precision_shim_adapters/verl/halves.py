@@ -56,9 +56,6 @@ def tell_asked(rollout: Any) -> None:
     sending.tell_asked("verl", name, key, reason)
 
 
-# -- audit of sent weights -----------------------------------------------------------------------
-
-
 @seam(
     "verl.workers.engine_workers:ActorRolloutRefWorker.init_model",
     FEATURE,
@@ -146,9 +143,6 @@ def know_legacy_rollout(worker: Any) -> None:
     if sending.is_wanted():
         tell_asked(worker.config.rollout)
         _legacy[:] = [type(worker).__module__]
-
-
-# -- audit of servers ----------------------------------------------------------------------------
 
 
 @seam(

@@ -140,9 +140,6 @@ def _processes(job: Job, config: Mapping[str, Any]) -> tuple[int, str]:
     return _gpus(config), "trainer.n_gpus_per_node x trainer.nnodes"
 
 
-# -- the models ------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Place:
     """A model, its config key, its number of GPUs, and the group of its workers."""

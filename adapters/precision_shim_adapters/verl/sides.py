@@ -150,9 +150,6 @@ def is_verls(path: str) -> bool:
     )
 
 
-# -- the trainer and the reference model -----------------------------------------------------------
-
-
 def _of_role(role: Mapping[str, Any], subject: str, group: str, written: Written) -> Engine | None:
     """The engine of an actor or a reference model; ``None`` for an engine that the shim ignores."""
     strategy, place = str(role.get("strategy") or "fsdp"), f"actor_rollout_ref.{subject}"
@@ -204,9 +201,6 @@ def _reference(
     engine = _of_role(merged, "ref", group, written)
     if engine is not None:
         yield engine
-
-
-# -- the rollout and the teachers ------------------------------------------------------------------
 
 
 def asked_dtype(section: Mapping[str, Any], place: str) -> tuple[str, str]:

@@ -61,9 +61,6 @@ _deltas: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """Maps an actor's engine to the dtype name that its delta checkpoint engine received."""
 
 
-# -- which dtype -------------------------------------------------------------------------------
-
-
 @seam(
     at=[{**_INIT, "group": FSDP}, {**_INIT, "group": TITAN}],
     why="the worker knows both the engine and the rollout's dtype; the engine does not",
@@ -96,9 +93,6 @@ def _tell_meter(engine: Any, *before: str) -> None:
         before = ("",)  # before 0.9 verl sends the weights without the adapters
     names = (*before, _computes.get(engine, AUTO))
     tell_meter(getattr(engine, "optimizer", None), *names, merged=merged)
-
-
-# -- the stream --------------------------------------------------------------------------------
 
 
 @seam(
@@ -265,9 +259,6 @@ def _merged(engine: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor
 def _shares(whole: torch.Tensor, param: DTensor) -> bool:
     own = param.to_local().untyped_storage()
     return whole.untyped_storage().data_ptr() == own.data_ptr()
-
-
-# -- verl's checkpoint engines -----------------------------------------------------------------
 
 
 @seam(

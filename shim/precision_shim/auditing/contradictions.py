@@ -76,9 +76,6 @@ def _engine_dtype(ask: Sent, engine: Held) -> Iterator[Contradiction]:
         )
 
 
-# -- the wire ------------------------------------------------------------------------------------
-
-
 def _of_wire(one: Sent, rollouts: Sequence[Held]) -> Iterator[Contradiction]:
     """Yield a contradiction if sent weights are rounded to bf16 but no engine computes in bf16."""
     engines = computes(one, rollouts)
@@ -140,9 +137,6 @@ def _received(one: Sent, engine: Held) -> Iterator[Contradiction]:
             f"sent, and the engine computes in {engine.computes}: something rounds them to bf16 "
             "on the way, which no dtype shows. Look for a cast where the engine receives them.",
         )
-
-
-# -- checks of an engine's weights -----------------------------------------------------------------
 
 
 def _held_dtype(engine: Held) -> Iterator[Contradiction]:

@@ -209,9 +209,6 @@ class Reading:
         return {dtype for dtype in found if dtype is not None}
 
 
-# -- tensors -------------------------------------------------------------------------------------
-
-
 def unique(tensors: Iterable[Any]) -> list[Any]:
     """Return each object once, in the given order."""
     return list({id(t): t for t in tensors}.values())

@@ -200,8 +200,6 @@ class _Machine:
         del self.stack[position:]
         return taken
 
-    # -- names and calls --------------------------------------------------------------------------
-
     def global_(self, argument: str) -> None:
         self.stack.append(Name(str(argument).replace(" ", ".", 1)))
 
@@ -276,8 +274,6 @@ class _Machine:
     def binpersid_(self, argument: Any) -> None:
         (label,) = self._pop(1)
         self.stack.append(Persistent(label))
-
-    # -- containers -------------------------------------------------------------------------------
 
     def pop_mark_(self, argument: Any) -> None:
         self._pop_to_mark()

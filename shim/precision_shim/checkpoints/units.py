@@ -120,9 +120,6 @@ def read_unit(path: Path, kind: str) -> Unit:
     return unit
 
 
-# -- torch's distributed checkpoints ------------------------------------------------------------
-
-
 def _read_distributed(unit: Unit) -> None:
     path = unit.path / ".metadata"
     called: set[str] = set()
@@ -251,9 +248,6 @@ class _Place:
         return tensors[0].parts[0](most) if len(tensors) == 1 and tensors[0].parts else b""
 
 
-# -- files of ranks -------------------------------------------------------------------------------
-
-
 _TOGETHER = ("model", "optim", "extra_state")
 """Kinds of files that verl and SkyRL write for each rank. A job's config may exclude a kind."""
 
@@ -295,8 +289,6 @@ def _read_shards(unit: Unit) -> None:
                     elements, parts = known.elements + elements, known.parts + parts
                 unit.tensors[name] = Tensor(name, tensor.dtype, elements, parts)
 
-
-# -- safetensors ----------------------------------------------------------------------------------
 
 _KINDS = {"F": "float", "BF": "bfloat", "I": "int", "U": "uint"}
 """Maps a safetensors dtype to torch's name of the dtype, both without the number of bits."""

@@ -74,9 +74,6 @@ def command(asked: argparse.Namespace) -> Callable[[argparse.Namespace], int] | 
     return _record if asked.record is not None else None
 
 
-# -- recording --------------------------------------------------------------------------------
-
-
 def _record(asked: argparse.Namespace) -> int:
     _startup.stop()
     file = Path(asked.record)
@@ -111,9 +108,6 @@ def installed_digests(adapter: Adapter) -> Iterable[tuple[str, str, dict[str, st
         version = _installed.version_of(name, packages.get(name, adapter.packages))
         if version not in (None, "unknown"):
             yield name, str(version), {target: digest(target) for target in targets}
-
-
-# -- judging a path ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -355,9 +349,6 @@ def _because(seams: Iterable[SeamStatus], feature: str, path: str) -> str:
     reasons = [there.reason for there in refused or seams_there]
     own = [reason for reason in reasons if reason and not reason.startswith("refused whole")]
     return next(iter([*own, *filter(None, reasons)]), "this version has nothing of it")
-
-
-# -- as text ----------------------------------------------------------------------------------
 
 
 def _against(asked: argparse.Namespace) -> int:

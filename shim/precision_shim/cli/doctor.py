@@ -263,9 +263,6 @@ def _flags() -> list[str]:
     return [flag for name, flag in names.items() if getattr(sys.flags, name)]
 
 
-# -- as text ----------------------------------------------------------------------------------
-
-
 def _text(
     told: Mapping[str, Any], frameworks: Mapping[str, FrameworkStatus], *, verbose: bool
 ) -> str:

@@ -101,9 +101,6 @@ def table(status: Status) -> str:
     return "\n".join(lines)
 
 
-# -- a framework ------------------------------------------------------------------------------
-
-
 def headline(name: str, status: FrameworkStatus, *, ahead: bool = False) -> str:
     """Return a framework's name, version and verdict as a line of text."""
     tested = {True: ", tested", False: ", not tested", None: ""}[status.tested]
@@ -281,9 +278,6 @@ def seams(
             ):
                 if text:
                     yield from fold(label + text, indent + 11, indent + 13)
-
-
-# -- decisions and problems -------------------------------------------------------------------
 
 
 def _headline(status: Status) -> str:

@@ -274,8 +274,7 @@ class LossScaler(ShardedGradScaler):
         self.update()
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
-        """Drop the state of a step that an exception ended, because the next step must not use
-        it."""
+        """Drop the state of a step that an exception ended; the next step must not use it."""
         self._interrupted = None
         if not self._enabled:
             return
@@ -283,8 +282,7 @@ class LossScaler(ShardedGradScaler):
         self._overflow = None
 
     def interrupt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an exception ended a step, which the scaler forgets when the next loss is
-        scaled.
+        """Note that an exception ended a step: ``forget`` it when the next loss is scaled.
 
         If the framework repeats the step without a new backward pass, the gradients must not be
         unscaled a second time.

@@ -170,8 +170,6 @@ class FusedAdam(StoredStates):
                 stacklevel=2,
             )
 
-    # -- gradients -----------------------------------------------------------------------
-
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drop (default) or zero the gradients that this optimizer reads.
 
@@ -201,8 +199,6 @@ class FusedAdam(StoredStates):
                 param.decoupled_grad = None  # type: ignore[attr-defined]
             else:
                 param.decoupled_grad.zero_()  # type: ignore[attr-defined]
-
-    # -- the step ------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:

@@ -168,8 +168,6 @@ class StoredStates(torch.optim.Optimizer):
         if not store_param_remainders:
             self.set_scaled_state(param, "master_param", param.detach().clone().float())
 
-    # -- checkpoints ---------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state dict with every state as fp32, except int16 remainders.
 

@@ -179,8 +179,6 @@ def _signature(function: Callable[..., Any]) -> Any:
     return inspect.signature(function)
 
 
-# -- Megatron-core ---------------------------------------------------------------------------
-
 _Patch = Callable[[types.ModuleType, "_Undo"], None]
 
 

@@ -137,9 +137,6 @@ def metrics(figures: Sequence[Figures], prefix: str = "") -> dict[str, float]:
     }
 
 
-# -- for people ------------------------------------------------------------------------------------
-
-
 def lines(updates: Mapping[str, Any]) -> Iterator[str]:
     """Yield the figures as lines of text, from the result of ``Figures.to_dict``."""
     yield f"updates lost to rounding, step {updates['step']}:"

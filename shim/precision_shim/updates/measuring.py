@@ -153,8 +153,6 @@ class Meter:
     def _say(self, what: str) -> None:
         tell(f"{', '.join(self.names)}: {what}")
 
-    # -- before the step ---------------------------------------------------------------------------
-
     def _look_before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self.unmeasured or torch.compiler.is_compiling() or _captures():
             return
@@ -257,8 +255,6 @@ class Meter:
             weights = weights.to(dtype)
         return weights
 
-    # -- after the step ----------------------------------------------------------------------------
-
     def _look_after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._before:
             return
@@ -327,8 +323,6 @@ class Meter:
             _join(map(name_of, second)) if sample.decays is not None else "",
             named(sample.copy) if sample.copy is not None else "",
         )
-
-    # -- at a later step ---------------------------------------------------------------------------
 
     def _read(self) -> None:
         pending = self._pending

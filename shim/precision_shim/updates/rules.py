@@ -134,8 +134,6 @@ class Rule:
             return bool(optimizer.adam_w_mode)  # type: ignore[attr-defined]
         return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
 
-    # -- what is stored ----------------------------------------------------------------------------
-
     def gradient(self, optimizer: Any, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return the gradient that the coming step reads; ``None`` if it is absent or sparse."""
         decoupled = self._fused and getattr(optimizer, "use_decoupled_grad", False)

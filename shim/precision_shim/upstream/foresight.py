@@ -16,8 +16,7 @@ __all__ = ["foresee", "inapplicable"]
 
 
 def inapplicable(name: str, seam: SeamStatus) -> str:
-    """Return the message on a refused seam: the seam's feature is missing on the seam's path
-    only."""
+    """Return the message on a refused seam: its feature is missing on its path only."""
     where = f" ({seam.path})" if seam.path else ""
     return f"{name}: {seam.feature}{where} cannot be applied: {seam.reason}"
 

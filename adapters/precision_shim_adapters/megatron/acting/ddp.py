@@ -90,9 +90,6 @@ def build_ddp(call: Call, ddp_config: Any, module: Any, full_param_layout: Any =
     return result
 
 
-# -- the bucket --------------------------------------------------------------------------------
-
-
 def _align(build: Build, wishes: Wishes, config: Any, model: TrainableDtypes) -> torch.dtype | None:
     """Give the bucket the main grads' dtype; return this dtype if the user's bucket dtype stays."""
     if not in_force(build.framework, ALIGNMENT, GROUP):
@@ -142,9 +139,6 @@ def _one_bucket_for_all(build: Build, choice: BucketChoice, present: bool) -> Bu
         )
     build.in_fp32 = choice.grad_reduce_in_fp32
     return choice
-
-
-# -- the DDP's own check of gradients ----------------------------------------------------------
 
 
 @seam(

@@ -54,9 +54,6 @@ from .ddp import find_noted_dtype
 CONFIG = "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__"
 
 
-# -- Megatron's OptimizerConfig ----------------------------------------------------------------
-
-
 # Order matters: of two wrappers of one symbol, the wrapper defined first is the inner one.
 @seam(
     CONFIG,
@@ -125,9 +122,6 @@ def coerce_config(call: Call) -> Any:
 def _refuse_low(fields: Mapping[str, Any], where: str) -> None:
     for field, message, remedy in not_precision_aware(fields):
         raise DtypeError(f"{where}: {field}: {message}. {remedy}")
-
-
-# -- a framework's OptimizerConfig -------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -262,9 +256,6 @@ def settle_made(call: Call, framework: str, config: Any, model: Any, *, stale: b
     check(framework, made, model)
     call.arguments["config"] = made
     return call.proceed()
-
-
-# -- comparing config, parameters and buckets --------------------------------------------------
 
 
 def check(framework: str, config: Any, model: Any) -> None:

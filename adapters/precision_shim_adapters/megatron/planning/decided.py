@@ -104,9 +104,6 @@ class Side:
     planned: Planned
 
 
-# -- what is decided -------------------------------------------------------------------------------
-
-
 def support_of(version: str | None) -> FusedAdamSupport:
     """The capabilities of FusedAdam in a TransformerEngine release; by default the newest known."""
     if version is None:
@@ -198,9 +195,6 @@ def _find_unpacked(
         if version is None or version >= CAPTURABLE_BF16_SINCE:
             return ()
     return tuple(name for name, dtype in moments.items() if dtype is not torch.float32)
-
-
-# -- what is illegal -------------------------------------------------------------------------------
 
 
 def problems_of(asked: Asked, side: Side, support: FusedAdamSupport) -> list[Problem]:

@@ -21,9 +21,6 @@ Report = Callable[[str, str, str, str], None]
 """A function that reports a problem; its arguments are code, key, message and remedy."""
 
 
-# -- is it legal -----------------------------------------------------------------------------------
-
-
 SHARED_HEADS_SINCE = (0, 16)
 """The first megatron-core release in which several ranks may share a key-value head."""
 
@@ -170,9 +167,6 @@ def _pipeline_remedy(sizes: Sizes, layers: int) -> str:
     return f"Take a divisor of {layers}{ends}."
 
 
-# -- layers by stages ------------------------------------------------------------------------------
-
-
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _OTHER_MODEL = re.compile(
     r"(^|\.)(visual|vision_tower|vision_model|vision|audio_tower|audio|multi_modal_projector"
@@ -290,9 +284,6 @@ def _by_layout(sizes: Sizes, layers: int) -> list[list[int]]:
         stages[number % sizes.pipeline] += range(first, first + count)
         first += count
     return stages
-
-
-# -- parameters by ranks ---------------------------------------------------------------------------
 
 
 _COLUMN = (

@@ -88,9 +88,6 @@ class MegatronModel(Asked):
         ]
 
 
-# -- keys unknown to Megatron ----------------------------------------------------------------------
-
-
 def _unknown(asked: Asked) -> list[Problem]:
     """List the keys that the framework passes to Megatron's configs but that these configs lack."""
     subject = asked.wishes.subject
@@ -122,9 +119,6 @@ def _no_names(asked: Asked) -> list[Problem]:
 def fields_of(target: str) -> tuple[str, ...]:
     """The fields of one of Megatron's dataclasses; empty if Megatron is not installed."""
     return look(f"{target}.__init__").parameters
-
-
-# -- bytes -----------------------------------------------------------------------------------------
 
 
 def plan_model(

@@ -125,9 +125,6 @@ def is_added_by_shim(config: Any) -> bool:
     )
 
 
-# -- without TransformerEngine -------------------------------------------------------------------
-
-
 @checkpoint_seam(
     STATES,
     f"{OPTIMIZER}.sharded_state_dict",
@@ -169,9 +166,6 @@ def _steps_with_torchs_adam(optimizer: Any) -> bool:
     return isinstance(optimizer.optimizer, torch.optim.Adam | torch.optim.AdamW) and not getattr(
         megatron, "HAVE_APEX_OR_TE", True
     )
-
-
-# -- the bucket's dtype in the keys -------------------------------------------------------------
 
 
 def _unpatched_grad_dtype(optimizer: Any) -> Callable[[torch.dtype], torch.dtype] | None:
@@ -290,9 +284,6 @@ def name_live_bucket_dp_zero(call: Call, state_dict: Any) -> Any:
             if len(ranges) == 1 and isinstance(stored, dict) and len(stored) == 1:
                 state[index] = {next(iter(ranges)): next(iter(stored.values()))}
     return call.proceed()
-
-
-# -- comparing layouts before a load ------------------------------------------------------------
 
 
 @checkpoint_seam(
