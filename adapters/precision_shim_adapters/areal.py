@@ -3,8 +3,8 @@
 AReaL's MegatronEngine sets the dtypes of the optimizer's states on an OptimizerConfig that is
 already validated, so the fields that Megatron derives from these dtypes are wrong: with
 ``adam_bf16`` the optimizer keeps fp32 master weights beside the parameters. AReaL's loss scaler
-settings do not reach Megatron. The engine itself multiplies its loss by ``get_loss_scale()`` and
-accepts a skipped step.
+settings do not reach Megatron. AReaL's engine itself multiplies its loss by ``get_loss_scale()``
+and accepts a skipped step.
 
 The adapter does not change AReaL's FSDP and Archon engines. Delete the adapter when AReaL passes
 the dtypes to the constructor of Megatron's OptimizerConfig.
@@ -71,7 +71,7 @@ def _written(config: Any, names: tuple[str, ...]) -> dict[str, Any]:
     relies_on=("mcore_config",),
 )
 def name_dtypes(call: Call, config: Any) -> None:
-    """Give the engine a config with torch's names for the states' dtypes."""
+    """Pass the engine a config in which the optimizer states' dtypes have torch's names."""
     where, theirs = versioned("areal"), config.megatron
     dtypes = {
         name: coerce_dtype(getattr(theirs, name), key=f"megatron.{name}", where=where)

@@ -46,10 +46,10 @@ class ShardedModel:
         subject: the model's name, such as ``"actor"``.
         model: names and shapes of the model's weights.
         world: number of GPUs.
-        dtype: dtype in which the parameters are stored, canonical.
+        dtype: canonical name of the dtype in which the parameters are stored.
         shards: number of ranks over which a parameter is sharded; other ranks have copies.
         tensor: size of tensor parallelism.
-        context: number of context-parallel ranks; parameters are sharded over them as well.
+        context: number of context-parallel ranks; parameters are sharded over these ranks as well.
         replicas: number of copies of the shards, for a config that has no ``shards``.
         compute: dtype of the parameters while a layer computes.
         reduce: dtype of the gradients while they are reduced.
@@ -113,7 +113,7 @@ def scaling(
 
     Args:
         job: the model's job.
-        compute: dtype of the parameters while a layer computes, canonical.
+        compute: canonical name of the parameters' dtype while a layer computes.
         group: the group of the seams that would scale the loss.
         because: the reason that the worker would report.
         configured: reads the framework's scaler block, see ``settings_for``.

@@ -118,8 +118,8 @@ class ScaledTraining:
     ) -> ScaledTraining | None:
         """The ``ScaledTraining`` of an owner whose attribute contains the framework's loss scaler.
 
-        If the user set this scaler, or the framework made it before ``install()``, the shim only
-        reports and saves it.
+        If the user set the attribute, or the framework made the scaler before ``install()``, the
+        shim only reports and saves the scaler.
         """
         scaler = getattr(owner, attribute, None)
         kept = cls.of(owner)
@@ -131,12 +131,12 @@ class ScaledTraining:
 
     @staticmethod
     def current() -> ScaledTraining | None:
-        """The training in progress, for functions that receive losses or gradients but no owner."""
+        """The ``ScaledTraining`` in progress, for functions that receive no owner."""
         return _current.get()
 
     @contextmanager
     def in_progress(self) -> Iterator[None]:
-        """Make ``current`` return this training for functions called within the context."""
+        """Make ``current`` return this object for functions called within the context."""
         token = _current.set(self)
         try:
             yield
@@ -188,7 +188,7 @@ class ScaledTraining:
             tried = scaler.counter.steps
             with self._stepping(optimizer, inner):
                 yield
-        if scaler.counter.steps == tried:  # no step; ``unscale_once`` recorded any overflow
+        if scaler.counter.steps == tried:  # no step was taken; ``unscale_once`` noted any overflow
             scaler.settle(optimizer)
             self._skipped = scaler.counter.in_row > 0
 
@@ -350,7 +350,7 @@ class ScaledTraining:
         return record if files is None else scaling.BoundWhenPickled(record, files)
 
     def record_tensor(self) -> torch.Tensor:
-        """The record as a tensor of bytes of fixed size, for torch's distributed checkpoints.
+        """The scaler's record as a byte tensor of fixed size, for torch's distributed checkpoints.
 
         torch's distributed checkpoints unpickle everything that is not a tensor, and load a tensor
         only into a tensor of the same size.

@@ -9,7 +9,7 @@ values to ``override_optimizer_config``; the user's values override the shim's.
 The shim deliberately does not change the states of other optimizers than Megatron's: the states of
 torch's AdamW have the parameters' dtype.
 
-Delete when: verl's native options cover overrides, dtype names and every engine; see each seam.
+Delete this package when verl's native options cover overrides, dtype names and every engine.
 """
 
 from __future__ import annotations

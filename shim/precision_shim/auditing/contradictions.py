@@ -48,7 +48,7 @@ def contradictions(sent: Sequence[Sent], held: Sequence[Held]) -> Iterator[Contr
         for engine in rollouts:
             yield from _received(record, engine)
             yield from _sent_in_8_bits(record, engine)
-    for engine in held:  # without sent weights, engines of any model can be checked
+    for engine in held:  # both checks need no sent weights, so any model's engine is checked
         yield from _held_dtype(engine)
         yield from _left_out(engine)
 
@@ -65,7 +65,7 @@ def computes(sent: Sent, rollouts: Sequence[Held]) -> set[str]:
 
 
 def _engine_dtype(ask: Sent, engine: Held) -> Iterator[Contradiction]:
-    due = CANONICAL.get(ask.asked)  # due is None for "auto" and for NeMo-RL's "fp8"
+    due = CANONICAL.get(ask.asked)  # "auto" and NeMo-RL's "fp8" are no canonical dtypes
     if due is not None and engine.computes and engine.computes != due:
         yield Contradiction(
             "engine-dtype",

@@ -111,7 +111,7 @@ class Foretold:
     Attributes:
         exp_avg: function from the tensor that the optimizer updates to the dtype of its first
             moment; ``None`` if the optimizer declares no dtype.
-        exp_avg_sq: a function of the same form, for the second moment.
+        exp_avg_sq: like ``exp_avg``, for the second moment.
         master: function from a parameter's dtype to the dtype of its master; ``None`` if the
             optimizer makes no masters.
     """
@@ -147,8 +147,8 @@ class Reading:
         copies_later: whether a step makes copies of the gradients.
         stateless: whether the optimizer keeps no states at all.
         wanted: the dtypes that the optimizer's config sets; ``None`` without a config.
-        steppers: the torch optimizers within the optimizer; the first one's step counts as the
-            optimizer's step.
+        steppers: the torch optimizers within the optimizer; a step of the first torch optimizer
+            counts as the optimizer's step.
     """
 
     framework: str

@@ -36,8 +36,8 @@ class AuditComponent:
     """All tensors of one kind, such as ``exp_avg``, of one optimizer on this rank.
 
     Attributes:
-        dtypes: sorted names: canonical (``"bf16"``), or torch's (``"int16"`` for remainders). In
-            the state ``"later"`` the names are the dtypes that the optimizer declares.
+        dtypes: sorted names: canonical (``"bf16"``), or torch's (``"int16"`` for remainders). If
+            ``state`` is ``"later"``, the names are the dtypes that the optimizer declares.
         bytes: size of the elements, without padding.
         allocated: size of the storages, padding included; each storage is counted once.
         bytes_per_parameter: ``bytes`` divided by the part's ``parameters`` for the components in

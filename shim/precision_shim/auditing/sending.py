@@ -126,7 +126,9 @@ def _observed(
                 del tensor
             del named
             yield item
-            del item  # otherwise the item stays in memory while the stream makes the next one
+            del (
+                item
+            )  # without ``del`` the item would stay in memory while the stream makes the next item
     finally:
         close = getattr(source, "close", None)
         if close is not None:

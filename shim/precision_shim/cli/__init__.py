@@ -143,8 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _open_closed_streams() -> None:
     """Discard a command's output if the caller, such as a daemon, closed the output streams.
 
-    Python represents a closed stream by ``None``. The job that ``run`` starts inherits a closed
-    stream as closed.
+    The job that ``run`` starts still inherits the closed streams.
     """
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115

@@ -137,8 +137,8 @@ class Report:
 
     Attributes:
         framework: the framework's name.
-        holds: versions of the path's distributions: the framework's own and its backends'.
-        against: for each distribution, a text that names the version it was compared with.
+        holds: versions of the distributions in the path: the framework's and its backends'.
+        against: for each distribution, a text with the version with which it was compared.
         there: the status that the framework would have with the path's packages.
         here: the status of the installed framework; ``None`` if the framework is not installed.
         symbols: the compared symbols, including symbols that are missing in the path.

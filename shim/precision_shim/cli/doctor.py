@@ -51,8 +51,8 @@ PACKAGES = (
 _SHOWN = {"pending": "to wrap"}  # status() shows "pending" as waiting for the import
 _COLUMN = 16
 _NO_SETTINGS = "would not be patched, because a setting is not valid"
-_LONG = 5  # maximum number of lines for one problem; --verbose shows all
-_PATIENCE = 120  # timeout in seconds for a child process; TransformerEngine's import is slow
+_LONG = 5  # Maximum number of lines for one problem; --verbose shows all lines.
+_PATIENCE = 120  # Timeout in seconds for a child process; TransformerEngine's import is slow
 
 _START_UP = """
 import json

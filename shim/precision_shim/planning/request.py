@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rules:
-    """The versions whose rules apply; ``None`` if a package is neither installed nor given."""
+    """The TransformerEngine and Megatron-core versions whose rules apply; ``None`` if unknown."""
 
     transformer_engine: str | None
     megatron_core: str | None

@@ -42,7 +42,7 @@ class Engine:
             framework's default counts as set by the user.
         because: why ``computes`` differs from the key's value; empty if both are equal.
         prefix: text before the key on the framework's command line, such as Hydra's "++".
-        values: the key's value for each allowed dtype, by the dtype's canonical name.
+        values: maps each allowed dtype's canonical name to the key's value for this dtype.
     """
 
     subject: str

@@ -24,7 +24,7 @@ def asked_for(settings: Settings, framework: str) -> bool:
 
 
 def offered(known: Mapping[str, Framework], settings: Settings | None) -> dict[str, Framework]:
-    """Return the frameworks to report; ``settings`` must name those with ``by_name``."""
+    """Return the frameworks to report, one with ``by_name`` only if ``settings`` name it."""
     return {
         name: entry
         for name, entry in known.items()

@@ -140,7 +140,7 @@ def install(
     """
     session = _install(features, frameworks, strict, settings, export)
     if session is not None:
-        session.engine.catch_up()  # not under the lock: may wait for other threads' imports
+        session.engine.catch_up()  # not under the lock, because it waits for other threads' imports
         if session.settings.strict:
             for name in session.known:
                 for error in session.engine.faults(name):
@@ -239,7 +239,7 @@ def uninstall() -> None:
         carriers.leave()
         _bad_start = ""
         if _current is None:
-            kept.clear()  # the meters of watch_updates(), which works without install()
+            kept.clear()  # stop the meters of watch_updates(), which works without install()
             return
         session, _current = _current, None
         _retire(session)
@@ -259,7 +259,7 @@ def _give_up_in_child() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_give_up_in_child)  # runs after each lock's own handler
+    os.register_at_fork(after_in_child=_give_up_in_child)  # runs after each Lock's handler
 
 
 def status() -> Status:
@@ -397,7 +397,7 @@ def _retire(session: _Session) -> None:
 
 
 def _given_environment() -> dict[str, str]:
-    """The environment without ``install()``'s exported variables; a second call replaces them."""
+    """The environment without ``install()``'s exports, which a second ``install()`` replaces."""
     environ = dict(os.environ)
     for variable, (before, ours) in (_current.exported if _current is not None else {}).items():
         if environ.get(variable) == ours:

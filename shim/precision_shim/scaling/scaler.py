@@ -282,7 +282,7 @@ class LossScaler(ShardedGradScaler):
         self._overflow = None
 
     def interrupt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an exception ended a step: ``forget`` it when the next loss is scaled.
+        """Note that an exception ended a step, for ``forget`` when the next loss is scaled.
 
         If the framework repeats the step without a new backward pass, the gradients must not be
         unscaled a second time.

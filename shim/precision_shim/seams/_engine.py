@@ -33,7 +33,7 @@ _lock = Lock()
 
 @dataclass
 class _Known:
-    """An adapter, and its rows with their current states."""
+    """An adapter, with a ``Row`` for each of its seams."""
 
     adapter: Adapter
     rows: list[Row]
@@ -108,8 +108,8 @@ class Engine:
         """Wait for target modules that other threads are importing, and patch these modules.
 
         The engine's watcher misses imports that began before the watcher was in place. The engine
-        does not wait for an import that a fork cut off. The caller must hold no lock that a
-        module's code may need.
+        does not wait for an import that never completes because of a fork. The caller must hold no
+        lock that a module's code may need.
         """
         with _lock:
             slow = [
@@ -231,7 +231,7 @@ class Engine:
     # -- strict: faults are raised where a feature would take effect -----------------------
 
     def _trip(self, module: str) -> None:
-        """In strict mode, wrap each effect in a module so that a call raises the first fault."""
+        """In strict mode, make a module's functions in ``effects`` raise the first fault."""
         for framework, effects in self._effects.items() if self._strict else ():
             for target in effects:
                 if target.partition(":")[0] != module:
@@ -307,8 +307,8 @@ def _find_loaded(module: str) -> Any:
 
 def _bind(seam: Seam, raw: Any, in_class: bool, symbol: Symbol | None) -> Callable[..., Any]:
     """Return the seam's wrapper in wrapt's form, matched to the imported symbol's parameters."""
-    assert seam.wrapper is not None  # after check(), a record of a native feature is not pending
-    if seam.replaces:  # the symbol's value may be an object that is not callable
+    assert seam.wrapper is not None  # After check(), a record of a native feature is not pending.
+    if seam.replaces:  # The symbol's value may be an object that is not callable
         return seam.wrapper
     function = getattr(raw, "__func__", raw)
     if not callable(function):

@@ -6,15 +6,15 @@ observe them. For each version it reproduces the legal constructor arguments, th
 state tensor, the result of ``state_dict`` and the arguments of ``load_state_dict``. A step does the
 same arithmetic: it computes in fp32, and rounds the stored values to nearest.
 
-The stand-in does not reproduce:
+The stand-in differs from TransformerEngine:
 
-* Speed and memory of the CUDA kernels. The stand-in has temporary fp32 tensors for one parameter at
-  a time, TransformerEngine for a whole parameter group.
-* The last bit of an update, because a GPU compiler may contract ``a * b + c``.
-* CUDA graphs: ``capturable=True`` passes the real checks and then raises an error.
-* fp8 *parameters* (``Float8Tensor`` and its relatives), and DTensor states.
-* The layout of fp8 *moments*, which are stored as one byte per element plus one scale.
-  TransformerEngine's ``Float8Tensor`` may also contain a transposed copy.
+* Speed and memory are not those of the CUDA kernels. The stand-in has temporary fp32 tensors for
+  one parameter at a time, TransformerEngine for a whole parameter group.
+* The last bit of an update may differ, because a GPU compiler may contract ``a * b + c``.
+* CUDA graphs are missing: ``capturable=True`` passes the real checks and then raises an error.
+* fp8 *parameters* (``Float8Tensor`` and its relatives) and DTensor states are missing.
+* The layout of fp8 *moments* is one byte per element plus one scale. TransformerEngine's
+  ``Float8Tensor`` may also contain a transposed copy.
 
 The rules were read in 2026-11 from the released TransformerEngine 1.13, 2.1, 2.3, 2.11, 2.14, 2.18,
 2.19 and 2.20.2 (``pytorch/optimizers/fused_adam.py``), and from ``common/multi_tensor/adam.cu`` up
@@ -75,8 +75,7 @@ class FusedAdam(StoredStates):
         lr: learning rate.
         betas: decay rates of the first and the second moment.
         eps: added to the denominator.
-        weight_decay: decoupled (AdamW), or added to the gradient with
-            ``adam_w_mode=False``.
+        weight_decay: decoupled (AdamW), or added to the gradient with ``adam_w_mode=False``.
         amsgrad: never supported.
         bias_correction: divide the moments by ``1 - beta ** step``.
         adam_w_mode: decoupled weight decay.

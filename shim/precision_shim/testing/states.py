@@ -14,7 +14,7 @@ import torch
 
 _FP8 = torch.float8_e4m3fn
 _LARGEST_SCALED = {
-    # Half of fp16's largest number, and the largest finite number of e4m3.
+    # Maxima of scaled states: half of fp16's largest number, and e4m3's largest finite number.
     torch.float16: torch.finfo(torch.float16).max / 2.0,
     torch.uint8: torch.finfo(_FP8).max,
 }

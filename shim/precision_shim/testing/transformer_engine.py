@@ -92,12 +92,12 @@ def _quietly_findable(name: str) -> bool:
 def stand_in_transformer_engine(version: str | None = None) -> Iterator[StandIn]:
     """Let Megatron-core's optimizers find a ``FusedAdam`` of TransformerEngine ``version``.
 
-    Inside, ``from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD`` imports the
-    stand-ins. The imported module has the attributes ``__precision_shim_stand_in__ = True`` and
-    ``__version__``. Megatron-core's ``get_te_version()`` and ``is_te_min_version()`` return
-    ``version``, whether ``megatron.core`` is imported before or inside the context. All changes are
-    undone on exit, also in modules that were imported inside. Optimizers still work after the exit.
-    The context manager cannot be nested in itself.
+    Inside the context, ``from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD``
+    imports the stand-ins. The imported module has the attributes ``__precision_shim_stand_in__ =
+    True`` and ``__version__``. Megatron-core's ``get_te_version()`` and ``is_te_min_version()``
+    return ``version``, whether ``megatron.core`` is imported before or inside the context. All
+    changes are undone on exit, also in modules that were imported inside. Optimizers still work
+    after the exit. The context manager cannot be nested in itself.
 
     If a real TransformerEngine can be imported, and ``version`` is None or the real version, the
     real constructor checks the arguments, with a throw-away parameter on the CPU. The stand-in does

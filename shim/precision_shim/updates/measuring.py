@@ -36,7 +36,7 @@ class _Before:
         updates: for each element, whether the update is not zero.
         decays: for each element, whether the update should make the second moment smaller;
             ``None`` without a second moment.
-        copies: the copies for rollout engines; ``None`` without copies.
+        copies: the rollout engines' copies of the weights; ``None`` without copies.
     """
 
     group: int
@@ -92,8 +92,8 @@ class Meter:
     Args:
         stepper: the optimizer.
         every: number of steps from one measurement to the next.
-        names: framework and version, and the part's name, for messages.
-        copies: the model's properties that determine the copies for rollout engines.
+        names: framework and version, and the name of the optimizer's part, for messages.
+        copies: the model's properties that determine the rollout engines' copies of the weights.
         on_figures: called with the meter when there are new figures.
 
     Attributes:
@@ -218,7 +218,7 @@ class Meter:
         self, optimizer: Any, group: Mapping[str, Any], tensors: Sequence[tuple[Any, Taken]]
     ) -> Sampled:
         rule = self._rule
-        scale = getattr(optimizer, "grad_scale", None)  # for fused steps, which unscale gradients
+        scale = getattr(optimizer, "grad_scale", None)  # a fused step itself unscales gradients
         gradients, steps = [], []
         states: dict[str, list[torch.Tensor]] = {name: [] for name in rule.states(group)}
         for parameter, at in tensors:
@@ -246,7 +246,7 @@ class Meter:
         copy: Chain | None,
         weights: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Return rollout copies: of parameters that have the first dtype, else of ``weights``."""
+        """Return the rollout engines' copies, made from the parameters or from ``weights``."""
         if copy is None:
             return None
         if all(parameter.dtype is copy[0] for parameter, _ in tensors):

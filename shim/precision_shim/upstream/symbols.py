@@ -256,7 +256,7 @@ def _digests_here(distribution: str, targets: Iterable[str]) -> dict[str, str]:
 def missed(
     adapter: Adapter, versions: Callable[[str, Iterable[str]], str | None]
 ) -> Callable[[str], str]:
-    """Return a function from a target to the recorded version that had it, or to ``""``.
+    """Return a function from a target to the recorded version that had the target, or to ``""``.
 
     The function reads one recorded version: the newest that is not newer than the installed
     version. Therefore no symbol is reported as missing that upstream added later or had removed

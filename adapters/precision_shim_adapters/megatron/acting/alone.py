@@ -3,8 +3,8 @@
 Within another adapter's ``building`` these seams do nothing. Every path to Megatron's optimizers
 calls ``_get_megatron_optimizer_based_on_param_groups`` with the config and the DDPs.
 
-Delete when: a model can train at Megatron's initial loss scale, the DDP's check of gradients lets
-the loss scaler skip, and OptimizerConfig refuses fields that are set later.
+Delete this module when a model can train at Megatron's initial loss scale, the DDP's check of
+gradients lets the loss scaler skip, and OptimizerConfig refuses fields that are set later.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
 Megatron's optimizers update master weights and copy them over the parameters. After a load of the
 weights alone, the next step overwrites the loaded weights with the former weights, unless the
-framework calls Megatron's ``reload_model_params``. NeMo-RL's Megatron-Bridge calls this function;
-verl and SkyRL do not call it. The function reloads neither the master weights in FusedAdam's state
-nor the copies that the optimizer for CPU offload updates. Each rank reloads the master weights that
-it owns, without communication.
+framework calls Megatron's ``reload_model_params``. NeMo-RL's Megatron-Bridge calls
+``reload_model_params``; verl and SkyRL do not. ``reload_model_params`` reloads neither the master
+weights in FusedAdam's state nor the copies that the optimizer for CPU offload updates. Each rank
+reloads the master weights that it owns, without communication.
 
-Delete when: Megatron's ``reload_model_params`` reloads all master weights, and verl and SkyRL call
-it.
+Delete this module when Megatron's ``reload_model_params`` reloads all master weights, and verl and
+SkyRL call it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ UPSTREAM = "https://github.com/NovaSky-AI/SkyRL/pull/2149"
     optional=True,
 )
 def reload_all(call: Call) -> Any:
-    """Reload the master weights that Megatron's own function does not reload."""
+    """Reload the master weights that ``reload_model_params`` does not reload."""
     result = call.proceed()
     optimizer = call.instance
     inner = optimizer.optimizer

@@ -5,7 +5,8 @@ framework has its own function that fills the config, and its adapter calls ``se
 this function. A seam at the function that makes the optimizer calls ``check``. The shim
 deliberately does not patch Megatron's own ``get_megatron_optimizer``.
 
-Delete when: OptimizerConfig accepts dtype names, and Megatron's DDP reads ``main_grads_dtype``.
+Delete this module when OptimizerConfig accepts dtype names, and Megatron's DDP reads
+``main_grads_dtype``.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ in megatron-core 0.18. Megatron makes a ``ConstantGradScaler`` if the user wrote
 ``loss_scale``, and at an overflow the framework raises its own error. A gradient norm above the
 threshold is no overflow. Megatron's checkpoint contains the scaler but not the shim's counts.
 
-Delete when: frameworks accept a skipped step, and chained optimizers share a scaler.
+Delete this module when frameworks accept a skipped step, and chained optimizers share a scaler.
 """
 
 from __future__ import annotations

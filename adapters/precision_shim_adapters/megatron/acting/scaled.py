@@ -5,7 +5,7 @@ or by a product with ``get_loss_scale()``. All three ways call ``get_loss_scale`
 does not scale its loss, its gradients are too small by the factor of the scale. If a trainer scales
 its loss twice, its gradients are too large by this factor. The reported loss shows neither error.
 
-Delete when: Megatron's ``prepare_grads`` checks whether the loss was scaled.
+Delete this module when Megatron's ``prepare_grads`` checks whether the loss was scaled.
 """
 
 from __future__ import annotations

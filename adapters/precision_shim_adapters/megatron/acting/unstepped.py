@@ -1,6 +1,6 @@
 """Make the states of Megatron optimizers that never stepped, because a checkpoint needs states.
 
-Delete when: Megatron saves an optimizer without states.
+Delete this module when Megatron saves an optimizer without states.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ checkpoint do not reach the inner optimizers (megatron-core 0.15 to 0.19, withou
 
 SkyRL itself patches the error with ``dp_reshardable``, in its own process.
 
-Delete when: Megatron's own resume is exact, so that tests/audit/test_offload_resume.py fails.
+Delete this module when Megatron's own resume is exact: tests/audit/test_offload_resume.py then
+fails.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ converts master weights. Three properties of Megatron and TransformerEngine prev
 - Megatron finds a parameter's states by the parameter's position in its group. In a group with both
   fp32 and 16-bit parameters, Megatron numbers the positions in another order than it fills them.
 
-Delete when: ``checkpoint`` can be deleted, and Megatron numbers positions in the order of filling.
+Delete this module when ``checkpoint`` can be deleted, and Megatron numbers positions in the order
+of filling.
 """
 
 from __future__ import annotations

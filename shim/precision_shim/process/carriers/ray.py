@@ -82,7 +82,8 @@ def _with_variables(kwargs: "dict[str, Any]") -> "dict[str, Any]":
         given = kwargs.get("runtime_env")
         in_job = json.loads(os.environ.get(_JOB) or "{}").get("runtime_env") or {}
         if not given and not in_job:
-            # If init() gets a runtime_env, Ray ignores the JobConfig's: start from the JobConfig's.
+            # If init() gets a runtime_env, Ray ignores that of the JobConfig: copy it into the new
+            # one.
             given = getattr(kwargs.get("job_config"), "runtime_env", None)
         given = dict(given or {})
         carried = {**(in_job.get("env_vars") or {}), **(given.get("env_vars") or {})}
