@@ -14,7 +14,7 @@ _DISPATCH = "bf16-dispatch"
 
 
 def told(who: str, seams: Iterable[SeamStatus], version: str | None, error: str | None) -> str:
-    """The doctor's remark about a framework; empty if TransformerEngine sets no limit.
+    """The remark about a framework; empty if TransformerEngine sets no limit.
 
     Args:
         who: the framework and its version.

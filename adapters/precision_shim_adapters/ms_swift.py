@@ -45,7 +45,7 @@ def read(args: Any, kind: Any = None) -> Wishes:
     asked = {name: value for name, value in asked.items() if value != defaults[name]}
     if args.fp8_format is not None:
         asked["fp8_recipe"] = args.fp8_recipe
-    # ms-swift itself turns this on for a bf16 model with fp32 main grads.
+    # ms-swift turns accumulate_allreduce_grads_in_fp32 on for a bf16 model with fp32 main grads.
     forced = args.bf16 and coerced(args.main_grads_dtype) is torch.float32
     return Wishes(
         where=f"{versioned('ms-swift', 'swift')}, megatron's arguments",

@@ -3,15 +3,16 @@
 A policy config has the optimizer's fields as Megatron-Bridge reads them. The shim therefore counts
 each optimizer field as written by the user. NeMo-RL's own YAML files set nearly all fields,
 including ``grad_reduce_in_fp32``, for which NeMo-RL's code has no default. NeMo-RL's code turns on
-Megatron-Bridge's check of gradients; no config key turns it on.
+Megatron-Bridge's NaN check of gradients; no config key turns it on.
 
 The function that makes a worker's model and optimizer gets the policy config and Bridge's config.
 The shim patches the model-building function, since Ray pickles it by reference, unlike a worker's
 methods. The seam at Megatron's DDP reads the live parameters. Bridge's ``setup_optimizer`` makes
-every kind of optimizer from the OptimizerConfig. The backend coerces dtype names in Megatron's
-check of the config. Megatron-Bridge 0.4 runs this check when it makes an OptimizerConfig, and later
-versions in ``finalize()``. A worker's ``validate()`` calls ``finalize()`` before the build starts.
-The shim does not patch the conversion of a Hugging Face checkpoint, which trains nothing.
+every kind of optimizer from the OptimizerConfig. The backend coerces dtype names when Megatron
+validates the OptimizerConfig. Megatron-Bridge 0.4 validates the config when it makes the config,
+later versions validate in ``finalize()``. A worker's ``validate()`` calls ``finalize()`` before the
+build starts. The shim does not patch the conversion of a Hugging Face checkpoint, which trains
+nothing.
 
 NeMo-RL accepts a step that Megatron skipped. But the missing grad norm makes a policy worker's
 ``train`` fail, and a value worker reports the norm as 0. For a skipped step the shim therefore
@@ -78,7 +79,7 @@ def read_wishes(
         bucket_in_fp32=bool(ddp[bucket]) if bucket in ddp else None,
         scaler=config.get(BLOCK) or {},
         scaler_where=f"{where}.{BLOCK}",
-        unchecked=("params_dtype",),  # set in NeMo-RL's YAMLs, ignored by Megatron
+        unchecked=("params_dtype",),  # NeMo-RL's YAMLs set params_dtype; Megatron ignores it
         trains=trains,
     )
 

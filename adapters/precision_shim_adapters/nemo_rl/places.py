@@ -34,7 +34,7 @@ class Worker:
 
     @property
     def beneath(self) -> str:
-        """The plain class from which Ray made the actor class; older NeMo-RL lacks the name."""
+        """The plain class from which Ray made the actor class; older NeMo-RL has no name for it."""
         return f"{self.module}:{self.name}Impl"
 
     @property

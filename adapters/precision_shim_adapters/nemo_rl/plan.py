@@ -106,7 +106,7 @@ def load(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
     register = getattr(loader, "register_omegaconf_resolvers", None)
     if register is not None:
         register()
-    else:  # up to NeMo-RL 0.5 each example registers ``mul``
+    else:  # up to NeMo-RL 0.5 each example registers the resolver ``mul``
         OmegaConf.register_new_resolver("mul", lambda a, b: a * b, replace=True)
     try:
         made = loader.load_config(path)

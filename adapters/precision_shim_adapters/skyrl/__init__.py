@@ -17,7 +17,7 @@ The shim patches neither vLLM nor the computations of SkyRL's JAX backend. In an
 the audit queries vLLM's engine through the engine's public methods.
 
 Delete this package when SkyRL dispatches on the model's dtype, distinguishes written values from
-defaults, and scales fp16 losses; see each seam.
+defaults, and scales fp16 losses.
 """
 
 from __future__ import annotations

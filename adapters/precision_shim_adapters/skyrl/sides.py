@@ -330,7 +330,7 @@ def way_of_weights(engines: Any, path: str) -> tuple[str, ...]:
         for engine in _read_asked(engines)
     }
     if len(computes) > 1 or engines.weight_sync_backend == "delta":
-        return (AUTO,)  # a delta sync sends the dtypes of the base checkpoint
+        return (AUTO,)  # a delta sync sends weights in the base checkpoint's dtypes
     return (sent, *computes)
 
 

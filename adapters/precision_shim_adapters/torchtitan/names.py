@@ -67,7 +67,7 @@ def _names() -> str:
 
 
 def coerce_training(training: Any) -> None:
-    """Replace the dtype names in a ``TrainingConfig`` by torchtitan's own.
+    """Replace the dtype names in a ``TrainingConfig`` by torchtitan's own names.
 
     Raises:
         DtypeError: a name is unknown, or ``training.dtype`` is float16.
@@ -113,7 +113,7 @@ def parse_args(call: Call) -> Any:
 def any_name() -> Iterator[None]:
     """Make tyro accept any word for a dtype; ``build_training`` checks the name later.
 
-    The function changes the class's annotations, since tyro reads them and not the fields' types.
+    ``any_name`` changes the class's annotations, since tyro reads them and not the fields' types.
     """
     import tyro
     from torchtitan.config.configs import TrainingConfig
@@ -139,7 +139,7 @@ def any_name() -> Iterator[None]:
     optional=True,
 )
 def build_policy_trainer(call: Call, config: Any) -> Any:
-    """Replace the dtype names in an RL trainer's config by torchtitan's own."""
+    """Replace the dtype names in an RL trainer's config by torchtitan's own names."""
     coerce_training(config.training)
     return call.proceed()
 
@@ -153,6 +153,6 @@ def build_policy_trainer(call: Call, config: Any) -> Any:
     delete_when=_DELETE,
 )
 def build_trainer(call: Call, config: Any) -> Any:
-    """Replace the dtype names in a pre-training config by torchtitan's own."""
+    """Replace the dtype names in a pre-training config by torchtitan's own names."""
     coerce_training(config.training)
     return call.proceed()

@@ -1,6 +1,6 @@
 """Audit verl's optimizer on FSDP after verl has built model and optimizer.
 
-The module also reports lost updates of verl 0.7.1's legacy workers; ``metrics`` reports engines'.
+This module also reports lost updates of verl 0.7.1's legacy workers, ``metrics`` of the engines.
 """
 
 from __future__ import annotations

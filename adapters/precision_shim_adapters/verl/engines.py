@@ -78,7 +78,7 @@ def is_fp16(value: object) -> bool:
 
 
 def policy_of(module: Any) -> torch.dtype | None:
-    """The dtype in which FSDP2 gathers a module's parameters; ``None`` if it shards nothing."""
+    """The dtype in which FSDP2 gathers a module's parameters; ``None`` if FSDP2 shards nothing."""
     from torch.distributed.fsdp import FSDPModule
 
     for submodule in module.modules():

@@ -171,7 +171,7 @@ def build_critic(call: Call) -> Any:
 
 
 def _instead_of(own: Any, owner: Any) -> None:
-    if type(own) is ShardedGradScaler:  # a subclass is the user's choice
+    if type(own) is ShardedGradScaler:  # a subclass of the scaler is the user's choice
         make(owner, own, _OWN)
 
 
@@ -226,7 +226,7 @@ def training_of(owner: Any) -> ScaledTraining | None:
 def keep_at_optimizer(worker: Any) -> None:
     """Store a legacy worker's ``ScaledTraining`` on its optimizer, for the checkpoint manager."""
     training = training_of(worker)
-    if training is not None:  # the manager has only the optimizer
+    if training is not None:  # the checkpoint manager has only the optimizer
         training.keep(optimizer_of(worker))
 
 

@@ -329,7 +329,7 @@ def spell_fields(call: Call) -> Any:
     optional=True,
 )
 def engine_build(call: Call) -> Any:
-    """Announce that an engine builds its model and optimizer, once per worker."""
+    """Record that an engine builds its model and optimizer, once per worker."""
     with building("verl", lambda: of_engine(call.instance)):
         return call.proceed()
 
@@ -352,7 +352,7 @@ def engine_build(call: Call) -> Any:
     optional=True,
 )
 def legacy_build(call: Call, optim_config: Any, override_ddp_config: Any) -> Any:
-    """Announce that a worker of verl 0.7.1 builds a model."""
+    """Record that a worker of verl 0.7.1 builds a model."""
     worker = call.instance
     actor = _read(worker.config, "actor")
     config = (worker.config if actor is None else actor).megatron
@@ -388,7 +388,7 @@ def legacy_build(call: Call, optim_config: Any, override_ddp_config: Any) -> Any
     delete_when="make_megatron_module aligns the bucket itself",
 )
 def direct_build(call: Call, override_ddp_config: Any) -> Any:
-    """Announce a build for a direct caller; an engine's build in progress stays current."""
+    """Record a ``Build`` for a direct caller; an engine's ``Build`` in progress stays current."""
     with building("verl", lambda: read_wishes(None, override_ddp_config)):
         return call.proceed()
 

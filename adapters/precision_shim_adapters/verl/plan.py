@@ -359,7 +359,7 @@ def _sharded(job: Job, section: _Section, model: Model, value: bool) -> Plannabl
     sizes: dict[str, Any] = {
         name: _number(engine, key, -1 if name == "shards" else 1) for name, key in keys.items()
     }
-    if section.sequence > 1:  # verl prefers the role's older key if that is not 1
+    if section.sequence > 1:  # verl prefers the role's older key if its value is not 1
         sizes["context"] = section.sequence
     name = str((optim or {}).get("optimizer") or (optim or {}).get("name") or "AdamW")
     of_fsdp = strategy in ("fsdp", "fsdp2")

@@ -116,7 +116,7 @@ def send_sharded(call: Call) -> Any:
         )
     if not _to_mend(engine, stream):
         return result
-    if ".0" in found and "device" in found:  # ``.0`` is an expression's first iterable
+    if ".0" in found and "device" in found:  # ``.0`` is a generator expression's first iterable
         return (_gathered(found[".0"], found["device"], _wire(engine)), *rest)
     if stream.gi_code.co_name == "_merged_lora_per_tensor_param":
         return (_merged(engine, _wire(engine)), *rest)
@@ -399,7 +399,7 @@ def is_delta(engine: Any) -> bool:
 
 
 def casts(engine: Any) -> bool:
-    """Whether a checkpoint engine rounds weights; some only store ``rollout_dtype``."""
+    """Whether a checkpoint engine rounds weights; some engines only store ``rollout_dtype``."""
     send = inspect.unwrap(engine.send_weights)
     return "rollout_dtype" in getattr(getattr(send, "__code__", None), "co_names", ())
 

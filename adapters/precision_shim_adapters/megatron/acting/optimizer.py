@@ -229,18 +229,18 @@ def check_again(config: Any) -> None:
 def settle_made(call: Call, framework: str, config: Any, model: Any, *, stale: bool = False) -> Any:
     """Set the fields from ``settle`` on a copy of the OptimizerConfig that a framework made.
 
-    Call it in a seam at a function with the parameter ``config``; outside ``building`` it does
-    nothing.
+    A seam at a function with ``config`` calls ``settle_made``, which does nothing outside
+    ``building``.
 
     Args:
         call: the call of the function that makes the optimizer.
         framework: the framework's name.
         config: the framework's OptimizerConfig, which is copied and not changed.
         model: the DDPs of the model; compared with the config.
-        stale: whether the framework sets fields after it validated the config. If so, the shim
-            recomputes the fields that Megatron derives; the outdated fields would make Megatron
-            keep whole fp32 master weights. Checkpoints are written in the layout that a job without
-            the shim reads.
+        stale: whether the framework sets fields after it validated the config. If it does, the shim
+            recomputes Megatron's derived fields; outdated derived fields would make Megatron keep
+            whole fp32 master weights. Checkpoints are written in the layout that a job without the
+            shim reads.
     """
     build = current_build(framework)
     if build is None:

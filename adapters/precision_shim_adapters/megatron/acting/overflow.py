@@ -2,19 +2,19 @@
 
 Megatron itself scales the loss, unscales the gradients, agrees over all ranks on an overflow, skips
 the step and saves its scaler's state. Four things go wrong without the shim. Frameworks treat a
-skipped step's result ``(False, None, None)`` as a failure. No code counts the skipped steps. In a
-mixture of experts, the loss scales of the chained optimizers drift apart. If a trainer calls
-``prepare_grads`` before ``step``, the gradients are unscaled twice, since ``step`` calls
-``prepare_grads`` again.
+skipped step's result ``(False, None, None)`` as a failure. Frameworks and Megatron do not count the
+skipped steps. In a mixture of experts, the loss scales of the chained optimizers drift apart. If a
+trainer calls ``prepare_grads`` before ``step``, the gradients are unscaled twice, since ``step``
+calls ``prepare_grads`` again.
 
 Every framework's step calls ``ChainedOptimizer.step`` or, for a single optimizer,
 ``MixedPrecisionOptimizer.step``. The shim changes the return value of these two functions if the
 adapter called ``skipping`` or ``answer_skips``. Some trainers skip a step by not calling ``step``,
 so the shim counts steps in ``prepare_grads``, which all trainers call to check for an overflow.
-When a chain's ``prepare_grads`` returns, all scalers have checked, and no optimizer has stepped.
-``DynamicGradScaler.__init__`` receives the growth and backoff factors, for which Megatron's configs
-have no field. The DDP's own NaN check would end the job before Megatron skips a step, so the module
-``ddp`` turns the check off.
+When a chain's ``prepare_grads`` returns, all scalers have checked their gradients, and no optimizer
+has stepped. ``DynamicGradScaler.__init__`` receives the growth and backoff factors, for which
+Megatron's configs have no field. The DDP's own NaN check would end the job before Megatron skips a
+step, so the module ``ddp`` turns the check off.
 
 The shim deliberately patches neither ``ConstantGradScaler`` nor the threshold for the gradient norm
 in megatron-core 0.18. Megatron makes a ``ConstantGradScaler`` if the user wrote a static
@@ -77,9 +77,9 @@ _read: weakref.WeakKeyDictionary[Any, tuple[torch.Tensor, float]] = weakref.Weak
 
 
 def scale_of(scaler: Any) -> float:
-    """A scaler's scale as a number, copied from the device only if the tensor is a new object.
+    """A scaler's scale as a number, copied from the device only if its tensor is a new object.
 
-    Megatron never changes the tensor in place: each new scale is a new tensor.
+    Megatron never changes the scale's tensor in place: each new scale is a new tensor.
     """
     scale = scaler.scale
     known = _read.get(scaler)
@@ -116,7 +116,7 @@ _accounts: weakref.WeakKeyDictionary[Any, Account] = weakref.WeakKeyDictionary()
 
 
 def _account(optimizer: Any) -> Account | None:
-    """An optimizer's account, or else the first account among the optimizers in a chain."""
+    """An optimizer's ``Account``, or else the first ``Account`` of the optimizers in a chain."""
     known = (_accounts.get(inner) for inner in (optimizer, *_unchain(optimizer)))
     return next((account for account in known if account is not None), None)
 
@@ -252,7 +252,7 @@ def keep_one_scale(call: Call) -> Any:
             other.load_state_dict(before)
     found_inf = call.proceed()
     if found_inf:
-        for scaler in scalers:  # undo the good step that other scalers counted
+        for scaler in scalers:  # undo the step that other scalers counted as good
             scaler.load_state_dict(before)
             scaler.update(True)
     return found_inf
@@ -290,7 +290,7 @@ def _parts(optimizer: Any) -> list[_Answer | None]:
 
 
 def _forget(optimizer: Any) -> None:
-    for inner in _unchain(optimizer):  # a chain's answer needs the answers of all its parts
+    for inner in _unchain(optimizer):  # a chain's ``_Answer`` needs those of all its parts
         _answers.pop(inner, None)
 
 

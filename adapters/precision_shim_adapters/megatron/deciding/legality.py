@@ -130,7 +130,7 @@ def not_precision_aware(config: Mapping[str, Any]) -> list[tuple[str, str, str]]
         config: maps fields to values, with dtype names already coerced.
 
     Returns:
-        For each refused field a tuple of its name, the problem and the remedy.
+        For each refused field a tuple of the field's name, the problem and the remedy.
     """
     aware = "use_precision_aware_optimizer"
     if config.get(aware):

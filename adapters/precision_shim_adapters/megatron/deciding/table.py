@@ -71,8 +71,8 @@ class OptimizerRequest:
         declared: the dtype that the framework declares for the model; used for the ``bf16`` and
             ``fp16`` flags if the parameters' dtypes are mixed or unknown.
         asked: OptimizerConfig fields that the user wrote, with dtypes as ``torch.dtype``.
-        policy: one of ``"follow-model"``, ``"guarded"`` (follow the model with the guard on the
-            second moment) and ``"as-configured"``.
+        policy: one of ``"follow-model"``, ``"guarded"`` (follow the model, but keep ``exp_avg_sq``
+            in fp32 if it could not decay in bf16) and ``"as-configured"``.
         optimizer: Megatron's optimizer name.
         distributed: whether the distributed optimizer is used.
         support: the installed FusedAdam.
@@ -108,7 +108,7 @@ class OptimizerPlan:
         chosen: the choice in words.
         because: the reason in words.
         warnings: warnings for the user.
-        bucket_warning: a warning about the gradient bucket; the seam at the DDP gives it as well.
+        bucket_warning: a warning about the gradient bucket; the seam at the DDP warns of the same.
     """
 
     adds: Mapping[str, Any]
@@ -222,7 +222,7 @@ def _flags(dtype: torch.dtype | None) -> dict[str, Any]:
 def _restrict(
     row: dict[str, Any], request: OptimizerRequest, why: list[str], warnings: list[str]
 ) -> dict[str, Any]:
-    """Change or remove fields of a row that cannot run or that conflict with the user's fields."""
+    """Of the table's row, change or remove fields that cannot run or conflict with the user's."""
     asked = request.asked
     moments = any(key in row for key in _MOMENTS)
     if asked.get("use_precision_aware_optimizer") is False:
@@ -274,7 +274,7 @@ def _guard_second_moment(
 
 
 def _restrict_capturable(row: dict[str, Any], request: OptimizerRequest, why: list[str]) -> None:
-    """Change a row to values that FusedAdam accepts with ``optimizer_cuda_graph`` (capturable)."""
+    """Change the table's row to values that FusedAdam accepts with ``optimizer_cuda_graph``."""
     moments = [request.asked.get(key, row.get(key, FP32)) for key in _MOMENTS]
     version = request.support.version or ()
     if moments != [BF16, BF16] or version < CAPTURABLE_BF16_SINCE:

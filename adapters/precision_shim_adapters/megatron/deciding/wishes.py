@@ -162,7 +162,7 @@ def what_is_in_force(
     Args:
         settings: the shim's settings.
         holds: returns whether a feature is in force for a group of seams.
-        support: the FusedAdam that Megatron would use; ``None`` to inspect the installed one.
+        support: the FusedAdam that Megatron would use; ``None`` to inspect the installed FusedAdam.
     """
     return InForce(
         states=str(settings["optimizer_states"]),

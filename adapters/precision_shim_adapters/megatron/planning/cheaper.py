@@ -76,7 +76,8 @@ def variants(
     """Copy a model with cheaper settings, once for each legal entry of ``_STEPS``.
 
     Returns:
-        For each legal entry its sacrifice in words, the config lines to write, the changed model.
+        For each legal entry its sacrifice in words, the config lines to write, and the changed
+            model.
     """
     if not asked.wishes.trains:
         return []

@@ -1,9 +1,10 @@
 """How Megatron splits a model over GPUs: pure functions of names, shapes and group sizes.
 
-Expert and expert-tensor parallelism split experts. Tensor parallelism splits matrices and column
-biases. Norms, routers and the down-projections of latent attention stay whole. Pipeline parallelism
-splits layers into stages, with an uneven first or last stage and with interleaved chunks, as in
-Megatron's ``get_num_layers_to_build`` and ``get_transformer_layer_offset``.
+Expert and expert-tensor parallelism split experts. Tensor parallelism splits matrices and the
+biases of column-parallel layers. Norms, routers and the down-projections of latent attention stay
+whole. Pipeline parallelism splits layers into stages, with an uneven first or last stage and with
+interleaved chunks, as in Megatron's ``get_num_layers_to_build`` and
+``get_transformer_layer_offset``.
 """
 
 from __future__ import annotations
@@ -358,7 +359,7 @@ def count(
     frozen: Callable[[str], bool] = lambda name: False,
     value_head: bool = False,
 ) -> list[StageCount]:
-    """Count the parameters of a rank of each pipeline stage.
+    """Count the parameters on one rank of each pipeline stage.
 
     Args:
         model: names and shapes.

@@ -142,7 +142,7 @@ def fp8_recipes() -> Answer:
     needs=(_CONFIG, _DDP),
 )
 def defaults() -> Answer:
-    """The guard on the second moment reads beta2; fields that the shim omits keep the defaults."""
+    """The rule on bf16 ``exp_avg_sq`` reads beta2; fields that the shim omits keep the defaults."""
     from megatron.core.distributed.distributed_data_parallel_config import (
         DistributedDataParallelConfig,
     )

@@ -3,12 +3,12 @@
 For every sharding type, ``DistributedOptimizer`` reads and writes one parameter's states through
 one pair of methods. On a save, the shim converts a precision-aware optimizer's int16 remainder to
 the fp32 master weight that an unpatched Megatron expects. On a load, the shim splits the master
-weight again. If the user's own config is precision-aware, an unpatched Megatron expects remainders.
-Megatron can read remainders in the two sharding types that store a dtype for each state, so the
-shim saves the user's remainders unchanged in these two types. In two sharding types the bucket's
-dtype is part of the checkpoint's keys; the shim writes the dtype of the same job without the shim.
-The shim compares layouts in ``dist_checkpointing.load``, because only this function receives both
-the wanted layout and the directory before Megatron reads a tensor.
+weight into parameter and remainder again. If the user's own config is precision-aware, an unpatched
+Megatron expects remainders. Megatron can read remainders in the two sharding types that store a
+dtype for each state, so the shim saves the user's remainders unchanged in these two types. In two
+sharding types the bucket's dtype is part of the checkpoint's keys; the shim writes the dtype of the
+same job without the shim. The shim compares layouts in ``dist_checkpointing.load``, because only
+this function receives both the wanted layout and the directory before Megatron reads a tensor.
 
 The shim refuses to load states that cannot continue exactly: fp32 moments that would be rounded to
 bf16, and remainders that an unpatched Megatron has already written as numbers.
@@ -112,7 +112,7 @@ def note_precision_aware(config: Any, *, by_user: bool) -> None:
     for name in _OWN:
         value = getattr(config, name, None)
         if isinstance(value, float):
-            own = value * 1.0  # a new object; float() would return the old object
+            own = value * 1.0  # a new float object; float() would return the old one
             _own_floats[id(own)] = own
             setattr(config, name, own)
 
@@ -211,7 +211,7 @@ def _rekey_as_unpatched(optimizer: Any, state: Any) -> Any:
     "model_chunks",
 )
 def name_bucket_of_unpatched(call: Call) -> Any:
-    """Write the keys that the same job would write without the shim."""
+    """Write the checkpoint keys that the same job would write without the shim."""
     return _rekey_as_unpatched(call.instance, call.proceed())
 
 
@@ -276,7 +276,7 @@ def name_live_bucket(call: Call, state_dict: Any) -> Any:
     "gbuf_ranges",
 )
 def name_live_bucket_dp_zero(call: Call, state_dict: Any) -> Any:
-    """Do the same for ``dp_zero_gather_scatter``, whose state only some ranks have."""
+    """Act as ``name_live_bucket`` for ``dp_zero_gather_scatter``, whose state some ranks lack."""
     if state_dict is not None:
         state = call.arguments["state_dict"] = dict(state_dict)
         for index, ranges in enumerate(call.instance.gbuf_ranges):
