@@ -131,7 +131,6 @@ def _dicts_with(tree: Any, name: str) -> Iterator[dict[Any, Any]]:
 
 
 def _values_of(tree: Any, name: str) -> Iterator[Any]:
-    """All values of a key, at any depth of a tree of dicts."""
     return (mapping[name] for mapping in _dicts_with(tree, name))
 
 

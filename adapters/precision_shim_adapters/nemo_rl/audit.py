@@ -50,7 +50,6 @@ def see(worker: Any) -> None:
 
 
 def _tell_audit(worker: Any) -> None:
-    """Pass the rollout's dtype, as named in the config, to the audit."""
     config = getattr(worker, "cfg", None)
     asked = asked_of(config) if isinstance(config, Mapping) else None
     if asked is None or not isinstance(config, Mapping):

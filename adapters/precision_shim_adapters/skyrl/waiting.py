@@ -128,7 +128,6 @@ def _rescale(store: Any, slot: Any, chunks: Any) -> None:
 
 
 def _scale(store: Any) -> float | None:
-    """The present loss scale; ``None`` without dynamic loss scaling."""
     reference = _optimizers.get(store)
     optimizer = None if reference is None else reference()
     scalers = [] if optimizer is None else dynamic_scalers(optimizer)

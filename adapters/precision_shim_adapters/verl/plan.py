@@ -126,7 +126,6 @@ def _number(config: Mapping[str, Any], key: str, default: int = 1) -> int:
 
 
 def _of(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The nested section with this dotted key; empty if there is none."""
     value = config.get(key.rpartition(".")[2])
     return {} if value is None else mapping(value, key, _where())
 

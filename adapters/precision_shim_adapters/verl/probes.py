@@ -163,8 +163,6 @@ def default_bucket() -> Answer:
 
 
 class _Calls:
-    """A scaler that records the methods called on it."""
-
     def __init__(self) -> None:
         self.names: list[str] = []
 

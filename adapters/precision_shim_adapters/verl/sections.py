@@ -54,7 +54,6 @@ def unknown(
 
 
 def _fields(name: str) -> tuple[str, ...]:
-    """The fields of one of verl's dataclasses; empty if the dataclass is not found."""
     if not name:
         return ()
     looks = (look(f"{_PACKAGE}.{module}:{name}.__init__") for module in _MODULES)

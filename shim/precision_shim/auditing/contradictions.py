@@ -203,7 +203,6 @@ def _left_out(engine: Held) -> Iterator[Contradiction]:
 
 
 def _like(layer: str) -> str:
-    """Return a layer's name with its numbers replaced by ``*``."""
     return ".".join("*" if part.isdigit() else part for part in layer.split("."))
 
 

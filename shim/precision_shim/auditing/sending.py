@@ -142,8 +142,6 @@ def _several(model: Any) -> list[torch.nn.Module]:
 
 @dataclass
 class _Group:
-    """Element counts of a group of tensors."""
-
     elements: dict[str, int] = field(default_factory=dict)
     counts: list[torch.Tensor] = field(default_factory=list)
 
@@ -163,8 +161,6 @@ class _Group:
 
 
 class _Looker:
-    """Audits one stream of weights."""
-
     def __init__(
         self,
         framework: str,
@@ -182,7 +178,6 @@ class _Looker:
         self._failed = False
 
     def begin(self) -> None:
-        """Sample the trainer's own parameters, before the first weight is sent."""
         self._guard(self._look_at_own)
 
     def see(self, name: str, tensor: Any) -> None:

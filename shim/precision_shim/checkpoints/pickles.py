@@ -138,8 +138,6 @@ def read_pickle(source: bytes | IO[bytes], where: str, called: set[str] | None =
 
 
 class _Machine:
-    """Executes a pickle's operations on plain data."""
-
     def __init__(self, called: set[str]) -> None:
         self.stack: list[Any] = []
         self.marks: list[int] = []

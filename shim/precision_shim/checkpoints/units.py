@@ -315,7 +315,6 @@ def _read_safetensors(unit: Unit) -> None:
 
 
 def _read_index(path: Path) -> set[str]:
-    """Return the names of the files that an index lists."""
     if not path.is_file():
         return set()
     try:

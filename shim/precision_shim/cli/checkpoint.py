@@ -100,7 +100,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _config(texts: list[str]) -> dict[str, Any] | None:
-    """Return the fields that ``--config`` sets; ``None`` without that option."""
     from ..errors import SettingsError
 
     config: dict[str, Any] = {}

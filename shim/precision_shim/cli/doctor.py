@@ -155,7 +155,6 @@ def _look() -> tuple[dict[str, Any], dict[str, FrameworkStatus]]:
 
 
 def _resolve(problems: list[str]) -> Settings | None:
-    """Return the settings in environment variables; ``None`` if a variable is invalid."""
     try:
         return _settings.resolve(known_frameworks=_registry.entries())
     except SettingsError as error:

@@ -117,7 +117,6 @@ def _fault(error: Exception) -> str:
 
 
 def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Rules]:
-    """Read the launch command, and let the framework's adapter read the job's config."""
     from ..errors import PlanError
     from ..planning import command
     from ..planning.request import Rules
@@ -162,7 +161,6 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
 
 @contextmanager
 def _variables(named: Mapping[str, str]) -> Iterator[None]:
-    """Set these environment variables, and restore the former values."""
     before = dict(os.environ)
     os.environ.update(named)
     try:

@@ -140,7 +140,6 @@ def _list_assumptions(request: Request, rules: Rules) -> list[str]:
 
 
 def _unique(problems: Iterable[Problem]) -> list[Problem]:
-    """Return each problem once, for the first model that has it."""
     unique: dict[tuple[str, str, str], Problem] = {}
     for problem in problems:
         unique.setdefault((problem.code, problem.key, problem.message), problem)

@@ -221,8 +221,6 @@ def lower_tracker(tracker: int, growth_interval: float) -> tuple[int, str]:
 
 
 class _Reader:
-    """Reads values from a record and checks each value."""
-
     def __init__(self, record: Mapping[str, Any], where: str) -> None:
         self._record, self._where = record, where
 

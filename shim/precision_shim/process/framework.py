@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 
 class _Record:
-    """Named values that cannot be changed."""
-
     def __setattr__(self, name: str, value: object) -> "NoReturn":
         raise AttributeError(f"{type(self).__name__}.{name}: a record is not changed")
 

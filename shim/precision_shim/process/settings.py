@@ -255,7 +255,6 @@ def parse_features(
 
 
 def _words(value: object, where: str) -> list[str]:
-    """Return the names in a list or in a comma-separated string."""
     if isinstance(value, bytes) or not isinstance(value, Iterable):
         raise SettingsError(
             f"{where}: {value!r} is no list of names; allowed: a list of strings, or one string "

@@ -197,7 +197,6 @@ def _state(seam: SeamStatus) -> str:
 
 
 def _together(states: Sequence[str]) -> str:
-    """Combine the states of one path's seams into one word."""
     for state in ("refused", "unsupported"):
         if state in states:
             return state

@@ -261,7 +261,6 @@ def _is_first(group: dist.ProcessGroup | None) -> bool:
 
 
 def _from_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Gather the group's values, in rank order, on every rank."""
     if not _together() or dist.get_world_size(group) == 1:
         return [value]
     every = [None] * dist.get_world_size(group)
@@ -270,7 +269,6 @@ def _from_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def _from_first(value: Any, group: dist.ProcessGroup | None) -> Any:
-    """Broadcast the value of the group's rank 0 to the group."""
     if not _together() or dist.get_world_size(group) == 1:
         return value
     box = [value]

@@ -187,7 +187,6 @@ class Engine:
                 self._apply(row, known.adapter)
 
     def _refuse(self, group: Group, problems: Iterable[str]) -> None:
-        """Undo a whole group, and record and report the reasons."""
         if group in self._refused or not self._live:
             return
         self._refused.add(group)

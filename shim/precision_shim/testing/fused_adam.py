@@ -365,15 +365,9 @@ class _FusedAdamWithoutRemainders(FusedAdam):
         )
 
     def zero_grad(self) -> None:  # type: ignore[override]
-        """Drop or zero the gradients, depending on the constructor's ``set_grad_none``."""
         super().zero_grad()
 
     def initialize_state(self, param: torch.Tensor) -> None:  # type: ignore[override]
-        """Create the states of ``param``: moments of zero, the master equal to the parameter.
-
-        Args:
-            param: a parameter of this optimizer.
-        """
         super().initialize_state(param, False)
 
     def _initialize_for_step(self, param: torch.Tensor) -> None:

@@ -298,7 +298,6 @@ class _Undo:
         self._steps: list[Callable[[], None]] = []
 
     def call(self, step: Callable[[], None]) -> None:
-        """Register a function that ``everything`` calls."""
         self._steps.append(step)
 
     def set_attr(self, owner: Any, name: str, value: Any) -> None:
@@ -315,7 +314,6 @@ class _Undo:
         self._steps.append(back)
 
     def set_item(self, mapping: dict[str, Any], key: str, value: Any) -> None:
-        """Set an item of a mapping until ``everything`` is called."""
         before = mapping.get(key, _MISSING)
 
         def back() -> None:
@@ -328,6 +326,5 @@ class _Undo:
         self._steps.append(back)
 
     def everything(self) -> None:
-        """Undo all changes, the latest first."""
         while self._steps:
             self._steps.pop()()

@@ -82,7 +82,6 @@ class _Pending:
 
     @property
     def is_there(self) -> bool:
-        """Whether all counts have been copied, without waiting for them."""
         return all(event is None or event.query() for _, event, _ in self.arriving)
 
 
@@ -391,7 +390,6 @@ def _group(number: int, elements: int, rows: Sequence[tuple[list[float], _Counte
 
 
 def _count_copied(rows: Sequence[tuple[list[float], _Counted]]) -> Count | None:
-    """Sum the counts for the rollout engines' copies; ``None`` without copies."""
     copied = [(numbers, row) for numbers, row in rows if row.copy]
     if not copied:
         return None

@@ -129,7 +129,6 @@ def _align(build: Build, wishes: Wishes, config: Any, model: TrainableDtypes) ->
 
 
 def _one_bucket_for_all(build: Build, choice: BucketChoice, present: bool) -> BucketChoice:
-    """Apply the first chunk's choice to every chunk of the model."""
     if build.in_fp32 is not None and choice.grad_reduce_in_fp32 != build.in_fp32:
         choice = dataclasses.replace(
             choice,

@@ -66,7 +66,6 @@ def dynamic_scalers(optimizer: Any) -> list[Any]:
 
 
 def _unchain(optimizer: Any) -> list[Any]:
-    """The optimizers in a chain, or the optimizer itself if it is no chain."""
     if not hasattr(optimizer, "chained_optimizers"):
         return [optimizer]
     return [leaf for inner in optimizer.chained_optimizers for leaf in _unchain(inner)]

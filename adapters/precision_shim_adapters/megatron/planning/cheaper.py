@@ -101,7 +101,6 @@ def variants(
 
 
 def _makes_sense(asked: Asked, fields: Mapping[str, Any], support: FusedAdamSupport) -> bool:
-    """Whether the settings of an entry of ``_STEPS`` are possible and useful for a model."""
     bf16 = asked.dtype is torch.bfloat16
     if fields.get("store_param_remainders") and (support.version or ()) < REMAINDERS_SINCE:
         return False

@@ -246,7 +246,6 @@ def remainders() -> Answer:
 
 @contextmanager
 def _chunk(**ddp: Any) -> Iterator[Any]:
-    """A linear layer in bf16, in Megatron's DDP, on a CPU."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer import TransformerConfig
 

@@ -185,7 +185,6 @@ def _read_states(reading: Reading, inner: Any, pairs: Sequence[tuple[Any, Any]])
 
 
 def _buffers_of(parameters: Sequence[Any], chunks: Sequence[Any]) -> list[Any]:
-    """The buffers of the chunks' DDPs that contain the gradients of ``parameters``."""
     wanted_ones = {id(p) for p in parameters}
     return unique(b for b in grad_buffers(chunks) if any(id(p) in wanted_ones for p in b.params))
 
