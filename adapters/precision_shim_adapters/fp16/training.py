@@ -60,8 +60,6 @@ class ScaledTraining:
         self._optimizer: Optimizer | None = None  # set only within ``several_steps``
         self._skipped = False
 
-    # -- made and kept -------------------------------------------------------------------------
-
     @classmethod
     def make(
         cls,
@@ -143,8 +141,6 @@ class ScaledTraining:
         finally:
             _current.reset(token)
 
-    # -- the loss ------------------------------------------------------------------------------
-
     def attach(self, loss: torch.Tensor) -> None:
         """Scale the gradients of a loss's backward pass; the loss's value stays unchanged."""
         if self.drives:
@@ -160,8 +156,6 @@ class ScaledTraining:
             also: called with each loss.
         """
         return ScaledLoss(loss_function, self.attach, also) if self.drives else loss_function
-
-    # -- the step ------------------------------------------------------------------------------
 
     @contextmanager
     def one_step(self, optimizer: Optimizer, inner: Sequence[Optimizer] = ()) -> Iterator[None]:
@@ -269,8 +263,6 @@ class ScaledTraining:
             return self._skipped
         return isinstance(self.scaler, LossScaler) and self.scaler.counter.in_row > 0
 
-    # -- metrics -------------------------------------------------------------------------------
-
     def norm(self, norm: Any) -> Any:
         """Return the last step's grad norm, or NaN in the norm's shape if the step was skipped."""
         if not self.skipped:
@@ -291,8 +283,6 @@ class ScaledTraining:
             f"{prefix}loss_scale": self.scaler.loss_scale,
             f"{prefix}skipped_steps": float(self.scaler.counter.skipped),
         }
-
-    # -- checkpoints ---------------------------------------------------------------------------
 
     def save(self, directory: str | os.PathLike[str], files: Files | None = None) -> None:
         """Write the scaler's state beside a framework's checkpoint; every rank must call ``save``.

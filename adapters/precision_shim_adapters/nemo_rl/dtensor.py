@@ -62,9 +62,6 @@ def _at_method(name: str) -> list[dict[str, Any]]:
     ]
 
 
-# -- the actor class ------------------------------------------------------------------------
-
-
 class ScaledWorker:
     """A mixin that scales a worker's loss; importable, so that Ray pickles it by reference."""
 
@@ -125,9 +122,6 @@ def _outermost(instance: Any, what: str) -> Iterator[bool]:
         yield True
     finally:
         inside.discard(what)
-
-
-# -- building -------------------------------------------------------------------------------
 
 
 @seam(at=_at_method("__init__"), why=INHERITED, **_FP16)
@@ -200,9 +194,6 @@ def _training_of(instance: Any) -> ScaledTraining | None:
     return training
 
 
-# -- training -------------------------------------------------------------------------------
-
-
 @seam(at=_at_method("train"), why=INHERITED, **_FP16)
 def train(call: Call, loss_fn: Any, eval_mode: Any = False) -> Any:
     """Train on global batches, each with a scaled loss and a step that the scaler may skip."""
@@ -251,9 +242,6 @@ def _report(result: dict[str, Any], training: ScaledTraining) -> dict[str, Any]:
         for name, value in training.metrics().items():
             result["all_mb_metrics"][name] = [value]
     return result
-
-
-# -- checkpoints ----------------------------------------------------------------------------
 
 
 @seam(at=_at_method("save_checkpoint"), why=INHERITED, **_FP16)

@@ -45,9 +45,6 @@ _SETUP_ALIASES = (
 )
 
 
-# -- reading NeMo-RL's config -------------------------------------------------------------------
-
-
 def read_wishes(
     config: Mapping[str, Any], subject: str, megatron_fsdp: bool, trains: bool
 ) -> Wishes:
@@ -82,9 +79,6 @@ def read_wishes(
         unchecked=("params_dtype",),  # NeMo-RL's YAMLs set params_dtype; Megatron ignores it
         trains=trains,
     )
-
-
-# -- the model that is being built -------------------------------------------------------------
 
 
 _BUILD: dict[str, Any] = {
@@ -135,9 +129,6 @@ def _build_model(call: Call, policy_cfg: Any, ddp_config: Any, subject: str, tra
         return call.proceed()
 
 
-# -- the optimizer -----------------------------------------------------------------------------
-
-
 @seam(
     _SETUP_OPTIMIZER,
     BUILDING,
@@ -182,9 +173,6 @@ def keep_block(call: Call, config: Any) -> Any:
     return {**made, BLOCK: config[BLOCK]} if BLOCK in config else made
 
 
-# -- the metrics --------------------------------------------------------------------------------
-
-
 _DELETE = "NeMo-RL reports the loss scale"
 _RELIES_ON = ("train", "optimizer", "all_mb_metrics", "grad_norm", "eval_mode")
 
@@ -208,9 +196,6 @@ def report(call: Call, eval_mode: Any = False) -> Any:
         for name, value in megatron.metrics(call.instance.optimizer).items():
             result["all_mb_metrics"][name] = [value]
     return result
-
-
-# -- auxiliary losses -----------------------------------------------------------------------------
 
 
 def times_loss_scale(function: Any, worker: Any) -> Any:
@@ -247,9 +232,6 @@ def scale_own(call: Call, func: Any) -> Any:
     """Multiply a worker's gradient scale for an MoE or multi-token loss by the loss scale."""
     call.arguments["func"] = times_loss_scale(func, call.instance)
     return call.proceed()
-
-
-# -- the actor class ------------------------------------------------------------------------------
 
 
 class ReportingWorker:

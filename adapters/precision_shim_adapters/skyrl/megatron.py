@@ -50,9 +50,6 @@ def native_coercion(symbol: Symbol, settings: Settings) -> str | None:
     return None
 
 
-# -- reading SkyRL's config -------------------------------------------------------------------
-
-
 def _read_asked(optim_config: Any, kwargs: Any, written: frozenset[str] | None) -> dict[str, Any]:
     """The OptimizerConfig fields that the user wrote; ``written``: the user's keys, if known."""
     asked = {} if kwargs is None else {str(key): kwargs[key] for key in kwargs}
@@ -134,9 +131,6 @@ def _role(worker: Any) -> str:
     return "ref" if "Ref" in type(worker).__name__ else "policy"
 
 
-# -- the optimizer ----------------------------------------------------------------------------
-
-
 @seam(
     OPTIMIZER,
     DISPATCH,
@@ -199,9 +193,6 @@ def check_optimizer(call: Call, model: Any, config: Any) -> Any:
     return call.proceed()
 
 
-# -- the model that is being built -------------------------------------------------------------
-
-
 @seam(
     f"{WORKER}:MegatronPolicyWorkerBase.init_model",
     BUILDING,
@@ -245,9 +236,6 @@ def module_build(call: Call, ddp_config: Any) -> Any:
         provider.pipeline_dtype = torch.float16
     with megatron.building("skyrl", lambda: of_worker(worker, ddp_config)):
         return call.proceed()
-
-
-# -- the model's dtype -------------------------------------------------------------------------
 
 
 @dataclasses.dataclass

@@ -127,9 +127,6 @@ def inside(optimizer: Any) -> tuple[Any, ...]:
     return tuple(optimizer) if hasattr(optimizer, "__iter__") else ()
 
 
-# -- one step ----------------------------------------------------------------------------------
-
-
 @seam(
     at=_at("forward_backward_batch", VEOMNI, AUTOMODEL, TITAN),
     why="the loss comes from this argument, and its backward pass runs within",
@@ -161,9 +158,6 @@ def step(call: Call) -> Any:
     return training.norm(norm)
 
 
-# -- FSDP Turbo --------------------------------------------------------------------------------
-
-
 TURBO_BECAUSE = "its turbo_config gathers parameters in float16, and verl makes no loss scaler"
 
 
@@ -183,9 +177,6 @@ def build_turbo(call: Call) -> Any:
     else:
         tell_ignored(engine.engine_config, "turbo_config.distributed.fsdp_plan.param_dtype")
     return module
-
-
-# -- the audit ---------------------------------------------------------------------------------
 
 
 def watch_engine(engine: Any) -> None:
@@ -223,9 +214,6 @@ def audit(call: Call) -> Any:
     result = call.proceed()
     watch_engine(call.instance)
     return result
-
-
-# -- native features and refusals ------------------------------------------------------------------
 
 
 def _follow(symbol: Symbol, settings: Any) -> str | None:

@@ -43,9 +43,6 @@ _FIELDS = "verl.workers.config.optimizer:McoreOptimizerConfig.__init__"
 _ONE_PLACE = "verl decides bucket and optimizer states in one place"
 
 
-# -- verl's own features --------------------------------------------------------------------
-
-
 def _dispatches_itself(has_opt_in: bool, settings: Settings) -> bool:
     return has_opt_in and settings["optimizer_states"] != "follow-model"
 
@@ -75,9 +72,6 @@ def native_bucket(symbol: Symbol, settings: Settings) -> str | None:
         "verl aligns the bucket for the bf16 opt-in only; the shim aligns the DDP for everything "
         "else (Megatron-Bridge's bf16 and fp16 default buckets)"
     )
-
-
-# -- reading verl's config ------------------------------------------------------------------
 
 
 def _read(config: Any, key: str, default: Any = None) -> Any:
@@ -179,9 +173,6 @@ def of_configs(config: Any, optim_config: Any, **known: Any) -> Wishes:
     )
 
 
-# -- init_megatron_optim_config -------------------------------------------------------------
-
-
 class _WithOverrides(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """verl's optimizer config with another ``override_optimizer_config``.
 
@@ -264,9 +255,6 @@ def configure(
     return made
 
 
-# -- McoreOptimizerConfig -------------------------------------------------------------------
-
-
 @seam(
     _FIELDS,
     DISPATCH,
@@ -314,9 +302,6 @@ def spell_fields(call: Call) -> Any:
         if isinstance(dtype, torch.dtype):
             call.arguments[key] = name_of(dtype)
     return call.proceed()
-
-
-# -- builds of models ------------------------------------------------------------------------
 
 
 @seam(

@@ -80,8 +80,6 @@ class Engine:
         self._watcher = Watcher(self._on_import)
         self._live = True
 
-    # -- adding ---------------------------------------------------------------------------
-
     def add(self, adapter: Adapter) -> None:
         """Add an adapter, if it is new: patch its loaded modules and wait for its other modules."""
         with _lock:
@@ -205,8 +203,6 @@ class Engine:
         self._faults.setdefault(framework, []).append(error)
         self._on_fault(framework, error)
 
-    # -- applying -------------------------------------------------------------------------
-
     def _apply(self, row: Row, adapter: Adapter) -> None:
         seam = row.seam
         try:
@@ -226,8 +222,6 @@ class Engine:
         row.reason = seam.refusal
         if unreached:
             row.reason = f"not reached, holds something else: {', '.join(unreached)}"
-
-    # -- strict: faults are raised where a feature would take effect -----------------------
 
     def _trip(self, module: str) -> None:
         """In strict mode, make a module's functions in ``effects`` raise the first fault."""
@@ -255,8 +249,6 @@ class Engine:
 
         return trip
 
-    # -- undoing --------------------------------------------------------------------------
-
     def remove(self) -> list[str]:
         """Undo all patches, the latest first.
 
@@ -273,8 +265,6 @@ class Engine:
             self._faults.clear()
             self._refused.clear()
             return left
-
-    # -- reporting ------------------------------------------------------------------------
 
     def report(self, framework: str) -> tuple[SeamStatus, ...]:
         """Return the states of a framework's seams, in the order of its adapter's table."""

@@ -50,9 +50,6 @@ _OPTIMIZER = "megatron.core.optimizer.optimizer"
 SCALER = "megatron.core.optimizer.grad_scaler:DynamicGradScaler.__init__"
 
 
-# -- the scalers of an optimizer ---------------------------------------------------------------
-
-
 def dynamic_scalers(optimizer: Any) -> list[Any]:
     """The dynamic scalers of an optimizer and of the optimizers chained in it.
 
@@ -85,9 +82,6 @@ def scale_of(scaler: Any) -> float:
     if known is None or known[0] is not scale:
         known = _read[scaler] = scale, float(scale.item())
     return known[1]
-
-
-# -- a skipped step ----------------------------------------------------------------------------
 
 
 @dataclass
@@ -215,9 +209,6 @@ def metrics(optimizer: Any, prefix: str = "", *, from_start: bool = False) -> di
     }
 
 
-# -- one scale for all chained optimizers ------------------------------------------------------
-
-
 @seam(
     f"{_OPTIMIZER}:ChainedOptimizer.prepare_grads",
     SCALING,
@@ -259,9 +250,6 @@ def keep_one_scale(call: Call) -> Any:
 
 def _trackers(scaler: Any) -> tuple[Any, ...]:
     return tuple(value for key, value in sorted(scaler.state_dict().items()) if key != "scale")
-
-
-# -- gradients prepared once -------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -356,9 +344,6 @@ def forget_answer(call: Call) -> Any:
     """Delete the stored result of ``prepare_grads``, so that the next gradients are prepared."""
     _forget(call.instance)
     return call.proceed()
-
-
-# -- the scaler's factors ------------------------------------------------------------------------
 
 
 @seam(
