@@ -1,6 +1,6 @@
 """ROLL on FSDP2 in fp16: complete scaled steps, count skipped steps, save the scaler.
 
-ROLL scales its loss with torch's GradScaler. But with a scaler, ROLL's loop neither steps the LR
+ROLL scales its loss with torch's GradScaler. With a scaler, ROLL's loop neither steps the LR
 scheduler nor clears the gradients, so the gradients add up over all steps. ROLL does not save the
 scaler in checkpoints.
 

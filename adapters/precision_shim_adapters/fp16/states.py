@@ -26,9 +26,9 @@ def make_missing_states(optimizer: Optimizer) -> None:
 def states_of_no_step(optimizer: Optimizer, initialize: Callable[[], Any]) -> Any:
     """Make the states of an optimizer without states, with a step count of 0.
 
-    torch's distributed checkpoint and torchtitan make missing states by a step on zero gradients.
-    Both frameworks count the step on zero gradients, and make no states if gradients are set. If
-    all steps before a save were skipped, the checkpoint would not resume exactly, or not load.
+    torch's distributed checkpoint and torchtitan make missing states by a step on zero gradients,
+    which they count, and make no states if gradients are set. If all steps before a save were
+    skipped, the checkpoint would not resume exactly, or not load.
 
     Args:
         optimizer: an optimizer without states.

@@ -14,9 +14,9 @@ later versions validate in ``finalize()``. A worker's ``validate()`` calls ``fin
 build starts. The shim does not patch the conversion of a Hugging Face checkpoint, which trains
 nothing.
 
-NeMo-RL accepts a step that Megatron skipped. But the missing grad norm makes a policy worker's
-``train`` fail, and a value worker reports the norm as 0. For a skipped step the shim therefore
-returns the success flag False and the grad norm NaN.
+NeMo-RL accepts a step that Megatron skipped. A skipped step's missing grad norm makes a policy
+worker's ``train`` fail, and a value worker reports the norm as 0. For a skipped step the shim
+therefore returns the success flag False and the grad norm NaN.
 """
 
 from __future__ import annotations

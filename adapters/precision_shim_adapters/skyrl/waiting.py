@@ -2,10 +2,10 @@
 
 The LoRA adapters of one Megatron worker share the worker's optimizer and loss scaler. While one
 adapter trains, SkyRL stores the gradients of the other adapters until their own step. A backward
-pass multiplies gradients by the loss scale, and the step divides them by the loss scale. In
-between, another adapter's overflow may change the loss scale. So the shim records the loss scale of
-stored gradients. When SkyRL copies stored gradients back, the shim multiplies them by the present
-scale over the recorded scale.
+pass multiplies gradients by the loss scale, and the step divides them by the loss scale. Between an
+adapter's backward pass and its step, another adapter's overflow may change the loss scale. The shim
+therefore records the loss scale of stored gradients. When SkyRL copies stored gradients back, the
+shim multiplies them by the present scale over the recorded scale.
 
 Delete this module when SkyRL stores gradients unscaled, or with their loss scale.
 """

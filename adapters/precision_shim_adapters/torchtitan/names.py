@@ -1,8 +1,9 @@
 """Replace every spelling of a training dtype by torchtitan's name before torchtitan reads it.
 
 torchtitan compares dtype names as strings, and looks them up in a dict of three names. The shim
-replaces a name when torchtitan builds a config. Other code may assign a name later, so the shim
-checks the names again when a trainer receives the config. ``sides`` replaces the generator's name.
+replaces a dtype name when torchtitan builds a config. Other code may assign a dtype name later, so
+the shim checks dtype names again when a trainer receives the config. ``sides`` replaces the
+generator's name.
 """
 
 from __future__ import annotations

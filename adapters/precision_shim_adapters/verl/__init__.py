@@ -2,7 +2,7 @@
 
 In 0.7.1's workers and in 0.8's engines, verl decides the bucket's dtype in one function and later
 makes the optimizer's config in another. One plan must decide bucket and config, so the shim records
-the model's build in the function that calls these two functions (``MegatronEngine.initialize``, or
+the model's build in verl's function that makes bucket and config (``MegatronEngine.initialize``, or
 a legacy worker's build method). verl's ``init_megatron_optim_config`` still runs. The shim adds its
 values to ``override_optimizer_config``; the user's values override the shim's.
 

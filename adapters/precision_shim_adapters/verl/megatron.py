@@ -95,9 +95,9 @@ def has_fields() -> bool:
 def _opt_in(optim_config: Any, fields: bool) -> dict[str, Any]:
     """The config's values of verl 0.9's fields for the states' dtypes, with dtype names coerced.
 
-    A verl that lacks these fields adds none of them to the config, so the user wrote every one that
-    the config has. A verl that has these fields adds ``False`` by default, so ``False`` does not
-    count as the user's choice.
+    A verl without fields for the states' dtypes adds none of them to the config, so the user wrote
+    every one that the config has. A verl with fields for the states' dtypes adds ``False`` by
+    default, so ``False`` does not count as the user's choice.
     """
     values = {key: _read(optim_config, key) for key in PRECISION_AWARE_FIELDS}
     if fields and not values[PRECISION_AWARE]:
@@ -128,7 +128,9 @@ def read_wishes(
         where=f"{versioned('verl')}, {_KEY}",
         asked=_overrides(optim_config),
         auto="as-configured" if fields else "guarded",
-        native={torch.float16: ROWS[torch.float16]},  # verl's fp16 branch sets these fields
+        native={
+            torch.float16: ROWS[torch.float16]
+        },  # verl's fp16 branch sets the fields of this row
         opt_in=_opt_in(optim_config, fields),
         reads_opt_in=fields,
         optimizer=str(_read(optim_config, "optimizer", "adam")),

@@ -2,11 +2,11 @@
 
 Two of verl's engines round every weight to bf16 on the way to the rollout, regardless of
 ``actor_rollout_ref.rollout.dtype``: the torchtitan engine, and the FSDP engine (since 0.9 only for
-merged LoRA). ``get_per_tensor_param`` of these engines returns the weights as a generator that has
-not started. The shim reads which tensors verl's generator would gather, and returns its own
-generator, which gathers the same tensors in the same order and rounds them to the rollout's dtype.
-The shim does not start verl's generator, since its run would be a collective operation. For a bf16
-rollout the shim returns verl's generator itself.
+merged LoRA). In the torchtitan and FSDP engines, ``get_per_tensor_param`` returns the weights as a
+generator that has not started. The shim reads which tensors verl's generator would gather, and
+returns its own generator, which gathers the same tensors in the same order and rounds them to the
+rollout's dtype. The shim does not start verl's generator, since its run would be a collective
+operation. For a bf16 rollout the shim returns verl's generator itself.
 
 verl does not cast the weights of the Megatron, VeOmni and Automodel engines, of 0.7.1's legacy
 workers, or of the FSDP engine in 0.9 and later without merged LoRA. With the delta checkpoint

@@ -1,8 +1,8 @@
 """``precision-shim doctor``: show installed packages, seams to patch, and reasons for refusals.
 
 The doctor reads metadata and source, and imports no framework. Three checks run in a child process,
-so that a crash does not end the doctor. The checks concern the start-up file, wrapt's C extension,
-and the import of TransformerEngine, which fails without CUDA libraries.
+so that a crash does not end the doctor: the start-up file, wrapt's C extension, and the import of
+TransformerEngine, which fails without CUDA libraries.
 """
 
 from __future__ import annotations

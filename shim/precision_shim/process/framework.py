@@ -1,8 +1,8 @@
 """Record types for a framework, and for a backend that several frameworks are built on.
 
-Processes read these records before they import a framework, and Ray's agents read them too.
-Therefore this module imports nothing at its top, not even ``dataclasses`` or ``typing``: importing
-these takes 10 to 25 ms.
+Processes read the frameworks' records before they import a framework, and Ray's agents read the
+records too. Therefore this module imports nothing at its top, not even ``dataclasses`` or
+``typing``, whose import takes 10 to 25 ms.
 """
 
 TYPE_CHECKING = False
@@ -194,8 +194,8 @@ class Config(_Record):
         name: the users' name for the config.
         place: the function whose parameters are the config's fields, as
             ``"module:Class.__init__"``.
-        fields: fields that a resume may depend on. If the backend is not installed, the shim
-            accepts only these fields.
+        fields: fields that a resume may depend on, and the only fields that the shim accepts if the
+            backend is not installed.
         beside: fields of other configs that a resume also depends on.
         numbers: the fields whose values are numbers.
         remedies: field values that may make a resume exact, in the order in which to try them.

@@ -93,7 +93,7 @@ def load(
             state; ``None`` to skip the check.
 
     Returns:
-        ``None`` if the checkpoint has no scaler state. Otherwise one line for each restored value
+        ``None`` if the checkpoint has no scaler state; otherwise one line for each restored value
         that differs from the saved value, and one line if the state names no files to check.
 
     Raises:

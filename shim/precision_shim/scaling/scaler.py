@@ -107,8 +107,8 @@ class LossScaler(ShardedGradScaler):
     def loss_scale(self) -> float:
         """The scale of the last step (before the first step: the initial scale).
 
-        Reading ``loss_scale`` does not synchronise with the device. The value is 1 if the scaler is
-        disabled, like that of ``get_scale()``.
+        Reading ``loss_scale`` does not synchronise with the device. ``loss_scale`` is 1 if the
+        scaler is disabled, like ``get_scale()``.
         """
         if not self._enabled:
             return 1.0
@@ -118,8 +118,8 @@ class LossScaler(ShardedGradScaler):
     def overflow(self) -> torch.Tensor | None:
         """Whether a gradient of any rank is not finite, as a tensor on the device.
 
-        The value is ``None`` before ``unscale_`` and after ``update``. A framework that tests the
-        grad norm before the step can read ``overflow``, because reading it does not synchronise
+        ``overflow`` is ``None`` before ``unscale_`` and after ``update``. A framework that tests
+        the grad norm before the step can read ``overflow``, because reading it does not synchronise
         with the device.
         """
         if not self._enabled:

@@ -210,7 +210,8 @@ def _find_held(displaced: Mapping[int, tuple[Any, Any]]) -> list[int]:
     Nearly always there is no such object, and the modules need not be searched.
     """
     pairs: list[tuple[Any, Any]] = [(object(), None), *displaced.values()]
-    # Only a tuple refers to the first object: a higher count means a further reference.
+    # Only its tuple refers to ``object()``: a higher count than its count means a further
+    # reference.
     alone, *counts = [sys.getrefcount(pair[0]) for pair in pairs]
     return [key for key, count in zip(displaced, counts, strict=True) if count > alone]
 
@@ -219,7 +220,8 @@ def _sweep(gone: Mapping[int, tuple[Any, Any]]) -> None:
     """Replace former values by their successors in all modules that copied them."""
     for module in list(sys.modules.values()):
         names = _contents(module)
-        # The test is 20 times faster than the loop, and hardly any of 200,000 names matches.
+        # This test of ids is 20 times faster than the loop, and hardly any of 200,000 names
+        # matches.
         if gone.keys().isdisjoint(map(id, list(names.values()))):
             continue
         for name, value in list(names.items()):

@@ -259,7 +259,7 @@ def _defaults(scope: ast.AST) -> Iterator[tuple[str, Any]]:
 
 
 def _member(scope: ast.AST, name: str) -> ast.AST | None:
-    # At run time the last definition is in effect. Search inside if, try and with, too.
+    # At run time the last definition of a name is in effect. Search inside if, try and with, too.
     member: ast.AST | None = None
     pending = list(getattr(scope, "body", ()))
     while pending:

@@ -199,7 +199,7 @@ def compare(
 def likeness(adapter: Adapter, version: str, installed: Mapping[str, str | None]) -> list[str]:
     """Return sentences that compare the code of unrecorded versions with recorded versions.
 
-    ``status()`` and ``precision-shim doctor`` show these sentences.
+    ``status()`` and ``precision-shim doctor`` show the returned sentences.
 
     Args:
         adapter: the adapter whose symbols are compared.

@@ -237,10 +237,10 @@ def settle_made(call: Call, framework: str, config: Any, model: Any, *, stale: b
         framework: the framework's name.
         config: the framework's OptimizerConfig, which is copied and not changed.
         model: the DDPs of the model; compared with the config.
-        stale: whether the framework sets fields after it validated the config. If it does, the shim
-            recomputes Megatron's derived fields; outdated derived fields would make Megatron keep
-            whole fp32 master weights. Checkpoints are written in the layout that a job without the
-            shim reads.
+        stale: whether the framework sets fields after it validated the config. If ``stale`` is
+            true, the shim recomputes Megatron's derived fields; outdated derived fields would make
+            Megatron keep whole fp32 master weights. Checkpoints are written in the layout that a
+            job without the shim reads.
     """
     build = current_build(framework)
     if build is None:

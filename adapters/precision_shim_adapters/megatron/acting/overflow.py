@@ -8,13 +8,13 @@ trainer calls ``prepare_grads`` before ``step``, the gradients are unscaled twic
 calls ``prepare_grads`` again.
 
 Every framework's step calls ``ChainedOptimizer.step`` or, for a single optimizer,
-``MixedPrecisionOptimizer.step``. The shim changes the return value of these two functions if the
-adapter called ``skipping`` or ``answer_skips``. Some trainers skip a step by not calling ``step``,
-so the shim counts steps in ``prepare_grads``, which all trainers call to check for an overflow.
-When a chain's ``prepare_grads`` returns, all scalers have checked their gradients, and no optimizer
-has stepped. ``DynamicGradScaler.__init__`` receives the growth and backoff factors, for which
-Megatron's configs have no field. The DDP's own NaN check would end the job before Megatron skips a
-step, so the module ``ddp`` turns the check off.
+``MixedPrecisionOptimizer.step``. The shim changes the return value of an optimizer's ``step`` if
+the adapter called ``skipping`` or ``answer_skips``. Some trainers skip a step by not calling
+``step``, so the shim counts steps in ``prepare_grads``, which all trainers call to check for an
+overflow. When a chain's ``prepare_grads`` returns, all scalers have checked their gradients, and no
+optimizer has stepped. ``DynamicGradScaler.__init__`` receives the growth and backoff factors, for
+which Megatron's configs have no field. The DDP's own NaN check would end the job before Megatron
+skips a step, so the module ``ddp`` turns the check off.
 
 The shim deliberately patches neither ``ConstantGradScaler`` nor the threshold for the gradient norm
 in megatron-core 0.18. Megatron makes a ``ConstantGradScaler`` if the user wrote a static
@@ -277,7 +277,7 @@ def _parts(optimizer: Any) -> list[_Answer | None]:
 
 
 def _forget(optimizer: Any) -> None:
-    for inner in _unchain(optimizer):  # a chain's ``_Answer`` needs those of all its parts
+    for inner in _unchain(optimizer):  # the ``_Answer`` of a chain needs its parts' ``_Answer``s
         _answers.pop(inner, None)
 
 

@@ -2,7 +2,7 @@
 
 The rules come from TransformerEngine's ``FusedAdam.__init__``, release by release, and from the
 choices that Megatron-LM's command line offers for ``--main-grads-dtype``. The test environment that
-builds TransformerEngine compares these rules with the real constructor.
+builds TransformerEngine compares this module's rules with the real constructor.
 """
 
 from __future__ import annotations
