@@ -27,7 +27,7 @@ def states_of_no_step(optimizer: Optimizer, initialize: Callable[[], Any]) -> An
     """Make the states of an optimizer without states, with a step count of 0.
 
     torch's distributed checkpoint and torchtitan make missing states by a step on zero gradients,
-    which they count, and make no states if gradients are set. If all steps before a save were
+    count this step, and make no states if gradients are set. If all steps before a save were
     skipped, the checkpoint would not resume exactly, or not load.
 
     Args:

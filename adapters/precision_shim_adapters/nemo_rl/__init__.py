@@ -2,7 +2,7 @@
 
 NeMo-RL's workers are Ray actors. While a worker's module is imported, ``@ray.remote`` copies the
 worker's methods, and a decorator makes Ray pickle the method ``train`` by value. If the shim
-patches the module or the class after the import, the actor does not change. The shim therefore
+patches a worker's module or class after the import, Ray's actor does not change. The shim therefore
 replaces the actor class in its module by an actor class made from a subclass, with the same name
 and options. To change a function that a worker calls, the shim patches the module that defines the
 function.

@@ -6,7 +6,7 @@ bucket. A seam at ``MegatronPolicyWorkerBase.init_model``, which builds model an
 the build. A seam at Megatron's DDP reads the live parameters. The shim adds its values to the
 kwargs that override SkyRL's own values in the OptimizerConfig. The user's values override the
 shim's values. While SkyRL builds its config dataclasses, the shim marks the values that the user
-wrote. The workers receive the marks with the config. The shim also marks the inference engines'
+wrote; the workers receive the marks with the config. The shim also marks the inference engines'
 ``model_dtype``. The driver compares ``model_dtype`` with the policy's dtype when SkyRL validates
 the config.
 

@@ -1,9 +1,9 @@
 """SkyRL on FSDP in fp16: autocast, loss scaling, the scaler's checkpoint and metrics.
 
-``fsdp_config.mixed_precision.param_dtype="fp16"`` makes FSDP compute with fp16 parameters. But
-SkyRL's workers run an fp16 model under an autocast to bf16, and have no scaler that keeps small
-gradients from becoming zero. The shim switches the autocast to fp16, and adds a scaler to the
-strategy that makes the optimizer.
+``fsdp_config.mixed_precision.param_dtype="fp16"`` makes FSDP compute with fp16 parameters. SkyRL's
+workers run an fp16 model under an autocast to bf16, and have no scaler that keeps small gradients
+from becoming zero. The shim switches the autocast to fp16, and adds a scaler to the strategy that
+makes the optimizer.
 """
 
 from __future__ import annotations

@@ -194,7 +194,8 @@ def _resize(task: Any) -> Any:
 def size_fp16(call: Call) -> Any:
     """Make the weight extractor, whose table of sizes lacks fp16, use bf16's size for fp16.
 
-    The extractor keeps only indices from this call, and reads the weights again for each transfer.
+    SkyRL's weight extractor keeps only indices from this call, and reads the weights again for each
+    transfer.
     """
     extractor = call.instance
     bridge = extractor.bridge

@@ -103,8 +103,8 @@ def load(job: Job) -> tuple[Any, list[str], list[Problem]]:
     """Load a job's config, with the user's values marked, its unknown keys and its problems.
 
     Only a user's own entry point may have overrides that SkyRL does not define. If the shim is on
-    in this process, SkyRL's loader raises a DtypeError for a wrong ``model_dtype``. ``load``
-    returns the error as a problem.
+    in this process, SkyRL's loader raises a DtypeError for a wrong ``model_dtype``, which ``load``
+    returns as a problem.
 
     Raises:
         PlanError: SkyRL cannot load the config.

@@ -2,7 +2,7 @@
 
 ``ChunkedLossWrapper`` runs each chunk's backward pass itself, and a pipeline's schedule stores the
 loss function when the schedule is built. The gradients would stay unscaled if the shim scaled the
-loss that one of the two returns, or replaced ``trainer.loss_fn``.
+loss that ``ChunkedLossWrapper`` or the schedule returns, or replaced ``trainer.loss_fn``.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ workers, the seams wrap the checkpoint manager, which has the optimizer.
 
 The shim writes the scaler's state after verl's own files and binds the state to these files,
 because verl overwrites its files in place, one after the other. If a job is killed between verl's
-last file and the shim's file, the scaler's state is lost, and a resume warns. The older checkpoint
-is lost as well, since verl has already removed it.
+last file and the shim's file, the scaler's state is lost, and a resume warns; the older checkpoint,
+which verl has already removed, is lost as well.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Plan verl's jobs from their Hydra YAML and overrides.
 
 Hydra composes the config that the entry point's decorator names, without an import of verl.
-``verl.megatron`` reads the optimizer's settings from this config, as in a worker.
+``verl.megatron`` reads the optimizer's settings from the composed config, as in a worker.
 """
 
 from __future__ import annotations

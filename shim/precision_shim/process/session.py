@@ -230,8 +230,8 @@ def uninstall() -> None:
     Objects already built (optimizers, scalers) keep the precision they were built with. Save a
     checkpoint before this call, because later checkpoints are written without the shim. Variables
     that ``install()`` exported get their earlier values back, and the audit and ``watch_updates()``
-    stop. If another tool has wrapped one of our wrappers, both wrappers stay. Our wrapper then only
-    passes calls on to the original, and a warning names the symbol.
+    stop. If another tool has wrapped one of our wrappers, both wrappers stay, ours only passes
+    calls on to the original, and a warning names the symbol.
     """
     global _current, _bad_start
     with _lock:

@@ -20,7 +20,7 @@ _COLUMN = 25  # The column at which the text after a feature's name begins.
 _LEAST = 6  # Minimum number of lines for decisions, however long the problems are.
 _AUDITS = 5  # Maximum number of lines for audits.
 _MORE = "status().details()"
-_WITH_OTHERS = "refused whole, because: "  # The engine's prefix to another seam's reason.
+_WITH_OTHERS = "refused whole, because: "  # The seam engine's text before another seam's reason.
 
 AT_WORK = ("pending", "partly pending", "wrapped", "partly", "native")
 """Verdicts on a path that mean that the feature is in force on this path, or will be."""

@@ -2,9 +2,10 @@
 
 The stand-in reproduces the interface, the checks of arguments, the state layout and the rounding of
 ``transformer_engine.pytorch.optimizers.FusedAdam``, as far as Megatron-core and RL frameworks can
-observe them. For each version it reproduces the legal constructor arguments, the dtype of each
-state tensor, the result of ``state_dict`` and the arguments of ``load_state_dict``. A step does the
-same arithmetic: it computes in fp32, and rounds the stored values to nearest.
+observe them. For each TransformerEngine version the stand-in reproduces the legal constructor
+arguments, the dtype of each state tensor, the result of ``state_dict`` and the arguments of
+``load_state_dict``. A step does the same arithmetic: it computes in fp32, and rounds the stored
+values to nearest.
 
 The stand-in differs from TransformerEngine:
 
@@ -204,8 +205,7 @@ class FusedAdam(StoredStates):
         """Take an Adam step for all parameters that have a gradient.
 
         Gradients may have any floating dtype. The step does not check for infinite and NaN
-        gradients. As in TransformerEngine, such gradients make the parameters and states
-        non-finite.
+        gradients, which make the parameters and states non-finite, as in TransformerEngine.
 
         Args:
             closure: computes the loss again and returns it.

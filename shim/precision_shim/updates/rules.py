@@ -114,7 +114,7 @@ class Rule:
         ideal = _adam if self._fused else known.get(place)
         self._scaled: Mapping[str, torch.dtype] = getattr(optimizer, "name_to_dtype_map", {})
         if self._fused and not self._scaled and getattr(optimizer, "master_weights", False):
-            ideal = None  # Apex's FusedAdam with masters: they are not in its state
+            ideal = None  # Apex's FusedAdam does not store its masters in its state
         if ideal is None:
             raise UnknownRuleError(
                 f"{type(optimizer).__module__}.{type(optimizer).__qualname__} has a rule of its "

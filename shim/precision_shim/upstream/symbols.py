@@ -261,7 +261,7 @@ def missed(
     The function reads one recorded version: the newest that is not newer than the installed
     version. Therefore no symbol is reported as missing that upstream added later or had removed
     before. If the installed version is unknown, the function reads the recorded version with the
-    same symbols. Without such a version, no symbol is reported as missing.
+    same symbols; if there is none, no symbol is reported as missing.
 
     Args:
         adapter: the adapter whose symbols may be missing.

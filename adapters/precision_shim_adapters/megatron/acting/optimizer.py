@@ -144,7 +144,7 @@ class Settled:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """All fields; the user's fields override the added fields."""
+        """The fields in ``asked`` and ``added``; ``asked`` overrides ``added``."""
         return {**self.added, **self.asked}
 
     def keep_layout(self, config: Any) -> None:

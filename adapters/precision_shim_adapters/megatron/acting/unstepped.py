@@ -31,7 +31,7 @@ def make_states(optimizers: Iterable[Any]) -> None:
             continue
         parts = getattr(
             inner, "sub_optimizers", None
-        )  # Megatron's optimizer for CPU offload has these
+        )  # only Megatron's optimizer for CPU offload has parts
         for part in [inner] if parts is None else parts:
             _make_states_of(part, on_host=parts is not None)
         if parts is not None:

@@ -99,8 +99,8 @@ def save_count(call: Call) -> Any:
     """Save the step count of FusedAdam's groups if nothing is on the host.
 
     If an optimizer is not precision-aware, the shim saves no step count. If a checkpoint had a
-    count, Megatron's load of such an optimizer would end with a KeyError. SkyRL's patches, which
-    make a load without a count work, do not prevent this KeyError.
+    count, Megatron's load of an optimizer that is not precision-aware would end with a KeyError,
+    even with SkyRL's patches, which make a load without a count work.
     """
     result = call.proceed()
     inner, config = call.instance.optimizer, call.instance.config
