@@ -55,7 +55,6 @@ _FP16: dict[str, Any] = {"feature": FEATURE, "upstream": _PULL, "delete_when": _
 
 
 def _at_method(name: str) -> list[dict[str, Any]]:
-    """The seam targets for one method of each DTensor worker class that is importable."""
     return [
         worker.at(f"{worker.beneath}.{name}", worker.beneath, relies_on=(*_RELIES_ON, worker.clips))
         for worker in DTENSOR

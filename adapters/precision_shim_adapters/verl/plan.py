@@ -141,8 +141,6 @@ def _processes(job: Job, config: Mapping[str, Any]) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class _Place:
-    """A model, its config key, its number of GPUs, and the group of its workers."""
-
     subject: str
     key: str
     world: int

@@ -41,8 +41,6 @@ Named = Iterable[tuple[str, Any]]
 
 @dataclass
 class _Asked:
-    """The configured dtype of a framework's rollout, and the number of weight syncs so far."""
-
     name: str = ""
     key: str = ""
     not_asked: str = ""

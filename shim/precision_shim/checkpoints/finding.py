@@ -86,7 +86,6 @@ def _units_in(path: Path, depth: int, seen: set[Path]) -> list[tuple[Path, str]]
 
 
 def _last_step(path: Path) -> Path | None:
-    """Return the directory of a run's last step, or ``None`` if ``path`` has no step directory."""
     steps = _steps(path)
     return max(steps, key=lambda step: steps[step], default=None)
 

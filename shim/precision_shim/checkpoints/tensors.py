@@ -90,8 +90,6 @@ _NO_DATA = ("_spec", "_mesh", "mesh")
 
 
 class _Slice(io.RawIOBase):
-    """A file object that reads a part of a file."""
-
     def __init__(self, path: Path, offset: int, length: int | None) -> None:
         self._file = path.open("rb")
         size = os.fstat(self._file.fileno()).st_size

@@ -240,7 +240,6 @@ def _limits(
 
 
 def _in_child(code: str, environment: Mapping[str, str] | None = None) -> Any:
-    """Run code in a child process; return the JSON that it prints, or ``None`` if it failed."""
     quiet = {**os.environ, PREFIX: "0"} if environment is None else environment
     try:
         done = subprocess.run(

@@ -161,7 +161,6 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _headers(directory: Path) -> Iterator[Weight]:
-    """Yield the parameters of all files; several experts' equal parameters are one ``Weight``."""
     counted: dict[tuple[str, tuple[int, ...]], int] = {}
     for path in sorted(directory.glob("*.safetensors")):
         if path.name.startswith(("consolidated", "adapter")):

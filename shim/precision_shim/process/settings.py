@@ -202,7 +202,6 @@ def check_variables(environ: Mapping[str, str]) -> None:
 
 
 def _nearest(name: str, known: Iterable[str]) -> list[str]:
-    """Return a list with the known name nearest to ``name``; empty if no name is near."""
     from difflib import get_close_matches  # only an error needs it
 
     # Compare without the common prefix, which would make any two names look alike.

@@ -163,7 +163,6 @@ def other_save(record: object, where: str, files: Files | None) -> str:
 
 
 def _of_another_save(where: str, files: list[str]) -> ScalerOfAnotherSaveError:
-    """Return the error for a record whose neighbouring ``files`` another save has written."""
     more = f" and {len(files) - 1} more" if len(files) > 1 else ""
     return ScalerOfAnotherSaveError(
         f"{where}: the loss scaler's state is of another save than the files beside it: "

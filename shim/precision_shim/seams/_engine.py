@@ -33,8 +33,6 @@ _lock = Lock()
 
 @dataclass
 class _Known:
-    """An adapter, with a ``Row`` for each of its seams."""
-
     adapter: Adapter
     rows: list[Row]
     checked: bool = False

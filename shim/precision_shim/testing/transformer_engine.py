@@ -293,8 +293,6 @@ class _PatchingLoader(importlib.abc.Loader):
 
 
 class _Undo:
-    """A stack of changes that ``everything`` undoes."""
-
     def __init__(self) -> None:
         self._steps: list[Callable[[], None]] = []
 

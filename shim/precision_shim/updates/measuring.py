@@ -245,7 +245,6 @@ class Meter:
         copy: Chain | None,
         weights: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Return the rollout engines' copies, made from the parameters or from ``weights``."""
         if copy is None:
             return None
         if all(parameter.dtype is copy[0] for parameter, _ in tensors):

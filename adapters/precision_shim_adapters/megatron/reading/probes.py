@@ -38,7 +38,6 @@ def fused_adam() -> Iterator[None]:
 
 
 def _refusal(**fields: Any) -> str:
-    """Megatron's error for a config, or ``""`` if Megatron accepts the config."""
     try:
         with fused_adam():
             _config(**fields)

@@ -226,7 +226,6 @@ def _judge_left_out(part: Part, live: Live, mended: bool) -> Outcome | None:
 
 
 def _with_shim(part: Part, live: Live) -> Outcome:
-    """The outcome of a resume with the seams of ``checkpoint``."""
     for name in (MASTER, *live.moments):
         for stored in part.dtypes(name):
             if how_read(stored, "fp32", master=name == MASTER) == "cast":
@@ -252,7 +251,6 @@ def _with_shim(part: Part, live: Live) -> Outcome:
 
 
 def _without(part: Part, live: Live) -> Outcome:
-    """The outcome of a resume with Megatron's ``DistributedOptimizer`` alone."""
     lost = _masters_without(part, live)
     if lost is not None:
         return lost
