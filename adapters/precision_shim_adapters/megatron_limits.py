@@ -1,6 +1,7 @@
 """``precision-shim doctor``'s remark on optimizer states that TransformerEngine cannot run.
 
-The command runs without torch and Megatron, so this module is outside the backend ``megatron``.
+``precision-shim doctor`` runs without torch and Megatron, so this module is outside the backend
+``megatron``.
 """
 
 from __future__ import annotations

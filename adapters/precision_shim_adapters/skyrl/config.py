@@ -3,7 +3,7 @@
 A SkyRL config built from a command line or a YAML does not show whether the user wrote a value or
 left it at the default. The shim therefore marks the user's values while SkyRL builds the
 dataclasses. Copies and pickles must keep the marks, since workers receive a pickled config. The
-result of ``dataclasses.asdict`` must not contain the marks.
+result of ``dataclasses.asdict`` must not contain the shim's marks.
 
 If the user did not write ``grad_reduce_in_fp32`` or ``model_dtype``, the shim deletes the
 instance's attribute. A read of a deleted attribute returns the class's default, and an assignment
@@ -153,7 +153,7 @@ def note_overrides(call: Call, args: Any) -> Any:
     """Mark the settings that the user wrote as overrides on a command line.
 
     SkyRL merges overrides in the old style into a YAML that contains every default, so the shim
-    reads the marks from the overrides. Without a base YAML, the marks that the seams on
+    takes the user's keys from the overrides. Without a base YAML, the marks that the seams on
     ``__init__`` set are right, even for a user's own config class.
 
     Raises:

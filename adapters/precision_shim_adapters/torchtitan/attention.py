@@ -35,8 +35,8 @@ _CAST, _KEPT = "bfloat16", "float16"
 def keep_float16(forward: Any) -> Any:
     """Make an attention function that does not cast float16 to bfloat16.
 
-    The new function calls torchtitan's own function. For float16 inputs the new function calls a
-    copy of torchtitan's function in which the name ``bfloat16`` is replaced by ``float16``.
+    The made attention function calls torchtitan's own function. For float16 inputs the new function
+    calls a copy of torchtitan's function in which the name ``bfloat16`` is replaced by ``float16``.
 
     Raises:
         SeamError: torchtitan's function does not cast to bfloat16, or also mentions float16.

@@ -1,9 +1,9 @@
 """The seams that verl's VeOmni, Automodel, torchtitan and FSDP Turbo engines share in float16.
 
-None of the four engines makes a loss scaler. VeOmni, Automodel and torchtitan engines compute the
-loss with a function that the caller passes, and skip a step whose grad norm is not finite. The shim
-scales the loss of the passed function, and unscales the gradients before the engine clips them.
-FSDP Turbo runs the FSDP engine's loop, which uses the engine's ``scaler``.
+VeOmni, Automodel and torchtitan engines make no loss scaler, compute the loss with a function that
+the caller passes, and skip a step whose grad norm is not finite. The shim scales the loss of the
+passed function, and unscales the gradients before the engine clips them. FSDP Turbo makes no loss
+scaler either; it runs the FSDP engine's loop, which uses the engine's ``scaler``.
 """
 
 from __future__ import annotations

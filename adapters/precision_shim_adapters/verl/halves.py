@@ -1,9 +1,9 @@
 """Audit the weights that verl's actor sends, and the engines of verl's rollout servers.
 
 An actor's engine returns its weights as a generator that has not started, for verl's own weight
-sync and for a checkpoint engine. The legacy workers of 0.7.1 make this generator inside a method,
-and pass it to the rollout's ``ServerAdapter``. The seams of this module run after the seams of
-``sync``, and so read the weights that the shim sends.
+sync and for a checkpoint engine. The legacy workers of 0.7.1 make the generator of weights inside a
+method, and pass it to the rollout's ``ServerAdapter``. The seams of this module run after the seams
+of ``sync``, and so read the weights that the shim sends.
 
 A rollout server is verl's own Ray actor around vLLM's ``AsyncLLM``, or around SGLang's
 ``TokenizerManager`` and HTTP server.

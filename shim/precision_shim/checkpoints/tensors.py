@@ -204,7 +204,7 @@ class Archive:
         """Yield (keys, tensor) for each tensor in ``tree`` (default: the archive's tree)."""
         seen: set[int] = set()
         waiting: list[tuple[tuple[Any, ...], Any]] = [((), self.tree if tree is None else tree)]
-        inside: set[int] = set()  # ids of values inside objects; such a value has its object's keys
+        inside: set[int] = set()  # ids of values inside objects, whose keys are their object's keys
         while waiting:
             keys, node = waiting.pop()
             if isinstance(node, Made):

@@ -41,8 +41,8 @@ def save(
 ) -> Path:
     """Write the scaler's state into a checkpoint's directory; called by every rank of the group.
 
-    Call ``save`` after the framework has written its own files. The file is renamed to its final
-    name only when it is complete and flushed to the disk. If the process is killed before the
+    Call ``save`` after the framework has written its own files. The scaler's file is renamed to its
+    final name only when it is complete and flushed to the disk. If the process is killed before the
     renaming, the file of an earlier save remains, and perhaps a hidden temporary file.
 
     Args:

@@ -261,8 +261,8 @@ class LossScaler(ShardedGradScaler):
         """Update the scale after a framework's own loop took a step, or skipped a non-finite step.
 
         ``settle`` is for a loop that tests the norm of the unscaled gradients itself and cannot
-        call this scaler's ``step``. The loop calls ``unscale_once`` before its step, and ``settle``
-        after it.
+        call this scaler's ``step``. A framework's loop calls ``unscale_once`` before its step, and
+        ``settle`` after it.
 
         Raises:
             LossScaleError: see ``update``.

@@ -120,8 +120,8 @@ def measure_bytes(model_chunks: Any, optimizer: Any) -> MeasuredBytes:
     a plain module with a torch optimizer. Optimizer states exist only after the first step.
 
     A bf16 model on megatron-core 0.16.1, with data-parallel size 1, has 18 bytes per parameter with
-    Megatron's defaults. The model has 10 bytes with bf16 main gradients, bf16 moments and int16
-    remainders, and 12 without the remainders (measured 2026-11).
+    Megatron's defaults, 10 with bf16 main gradients, bf16 moments and int16 remainders, and 12
+    without the remainders (measured 2026-11).
 
     Args:
         model_chunks: a module or a list of modules, as for ``get_megatron_optimizer``.

@@ -101,9 +101,9 @@ def stand_in_transformer_engine(version: str | None = None) -> Iterator[StandIn]
 
     If a real TransformerEngine can be imported, and ``version`` is None or the real version, the
     real constructor checks the arguments, with a throw-away parameter on the CPU. The stand-in does
-    the rest, because the real ``step()`` needs a GPU. :attr:`StandIn.checked_by` names the
-    constructor that checks the arguments. Megatron also imports an installed TransformerEngine's
-    real layers.
+    everything after the constructor, because the real ``step()`` needs a GPU.
+    :attr:`StandIn.checked_by` names the constructor that checks the arguments. Megatron also
+    imports an installed TransformerEngine's real layers.
 
     Args:
         version: 1.13 or newer; the rules of that release apply, such as bf16 moments in 2.3 and
@@ -185,8 +185,8 @@ _Patch = Callable[[types.ModuleType, "_Undo"], None]
 def _megatron_patches(stand_in: StandIn) -> dict[str, _Patch]:
     """Return the patches of Megatron modules that import TransformerEngine's names by value.
 
-    The list was made from the source of megatron-core 0.15.3, 0.16.1, 0.18.2 and 0.19.0. Names that
-    a Megatron version lacks are not added to its modules. Other Megatron modules either import
+    The patches were made from the source of megatron-core 0.15.3, 0.16.1, 0.18.2 and 0.19.0. Names
+    that a Megatron version lacks are not added to its modules. Other Megatron modules either import
     TransformerEngine's optimizers at each use, or need kernels (``multi_tensor_*``), which have no
     stand-in.
     """
@@ -225,8 +225,8 @@ def _megatron_patches(stand_in: StandIn) -> dict[str, _Patch]:
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Patches a Megatron module right after its import.
 
-    The stand-in is hidden while the module executes. Therefore the module first has its values
-    without a stand-in, and undoing the patch restores these values.
+    The stand-in is hidden while the Megatron module executes. Therefore the module first has its
+    values without a stand-in, and undoing the patch restores these values.
     """
 
     def __init__(self, patches: dict[str, _Patch], undo: _Undo, leaf: types.ModuleType) -> None:

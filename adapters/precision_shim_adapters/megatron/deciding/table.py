@@ -1,7 +1,7 @@
 """The dispatch table: the OptimizerConfig fields that the shim sets for each model dtype.
 
-The table follows verl's pull request 6526. The rule that keeps ``exp_avg_sq`` in fp32 at a high
-``beta2`` is the shim's own (``precision.moments``).
+The dispatch table follows verl's pull request 6526. The rule that keeps ``exp_avg_sq`` in fp32 at a
+high ``beta2`` is the shim's own (``precision.moments``).
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def obstacles(request: OptimizerRequest) -> list[str]:
     - A precision-aware optimizer with fp32 main grads has 2 + 4 (bucket) bytes on the GPU.
     - A precision-aware optimizer with bf16 main grads has 2 + 2 (bucket) bytes on the GPU.
 
-    All three optimizers have 16/DP bytes per parameter on the host. An optimizer that is not
+    On the host, each optimizer of this list has 16/DP bytes per parameter. An optimizer that is not
     precision-aware takes the same steps, bit for bit, as a precision-aware optimizer with fp32 main
     grads.
     """

@@ -1,8 +1,8 @@
 """The settings of one model of a planned job on Megatron, and the shim's decisions about the model.
 
-The decisions come from the worker's own functions. ``plan_wishes`` decides the optimizer's config,
-and ``deciding.bucket`` decides the gradient bucket. ``reader.read_wanted`` returns the dtypes that
-Megatron keeps with the decided config.
+The shim's decisions in a plan come from the worker's own functions. ``plan_wishes`` decides the
+optimizer's config, and ``deciding.bucket`` decides the gradient bucket. ``reader.read_wanted``
+returns the dtypes that Megatron keeps with the decided config.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 ``HybridDeviceOptimizer`` has inner optimizers, which update copies of the parameters with torch's
 AdamW on the host and with FusedAdam on the GPU. ``HybridDeviceOptimizer`` has no states before its
 first step, so ``DistributedOptimizer.load_state_dict`` makes states with ``dummy_step``, a step on
-random gradients. Megatron then loads a checkpoint into the outer optimizer's states. Parts of the
-checkpoint do not reach the inner optimizers (megatron-core 0.15 to 0.19, without a warning):
+random gradients. Megatron then loads a checkpoint into the outer optimizer's states. Parts of a
+loaded checkpoint do not reach the inner optimizers (megatron-core 0.15 to 0.19, without a warning):
 
 - With ``dp_reshardable`` (which 0.15 cannot save), AdamW's step counts are 1 after a resume.
 - With ``dp_zero_gather_scatter``, the parameters' copies keep the values of the dummy step.
