@@ -1,8 +1,8 @@
 """Which dtypes a field of the OptimizerConfig may have with the installed TransformerEngine.
 
-The rules come from TransformerEngine's ``FusedAdam.__init__``, release by release, and from the
-choices that Megatron-LM's command line offers for ``--main-grads-dtype``. The test environment that
-builds TransformerEngine compares this module's rules with the real constructor.
+The rules in this module come from TransformerEngine's ``FusedAdam.__init__``, release by release,
+and from the choices that Megatron-LM's command line offers for ``--main-grads-dtype``. The test
+environment that builds TransformerEngine compares this module's rules with the real constructor.
 """
 
 from __future__ import annotations
