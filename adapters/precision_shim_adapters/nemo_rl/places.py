@@ -20,8 +20,7 @@ class Worker:
         group: the group of the worker's seams.
         clip: the first function that reads a DTensor worker's gradients.
         optional: whether NeMo-RL may lack this worker.
-        only_if: see ``Seam``.
-        unless: see ``Seam``.
+        only_if, unless: see ``Seam``.
     """
 
     module: str

@@ -238,8 +238,7 @@ class Backend(_Record):
             name and seams, TransformerEngine's version, and the reason why TransformerEngine cannot
             be imported.
         shared: the backend's packages that contain seams, each with its distribution's name.
-        audit_readers: see ``seams.Adapter``.
-        checkpoint_readers: see ``seams.Adapter``.
+        audit_readers, checkpoint_readers: see ``seams.Adapter``.
     """
 
     config: Config

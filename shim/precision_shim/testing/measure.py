@@ -50,7 +50,7 @@ class MeasuredBytes:
         grad_buckets: gradient buckets of Megatron's DDP (replicated).
         grad_copies: gradients outside the buckets: the fp32 copies that an optimizer step makes of
             a 16-bit bucket, and ``.grad`` of the model (sharded if the optimizer is sharded). To
-            see an optimizer's gradient copies, measure between ``step()`` and ``zero_grad()``.
+            see gradients outside the buckets, measure between ``step()`` and ``zero_grad()``.
         master: fp32 or fp16 master parameters, or int16 remainders (sharded).
         exp_avg: first moments (sharded).
         exp_avg_sq: second moments (sharded).

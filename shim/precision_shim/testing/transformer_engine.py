@@ -242,7 +242,6 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         path: Sequence[str] | None,
         target: types.ModuleType | None = None,
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the other finders' spec, with a loader that patches the module afterwards."""
         if fullname not in self._patches or fullname in self._asking:
             return None
         self._asking.add(fullname)
@@ -260,7 +259,6 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
     def run(self, loader: importlib.abc.Loader, module: types.ModuleType) -> None:
-        """Execute ``module`` with the stand-in hidden, then patch it."""
         if self._hidden == 0:
             sys.modules.pop(_LEAF, None)
         self._hidden += 1
