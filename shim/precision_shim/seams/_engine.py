@@ -251,8 +251,8 @@ class Engine:
         """Undo all patches, the latest first.
 
         Returns:
-            A message for each symbol that cannot be restored, because another tool has wrapped it.
-            Our wrapper then stays beneath the other tool's wrapper and only passes calls on.
+            A message for each symbol that cannot be restored, because another tool has wrapped our
+                wrapper, which stays beneath and only passes calls on.
         """
         with _lock:
             self._live = False

@@ -119,8 +119,8 @@ class Sites:
         """Undo all patches, the latest first.
 
         Returns:
-            A message for each symbol that cannot be restored, because another tool has wrapped it.
-            Our wrapper then stays beneath the other tool's wrapper and only passes calls on.
+            A message for each symbol that cannot be restored, because another tool has wrapped our
+                wrapper, which stays beneath and only passes calls on.
         """
         left = []
         for site in reversed(self._sites):
