@@ -45,8 +45,8 @@ class ScaledLoss(wrapt.ObjectProxy):  # type: ignore[type-arg]
 def steps_through(function: Callable[..., Any], optimizer: Optimizer) -> Iterator[None]:
     """Replace ``optimizer.step`` by a function while a framework's loop runs.
 
-    While the function runs, ``optimizer.step`` is the optimizer's own step, which a scaler can
-    call. Leave the context when the loop ends, because torch's distributed checkpoints step the
+    Within the replacing function, ``optimizer.step`` is the optimizer's own step, which a scaler
+    can call. Leave the context when the loop ends, because torch's distributed checkpoints step the
     optimizer on dummy gradients.
     """
     # The LR scheduler has put a step-counting wrapper on the optimizer: call this wrapper, and

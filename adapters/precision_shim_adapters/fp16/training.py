@@ -161,8 +161,8 @@ class ScaledTraining:
     def one_step(self, optimizer: Optimizer, inner: Sequence[Optimizer] = ()) -> Iterator[None]:
         """A context for a framework's function that clips the gradients and steps at most once.
 
-        The shim unscales the gradients before the function runs. If the function takes no step
-        because of the gradient norm, the shim counts a skipped step.
+        The shim unscales the gradients before the framework's function runs. If the framework's
+        function takes no step because of the gradient norm, the shim counts a skipped step.
 
         Args:
             optimizer: the optimizer that steps.
@@ -192,8 +192,9 @@ class ScaledTraining:
     ) -> Iterator[None]:
         """A context for a framework's loop that computes losses, clips and steps several times.
 
-        The loop must call ``before_clipping`` before each step. After the loop, ``optimizer.step``
-        is the original again, because torch's distributed checkpoints call it on dummy gradients.
+        The framework's loop must call ``before_clipping`` before each step. After the loop,
+        ``optimizer.step`` is the original again, because torch's distributed checkpoints call it on
+        dummy gradients.
 
         Args:
             optimizer: see ``one_step``.
@@ -307,7 +308,7 @@ class ScaledTraining:
     def restore(self, directory: str | os.PathLike[str], files: Files | None = None) -> None:
         """Restore the scaler from the file beside a checkpoint; every rank must call ``restore``.
 
-        If the file belongs to another save, the shim warns, and the scaler starts fresh.
+        If the scaler's file belongs to another save, the shim warns, and the scaler starts fresh.
 
         Args:
             directory: the checkpoint's directory.

@@ -7,8 +7,8 @@ shim scales every loss of an RL trainer whose ``optim_step`` it has replaced. In
 shim scales only losses inside ``Trainer.train_step``, since other code builds a ``Trainer`` and
 runs its own loop.
 
-Two seams replace the symbol itself and use no wrapt wrapper, because ``optim_step`` is a Monarch
-object and dynamo compiles the attention.
+Two seams replace their symbols themselves and use no wrapt wrapper, because ``optim_step`` is a
+Monarch object and dynamo compiles the attention.
 
 The shim does not patch the experts' grouped products, which torchtitan computes in bfloat16 in
 training and in its generator. ``PolicyTrainer.push_model_state_dict`` needs no patch, because it

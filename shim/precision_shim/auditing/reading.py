@@ -38,10 +38,10 @@ class Wanted:
         masters: dtype of the masters by 16-bit parameter dtype; empty if the config sets none.
         exp_avg: dtype of the first moment.
         exp_avg_sq: dtype of the second moment.
-        remedies: the end of a problem's message, by the problem's code. Placeholders in the text
+        remedies: the end of a problem's message, by the problem's code. Placeholders in a remedy
             are ``{wanted}`` (the expected dtype), ``{source}``, ``{component}`` (the moment),
-            ``{optimizer}`` (its class) and ``{params}`` (dtypes of parameters without masters).
-            A key ``"CODE DTYPE"`` takes precedence over ``"CODE"``.
+            ``{optimizer}`` (its class) and ``{params}`` (dtypes of parameters without masters). A
+            key ``"CODE DTYPE"`` takes precedence over ``"CODE"``.
     """
 
     source: str

@@ -3,8 +3,8 @@
 An RL loss contains the ratio of the trainer's to the rollout engine's probabilities. The loss's KL
 term contains the ratio of the trainer's to the reference model's probabilities. Two engines that
 round differently compute different probabilities for every token. If one engine uses fp16 and the
-other bf16, the ratio has the error that fp16 in both engines would remove. docs/both-sides.md has
-figures; arXiv 2510.26788 observed this error first.
+other bf16, the ratio of their probabilities has the error that fp16 in both engines would remove.
+docs/both-sides.md has figures; arXiv 2510.26788 observed this error first.
 """
 
 from __future__ import annotations

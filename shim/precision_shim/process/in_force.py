@@ -1,6 +1,6 @@
 """Decide whether a feature is in force for a framework; no other module decides it.
 
-In a worker, the engine has recorded the refused groups of seams. The commands doctor, plan and
+In a worker, the seam engine has recorded the refused groups of seams. The commands doctor, plan and
 checkpoint predict from source which groups the engine would refuse (``Foreseen``).
 """
 

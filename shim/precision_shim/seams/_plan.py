@@ -1,7 +1,7 @@
 """Check an adapter's records against the frameworks' source, and plan which symbols to patch.
 
-The check patches nothing, imports no framework and keeps no state. The engine executes the plan;
-``precision-shim doctor`` shows the plan.
+Checking patches nothing, imports no framework and keeps no state. The seam engine executes the
+plan; ``precision-shim doctor`` shows the plan.
 """
 
 from __future__ import annotations

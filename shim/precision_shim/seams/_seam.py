@@ -1,8 +1,8 @@
 """How an adapter declares a seam: with a decorator on the function that wraps a symbol.
 
 ``seam(...)`` marks a function, as pluggy's ``hookimpl`` does; ``collect(...)`` makes an adapter's
-table from the marks. The symbol must have the parameters that the function names, so the
-declaration does not list them.
+table from the marks. A wrapped symbol must have the parameters that the marked function names, so
+the declaration does not list them.
 """
 
 from __future__ import annotations

@@ -207,11 +207,10 @@ def locate(target: str) -> tuple[Any, str, Any]:
 def _find_held(displaced: Mapping[int, tuple[Any, Any]]) -> list[int]:
     """Return the ids of the objects to which something besides ``displaced`` refers.
 
-    Nearly always there is no such object, and the modules need not be searched.
+    Nearly always the result is empty, and the modules need not be searched.
     """
     pairs: list[tuple[Any, Any]] = [(object(), None), *displaced.values()]
-    # Only its tuple refers to ``object()``: a higher count than its count means a further
-    # reference.
+    # Only its tuple refers to ``object()``: a higher count means a further reference.
     alone, *counts = [sys.getrefcount(pair[0]) for pair in pairs]
     return [key for key, count in zip(displaced, counts, strict=True) if count > alone]
 

@@ -17,9 +17,9 @@ The stand-in differs from TransformerEngine:
 * The layout of fp8 *moments* is one byte per element plus one scale. TransformerEngine's
   ``Float8Tensor`` may also contain a transposed copy.
 
-The rules were read in 2026-11 from the released TransformerEngine 1.13, 2.1, 2.3, 2.11, 2.14, 2.18,
-2.19 and 2.20.2 (``pytorch/optimizers/fused_adam.py``), and from ``common/multi_tensor/adam.cu`` up
-to 2.18.
+The stand-in's rules were read in 2026-11 from the released TransformerEngine 1.13, 2.1, 2.3, 2.11,
+2.14, 2.18, 2.19 and 2.20.2 (``pytorch/optimizers/fused_adam.py``), and from
+``common/multi_tensor/adam.cu`` up to 2.18.
 """
 
 from __future__ import annotations

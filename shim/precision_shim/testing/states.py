@@ -149,7 +149,7 @@ class StoredStates(torch.optim.Optimizer):
     def initialize_state(self, param: torch.Tensor, store_param_remainders: bool) -> None:
         """Create the states of ``param``: moments of zero, the master equal to the parameter.
 
-        In TransformerEngine 2.0 and earlier the method has no second argument.
+        In TransformerEngine 2.0 and earlier ``initialize_state`` has no second argument.
 
         Args:
             param: a parameter of this optimizer.

@@ -1,10 +1,10 @@
 """Measure which of an optimizer's updates are rounded away, in hooks of the optimizer's step.
 
 At every n-th step the meter samples the stored numbers before and after the optimizer's step. The
-meter compares the numbers' change with the change that the optimizer's own formula gives in fp64.
-The meter copies its counts to the host asynchronously, and reads them at the beginning of a later
-step. The meter changes nothing that a step reads or writes, and does not use torch's global random
-generators.
+meter compares the stored numbers' change with the change that the optimizer's own formula gives in
+fp64. The meter copies its counts to the host asynchronously, and reads them at the beginning of a
+later step. The meter changes nothing that a step reads or writes, and does not use torch's global
+random generators.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The copy of a matrix W is W + scale * B@A, rounded. The meter samples random elements of each
 matrix. Before and after the optimizer's step, the meter reads the rows of B and the columns of A
-that determine the elements. Each rank must have the whole factors A and B. If the factors are
-sharded over ranks, nothing is measured, because only a collective could assemble them.
+that determine the sampled elements. Each rank must have the whole factors A and B. If the factors
+are sharded over ranks, nothing is measured, because only a collective could assemble them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Every path to a gradient bucket (a framework's own ``get_model``, mbridge, Megatron-Bridge) calls
 ``DistributedDataParallel.__init__`` with the parameters whose gradients the bucket will contain.
-The seam patches a method of the class, so it also acts in modules that import the class by name.
+The seam patches a method of Megatron's DDP class, so it also acts in modules that import the class
+by name.
 
 The seams do not change a DDP that is built outside a supported framework.
 """
