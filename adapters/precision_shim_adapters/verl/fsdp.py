@@ -1,7 +1,7 @@
 """Replace the loss scaler of verl on FSDP in fp16, and read verl's FSDP configs.
 
 verl 0.8 and later make a grad scaler in ``FSDPEngine._build_fsdp_module``; verl 0.7 and before make
-it in the legacy actor. The shim replaces either scaler by a ``LossScaler`` with verl's own values.
+it in the legacy actor. The shim replaces verl's scaler by a ``LossScaler`` with verl's own values.
 The FSDP engine and the legacy critic of 0.7.1 train fp16 parameters without a scaler, so the shim
 scales their loss when verl computes it, and unscales the gradients before verl clips them. If a
 grad norm is not finite, verl itself skips the step.
