@@ -1,12 +1,13 @@
-"""precision_shim for AReaL: dtype names, the states that its config asks for, and fp16.
+"""precision_shim for AReaL: dtype names, dtypes of the optimizer's states, and fp16.
 
-AReaL's MegatronEngine sets the states' dtypes on an OptimizerConfig that is already validated, so
-the fields that Megatron derived do not fit them: with ``adam_bf16`` the optimizer keeps fp32 master
-weights beside the parameters. AReaL's loss scaler settings do not reach Megatron. The engine itself
-multiplies its loss by ``get_loss_scale()`` and accepts a skipped step.
+AReaL's MegatronEngine sets the dtypes of the optimizer's states on an OptimizerConfig that is
+already validated, so the fields that Megatron derives from these dtypes are wrong: with
+``adam_bf16`` the optimizer keeps fp32 master weights beside the parameters. AReaL's loss scaler
+settings do not reach Megatron. AReaL's engine itself multiplies its loss by ``get_loss_scale()``
+and accepts a skipped step.
 
-Not touched: AReaL's FSDP and Archon engines. Delete when: AReaL passes the fields, as dtypes, to
-the constructor of Megatron's OptimizerConfig.
+The adapter does not change AReaL's FSDP and Archon engines. Delete the adapter when AReaL passes
+the dtypes to the constructor of Megatron's OptimizerConfig.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _SCALER = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hystere
 
 
 def read(engine: Any) -> Wishes:
-    """Read what a user of AReaL asks for; a value equal to its class's default is not a wish."""
+    """Read the user's settings of an AReaL engine; a default value does not count as set."""
     ours, theirs = engine.optimizer_config, engine.mcore_config
     asked: dict[str, Any] = {}
     if ours is not None:
@@ -70,7 +71,7 @@ def _written(config: Any, names: tuple[str, ...]) -> dict[str, Any]:
     relies_on=("mcore_config",),
 )
 def name_dtypes(call: Call, config: Any) -> None:
-    """Give the engine a config with torch's names for the states' dtypes."""
+    """Pass the engine a config in which the optimizer states' dtypes have torch's names."""
     where, theirs = versioned("areal"), config.megatron
     dtypes = {
         name: coerce_dtype(getattr(theirs, name), key=f"megatron.{name}", where=where)
@@ -101,7 +102,7 @@ def build(call: Call) -> None:
     aliases=(f"{ENGINE}:get_megatron_optimizer",),
 )
 def settle(call: Call, config: Any, model_chunks: Any) -> Any:
-    """Put the settled fields into the config, and validate it so that derived fields fit them."""
+    """Set the fields from ``settle`` on the config, and validate the config again."""
     return megatron.settle_made(call, "areal", config, model_chunks, stale=True)
 
 
@@ -126,7 +127,7 @@ ADAPTER = Adapter.of(
 
 
 def foretell(part: Part, here: Here) -> Outcome:
-    """Predict how AReaL would resume; ``here.config``: fields of ``megatron`` or OptimizerConfig.
+    """Predict how AReaL resumes; ``here.config`` has fields of ``megatron`` or OptimizerConfig.
 
     Without the shim AReaL's optimizer keeps whole master weights beside low-precision moments.
     """

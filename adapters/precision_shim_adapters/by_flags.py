@@ -43,7 +43,7 @@ def roll(part: Part, here: Here) -> Outcome:
 
 
 def roll_sharded(part: Part, here: Here) -> Outcome:
-    """Predict how ROLL on FSDP2 would resume; the states are saved below the exported weights."""
+    """Predict how ROLL on FSDP2 would resume; the states are in a subdirectory of the weights."""
     who = versioned("roll", called="ROLL")
     why = f"{who} leaves moments out: it loads into an optimizer that has none yet"
     return Outcome(FRESH, why) if part.held.get(PARAMS) else Outcome(FAILS, "it has no weights")

@@ -10,8 +10,8 @@ MEGATRON_EFFECTS = (
     "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
     "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__",
 )
-"""Megatron's functions that raise the faults of an adapter in strict mode. If a third party's
-adapter cannot be loaded, only these functions raise its faults."""
+"""Megatron's functions that raise an adapter's faults in strict mode. If a third party's adapter
+cannot be loaded, only these functions raise the adapter's faults."""
 
 MEGATRON = Backend(
     config=Config(
@@ -244,8 +244,8 @@ ANY_MEGATRON = Framework(
     probes=PROBES[:1],
     by_name=True,
 )
-"""Any job on Megatron-core. "all" does not include this record, or the shim would patch Megatron in
-every process that imports it. The adapters of frameworks on Megatron have the same seams."""
+"""Any job on Megatron-core. ``PRECISION_SHIM_FRAMEWORKS=all`` does not include this record, because
+otherwise the shim would patch Megatron in every process that imports Megatron."""
 
 FRAMEWORKS = (
     VERL,

@@ -1,4 +1,4 @@
-"""Interpret the keys of Megatron's distributed checkpoints, for the seams and the doctor."""
+"""Interpret the keys of Megatron's distributed checkpoints, for seams and ``checkpoint``."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ KEYED = ("dp_reshardable", "dp_zero_gather_scatter")
 
 
 OFFLOADED = "offload_fraction"
-"""Key of the fraction on the host, which only param groups of Megatron's optimizer for CPU offload
-have. With this key ``fill_part`` stores two more facts. ``counted``: whether all param groups have
+"""Key of the fraction of states on the host, which only param groups of Megatron's optimizer for
+CPU offload have. With this key ``fill_part`` stores two facts. ``counted``: whether all groups have
 a step count. ``names_classes``: whether a ``common.pt`` contains the param groups; torch refuses to
 load the classes that such a file names."""
 
@@ -131,7 +131,6 @@ def _dicts_with(tree: Any, name: str) -> Iterator[dict[Any, Any]]:
 
 
 def _values_of(tree: Any, name: str) -> Iterator[Any]:
-    """All values of a key, at any depth of a tree of dicts."""
     return (mapping[name] for mapping in _dicts_with(tree, name))
 
 

@@ -1,6 +1,7 @@
-"""The doctor's remark on optimizer states that the installed TransformerEngine cannot run.
+"""``precision-shim doctor``'s remark on optimizer states that TransformerEngine cannot run.
 
-The doctor runs without torch and Megatron, so this module is outside the backend ``megatron``.
+``precision-shim doctor`` runs without torch and Megatron, so this module is outside the backend
+``megatron``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _DISPATCH = "bf16-dispatch"
 
 
 def told(who: str, seams: Iterable[SeamStatus], version: str | None, error: str | None) -> str:
-    """The doctor's remark about a framework; empty if TransformerEngine sets no limit.
+    """The remark about a framework; empty if TransformerEngine sets no limit.
 
     Args:
         who: the framework and its version.

@@ -1,4 +1,4 @@
-"""precision_shim for ms-swift: states and gradient bucket from one plan, and fp16 on Megatron.
+"""precision_shim for ms-swift on Megatron: optimizer states, gradient bucket and fp16.
 
 ms-swift's Megatron trainers scale their loss, but fail at the first overflow: the DDP's check of
 gradients is always on, and the trainers convert a skipped step's gradient norm, which is ``None``,
@@ -6,8 +6,8 @@ to a tensor. With the initial loss scale of 2**32, a job's first steps are skipp
 an fp16 model are summed in fp16 unless the user writes ``--accumulate_allreduce_grads_in_fp32``.
 
 ``args.loss_scale`` is ms-swift's weighting of tokens and has nothing to do with Megatron's loss
-scale: it is never read here. Not touched: ms-swift's trainers on transformers. Delete when:
-ms-swift's Megatron trainers accept a skipped step.
+scale: the adapter never reads it. The adapter does not change ms-swift's trainers on transformers.
+Delete the adapter when ms-swift's Megatron trainers accept a skipped step.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _FIELDS = (megatron.PRECISION_AWARE, *STATES, "optimizer_cpu_offload", "optimize
 
 
 def read(args: Any, kind: Any = None) -> Wishes:
-    """Read what a user of ms-swift asks for; a value equal to its class's default is not a wish.
+    """Read the user's settings from ms-swift's arguments; a default value does not count as set.
 
     Args:
         args: ms-swift's arguments, or a namespace with their names.
-        kind: the class of the arguments; ``None``: that of ``args``.
+        kind: the class of the arguments; ``None`` for the class of ``args``.
     """
     defaults = {field.name: coerced(field.default) for field in dataclasses.fields(kind or args)}
     asked = {name: coerced(getattr(args, name)) for name in _FIELDS}
     asked = {name: value for name, value in asked.items() if value != defaults[name]}
     if args.fp8_format is not None:
         asked["fp8_recipe"] = args.fp8_recipe
-    # ms-swift itself turns this on for a bf16 model with fp32 main grads.
+    # ms-swift turns accumulate_allreduce_grads_in_fp32 on for a bf16 model with fp32 main grads.
     forced = args.bf16 and coerced(args.main_grads_dtype) is torch.float32
     return Wishes(
         where=f"{versioned('ms-swift', 'swift')}, megatron's arguments",
@@ -90,7 +90,7 @@ def build(call: Call, args: Any) -> None:
     aliases=(f"{TRAINER}:get_megatron_optimizer",),
 )
 def settle(call: Call, config: Any, model_chunks: Any) -> Any:
-    """Put the settled fields, which include the user's, into the config."""
+    """Set the fields from ``settle``, which include the user's fields, on the config."""
     return megatron.settle_made(call, "ms-swift", config, model_chunks)
 
 

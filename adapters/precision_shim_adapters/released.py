@@ -1,4 +1,4 @@
-"""Check that a framework's files are as released, so that their values count as defaults."""
+"""Check that a framework's files are unchanged, so that their values count as defaults."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def are_released(distribution: str, paths: Iterable[Path]) -> bool:
-    """Whether each file belongs to a distribution and is unchanged since the distribution's wheel.
+    """Whether each file belongs to a distribution and equals the file in the distribution's wheel.
 
     The result is false for a source checkout, because a user may have edited its files.
 

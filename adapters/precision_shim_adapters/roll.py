@@ -3,7 +3,8 @@
 ROLL's strategy never sets the model's ``grad_scale_func``. Megatron therefore divides the gradients
 by the loss scale, but does not multiply the loss by this scale. ROLL's config has no field for the
 optimizer's dtypes. ROLL's offload packs all states of an optimizer into one buffer of one dtype,
-which would round low-precision states. The shim therefore leaves the states fp32.
+which would round low-precision states. The shim therefore leaves the optimizer states of ROLL's
+jobs fp32.
 
 The shim patches neither the rollout engines nor mcore_adapter's own trainer, which scales its loss.
 ``roll_fsdp`` patches ROLL on FSDP2.

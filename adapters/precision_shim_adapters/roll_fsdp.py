@@ -1,6 +1,6 @@
 """ROLL on FSDP2 in fp16: complete scaled steps, count skipped steps, save the scaler.
 
-ROLL scales its loss with torch's GradScaler. But with a scaler, ROLL's loop neither steps the LR
+ROLL scales its loss with torch's GradScaler. With a scaler, ROLL's loop neither steps the LR
 scheduler nor clears the gradients, so the gradients add up over all steps. ROLL does not save the
 scaler in checkpoints.
 
@@ -58,7 +58,7 @@ def training_of(strategy: Any) -> ScaledTraining | None:
 
 @seam(f"{STRATEGY}.train_step", why="leaves a scaled step unfinished", **HERE)
 def step(call: Call) -> Any:
-    """Complete each scaled step; report loss scale, skipped steps, and a skip's norm as NaN."""
+    """Complete each scaled step; report loss scale and skips, and NaN as a skipped step's norm."""
     strategy = call.instance
     training = training_of(strategy)
     if training is None:
@@ -77,7 +77,7 @@ def _ended(strategy: Any, training: ScaledTraining) -> Iterator[None]:
     """Step the scheduler and clear the gradients after a scaled step, unless ROLL does so.
 
     The shim compares ``scheduler.last_epoch`` when the next loss is scaled, or at the end of the
-    call. ROLL's own loop would have stepped the scheduler before.
+    call; by then, ROLL's own loop would have stepped the scheduler.
     """
     scaler, scheduler = strategy.scaler, strategy.scheduler
     at: list[int] = []

@@ -1,7 +1,6 @@
 """``install()`` patches RL post-training frameworks to use the precision that their users ask for.
 
-    import precision_shim
-    precision_shim.install()
+    import precision_shim precision_shim.install()
 
 Importing this package imports neither torch nor a framework nor wrapt, because a start-up file may
 import it in every Python process of a cluster. Each name in ``__all__`` is loaded on first use.
@@ -71,12 +70,7 @@ if TYPE_CHECKING:
 def _lazily(
     package: str, where: dict[str, str]
 ) -> "tuple[Callable[[str], object], Callable[[], list[str]]]":
-    """Return the ``__getattr__`` and ``__dir__`` of a package that loads its names on first use.
-
-    Args:
-        package: the package's name.
-        where: each lazily loaded name, mapped to the submodule that defines it.
-    """
+    """The ``__getattr__`` and ``__dir__`` of a package; ``where`` maps lazy names to submodules."""
 
     def get(name: str) -> object:
         if name not in where:

@@ -1,8 +1,8 @@
 """All names that an adapter may import, such as ``seam``, ``Call``, ``Settings`` and ``decide``.
 
-Adapters translate between a framework's objects and the rules' arguments. The rules are in
-``precision_shim.precision``; no adapter contains such a rule. CONTRIBUTING.md shows how to write an
-adapter.
+Adapters translate between a framework's objects and the arguments of the shim's rules. The rules on
+precision are in ``precision_shim.precision``; no adapter contains one. CONTRIBUTING.md shows how to
+write an adapter.
 """
 
 from __future__ import annotations

@@ -6,9 +6,10 @@ can import this module. Every version of verl imports the modules in ``VERL_USE_
 
     VERL_USE_EXTERNAL_MODULES=precision_shim.autoinstall
 
-Like the automatic start, the import reads ``PRECISION_SHIM`` (``0`` keeps the shim off) and the
-other variables, and never raises an error. ``PRECISION_SHIM`` need not be set, because the import
-itself switches the shim on. The import also exports ``PRECISION_SHIM`` to processes started later.
+The import reads ``PRECISION_SHIM`` (``0`` keeps the shim off) and the shim's other variables, as
+the automatic start does, and never raises an error. ``PRECISION_SHIM`` need not be set, because the
+import itself switches the shim on. The import also exports ``PRECISION_SHIM`` to processes started
+later.
 """
 
 from .process.session import start

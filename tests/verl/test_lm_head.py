@@ -155,7 +155,8 @@ def test_fsdp_trains_and_resumes(fsdp_ranks: Ranks, tmp_path: Path, role: str) -
         assert {(one["dtype"], one["exact"]) for one in rank["seen"]} == {(FP32, True)}
         assert json.dumps(rank["said"]) == json.dumps(rank["again"])  # NaN as text
         assert rank["straight"] == rank["resumed"]
-        assert rank["saved"]["config.json"] is False  # vLLM would read head_dtype in a saved config.json
+        # vLLM would read head_dtype in a saved config.
+        assert rank["saved"]["config.json"] is False
         assert rank["straight"]["counter"][1] == 2
 
 

@@ -15,7 +15,7 @@ _MODULE = "nemo_automodel.components.moe.megatron.moe_utils"
 
 @contextlib.contextmanager
 def auxiliary_losses(training: ScaledTraining) -> Iterator[Callable[[torch.Tensor], None]]:
-    """Scale the gradients of the MoE auxiliary losses as well.
+    """Multiply the gradients of nemo_automodel's MoE auxiliary losses by the loss scale.
 
     nemo_automodel's ``MoEAuxLossAutoScaler`` adds the gradients of the auxiliary losses to the
     backward pass, times its attribute ``main_loss_backward_scale``, which a framework may set

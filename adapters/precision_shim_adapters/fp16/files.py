@@ -1,4 +1,4 @@
-"""Assign a torch distributed checkpoint's files to ranks, for the ranks' scaler records."""
+"""Divide the files of a torch distributed checkpoint among the ranks' loss scaler records."""
 
 from __future__ import annotations
 

@@ -43,13 +43,13 @@ class ShardedModel:
     """One model of a job on FSDP or DTensor.
 
     Attributes:
-        subject: which model.
-        model: names and shapes.
+        subject: the model's name, such as ``"actor"``.
+        model: names and shapes of the model's weights.
         world: number of GPUs.
-        dtype: dtype in which the parameters are stored, canonical.
+        dtype: canonical name of the dtype in which the parameters are stored.
         shards: number of ranks over which a parameter is sharded; other ranks have copies.
         tensor: size of tensor parallelism.
-        context: number of context-parallel ranks; parameters are sharded over them as well.
+        context: number of context-parallel ranks; parameters are sharded over these ranks as well.
         replicas: number of copies of the shards, for a config that has no ``shards``.
         compute: dtype of the parameters while a layer computes.
         reduce: dtype of the gradients while they are reduced.
@@ -59,7 +59,8 @@ class ShardedModel:
         value_head: whether the output layer is a value head with one output.
         keys: maps ``world``, ``shards``, ``tensor`` and ``optimizer`` to config keys, for messages.
         decisions: the shim's decisions about this model.
-        parked: maps a config key to the components that it moves to the host while not used.
+        parked: maps a config key to the components that the key moves to the host while they are
+            unused.
         place: name of a group of GPUs; models with the same ``place`` share these GPUs.
         illegal: problems that the adapter found.
         notes: remarks about legal settings.
@@ -108,11 +109,11 @@ def scaling(
     configured: Callable[[], Mapping[str, Any]] = dict,
     framework_default: ScalerSettings | None = None,
 ) -> tuple[Decided, ...]:
-    """The shim's decision to scale a trained model's loss; empty if the shim would not scale it.
+    """The shim's decision to scale a trained model's loss; empty if the shim does not scale it.
 
     Args:
         job: the model's job.
-        compute: dtype of the parameters while a layer computes, canonical.
+        compute: canonical name of the parameters' dtype while a layer computes.
         group: the group of the seams that would scale the loss.
         because: the reason that the worker would report.
         configured: reads the framework's scaler block, see ``settings_for``.
@@ -245,7 +246,6 @@ def _precision(asked: ShardedModel) -> Precision:
 
 
 def _on_host(whole: Part) -> Part:
-    """Copy a part of the plan, with all bytes moved to the host's memory."""
     components = {
         name: Held(
             held.dtypes,

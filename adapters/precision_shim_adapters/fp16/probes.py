@@ -11,7 +11,9 @@ from precision_shim.adapting import Answer, probe
     "AdamW's states follow the parameters",
     assumes="torch's AdamW keeps both moments in the dtype of its parameters",
     rule="precision_shim_adapters.fp16.training",
-    needs=("torch._dynamo",),  # an optimizer's first step needs seconds to import it
+    needs=(
+        "torch._dynamo",
+    ),  # an optimizer's first step imports torch._dynamo, which takes seconds
 )
 def states_follow() -> Answer:
     """The shim does not change the dtype of an FSDP optimizer's states."""

@@ -58,7 +58,7 @@ def foretell(framework: str, part: Part, here: Here, group: str) -> Outcome:
 
 
 def _scaler(framework: str, part: Part, here: Here, shimmed: bool) -> Outcome | None:
-    """The outcome for the loss scaler; ``None`` if it continues exactly or the job needs none."""
+    """The loss scaler's outcome; ``None`` if the scaler continues exactly or is not needed."""
     scaler = part.scaler
     if scaler.state == "none":
         asked = parse_dtype(str((here.config or {}).get("precision", "")))

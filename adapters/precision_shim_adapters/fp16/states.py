@@ -10,12 +10,12 @@ from torch.optim import Optimizer
 
 
 def make_missing_states(optimizer: Optimizer) -> None:
-    """Make the states that torch's distributed checkpoint is about to make, with a step count of 0.
+    """Make an optimizer's missing states with step count 0; torch's checkpoint would count 1.
 
-    Call it before such a save: where each step up to now was skipped, there are no states.
+    Call this function before a save: an optimizer whose steps were all skipped has no states.
 
     Args:
-        optimizer: a scaled training's optimizer.
+        optimizer: the optimizer of a ``ScaledTraining``.
     """
     if not optimizer.state:
         from torch.distributed.checkpoint.state_dict import _init_optim_state
@@ -26,9 +26,9 @@ def make_missing_states(optimizer: Optimizer) -> None:
 def states_of_no_step(optimizer: Optimizer, initialize: Callable[[], Any]) -> Any:
     """Make the states of an optimizer without states, with a step count of 0.
 
-    torch's distributed checkpoint and torchtitan make missing states by a step on zero gradients.
-    Both frameworks count the step on zero gradients, and make no states if gradients are set. If
-    all steps before a save were skipped, the checkpoint would not resume exactly, or not load.
+    torch's distributed checkpoint and torchtitan make missing states by a step on zero gradients,
+    count this step, and make no states if gradients are set. If all steps before a save were
+    skipped, the checkpoint would not resume exactly, or not load.
 
     Args:
         optimizer: an optimizer without states.

@@ -32,7 +32,7 @@ class ScaledLoss(wrapt.ObjectProxy):  # type: ignore[type-arg]
         self._self_also = also
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function, pass its loss to ``attach`` and ``also``, and return its result."""
+        """Call the loss function, scale its loss's gradients, and return its result."""
         result = self.__wrapped__(*args, **kwargs)
         loss = result if isinstance(result, torch.Tensor) else result[0]
         self._self_attach(loss)
@@ -45,8 +45,8 @@ class ScaledLoss(wrapt.ObjectProxy):  # type: ignore[type-arg]
 def steps_through(function: Callable[..., Any], optimizer: Optimizer) -> Iterator[None]:
     """Replace ``optimizer.step`` by a function while a framework's loop runs.
 
-    Within the function, ``optimizer.step`` is the optimizer's own step, which a scaler can call.
-    Leave ``steps_through`` when the loop ends, because torch's distributed checkpoints step the
+    Within the replacing function, ``optimizer.step`` is the optimizer's own step, which a scaler
+    can call. Leave the context when the loop ends, because torch's distributed checkpoints step the
     optimizer on dummy gradients.
     """
     # The LR scheduler has put a step-counting wrapper on the optimizer: call this wrapper, and

@@ -1,4 +1,4 @@
-"""Scaled training of one model: scaler, steps, metrics, checkpoints; shared by all adapters."""
+"""``ScaledTraining``: loss scaler, steps, metrics and checkpoints of one model in fp16."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ScaledTraining:
 
     Attributes:
         framework: the framework's name.
-        subject: which model.
+        subject: the model's name, such as ``"actor"``.
         scaler: a ``LossScaler``, or the framework's or the user's own scaler, which the shim does
             not change.
         drives: whether the shim scales the loss and steps.
@@ -59,8 +59,6 @@ class ScaledTraining:
         self.scaler, self.drives = scaler, drives
         self._optimizer: Optimizer | None = None  # set only within ``several_steps``
         self._skipped = False
-
-    # -- made and kept -------------------------------------------------------------------------
 
     @classmethod
     def make(
@@ -75,11 +73,11 @@ class ScaledTraining:
         process_group: dist.ProcessGroup | None = None,
         drives: bool = True,
     ) -> ScaledTraining:
-        """Make a model's training with a loss scaler, and report the decision.
+        """Make a ``ScaledTraining`` with the shim's loss scaler, and report the decision.
 
         Args:
             framework: the framework's name.
-            subject: which model.
+            subject: the model's name, such as ``"actor"``.
             device: device type of the gradients.
             because: why the shim scales the loss.
             configured: maps names of ``ScalerSettings`` to values that the user wrote in the
@@ -94,7 +92,7 @@ class ScaledTraining:
         return cls(framework, subject, scaler, drives=drives)
 
     def keep(self, owner: Any, attribute: str = "") -> ScaledTraining:
-        """Store this training on an owner (worker, engine, strategy, optimizer); ``of`` returns it.
+        """Store this object on its owner (worker, engine, strategy, optimizer), for ``of``.
 
         Args:
             owner: an object that a seam receives; call ``keep`` once for each such object.
@@ -108,7 +106,7 @@ class ScaledTraining:
 
     @classmethod
     def of(cls, owner: Any) -> ScaledTraining | None:
-        """The training that ``keep`` stored on an owner, or ``None``."""
+        """The ``ScaledTraining`` that ``keep`` stored on an owner, or ``None``."""
         training = getattr(owner, _ATTRIBUTE, None)
         return training if isinstance(training, cls) else None
 
@@ -116,10 +114,10 @@ class ScaledTraining:
     def of_attribute(
         cls, owner: Any, attribute: str, framework: str, subject: str
     ) -> ScaledTraining | None:
-        """The training of an owner that stores a scaler in an attribute of the framework's.
+        """The ``ScaledTraining`` of an owner whose attribute contains the framework's loss scaler.
 
-        The returned training has the scaler that the attribute has now. If the user set this
-        scaler, or the framework made it before ``install()``, the shim only reports and saves it.
+        If the user set the attribute, or the framework made the scaler before ``install()``, the
+        shim only reports and saves the scaler.
         """
         scaler = getattr(owner, attribute, None)
         kept = cls.of(owner)
@@ -131,19 +129,17 @@ class ScaledTraining:
 
     @staticmethod
     def current() -> ScaledTraining | None:
-        """The training in progress, for functions that receive losses or gradients but no owner."""
+        """The ``ScaledTraining`` in progress, for functions that receive no owner."""
         return _current.get()
 
     @contextmanager
     def in_progress(self) -> Iterator[None]:
-        """Make ``current`` return this training for functions called within the context."""
+        """Make ``current`` return this object for functions called within the context."""
         token = _current.set(self)
         try:
             yield
         finally:
             _current.reset(token)
-
-    # -- the loss ------------------------------------------------------------------------------
 
     def attach(self, loss: torch.Tensor) -> None:
         """Scale the gradients of a loss's backward pass; the loss's value stays unchanged."""
@@ -161,14 +157,12 @@ class ScaledTraining:
         """
         return ScaledLoss(loss_function, self.attach, also) if self.drives else loss_function
 
-    # -- the step ------------------------------------------------------------------------------
-
     @contextmanager
     def one_step(self, optimizer: Optimizer, inner: Sequence[Optimizer] = ()) -> Iterator[None]:
         """A context for a framework's function that clips the gradients and steps at most once.
 
-        The shim unscales the gradients before the function runs. If the function takes no step
-        because of the gradient norm, the shim counts a skipped step.
+        The shim unscales the gradients before the framework's function runs. If the framework's
+        function takes no step because of the gradient norm, the shim counts a skipped step.
 
         Args:
             optimizer: the optimizer that steps.
@@ -188,7 +182,7 @@ class ScaledTraining:
             tried = scaler.counter.steps
             with self._stepping(optimizer, inner):
                 yield
-        if scaler.counter.steps == tried:  # no step; ``unscale_once`` recorded any overflow
+        if scaler.counter.steps == tried:  # no step was taken; ``unscale_once`` noted any overflow
             scaler.settle(optimizer)
             self._skipped = scaler.counter.in_row > 0
 
@@ -198,8 +192,9 @@ class ScaledTraining:
     ) -> Iterator[None]:
         """A context for a framework's loop that computes losses, clips and steps several times.
 
-        The loop must call ``before_clipping`` before each step. After the loop, ``optimizer.step``
-        is the original again: torch's distributed checkpoints call it on dummy gradients.
+        The framework's loop must call ``before_clipping`` before each step. After the loop,
+        ``optimizer.step`` is the original again, because torch's distributed checkpoints call it on
+        dummy gradients.
 
         Args:
             optimizer: see ``one_step``.
@@ -223,7 +218,7 @@ class ScaledTraining:
 
     @contextmanager
     def _interruptible(self, optimizer: Optimizer) -> Iterator[None]:
-        """Let a step that an exception ends be tried again, or be followed by another one."""
+        """After an exception in a step, let the framework repeat the step or begin another one."""
         try:
             yield
         except BaseException:
@@ -233,7 +228,7 @@ class ScaledTraining:
 
     @contextmanager
     def _stepping(self, optimizer: Optimizer, inner: Sequence[Optimizer]) -> Iterator[None]:
-        """Step with the scaler, within a framework's function or loop."""
+        """While a framework's function or loop runs, make ``optimizer.step`` use the scaler."""
 
         def step(*args: Any, **kwargs: Any) -> Any:
             scaler = self._ours
@@ -269,8 +264,6 @@ class ScaledTraining:
             return self._skipped
         return isinstance(self.scaler, LossScaler) and self.scaler.counter.in_row > 0
 
-    # -- metrics -------------------------------------------------------------------------------
-
     def norm(self, norm: Any) -> Any:
         """Return the last step's grad norm, or NaN in the norm's shape if the step was skipped."""
         if not self.skipped:
@@ -291,8 +284,6 @@ class ScaledTraining:
             f"{prefix}loss_scale": self.scaler.loss_scale,
             f"{prefix}skipped_steps": float(self.scaler.counter.skipped),
         }
-
-    # -- checkpoints ---------------------------------------------------------------------------
 
     def save(self, directory: str | os.PathLike[str], files: Files | None = None) -> None:
         """Write the scaler's state beside a framework's checkpoint; every rank must call ``save``.
@@ -317,7 +308,7 @@ class ScaledTraining:
     def restore(self, directory: str | os.PathLike[str], files: Files | None = None) -> None:
         """Restore the scaler from the file beside a checkpoint; every rank must call ``restore``.
 
-        If the file belongs to another save, the shim warns, and the scaler starts fresh.
+        If the scaler's file belongs to another save, the shim warns, and the scaler starts fresh.
 
         Args:
             directory: the checkpoint's directory.
@@ -350,7 +341,7 @@ class ScaledTraining:
         return record if files is None else scaling.BoundWhenPickled(record, files)
 
     def record_tensor(self) -> torch.Tensor:
-        """The record as a tensor of bytes of fixed size, for torch's distributed checkpoints.
+        """The scaler's record as a byte tensor of fixed size, for torch's distributed checkpoints.
 
         torch's distributed checkpoints unpickle everything that is not a tensor, and load a tensor
         only into a tensor of the same size.

@@ -1,14 +1,15 @@
 """The adapter for NeMo-RL, and the reasons for its choice of seams.
 
-NeMo-RL's workers are Ray actors. ``@ray.remote`` copies a worker's methods while the module is
-imported, and a decorator makes Ray pickle the method ``train`` by value. A later patch of a
-worker's module or class has no effect in the actor. The shim therefore replaces the actor class in
-its module by an actor class made from a subclass, with the same name and options. To change a
-function that a worker calls, the shim patches the module that defines the function.
+NeMo-RL's workers are Ray actors. While a worker's module is imported, ``@ray.remote`` copies the
+worker's methods, and a decorator makes Ray pickle the method ``train`` by value. If the shim
+patches a worker's module or class after the import, Ray's actor does not change. The shim therefore
+replaces the actor class in its module by an actor class made from a subclass, with the same name
+and options. To change a function that a worker calls, the shim patches the module that defines the
+function.
 
 In NeMo-RL 0.6 and later, the plain class from which Ray made the actor class is importable. The
-shim patches the plain class's methods as well, for workers that inherit from it under other names
-(``worker_extension_cls_fqn``, quantized workers).
+shim patches the plain class's methods as well, for workers that inherit from the plain class under
+other names (``worker_extension_cls_fqn``, quantized workers).
 
 The shim deliberately does not patch ``begin_train_step`` and ``finish_train_step`` of NeMo-RL's
 newest commit, which DTensor workers lack. With ``begin_train_step``, a Megatron worker's optimizer

@@ -50,7 +50,6 @@ def see(worker: Any) -> None:
 
 
 def _tell_audit(worker: Any) -> None:
-    """Pass the rollout's dtype, as named in the config, to the audit."""
     config = getattr(worker, "cfg", None)
     asked = asked_of(config) if isinstance(config, Mapping) else None
     if asked is None or not isinstance(config, Mapping):
@@ -103,9 +102,6 @@ def look_at(call: Call) -> Any:
     return result
 
 
-# -- the metrics --------------------------------------------------------------------------------
-
-
 @seam(
     feature=FEATURE,
     at=[each.method("train", group=each.metrics) for each in (*DTENSOR, *MEGATRON)],
@@ -118,7 +114,7 @@ def report_lost_updates(call: Call, eval_mode: Any = False) -> Any:
     """Add the shares of updates lost to rounding to the metrics of a worker's ``train``.
 
     NeMo-RL reports only the lists in ``all_mb_metrics``, and sums most lists over micro-batches and
-    ranks. The shim therefore adds each share once per call, on rank 0.
+    ranks. The shim therefore adds each share of lost updates once per call of ``train``, on rank 0.
     """
     _tell_meter(call.instance)
     result = call.proceed()

@@ -55,14 +55,10 @@ _FP16: dict[str, Any] = {"feature": FEATURE, "upstream": _PULL, "delete_when": _
 
 
 def _at_method(name: str) -> list[dict[str, Any]]:
-    """The seam targets for one method of each DTensor worker class that is importable."""
     return [
         worker.at(f"{worker.beneath}.{name}", worker.beneath, relies_on=(*_RELIES_ON, worker.clips))
         for worker in DTENSOR
     ]
-
-
-# -- the actor class ------------------------------------------------------------------------
 
 
 class ScaledWorker:
@@ -127,9 +123,6 @@ def _outermost(instance: Any, what: str) -> Iterator[bool]:
         inside.discard(what)
 
 
-# -- building -------------------------------------------------------------------------------
-
-
 @seam(at=_at_method("__init__"), why=INHERITED, **_FP16)
 def build(call: Call, weights_path: Any, optimizer_path: Any) -> None:
     """Build a worker and its scaler; restore the scaler if the worker resumes a checkpoint."""
@@ -157,8 +150,8 @@ def build(call: Call, weights_path: Any, optimizer_path: Any) -> None:
             because=scaled_because(name),
             configured=read_section(instance.cfg, name),
         )
-        # Restore the scaler here, because the first kind of worker calls load_checkpoint before the
-        # scaler exists. In NeMo-RL 0.6 and later the second kind does not call load_checkpoint.
+        # Restore the scaler here, because a v1 worker calls load_checkpoint before the scaler
+        # exists. In NeMo-RL 0.6 and later a v2 worker does not call load_checkpoint.
         if optimizer_path and weights_path:
             training.restore(optimizer_path, files_of_rank(optimizer_path))
         training.keep(instance)
@@ -169,7 +162,7 @@ def group_of(name: str, *, second: bool) -> str:
 
     Args:
         name: the model's key in the config, ``"policy"`` or ``"value"``.
-        second: whether ``dtensor_cfg._v2`` selects the second kind of DTensor worker.
+        second: whether the config selects the v2 worker (``dtensor_cfg._v2``).
     """
     return VALUE_V2 if name == "value" else V2 if second else V1
 
@@ -198,9 +191,6 @@ def _training_of(instance: Any) -> ScaledTraining | None:
     if training is None or not in_force(FRAMEWORK, FEATURE, group_at(instance)):
         return None
     return training
-
-
-# -- training -------------------------------------------------------------------------------
 
 
 @seam(at=_at_method("train"), why=INHERITED, **_FP16)
@@ -244,20 +234,13 @@ def unscale_first(call: Call) -> Any:
 
 
 def _report(result: dict[str, Any], training: ScaledTraining) -> dict[str, Any]:
-    """Add the scaler's metrics to the result of a worker's ``train``.
-
-    NeMo-RL reports only the lists in ``all_mb_metrics``, and sums most lists over micro-batches and
-    ranks. The shim therefore adds each metric once per call, on rank 0.
-    """
+    """Add the scaler's metrics to a ``train`` result on rank 0, since NeMo-RL sums over ranks."""
     if result.get("grad_norm") is not None:
         result["grad_norm"] = training.norm(result["grad_norm"])
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         for name, value in training.metrics().items():
             result["all_mb_metrics"][name] = [value]
     return result
-
-
-# -- checkpoints ----------------------------------------------------------------------------
 
 
 @seam(at=_at_method("save_checkpoint"), why=INHERITED, **_FP16)

@@ -32,7 +32,6 @@ def _methods(worker: Worker, *names: str) -> list[dict[str, Any]]:
 
 
 def _actor_class(worker: Worker, suffix: str = "") -> tuple[dict[str, Any], ...]:
-    """The seam targets for an actor class."""
     names = (f"{name}{suffix}" for name in (_NEW, *_SYNCS))
     return worker.actor_class(worker.beneath, "llm", *names)
 
@@ -44,18 +43,12 @@ def _whose() -> Whose:
 def _engine_of(worker: Any, asks_itself: type | tuple[()] = ()) -> Any:
     """A worker's vLLM engine; ``None`` if the shim must not query the engine in this call.
 
-    If an engine runs on several GPUs, only its first worker has the engine object.
-
-    Args:
-        worker: the worker.
-        asks_itself: a mixin whose own methods query the engine of a worker that inherits from it.
+    If an engine runs on several GPUs, only its first worker has the engine object. ``asks_itself``
+    is a mixin whose own methods query the engine.
     """
     if isinstance(worker, asks_itself) or not in_force(FRAMEWORK, FEATURE, GROUP):
         return None
     return worker.llm
-
-
-# -- vLLM's LLM ----------------------------------------------------------------------------------
 
 
 def _ask(worker: Any, engine: Any, sync: bool = False) -> None:
@@ -114,9 +107,6 @@ def ask_after_sync(call: Call) -> Any:
     done = call.proceed()
     _ask(call.instance, _engine_of(call.instance, AskedWorker) if done else None, sync=True)
     return done
-
-
-# -- vLLM's AsyncLLM -----------------------------------------------------------------------------
 
 
 async def _ask_async(worker: Any, engine: Any, sync: bool = False) -> None:

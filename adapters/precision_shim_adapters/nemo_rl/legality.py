@@ -38,7 +38,7 @@ def names(
     Args:
         section: the config section of a policy, a value model or a teacher.
         key: the section's key in the config.
-        subject: which model.
+        subject: the model's name, such as ``"policy"``.
         fields: keys within the section, dotted if nested.
     """
     for field in fields:

@@ -3,19 +3,20 @@
 A policy config has the optimizer's fields as Megatron-Bridge reads them. The shim therefore counts
 each optimizer field as written by the user. NeMo-RL's own YAML files set nearly all fields,
 including ``grad_reduce_in_fp32``, for which NeMo-RL's code has no default. NeMo-RL's code turns on
-Megatron-Bridge's check of gradients; no config key turns it on.
+Megatron-Bridge's NaN check of gradients; no config key turns it on.
 
 The function that makes a worker's model and optimizer gets the policy config and Bridge's config.
 The shim patches the model-building function, since Ray pickles it by reference, unlike a worker's
 methods. The seam at Megatron's DDP reads the live parameters. Bridge's ``setup_optimizer`` makes
-every kind of optimizer from the OptimizerConfig. The backend coerces dtype names in Megatron's
-check of the config. Megatron-Bridge 0.4 runs this check when it makes an OptimizerConfig, and later
-versions in ``finalize()``. A worker's ``validate()`` calls ``finalize()`` before the build starts.
-The shim does not patch the conversion of a Hugging Face checkpoint, which trains nothing.
+every kind of optimizer from the OptimizerConfig. The backend coerces dtype names when Megatron
+validates the OptimizerConfig. Megatron-Bridge 0.4 validates the config when it makes the config,
+later versions validate in ``finalize()``. A worker's ``validate()`` calls ``finalize()`` before the
+build starts. The shim does not patch the conversion of a Hugging Face checkpoint, which trains
+nothing.
 
-NeMo-RL accepts a step that Megatron skipped. But the missing grad norm makes a policy worker's
-``train`` fail, and a value worker reports the norm as 0. For a skipped step the shim therefore
-returns the success flag False and the grad norm NaN.
+NeMo-RL accepts a step that Megatron skipped. A skipped step's missing grad norm makes a policy
+worker's ``train`` fail, and a value worker reports the norm as 0. For a skipped step the shim
+therefore returns the success flag False and the grad norm NaN.
 """
 
 from __future__ import annotations
@@ -44,9 +45,6 @@ _SETUP_ALIASES = (
 )
 
 
-# -- reading NeMo-RL's config -------------------------------------------------------------------
-
-
 def read_wishes(
     config: Mapping[str, Any], subject: str, megatron_fsdp: bool, trains: bool
 ) -> Wishes:
@@ -54,7 +52,7 @@ def read_wishes(
 
     Args:
         config: the worker's policy config.
-        subject: which model.
+        subject: the model's name, such as ``"policy"``.
         megatron_fsdp: whether Megatron-FSDP trains the model.
         trains: whether the model gets an optimizer.
     """
@@ -78,12 +76,9 @@ def read_wishes(
         bucket_in_fp32=bool(ddp[bucket]) if bucket in ddp else None,
         scaler=config.get(BLOCK) or {},
         scaler_where=f"{where}.{BLOCK}",
-        unchecked=("params_dtype",),  # set in NeMo-RL's YAMLs, ignored by Megatron
+        unchecked=("params_dtype",),  # NeMo-RL's YAMLs set params_dtype; Megatron ignores it
         trains=trains,
     )
-
-
-# -- the model that is being built -------------------------------------------------------------
 
 
 _BUILD: dict[str, Any] = {
@@ -134,9 +129,6 @@ def _build_model(call: Call, policy_cfg: Any, ddp_config: Any, subject: str, tra
         return call.proceed()
 
 
-# -- the optimizer -----------------------------------------------------------------------------
-
-
 @seam(
     _SETUP_OPTIMIZER,
     BUILDING,
@@ -181,9 +173,6 @@ def keep_block(call: Call, config: Any) -> Any:
     return {**made, BLOCK: config[BLOCK]} if BLOCK in config else made
 
 
-# -- the metrics --------------------------------------------------------------------------------
-
-
 _DELETE = "NeMo-RL reports the loss scale"
 _RELIES_ON = ("train", "optimizer", "all_mb_metrics", "grad_norm", "eval_mode")
 
@@ -200,16 +189,13 @@ def report(call: Call, eval_mode: Any = False) -> Any:
     """Add the loss scale and the skipped steps to the metrics of a worker's ``train``.
 
     NeMo-RL reports only the lists in ``all_mb_metrics``, and sums most lists over micro-batches and
-    ranks. The shim therefore adds each metric once per call, on rank 0.
+    ranks. The shim therefore adds each metric once per call of ``train``, on rank 0.
     """
     result = call.proceed()
     if not eval_mode and torch.distributed.get_rank() == 0:
         for name, value in megatron.metrics(call.instance.optimizer).items():
             result["all_mb_metrics"][name] = [value]
     return result
-
-
-# -- auxiliary losses -----------------------------------------------------------------------------
 
 
 def times_loss_scale(function: Any, worker: Any) -> Any:
@@ -246,9 +232,6 @@ def scale_own(call: Call, func: Any) -> Any:
     """Multiply a worker's gradient scale for an MoE or multi-token loss by the loss scale."""
     call.arguments["func"] = times_loss_scale(func, call.instance)
     return call.proceed()
-
-
-# -- the actor class ------------------------------------------------------------------------------
 
 
 class ReportingWorker:

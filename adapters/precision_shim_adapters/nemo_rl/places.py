@@ -12,7 +12,7 @@ _VALUES = "nemo_rl.models.value.workers"
 
 @dataclass(frozen=True)
 class Worker:
-    """One kind of worker, in one of the modules that have defined it.
+    """One kind of NeMo-RL worker, in one of the modules that define it in some version.
 
     Attributes:
         module: the worker's module.
@@ -20,8 +20,7 @@ class Worker:
         group: the group of the worker's seams.
         clip: the first function that reads a DTensor worker's gradients.
         optional: whether NeMo-RL may lack this worker.
-        only_if: see ``Seam``.
-        unless: see ``Seam``.
+        only_if, unless: see ``Seam``.
     """
 
     module: str
@@ -34,7 +33,7 @@ class Worker:
 
     @property
     def beneath(self) -> str:
-        """The plain class from which Ray made the actor class; older NeMo-RL lacks the name."""
+        """The plain class from which Ray made the actor class; older NeMo-RL has no name for it."""
         return f"{self.module}:{self.name}Impl"
 
     @property

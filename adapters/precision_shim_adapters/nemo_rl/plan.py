@@ -87,9 +87,6 @@ def _where() -> str:
     return f"nemo-rl {version_of(FRAMEWORK, ('nemo_rl',))}"
 
 
-# -- the config ------------------------------------------------------------------------------------
-
-
 def load(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
     """Load a job's config, and apply its overrides.
 
@@ -111,7 +108,7 @@ def load(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
     register = getattr(loader, "register_omegaconf_resolvers", None)
     if register is not None:
         register()
-    else:  # up to NeMo-RL 0.5 each example registers ``mul``
+    else:  # up to NeMo-RL 0.5 each example registers the resolver ``mul``
         OmegaConf.register_new_resolver("mul", lambda a, b: a * b, replace=True)
     try:
         made = loader.load_config(path)
@@ -143,7 +140,7 @@ def _find_named(job: Job) -> tuple[Path, list[str]]:
 
 
 def _is_option(word: str, source: Path | None) -> bool:
-    """Whether a word is an option of an entry point's own; NeMo-RL refuses other such words."""
+    """Whether a word is an option of the job's own script; NeMo-RL refuses all other options."""
     if not word.startswith("--"):
         return False
     declared = None if source is None else _OPTION.findall(source.read_text(encoding="utf-8"))
@@ -211,9 +208,6 @@ def _count_teachers(config: Mapping[str, Any]) -> int:
             continue
         teachers.append((name, int({**default, **(own.get(alias) or {})}.get("num_nodes", 1))))
     return sum(nodes for _, nodes in teachers)
-
-
-# -- the models ------------------------------------------------------------------------------------
 
 
 def _models(job: Job, config: Mapping[str, Any], world: int) -> Iterator[Plannable]:

@@ -24,7 +24,6 @@ _AUXILIARY = "nemo_automodel.components.moe.megatron.moe_utils"
 
 
 def _make_overflowed() -> torch.nn.Linear:
-    """A layer whose gradients are all infinite."""
     layer = torch.nn.Linear(2, 2)
     for parameter in layer.parameters():
         parameter.grad = torch.full_like(parameter, float("inf"))

@@ -2,8 +2,8 @@
 
 In NeMo-RL's YAML files ``policy.generation.vllm_cfg.precision`` is ``${policy.precision}``, so by
 default the rollout has the policy's dtype. In the config that the adapter reads, an interpolated
-value looks like a written value. Each value therefore counts as the user's, and only SGLang's dtype
-can be missing. The reference model is the policy itself with other weights. Megatron's own rollout
+value looks like a written value, so each value counts as the user's. Only SGLang's dtype may be
+absent. The reference model is the policy itself with other weights. Megatron's own rollout
 (``backend: megatron``) and the teachers of ``on_policy_distillation`` use the policy's config.
 NeMo-RL's ``setup`` runs in the driver, before the driver starts workers.
 """
@@ -50,15 +50,12 @@ class Sides:
     Attributes:
         trainer: the policy.
         others: the rollout, and the teacher if there is one.
-        kind: the policy's ``model_type`` if vLLM generates; empty otherwise.
+        kind: the policy's ``model_type`` if the rollout engine is vLLM; empty otherwise.
     """
 
     trainer: Engine
     others: tuple[Engine, ...]
     kind: str = ""
-
-
-# -- names --------------------------------------------------------------------------------------
 
 
 def coerce_names(generation: Any, place: str = PLACE) -> None:
@@ -107,9 +104,6 @@ def configure(call: Call, config: Any, is_eval: Any = False) -> Any:
     """
     coerce_names(config, "generation" if is_eval else PLACE)
     return call.proceed()
-
-
-# -- the engines of a job -----------------------------------------------------------------------
 
 
 def read_sides(config: Any) -> Sides | None:

@@ -34,7 +34,7 @@ FIELD = "head_dtype"
 NOT_IN_FORCE = "the shim's seams on its model are not in force; precision-shim doctor says why"
 
 InForce = Callable[[str, str], bool]
-"""A function of a feature and a group of seams: whether the feature is in force in the workers."""
+"""Function that returns whether a feature, with a group of seams, is in force in the workers."""
 
 Read = Callable[[], Sequence[Head]]
 """A function that describes the LM head of each engine of a job."""

@@ -1,10 +1,9 @@
 """Read a vLLM engine's dtypes and weights through its public calls, for the audit.
 
-The engine is the ``LLM``, ``LLMEngine`` or ``AsyncLLM`` object of a framework's rollout. The
-engine's config has the configured dtypes; ``collective_rpc("apply_model", ...)`` runs ``in_engine``
-on the model of each worker. An engine in another process accepts a function only if
-``VLLM_ALLOW_INSECURE_SERIALIZATION=1`` is set; otherwise the record contains a hint to set it.
-``held_sglang`` reads SGLang's engines.
+An engine is the ``LLM``, ``LLMEngine`` or ``AsyncLLM`` object of a framework's rollout.
+``collective_rpc("apply_model", ...)`` runs ``in_engine`` on the model of each worker. An engine in
+another process accepts a function only if ``VLLM_ALLOW_INSECURE_SERIALIZATION=1`` is set; without
+the variable, the audit's record contains a hint to set it. ``held_sglang`` reads SGLang's engines.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from precision_shim.precision.dtypes import name_of
 from .in_engine import ignored_layers, read_model
 
 TIMEOUT_S = 120.0
-"""Timeout for an engine's answer, in seconds: an engine may compile in its first start."""
+"""Timeout of a request in seconds; long, because a starting engine may still compile its model."""
 
 _syncs: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""Maps a framework's object that has an engine to its number of received weight syncs."""
+"""For each framework object with an engine: how many weight syncs the engine has received."""
 
 _CALL = "apply_model"
 _HINT = "set VLLM_ALLOW_INSECURE_SERIALIZATION=1 for the rollout to have it asked"
@@ -55,7 +54,7 @@ def ask(engine: Any, whose: Whose, sync: int = 0) -> Held:
 
     Args:
         engine: the engine.
-        whose: which engine it is.
+        whose: identifies the engine in the record.
         sync: number of weight syncs so far.
     """
     known = _of_config(engine, whose, sync)
@@ -66,7 +65,7 @@ def ask(engine: Any, whose: Whose, sync: int = 0) -> Held:
 
 
 async def ask_async(engine: Any, whose: Whose, sync: int = 0) -> Held:
-    """Read an ``AsyncLLM``; see ``ask``."""
+    """Read an ``AsyncLLM`` as ``ask`` reads an ``LLM``."""
     known = _of_config(engine, whose, sync)
     try:
         answer = engine.collective_rpc(_CALL, TIMEOUT_S, (read_model,))
@@ -76,27 +75,27 @@ async def ask_async(engine: Any, whose: Whose, sync: int = 0) -> Held:
 
 
 def audit(engine: Any, whose: Whose, sync: int = 0) -> None:
-    """Read an ``LLM`` or an ``LLMEngine`` and write the record, if this sync is audited."""
+    """Write the audit record of an ``LLM`` or ``LLMEngine``, if a record is due after this sync."""
     if is_due(sync):
         sending.write(ask(engine, whose, sync))
 
 
 async def audit_async(engine: Any, whose: Whose, sync: int = 0) -> None:
-    """Read an ``AsyncLLM`` and write the record, if this sync is audited."""
+    """Write the audit record of an ``AsyncLLM``, if a record is due after this weight sync."""
     if is_due(sync):
         sending.write(await ask_async(engine, whose, sync))
 
 
 def is_due(sync: int) -> bool:
-    """Whether the audit reads an engine now: at the engine's start and after some syncs."""
+    """Whether the audit reads an engine after this weight sync; sync 0 is the engine's start."""
     return sending.is_wanted() and (not sync or sync in sending.AT)
 
 
 def count_sync(owner: Any) -> int:
-    """Count a weight sync; return its number, from 1.
+    """Count a weight sync of an engine and return the sync's number, starting at 1.
 
     Args:
-        owner: the framework's object that has the engine.
+        owner: the framework's object that contains the engine.
     """
     _syncs[owner] = number = _syncs.get(owner, 0) + 1
     return number
@@ -125,7 +124,7 @@ def _of_config(engine: Any, whose: Whose, sync: int) -> Held:
 
 
 def _with(known: Held, answers: Iterable[Mapping[str, Any]]) -> Held:
-    """Add the answers of all workers, which may have different layers, to a record."""
+    """Add the answers of all workers to a record; the workers may have different layers."""
     kinds: dict[str, dict[str, int]] = {}
     dtypes: dict[str, int] = {}
     quantised: dict[str, None] = {}
@@ -162,7 +161,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """Why an engine did not answer, in one line."""
+    """Return in one line why an engine did not answer."""
     text = str(error).splitlines()[0][:200] if str(error) else ""
     if "VLLM_ALLOW_INSECURE_SERIALIZATION" in str(error):
         return f"the engine's process takes no function; {_HINT}"

@@ -5,7 +5,7 @@ the engine's HTTP server. Manager and server both return the scheduler's argumen
 has the model's config as SGLang resolved it, with the dtype that SGLang chose for ``auto``.
 
 For some models SGLang returns a weight's values by the weight's name, converted to fp32, so the
-weight's own dtype stays unknown. For other models SGLang writes an error into its log. SGLang
+weight's own dtype stays unknown. For other models such a request makes SGLang log an error. SGLang
 converts the whole parameter to Python numbers before it shortens the answer, so the shim reads only
 two small parameters.
 """
@@ -42,13 +42,13 @@ _asking: set[Any] = set()
 
 
 async def audit_manager(manager: Any, whose: Whose, sync: int = 0) -> None:
-    """Read a ``TokenizerManager`` and write the record, if this sync is audited."""
+    """Write a ``TokenizerManager``'s audit record, if a record is due after this sync."""
     if is_due(sync):
         sending.write(await ask_manager(manager, whose, sync))
 
 
 def audit_server(url: str, whose: Whose, sync: int = 0) -> None:
-    """Read an engine through its HTTP server and write the record, if this sync is audited."""
+    """Write the audit record of an HTTP server's engine, if it is due after this sync."""
     if is_due(sync):
         sending.write(ask_server(url, whose, sync))
 
@@ -58,7 +58,7 @@ async def ask_manager(manager: Any, whose: Whose, sync: int = 0) -> Held:
 
     Args:
         manager: the manager, in its own process.
-        whose: which engine it is.
+        whose: identifies the engine in the record.
         sync: number of weight syncs so far.
     """
     known = _nothing(whose, sync, versioned("sglang"))
@@ -92,7 +92,7 @@ def ask_server(url: str, whose: Whose, sync: int = 0) -> Held:
 
     Args:
         url: the server's URL, without a path.
-        whose: which engine it is.
+        whose: identifies the engine in the record.
         sync: number of weight syncs so far.
     """
     known = _nothing(whose, sync, "sglang")
@@ -130,7 +130,7 @@ def _nothing(whose: Whose, sync: int, engine: str) -> Held:
 
 
 def _of_arguments(known: Held, state: Mapping[str, Any]) -> Held:
-    """Add the scheduler's arguments to a record; with ``auto`` the dtype stays unknown."""
+    """Add the scheduler's arguments to a record; the dtype ``auto`` counts as unknown."""
     dtype = str(state["dtype"])
     return replace(
         known,
@@ -143,7 +143,6 @@ def _of_arguments(known: Held, state: Mapping[str, Any]) -> Held:
 
 
 def _why_no_weights(known: Held, state: Mapping[str, Any], models: Sequence[str] | None) -> str:
-    """Return why the shim does not read the engine's weights; empty if it reads them."""
     model = ", ".join(models or ()) or "a model without a name"
     if known.quantization:
         return "SGLang tells the values of quantised weights without their scales"
@@ -155,7 +154,7 @@ def _why_no_weights(known: Held, state: Mapping[str, Any], models: Sequence[str]
 
 
 def _with(known: Held, answers: Sequence[Any]) -> Held:
-    """Add the share of values that bf16 represents exactly; several replicas may answer."""
+    """Add the share of values that are exact in bf16 to a record; several replicas may answer."""
     if None in answers or [] in answers:
         return replace(known, not_answered=f"SGLang has not found {', '.join(NAMES)}")
     counts = [count_exact(torch.tensor(answer)) for answer in answers]
@@ -165,11 +164,7 @@ def _with(known: Held, answers: Sequence[Any]) -> Held:
 
 
 async def _answer(asked: Awaitable[Any]) -> Any:
-    """Return an engine's answer; after a timeout, a task awaits the answer that SGLang keeps.
-
-    Raises:
-        TimeoutError: the engine has not answered yet.
-    """
+    """Return an engine's answer; after a timeout a task still awaits SGLang's late answer."""
     task = asyncio.ensure_future(asked)
     _asking.add(task)
     task.add_done_callback(_asking.discard)
@@ -180,7 +175,7 @@ async def _answer(asked: Awaitable[Any]) -> Any:
 
 
 def _get(url: str, **values: Any) -> Any:
-    """Return an HTTP server's answer, without a proxy, because engines are in the cluster."""
+    """Send a request without a proxy, because the engines' servers are inside the cluster."""
     data = json.dumps(values).encode() if values else None
     asked = request.Request(url, data, {"Content-Type": "application/json"})
     with request.build_opener(request.ProxyHandler({})).open(asked, timeout=TIMEOUT_S) as answer:

@@ -24,7 +24,7 @@ _LISTS = ("ignored_layers", "modules_to_not_convert", "exclude_modules")
 
 
 def ignored_layers(quant_config: Any) -> list[str] | None:
-    """The layers that a vLLM quantisation leaves out; ``None`` if the quantisation has no list."""
+    """The layers that a vLLM config leaves unquantised; ``None`` if it does not list them."""
     names = (*_LISTS, "ignore") if _targets_kinds(quant_config) else _LISTS
     for name in names:
         found = getattr(quant_config, name, None)
@@ -34,10 +34,7 @@ def ignored_layers(quant_config: Any) -> list[str] | None:
 
 
 def _targets_kinds(quant_config: Any) -> bool:
-    """Whether compressed-tensors quantises all layers of a kind, such as ``Linear``.
-
-    If compressed-tensors names single layers instead, the layers that it leaves out are in no list.
-    """
+    """Whether compressed-tensors selects layers by class, and so lists the other layers."""
     targets = getattr(quant_config, "target_scheme_map", None)
     return isinstance(targets, Mapping) and all(str(target).isidentifier() for target in targets)
 
@@ -45,7 +42,7 @@ def _targets_kinds(quant_config: Any) -> bool:
 def read_model(model: torch.nn.Module) -> dict[str, Any]:
     """Read dtypes, quantised layers, KV cache and a sample of the weights, as plain data.
 
-    The host waits only once for the device.
+    The host waits for the device only once.
 
     Args:
         model: the model of a worker.
@@ -94,7 +91,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def count_exact(parameter: torch.Tensor) -> torch.Tensor:
-    """Count a sample's values that are normal in fp16 and exact in bf16, and all normal in fp16."""
+    """Of a sample's values in fp16's normal range, count those that are exact in bf16, and all."""
     flat = parameter.detach().reshape(-1)
     wide = flat[:: flat.numel() // MOST_ELEMENTS | 1].float()
     normal = wide.abs() >= 2.0**-14

@@ -17,15 +17,15 @@ def engine_name(value: object, key: str, where: str, also: Sequence[str] = ("aut
     Args:
         value: the config's value: a name in any spelling of ``precision.names``, or a dtype.
         key: the config's key.
-        where: framework and version.
-        also: further values of the key that are no dtypes and are returned unchanged.
+        where: framework and version, for the error message.
+        also: words that the key accepts besides dtype names; they are returned unchanged.
 
     Returns:
-        ``"float16"``, ``"bfloat16"``, ``"float32"``, or a name of ``also``.
+        ``"float16"``, ``"bfloat16"``, ``"float32"``, or a word of ``also``.
 
     Raises:
-        DtypeError: the value is no dtype name. The engine's own error would come from another
-            process, and would not name the key.
+        DtypeError: the value is no dtype name. Without this check an engine's process raises an
+            error that does not name the key.
     """
     text = str(value).strip().lower()
     if text in also:

@@ -21,14 +21,14 @@ def problems_of(
     on: bool,
     model_type: str = "",
 ) -> tuple[list[Problem], list[str]]:
-    """The warnings of ``settle`` as problems, and one note for each other engine.
+    """Return the warnings of ``settle`` as problems of the plan, and one note on each other engine.
 
     Args:
         where: framework and version.
         trainer: the trained policy.
         others: the job's other engines.
         settings: the shim's settings for the job.
-        on: whether ``rollout-agreement`` is in force; otherwise no engine follows the trainer.
+        on: whether ``rollout-agreement`` is in force; if not, the shim changes no engine's dtype.
         model_type: the model's type in its HF config; empty if unknown.
     """
     problems, notes = [], []

@@ -1,4 +1,4 @@
-"""Set other engines to the trainer's dtype if the user asked for it, and report differences."""
+"""Copy the trainer's dtype to other engines if the user asked for it, and report differences."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FOLLOWED = "PRECISION_SHIM_ROLLOUT=follow"
 
 
 def follows(trainer: Engine, other: Engine, model_type: str, rollout: object) -> str:
-    """The value that ``PRECISION_SHIM_ROLLOUT`` writes to another engine's key; may be empty.
+    """The dtype name that ``PRECISION_SHIM_ROLLOUT`` writes to an engine's key; may be empty.
 
     Args:
         trainer: the trained policy.
@@ -54,8 +54,8 @@ def settle(
         where: framework and version, such as ``"verl 0.9.1"``.
         trainer: the trained policy.
         others: the job's other engines.
-        write: writes an engine's key under ``PRECISION_SHIM_ROLLOUT=follow``; ``None`` if the
-            framework has copied the config already.
+        write: the function that writes an engine's key under ``PRECISION_SHIM_ROLLOUT=follow``;
+            ``None`` if the framework has already copied the config.
         model_type: the model's type in its HF config; empty if unknown.
 
     Raises:

@@ -73,7 +73,7 @@ def tell_of_wires(where: str, wires: Sequence[Wire], *, may_raise: bool = True) 
 
 
 def wire_problems(where: str, wires: Sequence[Wire]) -> tuple[list[Problem], list[str]]:
-    """The warnings of ``tell_of_wires`` as problems, and a note for each sync that rounds."""
+    """Return ``tell_of_wires``'s warnings as problems, and one note for each sync that rounds."""
     problems = [
         Problem("rollout-dtype", wire.subject, wire.key, _message(where, wire), wire.remedy)
         for wire in wires

@@ -6,7 +6,7 @@ bucket. A seam at ``MegatronPolicyWorkerBase.init_model``, which builds model an
 the build. A seam at Megatron's DDP reads the live parameters. The shim adds its values to the
 kwargs that override SkyRL's own values in the OptimizerConfig. The user's values override the
 shim's values. While SkyRL builds its config dataclasses, the shim marks the values that the user
-wrote. The workers receive the marks with the config. The shim also marks the inference engines'
+wrote; the workers receive the marks with the config. The shim also marks the inference engines'
 ``model_dtype``. The driver compares ``model_dtype`` with the policy's dtype when SkyRL validates
 the config.
 
@@ -17,7 +17,7 @@ The shim patches neither vLLM nor the computations of SkyRL's JAX backend. In an
 the audit queries vLLM's engine through the engine's public methods.
 
 Delete this package when SkyRL dispatches on the model's dtype, distinguishes written values from
-defaults, and scales fp16 losses; see each seam.
+defaults, and scales fp16 losses.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A SkyRL config built from a command line or a YAML does not show whether the user wrote a value or
 left it at the default. The shim therefore marks the user's values while SkyRL builds the
-dataclasses. Copies and pickles must keep the marks, since workers receive a pickled config. The
-result of ``dataclasses.asdict`` must not contain the marks.
+dataclasses. Copies and pickles must keep the shim's marks, since workers receive a pickled config.
+The result of ``dataclasses.asdict`` must not contain the shim's marks.
 
 If the user did not write ``grad_reduce_in_fp32`` or ``model_dtype``, the shim deletes the
 instance's attribute. A read of a deleted attribute returns the class's default, and an assignment
@@ -48,9 +48,6 @@ _old_style: ContextVar[bool] = ContextVar("precision_shim_skyrl_old_style", defa
 
 _overriding: ContextVar[bool] = ContextVar("precision_shim_skyrl_overriding", default=False)
 """Whether SkyRL is building the config from overrides; set by ``note_overrides``."""
-
-
-# -- marking the user's values ---------------------------------------------------------------
 
 
 @seam(
@@ -156,8 +153,8 @@ def note_overrides(call: Call, args: Any) -> Any:
     """Mark the settings that the user wrote as overrides on a command line.
 
     SkyRL merges overrides in the old style into a YAML that contains every default, so the shim
-    reads the marks from the overrides. Without a base YAML the marks set in ``__init__`` are right,
-    even for a config class with its own values.
+    takes the user's keys from the overrides. Without a base YAML, the marks that the seams on
+    ``__init__`` set are right, even for a user's own config class.
 
     Raises:
         DtypeError: the value of ``model_dtype`` is no dtype that an engine computes in.
@@ -221,9 +218,6 @@ def _leave_to_class(config: Any, key: str) -> None:
         del own[key]
 
 
-# -- reading the marks -----------------------------------------------------------------------
-
-
 def bucket_is_written(ddp_config: Any) -> bool:
     """Whether the user wrote ``grad_reduce_in_fp32``; true if that is unknown."""
     if ddp_config is None:
@@ -245,7 +239,7 @@ def named(value: Any, section: str = INFERENCE, key: str = MODEL_DTYPE) -> str:
     """The inference engines' name for a dtype that the user wrote.
 
     Args:
-        value: the value.
+        value: the value that the user wrote.
         section: the config's section.
         key: the dtype's key in the section.
 

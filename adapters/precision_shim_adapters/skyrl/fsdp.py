@@ -1,9 +1,9 @@
 """SkyRL on FSDP in fp16: autocast, loss scaling, the scaler's checkpoint and metrics.
 
-``fsdp_config.mixed_precision.param_dtype="fp16"`` makes FSDP compute with fp16 parameters. But
-SkyRL's workers run an fp16 model under an autocast to bf16, and have no scaler that keeps small
-gradients from becoming zero. The shim switches the autocast to fp16, and adds a scaler to the
-strategy that makes the optimizer.
+``fsdp_config.mixed_precision.param_dtype="fp16"`` makes FSDP compute with fp16 parameters. SkyRL's
+workers run an fp16 model under an autocast to bf16, and have no scaler that keeps small gradients
+from becoming zero. The shim switches the autocast to fp16, and adds a scaler to the strategy that
+makes the optimizer.
 """
 
 from __future__ import annotations
@@ -74,9 +74,6 @@ def _is_fp16(strategy: Any) -> bool:
     return mixed_dtypes(strategy.fsdp_config)["param_dtype"] is torch.float16
 
 
-# -- autocast ----------------------------------------------------------------------------------
-
-
 @seam(
     f"{_STRATEGY}._fsdp_init_model",
     why="every model passes here; the workers' autocast is hard-coded in six places",
@@ -94,9 +91,6 @@ def follow_param_dtype(call: Call) -> Any:
     if _is_fp16(call.instance):
         autocast_in_fp16(module, call.instance.device_mesh.device_type)
     return module
-
-
-# -- the scaler --------------------------------------------------------------------------------
 
 
 @seam(
@@ -161,9 +155,6 @@ def step(call: Call, optimizer: Any) -> Any:
     return torch.tensor(math.nan) if training.skipped else grad_norm
 
 
-# -- checkpoints -------------------------------------------------------------------------------
-
-
 @seam(
     f"{_STRATEGY}.save_checkpoint",
     why="client_state is stored with the checkpoint, in the last of a rank's files",
@@ -214,9 +205,6 @@ def _files(strategy: Any, directory: Any) -> Files:
     """
     names = [_name(strategy, what) for what in ("model", "optim")]
     return {name: os.path.join(str(directory), name) for name in names}
-
-
-# -- metrics -----------------------------------------------------------------------------------
 
 
 @seam(

@@ -50,17 +50,8 @@ def native_coercion(symbol: Symbol, settings: Settings) -> str | None:
     return None
 
 
-# -- reading SkyRL's config -------------------------------------------------------------------
-
-
 def _read_asked(optim_config: Any, kwargs: Any, written: frozenset[str] | None) -> dict[str, Any]:
-    """The OptimizerConfig fields from the user's ``optimizer_config_kwargs`` and ``adam_betas``.
-
-    Args:
-        optim_config: SkyRL's own optimizer config.
-        kwargs: ``optimizer_config_kwargs``; may be ``None``.
-        written: the keys of ``kwargs`` that the user wrote; ``None`` if they are not known.
-    """
+    """The OptimizerConfig fields that the user wrote; ``written``: the user's keys, if known."""
     asked = {} if kwargs is None else {str(key): kwargs[key] for key in kwargs}
     # use_precision_aware_optimizer is False by default. Count False as the user's value only if the
     # user wrote it, or if the user's keys are not known.
@@ -103,7 +94,7 @@ def of_config(
 
     Args:
         trainer: the trainer's config.
-        role: which model.
+        role: the model's key in the config, ``"policy"`` or ``"ref"``.
         ddp_config: the config of the model's DDP.
         heads: the model's number of heads for multi-token prediction.
         adapters: whether the model's worker has a store of LoRA adapters.
@@ -126,7 +117,8 @@ def of_config(
         subject=role,
         asked=asked,
         declared=torch.bfloat16 if trainer.bf16 else torch.float32,
-        # The blockers do not apply if the user wrote use_precision_aware_optimizer=True.
+        # A user who wrote use_precision_aware_optimizer=True gets the error, not the fallback to
+        # fp32.
         blockers=() if asked.get(PRECISION_AWARE) else tuple(blockers),
         optimizer=str(getattr(optim_config, "optimizer", "adam")),
         bucket_in_fp32=bucket,
@@ -137,9 +129,6 @@ def of_config(
 
 def _role(worker: Any) -> str:
     return "ref" if "Ref" in type(worker).__name__ else "policy"
-
-
-# -- the optimizer ----------------------------------------------------------------------------
 
 
 @seam(
@@ -204,9 +193,6 @@ def check_optimizer(call: Call, model: Any, config: Any) -> Any:
     return call.proceed()
 
 
-# -- the model that is being built -------------------------------------------------------------
-
-
 @seam(
     f"{WORKER}:MegatronPolicyWorkerBase.init_model",
     BUILDING,
@@ -250,9 +236,6 @@ def module_build(call: Call, ddp_config: Any) -> Any:
         provider.pipeline_dtype = torch.float16
     with megatron.building("skyrl", lambda: of_worker(worker, ddp_config)):
         return call.proceed()
-
-
-# -- the model's dtype -------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -309,10 +292,6 @@ def _dtype_of(provider: Any, bf16: bool) -> torch.dtype:
 
     Megatron-Bridge 0.6 reads ``trainer.bf16`` again when it builds the model. An older release sets
     the provider's ``bf16`` if ``trainer.bf16`` is true; otherwise it uses the provider's dtype.
-
-    Args:
-        provider: the model provider, with the user's own settings.
-        bf16: ``trainer.bf16``.
     """
     if "pipeline_dtype" in look(_BUILDER).names and (bf16 or not provider.fp16):
         return torch.bfloat16 if bf16 else torch.float32
@@ -361,7 +340,8 @@ def follow_flag(call: Call) -> Any:
     Megatron-Bridge sets the provider's dtype to the checkpoint's. Without this seam, ``bf16=false``
     has no effect on a bf16 checkpoint, and ``bf16=true`` contradicts an fp16 checkpoint. An fp16
     checkpoint with ``bf16=false`` stays fp16. Megatron-Bridge 0.6 and later applies ``bf16`` when
-    building the parameters. A user's own ``fp16=true`` contradicts a bf16 checkpoint before then.
+    it builds the parameters; with earlier releases, a user's own ``fp16=true`` contradicts a bf16
+    checkpoint.
     """
     provider = call.proceed()
     flag = _flag.get()
@@ -395,7 +375,7 @@ def foreseen_dtype(trainer: Any, role: str, checkpoint: str, *, obeyed: bool) ->
 
     Args:
         trainer: the trainer's config.
-        role: which model.
+        role: the model's key in the config, ``"policy"`` or ``"ref"``.
         checkpoint: canonical name of the checkpoint's dtype; empty if it is not known.
         obeyed: whether ``follow_flag`` is in force in the worker.
 

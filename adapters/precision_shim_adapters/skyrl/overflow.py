@@ -1,8 +1,8 @@
 """SkyRL on Megatron in fp16: report skipped steps in SkyRL's metrics.
 
 SkyRL ignores the success flag of Megatron's ``step``, and omits a grad norm of None from its
-metrics, so a skipped step leaves no trace. The shim reports a skipped step with grad norm NaN.
-SkyRL's learning rate scheduler counts skipped steps, also with the shim.
+metrics, so the metrics do not show a skipped step. The shim reports a skipped step with grad norm
+NaN. SkyRL's learning rate scheduler counts skipped steps, also with the shim.
 """
 
 from __future__ import annotations
@@ -167,9 +167,6 @@ def keep_last(call: Call, metrics: Any) -> Any:
     return reduced
 
 
-# -- weights to the inference engines ----------------------------------------------------------
-
-
 class _Bf16Sized(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """A proxy of Megatron-Bridge with fp16 weights shown as bf16, a dtype of the same size."""
 
@@ -197,7 +194,8 @@ def _resize(task: Any) -> Any:
 def size_fp16(call: Call) -> Any:
     """Make the weight extractor, whose table of sizes lacks fp16, use bf16's size for fp16.
 
-    The extractor keeps only indices from this call, and reads the weights again for each transfer.
+    SkyRL's weight extractor keeps only indices from this call, and reads the weights again for each
+    transfer.
     """
     extractor = call.instance
     bridge = extractor.bridge

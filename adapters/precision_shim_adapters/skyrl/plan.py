@@ -104,11 +104,11 @@ def _where() -> str:
 
 
 def load(job: Job) -> tuple[Any, list[str], list[Problem]]:
-    """Load a job's config with marked user values; also return unknown keys and problems.
+    """Load a job's config, with the user's values marked, its unknown keys and its problems.
 
     Only a user's own entry point may have overrides that SkyRL does not define. If the shim is on
-    in this process, SkyRL's loader raises a DtypeError for a wrong ``model_dtype``. ``load``
-    returns the error as a problem.
+    in this process, SkyRL's loader raises a DtypeError for a wrong ``model_dtype``, which ``load``
+    returns as a problem.
 
     Raises:
         PlanError: SkyRL cannot load the config.
@@ -172,9 +172,6 @@ def _load(configs: Any, job: Job, words: list[str]) -> Any:
     config = configs.SkyRLTrainConfig.from_cli_overrides(words)
     note_command_line(config, words)
     return config
-
-
-# -- the models ------------------------------------------------------------------------------------
 
 
 def _models(job: Job, trainer: Any, world: int) -> Iterator[Plannable]:
@@ -255,7 +252,7 @@ def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) ->
 
 
 def _together(trainer: Any, role: str) -> str:
-    """The key by which a model shares its GPUs, as in ``WorkerDispatch``; empty without one."""
+    """The config key that makes a model share its GPUs; empty if the model has its own GPUs."""
     if trainer.placement.colocate_all:
         return "colocate_all"
     shares = role in ("policy", "ref") and trainer.placement.colocate_policy_ref

@@ -44,9 +44,10 @@ def carry_variables(call: Call) -> Any:
 def renew_actor_class(call: Call) -> Any:
     """Make the actor class again before SkyRL starts a group of workers.
 
-    SkyRL's modules call ``ray.remote`` on their last lines, before the shim patches them. Ray would
-    pickle the unpatched methods by value, because their names now refer to the patched methods.
-    Workers would run the unpatched methods even if the shim patched the workers' own modules.
+    SkyRL's modules call ``ray.remote`` on their last lines, before the shim patches the modules.
+    Ray would pickle the unpatched methods by value, because their names now refer to the patched
+    methods. Workers would run the unpatched methods even if the shim patched the workers' own
+    modules.
     """
     call.instance.ray_actor_type = _renew(call.instance.ray_actor_type)
     return call.proceed()

@@ -81,6 +81,6 @@ def ask_server(call: Call, app: Any, engine: Any, cli_args: Any) -> Any:
         behind = app.middleware_stack
         if behind is None:
             app.add_middleware(AskAfterSync, engine=engine, whose=whose)
-        else:  # Starlette adds no middleware to a stack that is built
+        else:  # Starlette adds no middleware once its stack is built
             app.middleware_stack = AskAfterSync(behind, engine, whose)
     return result

@@ -34,7 +34,8 @@ from .config import INFERENCE, MODEL_DTYPE, model_dtype_is_written, named
 KEY = f"{INFERENCE}.{MODEL_DTYPE}"
 
 _OVER = ("engine_init_kwargs", "prefill_init_kwargs", "decode_init_kwargs")
-"""Sections that override SkyRL's own engine settings; before 0.4 SkyRL has only the first one."""
+"""Sections that override SkyRL's engine settings; before 0.4 SkyRL has only the section
+``engine_init_kwargs``."""
 
 _FP16 = "transformer_config_kwargs.fp16"
 _AUTOCAST = "SkyRL runs the model under an autocast to bf16"
@@ -117,7 +118,7 @@ def megatron_dtype(
 
     Args:
         trainer: the trainer's config.
-        role: which model.
+        role: the model's section in ``trainer``, such as ``"policy"`` or ``"ref"``.
         in_force: see ``InForce``.
         directory: the model's directory, if it is not the directory in the config.
     """
@@ -142,7 +143,7 @@ def _on_fsdp(trainer: Any, role: str, in_force: InForce) -> Engine:
         key,
         written=getattr(config, "mixed_precision", None) is not None,
         because="" if follows or asked == "bf16" else f"{_AUTOCAST}, whatever {key} says",
-        # Under SkyRL's autocast to bf16 no value makes the matrix products fp32.
+        # No value gives fp32 matrix products, because SkyRL autocasts to bf16.
         values={"bf16": "bfloat16", "fp16": "float16"},
     )
 
@@ -241,9 +242,9 @@ def hand_on_names(config: Any) -> None:
 def send_in_engines_dtype(config: Any) -> None:
     """Make SkyRL send the weights in the dtype in which the engines compute.
 
-    SkyRL casts the weights to ``model_dtype`` before it sends them. If a section of ``_OVER`` sets
-    another dtype for all engines, weights would be rounded twice. A ``model_dtype`` that the user
-    wrote stays unchanged.
+    SkyRL casts the weights to ``model_dtype`` before it sends them. If a section such as
+    ``engine_init_kwargs`` sets another dtype for all engines, weights would be rounded twice. A
+    ``model_dtype`` that the user wrote stays unchanged.
     """
     engines = config.generator.inference_engine
     computes = {rollout.computes for rollout in _rollouts(config)}
@@ -302,7 +303,7 @@ def wires_of(config: Any) -> list[Wire]:
 
 
 def asked_of(engines: Any) -> tuple[str, str]:
-    """The config's dtype name for all inference engines, and its key; no name if they differ.
+    """The config's dtype name for all inference engines, and its key; no name if engines differ.
 
     Args:
         engines: the section ``generator.inference_engine``.
@@ -315,7 +316,7 @@ def asked_of(engines: Any) -> tuple[str, str]:
 
 
 def way_of_weights(engines: Any, path: str) -> tuple[str, ...]:
-    """Names of the dtypes that a weight is rounded to in a sync; ``"auto"`` if not known.
+    """Names of the dtypes to which a sync rounds a weight, in order; ``"auto"`` if not known.
 
     Args:
         engines: the section ``generator.inference_engine``.
@@ -327,7 +328,7 @@ def way_of_weights(engines: Any, path: str) -> tuple[str, ...]:
         for engine in _read_asked(engines)
     }
     if len(computes) > 1 or engines.weight_sync_backend == "delta":
-        return (AUTO,)  # a delta has each tensor's dtype in the base checkpoint
+        return (AUTO,)  # a delta sync sends weights in the base checkpoint's dtypes
     return (sent, *computes)
 
 

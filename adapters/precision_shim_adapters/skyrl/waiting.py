@@ -1,11 +1,11 @@
 """SkyRL's store of LoRA adapters in fp16: stored gradients follow changes of the loss scale.
 
 The LoRA adapters of one Megatron worker share the worker's optimizer and loss scaler. While one
-adapter trains, SkyRL stores the gradients of the other adapters until their own step. Stored
-gradients were multiplied by the loss scale of their backward pass, but their step divides them by
-the loss scale at that time, which another adapter's overflow may have changed. So the shim records
-the loss scale of stored gradients. When SkyRL copies them back, the shim multiplies them by the
-new scale over the recorded scale.
+adapter trains, SkyRL stores the gradients of the other adapters until their own step. A backward
+pass multiplies gradients by the loss scale, and the step divides them by the loss scale. Between an
+adapter's backward pass and its step, another adapter's overflow may change the loss scale. The shim
+therefore records the loss scale of stored gradients. When SkyRL copies stored gradients back, the
+shim multiplies them by the present scale over the recorded scale.
 
 Delete this module when SkyRL stores gradients unscaled, or with their loss scale.
 """
@@ -128,7 +128,6 @@ def _rescale(store: Any, slot: Any, chunks: Any) -> None:
 
 
 def _scale(store: Any) -> float | None:
-    """The present loss scale; ``None`` without dynamic loss scaling."""
     reference = _optimizers.get(store)
     optimizer = None if reference is None else reference()
     scalers = [] if optimizer is None else dynamic_scalers(optimizer)

@@ -1,4 +1,4 @@
-"""Compute a float16 model's varlen attention in float16, as its generator does.
+"""Compute a float16 model's varlen attention in float16, as torchtitan's generator does.
 
 torchtitan casts queries, keys and values to bfloat16 for the kernel, although the kernel accepts
 float16, and casts the result back. The shim replaces the attention by a plain function, because
@@ -35,8 +35,8 @@ _CAST, _KEPT = "bfloat16", "float16"
 def keep_float16(forward: Any) -> Any:
     """Make an attention function that does not cast float16 to bfloat16.
 
-    The new function calls torchtitan's own function. For float16 inputs the new function calls a
-    copy of torchtitan's function in which the name ``bfloat16`` is replaced by ``float16``.
+    The made attention function calls torchtitan's own function. For float16 inputs the new function
+    calls a copy of torchtitan's function in which the name ``bfloat16`` is replaced by ``float16``.
 
     Raises:
         SeamError: torchtitan's function does not cast to bfloat16, or also mentions float16.
@@ -70,7 +70,7 @@ def tell(subject: str, model_parts: Any) -> None:
     """Report in which dtype a float16 model's attention and experts compute.
 
     Args:
-        subject: which model.
+        subject: the model's name, such as ``"policy"``.
         model_parts: the model's modules.
     """
     from torchtitan.models.common.attention import VarlenAttention

@@ -78,8 +78,6 @@ def trainer(call: Call) -> None:
     _see(call.instance, "model")
 
 
-# -- the metrics --------------------------------------------------------------------------------
-
 _LOST = "torchtitan says which of its updates are lost to rounding"
 
 

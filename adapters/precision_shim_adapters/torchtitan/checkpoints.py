@@ -68,12 +68,7 @@ def load(call: Call, state_dict: Any, checkpoint_id: Any, from_hf: Any) -> Any:
 
 
 def _size_of_record(checkpoint: str, where: str) -> tuple[int, ...] | None:
-    """The size of a checkpoint's scaler record; rank 0 reads it from the metadata.
-
-    Raises:
-        ScalerCheckpointError: the metadata cannot be read, or the record is no tensor of bytes;
-            raised on every rank.
-    """
+    """The size of a checkpoint's scaler record, read by rank 0; errors are raised on all ranks."""
     box: list[Any] = [None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
@@ -130,7 +125,7 @@ def _open_metadata(checkpoint: str) -> Any:
     **SCALED,
 )
 def state_dict(call: Call) -> Any:
-    """Add the scaler's record to the state; during a load, add zeros of the record's size."""
+    """Add the scaler's record to the trainer's state; during a load, add zeros of its size."""
     state = call.proceed()
     training = ScaledTraining.of(call.instance)
     if training is None:

@@ -1,7 +1,7 @@
 """torchtitan: audit the weights sent to the generators, and query the generators' engines.
 
-The trainer casts its state dict and then puts it into TorchStore. A generator is a Monarch actor
-that runs vLLM's ``LLMEngine``; each rank has an engine with the rank's own shard.
+torchtitan's RL trainer casts its state dict and then puts it into TorchStore. A generator is a
+Monarch actor that runs vLLM's ``LLMEngine``; each rank has an engine with the rank's own shard.
 """
 
 from __future__ import annotations
@@ -40,9 +40,6 @@ async def look_at_state_dict(call: Call, state_dict: Any, key: Any) -> Any:
         if seen is not items:
             deque(seen, maxlen=0)
     return await call.proceed()
-
-
-# -- the engines of the generators ---------------------------------------------------------------
 
 
 @seam(

@@ -1,8 +1,9 @@
-"""Replace every spelling of a training dtype by torchtitan's own before torchtitan reads it.
+"""Replace every spelling of a training dtype by torchtitan's name before torchtitan reads it.
 
 torchtitan compares dtype names as strings, and looks them up in a dict of three names. The shim
-replaces a name when torchtitan builds a config. Other code may assign a name later, so the shim
-checks the names again when a trainer receives the config. ``sides`` replaces the generator's name.
+replaces a dtype name when torchtitan builds a config. Other code may assign a dtype name later, so
+the shim checks dtype names again when a trainer receives the config. ``sides`` replaces the
+generator's name.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def _names() -> str:
 
 
 def coerce_training(training: Any) -> None:
-    """Replace the dtype names in a ``TrainingConfig`` by torchtitan's own.
+    """Replace the dtype names in a ``TrainingConfig`` by torchtitan's own names.
 
     Raises:
         DtypeError: a name is unknown, or ``training.dtype`` is float16.
@@ -78,9 +79,6 @@ def coerce_training(training: Any) -> None:
         if own is not value:
             setattr(training, key, own)
     refuse_float16_states(training)
-
-
-# -- dtype names in a new config ---------------------------------------------------------------
 
 
 @seam(
@@ -116,7 +114,7 @@ def parse_args(call: Call) -> Any:
 def any_name() -> Iterator[None]:
     """Make tyro accept any word for a dtype; ``build_training`` checks the name later.
 
-    The function changes the class's annotations, since tyro reads them and not the fields' types.
+    ``any_name`` changes the class's annotations, since tyro reads them and not the fields' types.
     """
     import tyro
     from torchtitan.config.configs import TrainingConfig
@@ -132,9 +130,6 @@ def any_name() -> Iterator[None]:
         annotations.update(before)
 
 
-# -- dtype names in a trainer's config ---------------------------------------------------------
-
-
 @seam(
     f"{POLICY}.__init__",
     FEATURE,
@@ -145,7 +140,7 @@ def any_name() -> Iterator[None]:
     optional=True,
 )
 def build_policy_trainer(call: Call, config: Any) -> Any:
-    """Replace the dtype names in an RL trainer's config by torchtitan's own."""
+    """Replace the dtype names in an RL trainer's config by torchtitan's own names."""
     coerce_training(config.training)
     return call.proceed()
 
@@ -159,6 +154,6 @@ def build_policy_trainer(call: Call, config: Any) -> Any:
     delete_when=_DELETE,
 )
 def build_trainer(call: Call, config: Any) -> Any:
-    """Replace the dtype names in a pre-training config by torchtitan's own."""
+    """Replace the dtype names in a pre-training config by torchtitan's own names."""
     coerce_training(config.training)
     return call.proceed()

@@ -42,7 +42,8 @@ _DEGREES = (
     "expert_parallel_degree",
 )
 _EXPERTS = ".routed_experts."
-"""Part of the names of routed experts' weights in torchtitan. Their dimension 0 counts experts."""
+"""Part of the names of torchtitan's weights of routed experts; a weight's dimension 0 counts
+them."""
 _FRAME = re.compile(r"[\u2500-\u257f]+|-{3,}")
 """Matches the frame that tyro draws around a message."""
 
@@ -272,7 +273,7 @@ def _name(value: object) -> str:
 
 
 def _optimizer(config: Any) -> str:
-    """The parameter groups' first optimizer that is not Adam; if all are Adam, the first."""
+    """The first optimizer of the parameter groups that is not Adam, or else the first optimizer."""
     names = [
         str(named)
         for group in getattr(config, "param_groups", None) or ()

@@ -29,7 +29,8 @@ _LOOP = (
     "_forward_backward_body",
     "pp_forward_backward_step",
 )
-"""The methods that compute losses and step. The shim does not know a loop that overrides one."""
+"""The methods that compute losses and step. If a subclass overrides one, the shim scales no
+loss."""
 
 
 @seam(

@@ -49,7 +49,6 @@ class _Step:
         self.device = torch.device("cpu")
 
     def forward_backward_step(self, **batch: Any) -> torch.Tensor:
-        """A backward pass that overflows."""
         for parameter in self.layer.parameters():
             parameter.grad = torch.full_like(parameter, float("inf"))
         return torch.zeros(())

@@ -1,6 +1,6 @@
 """Loss scaling for the RL trainer in float16, the Monarch actor ``PolicyTrainer``.
 
-The trainer computes gradients in another endpoint than ``optim_step``. The shim replaces
+The RL trainer computes gradients in another endpoint than ``optim_step``. The shim replaces
 ``optim_step`` by an endpoint that unscales, and scales losses only of trainers with this endpoint.
 """
 

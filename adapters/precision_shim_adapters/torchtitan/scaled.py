@@ -1,8 +1,8 @@
 """Loss scaling for both torchtitan trainers: scale the innermost loss, unscale before clipping.
 
 ``ChunkedLossWrapper`` runs each chunk's backward pass itself, and a pipeline's schedule stores the
-loss function when the schedule is built. Scaling the loss that either returns, or replacing
-``trainer.loss_fn``, would not scale the gradients.
+loss function when the schedule is built. The gradients would stay unscaled if the shim scaled the
+loss that ``ChunkedLossWrapper`` or the schedule returns, or replaced ``trainer.loss_fn``.
 """
 
 from __future__ import annotations
@@ -88,13 +88,10 @@ def scale_innermost(trainer: Any, attach: Callable[[torch.Tensor], None]) -> Non
 
 
 def ready(training: ScaledTraining, trainer: Any) -> None:
-    """Store the training on the optimizers, and report the dtypes of attention and experts."""
+    """Store a ``ScaledTraining`` on its optimizers, and report attention's and experts' dtypes."""
     for optimizer in trainer.optimizers:
         training.keep(optimizer)
     attention.tell(training.subject, trainer.model_parts)
-
-
-# -- unscaling and clipping --------------------------------------------------------------------
 
 
 @seam(
@@ -117,9 +114,6 @@ def clip(call: Call, parameters: Any, max_norm: Any) -> Any:
     # Newer versions of Trainer assert a finite norm before the step. Return 0 for an overflow,
     # without a copy from the device. The metrics report NaN for a skipped step.
     return torch.where(overflow.to(norm.device, non_blocking=True), torch.zeros_like(norm), norm)
-
-
-# -- states of an optimizer before its first step ----------------------------------------------
 
 
 @seam(

@@ -2,8 +2,8 @@
 
 torchtitan's RL package has no reference model and no teacher. ``Controller`` is the driver, and has
 the whole config before it starts the processes of the trainer and of the generators. The trainer
-sends its weights in the generator's dtype, rounded once, so it needs the dtype's name as well.
-vLLM runs torchtitan's own model, whose ``model_type`` vLLM accepts in float16.
+sends its weights in the generator's dtype, rounded once, so the trainer also reads the generator's
+key. vLLM runs torchtitan's own model, whose ``model_type`` vLLM accepts in float16.
 """
 
 from __future__ import annotations
@@ -43,18 +43,15 @@ _UNWRITTEN: dict[str, str] = {}
 """Maps a dtype's name to an equal string object that the shim made; see ``unwritten``."""
 
 
-# -- names --------------------------------------------------------------------------------------
-
-
 def coerce_generator(config: Any) -> None:
-    """Replace the dtype name in a generator's config by vLLM's and torchtitan's name for it.
+    """Replace the dtype name in a generator's config by the name that vLLM and torchtitan accept.
 
     Raises:
         DtypeError: the name is unknown.
     """
     value = config.model_dtype
     name = _name(value, (AUTO,))
-    if name != value:  # keep an equal string: its identity is a mark
+    if name != value:  # keep an equal string: it may be a mark of ``unwritten``
         config.model_dtype = name
 
 
@@ -81,11 +78,8 @@ def _name(value: Any, also: Sequence[str]) -> Any:
     return engine_name(value, KEY, versioned(FRAMEWORK), also)
 
 
-# -- values that the user wrote -----------------------------------------------------------------
-
-
 def unwritten(name: str) -> str:
-    """A string equal to a dtype's name that marks a value that the user did not write.
+    """Return a string that equals a dtype's name and marks a value as not written by the user.
 
     The mark is the string's identity. An equal name from the command line or from Python code is
     another string object. The marked object survives tyro and ``dataclasses.replace``.
@@ -102,7 +96,7 @@ def mark_released(config: Any, arguments: Sequence[str]) -> None:
     """Mark the generator's dtype as unwritten if torchtitan's own config function set it.
 
     Args:
-        config: the config function's result, before the command line changes it.
+        config: the result of torchtitan's config function, before command-line options change it.
         arguments: the job's arguments, with ``--module`` and ``--config``.
     """
     generator = getattr(config, "generator", None)
@@ -136,7 +130,7 @@ def _word(arguments: Sequence[str], option: str) -> str:
 
 @contextmanager
 def marked() -> Iterator[None]:
-    """In the plan, mark the same values as unwritten that the seams mark in a job."""
+    """Mark in the plan the values that the seams would mark as unwritten in a job."""
     from torchtitan.config import ConfigManager
     from torchtitan.experiments.rl.actors.generator import VLLMGenerator
 
@@ -156,9 +150,6 @@ def marked() -> Iterator[None]:
     finally:
         defaults["model_dtype"] = before
         ConfigManager._load_config = load
-
-
-# -- the engines of a job -----------------------------------------------------------------------
 
 
 def engines(training: Any, model_dtype: Any) -> tuple[Engine, Engine] | None:
@@ -222,7 +213,7 @@ def build_controller(call: Call, config: Any) -> Any:
 
     Raises:
         DtypeError: the generator's dtype is unknown, or ``auto``.
-        UnsupportedPrecisionError: in strict mode, a float16 trainer's generator has another dtype.
+        UnsupportedPrecisionError: in strict mode, only the trainer computes in float16.
     """
     generator = config.generator
     generator_dtype_name(generator.model_dtype)
@@ -275,7 +266,7 @@ def build_policy_trainer(call: Call, config: Any, generator_dtype: Any) -> None:
     optional=True,
 )
 def load_config(call: Call, args: Any) -> Any:
-    """With ``PRECISION_SHIM_ROLLOUT=follow``, mark the dtype from torchtitan's config function."""
+    """If ``PRECISION_SHIM_ROLLOUT=follow`` is set, mark a dtype that the user did not write."""
     config = call.proceed()
     if current_settings()["rollout"] == "follow":
         mark_released(config[0], args)

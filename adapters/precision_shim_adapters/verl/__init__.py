@@ -1,15 +1,15 @@
 """The adapter for verl, and the reasons for its choice of seams.
 
 In 0.7.1's workers and in 0.8's engines, verl decides the bucket's dtype in one function and later
-makes the optimizer's config in another. One plan must decide bucket and config. The shim announces
-the model in the function that calls the other two (``MegatronEngine.initialize``, or a legacy
-worker's build method). The function ``init_megatron_optim_config`` of verl still runs. The shim
-adds its values to ``override_optimizer_config``; the user's values override the shim's.
+makes the optimizer's config in another. One plan must decide bucket and config, so the shim records
+the model's build in verl's function that makes bucket and config (``MegatronEngine.initialize``, or
+a legacy worker's build method). verl's ``init_megatron_optim_config`` still runs. The shim adds its
+values to ``override_optimizer_config``; the user's values override the shim's.
 
-Deliberately not patched: the states of other optimizers than Megatron's (the states of torch's
-AdamW have the parameters' dtype).
+The shim deliberately does not change the states of other optimizers than Megatron's: the states of
+torch's AdamW have the parameters' dtype.
 
-Delete when: verl's native options cover overrides, dtype names and every engine; see each seam.
+Delete this package when verl's native options cover overrides, dtype names and every engine.
 """
 
 from __future__ import annotations

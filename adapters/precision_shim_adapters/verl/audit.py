@@ -1,6 +1,6 @@
-"""Audit the optimizer of verl on FSDP after verl has built model and optimizer.
+"""Audit verl's optimizer on FSDP after verl has built model and optimizer.
 
-The module also reports lost updates of 0.7.1's legacy workers (for engines see ``metrics``).
+This module also reports lost updates of verl 0.7.1's legacy workers, ``metrics`` of the engines.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def engine(call: Call) -> Any:
     **_LEGACY,
 )
 def legacy(call: Call) -> Any:
-    """Audit the optimizer of 0.7.1's actor or critic."""
+    """Audit the optimizer of verl 0.7.1's actor or critic."""
     result = call.proceed()
     worker = call.instance
     subject = "actor" if hasattr(worker, "actor_module") else "critic"
@@ -93,7 +93,7 @@ def legacy(call: Call) -> Any:
     **_LEGACY,
 )
 def legacy_rollout(call: Call) -> Any:
-    """Pass the dtype of the weights in 0.7.1's rollout to the meter and to the audit."""
+    """Pass the dtype of the weights in verl 0.7.1's rollout to the meter and to the audit."""
     result = call.proceed()
     worker = call.instance
     lora = worker.config.model.get("lora_rank", 0) or worker.config.model.get("lora_adapter_path")

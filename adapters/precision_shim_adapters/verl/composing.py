@@ -80,7 +80,7 @@ def compose(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
         validate_config_path(asked.path)
         search = create_config_search_path(asked.path)
         if asked.directory:
-            # The same position as in hydra.main: before structured configs.
+            # Insert where hydra.main inserts: before structured configs.
             anchor = SearchPathQuery(provider="schema")
             search.prepend("command-line", f"file://{asked.directory}", anchor)
         Hydra.create_main_hydra2("plan", search)

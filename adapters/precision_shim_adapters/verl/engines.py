@@ -1,9 +1,9 @@
 """The seams that verl's VeOmni, Automodel, torchtitan and FSDP Turbo engines share in float16.
 
-None of the four engines makes a loss scaler. VeOmni, Automodel and torchtitan engines compute the
-loss with a function that the caller passes, and skip a step whose grad norm is not finite. The shim
-scales the loss of the passed function, and unscales the gradients before the engine clips them.
-FSDP Turbo runs the FSDP engine's loop, which uses the engine's ``scaler``.
+VeOmni, Automodel and torchtitan engines make no loss scaler, compute the loss with a function that
+the caller passes, and skip a step whose grad norm is not finite. The shim scales the loss of the
+passed function, and unscales the gradients before the engine clips them. FSDP Turbo makes no loss
+scaler either; it runs the FSDP engine's loop, which uses the engine's ``scaler``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _WHEN = "the engine scales fp16 losses"
 
 
 def on(engine: str, **more: Any) -> dict[str, Any]:
-    """The arguments that all seams for fp16 at an engine share."""
+    """The arguments that all seams for fp16 on one engine share."""
     return {
         "feature": FEATURE,
         "group": GROUPS[engine],
@@ -78,7 +78,7 @@ def is_fp16(value: object) -> bool:
 
 
 def policy_of(module: Any) -> torch.dtype | None:
-    """The dtype in which FSDP2 gathers a module's parameters; ``None`` if it shards nothing."""
+    """The dtype in which FSDP2 gathers a module's parameters; ``None`` if FSDP2 shards nothing."""
     from torch.distributed.fsdp import FSDPModule
 
     for submodule in module.modules():
@@ -89,7 +89,7 @@ def policy_of(module: Any) -> torch.dtype | None:
 
 
 def scale(engine: Any, because: str, *, drives: bool = True) -> None:
-    """Make an engine's scaled training, unless the engine only runs forward passes.
+    """Make an engine's ``ScaledTraining``, unless the engine only runs forward passes.
 
     Raises:
         UnsupportedPrecisionError: FSDP gathers the parameters in another dtype than float16.
@@ -127,9 +127,6 @@ def inside(optimizer: Any) -> tuple[Any, ...]:
     return tuple(optimizer) if hasattr(optimizer, "__iter__") else ()
 
 
-# -- one step ----------------------------------------------------------------------------------
-
-
 @seam(
     at=_at("forward_backward_batch", VEOMNI, AUTOMODEL, TITAN),
     why="the loss comes from this argument, and its backward pass runs within",
@@ -151,7 +148,7 @@ def scale_loss(call: Call, loss_function: Any, forward_only: Any = False) -> Any
     relies_on=("isfinite", "optimizer"),
 )
 def step(call: Call) -> Any:
-    """Unscale before verl clips gradients, step by the scaler, return NaN for a skipped step."""
+    """Unscale before verl clips, step with the scaler, return NaN as a skipped step's norm."""
     training = training_of(call.instance)
     if training is None:
         return call.proceed()
@@ -159,9 +156,6 @@ def step(call: Call) -> Any:
     with training.one_step(optimizer, inside(optimizer)):
         norm = call.proceed()
     return training.norm(norm)
-
-
-# -- FSDP Turbo --------------------------------------------------------------------------------
 
 
 TURBO_BECAUSE = "its turbo_config gathers parameters in float16, and verl makes no loss scaler"
@@ -183,9 +177,6 @@ def build_turbo(call: Call) -> Any:
     else:
         tell_ignored(engine.engine_config, "turbo_config.distributed.fsdp_plan.param_dtype")
     return module
-
-
-# -- the audit ---------------------------------------------------------------------------------
 
 
 def watch_engine(engine: Any) -> None:
@@ -223,9 +214,6 @@ def audit(call: Call) -> Any:
     result = call.proceed()
     watch_engine(call.instance)
     return result
-
-
-# -- native features and refusals ------------------------------------------------------------------
 
 
 def _follow(symbol: Symbol, settings: Any) -> str | None:

@@ -1,10 +1,10 @@
 """Replace the loss scaler of verl on FSDP in fp16, and read verl's FSDP configs.
 
 verl 0.8 and later make a grad scaler in ``FSDPEngine._build_fsdp_module``; verl 0.7 and before make
-it in the legacy actor. The shim replaces either scaler by a ``LossScaler`` with verl's own values.
-The FSDP engine and the legacy critic of 0.7.1 train fp16 parameters without a scaler. For this
-engine and this critic, the shim scales the loss when verl computes it, and unscales the gradients
-before verl clips them. If a grad norm is not finite, verl itself skips the step.
+it in the legacy actor. The shim replaces verl's scaler by a ``LossScaler`` with verl's own values.
+The FSDP engine and the legacy critic of 0.7.1 train fp16 parameters without a scaler, so the shim
+scales their loss when verl computes it, and unscales the gradients before verl clips them. If a
+grad norm is not finite, verl itself skips the step.
 """
 
 from __future__ import annotations
@@ -51,9 +51,6 @@ VERLS_SCALER = ScalerSettings()
 _OWN = "verl's own scaler, counted and kept with the checkpoints"
 
 
-# -- verl's own features -----------------------------------------------------------------------
-
-
 def no_legacy_workers(symbol: Symbol, settings: Any) -> str | None:
     """Return a remark for verl 0.8 and later, which has engines only."""
     critic = look(f"{CRITIC}.update_critic")
@@ -72,7 +69,7 @@ def group_of(asked: object = None) -> str:
 
 ON_ENGINE: dict[str, Any] = {"feature": FEATURE, "group": ENGINE, "optional": True}
 """Arguments that all seams on verl's FSDP engine share. Up to verl 0.7.1 the engine has no scaler;
-in later versions it has torch's."""
+later versions have torch's scaler."""
 
 ON_LEGACY: dict[str, Any] = {
     "feature": FEATURE,
@@ -81,9 +78,6 @@ ON_LEGACY: dict[str, Any] = {
     "optional": True,
 }
 """Arguments that all seams on verl 0.7.1's default workers share."""
-
-
-# -- the scaler --------------------------------------------------------------------------------
 
 
 @seam(
@@ -149,7 +143,8 @@ def build_actor(call: Call) -> Any:
     if actor.scaler is not None:
         _instead_of(actor.scaler, actor)
     elif config is not None and computed(config, actor.param_dtype) is torch.float16:
-        # verl makes a scaler only for fsdp_config.dtype, but the actor's loop can use any scaler.
+        # verl makes a scaler only if fsdp_config.dtype is fp16, but the actor's loop can use any
+        # scaler.
         make(actor, None, "fp16 parameters that verl makes no scaler for")
         _tell_autocast("its legacy actor", "fsdp_config.dtype is not float16: set it too")
     keep_at_optimizer(actor)
@@ -176,7 +171,7 @@ def build_critic(call: Call) -> Any:
 
 
 def _instead_of(own: Any, owner: Any) -> None:
-    if type(own) is ShardedGradScaler:  # a subclass is the user's choice
+    if type(own) is ShardedGradScaler:  # a subclass of the scaler is the user's choice
         make(owner, own, _OWN)
 
 
@@ -224,14 +219,14 @@ def make(owner: Any, own: Any, because: str, *, drives: bool = False) -> None:
 
 
 def training_of(owner: Any) -> ScaledTraining | None:
-    """The scaled training of an engine, or of a legacy actor or critic."""
+    """The ``ScaledTraining`` of an engine, or of a legacy actor or critic."""
     return ScaledTraining.of_attribute(owner, _SCALER, "verl", _subject(owner))
 
 
 def keep_at_optimizer(worker: Any) -> None:
-    """Store a legacy worker's scaled training on its optimizer, for the checkpoint manager."""
+    """Store a legacy worker's ``ScaledTraining`` on its optimizer, for the checkpoint manager."""
     training = training_of(worker)
-    if training is not None:  # the manager has only the optimizer
+    if training is not None:  # the checkpoint manager has only the optimizer
         training.keep(optimizer_of(worker))
 
 
@@ -239,9 +234,6 @@ def optimizer_of(instance: Any) -> Any:
     """The optimizer of an engine, or of a legacy actor or critic."""
     names = ("optimizer", "critic_optimizer", "actor_optimizer")
     return next((getattr(instance, name) for name in names if hasattr(instance, name)), None)
-
-
-# -- reading verl's configs --------------------------------------------------------------------
 
 
 def asks_fp16(config: Any) -> bool:

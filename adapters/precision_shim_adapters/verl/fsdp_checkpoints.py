@@ -1,13 +1,12 @@
 """Save the scaler's state beside verl's FSDP checkpoints, and restore it.
 
 For an engine, the seams wrap the engine's methods, since the engine has the scaler. For legacy
-workers, the seams wrap the checkpoint manager, which actor and critic share and which has the
-optimizer.
+workers, the seams wrap the checkpoint manager, which has the optimizer.
 
-The shim writes the scaler's state after verl's own files and binds the state to these files: verl
-overwrites its files in place, one after the other. If a job is killed between verl's last file
-and the shim's file, the scaler's state is lost, and a resume warns. The older checkpoint is lost as
-well, since verl has already removed it.
+The shim writes the scaler's state after verl's own files and binds the state to these files,
+because verl overwrites its files in place, one after the other. If a job is killed between verl's
+last file and the shim's file, the scaler's state is lost, and a resume warns; the older checkpoint,
+which verl has already removed, is lost as well.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ def load(call: Call, local_path: Any, del_local_after_load: Any = False) -> Any:
 
 
 def _find_manager(instance: Any) -> tuple[Any, ScaledTraining | None]:
-    """The checkpoint manager, and the training whose scaler is saved with its checkpoints."""
+    """The checkpoint manager, and the ``ScaledTraining`` whose scaler its checkpoints need."""
     manager = getattr(instance, "checkpoint_manager", None)
     if manager is not None:
         return manager, training_of(instance)

@@ -63,7 +63,7 @@ def update_policy(call: Call) -> Any:
     **ON_LEGACY,
 )
 def update_critic(call: Call) -> Any:
-    """Make the critic's training current for ``scale_value_loss``; add the scaler's metrics."""
+    """Make the critic's ``ScaledTraining`` current for ``scale_value_loss``; add its metrics."""
     training = training_of(call.instance)
     if training is None or not training.drives:
         return call.proceed()

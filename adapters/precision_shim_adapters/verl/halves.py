@@ -1,9 +1,9 @@
 """Audit the weights that verl's actor sends, and the engines of verl's rollout servers.
 
 An actor's engine returns its weights as a generator that has not started, for verl's own weight
-sync and for a checkpoint engine. The legacy workers of 0.7.1 make this generator inside a method,
-and pass it to the rollout's ``ServerAdapter``. The seams of this module run after the seams of
-``sync``, and so read the weights that the shim sends.
+sync and for a checkpoint engine. The legacy workers of 0.7.1 make the generator of weights inside a
+method, and pass it to the rollout's ``ServerAdapter``. The seams of this module run after the seams
+of ``sync``, and so read the weights that the shim sends.
 
 A rollout server is verl's own Ray actor around vLLM's ``AsyncLLM``, or around SGLang's
 ``TokenizerManager`` and HTTP server.
@@ -54,9 +54,6 @@ def tell_asked(rollout: Any) -> None:
     backend = str(rollout.get("name"))
     reason = "" if backend in ("vllm", "sglang") else f"verl's servers of {backend} are not asked"
     sending.tell_asked("verl", name, key, reason)
-
-
-# -- audit of sent weights -----------------------------------------------------------------------
 
 
 @seam(
@@ -146,9 +143,6 @@ def know_legacy_rollout(worker: Any) -> None:
     if sending.is_wanted():
         tell_asked(worker.config.rollout)
         _legacy[:] = [type(worker).__module__]
-
-
-# -- audit of servers ----------------------------------------------------------------------------
 
 
 @seam(

@@ -43,29 +43,26 @@ _FIELDS = "verl.workers.config.optimizer:McoreOptimizerConfig.__init__"
 _ONE_PLACE = "verl decides bucket and optimizer states in one place"
 
 
-# -- verl's own features --------------------------------------------------------------------
-
-
 def _dispatches_itself(has_opt_in: bool, settings: Settings) -> bool:
     return has_opt_in and settings["optimizer_states"] != "follow-model"
 
 
 def native_dispatch(symbol: Symbol, settings: Settings) -> str | None:
-    """Return a remark if verl has 0.9's opt-in and the user did not set ``follow-model``."""
+    """Return a remark if verl 0.9 itself sets the states' dtypes, except under ``follow-model``."""
     if _dispatches_itself("bf16" in symbol.parameters, settings):
         return "verl dispatches on the dtype and has the opt-in in its own optimizer config"
     return None
 
 
 def native_fields(symbol: Symbol, settings: Settings) -> str | None:
-    """Return a remark if McoreOptimizerConfig has the fields of verl 0.9's opt-in."""
+    """Return a remark if McoreOptimizerConfig has verl 0.9's fields for the states' dtypes."""
     if "use_precision_aware_optimizer" in symbol.parameters:
         return "verl's optimizer config has the fields"
     return None
 
 
 def native_bucket(symbol: Symbol, settings: Settings) -> str | None:
-    """Describe verl 0.9's own alignment, which differs between 0.9.0 and 0.9.1."""
+    """Describe how verl 0.9 itself sets the bucket's dtype, which differs in 0.9.0 and 0.9.1."""
     if "use_low_precision_main_grads" in symbol.names:
         return (
             "verl aligns the bucket with the fields of its optimizer config; it ignores "
@@ -75,9 +72,6 @@ def native_bucket(symbol: Symbol, settings: Settings) -> str | None:
         "verl aligns the bucket for the bf16 opt-in only; the shim aligns the DDP for everything "
         "else (Megatron-Bridge's bf16 and fp16 default buckets)"
     )
-
-
-# -- reading verl's config ------------------------------------------------------------------
 
 
 def _read(config: Any, key: str, default: Any = None) -> Any:
@@ -94,15 +88,16 @@ def _overrides(optim_config: Any) -> dict[str, Any]:
 
 
 def has_fields() -> bool:
-    """Whether the installed verl's ``init_megatron_optim_config`` reads the opt-in's fields."""
+    """Whether verl's ``init_megatron_optim_config`` reads fields for the states' dtypes (0.9)."""
     return "bf16" in look(CONFIG).parameters
 
 
 def _opt_in(optim_config: Any, fields: bool) -> dict[str, Any]:
-    """The values of verl 0.9's opt-in fields in the config, with dtype names coerced.
+    """The config's values of verl 0.9's fields for the states' dtypes, with dtype names coerced.
 
-    A verl without these fields adds none to the config, so the user wrote each that is there. A
-    verl with them adds ``False`` by default, so ``False`` does not count as the user's choice.
+    A verl without fields for the states' dtypes adds none of them to the config, so the user wrote
+    every one that the config has. A verl with fields for the states' dtypes adds ``False`` by
+    default, so ``False`` does not count as the user's choice.
     """
     values = {key: _read(optim_config, key) for key in PRECISION_AWARE_FIELDS}
     if fields and not values[PRECISION_AWARE]:
@@ -133,7 +128,9 @@ def read_wishes(
         where=f"{versioned('verl')}, {_KEY}",
         asked=_overrides(optim_config),
         auto="as-configured" if fields else "guarded",
-        native={torch.float16: ROWS[torch.float16]},  # verl's fp16 branch sets these fields
+        native={
+            torch.float16: ROWS[torch.float16]
+        },  # verl's fp16 branch sets the fields of this row
         opt_in=_opt_in(optim_config, fields),
         reads_opt_in=fields,
         optimizer=str(_read(optim_config, "optimizer", "adam")),
@@ -176,9 +173,6 @@ def of_configs(config: Any, optim_config: Any, **known: Any) -> Wishes:
         distributed=bool(_read(config, "use_distributed_optimizer", True)),
         **known,
     )
-
-
-# -- init_megatron_optim_config -------------------------------------------------------------
 
 
 class _WithOverrides(wrapt.ObjectProxy):  # type: ignore[type-arg]
@@ -263,9 +257,6 @@ def configure(
     return made
 
 
-# -- McoreOptimizerConfig -------------------------------------------------------------------
-
-
 @seam(
     _FIELDS,
     DISPATCH,
@@ -278,7 +269,7 @@ def configure(
     optional=True,
 )
 def accept_fields(call: Call) -> Any:
-    """Accept the fields of verl 0.9's opt-in if verl's dataclass lacks them."""
+    """Accept verl 0.9's fields for the states' dtypes if verl's dataclass lacks them."""
     extra = {
         key: call.arguments.pop(key) for key in PRECISION_AWARE_FIELDS if key in call.arguments
     }
@@ -306,16 +297,13 @@ def accept_fields(call: Call) -> Any:
     optional=True,
 )
 def spell_fields(call: Call) -> Any:
-    """Replace dtype names in verl's opt-in fields by spellings that verl accepts."""
+    """Replace dtype names in the fields for the states' dtypes by spellings that verl accepts."""
     for key in PRECISION_AWARE_FIELDS[1:]:
         value = call.arguments.get(key)
         dtype = parse_dtype(value) if isinstance(value, str) else value
         if isinstance(dtype, torch.dtype):
             call.arguments[key] = name_of(dtype)
     return call.proceed()
-
-
-# -- builds of models ------------------------------------------------------------------------
 
 
 @seam(
@@ -328,7 +316,7 @@ def spell_fields(call: Call) -> Any:
     optional=True,
 )
 def engine_build(call: Call) -> Any:
-    """Announce that an engine builds its model and optimizer, once per worker."""
+    """Record that an engine builds its model and optimizer, once per worker."""
     with building("verl", lambda: of_engine(call.instance)):
         return call.proceed()
 
@@ -351,7 +339,7 @@ def engine_build(call: Call) -> Any:
     optional=True,
 )
 def legacy_build(call: Call, optim_config: Any, override_ddp_config: Any) -> Any:
-    """Announce that a worker of verl 0.7.1 builds a model."""
+    """Record that a worker of verl 0.7.1 builds a model."""
     worker = call.instance
     actor = _read(worker.config, "actor")
     config = (worker.config if actor is None else actor).megatron
@@ -387,7 +375,7 @@ def legacy_build(call: Call, optim_config: Any, override_ddp_config: Any) -> Any
     delete_when="make_megatron_module aligns the bucket itself",
 )
 def direct_build(call: Call, override_ddp_config: Any) -> Any:
-    """Announce a build for a direct caller; an engine's build in progress stays current."""
+    """Record a ``Build`` for a direct caller; an engine's ``Build`` in progress stays current."""
     with building("verl", lambda: read_wishes(None, override_ddp_config)):
         return call.proceed()
 

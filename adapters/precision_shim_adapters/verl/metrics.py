@@ -45,8 +45,9 @@ def of_engine(engine: Any) -> dict[str, float]:
 def report(call: Call) -> Any:
     """Add the loss scaler's metrics next to the grad norm, after each batch of a training worker.
 
-    The shim does not add these metrics earlier, because verl would gather them over the
-    data-parallel ranks. Gathering makes a number a list, and ``train_mini_batch`` fails on a list.
+    The shim adds the scaler's metrics only after the batch, because verl would gather earlier
+    metrics over the data-parallel ranks. Gathering makes a number a list, and ``train_mini_batch``
+    fails on a list.
     """
     result = call.proceed()
     _add(result, of_engine(call.instance.engine))

@@ -1,7 +1,7 @@
 """Plan verl's jobs from their Hydra YAML and overrides.
 
 Hydra composes the config that the entry point's decorator names, without an import of verl.
-``verl.megatron`` reads the optimizer's settings from this config, as in a worker.
+``verl.megatron`` reads the optimizer's settings from the composed config, as in a worker.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _gpus(config: Mapping[str, Any]) -> int:
     trainer = _of(config, "trainer")
     for key in ("n_gpus_per_node", "nnodes"):
         value = trainer.get(key)
-        if isinstance(value, str):  # verl multiplies the two, and a text would be repeated
+        if isinstance(value, str):  # verl multiplies both, and Python would repeat a string
             raise PlanError(
                 f"{_where()}, trainer.{key}={value!r}: a text, expected a number. Write it without "
                 "quotes; of a variable: '${oc.decode:${oc.env:NAME}}' with its quotes."
@@ -132,7 +132,6 @@ def _number(config: Mapping[str, Any], key: str, default: int = 1) -> int:
 
 
 def _of(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The nested section with this dotted key; empty if there is none."""
     value = config.get(key.rpartition(".")[2])
     return {} if value is None else mapping(value, key, _where())
 
@@ -146,13 +145,8 @@ def _processes(job: Job, config: Mapping[str, Any]) -> tuple[int, str]:
     return _gpus(config), "trainer.n_gpus_per_node x trainer.nnodes"
 
 
-# -- the models ------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Place:
-    """A model, its config key, its number of GPUs, and the group of its workers."""
-
     subject: str
     key: str
     world: int
@@ -314,7 +308,7 @@ def _on_megatron(section: _Section, model: Model, value: bool, *, coerces: bool)
 def _bucket(section: _Section, wishes: Wishes) -> bool:
     """verl's value of ``grad_reduce_in_fp32`` if the user wrote none.
 
-    verl's ``get_model`` and mbridge write True. Megatron-Bridge's default is False. In 0.9 and
+    verl's ``get_model`` and mbridge write True; Megatron-Bridge's default is False. In 0.9 and
     later the engine derives the value from its optimizer's fields.
     """
     aware = bool(wishes.opt_in.get(PRECISION_AWARE))
@@ -368,7 +362,7 @@ def _sharded(job: Job, section: _Section, model: Model, value: bool) -> Plannabl
     sizes: dict[str, Any] = {
         name: _number(engine, key, -1 if name == "shards" else 1) for name, key in keys.items()
     }
-    if section.sequence > 1:  # verl prefers the role's older key if that is not 1
+    if section.sequence > 1:  # verl prefers the role's older key if its value is not 1
         sizes["context"] = section.sequence
     name = str((optim or {}).get("optimizer") or (optim or {}).get("name") or "AdamW")
     of_fsdp = strategy in ("fsdp", "fsdp2")

@@ -1,4 +1,4 @@
-"""Read for a plan the dtypes in which verl's engines (not Megatron's) store and compute."""
+"""Read for a plan the dtypes in which verl's engines other than Megatron store and compute."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def read_sharded(
         engine: the engine's section.
         key: the config's key of the engine's section.
         group: the group of the workers, if the engine is FSDP.
-        subject: which model.
+        subject: the model's name, such as ``"actor"``.
         trains: whether the model has an optimizer.
 
     Raises:

@@ -61,7 +61,7 @@ def overflow() -> Answer:
     needs=(_OPTIMIZER,),
 )
 def fp16_row() -> Answer:
-    """The shim expects that verl itself sets the fields of the fp16 row."""
+    """The shim expects that verl itself sets the fields of the dispatch table's fp16 row."""
     made, row = _optimizer_config(fp16=True), ROWS[torch.float16]
     return Answer(dict(row), {name: getattr(made, name, "no such field") for name in row})
 
@@ -163,8 +163,6 @@ def default_bucket() -> Answer:
 
 
 class _Calls:
-    """A scaler that records the methods called on it."""
-
     def __init__(self) -> None:
         self.names: list[str] = []
 

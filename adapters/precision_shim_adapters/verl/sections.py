@@ -34,7 +34,7 @@ def unknown(
     Args:
         section: a section with hydra's ``_target_``; without ``_target_``, any key is allowed.
         key: the config's key of the section; may be empty.
-        subject: which model.
+        subject: the model's name, such as ``"actor"``.
         settings: the shim's settings for the job.
     """
     name = str(section.get("_target_", "")).rpartition(".")[2]
@@ -54,7 +54,6 @@ def unknown(
 
 
 def _fields(name: str) -> tuple[str, ...]:
-    """The fields of one of verl's dataclasses; empty if the dataclass is not found."""
     if not name:
         return ()
     looks = (look(f"{_PACKAGE}.{module}:{name}.__init__") for module in _MODULES)
@@ -117,7 +116,7 @@ def of_megatron(
         engine: the engine's section.
         optim: the optimizer's section; empty for a model that is not trained.
         keys: the config's keys of the engine's and the optimizer's section.
-        subject: which model.
+        subject: the model's name, such as ``"actor"``.
     """
     allowed = ("bfloat16", "float16")
     dtype = engine.get("dtype", "bfloat16")
@@ -132,7 +131,7 @@ def of_megatron(
         )
     for field in PRECISION_AWARE_FIELDS[1:] if has_fields() else ():
         value = optim.get(field)
-        # YAML reads verl's "32" as a number.
+        # YAML reads verl's dtype name "32" as a number.
         known = parse_dtype(str(value)) if isinstance(value, int | str) else None
         if field in optim and known not in (torch.float32, torch.bfloat16):
             yield Problem(

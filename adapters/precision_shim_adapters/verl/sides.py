@@ -50,7 +50,7 @@ KEYS: Mapping[str, Any] = {
 """The keys of a job's config that this file reads."""
 
 Written = Callable[[str], bool]
-"""A function of a config key: whether the user wrote the key."""
+"""Function that returns whether the user wrote a config key."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def written_by(overrides: Sequence[str], *, own: bool) -> Written:
 
 
 def is_verls(path: str) -> bool:
-    """Whether a source of Hydra's configs has verl's own files, unchanged since the release.
+    """Whether a directory or package of Hydra configs has verl's own files, unchanged.
 
     Args:
         path: a directory, or a package's name.
@@ -150,9 +150,6 @@ def is_verls(path: str) -> bool:
         and any(place in file.parents for place in places for file in files[:1])
         and are_released("verl", files)
     )
-
-
-# -- the trainer and the reference model -----------------------------------------------------------
 
 
 def _of_role(role: Mapping[str, Any], subject: str, group: str, written: Written) -> Engine | None:
@@ -180,7 +177,7 @@ def _of_role(role: Mapping[str, Any], subject: str, group: str, written: Written
 
 
 def _autocasts_in_param_dtype() -> bool:
-    """Whether the FSDP engine's autocast has FSDP's dtype (0.8 and later), not always bfloat16."""
+    """Whether verl's FSDP engine autocasts to FSDP's dtype (from 0.8), not always to bfloat16."""
     symbol = look(f"{fsdp.SHARDED}._build_fsdp_module")
     return symbol.found and "_autocast_dtype" in symbol.names
 
@@ -208,9 +205,6 @@ def _reference(
         yield engine
 
 
-# -- the rollout and the teachers ------------------------------------------------------------------
-
-
 def asked_dtype(section: Mapping[str, Any], place: str) -> tuple[str, str]:
     """Return a rollout's dtype name, as ``engine_name`` returns it, and the dtype's config key.
 
@@ -226,7 +220,7 @@ def asked_dtype(section: Mapping[str, Any], place: str) -> tuple[str, str]:
     value = section.get("dtype", "bfloat16")
     if inner.get("dtype") is not None:  # ``engine_kwargs`` override the section's dtype
         value, key = inner["dtype"], f"{place}.engine_kwargs.{name}.dtype"
-    # verl does not pass None to the engine, which then chooses its dtype itself.
+    # verl does not pass None to the engine, and the engine then chooses its dtype itself.
     return AUTO if value is None else engine_name(value, key, versioned("verl")), key
 
 
@@ -262,7 +256,7 @@ def _teachers(config: Mapping[str, Any], written: Written) -> Iterator[Engine]:
     if not distillation.get("enabled"):
         return
     teachers = dict(_section(distillation, "teacher_models"))
-    if len(teachers) > 1:  # verl drops its default teacher beside other teachers
+    if len(teachers) > 1:  # verl ignores its default teacher if there are others
         teachers.pop("teacher_model", None)
     for name, teacher in teachers.items():
         inference = _section(teacher, "inference") if isinstance(teacher, Mapping) else {}

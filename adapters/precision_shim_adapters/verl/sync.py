@@ -1,12 +1,12 @@
 """Send verl's weights to the rollout engine in the engine's dtype, rounded once.
 
 Two of verl's engines round every weight to bf16 on the way to the rollout, regardless of
-``actor_rollout_ref.rollout.dtype``. The two are the torchtitan engine and the FSDP engine (before
-0.9; since 0.9 only for merged LoRA). ``get_per_tensor_param`` of these engines returns the weights
-as a generator that has not started. The shim reads which tensors verl's generator would gather. The
-shim then returns its own generator, which gathers the same tensors in the same order and rounds
-them to the rollout's dtype. The shim does not start verl's generator, since its run would be a
-collective operation. For a bf16 rollout the shim returns verl's generator itself.
+``actor_rollout_ref.rollout.dtype``: the torchtitan engine, and the FSDP engine (since 0.9 only for
+merged LoRA). In the torchtitan and FSDP engines, ``get_per_tensor_param`` returns the weights as a
+generator that has not started. The shim reads which tensors verl's generator would gather, and
+returns its own generator, which gathers the same tensors in the same order and rounds them to the
+rollout's dtype. The shim does not start verl's generator, since its run would be a collective
+operation. For a bf16 rollout the shim returns verl's generator itself.
 
 verl does not cast the weights of the Megatron, VeOmni and Automodel engines, of 0.7.1's legacy
 workers, or of the FSDP engine in 0.9 and later without merged LoRA. With the delta checkpoint
@@ -61,9 +61,6 @@ _deltas: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """Maps an actor's engine to the dtype name that its delta checkpoint engine received."""
 
 
-# -- which dtype -------------------------------------------------------------------------------
-
-
 @seam(
     at=[{**_INIT, "group": FSDP}, {**_INIT, "group": TITAN}],
     why="the worker knows both the engine and the rollout's dtype; the engine does not",
@@ -89,16 +86,13 @@ def announce(call: Call) -> Any:
 
 
 def _tell_meter(engine: Any, *before: str) -> None:
-    """Tell the meter the dtypes that weights are rounded to: ``before``, then the rollout's."""
+    """Pass the dtypes that weights are rounded to, ``before`` and the rollout's, to the meter."""
     lora = getattr(getattr(engine, "model_config", None), "lora", None) or {}
     merged = bool(lora.get("merge"))
     if merged and not hasattr(engine, "_merged_lora_per_tensor_param"):
         before = ("",)  # before 0.9 verl sends the weights without the adapters
     names = (*before, _computes.get(engine, AUTO))
     tell_meter(getattr(engine, "optimizer", None), *names, merged=merged)
-
-
-# -- the stream --------------------------------------------------------------------------------
 
 
 @seam(
@@ -122,7 +116,7 @@ def send_sharded(call: Call) -> Any:
         )
     if not _to_mend(engine, stream):
         return result
-    if ".0" in found and "device" in found:  # ``.0`` is an expression's first iterable
+    if ".0" in found and "device" in found:  # ``.0`` is a generator expression's first iterable
         return (_gathered(found[".0"], found["device"], _wire(engine)), *rest)
     if stream.gi_code.co_name == "_merged_lora_per_tensor_param":
         return (_merged(engine, _wire(engine)), *rest)
@@ -255,7 +249,7 @@ def _merged(engine: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor
                     yield name, param.detach().clone()
                     continue
                 whole = _whole(param, device, dtype)
-                # Clone, because verl restores the base weights when it takes the adapters out.
+                # Clone, because verl restores the base weights when it removes the adapters.
                 yield name, whole.clone() if _shares(whole, param) else whole
     finally:
         if engine._is_offload_param:
@@ -265,9 +259,6 @@ def _merged(engine: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor
 def _shares(whole: torch.Tensor, param: DTensor) -> bool:
     own = param.to_local().untyped_storage()
     return whole.untyped_storage().data_ptr() == own.data_ptr()
-
-
-# -- verl's checkpoint engines -----------------------------------------------------------------
 
 
 @seam(
@@ -408,7 +399,7 @@ def is_delta(engine: Any) -> bool:
 
 
 def casts(engine: Any) -> bool:
-    """Whether a checkpoint engine rounds weights; some only store ``rollout_dtype``."""
+    """Whether a checkpoint engine rounds weights; some engines only store ``rollout_dtype``."""
     send = inspect.unwrap(engine.send_weights)
     return "rollout_dtype" in getattr(getattr(send, "__code__", None), "co_names", ())
 

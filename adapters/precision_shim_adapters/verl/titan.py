@@ -1,8 +1,9 @@
 """Pass ``dtype: float16`` of verl's torchtitan engine to torchtitan as its compute dtype.
 
 verl itself ignores ``dtype`` of its torchtitan engine; torchtitan's own default is bfloat16. When
-verl's engine builds a ``Trainer``, the shim's torchtitan adapter makes the scaled training, and
-saves the scaler in torchtitan's checkpoints. This module passes the scaled training to verl's loop.
+verl's engine builds a ``Trainer``, the shim's torchtitan adapter makes the ``ScaledTraining``, and
+saves the scaler in torchtitan's checkpoints. This module passes the ``ScaledTraining`` to verl's
+loop.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _in_fp16: ContextVar[bool] = ContextVar("precision_shim_titan_fp16", default=Fal
     **on(TITAN),
 )
 def build(call: Call, engine_config: Any) -> Any:
-    """Build a trainer that computes in float16 if ``dtype`` is float16; store its training.
+    """If ``dtype`` is float16, build a trainer that computes in float16, with a scaled loss.
 
     Raises:
         UnsupportedPrecisionError: the torchtitan adapter, which scales the loss, is not in force.

@@ -49,7 +49,7 @@ def contradictions(sent: Sequence[Sent], held: Sequence[Held]) -> Iterator[Contr
         for engine in rollouts:
             yield from _received(record, engine)
             yield from _sent_in_8_bits(record, engine)
-    for engine in held:  # both checks need no sent weights, so the engine may have any model
+    for engine in held:  # neither check needs sent weights, so any model's engine is checked
         yield from _held_dtype(engine)
         yield from _left_out(engine)
 
@@ -66,7 +66,7 @@ def computes(sent: Sent, rollouts: Sequence[Held]) -> set[str]:
 
 
 def _engine_dtype(ask: Sent, engine: Held) -> Iterator[Contradiction]:
-    due = CANONICAL.get(ask.asked)  # due is None for "auto" and for NeMo-RL's "fp8"
+    due = CANONICAL.get(ask.asked)  # "auto" and NeMo-RL's "fp8" are no canonical dtypes
     if due is not None and engine.computes and engine.computes != due:
         yield Contradiction(
             "engine-dtype",
@@ -87,9 +87,6 @@ def _head_dtype(one: Sent, engine: Held) -> Iterator[Contradiction]:
             f"{engine.head}, so the two round logits differently. Unset PRECISION_SHIM_HEAD, or "
             f"let {engine.engine} compute its head in {one.head}.",
         )
-
-
-# -- the wire ------------------------------------------------------------------------------------
 
 
 def _of_wire(one: Sent, rollouts: Sequence[Held]) -> Iterator[Contradiction]:
@@ -153,9 +150,6 @@ def _received(one: Sent, engine: Held) -> Iterator[Contradiction]:
             f"sent, and the engine computes in {engine.computes}: something rounds them to bf16 "
             "on the way, which no dtype shows. Look for a cast where the engine receives them.",
         )
-
-
-# -- checks of an engine's weights -----------------------------------------------------------------
 
 
 def _held_dtype(engine: Held) -> Iterator[Contradiction]:
@@ -222,7 +216,6 @@ def _left_out(engine: Held) -> Iterator[Contradiction]:
 
 
 def _like(layer: str) -> str:
-    """Return a layer's name with its numbers replaced by ``*``."""
     return ".".join("*" if part.isdigit() else part for part in layer.split("."))
 
 

@@ -45,7 +45,7 @@ class Counter:
                     "through the model first."
                 )
             numel = local(tensor).numel()
-            if not numel and tensor.numel():  # all elements of this DTensor are on other ranks
+            if not numel and tensor.numel():  # a DTensor without elements on this rank
                 found.dtypes.add(tensor.dtype)
             storages = self._storages(tensor) if numel else []
             if not storages or any(storage._cdata in self._before for _, storage in storages):
@@ -91,14 +91,15 @@ class Measured:
 
 
 def measure(readings: Sequence[Reading]) -> tuple[list[dict[str, Measured]], int]:
-    """Count the tensors of all readings; a storage that several readings share counts once.
+    """Count the tensors of all ``Reading`` objects; a storage that several share counts once.
 
     Returns:
-        Each reading's components, and the number of allocated bytes in the host's memory.
+        Each ``Reading``'s components, and the number of allocated bytes in the host's memory.
     """
     counter = Counter()
     found: list[dict[str, Measured]] = [{} for _ in readings]
-    # The outer loop is over components, so that a shared storage counts for the earlier component.
+    # The outer loop is over components, so that a storage that two components share counts for the
+    # first.
     for component in COMPONENTS:
         counter.next_component()
         for reading, counts in zip(readings, found, strict=True):
@@ -127,7 +128,7 @@ def _tensors(
 
 
 def component_of(reading: Reading, name: str, found: Measured, covered: int) -> AuditComponent:
-    """Make the ``AuditComponent`` for a component of a reading.
+    """Make the ``AuditComponent`` for one component of a ``Reading``.
 
     Args:
         reading: the reading of the model and its optimizer.

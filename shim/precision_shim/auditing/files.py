@@ -60,7 +60,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def not_written(directory: str | os.PathLike[str], error: OSError) -> str:
-    """Return the warning that an audit was not written; all optimizers and steps share one text."""
+    """Return the warning that audits are not written; equal for all optimizers and steps."""
     # str(error) would contain the temporary file's name, which differs each time.
     problem = (
         f"PRECISION_SHIM_AUDIT_DIR={directory}: the audit was not written: "
@@ -71,7 +71,7 @@ def not_written(directory: str | os.PathLike[str], error: OSError) -> str:
 
 
 def number(path: Path, audit: Audit) -> str:
-    """Return the number that ``kept.name`` appended to a file's stem; empty without a number."""
+    """Return the number that distinguishes audit files of the same name; empty without a number."""
     name = path.name.removesuffix(f".rank{audit.rank}{SUFFIX}")
     return name.removeprefix(stem(audit)).removeprefix("-")
 
@@ -102,7 +102,7 @@ def read_files(
             _check_types(record)
         except (
             *(OSError, ValueError, KeyError, TypeError, AttributeError),
-            *(OverflowError, RecursionError),  # an infinite number; 100,000 opening brackets
+            *(OverflowError, RecursionError),  # JSON with an infinite number or deep nesting
         ) as error:
             yield path, f"{type(error).__name__}: {error}"
         else:
@@ -120,11 +120,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def _check_types(record: Any) -> None:
-    """Check the types of the values in a record that was made from a file, and in nested records.
-
-    Raises:
-        TypeError: a value has another type than the record's field.
-    """
+    """Raise TypeError if a value in a record from a file, or in a nested one, has a wrong type."""
     for field in fields(record):
         value = getattr(record, field.name)
         allowed = _TYPES.get(str(field.type))

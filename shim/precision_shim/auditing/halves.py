@@ -63,7 +63,7 @@ class Sent:
         world_size: number of ranks of the trainer.
         job: a name that all processes of a Ray job share; empty without Ray.
         asked: the config's dtype name for the rollout; empty if it is not known.
-        key: the config key of ``asked``.
+        key: the config key of the rollout's dtype.
         sync: number of the weight sync, counted from 1.
         sent: statistics of the sent tensors, by group (``BASE`` or ``ADAPTERS``).
         own: statistics of the trainer's own parameters, by group; empty if they are not known.
@@ -91,7 +91,7 @@ class Sent:
 
     @property
     def stem(self) -> str:
-        """The beginning of the file's name."""
+        """The beginning of the record's file name."""
         return f"{self.framework}.{self.subject}.sent.rank{self.rank}"
 
     @classmethod
@@ -128,7 +128,8 @@ class Held:
         quantised: names of the engine's quantised layers.
         plain: names of the engine's linear layers and experts that are not quantised.
         weights: statistics of the engine's unquantised parameters; ``None`` without a report.
-        sample: description of the parameters that ``weights`` covers; empty if it covers all.
+        sample: description of the parameters that ``weights`` covers; empty if it covers all
+            parameters.
         not_answered: why the engine did not report its weights; empty if it did.
     """
 
@@ -154,7 +155,7 @@ class Held:
 
     @property
     def stem(self) -> str:
-        """The beginning of the file's name."""
+        """The beginning of the record's file name."""
         return f"{self.framework}.{self.subject}.held.{self.name}"
 
     @classmethod

@@ -73,7 +73,8 @@ def _names(entry: str, name: str) -> bool:
         return fnmatch.fnmatch(name, entry) or fnmatch.fnmatch(name, f"*.{entry}")
     if f".{entry}." in f".{name}.":
         return True
-    # The entry may have a prefix that the layer lacks, as in "language_model.model.layers.0".
+    # An ignore list's entry, as "language_model.model.layers.0", may have a prefix that layers
+    # lack.
     both = (path.rpartition("layers.")[1:] for path in (entry, name))
     one, other = ("".join(parts) for parts in both)
     return one.startswith("layers.") and f"{other}.".startswith(f"{one}.")

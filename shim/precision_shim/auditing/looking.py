@@ -145,7 +145,7 @@ def _totals(measured: Sequence[Mapping[str, Measured]], host: int) -> dict[str, 
         "bytes": sum(measured.bytes for measured in every),
         "allocated": sum(measured.allocated for measured in every),
         "host": host,
-        # The allocator keeps this number on the host: reading it needs no access to the device.
+        # torch's allocator keeps this number on the host: reading it needs no access to the device.
         "cuda_allocated": int(torch.cuda.memory_allocated()),
     }
 
@@ -175,7 +175,6 @@ _FAILED = "failed"
 
 
 def _gather(said: dict[str, Any], group: Any) -> list[tuple[int, dict[str, Any]]]:
-    """Gather a dict from each rank of a group, with the rank's number in the job."""
     everyone: list[tuple[int, dict[str, Any]]]
     everyone = [(0, {})] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(everyone, (rank_of_job()[0], said), group=group)

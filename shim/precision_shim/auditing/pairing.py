@@ -96,9 +96,6 @@ def pair(halves: Iterable[Half]) -> list[Pair]:
     return found
 
 
-# -- text ----------------------------------------------------------------------------------------
-
-
 def _sent_text(one: Sent) -> str:
     asked = f"{one.asked} asked ({one.key})" if one.asked else "dtype asked not known"
     words = [f"{one.subject}, sync {one.sync}", asked]

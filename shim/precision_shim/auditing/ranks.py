@@ -16,7 +16,7 @@ _PASSING = ("grad_copies", "other")
 def signature(parts: Sequence[AuditPart], found: Iterable[Finding]) -> dict[str, Any]:
     """Return the values that should be equal on all ranks (dtypes, scaler, problems), for JSON.
 
-    A rank that owns no parameters of a part has no states of that part in its signature.
+    A rank without parameters of one optimizer has no states of that optimizer in the result.
     """
     codes: dict[str, set[str]] = {part.name: set() for part in parts}
     for finding in found:
@@ -33,7 +33,7 @@ def signature(parts: Sequence[AuditPart], found: Iterable[Finding]) -> dict[str,
 
 
 def unlike(first: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return each key whose values differ between two signatures, with both values."""
+    """Return each key whose values differ in two results of ``signature``, with both values."""
     return {
         key: (value, other[key])
         for key, value in first.items()
@@ -42,7 +42,7 @@ def unlike(first: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tupl
 
 
 def shown(value: Any) -> str:
-    """Return a value of a signature as text."""
+    """Return a value from ``signature`` as text."""
     if isinstance(value, list):
         return "+".join(map(str, value)) or "none"
     return "none" if value is None else str(value)
@@ -56,10 +56,10 @@ class Comparison:
         whose: framework and subject.
         part: names of the optimizer's parts.
         world_size: number of ranks of the job.
-        alike: ranks that agree with the majority.
-        example: the audit of a rank in ``alike``.
-        differ: for each rank that disagrees with the majority, the differing keys; for each key
-            the majority's value and the rank's value.
+        alike: ranks whose audits agree with the majority's.
+        example: the audit of one rank in the majority.
+        differ: for each rank outside the majority, maps each differing key to the majority's value
+            and the rank's value.
         missing: ranks without an audit.
         problems: the ranks with each problem, by the problem's text.
         before_step: ranks whose audit was made before the first step.
@@ -105,7 +105,8 @@ def compare(audits: Iterable[tuple[str, Audit]]) -> list[Comparison]:
     """Group audits by model and optimizer, and compare the ranks of each group.
 
     Args:
-        audits: pairs of the number in an audit file's name (``files.number``) and the audit.
+        audits: pairs of a number, which is from the audit's file name (``files.number``), and an
+            audit.
     """
     groups: dict[tuple[str, str], dict[int, Audit]] = {}
     worlds: dict[str, int] = {}
@@ -137,7 +138,7 @@ def _compare(
     ranks = sorted(found)
     said = {
         rank: {
-            # An audit with another world size was left in the directory by an earlier job.
+            # An audit with another world size comes from an earlier job in the same directory.
             "ranks of the job": found[rank].world_size,
             **signature(found[rank].parts, found[rank].problems),
         }

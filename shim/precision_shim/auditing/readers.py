@@ -1,7 +1,8 @@
 """Choose a reader function for each optimizer of an audit, and read the optimizers and the model.
 
-``registry.audit_readers`` maps the top-level package of an optimizer's class to a reader. The
-reader is imported at the first audit that needs it. ``torch_reader`` reads torch's own optimizers.
+``registry.audit_readers`` maps the top-level package of an optimizer's class to a reader. A
+reader's module is imported at the first audit that needs the reader. ``torch_reader`` reads torch's
+own optimizers.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def read_optimizers(
             readings += read_torch(chunks, several, scaler)
     if not readings:
         readings = [Reading("torch", "model", "none")]
-    if whole or readings[0].name != "experts":  # the dense optimizer's audit adds other tensors
+    if whole or readings[0].name != "experts":  # the dense audit adds the model's other tensors
         _give_the_rest(chunks, readings, whole)
     seen: dict[str, int] = {}
     for reading in readings:
@@ -107,8 +108,8 @@ def _reader(optimizer: Any) -> str:
     """Return an optimizer's reader as ``"module:function"``; empty for torch's own optimizers."""
     packages = [kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__]
     if isinstance(optimizer, torch.optim.Optimizer):
-        return ""  # torch's reader, even for a class in a package with a reader of its own
-    for third_party in (False, True):  # load third parties' adapters only if no own reader fits
+        return ""  # torch's reader, even if the class's package has another reader.
+    for third_party in (False, True):  # Load third parties' adapters only if no own reader fits
         known = audit_readers(third_party=third_party)
         for package in packages:
             if package in known:
@@ -123,7 +124,7 @@ def _kind(thing: Any) -> str:
 def _give_the_rest(
     chunks: Sequence[torch.nn.Module], readings: Sequence[Reading], whole: bool
 ) -> None:
-    """Add to the first reading the model's parameters and tensors that no reading contains.
+    """Add the model's parameters and tensors that no ``Reading`` contains to the first one.
 
     If ``whole`` is false, trainable parameters are left out: another optimizer may train them.
     """

@@ -38,10 +38,10 @@ class Wanted:
         masters: dtype of the masters by 16-bit parameter dtype; empty if the config sets none.
         exp_avg: dtype of the first moment.
         exp_avg_sq: dtype of the second moment.
-        remedies: the end of a problem's message, by the problem's code. Placeholders in the text
+        remedies: the end of a problem's message, by the problem's code. Placeholders in a remedy
             are ``{wanted}`` (the expected dtype), ``{source}``, ``{component}`` (the moment),
-            ``{optimizer}`` (its class) and ``{params}`` (dtypes of parameters without masters).
-            A key ``"CODE DTYPE"`` takes precedence over ``"CODE"``.
+            ``{optimizer}`` (its class) and ``{params}`` (dtypes of parameters without masters). A
+            key ``"CODE DTYPE"`` takes precedence over ``"CODE"``.
     """
 
     source: str
@@ -111,7 +111,7 @@ class Foretold:
     Attributes:
         exp_avg: function from the tensor that the optimizer updates to the dtype of its first
             moment; ``None`` if the optimizer declares no dtype.
-        exp_avg_sq: a function of the same form, for the second moment.
+        exp_avg_sq: like ``exp_avg``, for the second moment.
         master: function from a parameter's dtype to the dtype of its master; ``None`` if the
             optimizer makes no masters.
     """
@@ -147,8 +147,8 @@ class Reading:
         copies_later: whether a step makes copies of the gradients.
         stateless: whether the optimizer keeps no states at all.
         wanted: the dtypes that the optimizer's config sets; ``None`` without a config.
-        steppers: the torch optimizers within the optimizer; the first one's step counts as the
-            optimizer's step.
+        steppers: the torch optimizers within the optimizer; a step of the first torch optimizer
+            counts as the optimizer's step.
     """
 
     framework: str
@@ -207,9 +207,6 @@ class Reading:
             by_tensor = getattr(self.foretold, component, None)
             found = {by_tensor(state.stepped) for state in waiting} if by_tensor else set()
         return {dtype for dtype in found if dtype is not None}
-
-
-# -- tensors -------------------------------------------------------------------------------------
 
 
 def unique(tensors: Iterable[Any]) -> list[Any]:

@@ -18,7 +18,8 @@ COMPONENTS = (
     "exp_avg_sq",
     "other",
 )
-"""Kinds of tensors of an optimizer and its model. Shared storage counts for the first such kind."""
+"""Kinds of tensors of an optimizer and its model. Storage that several kinds share counts for the
+first of these kinds."""
 
 OF_MODEL = ("params", "frozen", "grad_buckets")
 """Components of the model. All other components are sharded like the optimizer states."""
@@ -35,8 +36,8 @@ class AuditComponent:
     """All tensors of one kind, such as ``exp_avg``, of one optimizer on this rank.
 
     Attributes:
-        dtypes: sorted names: canonical (``"bf16"``), or torch's (``"int16"`` for remainders). In
-            the state ``"later"`` the names are the dtypes that the optimizer declares.
+        dtypes: sorted names: canonical (``"bf16"``), or torch's (``"int16"`` for remainders). If
+            ``state`` is ``"later"``, the names are the dtypes that the optimizer declares.
         bytes: size of the elements, without padding.
         allocated: size of the storages, padding included; each storage is counted once.
         bytes_per_parameter: ``bytes`` divided by the part's ``parameters`` for the components in

@@ -53,9 +53,6 @@ def _canonical(dtype: object) -> str | None:
     return name_of(found) if isinstance(found, torch.dtype) else None
 
 
-# -- problems ------------------------------------------------------------------------------------
-
-
 def problems(
     reading: Reading, part: AuditPart, expected: Mapping[str, str], where: str
 ) -> Iterator[Finding]:
@@ -215,9 +212,6 @@ def _params(reading: Reading) -> _Told:
             _names(wrong),
             wanted.remedy("params-dtype", name_of(wanted.params)),
         )
-
-
-# -- notes ---------------------------------------------------------------------------------------
 
 
 def notes(reading: Reading, part: AuditPart, where: str) -> Iterator[Finding]:

@@ -42,8 +42,6 @@ Named = Iterable[tuple[str, Any]]
 
 @dataclass
 class _Asked:
-    """The configured dtype of a framework's rollout, and the number of weight syncs so far."""
-
     name: str = ""
     key: str = ""
     not_asked: str = ""
@@ -127,7 +125,9 @@ def _observed(
                 del tensor
             del named
             yield item
-            del item  # otherwise the item stays in memory while the stream makes the next one
+            del (
+                item
+            )  # without ``del`` the item would stay in memory while the stream makes the next item
     finally:
         close = getattr(source, "close", None)
         if close is not None:
@@ -141,8 +141,6 @@ def _several(model: Any) -> list[torch.nn.Module]:
 
 @dataclass
 class _Group:
-    """Element counts of a group of tensors."""
-
     elements: dict[str, int] = field(default_factory=dict)
     counts: list[torch.Tensor] = field(default_factory=list)
 
@@ -151,7 +149,6 @@ class _Group:
         self.elements[name] = self.elements.get(name, 0) + tensor.numel()
 
     def weights(self) -> Weights:
-        """Read the counts from the device."""
         for device in {counter.device for counter in self.counts if counter.device.type == "cuda"}:
             torch.cuda.synchronize(device)  # frameworks pack weights on their own CUDA streams
         exact = sampled = 0
@@ -163,8 +160,6 @@ class _Group:
 
 
 class _Looker:
-    """Audits one stream of weights."""
-
     def __init__(
         self,
         framework: str,
@@ -183,16 +178,13 @@ class _Looker:
         self._head = ""
 
     def begin(self) -> None:
-        """Sample the trainer's own parameters, before the first weight is sent."""
         self._guard(self._look_at_own)
 
     def see(self, name: str, tensor: Any) -> None:
-        """Add a tensor of the stream to the counts."""
         if isinstance(tensor, torch.Tensor):
             self._guard(lambda: self._look_at(name, tensor))
 
     def end(self) -> None:
-        """Write the result into a file."""
         self._guard(self._write)
         self._chunks = ()
 

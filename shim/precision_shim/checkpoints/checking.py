@@ -30,7 +30,7 @@ _ARCHIVES = 4096
 _KNOWN = re.compile(
     r"\.metadata|metadata\.json|.*\.(distcp|safetensors)|model\.safetensors\.index\.json"
 )
-"""Matches the names of files that the doctor reads, other than archives."""
+"""Matches the names of files other than archives that the checkpoint doctor reads."""
 
 _NAMED = 4
 """Maximum number of file names in a line of text."""
@@ -47,7 +47,7 @@ class File:
         size: the file's size in bytes.
         held: the spans of bytes with a correct checksum.
         unread: the spans of bytes for which no checksum was computed.
-        ours: whether the doctor reads files of this kind.
+        ours: whether the checkpoint doctor reads files of this kind.
     """
 
     path: Path
@@ -107,7 +107,7 @@ class Checked:
         return self.bytes(state) / max(1, self.size)
 
     def name(self, file: File) -> str:
-        """Return a file's name within the directory."""
+        """Return a file's name within the model's directory."""
         return os.path.relpath(file.path, self.top)
 
     def _in(self, state: str) -> list[File]:
@@ -146,7 +146,7 @@ class Checked:
 
 
 def check(part: Part, most: int | None = MOST) -> Checked:
-    """Compare a model's files with the checksums in them.
+    """Compare a model's files with the checksums in these files.
 
     Args:
         part: the model.
@@ -192,7 +192,7 @@ def check(part: Part, most: int | None = MOST) -> Checked:
 
 
 def _paths(part: Part) -> list[Path]:
-    """Return all files of a model and its units; a unit's directory may be a symbolic link."""
+    """Return all files in a model's directories, some of which may be symbolic links."""
     tops = [part.path, *(unit.path for unit in (*part.units, *part.weights))]
     paths = {
         Path(folder, name) for top in tops for folder, _, names in os.walk(top) for name in names

@@ -86,13 +86,11 @@ def _units_in(path: Path, depth: int, seen: set[Path]) -> list[tuple[Path, str]]
 
 
 def _last_step(path: Path) -> Path | None:
-    """Return the directory of a run's last step, or ``None`` if ``path`` has no step directory."""
     steps = _steps(path)
     return max(steps, key=lambda step: steps[step], default=None)
 
 
 def _steps(path: Path) -> dict[Path, int]:
-    """Return the step directories in a run's directory, each with its step number."""
     steps = {}
     for row in checkpoints().values():
         for entry in path.iterdir():
@@ -164,7 +162,6 @@ def _framework_of(path: Path) -> str:
 
 
 def _model_of(directory: Path, top: Path) -> Path | None:
-    """Return the nearest parent directory with a known model's name, or ``None``."""
     known = {name for row in checkpoints().values() for name in row.models}
     for parent in (directory, *directory.parents):
         if parent.name in known:

@@ -79,7 +79,7 @@ class Here:
         return self.on and self._foreseen.in_force(framework, feature, group)
 
     def only_framework(self, kind: str) -> str:
-        """Return the only installed framework that resumes ``kind``; empty if not exactly one."""
+        """Return the one installed framework that resumes ``kind``; empty for none or several."""
         known = records()
         installed = [
             name

@@ -1,4 +1,4 @@
-"""Dataclasses for one model of a checkpoint and the result of its resume. Needs no torch."""
+"""Dataclasses for a checkpoint's content (one model) and for the predicted result of a resume."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Part:
         framework: the framework that wrote the checkpoint; empty if no directory's name shows it.
         subject: name of the model, such as ``"actor"``; empty if no directory's name shows it.
         path: the model's directory.
-        units: the directories with files of ``kind``.
+        units: the directories with the files that contain the optimizer states.
         kind: kind of the files with the optimizer states, such as ``"dcp"``; see ``units.py``.
         beside: the directories with files of other kinds (exports for inference, or the weights),
             each with its kind.
@@ -97,7 +97,7 @@ class Part:
 
     @property
     def has_states(self) -> bool:
-        """Whether the part has optimizer states."""
+        """Whether the checkpoint has optimizer states of this model."""
         return any(self.held.get(component) for component in (MASTER, EXP_AVG, EXP_AVG_SQ))
 
     @property
@@ -123,10 +123,11 @@ class Outcome:
     """The predicted result of resuming one model.
 
     Attributes:
-        verdict: ``"exact"`` or one of the following. ``"refused"``: the shim raises an error before
-            training goes on. ``"misread"``: the framework loads wrong values without an error.
-            ``"fails"``: the framework raises an error. ``"starts anew"``: the loss scale or the
-            optimizer states are reset. ``"not here"``: this environment cannot resume the model.
+        verdict: one of these words. ``"exact"``: nothing changes. ``"refused"``: the shim raises an
+            error before training goes on. ``"misread"``: the framework loads wrong values without
+            an error. ``"fails"``: the framework raises an error. ``"starts anew"``: the loss scale
+            or the optimizer states are reset. ``"not here"``: this environment cannot resume the
+            model.
         because: the reason, in one sentence.
     """
 

@@ -138,8 +138,6 @@ def read_pickle(source: bytes | IO[bytes], where: str, called: set[str] | None =
 
 
 class _Machine:
-    """Executes a pickle's operations on plain data."""
-
     def __init__(self, called: set[str]) -> None:
         self.stack: list[Any] = []
         self.marks: list[int] = []
@@ -199,8 +197,6 @@ class _Machine:
         taken = self.stack[position:]
         del self.stack[position:]
         return taken
-
-    # -- names and calls --------------------------------------------------------------------------
 
     def global_(self, argument: str) -> None:
         self.stack.append(Name(str(argument).replace(" ", ".", 1)))
@@ -276,8 +272,6 @@ class _Machine:
     def binpersid_(self, argument: Any) -> None:
         (label,) = self._pop(1)
         self.stack.append(Persistent(label))
-
-    # -- containers -------------------------------------------------------------------------------
 
     def pop_mark_(self, argument: Any) -> None:
         self._pop_to_mark()
@@ -355,11 +349,7 @@ _OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
 
 
 def _key(value: Any) -> Any:
-    """Check that a value can be hashed in a short time, and return the value.
-
-    Raises:
-        ValueError: the value is too large or too deeply nested for a key.
-    """
+    """Return a value as a key; raise ValueError if its hash could take long to compute."""
     if isinstance(value, (tuple, frozenset, Persistent)) and not is_small(value, _KEY):
         raise ValueError("it has a key that is too large")
     return value

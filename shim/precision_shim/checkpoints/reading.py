@@ -81,8 +81,6 @@ def _resolve(place: str) -> Callable[[Unit, Part], None]:
     return reader
 
 
-# -- torch's optimizers -------------------------------------------------------------------------
-
 _OPTIMIZERS = ("optim", "optimizer", "optimizers")
 
 
@@ -101,9 +99,6 @@ def _take(unit: Unit, part: Part) -> None:
         else:
             weights = tensor.dtype[:2] in ("fp", "bf", "fl") and not words[-1].startswith("_")
             part.add(PARAMS if weights and "train_state" not in words else OTHER, tensor)
-
-
-# -- the loss scaler's record -------------------------------------------------------------------
 
 
 def _scaler_of(part: Part) -> Scaler:
@@ -223,9 +218,6 @@ def _judge_native(part: Part) -> Scaler:
     part.facts["scalers_differ"] = len(states) > 1
     texts = (f"scale {a:g}, {b} good steps, hysteresis {c}" for a, b, c in sorted(states))
     return Scaler("whole", where, "; ".join(texts))
-
-
-# -- values -------------------------------------------------------------------------------------
 
 
 def _look_at_values(part: Part) -> None:

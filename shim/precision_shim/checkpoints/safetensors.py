@@ -14,8 +14,8 @@ _LARGEST = 100_000_000
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
     """Return the entries of a file's header, by tensor name, and the offset of the file's data.
 
-    A header may have at most 100 MB, as in safetensors' own reader. Because of this limit, a
-    damaged length cannot make this function allocate more memory.
+    A header may have at most 100 MB, as in safetensors' own reader, so that a damaged length cannot
+    make this function allocate more memory.
 
     Raises:
         OSError: the file cannot be read.

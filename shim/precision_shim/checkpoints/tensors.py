@@ -90,8 +90,6 @@ _NO_DATA = ("_spec", "_mesh", "mesh")
 
 
 class _Slice(io.RawIOBase):
-    """A file object that reads a part of a file."""
-
     def __init__(self, path: Path, offset: int, length: int | None) -> None:
         self._file = path.open("rb")
         size = os.fstat(self._file.fileno()).st_size
@@ -206,7 +204,7 @@ class Archive:
         """Yield (keys, tensor) for each tensor in ``tree`` (default: the archive's tree)."""
         seen: set[int] = set()
         waiting: list[tuple[tuple[Any, ...], Any]] = [((), self.tree if tree is None else tree)]
-        inside: set[int] = set()  # ids of values inside objects, which get the object's keys
+        inside: set[int] = set()  # ids of values inside objects, whose keys are their object's keys
         while waiting:
             keys, node = waiting.pop()
             if isinstance(node, Made):

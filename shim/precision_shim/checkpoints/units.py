@@ -120,9 +120,6 @@ def read_unit(path: Path, kind: str) -> Unit:
     return unit
 
 
-# -- torch's distributed checkpoints ------------------------------------------------------------
-
-
 def _read_distributed(unit: Unit) -> None:
     path = unit.path / ".metadata"
     called: set[str] = set()
@@ -169,11 +166,7 @@ _WRITTEN = {"sharded_backend": ("torch_dist",), "common_backend": ("torch",)}
 
 
 def _check_config(path: Path) -> None:
-    """Check ``metadata.json``, without which Megatron does not accept a directory as a checkpoint.
-
-    Raises:
-        CheckpointUnreadableError: the file is missing or damaged.
-    """
+    """Check ``metadata.json``, without which Megatron accepts no directory as a checkpoint."""
     try:
         config = dict(json.loads(path.read_bytes()))
         written = {name: config[name] for name in _WRITTEN if name in config}
@@ -255,9 +248,6 @@ class _Place:
         return tensors[0].parts[0](most) if len(tensors) == 1 and tensors[0].parts else b""
 
 
-# -- files of ranks -------------------------------------------------------------------------------
-
-
 _TOGETHER = ("model", "optim", "extra_state")
 """Kinds of files that verl and SkyRL write for each rank. A job's config may exclude a kind."""
 
@@ -300,8 +290,6 @@ def _read_shards(unit: Unit) -> None:
                 unit.tensors[name] = Tensor(name, tensor.dtype, elements, parts)
 
 
-# -- safetensors ----------------------------------------------------------------------------------
-
 _KINDS = {"F": "float", "BF": "bfloat", "I": "int", "U": "uint"}
 """Maps a safetensors dtype to torch's name of the dtype, both without the number of bits."""
 
@@ -327,11 +315,6 @@ def _read_safetensors(unit: Unit) -> None:
 
 
 def _read_index(path: Path) -> set[str]:
-    """Return the names of the files that an index lists.
-
-    Raises:
-        CheckpointUnreadableError: the index is damaged.
-    """
     if not path.is_file():
         return set()
     try:

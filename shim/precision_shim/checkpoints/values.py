@@ -35,7 +35,7 @@ def samples(tensors: Sequence[Tensor], most: int) -> Iterator[tuple[Tensor, int,
         most: maximum number of bytes that are read, over all tensors.
 
     Yields:
-        The tensor, the piece's number, and the piece's first values.
+        For each piece the tensor, the piece's number, and the piece's first values.
     """
     full = any(tensor.elements >= _ALIGNED for tensor in tensors)
     pieces = [

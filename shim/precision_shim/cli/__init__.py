@@ -56,10 +56,7 @@ def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that accepts option values that begin with a dash.
-
-    For example, ``--features -fp16-scaling`` selects all features except ``fp16-scaling``.
-    """
+    """A parser that accepts option values with a dash, such as ``--features -fp16-scaling``."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         return super().parse_known_args(self._join(args or ()), namespace)
@@ -138,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.print_help()
         raise SystemExit(0)
     name = given[0]
-    if name != "doctor":  # the doctor lists invalid variables itself
+    if name != "doctor":  # ``doctor`` itself lists invalid variables
         _check_variables(name)
     raise SystemExit(known.command(known))
 
@@ -146,8 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _open_closed_streams() -> None:
     """Discard a command's output if the caller, such as a daemon, closed the output streams.
 
-    Python represents a closed stream by ``None``. The job that ``run`` starts inherits a closed
-    stream as closed.
+    The job that ``run`` starts still inherits the closed streams.
     """
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
@@ -160,7 +156,7 @@ def _check_variables(command: str) -> None:
     from ..process.settings import check_variables, resolve
 
     try:
-        if command == "run":  # it checks values later, because its options replace variables
+        if command == "run":  # ``run`` checks later: its options replace variables
             check_variables(os.environ)
         else:
             from ..process.registry import entries

@@ -74,9 +74,6 @@ def command(asked: argparse.Namespace) -> Callable[[argparse.Namespace], int] | 
     return _record if asked.record is not None else None
 
 
-# -- recording --------------------------------------------------------------------------------
-
-
 def _record(asked: argparse.Namespace) -> int:
     _startup.stop()
     file = Path(asked.record)
@@ -113,9 +110,6 @@ def installed_digests(adapter: Adapter) -> Iterable[tuple[str, str, dict[str, st
             yield name, str(version), {target: digest(target) for target in targets}
 
 
-# -- judging a path ---------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class SymbolChange:
     """A symbol in the checked path, compared with the installed or recorded symbol.
@@ -143,8 +137,8 @@ class Report:
 
     Attributes:
         framework: the framework's name.
-        holds: versions of the path's distributions: the framework's own and its backends'.
-        against: for each distribution, a text that names the version it was compared with.
+        holds: versions of the distributions in the path: the framework's and its backends'.
+        against: for each distribution, a text with the version with which it was compared.
         there: the status that the framework would have with the path's packages.
         here: the status of the installed framework; ``None`` if the framework is not installed.
         symbols: the compared symbols, including symbols that are missing in the path.
@@ -355,9 +349,6 @@ def _because(seams: Iterable[SeamStatus], feature: str, path: str) -> str:
     reasons = [there.reason for there in refused or seams_there]
     own = [reason for reason in reasons if reason and not reason.startswith("refused whole")]
     return next(iter([*own, *filter(None, reasons)]), "this version has nothing of it")
-
-
-# -- as text ----------------------------------------------------------------------------------
 
 
 def _against(asked: argparse.Namespace) -> int:

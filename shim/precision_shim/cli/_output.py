@@ -45,7 +45,7 @@ def _printable(text: str) -> str:
 
 
 def write(text: str) -> None:
-    """Print a text to the standard output; where that fails, end the command without a traceback.
+    """Print a text to the standard output; if printing fails, end without a traceback.
 
     Raises:
         SystemExit: the reader of the output has ended, or the output cannot be written.

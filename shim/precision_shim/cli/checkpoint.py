@@ -100,11 +100,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _config(texts: list[str]) -> dict[str, Any] | None:
-    """Return the fields that ``--config`` sets; ``None`` without that option.
-
-    Raises:
-        SettingsError: a text is not FIELD=VALUE, a field is unknown, or a value is no number.
-    """
     from ..errors import SettingsError
 
     config: dict[str, Any] = {}
@@ -126,12 +121,7 @@ def _config(texts: list[str]) -> dict[str, Any] | None:
 
 
 def _check_values(values: dict[str, Any]) -> None:
-    """Check the values of all fields, including fields that no prediction reads.
-
-    Raises:
-        DtypeError: a dtype name is unknown.
-        SettingsError: a value is not one of the field's allowed words.
-    """
+    """Check the values of all fields, including fields that no prediction reads."""
     from ..errors import SettingsError
 
     for row in _registry.checkpoints().values():
@@ -148,11 +138,7 @@ def _check_values(values: dict[str, Any]) -> None:
 
 
 def _check(text: str, name: str) -> None:
-    """Raise an error for an unknown field, because ignoring a field could make the verdict wrong.
-
-    Raises:
-        SettingsError: the field is unknown.
-    """
+    """Raise an error for an unknown field, because ignoring it could make the verdict wrong."""
     from ..errors import SettingsError
     from ..seams import look
 

@@ -1,8 +1,8 @@
 """``precision-shim doctor``: show installed packages, seams to patch, and reasons for refusals.
 
 The doctor reads metadata and source, and imports no framework. Three checks run in a child process,
-so that a crash does not end the doctor. The checks concern the start-up file, wrapt's C extension,
-and the import of TransformerEngine, which fails without CUDA libraries.
+so that a crash does not end the doctor: the start-up file, wrapt's C extension, and the import of
+TransformerEngine, which fails without CUDA libraries.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ PACKAGES = (
 _SHOWN = {"pending": "to wrap"}  # status() shows "pending" as waiting for the import
 _COLUMN = 16
 _NO_SETTINGS = "would not be patched, because a setting is not valid"
-_LONG = 5  # maximum number of lines for one problem; --verbose shows all
-_PATIENCE = 120  # timeout in seconds for a child process; TransformerEngine's import is slow
+_LONG = 5  # Maximum number of lines for one problem; --verbose shows all lines.
+_PATIENCE = 120  # Timeout in seconds for a child process; TransformerEngine's import is slow
 
 _START_UP = """
 import json
@@ -155,7 +155,6 @@ def _look() -> tuple[dict[str, Any], dict[str, FrameworkStatus]]:
 
 
 def _resolve(problems: list[str]) -> Settings | None:
-    """Return the settings in environment variables; ``None`` if a variable is invalid."""
     try:
         return _settings.resolve(known_frameworks=_registry.entries())
     except SettingsError as error:
@@ -241,7 +240,6 @@ def _limits(
 
 
 def _in_child(code: str, environment: Mapping[str, str] | None = None) -> Any:
-    """Run code in a child process; return the JSON that it prints, or ``None`` if it failed."""
     quiet = {**os.environ, PREFIX: "0"} if environment is None else environment
     try:
         done = subprocess.run(
@@ -261,9 +259,6 @@ def _flags() -> list[str]:
     """Return this interpreter's flags that change which files Python reads at its start."""
     names = {"isolated": "-I", "ignore_environment": "-E", "no_user_site": "-s", "no_site": "-S"}
     return [flag for name, flag in names.items() if getattr(sys.flags, name)]
-
-
-# -- as text ----------------------------------------------------------------------------------
 
 
 def _text(

@@ -117,7 +117,6 @@ def _fault(error: Exception) -> str:
 
 
 def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Rules]:
-    """Read the launch command, and let the framework's adapter read the job's config."""
     from ..errors import PlanError
     from ..planning import command
     from ..planning.request import Rules
@@ -151,7 +150,7 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
             f"{job.framework} is not installed here: its own loader has to read the job's config. "
             "Run the plan in the environment of the job."
         )
-    with _variables(job.environ):  # the job's config may refer to them, and so may the hub's cache
+    with _variables(job.environ):  # config and Hugging Face cache may depend on these variables
         request = resolve(entry.plan)(job)
     rules = Rules(
         asked.transformer_engine or _version("transformer-engine", "transformer_engine"),
@@ -162,7 +161,6 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
 
 @contextmanager
 def _variables(named: Mapping[str, str]) -> Iterator[None]:
-    """Set these environment variables, and restore the former values."""
     before = dict(os.environ)
     os.environ.update(named)
     try:

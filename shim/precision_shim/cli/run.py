@@ -1,8 +1,8 @@
 """``precision-shim run -- COMMAND``: run a job with the shim on, also in all child processes.
 
-``run`` sets environment variables and replaces itself with the command (``exec``). The command
-therefore has the same process id, signals and exit status. The shim is on in processes that read
-the start-up file, and in the workers of Ray jobs.
+``run`` sets environment variables and replaces itself with the command (``exec``). The job's
+command therefore has the process id, signals and exit status of ``run``. The shim is on in
+processes that read the start-up file, and in the workers of Ray jobs.
 """
 
 from __future__ import annotations

@@ -46,7 +46,8 @@ class Options:
         parameters: the model's size, such as ``"7.6B"``, used instead of a directory.
         transformer_engine: the TransformerEngine version whose rules apply; ``None`` for the
             installed version.
-        megatron_core: the Megatron-core version whose rules apply; ``None`` for the installed one.
+        megatron_core: the Megatron-core version whose rules apply; ``None`` for the installed
+            version.
     """
 
     model: str | None = None
@@ -172,14 +173,18 @@ def read_launch_line(
 
 
 def _target(words: Sequence[str], place: int) -> tuple[str, Path | None, int]:
-    """Return the module or script at a position, its file, and the position of its arguments."""
+    """Return the module or script at a place, its file, and the place of its first argument."""
     word = words[place]
     if word in ("-m", "--module") and place + 1 < len(words):
         module = words[place + 1]
         return module, file_of(module), place + 2
     if _is_script(word):
         path = Path(word)
-        return word, path if os.path.isfile(path) else None, place + 1  # False for an overlong name
+        return (
+            word,
+            path if os.path.isfile(path) else None,
+            place + 1,
+        )  # isfile is False for an overlong name
     return "", None, place
 
 

@@ -144,7 +144,7 @@ def _offload(share: Share, precision: Precision, held: dict[str, Held]) -> dict[
 
 
 def _replace(held: Held, share: Share, left: int, there: Held, gone: int) -> Held:
-    """Return a component's size: ``left`` parameters left the GPU, ``gone`` are on the host."""
+    """Return a component's size with ``left`` parameters off the GPU and ``gone`` on the host."""
     numel = share.trainable or 1
     stays = held.group_bytes * (numel - left) // numel
     total = stays + there.group_bytes

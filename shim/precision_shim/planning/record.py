@@ -22,13 +22,13 @@ WEIGHTS, STATES = ("params", "frozen"), ("master", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Held:
-    """The size of one kind of tensor of a part, on one rank of a pipeline stage.
+    """The size of one component, such as ``exp_avg``, on one rank of a pipeline stage.
 
     Attributes:
         dtypes: canonical names, as in the audit.
         bytes: mean size over the ranks of the data-parallel group, including the host's memory.
-        group_bytes: the exact sum over the data-parallel group.
-        host: the share of ``bytes`` in the host's memory, in bytes.
+        group_bytes: the exact sum of the sizes over the data-parallel group.
+        host: the number of these bytes that are in the host's memory.
         bytes_per_parameter: bytes per parameter of the model, or per owned parameter if the
             states are sharded.
         sharded: whether the tensors are sharded over the group.
@@ -89,7 +89,7 @@ class Stage:
 
 
 def staying(stages: Sequence[Stage], moved: Iterable[str]) -> int:
-    """Return the most bytes on a GPU of any stage while some components are on the host.
+    """Return the largest number of bytes on a GPU while some components are on the host.
 
     Args:
         stages: the pipeline stages.
@@ -120,7 +120,7 @@ class Decided:
 
 @dataclass(frozen=True)
 class Problem:
-    """Something in the job's config that is illegal.
+    """An illegal value in the job's config.
 
     Attributes:
         code: kind of problem, such as ``"heads"``; docs/plan.md lists all codes.
@@ -257,7 +257,7 @@ class Plan:
         return told
 
     def peak(self, side: str = "after") -> int:
-        """Return the most bytes on a GPU: one model's step, plus ``stays`` of its other models."""
+        """Return the largest number of bytes on a GPU, during a step of one of its models."""
         most = 0
         for model in self.models:
             top = max(stage.totals["peak"] for stage in getattr(model, side))

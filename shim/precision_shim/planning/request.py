@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rules:
-    """The versions whose rules apply; ``None`` if a package is neither installed nor given."""
+    """The TransformerEngine and Megatron-core versions whose rules apply; ``None`` if unknown."""
 
     transformer_engine: str | None
     megatron_core: str | None
@@ -140,7 +140,6 @@ def _list_assumptions(request: Request, rules: Rules) -> list[str]:
 
 
 def _unique(problems: Iterable[Problem]) -> list[Problem]:
-    """Return each problem once, for the first model that has it."""
     unique: dict[tuple[str, str, str], Problem] = {}
     for problem in problems:
         unique.setdefault((problem.code, problem.key, problem.message), problem)

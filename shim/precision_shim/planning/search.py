@@ -38,7 +38,7 @@ def search(job: Job, request: Request, rules: Rules, memory: float) -> Found:
     Args:
         job: the launch command.
         request: the job's models.
-        rules: the versions whose rules apply.
+        rules: the package versions whose rules apply.
         memory: memory of a GPU, in bytes.
     """
     last: Request | None = None

@@ -160,11 +160,7 @@ def _json(path: Path) -> dict[str, Any]:
     return content
 
 
-# -- safetensors -----------------------------------------------------------------------------------
-
-
 def _headers(directory: Path) -> Iterator[Weight]:
-    """Yield the parameters of all files; several experts' equal parameters are one ``Weight``."""
     counted: dict[tuple[str, tuple[int, ...]], int] = {}
     for path in sorted(directory.glob("*.safetensors")):
         if path.name.startswith(("consolidated", "adapter")):
@@ -191,9 +187,6 @@ def header(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
             f"{path}: is no safetensors file: {error}; expected its header of names and shapes. "
             "Fetch it again, or remove it: then config.json is read."
         ) from error
-
-
-# -- transformers ----------------------------------------------------------------------------------
 
 
 def fewest_experts(config: Mapping[str, Any]) -> int:
@@ -316,9 +309,6 @@ def _other_class(config: Any) -> Any:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0][:200]
-
-
-# -- a size without names and shapes ---------------------------------------------------------------
 
 
 def of_size(text: str) -> Model:

@@ -1,10 +1,10 @@
 """Decide whether two engines of an RL job compute in the same dtype, by the dtypes' names.
 
-An RL loss contains the ratio of the trainer's to the rollout engine's probabilities. Its KL term
-contains the ratio of the trainer's to the reference model's probabilities. Two engines that round
-differently compute different probabilities for every token. If one engine uses fp16 and the other
-bf16, the ratio has the error that fp16 in both engines would remove. docs/both-sides.md has
-figures; the observation is from arXiv 2510.26788.
+An RL loss contains the ratio of the trainer's to the rollout engine's probabilities. The loss's KL
+term contains the ratio of the trainer's to the reference model's probabilities. Two engines that
+round differently compute different probabilities for every token. If one engine uses fp16 and the
+other bf16, the ratio of their probabilities has the error that fp16 in both engines would remove.
+docs/both-sides.md has figures; arXiv 2510.26788 observed this error first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Engine:
             framework's default counts as set by the user.
         because: why ``computes`` differs from the key's value; empty if both are equal.
         prefix: text before the key on the framework's command line, such as Hydra's "++".
-        values: the key's value for each allowed dtype, by the dtype's canonical name.
+        values: maps each allowed dtype's canonical name to the key's value for this dtype.
     """
 
     subject: str

@@ -106,7 +106,7 @@ def _members(file: BinaryIO) -> Iterator[str]:
     try:
         with zipfile.ZipFile(file) as archive:
             members = archive.infolist()
-    except Exception:  # zipfile may raise any error for a damaged file or no zip file
+    except Exception:  # zipfile may raise any error if the file is damaged or no zip file
         return
     for member in members:
         yield f"{member.filename}\0{member.file_size}\0{member.CRC}\n"

@@ -1,8 +1,8 @@
 """Convert the dtype names in configs to torch dtypes, and torch dtypes to canonical names.
 
-The names are from Megatron-LM's ``dtype_map`` (``fp32``, ``bf16``, ``fp16``, ``fp8``) and from
-verl's and SkyRL's configs. ``fp8`` and ``float8`` mean ``torch.uint8``, because TransformerEngine
-stores FP8 optimizer states as bytes with a separate scale.
+The accepted names are from Megatron-LM's ``dtype_map`` (``fp32``, ``bf16``, ``fp16``, ``fp8``) and
+from verl's and SkyRL's configs. ``fp8`` and ``float8`` mean ``torch.uint8``, because
+TransformerEngine stores FP8 optimizer states as bytes with a separate scale.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Facts about TransformerEngine's releases, without torch, because the doctor reads them too."""
+"""Facts about TransformerEngine's releases, without torch, for ``precision-shim doctor`` too."""
 
 from __future__ import annotations
 

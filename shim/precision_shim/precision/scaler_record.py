@@ -212,7 +212,7 @@ def lower_tracker(tracker: int, growth_interval: float) -> tuple[int, str]:
         growth_interval: this process's growth interval, in steps; Megatron accepts a fraction.
 
     Returns:
-        The tracker, and a line of text if it differs from the checkpoint's; otherwise empty text.
+        The new tracker, and a line of text about the change; empty without a change.
     """
     most = math.ceil(growth_interval) - 1
     if tracker <= most:
@@ -221,8 +221,6 @@ def lower_tracker(tracker: int, growth_interval: float) -> tuple[int, str]:
 
 
 class _Reader:
-    """Reads values from a record and checks each value."""
-
     def __init__(self, record: Mapping[str, Any], where: str) -> None:
         self._record, self._where = record, where
 

@@ -121,16 +121,12 @@ class _Calling(Loader):
 
 
 class _After(_Calling):
-    """Calls the watcher's callback when the module's code has run."""
-
     def exec_module(self, module: "ModuleType") -> None:
         super().exec_module(module)
         self._watcher.callback(module.__name__)
 
 
 class _Before(_Calling):
-    """Calls the watcher's callback before the module exists."""
-
     _there: "tuple[ModuleType, ModuleSpec | None] | None" = None
 
     def create_module(self, spec: "ModuleSpec") -> "ModuleType | None":

@@ -2,10 +2,10 @@
 
 ``logging`` does the same. The child of a fork has one thread: it never completes the work of the
 parent's other threads, and their locks stay locked. Therefore a fork waits at most ``PATIENCE``
-seconds until no other thread holds one of the shim's locks. The wait is limited because the other
-thread may itself wait for an import in the forking thread. If the lock is still held at the fork,
-or the forking thread holds it, ``interrupted`` makes the child undo incomplete patching. The child
-gets new locks.
+seconds until no other thread holds one of the shim's locks. A fork's wait is limited because
+another thread may itself wait for an import in the forking thread. If the lock is still held at the
+fork, or the forking thread holds it, ``interrupted`` makes the child undo incomplete patching. The
+child gets new locks.
 """
 
 import _frozen_importlib

@@ -1,8 +1,8 @@
 """Record types for a framework, and for a backend that several frameworks are built on.
 
-Processes read these records before they import a framework, and Ray's agents read them too.
-Therefore this module imports nothing at its top, not even ``dataclasses`` or ``typing``: importing
-these takes 10 to 25 ms.
+Processes read the frameworks' records before they import a framework, and Ray's agents read the
+records too. Therefore this module imports nothing at its top, not even ``dataclasses`` or
+``typing``, whose import takes 10 to 25 ms.
 """
 
 TYPE_CHECKING = False
@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 
 class _Record:
-    """Named values that cannot be changed."""
-
     def __setattr__(self, name: str, value: object) -> "NoReturn":
         raise AttributeError(f"{type(self).__name__}.{name}: a record is not changed")
 
@@ -193,11 +191,11 @@ class Config(_Record):
     """The config of a backend's optimizer.
 
     Attributes:
-        name: what users call it.
+        name: the users' name for the config.
         place: the function whose parameters are the config's fields, as
             ``"module:Class.__init__"``.
-        fields: fields that a resume may depend on. If the backend is not installed, the shim
-            accepts only these fields.
+        fields: fields that a resume may depend on, and the only fields that the shim accepts if the
+            backend is not installed.
         beside: fields of other configs that a resume also depends on.
         numbers: the fields whose values are numbers.
         remedies: field values that may make a resume exact, in the order in which to try them.
@@ -235,12 +233,12 @@ class Backend(_Record):
 
     Attributes:
         config: the config of the backend's optimizer.
-        limits: the function, as ``"module:function"``, that returns the doctor's remark on the
-            installed TransformerEngine. The function's arguments are a framework's name and seams,
-            TransformerEngine's version, and the reason why TransformerEngine cannot be imported.
+        limits: the function, as ``"module:function"``, that returns the remark of ``precision-shim
+            doctor`` on the installed TransformerEngine. The function's arguments are a framework's
+            name and seams, TransformerEngine's version, and the reason why TransformerEngine cannot
+            be imported.
         shared: the backend's packages that contain seams, each with its distribution's name.
-        audit_readers: see ``seams.Adapter``.
-        checkpoint_readers: see ``seams.Adapter``.
+        audit_readers, checkpoint_readers: see ``seams.Adapter``.
     """
 
     config: Config

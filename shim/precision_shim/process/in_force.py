@@ -1,6 +1,6 @@
 """Decide whether a feature is in force for a framework; no other module decides it.
 
-In a worker, the engine has recorded the refused groups of seams. The commands doctor, plan and
+In a worker, the seam engine has recorded the refused groups of seams. The commands doctor, plan and
 checkpoint predict from source which groups the engine would refuse (``Foreseen``).
 """
 
@@ -24,7 +24,7 @@ def asked_for(settings: Settings, framework: str) -> bool:
 
 
 def offered(known: Mapping[str, Framework], settings: Settings | None) -> dict[str, Framework]:
-    """Return the frameworks to report; ``settings`` must name those with ``by_name``."""
+    """Return the frameworks to report, one with ``by_name`` only if ``settings`` name it."""
     return {
         name: entry
         for name, entry in known.items()

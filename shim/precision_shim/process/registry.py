@@ -54,8 +54,8 @@ the records once per optimizer, and reading all entry points takes 10 to 50 ms."
 def records(*, third_party: bool = True) -> "dict[str, Framework]":
     """Load third parties' adapters, and return complete records of all known frameworks.
 
-    If an adapter cannot be loaded, its record contains only the data of the entry point, and the
-    doctor reports the error.
+    If an adapter cannot be loaded, its record contains only the data of the entry point, and
+    ``precision-shim doctor`` reports the error.
     """
     import sys
 
@@ -68,7 +68,7 @@ def records(*, third_party: bool = True) -> "dict[str, Framework]":
         theirs = {name: declared for name, declared in entries().items() if name not in ours}
         said = {name: _as_said(declared) for name, declared in theirs.items()}
         theirs = {name: said[name] or declared for name, declared in theirs.items()}
-        if all(said.values()):  # a failed adapter may load later: its framework was half imported
+        if all(said.values()):  # an adapter whose framework was half imported may load later
             _said.clear()
             _said[path] = theirs
     return {**ours, **theirs}

@@ -147,7 +147,7 @@ def install(
     """
     session = _install(features, frameworks, strict, settings, export)
     if session is not None:
-        session.engine.catch_up()  # not under the lock: may wait for other threads' imports
+        session.engine.catch_up()  # not under the lock, because it waits for other threads' imports
         if session.settings.strict:
             for name in session.known:
                 for error in session.engine.faults(name):
@@ -237,8 +237,8 @@ def uninstall() -> None:
     Objects already built (optimizers, scalers) keep the precision they were built with. Save a
     checkpoint before this call, because later checkpoints are written without the shim. Variables
     that ``install()`` exported get their earlier values back, and the audit and ``watch_updates()``
-    stop. If another tool has wrapped one of our wrappers, both wrappers stay. Our wrapper then only
-    passes calls on to the original, and a warning names the symbol.
+    stop. If another tool has wrapped one of our wrappers, both wrappers stay, ours only passes
+    calls on to the original, and a warning names the symbol.
     """
     global _current, _bad_start
     with _lock:
@@ -246,7 +246,7 @@ def uninstall() -> None:
         carriers.leave()
         _bad_start = ""
         if _current is None:
-            kept.clear()  # the meters of watch_updates(), which works without install()
+            kept.clear()  # stop the meters of watch_updates(), which works without install()
             return
         session, _current = _current, None
         _retire(session)
@@ -266,7 +266,7 @@ def _give_up_in_child() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_give_up_in_child)  # runs after each lock's own handler
+    os.register_at_fork(after_in_child=_give_up_in_child)  # runs after each Lock's handler
 
 
 def status() -> Status:
@@ -404,11 +404,7 @@ def _retire(session: _Session) -> None:
 
 
 def _given_environment() -> dict[str, str]:
-    """Return this process's environment without the variables that ``install()`` exported.
-
-    A second ``install()`` replaces the arguments of the first, so it must not read the first call's
-    arguments from the environment.
-    """
+    """The environment without ``install()``'s exports, which a second ``install()`` replaces."""
     environ = dict(os.environ)
     for variable, (before, ours) in (_current.exported if _current is not None else {}).items():
         if environ.get(variable) == ours:

@@ -72,7 +72,7 @@ def _directory(name: str, value: object) -> str:
     if not isinstance(value, (str, os.PathLike)):
         raise _bad(name, value, "a path")
     text = value.strip() if isinstance(value, str) else os.fsdecode(value)
-    if "\0" in text:  # neither the file system nor the environment takes one
+    if "\0" in text:  # file systems and environments accept no NUL
         raise _bad(name, value, "a path without a null character")
     # Workers start in other directories, where a relative path would name another directory.
     path = os.path.abspath(os.path.expanduser(text)) if text else ""
@@ -231,7 +231,6 @@ def check_variables(environ: Mapping[str, str]) -> None:
 
 
 def _nearest(name: str, known: Iterable[str]) -> list[str]:
-    """Return a list with the known name nearest to ``name``; empty if no name is near."""
     from difflib import get_close_matches  # only an error needs it
 
     # Compare without the common prefix, which would make any two names look alike.
@@ -284,11 +283,6 @@ def parse_features(
 
 
 def _words(value: object, where: str) -> list[str]:
-    """Return the names in a list or in a comma-separated string.
-
-    Raises:
-        SettingsError: the value is neither.
-    """
     if isinstance(value, bytes) or not isinstance(value, Iterable):
         raise SettingsError(
             f"{where}: {value!r} is no list of names; allowed: a list of strings, or one string "
@@ -376,7 +370,8 @@ def resolve(
                 f"{', '.join(sorted(known))}. Correct the list or unset it for all."
             )
     if frameworks is not None and (named or env.get(f"{PREFIX}_FRAMEWORKS", "").strip()):
-        # Asked for all: empty the variable that names some, or a child process would take those.
+        # The user asked for all frameworks: empty the variable, because child processes read it
+        # too.
         given[f"{PREFIX}_FRAMEWORKS"] = ",".join(named or ())
     return Settings(
         values=values,

@@ -55,7 +55,7 @@ def warn(message: str, stacklevel: int | None = 2) -> None:
             warnings.warn_explicit(message, PrecisionShimWarning, "<precision_shim>", 1)
         else:
             warnings.warn(message, PrecisionShimWarning, stacklevel=stacklevel + 1)
-    except ValueError:  # the warnings module raises it if stderr is closed
+    except ValueError:  # warnings.warn raises ValueError if stderr is closed
         if not getattr(sys.stderr, "closed", False):
             raise
 

@@ -16,11 +16,11 @@ WIDTH = 80
 SCREEN = 40
 """Maximum number of lines of ``str(status())`` with one framework in use."""
 
-_COLUMN = 25  # the column at which the text after a feature's name begins
-_LEAST = 6  # minimum number of lines for decisions, however long the problems are
-_AUDITS = 5  # maximum number of lines for audits
+_COLUMN = 25  # The column at which the text after a feature's name begins.
+_LEAST = 6  # Minimum number of lines for decisions, however long the problems are.
+_AUDITS = 5  # Maximum number of lines for audits.
 _MORE = "status().details()"
-_WITH_OTHERS = "refused whole, because: "  # the engine's prefix of another seam's reason
+_WITH_OTHERS = "refused whole, because: "  # The seam engine's text before another seam's reason.
 
 AT_WORK = ("pending", "partly pending", "wrapped", "partly", "native")
 """Verdicts on a path that mean that the feature is in force on this path, or will be."""
@@ -39,7 +39,7 @@ _AHEAD = {
     "pending": "would be in force",
     "partly pending": "would be in force beside {name}'s own",
 }
-"""The doctor's words for verdicts; in the doctor, ``pending`` means that a job would be patched."""
+"""``precision-shim doctor``'s words for verdicts; its ``pending`` means: a job would be patched."""
 
 
 def screen(status: Status) -> str:
@@ -101,9 +101,6 @@ def table(status: Status) -> str:
     return "\n".join(lines)
 
 
-# -- a framework ------------------------------------------------------------------------------
-
-
 def headline(name: str, status: FrameworkStatus, *, ahead: bool = False) -> str:
     """Return a framework's name, version and verdict as a line of text."""
     tested = {True: ", tested", False: ", not tested", None: ""}[status.tested]
@@ -144,7 +141,7 @@ def framework(
         name: the framework's name.
         status: the framework's state.
         features: the features that the user switched on; all other features share one line.
-        ahead: whether the states are predicted, as in the doctor.
+        ahead: whether the states are predicted, as in ``precision-shim doctor``.
     """
     lines = fold(headline(name, status, ahead=ahead), 0, 2)
     if status.reason and not (
@@ -200,7 +197,6 @@ def _state(seam: SeamStatus) -> str:
 
 
 def _together(states: Sequence[str]) -> str:
-    """Combine the states of one path's seams into one word."""
     for state in ("refused", "unsupported"):
         if state in states:
             return state
@@ -283,9 +279,6 @@ def seams(
                     yield from fold(label + text, indent + 11, indent + 13)
 
 
-# -- decisions and problems -------------------------------------------------------------------
-
-
 def _headline(status: Status) -> str:
     strict = ", strict" if status.enabled and status.settings.get("strict") else ""
     return f"precision_shim: {'on' if status.enabled else 'off'}{strict}"
@@ -325,14 +318,7 @@ def _key(decision: Decision) -> tuple[str, str, str]:
 def _fit(
     blocks: Sequence[list[str]], room: int, *, left_out: int = 0, turn: bool = False
 ) -> list[str]:
-    """Return the lines of as many blocks as fit into ``room``, starting with the first block.
-
-    Args:
-        blocks: paragraphs, each a list of lines.
-        room: maximum number of lines.
-        left_out: how many blocks the caller has already left out.
-        turn: whether to show the blocks in reverse order.
-    """
+    """Return the lines of the first blocks that fit into ``room`` lines; ``turn`` reverses them."""
     room = max(room, 2)
     kept = list(blocks)
     while kept and _length(kept) + bool(left_out or len(kept) < len(blocks)) > room:

@@ -41,8 +41,8 @@ def save(
 ) -> Path:
     """Write the scaler's state into a checkpoint's directory; called by every rank of the group.
 
-    Call ``save`` after the framework has written its own files. The file is renamed to its final
-    name only when it is complete and flushed to the disk. If the process is killed before the
+    Call ``save`` after the framework has written its own files. The scaler's file is renamed to its
+    final name only when it is complete and flushed to the disk. If the process is killed before the
     renaming, the file of an earlier save remains, and perhaps a hidden temporary file.
 
     Args:
@@ -93,7 +93,7 @@ def load(
             state; ``None`` to skip the check.
 
     Returns:
-        ``None`` if the checkpoint has no scaler state. Otherwise one line for each restored value
+        ``None`` if the checkpoint has no scaler state; otherwise one line for each restored value
         that differs from the saved value, and one line if the state names no files to check.
 
     Raises:
@@ -163,7 +163,6 @@ def other_save(record: object, where: str, files: Files | None) -> str:
 
 
 def _of_another_save(where: str, files: list[str]) -> ScalerOfAnotherSaveError:
-    """Return the error for a record whose neighbouring ``files`` another save has written."""
     more = f" and {len(files) - 1} more" if len(files) > 1 else ""
     return ScalerOfAnotherSaveError(
         f"{where}: the loss scaler's state is of another save than the files beside it: "
@@ -261,7 +260,6 @@ def _is_first(group: dist.ProcessGroup | None) -> bool:
 
 
 def _from_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Gather the group's values, in rank order, on every rank."""
     if not _together() or dist.get_world_size(group) == 1:
         return [value]
     every = [None] * dist.get_world_size(group)
@@ -270,7 +268,6 @@ def _from_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def _from_first(value: Any, group: dist.ProcessGroup | None) -> Any:
-    """Broadcast the value of the group's rank 0 to the group."""
     if not _together() or dist.get_world_size(group) == 1:
         return value
     box = [value]

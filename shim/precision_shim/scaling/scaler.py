@@ -24,7 +24,7 @@ then grow to inf, and 0 x inf would make all later gradients NaN."""
 
 @contextmanager
 def _as_others(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Make GradScaler step every optimizer in the same way, even if it handles the loss scale.
+    """Make GradScaler step every optimizer in the same way, even one that handles the loss scale.
 
     At the step, the gradients are already unscaled (for clipping), and all ranks' overflows are
     summed. TransformerEngine's FusedAdam would unscale the gradients a second time
@@ -107,8 +107,8 @@ class LossScaler(ShardedGradScaler):
     def loss_scale(self) -> float:
         """The scale of the last step (before the first step: the initial scale).
 
-        Reading ``loss_scale`` does not synchronise with the device. The value is 1 if the scaler is
-        disabled, like that of ``get_scale()``.
+        Reading ``loss_scale`` does not synchronise with the device. ``loss_scale`` is 1 if the
+        scaler is disabled, like ``get_scale()``.
         """
         if not self._enabled:
             return 1.0
@@ -118,8 +118,8 @@ class LossScaler(ShardedGradScaler):
     def overflow(self) -> torch.Tensor | None:
         """Whether a gradient of any rank is not finite, as a tensor on the device.
 
-        The value is ``None`` before ``unscale_`` and after ``update``. A framework that tests the
-        grad norm before the step can read ``overflow``, because reading it does not synchronise
+        ``overflow`` is ``None`` before ``unscale_`` and after ``update``. A framework that tests
+        the grad norm before the step can read ``overflow``, because reading it does not synchronise
         with the device.
         """
         if not self._enabled:
@@ -261,8 +261,8 @@ class LossScaler(ShardedGradScaler):
         """Update the scale after a framework's own loop took a step, or skipped a non-finite step.
 
         ``settle`` is for a loop that tests the norm of the unscaled gradients itself and cannot
-        call this scaler's ``step``. The loop calls ``unscale_once`` before its step, and ``settle``
-        after it.
+        call this scaler's ``step``. A framework's loop calls ``unscale_once`` before its step, and
+        ``settle`` after it.
 
         Raises:
             LossScaleError: see ``update``.
@@ -274,7 +274,7 @@ class LossScaler(ShardedGradScaler):
         self.update()
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
-        """Drop the state of a step that an exception ended; it is invalid for the next step."""
+        """Drop the state of a step that an exception ended; the next step must not use it."""
         self._interrupted = None
         if not self._enabled:
             return
@@ -282,10 +282,10 @@ class LossScaler(ShardedGradScaler):
         self._overflow = None
 
     def interrupt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an exception ended a step: ``forget`` it when the next loss is scaled.
+        """Note that an exception ended a step, for ``forget`` when the next loss is scaled.
 
-        Until then the gradients are those of that step. If it is tried again without a new backward
-        pass, they must not be unscaled a second time.
+        If the framework repeats the step without a new backward pass, the gradients must not be
+        unscaled a second time.
         """
         self._interrupted = optimizer
 

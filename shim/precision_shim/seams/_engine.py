@@ -33,8 +33,6 @@ _lock = Lock()
 
 @dataclass
 class _Known:
-    """An adapter, and its rows with their current states."""
-
     adapter: Adapter
     rows: list[Row]
     checked: bool = False
@@ -80,8 +78,6 @@ class Engine:
         self._watcher = Watcher(self._on_import)
         self._live = True
 
-    # -- adding ---------------------------------------------------------------------------
-
     def add(self, adapter: Adapter) -> None:
         """Add an adapter, if it is new: patch its loaded modules and wait for its other modules."""
         with _lock:
@@ -108,8 +104,8 @@ class Engine:
         """Wait for target modules that other threads are importing, and patch these modules.
 
         The engine's watcher misses imports that began before the watcher was in place. The engine
-        does not wait for an import that a fork cut off. The caller must hold no lock that a
-        module's code may need.
+        does not wait for an import that never completes because of a fork. The caller must hold no
+        lock that a module's code may need.
         """
         with _lock:
             slow = [
@@ -187,7 +183,6 @@ class Engine:
                 self._apply(row, known.adapter)
 
     def _refuse(self, group: Group, problems: Iterable[str]) -> None:
-        """Undo a whole group, and record and report the reasons."""
         if group in self._refused or not self._live:
             return
         self._refused.add(group)
@@ -205,8 +200,6 @@ class Engine:
         )
         self._faults.setdefault(framework, []).append(error)
         self._on_fault(framework, error)
-
-    # -- applying -------------------------------------------------------------------------
 
     def _apply(self, row: Row, adapter: Adapter) -> None:
         seam = row.seam
@@ -228,10 +221,8 @@ class Engine:
         if unreached:
             row.reason = f"not reached, holds something else: {', '.join(unreached)}"
 
-    # -- strict: faults are raised where a feature would take effect -----------------------
-
     def _trip(self, module: str) -> None:
-        """In strict mode, wrap each effect in a module so that a call raises the first fault."""
+        """In strict mode, make a module's functions in ``effects`` raise the first fault."""
         for framework, effects in self._effects.items() if self._strict else ():
             for target in effects:
                 if target.partition(":")[0] != module:
@@ -256,14 +247,12 @@ class Engine:
 
         return trip
 
-    # -- undoing --------------------------------------------------------------------------
-
     def remove(self) -> list[str]:
         """Undo all patches, the latest first.
 
         Returns:
-            A message for each symbol that cannot be restored, because another tool has wrapped it.
-            Our wrapper then stays beneath the other tool's wrapper and only passes calls on.
+            A message for each symbol that cannot be restored, because another tool has wrapped our
+                wrapper, which stays beneath and only passes calls on.
         """
         with _lock:
             self._live = False
@@ -274,8 +263,6 @@ class Engine:
             self._faults.clear()
             self._refused.clear()
             return left
-
-    # -- reporting ------------------------------------------------------------------------
 
     def report(self, framework: str) -> tuple[SeamStatus, ...]:
         """Return the states of a framework's seams, in the order of its adapter's table."""
@@ -307,8 +294,8 @@ def _find_loaded(module: str) -> Any:
 
 def _bind(seam: Seam, raw: Any, in_class: bool, symbol: Symbol | None) -> Callable[..., Any]:
     """Return the seam's wrapper in wrapt's form, matched to the imported symbol's parameters."""
-    assert seam.wrapper is not None  # after check(), a record of a native feature is not pending
-    if seam.replaces:  # the symbol's value may be an object that is not callable
+    assert seam.wrapper is not None  # After check(), a record of a native feature is not pending.
+    if seam.replaces:  # The symbol's value may be an object that is not callable
         return seam.wrapper
     function = getattr(raw, "__func__", raw)
     if not callable(function):

@@ -1,7 +1,7 @@
 """Check an adapter's records against the frameworks' source, and plan which symbols to patch.
 
-The check patches nothing, imports no framework and keeps no state. The engine executes the plan;
-the doctor shows it.
+Checking patches nothing, imports no framework and keeps no state. The seam engine executes the
+plan; ``precision-shim doctor`` shows the plan.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ._seam import Adapter, Seam, name_of
 from ._source import Symbol, look
 
 Group = tuple[str, str, str]
-"""Framework, feature and name of a group. The seams of a group are patched all or not at all."""
+"""Framework, feature and name of a group. The engine patches all seams of a group, or none."""
 
 
 @dataclass

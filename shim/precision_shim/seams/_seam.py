@@ -1,8 +1,8 @@
 """How an adapter declares a seam: with a decorator on the function that wraps a symbol.
 
 ``seam(...)`` marks a function, as pluggy's ``hookimpl`` does; ``collect(...)`` makes an adapter's
-table from the marks. The symbol must have the parameters that the function names, so the
-declaration does not list them.
+table from the marks. A wrapped symbol must have the parameters that the marked function names, so
+the declaration does not list them.
 """
 
 from __future__ import annotations
@@ -90,8 +90,9 @@ class Seam(_Fields):
             its symbol. Conditions are tested when the framework is imported, never earlier.
         unless: conditions in the form of ``only_if``; the seam is left out if any of them is met.
         unbound: must be true if the symbol is a classmethod or a staticmethod and ``wrapper`` reads
-            ``call.instance``, which is then the class or ``None``. Otherwise the check refuses the
-            wrapper, because upstream may have turned a method into a class- or staticmethod.
+            ``call.instance``, which is then the class or ``None``. Without ``unbound=True`` the
+            check refuses such a wrapper, because upstream may have turned a method into a class- or
+            staticmethod.
     """
 
     target: str
@@ -186,8 +187,9 @@ class Adapter:
         seams: the table of seams that ``collect`` makes; of several seams on one target the first
             is the innermost wrapper.
         effects: functions that build an optimizer or a DDP, as ``"module:attribute"``. In strict
-            mode these functions raise the faults, even of a broken adapter, and no function raises
-            a fault earlier. The engine skips a function that a version lacks.
+            mode the functions in ``effects`` raise an adapter's faults, even if the adapter is
+            broken, and no function raises a fault earlier. The engine skips a function that a
+            version lacks.
         paths: maps a group to the users' name of the path through the framework that the group
             patches, such as ``{"fsdp": "FSDP engine"}``. A group without an entry is shown by its
             own name. A path whose name ends in brackets, such as ``"FSDP engine (metrics)"``, only

@@ -1,4 +1,4 @@
-"""Store the patched symbols with the wrappers over each (its layers), and undo the patches."""
+"""Store each patched symbol with its wrappers (layers), and undo the patches."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ class Sites:
         """Undo all patches, the latest first.
 
         Returns:
-            A message for each symbol that cannot be restored, because another tool has wrapped it.
-            Our wrapper then stays beneath the other tool's wrapper and only passes calls on.
+            A message for each symbol that cannot be restored, because another tool has wrapped our
+                wrapper, which stays beneath and only passes calls on.
         """
         left = []
         for site in reversed(self._sites):
@@ -148,7 +148,7 @@ class Sites:
         before, top = site.top, site.raw
         for layer in site.layers:
             top = layer.over(top, site.target)
-        if site.top is not before:  # layer.over() made a fork, whose child undid the patches
+        if site.top is not before:  # layer.over() forked, and the child undid the patches
             return
         if top is not before:
             setattr(site.parent, site.name, top)
@@ -207,10 +207,10 @@ def locate(target: str) -> tuple[Any, str, Any]:
 def _find_held(displaced: Mapping[int, tuple[Any, Any]]) -> list[int]:
     """Return the ids of the objects to which something besides ``displaced`` refers.
 
-    Nearly always there is no such object, and the modules need not be searched.
+    Nearly always the result is empty, and the modules need not be searched.
     """
     pairs: list[tuple[Any, Any]] = [(object(), None), *displaced.values()]
-    # Only its tuple refers to the first object: a higher count means a reference from elsewhere.
+    # Only its tuple refers to ``object()``: a higher count means a further reference.
     alone, *counts = [sys.getrefcount(pair[0]) for pair in pairs]
     return [key for key, count in zip(displaced, counts, strict=True) if count > alone]
 
@@ -219,7 +219,8 @@ def _sweep(gone: Mapping[int, tuple[Any, Any]]) -> None:
     """Replace former values by their successors in all modules that copied them."""
     for module in list(sys.modules.values()):
         names = _contents(module)
-        # Of some 200,000 names hardly any matches; the test is 20 times faster than the loop.
+        # This test of ids is 20 times faster than the loop, and hardly any of 200,000 names
+        # matches.
         if gone.keys().isdisjoint(map(id, list(names.values()))):
             continue
         for name, value in list(names.items()):

@@ -33,11 +33,11 @@ class Symbol:
         target: ``"module:attribute"``.
         module_found: whether the module's file was found.
         found: whether the symbol is defined in that file.
-        parameters: names of its parameters; for a dataclass's generated ``__init__`` the fields,
-            including those of bases in the same file.
+        parameters: names of the symbol's parameters; for a dataclass's generated ``__init__`` the
+            fields, including the fields of bases in the same file.
         positional: the parameters of a function that may be passed by position.
         defaults: a function's defaults that are written as literals.
-        names: identifiers and string constants in its source; for a method, in its class's source.
+        names: identifiers and string constants in the symbol's source (a method's: the class's).
         problem: why the symbol cannot be described, or ``""``.
         kind: ``class``, ``property``, ``staticmethod``, ``classmethod``, ``context manager``,
             ``coroutine`` or ``generator``; ``""`` for a plain function or method.
@@ -165,7 +165,8 @@ class Definition(NamedTuple):
     """Where a symbol is defined.
 
     Attributes:
-        node: its syntax tree; for a dataclass's generated ``__init__`` the tree of the class.
+        node: the symbol's syntax tree; for a dataclass's generated ``__init__`` the tree of the
+            class.
         text: the source of the whole module.
     """
 
@@ -258,7 +259,7 @@ def _defaults(scope: ast.AST) -> Iterator[tuple[str, Any]]:
 
 
 def _member(scope: ast.AST, name: str) -> ast.AST | None:
-    # At run time the last definition is in effect. Search inside if, try and with, too.
+    # At run time the last definition of a name is in effect. Search inside if, try and with, too.
     member: ast.AST | None = None
     pending = list(getattr(scope, "body", ()))
     while pending:

@@ -67,8 +67,9 @@ class SeamWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         return self._self_unbound
 
     def _definer(self, owner: Any) -> Any:
-        # wrapt treats the first argument as the instance only if it is an instance of the owner.
-        # The first access may be through a subclass, and a later instance of another subclass.
+        # wrapt treats the first argument as the instance only if it is an instance of the owner. A
+        # wrapper's first access may be through a subclass, and a later access through another
+        # subclass.
         for kind in getattr(owner, "__mro__", ()):
             if any(value is self for value in vars(kind).values()):
                 return kind

@@ -2,23 +2,24 @@
 
 The stand-in reproduces the interface, the checks of arguments, the state layout and the rounding of
 ``transformer_engine.pytorch.optimizers.FusedAdam``, as far as Megatron-core and RL frameworks can
-observe them. For each version it reproduces the legal constructor arguments, the dtype of each
-state tensor, the result of ``state_dict`` and the arguments of ``load_state_dict``. A step does the
-same arithmetic: it computes in fp32, and rounds the stored values to nearest.
+observe them. For each TransformerEngine version the stand-in reproduces the legal constructor
+arguments, the dtype of each state tensor, the result of ``state_dict`` and the arguments of
+``load_state_dict``. A step does the same arithmetic: it computes in fp32, and rounds the stored
+values to nearest.
 
-The stand-in does not reproduce:
+The stand-in differs from TransformerEngine:
 
-* Speed and memory of the CUDA kernels. The stand-in has temporary fp32 tensors for one parameter at
-  a time, TransformerEngine for a whole parameter group.
-* The last bit of an update, because a GPU compiler may contract ``a * b + c``.
-* CUDA graphs: ``capturable=True`` passes the real checks and then raises an error.
-* fp8 *parameters* (``Float8Tensor`` and its relatives), and DTensor states.
-* The layout of fp8 *moments*, which are stored as one byte per element plus one scale.
-  TransformerEngine's ``Float8Tensor`` may also contain a transposed copy.
+* Speed and memory are not those of the CUDA kernels. The stand-in has temporary fp32 tensors for
+  one parameter at a time, TransformerEngine for a whole parameter group.
+* The last bit of an update may differ, because a GPU compiler may contract ``a * b + c``.
+* CUDA graphs are missing: ``capturable=True`` passes the real checks and then raises an error.
+* fp8 *parameters* (``Float8Tensor`` and its relatives) and DTensor states are missing.
+* The layout of fp8 *moments* is one byte per element plus one scale. TransformerEngine's
+  ``Float8Tensor`` may also contain a transposed copy.
 
-The rules were read in 2026-11 from the released TransformerEngine 1.13, 2.1, 2.3, 2.11, 2.14, 2.18,
-2.19 and 2.20.2 (``pytorch/optimizers/fused_adam.py``), and from ``common/multi_tensor/adam.cu`` up
-to 2.18.
+The stand-in's rules were read in 2026-11 from the released TransformerEngine 1.13, 2.1, 2.3, 2.11,
+2.14, 2.18, 2.19 and 2.20.2 (``pytorch/optimizers/fused_adam.py``), and from
+``common/multi_tensor/adam.cu`` up to 2.18.
 """
 
 from __future__ import annotations
@@ -75,8 +76,7 @@ class FusedAdam(StoredStates):
         lr: learning rate.
         betas: decay rates of the first and the second moment.
         eps: added to the denominator.
-        weight_decay: decoupled (AdamW), or added to the gradient with
-            ``adam_w_mode=False``.
+        weight_decay: decoupled (AdamW), or added to the gradient with ``adam_w_mode=False``.
         amsgrad: never supported.
         bias_correction: divide the moments by ``1 - beta ** step``.
         adam_w_mode: decoupled weight decay.
@@ -170,8 +170,6 @@ class FusedAdam(StoredStates):
                 stacklevel=2,
             )
 
-    # -- gradients -----------------------------------------------------------------------
-
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drop (default) or zero the gradients that this optimizer reads.
 
@@ -202,15 +200,12 @@ class FusedAdam(StoredStates):
             else:
                 param.decoupled_grad.zero_()  # type: ignore[attr-defined]
 
-    # -- the step ------------------------------------------------------------------------
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
         """Take an Adam step for all parameters that have a gradient.
 
         Gradients may have any floating dtype. The step does not check for infinite and NaN
-        gradients. As in TransformerEngine, such gradients make the parameters and states
-        non-finite.
+        gradients, which make the parameters and states non-finite, as in TransformerEngine.
 
         Args:
             closure: computes the loss again and returns it.
@@ -370,15 +365,9 @@ class _FusedAdamWithoutRemainders(FusedAdam):
         )
 
     def zero_grad(self) -> None:  # type: ignore[override]
-        """Drop or zero the gradients, depending on the constructor's ``set_grad_none``."""
         super().zero_grad()
 
     def initialize_state(self, param: torch.Tensor) -> None:  # type: ignore[override]
-        """Create the states of ``param``: moments of zero, the master equal to the parameter.
-
-        Args:
-            param: a parameter of this optimizer.
-        """
         super().initialize_state(param, False)
 
     def _initialize_for_step(self, param: torch.Tensor) -> None:

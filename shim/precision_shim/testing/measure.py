@@ -50,7 +50,7 @@ class MeasuredBytes:
         grad_buckets: gradient buckets of Megatron's DDP (replicated).
         grad_copies: gradients outside the buckets: the fp32 copies that an optimizer step makes of
             a 16-bit bucket, and ``.grad`` of the model (sharded if the optimizer is sharded). To
-            see these gradients, measure between ``step()`` and ``zero_grad()``.
+            see gradients outside the buckets, measure between ``step()`` and ``zero_grad()``.
         master: fp32 or fp16 master parameters, or int16 remainders (sharded).
         exp_avg: first moments (sharded).
         exp_avg_sq: second moments (sharded).
@@ -120,8 +120,8 @@ def measure_bytes(model_chunks: Any, optimizer: Any) -> MeasuredBytes:
     a plain module with a torch optimizer. Optimizer states exist only after the first step.
 
     A bf16 model on megatron-core 0.16.1, with data-parallel size 1, has 18 bytes per parameter with
-    Megatron's defaults. The model has 10 bytes with bf16 main gradients, bf16 moments and int16
-    remainders, and 12 without the remainders (measured 2026-11).
+    Megatron's defaults, 10 with bf16 main gradients, bf16 moments and int16 remainders, and 12
+    without the remainders (measured 2026-11).
 
     Args:
         model_chunks: a module or a list of modules, as for ``get_megatron_optimizer``.

@@ -1,9 +1,9 @@
 """Train with the real Megatron-core on a CPU, for tests and demonstrations.
 
 Megatron-core names the device ``"cuda"`` in a hundred places but needs few features of CUDA. If the
-name is mapped to the CPU, Megatron's real ``DistributedDataParallel`` and ``DistributedOptimizer``
-train a small GPT on a CPU, in one process or in several over gloo. The harness works with
-megatron-core 0.15.3 to 0.19.0 (2026-11).
+name ``"cuda"`` is mapped to the CPU, Megatron's real ``DistributedDataParallel`` and
+``DistributedOptimizer`` train a small GPT on a CPU, in one process or in several over gloo. The
+harness works with megatron-core 0.15.3 to 0.19.0 (2026-11).
 
 * :func:`megatron_on_cpu` is the whole harness, :func:`cuda_means_cpu` its torch-only part.
 * :func:`model_parallel` starts and stops the process group and Megatron's parallel state.

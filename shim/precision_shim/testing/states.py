@@ -14,7 +14,7 @@ import torch
 
 _FP8 = torch.float8_e4m3fn
 _LARGEST_SCALED = {
-    # Half of fp16's largest number, and the largest finite number of e4m3.
+    # Maxima of scaled states: half of fp16's largest number, and e4m3's largest finite number.
     torch.float16: torch.finfo(torch.float16).max / 2.0,
     torch.uint8: torch.finfo(_FP8).max,
 }
@@ -149,7 +149,7 @@ class StoredStates(torch.optim.Optimizer):
     def initialize_state(self, param: torch.Tensor, store_param_remainders: bool) -> None:
         """Create the states of ``param``: moments of zero, the master equal to the parameter.
 
-        In TransformerEngine 2.0 and earlier the method has no second argument.
+        In TransformerEngine 2.0 and earlier ``initialize_state`` has no second argument.
 
         Args:
             param: a parameter of this optimizer.
@@ -167,8 +167,6 @@ class StoredStates(torch.optim.Optimizer):
         )
         if not store_param_remainders:
             self.set_scaled_state(param, "master_param", param.detach().clone().float())
-
-    # -- checkpoints ---------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state dict with every state as fp32, except int16 remainders.

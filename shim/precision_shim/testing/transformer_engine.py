@@ -92,18 +92,18 @@ def _quietly_findable(name: str) -> bool:
 def stand_in_transformer_engine(version: str | None = None) -> Iterator[StandIn]:
     """Let Megatron-core's optimizers find a ``FusedAdam`` of TransformerEngine ``version``.
 
-    Inside, ``from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD`` imports the
-    stand-ins. The imported module has the attributes ``__precision_shim_stand_in__ = True`` and
-    ``__version__``. Megatron-core's ``get_te_version()`` and ``is_te_min_version()`` return
-    ``version``, whether ``megatron.core`` is imported before or inside the context. All changes are
-    undone on exit, also in modules that were imported inside. Optimizers still work after the exit.
-    The context manager cannot be nested in itself.
+    Inside the context, ``from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD``
+    imports the stand-ins. The imported module has the attributes ``__precision_shim_stand_in__ =
+    True`` and ``__version__``. Megatron-core's ``get_te_version()`` and ``is_te_min_version()``
+    return ``version``, whether ``megatron.core`` is imported before or inside the context. All
+    changes are undone on exit, also in modules that were imported inside. Optimizers still work
+    after the exit. The context manager cannot be nested in itself.
 
     If a real TransformerEngine can be imported, and ``version`` is None or the real version, the
     real constructor checks the arguments, with a throw-away parameter on the CPU. The stand-in does
-    the rest, because the real ``step()`` needs a GPU. :attr:`StandIn.checked_by` names the
-    constructor that checks the arguments. Megatron also imports an installed TransformerEngine's
-    real layers.
+    everything after the constructor, because the real ``step()`` needs a GPU.
+    :attr:`StandIn.checked_by` names the constructor that checks the arguments. Megatron also
+    imports an installed TransformerEngine's real layers.
 
     Args:
         version: 1.13 or newer; the rules of that release apply, such as bf16 moments in 2.3 and
@@ -179,17 +179,16 @@ def _signature(function: Callable[..., Any]) -> Any:
     return inspect.signature(function)
 
 
-# -- Megatron-core ---------------------------------------------------------------------------
-
 _Patch = Callable[[types.ModuleType, "_Undo"], None]
 
 
 def _megatron_patches(stand_in: StandIn) -> dict[str, _Patch]:
     """Return the patches of Megatron modules that import TransformerEngine's names by value.
 
-    The list was made from the source of megatron-core 0.15.3, 0.16.1, 0.18.2 and 0.19.0. Names that
-    a version lacks are not added. Other Megatron modules either import TransformerEngine's
-    optimizers at each use, or need kernels (``multi_tensor_*``), which have no stand-in.
+    The patches were made from the source of megatron-core 0.15.3, 0.16.1, 0.18.2 and 0.19.0. Names
+    that a Megatron version lacks are not added to its modules. Other Megatron modules either import
+    TransformerEngine's optimizers at each use, or need kernels (``multi_tensor_*``), which have no
+    stand-in.
     """
     values: dict[str, dict[str, Any]] = {
         "megatron.core.optimizer": {
@@ -226,8 +225,8 @@ def _megatron_patches(stand_in: StandIn) -> dict[str, _Patch]:
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Patches a Megatron module right after its import.
 
-    The stand-in is hidden while the module executes. Therefore the module first has its values
-    without a stand-in, and undoing the patch restores these values.
+    The stand-in is hidden while the Megatron module executes. Therefore the module first has its
+    values without a stand-in, and undoing the patch restores these values.
     """
 
     def __init__(self, patches: dict[str, _Patch], undo: _Undo, leaf: types.ModuleType) -> None:
@@ -243,7 +242,6 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         path: Sequence[str] | None,
         target: types.ModuleType | None = None,
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the other finders' spec, with a loader that patches the module afterwards."""
         if fullname not in self._patches or fullname in self._asking:
             return None
         self._asking.add(fullname)
@@ -261,7 +259,6 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
     def run(self, loader: importlib.abc.Loader, module: types.ModuleType) -> None:
-        """Execute ``module`` with the stand-in hidden, then patch it."""
         if self._hidden == 0:
             sys.modules.pop(_LEAF, None)
         self._hidden += 1
@@ -294,13 +291,10 @@ class _PatchingLoader(importlib.abc.Loader):
 
 
 class _Undo:
-    """A stack of changes that ``everything`` undoes."""
-
     def __init__(self) -> None:
         self._steps: list[Callable[[], None]] = []
 
     def call(self, step: Callable[[], None]) -> None:
-        """Register a function that ``everything`` calls."""
         self._steps.append(step)
 
     def set_attr(self, owner: Any, name: str, value: Any) -> None:
@@ -317,7 +311,6 @@ class _Undo:
         self._steps.append(back)
 
     def set_item(self, mapping: dict[str, Any], key: str, value: Any) -> None:
-        """Set an item of a mapping until ``everything`` is called."""
         before = mapping.get(key, _MISSING)
 
         def back() -> None:
@@ -330,6 +323,5 @@ class _Undo:
         self._steps.append(back)
 
     def everything(self) -> None:
-        """Undo all changes, the latest first."""
         while self._steps:
             self._steps.pop()()

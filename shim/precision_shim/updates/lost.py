@@ -82,8 +82,8 @@ class Figures:
         step: number of the step, counted from the attachment of the meter.
         every: number of steps from one measurement to the next.
         groups: the parameter groups whose updates were not all zero.
-        merged: counts for the copies of the matrices that LoRA is merged into. The matrices'
-            updates are the changes of the product of LoRA's factors. ``None`` without merging.
+        merged: counts for the copies of the matrices that LoRA is merged into, whose updates are
+            the changes of the product of LoRA's factors; ``None`` without merging.
     """
 
     step: int
@@ -135,9 +135,6 @@ def metrics(figures: Sequence[Figures], prefix: str = "") -> dict[str, float]:
     return {
         f"{prefix}{METRICS[name]}": share for name, share in shares.items() if share is not None
     }
-
-
-# -- for people ------------------------------------------------------------------------------------
 
 
 def lines(updates: Mapping[str, Any]) -> Iterator[str]:

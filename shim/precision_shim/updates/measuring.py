@@ -1,10 +1,10 @@
 """Measure which of an optimizer's updates are rounded away, in hooks of the optimizer's step.
 
 At every n-th step the meter samples the stored numbers before and after the optimizer's step. The
-meter compares the numbers' change with the change that the optimizer's own formula gives in fp64.
-The counts are copied to the host asynchronously; the meter reads them at the beginning of a later
-step. The meter changes nothing that a step reads or writes, and does not use torch's global random
-generators.
+meter compares the stored numbers' change with the change that the optimizer's own formula gives in
+fp64. The meter copies its counts to the host asynchronously, and reads them at the beginning of a
+later step. The meter changes nothing that a step reads or writes, and does not use torch's global
+random generators.
 """
 
 from __future__ import annotations
@@ -31,16 +31,12 @@ class _Before:
     """Samples of some tensors of one group before a step, all on one device.
 
     Attributes:
-        group: number of the group.
         tensors: the parameters, each with the ``Taken`` that samples it.
         copy: the dtypes that copies for rollout engines are rounded to; ``None`` without copies.
         updates: for each element, whether the update is not zero.
-        weights: the stored weights.
         decays: for each element, whether the update should make the second moment smaller;
             ``None`` without a second moment.
-        exp_avg_sq: the stored second moment; ``None`` without one.
-        copies: the copies for rollout engines; ``None`` without copies.
-        lr: the step's learning rate.
+        copies: the rollout engines' copies of the weights; ``None`` without copies.
     """
 
     group: int
@@ -60,7 +56,6 @@ class _Counted:
 
     Attributes:
         group: number of the group; ``None`` for matrices that LoRA is merged into.
-        sampled: number of elements in the sample.
         stored: how the weights are stored.
         exp_avg_sq: dtype of the second moment; empty without one.
         copy: how the copies for rollout engines are stored; empty without copies.
@@ -78,7 +73,6 @@ class _Pending:
     """Counts that are being copied to the host.
 
     Attributes:
-        step: number of the measured step.
         arriving: for each device, the tensor on the host, the event that is recorded after the copy
             to that tensor, and a description of each row.
     """
@@ -88,7 +82,6 @@ class _Pending:
 
     @property
     def is_there(self) -> bool:
-        """Whether all counts have been copied, without waiting for them."""
         return all(event is None or event.query() for _, event, _ in self.arriving)
 
 
@@ -98,8 +91,8 @@ class Meter:
     Args:
         stepper: the optimizer.
         every: number of steps from one measurement to the next.
-        names: framework and version, and the part's name, for messages.
-        copies: the model's properties that determine the copies for rollout engines.
+        names: framework and version, and the name of the optimizer's part, for messages.
+        copies: the model's properties that determine the rollout engines' copies of the weights.
         on_figures: called with the meter when there are new figures.
 
     Attributes:
@@ -158,8 +151,6 @@ class Meter:
 
     def _say(self, what: str) -> None:
         tell(f"{', '.join(self.names)}: {what}")
-
-    # -- before the step ---------------------------------------------------------------------------
 
     def _look_before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self.unmeasured or torch.compiler.is_compiling() or _captures():
@@ -226,7 +217,7 @@ class Meter:
         self, optimizer: Any, group: Mapping[str, Any], tensors: Sequence[tuple[Any, Taken]]
     ) -> Sampled:
         rule = self._rule
-        scale = getattr(optimizer, "grad_scale", None)  # for fused steps, which unscale gradients
+        scale = getattr(optimizer, "grad_scale", None)  # a fused step itself unscales gradients
         gradients, steps = [], []
         states: dict[str, list[torch.Tensor]] = {name: [] for name in rule.states(group)}
         for parameter, at in tensors:
@@ -254,7 +245,6 @@ class Meter:
         copy: Chain | None,
         weights: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Return rollout copies: of parameters that have the first dtype, else of ``weights``."""
         if copy is None:
             return None
         if all(parameter.dtype is copy[0] for parameter, _ in tensors):
@@ -262,8 +252,6 @@ class Meter:
         for dtype in copy:
             weights = weights.to(dtype)
         return weights
-
-    # -- after the step ----------------------------------------------------------------------------
 
     def _look_after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._before:
@@ -334,8 +322,6 @@ class Meter:
             named(sample.copy) if sample.copy is not None else "",
         )
 
-    # -- at a later step ---------------------------------------------------------------------------
-
     def _read(self) -> None:
         pending = self._pending
         if pending is None or not pending.is_there:
@@ -403,7 +389,6 @@ def _group(number: int, elements: int, rows: Sequence[tuple[list[float], _Counte
 
 
 def _count_copied(rows: Sequence[tuple[list[float], _Counted]]) -> Count | None:
-    """Sum the counts for the rollout engines' copies; ``None`` without copies."""
     copied = [(numbers, row) for numbers, row in rows if row.copy]
     if not copied:
         return None

@@ -2,8 +2,8 @@
 
 The copy of a matrix W is W + scale * B@A, rounded. The meter samples random elements of each
 matrix. Before and after the optimizer's step, the meter reads the rows of B and the columns of A
-that determine the elements. Each rank must have whole factors. If the factors are sharded over
-ranks, nothing is measured, because only a collective could assemble them.
+that determine the sampled elements. Each rank must have the whole factors A and B. If the factors
+are sharded over ranks, nothing is measured, because only a collective could assemble them.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ class Merged:
         """Compute the copies after the step, and yield each layer's counts, still on the device.
 
         Yields:
-            Device, number of elements whose product changed, number of these elements whose copy
+            For each layer the device, number of elements whose product changed, number of these
+                elements whose copy
             did not change, number of sampled elements, and the dtypes that the copy is rounded to.
         """
         before, self._before = self._before, []

@@ -114,7 +114,7 @@ class Rule:
         ideal = _adam if self._fused else known.get(place)
         self._scaled: Mapping[str, torch.dtype] = getattr(optimizer, "name_to_dtype_map", {})
         if self._fused and not self._scaled and getattr(optimizer, "master_weights", False):
-            ideal = None  # Apex's FusedAdam, whose masters are not in its state
+            ideal = None  # Apex's FusedAdam does not store its masters in its state
         if ideal is None:
             raise UnknownRuleError(
                 f"{type(optimizer).__module__}.{type(optimizer).__qualname__} has a rule of its "
@@ -133,8 +133,6 @@ class Rule:
         if self._fused:
             return bool(optimizer.adam_w_mode)  # type: ignore[attr-defined]
         return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
-
-    # -- what is stored ----------------------------------------------------------------------------
 
     def gradient(self, optimizer: Any, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return the gradient that the coming step reads; ``None`` if it is absent or sparse."""

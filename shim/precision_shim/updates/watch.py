@@ -70,8 +70,9 @@ def watch_updates(
         optimizer: the optimizer, in any form that ``audit`` accepts.
         every: number of steps from one measurement to the next.
         rollout: the dtype that the rollout engine computes in, as a ``torch.dtype`` or a name. If
-            ``rollout`` is ``None`` and no framework's adapter has recorded the dtype, the copies
-            are assumed to be in the model's 16-bit dtype or in FSDP's compute dtype.
+            ``rollout`` is ``None`` and no framework's adapter has recorded the dtype, the rollout
+            engines' copies are assumed to be in the model's 16-bit dtype or in FSDP's compute
+            dtype.
 
     Returns:
         An object with the figures and with ``remove()``.

@@ -15,13 +15,13 @@ from typing import Any
 from ..seams._source import definition
 
 _NOT_READ = {
-    "ctx",  # follows from the node's position in the tree
-    "kind",  # distinguishes u"" from "", which are equal
+    "ctx",  # ``ctx`` follows from the node's position in the tree.
+    "kind",  # ``kind`` distinguishes u"" from "", which are equal.
     "annotation",
     "returns",
     "type_comment",
     "type_ignores",
-    "type_params",  # Python 3.12 and later; used in annotations only
+    "type_params",  # ``type_params`` exists since Python 3.12, for annotations only.
 }
 _Scope = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 

@@ -16,7 +16,7 @@ __all__ = ["foresee", "inapplicable"]
 
 
 def inapplicable(name: str, seam: SeamStatus) -> str:
-    """Return the message on a refused seam: the feature is missing on that seam's path only."""
+    """Return the message that a refused seam's feature is missing on the seam's path."""
     where = f" ({seam.path})" if seam.path else ""
     return f"{name}: {seam.feature}{where} cannot be applied: {seam.reason}"
 
@@ -47,7 +47,7 @@ def foresee(
     except PrecisionShimError as error:
         return FrameworkStatus(version, "refused", reason=str(error)), [str(error)]
     tested, reason = judge_version(adapter, version, versions, closely=True)
-    # A refusal that an adapter declares is no problem: it matters only if the framework calls it.
+    # A refusal that an adapter declares is no problem, because it only refuses calls.
     broken: dict[tuple[str, str], SeamStatus] = {}
     for seam in seams:
         if seam.state == "refused" and not seam.refusal:

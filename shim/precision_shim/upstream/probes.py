@@ -33,7 +33,7 @@ class Probe:
     """One assumption of a rule, and the function that tests it.
 
     Attributes:
-        name: the probe's name in the doctor's output.
+        name: the probe's name in the output of ``precision-shim doctor``.
         assumes: the assumption, as a sentence.
         rule: ``"module:name"`` of the rule that relies on the assumption.
         needs: modules of the framework that the probe imports; without them the probe does not run.

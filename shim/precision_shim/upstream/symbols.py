@@ -199,7 +199,7 @@ def compare(
 def likeness(adapter: Adapter, version: str, installed: Mapping[str, str | None]) -> list[str]:
     """Return sentences that compare the code of unrecorded versions with recorded versions.
 
-    ``status()`` and the doctor show these sentences.
+    ``status()`` and ``precision-shim doctor`` show the returned sentences.
 
     Args:
         adapter: the adapter whose symbols are compared.
@@ -256,12 +256,12 @@ def _digests_here(distribution: str, targets: Iterable[str]) -> dict[str, str]:
 def missed(
     adapter: Adapter, versions: Callable[[str, Iterable[str]], str | None]
 ) -> Callable[[str], str]:
-    """Return a function from a target to the recorded version that had it, or to ``""``.
+    """Return a function from a target to the recorded version that had the target, or to ``""``.
 
     The function reads one recorded version: the newest that is not newer than the installed
     version. Therefore no symbol is reported as missing that upstream added later or had removed
     before. If the installed version is unknown, the function reads the recorded version with the
-    same symbols. Without such a version, no symbol is reported as missing.
+    same symbols; if there is none, no symbol is reported as missing.
 
     Args:
         adapter: the adapter whose symbols may be missing.

@@ -1,10 +1,11 @@
 """Seams of the adapter ``megatron`` for models that are built outside every ``building``.
 
-Within another adapter's ``building`` these seams do nothing. Every path to Megatron's optimizers
-calls ``_get_megatron_optimizer_based_on_param_groups`` with the config and the DDPs.
+Within another adapter's ``building`` the seams of the adapter ``megatron`` do nothing. Every path
+to Megatron's optimizers calls ``_get_megatron_optimizer_based_on_param_groups`` with the config and
+the DDPs.
 
-Delete when: a model can train at Megatron's initial loss scale, the DDP's check of gradients lets
-the loss scaler skip, and OptimizerConfig refuses fields that are set later.
+Delete this module when a model can train at Megatron's initial loss scale, the DDP's check of
+gradients lets the loss scaler skip, and OptimizerConfig refuses fields that are set later.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _MAKE = "megatron.core.optimizer:_get_megatron_optimizer_based_on_param_groups"
     optional=True,
 )
 def start_lower(call: Call, initial_scale: float, min_scale: float, growth_interval: float) -> Any:
-    """Lower Megatron's initial loss scale, which costs 25 skipped steps, unless the config has one.
+    """Lower Megatron's initial loss scale, which costs 25 skipped steps, unless the config sets it.
 
     Megatron's default is 2**32. With Megatron's hysteresis of 2, the first overflow does not change
     the scale. Every further overflow halves the scale, so 25 skips in a row reach 2**8.
@@ -76,7 +77,7 @@ def check_config(call: Call, config: Any) -> Any:
     optional=True,
 )
 def let_overflows_pass(call: Call, config: Any, model_chunks: Any) -> Any:
-    """Turn off the DDPs' check of gradients if a dynamic loss scaler will skip overflows."""
+    """Turn off the DDPs' NaN check of gradients if a dynamic loss scaler will skip overflows."""
     optimizer = call.proceed()
     if current_build() is not None:
         return optimizer
@@ -103,7 +104,6 @@ def let_overflows_pass(call: Call, config: Any, model_chunks: Any) -> Any:
 
 
 def _stop_checking(chunk: Any) -> bool:
-    """Turn off the check of gradients in the configs of a DDP's bucket groups."""
     kinds = ("bucket_groups", "expert_parallel_bucket_groups")
     groups = [group for kind in kinds for group in getattr(chunk, kind, ())]
     checking = [group for group in groups if group.ddp_config.check_for_nan_in_grad]

@@ -1,8 +1,8 @@
 """The record of the model that a framework is building, read by the backend's seams.
 
-A framework makes the gradient bucket before the OptimizerConfig, in another function; one plan must
-decide both. An adapter wraps the code that makes DDP and optimizer in ``building``, and passes a
-function that reads the framework's config into ``Wishes``.
+A framework makes the gradient bucket before the OptimizerConfig, in another function, but one plan
+must decide the dtypes of both. An adapter wraps the code that makes DDP and optimizer in
+``building``, and passes a function that reads the framework's config into ``Wishes``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from ..deciding.wishes import Planned, Wishes, in_force_now, plan_wishes
 class Build:
     """One model being built by a framework, from its DDP to its optimizer.
 
-    Only the seam at the DDP (``ddp.build_ddp``) writes to a build; seams at the optimizer read it.
+    Only the seam at the DDP (``ddp.build_ddp``) changes a ``Build``; seams at the optimizer read
+    it.
 
     Attributes:
         framework: the framework's name.
@@ -87,14 +88,14 @@ writes an entry, ``build_around`` reads it. Equal configs of two workers differ 
 
 
 def current_build(framework: str | None = None) -> Build | None:
-    """The build in progress, or ``None``; with ``framework``, only a build of that framework."""
+    """The ``Build`` in progress, or ``None``; with ``framework``, only one of that framework."""
     build = _build.get()
     return build if build is None or framework in (None, build.framework) else None
 
 
 @contextmanager
 def building(framework: str, read: Callable[[], Wishes]) -> Iterator[Build]:
-    """Record that a framework is building a model; within another ``building``, yield its build.
+    """Record that a framework is building a model; within another ``building``, yield that record.
 
     Put ``building`` around the function that builds DDP and optimizer, or around both functions if
     there are two. The backend's seams that act while a model is built do nothing outside
@@ -117,9 +118,9 @@ def building(framework: str, read: Callable[[], Wishes]) -> Iterator[Build]:
 
 
 def expect_reference(ddp_config: Any, framework: str, read: Callable[[], Wishes]) -> None:
-    """Announce a build for the DDP that the framework will make with this config object.
+    """Record a ``Build`` for the DDP that the framework will make with this config object.
 
-    Needed if a framework builds the reference model outside ``building``, in code without a seam.
+    Adapters call it if a framework builds the reference model in code that no seam can wrap.
 
     Args:
         ddp_config: the config object; kept by a weak reference only.
@@ -136,7 +137,7 @@ def expect_reference(ddp_config: Any, framework: str, read: Callable[[], Wishes]
 
 
 def build_around(ddp_config: Any) -> Build | None:
-    """The build of a DDP with this config; ``None`` if no adapter announced a build."""
+    """The ``Build`` of a DDP with this config; ``None`` if no adapter recorded one."""
     expected, build = _references.get(id(ddp_config), (None, None))
     return _build.get() or (build if expected is not None and expected() is ddp_config else None)
 

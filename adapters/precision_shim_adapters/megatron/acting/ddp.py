@@ -2,7 +2,8 @@
 
 Every path to a gradient bucket (a framework's own ``get_model``, mbridge, Megatron-Bridge) calls
 ``DistributedDataParallel.__init__`` with the parameters whose gradients the bucket will contain.
-The seam patches a method, so the patch reaches modules that import the class by name as well.
+The seam patches a method of Megatron's DDP class, so it also acts in modules that import the class
+by name.
 
 The seams do not change a DDP that is built outside a supported framework.
 """
@@ -90,15 +91,8 @@ def build_ddp(call: Call, ddp_config: Any, module: Any, full_param_layout: Any =
     return result
 
 
-# -- the bucket --------------------------------------------------------------------------------
-
-
 def _align(build: Build, wishes: Wishes, config: Any, model: TrainableDtypes) -> torch.dtype | None:
-    """Give the gradient bucket the dtype of the optimizer's main grads.
-
-    Returns:
-        The dtype of the main grads if the bucket stays as the user wrote it, else ``None``.
-    """
+    """Give the bucket the main grads' dtype; return this dtype if the user's bucket dtype stays."""
     if not in_force(build.framework, ALIGNMENT, GROUP):
         return None
     plan = build.plan(model).plan
@@ -136,7 +130,6 @@ def _align(build: Build, wishes: Wishes, config: Any, model: TrainableDtypes) ->
 
 
 def _one_bucket_for_all(build: Build, choice: BucketChoice, present: bool) -> BucketChoice:
-    """Apply the first chunk's choice to every chunk of the model."""
     if build.in_fp32 is not None and choice.grad_reduce_in_fp32 != build.in_fp32:
         choice = dataclasses.replace(
             choice,
@@ -148,9 +141,6 @@ def _one_bucket_for_all(build: Build, choice: BucketChoice, present: bool) -> Bu
     return choice
 
 
-# -- the DDP's own check of gradients ----------------------------------------------------------
-
-
 @seam(
     _FSDP,
     SCALING,
@@ -160,7 +150,7 @@ def _one_bucket_for_all(build: Build, choice: BucketChoice, present: bool) -> Bu
     optional=True,
 )
 def build_fsdp(call: Call, ddp_config: Any, module: Any) -> Any:
-    """Turn off Megatron-FSDP's check of gradients; leave the dtype of its buckets unchanged."""
+    """Turn off Megatron-FSDP's NaN check of gradients; do not change the dtype of its buckets."""
     build = build_around(ddp_config)
     if build is None:
         return call.proceed()

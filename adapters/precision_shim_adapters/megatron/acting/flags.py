@@ -4,7 +4,7 @@ A trainer with Megatron's flags makes its ``OptimizerConfig`` inline, from every
 namespace that has a field's name. While the trainer builds a model, the adapter changes the
 arguments of ``OptimizerConfig.__init__``.
 
-Delete when: such trainers pass to OptimizerConfig only the flags that the user wrote.
+Delete this module when trainers pass to OptimizerConfig only the flags that the user wrote.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def wishes_of_flags(
         value = getattr(args, field.name, field.default)
         if field.name not in _OF_THE_MODEL and _meant(value) != field.default:
             asked[field.name] = value
-    # The two flags for the bucket are switches: a user can only turn them on.
+    # The two flags for the bucket's dtype are switches: a user can only turn them on.
     bucket = True if args.accumulate_allreduce_grads_in_fp32 else None
     if getattr(args, "grad_reduce_in_bf16", False):
         bucket = False
@@ -77,7 +77,7 @@ def _meant(value: Any) -> Any:
 def fill_inline(call: Call, framework: str) -> Any:
     """Put the fields from ``settle`` into an OptimizerConfig while the trainer makes the config.
 
-    A seam at ``CONFIG_INIT`` calls ``fill_inline``; outside ``building`` it changes nothing.
+    A seam at ``CONFIG_INIT`` calls ``fill_inline``, which changes nothing outside ``building``.
 
     Args:
         call: the call of ``OptimizerConfig.__init__``.
@@ -96,7 +96,7 @@ def fill_inline(call: Call, framework: str) -> Any:
 def where_present(seams: Iterable[Seam], module: str) -> tuple[Seam, ...]:
     """Restrict the backend's seams to environments in which the trainer's module is installed.
 
-    Needed if other projects use the trainer's package name as well.
+    Adapters call it if other projects use the trainer's package name as well.
 
     Args:
         seams: ``megatron.SEAMS``.

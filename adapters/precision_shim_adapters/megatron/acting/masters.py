@@ -4,12 +4,11 @@ Megatron's optimizers update master weights and copy them over the parameters. A
 weights alone, the next step overwrites the loaded weights with the former weights, unless the
 framework calls Megatron's ``reload_model_params``. NeMo-RL's Megatron-Bridge calls
 ``reload_model_params``; verl and SkyRL do not. ``reload_model_params`` reloads neither the master
-weights in FusedAdam's state nor the copies that the optimizer for CPU offload updates.
+weights in FusedAdam's state nor the copies that the optimizer for CPU offload updates. Each rank
+reloads the master weights that it owns, without communication.
 
-Each rank reloads the master weights that it owns, without communication.
-
-Delete when: Megatron's ``reload_model_params`` reloads all master weights, and verl and SkyRL call
-it.
+Delete this module when Megatron's ``reload_model_params`` reloads all master weights, and verl and
+SkyRL call it.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ UPSTREAM = "https://github.com/NovaSky-AI/SkyRL/pull/2149"
     optional=True,
 )
 def reload_all(call: Call) -> Any:
-    """Reload the master weights that Megatron's own function does not reload."""
+    """Reload the master weights that ``reload_model_params`` does not reload."""
     result = call.proceed()
     optimizer = call.instance
     inner = optimizer.optimizer
@@ -80,7 +79,7 @@ def _reload_offloaded(optimizer: Any, inner: Any) -> None:
 
 
 def _reload_fused(inner: Any) -> None:
-    """Reload the master weights in FusedAdam's state, which has none before its first step."""
+    """Reload the master weights in FusedAdam's state; before the first step the state is empty."""
     for shard, state in inner.state.items():
         master = state.get("master_param")
         if not isinstance(master, torch.Tensor):
@@ -93,14 +92,14 @@ def _reload_fused(inner: Any) -> None:
 
 
 def reload_masters(framework: str, subject: str, optimizer: Any) -> None:
-    """Overwrite an optimizer's master weights with weights that were loaded without its states.
+    """Overwrite master weights with weights that were loaded without the optimizer's states.
 
     An adapter calls ``reload_masters`` after the framework loaded the weights, in a seam for
     ``FEATURES`` in the group ``GROUP``. The moments and step counts stay unchanged.
 
     Args:
         framework: the framework's name.
-        subject: which model.
+        subject: the model's name, such as ``"actor"``.
         optimizer: Megatron's optimizer, chained or single, or ``None``.
     """
     reloaded = False

@@ -1,11 +1,11 @@
 """Offload FusedAdam's master weights to the CPU together with the moments.
 
-Each framework has a function that moves Megatron's optimizer states to the CPU during generation.
-The framework's function moves only the states whose names it lists. A precision-aware optimizer
-keeps its fp32 master weights beside the moments, as ``master_param``. A list without
-``master_param`` leaves 4 bytes per parameter on the GPU.
+Each framework has a function that moves Megatron's optimizer states to the CPU during generation. A
+framework's offload function moves only the states whose names it lists. A precision-aware optimizer
+keeps its fp32 master weights beside the moments, as ``master_param``. If a framework's list lacks
+``master_param``, 4 bytes per parameter stay on the GPU.
 
-Delete when: each framework's list has ``master_param`` (as verl's has in 0.9 and later).
+Delete this module when each framework's list has ``master_param`` (verl's list has it from 0.9).
 """
 
 from __future__ import annotations

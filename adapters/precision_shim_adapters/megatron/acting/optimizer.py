@@ -1,12 +1,12 @@
 """Coerce dtypes in Megatron's OptimizerConfig, set its fields, compare it with the model.
 
-Every config runs ``OptimizerConfig.__post_init__``, even with a subclass or deferred validation.
-Each framework has its own function that fills the config, and its adapter calls ``settle`` in a
-seam at this function. A seam at the function that makes the optimizer calls ``check``.
+Every OptimizerConfig runs its ``__post_init__``, even with a subclass or deferred validation. Each
+framework has its own function that fills the config, and its adapter calls ``settle`` in a seam at
+this function. A seam at the function that makes the optimizer calls ``check``. The shim
+deliberately does not patch Megatron's own ``get_megatron_optimizer``.
 
-Deliberately not patched: Megatron's own ``get_megatron_optimizer``.
-
-Delete when: OptimizerConfig accepts dtype names, and Megatron's DDP reads ``main_grads_dtype``.
+Delete this module when OptimizerConfig accepts dtype names, and Megatron's DDP reads
+``main_grads_dtype``.
 """
 
 from __future__ import annotations
@@ -53,9 +53,6 @@ from .build import Build, current_build, megatron_label
 from .ddp import find_noted_dtype
 
 CONFIG = "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__"
-
-
-# -- Megatron's OptimizerConfig ----------------------------------------------------------------
 
 
 # Order matters: of two wrappers of one symbol, the wrapper defined first is the inner one.
@@ -128,9 +125,6 @@ def _refuse_low(fields: Mapping[str, Any], where: str) -> None:
         raise DtypeError(f"{where}: {field}: {message}. {remedy}")
 
 
-# -- a framework's OptimizerConfig -------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Settled:
     """The fields for a framework's OptimizerConfig.
@@ -150,7 +144,7 @@ class Settled:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """All fields; the user's fields override the added fields."""
+        """The fields in ``asked`` and ``added``; ``asked`` overrides ``added``."""
         return {**self.added, **self.asked}
 
     def keep_layout(self, config: Any) -> None:
@@ -170,7 +164,7 @@ def settle(build: Build, *, native: bool = False) -> Settled:
     acts if it is in force.
 
     Args:
-        build: the build in progress, or a build made from a direct caller's settings.
+        build: the ``Build`` in progress, or a ``Build`` made from a direct caller's settings.
         native: whether the framework itself chooses the fields by the model's dtype.
 
     Raises:
@@ -233,19 +227,20 @@ def check_again(config: Any) -> None:
 
 
 def settle_made(call: Call, framework: str, config: Any, model: Any, *, stale: bool = False) -> Any:
-    """Put the settled fields into a config that the framework made, before its optimizer is made.
+    """Set the fields from ``settle`` on a copy of the OptimizerConfig that a framework made.
 
-    For a seam at a function with the parameter ``config``; outside the framework's build it does
-    nothing.
+    A seam at a function with ``config`` calls ``settle_made``, which does nothing outside
+    ``building``.
 
     Args:
         call: the call of the function that makes the optimizer.
         framework: the framework's name.
         config: the framework's OptimizerConfig, which is copied and not changed.
         model: the DDPs of the model; compared with the config.
-        stale: whether the framework sets fields after the config is validated. Then the fields that
-            Megatron derives are computed anew. Without the shim they make Megatron keep whole fp32
-            master weights, and checkpoints are written in the layout that such a job reads.
+        stale: whether the framework sets fields after it validated the config. If ``stale`` is
+            true, the shim recomputes Megatron's derived fields; outdated derived fields would make
+            Megatron keep whole fp32 master weights. Checkpoints are written in the layout that a
+            job without the shim reads.
     """
     build = current_build(framework)
     if build is None:
@@ -262,9 +257,6 @@ def settle_made(call: Call, framework: str, config: Any, model: Any, *, stale: b
     check(framework, made, model)
     call.arguments["config"] = made
     return call.proceed()
-
-
-# -- comparing config, parameters and buckets --------------------------------------------------
 
 
 def check(framework: str, config: Any, model: Any) -> None:

@@ -2,25 +2,26 @@
 
 Megatron itself scales the loss, unscales the gradients, agrees over all ranks on an overflow, skips
 the step and saves its scaler's state. Four things go wrong without the shim. Frameworks treat a
-skipped step's ``(False, None, None)`` as a failure. No code counts the skipped steps. In a mixture
-of experts, the loss scales of the chained optimizers drift apart. If a trainer calls
-``prepare_grads`` before ``step``, the gradients are unscaled twice, since ``step`` calls
-``prepare_grads`` again.
+skipped step's result ``(False, None, None)`` as a failure. Frameworks and Megatron do not count the
+skipped steps. In a mixture of experts, the loss scales of the chained optimizers drift apart. If a
+trainer calls ``prepare_grads`` before ``step``, the gradients are unscaled twice, since ``step``
+calls ``prepare_grads`` again.
 
 Every framework's step calls ``ChainedOptimizer.step`` or, for a single optimizer,
-``MixedPrecisionOptimizer.step``. The shim changes the return value of these two functions if the
-adapter called ``skipping`` or ``answer_skips``. Some trainers skip a step by not calling ``step``,
-so the shim counts steps in ``prepare_grads``, which all trainers call to check for an overflow.
-When a chain's ``prepare_grads`` returns, all scalers have checked, and no optimizer has stepped.
-``DynamicGradScaler.__init__`` receives the growth and backoff factors, for which configs have no
-field. The DDP's own check of gradients would end the job before Megatron skips: see ``ddp``.
+``MixedPrecisionOptimizer.step``. The shim changes the return value of an optimizer's ``step`` if
+the adapter called ``skipping`` or ``answer_skips``. Some trainers skip a step by not calling
+``step``, so the shim counts steps in ``prepare_grads``, which all trainers call to check for an
+overflow. When a chain's ``prepare_grads`` returns, all scalers have checked their gradients, and no
+optimizer has stepped. ``DynamicGradScaler.__init__`` receives the growth and backoff factors, for
+which Megatron's configs have no field. The DDP's own NaN check would end the job before Megatron
+skips a step, so the module ``ddp`` turns the check off.
 
-The shim deliberately patches neither ``ConstantGradScaler`` nor the gradient norm's threshold in
-0.18. Megatron makes a ``ConstantGradScaler`` if the user wrote a static ``loss_scale``, and at an
-overflow the framework raises its own error. A norm above the threshold is no overflow. Megatron's
-checkpoint contains the scaler but not the shim's counts.
+The shim deliberately patches neither ``ConstantGradScaler`` nor the threshold for the gradient norm
+in megatron-core 0.18. Megatron makes a ``ConstantGradScaler`` if the user wrote a static
+``loss_scale``, and at an overflow the framework raises its own error. A gradient norm above the
+threshold is no overflow. Megatron's checkpoint contains the scaler but not the shim's counts.
 
-Delete when: frameworks accept a skipped step, and chained optimizers share a scaler.
+Delete this module when frameworks accept a skipped step, and chained optimizers share a scaler.
 """
 
 from __future__ import annotations
@@ -49,13 +50,10 @@ _OPTIMIZER = "megatron.core.optimizer.optimizer"
 SCALER = "megatron.core.optimizer.grad_scaler:DynamicGradScaler.__init__"
 
 
-# -- the scalers of an optimizer ---------------------------------------------------------------
-
-
 def dynamic_scalers(optimizer: Any) -> list[Any]:
     """The dynamic scalers of an optimizer and of the optimizers chained in it.
 
-    Megatron multiplies the loss by the first scaler's scale. The list is empty if the loss is not
+    Megatron multiplies the loss by the first scaler's scale. The result is empty if the loss is not
     scaled, or is scaled by a constant.
     """
     from megatron.core.optimizer.grad_scaler import DynamicGradScaler
@@ -65,7 +63,6 @@ def dynamic_scalers(optimizer: Any) -> list[Any]:
 
 
 def _unchain(optimizer: Any) -> list[Any]:
-    """The optimizers in a chain, or the optimizer itself if it is no chain."""
     if not hasattr(optimizer, "chained_optimizers"):
         return [optimizer]
     return [leaf for inner in optimizer.chained_optimizers for leaf in _unchain(inner)]
@@ -76,18 +73,15 @@ _read: weakref.WeakKeyDictionary[Any, tuple[torch.Tensor, float]] = weakref.Weak
 
 
 def scale_of(scaler: Any) -> float:
-    """A scaler's scale as a number, copied from the device only if the tensor is a new object.
+    """A scaler's scale as a number, copied from the device only if its tensor is a new object.
 
-    Megatron never changes the tensor in place: each new scale is a new tensor.
+    Megatron never changes the scale's tensor in place: each new scale is a new tensor.
     """
     scale = scaler.scale
     known = _read.get(scaler)
     if known is None or known[0] is not scale:
         known = _read[scaler] = scale, float(scale.item())
     return known[1]
-
-
-# -- a skipped step ----------------------------------------------------------------------------
 
 
 @dataclass
@@ -115,7 +109,7 @@ _accounts: weakref.WeakKeyDictionary[Any, Account] = weakref.WeakKeyDictionary()
 
 
 def _account(optimizer: Any) -> Account | None:
-    """An optimizer's account, or else the first account among the optimizers in a chain."""
+    """An optimizer's ``Account``, or else the first ``Account`` of the optimizers in a chain."""
     known = (_accounts.get(inner) for inner in (optimizer, *_unchain(optimizer)))
     return next((account for account in known if account is not None), None)
 
@@ -168,7 +162,8 @@ def answer_a_skip(call: Call) -> Any:
 def answer_step(optimizer: Any, step: Callable[[], Any]) -> Any:
     """Run a step; return the flag from ``skipping`` or ``answer_skips`` if the step is skipped.
 
-    Adapters call ``answer_step`` if the framework replaces the optimizer's step by its own.
+    Adapters call ``answer_step`` if the framework replaces the optimizer's step by its own
+    function.
 
     Raises:
         LossScaleError: too many steps in a row were skipped.
@@ -214,9 +209,6 @@ def metrics(optimizer: Any, prefix: str = "", *, from_start: bool = False) -> di
     }
 
 
-# -- one scale for all chained optimizers ------------------------------------------------------
-
-
 @seam(
     f"{_OPTIMIZER}:ChainedOptimizer.prepare_grads",
     SCALING,
@@ -250,7 +242,7 @@ def keep_one_scale(call: Call) -> Any:
             other.load_state_dict(before)
     found_inf = call.proceed()
     if found_inf:
-        for scaler in scalers:  # undo the good step that other scalers counted
+        for scaler in scalers:  # undo the step that other scalers counted as good
             scaler.load_state_dict(before)
             scaler.update(True)
     return found_inf
@@ -260,17 +252,9 @@ def _trackers(scaler: Any) -> tuple[Any, ...]:
     return tuple(value for key, value in sorted(scaler.state_dict().items()) if key != "scale")
 
 
-# -- gradients prepared once -------------------------------------------------------------------
-
-
 @dataclass(eq=False)
 class _Answer:
-    """The result of an optimizer's ``prepare_grads``.
-
-    Attributes:
-        found: whether the optimizer found an overflow in its gradients.
-        parts: the results of the optimizers in a chain; empty for a single optimizer.
-    """
+    """The result of ``prepare_grads``: whether it found an overflow, and the results in a chain."""
 
     found: bool
     parts: list[_Answer | None]
@@ -293,7 +277,7 @@ def _parts(optimizer: Any) -> list[_Answer | None]:
 
 
 def _forget(optimizer: Any) -> None:
-    for inner in _unchain(optimizer):  # a chain's answer needs the answers of all its parts
+    for inner in _unchain(optimizer):  # the ``_Answer`` of a chain needs its parts' ``_Answer``s
         _answers.pop(inner, None)
 
 
@@ -357,12 +341,9 @@ def prepare_once(call: Call) -> Any:
     optional=True,
 )
 def forget_answer(call: Call) -> Any:
-    """Delete the stored answer, so that the next step's gradients are prepared."""
+    """Delete the stored result of ``prepare_grads``, so that the next gradients are prepared."""
     _forget(call.instance)
     return call.proceed()
-
-
-# -- the scaler's factors ------------------------------------------------------------------------
 
 
 @seam(

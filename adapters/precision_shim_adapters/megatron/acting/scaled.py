@@ -1,11 +1,12 @@
 """Check that a loss is scaled once, because Megatron always divides fp16 gradients by the scale.
 
 A trainer scales its loss through ``grad_scale_func`` of the model's config, through ``scale_loss``
-or by a product with ``get_loss_scale()``. All three ways call ``get_loss_scale``. If a trainer
-does not scale its loss, its gradients are too small by the factor of the scale. If a trainer scales
-its loss twice, its gradients are too large by this factor. The reported loss shows neither error.
+or by a product with ``get_loss_scale()``. All three ways call ``get_loss_scale``. If a trainer does
+not scale its loss, its gradients are too small by the factor of the scale. If a trainer scales its
+loss twice, its gradients are too large by the factor of the scale. The reported loss shows neither
+a missing nor a double scaling.
 
-Delete when: Megatron's ``prepare_grads`` checks whether the loss was scaled.
+Delete this module when Megatron's ``prepare_grads`` checks whether the loss was scaled.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def refuse_scaled_twice(call: Call, loss: Any) -> Any:
 def _is_scaled(loss: Any, scale: torch.Tensor) -> bool:
     """Whether one of the last operations on a loss multiplied the loss by the scale's tensor."""
     node = getattr(loss, "grad_fn", None)
-    for _ in range(8):  # passes a mean, a weight, a cast, but not the model's own operations
+    for _ in range(8):  # enough for a mean, a weight and a cast, but not for the model's operations
         if node is None:
             return False
         if node.name().startswith("MulBackward"):

@@ -1,6 +1,6 @@
-"""The states of Megatron's optimizers that have taken no step, as a checkpoint needs them.
+"""Make the states of Megatron optimizers that never stepped, because a checkpoint needs states.
 
-Delete when: Megatron saves an optimizer without states.
+Delete this module when Megatron saves an optimizer without states.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from ...fp16.states import states_of_no_step
 def make_states(optimizers: Iterable[Any]) -> None:
     """Make the states of optimizers that have never stepped.
 
-    Megatron cannot save an optimizer without states. A job whose first steps are all skipped would
-    end at its first checkpoint. (With torch's Adam, Megatron cannot load its own checkpoint.)
+    Megatron cannot save an optimizer without states, so a job whose first steps are all skipped
+    would end at its first checkpoint. (If the optimizer is torch's Adam, Megatron cannot load any
+    of its checkpoints.)
 
     Args:
         optimizers: Megatron's optimizers, none of them a chain.
@@ -28,7 +29,9 @@ def make_states(optimizers: Iterable[Any]) -> None:
         inner = getattr(unchained, "optimizer", None)
         if inner is None or inner.state:
             continue
-        parts = getattr(inner, "sub_optimizers", None)  # of Megatron's optimizer for CPU offload
+        parts = getattr(
+            inner, "sub_optimizers", None
+        )  # only Megatron's optimizer for CPU offload has parts
         for part in [inner] if parts is None else parts:
             _make_states_of(part, on_host=parts is not None)
         if parts is not None:
@@ -36,7 +39,7 @@ def make_states(optimizers: Iterable[Any]) -> None:
 
 
 def _make_states_of(inner: Any, *, on_host: bool) -> None:
-    make = getattr(inner, "initialize_state", None)  # a method that FusedAdam's step calls
+    make = getattr(inner, "initialize_state", None)  # FusedAdam's step calls initialize_state
     params = [param for group in inner.param_groups for param in group["params"]]
     if make is not None:
         # Up to TransformerEngine 2.0 initialize_state has only the parameter as argument.
@@ -51,7 +54,7 @@ def _make_states_of(inner: Any, *, on_host: bool) -> None:
 def _step_on_zeros(inner: Any, params: list[torch.Tensor]) -> None:
     rates = [group["lr"] for group in inner.param_groups]
     for group in inner.param_groups:
-        group["lr"] = 0.0  # so that weight decay changes no parameter either
+        group["lr"] = 0.0  # with lr 0, weight decay changes no parameter
     for param in params:
         param.grad = torch.zeros_like(param)
     inner.step()

@@ -1,8 +1,8 @@
 """Which dtypes a field of the OptimizerConfig may have with the installed TransformerEngine.
 
-The rules come from TransformerEngine's ``FusedAdam.__init__``, release by release, and from the
-choices that Megatron-LM's command line offers for ``--main-grads-dtype``. The test environment that
-builds TransformerEngine compares these rules with the real constructor.
+The rules in this module come from TransformerEngine's ``FusedAdam.__init__``, release by release,
+and from the choices that Megatron-LM's command line offers for ``--main-grads-dtype``. The test
+environment that builds TransformerEngine compares this module's rules with the real constructor.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def not_precision_aware(config: Mapping[str, Any]) -> list[tuple[str, str, str]]
         config: maps fields to values, with dtype names already coerced.
 
     Returns:
-        For each refused field a tuple of its name, the problem and the remedy.
+        For each refused field a tuple of the field's name, the problem and the remedy.
     """
     aware = "use_precision_aware_optimizer"
     if config.get(aware):

@@ -15,7 +15,7 @@ FIELDS = {"loss_scale_init": "initial_loss_scale", "growth_interval": "loss_scal
 """Maps the shim's settings to the fields of Megatron's OptimizerConfig."""
 
 FACTORS = ("growth_factor", "backoff_factor")
-"""Settings of the shim without a field in any config. The scaler's arguments have equal names."""
+"""Settings of the shim that are no fields of a config, but arguments of Megatron's scaler."""
 
 _OWN = {"loss_scale_window": 1000.0, "growth_factor": 2.0, "backoff_factor": 0.5}
 """Values of megatron-core 0.16 to 0.19, in OptimizerConfig and in its call of DynamicGradScaler."""
@@ -24,7 +24,7 @@ _OWN = {"loss_scale_window": 1000.0, "growth_factor": 2.0, "backoff_factor": 0.5
 def scaler_fields(wishes: Wishes, asked: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     """Choose the loss scaler's fields that the user did not write in the OptimizerConfig.
 
-    The shim's block in the framework's config overrides ``install()`` and environment variables.
+    The shim's settings in the framework's config override ``install()`` and environment variables.
 
     Raises:
         SettingsError: the initial loss scale is below the minimum.

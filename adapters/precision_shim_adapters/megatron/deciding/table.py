@@ -1,7 +1,7 @@
 """The dispatch table: the OptimizerConfig fields that the shim sets for each model dtype.
 
-The table follows verl's pull request 6526. The guard on the second moment is the
-shim's own (``precision.moments``).
+The dispatch table follows verl's pull request 6526. The rule that keeps ``exp_avg_sq`` in fp32 at a
+high ``beta2`` is the shim's own (``precision.moments``).
 """
 
 from __future__ import annotations
@@ -71,15 +71,15 @@ class OptimizerRequest:
         declared: the dtype that the framework declares for the model; used for the ``bf16`` and
             ``fp16`` flags if the parameters' dtypes are mixed or unknown.
         asked: OptimizerConfig fields that the user wrote, with dtypes as ``torch.dtype``.
-        policy: one of ``"follow-model"``, ``"guarded"`` (follow the model with the guard on the
-            second moment) and ``"as-configured"``.
+        policy: one of ``"follow-model"``, ``"guarded"`` (follow the model, but keep ``exp_avg_sq``
+            in fp32 if it could not decay in bf16) and ``"as-configured"``.
         optimizer: Megatron's optimizer name.
         distributed: whether the distributed optimizer is used.
         support: the installed FusedAdam.
         blockers: the framework's reasons why the precision-aware optimizer cannot run.
         native: fields that the framework sets by itself; all other sources override them.
         aligned: whether the gradient bucket will have the dtype of the chosen main grads.
-        fp32_bucket_written: whether the bucket stays fp32 because the user's config has it so.
+        fp32_bucket_written: whether the bucket stays fp32 because the user wrote so.
         whole_masters: whether checkpoints will contain whole fp32 masters even if the optimizer
             keeps remainders.
     """
@@ -108,7 +108,7 @@ class OptimizerPlan:
         chosen: the choice in words.
         because: the reason in words.
         warnings: warnings for the user.
-        bucket_warning: a warning about the gradient bucket; the seam at the DDP gives it as well.
+        bucket_warning: a warning about the gradient bucket; the seam at the DDP warns of the same.
     """
 
     adds: Mapping[str, Any]
@@ -120,24 +120,27 @@ class OptimizerPlan:
 
 
 def obstacles(request: OptimizerRequest) -> list[str]:
-    """All reasons why the precision-aware optimizer cannot run; empty if it can.
+    """Return all reasons why a model's optimizer cannot be precision-aware; empty if it can be.
 
-    The reasons come from the assertions of Megatron's ``OptimizerConfig.__post_init__``, from its
-    condition on fp8 recipes, and from its layer-wise optimizer and FSDP, which build no FusedAdam.
+    The reasons come from the assertions of Megatron's ``OptimizerConfig.__post_init__``, from
+    Megatron's condition on fp8 recipes, and from Megatron's layer-wise optimizer and FSDP, which
+    build no FusedAdam.
 
-    ``optimizer_cpu_offload`` is a reason because of its checkpoints. Without the precision-aware
-    optimizer, Megatron ends a resume with a KeyError. With the precision-aware optimizer, a resume
-    continues silently, with step counts or masters that differ from the checkpoint's
-    (docs/megatron.md has the measurements). The shim corrects step counts and masters, but in a
-    resume with the shim off a silent error would replace the KeyError. The audit measured the bytes
-    per bf16 parameter (with a fake GPU, all offloaded; DP is the data-parallel size):
+    ``optimizer_cpu_offload`` is a reason because of the checkpoints of a job with CPU offload.
+    Without the precision-aware optimizer, Megatron ends a resume from such a checkpoint with a
+    KeyError. With the precision-aware optimizer, Megatron resumes silently, with step counts or
+    masters that differ from the checkpoint's (docs/megatron.md has the measurements). The shim
+    corrects step counts and masters, but a resume with the shim off would have a silent error
+    instead of the KeyError. The audit measured the bytes per bf16 parameter (with a fake GPU, all
+    states offloaded; DP is the data-parallel size):
 
     - An optimizer that is not precision-aware has 2 + 4 (bucket) + 4/DP (master) bytes on the GPU.
     - A precision-aware optimizer with fp32 main grads has 2 + 4 (bucket) bytes on the GPU.
     - A precision-aware optimizer with bf16 main grads has 2 + 2 (bucket) bytes on the GPU.
 
-    All three optimizers have 16/DP bytes per parameter on the host. An optimizer that is not
-    precision-aware takes the same steps as with fp32 main grads, bit for bit.
+    On the host, each optimizer of this list has 16/DP bytes per parameter. An optimizer that is not
+    precision-aware takes the same steps, bit for bit, as a precision-aware optimizer with fp32 main
+    grads.
     """
     reasons = []
     if request.optimizer != "adam":
@@ -219,7 +222,7 @@ def _flags(dtype: torch.dtype | None) -> dict[str, Any]:
 def _restrict(
     row: dict[str, Any], request: OptimizerRequest, why: list[str], warnings: list[str]
 ) -> dict[str, Any]:
-    """Change or remove fields of a row that cannot run or that conflict with the user's fields."""
+    """Of the table's row, change or remove fields that cannot run or conflict with the user's."""
     asked = request.asked
     moments = any(key in row for key in _MOMENTS)
     if asked.get("use_precision_aware_optimizer") is False:
@@ -271,7 +274,7 @@ def _guard_second_moment(
 
 
 def _restrict_capturable(row: dict[str, Any], request: OptimizerRequest, why: list[str]) -> None:
-    """Change a row to values that FusedAdam accepts with ``optimizer_cuda_graph`` (capturable)."""
+    """Change the table's row to values that FusedAdam accepts with ``optimizer_cuda_graph``."""
     moments = [request.asked.get(key, row.get(key, FP32)) for key in _MOMENTS]
     version = request.support.version or ()
     if moments != [BF16, BF16] or version < CAPTURABLE_BF16_SINCE:

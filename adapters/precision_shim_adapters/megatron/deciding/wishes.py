@@ -33,7 +33,7 @@ from precision_shim_adapters.megatron.deciding.table import (
 from ..resuming.checkpoint import STATES
 
 GROUP = "megatron"
-"""In each feature, the group of the backend's seams and of the adapters' seams that they need."""
+"""The group of the backend's seams, and of the adapters' seams that the backend's seams need."""
 
 DISPATCH, ALIGNMENT, SCALING = "bf16-dispatch", "grad-bucket-alignment", "fp16-scaling"
 AUDIT = "audit"
@@ -58,7 +58,7 @@ class Wishes:
     Attributes:
         where: framework, version and key, for messages, such as
             ``"verl 0.9.1, override_optimizer_config"``.
-        subject: which model: ``"actor"``.
+        subject: the model's name, such as ``"actor"``.
         asked: fields of Megatron's OptimizerConfig that the user wrote; dtypes may be names.
         declared: the dtype that the framework declares for the model; needed only if the trainable
             parameters have several dtypes or are unknown.
@@ -162,7 +162,7 @@ def what_is_in_force(
     Args:
         settings: the shim's settings.
         holds: returns whether a feature is in force for a group of seams.
-        support: the FusedAdam that Megatron would use; ``None`` to inspect the installed one.
+        support: the FusedAdam that Megatron would use; ``None`` to inspect the installed FusedAdam.
     """
     return InForce(
         states=str(settings["optimizer_states"]),

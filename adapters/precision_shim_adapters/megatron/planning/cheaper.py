@@ -76,7 +76,8 @@ def variants(
     """Copy a model with cheaper settings, once for each legal entry of ``_STEPS``.
 
     Returns:
-        For each legal entry its sacrifice in words, the config lines to write, the changed model.
+        For each legal entry its sacrifice in words, the config lines to write, and the changed
+            model.
     """
     if not asked.wishes.trains:
         return []
@@ -100,7 +101,6 @@ def variants(
 
 
 def _makes_sense(asked: Asked, fields: Mapping[str, Any], support: FusedAdamSupport) -> bool:
-    """Whether the settings of an entry of ``_STEPS`` are possible and useful for a model."""
     bf16 = asked.dtype is torch.bfloat16
     if fields.get("store_param_remainders") and (support.version or ()) < REMAINDERS_SINCE:
         return False

@@ -1,8 +1,8 @@
 """The settings of one model of a planned job on Megatron, and the shim's decisions about the model.
 
-The decisions come from the worker's own functions. ``plan_wishes`` decides the optimizer's config,
-and ``deciding.bucket`` decides the gradient bucket. ``reader.read_wanted`` returns the dtypes that
-Megatron keeps with the decided config.
+The shim's decisions in a plan come from the worker's own functions. ``plan_wishes`` decides the
+optimizer's config, and ``deciding.bucket`` decides the gradient bucket. ``reader.read_wanted``
+returns the dtypes that Megatron keeps with the decided config.
 """
 
 from __future__ import annotations
@@ -54,12 +54,13 @@ class Asked:
         sizes: the sizes of the parallel groups.
         dtype: the parameters' dtype.
         bucket_in_fp32: the framework's own value of ``grad_reduce_in_fp32``.
-        frozen: returns for a parameter's name whether the parameter is frozen.
+        frozen: function that returns whether the parameter with a given name is frozen.
         value_head: whether the output layer is a value head with one output.
         key: the config's key of an optimizer field, for messages; ``{}`` stands for the field.
         bucket_key: the config's key of ``grad_reduce_in_fp32``.
         prefix: the prefix of a key that is set on the command line.
-        parked: maps a config key to the components that it moves to the host while not used.
+        parked: maps a config key to the components that the key moves to the host while they are
+            unused.
         place: name of a group of GPUs; models with the same ``place`` share these GPUs.
         bucket_keys: the keys of Megatron's DistributedDataParallelConfig that the user wrote.
         illegal: problems that the adapter found.
@@ -84,7 +85,7 @@ class Asked:
 
     @property
     def subject(self) -> str:
-        """Which model."""
+        """The model's name."""
         return self.wishes.subject
 
 
@@ -103,9 +104,6 @@ class Side:
     planned: Planned
 
 
-# -- what is decided -------------------------------------------------------------------------------
-
-
 def support_of(version: str | None) -> FusedAdamSupport:
     """The capabilities of FusedAdam in a TransformerEngine release; by default the newest known."""
     if version is None:
@@ -122,7 +120,7 @@ def without_shim(support: FusedAdamSupport) -> InForce:
 
 
 Holds = Callable[[str, str], bool]
-"""A function of a feature and a group of seams: whether the feature is in force for the group."""
+"""Function that returns whether a feature is in force for a group of seams."""
 
 
 def with_shim(settings: Settings, support: FusedAdamSupport, holds: Holds) -> InForce:
@@ -197,9 +195,6 @@ def _find_unpacked(
         if version is None or version >= CAPTURABLE_BF16_SINCE:
             return ()
     return tuple(name for name, dtype in moments.items() if dtype is not torch.float32)
-
-
-# -- what is illegal -------------------------------------------------------------------------------
 
 
 def problems_of(asked: Asked, side: Side, support: FusedAdamSupport) -> list[Problem]:

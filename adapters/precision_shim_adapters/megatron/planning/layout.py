@@ -1,9 +1,10 @@
 """How Megatron splits a model over GPUs: pure functions of names, shapes and group sizes.
 
-Expert and expert-tensor parallelism split experts. Tensor parallelism splits matrices and column
-biases. Norms, routers and the down-projections of latent attention stay whole. Pipeline parallelism
-splits layers into stages, with an uneven first or last stage and with interleaved chunks, as in
-Megatron's ``get_num_layers_to_build`` and ``get_transformer_layer_offset``.
+Expert and expert-tensor parallelism split experts. Tensor parallelism splits matrices and the
+biases of column-parallel layers. Norms, routers and the down-projections of latent attention stay
+whole. Pipeline parallelism splits layers into stages, with an uneven first or last stage and with
+interleaved chunks, as in Megatron's ``get_num_layers_to_build`` and
+``get_transformer_layer_offset``.
 """
 
 from __future__ import annotations
@@ -21,9 +22,6 @@ Report = Callable[[str, str, str, str], None]
 """A function that reports a problem; its arguments are code, key, message and remedy."""
 
 
-# -- is it legal -----------------------------------------------------------------------------------
-
-
 SHARED_HEADS_SINCE = (0, 16)
 """The first megatron-core release in which several ranks may share a key-value head."""
 
@@ -36,7 +34,7 @@ def problems(
     Args:
         sizes: the sizes of the parallel groups.
         model: names and shapes.
-        subject: which model, for messages.
+        subject: the model's name, for messages.
         megatron: megatron-core's release; ``None`` for the newest known release.
     """
     told: list[Problem] = []
@@ -170,9 +168,6 @@ def _pipeline_remedy(sizes: Sizes, layers: int) -> str:
     return f"Take a divisor of {layers}{ends}."
 
 
-# -- layers by stages ------------------------------------------------------------------------------
-
-
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _OTHER_MODEL = re.compile(
     r"(^|\.)(visual|vision_tower|vision_model|vision|audio_tower|audio|multi_modal_projector"
@@ -217,7 +212,6 @@ def layers_of_stages(sizes: Sizes, layers: int) -> list[list[int]]:
 
 
 def _numbers(sizes: Sizes, layers: int, chunks: int) -> list[list[int]]:
-    """Number of layers by stage and chunk."""
     per_stage = _per_stage(sizes, layers)
     numbers = []
     for stage, number in enumerate(per_stage):
@@ -293,9 +287,6 @@ def _by_layout(sizes: Sizes, layers: int) -> list[list[int]]:
     return stages
 
 
-# -- parameters by ranks ---------------------------------------------------------------------------
-
-
 _COLUMN = (
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "qkv", "c_attn", "g_proj"),
     *("q_b_proj", "kv_b_proj", "sinks", "A_log", "dt_bias", "D", "conv1d"),
@@ -304,10 +295,10 @@ _COLUMN = (
     *("in_proj", "in_proj_qkvz", "in_proj_qkv", "in_proj_ba", "in_proj_z"),
     *("in_proj_a", "in_proj_b"),
 )
-"""Layers that tensor parallelism splits along their outputs; it splits their biases too."""
+"""Layers whose outputs tensor parallelism splits, with their biases."""
 
 _ROW = ("o_proj", "wo", "down_proj", "fc2", "w2", "c_proj", "out_proj", "dense")
-"""Layers that tensor parallelism splits along their inputs; their biases stay whole."""
+"""Layers whose inputs tensor parallelism splits; their biases stay whole."""
 
 _VOCABULARY = (
     *("embed_tokens", "wte", "tok_embeddings", "word_embeddings", "embeddings", "embed_in"),
@@ -368,12 +359,12 @@ def count(
     frozen: Callable[[str], bool] = lambda name: False,
     value_head: bool = False,
 ) -> list[StageCount]:
-    """Count the parameters of a rank of each pipeline stage.
+    """Count the parameters on one rank of each pipeline stage.
 
     Args:
         model: names and shapes.
         sizes: the sizes of the parallel groups, which must be legal.
-        frozen: returns for a parameter's name whether the parameter is frozen.
+        frozen: function that returns whether the parameter with a given name is frozen.
         value_head: whether the output layer is a value head with one output.
     """
     if not model.config:

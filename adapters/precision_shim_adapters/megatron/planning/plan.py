@@ -88,9 +88,6 @@ class MegatronModel(Asked):
         ]
 
 
-# -- keys unknown to Megatron ----------------------------------------------------------------------
-
-
 def _unknown(asked: Asked) -> list[Problem]:
     """List the keys that the framework passes to Megatron's configs but that these configs lack."""
     subject = asked.wishes.subject
@@ -124,9 +121,6 @@ def fields_of(target: str) -> tuple[str, ...]:
     return look(f"{target}.__init__").parameters
 
 
-# -- bytes -----------------------------------------------------------------------------------------
-
-
 def plan_model(
     asked: Asked,
     settings: Settings,
@@ -135,7 +129,7 @@ def plan_model(
     holds: Holds,
     megatron: tuple[int, ...] | None = None,
 ) -> tuple[ModelPlan | None, list[Problem]]:
-    """Plan a model; the plan is ``None`` if problems in its config leave nothing to count.
+    """Plan a model; the plan is ``None`` if the config's problems leave nothing to count.
 
     Args:
         asked: the model.
@@ -144,7 +138,7 @@ def plan_model(
         holds: returns whether a feature is in force for a group of seams, with the shim on.
         megatron: megatron-core's release; ``None`` for the newest known release.
     """
-    if not asked.wishes.trains:  # without an optimizer, its config does not count
+    if not asked.wishes.trains:  # a model that is not trained has no optimizer
         asked = replace(asked, wishes=replace(asked.wishes, asked={}))
     subject = asked.wishes.subject
     problems = [*asked.illegal, *layout.problems(asked.sizes, asked.model, subject, megatron)]

@@ -4,7 +4,7 @@
 copies make no chained optimizer. In megatron-core 0.13 to 0.19 every optimizer has one of the three
 classes that this module patches.
 
-Delete when: Megatron reports which precision its optimizers really have.
+Delete this module when Megatron reports which precision its optimizers really have.
 """
 
 from __future__ import annotations

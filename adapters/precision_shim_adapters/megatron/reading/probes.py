@@ -38,7 +38,6 @@ def fused_adam() -> Iterator[None]:
 
 
 def _refusal(**fields: Any) -> str:
-    """Megatron's error for a config, or ``""`` if Megatron accepts the config."""
     try:
         with fused_adam():
             _config(**fields)
@@ -142,7 +141,7 @@ def fp8_recipes() -> Answer:
     needs=(_CONFIG, _DDP),
 )
 def defaults() -> Answer:
-    """The guard on the second moment reads beta2; fields that the shim omits keep the defaults."""
+    """The rule on bf16 ``exp_avg_sq`` reads beta2; fields that the shim omits keep the defaults."""
     from megatron.core.distributed.distributed_data_parallel_config import (
         DistributedDataParallelConfig,
     )
@@ -246,7 +245,6 @@ def remainders() -> Answer:
 
 @contextmanager
 def _chunk(**ddp: Any) -> Iterator[Any]:
-    """A linear layer in bf16, in Megatron's DDP, on a CPU."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer import TransformerConfig
 

@@ -94,7 +94,7 @@ def _read(chunks: Sequence[Any], optimizer: Any) -> Reading:
     config = getattr(optimizer, "config", None)
     if config is not None:
         reading.wanted = read_wanted(partial(_field, config))
-    if inner is None:  # a stub over a frozen model
+    if inner is None:  # a frozen model's optimizer is a stub
         return reading
     pairs = list(_pairs(optimizer, inner))
     buffers = list(getattr(optimizer, "buffers", None) or ())
@@ -131,10 +131,7 @@ def _read(chunks: Sequence[Any], optimizer: Any) -> Reading:
 
 
 def _pairs(optimizer: Any, inner: Any) -> Iterable[tuple[Any, Any]]:
-    """Yield pairs of a model parameter and the inner optimizer's tensor for this parameter.
-
-    In each group of the inner optimizer the fp32 parameters come first, as Megatron orders them.
-    """
+    """Pair model parameters with the inner optimizer's tensors: in each group fp32 comes first."""
     groups = inner.param_groups
     fp32 = getattr(optimizer, "model_fp32_groups", None)
     halves = getattr(optimizer, "model_float16_groups", None)
@@ -153,7 +150,7 @@ def _pairs(optimizer: Any, inner: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _read_states(reading: Reading, inner: Any, pairs: Sequence[tuple[Any, Any]]) -> None:
-    # Megatron's optimizer for CPU offload updates copies of the parameters, by inner optimizers.
+    # Megatron's optimizer for CPU offload has inner optimizers for copies of the parameters.
     beneath = getattr(inner, "param_to_inner_param", None) or {}
     steppers = list(getattr(inner, "sub_optimizers", None) or ())
     states = {id(p): state for stepper in steppers for p, state in stepper.state.items()}
@@ -177,7 +174,8 @@ def _read_states(reading: Reading, inner: Any, pairs: Sequence[tuple[Any, Any]])
         read_inner(reading, each)
     told = reading.foretold
     if beneath and told.exp_avg is not None and told.exp_avg_sq is not None:
-        # The inner optimizers make states for the parameters' copies; callers pass the originals.
+        # The inner optimizers make states for the parameters' copies, but callers pass the
+        # parameters.
         first, second = told.exp_avg, told.exp_avg_sq
         reading.foretold = replace(
             told,
@@ -187,7 +185,6 @@ def _read_states(reading: Reading, inner: Any, pairs: Sequence[tuple[Any, Any]])
 
 
 def _buffers_of(parameters: Sequence[Any], chunks: Sequence[Any]) -> list[Any]:
-    """The buffers of the chunks' DDPs that contain the gradients of ``parameters``."""
     wanted_ones = {id(p) for p in parameters}
     return unique(b for b in grad_buffers(chunks) if any(id(p) in wanted_ones for p in b.params))
 
@@ -230,8 +227,8 @@ def read_wanted(field: Callable[[str], Any]) -> Wanted:
     Args:
         field: reads a field of the config; returns ``None`` for a missing field.
 
-    Megatron computes derived settings only once, when a config is made. If a field is set later,
-    the derived settings stay as they were, and the audit reports the difference.
+    Megatron computes derived settings only once, when an OptimizerConfig is made. If a field is set
+    later, the derived settings stay as they were, and the audit reports the difference.
     """
 
     def get(name: str, default: Any) -> Any:

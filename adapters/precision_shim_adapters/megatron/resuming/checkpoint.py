@@ -3,15 +3,15 @@
 For every sharding type, ``DistributedOptimizer`` reads and writes one parameter's states through
 one pair of methods. On a save, the shim converts a precision-aware optimizer's int16 remainder to
 the fp32 master weight that an unpatched Megatron expects. On a load, the shim splits the master
-weight again. If the user's own config is precision-aware, an unpatched Megatron expects remainders.
-Megatron can read remainders in the two sharding types that store a dtype for each state, so the
-shim saves the user's remainders unchanged in these two types. In two sharding types the bucket's
-dtype is part of the checkpoint's keys; the shim writes the dtype of the same job without the shim.
-Only ``dist_checkpointing.load`` receives both the wanted layout and the directory before Megatron
-reads a tensor.
+weight into parameter and remainder again. If the user's own config is precision-aware, an unpatched
+Megatron expects remainders. Megatron can read remainders in the two sharding types that store a
+dtype for each state, so the shim saves the user's remainders unchanged in these two types. In two
+sharding types the bucket's dtype is part of the checkpoint's keys; the shim writes the dtype of the
+same job without the shim. The shim compares layouts in ``dist_checkpointing.load``, because only
+this function receives both the wanted layout and the directory before Megatron reads a tensor.
 
-The shim refuses to load states that cannot continue exactly. These are fp32 moments that would be
-rounded to bf16, and remainders that an unpatched Megatron has already written as numbers.
+The shim refuses to load states that cannot continue exactly: fp32 moments that would be rounded to
+bf16, and remainders that an unpatched Megatron has already written as numbers.
 
 Upstream: https://github.com/NVIDIA/Megatron-LM/issues/4222 (remainders cannot be loaded again),
 https://github.com/NVIDIA/Megatron-LM/issues/2576 (the ``padding`` entry). Delete when both issues
@@ -51,9 +51,9 @@ REMEDY = (
 
 STATES = "megatron checkpoint states"
 KEYS = "megatron checkpoint keys"
-"""``STATES`` and ``KEYS`` are two groups, as only the seams of ``KEYS`` differ by version. Without
-``KEYS`` Megatron raises an error if the bucket's dtype changed. Without ``STATES`` Megatron would
-load wrong weights."""
+"""``STATES`` and ``KEYS`` are two groups, because only the seams of ``KEYS`` differ by version.
+Without ``KEYS`` Megatron raises an error if the bucket's dtype changed. Without ``STATES`` Megatron
+would load wrong weights."""
 
 PATHS = {STATES: "Megatron (states in checkpoints)", KEYS: "Megatron (keys in checkpoints)"}
 """Maps the groups of the checkpoint seams to their names for users."""
@@ -112,7 +112,7 @@ def note_precision_aware(config: Any, *, by_user: bool) -> None:
     for name in _OWN:
         value = getattr(config, name, None)
         if isinstance(value, float):
-            own = value * 1.0  # a new object; float() would return the old object
+            own = value * 1.0  # a new float object; float() would return the old one
             _own_floats[id(own)] = own
             setattr(config, name, own)
 
@@ -123,9 +123,6 @@ def is_added_by_shim(config: Any) -> bool:
     return hasattr(config, _ADDED) or any(
         isinstance(value, float) and _own_floats.get(id(value)) is value for value in values
     )
-
-
-# -- without TransformerEngine -------------------------------------------------------------------
 
 
 @checkpoint_seam(
@@ -141,7 +138,7 @@ def refuse_torchs_adam(
     If neither TransformerEngine nor Apex is installed, Megatron uses torch's Adam. Megatron's load
     asserts that a new optimizer has one step count, but torch's Adam has none before its first
     step. If torch's Adam has states, two of the three sharding types do not load its step count,
-    and with the third it keeps the old step count.
+    and the third sharding type keeps the optimizer's old step count.
 
     Raises:
         CheckpointLayoutError: at a load of torch's Adam, and in strict mode at a save.
@@ -171,14 +168,8 @@ def _steps_with_torchs_adam(optimizer: Any) -> bool:
     )
 
 
-# -- the bucket's dtype in the keys -------------------------------------------------------------
-
-
 def _unpatched_grad_dtype(optimizer: Any) -> Callable[[torch.dtype], torch.dtype] | None:
-    """Map a parameter's dtype to the dtype that its bucket has without the shim, by a function.
-
-    Returns ``None`` if the shim changed no chunk's bucket.
-    """
+    """Function from a parameter's dtype to its bucket's dtype without the shim, if they differ."""
     for chunk in optimizer.model_chunks:
         if chunk in bucket_without_shim:
             in_fp32 = bucket_without_shim[chunk]
@@ -205,7 +196,7 @@ def _rekey_as_unpatched(optimizer: Any, state: Any) -> Any:
                 state[name].data = [rekeyed(part) for part in state[name].data]
         for tensor in _sharded_tensors(state):
             tensor.key = DTYPES_IN_KEY.sub(renamed, tensor.key)
-    elif getattr(state, "data", None) is not None:  # the gathered form's state is one object
+    elif getattr(state, "data", None) is not None:  # ``dp_zero_gather_scatter``: one object
         state.data = {
             name: rekeyed(value) if isinstance(value, dict) else value
             for name, value in state.data.items()
@@ -220,7 +211,7 @@ def _rekey_as_unpatched(optimizer: Any, state: Any) -> Any:
     "model_chunks",
 )
 def name_bucket_of_unpatched(call: Call) -> Any:
-    """Write the keys that the same job would write without the shim."""
+    """Write the checkpoint keys that the same job would write without the shim."""
     return _rekey_as_unpatched(call.instance, call.proceed())
 
 
@@ -262,7 +253,7 @@ def write_as_unpatched(call: Call, is_loading: bool) -> Any:
     "per_bucket_numel_unpadded",
 )
 def name_live_bucket(call: Call, state_dict: Any) -> Any:
-    """Write the live bucket's dtypes into the loaded bookkeeping before Megatron compares both."""
+    """Write the bucket's present dtypes into a loaded state, because Megatron compares both."""
     name = "per_bucket_numel_unpadded"
     if state_dict is not None and name in state_dict:
         live = [next(iter(bucket)) for bucket in call.instance.per_bucket_numel_unpadded]
@@ -285,7 +276,7 @@ def name_live_bucket(call: Call, state_dict: Any) -> Any:
     "gbuf_ranges",
 )
 def name_live_bucket_dp_zero(call: Call, state_dict: Any) -> Any:
-    """Write the live bucket's dtypes into the gathered form, which only some ranks have."""
+    """Act as ``name_live_bucket`` for ``dp_zero_gather_scatter``, whose state some ranks lack."""
     if state_dict is not None:
         state = call.arguments["state_dict"] = dict(state_dict)
         for index, ranges in enumerate(call.instance.gbuf_ranges):
@@ -293,9 +284,6 @@ def name_live_bucket_dp_zero(call: Call, state_dict: Any) -> Any:
             if len(ranges) == 1 and isinstance(stored, dict) and len(stored) == 1:
                 state[index] = {next(iter(ranges)): next(iter(stored.values()))}
     return call.proceed()
-
-
-# -- comparing layouts before a load ------------------------------------------------------------
 
 
 @checkpoint_seam(
@@ -351,11 +339,7 @@ def compare_layouts(call: Call, sharded_state_dict: Any, checkpoint_dir: Any) ->
 
 
 def _stored_dtypes(directory: str) -> dict[str, torch.dtype]:
-    """Map the keys of a checkpoint's tensors to dtypes, without unpickling.
-
-    If the metadata is no plain file, as on remote storage, the shim uses Megatron's own reader,
-    which unpickles.
-    """
+    """Map a checkpoint's tensor keys to dtypes; Megatron unpickles metadata in remote storage."""
     path = Path(directory, METADATA)
     if not path.is_file():
         from megatron.core.dist_checkpointing import load_tensors_metadata

@@ -51,8 +51,8 @@ other than tensors."""
 _OFFLOAD, _SHARE = "optimizer_cpu_offload", "optimizer_offload_fraction"
 
 _STEPPED = ".master_param"
-"""Suffix of keys in ``dp_reshardable`` checkpoints for copies of the parameters. Only an optimizer
-for CPU offload that is not precision-aware has these copies, and steps them."""
+"""Suffix of keys in ``dp_reshardable`` checkpoints for copies of the parameters, which only an
+optimizer for CPU offload that is not precision-aware has and updates."""
 
 BUCKET = "grad_reduce_in_fp32"
 """The field of Megatron's DDP config with which a job may set the bucket's dtype."""
@@ -105,7 +105,7 @@ def assume_wishes(part: Part, here: Here, where: str, subject: str) -> Wishes:
         here: the environment; ``here.config`` has fields of Megatron's OptimizerConfig, and may
             have ``grad_reduce_in_fp32``.
         where: framework and config key, for messages.
-        subject: which model.
+        subject: the model's name, such as ``"actor"``.
     """
     fields = assume_fields(part, here)
     bucket = fields.pop(BUCKET, None)
@@ -226,7 +226,6 @@ def _judge_left_out(part: Part, live: Live, mended: bool) -> Outcome | None:
 
 
 def _with_shim(part: Part, live: Live) -> Outcome:
-    """The outcome of a resume with the seams of ``checkpoint``."""
     for name in (MASTER, *live.moments):
         for stored in part.dtypes(name):
             if how_read(stored, "fp32", master=name == MASTER) == "cast":
@@ -252,7 +251,6 @@ def _with_shim(part: Part, live: Live) -> Outcome:
 
 
 def _without(part: Part, live: Live) -> Outcome:
-    """The outcome of a resume with Megatron's ``DistributedOptimizer`` alone."""
     lost = _masters_without(part, live)
     if lost is not None:
         return lost

@@ -3,8 +3,8 @@
 ``HybridDeviceOptimizer`` has inner optimizers, which update copies of the parameters with torch's
 AdamW on the host and with FusedAdam on the GPU. ``HybridDeviceOptimizer`` has no states before its
 first step, so ``DistributedOptimizer.load_state_dict`` makes states with ``dummy_step``, a step on
-random gradients. Megatron then loads a checkpoint into the outer optimizer's states. Parts of the
-checkpoint do not reach the inner optimizers (megatron-core 0.15 to 0.19, without a warning):
+random gradients. Megatron then loads a checkpoint into the outer optimizer's states. Parts of a
+loaded checkpoint do not reach the inner optimizers (megatron-core 0.15 to 0.19, without a warning):
 
 - With ``dp_reshardable`` (which 0.15 cannot save), AdamW's step counts are 1 after a resume.
 - With ``dp_zero_gather_scatter``, the parameters' copies keep the values of the dummy step.
@@ -15,7 +15,8 @@ checkpoint do not reach the inner optimizers (megatron-core 0.15 to 0.19, withou
 
 SkyRL itself patches the error with ``dp_reshardable``, in its own process.
 
-Delete when: Megatron's own resume is exact, so that tests/audit/test_offload_resume.py fails.
+Delete this module when Megatron's own resume is exact: tests/audit/test_offload_resume.py then
+fails.
 """
 
 from __future__ import annotations
@@ -97,9 +98,9 @@ def hand_count_over(call: Call) -> Any:
 def save_count(call: Call) -> Any:
     """Save the step count of FusedAdam's groups if nothing is on the host.
 
-    If an optimizer is not precision-aware, the shim saves no step count. With a count, Megatron's
-    load of such an optimizer would end with a KeyError. SkyRL's patches, which make a load without
-    a count work, do not prevent this KeyError.
+    If an optimizer is not precision-aware, the shim saves no step count. If a checkpoint had a
+    count, Megatron's load of an optimizer that is not precision-aware would end with a KeyError,
+    even with SkyRL's patches, which make a load without a count work.
     """
     result = call.proceed()
     inner, config = call.instance.optimizer, call.instance.config
@@ -107,7 +108,7 @@ def save_count(call: Call) -> Any:
         return result
     groups = result["optimizer"]["param_groups"]
     counts: set[int] = set()
-    if inner.gpu_optimizer is not None:  # it has no count where each step up to now was skipped
+    if inner.gpu_optimizer is not None:  # FusedAdam has no count if every step so far was skipped
         counts = _counts(inner.gpu_optimizer.param_groups) or {0}
     if len(counts) == 1 and not _counts(groups):
         for group in groups:

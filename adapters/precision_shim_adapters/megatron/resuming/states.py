@@ -9,7 +9,8 @@ converts master weights. Three properties of Megatron and TransformerEngine prev
 - Megatron finds a parameter's states by the parameter's position in its group. In a group with both
   fp32 and 16-bit parameters, Megatron numbers the positions in another order than it fills them.
 
-Delete when: ``checkpoint`` can be deleted, and Megatron numbers positions in the order of filling.
+Delete this module when ``checkpoint`` can be deleted, and Megatron numbers positions in the order
+of filling.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ def split_states(call: Call, model_param: Any, tensors: Any) -> Any:
         _fit_master(optimizer, _shard_of(optimizer, model_param), tensors)
     # FusedAdam scales the passed tensor in place.
     before = tensors["param"].clone() if _keeps_scaled_masters(optimizer, model_param) else None
-    # Two sharding types load with gradients enabled: torch would refuse writes to an fp32 shard.
+    # Megatron loads two sharding types with gradients on: torch refuses writes to an fp32 shard.
     with torch.no_grad():
         result = call.proceed()
     if before is not None:

@@ -4,12 +4,13 @@ A raylet keeps the environment that it inherited at its start, so a variable tha
 on another node, does not reach its workers. Therefore this module wraps ``ray.init`` and merges the
 variables into the job's ``runtime_env["env_vars"]``. The module leaves out variables that the
 runtime_env of the caller or of ``ray job submit`` already contains. Ray fails on a key that both
-``ray.init`` and ``ray job submit`` set, even to equal values. A setup hook is no alternative: it
-fails in a worker environment without this package, and Ray allows one hook, the user's.
+``ray.init`` and ``ray job submit`` set, even to equal values. A setup hook of Ray's workers is no
+alternative: it fails in a worker environment without this package, and Ray allows one hook, the
+user's.
 
 The module does not use the seam engine, which would import wrapt and parse the 4,000 lines of
-``ray._private.worker``. The engine would cost each of Ray's agents and workers 200 ms. The wrapper
-is a plain function, which is pickled by reference.
+``ray._private.worker``: 200 ms in each of Ray's agents and workers. The wrapper is a plain
+function, which is pickled by reference.
 """
 
 import functools
@@ -82,7 +83,8 @@ def _with_variables(kwargs: "dict[str, Any]") -> "dict[str, Any]":
         given = kwargs.get("runtime_env")
         in_job = json.loads(os.environ.get(_JOB) or "{}").get("runtime_env") or {}
         if not given and not in_job:
-            # If init() gets a runtime_env, Ray ignores the JobConfig's: start from the JobConfig's.
+            # If init() gets a runtime_env, Ray ignores that of the JobConfig: copy it into the new
+            # one.
             given = getattr(kwargs.get("job_config"), "runtime_env", None)
         given = dict(given or {})
         carried = {**(in_job.get("env_vars") or {}), **(given.get("env_vars") or {})}
