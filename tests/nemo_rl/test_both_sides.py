@@ -594,5 +594,6 @@ def test_an_fp32_head_is_refused(
     assert "PRECISION_SHIM_HEAD=fp32 is refused" in refusal
     assert not given["vllm_kwargs"]["hf_overrides"]
     monkeypatch.setenv("PRECISION_SHIM_HEAD", "fp32")
+    capsys.readouterr()  # NeMo-RL has printed its config
     found = planned(capsys, checkout / GRPO, "policy.precision=bfloat16")["problems"]
     assert [f"{one['message']}. {one['remedy']}" for one in found] == [refusal]
