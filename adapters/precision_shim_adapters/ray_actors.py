@@ -69,7 +69,7 @@ def put_in_front(mixin: type, actor_class: Any) -> Any:
 
 
 def _imitate(beneath: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function with the signature, name and doc of ``beneath`` that calls ``method``."""
+    """Make a function that calls ``method``, and has the signature, name and doc of ``beneath``."""
 
     # ``call`` must read no global of this module, because Ray pickles the class by value and would
     # pickle the globals as well.

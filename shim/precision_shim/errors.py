@@ -56,7 +56,7 @@ class LossScaleError(PrecisionShimError, RuntimeError):
 
 
 class ScalerCheckpointError(PrecisionShimError, RuntimeError):
-    """A saved scaler state is damaged, of a newer format, or could not be written or read."""
+    """A scaler state's file is damaged, has a newer format, or could not be written or read."""
 
 
 class ScalerOfAnotherSaveError(ScalerCheckpointError):

@@ -68,7 +68,9 @@ class Worker:
         return self.at(target, target, **others)
 
     def actor_class(self, method: str, *relies_on: str) -> tuple[dict[str, Any], ...]:
-        """The actor class's seam targets, in versions with and without an importable plain class.
+        """The targets of the seams on an actor class, for all versions of NeMo-RL.
+
+        Only some versions export the class without Ray's decorator.
 
         Args:
             method: a symbol of the plain class; only versions with that class have the symbol.

@@ -102,8 +102,8 @@ def note_scaled(call: Call, model: Any) -> Any:
 def report_to_client(call: Call, model_id: Any) -> Any:
     """Remove a skipped step's NaN grad norm from the JSON reply to a Tinker client.
 
-    For a model whose workers scale the loss, NaN means a skipped step. For other models NaN means
-    that training diverged, and the shim does not change SkyRL's own error.
+    If a model's workers scale the loss, a grad norm of NaN means a skipped step. For other models
+    NaN means that training diverged, and the shim does not change SkyRL's own error.
     """
     output = call.proceed()
     norm = output.metrics.get(_TINKERS_NORM)

@@ -36,7 +36,7 @@ def contradictions(sent: Sequence[Sent], held: Sequence[Held]) -> Iterator[Contr
     """Yield the contradictions in one job of one framework.
 
     Args:
-        sent: a record of the sent weights for each rank of the trainer.
+        sent: one record per rank of the trainer, of the weights that the rank sent.
         held: a record for each engine, including engines of models other than the trained policy.
     """
     rollouts = [engine for engine in held if engine.subject == ROLLOUT]

@@ -126,7 +126,8 @@ def _give_the_rest(
 ) -> None:
     """Add the model's parameters and tensors that no ``Reading`` contains to the first one.
 
-    If ``whole`` is false, trainable parameters are left out: another optimizer may train them.
+    If ``whole`` is false, the record leaves out trainable parameters, because another optimizer may
+    train them.
     """
     taken = {id(parameter) for each in readings for parameter in (*each.trainable, *each.frozen)}
     gathered = shards_by_gathered(chunks)

@@ -68,7 +68,7 @@ class Plan:
     refused: Mapping[Group, tuple[str, ...]] = field(default_factory=dict)
 
     def foretold(self) -> tuple[SeamStatus, ...]:
-        """Return the predicted states of the seams; a ``pending`` seam would be patched."""
+        """Return the predicted states of the seams; ``install()`` would patch ``pending`` seams."""
         return tuple(
             replace(row, state="refused", reason=row.seam.refusal).status(self.adapter)
             if row.state == "pending" and row.seam.refusal

@@ -229,8 +229,8 @@ def check_again(config: Any) -> None:
 def settle_made(call: Call, framework: str, config: Any, model: Any, *, stale: bool = False) -> Any:
     """Set the fields from ``settle`` on a copy of the OptimizerConfig that a framework made.
 
-    A seam at a function with ``config`` calls ``settle_made``, which does nothing outside
-    ``building``.
+    The seam of a function that has a parameter ``config`` calls ``settle_made``. Outside the
+    context manager ``building``, ``settle_made`` does nothing.
 
     Args:
         call: the call of the function that makes the optimizer.

@@ -2,9 +2,9 @@
 
 A trainer scales its loss through ``grad_scale_func`` of the model's config, through ``scale_loss``
 or by a product with ``get_loss_scale()``. All three ways call ``get_loss_scale``. If a trainer does
-not scale its loss, its gradients are too small by the factor of the scale. If a trainer scales its
-loss twice, its gradients are too large by the factor of the scale. The reported loss shows neither
-a missing nor a double scaling.
+not scale its loss, the optimizer still divides the gradients by the loss scale, and they become too
+small. If a trainer scales its loss twice, the gradients become too large. The reported loss shows
+neither a missing nor a double scaling.
 
 Delete this module when Megatron's ``prepare_grads`` checks whether the loss was scaled.
 """

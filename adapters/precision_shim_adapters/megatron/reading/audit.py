@@ -64,7 +64,7 @@ def look_at(call: Call) -> Any:
 
 
 def _wishes(build: Build | None) -> Wishes | None:
-    """A build's settings; ``None`` if reading them fails, since an audit must not end a build."""
+    """The settings of a model's build; ``None`` if they cannot be read: a build must go on."""
     try:
         return None if build is None else build.wishes
     except Exception:  # the seams at the optimizer report the error

@@ -178,7 +178,7 @@ def _unpatched_grad_dtype(optimizer: Any) -> Callable[[torch.dtype], torch.dtype
 
 
 def _rekey_as_unpatched(optimizer: Any, state: Any) -> Any:
-    """Change a sharded state's keys in place to the keys of the same job without the shim."""
+    """Rename a sharded state's keys in place, as the same job without the shim would name them."""
     dtype_of = _unpatched_grad_dtype(optimizer)
     if dtype_of is None:
         return state
