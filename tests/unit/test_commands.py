@@ -50,6 +50,7 @@ class Held:
 MANIFEST = {
     # The tests of this file execute these commands.
     "precision-shim doctor": Held(f"{HERE}::test_doctor"),
+    "precision-shim doctor --verbose": Held(f"{HERE}::test_doctor"),
     "precision-shim audit /shared/audits": Held(f"{HERE}::test_audit"),
     "precision-shim audit DIR": Held(f"{HERE}::test_audit"),
     "precision-shim checkpoint PATH": Held(f"{HERE}::test_checkpoint"),
@@ -60,6 +61,10 @@ MANIFEST = {
     "precision-shim run ?--features LIST? *": Held(f"{HERE}::test_run"),
     "python benchmarks/numerics.py --write": Held(
         f"{HERE}::test_numerics", "--write changes docs/; the tests compare what it would write"
+    ),
+    "python benchmarks/both_sides.py --heads --write": Held(
+        "tests/vllm/test_mismatch.py::test_heads_in_fp32_in_both_engines_lower_the_mismatch",
+        "it needs the real vLLM; the test runs its measurement on a smaller model",
     ),
     "python benchmarks/both_sides.py --write": Held(
         "tests/vllm/test_table.py",
