@@ -97,13 +97,19 @@ class _Session:
                 return
             self.awake[entry.framework] = adapter
             self.engine.add(adapter)
-            if entry.by_name:
-                return
+            if not entry.by_name:
+                self._tell_without_effect(adapter)
+
+    def _tell_without_effect(self, adapter: Adapter) -> None:
+        features = {seam.feature for seam in adapter.seams}
+        for row in _settings.without_effect(self.settings, features):
             version = version_of(adapter.distribution, adapter.packages) or ""
-            features = [seam.feature for seam in adapter.seams]
-            where = f"{entry.framework} {version}".rstrip()
-            for unread in _settings.without_effect(self.settings, where, features):
-                self.engine.fault(entry.framework, unread, adapter.effects)
+            error = SettingsError(
+                f"{f'{adapter.framework} {version}'.rstrip()}: {row.variable}="
+                f"{self.settings[row.name]} has no effect, because the shim has no {row.feature} "
+                f"for it. Unset {row.variable}."
+            )
+            self.engine.fault(adapter.framework, error, adapter.effects)
 
 
 _current: _Session | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,24 +166,18 @@ class Settings:
         return self.origin[name] != "default"
 
 
-def without_effect(
-    settings: Settings, framework: str, features: Iterable[str]
-) -> Iterator[SettingsError]:
-    """Yield an error for each setting of the user's that nothing reads in a framework.
+def without_effect(settings: Settings, features: Collection[str]) -> list[Setting]:
+    """Return the settings of the user's that nothing reads in a framework.
 
     Args:
         settings: the settings in force.
-        framework: name and version of the framework, for the message.
         features: the features that the shim has for the framework.
     """
-    has = set(features)
-    for row in TABLE.values():
-        value = settings[row.name]
-        if row.feature and row.feature not in has and value != row.default:
-            yield SettingsError(
-                f"{framework}: {row.variable}={value} has no effect, because the shim has no "
-                f"{row.feature} for it. Unset {row.variable}."
-            )
+    return [
+        row
+        for row in TABLE.values()
+        if row.feature and row.feature not in features and settings[row.name] != row.default
+    ]
 
 
 def switch(environ: Mapping[str, str] | None = None) -> str:
