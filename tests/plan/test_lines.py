@@ -188,10 +188,11 @@ def test_a_value_that_nemo_rls_user_has_to_fill_in(
     key: str,
 ) -> None:
     """NeMo-RL's entry points read ``???`` as a text."""
-    job = model / "job.yaml"
+    job, example = model / "job.yaml", model / "run_mine.py"
     job.write_text(JOB.format(model=model))
+    example.write_text(EXAMPLE)
     with pytest.raises(SystemExit) as end:
-        main(["plan", "--", "python", "run_mine.py", "--config", str(job), f"++{key}=???"])
+        main(["plan", "--", "python", str(example), "--config", str(job), f"++{key}=???"])
     said = capsys.readouterr()
     assert end.value.code in (1, 2)
     assert key in said.out + said.err

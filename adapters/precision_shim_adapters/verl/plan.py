@@ -26,7 +26,7 @@ from precision_shim.planning.values import (
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
 from ..fp16.plan import ShardedModel, scaling
-from ..megatron import GROUP, PRECISION_AWARE, Wishes
+from ..megatron import DISPATCH, GROUP, PRECISION_AWARE, Wishes
 from ..megatron.planning.plan import MegatronModel
 from ..megatron.planning.sizes import read_sizes
 from ..resolving import tell_missing, tell_unresolved
@@ -270,7 +270,7 @@ def _section(job: Job, at: _Place, role: Mapping[str, Any], model: Mapping[str, 
 
 
 def _dispatches(job: Job) -> bool:
-    return job.in_force(sections.DISPATCH, GROUP)
+    return job.in_force(DISPATCH, GROUP)
 
 
 def _lora(model: Mapping[str, Any]) -> int:
@@ -298,12 +298,11 @@ def _model(job: Job, section: _Section) -> Plannable:
     shapes = job.model(path, {k: v for k, v in overrides.items() if v is not None})
     value = section.at.subject == "critic"
     if section.strategy == "megatron":
-        coerces = job.in_force(sections.COERCION, GROUP)
-        return _on_megatron(section, shapes, value, coerces=coerces)
+        return _on_megatron(section, shapes, value)
     return _sharded(job, section, shapes, value)
 
 
-def _on_megatron(section: _Section, model: Model, value: bool, *, coerces: bool) -> Plannable:
+def _on_megatron(section: _Section, model: Model, value: bool) -> Plannable:
     engine, optim = section.engine, section.optim
     subject, trains = section.at.subject, section.optim is not None
     keys = section.engine_key, section.optim_key
@@ -320,8 +319,6 @@ def _on_megatron(section: _Section, model: Model, value: bool, *, coerces: bool)
         known = any(problem.code == "dtype" for problem in illegal)
         illegal += [] if known else [Problem.of(error, subject, error.key)]
         return Illegal(subject, tuple(illegal))
-    if trains and not coerces:
-        illegal += sections.as_text(wishes, section.optim_key)
     bucket_key = f"{section.engine_key}.override_ddp_config"
     return MegatronModel(
         wishes,

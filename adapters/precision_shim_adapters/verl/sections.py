@@ -17,11 +17,9 @@ from precision_shim.planning.record import Problem, unknown_keys
 from precision_shim.precision.dtypes import parse_dtype
 from precision_shim_adapters.megatron.deciding.table import PRECISION_AWARE_FIELDS
 
-from ..megatron import Wishes
 from ..resolving import MISSING
 from .megatron import has_fields
 
-COERCION, DISPATCH = "dtype-coercion", "bf16-dispatch"
 _PACKAGE = "verl.workers.config"
 _MODULES = ("engine", "optimizer", "actor", "critic")
 _HYDRAS = ("_target_", "_convert_", "_recursive_", "_partial_")
@@ -103,29 +101,6 @@ def of_torch_optimizer(optim: Mapping[str, Any], key: str, subject: str) -> Iter
     whose = f"torch.optim.{name}"
     place = f"{key}.override_optimizer_config.{{}}"
     yield from unknown_keys(list(map(str, written)), known, subject, place, whose)
-
-
-def as_text(wishes: Wishes, key: str) -> Iterator[Problem]:
-    """Yield a problem for each dtype name that stays a string without ``dtype-coercion``.
-
-    Args:
-        wishes: the optimizer's settings in the job's config.
-        key: the config's key of the optimizer's section.
-    """
-    # Megatron never reads main_grads_dtype of a precision-aware optimizer.
-    read = PRECISION_AWARE_FIELDS[2 if wishes.precision_aware_by_itself else 1 :]
-    for field in (*read, "main_params_dtype"):
-        value = wishes.asked.get(field)
-        if isinstance(value, str):
-            place = f"{key}.override_optimizer_config.{field}"
-            yield Problem(
-                "dtype",
-                wishes.subject,
-                place,
-                f"{versioned('verl')}: {place}={value!r} stays a text, which Megatron does not "
-                f"take, as {COERCION} is not in force here",
-                f"Leave it out, or ask for {COERCION} and verl.",
-            )
 
 
 def of_megatron(
