@@ -122,6 +122,7 @@ def _models(job: Job, config: Any) -> Iterator[MegatronModel]:
             key=f"{role}.megatron.{{}}",
             bucket_key=f"{role}.megatron.ddp.grad_reduce_in_fp32",
             place=str(getattr(strategy, "target", None) or role),
+            takes_name=lambda name: isinstance(getattr(torch, name, None), torch.dtype),
         )
 
 

@@ -5,57 +5,88 @@ A job's config may refer to variables or files that the machine running ``plan``
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Keys = Mapping[str, Any]
 """Selects keys of a config: maps a key to a selection of its subkeys, or to ``True`` for all."""
 
 
-def plain(made: Any, only: Keys | bool = True, unresolved: list[str] | None = None) -> Any:
+MISSING = "???"
+"""OmegaConf's value for a key that the job's user has to fill in."""
+
+
+def plain(
+    made: Any,
+    only: Keys | bool = True,
+    unresolved: list[str] | None = None,
+    missing: Callable[[str], Any] = lambda key: None,
+) -> Any:
     """A config as plain data; a reference that cannot be resolved becomes ``None``.
 
     Args:
         made: the config.
         only: the keys to read; resolving the whole config of a large job takes 50 ms.
         unresolved: a list, to which the keys that cannot be resolved are appended.
+        missing: called with each key whose value is ``MISSING``; returns the value instead.
     """
     from omegaconf import DictConfig, ListConfig
 
     if isinstance(made, ListConfig):
         places = [] if made._is_none() else range(len(made))
-        return [_at(made, place, True, unresolved) for place in places]
+        return [_at(made, place, True, unresolved, missing) for place in places]
     if not isinstance(made, DictConfig):
         return made
     if made._is_none() or made._is_missing():
         return None
     if isinstance(only, Mapping):
-        return {key: _at(made, key, only[key], unresolved) for key in only if key in made}
-    return {str(key): _at(made, key, True, unresolved) for key in made}
+        there = [key for key in only if key in made]
+        return {key: _at(made, key, only[key], unresolved, missing) for key in there}
+    return {str(key): _at(made, key, True, unresolved, missing) for key in made}
 
 
 def tell_unresolved(keys: Sequence[str]) -> list[str]:
     """The plan's note about keys that could not be resolved; empty if there are none."""
     if not keys:
         return []
-    more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
     return [
-        f"not resolved on this machine, and read as left out: {', '.join(keys[:_NAMED])}{more}. "
+        f"not resolved on this machine, and read as left out: {_names(keys)}. "
         "Plan where the variables of the job are set"
     ]
 
 
+def tell_missing(keys: Sequence[str]) -> list[str]:
+    """The plan's note about keys with ``MISSING``; empty if there are none."""
+    if not keys:
+        return []
+    return [
+        f"{MISSING} means that you have to write a value: {_names(keys)}. A job that reads such a "
+        "key fails"
+    ]
+
+
+def _names(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
+    return f"{', '.join(keys[:_NAMED])}{more}"
+
+
 _NAMED = 5
-"""Maximum number of unresolved keys that the note names."""
+"""Maximum number of keys that a note names."""
 
 
-def _at(made: Any, key: Any, only: Keys | bool, unresolved: list[str] | None) -> Any:
+def _at(
+    made: Any,
+    key: Any,
+    only: Keys | bool,
+    unresolved: list[str] | None,
+    missing: Callable[[str], Any],
+) -> Any:
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
     try:
-        return plain(made[key], only, unresolved)
+        return plain(made[key], only, unresolved, missing)
     except MissingMandatoryValue:
-        return None
+        return missing(str(made._get_full_key(key)))
     except (OmegaConfBaseException, ValueError, TypeError, KeyError):
         if unresolved is not None:
             unresolved.append(str(made._get_full_key(key)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from precision_shim.cli import main
 
+from .cpu import config, engine
 from .test_pages import YAML
 
 SCRIPT = """
@@ -45,6 +47,33 @@ def test_a_job_is_planned(capsys: pytest.CaptureFixture[str], line: list[str]) -
     code, found = plan(capsys, *line, "+actor.megatron.exp_avg_dtype=bf17")
     assert code == 1
     assert "bf17" in json.dumps(found["problems"])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "takes"),
+    [
+        ("exp_avg_dtype", "bf16", False),
+        ("main_grads_dtype", "torch.float32", False),
+        ("exp_avg_dtype", "bfloat16", True),
+    ],
+)
+@pytest.mark.parametrize("out", ["PRECISION_SHIM=0", "PRECISION_SHIM_FEATURES=-dtype-coercion"])
+def test_names_where_they_are_not_coerced(
+    capsys: pytest.CaptureFixture[str],
+    line: list[str],
+    on_cpu: Any,
+    out: str,
+    name: str,
+    value: str,
+    takes: bool,
+) -> None:
+    aware = "+actor.megatron.use_precision_aware_optimizer=true"
+    code, found = plan(capsys, out, *line, aware, f"+actor.megatron.{name}={value}")
+    assert [one["key"] for one in found["problems"]] == [f"actor.megatron.{name}"] * (not takes)
+    assert code == (not takes)
+    refuses = contextlib.nullcontext() if takes else pytest.raises(AttributeError)
+    with refuses:
+        engine(on_cpu, config(use_precision_aware_optimizer=True, **{name: value}))
 
 
 def test_what_is_not_planned_is_said(

@@ -218,7 +218,7 @@ def test_verls_fsdp_turbo_engine(capsys: pytest.CaptureFixture[str], model: Path
 
 
 @needs("verl")
-@pytest.mark.parametrize("out", ["framework", "group"])
+@pytest.mark.parametrize("out", ["framework", "group", "kill switch"])
 def test_verl_where_the_shim_is_not_in_force(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -242,6 +242,8 @@ def test_verl_where_the_shim_is_not_in_force(
     with contextlib.ExitStack() as stack:
         if out == "framework":
             monkeypatch.setenv("PRECISION_SHIM_FRAMEWORKS", "skyrl")
+        elif out == "kill switch":
+            monkeypatch.setenv("PRECISION_SHIM", "0")
         else:
             for pair in (
                 ("bf16-dispatch", "megatron"),
@@ -253,6 +255,13 @@ def test_verl_where_the_shim_is_not_in_force(
         assert one["before"] == one["after"]
         assert one["decisions"] == []
         assert scaling(planned(capsys, *on_fsdp)[1]) == []
+    # Versions before 0.9 have these fields only from the shim.
+    native = Version(version("verl")) >= Version("0.9")
+    field = "+actor_rollout_ref.actor.optim.use_precision_aware_optimizer=true"
+    key = "actor_rollout_ref.actor.optim.use_precision_aware_optimizer"
+    for off in ("PRECISION_SHIM_FRAMEWORKS=skyrl", "PRECISION_SHIM=0"):
+        _, plan = planned(capsys, "--", off, *on_megatron[1:], field[native:])
+        assert (key in {one["key"] for one in plan["problems"]}) != native, off
 
 
 def fsdp_group_of_verl() -> str:

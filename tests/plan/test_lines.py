@@ -36,6 +36,80 @@ def test_a_stray_word_in_a_line_of_skyrls(
         planned(capsys, "--parameters", "1M", "--", *SKYRL, *stray)
 
 
+@needs("skyrl")
+@pytest.mark.parametrize("said", ["in the line", "in the environment"])
+def test_the_kill_switch(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    words = (
+        *SKYRL,
+        "trainer.strategy=megatron",
+        "trainer.algorithm.use_kl_loss=false",
+        "trainer.policy.megatron_config.ddp_config.grad_reduce_in_fp32=true",
+    )
+    on = ["PRECISION_SHIM_OPTIMIZER_STATES=follow-model", "PRECISION_SHIM_GRAD_BUCKET=align"]
+    _, plan = planned(capsys, "--parameters", "1M", "--", *on, "PRECISION_SHIM=1", *words)
+    (one,) = plan["models"]
+    assert one["before"] != one["after"]
+    assert one["decisions"]
+    assert not [note for note in plan["notes"] if "PRECISION_SHIM" in note]
+    if said == "in the line":
+        on.append("PRECISION_SHIM=Off")
+    else:
+        monkeypatch.setenv("PRECISION_SHIM", "Off")
+    _, plan = planned(capsys, "--parameters", "1M", "--", *on, *words)
+    (one,) = plan["models"]
+    assert one["before"] == one["after"]
+    assert one["decisions"] == []
+    assert plan["notes"][0].startswith("PRECISION_SHIM=Off is set, so the shim does nothing")
+    # As for a job, the line's own variable counts, not the environment's.
+    _, plan = planned(capsys, "--parameters", "1M", "--", *on, "PRECISION_SHIM=strict", *words)
+    assert plan["models"][0]["decisions"]
+
+
+@needs("verl")
+@pytest.mark.parametrize(
+    ("key", "read"),
+    [
+        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size", True),
+        ("actor_rollout_ref.actor.optim.lr", True),
+        ("actor_rollout_ref.model.path", True),
+        ("trainer.nnodes", True),
+        ("critic.optim.lr", False),  # GRPO has no critic
+        ("data.train_files", False),
+    ],
+)
+def test_a_value_that_verls_user_has_to_fill_in(
+    capsys: pytest.CaptureFixture[str], key: str, read: bool
+) -> None:
+    """Keys that a worker certainly reads are illegal; of others only a note says it."""
+    from hydra import compose, initialize_config_module
+    from omegaconf import OmegaConf
+    from omegaconf.errors import MissingMandatoryValue
+    from verl.utils.config import omega_conf_to_dataclass
+
+    words = [
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.name=vllm",
+        f"++{key}=???",
+    ]
+    line = ("python3", "-m", "verl.trainer.main_ppo", "--config-name=ppo_megatron_trainer", *words)
+    code, plan = planned(capsys, "--parameters", "1M", "--", *line)
+    told = [note for note in plan["notes"] if note.startswith("??? means")]
+    if read:
+        assert (code, told) == (1, [])
+        assert [(one["code"], one["key"]) for one in plan["problems"]] == [("missing", key)]
+        section, _, name = key.rpartition(".")
+        with initialize_config_module("verl.trainer.config", version_base=None):
+            config = compose("ppo_megatron_trainer", words)
+        role = OmegaConf.select(config, ".".join(section.split(".")[:2]))
+        with pytest.raises(MissingMandatoryValue, match=key):
+            omega_conf_to_dataclass(role) if "_target_" in role else role[name]
+    else:
+        assert code == 0
+        assert told == [] if key.startswith("critic") else key in told[0]
+
+
 EXAMPLE = """
 import argparse
 from nemo_rl.utils.config import load_config, parse_hydra_overrides
@@ -93,10 +167,33 @@ def test_a_line_of_nemo_rls(
 
 
 @needs("torchtitan")
-@pytest.mark.parametrize("out", ["PRECISION_SHIM_FRAMEWORKS=verl", "PRECISION_SHIM_FEATURES=audit"])
+@pytest.mark.parametrize(
+    "out", ["PRECISION_SHIM_FRAMEWORKS=verl", "PRECISION_SHIM_FEATURES=audit", "PRECISION_SHIM=0"]
+)
 def test_a_name_of_torchtitans_where_it_is_not_coerced(
     capsys: pytest.CaptureFixture[str], out: str
 ) -> None:
     words = ("torchrun", "--nproc-per-node=1", *LLAMA, "--training.mixed_precision_param=bf16")
     assert planned(capsys, "--", *words)[0] == 0
     assert "bf16" in refused(capsys, out, *words)
+
+
+@needs("nemo_rl")
+@pytest.mark.parametrize(
+    "key", ["policy.precision", "policy.dtensor_cfg.tensor_parallel_size", "cluster.num_nodes"]
+)
+def test_a_value_that_nemo_rls_user_has_to_fill_in(
+    capsys: pytest.CaptureFixture[str],
+    model: Path,  # noqa: F811
+    key: str,
+) -> None:
+    """NeMo-RL's entry points read ``???`` as a text."""
+    job, example = model / "job.yaml", model / "run_mine.py"
+    job.write_text(JOB.format(model=model))
+    example.write_text(EXAMPLE)
+    with pytest.raises(SystemExit) as end:
+        main(["plan", "--", "python", str(example), "--config", str(job), f"++{key}=???"])
+    said = capsys.readouterr()
+    assert end.value.code in (1, 2)
+    assert key in said.out + said.err
+    assert "'???'" in said.out + said.err

@@ -23,7 +23,7 @@ NAMES = ("fp32", "bf16", "fp16", "float32", "bfloat16", "float16")
 ODD = ("half", "FP16", "torch.bfloat16", "16", "32")
 """Other spellings of dtypes, which some frameworks accept."""
 
-WRONG = ("fp61", "int8", "null", "true", "fp8", "''")
+WRONG = ("fp61", "int8", "null", "true", "fp8", "''", "???")
 DTYPES = (*NAMES, *NAMES, *ODD)
 
 

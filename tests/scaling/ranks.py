@@ -5,6 +5,7 @@ A case returns what its test compares, with tensors as bits.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from pathlib import Path
@@ -14,11 +15,16 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from precision_shim.errors import ScalerCheckpointError
 from precision_shim.scaling import LossScaler, ScalerSettings, agree, load, record_of, save
+from precision_shim_adapters.fp16 import ScaledTraining
 
 from .hand_written import Loop
 
@@ -311,6 +317,32 @@ def nan_on_one_rank(directory):
         "told": told,
         "scale": job.scaler.get_scale(),
     }
+
+
+def owns_nothing(directory):
+    """FSDP1 where rank 0's shard has no trainable element, as with a tiny LoRA adapter."""
+    torch.manual_seed(7)
+    frozen, trained = torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 1, bias=False)
+    frozen.requires_grad_(requires_grad=False)
+    model = FullyShardedDataParallel(
+        torch.nn.Sequential(frozen, trained), use_orig_params=True, device_id=torch.device("cpu")
+    )
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.1)
+    settings = {"init_scale": 16.0, "growth_interval": 1}
+    training = ScaledTraining.make("verl", "actor", device="cpu", because="", configured=settings)
+    seen = []
+    for weight in (1.0, math.inf, 1.0):
+        optimizer.zero_grad()
+        loss = (model(torch.ones(2, 8)) * weight).mean()
+        training.attach(loss)
+        loss.backward()
+        owned = sum(one.numel() for one in optimizer.param_groups[0]["params"])
+        with training.one_step(optimizer):
+            norm = model.clip_grad_norm_(1.0)
+            optimizer.step()
+        norm = float(training.norm(norm))
+        seen.append((owned, training.metrics(), training.scaler.get_scale(), math.isfinite(norm)))
+    return seen
 
 
 def overhead(directory):

@@ -175,3 +175,16 @@ def test_another_world_size_gets_the_exact_state(halves, checkpoint):
     assert written["world_size"] == 2
     for rank in halves[0]:
         assert scaler.get_scale() == rank["straight"]["scales"][9]
+
+
+def test_a_rank_that_owns_no_trainable_element_skips_and_scales_as_the_others(run_ranks):
+    """Without its part in the sum of the overflows the other ranks would wait for it forever."""
+    nothing, everything = run_ranks("owns_nothing", timeout=120.0)
+    assert [owned for owned, *_ in nothing] == [0, 0, 0]
+    assert [owned for owned, *_ in everything] == [8, 8, 8]
+    for one in (nothing, everything):
+        assert [tuple(rest) for _, *rest in one] == [
+            ({"loss_scale": 16.0, "skipped_steps": 0.0}, 32.0, True),
+            ({"loss_scale": 32.0, "skipped_steps": 1.0}, 16.0, False),
+            ({"loss_scale": 16.0, "skipped_steps": 1.0}, 32.0, True),
+        ]

@@ -16,8 +16,10 @@ import torch
 
 import precision_shim
 from precision_shim.errors import CheckpointLayoutError
-from precision_shim.testing.megatron_cpu import megatron_on_cpu, model_parallel
+from precision_shim.testing.megatron_cpu import megatron_on_cpu, model_parallel, tiny_gpt
 from precision_shim.testing.transformer_engine import stand_in_transformer_engine
+from precision_shim_adapters.megatron import building
+from precision_shim_adapters.verl.megatron import read_wishes
 
 from ..megatron_bridge import import_megatron_bridge
 from ..rank_server import Launch, look_ahead
@@ -51,6 +53,7 @@ def run(launch: Launch) -> Any:
             "checkpoints": checkpoints,
             "fp32_parameters": fp32_parameters,
             "overflows": overflows,
+            "tied_embeddings": tied_embeddings,
         }[launch.case](launch.rank, Path(launch.folder))
 
 
@@ -130,6 +133,74 @@ def fp32_parameters(rank: int, folder: Path) -> list[str]:
                 assert all(map(torch.equal, everything(*first), everything(*second)))
             done.append(kind)
     return sorted(done)
+
+
+# -- a pipeline ----------------------------------------------------------------------------------
+
+
+def tied_embeddings(rank: int, folder: Path) -> dict[str, Any]:
+    """Two stages with a copy each of tied embeddings; the second stage also has fp32 parameters.
+
+    Returns for each case the dtypes of this stage's buckets, whether the optimizer is
+    precision-aware, the sum of the two copies' gradients, and the stage's copy after a step.
+    """
+    found = {}
+    with model_parallel(2, rank, str(folder / "meet"), pipeline_model_parallel_size=2):
+        for on, low in ((False, False), (True, False), (True, True)):
+            with shim(on=on):
+                found[f"shim {on}, bf16 throughout {low}"] = _step_of_stage(rank, low)
+    return found
+
+
+def _step_of_stage(rank: int, low: bool) -> list[Any]:
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from omegaconf import OmegaConf
+    from verl.utils.megatron.optimizer import get_megatron_optimizer, init_megatron_optim_config
+
+    torch.manual_seed(0)
+    config = tiny_gpt(torch.bfloat16, pipeline_model_parallel_size=2).config  # type: ignore[attr-defined]
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_local_spec(),
+        vocab_size=32,
+        max_sequence_length=8,
+        pre_process=rank == 0,
+        post_process=rank == 1,
+        share_embeddings_and_output_weights=True,
+        position_embedding_type="rope",
+    )
+    model.bfloat16()
+    for name, one in model.named_parameters():
+        if rank == 1 and not low and "output_layer" not in name:
+            one.data = one.data.float()
+    fields = {"optimizer": "adam", "lr": 1e-2, "min_lr": 0.0, "clip_grad": 1.0, "weight_decay": 0.0}
+    optim = OmegaConf.create({**fields, "override_optimizer_config": {}})
+    with building("verl", lambda: read_wishes(optim, declared=torch.bfloat16)):
+        ddp = DistributedDataParallel(
+            config,
+            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
+            model,
+        )
+        made = init_megatron_optim_config(optim, fp16=False)
+        optimizer = get_megatron_optimizer([ddp], made)
+    for buffer in ddp.buffers:
+        buffer.grad_data.fill_(1.0)
+    finalize_model_grads([ddp], None)
+    embedding = model.shared_embedding_or_output_weight()
+    gradient = float(embedding.main_grad.float().mean())
+    assert optimizer.step()[0]
+    return [
+        sorted({str(buffer.grad_data.dtype) for buffer in ddp.buffers}),
+        optimizer.chained_optimizers[0].config.use_precision_aware_optimizer,
+        gradient,
+        embedding.detach().float().flatten().tolist(),
+    ]
 
 
 # -- overflows ---------------------------------------------------------------------------------

@@ -118,6 +118,20 @@ def test_on_two_ranks(megatron_ranks: Ranks) -> None:
     assert megatron_ranks("fp32_parameters", world=2) == [sorted(KINDS)] * 2
 
 
+# -- stages of a pipeline ------------------------------------------------------------------------
+
+
+def test_tied_embeddings_beside_fp32_parameters(megatron_ranks: Ranks) -> None:
+    """Both stages' buckets have one dtype, or the stages could not add their copies' gradients."""
+    first, last = megatron_ranks("tied_embeddings")
+    for case, (buckets, aware, gradient, embedding) in first.items():
+        low = "torch.bfloat16" if case.endswith("True") else "torch.float32"
+        assert (buckets, gradient, aware) == ([low], 2.0, case.endswith("True")), case
+        assert [buckets, aware, gradient, embedding] == last[case], case
+    alone, mixed, _ = (case[3] for case in first.values())
+    assert alone == mixed
+
+
 # -- a copied config ---------------------------------------------------------------------------
 
 

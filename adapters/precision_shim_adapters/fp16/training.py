@@ -172,7 +172,7 @@ class ScaledTraining:
             LossScaleError: too many steps in a row were skipped.
         """
         self._skipped = False
-        if not self.drives or not has_gradients(optimizer):
+        if not self.takes_part(optimizer):
             with self._interruptible(optimizer):
                 yield
             return
@@ -185,6 +185,14 @@ class ScaledTraining:
         if scaler.counter.steps == tried:  # no step was taken; ``unscale_once`` noted any overflow
             scaler.settle(optimizer)
             self._skipped = scaler.counter.in_row > 0
+
+    def takes_part(self, optimizer: Optimizer) -> bool:
+        """Whether the shim unscales and steps: this rank has a gradient, or another rank may have.
+
+        Under FSDP1 a rank may own no element of the trainable parameters. It must join the other
+        ranks' sum of the overflows, and skip the steps that they skip.
+        """
+        return self.drives and (self._ours.shares_overflows or has_gradients(optimizer))
 
     @contextmanager
     def several_steps(

@@ -27,7 +27,7 @@ from precision_shim.precision.dtypes import name_of
 from ..fp16.plan import ShardedModel, scaling
 from ..megatron.planning.plan import MegatronModel
 from ..megatron.planning.sizes import read_sizes
-from ..resolving import plain, tell_unresolved
+from ..resolving import MISSING, plain, tell_unresolved
 from ..rollout import FEATURE, problems_of, problems_of_heads
 from . import dtensor, legality, megatron, sides
 from .dtensor import FRAMEWORK
@@ -114,7 +114,8 @@ def load(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
         made = loader.load_config(path)
         if overrides:
             made = loader.parse_hydra_overrides(made, overrides)
-        config = plain(made, unresolved=unresolved)
+        # NeMo-RL's entry points turn a config into plain data, in which MISSING is a text.
+        config = plain(made, unresolved=unresolved, missing=lambda key: MISSING)
     except Exception as error:  # file, YAML, hydra and omegaconf raise various errors
         raise PlanError(
             f"{_where()}, {path}: {said(error)}. Correct the override or the file."

@@ -50,6 +50,22 @@ def native_coercion(symbol: Symbol, settings: Settings) -> str | None:
     return None
 
 
+_OWN_NAMES = (
+    *("fp32", "float32", "float", "bf16", "bfloat16", "fp16", "float16", "half"),
+    *("fp8", "float8", "uint8"),
+)
+
+
+def coerces_itself() -> bool:
+    """Whether SkyRL itself turns dtype names in ``optimizer_config_kwargs`` into dtypes."""
+    return "coerce_optimizer_dtype_kwargs" in look(OPTIMIZER).names
+
+
+def takes_name(name: str) -> bool:
+    """Whether SkyRL takes a dtype name, where it turns names into dtypes."""
+    return name.strip().lower() in _OWN_NAMES
+
+
 def _read_asked(optim_config: Any, kwargs: Any, written: frozenset[str] | None) -> dict[str, Any]:
     """The OptimizerConfig fields that the user wrote; ``written``: the user's keys, if known."""
     asked = {} if kwargs is None else {str(key): kwargs[key] for key in kwargs}

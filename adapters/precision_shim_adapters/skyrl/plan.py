@@ -248,6 +248,7 @@ def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) ->
         bucket_key=f"{where}.ddp_config.grad_reduce_in_fp32",
         parked=_find_parked(trainer, role),
         place=_place(trainer, role),
+        takes_name=megatron.takes_name if megatron.coerces_itself() else None,
     )
 
 

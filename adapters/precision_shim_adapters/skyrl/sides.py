@@ -84,9 +84,6 @@ def has_reference(trainer: Any) -> bool:
     )
 
 
-# -- trained models and the reference model ------------------------------------------------------
-
-
 def _read_trained(trainer: Any, role: str, in_force: InForce, directory: str) -> Engine | None:
     if trainer.strategy == "megatron":
         return _on_megatron(trainer, role, in_force, directory)
@@ -157,9 +154,6 @@ def not_compared(config: Any) -> tuple[str, str]:
     )
 
 
-# -- inference engines ---------------------------------------------------------------------------
-
-
 def _rollouts(config: Any, directory: str = "") -> Iterator[Engine]:
     path = directory or str(config.trainer.policy.model.path)
     backend = str(config.generator.inference_engine.backend)
@@ -219,9 +213,6 @@ def _canonical(name: str) -> str:
     return AUTO if dtype is None else name_of(dtype)
 
 
-# -- values that the shim writes into the config -------------------------------------------------
-
-
 def hand_on_names(config: Any) -> None:
     """Replace the dtype names that the user wrote by the engines' names for these dtypes.
 
@@ -269,9 +260,6 @@ def write(config: Any, engine: Engine, value: str) -> None:
         from skyrl.train.config.config import MixedPrecisionConfig
 
         config.trainer.ref.fsdp_config.mixed_precision = MixedPrecisionConfig(param_dtype=value)
-
-
-# -- weight syncs --------------------------------------------------------------------------------
 
 
 def wires_of(config: Any) -> list[Wire]:

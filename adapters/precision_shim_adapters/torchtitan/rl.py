@@ -15,7 +15,6 @@ import torch
 from precision_shim.adapting import Call, in_force, seam
 
 from ..fp16 import FEATURE, ScaledTraining
-from ..fp16.stepping import has_gradients
 from .endpoints import UNSCALES, remake
 from .places import (
     FRAMEWORK,
@@ -122,7 +121,7 @@ def make_endpoint(endpoint: Any) -> Any:
 
     async def step(trainer: Any, own: Callable[[], Awaitable[Any]]) -> Any:
         training = ScaledTraining.of(trainer)
-        if training is None or not has_gradients(trainer.optimizers):
+        if training is None or not training.takes_part(trainer.optimizers):
             return await own()
         with training.several_steps(trainer.optimizers, tuple(trainer.optimizers)):
             output = await own()

@@ -46,12 +46,15 @@ def _where() -> str:
     return versioned("verl")
 
 
-def compose(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
+def compose(
+    job: Job, unresolved: list[str] | None = None, missing: list[str] | None = None
+) -> dict[str, Any]:
     """Compose the config of a job, with the overrides.
 
     Args:
         job: the job.
         unresolved: see ``plain``.
+        missing: a list, to which the keys with ``MISSING`` are appended.
 
     Raises:
         PlanError: hydra cannot compose the config.
@@ -85,7 +88,8 @@ def compose(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
             search.prepend("command-line", f"file://{asked.directory}", anchor)
         Hydra.create_main_hydra2("plan", search)
         made = compose(asked.name, list(asked.overrides))
-        config: dict[str, Any] = plain(made, unresolved=unresolved)
+        found = [] if missing is None else missing
+        config: dict[str, Any] = plain(made, unresolved=unresolved, missing=found.append)
     except Exception as error:  # hydra and omegaconf have many exception classes
         raise PlanError(
             f"{_where()}, {asked.path}/{asked.name.removesuffix('.yaml')}.yaml: {said(error)}. "

@@ -6,7 +6,7 @@ Hydra composes the config that the entry point's decorator names, without an imp
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,10 +27,10 @@ from precision_shim.planning.values import (
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
 from ..fp16.plan import ShardedModel, scaling
-from ..megatron import GROUP, PRECISION_AWARE, Wishes
+from ..megatron import DISPATCH, GROUP, PRECISION_AWARE, Wishes
 from ..megatron.planning.plan import MegatronModel
 from ..megatron.planning.sizes import read_sizes
-from ..resolving import tell_unresolved
+from ..resolving import tell_missing, tell_unresolved
 from ..rollout import FEATURE, problems_of, problems_of_heads
 from . import driver, fsdp, megatron, sections, sides, sync
 from .composing import SEARCH_PATH, compose, named_config
@@ -38,6 +38,7 @@ from .head import read_heads
 from .planned import Sharded, read_sharded
 
 _ENGINES = ("megatron", "fsdp", "fsdp2", "fsdp_turbo", "veomni", "automodel", "torchtitan")
+_SHARED = "actor_rollout_ref"
 
 
 def _where() -> str:
@@ -51,16 +52,20 @@ def plan_job(job: Job) -> Request:
         PlanError: the config or a model cannot be read.
     """
     unresolved: list[str] = []
-    config = compose(job, unresolved)
+    missing: list[str] = []
+    config = compose(job, unresolved, missing)
     problems: list[Problem] = []
     notes: list[str] = []
-    if "actor_rollout_ref" in config:
+    if _SHARED in config:
         world, key = _gpus(config), "trainer.n_gpus_per_node x trainer.nnodes"
-        models = tuple(_of_ppo(job, config, world, key))
-        problems, notes = _both_sides(job, config)
+        problems = list(sections.missing(missing, _read_by_ppo(config)))
+        models = () if problems else tuple(_of_ppo(job, config, world, key))
+        if not problems:
+            problems, notes = _both_sides(job, config)
     elif "engine" in config and "optim" in config:
         world, key = _processes(job, config)
-        models = (_of_sft(job, config, world, key),)
+        problems = list(sections.missing(missing, ("engine", "optim", "model")))
+        models = () if problems else (_of_sft(job, config, world, key),)
     else:
         raise PlanError(
             f"{_where()}, {job.target}: its config trains no model: expected actor_rollout_ref, or "
@@ -73,8 +78,30 @@ def plan_job(job: Job) -> Request:
         models,
         megatron=any(isinstance(model, MegatronModel) for model in models),
         problems=tuple(problems),
-        notes=(*notes, *tell_unresolved(unresolved)),
+        notes=(*notes, *tell_unresolved(unresolved), *_tell_missing(config, missing, problems)),
     )
+
+
+def _read_by_ppo(config: Mapping[str, Any]) -> list[str]:
+    """Keys that a PPO job certainly reads; of a section, which verl makes an object of, all."""
+    trainer = ("trainer.n_gpus_per_node", "trainer.nnodes")
+    models = [f"{_SHARED}.actor", f"{_SHARED}.model"]
+    if _has_reference(config):
+        models.append(f"{_SHARED}.ref")
+    if _has_critic(config):
+        models.append("critic")
+    return [*trainer, *models]
+
+
+def _tell_missing(
+    config: Mapping[str, Any], missing: Sequence[str], problems: Sequence[Problem]
+) -> list[str]:
+    """The note about keys with ``???``, without those that are problems or of a part unused."""
+    told = {problem.key for problem in problems}
+    reward = _of(_of(config, "reward"), "reward.reward_model")
+    unused: tuple[str, ...] = () if _has_critic(config) else ("critic.",)
+    unused += () if reward.get("enable") else ("reward.reward_model.", "reward_model.")
+    return tell_missing([key for key in missing if key not in told and not key.startswith(unused)])
 
 
 def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
@@ -106,7 +133,7 @@ def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], lis
         on=on,
         model_type=both.model_type,
     )
-    rollout = _of(_of(config, "actor_rollout_ref"), sides.ROLLOUT)
+    rollout = _of(_of(config, _SHARED), sides.ROLLOUT)
     refusal, _ = sync.refuses_delta(rollout, both.strategy)
     if refusal:
         message, _, remedy = refusal.rpartition(". ")
@@ -177,22 +204,32 @@ class _Section:
 
 
 def _of_ppo(job: Job, config: Mapping[str, Any], world: int, key: str) -> Iterator[Plannable]:
-    shared = _of(config, "actor_rollout_ref")
-    actor = mapping(shared.get("actor"), "actor_rollout_ref.actor", _where())
-    model = mapping(shared.get("model"), "actor_rollout_ref.model", _where())
-    ref, algorithm = _of(shared, "actor_rollout_ref.ref"), _of(config, "algorithm")
-    critic = _of(config, "critic")
+    shared = _of(config, _SHARED)
+    actor = mapping(shared.get("actor"), f"{_SHARED}.actor", _where())
+    model = mapping(shared.get("model"), f"{_SHARED}.model", _where())
+    ref, critic = _of(shared, f"{_SHARED}.ref"), _of(config, "critic")
     group = fsdp.group_of(_of(config, "trainer").get(fsdp.WORKERS))
-    at = _Place("actor", "actor_rollout_ref.actor", world, key, group)
+    at = _Place("actor", f"{_SHARED}.actor", world, key, group)
     yield _model(job, _section(job, at, actor, model))
-    if algorithm.get("use_kl_in_reward") or actor.get("use_kl_loss"):
+    if _has_reference(config):
         merged = {**ref, "strategy": ref.get("strategy") or actor.get("strategy")}
-        at = _Place("ref", "actor_rollout_ref.ref", world, key)
+        at = _Place("ref", f"{_SHARED}.ref", world, key)
         yield _model(job, _section(job, at, merged, model))
-    enabled = critic.get("enable")
-    if enabled or (enabled is None and algorithm.get("adv_estimator") == "gae"):
+    if _has_critic(config):
         at = _Place("critic", "critic", world, key, group)
         yield _model(job, _section(job, at, critic, _of(critic, "critic.model")))
+
+
+def _has_reference(config: Mapping[str, Any]) -> bool:
+    actor = _of(_of(config, _SHARED), f"{_SHARED}.actor")
+    return bool(_of(config, "algorithm").get("use_kl_in_reward") or actor.get("use_kl_loss"))
+
+
+def _has_critic(config: Mapping[str, Any]) -> bool:
+    enabled = _of(config, "critic").get("enable")
+    return bool(
+        enabled or (enabled is None and _of(config, "algorithm").get("adv_estimator") == "gae")
+    )
 
 
 def _of_sft(job: Job, config: Mapping[str, Any], world: int, key: str) -> Plannable:
@@ -204,7 +241,7 @@ def _of_sft(job: Job, config: Mapping[str, Any], world: int, key: str) -> Planna
     illegal = [
         problem
         for name, part in (("engine", engine), ("optim", optim))
-        for problem in sections.unknown(part, name, "actor", job.settings)
+        for problem in sections.unknown(part, name, "actor", dispatches=_dispatches(job))
     ]
     section = _Section(
         at, "engine", strategy, engine, optim, config["model"], illegal=tuple(illegal)
@@ -228,8 +265,12 @@ def _section(job: Job, at: _Place, role: Mapping[str, Any], model: Mapping[str, 
     key = f"{at.key}.{name}"
     # verl renames keys of a reference model's section before it makes a dataclass of the section.
     place, checked = (key, engine) if at.subject == "ref" else (at.key, role)
-    illegal = tuple(sections.unknown(checked, place, at.subject, job.settings))
+    illegal = tuple(sections.unknown(checked, place, at.subject, dispatches=_dispatches(job)))
     return _Section(at, key, strategy, engine, optim, model, sequence, illegal)
+
+
+def _dispatches(job: Job) -> bool:
+    return job.in_force(DISPATCH, GROUP)
 
 
 def _lora(model: Mapping[str, Any]) -> int:
@@ -257,12 +298,11 @@ def _model(job: Job, section: _Section) -> Plannable:
     shapes = job.model(path, {k: v for k, v in overrides.items() if v is not None})
     value = section.at.subject == "critic"
     if section.strategy == "megatron":
-        coerces = job.in_force(sections.COERCION, GROUP)
-        return _on_megatron(section, shapes, value, coerces=coerces)
+        return _on_megatron(section, shapes, value)
     return _sharded(job, section, shapes, value)
 
 
-def _on_megatron(section: _Section, model: Model, value: bool, *, coerces: bool) -> Plannable:
+def _on_megatron(section: _Section, model: Model, value: bool) -> Plannable:
     engine, optim = section.engine, section.optim
     subject, trains = section.at.subject, section.optim is not None
     keys = section.engine_key, section.optim_key
@@ -279,8 +319,6 @@ def _on_megatron(section: _Section, model: Model, value: bool, *, coerces: bool)
         known = any(problem.code == "dtype" for problem in illegal)
         illegal += [] if known else [Problem.of(error, subject, error.key)]
         return Illegal(subject, tuple(illegal))
-    if trains and not coerces:
-        illegal += sections.as_text(wishes, section.optim_key)
     bucket_key = f"{section.engine_key}.override_ddp_config"
     return MegatronModel(
         wishes,

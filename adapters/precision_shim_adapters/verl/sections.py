@@ -7,27 +7,26 @@ dataclasses' fields from verl's source.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from precision_shim.adapting import Settings, look, meant, versioned
+from precision_shim.adapting import look, meant, versioned
 from precision_shim.planning.record import Problem, unknown_keys
 from precision_shim.precision.dtypes import parse_dtype
 from precision_shim_adapters.megatron.deciding.table import PRECISION_AWARE_FIELDS
 
-from ..megatron import Wishes
+from ..resolving import MISSING
 from .megatron import has_fields
 
-COERCION = "dtype-coercion"
 _PACKAGE = "verl.workers.config"
 _MODULES = ("engine", "optimizer", "actor", "critic")
 _HYDRAS = ("_target_", "_convert_", "_recursive_", "_partial_")
 
 
 def unknown(
-    section: Mapping[str, Any], key: str, subject: str, settings: Settings
+    section: Mapping[str, Any], key: str, subject: str, *, dispatches: bool
 ) -> Iterator[Problem]:
     """List the keys of a section and its nested sections that verl's dataclasses lack.
 
@@ -35,12 +34,12 @@ def unknown(
         section: a section with hydra's ``_target_``; without ``_target_``, any key is allowed.
         key: the config's key of the section; may be empty.
         subject: the model's name, such as ``"actor"``.
-        settings: the shim's settings for the job.
+        dispatches: whether ``bf16-dispatch`` is in force, which adds fields to older versions.
     """
     name = str(section.get("_target_", "")).rpartition(".")[2]
     known = set(_fields(name))
-    if name == "McoreOptimizerConfig" and "bf16-dispatch" in settings.features:
-        known.update(PRECISION_AWARE_FIELDS)  # the shim adds these fields to older versions
+    if name == "McoreOptimizerConfig" and dispatches:
+        known.update(PRECISION_AWARE_FIELDS)
     yield from unknown_keys(
         [known_key for known_key in section if known_key not in _HYDRAS],
         known,
@@ -50,7 +49,26 @@ def unknown(
     )
     for word, inner in section.items():
         if isinstance(inner, Mapping) and "_target_" in inner:
-            yield from unknown(inner, f"{key}.{word}" if key else str(word), subject, settings)
+            inner_key = f"{key}.{word}" if key else str(word)
+            yield from unknown(inner, inner_key, subject, dispatches=dispatches)
+
+
+def missing(keys: Iterable[str], read: Sequence[str]) -> Iterator[Problem]:
+    """Yield a problem for each key with OmegaConf's ``???`` that verl certainly reads.
+
+    Args:
+        keys: the keys with ``???``.
+        read: keys that verl reads, and sections of which it reads every key.
+    """
+    for key in keys:
+        if any(f"{key}.".startswith(f"{place}.") for place in read):
+            yield Problem(
+                "missing",
+                "",
+                key,
+                f"{versioned('verl')} reads it, and its value is {MISSING}, which ends the job",
+                "Write a value.",
+            )
 
 
 def _fields(name: str) -> tuple[str, ...]:
@@ -82,29 +100,6 @@ def of_torch_optimizer(optim: Mapping[str, Any], key: str, subject: str) -> Iter
     whose = f"torch.optim.{name}"
     place = f"{key}.override_optimizer_config.{{}}"
     yield from unknown_keys(list(map(str, written)), known, subject, place, whose)
-
-
-def as_text(wishes: Wishes, key: str) -> Iterator[Problem]:
-    """Yield a problem for each dtype name that stays a string without ``dtype-coercion``.
-
-    Args:
-        wishes: the optimizer's settings in the job's config.
-        key: the config's key of the optimizer's section.
-    """
-    # Megatron never reads main_grads_dtype of a precision-aware optimizer.
-    read = PRECISION_AWARE_FIELDS[2 if wishes.precision_aware_by_itself else 1 :]
-    for field in (*read, "main_params_dtype"):
-        value = wishes.asked.get(field)
-        if isinstance(value, str):
-            place = f"{key}.override_optimizer_config.{field}"
-            yield Problem(
-                "dtype",
-                wishes.subject,
-                place,
-                f"{versioned('verl')}: {place}={value!r} stays a text, which Megatron does not "
-                f"take, as {COERCION} is not in force here",
-                f"Leave it out, or ask for {COERCION} and verl.",
-            )
 
 
 def of_megatron(

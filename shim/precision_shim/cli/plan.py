@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -133,11 +134,12 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
     job = command.read_launch_line(
         words, planned, _settings.resolve(known_frameworks=entries), options
     )
+    environ = {**os.environ, **job.environ}
     if job.environ:
-        settings = _settings.resolve(
-            known_frameworks=entries, environ={**os.environ, **job.environ}
-        )
+        settings = _settings.resolve(known_frameworks=entries, environ=environ)
         job = command.read_launch_line(words, planned, settings, options)
+    if _settings.switch(environ) == "off":
+        job = replace(job, off=environ[_settings.PREFIX].strip())
     entry = entries[job.framework]
     if not entry.plan:  # a third party declares the plan only in its adapter
         entry = entry.as_said()

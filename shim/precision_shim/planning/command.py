@@ -69,6 +69,7 @@ class Job:
         environ: the variables that the command sets.
         settings: the shim's settings.
         options: the options that the user gives in addition to the command.
+        off: the value of ``PRECISION_SHIM`` if it is the kill switch; empty if it is not.
     """
 
     framework: str
@@ -79,6 +80,7 @@ class Job:
     environ: Mapping[str, str]
     settings: Settings
     options: Options = field(default_factory=Options)
+    off: str = ""
 
     def model(self, name: object, overrides: Mapping[str, Any] | None = None) -> Model:
         """Return the parameters' names and shapes of a model in the job's config.
@@ -97,7 +99,7 @@ class Job:
 
     def in_force(self, feature: str, group: str) -> bool:
         """Whether a feature would be in force in the job for a group of seams."""
-        return self._foreseen.in_force(self.framework, feature, group)
+        return not self.off and self._foreseen.in_force(self.framework, feature, group)
 
     @cached_property
     def _foreseen(self) -> Foreseen:

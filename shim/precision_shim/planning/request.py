@@ -126,8 +126,18 @@ def make(job: Job, request: Request, rules: Rules) -> Plan:
         request.world_size,
         tuple(_unique(problems)),
         tuple(models),
-        (*request.notes, *_list_assumptions(request, rules), NOT_COUNTED),
+        (*_tell_off(job), *request.notes, *_list_assumptions(request, rules), NOT_COUNTED),
     )
+
+
+def _tell_off(job: Job) -> list[str]:
+    """Return a note that the kill switch is set; empty if it is not."""
+    if not job.off:
+        return []
+    return [
+        f"PRECISION_SHIM={job.off} is set, so the shim does nothing in this job: both sides show "
+        f"what {job.framework} does alone. Unset it to see what the shim would do"
+    ]
 
 
 def _list_assumptions(request: Request, rules: Rules) -> list[str]:

@@ -115,6 +115,13 @@ class LossScaler(ShardedGradScaler):
         return float(self._init_scale) if self._last_scale is None else self._last_scale
 
     @property
+    def shares_overflows(self) -> bool:
+        """Whether other ranks take part in ``unscale_``; then every rank has to call it."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return False
+        return dist.get_world_size(self.process_group) > 1
+
+    @property
     def overflow(self) -> torch.Tensor | None:
         """Whether a gradient of any rank is not finite, as a tensor on the device.
 

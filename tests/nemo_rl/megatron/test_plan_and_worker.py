@@ -146,3 +146,33 @@ def test_on_megatron(
     ]
     ended = hold(drawn, plan_of(file, "--transformer-engine", fused_adam), workers)
     assert len(ended) > 1, ended
+
+
+_AWARE = {f"{_OPTIMIZER}.use_precision_aware_optimizer": "true"}
+
+
+@pytest.mark.parametrize("out", [{"features": "-dtype-coercion"}, {"frameworks": "verl"}], ids=str)
+@pytest.mark.parametrize(
+    "names",
+    [
+        {**_AWARE, f"{_OPTIMIZER}.exp_avg_dtype": "bf16"},
+        {**_AWARE, f"{_OPTIMIZER}.exp_avg_sq_dtype": "torch.float32"},
+        {**_AWARE, f"{_OPTIMIZER}.main_grads_dtype": "bf16"},
+        {f"{_OPTIMIZER}.exp_avg_dtype": "fp32"},
+    ],
+    ids=str,
+)
+def test_names_where_they_are_not_coerced(
+    cpu: None,
+    fused_adam: str,
+    monkeypatch: pytest.MonkeyPatch,
+    model: Path,
+    tmp_path: Path,
+    names: dict[str, str],
+    out: dict[str, str],
+) -> None:
+    drawn, file = Drawn(names), written(support.policy_config(model), tmp_path)
+    worker = by_worker(lambda: on_megatron(drawn, file, tmp_path / "converted"), {}, **out)
+    for name, value in out.items():
+        monkeypatch.setenv(f"PRECISION_SHIM_{name.upper()}", value)
+    hold([drawn], plan_of(file, "--transformer-engine", fused_adam), [worker])

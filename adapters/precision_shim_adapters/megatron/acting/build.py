@@ -30,7 +30,8 @@ class Build:
 
     Attributes:
         framework: the framework's name.
-        seen: dtypes of the trainable parameters of all model chunks that have a DDP so far.
+        seen: dtypes of the trainable parameters of all model chunks that have a DDP so far, on all
+            pipeline stages.
         distributed: whether the last DDP's config has the distributed optimizer.
         in_fp32: ``grad_reduce_in_fp32`` of the first chunk's bucket, or ``None`` before it is
             decided; Megatron asserts that all chunks of a model have the same DDP config.

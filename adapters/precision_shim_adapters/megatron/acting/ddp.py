@@ -25,6 +25,7 @@ from precision_shim_adapters.megatron.deciding.bucket import BucketChoice, choos
 from ..deciding.wishes import ALIGNMENT, DISPATCH, GROUP, SCALING, Wishes
 from ..resuming.checkpoint import bucket_without_shim
 from .build import Build, build_around
+from .stages import over_stages
 
 DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__"
 PATHS = {"megatron-fsdp": "Megatron-FSDP (overflows)"}
@@ -62,12 +63,18 @@ def find_noted_dtype(chunk: Any) -> torch.dtype | None:
     "Megatron's check asks whether the loss scale is dynamic",
     optional=True,
 )
-def build_ddp(call: Call, ddp_config: Any, module: Any, full_param_layout: Any = None) -> Any:
+def build_ddp(
+    call: Call,
+    ddp_config: Any,
+    module: Any,
+    full_param_layout: Any = None,
+    pg_collection: Any = None,
+) -> Any:
     """Record a model chunk's trainable dtypes, and give its DDP a config that fits these dtypes."""
     build = build_around(ddp_config)
     if build is None:
         return call.proceed()
-    model = trainable_dtypes(module.parameters())
+    model = over_stages(trainable_dtypes(module.parameters()), pg_collection)
     build.seen = build.seen + model
     build.distributed = bool(ddp_config.use_distributed_optimizer)
     wishes = build.wishes

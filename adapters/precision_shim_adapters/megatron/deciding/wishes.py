@@ -36,7 +36,7 @@ GROUP = "megatron"
 """The group of the backend's seams, and of the adapters' seams that the backend's seams need."""
 
 DISPATCH, ALIGNMENT, SCALING = "bf16-dispatch", "grad-bucket-alignment", "fp16-scaling"
-AUDIT = "audit"
+COERCION, AUDIT = "dtype-coercion", "audit"
 BUILDING = (DISPATCH, ALIGNMENT, SCALING, AUDIT)
 """The features of seams that call ``building``; these features depend on the model being built."""
 
@@ -166,7 +166,7 @@ def what_is_in_force(
     """
     return InForce(
         states=str(settings["optimizer_states"]),
-        coerces="dtype-coercion" in settings.features,
+        coerces=COERCION in settings.features,
         dispatches=holds(DISPATCH, GROUP),
         aligns=holds(ALIGNMENT, GROUP),
         over_user=settings["grad_bucket"] == "align",
@@ -248,7 +248,7 @@ def coerce_written(
     Raises:
         DtypeError: a dtype name is unknown, or a dtype is illegal for its field.
     """
-    if not ("dtype-coercion" in current_settings().features if now is None else now.coerces):
+    if not (COERCION in current_settings().features if now is None else now.coerces):
         return dict(written)
     dtypes = coerce_dtypes(written, where=where)
     check_dtypes(dtypes, fused_adam_support() if now is None else now.support, where=where)

@@ -93,7 +93,7 @@ def variants(
             made = side(other, with_shim(settings, support, holds))
         except DtypeError:
             continue
-        if problems_of(other, made, support):
+        if problems_of(other, made, support, holds=holds):
             continue
         lines = tuple(_line(asked, key, value) for key, value in fields.items())
         cheaper.append((gives_up, lines, other))

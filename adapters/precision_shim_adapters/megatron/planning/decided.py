@@ -7,7 +7,7 @@ returns the dtypes that Megatron keeps with the decided config.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,7 +30,10 @@ from precision_shim_adapters.megatron.deciding.legality import (
     release,
 )
 
+from ..deciding.table import PRECISION_AWARE_FIELDS
 from ..deciding.wishes import (
+    COERCION,
+    GROUP,
     PRECISION_AWARE,
     InForce,
     Planned,
@@ -65,6 +68,8 @@ class Asked:
         bucket_keys: the keys of Megatron's DistributedDataParallelConfig that the user wrote.
         illegal: problems that the adapter found.
         notes: remarks about legal settings.
+        takes_name: whether the framework itself turns a dtype name into a dtype; it refuses every
+            other name. ``None`` if the framework passes names on to Megatron.
     """
 
     wishes: Wishes
@@ -82,6 +87,7 @@ class Asked:
     bucket_keys: Collection[str] = ()
     illegal: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
+    takes_name: Callable[[str], bool] | None = None
 
     @property
     def subject(self) -> str:
@@ -124,7 +130,10 @@ Holds = Callable[[str, str], bool]
 
 
 def with_shim(settings: Settings, support: FusedAdamSupport, holds: Holds) -> InForce:
-    """The features in force with the shim on; ``coerces`` is true so that dtype names are read."""
+    """The features in force with the shim on; ``coerces`` is true so that dtype names are read.
+
+    ``problems_of`` reports the names that nothing turns into dtypes in the job.
+    """
     return replace(what_is_in_force(settings, holds, support), coerces=True)
 
 
@@ -197,8 +206,16 @@ def _find_unpacked(
     return tuple(name for name, dtype in moments.items() if dtype is not torch.float32)
 
 
-def problems_of(asked: Asked, side: Side, support: FusedAdamSupport) -> list[Problem]:
+def problems_of(
+    asked: Asked, side: Side, support: FusedAdamSupport, *, holds: Holds
+) -> list[Problem]:
     """List the settings of an optimizer and its bucket that Megatron refuses.
+
+    Args:
+        asked: the model.
+        side: what was decided about the model with the shim.
+        support: the capabilities of TransformerEngine's FusedAdam.
+        holds: returns whether a feature is in force for a group of seams, with the shim on.
 
     Raises:
         PlanError: the optimizer is not Adam.
@@ -212,6 +229,8 @@ def problems_of(asked: Asked, side: Side, support: FusedAdamSupport) -> list[Pro
 
     aware = bool(fields.get(PRECISION_AWARE))
     _refuse_others(asked, fields)
+    if not holds(COERCION, GROUP):
+        problems += _texts(asked)
     if aware and not fields.get("use_distributed_optimizer", asked.wishes.distributed):
         report(
             "precision-aware",
@@ -232,6 +251,24 @@ def problems_of(asked: Asked, side: Side, support: FusedAdamSupport) -> list[Pro
             "Write grad_reduce_in_fp32: true, or clip_grad: 0.",
         )
     return problems
+
+
+def _texts(asked: Asked) -> Iterator[Problem]:
+    """Yield a problem for each dtype name that reaches Megatron as a text."""
+    # Megatron never reads main_grads_dtype of a precision-aware optimizer.
+    takes, aware = asked.takes_name, asked.wishes.precision_aware_by_itself
+    first = 2 if takes is None and aware else 1
+    for field_ in (*PRECISION_AWARE_FIELDS[first:], "main_params_dtype"):
+        value = asked.wishes.asked.get(field_)
+        if isinstance(value, str) and not (takes is not None and takes(value)):
+            yield Problem(
+                "dtype",
+                asked.wishes.subject,
+                asked.key.format(field_),
+                f"{asked.wishes.where}: {field_}={value!r} is not turned into a dtype, as "
+                f"{COERCION} is not in force for this job",
+                f"Leave it out, or let the shim's {COERCION} act in the job.",
+            )
 
 
 def _refuse_others(asked: Asked, fields: Mapping[str, Any]) -> None:

@@ -153,7 +153,7 @@ def plan_model(
         key = asked.key.format(error.key or "dtype")
         return None, [*problems, Problem.of(error, subject, key)]
     if asked.wishes.trains:
-        problems += problems_of(asked, sides[1], support)
+        problems += problems_of(asked, sides[1], support, holds=holds)
     if any(problem.code in ("size", "world-size", "layers") for problem in problems):
         return None, problems
     counts = layout.count(

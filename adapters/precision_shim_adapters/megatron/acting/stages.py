@@ -1,0 +1,44 @@
+"""Read the trainable dtypes of all pipeline stages of a model, so that all stages decide alike.
+
+The first and the last stage each have a copy of tied embeddings, and add up the copies' gradients.
+If one of the two stages has fp32 parameters besides, its bucket would be fp32 and the other stage's
+bf16, and the two could not add their gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed
+
+from precision_shim.precision.model import TrainableDtypes
+
+
+def over_stages(model: TrainableDtypes, pg_collection: Any = None) -> TrainableDtypes:
+    """Add up the trainable dtypes of a model chunk and of the same chunk on the other stages.
+
+    A collective call of the pipeline-parallel group, in which each stage builds equally many
+    chunks.
+
+    Args:
+        model: the dtypes of this stage's chunk.
+        pg_collection: the process groups that the DDP got; ``None`` for Megatron's global groups.
+    """
+    group = _find_group(pg_collection)
+    if group is None or torch.distributed.get_world_size(group) < 2:
+        return model
+    every: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(every, model, group=group)
+    return sum(every, TrainableDtypes())
+
+
+def _find_group(pg_collection: Any) -> Any:
+    """The pipeline-parallel group; ``None`` if there is none."""
+    if not torch.distributed.is_initialized():
+        return None
+    group = getattr(pg_collection, "pp", None)
+    if group is not None:
+        return group
+    from megatron.core import parallel_state
+
+    return parallel_state.get_pipeline_model_parallel_group(check_initialized=False)
