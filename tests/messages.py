@@ -83,6 +83,7 @@ OF_A_TEXT = {
     "FusedAdam has no argument": STATES,
     "expect 'No dot product attention": DTYPES,
     "is a key that verl never reads": DTYPES,
+    "nemo_automodel rounds its own models": DTYPES,
     "Megatron optimizer checkpoint": CHECKPOINTS,
     "masters of fp32 parameters are not these parameters' values": CHECKPOINTS,
     "optimizer checkpoint, sharding type": CHECKPOINTS,

@@ -1,7 +1,8 @@
 """NeMo-RL's driver asks its workers' SGLang servers for the dtypes of the weights.
 
 A stand-in server answers with the fields of SGLang 0.5.12's endpoints, because SGLang is not
-installed; ``tests/sglang`` asks the real server. ``SGLangGeneration`` is NeMo-RL's own.
+installed; ``tests/sglang/test_nemo_rl.py`` asks the real server. ``SGLangGeneration`` is NeMo-RL's
+own.
 """
 
 from __future__ import annotations

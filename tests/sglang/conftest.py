@@ -1,4 +1,4 @@
-"""The real SGLang; only the server of ``servers.py`` imports verl and SGLang."""
+"""The real SGLang; only the processes that the tests start import it, verl and NeMo-RL."""
 
 import importlib.util
 

@@ -8,18 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from precision_shim.auditing import halves
 from precision_shim.auditing.contradictions import contradictions
 from precision_shim.auditing.halves import BASE, ROLLOUT, Held, Sent, Weights
 from precision_shim_adapters.rollout import of_rollout
-from precision_shim_adapters.rollout.held_sglang import NAMES, ROWS, SAMPLE
-from precision_shim_adapters.rollout.in_engine import count_exact
+from precision_shim_adapters.rollout.held_sglang import SAMPLE
 
 from ..rank_server import Ranks, rank_server
 from ..ray_cluster import drive
-from ..tiny_models import VOCABULARY, make_checkpoint
+from ..tiny_models import make_checkpoint
+from .weights import make_llama, share_of
 
 KEY = "actor_rollout_ref.rollout.dtype"
 
@@ -48,39 +47,13 @@ def ask(ranks: Ranks) -> Callable[..., Any]:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An fp32 model of an architecture whose weights SGLang returns."""
-    folder = make_checkpoint(tmp_path_factory.mktemp("llama"), width=64)  # for the tokenizer
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    return make_llama(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bf16 model of an architecture whose weights SGLang does not return."""
     return make_checkpoint(tmp_path_factory.mktemp("qwen"), "bfloat16", width=64)
-
-
-def share_of(model: Path, *dtypes: torch.dtype) -> tuple[float, int]:
-    """The share of sampled weights that are exact in bf16 after rounding to ``dtypes`` in turn."""
-    weights = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
-    counts = []
-    for name in NAMES:
-        value = weights[name][:ROWS]
-        for dtype in dtypes:
-            value = value.to(dtype)
-        counts.append(count_exact(value))
-    exact, sampled = torch.stack(counts).sum(0).tolist()
-    return exact / sampled, sampled
 
 
 def sent(asked: str, own: float, on_the_wire: float) -> Sent:

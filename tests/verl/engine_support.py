@@ -6,6 +6,7 @@ The ranks of ``engine_ranks.py`` and Ray's workers import this module, which imp
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -36,6 +37,10 @@ KINDS = {
 }
 
 
+_tiny_has_experts = False
+"""Whether torchtitan's tiny model is a mixture of experts; ``configs`` sets it for each engine."""
+
+
 def prepare() -> None:
     """Import verl and the libraries of its engines."""
     with_titan = importlib.util.find_spec("torchtitan") is not None  # verl's engine from 0.9.0
@@ -57,12 +62,30 @@ def prepare() -> None:
     _answer_for_gpus()
     if with_titan:
         _answer_for_titan()
+        torch.distributed.all_to_all = _all_to_all_of_unequal_parts
+
+
+def _all_to_all_of_unequal_parts(
+    received: list[torch.Tensor], sent: list[torch.Tensor], group: Any = None
+) -> None:
+    """``all_to_all`` as NCCL has it; gloo's takes only parts of equal sizes."""
+    into = torch.empty(sum(map(torch.numel, received)), dtype=sent[0].dtype)
+    torch.distributed.all_to_all_single(
+        into,
+        torch.cat([one.reshape(-1) for one in sent]),
+        [one.numel() for one in received],
+        [one.numel() for one in sent],
+        group=group,
+    )
+    for one, part in zip(received, into.split([one.numel() for one in received]), strict=True):
+        one.copy_(part.view_as(one))
 
 
 def _answer_for_gpus() -> None:
     """Let VeOmni and Automodel build their models on a CPU, even on a single rank."""
     import nemo_automodel._transformers.auto_model as auto_model
     import nemo_automodel.components.distributed.mesh_utils as meshes
+    import nemo_automodel.components.models.qwen3_moe.model as qwen3_moe
     import wrapt
     from veomni.distributed.parallel_state import ParallelState
 
@@ -76,7 +99,7 @@ def _answer_for_gpus() -> None:
         def device(self, *names: Any) -> Any:
             return torch.device("cpu")
 
-    auto_model.torch = CpuTorch(torch)
+    auto_model.torch = qwen3_moe.torch = CpuTorch(torch)
     torch.distributed.tensor._random.manual_seed = lambda seed, mesh: torch.manual_seed(seed)
     ParallelState.fsdp_enabled = True  # so that VeOmni shards even on a single rank
 
@@ -87,7 +110,10 @@ def _answer_for_titan() -> None:
     from torchtitan.distributed.parallel_dims import ParallelDims
     from torchtitan.models import qwen3
 
-    kind = importlib.import_module(MODULES["torchtitan"]).TorchTitanEngine
+    impl = importlib.import_module(MODULES["torchtitan"])
+    kind = impl.TorchTitanEngine
+    # torchtitan 0.3.0 captures CUDA graphs unless told, and refuses them beside parallel experts.
+    impl.TrainingConfig = functools.partial(impl.TrainingConfig, disable_cuda_graphs=True)
     mesh_of = ParallelDims.get_optional_mesh
 
     def get_optional_mesh(self: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
@@ -108,17 +134,18 @@ def _answer_for_titan() -> None:
     kind._init_device_mesh = with_plain_sums
 
     def tiny(attn_backend: str = "varlen", **kwargs: Any) -> Any:
-        return titans.model_spec().model
+        return titans.model_spec(experts=_tiny_has_experts).model
 
     qwen3.qwen3_configs["tiny"] = tiny
 
 
-def make_model(folder: Path, *, experts: bool = False) -> Path:
+def make_model(folder: Path, *, experts: bool = False, auxiliary: float = 1e-3) -> Path:
     """Write the Qwen3 of ``torchtitan.cpu.model_spec`` as a Hugging Face checkpoint.
 
     Args:
         folder: the folder to write.
         experts: whether each layer is a mixture of four experts, two of them for each token.
+        auxiliary: the factor of the experts' auxiliary loss, which only Automodel's own models add.
     """
     import transformers
 
@@ -126,10 +153,11 @@ def make_model(folder: Path, *, experts: bool = False) -> Path:
 
     make_checkpoint(folder)
     torch.manual_seed(0)
-    kind, more = "Qwen3", {}
+    kind, more = "Qwen3", dict[str, Any]()
     if experts:
         kind = "Qwen3Moe"
         more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        more |= {"router_aux_loss_coef": auxiliary}
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=VOCABULARY,
         hidden_size=32,
@@ -165,6 +193,8 @@ def configs(
     import verl.workers.config as verls
     from verl.trainer.config import CheckpointConfig
 
+    global _tiny_has_experts
+    _tiny_has_experts = "Qwen3Moe" in Path(model, "config.json").read_text(encoding="utf-8")
     contents = ["model", "optimizer", "extra"]
     common: dict[str, Any] = {"use_torch_compile": False, "use_dynamic_bsz": False}
     short = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}[dtype]

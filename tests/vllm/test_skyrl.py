@@ -5,12 +5,6 @@ SkyRL's other syncs (nccl, ipc) need CUDA.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +14,7 @@ import pytest
 from precision_shim.cli import main
 
 from ..rank_server import Ranks, rank_server
+from ..ray_cluster import drive
 from ..tiny_models import make_checkpoint
 
 JOBS = {
@@ -29,8 +24,6 @@ JOBS = {
     "bf16 from fp32": {"stored": "float32", "dtype": "bfloat16"},
 }
 """Jobs by the engine's dtype and the base checkpoint's dtype."""
-
-HALF = "float16"
 
 
 @pytest.fixture(scope="module")
@@ -72,37 +65,26 @@ def test_without_the_shim_the_engine_holds_the_same(launch: Ranks, found: dict[s
 
 @pytest.mark.usefixtures("start_up_file")
 def test_its_own_server_tells_what_it_holds(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The audit records the server's weights at the start and after a sync, and sent weights."""
-    audits = tmp_path / "audits"
-    audits.mkdir()
-    model = make_checkpoint(tmp_path / "model", width=64)
-    root = Path(__file__).parents[2]
-    script = Path(__file__).with_name("skyrl_server.py")
-    variables = {
-        "PYTHONPATH": str(root),
-        "PRECISION_SHIM": "1",
-        "PRECISION_SHIM_AUDIT_DIR": str(audits),
-    }
-    # The output goes to a file, because vLLM's engine process would keep a pipe open.
-    with (tmp_path / "said").open("w+", encoding="utf-8") as output:
-        process = subprocess.Popen(
-            [sys.executable, str(script), model, tmp_path, HALF],
-            env={**os.environ, **variables},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+    """In SkyRL's own Ray actor the audit records the server's weights before and after a sync."""
+    model, audits = make_checkpoint(tmp_path / "model", width=64), tmp_path / "audits"
+    with rank_server("tests.verl.ray_processes", tmp_path_factory.mktemp("driver")) as drivers:
+        done = drive(
+            drivers,
+            Path(__file__).with_name("skyrl_driver.py"),
+            model,
+            tmp_path,
+            "float16",
+            timeout=800,
+            CUDA_VISIBLE_DEVICES="0",  # Ray refuses its GPU, which is only a number, beside none
+            PRECISION_SHIM="1",
+            PRECISION_SHIM_AUDIT_DIR=str(audits),
         )
-        try:
-            process.wait(timeout=800)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    text = (tmp_path / "said").read_text("utf-8")
-    lines = [one for one in text.splitlines() if one.startswith("FOUND ")]
-    assert lines, text[-4000:]
-    before, after = (json.loads(one) for one in json.loads(lines[-1].removeprefix("FOUND ")))
+    assert done["tokens"] == 4
+    assert done["actor"]["process"] != done["process"]
+    assert set(done["actor"]["seams"].values()) == {"wrapped"}
+    before, after = done["held"]
     for one, number in ((before, 0), (after, 1)):
         assert (one["subject"], one["sync"], one["not_answered"]) == ("rollout", number, "")
         assert (one["computes"], one["kv_held"]) == ("fp16", ["fp16"])

@@ -6,8 +6,11 @@ import dataclasses
 import os
 from typing import Any
 
-from precision_shim.adapting import Call, decide, seam, versioned
+import torch
+
+from precision_shim.adapting import Call, decide, seam, versioned, warn
 from precision_shim.errors import DtypeError
+from precision_shim.precision.dtypes import parse_dtype
 
 from ..fp16 import FEATURE
 from ..fp16.autocast import autocast_in_fp16
@@ -98,7 +101,30 @@ def build(call: Call) -> Any:
 
         autocast_in_fp16(engine.module, get_device_name())
         scale(engine, BECAUSE)
+    if engine.optimizer is not None:
+        tell_rounded_weights(engine)
     return result
+
+
+def tell_rounded_weights(engine: Any) -> None:
+    """Warn if Automodel trains 16-bit weights where ``model_dtype`` asks for fp32.
+
+    ``initialize_weights`` of Automodel's own models, which verl takes with ``ep_size`` above 1,
+    casts a model to bfloat16 unless it is told another dtype; Automodel's loader tells it none.
+    """
+    asked = engine.engine_config.model_dtype
+    held = {one.dtype for one in engine.module.parameters() if one.requires_grad}
+    rounded = held & {torch.bfloat16, torch.float16}
+    if parse_dtype(str(asked)) is torch.float32 and rounded:
+        (dtype, *_) = rounded
+        warn(
+            f"{versioned('verl')}: engine_config.model_dtype={asked!r}, but the weights of "
+            f"{type(engine.module).__name__} are {dtype}: nemo_automodel rounds its own models, "
+            "which verl takes with ep_size above 1, while it loads them. The optimizer steps the "
+            "rounded weights, which lose small updates. Train with ep_size=1, or with an optimizer "
+            "that has fp32 masters: optimizer_impl=transformer_engine.pytorch.optimizers, "
+            "optimizer=FusedAdam, master_weights=True."
+        )
 
 
 @seam(

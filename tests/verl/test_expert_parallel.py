@@ -1,0 +1,105 @@
+"""Expert parallelism over two ranks on verl's Automodel and torchtitan engines, in fp16.
+
+Each rank has half of the experts, and each token goes to the rank that has its experts. VeOmni's
+experts need a GPU's kernels then, and are not run here. ``expert_ranks.py`` has the ranks' cases.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+from ..rank_server import Ranks, rank_server
+from .conftest import VERL
+from .test_engines import SINCE, same
+
+pytestmark = [
+    pytest.mark.skipif(
+        any(importlib.util.find_spec(name) is None for name in ("veomni", "nemo_automodel")),
+        reason="the packages of these engines are in an environment of their own",
+    ),
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="the ranks are forked"),
+]
+
+PARALLEL = {"automodel": {"ep_size": 2}, "torchtitan": {"expert_parallel_size": 2}}
+ENGINES = [name for name in PARALLEL if Version(SINCE[name]) <= VERL]
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Runs a case on fresh processes; ``MODEL`` is a mixture of four experts in each layer."""
+    from .engine_support import make_model
+
+    model = make_model(tmp_path_factory.mktemp("qwen3-moe"), experts=True)
+    folder = tmp_path_factory.mktemp("ranks")
+    with rank_server("tests.verl.expert_ranks", folder, MODEL=str(model)) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_it_equals_a_loop_by_hand_and_resumes(launch: Ranks, name: str, tmp_path: Path) -> None:
+    """Both ranks skip the same two steps; a resume in new processes continues bit for bit."""
+    told = {"name": name, "at": 4, "overflows": [2, 5], **PARALLEL[name]}
+    hand = launch("by_hand", name=name, **PARALLEL[name])
+    straight = launch("saved", folder=tmp_path, **told)
+    gone_on = launch("resumed", folder=tmp_path, **told)
+    for ours, theirs, second in zip(straight, hand, gone_on, strict=True):
+        same(ours, theirs)
+        assert ours["after"] == ours["before"]
+        assert second["loaded"] == ours["before"]
+        assert second["state"] == ours["state"]
+        assert second["foretold"] == "exact"
+    for key in ("scale", "tracker", "counter"):
+        assert straight[0]["state"][key] == straight[1]["state"][key]
+    # Each rank has other experts.
+    assert straight[0]["state"]["parameters"] != straight[1]["state"]["parameters"]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_it_trains_as_one_rank_with_all_experts(launch: Ranks, name: str, tmp_path: Path) -> None:
+    """Two ranks differ from one no more than bf16 differs from fp16 on that one rank.
+
+    On one rank Automodel runs transformers' experts, which have no auxiliary loss.
+    """
+    from .engine_support import make_model
+
+    told = {"name": name, "model": str(make_model(tmp_path, experts=True, auxiliary=0.0))}
+    first, second = launch("compared", **told, **PARALLEL[name])
+    (one,) = launch("compared", world=1, **told)
+    (rounder,) = launch("compared", world=1, dtype="bfloat16", **told)
+    assert first == second
+    assert first["split"] != one["split"] == []
+    assert one["skipped"] == [True, True]
+    for key in ("scales", "skipped", "still"):
+        assert first[key] == one[key]
+    for key in ("losses", "norms"):
+        for count in (1, len(one[key])):  # before and after the weights differ
+            near, far = (_apart(each[key][:count], one[key][:count]) for each in (first, rounder))
+            assert near < 2 * far, (key, count)
+    assert first["weights"].keys() == one["weights"].keys()
+    near, far = (_weights_apart(each["weights"], one["weights"]) for each in (first, rounder))
+    assert 0 < near < far
+
+
+def _apart(one: list[float], other: list[float]) -> float:
+    """The root of the sum of squared differences."""
+    return sum((a - b) ** 2 for a, b in zip(one, other, strict=True)) ** 0.5
+
+
+def _weights_apart(one: Mapping[str, list[float]], other: Mapping[str, list[float]]) -> float:
+    return sum(_apart(one[name], other[name]) ** 2 for name in other) ** 0.5
+
+
+def test_rounded_weights_are_said(launch: Ranks) -> None:
+    """verl's default of ``model_dtype`` is fp32; Automodel's own models have bf16 weights."""
+    (ours, _) = launch("built", asked=[["automodel", PARALLEL["automodel"]]])
+    (said,) = ours[0]["said"]
+    assert "model_dtype='fp32', but the weights of" in said
+    assert "torch.bfloat16" in said
+    (alone,) = launch("built", world=1, asked=[["automodel", {}]])
+    assert alone[0]["said"] == []
