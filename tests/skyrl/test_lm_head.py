@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch.nn import functional
 
 from precision_shim.errors import UnsupportedPrecisionError
 
 from ..planted_engines import plant
+from .conftest import SKYRL
 from .support import batch, build, fsdp_worker
 from .test_both_sides import NO_REF, OVER, on_fsdp, on_megatron, plan, told, validated, warned
 from .test_both_sides import vllm as vllm  # noqa: PLC0414  a fixture that all tests here use
@@ -88,6 +90,10 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
         "head_dtype=bfloat16",
         ("trainer.policy.model_config_kwargs={head_dtype: bfloat16}",),
     ),
+    "LoRA on the head": (
+        "target_modules has the LM head",
+        ("trainer.policy.model.lora.rank=4", "trainer.policy.model.lora.target_modules=[lm_head]"),
+    ),
     "servers of somebody else": (
         "servers that SkyRL does not start",
         (
@@ -119,6 +125,18 @@ def test_a_refusal_changes_no_key(
     shim(settings=HEAD, strict=True, export=False)
     with pytest.raises(UnsupportedPrecisionError, match="PRECISION_SHIM_HEAD=fp32 is refused"):
         validated(*words)
+
+
+@pytest.mark.usefixtures("engines")
+@pytest.mark.skipif(Version("0.3") > SKYRL, reason="SkyRL has fused_lm_head_logprob from 0.3 on")
+def test_a_fused_product_is_refused(shim: Any, checkpoints: dict[str, Path]) -> None:
+    """SkyRL then takes the weight of Megatron's output layer, and never calls the layer."""
+    shim(settings=HEAD, export=False)
+    fused = "trainer.fused_lm_head_logprob=true"
+    words = on_megatron(checkpoints["bfloat16"], "bf16", NO_REF, fused)
+    _, warnings = warned(lambda: validated(*words))
+    (refusal,) = [one for one in warnings if "PRECISION_SHIM_HEAD" in one]
+    assert "policy: trainer.fused_lm_head_logprob multiplies in the model's dtype" in refusal
 
 
 @pytest.mark.usefixtures("engines")
@@ -158,8 +176,8 @@ def test_an_fsdp_workers_head(
     shim: Any, checkpoints: dict[str, Path], head: str, dtype: str
 ) -> None:
     shim(settings={"head": head}, export=False)
-    word = "trainer.policy.model_config_kwargs={head_dtype: float32}"
-    worker = fsdp_worker("policy", checkpoints["float32"], dtype, word)
+    mark = ["trainer.policy.model_config_kwargs={head_dtype: float32}"] * (head == "fp32")
+    worker = fsdp_worker("policy", checkpoints["float32"], dtype, *mark)
     seen = watch(worker.model.model.lm_head, getattr(torch, dtype))
     for step in range(2):
         worker.forward_backward(batch(step))
@@ -175,9 +193,8 @@ def test_a_megatron_workers_head(
     shim(settings={"head": head}, export=False)
     words = on_megatron(checkpoints["bfloat16"], "bf16")
     key = "trainer.policy.megatron_config.model_config_kwargs"
-    worker = build(
-        checkpoints["bfloat16"], *words, f"{key}={{model_config: {{head_dtype: float32}}}}"
-    )
+    mark = [f"{key}={{model_config: {{head_dtype: float32}}}}"] * (head == "fp32")
+    worker = build(checkpoints["bfloat16"], *words, *mark)
     (layer,) = [
         part
         for name, part in worker.actor_module[0].named_modules()

@@ -657,6 +657,14 @@ def test_a_setting_that_the_framework_has_no_feature_for(toyfw):
         install(settings={"head": "as-configured", "rollout": "tell"})
 
 
+def test_a_setting_whose_feature_is_off(toyfw):
+    off = "toyfw 1.0: PRECISION_SHIM_HEAD=fp32 has no effect"
+    install(settings={"head": "fp32"}, features="dtype-coercion")
+    with pytest.warns(PrecisionShimWarning, match=off):
+        scale = ops().scale
+    assert scale(3) == -6
+
+
 def test_strict_raises_where_a_setting_has_no_effect(toyfw):
     install(settings={"head": "fp32"}, strict=True)
     with pytest.warns(PrecisionShimWarning, match=UNREAD):

@@ -43,7 +43,7 @@ def watch(module: Any) -> list[dict[str, Any]]:
 def fp32_head(job: Job, head: str, role: str = "actor") -> dict[str, Any]:
     """Train with an overflow, save, load and go on; the LM head is watched."""
     install(**SETTINGS, head=head)
-    options: dict[str, Any] = {"overrides": MARK}
+    options: dict[str, Any] = {"overrides": MARK if head == "fp32" else {}}
     if role == "ref":
         one = support.engine(job.model, forward_only=True, **options)
         return {"own": "forward" in vars(one.module.lm_head)}
@@ -77,7 +77,7 @@ def legacy_fp32_head(job: Job, head: str) -> dict[str, Any]:
     """The LM head of 0.7.1's legacy actor."""
     install(**SETTINGS, head=head)
     key = "++actor_rollout_ref.model.override_config.head_dtype=float32"
-    one = support.Legacy(job.model, "actor", key)
+    one = support.Legacy(job.model, "actor", *([key] if head == "fp32" else []))
     seen = watch(one.module)
     one.train(range(3), {1: support.HUGE})
     return {"seen": seen, "scaled": one.state()["counter"]}

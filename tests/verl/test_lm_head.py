@@ -105,8 +105,21 @@ REFUSED = {
         [f"+{MODEL}.override_config.head_dtype=bfloat16"],
         "override_config.head_dtype=bfloat16",
     ),
-    "an adapter of the head": ([f"{MODEL}.target_modules=[lm_head]"], "lm_head"),
+    "an adapter of the head": ([f"{MODEL}.target_modules=[lm_head]"], "has the LM head"),
+    "an adapter of the head on Megatron": (
+        [f"++{MODEL}.lora.target_modules=[output_layer]"],
+        "has the LM head",
+    ),
     "quantised": (["++actor_rollout_ref.rollout.quantization=fp8"], "quantization"),
+    "quantised in training": (["++actor_rollout_ref.rollout.qat={enable: true}"], "rollout.qat"),
+    "a fused product of the actor": (
+        ["++actor_rollout_ref.actor.use_fused_kernels=true"],
+        "actor.use_fused_kernels",
+    ),
+    "SGLang's LoRA adapter": (
+        [f"{ROLLOUT}.name=sglang", f"++{MODEL}.lora_rank=8"],
+        "SGLang puts a LoRA adapter on its LM head",
+    ),
 }
 
 
@@ -119,7 +132,8 @@ def test_a_refusal_changes_no_key(capsys: pytest.CaptureFixture[str], case: str)
     assert said in told
     assert at(made.config, f"{MODEL}.override_config.head_dtype") != "float32"
     assert at(made.config, KEYS["vllm"]) != "float32"
-    problems, _ = of_plan([f"{ROLLOUT}.name=vllm", *words], capsys)
+    first = [] if any("rollout.name" in word for word in words) else [f"{ROLLOUT}.name=vllm"]
+    problems, _ = of_plan([*first, *words], capsys)
     assert problems == [told]
     precision_shim.uninstall()
     with pytest.raises(UnsupportedPrecisionError, match="PRECISION_SHIM_HEAD=fp32 is refused"):
@@ -193,7 +207,8 @@ def train(
 
     def make(head: str, **options: Any) -> tuple[Training, list[tuple[str, bool]]]:
         precision_shim.install(settings={"head": head})
-        one = Training(checkpoint, monkeypatch, overrides_of_model=MARK, **options)
+        mark = {"head_dtype": "float32"} if head == "fp32" else {}
+        one = Training(checkpoint, monkeypatch, overrides_of_model=mark, **options)
         seen: list[tuple[str, bool]] = []
 
         def look(layer: Any, given: Any, named: Any, result: Any) -> None:
@@ -210,9 +225,6 @@ def train(
         return one, seen
 
     return make
-
-
-MARK = {"head_dtype": "float32"}
 
 
 @pytest.mark.parametrize("bridge", [False, True])

@@ -74,11 +74,14 @@ def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], lis
         both = sides.read_sides(config)
     except DtypeError as error:
         return [Problem.of(error, "rollout", error.key)], []
-    if both is None:
-        return [], []
     on = job.in_force(FEATURE, sides.GROUP)
+    problems: list[Problem] = []
+    notes: list[str] = []
+    if generation:
+        problems, notes = problems_of_heads(_where(), sides.read_heads, job.settings, on=on)
+    if both is None:
+        return problems, notes
     others, kind = both.others, both.kind
-    problems, notes = problems_of_heads(_where(), sides.read_heads, job.settings, on=on)
     found, told = problems_of(_where(), both.trainer, others, job.settings, on=on, model_type=kind)
     return [*found, *problems], [*told, *notes]
 

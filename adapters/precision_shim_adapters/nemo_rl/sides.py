@@ -133,7 +133,10 @@ def read_sides(config: Any) -> Sides | None:
 
 def read_heads() -> list[Head]:
     """Describe the LM head of a job's rollout, which the shim cannot change."""
-    refusal = "the vLLM of NeMo-RL's releases (0.20 and older) does not use head_dtype"
+    refusal = (
+        "the shim changes no LM head in NeMo-RL, whose vLLM up to NeMo-RL 0.7 (0.20 and older) "
+        "does not use head_dtype"
+    )
     return [Head("rollout", refusal=refusal)]
 
 
@@ -222,8 +225,9 @@ def compare_engines(call: Call, master_config: Any) -> Any:
         UnsupportedPrecisionError: in strict mode, the policy is float16 and an engine is not.
     """
     both = read_sides(master_config)
-    if both is not None:
+    if isinstance(_part(master_config, "policy").get("generation"), Mapping):
         settle_heads(versioned(FRAMEWORK), read_heads, None)
+    if both is not None:
         generation = _part(master_config, "policy")["generation"]
 
         def write(engine: Engine, name: str) -> None:

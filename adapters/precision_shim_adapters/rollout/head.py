@@ -9,7 +9,7 @@ workers read it there and change their LM head: ``compute_in_fp32`` for torch's 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -123,6 +123,14 @@ def of_trainer(subject: str, overrides: object, place: str, refusal: str = "") -
     return Head(subject, key, in_fp32)
 
 
+def names_head(*targets: str | Iterable[str] | None) -> bool:
+    """Whether the target modules of LoRA, as names or as a regular expression, have the LM head."""
+    words: list[str] = []
+    for several in targets:
+        words += [several] if isinstance(several, str) else map(str, several or ())
+    return any(name in word for word in words for name in ("lm_head", "output_layer"))
+
+
 def settle_heads(where: str, read: Read, write: Callable[[Head], None] | None) -> None:
     """Write the keys that make all LM heads compute in fp32, or report why none of them does.
 
@@ -144,7 +152,7 @@ def settle_heads(where: str, read: Read, write: Callable[[Head], None] | None) -
     if (SUBJECT, chosen) not in said:
         decide(framework, SUBJECT, FEATURE, chosen, because)
     if stay:
-        message = ". ".join(message_of(where, stay))
+        message = ". ".join(message_of(where, heads, stay))
         if settings.strict:
             raise UnsupportedPrecisionError(message)
         warn(message)
@@ -163,8 +171,14 @@ def verdict_of(heads: Sequence[Head], stay: Sequence[Head], where: str) -> tuple
     return "fp32 in trainer and rollout", f"{SETTING}; {keys}"
 
 
-def message_of(where: str, stay: Sequence[Head]) -> tuple[str, str]:
-    """The message about a refusal in two parts, the reason and the remedy."""
+def message_of(where: str, heads: Sequence[Head], stay: Sequence[Head]) -> tuple[str, str]:
+    """The message about a refusal in two parts, the reason and the remedy.
+
+    Args:
+        where: framework and version.
+        heads: the LM head of each engine of the job.
+        stay: those that cannot compute in fp32.
+    """
     reasons = "; ".join(f"{head.subject}: {_reason(head)}" for head in stay)
     remedies = {
         head.remedy or ("" if head.refusal else f"Write {head.key}={head.value}") for head in stay
@@ -172,8 +186,11 @@ def message_of(where: str, stay: Sequence[Head]) -> tuple[str, str]:
     ways = ". ".join(sorted(remedies - {""}))
     message = (
         f"{where}: {SETTING} is refused, because it takes effect in all engines or in none: "
-        f"{reasons}. No LM head changes"
+        f"{reasons}. The shim changes no LM head"
     )
+    theirs = ", ".join(dict.fromkeys(head.key for head in heads if head.in_fp32 and head.key))
+    if theirs:
+        message += f", but {theirs} of the config acts"
     return message, f"{ways}. Or unset {_VARIABLE}." if ways else f"Unset {_VARIABLE}."
 
 
@@ -198,9 +215,10 @@ def problems_of_heads(
     stay = refused(heads, may_write=True)
     chosen, because = verdict_of(heads, stay, where)
     notes = [f"{SUBJECT}: {FEATURE}: {chosen} ({because})"]
-    if not stay or not all(head.known for head in stay):
+    sure = [head for head in stay if head.known]
+    if not sure:
         return [], notes
-    return [Problem("lm-head", SUBJECT, stay[0].key, *message_of(where, stay))], notes
+    return [Problem("lm-head", SUBJECT, sure[0].key, *message_of(where, heads, sure))], notes
 
 
 def is_marked(overrides: object) -> bool:
@@ -209,7 +227,7 @@ def is_marked(overrides: object) -> bool:
     Args:
         overrides: the overrides of the model's HF config, as the trainer's worker has them.
     """
-    if not is_asked(current_settings()) or not isinstance(overrides, Mapping):
+    if not isinstance(overrides, Mapping):
         return False
     return str(overrides.get(FIELD)).removeprefix("torch.") == "float32"
 
@@ -228,13 +246,14 @@ def compute_in_fp32(model: torch.nn.Module, where: str) -> None:
         UnsupportedPrecisionError: the LM head is no plain linear layer.
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
-    if not isinstance(head, torch.nn.Linear):
+    # A subclass with its own product, such as a quantised one, would lose it.
+    if getattr(type(head), "forward", None) is not torch.nn.Linear.forward:
         raise UnsupportedPrecisionError(
             f"{where}: {SETTING}: the LM head of {type(model).__name__} is a "
             f"{type(head).__name__}, and the shim computes only a torch.nn.Linear in fp32. Unset "
             "PRECISION_SHIM_HEAD."
         )
-    head.forward = types.MethodType(_forward, head)  # type: ignore[method-assign]
+    head.forward = types.MethodType(_forward, head)
     setattr(head, HEAD_MARK, "fp32")
 
 

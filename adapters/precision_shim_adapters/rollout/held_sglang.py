@@ -138,7 +138,8 @@ def _of_arguments(known: Held, state: Mapping[str, Any]) -> Held:
         computes="" if dtype == "auto" else dtype_name(dtype),
         quantization=str(state["quantization"] or ""),
         kv_cache=str(state["kv_cache_dtype"]),
-        head="fp32" if state.get(_HEAD) else "",
+        # With an adapter on the head, SGLang multiplies before it looks at the option.
+        head="fp32" if state.get(_HEAD) and not state.get("enable_lora") else "",
     )
 
 

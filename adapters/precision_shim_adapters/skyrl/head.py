@@ -21,6 +21,7 @@ from ..rollout import (
     InForce,
     compute_in_fp32,
     is_marked,
+    names_head,
     of_rollout,
     of_trainer,
 )
@@ -46,8 +47,12 @@ def read_heads(config: Any, in_force: InForce) -> list[Head]:
         refusal = ""
         if trainer.strategy not in ("fsdp", "fsdp2", "megatron"):
             refusal = f"the shim does not change the LM head of SkyRL's {trainer.strategy} workers"
-        elif role == "policy" and "lm_head" in _targets(trainer.policy.model):
-            refusal = "trainer.policy.model.lora.target_modules has lm_head"
+        elif getattr(trainer, "fused_lm_head_logprob", False):
+            refusal = (
+                "trainer.fused_lm_head_logprob multiplies in the model's dtype, set it to false"
+            )
+        elif role == "policy" and names_head(_targets(trainer.policy.model)):
+            refusal = "trainer.policy.model.lora.target_modules has the LM head"
         elif not in_force(FEATURE, group):
             refusal = NOT_IN_FORCE
         heads.append(of_trainer(role, overrides, place, refusal))
@@ -70,10 +75,9 @@ def _overrides(trainer: Any, role: str) -> tuple[str, Mapping[str, Any]]:
     return f"{place}.model_config_kwargs", model.model_config_kwargs or {}
 
 
-def _targets(model: Any) -> tuple[str, ...]:
+def _targets(model: Any) -> Any:
     lora = getattr(model, "lora", None)
-    targets = getattr(lora, "target_modules", None) if getattr(lora, "rank", 0) else None
-    return (targets,) if isinstance(targets, str) else tuple(targets or ())
+    return getattr(lora, "target_modules", None) if getattr(lora, "rank", 0) else None
 
 
 def write(config: Any, head: Head) -> None:

@@ -21,6 +21,7 @@ from ..rollout import (
     InForce,
     compute_in_fp32,
     is_marked,
+    names_head,
     of_rollout,
     of_trainer,
 )
@@ -58,17 +59,29 @@ def read_heads(config: Mapping[str, Any], in_force: InForce) -> list[Head]:
             refusal = NOT_IN_FORCE
         heads.append(of_trainer(subject, overrides, place, refusal))
     backend, section = str(rollout.get("name") or ""), rollout.get("engine_kwargs") or {}
-    quantised = "quantization" if rollout.get("quantization") else ""
-    options = section.get(backend) or {}
-    heads.append(
-        of_rollout(
-            backend,
-            options,
-            f"{ROLLOUT}.engine_kwargs.{backend}",
-            f"{ROLLOUT}.{quantised}" if quantised else "",
-        )
+    qat = (rollout.get("qat") or {}).get("enable")
+    quantised = "qat" if qat else "quantization" if rollout.get("quantization") else ""
+    head = of_rollout(
+        backend,
+        section.get(backend) or {},
+        f"{ROLLOUT}.engine_kwargs.{backend}",
+        f"{ROLLOUT}.{quantised}" if quantised else "",
     )
-    return heads
+    if backend == "sglang" and _adapts_in_sglang(model):
+        # SGLang's head with LoRA multiplies before SGLang looks at enable_fp32_lm_head.
+        refusal = "SGLang puts a LoRA adapter on its LM head, which then computes in 16 bits"
+        remedy = f"Name the modules in {MODEL}.target_modules, or write {MODEL}.lora.merge=True"
+        head = Head("rollout", head.key, refusal=refusal, remedy=remedy)
+    return [*heads, head]
+
+
+def _adapts_in_sglang(model: Mapping[str, Any]) -> bool:
+    """Whether verl gives SGLang a LoRA adapter on its LM head, as for ``all-linear``."""
+    lora = model.get("lora") or {}
+    if not (model.get("lora_rank") or lora.get("rank")) or lora.get("merge"):
+        return False
+    targets = model.get("target_modules") or "all-linear"
+    return targets == "all-linear" or names_head(targets, lora.get("target_modules"))
 
 
 def _overrides(model: Mapping[str, Any], *, nested: bool) -> tuple[str, object]:
@@ -82,14 +95,14 @@ def _overrides(model: Mapping[str, Any], *, nested: bool) -> tuple[str, object]:
 def _refuses(model: Mapping[str, Any], role: Mapping[str, Any], strategy: str, subject: str) -> str:
     if strategy not in ("fsdp", "fsdp2", "megatron"):
         return f"the shim does not change the LM head of verl's {strategy} engine"
-    if model.get("use_fused_kernels"):
-        return f"{MODEL}.use_fused_kernels multiplies in the model's dtype, set it to False"
+    for section, place in ((model, MODEL), (role, f"actor_rollout_ref.{subject}")):
+        if section.get("use_fused_kernels"):
+            return f"{place}.use_fused_kernels multiplies in the model's dtype, set it to False"
     if strategy == "megatron" and (role.get("megatron") or {}).get("use_megatron_fsdp"):
         key = f"actor_rollout_ref.{subject}.megatron.use_megatron_fsdp"
         return f"{key}: Megatron-FSDP owns the LM head's weight"
-    targets = model.get("target_modules")
-    if targets and "lm_head" in ([targets] if isinstance(targets, str) else targets):
-        return f"{MODEL}.target_modules has lm_head, whose adapter would compute beside fp32"
+    if names_head(model.get("target_modules"), (model.get("lora") or {}).get("target_modules")):
+        return f"target_modules of {MODEL} has the LM head, whose adapter computes in 16 bits"
     return ""
 
 

@@ -25,12 +25,13 @@ _MATRIX_PRODUCTS = "the dtype of verl's autocast, in which the matrix products r
 
 _ENGINE = {
     "strategy": True,
+    "use_fused_kernels": True,
     "use_kl_loss": True,
     "fsdp_config": {"dtype": True, "mixed_precision": True},
     "megatron": {"dtype": True, "use_megatron_fsdp": True},
 }
 _ROLLOUT = dict.fromkeys(
-    ("name", "dtype", "engine_kwargs", "quantization", "checkpoint_engine"), True
+    ("name", "dtype", "engine_kwargs", "quantization", "qat", "checkpoint_engine"), True
 )
 KEYS: Mapping[str, Any] = {
     "trainer": {fsdp.WORKERS: True},

@@ -102,12 +102,14 @@ class _Session:
 
     def _tell_without_effect(self, adapter: Adapter) -> None:
         features = {seam.feature for seam in adapter.seams}
-        for row in _settings.without_effect(self.settings, features):
+        in_force = features & set(self.settings.features)
+        for row in _settings.without_effect(self.settings, in_force):
+            off = row.feature in features
+            because = f"{row.feature} is off" if off else f"the shim has no {row.feature} for it"
             version = version_of(adapter.distribution, adapter.packages) or ""
             error = SettingsError(
                 f"{f'{adapter.framework} {version}'.rstrip()}: {row.variable}="
-                f"{self.settings[row.name]} has no effect, because the shim has no {row.feature} "
-                f"for it. Unset {row.variable}."
+                f"{self.settings[row.name]} has no effect, because {because}. Unset {row.variable}."
             )
             self.engine.fault(adapter.framework, error, adapter.effects)
 

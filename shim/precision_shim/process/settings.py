@@ -171,7 +171,7 @@ def without_effect(settings: Settings, features: Collection[str]) -> list[Settin
 
     Args:
         settings: the settings in force.
-        features: the features that the shim has for the framework.
+        features: the features in force for the framework.
     """
     return [
         row

@@ -19,6 +19,7 @@ from precision_shim_adapters.rollout import (
     Head,
     compute_in_fp32,
     is_marked,
+    names_head,
     of_rollout,
     of_trainer,
     problems_of_heads,
@@ -33,7 +34,7 @@ ROLLOUT = Head("rollout", "engine.head_dtype")
 NO = Head("rollout", "engine.head_dtype", refusal="the engine has none", remedy="Take another")
 REFUSED = (
     "toyfw 1.0: PRECISION_SHIM_HEAD=fp32 is refused, because it takes effect in all engines or in "
-    "none: rollout: the engine has none. No LM head changes. Take another. Or unset "
+    "none: rollout: the engine has none. The shim changes no LM head. Take another. Or unset "
     "PRECISION_SHIM_HEAD."
 )
 
@@ -169,14 +170,45 @@ def test_a_trainers_key() -> None:
     assert of_trainer("actor", None, "m", "fused").refusal == "fused"
 
 
-@pytest.mark.parametrize("head", ["fp32", "as-configured"])
-def test_a_model_is_marked_only_with_the_setting(head: str) -> None:
-    precision_shim.install(settings={"head": head, "log": "quiet"})
-    asked = head == "fp32"
-    assert is_marked({"head_dtype": "float32"}) is asked
-    assert is_marked({"head_dtype": torch.float32}) is asked
-    assert not is_marked({})
-    assert not is_marked(None)
+def test_a_model_is_marked_by_its_overrides() -> None:
+    assert is_marked({"head_dtype": "float32"})
+    assert is_marked({"head_dtype": torch.float32})
+    for other in ({}, None, {"head_dtype": "bfloat16"}, {"head_dtype": None}):
+        assert not is_marked(other)
+
+
+@pytest.mark.parametrize(
+    ("targets", "has"),
+    [
+        ("all-linear", False),
+        (None, False),
+        (["q_proj", "lm_head"], True),
+        (["linear_qkv", "output_layer"], True),
+        (".*(q_proj|lm_head)", True),
+        ((), False),
+    ],
+)
+def test_target_modules_of_lora(targets: object, has: bool) -> None:
+    assert names_head(targets) is has
+    assert names_head(None, targets) is has
+
+
+def test_a_key_of_the_users_acts_beside_a_refusal() -> None:
+    precision_shim.install(settings={"head": "fp32", "log": "quiet"})
+    theirs = Head("actor", "model.head_dtype", in_fp32=True)
+    with pytest.warns(
+        PrecisionShimWarning, match=r"no LM head, but model\.head_dtype of the config"
+    ):
+        settle_heads(WHERE, lambda: [theirs, NO], lambda head: None)
+
+
+def test_the_plan_says_what_is_sure_beside_an_engine_that_is_not_here() -> None:
+    asked = resolve(settings={"head": "fp32"}, environ={})
+    there = Head("rollout", "engine.head_dtype", refusal="not installed here", known=False)
+    fused = Head("actor", "model.head_dtype", refusal="a fused product")
+    (problem,), _ = problems_of_heads(WHERE, lambda: [fused, there], asked, on=True)
+    assert "a fused product" in problem.message
+    assert "not installed" not in problem.message
 
 
 # -- the head --------------------------------------------------------------------------------------
@@ -228,7 +260,15 @@ def test_a_copy_has_a_head_of_its_own() -> None:
     assert model(hidden).abs().sum() > 0
 
 
-def test_another_head_is_refused() -> None:
-    model = Model(torch.bfloat16, torch.nn.Identity())
-    with pytest.raises(UnsupportedPrecisionError, match="Model is a Identity"):
+class Fake(torch.nn.Linear):
+    """A linear layer with a product of its own, as quantisation-aware training has."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return input
+
+
+@pytest.mark.parametrize("head", [torch.nn.Identity(), Fake(16, 32)])
+def test_another_head_is_refused(head: torch.nn.Module) -> None:
+    model = Model(torch.bfloat16, head)
+    with pytest.raises(UnsupportedPrecisionError, match="the LM head of Model is a"):
         compute_in_fp32(model, WHERE)
