@@ -274,14 +274,7 @@ def table(runs: Sequence[dict[tuple[str, str], Mismatch]]) -> str:
     for trainer, rollout in (*pairs, ("fp16", WIRE)):
         ours = [run[trainer, rollout] for run in runs]
         shares = [run[trainer, rollout].k3 / run["bf16", "bf16"].k3 for run in runs]
-        cells = [
-            trainer,
-            rollout,
-            spread([one.mean for one in ours]),
-            spread([one.k3 for one in ours]),
-            spread(shares),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(_row((trainer, rollout), ours, shares))
     return "\n".join(lines)
 
 
@@ -297,15 +290,13 @@ def head_table(runs: Sequence[dict[tuple[str, str], Mismatch]]) -> str:
     for dtype, who in runs[0]:
         ours = [run[dtype, who] for run in runs]
         shares = [run[dtype, who].k3 / run[dtype, "no engine"].k3 for run in runs]
-        cells = [
-            dtype,
-            who,
-            spread([one.mean for one in ours]),
-            spread([one.k3 for one in ours]),
-            spread(shares),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(_row((dtype, who), ours, shares))
     return "\n".join(lines)
+
+
+def _row(names: Sequence[str], ours: Sequence[Mismatch], shares: Sequence[float]) -> str:
+    means, k3s = [one.mean for one in ours], [one.k3 for one in ours]
+    return f"| {' | '.join([*names, spread(means), spread(k3s), spread(shares)])} |"
 
 
 def spread(values: Sequence[float]) -> str:
