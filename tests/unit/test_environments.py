@@ -28,7 +28,10 @@ LEFT_OUT = (
 AT_A_RELEASE = ("tests/cli/test_demo.py", "tests/gpu")
 """Tests that run with verl 0.7.1 only before a release, in system-0.7.1-slow."""
 
-STANDS_ON = {"ray", "torch", "cloudpickle", "hypothesis", "pytest", "precision_shim"}
+STANDS_ON = {
+    *("ray", "torch", "cloudpickle", "hypothesis", "pytest"),
+    *("precision_shim", "precision_shim_adapters"),
+}
 """Packages that these files may import, besides Python's own: the pinned ones, and ours."""
 
 
