@@ -37,6 +37,15 @@ def test_a_stray_word_in_a_line_of_skyrls(
 
 
 @needs("skyrl")
+@pytest.mark.parametrize("value", ["abc", "null", "2.5", "???"])
+def test_a_number_of_gpus_that_is_none(capsys: pytest.CaptureFixture[str], value: str) -> None:
+    key = "trainer.placement.policy_num_gpus_per_node"
+    assert f"{key}=" in (said := refused(capsys, *SKYRL, f"{key}={value}"))
+    assert "expected a whole number" in said
+    assert "expected a section" in refused(capsys, *SKYRL, "trainer.placement=null")
+
+
+@needs("skyrl")
 @pytest.mark.parametrize("said", ["in the line", "in the environment"])
 def test_the_kill_switch(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, said: str
