@@ -206,3 +206,22 @@ def test_a_value_that_nemo_rls_user_has_to_fill_in(
     assert end.value.code in (1, 2)
     assert key in said.out + said.err
     assert "'???'" in said.out + said.err
+
+
+@needs("nemo_rl")
+@pytest.mark.parametrize(
+    "key",
+    ["policy", "policy.megatron_cfg.optimizer", "policy.generation", "env", "data", "cluster"],
+)
+def test_a_section_of_nemo_rls_without_keys(
+    capsys: pytest.CaptureFixture[str],
+    model: Path,  # noqa: F811
+    key: str,
+) -> None:
+    job, example = model / "job.yaml", model / "run_mine.py"
+    job.write_text(JOB.format(model=model))
+    example.write_text(EXAMPLE)
+    line = ("python", str(example), "--config", str(job))
+    said = refused(capsys, *line, f"++{key}=abc")
+    assert f"{key}='abc' (str): expected a section with keys" in said
+    assert "policy.model_name=None" in refused(capsys, *line, "++policy.model_name=null")

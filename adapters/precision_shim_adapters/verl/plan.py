@@ -97,7 +97,7 @@ def _tell_missing(
     """The note about keys with ``???``, without those that are problems or of a part unused."""
     told = {problem.key for problem in problems}
     reward = _of(_of(config, "reward"), "reward.reward_model")
-    unused = () if _has_critic(config) else ("critic.",)
+    unused: tuple[str, ...] = () if _has_critic(config) else ("critic.",)
     unused += () if reward.get("enable") else ("reward.reward_model.", "reward_model.")
     return tell_missing([key for key in missing if key not in told and not key.startswith(unused)])
 
