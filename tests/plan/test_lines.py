@@ -37,6 +37,31 @@ def test_a_stray_word_in_a_line_of_skyrls(
 
 
 @needs("skyrl")
+@pytest.mark.parametrize(
+    "front", ["precision-shim", "python -m precision_shim", "A=1 uv run /opt/bin/precision-shim"]
+)
+def test_a_line_that_starts_the_job_by_run(capsys: pytest.CaptureFixture[str], front: str) -> None:
+    """The options of ``precision-shim run`` count as they do in the job."""
+    job = (*SKYRL, "trainer.strategy=megatron", "trainer.algorithm.use_kl_loss=false")
+    size = ("--parameters", "1M", "--")
+
+    def models(*words: str) -> list[dict[str, object]]:
+        _, plan = planned(capsys, *size, *words)
+        return [one["after"] for one in plan["models"]] + plan["models"][0]["decisions"]
+
+    run = (*front.split(), "run")
+    follow = ("--set", "optimizer_states=follow-model")
+    assert models(*run, "--", *job) == models(*job)
+    low = models("PRECISION_SHIM_OPTIMIZER_STATES=follow-model", *job)
+    assert models(*run, *follow, "--", *job) == models(*run, *follow, *job) == low
+    assert low != models(*job)
+    features = ("--features", "-bf16-dispatch")
+    assert models(*run, *features, *job) == models("PRECISION_SHIM_FEATURES=-bf16-dispatch", *job)
+    assert models("PRECISION_SHIM=0", *run, *follow, *job) == models("PRECISION_SHIM=0", *job)
+    assert "nonsense" in refused(capsys, *run, "--set", "nonsense=1", *job)
+
+
+@needs("skyrl")
 @pytest.mark.parametrize("value", ["abc", "null", "2.5", "???"])
 def test_a_number_of_gpus_that_is_none(capsys: pytest.CaptureFixture[str], value: str) -> None:
     key = "trainer.placement.policy_num_gpus_per_node"
