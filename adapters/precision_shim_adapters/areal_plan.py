@@ -91,7 +91,13 @@ def _models(job: Job, config: Any) -> Iterator[MegatronModel]:
         section = getattr(config, role, None)
         if section is None:
             continue
-        allocation = ModelAllocation.from_str(section.backend, name=role)
+        try:
+            allocation = ModelAllocation.from_str(section.backend, name=role)
+        except Exception as error:  # AReaL's parser raises various errors
+            raise PlanError(
+                f"{versioned('areal')}, {role}.backend={section.backend!r}: AReaL cannot read it. "
+                "Write a backend and its sizes, such as megatron:d4t2."
+            ) from error
         if allocation.backend != "megatron":
             raise PlanError(
                 f"{versioned('areal')}, {role}.backend={section.backend!r}: planned are models on "

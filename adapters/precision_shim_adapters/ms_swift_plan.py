@@ -46,6 +46,7 @@ def plan_job(job: Job) -> Request:
         raise PlanError(
             f"{where}, --use_megatron_fsdp: it is not planned. Plan the job without it."
         )
+    _check_dtypes(args)
     model = job.model(args.model)
     _complete(args, model)
     environ = {**os.environ, **job.environ}
@@ -100,6 +101,25 @@ def _parsed(job: Job) -> tuple[Any, type]:
     if unknown:
         raise PlanError(f"{_where()}: it does not know {', '.join(unknown)}. Correct the line.")
     return found, kind
+
+
+def _check_dtypes(args: Any) -> None:
+    """Check the model's dtype as ms-swift and Megatron do, which the parser alone does not.
+
+    Raises:
+        PlanError: ms-swift does not take the dtype, or both 16-bit dtypes are asked for.
+    """
+    if args.torch_dtype is not None:
+        dtype = getattr(torch, str(args.torch_dtype).replace("torch.", ""), None)
+        if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise PlanError(
+                f"{_where()}, --torch_dtype {args.torch_dtype}: it takes bfloat16, float16 and "
+                "float32, spelled so. Write one of them."
+            )
+    if args.fp16 and args.bf16:
+        raise PlanError(
+            f"{_where()}, --fp16 true --bf16 true: Megatron takes one of them. Leave one out."
+        )
 
 
 def _complete(args: Any, model: Model) -> None:

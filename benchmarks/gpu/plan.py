@@ -50,12 +50,24 @@ def _part(number: int, name: str, title: str, least_s: float, repeatable: bool =
 PARTS = (
     _part(1, "memory", "Memory: bytes per parameter, resident and peak", 60),
     _part(2, "step-time", "Time of the optimizer's step", 45),
-    _part(3, "parity", "Parity of the loss on real text", 60),
-    _part(4, "fp16", "fp16: overflow, resume, host synchronisations", 40, repeatable=True),
-    _part(5, "checkpoints", "Checkpoints: on and off in each order", 40, repeatable=True),
+    _part(3, "parity", "Loss on real text, with the shim and without", 60),
+    _part(
+        4,
+        "fp16",
+        "fp16: overflows, exact resume, how often the host waits",
+        40,
+        repeatable=True,
+    ),
+    _part(
+        5,
+        "checkpoints",
+        "Checkpoints saved with the shim on or off, loaded with it on or off",
+        40,
+        repeatable=True,
+    ),
     _part(6, "stand-in", "The stand-in against TransformerEngine's FusedAdam", 30),
-    _part(7, "audit-cost", "The audit's cost in a real step", 30),
-    _part(8, "why-fp16", "Why fp16: one model, two batch layouts", 40),
+    _part(7, "audit-cost", "Time that the audit adds to a real step", 30),
+    _part(8, "why-fp16", "Why fp16: one model in several batch layouts", 40),
 )
 """All parts of the proof."""
 

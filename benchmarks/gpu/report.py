@@ -24,14 +24,15 @@ from .table import verdict
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "proof.md"
 NOT_RUN = (
-    "No GPU has run this proof yet: every figure of this project comes from a CPU and a stand-in "
-    "for TransformerEngine's FusedAdam."
+    "Nobody has run this proof on a GPU yet. Every figure in these docs comes from a CPU, where a "
+    "stand-in replaces TransformerEngine's FusedAdam."
 )
 ABOUT = """\
-`python -m benchmarks.gpu` measures every claim of this project on one GPU, on the real
-TransformerEngine, without Ray and without a framework. It writes each result to `proof.json` as
-soon as it has it, so that a run that is cut short loses nothing, and ends with a table. This page
-is made of that file by `python -m benchmarks.gpu.report`."""
+`python -m benchmarks.gpu` measures every claim of this project on one GPU, with the real
+TransformerEngine, and without Ray or an RL framework. The command writes each result to
+`proof.json` at once, so a run that is stopped early keeps the results that it has. At its end the
+command prints a table. `python -m benchmarks.gpu.report` makes this page from `proof.json`."""
+LISTED = "The proof has these parts:"
 HOW = """\
 ## Run it
 
@@ -42,22 +43,31 @@ repository:
     PYTHONPATH=shim:adapters python -m benchmarks.gpu --minutes 25 --out build/gpu-proof
     PYTHONPATH=shim:adapters python -m benchmarks.gpu.report build/gpu-proof/proof.json
 
-`transformer-engine-torch` is published as source only. `tox run -e te` compiles its wheel without a
-GPU and leaves it under `.tox/transformer-engine/`; `pip install --find-links` takes it from there.
+PyPI has only the source of `transformer-engine-torch`. `tox run -e te` compiles a wheel, for
+which it needs no GPU, and puts the wheel into `.tox/transformer-engine/`. To install this wheel,
+add `--find-links .tox/transformer-engine` to the first command.
 
-A machine without a network gets all of it in pieces:
+If the machine with the GPU has no network, pack all that the proof needs into files on another
+machine, copy these files into one folder, and unpack them there:
 
-    python benchmarks/gpu/bundle.py build/gpu-bundle            # here
-    sh build/gpu-bundle/unpack.sh build/gpu-bundle /tmp/proof   # there, all pieces together
+    python benchmarks/gpu/bundle.py build/gpu-bundle            # on the machine with a network
+    sh build/gpu-bundle/unpack.sh build/gpu-bundle /tmp/proof   # on the machine with the GPU
 
-`--parts memory,3` runs some parts, by name or number; of several runs the report takes the last of
-each part. `--minutes` bounds a run: a part that does not fit is named as not run. The exit status
-is 0 if every part ran and every check holds, 1 if a part failed or a check does not hold, 2 for
-wrong arguments or no GPU, 3 if nothing failed but a part did not run.
+`--parts memory,3` runs only these parts, given by name or number. `--minutes` limits the time of a
+run; parts for which no time is left are listed as not run. If the report gets the files of several
+runs, it takes each part from the last file in which that part ran.
 
-`--dry-run` does all of it on a CPU, with the stand-in of `precision_shim.testing` and tiny models;
-the tests do that. Its figures prove nothing about a GPU. `tests/gpu/` holds the checks of a real
-run as assertions, and is skipped where there is no GPU.
+| exit status | |
+|---|---|
+| 0 | every part ran, and every check holds |
+| 1 | a part failed, or a check does not hold |
+| 2 | the arguments are wrong, or there is no GPU |
+| 3 | nothing failed, but a part did not run |
+
+`--dry-run` runs every part on a CPU, with tiny models and the stand-in for FusedAdam in
+`precision_shim.testing`. The figures of a dry run say nothing about a GPU. The tests make a dry
+run. On a machine with a GPU, the tests in `tests/gpu/` also run each part for real, and fail if one
+of its checks does not hold.
 """
 COMPONENTS = ("params", "grad_buckets", "grad_copies", "master", "exp_avg", "exp_avg_sq")
 _VERDICTS = {True: "holds", False: "**does not hold**", None: "not judged"}
@@ -110,7 +120,7 @@ def page(runs: Sequence[dict[str, Any]], plots: Mapping[str, str], folder: str) 
     head = ["# The proof on a GPU", ""]
     if not runs:
         titles = [f"{part.number}. {part.title}" for part in PARTS]
-        return "\n".join([*head, NOT_RUN, "", ABOUT, "", *titles, "", HOW])
+        return "\n".join([*head, NOT_RUN, "", ABOUT, "", LISTED, "", *titles, "", HOW])
     parts = merged(runs)
     body = [line for number, values in enumerate(runs, 1) for line in about(values, number)]
     summary = verdict({"parts": parts})
@@ -122,7 +132,7 @@ def about(values: dict[str, Any], number: int) -> Iterator[str]:
     """Lines with a run's date, device and versions."""
     machine = values["machine"]
     if values["dry_run"]:
-        yield "**A dry run on a CPU: no figure here says anything about a GPU.**"
+        yield "**This is a dry run on a CPU. Its figures say nothing about a GPU.**"
         yield ""
     memory = machine.get("memory_bytes")
     chip = machine.get("device", "no device")

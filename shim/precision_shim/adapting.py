@@ -87,6 +87,11 @@ def parse_settings(
         SettingsError: a setting is not allowed, or its value is invalid.
     """
     allowed = tuple(names)
+    if not isinstance(values, Mapping):
+        raise SettingsError(
+            f"{where}={values!r}: expected a section with keys; allowed: {', '.join(allowed)}. "
+            "Write the keys in it, or leave it out."
+        )
     parsed: dict[str, Any] = {}
     for name, value in values.items():
         if name not in allowed:

@@ -81,6 +81,9 @@ def test_what_is_not_planned_is_said(
 ) -> None:
     code, said = plan(capsys, *line, "actor.backend=fsdp:d4")
     assert (code, "planned are models on Megatron" in said) == (2, True)
+    for wrong in ("megatron:abc", "megatron:d0"):
+        code, said = plan(capsys, *line, f"actor.backend={wrong}")
+        assert (code, f"actor.backend='{wrong}': AReaL cannot read it" in said) == (2, True)
     code, said = plan(capsys, *line, "actor.no_such_key=1")
     assert (code, "no_such_key" in said) == (2, True)
     (tmp_path / "gsm8k_rl.py").write_text("import areal\n")

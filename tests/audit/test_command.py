@@ -247,3 +247,30 @@ def test_a_file_of_brackets_is_told_as_a_broken_file(
     assert status == 1
     assert f"damaged{files.SUFFIX}: RecursionError" in said
     assert f"damaged{halves.SUFFIX}: RecursionError" in said
+
+
+@pytest.mark.parametrize(
+    ("rank", "world"), [(0, 10**12), (3, 3), (-1, 4), (0, 0), (10**12, 10**12 + 1)]
+)
+def test_a_number_of_ranks_that_no_job_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rank: int, world: int
+) -> None:
+    """A damaged number must not make the command list a million million missing ranks."""
+    put(tmp_path, replace(audit_of(0), rank=rank, world_size=world))
+    status, said, _ = command(capsys, tmp_path)
+    assert status == 1
+    assert f"ValueError: rank {rank} of {world} ranks: expected" in said
+
+
+def test_an_empty_directory_name_and_none_that_can_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", ""])
+    assert ended.value.code == 2
+    give = "Give the directory that PRECISION_SHIM_AUDIT_DIR named when the job ran."
+    assert f"DIR is empty: is a variable not set? {give}" in capsys.readouterr().err
+    for folder in (tmp_path, tmp_path / "none"):
+        status, _, told = command(capsys, folder)
+        assert status == 2
+        assert give in told

@@ -53,6 +53,32 @@ def test_what_is_not_planned_is_said(
     assert (code, said in text) == (2, True)
 
 
+@pytest.mark.parametrize(
+    "name", ["bf16", "fp16", "abc", "float64", "bfloat16", "torch.float16", "half", "float32"]
+)
+def test_the_names_of_a_models_dtype(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    import torch
+    from swift.utils import HfConfigFactory
+
+    try:
+        takes = HfConfigFactory.to_torch_dtype(name) is not torch.float64
+    except AttributeError:
+        takes = False
+    code, text = plan(capsys, *LINE, "--torch_dtype", name)
+    assert code == (0 if takes else 2), text
+    assert takes or f"--torch_dtype {name}: it takes" in text
+
+
+def test_both_16_bit_dtypes(capsys: pytest.CaptureFixture[str]) -> None:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    flags = {"fp16": True, "bf16": True}
+    with pytest.raises(ValueError, match=r"Only one of self\.fp16"):
+        TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, **flags)
+    code, text = plan(capsys, *LINE, "--fp16", "true", "--bf16", "true")
+    assert (code, "Leave one out" in text) == (2, True)
+
+
 def test_arguments_in_a_file_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     code, text = plan(capsys, "megatron", "sft", "job.yaml")
     assert (code, "job.yaml" in text) == (2, True)

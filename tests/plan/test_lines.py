@@ -37,6 +37,40 @@ def test_a_stray_word_in_a_line_of_skyrls(
 
 
 @needs("skyrl")
+@pytest.mark.parametrize(
+    "front", ["precision-shim", "python -m precision_shim", "A=1 uv run /opt/bin/precision-shim"]
+)
+def test_a_line_that_starts_the_job_by_run(capsys: pytest.CaptureFixture[str], front: str) -> None:
+    """The options of ``precision-shim run`` count as they do in the job."""
+    job = (*SKYRL, "trainer.strategy=megatron", "trainer.algorithm.use_kl_loss=false")
+    size = ("--parameters", "1M", "--")
+
+    def models(*words: str) -> list[dict[str, object]]:
+        _, plan = planned(capsys, *size, *words)
+        return [one["after"] for one in plan["models"]] + plan["models"][0]["decisions"]
+
+    run = (*front.split(), "run")
+    follow = ("--set", "optimizer_states=follow-model")
+    assert models(*run, "--", *job) == models(*job)
+    low = models("PRECISION_SHIM_OPTIMIZER_STATES=follow-model", *job)
+    assert models(*run, *follow, "--", *job) == models(*run, *follow, *job) == low
+    assert low != models(*job)
+    features = ("--features", "-bf16-dispatch")
+    assert models(*run, *features, *job) == models("PRECISION_SHIM_FEATURES=-bf16-dispatch", *job)
+    assert models("PRECISION_SHIM=0", *run, *follow, *job) == models("PRECISION_SHIM=0", *job)
+    assert "nonsense" in refused(capsys, *run, "--set", "nonsense=1", *job)
+
+
+@needs("skyrl")
+@pytest.mark.parametrize("value", ["abc", "null", "2.5", "???"])
+def test_a_number_of_gpus_that_is_none(capsys: pytest.CaptureFixture[str], value: str) -> None:
+    key = "trainer.placement.policy_num_gpus_per_node"
+    assert f"{key}=" in (said := refused(capsys, *SKYRL, f"{key}={value}"))
+    assert "expected a whole number" in said
+    assert "expected a section" in refused(capsys, *SKYRL, "trainer.placement=null")
+
+
+@needs("skyrl")
 @pytest.mark.parametrize("said", ["in the line", "in the environment"])
 def test_the_kill_switch(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, said: str
@@ -197,3 +231,22 @@ def test_a_value_that_nemo_rls_user_has_to_fill_in(
     assert end.value.code in (1, 2)
     assert key in said.out + said.err
     assert "'???'" in said.out + said.err
+
+
+@needs("nemo_rl")
+@pytest.mark.parametrize(
+    "key",
+    ["policy", "policy.megatron_cfg.optimizer", "policy.generation", "env", "data", "cluster"],
+)
+def test_a_section_of_nemo_rls_without_keys(
+    capsys: pytest.CaptureFixture[str],
+    model: Path,  # noqa: F811
+    key: str,
+) -> None:
+    job, example = model / "job.yaml", model / "run_mine.py"
+    job.write_text(JOB.format(model=model))
+    example.write_text(EXAMPLE)
+    line = ("python", str(example), "--config", str(job))
+    said = refused(capsys, *line, f"++{key}=abc")
+    assert f"{key}='abc' (str): expected a section with keys" in said
+    assert "policy.model_name=None" in refused(capsys, *line, "++policy.model_name=null")

@@ -131,3 +131,43 @@ def test_an_fp32_model_with_the_precision_aware_optimizer(
     one = Drawn({"trainer.bf16": "false", **written}, {})
     worker = by_worker(lambda: on_megatron(one, checkpoints["bfloat16"]), one.settings)
     hold([one], plan_of("megatron", "--transformer-engine", fused_adam), [worker])
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {f"{_KWARGS}.adam_beta2": "abc"},
+        {f"{_KWARGS}.clip_grad": "abc"},
+        {f"{_KWARGS}.optimizer": "adamw"},
+        {f"{_KWARGS}.optimizer_cpu_offload": "true", f"{_KWARGS}.optimizer_offload_fraction": "x"},
+        {f"{_KWARGS}.params_dtype": "fp32"},
+        {f"{_POLICY}.optimizer_config.adam_betas": "[0.9]"},
+        {f"{_POLICY}.optimizer_config.adam_betas": "null"},
+    ],
+    ids=str,
+)
+def test_values_of_another_kind_on_megatron(
+    fused_adam: str, checkpoints: dict[str, Path], written: dict[str, str]
+) -> None:
+    one = Drawn(written)
+    worker = by_worker(lambda: on_megatron(one, checkpoints["bfloat16"]), one.settings)
+    hold([one], plan_of("megatron", "--transformer-engine", fused_adam), [worker])
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {f"{_POLICY}.optimizer_config.adam_betas": "[0.9]"},
+        {f"{_POLICY}.fsdp_config.fsdp_size": "0"},
+        {f"{_POLICY}.fsdp_config.fsdp_size": "abc"},
+        {f"{_POLICY}.fsdp_config": "null"},
+        {f"{_MIXED}": "abc"},
+    ],
+    ids=str,
+)
+def test_values_of_another_kind_on_fsdp(
+    cpu: None, checkpoints: dict[str, Path], written: dict[str, str]
+) -> None:
+    one = Drawn(written)
+    worker = by_worker(lambda: on_fsdp(one, checkpoints["float32"]), one.settings)
+    hold([one], plan_of("fsdp"), [worker])

@@ -21,6 +21,7 @@ def test_values_are_parsed_and_none_is_left_out():
     [
         ({"growth_interval": 0}, r"policy\.block\.growth_interval: .*0 .*a whole number >= 1"),
         ({"growth_factor": 1.0}, r"policy\.block\.growth_factor: .*> 1"),
+        ("abc", r"policy\.block='abc': expected a section with keys; allowed: growth_interval, g"),
         ({"log": "debug"}, r"policy\.block: unknown key 'log'; allowed: growth_interval, growth_f"),
     ],
 )

@@ -6,10 +6,14 @@ fp16 model's loss scaler.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
+from precision_shim.adapting import meant
 from precision_shim.errors import PlanError
 from precision_shim.planning.command import Job
 from precision_shim.planning.counting import SIZES, Precision, Share, part
@@ -22,6 +26,7 @@ from precision_shim.planning.record import (
     Stage,
     staying,
     too_small,
+    unknown_keys,
     whole_heads,
 )
 from precision_shim.planning.request import Rules, Variant
@@ -123,6 +128,32 @@ def scaling(
         return ()
     made = settings_for(configured(), framework_default, job.settings)
     return (Decided(FEATURE, chosen(made), because),)
+
+
+def of_torch(
+    name: str, written: Mapping[str, Any], keys: tuple[str, str], subject: str
+) -> Iterator[Problem]:
+    """List problems of an optimizer's name or arguments that torch would refuse.
+
+    Args:
+        name: the name of a class of ``torch.optim``.
+        written: the optimizer's further arguments in the job's config.
+        keys: the config's keys of the name, and of an argument, with ``{}`` in place of its name.
+        subject: which model.
+    """
+    kind = getattr(torch.optim, name, None)
+    if not inspect.isclass(kind):
+        names = [word for word in dir(torch.optim) if inspect.isclass(getattr(torch.optim, word))]
+        yield Problem(
+            "key",
+            subject,
+            keys[0],
+            f"torch.optim has no {name!r}; {meant(name, names)}".rstrip("; ?"),
+            "Write the name of a class of torch.optim.",
+        )
+        return
+    known = [parameter for parameter in inspect.signature(kind).parameters if parameter != "params"]
+    yield from unknown_keys(list(map(str, written)), known, subject, keys[1], f"torch.optim.{name}")
 
 
 def plan_sharded(asked: ShardedModel) -> tuple[ModelPlan | None, list[Problem]]:

@@ -10,6 +10,7 @@ import torch
 from precision_shim.adapting import look, versioned
 from precision_shim.planning.record import Problem
 
+from ..fp16.plan import of_torch
 from ..megatron import PRECISION_AWARE
 from .dtensor import FRAMEWORK
 from .places import POLICIES, SETUP
@@ -54,6 +55,26 @@ def names(
                 f"takes; allowed: {', '.join(DTYPES)}, spelled so",
                 f"Correct {key}.{field}.",
             )
+
+
+def torch_optimizer(section: Mapping[str, Any], key: str, subject: str) -> Iterator[Problem]:
+    """Yield a problem if NeMo-RL cannot find a DTensor worker's optimizer, or make it."""
+    optimizer = section.get("optimizer") or {}
+    if optimizer.get("name") is None:  # left out, or a reference that cannot be resolved here
+        return
+    place = f"{key}.optimizer.name"
+    module, _, name = str(optimizer["name"]).rpartition(".")
+    if module == "torch.optim":
+        keys = place, f"{key}.optimizer.kwargs.{{}}"
+        yield from of_torch(name, optimizer.get("kwargs") or {}, keys, subject)
+    elif not module:
+        yield Problem(
+            "key",
+            subject,
+            place,
+            f"{versioned(FRAMEWORK)}: {place}={optimizer['name']!r} is no class with its module",
+            "Write one, such as torch.optim.AdamW.",
+        )
 
 
 def of_megatron(section: Mapping[str, Any], key: str, subject: str) -> Iterator[Problem]:

@@ -21,7 +21,7 @@ from precision_shim.planning.command import Job
 from precision_shim.planning.record import STATES, WEIGHTS, Decided, Problem
 from precision_shim.planning.request import Illegal, Plannable, Request
 from precision_shim.planning.shapes import is_router
-from precision_shim.planning.values import no_adapters, number_of, said
+from precision_shim.planning.values import mapping, no_adapters, number_of, said
 from precision_shim.precision.dtypes import name_of
 
 from ..fp16.plan import ShardedModel, scaling
@@ -46,11 +46,12 @@ def plan_job(job: Job) -> Request:
     """
     unresolved: list[str] = []
     config = load(job, unresolved)
-    if "policy" not in config or "cluster" not in config:
+    if not config.get("policy") or not config.get("cluster"):
         raise PlanError(
             f"{_where()}, {job.target}: its config trains no model: expected policy and cluster. "
             "Plan the job that trains."
         )
+    _check_sections(config)
     world = _gpus(config)
     models = tuple(_models(job, config, world))
     problems, notes = _both_sides(job, config)
@@ -164,6 +165,41 @@ def _default(job: Job) -> Path:
             if path.is_file():
                 return path
     raise PlanError(f"{_where()}, {job.source}: names no config. Name the YAML with --config.")
+
+
+_SECTIONS = (
+    *("cluster", "data", "env", "env.reward_model", "on_policy_distillation"),
+    *(
+        f"{role}{inner}"
+        for role in _ROLES
+        for inner in (
+            *("", ".optimizer", ".precision_shim", ".generation", ".generation.colocated"),
+            *(".dtensor_cfg", ".dtensor_cfg.lora_cfg", ".megatron_cfg", ".megatron_cfg.peft"),
+            *(".megatron_cfg.fp8_cfg", ".megatron_cfg.optimizer", ".hf_config_overrides"),
+            *(".megatron_cfg.distributed_data_parallel_config", ".reward_model_cfg"),
+        )
+    ),
+)
+"""The config's sections that the plan reads, each after the section that it is in."""
+
+
+def _check_sections(config: Mapping[str, Any]) -> None:
+    """Check that the config's sections have keys, which a section that is left out need not have.
+
+    Raises:
+        PlanError: a section has no keys, or the policy has no model.
+    """
+    for key in _SECTIONS:
+        value: Any = config
+        for word in key.split("."):
+            value = None if value is None else value.get(word)
+        if value is not None:
+            mapping(value, key, _where())
+    if not config["policy"].get("model_name"):
+        raise PlanError(
+            f"{_where()}, policy.model_name={config['policy'].get('model_name')!r}: expected a "
+            "model. Write its directory or name, or plan where the variables of the job are set."
+        )
 
 
 def _gpus(config: Mapping[str, Any]) -> int:
@@ -307,11 +343,13 @@ def _on_dtensor(
 ) -> Plannable:
     cfg = section["dtensor_cfg"]
     _refuse_adapters(f"{key}.dtensor_cfg.lora_cfg", (cfg.get("lora_cfg") or {}).get("enabled"))
+    trains = not subject.startswith("teacher")
     illegal = tuple(legality.names(section, key, subject, ("precision",)))
+    if trains:
+        illegal += tuple(legality.torch_optimizer(section, key, subject))
     if illegal:
         return Illegal(subject, illegal)
     precision = legality.DTYPES[section.get("precision", "bfloat16")]
-    trains = not subject.startswith("teacher")
     scaled: tuple[Decided, ...] = ()
     if trains:
         scaled = scaling(

@@ -20,7 +20,7 @@ from precision_shim.planning.command import Job, find_imported
 from precision_shim.planning.record import STATES, WEIGHTS, Decided, Problem
 from precision_shim.planning.request import Illegal, Plannable, Request
 from precision_shim.planning.shapes import Model, is_router
-from precision_shim.planning.values import no_adapters, said
+from precision_shim.planning.values import no_adapters, no_section, number, said
 from precision_shim.precision.dtypes import name_of
 
 from ..fp16 import FEATURE
@@ -44,8 +44,8 @@ def plan_job(job: Job) -> Request:
     """
     config, passed_over, wrong = load(job)
     trainer = config.trainer
-    place = trainer.placement
-    world = int(place.policy_num_nodes) * int(place.policy_num_gpus_per_node)
+    _check_sections(trainer)
+    world = _count(trainer.placement, "policy")
     models = tuple(_models(job, trainer, world))
     problems, told = (wrong, []) if wrong else _sides(job, config)
     return Request(
@@ -174,6 +174,34 @@ def _load(configs: Any, job: Job, words: list[str]) -> Any:
     return config
 
 
+def _check_sections(trainer: Any) -> None:
+    """Check what SkyRL's loader leaves as it is: a section may be a text or ``None``.
+
+    Raises:
+        PlanError: a section has no keys.
+    """
+    found = {"placement": trainer.placement}
+    for role in ("policy", "ref", "critic"):
+        fsdp_config = getattr(trainer, role).fsdp_config
+        found[f"{role}.fsdp_config"] = fsdp_config
+        mixed = getattr(fsdp_config, "mixed_precision", None)
+        if mixed is not None:
+            found[f"{role}.fsdp_config.mixed_precision"] = mixed
+    for key, section in found.items():
+        if not hasattr(section, "__dict__"):
+            raise no_section(section, f"trainer.{key}", _where())
+
+
+def _wrong_betas(trainer: Any, role: str) -> list[Problem]:
+    """Return a list, with a problem if ``adam_betas`` is no pair of numbers."""
+    betas = getattr(getattr(trainer, role).optimizer_config, "adam_betas", (0.9, 0.999))
+    pair = isinstance(betas, list | tuple) and len(betas) == 2
+    if pair and all(isinstance(beta, int | float) for beta in betas):
+        return []
+    key = f"trainer.{role}.optimizer_config.adam_betas"
+    return [Problem("number", role, key, f"{betas!r} is no pair of numbers", "Write two numbers.")]
+
+
 def _models(job: Job, trainer: Any, world: int) -> Iterator[Plannable]:
     strategy = str(trainer.strategy)
     if strategy not in ("megatron", "fsdp", "fsdp2"):
@@ -190,6 +218,10 @@ def _models(job: Job, trainer: Any, world: int) -> Iterator[Plannable]:
         path = section.model.path or trainer.policy.model.path
         model = job.model(path)
         gpus = _gpus(trainer, role, world)
+        wrong = [] if role == "ref" else _wrong_betas(trainer, role)
+        if wrong:
+            yield Illegal(role, tuple(wrong), _place(trainer, role))
+            continue
         if strategy == "megatron" and role != "critic":
             yield _on_megatron(job, trainer, role, model, gpus)
         else:
@@ -209,8 +241,15 @@ def _gpus(trainer: Any, role: str, world: int) -> int:
     place = trainer.placement
     if place.colocate_all or role == "policy":
         return world
-    nodes = getattr(place, f"{role}_num_nodes", 1)
-    return int(nodes) * int(getattr(place, f"{role}_num_gpus_per_node", 1))
+    return _count(place, role)
+
+
+def _count(place: Any, role: str) -> int:
+    counts = [
+        number(getattr(place, name, 1), f"trainer.placement.{name}", _where())
+        for name in (f"{role}_num_nodes", f"{role}_num_gpus_per_node")
+    ]
+    return counts[0] * counts[1]
 
 
 def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) -> MegatronModel:
@@ -274,6 +313,15 @@ def _find_parked(trainer: Any, role: str) -> dict[str, tuple[str, ...]]:
 def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Plannable:
     section = getattr(trainer, role)
     config = section.fsdp_config
+    key = f"trainer.{role}"
+    shards = number(config.fsdp_size, f"{key}.fsdp_config.fsdp_size", _where())
+    sequence = getattr(section, "sequence_parallel_size", 1)
+    # SkyRL takes a negative number for all GPUs, and divides by any other.
+    illegal = (
+        [Problem("size", role, f"{key}.fsdp_config.fsdp_size", "0 GPUs", "Write -1 for all.")]
+        if shards == 0
+        else []
+    )
     try:
         mixed = fsdp.mixed_dtypes(config, f"trainer.{role}.fsdp_config")
     except DtypeError as error:
@@ -287,8 +335,8 @@ def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Pla
         model,
         world,
         "bf16" if low else "fp32",  # SkyRL loads a trained model in fp32, also with trainer.bf16
-        shards=int(config.fsdp_size),
-        context=int(getattr(section, "sequence_parallel_size", 1)),
+        shards=shards,
+        context=number(sequence, f"{key}.sequence_parallel_size", _where()),
         compute=compute,
         reduce=name_of(mixed["reduce_dtype"]),
         optimizer="AdamW" if trains else "",
@@ -302,4 +350,5 @@ def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Pla
         },
         parked={} if config.cpu_offload else _find_parked(trainer, role),
         place=_place(trainer, role),
+        illegal=tuple(illegal),
     )

@@ -6,17 +6,17 @@ dataclasses' fields from verl's source.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from precision_shim.adapting import look, meant, versioned
+from precision_shim.adapting import look, versioned
 from precision_shim.planning.record import Problem, unknown_keys
 from precision_shim.precision.dtypes import parse_dtype
 from precision_shim_adapters.megatron.deciding.table import PRECISION_AWARE_FIELDS
 
+from ..fp16.plan import of_torch
 from ..resolving import MISSING
 from .megatron import has_fields
 
@@ -84,22 +84,9 @@ def of_torch_optimizer(optim: Mapping[str, Any], key: str, subject: str) -> Iter
     name = str(optim.get("optimizer") or "AdamW")
     if place != "torch.optim":
         return
-    kind = getattr(torch.optim, name, None)
-    if not inspect.isclass(kind):
-        names = [word for word in dir(torch.optim) if inspect.isclass(getattr(torch.optim, word))]
-        yield Problem(
-            "key",
-            subject,
-            f"{key}.optimizer",
-            f"torch.optim has no {name!r}; {meant(name, names)}".rstrip("; ?"),
-            "Write the name of a class of torch.optim.",
-        )
-        return
     written = optim.get("override_optimizer_config") or {}
-    known = [parameter for parameter in inspect.signature(kind).parameters if parameter != "params"]
-    whose = f"torch.optim.{name}"
-    place = f"{key}.override_optimizer_config.{{}}"
-    yield from unknown_keys(list(map(str, written)), known, subject, place, whose)
+    keys = f"{key}.optimizer", f"{key}.override_optimizer_config.{{}}"
+    yield from of_torch(name, written, keys, subject)
 
 
 def of_megatron(

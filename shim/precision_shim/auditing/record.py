@@ -27,6 +27,9 @@ OF_MODEL = ("params", "frozen", "grad_buckets")
 PER_PARAMETER = ("params", "grad_buckets", "grad_copies", "master", "exp_avg", "exp_avg_sq")
 """Components whose size is proportional to the number of trainable parameters."""
 
+_MOST_RANKS = 1 << 20
+"""Maximum number of a job's ranks: a larger number is a damaged file's."""
+
 _TITLES = ("component", "dtypes", "B/param", "bytes", "allocated", "held", "on", "state")
 _INDENT = "  "
 
@@ -177,13 +180,12 @@ class Audit:
         """Make an audit from the result of ``to_dict``.
 
         Raises:
-            KeyError, TypeError, AttributeError: ``values`` do not describe an audit.
+            KeyError, TypeError, AttributeError, ValueError: ``values`` do not describe an audit.
         """
         return cls(
             framework=values["framework"],
             subject=values["subject"],
-            rank=int(values["rank"]),
-            world_size=int(values["world_size"]),
+            **_ranks_of(values),
             parts=tuple(
                 AuditPart(
                     **{
@@ -301,3 +303,19 @@ def _part(part: AuditPart) -> list[str]:
         *(f"{_INDENT}{line}".rstrip() for line in table),
         *(f"{_INDENT}{line}" for line in (lost.lines(part.updates) if part.updates else ())),
     ]
+
+
+def _ranks_of(values: Mapping[str, Any]) -> dict[str, int]:
+    """Read a rank's number and the number of ranks.
+
+    Raises:
+        ValueError: no job has such numbers; the command ``audit`` lists the ranks of a job that
+            have no file.
+    """
+    rank, world_size = int(values["rank"]), int(values["world_size"])
+    if not 0 <= rank < world_size <= _MOST_RANKS:
+        raise ValueError(
+            f"rank {rank} of {world_size} ranks: expected a number of ranks up to {_MOST_RANKS}, "
+            "and a lower rank"
+        )
+    return {"rank": rank, "world_size": world_size}

@@ -19,6 +19,9 @@ _GIVE = "Give the directory of a run, of a step, of a model, or of its files."
 _DEPTH = 5
 """Maximum number of nested directories in which a model's files are searched."""
 
+_MOST = 20_000
+"""Maximum number of directories in which a model's files are searched."""
+
 _ORDER = (MEGATRON, DCP, SHARDS, SAFETENSORS)
 """If a model's directory has several kinds of files, the first kind in this list has the states."""
 
@@ -39,11 +42,11 @@ def find(path: Path, framework: str | None = None) -> list[Part]:
         raise CheckpointUnreadableError(f"{path}: there is no such directory. {_GIVE}")
     if not path.is_dir():
         raise CheckpointUnreadableError(f"{path}: a file. {_GIVE}")
-    step = _last_step(path)
-    notes = [f"the last of the steps there: {step.name}"] if step is not None else []
-    top = step or path
-    with saying_how_to_go_on(path):
+    with _searching(path):
+        step = _last_step(path)
+        top = step or path
         found = _units_in(top, _DEPTH, set())
+    notes = [f"the last of the steps there: {step.name}"] if step is not None else []
     if not found:
         raise CheckpointUnreadableError(f"{path}: {_what_is_there(top)}. {_GIVE}{_instead(top)}")
     whose = framework or _framework_of(top)
@@ -69,11 +72,40 @@ def _names(path: Path) -> list[str]:
     return [parent.name for parent in path.parents][:_DEPTH]
 
 
+class _TooManyError(Exception):
+    """More than ``_MOST`` directories were searched."""
+
+
+@contextmanager
+def _searching(path: Path) -> Iterator[None]:
+    """Context manager for the search: say in plain words why it ended, and how to go on.
+
+    Raises:
+        CheckpointUnreadableError: a checkpoint is incomplete, a directory cannot be read, or there
+            are too many directories.
+    """
+    try:
+        yield
+    except CheckpointUnreadableError as error:
+        raise CheckpointUnreadableError(f"{error} {_go_on(path)}") from error
+    except OSError as error:
+        raise CheckpointUnreadableError(
+            f"{error.filename or path}: it cannot be read ({error.strerror or error}). Make it "
+            f"readable, or look in another directory. {_GIVE}"
+        ) from error
+    except _TooManyError as error:
+        raise CheckpointUnreadableError(
+            f"{path}: no checkpoint in the first {_MOST} directories. {_GIVE}"
+        ) from error
+
+
 def _units_in(path: Path, depth: int, seen: set[Path]) -> list[tuple[Path, str]]:
     real = path.resolve()  # links may form a cycle
     if real in seen:
         return []
     seen.add(real)
+    if len(seen) > _MOST:
+        raise _TooManyError
     kind = kind_of(path)
     if kind is not None:
         return [(path, kind)]

@@ -73,14 +73,10 @@ def kind_of(path: Path) -> str | None:
     """Return the kind of a directory's files, by their names; ``None`` if no known kind matches.
 
     Raises:
-        CheckpointUnreadableError: the directory cannot be read, or its checkpoint is incomplete.
+        CheckpointUnreadableError: the directory's checkpoint is incomplete.
+        OSError: the directory cannot be read.
     """
-    try:
-        names = {entry.name for entry in path.iterdir()}
-    except OSError as error:
-        raise CheckpointUnreadableError(
-            f"{path}: it cannot be read ({error.strerror or error})."
-        ) from None
+    names = {entry.name for entry in path.iterdir()}
     if ".metadata" in names:
         return MEGATRON if names & {"common.pt", "metadata.json"} else DCP
     if any(name.endswith(".distcp") for name in names):

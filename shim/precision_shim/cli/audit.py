@@ -21,6 +21,8 @@ _MORE = (
     "and no contradiction; 1: there is one; 2: the directory has no audit."
 )
 
+_GIVE = "Give the directory that PRECISION_SHIM_AUDIT_DIR named when the job ran."
+
 
 def register(commands: Commands) -> None:
     """Add the command."""
@@ -37,16 +39,19 @@ def run(arguments: argparse.Namespace) -> int:
     from ..auditing.record import Audit
 
     directory = arguments.directory
+    if not directory:
+        arguments.parser.error(f"DIR is empty: is a variable not set? {_GIVE}")
     try:
         found = list(files.read_audits(directory))
         sides = list(halves.read(directory))
     except OSError as error:
-        print(f"{directory}: cannot be read: {error.strerror or error}", file=sys.stderr)
+        why = error.strerror or error
+        print(f"{directory}: cannot be read: {why}. {_GIVE}", file=sys.stderr)
         return 2
     if not found and not sides:
         print(
-            f"{directory}: no audit here (*{files.SUFFIX}); set PRECISION_SHIM_AUDIT_DIR to this "
-            "directory for the job.",
+            f"{directory}: no audit here (*{files.SUFFIX}). {_GIVE} If the job has not run yet, "
+            "set PRECISION_SHIM_AUDIT_DIR to this directory for the job.",
             file=sys.stderr,
         )
         return 2

@@ -61,6 +61,11 @@ def run(arguments: argparse.Namespace) -> int:
     from ..checkpoints.report import examine
     from ..errors import CheckpointUnreadableError, DtypeError, SettingsError
 
+    if not arguments.path:
+        arguments.parser.error(
+            "PATH is empty: is a variable not set? Give the directory of a run, of a step, of a "
+            "model, or of its files."
+        )
     known = sorted(_registry.checkpoints())
     if arguments.framework not in (None, *known):
         arguments.parser.error(

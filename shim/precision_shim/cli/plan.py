@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,13 +93,50 @@ def run(asked: argparse.Namespace) -> int:
     try:
         # Some frameworks log to standard output at import; only the plan may be printed there.
         with redirect_stdout(sys.stderr):
-            job, request, rules = _read(asked, words)
+            job, request, rules = _read(asked, _without_run(words))
         return _show(asked, job, request, rules)
     except PrecisionShimError as error:
         print(f"precision-shim plan: {error}", file=sys.stderr)
     except Exception as error:
         print(f"precision-shim plan: {_fault(error)}", file=sys.stderr)
     return 2
+
+
+def _without_run(words: list[str]) -> list[str]:
+    """Replace ``precision-shim run`` in a launch line by the variables that it sets for the job.
+
+    Raises:
+        SettingsError: an option of ``run`` has an invalid value.
+    """
+    from ..process import settings as _settings
+    from . import build_parser
+    from . import run as _run
+
+    place = next(
+        (
+            number
+            for number, (word, after) in enumerate(pairwise(words))
+            if after == "run" and Path(word).name in ("precision-shim", "precision_shim")
+        ),
+        None,
+    )
+    if place is None:
+        return words
+    front, options = words[:place], words[place + 1 :]
+    if front[-1:] == ["-m"]:  # python -m precision_shim run
+        front = front[:-2]
+    given = build_parser(["run"]).parse_args(options)
+    command = given.job[1:] if given.job[:1] == ["--"] else given.job
+    named = dict(word.split("=", 1) for word in front if word.startswith(f"{_settings.PREFIX}="))
+    if _settings.switch({**os.environ, **named}) == "off":  # then ``run`` sets nothing
+        return [*front, *command]
+    ours = _run.variables(
+        features=given.features,
+        frameworks=given.frameworks,
+        strict=given.strict,
+        settings=given.settings,
+    )
+    return [*front, *(f"{name}={value}" for name, value in ours.items()), *command]
 
 
 def _fault(error: Exception) -> str:

@@ -45,8 +45,13 @@ def mapping(value: object, key: str, where: str) -> Mapping[str, Any]:
     """
     if isinstance(value, Mapping):
         return value
+    raise no_section(value, key, where)
+
+
+def no_section(value: object, key: str, where: str) -> PlanError:
+    """Return the error for a value that has no keys; see ``mapping``."""
     kind = type(value).__name__
-    raise PlanError(
+    return PlanError(
         f"{where}, {key}={value!r} ({kind}): expected a section with keys. Write the keys in it."
     )
 

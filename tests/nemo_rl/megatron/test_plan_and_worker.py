@@ -176,3 +176,30 @@ def test_names_where_they_are_not_coerced(
     for name, value in out.items():
         monkeypatch.setenv(f"PRECISION_SHIM_{name.upper()}", value)
     hold([drawn], plan_of(file, "--transformer-engine", fused_adam), [worker])
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"policy.optimizer.name": "torch.optim.Adamw"},
+        {"policy.optimizer.name": "AdamW"},
+        {"policy.optimizer.kwargs.nonsense": "1"},
+        {"policy.optimizer.name": "torch.optim.Adam"},
+    ],
+    ids=str,
+)
+def test_the_optimizer_of_a_dtensor_worker(
+    model: Path, tmp_path: Path, names: dict[str, str]
+) -> None:
+    drawn, file = Drawn(names), written(dtensor_config(model, "bfloat16", "v2"), tmp_path)
+    worker = by_worker(lambda: on_dtensor(drawn, file), {})
+    hold([drawn], plan_of(file), [worker])
+
+
+def test_a_text_where_megatrons_optimizer_has_a_number(
+    cpu: None, fused_adam: str, model: Path, tmp_path: Path
+) -> None:
+    file = written(support.policy_config(model), tmp_path)
+    drawn = Drawn({f"{_OPTIMIZER}.adam_beta2": "abc"})
+    worker = by_worker(lambda: on_megatron(drawn, file, tmp_path / "converted"), {})
+    hold([drawn], plan_of(file, "--transformer-engine", fused_adam), [worker])

@@ -75,7 +75,7 @@ def test_one_line_of_a_model_alone() -> None:
 
 
 def test_the_file_of_an_audit(audit: Audit, tmp_path: Path) -> None:
-    one = replace(audit, framework="a b/c", subject="", rank=3)
+    one = replace(audit, framework="a b/c", subject="", rank=3, world_size=4)
     assert files.stem(one) == "a-b-c.optimizer.model"
     path = files.write(tmp_path / "new", "stem", one)
     assert path == tmp_path / "new" / "stem.rank3.audit.json"

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from precision_shim.checkpoints import finding
 from precision_shim.checkpoints.checking import check
 from precision_shim.checkpoints.reading import read_parts
 from precision_shim.checkpoints.tensors import check_archive
+from precision_shim.cli import main
 from precision_shim.errors import CheckpointUnreadableError
 
 from .test_reading import one_sentence, run
@@ -220,6 +222,34 @@ def test_what_to_give_instead_of_nothing(tmp_path: Path, capsys: Any) -> None:
     distributed(tmp_path / "saved")
     assert run(tmp_path / "saved" / ".metadata") == 2
     assert "Give the directory" in one_sentence(capsys)
+
+
+def test_directories_that_are_no_checkpoint(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as ``/``: a directory that cannot be read, or too many of them."""
+    with pytest.raises(SystemExit) as ended:
+        main(["checkpoint", ""])
+    assert ended.value.code == 2
+    assert "PATH is empty: is a variable not set? Give the directory" in capsys.readouterr().err
+    for name in ("a", "b", "c"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+    monkeypatch.setattr(finding, "_MOST", 3)
+    assert run(tmp_path / "run") == 2
+    line = one_sentence(capsys)
+    assert line.startswith(f"{tmp_path / 'run'}: no checkpoint in the first 3 directories. Give")
+    own = Path.resolve
+
+    def denied(path: Path) -> Path:
+        if path.name == "b":
+            raise PermissionError(13, "Permission denied", str(path))
+        return own(path)
+
+    monkeypatch.setattr(Path, "resolve", denied)
+    assert run(tmp_path / "run") == 2
+    line = one_sentence(capsys)
+    assert line.startswith(f"{tmp_path / 'run' / 'b'}: it cannot be read (Permission denied). Make")
+    assert "damaged" not in line
 
 
 # -- what --config takes --------------------------------------------------------------------------

@@ -347,7 +347,7 @@ def _check_pair(framework: str, build: Build | None, config: Any, chunks: list[A
         note_told(config, "params-dtype")
         problems.append(
             f"the OptimizerConfig is for {name_of(params)} parameters, the trainable "
-            f"parameters are {live}"
+            f"parameters are {name_of(live.single)}"
         )
     if not problems:
         return

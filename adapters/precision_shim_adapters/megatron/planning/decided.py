@@ -44,8 +44,6 @@ from ..deciding.wishes import (
 from ..reading import reader
 from .sizes import Sizes
 
-_ADAM = ("adam", "adamw")
-
 
 @dataclass(frozen=True)
 class Asked:
@@ -273,7 +271,7 @@ def _texts(asked: Asked) -> Iterator[Problem]:
 
 def _refuse_others(asked: Asked, fields: Mapping[str, Any]) -> None:
     name = str(fields.get("optimizer", asked.wishes.optimizer))
-    if name not in _ADAM:
+    if name != "adam":
         raise PlanError(
             f"{asked.wishes.where}: {asked.subject}: optimizer={name!r}: its states are not known "
             "here; planned are those of adam. Plan the job with adam for an upper bound."

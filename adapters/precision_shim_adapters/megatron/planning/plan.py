@@ -57,6 +57,8 @@ from .layout import StageCount
 _MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 CONFIG = "megatron.core.optimizer.optimizer_config:OptimizerConfig"
 DDP = "megatron.core.distributed.distributed_data_parallel_config:DistributedDataParallelConfig"
+_NUMBERS = ("lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
+_OFFLOAD = "optimizer_cpu_offload"
 _LOW = ("main_grads_dtype", "main_params_dtype", *_MOMENTS)
 
 
@@ -116,6 +118,23 @@ def _no_names(asked: Asked) -> list[Problem]:
     ]
 
 
+def _no_numbers(asked: Asked) -> list[Problem]:
+    """List values that Adam computes with and that are no numbers, such as the text ``'0.95'``."""
+    written = asked.wishes.asked
+    names = (*_NUMBERS, *(("optimizer_offload_fraction",) * bool(written.get(_OFFLOAD))))
+    return [
+        Problem(
+            "number",
+            asked.wishes.subject,
+            asked.key.format(name),
+            f"{asked.wishes.where}: {name}={written[name]!r} is no number",
+            "Write a number, without quotes.",
+        )
+        for name in names
+        if not isinstance(written.get(name), int | float | None)
+    ]
+
+
 def fields_of(target: str) -> tuple[str, ...]:
     """The fields of one of Megatron's dataclasses; empty if Megatron is not installed."""
     return look(f"{target}.__init__").parameters
@@ -143,9 +162,9 @@ def plan_model(
     subject = asked.wishes.subject
     problems = [*asked.illegal, *layout.problems(asked.sizes, asked.model, subject, megatron)]
     problems += _unknown(asked)
-    numbers = _no_names(asked)
-    if numbers:
-        return None, [*problems, *numbers]
+    unreadable = [*_no_names(asked), *_no_numbers(asked)]
+    if unreadable:
+        return None, [*problems, *unreadable]
     on = with_shim(settings, support, holds)
     try:
         sides = [side(asked, without_shim(support)), side(asked, on)]
@@ -265,6 +284,27 @@ def _fp16(side: Side) -> bool:
     return bool(side.fields.get("fp16", True))
 
 
+def _of_another_model(asked: Asked, side: Side) -> list[str]:
+    """Notes that the user's config of the optimizer is for parameters of another dtype."""
+    wishes, fields = asked.wishes, side.planned.asked
+    flagged = torch.float16 if fields.get("fp16") else None
+    if flagged is None and fields.get("bf16"):
+        flagged = torch.bfloat16
+    notes = []
+    if flagged not in (None, asked.dtype):
+        notes.append(
+            f"expected {name_of(flagged)}, found {name_of(asked.dtype)}: the OptimizerConfig is "
+            "for another model: set its bf16, fp16 and params_dtype to what the model is"
+        )
+    written = fields.get("params_dtype")
+    if "params_dtype" not in wishes.unchecked and written not in (None, asked.dtype):
+        notes.append(
+            f"the OptimizerConfig is for {name_of(written)} parameters, the trainable parameters "
+            f"are {name_of(asked.dtype)}"
+        )
+    return notes
+
+
 def _notes(asked: Asked, side: Side) -> list[str]:
     notes = []
     if asked.wishes.trains:
@@ -272,6 +312,7 @@ def _notes(asked: Asked, side: Side) -> list[str]:
         notes += [*made.warnings, *(text for text in (made.bucket_warning,) if text)]
         if side.bucket.problem:
             notes.append(side.bucket.problem)
+        notes += _of_another_model(asked, side)
         static = side.fields.get("loss_scale")
         if asked.dtype is torch.float16 and not (_fp16(side) or static):
             notes.append(unscaled(asked.wishes.where, False, bool(side.fields.get("bf16"))))
