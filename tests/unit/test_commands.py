@@ -199,6 +199,8 @@ JOBS = {
     "torchtitan": "tests/torchtitan/test_pages.py::test_a_job_passes_torchtitans_validation",
     "areal": "tests/areal/test_pages.py::test_a_job_passes_areals_validation",
     "ms-swift": "tests/ms_swift/test_pages.py::test_a_job_passes_ms_swifts_validation",
+    "slime": "tests/flag_trainers/test_pages.py::test_a_job_passes_its_trainers_validation",
+    "miles": "tests/flag_trainers/test_pages.py::test_a_job_passes_its_trainers_validation",
 }
 """Maps each framework to the test that validates its documented jobs with the framework."""
 
