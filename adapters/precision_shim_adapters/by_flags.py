@@ -1,30 +1,12 @@
-"""The command ``checkpoint`` for ROLL, slime and miles, and the refusal to plan ROLL's jobs."""
+"""The command ``checkpoint`` for ROLL, slime and miles."""
 
 from __future__ import annotations
-
-from typing import NoReturn
 
 from precision_shim.adapting import versioned
 from precision_shim.checkpoints.foretelling import Here
 from precision_shim.checkpoints.layout import FAILS, FRESH, PARAMS, Outcome, Part
-from precision_shim.errors import PlanError
-from precision_shim.planning.command import Job
 
 from .megatron.resuming import foretelling as megatrons
-
-
-def plan_job(job: Job) -> NoReturn:
-    """Refuse a ROLL job, because the plan does not read its launch line.
-
-    Raises:
-        PlanError: always.
-    """
-    raise PlanError(
-        f"{versioned(job.framework)}, {job.target}: the plan does not read this launch line: its "
-        "YAML is composed by the pipeline that the line starts. Expected is a line of verl, SkyRL, "
-        "NeMo-RL, torchtitan, AReaL, ms-swift, slime or miles. Start the job with "
-        "PRECISION_SHIM_AUDIT_DIR=DIR, and precision-shim audit DIR says what it holds."
-    )
 
 
 def roll(part: Part, here: Here) -> Outcome:

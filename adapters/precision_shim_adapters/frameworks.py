@@ -162,7 +162,7 @@ ROLL = Framework(
         "roll.distributed.strategy.fsdp2_strategy:FSDP2TrainStrategy.setup_fsdp2_configuration",
     ),
     probes=PROBES,
-    plan="precision_shim_adapters.by_flags:plan_job",
+    plan="precision_shim_adapters.roll_plan:plan_job",
     checkpoints=Checkpoints(
         steps=r"checkpoint-(\d+)",
         resuming={
