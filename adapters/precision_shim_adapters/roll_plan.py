@@ -43,8 +43,9 @@ def plan_job(job: Job) -> Request:
         PlanError: the script, its config or a model cannot be read, or a model has LoRA or is not
             on Megatron.
     """
+    script = job.source.resolve() if job.source else None  # before the directory changes
     with _untouched():
-        config = _called(job, lambda: _load(job))
+        config = _called(job, lambda: _load(job, script))
         workers = list(_workers(job, config))
     models = tuple(_model(job, *one) for one in workers)
     if not models:
@@ -110,30 +111,29 @@ def _model(job: Job, name: str, worker: Any, args: Any) -> MegatronModel:
 # -- as ROLL's script and ROLL's strategy do it ------------------------------------------------
 
 
-def _load(job: Job) -> Any:
+def _load(job: Job, script: Path | None) -> Any:
     """Make the config that the job's script makes."""
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from omegaconf import OmegaConf
 
-    kind = _class_of(job)
+    kind, folder = _class_of(job, script), script.parent if script else Path()
     from_dict = importlib.import_module("dacite").from_dict
     parser = argparse.ArgumentParser(prog=job.target)
     parser.add_argument("--config_path", default="config")
     parser.add_argument("--config_name", default="sppo_config")
     given = parser.parse_args(list(job.arguments))
-    assert job.source is not None
-    folder = job.source.resolve().parent / given.config_path  # as Hydra's ``initialize`` reads it
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(folder), job_name="app", version_base=None):
+    where = str(folder / given.config_path)  # Hydra's ``initialize`` begins at the script
+    with initialize_config_dir(where, job_name="app", version_base=None):
         composed = compose(config_name=given.config_name)
     return from_dict(data_class=kind, data=OmegaConf.to_container(composed, resolve=True))
 
 
-def _class_of(job: Job) -> Any:
+def _class_of(job: Job, script: Path | None) -> Any:
     """The class that the job's script passes to ``from_dict``."""
     try:
-        tree = ast.parse(job.source.read_text(encoding="utf-8")) if job.source else None
+        tree = ast.parse(script.read_text(encoding="utf-8")) if script else None
     except (OSError, ValueError, SyntaxError):
         tree = None
     nodes = list(ast.walk(tree)) if tree else []

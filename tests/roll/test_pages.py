@@ -18,8 +18,9 @@ JOBS = of("roll")
 @pytest.mark.parametrize("job", JOBS, ids=str)
 def test_a_job_passes_rolls_validation(job: Job, tmp_path: Path) -> None:
     assert job.settings == jobs.WHERE
+    script = jobs.write(tmp_path, jobs.config())
     with roll_plan._untouched():
-        found = roll_plan._load(jobs.line(jobs.write(tmp_path, jobs.config()), *job.settings))
+        found = roll_plan._load(jobs.line(script, *job.settings), script)
     assert type(found).__name__ == "RLVRConfig"
     assert found.actor_train.world_size == 8
     script = jobs.write(tmp_path, {**jobs.config(), "actor_train": {"model_args": {"dtype": 16}}})

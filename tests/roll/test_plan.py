@@ -21,13 +21,16 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @pytest.fixture
-def plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., tuple[int, Any]]:
+def plan(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, Any]]:
     """Plans a job with the given config; returns the exit status, and the plan or the error."""
+    monkeypatch.chdir(tmp_path)
 
     def planned(values: dict[str, Any], *words: str) -> tuple[int, Any]:
         script = jobs.write(tmp_path, values)
         capsys.readouterr()
-        given = ("PRECISION_SHIM=1", "python", str(script), *(words or jobs.WHERE))
+        given = ("PRECISION_SHIM=1", "python", script.name, *(words or jobs.WHERE))
         with pytest.raises(SystemExit) as end:
             main(["plan", "--parameters", "1B", "--json", "--", *given])
         said = capsys.readouterr()
