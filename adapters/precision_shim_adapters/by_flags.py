@@ -1,40 +1,12 @@
-"""The commands ``plan`` and ``checkpoint`` for ROLL, slime and miles.
-
-Delete this module when the shim can read the launch lines without running Megatron's argument
-parser (slime, miles) or ROLL's pipeline.
-"""
+"""The command ``checkpoint`` for ROLL, slime and miles."""
 
 from __future__ import annotations
-
-from typing import NoReturn
 
 from precision_shim.adapting import versioned
 from precision_shim.checkpoints.foretelling import Here
 from precision_shim.checkpoints.layout import FAILS, FRESH, PARAMS, Outcome, Part
-from precision_shim.errors import PlanError
-from precision_shim.planning.command import Job
 
 from .megatron.resuming import foretelling as megatrons
-
-_WHY = {
-    "roll": "its YAML is composed by the pipeline that the line starts",
-    "slime": "its flags are read by the parser of Megatron's training scripts",
-    "miles": "its flags are read by the parser of Megatron's training scripts",
-}
-
-
-def plan_job(job: Job) -> NoReturn:
-    """Refuse a ROLL, slime or miles job, because the plan cannot read its launch line.
-
-    Raises:
-        PlanError: always.
-    """
-    raise PlanError(
-        f"{versioned(job.framework)}, {job.target}: the plan does not read this launch line: "
-        f"{_WHY[job.framework]}. Expected is a line of verl, SkyRL, NeMo-RL, torchtitan, AReaL or "
-        "ms-swift. Start the job with PRECISION_SHIM_AUDIT_DIR=DIR, and precision-shim audit DIR "
-        "says what it holds."
-    )
 
 
 def roll(part: Part, here: Here) -> Outcome:

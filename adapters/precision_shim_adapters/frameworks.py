@@ -162,7 +162,7 @@ ROLL = Framework(
         "roll.distributed.strategy.fsdp2_strategy:FSDP2TrainStrategy.setup_fsdp2_configuration",
     ),
     probes=PROBES,
-    plan="precision_shim_adapters.by_flags:plan_job",
+    plan="precision_shim_adapters.roll_plan:plan_job",
     checkpoints=Checkpoints(
         steps=r"checkpoint-(\d+)",
         resuming={
@@ -182,7 +182,7 @@ SLIME = Framework(
     tested=("0.3.1",),
     effects=MEGATRON_EFFECTS,
     probes=PROBES[:1],
-    plan="precision_shim_adapters.by_flags:plan_job",
+    plan="precision_shim_adapters.flag_plans:plan_job",
     checkpoints=Checkpoints(
         steps=r"iter_(\d+)",
         resuming={"megatron": "precision_shim_adapters.by_flags:slime"},
@@ -197,7 +197,7 @@ MILES = Framework(
     tested=("0.1.0",),
     effects=MEGATRON_EFFECTS,
     probes=PROBES[:1],
-    plan="precision_shim_adapters.by_flags:plan_job",
+    plan="precision_shim_adapters.flag_plans:plan_job",
     checkpoints=Checkpoints(
         steps=r"iter_(\d+)",
         resuming={"megatron": "precision_shim_adapters.by_flags:miles"},

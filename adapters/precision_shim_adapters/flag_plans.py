@@ -1,0 +1,240 @@
+"""Plan slime's and miles' jobs from their launch lines, with their own parsers over Megatron's.
+
+Both trainers read their own flags beside those of Megatron's training scripts, and then SGLang's,
+which the plan leaves out: SGLang needs a GPU's packages, and no flag of it concerns the trainer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import importlib.abc
+import importlib.machinery
+import io
+import sys
+import warnings
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+from precision_shim.adapting import versioned
+from precision_shim.errors import PlanError
+from precision_shim.planning.command import Job
+from precision_shim.planning.request import Request
+from precision_shim.planning.values import no_adapters, said
+
+from . import miles, slime
+from .megatron import Wishes
+from .megatron.planning.plan import MegatronModel
+from .megatron.planning.sizes import read_sizes
+
+_READ: dict[str, Callable[[Any, str], Wishes]] = {"slime": slime.read, "miles": miles.read}
+"""The functions with which the worker reads the flags, too."""
+
+_LEFT_OUT = ("sglang", "sglang_router")
+_ROLLOUT = ("--sglang-", "--router-", "--eval-sglang-")
+"""The beginnings of the flags that only SGLang reads."""
+
+_BEFORE = (
+    *("--train-backend", "--debug-rollout-only"),
+    *("--debug-train-only", "--load-debug-rollout-data"),
+)
+"""Flags that slime reads before the others, with a parser of their own."""
+
+
+def plan_job(job: Job) -> Request:
+    """Read a launch line of slime's or miles' ``train.py``.
+
+    Raises:
+        PlanError: a parser refuses the line, the model cannot be read, or the plan does not support
+            a flag.
+    """
+    args, unknown = _parsed(job)
+    where = versioned(job.framework)
+    if getattr(args, "lora_rank", 0) or getattr(args, "lora_adapter_path", None):
+        raise no_adapters(f"{where}, --lora-rank", "--lora-rank 0")
+    roles = ["actor"]
+    if args.advantage_estimator == "ppo":
+        roles.append("critic")
+    models = tuple(_model(job, args, role) for role in roles)
+    notes = ["not counted: what these trainers keep in the host's memory while others use the GPUs"]
+    if args.kl_coef != 0 or args.use_kl_loss:
+        notes.append("not counted: the reference model, whose weights are in the host's memory")
+    if unknown:
+        notes.append(f"no parser of {where} reads {', '.join(unknown)}: it has no effect")
+    version = where.partition(" ")[2] or None
+    return Request(
+        job.framework, version, args.world_size, models, megatron=True, notes=tuple(notes)
+    )
+
+
+def _model(job: Job, args: Namespace, role: str) -> MegatronModel:
+    args = _of_role(job, args, role)
+    return MegatronModel(
+        _READ[job.framework](args, role),
+        job.model(args.hf_checkpoint),
+        read_sizes(
+            args.world_size,
+            "--actor-num-gpus-per-node",
+            "--",
+            vars(args),
+            sequence_parallel=bool(args.sequence_parallel),
+        ),
+        args.params_dtype,
+        bucket_in_fp32=bool(args.accumulate_allreduce_grads_in_fp32),
+        value_head=role == "critic",
+        key="--{}",
+        bucket_key="--accumulate-allreduce-grads-in-fp32",
+        place="actor",
+    )
+
+
+def _of_role(job: Job, args: Namespace, role: str) -> Namespace:
+    """The flags of one role: slime may have an extra file with flags for each."""
+    path = getattr(args, "megatron_config_path", None)
+    args = copy.deepcopy(args)
+    if path is None:
+        return args
+    with _stand_ins(job.framework):
+        parser = importlib.import_module(f"{job.framework}.utils.arguments")
+        found: Namespace = _called(job, lambda: parser.parse_megatron_role_args(args, path, role))
+    return found
+
+
+# -- parsing -----------------------------------------------------------------------------------
+
+
+def _parsed(job: Job) -> tuple[Namespace, list[str]]:
+    """Parse a job's flags; returns them, and the flags that no parser knows."""
+    parsers: list[ArgumentParser] = []
+    words = ["train.py", *job.arguments]
+    with _stand_ins(job.framework), mock.patch.object(sys, "argv", words):
+        own = _imported(job, "utils.arguments")
+        theirs = _imported(job, "backends.megatron_utils.arguments")
+        provider = getattr(own, f"get_{job.framework}_extra_args_provider")()
+
+        def add(parser: ArgumentParser) -> ArgumentParser:
+            parsers.append(parser)
+            made: ArgumentParser = provider(parser)
+            return made
+
+        parse = {"slime": _parse_slime, "miles": _parse_miles}[job.framework]
+        args = _called(job, lambda: parse(own, theirs, add))
+        if getattr(args, "train_backend", "megatron") != "megatron":
+            raise PlanError(
+                f"{versioned(job.framework)}, --train-backend {args.train_backend}: planned are "
+                "models on Megatron. Write --train-backend megatron."
+            )
+        _, left = parsers[0].parse_known_args(list(job.arguments))
+        unknown = [one for one in left if one.startswith("--") and not _of_another_parser(one)]
+        if unknown and job.framework == "miles":
+            raise PlanError(
+                f"{versioned(job.framework)}: it does not know {', '.join(unknown)}. Correct the "
+                "line."
+            )
+        _called(job, lambda: theirs.validate_args(args))
+    return args, unknown
+
+
+def _parse_slime(own: Any, theirs: Any, add: Callable[..., Any]) -> Namespace:
+    before = vars(own._pre_parse_mode())
+    args: Namespace = theirs.megatron_parse_args(extra_args_provider=add, skip_hf_validate=True)
+    vars(args).update(before)
+    return args
+
+
+def _parse_miles(own: Any, theirs: Any, add: Callable[..., Any]) -> Namespace:
+    args = theirs.parse_args(extra_args_provider=add, ignore_unknown_args=True)
+    args.rank, args.world_size = 0, args.actor_num_nodes * args.actor_num_gpus_per_node
+    found: Namespace = theirs.set_default_megatron_args(args)
+    return found
+
+
+def _of_another_parser(flag: str) -> bool:
+    return flag.startswith(_ROLLOUT) or flag.partition("=")[0] in _BEFORE
+
+
+def _imported(job: Job, name: str) -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module(f"{job.framework}.{name}")
+    except Exception as error:  # the import may raise any error
+        raise PlanError(
+            f"{versioned(job.framework)}, {job.target}: its arguments cannot be read: "
+            f"{said(error)}. Run the plan in the environment of the job."
+        ) from error
+
+
+def _called(job: Job, call: Callable[[], Any]) -> Any:
+    """Call a trainer's or Megatron's function; its refusal becomes a ``PlanError``."""
+    printed = io.StringIO()
+    try:
+        with (
+            contextlib.redirect_stderr(printed),
+            contextlib.redirect_stdout(io.StringIO()),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            return call()
+    except (Exception, SystemExit) as error:  # argparse exits, Megatron raises various errors
+        lines = printed.getvalue().strip().splitlines()
+        why = lines[-1] if isinstance(error, SystemExit) and lines else said(error)
+        raise PlanError(
+            f"{versioned(job.framework)}, {job.target}: {why}. Correct the command line."
+        ) from error
+
+
+# -- without SGLang ----------------------------------------------------------------------------
+
+
+class _Nothing:
+    """Stands in for any function or class of SGLang: does nothing, and returns itself."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+
+class _Module(ModuleType):
+    """Stands in for a module of SGLang."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Nothing()
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds SGLang's packages, all empty."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name.partition(".")[0] in _LEFT_OUT:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: Any) -> ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None: ...
+
+
+@contextlib.contextmanager
+def _stand_ins(framework: str) -> Iterator[None]:
+    """Let a trainer's modules be imported without SGLang, and forget what was imported so."""
+    before, finder = set(sys.modules), _Finder()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in set(sys.modules) - before:
+            if name.partition(".")[0] in (framework, *_LEFT_OUT):
+                del sys.modules[name]

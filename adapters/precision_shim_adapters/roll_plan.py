@@ -1,0 +1,200 @@
+"""Plan ROLL's jobs on Megatron from their launch line, with ROLL's own config classes.
+
+ROLL's start scripts compose a YAML file with Hydra and make a config class of it. The plan finds
+the class in the script, makes the config as the script does, and reads each worker's arguments with
+the function that reads them in the worker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import importlib
+import io
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import versioned
+from precision_shim.errors import PlanError
+from precision_shim.planning.command import Job
+from precision_shim.planning.request import Request
+from precision_shim.planning.values import no_adapters, said
+
+from .megatron.planning.plan import MegatronModel
+from .megatron.planning.sizes import read_sizes
+from .roll import read
+
+_TRAINS = "megatron_train"
+_WORKERS = ("actor_train", "student_train", "student", "sft_train", "critic")
+
+
+def plan_job(job: Job) -> Request:
+    """Read a launch line of one of ROLL's start scripts.
+
+    Raises:
+        PlanError: the script, its config or a model cannot be read, or a model has LoRA or is not
+            on Megatron.
+    """
+    script = job.source.resolve() if job.source else None  # before the directory changes
+    with _untouched():
+        config = _called(job, lambda: _load(job, script))
+        workers = list(_workers(job, config))
+    models = tuple(_model(job, *one) for one in workers)
+    if not models:
+        raise PlanError(
+            f"{_where()}, {job.target}: none of {', '.join(_WORKERS)} has strategy_name={_TRAINS}: "
+            f"planned are models on Megatron. Write {_TRAINS}."
+        )
+    notes = ["not counted: reference and reward models, and what workers keep in the host's memory"]
+    version = _where().partition(" ")[2] or None
+    world = max(one.sizes.world for one in models)
+    return Request("roll", version, world, models, megatron=True, notes=tuple(notes))
+
+
+def _where() -> str:
+    return versioned("roll", called="ROLL")
+
+
+def _workers(job: Job, config: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the workers that train: each one's name, config, and arguments for Megatron."""
+    seen = []
+    for name in _WORKERS:
+        worker = getattr(config, name, None)
+        strategy = getattr(worker, "strategy_args", None)
+        if worker is None or strategy is None or not worker.device_mapping or id(worker) in seen:
+            continue
+        seen.append(id(worker))  # in a distillation actor_train and student_train are one worker
+        if name == "critic" and getattr(config, "adv_estimator", "gae") != "gae":
+            continue  # ROLL makes no critic then
+        if strategy.strategy_name != _TRAINS:
+            raise PlanError(
+                f"{_where()}, {name}.strategy_args.strategy_name={strategy.strategy_name!r}: "
+                f"planned are models on Megatron. Write {_TRAINS}."
+            )
+        if worker.model_args.lora_target:
+            raise no_adapters(
+                f"{_where()}, {name}.model_args.lora_target", f"{name} without lora_target"
+            )
+        worker.name = worker.name or name
+        yield name, worker, _called(job, lambda worker=worker: _arguments(worker, config))
+
+
+def _model(job: Job, name: str, worker: Any, args: Any) -> MegatronModel:
+    section = f"{name}.strategy_args.strategy_config"
+    return MegatronModel(
+        read(SimpleNamespace(megatron_train_args=args, worker_config=worker)),
+        job.model(worker.model_args.model_name_or_path),
+        read_sizes(
+            worker.world_size,
+            f"{name}.device_mapping",
+            section,
+            vars(args),
+            sequence_parallel=bool(args.sequence_parallel),
+        ),
+        torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32,
+        bucket_in_fp32=bool(args.accumulate_allreduce_grads_in_fp32),
+        value_head=name == "critic",
+        key=f"{section}.{{}}",
+        bucket_key=f"{section}.accumulate_allreduce_grads_in_fp32",
+        place=str(worker.device_mapping),
+    )
+
+
+# -- as ROLL's script and ROLL's strategy do it ------------------------------------------------
+
+
+def _load(job: Job, script: Path | None) -> Any:
+    """Make the config that the job's script makes."""
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from omegaconf import OmegaConf
+
+    kind, folder = _class_of(job, script), script.parent if script else Path()
+    from_dict = importlib.import_module("dacite").from_dict
+    parser = argparse.ArgumentParser(prog=job.target)
+    parser.add_argument("--config_path", default="config")
+    parser.add_argument("--config_name", default="sppo_config")
+    given = parser.parse_args(list(job.arguments))
+    GlobalHydra.instance().clear()
+    where = str(folder / given.config_path)  # Hydra's ``initialize`` begins at the script
+    with initialize_config_dir(where, job_name="app", version_base=None):
+        composed = compose(config_name=given.config_name)
+    return from_dict(data_class=kind, data=OmegaConf.to_container(composed, resolve=True))
+
+
+def _class_of(job: Job, script: Path | None) -> Any:
+    """The class that the job's script passes to ``from_dict``."""
+    try:
+        tree = ast.parse(script.read_text(encoding="utf-8")) if script else None
+    except (OSError, ValueError, SyntaxError):
+        tree = None
+    nodes = list(ast.walk(tree)) if tree else []
+    names = [
+        ast.unparse(word.value)
+        for node in nodes
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("from_dict")
+        for word in node.keywords
+        if word.arg == "data_class"
+    ]
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    for node in imports if names else ():
+        if names[0] in [one.name for one in node.names]:
+            return getattr(importlib.import_module(str(node.module)), names[0])
+    raise PlanError(
+        f"{_where()}, {job.target}: it has no from_dict(data_class=CLASS, ...) with a class of "
+        "ROLL's, which says what its config is. Plan the job from a script that has."
+    )
+
+
+def _arguments(worker: Any, config: Any) -> Any:
+    """A worker's arguments for Megatron, as ROLL's strategy makes them, but for a CPU."""
+    kind = importlib.import_module("mcore_adapter").TrainingArguments
+
+    values = worker.training_args.to_dict() | worker.strategy_args.strategy_config
+    values |= {"max_grad_norm": config.max_grad_norm, "use_cpu": True}
+    values.setdefault("lr_scheduler_kwargs", {})
+    return kind(**values)
+
+
+def _called(job: Job, call: Any) -> Any:
+    """Call ROLL's code; its refusal becomes a ``PlanError``."""
+    printed = io.StringIO()
+    try:
+        with (
+            contextlib.redirect_stderr(printed),
+            contextlib.redirect_stdout(io.StringIO()),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            return call()
+    except PlanError:
+        raise
+    except (Exception, SystemExit) as error:  # hydra, dacite and ROLL raise various errors
+        lines = printed.getvalue().strip().splitlines()
+        why = lines[-1] if isinstance(error, SystemExit) and lines else said(error)
+        raise PlanError(
+            f"{_where()}, {job.target}: {why}. Run the plan in the environment of the job, and "
+            "correct its config."
+        ) from error
+
+
+@contextlib.contextmanager
+def _untouched() -> Iterator[None]:
+    """Undo what making ROLL's config does to the process: variables, and a folder of logs."""
+    before, here = dict(os.environ), Path.cwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            yield
+        finally:
+            os.chdir(here)
+            os.environ.clear()
+            os.environ.update(before)

@@ -1,0 +1,67 @@
+"""A job of ROLL's in a folder: a script like ROLL's own, and a config of its kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from precision_shim.planning import command
+from precision_shim.process.settings import resolve
+
+SCRIPT = """
+from dacite import from_dict
+from roll.pipeline.rlvr.rlvr_config import RLVRConfig
+config = from_dict(data_class=RLVRConfig, data={})
+"""
+WHERE = ("--config_path", "qwen2.5-7B-rlvr_megatron", "--config_name", "rlvr_config")
+"""The config of ROLL's own example; ROLL's wheel lacks the example."""
+
+
+def config(dtype: str = "bf16", strategy: str = "megatron_train", **written: Any) -> dict[str, Any]:
+    """The keys of ROLL's example that matter here.
+
+    Args:
+        dtype: the actor's ``model_args.dtype``.
+        strategy: the actor's strategy.
+        written: more keys of the actor's ``strategy_config``.
+    """
+    there = {"use_distributed_optimizer": True, **written}
+    actor = {"strategy_name": strategy, "strategy_config": there}
+    infer = {"strategy_name": "vllm", "strategy_config": {}}
+    eight = "list(range(0,8))"
+    return {
+        "exp_name": "tests",
+        "rollout_batch_size": 64,
+        "prompt_length": 8,
+        "response_length": 8,
+        "adv_estimator": "reinforce",
+        "pretrain": "none",
+        "reward_pretrain": "none",
+        "actor_train": {
+            "model_args": {"dtype": dtype},
+            "strategy_args": actor,
+            "device_mapping": eight,
+        },
+        "actor_infer": {
+            "strategy_args": infer,
+            "device_mapping": eight,
+            "generating_args": {"num_return_sequences": 1},
+        },
+        "reference": {"model_args": {"dtype": dtype}},
+    }
+
+
+def write(folder: Path, values: dict[str, Any]) -> Path:
+    """Write script and config; returns the script."""
+    script, place = folder / "start_rlvr_pipeline.py", folder / WHERE[1]
+    place.mkdir(exist_ok=True)
+    script.write_text(SCRIPT)
+    (place / "rlvr_config.yaml").write_text(yaml.safe_dump(values))
+    return script
+
+
+def line(script: Path, *words: str) -> command.Job:
+    """The launch line as the plan's reader returns it."""
+    return command.Job("roll", str(script), script, (), words, {}, resolve(environ={}))

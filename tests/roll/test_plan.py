@@ -1,0 +1,97 @@
+"""``precision-shim plan`` for ROLL's jobs, with ROLL's config classes and the worker's verdict."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import precision_shim
+from precision_shim.cli import main
+
+from . import jobs
+from .driving import Trainer
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@pytest.fixture
+def plan(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, Any]]:
+    """Plans a job with the given config; returns the exit status, and the plan or the error."""
+    monkeypatch.chdir(tmp_path)
+
+    def planned(values: dict[str, Any], *words: str) -> tuple[int, Any]:
+        script = jobs.write(tmp_path, values)
+        capsys.readouterr()
+        given = ("PRECISION_SHIM=1", "python", script.name, *(words or jobs.WHERE))
+        with pytest.raises(SystemExit) as end:
+            main(["plan", "--parameters", "1B", "--json", "--", *given])
+        said = capsys.readouterr()
+        print(said.err)  # shown if the test fails
+        return int(str(end.value)), json.loads(said.out) if said.out else said.err
+
+    return planned
+
+
+def test_a_job_is_planned(plan: Any) -> None:
+    before, here = dict(os.environ), Path.cwd()
+    code, found = plan(jobs.config("fp16", tensor_model_parallel_size=2))
+    assert (code, found["framework"], found["world_size"]) == (0, "roll", 8)
+    (actor,) = found["models"]
+    assert (actor["subject"], actor["computes"]) == ("actor_train", "fp16")
+    assert (actor["layout"]["tp"], actor["layout"]["dp"]) == (2, 4)
+    assert "loss scaler from 32768" in json.dumps(actor)
+    assert (dict(os.environ), Path.cwd()) == (before, here)  # ROLL's config writes to both
+    code, found = plan(jobs.config(tensor_model_parallel_size=3))
+    assert code != 0
+
+
+def test_a_critic(plan: Any) -> None:
+    values = jobs.config()
+    critic = {**values["actor_train"], "device_mapping": "list(range(8,16))"}
+    code, found = plan({**values, "adv_estimator": "gae", "critic": critic})
+    assert code == 0
+    assert [one["subject"] for one in found["models"]] == ["actor_train", "critic"]
+    assert len({one["place"] for one in found["models"]}) == 2
+    _, found = plan({**values, "critic": critic})  # ROLL makes no critic for this estimator
+    assert [one["subject"] for one in found["models"]] == ["actor_train"]
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("written", [{}, {"accumulate_allreduce_grads_in_fp32": True}], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_plan_and_worker_decide_alike(
+    plan: Any, on: Callable[..., Any], dtype: str, written: dict[str, Any]
+) -> None:
+    code, found = plan(jobs.config(dtype, **written))
+    assert code == 0
+    planned = {one["feature"]: one["chosen"] for one in found["models"][0]["decisions"]}
+    on()
+    Trainer.of(DTYPES[dtype], **written)
+    done = {one.feature: one.chosen for one in precision_shim.status().decisions}
+    both = planned.keys() & done.keys()
+    assert both >= {"bf16-dispatch", "grad-bucket-alignment"}
+    assert {key: planned[key] for key in both} == {key: done[key] for key in both}
+
+
+def test_what_is_not_planned_is_said(plan: Any, tmp_path: Path) -> None:
+    for values, said in (
+        (jobs.config(strategy="fsdp2_train"), "planned are models on Megatron"),
+        (jobs.config(no_such_key=1), "no_such_key"),
+        ({**jobs.config(), "actor_train": {"strategy_args": {"strategy_name": "none"}}}, "none"),
+        ({**jobs.config(), "rollout_batch_size": 63}, "63"),
+    ):
+        code, found = plan(values)
+        assert (code, said in found) == (2, True), found
+    values = jobs.config()
+    values["actor_train"]["model_args"]["lora_target"] = "all-linear"
+    assert plan(values)[0] == 2
+    code, found = plan(values, "--config_path", "nowhere", "--config_name", "nothing")
+    assert (code, "nowhere" in found) == (2, True)
