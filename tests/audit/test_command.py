@@ -129,12 +129,16 @@ def test_two_models_and_a_rank_from_before_its_first_step(
     put(tmp_path, *(audit_of(rank, name) for rank in range(WORLD) for name in ("actor", "critic")))
     early = audit_of(3)
     (part,) = early.parts
-    later = {**part.components, "exp_avg": replace(part.components["exp_avg"], state="later")}
+    some = {**part.components, "exp_avg": replace(part.components["exp_avg"], state="later")}
+    none = AuditComponent(("bf16",), state="later")
+    put(tmp_path, replace(early, parts=(replace(part, components=some),), rank=7))
+    later = {**part.components, "exp_avg": none, "exp_avg_sq": none}
     put(tmp_path, replace(early, parts=(replace(part, components=later),)))
     status, said, _ = command(capsys, tmp_path)
     assert status == 0
     assert said.count("200 of 200 ranks") == 2
-    assert said.count("from before the first step: rank 3") == 1
+    assert said.count("from before the first step: rank 3\n") == 1
+    assert said.count("without the states of parameters that had no gradient: rank 7\n") == 1
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"framework": 1}', "null"])

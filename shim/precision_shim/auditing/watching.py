@@ -172,7 +172,13 @@ class _Watcher:
             for each in audit.parts
         ]
         notes = [note for note in audit.notes if (note.code, note.part) != (lost.CODE, part)]
-        found = lost.findings(figures.to_dict(), part, meter.names[0])
+        masters = {
+            dtype
+            for each in parts
+            if each.name == part
+            for dtype in each.components["master"].dtypes
+        }
+        found = lost.findings(figures.to_dict(), part, meter.names[0], masters)
         notes += [Finding(*fields) for _, fields in found]
         audit = replace(audit, parts=tuple(parts), notes=tuple(notes))
         kept.put(self._number, audit)

@@ -78,6 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
                             "missing": list(group.missing),
                             "problems": {k: list(v) for k, v in group.problems.items()},
                             "before_step": list(group.before_step),
+                            "without_some": list(group.without_some),
                         }
                         for group in compared
                     ],
