@@ -232,6 +232,9 @@ def hybrid(launch: Launch) -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    dist.init_process_group(
+        "gloo", init_method=f"file://{launch.store}", world_size=launch.world, rank=launch.rank
+    )
     found = {}
     for copies, shards in ((launch.world, 1), (1, launch.world)):
         names = ("dp_replicate", "dp_shard")
@@ -250,6 +253,9 @@ def flat(launch: Launch) -> dict[str, Any]:
     """FSDP1, which verl and SkyRL call ``fsdp``, in both forms of its parameters."""
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
+    dist.init_process_group(
+        "gloo", init_method=f"file://{launch.store}", world_size=launch.world, rank=launch.rank
+    )
     found = {}
     for name, original, strategy in (
         ("flat", False, ShardingStrategy.FULL_SHARD),

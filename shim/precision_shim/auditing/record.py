@@ -227,7 +227,9 @@ class Audit:
         """Framework, subject, rank and number of problems, in one line."""
         count = len(self.problems)
         verdict = "ok" if self.ok else f"{count} problem{'s' if count > 1 else ''}"
-        looked = "" if self.complete else f", {'before the first step' if self.before_step else SOME}"
+        looked = (
+            "" if self.complete else f", {'before the first step' if self.before_step else SOME}"
+        )
         who = f"{self.framework} {self.subject}".strip()
         return f"{who}, rank {self.rank} of {self.world_size}: {verdict}{looked}"
 

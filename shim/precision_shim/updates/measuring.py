@@ -12,7 +12,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -172,12 +171,14 @@ class Meter:
     def _take(self, optimizer: torch.optim.Optimizer) -> list[_Before]:
         groups = [group["params"] for group in optimizer.param_groups]
         budget = MOST_ELEMENTS // max(1, meters.count())
-        if self._sample is None or not self._sample.fits(groups, budget):
-            self._sample = Sample(groups, budget, partial(self._rule.steps_ever, optimizer))
+        places = [
+            [place for place, p in enumerate(group) if self._rule.steps_ever(optimizer, p)]
+            for group in groups
+        ]
+        if self._sample is None or not self._sample.fits(groups, budget, places):
+            self._sample = Sample(groups, budget, places)
         self._elements = {
-            number: sum(
-                numel(p) for p in group if self._rule.gradient(optimizer, p) is not None
-            )
+            number: sum(numel(p) for p in group if self._rule.gradient(optimizer, p) is not None)
             for number, group in enumerate(groups)
         }
         snapshots = []
@@ -343,7 +344,9 @@ class Meter:
             for numbers, row in zip(counts.tolist(), about, strict=True):
                 kind = merged if row.group is None else rows.setdefault(row.group, [])
                 kind.append((numbers, row))
-        groups = [_group(number, pending.elements[number], some) for number, some in sorted(rows.items())]
+        groups = [
+            _group(number, pending.elements[number], some) for number, some in sorted(rows.items())
+        ]
         # A skipped step updates nothing: keep the earlier figures.
         moved = tuple(
             group

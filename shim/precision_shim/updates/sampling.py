@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -37,7 +37,7 @@ class Sample:
     Args:
         groups: the optimizer's parameters, by group.
         budget: maximum number of elements in the sample.
-        is_stepped: whether the optimizer ever updates a parameter; other parameters are left out.
+        places: for each group, the numbers of the parameters to sample; ``None`` for all.
 
     Attributes:
         budget: see the argument.
@@ -48,11 +48,10 @@ class Sample:
         self,
         groups: Sequence[Sequence[torch.Tensor]],
         budget: int,
-        is_stepped: Callable[[torch.Tensor], bool] = lambda _: True,
+        places: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self.budget = budget
-        self._is_stepped = is_stepped
-        self._shapes = self._read_shapes(groups)
+        self._shapes = _shapes(groups, places)
         tensors = allot([len(shapes) for shapes in self._shapes], MOST_TENSORS)
         chosen = [
             _some(list(shapes), most) for shapes, most in zip(self._shapes, tensors, strict=True)
@@ -71,21 +70,14 @@ class Sample:
             )
         ]
 
-    def fits(self, groups: Sequence[Sequence[torch.Tensor]], budget: int) -> bool:
-        """Whether the sample was drawn for this budget and for the groups' sizes and devices."""
-        return budget == self.budget and self._shapes == self._read_shapes(groups)
-
-    def _read_shapes(
-        self, groups: Sequence[Sequence[torch.Tensor]]
-    ) -> list[dict[int, tuple[int, torch.device]]]:
-        return [
-            {
-                place: (numel(p), local(p).device)
-                for place, p in enumerate(group)
-                if self._is_stepped(p)
-            }
-            for group in groups
-        ]
+    def fits(
+        self,
+        groups: Sequence[Sequence[torch.Tensor]],
+        budget: int,
+        places: Sequence[Sequence[int]] | None = None,
+    ) -> bool:
+        """Whether the sample was drawn for this budget and for these tensors' sizes and devices."""
+        return budget == self.budget and self._shapes == _shapes(groups, places)
 
 
 def few(tensor: torch.Tensor, most: int) -> torch.Tensor:
@@ -107,6 +99,17 @@ def few(tensor: torch.Tensor, most: int) -> torch.Tensor:
 def numel(parameter: torch.Tensor) -> int:
     """Return the number of a parameter's elements on this rank."""
     return local(parameter).numel()
+
+
+def _shapes(
+    groups: Sequence[Sequence[torch.Tensor]], places: Sequence[Sequence[int]] | None
+) -> list[dict[int, tuple[int, torch.device]]]:
+    if places is None:
+        places = [range(len(group)) for group in groups]
+    return [
+        {place: (numel(group[place]), local(group[place]).device) for place in some}
+        for group, some in zip(groups, places, strict=True)
+    ]
 
 
 def _some(places: Sequence[int], most: int) -> list[int]:
