@@ -251,3 +251,17 @@ def test_a_file_of_brackets_is_told_as_a_broken_file(
     assert status == 1
     assert f"damaged{files.SUFFIX}: RecursionError" in said
     assert f"damaged{halves.SUFFIX}: RecursionError" in said
+
+
+def test_two_engines_of_one_name_are_both_in_the_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = halves.Held("verl", halves.ROLLOUT, "server", "", "vllm 0.30.0", "qwen", "fp16")
+    halves.write(str(tmp_path), engine)
+    halves.write(str(tmp_path), replace(engine, subject="teacher", computes="bf16"))
+    halves.write(str(tmp_path), replace(engine, name="other"))
+    _, said, _ = command(capsys, tmp_path, "--json")
+    (both,) = json.loads(said)["rollouts"]
+    assert sorted(both["held"]) == ["other", "rollout, server", "teacher, server"]
+    assert "computes in bf16" in both["held"]["teacher, server"]
+    assert "computes in fp16" in both["held"]["rollout, server"]
