@@ -227,6 +227,55 @@ def _one_row(launch: Launch) -> dict[str, Any]:
     return precision_shim.audit(model, optimizer, group=dist.group.WORLD).to_dict()
 
 
+def hybrid(launch: Launch) -> dict[str, Any]:
+    """HSDP over two ranks: two copies of one shard, and one copy of two shards."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group(
+        "gloo", init_method=f"file://{launch.store}", world_size=launch.world, rank=launch.rank
+    )
+    found = {}
+    for copies, shards in ((launch.world, 1), (1, launch.world)):
+        names = ("dp_replicate", "dp_shard")
+        mesh = init_device_mesh("cpu", (copies, shards), mesh_dim_names=names)
+        model = torch.nn.Linear(8, 8)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        found[f"{copies}x{shards}"] = precision_shim.audit(model, optimizer).to_dict()
+        found[f"{copies}x{shards} table"] = str(precision_shim.audit(model, optimizer))
+    return found
+
+
+def flat(launch: Launch) -> dict[str, Any]:
+    """FSDP1, which verl and SkyRL call ``fsdp``, in both forms of its parameters."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    dist.init_process_group(
+        "gloo", init_method=f"file://{launch.store}", world_size=launch.world, rank=launch.rank
+    )
+    found = {}
+    for name, original, strategy in (
+        ("flat", False, ShardingStrategy.FULL_SHARD),
+        ("original", True, ShardingStrategy.FULL_SHARD),
+        ("not sharded", False, ShardingStrategy.NO_SHARD),
+    ):
+        torch.manual_seed(7)
+        model = FullyShardedDataParallel(
+            torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)),
+            device_id=torch.device("cpu"),
+            use_orig_params=original,
+            sharding_strategy=strategy,
+        )
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        found[name] = precision_shim.audit(model, optimizer, group=dist.group.WORLD).to_dict()
+    return found
+
+
 # -- lost updates ----------------------------------------------------------------------------------
 
 
@@ -306,7 +355,9 @@ __all__ = [
     "differing",
     "expert_updates",
     "failing",
+    "flat",
     "fsdp",
+    "hybrid",
     "megatron",
     "prepare",
     "run",

@@ -129,12 +129,16 @@ def test_two_models_and_a_rank_from_before_its_first_step(
     put(tmp_path, *(audit_of(rank, name) for rank in range(WORLD) for name in ("actor", "critic")))
     early = audit_of(3)
     (part,) = early.parts
-    later = {**part.components, "exp_avg": replace(part.components["exp_avg"], state="later")}
+    some = {**part.components, "exp_avg": replace(part.components["exp_avg"], state="later")}
+    none = AuditComponent(("bf16",), state="later")
+    put(tmp_path, replace(early, parts=(replace(part, components=some),), rank=7))
+    later = {**part.components, "exp_avg": none, "exp_avg_sq": none}
     put(tmp_path, replace(early, parts=(replace(part, components=later),)))
     status, said, _ = command(capsys, tmp_path)
     assert status == 0
     assert said.count("200 of 200 ranks") == 2
-    assert said.count("from before the first step: rank 3") == 1
+    assert said.count("from before the first step: rank 3\n") == 1
+    assert said.count("without the states of parameters that had no gradient: rank 7\n") == 1
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"framework": 1}', "null"])
@@ -233,7 +237,7 @@ def test_a_value_of_another_type_is_told_as_a_broken_file(
     (tmp_path / f"damaged{files.SUFFIX}").write_text(json.dumps(values))
     status, said, _ = command(capsys, tmp_path)
     assert status == 1
-    assert "no audits, though named so" in said
+    assert "not read, though named as audits" in said
     assert f"damaged{files.SUFFIX}: " in said
 
 
@@ -274,3 +278,44 @@ def test_an_empty_directory_name_and_none_that_can_be_read(
         status, _, told = command(capsys, folder)
         assert status == 2
         assert give in told
+
+
+def test_two_engines_of_one_name_are_both_in_the_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = halves.Held("verl", halves.ROLLOUT, "server", "", "vllm 0.30.0", "qwen", "fp16")
+    halves.write(str(tmp_path), engine)
+    halves.write(str(tmp_path), replace(engine, subject="teacher", computes="bf16"))
+    halves.write(str(tmp_path), replace(engine, name="other"))
+    _, said, _ = command(capsys, tmp_path, "--json")
+    (both,) = json.loads(said)["rollouts"]
+    assert sorted(both["held"]) == ["other", "rollout, server", "teacher, server"]
+    assert "computes in bf16" in both["held"]["teacher, server"]
+    assert "computes in fp16" in both["held"]["rollout, server"]
+
+
+def test_a_file_of_a_newer_version_is_named_as_that(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(tmp_path, replace(audit_of(0), world_size=1))
+    engine = halves.Held("verl", halves.ROLLOUT, "server", "", "vllm 0.30.0", "qwen", "fp16")
+    halves.write(str(tmp_path), engine)
+    for path in tmp_path.iterdir():
+        values = json.loads(path.read_text())
+        (values["parts"][0] if "parts" in values else values)["novel"] = 1
+        path.write_text(json.dumps(values))
+    status, said, _ = command(capsys, tmp_path)
+    assert status == 1
+    assert said.count("ValueError: novel: not known to this precision_shim. A newer one wrote") == 2
+
+
+def test_a_file_of_an_older_version_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(tmp_path, replace(audit_of(0), world_size=1))
+    (path,) = tmp_path.iterdir()
+    values = json.loads(path.read_text())
+    for name in ("updates", "shards"):
+        del values["parts"][0][name]
+    path.write_text(json.dumps(values))
+    assert command(capsys, tmp_path)[0] == 0

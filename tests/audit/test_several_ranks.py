@@ -175,3 +175,28 @@ def test_fsdp2_a_state_of_one_parameter_on_one_rank(fsdp: list[Any]) -> None:
     for rank in fsdp:
         assert rank["differs"]["ranks"] == {"compared": 2, "differ": [1]}
         assert codes(rank["differs"]) == {"rank-differs"}
+
+
+def test_hybrid_shards_are_counted_without_their_copies(run_ranks: Ranks) -> None:
+    pytest.importorskip("torch.distributed.fsdp", reason="FSDP2 needs torch >= 2.6")
+    for rank in run_ranks("hybrid"):
+        for name, owned, shards, held in (("2x1", 72, 1, "whole"), ("1x2", 36, 2, "1/2")):
+            (part,) = rank[name]["parts"]
+            assert (part["data_parallel_size"], part["shards"]) == (2, shards)
+            assert (part["parameters"], part["owned"]) == (72, owned)
+            assert part["components"]["exp_avg"]["sharded"] is (shards > 1)
+            (row,) = (row for row in rank[f"{name} table"].splitlines() if "exp_avg_sq" in row)
+            assert held in row.split()
+
+
+def test_fsdp1_is_read_by_its_shards(run_ranks: Ranks) -> None:
+    for rank in run_ranks("flat"):
+        for name, shards in (("flat", 2), ("original", 2), ("not sharded", 1)):
+            audit = rank[name]
+            assert (audit["ok"], audit["complete"]) == (True, True), name
+            (part,) = audit["parts"]
+            assert (part["data_parallel_size"], part["shards"]) == (2, shards), name
+            assert (part["parameters"], part["owned"]) == (144, 144 / shards), name
+            for component in ("params", "exp_avg"):
+                assert part["components"][component]["sharded"] is (shards == 2), name
+                assert part["components"][component]["bytes"] == 4 * part["owned"], name

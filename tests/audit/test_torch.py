@@ -67,7 +67,7 @@ def test_the_keys_of_the_dict() -> None:
     assert list(values["totals"]) == ["bytes", "allocated", "host", "cuda_allocated"]
     (part,) = values["parts"]
     assert " ".join(part) == (
-        "name optimizer data_parallel_size parameters owned scaler updates components"
+        "name optimizer data_parallel_size parameters owned scaler updates shards components"
     )
     assert " ".join(part["components"]) == (
         "params frozen grad_buckets grad_copies master exp_avg exp_avg_sq other"
@@ -291,3 +291,50 @@ def test_measure_bytes_is_a_view_of_it() -> None:
     }
     assert measured.total == audit.totals["allocated"]
     assert measured.data_parallel_sizes == {"model": 1}
+
+
+def test_a_parameter_that_never_had_a_gradient_does_not_hide_the_steps_of_the_others() -> None:
+    model = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = precision_shim.audit(model, optimizer)
+    assert (before.complete, before.before_step) == (False, True)
+    assert before.headline.endswith("ok, before the first step")
+    for _ in range(3):
+        model[0](torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    after = precision_shim.audit(model, optimizer)
+    assert (after.complete, after.before_step) == (False, False)
+    assert after.headline.endswith("ok, without the states of parameters that had no gradient")
+
+
+def test_a_subclass_of_adam_with_a_step_of_its_own_declares_no_dtypes() -> None:
+    class Wide(torch.optim.AdamW):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    self.state[p]["exp_avg"] = torch.zeros_like(p, dtype=torch.float32)
+                    self.state[p]["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.float32)
+
+    model = torch.nn.Linear(4, 4).bfloat16()
+    optimizer = Wide(model.parameters())
+    before = precision_shim.audit(model, optimizer)
+    assert not before.complete
+    assert before.parts[0].components["exp_avg_sq"].dtypes == ()
+    assert notes(before) == ["no-master"]
+    optimizer.step()
+    after = precision_shim.audit(model, optimizer)
+    assert after.parts[0].components["exp_avg_sq"].dtypes == ("fp32",)
+    assert notes(after) == ["no-master"]
+
+
+def test_what_is_expected_of_frozen_parameters_is_asked_once() -> None:
+    model = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(3)])
+    model[2].requires_grad_(False).bfloat16()
+    optimizers = [torch.optim.AdamW(model[place].parameters()) for place in range(2)]
+    for dtype, codes in (("bf16", []), ("fp32", ["unexpected-dtype"])):
+        audit = precision_shim.audit(model, optimizers, expected={"frozen": dtype})
+        assert [problem.code for problem in audit.problems] == codes
+    model[2].requires_grad_(True)
+    audit = precision_shim.audit(model, optimizers, expected={"frozen": "bf16"})
+    assert [(one.part, one.found) for one in audit.problems] == [("model", "none")]

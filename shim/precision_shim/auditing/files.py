@@ -11,7 +11,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .record import Audit
+from .record import Audit, AuditComponent, AuditPart
 
 T = TypeVar("T")
 
@@ -76,9 +76,27 @@ def number(path: Path, audit: Audit) -> str:
     return name.removeprefix(stem(audit)).removeprefix("-")
 
 
+def refuse_newer(kind: type[Any], values: Mapping[str, Any]) -> None:
+    """Raise ValueError if a file's record has fields that this version of the shim lacks."""
+    unknown = sorted(values.keys() - {field.name for field in fields(kind)})
+    if unknown:
+        raise ValueError(
+            f"{', '.join(unknown)}: not known to this precision_shim. A newer one wrote the file; "
+            "compare the audits with that version"
+        )
+
+
 def read_audits(directory: str | os.PathLike[str]) -> Iterator[tuple[Path, Audit | str]]:
     """Read the audits in a directory; see ``read_files``."""
-    return read_files(directory, SUFFIX, Audit.from_dict)
+    return read_files(directory, SUFFIX, _make)
+
+
+def _make(values: Mapping[str, Any]) -> Audit:
+    for part in values["parts"]:
+        refuse_newer(AuditPart, part)
+        for component in part["components"].values():
+            refuse_newer(AuditComponent, component)
+    return Audit.from_dict(values)
 
 
 def read_files(

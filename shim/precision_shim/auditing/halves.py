@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .files import read_files, write_whole
+from .files import read_files, refuse_newer, write_whole
 
 SUFFIX = ".rollout.json"
 BASE, ADAPTERS = "weights", "adapters"
@@ -97,6 +97,7 @@ class Sent:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Sent:
         """Make a ``Sent`` from the values in a JSON file."""
+        refuse_newer(cls, values)
         groups = {
             side: {str(name): Weights.of(weights) for name, weights in values[side].items()}
             for side in ("sent", "own")
@@ -161,6 +162,7 @@ class Held:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Held:
         """Make a ``Held`` from the values in a JSON file."""
+        refuse_newer(cls, values)
         several = {
             name: tuple(map(str, values[name])) for name in ("kv_held", "quantised", "plain")
         }

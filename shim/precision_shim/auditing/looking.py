@@ -89,8 +89,15 @@ def look(
         where = where_of(framework, readings[0].framework)
         problems: list[Finding] = []
         notes: list[Finding] = []
-        for reading, part in zip(readings, parts, strict=True):
-            problems += rules.problems(reading, part, named, where)
+        for number, (reading, part) in enumerate(zip(readings, parts, strict=True)):
+            due = named
+            if number:  # frozen parameters and the model's own tensors are in the first part
+                due = {
+                    name: dtype
+                    for name, dtype in named.items()
+                    if name not in ("frozen", "other") or part.components[name].dtypes
+                }
+            problems += rules.problems(reading, part, due, where)
             notes += rules.notes(reading, part, where)
     except Exception as error:
         if group is not None:  # the other ranks are waiting in all_gather_object
@@ -130,6 +137,7 @@ def _part(reading: Reading, measured: Mapping[str, Measured]) -> AuditPart:
             for name in COMPONENTS
         },
         updates=_updates(reading),
+        shards=reading.shards or reading.data_parallel_size,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,13 +73,22 @@ class Pair:
             "framework": self.whose,
             "job": self.job,
             "ok": self.ok,
-            "sent": {record.rank: _sent_text(record) for record in self.sent},
-            "held": {record.name: _held_text(record) for record in self.held},
+            "sent": _by_name((one.rank, one.subject, _sent_text(one)) for one in self.sent),
+            "held": _by_name((one.name, one.subject, _held_text(one)) for one in self.held),
             "contradictions": [
                 {"code": code, "message": message, "who": who}
                 for (code, message), who in self.problems().items()
             ],
         }
+
+
+def _by_name(records: Iterable[tuple[int | str, str, str]]) -> dict[int | str, str]:
+    """Map each record's name to its text; a name that two models have also gets the model's."""
+    every = list(records)
+    times = Counter(name for name, _, _ in every)
+    return {
+        name if times[name] == 1 else f"{subject}, {name}": text for name, subject, text in every
+    }
 
 
 def pair(halves: Iterable[Half]) -> list[Pair]:

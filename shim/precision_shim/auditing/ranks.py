@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .record import OF_MODEL, Audit, AuditPart, Finding
+from .record import OF_MODEL, SOME, Audit, AuditPart, Finding
 
 _PASSING = ("grad_copies", "other")
 """Components whose dtypes may differ between ranks: they exist only in a step, or count steps."""
@@ -63,6 +63,8 @@ class Comparison:
         missing: ranks without an audit.
         problems: the ranks with each problem, by the problem's text.
         before_step: ranks whose audit was made before the first step.
+        without_some: ranks whose audit was made after the first step, and where some parameters
+            have no states.
     """
 
     whose: str
@@ -74,6 +76,7 @@ class Comparison:
     missing: tuple[int, ...]
     problems: Mapping[str, tuple[int, ...]]
     before_step: tuple[int, ...]
+    without_some: tuple[int, ...]
 
     @property
     def ok(self) -> bool:
@@ -97,6 +100,8 @@ class Comparison:
             lines.append(f"  missing: {numbers(self.missing)}")
         if self.before_step:
             lines.append(f"  from before the first step: {numbers(self.before_step)}")
+        if self.without_some:
+            lines.append(f"  {SOME}: {numbers(self.without_some)}")
         lines += [f"  problem, {numbers(some)}: {text}" for text, some in self.problems.items()]
         return lines
 
@@ -164,7 +169,10 @@ def _compare(
         differ=differ,
         missing=missing,
         problems={text: tuple(some) for text, some in problems.items()},
-        before_step=tuple(rank for rank in ranks if not found[rank].complete),
+        before_step=tuple(rank for rank in ranks if found[rank].before_step),
+        without_some=tuple(
+            rank for rank in ranks if not (found[rank].complete or found[rank].before_step)
+        ),
     )
 
 

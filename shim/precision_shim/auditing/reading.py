@@ -139,6 +139,8 @@ class Reading:
             tensors.
         also_params: further copies of parameters, such as an offloaded copy.
         data_parallel_size: number of ranks in the data-parallel group.
+        shards: number of different shards in the data-parallel group; 0 for as many as ranks.
+            Hybrid sharding (HSDP) has copies of each shard.
         sharded: whether each data-parallel rank stores only a shard of the states.
         params_sharded: whether each data-parallel rank stores only a shard of the parameters.
         scaler: the loss scaler.
@@ -147,6 +149,8 @@ class Reading:
         copies_later: whether a step makes copies of the gradients.
         stateless: whether the optimizer keeps no states at all.
         wanted: the dtypes that the optimizer's config sets; ``None`` without a config.
+        whole_sizes: number of elements on all ranks of each parameter of which ``trainable`` has
+            only this rank's shard, by the parameter's ``id``.
         steppers: the torch optimizers within the optimizer; a step of the first torch optimizer
             counts as the optimizer's step.
     """
@@ -163,6 +167,7 @@ class Reading:
     other: list[torch.Tensor] = field(default_factory=list)
     also_params: list[torch.Tensor] = field(default_factory=list)
     data_parallel_size: int = 1
+    shards: int = 0
     sharded: bool = False
     params_sharded: bool = False
     scaler: Any = None
@@ -171,6 +176,7 @@ class Reading:
     copies_later: bool = False
     stateless: bool = False
     wanted: Wanted | None = None
+    whole_sizes: dict[int, int] = field(default_factory=dict)
     steppers: list[Any] = field(default_factory=list)
 
     @property
@@ -182,7 +188,8 @@ class Reading:
     @property
     def parameters(self) -> int:
         """Number of trainable parameters of the model."""
-        return sum(parameter.numel() for parameter in self.trainable)
+        whole = self.whole_sizes
+        return sum(whole.get(id(parameter), parameter.numel()) for parameter in self.trainable)
 
     @property
     def owned_parameters(self) -> int:
@@ -200,6 +207,8 @@ class Reading:
     def later(self, component: str) -> set[torch.dtype]:
         """Return the dtypes of a component's missing states, which the first step will create."""
         waiting = [state for state in self.owned if not state.has_state]
+        if len(waiting) < len(self.owned):  # after a step: FSDP1 gives empty shards no gradient
+            waiting = [state for state in waiting if local(state.stepped).numel()]
         if component == "master":
             tell = self.foretold.master
             found = {tell(state.dtype) for state in waiting if not state.masters} if tell else set()

@@ -24,11 +24,16 @@ first of these kinds."""
 OF_MODEL = ("params", "frozen", "grad_buckets")
 """Components of the model. All other components are sharded like the optimizer states."""
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
 PER_PARAMETER = ("params", "grad_buckets", "grad_copies", "master", "exp_avg", "exp_avg_sq")
 """Components whose size is proportional to the number of trainable parameters."""
 
 _MOST_RANKS = 1 << 20
 """Maximum number of a job's ranks: a larger number is a damaged file's."""
+
+SOME = "without the states of parameters that had no gradient"
+"""What an audit after the first step says if it is not complete."""
 
 _TITLES = ("component", "dtypes", "B/param", "bytes", "allocated", "held", "on", "state")
 _INDENT = "  "
@@ -47,7 +52,8 @@ class AuditComponent:
             ``OF_MODEL``, and by the part's ``owned`` for other components; 0.0 if the divisor is 0.
         sharded: whether each data-parallel rank stores only a shard of the component.
         device: device types, such as ``"cuda"`` or ``"cpu+cuda"``; empty without tensors.
-        state: ``"live"``, ``"later"`` (the first step will create the tensors) or ``"none"``.
+        state: ``"live"``, ``"later"`` (the first step will create the tensors, or, for parameters
+            that have had no gradient yet, their first step will) or ``"none"``.
     """
 
     dtypes: tuple[str, ...] = ()
@@ -74,6 +80,8 @@ class AuditPart:
         components: an ``AuditComponent`` for each name in ``COMPONENTS``.
         updates: figures on lost updates, from ``lost.Figures.to_dict``; ``None`` without a
             lost-update meter, and before the meter's first figures.
+        shards: number of different shards in the data-parallel group, of which each rank stores
+            one; 0 in files that do not have the number, because every rank has another shard.
     """
 
     name: str
@@ -84,6 +92,7 @@ class AuditPart:
     scaler: str | None
     components: Mapping[str, AuditComponent]
     updates: Mapping[str, Any] | None = None
+    shards: int = 0
 
 
 @dataclass(frozen=True)
@@ -143,12 +152,22 @@ class Audit:
 
     @property
     def complete(self) -> bool:
-        """Whether all tensors exist; before the first step some may be in the state ``"later"``."""
+        """Whether all tensors exist, so that no component is in the state ``"later"``."""
         return not any(
             component.state == "later"
             for part in self.parts
             for component in part.components.values()
         )
+
+    @property
+    def before_step(self) -> bool:
+        """Whether states are missing and no moment exists, so that no step was taken yet.
+
+        If ``complete`` and ``before_step`` are both false, some parameters had no gradient in the
+        steps so far, and have no states.
+        """
+        moments = (part.components[name] for part in self.parts for name in MOMENTS)
+        return not self.complete and not any(moment.allocated for moment in moments)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the audit as dicts, lists, strings and numbers, which JSON can represent."""
@@ -210,7 +229,9 @@ class Audit:
         """Framework, subject, rank and number of problems, in one line."""
         count = len(self.problems)
         verdict = "ok" if self.ok else f"{count} problem{'s' if count > 1 else ''}"
-        looked = "" if self.complete else ", before the first step"
+        looked = (
+            "" if self.complete else f", {'before the first step' if self.before_step else SOME}"
+        )
         who = f"{self.framework} {self.subject}".strip()
         return f"{who}, rank {self.rank} of {self.world_size}: {verdict}{looked}"
 
@@ -270,7 +291,7 @@ def _part(part: AuditPart) -> list[str]:
                 f"{component.bytes_per_parameter:.2f}" if name in PER_PARAMETER else "",
                 f"{component.bytes:,}",
                 f"{component.allocated:,}",
-                f"1/{part.data_parallel_size}" if component.sharded else "whole",
+                f"1/{part.shards or part.data_parallel_size}" if component.sharded else "whole",
                 component.device,
                 component.state,
             )

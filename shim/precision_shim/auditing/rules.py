@@ -232,7 +232,8 @@ def notes(reading: Reading, part: AuditPart, where: str) -> Iterator[Finding]:
             "masters",
         )
     if part.updates is not None:
-        for _, fields in lost.findings(part.updates, part.name, where):
+        masters = part.components["master"].dtypes
+        for _, fields in lost.findings(part.updates, part.name, where, masters):
             yield Finding(*fields)
     meter = meters.of(reading.steppers[0]) if reading.steppers else None
     if meter is not None and meter.unmeasured:

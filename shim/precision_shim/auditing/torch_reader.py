@@ -5,6 +5,8 @@ This module reads only sizes, dtypes, devices and storages; it starts no operati
 
 from __future__ import annotations
 
+import inspect
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -46,12 +48,12 @@ def read_torch(
             reading.owned.append(owned)
             if not is_master:
                 reading.trainable.append(p)
-        meshes = [
-            p
-            for p in params
-            if any(placement.is_shard() for placement in getattr(p, "placements", ()))
-        ]
-        reading.sharded = reading.params_sharded = bool(meshes)
+        meshes = [p for p in params if _is_divided(p)]
+        flat = _flat_shards(chunks)
+        reading.whole_sizes = {id(p): flat[id(p)][0] for p in params if id(p) in flat}
+        in_flat = [flat[id(p)][1] for p in params if id(p) in flat]
+        reading.shards = max([*map(_shards, meshes), *in_flat], default=1)
+        reading.sharded = reading.params_sharded = reading.shards > 1
         reading.data_parallel_size = _data_parallel_size(chunks, meshes or params)
         reading.gradients = [grad for p in params for grad in gradients_of(p)]
         read_inner(reading, optimizer)
@@ -95,7 +97,7 @@ def foretold(optimizer: torch.optim.Optimizer) -> Foretold:
     """Return the dtypes of the states that an optimizer's first step will create.
 
     TransformerEngine's FusedAdam has its states' dtypes as attributes. torch's Adam creates states
-    in the dtypes of the parameters.
+    in the dtypes of the parameters. A subclass with a step of its own declares nothing.
     """
     kinds = vars(optimizer)
     if isinstance(kinds.get("exp_avg_dtype"), torch.dtype):
@@ -110,9 +112,30 @@ def foretold(optimizer: torch.optim.Optimizer) -> Foretold:
         return Foretold(
             lambda _: kinds["exp_avg_dtype"], lambda _: kinds.get("exp_avg_sq_dtype"), master
         )
-    if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+    steps = inspect.unwrap(type(optimizer).step)  # torch wraps the steps of its optimizers
+    if steps.__module__ in ("torch.optim.adam", "torch.optim.adamw"):
         return Foretold(lambda tensor: tensor.dtype, lambda tensor: tensor.dtype)
     return Foretold()
+
+
+def _is_divided(parameter: Any) -> bool:
+    return any(map(_divides, getattr(parameter, "placements", ())))
+
+
+def _divides(placement: Any) -> bool:
+    # FSDP2's shards of tensor-parallel parameters are no ``Shard`` for ``is_shard()``.
+    return not (placement.is_replicate() or placement.is_partial())
+
+
+def _shards(parameter: Any) -> int:
+    """Return the number of a DTensor's shards along the mesh dimensions that divide the data."""
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or (None,) * mesh.ndim
+    return math.prod(
+        mesh.size(dimension)
+        for dimension, placement in enumerate(parameter.placements)
+        if _divides(placement) and names[dimension] not in _MODEL_PARALLEL
+    )
 
 
 def _data_parallel_size(
@@ -129,9 +152,36 @@ def _data_parallel_size(
             if name not in _MODEL_PARALLEL:
                 size *= mesh.size(dimension)
         return size
-    groups = (vars(chunk).get("process_group") for chunk in chunks)  # torch's DDP, FSDP1
-    group = next((group for group in groups if group is not None), None)
-    return int(group.size()) if group is not None else 1
+    for chunk in chunks:  # torch's DDP, FSDP1
+        group = vars(chunk).get("process_group")
+        if group is not None:
+            copies = vars(chunk).get("_inter_node_pg")  # FSDP1 with hybrid shards
+            return int(group.size()) * (int(copies.size()) if copies is not None else 1)
+    return 1
+
+
+def _flat_shards(chunks: Sequence[torch.nn.Module]) -> dict[int, tuple[int, int]]:
+    """Map the ``id`` of each parameter of FSDP1 to its number of elements on all ranks and shards.
+
+    FSDP1 replaces the parameters of a module by one flat parameter, whose size on this rank is that
+    of the rank's shard. With ``use_orig_params`` the parameters have the size of their part of the
+    shard. torch has no public name for the whole sizes: if torch changes the private names, the
+    result is empty.
+    """
+    found: dict[int, tuple[int, int]] = {}
+    if "torch.distributed.fsdp" not in sys.modules:
+        return found
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        handle, group = (vars(module).get(name) for name in ("_handle", "process_group"))
+        flat = getattr(handle, "flat_param", None)
+        shapes = getattr(flat, "_shapes", None)
+        if flat is None or shapes is None or group is None:
+            continue
+        shards = int(group.size()) if getattr(handle, "uses_sharded_strategy", True) else 1
+        found[id(flat)] = (sum(shape.numel() for shape in shapes), shards)
+        for parameter, shape in zip(getattr(flat, "_params", None) or (), shapes, strict=False):
+            found[id(parameter)] = (shape.numel(), shards)
+    return found
 
 
 def shards_by_gathered(chunks: Sequence[torch.nn.Module]) -> dict[int, torch.Tensor]:

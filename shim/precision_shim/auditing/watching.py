@@ -35,7 +35,7 @@ def watch(
     by_user: Callable[[Finding], bool] | None = None,
     told: Callable[[Finding], bool] | None = None,
 ) -> None:
-    """Audit an optimizer now and after its first step.
+    """Audit an optimizer now and after its first step that makes states.
 
     ``status()`` shows the audits, which are also written into ``PRECISION_SHIM_AUDIT_DIR``. Each
     problem in an audit causes a warning. In strict mode a problem raises an error, unless
@@ -74,13 +74,20 @@ def watch(
     if stepped is None or audit is None or audit.complete:
         return
     done = False
+    steps = 0
 
     def after_step(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
         # Do not remove the hook here: torch is iterating over the hooks while it calls this one.
-        nonlocal done
-        if not done:
-            done = True
-            watcher.look(last=True)
+        nonlocal done, steps
+        if done:
+            return
+        steps += 1
+        if steps & (steps - 1):
+            return
+        # A step without any gradient makes no states: look again after steps 2, 4, 8 and so on.
+        done = True
+        audit = watcher.look(last=steps == 1)
+        done = audit is None or not audit.before_step
 
     def forget() -> None:
         nonlocal done
@@ -172,7 +179,13 @@ class _Watcher:
             for each in audit.parts
         ]
         notes = [note for note in audit.notes if (note.code, note.part) != (lost.CODE, part)]
-        found = lost.findings(figures.to_dict(), part, meter.names[0])
+        masters = {
+            dtype
+            for each in parts
+            if each.name == part
+            for dtype in each.components["master"].dtypes
+        }
+        found = lost.findings(figures.to_dict(), part, meter.names[0], masters)
         notes += [Finding(*fields) for _, fields in found]
         audit = replace(audit, parts=tuple(parts), notes=tuple(notes))
         kept.put(self._number, audit)

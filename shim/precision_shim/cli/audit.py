@@ -83,6 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
                             "missing": list(group.missing),
                             "problems": {k: list(v) for k, v in group.problems.items()},
                             "before_step": list(group.before_step),
+                            "without_some": list(group.without_some),
                         }
                         for group in compared
                     ],
@@ -96,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     blocks += ["\n".join(both.lines()) for both in pairs]
     if broken:
         lines = (f"  {name}: {reason}" for name, reason in broken.items())
-        blocks.append("\n".join(("no audits, though named so", *lines)))
+        blocks.append("\n".join(("not read, though named as audits", *lines)))
     blocks.append("no problems" if ok else "problems: see above")
     show("\n\n".join(blocks))
     return int(not ok)

@@ -151,5 +151,7 @@ def measure_bytes(model_chunks: Any, optimizer: Any) -> MeasuredBytes:
         **{name: part(name) for name in COMPONENTS},
         trainable=trainable,
         owned=owned,
-        data_parallel_sizes={reading.name: reading.data_parallel_size for reading in readings},
+        data_parallel_sizes={
+            reading.name: reading.shards or reading.data_parallel_size for reading in readings
+        },
     )

@@ -5,7 +5,7 @@ An update of an element is lost if it was not zero but the stored number did not
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -57,8 +57,9 @@ class Group:
     Attributes:
         group: the group's number in the optimizer.
         lr: learning rate of the step.
-        elements: number of elements that the optimizer steps on this rank.
-        sampled: number of elements in the sample.
+        elements: number of elements that the step updated on this rank; frozen parameters and
+            parameters without a gradient do not count.
+        sampled: number of these elements in the sample.
         weights: counts for the stored weights: the master weights if there are any, otherwise the
             parameters.
         exp_avg_sq: counts for the second moment; ``None`` without a second moment.
@@ -170,7 +171,7 @@ def _percent(count: Mapping[str, Any]) -> str:
 
 
 def findings(
-    updates: Mapping[str, Any], part: str, where: str
+    updates: Mapping[str, Any], part: str, where: str, masters: Collection[str] = ()
 ) -> Iterator[tuple[int, tuple[str, str | None, str | None, str, str, str]]]:
     """Yield the groups that lost most of their updates, each with the fields of a note.
 
@@ -178,32 +179,44 @@ def findings(
         updates: the result of ``Figures.to_dict``.
         part: the name of the part (optimizer) that the figures belong to.
         where: framework and version, for messages.
+        masters: dtypes of the part's masters.
     """
     for group in updates["groups"]:
         count = group["weights"]
         if not count["updates"] or count["lost"] <= TOO_MANY * count["updates"]:
             continue
         dtype, percent = count["dtype"], _percent(count)
-        sixteen = dtype in ("bf16", "fp16")
+        stored = set(dtype.split(", "))  # a group may have weights of several dtypes
         message = (
             f"{where}, {part}, parameter group {group['group']} (lr {group['lr']:g}): {percent} of "
             f"the updates of the stored weights ({dtype}) were rounded away at step "
-            f"{updates['step']}, expected at most {TOO_MANY:.0%}: {_remedy(sixteen, part)}."
+            f"{updates['step']}, expected at most {TOO_MANY:.0%}: {_remedy(stored)}."
         )
-        component = "params" if dtype in ("bf16", "fp16", "fp32") else "master"
+        in_masters = all(name in masters or "+" in name for name in stored)
+        component = "master" if in_masters else "params"
         yield (
             group["group"],
             (CODE, part, component, f"at most {TOO_MANY:.0%} lost", f"{percent} lost", message),
         )
 
 
-def _remedy(sixteen: bool, part: str) -> str:
+_SIXTEEN = (
+    "Keep {which} in fp32 (FSDP's mixed precision computes in 16 bits all the same; Megatron keeps "
+    "masters where the OptimizerConfig has bf16 or fp16), use an optimizer with masters, or raise "
+    "the learning rate"
+)
+
+
+def _remedy(stored: Collection[str]) -> str:
+    sixteen = {"bf16", "fp16"}.intersection(stored)
+    if len(sixteen) == len(stored):
+        return f"such updates are below half a bit of a 16-bit weight. {_SIXTEEN}".format(
+            which="the weights"
+        )
     if sixteen:
         return (
-            "such updates are below half a bit of a 16-bit weight. Keep the weights in fp32 "
-            "(FSDP's mixed precision computes in 16 bits all the same; Megatron keeps masters "
-            "where the OptimizerConfig has bf16 or fp16), use an optimizer with masters, or raise "
-            "the learning rate"
+            "such updates are below half a bit of a weight, and a part of these weights has 16 "
+            f"bits. {_SIXTEEN}".format(which=f"the {' and '.join(sorted(sixteen))} weights")
         )
     return (
         "such updates are below half a bit of a weight of 32 bits, so that no dtype helps. Raise "

@@ -23,7 +23,7 @@ from . import lost, meters
 from .copies import Chain, Copies, named
 from .lost import Count, Figures, Group
 from .rules import Rule, Sampled, Taken, UnknownRuleError
-from .sampling import MOST_ELEMENTS, Sample
+from .sampling import MOST_ELEMENTS, Sample, numel
 
 
 @dataclass
@@ -75,10 +75,12 @@ class _Pending:
     Attributes:
         arriving: for each device, the tensor on the host, the event that is recorded after the copy
             to that tensor, and a description of each row.
+        elements: for each group, the number of elements that the step updated on this rank.
     """
 
     step: int
     arriving: list[tuple[torch.Tensor, Any, list[_Counted]]]
+    elements: dict[int, int]
 
     @property
     def is_there(self) -> bool:
@@ -118,6 +120,7 @@ class Meter:
         self._step = 0
         self._sample: Sample | None = None
         self._before: list[_Before] = []
+        self._elements: dict[int, int] = {}
         self._pending: _Pending | None = None
         self._warned: set[int] = set()
         self._handles: list[Any] = []
@@ -168,8 +171,16 @@ class Meter:
     def _take(self, optimizer: torch.optim.Optimizer) -> list[_Before]:
         groups = [group["params"] for group in optimizer.param_groups]
         budget = MOST_ELEMENTS // max(1, meters.count())
-        if self._sample is None or not self._sample.fits(groups, budget):
-            self._sample = Sample(groups, budget)
+        places = [
+            [place for place, p in enumerate(group) if self._rule.steps_ever(optimizer, p)]
+            for group in groups
+        ]
+        if self._sample is None or not self._sample.fits(groups, budget, places):
+            self._sample = Sample(groups, budget, places)
+        self._elements = {
+            number: sum(numel(p) for p in group if self._rule.gradient(optimizer, p) is not None)
+            for number, group in enumerate(groups)
+        }
         snapshots = []
         rollout = meters.rollout_of(optimizer)
         reason = self._copies.merged.take(rollout) if rollout is not None else ""
@@ -286,7 +297,7 @@ class Meter:
                 event = module.Event()
                 event.record(module.current_stream(device))
             arriving.append((counts, event, about))
-        return _Pending(self._step, arriving)
+        return _Pending(self._step, arriving, self._elements)
 
     def _count(self, optimizer: Any, sample: _Before) -> torch.Tensor:
         weights = self._weights(optimizer, sample.tensors)
@@ -327,14 +338,15 @@ class Meter:
         if pending is None or not pending.is_there:
             return
         self._pending = None
-        sizes = self._sample.sizes if self._sample is not None else []
         rows: dict[int, list[tuple[list[float], _Counted]]] = {}
         merged: list[tuple[list[float], _Counted]] = []
         for counts, _, about in pending.arriving:
             for numbers, row in zip(counts.tolist(), about, strict=True):
                 kind = merged if row.group is None else rows.setdefault(row.group, [])
                 kind.append((numbers, row))
-        groups = [_group(number, sizes[number], some) for number, some in sorted(rows.items())]
+        groups = [
+            _group(number, pending.elements[number], some) for number, some in sorted(rows.items())
+        ]
         # A skipped step updates nothing: keep the earlier figures.
         moved = tuple(
             group

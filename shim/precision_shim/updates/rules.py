@@ -140,6 +140,15 @@ class Rule:
         gradient = getattr(parameter, "decoupled_grad", None) if decoupled else parameter.grad
         return None if gradient is None or gradient.is_sparse else gradient
 
+    def steps_ever(self, optimizer: Any, parameter: torch.Tensor) -> bool:
+        """Whether the optimizer updates a parameter; it never updates a frozen one.
+
+        Megatron's masters need no gradient, but get one before each step.
+        """
+        if parameter.requires_grad or optimizer.state.get(parameter):
+            return True
+        return self.gradient(optimizer, parameter) is not None
+
     def states(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the names of the states that the rule reads."""
         if self._ideal is _sgd:

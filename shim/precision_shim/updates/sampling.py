@@ -37,22 +37,28 @@ class Sample:
     Args:
         groups: the optimizer's parameters, by group.
         budget: maximum number of elements in the sample.
+        places: for each group, the numbers of the parameters to sample; ``None`` for all.
 
     Attributes:
         budget: see the argument.
-        sizes: number of elements of each group on this rank.
         taken: for each group, the ``Taken`` of each sampled parameter, by the parameter's number.
     """
 
-    def __init__(self, groups: Sequence[Sequence[torch.Tensor]], budget: int) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Sequence[torch.Tensor]],
+        budget: int,
+        places: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         self.budget = budget
-        self.sizes = [sum(map(_numel, group)) for group in groups]
-        self._shapes = _shapes(groups)
-        tensors = allot([len(group) for group in groups], MOST_TENSORS)
-        chosen = [_some(group, most) for group, most in zip(groups, tensors, strict=True)]
+        self._shapes = _shapes(groups, places)
+        tensors = allot([len(shapes) for shapes in self._shapes], MOST_TENSORS)
+        chosen = [
+            _some(list(shapes), most) for shapes, most in zip(self._shapes, tensors, strict=True)
+        ]
         elements = allot(
             [
-                sum(_numel(group[place]) for place in places)
+                sum(numel(group[place]) for place in places)
                 for group, places in zip(groups, chosen, strict=True)
             ],
             budget,
@@ -64,9 +70,14 @@ class Sample:
             )
         ]
 
-    def fits(self, groups: Sequence[Sequence[torch.Tensor]], budget: int) -> bool:
-        """Whether the sample was drawn for this budget and for the groups' sizes and devices."""
-        return budget == self.budget and self._shapes == _shapes(groups)
+    def fits(
+        self,
+        groups: Sequence[Sequence[torch.Tensor]],
+        budget: int,
+        places: Sequence[Sequence[int]] | None = None,
+    ) -> bool:
+        """Whether the sample was drawn for this budget and for these tensors' sizes and devices."""
+        return budget == self.budget and self._shapes == _shapes(groups, places)
 
 
 def few(tensor: torch.Tensor, most: int) -> torch.Tensor:
@@ -85,23 +96,30 @@ def few(tensor: torch.Tensor, most: int) -> torch.Tensor:
     return own[tuple(slice(None, None, size // side | 1) for size in own.shape)].reshape(-1)
 
 
-def _numel(parameter: torch.Tensor) -> int:
+def numel(parameter: torch.Tensor) -> int:
+    """Return the number of a parameter's elements on this rank."""
     return local(parameter).numel()
 
 
-def _shapes(groups: Sequence[Sequence[torch.Tensor]]) -> list[list[tuple[int, torch.device]]]:
-    return [[(_numel(p), local(p).device) for p in group] for group in groups]
+def _shapes(
+    groups: Sequence[Sequence[torch.Tensor]], places: Sequence[Sequence[int]] | None
+) -> list[dict[int, tuple[int, torch.device]]]:
+    if places is None:
+        places = [range(len(group)) for group in groups]
+    return [
+        {place: (numel(group[place]), local(group[place]).device) for place in some}
+        for group, some in zip(groups, places, strict=True)
+    ]
 
 
-def _some(parameters: Sequence[torch.Tensor], most: int) -> list[int]:
-    places = range(len(parameters))
+def _some(places: Sequence[int], most: int) -> list[int]:
     return sorted(random.Random(0).sample(places, most)) if len(places) > most else list(places)
 
 
 def _draw(
     parameters: Sequence[torch.Tensor], places: Sequence[int], count: int, seed: int
 ) -> dict[int, Taken]:
-    sizes = [_numel(parameters[place]) for place in places]
+    sizes = [numel(parameters[place]) for place in places]
     total = sum(sizes)
     if count == total:
         return {p: Taken(None, size) for p, size in zip(places, sizes, strict=True) if size}

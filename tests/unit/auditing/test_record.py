@@ -114,6 +114,8 @@ def test_updates_of_more_groups_than_a_table_has_room_for() -> None:
         ("fp16", "params", "use an optimizer with masters"),
         ("fp32", "params", "so that no dtype helps"),
         ("bf16+int16", "master", "so that no dtype helps"),
+        ("bf16, fp32", "params", "Keep the bf16 weights in fp32"),
+        ("bf16, fp16", "params", "Keep the weights in fp32"),
     ],
 )
 def test_a_note_of_lost_updates(dtype: str, component: str, remedy: str) -> None:
@@ -125,6 +127,11 @@ def test_a_note_of_lost_updates(dtype: str, component: str, remedy: str) -> None
         f"weights ({dtype}) were rounded away at step 50, expected at most 50%: "
     )
     assert remedy in fields[5]
+
+
+def test_lost_updates_of_fp32_masters_are_no_lost_updates_of_the_parameters() -> None:
+    ((_, fields),) = lost.findings(updates(1, dtype="fp32"), "model", "verl 1.0", ["fp32"])
+    assert fields[2] == "master"
 
 
 @pytest.mark.parametrize(("count", "lost_ones"), [(100, 50), (0, 0)])

@@ -130,3 +130,18 @@ def test_strict_raises_unless_the_user_wrote_it(by_user: bool) -> None:
                 watching.watch("", "", optimizer, model=model, **options)
     finally:
         precision_shim.uninstall()
+
+
+def test_a_first_step_without_a_gradient_is_not_the_last_look(shim: Any) -> None:
+    shim()
+    model, optimizer = made()
+    watching.watch("verl", "actor", optimizer, model=model)
+    optimizer.step()
+    optimizer.step()
+    (audit,) = precision_shim.status().audit
+    assert audit.before_step
+    for _ in range(2):  # looked at after the steps 1, 2 and 4
+        step(model, optimizer)
+    (audit,) = precision_shim.status().audit
+    assert audit.complete
+    assert audit.parts[0].components["exp_avg"].state == "live"
