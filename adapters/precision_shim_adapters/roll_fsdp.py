@@ -117,7 +117,12 @@ def _ended(strategy: Any, training: ScaledTraining) -> Iterator[None]:
         del scaler.scale, scaler.update
 
 
-@seam(f"{BASE}._save_checkpoint_with_dcp", why="ROLL uploads when this returns", **HERE)
+@seam(
+    f"{BASE}._save_checkpoint_with_dcp",
+    why="ROLL uploads when this returns",
+    relies_on=("checkpoint_future",),
+    **HERE,
+)
 def save(call: Call, checkpoint_dir: Any) -> Any:
     """Write the scaler's state beside the checkpoint, bound to the files that ROLL has written."""
     strategy = call.instance
