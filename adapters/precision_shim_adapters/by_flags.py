@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from precision_shim.adapting import versioned
 from precision_shim.checkpoints.foretelling import Here
-from precision_shim.checkpoints.layout import FAILS, FRESH, PARAMS, Outcome, Part
+from precision_shim.checkpoints.layout import EXACT, FAILS, FRESH, PARAMS, Outcome, Part
 
 from .megatron.resuming import foretelling as megatrons
+from .roll_checkpoints import FSDP2, has_states
 
 
 def roll(part: Part, here: Here) -> Outcome:
@@ -16,9 +17,17 @@ def roll(part: Part, here: Here) -> Outcome:
 
 def roll_sharded(part: Part, here: Here) -> Outcome:
     """Predict how ROLL on FSDP2 would resume; the states are in a subdirectory of the weights."""
+    if not part.held.get(PARAMS):
+        return Outcome(FAILS, "it has no weights")
+    places = [place for unit in part.units for place in (unit.path, unit.path / "dcp")]
+    if part.scaler.state != "none" and any(map(has_states, places)):
+        from .fp16 import FEATURE, resuming  # needs torch, as nothing else here
+
+        if here.in_force("roll", FEATURE, FSDP2):
+            found = resuming.foretell_scaler("roll", part, here, shimmed=True)
+            return found or Outcome(EXACT, "the shim makes the moments that ROLL loads into")
     who = versioned("roll", called="ROLL")
-    why = f"{who} leaves moments out: it loads into an optimizer that has none yet"
-    return Outcome(FRESH, why) if part.held.get(PARAMS) else Outcome(FAILS, "it has no weights")
+    return Outcome(FRESH, f"{who} leaves moments out: it loads into an optimizer that has none yet")
 
 
 def slime(part: Part, here: Here) -> Outcome:

@@ -1,18 +1,26 @@
-"""Read ROLL's Megatron checkpoints for ``precision-shim checkpoint``, without torch.
+"""Read ROLL's checkpoints for ``precision-shim checkpoint`` and for the seams, without torch.
 
-With ``ckpt_format: legacy``, the default, ROLL saves the weights in one file per rank, next to the
-optimizer's distributed checkpoint.
+With ``ckpt_format: legacy``, the default, ROLL on Megatron saves the weights in one file per rank,
+next to the optimizer's distributed checkpoint. On FSDP2 the states are in the directory ``dcp``.
 
 Delete this module when ROLL saves the weights in a distributed checkpoint too.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from precision_shim.checkpoints.layout import PARAMS, Part
+from precision_shim.checkpoints.metadata import NAME as METADATA
+from precision_shim.checkpoints.metadata import read_entries
 from precision_shim.checkpoints.tensors import Archive
 from precision_shim.checkpoints.units import Unit
+from precision_shim.errors import CheckpointUnreadableError
 
 from .megatron_checkpoints import fill_part as fill_with_states
+
+FSDP2 = "fsdp2"
+"""Name of the group of the seams for ROLL on FSDP2."""
 
 
 def fill_part(unit: Unit, part: Part) -> None:
@@ -22,3 +30,14 @@ def fill_part(unit: Unit, part: Part) -> None:
         for keys, tensor in Archive(file).tensors():
             if not any(str(key).endswith("_extra_state") for key in keys):
                 part.add(PARAMS, tensor)
+
+
+def has_states(directory: str | Path) -> bool:
+    """Whether a distributed checkpoint of ROLL on FSDP2 has states of an optimizer that stepped."""
+    file_name = Path(directory, METADATA)
+    try:
+        with file_name.open("rb") as file:
+            entries = read_entries(file, str(file_name))
+    except (OSError, CheckpointUnreadableError):
+        return False  # ROLL's own load raises its error
+    return any(key.startswith("optimizer.state.") for key in entries)

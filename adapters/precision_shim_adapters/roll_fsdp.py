@@ -2,13 +2,14 @@
 
 ROLL scales its loss with torch's GradScaler. With a scaler, ROLL's loop neither steps the LR
 scheduler nor clears the gradients, so the gradients add up over all steps. ROLL does not save the
-scaler in checkpoints.
+scaler in checkpoints. A new job of ROLL leaves a checkpoint's moments out without a message.
 
 Delete this module when ROLL completes a scaled step like any other step, and saves its scaler.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,11 +20,15 @@ from precision_shim.adapting import Call, seam
 from precision_shim.scaling import ScalerSettings
 
 from .fp16 import FEATURE, ScaledTraining
+from .fp16.files import files_of_rank
+from .fp16.states import make_missing_states
 from .fp16.stepping import note_skip
+from .roll_checkpoints import FSDP2, has_states
 
-GROUP = "fsdp2"
+GROUP = FSDP2
 MODULE = "roll.distributed.strategy.fsdp2_strategy"
 STRATEGY = f"{MODULE}:FSDP2TrainStrategy"
+BASE = f"{MODULE}:FSDP2StrategyBase"
 HERE: dict[str, Any] = {
     "feature": FEATURE,
     "group": GROUP,
@@ -112,20 +117,41 @@ def _ended(strategy: Any, training: ScaledTraining) -> Iterator[None]:
         del scaler.scale, scaler.update
 
 
-@seam(f"{MODULE}:FSDP2StrategyBase.save_checkpoint", why="knows the directory", **HERE)
-def save(call: Call, save_dir: Any) -> Any:
-    """Write the scaler's state beside the checkpoint, before ROLL uploads the checkpoint."""
-    training = training_of(call.instance) if hasattr(call.instance, "scaler") else None
-    if training is not None and not call.instance.save_only_model:
-        training.save(save_dir)
+@seam(
+    f"{BASE}._save_checkpoint_with_dcp",
+    why="ROLL uploads when this returns",
+    relies_on=("checkpoint_future",),
+    **HERE,
+)
+def save(call: Call, checkpoint_dir: Any) -> Any:
+    """Write the scaler's state beside the checkpoint, bound to the files that ROLL has written."""
+    strategy = call.instance
+    training = training_of(strategy) if hasattr(strategy, "scaler") else None
+    if training is None:
+        return call.proceed()
+    make_missing_states(strategy.optimizer)
+    result = call.proceed()
+    place = os.path.dirname(checkpoint_dir)
+    in_background = strategy.checkpoint_future is not None
+    training.save(place, None if in_background else files_of_rank(place, written=True))
+    return result
+
+
+@seam(f"{BASE}._load_checkpoint_with_dcp", why="leaves the moments of a new job out", **HERE)
+def load_states(call: Call, checkpoint_dir: Any) -> Any:
+    """Make the moments of a new optimizer, because ROLL loads only into moments that exist."""
+    strategy = call.instance
+    training = training_of(strategy) if hasattr(strategy, "scaler") else None
+    if training is not None and has_states(checkpoint_dir):
+        make_missing_states(strategy.optimizer)
     return call.proceed()
 
 
-@seam(f"{MODULE}:FSDP2StrategyBase.load_checkpoint", why="knows the directory", **HERE)
+@seam(f"{BASE}.load_checkpoint", why="knows the directory", **HERE)
 def load(call: Call, load_dir: Any) -> Any:
     """Restore the scaler's state."""
     result = call.proceed()
     training = training_of(call.instance) if hasattr(call.instance, "scaler") else None
     if training is not None:
-        training.restore(load_dir)
+        training.restore(load_dir, files_of_rank(load_dir))
     return result

@@ -159,6 +159,50 @@ def test_the_users_check_of_gradients_stays(on: On, on_cpu: Any) -> None:
         train(made, 0, OVERFLOW)
 
 
+@pytest.mark.parametrize("again", ["the step", "the whole batch"])
+@pytest.mark.parametrize("place", ["norm", "update"])
+def test_a_repeated_step_unscales_and_counts_once(
+    on: On, on_cpu: Any, place: str, again: str
+) -> None:
+    """An exception ends a step after its gradients are unscaled, and the caller tries again."""
+    on()
+    asked = config("float16", optimizer=FP16)
+    right, made = engine(on_cpu, asked), engine(on_cpu, asked)
+    figures = train(right, 0)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError("interrupted")
+
+    owner, name = (made.optimizer, "get_grad_norm")
+    if place == "update":
+        owner, name = (made.optimizer.chained_optimizers[0].optimizer, "step")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, fail)
+        with pytest.raises(OSError, match="interrupted"):
+            train(made, 0)
+    found = made.optimizer_step() if again == "the step" else train(made, 0)
+    if place == "norm" or again == "the whole batch":  # else a second clipping sees clipped ones
+        assert found == figures
+        assert all(map(torch.equal, parameters(right), parameters(made)))
+    assert found["grad_norm"] > 0.9
+    states = [one.state_dict() for one in (*scalers(right), *scalers(made))]
+    assert states[0] == states[1]
+
+
+def test_a_scaler_that_is_loaded_after_an_exception_stays(
+    on: On, on_cpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on()
+    made = engine(on_cpu, config("float16", optimizer=FP16))
+    with monkeypatch.context() as patch:
+        patch.setattr(made.optimizer, "get_grad_norm", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(made, 0)
+    (scaler,) = scalers(made)
+    scaler.load_state_dict({**scaler.state_dict(), "scale": torch.tensor([64.0])})
+    assert train(made, 1)["loss_scale"] == 64.0
+
+
 def test_a_training_that_was_stopped_goes_on_bit_for_bit(
     on: On, on_cpu: Any, tmp_path: Path
 ) -> None:

@@ -99,6 +99,16 @@ class Trainer:
         held: list[Any] = list(self.strategy.model.parameters())
         return [one.detach().to_local().clone() for one in held]
 
+    def moments(self) -> list[torch.Tensor]:
+        """The optimizer's states, with the step counts."""
+        states: list[Any] = list(self.strategy.optimizer.state.values())
+        assert states
+        return [
+            one.to_local().clone() if hasattr(one, "to_local") else one.clone()
+            for state in states
+            for one in state.values()
+        ]
+
 
 @contextmanager
 def _answered(module: Any) -> Iterator[None]:

@@ -140,7 +140,7 @@ def test_the_scaler_is_saved_and_restored(on: On, tmp_path: Path, last: bool) ->
     saved = tmp_path / "checkpoint-3"
     trainer.save(saved, last=last)
     found = ask(tmp_path, "roll")
-    assert (found.part.scaler.state, found.outcome.verdict) == ("whole", "starts anew")
+    assert (found.part.scaler.state, found.outcome.verdict) == ("whole", "exact")
     resumed = Trainer.of(tmp_path)
     resumed.load(saved)
     own, other = trainer.strategy.scaler, resumed.strategy.scaler
@@ -149,13 +149,57 @@ def test_the_scaler_is_saved_and_restored(on: On, tmp_path: Path, last: bool) ->
     assert (other.counter.steps, other.counter.skipped) == (3, 1)
     assert same(trainer, resumed)
     assert resumed.moved == 3
-    assert trainer.strategy.optimizer.state
-    assert not resumed.strategy.optimizer.state  # ROLL leaves the moments out
-    assert resumed.step(3)["skipped_steps"] == 1.0
     precision_shim.uninstall()
     without = Trainer.of(tmp_path)
     without.load(saved)
     assert same(trainer, without)
+    assert not without.strategy.optimizer.state  # ROLL leaves the moments out
+    assert ask(tmp_path, "roll").outcome.verdict == "starts anew"
+
+
+@pytest.mark.usefixtures("torchs_own_check")
+@pytest.mark.parametrize("overflows", [{1}, {0, 1, 2}], ids=["one", "all-before-the-save"])
+@pytest.mark.parametrize("last", [True, False], ids=["last", "in-the-background"])
+def test_a_resume_is_exact(on: On, tmp_path: Path, last: bool, overflows: set[int]) -> None:
+    on(growth_interval=3)
+    whole = Trainer.of(tmp_path)
+    for number in range(6):
+        whole.step(number, OVERFLOW if number in overflows else 1.0)
+        if number == 2:
+            whole.save(tmp_path / "saved", last=last)
+    resumed = Trainer.of(tmp_path)
+    resumed.load(tmp_path / "saved")
+    found = [resumed.step(number) for number in range(3, 6)]
+    assert found[-1]["skipped_steps"] == len(overflows)
+    assert same(whole, resumed)
+    assert all(map(torch.equal, whole.moments(), resumed.moments()))
+    assert whole.strategy.scaler.state_dict() == resumed.strategy.scaler.state_dict()
+
+
+@pytest.mark.usefixtures("torchs_own_check")
+def test_a_state_of_another_save_is_told(on: On, tmp_path: Path) -> None:
+    """A second save without the shim leaves the first save's scaler state in the directory."""
+    saved = tmp_path / "saved"
+    on()
+    trainer = Trainer.of(tmp_path)
+    trainer.step(0)
+    trainer.save(saved)
+    precision_shim.uninstall()
+    trainer.step(1)
+    trainer.save(saved)
+    on()
+    with pytest.raises(precision_shim.ScalerCheckpointError, match="of another save"):
+        Trainer.of(tmp_path).load(saved)
+
+
+@pytest.mark.usefixtures("torchs_own_check")
+def test_a_checkpoint_without_moments_loads(on: On, tmp_path: Path) -> None:
+    Trainer.of(tmp_path, "bfloat16").save(tmp_path / "saved")
+    on()
+    trainer = Trainer.of(tmp_path)
+    with pytest.warns(precision_shim.PrecisionShimWarning, match="no loss scaler state"):
+        trainer.load(tmp_path / "saved")
+    assert not trainer.strategy.optimizer.state
 
 
 @pytest.mark.usefixtures("torchs_own_check")
@@ -187,7 +231,7 @@ def test_taken_out_the_scaler_is_rolls_own(on: On, tmp_path: Path) -> None:
     assert type(trainer.strategy.scaler) is ShardedGradScaler
 
 
-@pytest.mark.parametrize("name", ["FSDP2TrainStrategy.train_step", "FSDP2StrategyBase.save"])
+@pytest.mark.parametrize("name", ["FSDP2TrainStrategy.train_step", "FSDP2StrategyBase._save"])
 def test_a_version_without_a_symbol_is_refused_whole(
     on: On, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

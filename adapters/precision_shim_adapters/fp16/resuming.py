@@ -54,10 +54,10 @@ def foretell(framework: str, part: Part, here: Here, group: str) -> Outcome:
     told = "states are read in the dtypes that they were saved in"
     if part.scaler.state == "none":
         told += "; it has no loss scaler's record, which only a job in fp16 needs"
-    return _scaler(framework, part, here, shimmed) or Outcome(EXACT, told)
+    return foretell_scaler(framework, part, here, shimmed) or Outcome(EXACT, told)
 
 
-def _scaler(framework: str, part: Part, here: Here, shimmed: bool) -> Outcome | None:
+def foretell_scaler(framework: str, part: Part, here: Here, shimmed: bool) -> Outcome | None:
     """The loss scaler's outcome; ``None`` if the scaler continues exactly or is not needed."""
     scaler = part.scaler
     if scaler.state == "none":

@@ -123,7 +123,8 @@ def make_endpoint(endpoint: Any) -> Any:
         training = ScaledTraining.of(trainer)
         if training is None or not training.takes_part(trainer.optimizers):
             return await own()
-        with training.several_steps(trainer.optimizers, tuple(trainer.optimizers)):
+        # After an exception the controller may repeat this endpoint without a new backward pass.
+        with training.one_step(trainer.optimizers, tuple(trainer.optimizers)):
             output = await own()
         metrics = output.metrics
         metrics[_NORM] = training.norm(metrics[_NORM])

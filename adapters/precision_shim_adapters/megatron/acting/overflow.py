@@ -43,7 +43,7 @@ from precision_shim.scaling import SkipCounter
 from ..deciding.scaler import describe_scaler, factors_set
 from ..deciding.wishes import GROUP, SCALING
 from .build import current_build, megatron_label
-from .scaled import tell_unscaled
+from .scaled import is_asked, sees_losses, tell_unscaled
 from .unstepped import make_states
 
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
@@ -173,8 +173,10 @@ def answer_step(optimizer: Any, step: Callable[[], Any]) -> Any:
         succeeds = known.succeeds
     try:
         result = step()
-    finally:
-        _forget(optimizer)
+    except BaseException:
+        _interrupt(optimizer)
+        raise
+    _forget(optimizer)
     if succeeds is None or not dynamic_scalers(optimizer):
         return result
     successful, grad_norm, zeros = result
@@ -254,10 +256,17 @@ def _trackers(scaler: Any) -> tuple[Any, ...]:
 
 @dataclass(eq=False)
 class _Answer:
-    """The result of ``prepare_grads``: whether it found an overflow, and the results in a chain."""
+    """The result of ``prepare_grads``: whether it found an overflow, and the results in a chain.
+
+    ``before`` is the first scaler's state before it, ``after`` this scaler's scale after it, and
+    ``interrupted`` whether an exception ended the step.
+    """
 
     found: bool
     parts: list[_Answer | None]
+    before: dict[str, Any]
+    after: torch.Tensor
+    interrupted: bool = False
 
 
 _answers: weakref.WeakKeyDictionary[Any, _Answer] = weakref.WeakKeyDictionary()
@@ -277,8 +286,29 @@ def _parts(optimizer: Any) -> list[_Answer | None]:
 
 
 def _forget(optimizer: Any) -> None:
+    """Delete ``_Answer``s; a step that an exception ended does not count for the growth tracker."""
     for inner in _unchain(optimizer):  # the ``_Answer`` of a chain needs its parts' ``_Answer``s
-        _answers.pop(inner, None)
+        answer = _answers.pop(inner, None)
+        if answer is None or not answer.interrupted or answer.found:
+            continue
+        if inner.grad_scaler.scale is answer.after:  # no checkpoint was loaded since
+            inner.grad_scaler.load_state_dict(answer.before)
+
+
+def _interrupt(optimizer: Any) -> None:
+    """Keep the ``_Answer``s of a step that an exception ended, because a trainer may repeat it."""
+    for inner in _unchain(optimizer):
+        if inner in _answers:
+            _answers[inner].interrupted = True
+    if not sees_losses():
+        _forget(optimizer)
+
+
+def _is_stale(optimizer: Any) -> bool:
+    """Whether a loss was scaled after an exception ended a step: the gradients are others now."""
+    return is_asked(_unchain(optimizer)) and any(
+        inner in _answers and _answers[inner].interrupted for inner in _unchain(optimizer)
+    )
 
 
 @seam(
@@ -307,16 +337,19 @@ def prepare_once(call: Call) -> Any:
     scalers = dynamic_scalers(optimizer)
     if not scalers:
         return call.proceed()
+    if _is_stale(optimizer):
+        _forget(optimizer)
     known = _answers.get(optimizer)
     if known is not None and known.parts == _parts(optimizer):
         return known.found
     scale, alone = scale_of(scalers[0]), not _in_chain.get()
+    before = scalers[0].state_dict()
     token = _in_chain.set(True)
     try:
         found = call.proceed()
     finally:
         _in_chain.reset(token)
-    _answers[optimizer] = _Answer(found, _parts(optimizer))
+    _answers[optimizer] = _Answer(found, _parts(optimizer), before, scalers[0].scale)
     if alone:
         if scale != 1.0:
             tell_unscaled(_unchain(optimizer))
@@ -329,14 +362,28 @@ def prepare_once(call: Call) -> Any:
 
 
 @seam(
+    f"{_OPTIMIZER}:MixedPrecisionOptimizer.step_with_ready_grads",
+    SCALING,
+    group=GROUP,
+    why="the gradients are used",
+    delete_when="Megatron's step() takes gradients that are already prepared",
+    optional=True,
+)
+def forget_used(call: Call) -> Any:
+    """Delete the stored result of ``prepare_grads`` when the optimizer has stepped."""
+    result = call.proceed()
+    _answers.pop(call.instance, None)
+    return result
+
+
+@seam(
     feature=SCALING,
     at=[
-        f"{_OPTIMIZER}:MixedPrecisionOptimizer.step_with_ready_grads",
         f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params.zero_grad",
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.zero_grad",
     ],
     group=GROUP,
-    why="the gradients are used or gone; a trainer that skips by itself calls only zero_grad",
+    why="the gradients are gone; a trainer that skips by itself calls only zero_grad",
     delete_when="Megatron's step() takes gradients that are already prepared",
     optional=True,
 )

@@ -45,6 +45,21 @@ def note_asked(call: Call) -> Any:
     return call.proceed()
 
 
+def is_asked(optimizers: Iterable[Any]) -> bool:
+    """Whether an optimizer's loss scale was read since the last step."""
+    return any(optimizer in _asked for optimizer in optimizers)
+
+
+def sees_losses() -> bool:
+    """Whether each rank scales a loss; of a pipeline's ranks only those of the last stage do."""
+    from megatron.core import parallel_state
+
+    return (
+        parallel_state.model_parallel_is_initialized()
+        and parallel_state.get_pipeline_model_parallel_world_size() == 1
+    )
+
+
 def tell_unscaled(optimizers: Iterable[Any]) -> None:
     """Warn if no optimizer's loss scale was read since the last step."""
     from megatron.core import parallel_state
