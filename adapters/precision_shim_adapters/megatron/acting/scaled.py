@@ -54,7 +54,7 @@ def sees_losses() -> bool:
     """Whether each rank scales a loss; of a pipeline's ranks only those of the last stage do."""
     from megatron.core import parallel_state
 
-    return (
+    return bool(
         parallel_state.model_parallel_is_initialized()
         and parallel_state.get_pipeline_model_parallel_world_size() == 1
     )
