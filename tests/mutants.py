@@ -790,7 +790,8 @@ def _bound(seam: Seam, symbol: Symbol, node: Any, in_class: bool) -> End:
                 "survives", "a context manager, and the wrapper returns before it is entered"
             )
         got = result if isinstance(result, dict) else vars(whom) if whom is not None else {}
-        got = {**got, **got.get("kwargs", {})} if "kwargs" in got else got
+        if swallows:  # a plain parameter may be named kwargs, too
+            got = {**got, **got.get("kwargs", {})}
         for name, default in binding.wanted:
             here = name in {one.name for one in named} or name in hidden
             expected = f"given {name}" if here else default

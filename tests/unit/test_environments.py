@@ -16,6 +16,7 @@ LEFT_OUT = (
     "tests/audit/test_command.py",
     "tests/audit/test_torch.py",
     "tests/audit/test_updates.py",
+    "tests/audit/test_updates_groups.py",
     "tests/scaling/hand_written.py",
     "tests/scaling/ranks.py",
     "tests/scaling/saving.py",
