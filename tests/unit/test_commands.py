@@ -54,6 +54,7 @@ MANIFEST = {
     "PRECISION_SHIM=1 * precision-shim checkpoint run": Held(f"{HERE}::test_checkpoint"),
     "precision-shim checkpoint * --framework roll": Held(f"{HERE}::test_checkpoint"),
     "precision-shim run -- *": Held(f"{HERE}::test_run"),
+    "precision-shim run": Held(f"{HERE}::test_run"),
     "precision-shim run ?--features LIST? *": Held(f"{HERE}::test_run"),
     "python benchmarks/numerics.py --write": Held(
         f"{HERE}::test_numerics", "--write changes docs/; the tests compare what it would write"
@@ -143,7 +144,6 @@ MANIFEST = {
     "pip install --no-deps -r benchmarks/gpu/requirements.txt": Held(
         "tests/gpu/test_dry_run.py::test_the_wheels_are_those_that_the_tests_have", NETWORK
     ),
-    "pip install --find-links": Held(why_not=MENTION),
     "pip download *": Held(why_not=NETWORK),
     "uv venv *": Held(why_not="a step that was timed, before a download"),
     "uv pip install *": Held(why_not=NETWORK),
