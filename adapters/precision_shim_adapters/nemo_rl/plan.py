@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ def plan_job(job: Job) -> Request:
             f"{_where()}, {job.target}: its config trains no model: expected policy and cluster. "
             "Plan the job that trains."
         )
-    _check_sections(config)
+    _check_sections(config, unresolved)
     world = _gpus(config)
     models = tuple(_models(job, config, world))
     problems, notes = _both_sides(job, config)
@@ -183,8 +183,12 @@ _SECTIONS = (
 """The config's sections that the plan reads, each after the section that it is in."""
 
 
-def _check_sections(config: Mapping[str, Any]) -> None:
+def _check_sections(config: Mapping[str, Any], unresolved: Sequence[str]) -> None:
     """Check that the config's sections have keys, which a section that is left out need not have.
+
+    Args:
+        config: the job's config.
+        unresolved: the keys that cannot be resolved on this machine, which the plan's note names.
 
     Raises:
         PlanError: a section has no keys, or the policy has no model.
@@ -195,7 +199,7 @@ def _check_sections(config: Mapping[str, Any]) -> None:
             value = None if value is None else value.get(word)
         if value is not None:
             mapping(value, key, _where())
-    if not config["policy"].get("model_name"):
+    if not config["policy"].get("model_name") and "policy.model_name" not in unresolved:
         raise PlanError(
             f"{_where()}, policy.model_name={config['policy'].get('model_name')!r}: expected a "
             "model. Write its directory or name, or plan where the variables of the job are set."
