@@ -13,7 +13,7 @@ import torch
 
 from precision_shim.adapting import versioned
 from precision_shim.errors import PlanError
-from precision_shim.planning.command import Job
+from precision_shim.planning.command import Job, syntax_of
 from precision_shim.planning.request import Request
 from precision_shim.planning.values import no_adapters, said
 
@@ -74,11 +74,7 @@ def load(job: Job) -> Any:
 
 
 def _class_of(job: Job) -> str:
-    try:
-        tree = ast.parse(job.source.read_text(encoding="utf-8")) if job.source else None
-    except (OSError, ValueError, SyntaxError):
-        tree = None
-    for node in ast.walk(tree) if tree else ():
+    for node in syntax_of(job.source):
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("load_expr_config"):
             return ast.unparse(node.args[-1]).rpartition(".")[2]
     return ""

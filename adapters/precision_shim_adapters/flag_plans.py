@@ -11,7 +11,6 @@ import copy
 import importlib
 import importlib.abc
 import importlib.machinery
-import io
 import sys
 import warnings
 from argparse import ArgumentParser, Namespace
@@ -22,6 +21,7 @@ from unittest import mock
 
 from precision_shim.adapting import versioned
 from precision_shim.errors import PlanError
+from precision_shim.planning.calling import call_quietly
 from precision_shim.planning.command import Job
 from precision_shim.planning.request import Request
 from precision_shim.planning.values import no_adapters, said
@@ -104,9 +104,6 @@ def _of_role(job: Job, args: Namespace, role: str) -> Namespace:
     return found
 
 
-# -- parsing -----------------------------------------------------------------------------------
-
-
 def _parsed(job: Job) -> tuple[Namespace, list[str]]:
     """Parse a job's flags; returns them, and the flags that no parser knows."""
     parsers: list[ArgumentParser] = []
@@ -171,24 +168,13 @@ def _imported(job: Job, name: str) -> Any:
 
 def _called(job: Job, call: Callable[[], Any]) -> Any:
     """Call a trainer's or Megatron's function; its refusal becomes a ``PlanError``."""
-    printed = io.StringIO()
-    try:
-        with (
-            contextlib.redirect_stderr(printed),
-            contextlib.redirect_stdout(io.StringIO()),
-            warnings.catch_warnings(),
-        ):
-            warnings.simplefilter("ignore")
-            return call()
-    except (Exception, SystemExit) as error:  # argparse exits, Megatron raises various errors
-        lines = printed.getvalue().strip().splitlines()
-        why = lines[-1] if isinstance(error, SystemExit) and lines else said(error)
-        raise PlanError(
+
+    def refuse(why: str) -> PlanError:
+        return PlanError(
             f"{versioned(job.framework)}, {job.target}: {why}. Correct the command line."
-        ) from error
+        )
 
-
-# -- without SGLang ----------------------------------------------------------------------------
+    return call_quietly(call, refuse)
 
 
 class _Nothing:

@@ -11,11 +11,10 @@ import argparse
 import ast
 import contextlib
 import importlib
-import io
 import os
 import tempfile
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +23,10 @@ import torch
 
 from precision_shim.adapting import versioned
 from precision_shim.errors import PlanError
-from precision_shim.planning.command import Job
+from precision_shim.planning.calling import call_quietly
+from precision_shim.planning.command import Job, syntax_of
 from precision_shim.planning.request import Request
-from precision_shim.planning.values import no_adapters, said
+from precision_shim.planning.values import no_adapters
 
 from .megatron.planning.plan import MegatronModel
 from .megatron.planning.sizes import read_sizes
@@ -84,7 +84,7 @@ def _workers(job: Job, config: Any) -> Iterator[tuple[str, Any, Any]]:
                 f"{_where()}, {name}.model_args.lora_target", f"{name} without lora_target"
             )
         worker.name = worker.name or name
-        yield name, worker, _called(job, lambda worker=worker: _arguments(worker, config))
+        yield name, worker, _called(job, partial(_arguments, worker, config))
 
 
 def _model(job: Job, name: str, worker: Any, args: Any) -> MegatronModel:
@@ -108,9 +108,6 @@ def _model(job: Job, name: str, worker: Any, args: Any) -> MegatronModel:
     )
 
 
-# -- as ROLL's script and ROLL's strategy do it ------------------------------------------------
-
-
 def _load(job: Job, script: Path | None) -> Any:
     """Make the config that the job's script makes."""
     from hydra import compose, initialize_config_dir
@@ -132,11 +129,7 @@ def _load(job: Job, script: Path | None) -> Any:
 
 def _class_of(job: Job, script: Path | None) -> Any:
     """The class that the job's script passes to ``from_dict``."""
-    try:
-        tree = ast.parse(script.read_text(encoding="utf-8")) if script else None
-    except (OSError, ValueError, SyntaxError):
-        tree = None
-    nodes = list(ast.walk(tree)) if tree else []
+    nodes = syntax_of(script)
     names = [
         ast.unparse(word.value)
         for node in nodes
@@ -164,26 +157,16 @@ def _arguments(worker: Any, config: Any) -> Any:
     return kind(**values)
 
 
-def _called(job: Job, call: Any) -> Any:
+def _called(job: Job, call: Callable[[], Any]) -> Any:
     """Call ROLL's code; its refusal becomes a ``PlanError``."""
-    printed = io.StringIO()
-    try:
-        with (
-            contextlib.redirect_stderr(printed),
-            contextlib.redirect_stdout(io.StringIO()),
-            warnings.catch_warnings(),
-        ):
-            warnings.simplefilter("ignore")
-            return call()
-    except PlanError:
-        raise
-    except (Exception, SystemExit) as error:  # hydra, dacite and ROLL raise various errors
-        lines = printed.getvalue().strip().splitlines()
-        why = lines[-1] if isinstance(error, SystemExit) and lines else said(error)
-        raise PlanError(
+
+    def refuse(why: str) -> PlanError:
+        return PlanError(
             f"{_where()}, {job.target}: {why}. Run the plan in the environment of the job, and "
             "correct its config."
-        ) from error
+        )
+
+    return call_quietly(call, refuse)
 
 
 @contextlib.contextmanager

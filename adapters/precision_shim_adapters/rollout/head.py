@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -21,7 +21,6 @@ from precision_shim.errors import UnsupportedPrecisionError
 from precision_shim.planning.record import Problem
 from precision_shim.precision.lm_head import Head, refused
 from precision_shim.process.settings import Settings
-from precision_shim.reporting.journal import decisions
 
 from .telling import FEATURE
 
@@ -39,19 +38,37 @@ InForce = Callable[[str, str], bool]
 Read = Callable[[], Sequence[Head]]
 """A function that describes the LM head of each engine of a job."""
 
-_OPTIONS: Mapping[str, tuple[str, str | bool]] = {
-    "vllm": (FIELD, "float32"),
-    "sglang": ("enable_fp32_lm_head", True),
-}
-"""Maps an engine to its option for an LM head in fp32, and the option's value."""
 
-_PLACES = {
-    "vllm": "vllm.model_executor.layers.logits_processor:LogitsProcessor",
-    "sglang": "sglang.srt.layers.logits_processor:LogitsProcessor",
-}
-"""Maps an engine to the class that reads the option; older releases have the class without it."""
+class _Option(NamedTuple):
+    """A rollout engine's option for an LM head in fp32.
 
-_NEWER = {"vllm": "Install vLLM 0.26 or later", "sglang": "Install a newer SGLang, such as 0.5.12"}
+    Attributes:
+        name: the option's name.
+        value: the value for fp32.
+        place: the class that reads the option; older releases have the class without it.
+        newer: how to get a release that has the option.
+    """
+
+    name: str
+    value: str | bool
+    place: str
+    newer: str
+
+
+_OPTIONS = {
+    "vllm": _Option(
+        FIELD,
+        "float32",
+        "vllm.model_executor.layers.logits_processor:LogitsProcessor",
+        "Install vLLM 0.26 or later",
+    ),
+    "sglang": _Option(
+        "enable_fp32_lm_head",
+        True,
+        "sglang.srt.layers.logits_processor:LogitsProcessor",
+        "Install a newer SGLang, such as 0.5.12",
+    ),
+}
 
 
 def is_asked(settings: Settings) -> bool:
@@ -70,14 +87,14 @@ def of_rollout(backend: str, options: Mapping[str, Any], place: str, quantised: 
     """
     if backend not in _OPTIONS:
         return Head("rollout", refusal=f"the shim does not set the LM head of {backend}")
-    option, value = _OPTIONS[backend]
+    option = _OPTIONS[backend]
     inner = f"{place}.hf_overrides" if backend == "vllm" else place
-    key = f"{inner}.{option}"
+    key = f"{inner}.{option.name}"
     section = options.get("hf_overrides") if backend == "vllm" else options
     if section is not None and not isinstance(section, Mapping):
         return Head("rollout", key, refusal=f"{inner}={section!r} is no mapping")
-    written = (section or {}).get(option)
-    in_fp32 = written is True or str(written).removeprefix("torch.") == "float32"
+    written = (section or {}).get(option.name)
+    in_fp32 = written is True or _is_float32(written)
     if written is not None and not in_fp32:
         return Head("rollout", key, refusal=f"{key}={written}", remedy=f"Leave {key} out")
     if quantised and backend == "vllm" and not in_fp32:
@@ -85,23 +102,27 @@ def of_rollout(backend: str, options: Mapping[str, Any], place: str, quantised: 
             "rollout",
             key,
             refusal=f"{quantised} makes hf_overrides of its own, which {key} would replace",
-            remedy=f"Write {inner} whole, with {option}: float32",
+            remedy=f"Write {inner} whole, with {option.name}: float32",
         )
     refusal, known = _lacks(backend, option)
-    remedy = _NEWER[backend] if refusal else ""
-    return Head("rollout", key, in_fp32, refusal, remedy, value, known)
+    remedy = option.newer if refusal else ""
+    return Head("rollout", key, in_fp32, refusal, remedy, option.value, known)
 
 
-def _lacks(backend: str, option: str) -> tuple[str, bool]:
+def _is_float32(written: object) -> bool:
+    return str(written).removeprefix("torch.") == "float32"
+
+
+def _lacks(backend: str, option: _Option) -> tuple[str, bool]:
     """Why the installed engine ignores an option for its LM head, and whether it is installed."""
-    symbol = look(_PLACES[backend])
-    if option in symbol.names:
+    symbol = look(option.place)
+    if option.name in symbol.names:
         return "", True
     ignores = f"{backend} {version_of(backend, (backend,)) or ''}".rstrip()
     if symbol.found:
-        return f"{ignores} does not use {option} for its LM head", True
+        return f"{ignores} does not use {option.name} for its LM head", True
     problem = symbol.problem or f"{symbol.target} not found"
-    return f"{problem}, so whether {ignores} uses {option} is not known", symbol.module_found
+    return f"{problem}, so whether {ignores} uses {option.name} is not known", symbol.module_found
 
 
 def of_trainer(subject: str, overrides: object, place: str, refusal: str = "") -> Head:
@@ -115,7 +136,7 @@ def of_trainer(subject: str, overrides: object, place: str, refusal: str = "") -
     """
     key = f"{place}.{FIELD}"
     value = overrides.get(FIELD) if isinstance(overrides, Mapping) else None
-    in_fp32 = str(value).removeprefix("torch.") == "float32"
+    in_fp32 = _is_float32(value)
     if refusal:
         return Head(subject, key, refusal=refusal)
     if value is not None and not in_fp32:
@@ -148,9 +169,7 @@ def settle_heads(where: str, read: Read, write: Callable[[Head], None] | None) -
     framework, heads = where.split(" ", 1)[0], read()
     stay = refused(heads, may_write=write is not None)
     chosen, because = verdict_of(heads, stay, where)
-    said = {(made.subject, made.chosen) for made in decisions() if made.feature == FEATURE}
-    if (SUBJECT, chosen) not in said:
-        decide(framework, SUBJECT, FEATURE, chosen, because)
+    decide(framework, SUBJECT, FEATURE, chosen, because)
     if stay:
         message = ". ".join(message_of(where, heads, stay))
         if settings.strict:
@@ -227,9 +246,7 @@ def is_marked(overrides: object) -> bool:
     Args:
         overrides: the overrides of the model's HF config, as the trainer's worker has them.
     """
-    if not isinstance(overrides, Mapping):
-        return False
-    return str(overrides.get(FIELD)).removeprefix("torch.") == "float32"
+    return isinstance(overrides, Mapping) and _is_float32(overrides.get(FIELD))
 
 
 def compute_in_fp32(model: torch.nn.Module, where: str) -> None:

@@ -232,14 +232,19 @@ def _framework(target: str, source: Path | None, by_package: Mapping[str, str]) 
     return next((by_package[part] for part in parts if part in by_package), None)
 
 
+def syntax_of(source: Path | None) -> list[ast.AST]:
+    """Return the nodes of a script's syntax tree; empty without a script that can be read."""
+    try:
+        tree = ast.parse(source.read_text(encoding="utf-8")) if source else None
+    except (OSError, ValueError, SyntaxError):
+        tree = None
+    return list(ast.walk(tree)) if tree else []
+
+
 def find_imported(source: Path) -> list[str]:
     """Return the modules that a file imports; empty if the file cannot be read."""
-    try:
-        tree = ast.parse(source.read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError):
-        return []
     modules = []
-    for node in ast.walk(tree):
+    for node in syntax_of(source):
         if isinstance(node, ast.Import):
             modules += [name.name for name in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
