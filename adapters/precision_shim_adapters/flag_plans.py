@@ -60,7 +60,7 @@ def plan_job(job: Job) -> Request:
     if args.advantage_estimator == "ppo":
         roles.append("critic")
     models = tuple(_model(job, args, role) for role in roles)
-    notes = ["not counted: what these trainers keep in the host's memory while others use the GPUs"]
+    notes = ["not counted: what a model keeps in the host's memory while other models use the GPUs"]
     if args.kl_coef != 0 or args.use_kl_loss:
         notes.append("not counted: the reference model, whose weights are in the host's memory")
     if unknown:

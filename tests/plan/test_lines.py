@@ -165,6 +165,14 @@ cluster: {{gpus_per_node: 8, num_nodes: 1}}
 """
 
 
+def write_job(folder: Path) -> tuple[Path, Path]:
+    """Write a NeMo-RL job's YAML and its example script into its model's folder."""
+    job, example = folder / "job.yaml", folder / "run_mine.py"
+    job.write_text(JOB.format(model=folder))
+    example.write_text(EXAMPLE)
+    return job, example
+
+
 @needs("nemo_rl")
 @pytest.mark.parametrize(
     ("words", "runs"),
@@ -183,9 +191,7 @@ def test_a_line_of_nemo_rls(
     words: tuple[str, ...],
     runs: bool,
 ) -> None:
-    job, example = model / "job.yaml", model / "run_mine.py"
-    job.write_text(JOB.format(model=model))
-    example.write_text(EXAMPLE)
+    job, example = write_job(model)
     named = [word.replace("{job}", str(job)) for word in words]
     space: dict[str, object] = {}
     exec(EXAMPLE, space)
@@ -222,9 +228,7 @@ def test_a_value_that_nemo_rls_user_has_to_fill_in(
     key: str,
 ) -> None:
     """NeMo-RL's entry points read ``???`` as a text."""
-    job, example = model / "job.yaml", model / "run_mine.py"
-    job.write_text(JOB.format(model=model))
-    example.write_text(EXAMPLE)
+    job, example = write_job(model)
     with pytest.raises(SystemExit) as end:
         main(["plan", "--", "python", str(example), "--config", str(job), f"++{key}=???"])
     said = capsys.readouterr()
@@ -243,9 +247,7 @@ def test_a_section_of_nemo_rls_without_keys(
     model: Path,  # noqa: F811
     key: str,
 ) -> None:
-    job, example = model / "job.yaml", model / "run_mine.py"
-    job.write_text(JOB.format(model=model))
-    example.write_text(EXAMPLE)
+    job, example = write_job(model)
     line = ("python", str(example), "--config", str(job))
     said = refused(capsys, *line, f"++{key}=abc")
     assert f"{key}='abc' (str): expected a section with keys" in said

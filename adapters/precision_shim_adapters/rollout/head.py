@@ -168,7 +168,7 @@ def settle_heads(where: str, read: Read, write: Callable[[Head], None] | None) -
         return
     framework, heads = where.split(" ", 1)[0], read()
     stay = refused(heads, may_write=write is not None)
-    chosen, because = verdict_of(heads, stay, where)
+    chosen, because = verdict_of(heads, stay)
     decide(framework, SUBJECT, FEATURE, chosen, because)
     if stay:
         message = ". ".join(message_of(where, heads, stay))
@@ -181,11 +181,11 @@ def settle_heads(where: str, read: Read, write: Callable[[Head], None] | None) -
             write(head)
 
 
-def verdict_of(heads: Sequence[Head], stay: Sequence[Head], where: str) -> tuple[str, str]:
+def verdict_of(heads: Sequence[Head], stay: Sequence[Head]) -> tuple[str, str]:
     """The decision's text and reason; see ``settle_heads``."""
     if stay:
         reasons = "; ".join(f"{head.subject}: {_reason(head)}" for head in stay)
-        return f"in each engine's own dtype, as {where} has it", f"{SETTING} is refused: {reasons}"
+        return "each engine's own dtype", f"{SETTING} is refused: {reasons}"
     keys = ", ".join(dict.fromkeys(head.key for head in heads if head.key))
     return "fp32 in trainer and rollout", f"{SETTING}; {keys}"
 
@@ -209,7 +209,7 @@ def message_of(where: str, heads: Sequence[Head], stay: Sequence[Head]) -> tuple
     )
     theirs = ", ".join(dict.fromkeys(head.key for head in heads if head.in_fp32 and head.key))
     if theirs:
-        message += f", but {theirs} of the config acts"
+        message += f", but {theirs} in the config takes effect"
     return message, f"{ways}. Or unset {_VARIABLE}." if ways else f"Unset {_VARIABLE}."
 
 
@@ -232,7 +232,7 @@ def problems_of_heads(
         return [], []
     heads = read()
     stay = refused(heads, may_write=True)
-    chosen, because = verdict_of(heads, stay, where)
+    chosen, because = verdict_of(heads, stay)
     notes = [f"{SUBJECT}: {FEATURE}: {chosen} ({because})"]
     sure = [head for head in stay if head.known]
     if not sure:

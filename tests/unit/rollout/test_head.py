@@ -82,7 +82,7 @@ def test_one_refusal_leaves_all_heads(heads: list[Head]) -> None:
         settle_heads(WHERE, lambda: heads, lambda head: wrote.append(head.key))
     assert [str(one.message) for one in told] == [REFUSED]
     assert not wrote
-    assert decided() == [("LM head", "in each engine's own dtype, as toyfw 1.0 has it")]
+    assert decided() == [("LM head", "each engine's own dtype")]
     found, _ = problems_of_heads(
         WHERE, lambda: heads, resolve(settings={"head": "fp32"}, environ={}), on=True
     )
@@ -100,7 +100,7 @@ def test_a_worker_cannot_write() -> None:
     precision_shim.install(settings={"head": "fp32", "log": "quiet"})
     with pytest.warns(PrecisionShimWarning, match="Write engine.head_dtype=float32. Or unset"):
         settle_heads(WHERE, lambda: [Head("actor", "a", in_fp32=True), ROLLOUT], None)
-    assert decided() == [("LM head", "in each engine's own dtype, as toyfw 1.0 has it")]
+    assert decided() == [("LM head", "each engine's own dtype")]
 
 
 def test_an_engine_on_another_machine_is_a_note_in_the_plan() -> None:
@@ -197,7 +197,7 @@ def test_a_key_of_the_users_acts_beside_a_refusal() -> None:
     precision_shim.install(settings={"head": "fp32", "log": "quiet"})
     theirs = Head("actor", "model.head_dtype", in_fp32=True)
     with pytest.warns(
-        PrecisionShimWarning, match=r"no LM head, but model\.head_dtype of the config"
+        PrecisionShimWarning, match=r"no LM head, but model\.head_dtype in the config"
     ):
         settle_heads(WHERE, lambda: [theirs, NO], lambda head: None)
 
