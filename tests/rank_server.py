@@ -39,7 +39,8 @@ class Launch:
         options: the case's own.
         world: number of ranks.
         rank: this one's.
-        timeout: seconds after which the ranks are killed.
+        timeout: seconds after which the ranks are killed; less than a test's own limit, since the
+            server answers no other test while they run.
     """
 
     case: str
@@ -48,7 +49,7 @@ class Launch:
     options: Mapping[str, Any]
     world: int = 2
     rank: int = 0
-    timeout: float = 600.0
+    timeout: float = 240.0
 
 
 class Ranks:
@@ -71,7 +72,7 @@ class Ranks:
         folder: Path | None = None,
         world: int = 2,
         dies: bool | signal.Signals | None = False,
-        timeout: float = 600.0,
+        timeout: float = 240.0,
         **options: Any,
     ) -> list[Any]:
         """Run a case in new processes; returns each rank's result.

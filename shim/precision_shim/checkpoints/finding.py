@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -123,13 +124,21 @@ def _last_step(path: Path) -> Path | None:
 
 
 def _steps(path: Path) -> dict[Path, int]:
-    steps = {}
+    """Return the number of each step's directory in a run's directory."""
+    return {
+        path / name: number
+        for name in os.listdir(path)
+        if (number := _number_of(name)) is not None and (path / name).is_dir()
+    }
+
+
+def _number_of(name: str) -> int | None:
+    """The step whose directory has this name in any framework's checkpoints."""
     for row in checkpoints().values():
-        for entry in path.iterdir():
-            match = re.fullmatch(row.steps, entry.name)
-            if match and entry.is_dir():
-                steps[entry] = int(match[1])
-    return steps
+        match = re.fullmatch(row.steps, name)
+        if match:
+            return int(match[1])
+    return None
 
 
 @contextmanager
@@ -162,11 +171,10 @@ def _step_before(path: Path) -> Path | None:
     try:
         whole = _last_step(path.absolute()) or path.absolute()
         for parent in (whole, *whole.parents):
-            steps = _steps(parent.parent)
-            if parent in steps:
-                earlier = {
-                    other: number for other, number in steps.items() if number < steps[parent]
-                }
+            own = _number_of(parent.name)
+            if own is not None and parent.is_dir():
+                steps = _steps(parent.parent)
+                earlier = {other: number for other, number in steps.items() if number < own}
                 return max(earlier, key=lambda other: earlier[other], default=None)
     except OSError:
         pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,25 @@ def test_the_step_before_is_named(tmp_path: Path, capsys: Any) -> None:
     line = one_sentence(capsys)
     assert "the directory is empty" in line
     assert f"The step before it is {tmp_path / 'global_step_100'}." in line
+
+
+def test_no_directory_above_the_checkpoint_is_listed(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be a home directory with very many files, on a network."""
+    place = tmp_path / "copied" / "actor"
+    of_ranks(place)
+    (place / "optim_world_size_2_rank_0.pt").unlink()
+    listed: list[Path] = []
+    for name in ("listdir", "scandir"):
+        own = getattr(os, name)
+        monkeypatch.setattr(
+            os, name, lambda path=".", own=own: (listed.append(Path(path)), own(path))[1]
+        )
+    assert run(place) == 2
+    assert "optim_world_size_2_rank_0.pt is missing" in one_sentence(capsys)
+    assert place in listed
+    assert not set(listed) & set(place.parents)
 
 
 def test_what_to_give_instead_of_nothing(tmp_path: Path, capsys: Any) -> None:
