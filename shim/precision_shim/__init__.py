@@ -1,9 +1,10 @@
-"""``install()`` patches RL post-training frameworks to use the precision that their users ask for.
+"""``install()`` patches RL post-training frameworks to use the precision that users configure.
 
-    import precision_shim precision_shim.install()
+    import precision_shim
+    precision_shim.install()
 
-Importing this package imports neither torch nor a framework nor wrapt, because a start-up file may
-import it in every Python process of a cluster. Each name in ``__all__`` is loaded on first use.
+Importing this package does not import torch, wrapt or a framework. A start-up file may import the
+package in every Python process of a cluster. Each name in ``__all__`` is loaded on first use.
 """
 
 import sys
@@ -37,7 +38,7 @@ _WHERE = {
 
 __all__ = list(_WHERE)
 
-TYPE_CHECKING = False  # typing.TYPE_CHECKING without the 2 ms that importing typing costs
+TYPE_CHECKING = False  # as in typing, but without the 2 ms that importing typing takes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -70,7 +71,7 @@ if TYPE_CHECKING:
 def _lazily(
     package: str, where: dict[str, str]
 ) -> "tuple[Callable[[str], object], Callable[[], list[str]]]":
-    """The ``__getattr__`` and ``__dir__`` of a package; ``where`` maps lazy names to submodules."""
+    """Return a package's ``__getattr__`` and ``__dir__``; ``where`` maps names to submodules."""
 
     def get(name: str) -> object:
         if name not in where:

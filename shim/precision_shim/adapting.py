@@ -1,7 +1,7 @@
 """All names that an adapter may import, such as ``seam``, ``Call``, ``Settings`` and ``decide``.
 
 Adapters translate between a framework's objects and the arguments of the shim's rules. The rules on
-precision are in ``precision_shim.precision``; no adapter contains one. CONTRIBUTING.md shows how to
+precision are in ``precision_shim.precision``, and never in an adapter. CONTRIBUTING.md shows how to
 write an adapter.
 """
 
@@ -60,8 +60,8 @@ def versioned(distribution: str, package: str = "", called: str = "") -> str:
 
     Args:
         distribution: the name of the framework's distribution.
-        package: the framework's top-level package; empty if it is named like the distribution.
-        called: the framework's name in messages; empty if it is the distribution's name.
+        package: the framework's top-level package; empty if it has the distribution's name.
+        called: the framework's name in messages; empty for the distribution's name.
     """
     version = version_of(distribution, (package or distribution.replace("-", "_"),))
     return f"{called or distribution} {version or ''}".rstrip()
@@ -81,7 +81,7 @@ def parse_settings(
         values: the settings, keyed by their names in ``install(settings=...)``. ``None`` values are
             ignored.
         names: the names of the allowed settings.
-        where: the place in the config, for messages.
+        where: the path of the settings in the config, for messages.
 
     Raises:
         SettingsError: a setting is not allowed, or its value is invalid.

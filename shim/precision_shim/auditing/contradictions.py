@@ -1,4 +1,4 @@
-"""Compare the weights that a trainer sent with the weights in the rollout engines; no torch."""
+"""Compare the weights that a trainer sent with the rollout engines' weights, without torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def contradictions(sent: Sequence[Sent], held: Sequence[Held]) -> Iterator[Contr
     """Yield the contradictions in one job of one framework.
 
     Args:
-        sent: one record per rank of the trainer, of the weights that the rank sent.
+        sent: for each rank of the trainer, a record of the weights that the rank sent.
         held: a record for each engine, including engines of models other than the trained policy.
     """
     rollouts = [engine for engine in held if engine.subject == ROLLOUT]
@@ -49,7 +49,7 @@ def contradictions(sent: Sequence[Sent], held: Sequence[Held]) -> Iterator[Contr
         for engine in rollouts:
             yield from _received(record, engine)
             yield from _sent_in_8_bits(record, engine)
-    for engine in held:  # neither check needs sent weights, so any model's engine is checked
+    for engine in held:  # these checks need no sent weights, so any model's engine is checked
         yield from _held_dtype(engine)
         yield from _left_out(engine)
 
@@ -66,7 +66,7 @@ def computes(sent: Sent, rollouts: Sequence[Held]) -> set[str]:
 
 
 def _engine_dtype(ask: Sent, engine: Held) -> Iterator[Contradiction]:
-    due = CANONICAL.get(ask.asked)  # "auto" and NeMo-RL's "fp8" are no canonical dtypes
+    due = CANONICAL.get(ask.asked)  # "auto" and NeMo-RL's "fp8" are not canonical dtype names
     if due is not None and engine.computes and engine.computes != due:
         yield Contradiction(
             "engine-dtype",
@@ -153,7 +153,7 @@ def _received(one: Sent, engine: Held) -> Iterator[Contradiction]:
 
 
 def _held_dtype(engine: Held) -> Iterator[Contradiction]:
-    """Yield a contradiction if an fp16 engine has bf16 weights, or a bf16 engine fp16 weights."""
+    """Yield a contradiction if an fp16 engine has bf16 weights, or vice versa."""
     if engine.quantization or engine.computes not in ("fp16", "bf16"):
         return
     other = {"fp16": "bf16", "bf16": "fp16"}[engine.computes]
@@ -184,7 +184,7 @@ def _sent_in_8_bits(one: Sent, engine: Held) -> Iterator[Contradiction]:
 
 
 def _left_out(engine: Held) -> Iterator[Contradiction]:
-    """Yield contradictions for a quantised engine's 16-bit layers outside its ignore list."""
+    """Yield contradictions for 16-bit layers that a quantised engine's ignore list lacks."""
     if not engine.quantization or not engine.quantised or engine.ignored is None:
         return
     plain = [layer for layer in engine.plain if kind_of(layer) in ("attention", "mlp", "experts")]

@@ -91,7 +91,7 @@ class Measured:
 
 
 def measure(readings: Sequence[Reading]) -> tuple[list[dict[str, Measured]], int]:
-    """Count the tensors of all ``Reading`` objects; a storage that several share counts once.
+    """Count the tensors of all ``Reading`` objects; a shared storage counts once.
 
     Returns:
         Each ``Reading``'s components, and the number of allocated bytes in the host's memory.

@@ -60,7 +60,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def not_written(directory: str | os.PathLike[str], error: OSError) -> str:
-    """Return the warning that audits are not written; equal for all optimizers and steps."""
+    """Return the warning that audits are not written, the same for all optimizers and steps."""
     # str(error) would contain the temporary file's name, which differs each time.
     problem = (
         f"PRECISION_SHIM_AUDIT_DIR={directory}: the audit was not written: "
@@ -71,7 +71,7 @@ def not_written(directory: str | os.PathLike[str], error: OSError) -> str:
 
 
 def number(path: Path, audit: Audit) -> str:
-    """Return the number that distinguishes audit files of the same name; empty without a number."""
+    """Return the number that ``kept.name`` appended to a file's name; empty if it appended none."""
     name = path.name.removesuffix(f".rank{audit.rank}{SUFFIX}")
     return name.removeprefix(stem(audit)).removeprefix("-")
 
@@ -138,7 +138,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def _check_types(record: Any) -> None:
-    """Raise TypeError if a value in a record from a file, or in a nested one, has a wrong type."""
+    """Raise TypeError if a value in a file's record, or in a nested record, has a wrong type."""
     for field in fields(record):
         value = getattr(record, field.name)
         allowed = _TYPES.get(str(field.type))

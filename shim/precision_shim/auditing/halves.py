@@ -30,7 +30,7 @@ class Weights:
     """Statistics of a group of tensors.
 
     Attributes:
-        dtypes: number of elements of each dtype, by canonical name, or torch's for other dtypes.
+        dtypes: number of elements by dtype name: canonical, or torch's if no canonical name exists.
         exact: share of the sampled elements that bf16 represents exactly; ``None`` without a
             sample. Elements below fp16's smallest normal number are not counted, because bf16
             represents most of fp16's subnormal numbers exactly.
@@ -120,7 +120,7 @@ class Held:
         model: path or name of the engine's model.
         computes: canonical name of the engine's compute dtype.
         quantization: name of the engine's quantisation; empty if there is none.
-        ignored: the layers that the quantisation's config excludes; ``None`` without such a list.
+        ignored: list of layers that the quantisation excludes; ``None`` if there is no list.
         kv_cache: the configured dtype of the KV cache; ``"auto"`` for the engine's default.
         head: compute dtype of the output head; empty if the engine does not report it.
         sync: number of weight syncs before the report; 0 for a report at the engine's start.

@@ -28,7 +28,7 @@ def number() -> int:
 
 
 def name(stem: str) -> str:
-    """Return a file name's stem, with a number appended if this process has used the stem."""
+    """Return a file name's stem, with a number appended if this process used the stem before."""
     _names[stem] += 1
     return stem if _names[stem] == 1 else f"{stem}-{_names[stem]}"
 
@@ -44,12 +44,12 @@ def of(number: int) -> Audit | None:
 
 
 def written(of: int, problem: str = "") -> None:
-    """Record that an optimizer's latest audit was written, or why it was not."""
+    """Record that an optimizer's latest audit was written, or why writing it failed."""
     _not_written[of] = problem
 
 
 def problems() -> list[str]:
-    """Return each reason, once, why audits were not written to ``PRECISION_SHIM_AUDIT_DIR``."""
+    """Return the distinct reasons why audits were not written to ``PRECISION_SHIM_AUDIT_DIR``."""
     return list(dict.fromkeys(filter(None, _not_written.values())))
 
 
@@ -60,7 +60,7 @@ def put_model(framework: str, subject: str, model: Sequence[weakref.ref[Any]]) -
 
 
 def model_of(framework: str, subject: str) -> list[Any]:
-    """Return the modules of a model that were not garbage-collected."""
+    """Return the stored modules of a model, except modules that were garbage-collected."""
     return [
         optimizer
         for ref in _models.get((framework, subject), ())

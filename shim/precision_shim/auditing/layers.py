@@ -40,7 +40,7 @@ def kind_of(name: str) -> str:
 
 
 def joined(layer: str) -> str:
-    """Return an engine's name for a layer: no prefix, and one name for fused layers or experts."""
+    """Return a layer's name without prefix, and with one name for layers that engines fuse."""
     _, numbered, rest = layer.rpartition("layers.")
     whole, _, last = f"{numbered}{rest}".rpartition(".")
     last = next((joined for joined, parts in _JOINED.items() if last in parts), last)
@@ -73,8 +73,7 @@ def _names(entry: str, name: str) -> bool:
         return fnmatch.fnmatch(name, entry) or fnmatch.fnmatch(name, f"*.{entry}")
     if f".{entry}." in f".{name}.":
         return True
-    # An ignore list's entry, as "language_model.model.layers.0", may have a prefix that layers
-    # lack.
+    # An entry such as "language_model.model.layers.0" may have a prefix that layers' names lack.
     both = (path.rpartition("layers.")[1:] for path in (entry, name))
     one, other = ("".join(parts) for parts in both)
     return one.startswith("layers.") and f"{other}.".startswith(f"{one}.")

@@ -38,7 +38,7 @@ def audit(
         model: a module, Megatron's model chunks, or ``None`` to read the optimizer alone.
         optimizer: a Megatron optimizer (chained or single), a torch optimizer, or a list of them.
         scaler: the loss scaler of torch optimizers; a Megatron optimizer has its own loss scaler.
-        expected: dtype names by component, such as ``{"exp_avg": "bf16"}``; each name overrides
+        expected: dtype names by component, such as ``dict(exp_avg="bf16")``; each name overrides
             the dtype in the optimizer's config.
         group: a process group whose ranks are compared; all its ranks must call ``audit``.
 
@@ -91,7 +91,7 @@ def look(
         notes: list[Finding] = []
         for number, (reading, part) in enumerate(zip(readings, parts, strict=True)):
             due = named
-            if number:  # frozen parameters and the model's own tensors are in the first part
+            if number:  # the model's frozen parameters and buffers are in the first part
                 due = {
                     name: dtype
                     for name, dtype in named.items()
@@ -168,7 +168,7 @@ def where_of(framework: str, package: str) -> str:
 def _version(distribution: str) -> str:
     try:
         return version(distribution)
-    except PackageNotFoundError:  # a checkout that is not installed
+    except PackageNotFoundError:  # the package is a checkout that was not installed
         return ""
 
 

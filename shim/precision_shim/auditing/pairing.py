@@ -59,7 +59,7 @@ class Pair:
         return lines
 
     def problems(self) -> Mapping[tuple[str, str], list[int | str]]:
-        """Return the ranks and engines that have each contradiction, by code and message."""
+        """Map each contradiction (code and message) to the ranks and engines that have it."""
         by_text: dict[tuple[str, str], list[int | str]] = {}
         for contradiction in self.found:
             by_text.setdefault((contradiction.code, contradiction.message), []).append(
@@ -83,7 +83,7 @@ class Pair:
 
 
 def _by_name(records: Iterable[tuple[int | str, str, str]]) -> dict[int | str, str]:
-    """Map each record's name to its text; a name that two models have also gets the model's."""
+    """Map each record's name to its text; prefix a name that occurs twice with the model's name."""
     every = list(records)
     times = Counter(name for name, _, _ in every)
     return {

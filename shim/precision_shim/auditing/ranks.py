@@ -16,7 +16,7 @@ _PASSING = ("grad_copies", "other")
 def signature(parts: Sequence[AuditPart], found: Iterable[Finding]) -> dict[str, Any]:
     """Return the values that should be equal on all ranks (dtypes, scaler, problems), for JSON.
 
-    A rank without parameters of one optimizer has no states of that optimizer in the result.
+    If this rank owns no parameters of an optimizer, the result has no states of that optimizer.
     """
     codes: dict[str, set[str]] = {part.name: set() for part in parts}
     for finding in found:
@@ -63,8 +63,7 @@ class Comparison:
         missing: ranks without an audit.
         problems: the ranks with each problem, by the problem's text.
         before_step: ranks whose audit was made before the first step.
-        without_some: ranks whose audit was made after the first step, and where some parameters
-            have no states.
+        without_some: ranks whose audit, made after the first step, lacks some parameters' states.
     """
 
     whose: str
@@ -110,8 +109,7 @@ def compare(audits: Iterable[tuple[str, Audit]]) -> list[Comparison]:
     """Group audits by model and optimizer, and compare the ranks of each group.
 
     Args:
-        audits: pairs of a number, which is from the audit's file name (``files.number``), and an
-            audit.
+        audits: (number, audit) pairs; ``files.number`` read the number from the file's name.
     """
     groups: dict[tuple[str, str], dict[int, Audit]] = {}
     worlds: dict[str, int] = {}

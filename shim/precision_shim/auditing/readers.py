@@ -59,7 +59,7 @@ def read_optimizers(
             readings += read_torch(chunks, several, scaler)
     if not readings:
         readings = [Reading("torch", "model", "none")]
-    if whole or readings[0].name != "experts":  # the dense audit adds the model's other tensors
+    if whole or readings[0].name != "experts":  # the dense part's audit has the remaining tensors
         _give_the_rest(chunks, readings, whole)
     seen: dict[str, int] = {}
     for reading in readings:
@@ -109,7 +109,7 @@ def _reader(optimizer: Any) -> str:
     packages = [kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__]
     if isinstance(optimizer, torch.optim.Optimizer):
         return ""  # torch's reader, even if the class's package has another reader.
-    for third_party in (False, True):  # Load third parties' adapters only if no own reader fits
+    for third_party in (False, True):  # load third-party adapters only if the shim has no reader
         known = audit_readers(third_party=third_party)
         for package in packages:
             if package in known:
@@ -124,10 +124,9 @@ def _kind(thing: Any) -> str:
 def _give_the_rest(
     chunks: Sequence[torch.nn.Module], readings: Sequence[Reading], whole: bool
 ) -> None:
-    """Add the model's parameters and tensors that no ``Reading`` contains to the first one.
+    """Add to the first ``Reading`` the model's parameters and tensors that no ``Reading`` contains.
 
-    If ``whole`` is false, the record leaves out trainable parameters, because another optimizer may
-    train them.
+    If ``whole`` is false, no trainable parameters are added: another optimizer may train them.
     """
     taken = {id(parameter) for each in readings for parameter in (*each.trainable, *each.frozen)}
     gathered = shards_by_gathered(chunks)

@@ -35,7 +35,7 @@ class Wanted:
         source: name of the config, for messages.
         params: dtype of the trainable parameters.
         main_grads: dtype of the gradient bucket of 16-bit parameters.
-        masters: dtype of the masters by 16-bit parameter dtype; empty if the config sets none.
+        masters: dtype of the masters by dtype of the 16-bit parameters; empty if it is not set.
         exp_avg: dtype of the first moment.
         exp_avg_sq: dtype of the second moment.
         remedies: the end of a problem's message, by the problem's code. Placeholders in a remedy
@@ -87,7 +87,7 @@ class Owned:
         return self.exp_avg is not None or self.exp_avg_sq is not None or bool(self.other)
 
     def take(self, state: Mapping[Any, Any]) -> None:
-        """Assign the tensors in this parameter's optimizer state to the fields."""
+        """Assign the tensors in this parameter's optimizer state to this object's fields."""
         other = list(self.other)
         for name, value in state.items():
             if not isinstance(value, torch.Tensor):
@@ -139,8 +139,8 @@ class Reading:
             tensors.
         also_params: further copies of parameters, such as an offloaded copy.
         data_parallel_size: number of ranks in the data-parallel group.
-        shards: number of different shards in the data-parallel group; 0 for as many as ranks.
-            Hybrid sharding (HSDP) has copies of each shard.
+        shards: number of different shards in the data-parallel group; 0 if each rank has a
+            different shard. Hybrid sharding (HSDP) has copies of each shard.
         sharded: whether each data-parallel rank stores only a shard of the states.
         params_sharded: whether each data-parallel rank stores only a shard of the parameters.
         scaler: the loss scaler.
@@ -149,8 +149,8 @@ class Reading:
         copies_later: whether a step makes copies of the gradients.
         stateless: whether the optimizer keeps no states at all.
         wanted: the dtypes that the optimizer's config sets; ``None`` without a config.
-        whole_sizes: number of elements on all ranks of each parameter of which ``trainable`` has
-            only this rank's shard, by the parameter's ``id``.
+        whole_sizes: number of elements before sharding, by ``id`` of the parameter, for each
+            parameter that ``trainable`` contains as a shard.
         steppers: the torch optimizers within the optimizer; a step of the first torch optimizer
             counts as the optimizer's step.
     """

@@ -30,7 +30,8 @@ PER_PARAMETER = ("params", "grad_buckets", "grad_copies", "master", "exp_avg", "
 """Components whose size is proportional to the number of trainable parameters."""
 
 _MOST_RANKS = 1 << 20
-"""Maximum number of a job's ranks: a larger number is a damaged file's."""
+"""Maximum number of a job's ranks; a larger number is from a damaged file. The command ``audit``
+lists each rank without a file."""
 
 SOME = "without the states of parameters that had no gradient"
 """What an audit after the first step says if it is not complete."""
@@ -44,7 +45,7 @@ class AuditComponent:
     """All tensors of one kind, such as ``exp_avg``, of one optimizer on this rank.
 
     Attributes:
-        dtypes: sorted names: canonical (``"bf16"``), or torch's (``"int16"`` for remainders). If
+        dtypes: sorted dtype names: canonical, or torch's (as ``"int16"`` for remainders). If
             ``state`` is ``"later"``, the names are the dtypes that the optimizer declares.
         bytes: size of the elements, without padding.
         allocated: size of the storages, padding included; each storage is counted once.
@@ -52,8 +53,8 @@ class AuditComponent:
             ``OF_MODEL``, and by the part's ``owned`` for other components; 0.0 if the divisor is 0.
         sharded: whether each data-parallel rank stores only a shard of the component.
         device: device types, such as ``"cuda"`` or ``"cpu+cuda"``; empty without tensors.
-        state: ``"live"``, ``"later"`` (the first step will create the tensors, or, for parameters
-            that have had no gradient yet, their first step will) or ``"none"``.
+        state: ``"live"``, ``"none"``, or ``"later"`` (the first step in which the parameter
+            has a gradient will create the tensor).
     """
 
     dtypes: tuple[str, ...] = ()
@@ -70,8 +71,8 @@ class AuditPart:
     """One optimizer and the parameters that it trains.
 
     Attributes:
-        name: ``"model"``; or ``"dense"`` or ``"experts"``, which have different data-parallel
-            groups. A second part with the same name gets a number, as in ``"model 2"``.
+        name: ``"model"``, or ``"dense"`` and ``"experts"`` for two data-parallel groups. A
+            second part with the same name gets a number, as in ``"model 2"``.
         optimizer: name of the optimizer's class.
         data_parallel_size: number of ranks in the part's data-parallel group.
         parameters: number of the model's parameters that the optimizer trains.
@@ -80,8 +81,8 @@ class AuditPart:
         components: an ``AuditComponent`` for each name in ``COMPONENTS``.
         updates: figures on lost updates, from ``lost.Figures.to_dict``; ``None`` without a
             lost-update meter, and before the meter's first figures.
-        shards: number of different shards in the data-parallel group, of which each rank stores
-            one; 0 in files that do not have the number, because every rank has another shard.
+        shards: number of different shards in the data-parallel group; 0, as in files without
+            this field, if every rank has a different shard.
     """
 
     name: str
@@ -161,7 +162,7 @@ class Audit:
 
     @property
     def before_step(self) -> bool:
-        """Whether states are missing and no moment exists, so that no step was taken yet.
+        """Whether states are missing and no moment exists, because no step was taken yet.
 
         If ``complete`` and ``before_step`` are both false, some parameters had no gradient in the
         steps so far, and have no states.
@@ -330,8 +331,7 @@ def _ranks_of(values: Mapping[str, Any]) -> dict[str, int]:
     """Read a rank's number and the number of ranks.
 
     Raises:
-        ValueError: no job has such numbers; the command ``audit`` lists the ranks of a job that
-            have no file.
+        ValueError: the rank or the number of ranks is too high.
     """
     rank, world_size = int(values["rank"]), int(values["world_size"])
     if not 0 <= rank < world_size <= _MOST_RANKS:

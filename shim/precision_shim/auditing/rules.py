@@ -128,7 +128,7 @@ def _main_grads(reading: Reading) -> _Told:
     wanted = reading.wanted
     if wanted is None or wanted.main_grads is None:
         return
-    # Whatever the config says, the gradients of fp32 parameters are fp32.
+    # The gradients of fp32 parameters are fp32, regardless of the config.
     wrong = {
         grad.dtype
         for p in reading.trainable

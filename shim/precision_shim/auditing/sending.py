@@ -1,8 +1,8 @@
 """Audit the weights sent to the rollout: their dtypes, and the share that bf16 represents exactly.
 
-An adapter wraps the framework's stream of weights in ``observe``. The consumer of the stream
-receives the same tensors in the same order, at the same time. At the weight syncs in ``AT``,
-sampled elements are compared with their rounding to bf16 on the device. After an audited sync the
+An adapter wraps the framework's stream of weights in ``observe``. The audit changes neither
+the tensors in the stream nor their order or timing. At the weight syncs in ``AT``,
+sampled elements are compared on the device with their rounding to bf16. After an audited sync the
 host reads two numbers for each group of tensors. The audit of sent weights adds no collective.
 """
 
@@ -294,7 +294,7 @@ def _can_be_sampled(tensor: torch.Tensor) -> bool:
 
 
 def _counts(values: torch.Tensor, then: torch.dtype | None = None) -> torch.Tensor:
-    """Count the fp16-normal values that bf16 represents exactly, and all fp16-normal values."""
+    """Return how many values of at least ``_LEAST`` are exact in bf16, and how many exist."""
     wide = (values if then is None else values.to(then)).float()
     normal = wide.abs() >= _LEAST
     exact = normal & (wide == wide.bfloat16().float())

@@ -97,7 +97,7 @@ def foretold(optimizer: torch.optim.Optimizer) -> Foretold:
     """Return the dtypes of the states that an optimizer's first step will create.
 
     TransformerEngine's FusedAdam has its states' dtypes as attributes. torch's Adam creates states
-    in the dtypes of the parameters. A subclass with a step of its own declares nothing.
+    in the dtypes of the parameters. A subclass that overrides ``step`` declares no dtypes.
     """
     kinds = vars(optimizer)
     if isinstance(kinds.get("exp_avg_dtype"), torch.dtype):
@@ -123,12 +123,12 @@ def _is_divided(parameter: Any) -> bool:
 
 
 def _divides(placement: Any) -> bool:
-    # FSDP2's shards of tensor-parallel parameters are no ``Shard`` for ``is_shard()``.
+    # ``is_shard()`` is false for FSDP2's shards of tensor-parallel parameters.
     return not (placement.is_replicate() or placement.is_partial())
 
 
 def _shards(parameter: Any) -> int:
-    """Return the number of a DTensor's shards along the mesh dimensions that divide the data."""
+    """Return the number of a DTensor's shards over all but the model-parallel dimensions."""
     mesh = parameter.device_mesh
     names = mesh.mesh_dim_names or (None,) * mesh.ndim
     return math.prod(
@@ -161,12 +161,12 @@ def _data_parallel_size(
 
 
 def _flat_shards(chunks: Sequence[torch.nn.Module]) -> dict[int, tuple[int, int]]:
-    """Map the ``id`` of each parameter of FSDP1 to its number of elements on all ranks and shards.
+    """Map the ``id`` of each FSDP1 parameter to its size before sharding and its number of shards.
 
-    FSDP1 replaces the parameters of a module by one flat parameter, whose size on this rank is that
-    of the rank's shard. With ``use_orig_params`` the parameters have the size of their part of the
-    shard. torch has no public name for the whole sizes: if torch changes the private names, the
-    result is empty.
+    FSDP1 replaces the parameters of a module by one flat parameter as large as this rank's shard.
+    With ``use_orig_params`` each parameter has the size of its part of the shard. torch has no
+    public name for the sizes before sharding: if torch changes the private names, the result is
+    empty.
     """
     found: dict[int, tuple[int, int]] = {}
     if "torch.distributed.fsdp" not in sys.modules:

@@ -84,7 +84,7 @@ def watch(
         steps += 1
         if steps & (steps - 1):
             return
-        # A step without any gradient makes no states: look again after steps 2, 4, 8 and so on.
+        # A step without any gradient makes no states: audit again after steps 2, 4, 8 and so on.
         done = True
         audit = watcher.look(last=steps == 1)
         done = audit is None or not audit.before_step

@@ -57,7 +57,7 @@ class File:
     ours: bool = True
 
     def bytes(self, state: str) -> int:
-        """Return the number of bytes in a state (``"checked"`` or a key of ``_SAID``)."""
+        """Return the number of bytes in ``state``, which is ``"checked"`` or a key of ``_SAID``."""
         held, unread = (sum(b - a for a, b in spans) for spans in (self.held, self.unread))
         if not self.ours:
             return self.size if state == "not_looked_at" else 0
@@ -99,11 +99,11 @@ class Checked:
         return sum(file.size for file in self.files)
 
     def bytes(self, state: str) -> int:
-        """Return the number of bytes in a state, summed over all files."""
+        """Return the number of bytes in ``state``, summed over all files."""
         return sum(file.bytes(state) for file in self.files)
 
     def share(self, state: str) -> float:
-        """Return the bytes in a state as a share of all bytes."""
+        """Return the share of all bytes that is in ``state``."""
         return self.bytes(state) / max(1, self.size)
 
     def name(self, file: File) -> str:
@@ -192,7 +192,7 @@ def check(part: Part, most: int | None = MOST) -> Checked:
 
 
 def _paths(part: Part) -> list[Path]:
-    """Return all files in a model's directories, some of which may be symbolic links."""
+    """Return all files in a model's directories; a directory may be a symbolic link."""
     tops = [part.path, *(unit.path for unit in (*part.units, *part.weights))]
     paths = {
         Path(folder, name) for top in tops for folder, _, names in os.walk(top) for name in names

@@ -79,7 +79,7 @@ class _TooManyError(Exception):
 
 @contextmanager
 def _searching(path: Path) -> Iterator[None]:
-    """Context manager for the search: say in plain words why it ended, and how to go on.
+    """Context manager: convert an error of the search into an error with a reason and a remedy.
 
     Raises:
         CheckpointUnreadableError: a checkpoint is incomplete, a directory cannot be read, or there
@@ -124,7 +124,7 @@ def _last_step(path: Path) -> Path | None:
 
 
 def _steps(path: Path) -> dict[Path, int]:
-    """Return the number of each step's directory in a run's directory."""
+    """Map each step's directory in a run's directory to the number of the step."""
     return {
         path / name: number
         for name in os.listdir(path)
@@ -133,7 +133,7 @@ def _steps(path: Path) -> dict[Path, int]:
 
 
 def _number_of(name: str) -> int | None:
-    """The step whose directory has this name in any framework's checkpoints."""
+    """Return a step's number from its directory's name; ``None`` for any other name."""
     for row in checkpoints().values():
         match = re.fullmatch(row.steps, name)
         if match:

@@ -55,7 +55,7 @@ class Here:
 
     @classmethod
     def now(cls, config: Mapping[str, Any] | None = None) -> Here:
-        """Return this process's environment; before ``install()``, a child process's environment.
+        """Return the environment of this process; before ``install()``, that of a child process.
 
         Raises:
             SettingsError: a variable has an invalid value.
@@ -66,7 +66,7 @@ class Here:
         return cls(on, _settings.resolve(known_frameworks=entries()), config)
 
     def but(self, **changes: Any) -> Here:
-        """Return a copy in which the given settings and fields are replaced."""
+        """Return a copy of this object in which the given settings and fields are replaced."""
         settings = {k: changes.pop(k) for k in list(changes) if k in _settings.TABLE}
         if settings:
             values = {**self.settings.values, **settings}
@@ -79,7 +79,7 @@ class Here:
         return self.on and self._foreseen.in_force(framework, feature, group)
 
     def only_framework(self, kind: str) -> str:
-        """Return the one installed framework that resumes ``kind``; empty for none or several."""
+        """Return the only installed framework that resumes ``kind``; empty for none or several."""
         known = records()
         installed = [
             name
@@ -120,7 +120,7 @@ def foretell(part: Part, here: Here) -> Outcome:
     module, _, name = place.partition(":")
     try:
         outcome: Outcome = getattr(importlib.import_module(module), name)(part, here)
-    except PrecisionShimError as error:  # the config has a value that is impossible here
+    except PrecisionShimError as error:  # a value in the config is impossible here
         return Outcome(FAILS, str(error).rstrip("."))
     return outcome
 

@@ -42,7 +42,7 @@ def read_entries(source: bytes | IO[bytes], where: str) -> dict[str, Stored]:
         where: the file, for messages.
 
     Raises:
-        CheckpointUnreadableError: the file is incomplete or no distributed checkpoint's metadata.
+        CheckpointUnreadableError: the file is incomplete, or is not a checkpoint's metadata.
     """
     metadata = read_pickle(source, where)
     if not isinstance(metadata, Made) or metadata.kind != f"{_METADATA}.Metadata":

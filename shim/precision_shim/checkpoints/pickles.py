@@ -5,9 +5,9 @@
 in the pickle would create.
 
 ``pickle.Unpickler`` is not safe here, even with a strict ``find_class``: it hashes every key and
-makes every copy in a file. A few hundred bytes can make ``pickle.Unpickler`` run for ever, fill the
-memory or overflow the stack. This module limits the size of keys and the number of copies, and
-records each call, even if the pickle discards the call's result.
+makes every copy that a file demands. A few hundred bytes can make ``pickle.Unpickler`` run for
+ever, fill the memory or overflow the stack. This module limits the size of keys and the number of
+copies, and records each call, even if the pickle discards the call's result.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Made:
 
     @property
     def kind(self) -> str:
-        """The path of the callable ``by``; empty if ``by`` is no ``Name``."""
+        """The import path of the callable ``by``; empty if ``by`` is not a ``Name``."""
         return self.by.path if isinstance(self.by, Name) else ""
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -349,7 +349,7 @@ _OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
 
 
 def _key(value: Any) -> Any:
-    """Return a value as a key; raise ValueError if its hash could take long to compute."""
+    """Return a value as a dict key; raise ValueError if the value could take long to hash."""
     if isinstance(value, (tuple, frozenset, Persistent)) and not is_small(value, _KEY):
         raise ValueError("it has a key that is too large")
     return value
@@ -381,7 +381,7 @@ def dicts_in(
 
 
 def is_small(tree: Any, most: int) -> bool:
-    """Whether plain data has at most ``most`` values, each counted once per reference to it."""
+    """Whether plain data has at most ``most`` values; each reference to a value counts as one."""
     waiting, count = [tree], 0
     while waiting:
         node = waiting.pop()

@@ -179,7 +179,7 @@ def _judge_all(records: list[tuple[Archive, dict[str, Any]]]) -> Scaler:
     if len({state_of(record) for _, record in records}) > 1:
         return Scaler("damaged", judged[0].where, "the ranks' files hold different states")
     for (archive, _), verdict in zip(records, judged, strict=True):
-        # Compare each record with the existing files among the files that the record names.
+        # Compare each record only with files that the record names and that exist.
         beside = files_beneath(archive.path.parent)
         named = verdict.saved.files or {}
         held = _check_save(verdict, {name: beside[name] for name in named if name in beside})

@@ -138,7 +138,7 @@ def examine(
         path: the directory of a run, of a step, of a model, or of the files themselves.
         here: the environment of the resume.
         framework: the framework that wrote the checkpoint. ``None`` infers the framework from
-            directory names, or else uses the only installed framework that reads such files.
+            directory names, or else uses the only installed framework that can read the files.
         most: maximum number of bytes that are compared with their checksums; ``None`` for all.
 
     Raises:

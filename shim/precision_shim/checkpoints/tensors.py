@@ -204,7 +204,7 @@ class Archive:
         """Yield (keys, tensor) for each tensor in ``tree`` (default: the archive's tree)."""
         seen: set[int] = set()
         waiting: list[tuple[tuple[Any, ...], Any]] = [((), self.tree if tree is None else tree)]
-        inside: set[int] = set()  # ids of values inside objects, whose keys are their object's keys
+        inside: set[int] = set()  # ids of values inside a ``Made``, which have the ``Made``'s keys
         while waiting:
             keys, node = waiting.pop()
             if isinstance(node, Made):
@@ -259,7 +259,7 @@ class Archive:
         return Tensor(".".join(map(str, keys)), dtype, elements, parts)
 
     def content(self, key: str, start: int, count: int) -> bytes:
-        """Read ``count`` bytes of one of the archive's storages, beginning at byte ``start``."""
+        """Read ``count`` bytes of the archive's storage ``key``, beginning at byte ``start``."""
         with self._open() as archive:
             return self._member(archive, f"{self._root}data/{key}", start, count)
 
@@ -290,7 +290,7 @@ def check_archive(path: Path, offset: int = 0, length: int | None = None) -> lis
 
     Returns:
         The spans of the file's bytes with a correct checksum. The bytes of the zip format between
-        the records have no checksums. An archive that was written without checksums has no spans.
+        the records have no checksums. The list is empty for an archive without checksums.
 
     Raises:
         CheckpointUnreadableError: a record or the archive is damaged.
@@ -330,7 +330,7 @@ def _has_checksums(archive: zipfile.ZipFile) -> bool:
 
 
 def _begin(raw: Any, info: zipfile.ZipInfo) -> int | None:
-    """Seek to a record's first byte, and return the offset; ``None`` if its header is damaged."""
+    """Seek to a record's first byte, and return its offset; ``None`` if the header is damaged."""
     raw.seek(info.header_offset)
     header = raw.read(_HEADER)
     if len(header) < _HEADER or header[:4] != b"PK\x03\x04":

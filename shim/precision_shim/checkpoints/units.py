@@ -48,7 +48,7 @@ class Unit:
     Attributes:
         kind: ``MEGATRON``, ``DCP``, ``SHARDS`` or ``SAFETENSORS``.
         path: the directory.
-        tensors: the tensors, by key; in ``SHARDS`` a tensor includes the shards of all ranks.
+        tensors: the tensors, by key, each with the shards of all ranks.
         objects: for each object that is no tensor, a function that reads the object as plain data
             (``pickles``), by key.
         common: Megatron's data other than tensors (``common.pt``; with megatron-core 0.19 and
@@ -222,7 +222,7 @@ def _take(unit: Unit, metadata: Made) -> None:
 
 @dataclass(frozen=True)
 class _Place:
-    """The position of an archive within a file; the archive has a tensor's piece or an object."""
+    """The position in a file of an archive, which contains a tensor's piece or an object."""
 
     path: Path
     offset: int
@@ -231,7 +231,7 @@ class _Place:
 
     @property
     def is_archive(self) -> bool:
-        # torch's transforms may compress a piece; torch's Hugging Face writer writes safetensors.
+        # Neither a piece that torch's transforms compressed nor a safetensors file is an archive.
         return not self.transformed and self.path.suffix != ".safetensors"
 
     def archive(self) -> Archive:

@@ -4,8 +4,8 @@ Each sub-command is a module of this package. The module's function ``register(c
 parser and sets ``command``, a function from the parsed arguments to the exit status. torch,
 frameworks and matplotlib are imported only when a command runs.
 
-``demo`` runs only from a clone, and needs the packages of an extra. All other commands need only
-the packages of the base install.
+``demo`` runs only from a clone, and needs the packages of an optional extra. All other commands
+need only the packages of the base install.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that accepts option values with a dash, such as ``--features -fp16-scaling``."""
+    """A parser for option values that begin with a dash, as in ``--features -fp16-scaling``."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         return super().parse_known_args(self._join(args or ()), namespace)
@@ -156,7 +156,7 @@ def _check_variables(command: str) -> None:
     from ..process.settings import check_variables, resolve
 
     try:
-        if command == "run":  # ``run`` checks later: its options replace variables
+        if command == "run":  # ``run`` checks values later: its options override variables
             check_variables(os.environ)
         else:
             from ..process.registry import entries

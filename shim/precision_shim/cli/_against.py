@@ -137,7 +137,7 @@ class Report:
 
     Attributes:
         framework: the framework's name.
-        holds: versions of the distributions in the path: the framework's and its backends'.
+        holds: versions of the framework's and its backends' distributions in the path.
         against: for each distribution, a text with the version with which it was compared.
         there: the status that the framework would have with the path's packages.
         here: the status of the installed framework; ``None`` if the framework is not installed.

@@ -1,4 +1,4 @@
-"""Write a command's result, on a terminal in colours if rich is installed."""
+"""Write a command's result; in colours if the output is a terminal and rich is installed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STYLES = {
 
 
 def show(text: str) -> None:
-    """Print a text, on a terminal in colours if rich is installed."""
+    """Print a text; in colours if the output is a terminal and rich is installed."""
     if sys.stdout.isatty():
         try:
             from rich.console import Console
@@ -39,7 +39,7 @@ def show(text: str) -> None:
 
 
 def _printable(text: str) -> str:
-    """Escape what the output cannot represent, such as bytes of a path that are no UTF-8."""
+    """Escape characters that the output's encoding lacks, such as non-UTF-8 bytes of a path."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
@@ -53,7 +53,7 @@ def write(text: str) -> None:
     try:
         print(_printable(text), flush=True)
     except OSError as error:
-        with contextlib.suppress(OSError, ValueError):  # Python itself flushes the rest at its exit
+        with contextlib.suppress(OSError, ValueError):  # Python flushes the output again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             raise SystemExit(READER_GONE) from None

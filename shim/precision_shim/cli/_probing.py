@@ -1,4 +1,4 @@
-"""``precision-shim doctor --probe``: test whether the rules' assumptions on frameworks still hold.
+"""``precision-shim doctor --probe``: test whether assumptions about frameworks still hold.
 
 The framework is imported in a child process, in which the shim is off.
 """

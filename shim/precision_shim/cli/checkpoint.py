@@ -1,4 +1,4 @@
-"""``precision-shim checkpoint PATH``: show a checkpoint's content and how a resume here ends."""
+"""``precision-shim checkpoint PATH``: show a checkpoint's content and predict its resume."""
 
 from __future__ import annotations
 

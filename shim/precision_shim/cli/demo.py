@@ -41,7 +41,7 @@ def register(commands: Commands) -> None:
 
 
 def _clone() -> Path | None:
-    """Return the root of a clone around this package or the current directory, or ``None``."""
+    """Return the root of the clone that contains this package or the current directory, if any."""
     places = [*Path(__file__).parents]
     with contextlib.suppress(FileNotFoundError):  # the current directory was deleted
         places += [Path.cwd(), *Path.cwd().parents]

@@ -1,8 +1,8 @@
 """``precision-shim doctor``: show installed packages, seams to patch, and reasons for refusals.
 
-The doctor reads metadata and source, and imports no framework. Three checks run in a child process,
-so that a crash does not end the doctor: the start-up file, wrapt's C extension, and the import of
-TransformerEngine, which fails without CUDA libraries.
+The doctor reads metadata and source, and imports no framework. Child processes check the start-up
+file, wrapt's C extension, and the import of TransformerEngine, so that a crash does not end the
+doctor. Without CUDA libraries the import of TransformerEngine fails.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PACKAGES = (
     ("megatron-bridge", ("megatron.bridge",)),
     ("ray", ("ray",)),
 )
-_SHOWN = {"pending": "to wrap"}  # status() shows "pending" as waiting for the import
+_SHOWN = {"pending": "to wrap"}  # status() shows "pending" as "waits for import"
 _COLUMN = 16
 _NO_SETTINGS = "would not be patched, because a setting is not valid"
 _LONG = 5  # Maximum number of lines for one problem; --verbose shows all lines.

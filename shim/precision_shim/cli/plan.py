@@ -179,7 +179,7 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
     if _settings.switch(environ) == "off":
         job = replace(job, off=environ[_settings.PREFIX].strip())
     entry = entries[job.framework]
-    if not entry.plan:  # a third party declares the plan only in its adapter
+    if not entry.plan:  # a third party's adapter, not its entry, declares ``plan``
         entry = entry.as_said()
     if not entry.plan:
         raise PlanError(

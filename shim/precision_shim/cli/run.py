@@ -55,7 +55,7 @@ def register(commands: Commands) -> None:
         help="a setting, such as optimizer_states=follow-model; may be repeated; names: "
         f"{', '.join(TABLE)}",
     )
-    # REMAINDER takes all words from the first word that is no option of `precision-shim run`.
+    # REMAINDER collects all words from the first word that is no option of `precision-shim run`.
     parser.add_argument("job", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run")
 
 

@@ -15,11 +15,11 @@ T = TypeVar("T")
 
 
 def call_quietly(call: Callable[[], T], refuse: Callable[[str], PlanError]) -> T:
-    """Call a framework's function, without its output and warnings.
+    """Call a framework's function, and suppress its output and warnings.
 
     Args:
         call: the call.
-        refuse: makes the error for a reason why the framework refused.
+        refuse: function that converts the text of the framework's error into the error to raise.
 
     Returns:
         The result of ``call``.

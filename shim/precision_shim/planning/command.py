@@ -175,7 +175,7 @@ def read_launch_line(
 
 
 def _target(words: Sequence[str], place: int) -> tuple[str, Path | None, int]:
-    """Return the module or script at a place, its file, and the place of its first argument."""
+    """Return the module or script at index ``place``, its file, and its first argument's index."""
     word = words[place]
     if word in ("-m", "--module") and place + 1 < len(words):
         module = words[place + 1]
@@ -191,7 +191,7 @@ def _target(words: Sequence[str], place: int) -> tuple[str, Path | None, int]:
 
 
 def _console_script(word: str, by_package: Mapping[str, str]) -> str:
-    """Return the module behind an installed command of a framework; empty for any other word."""
+    """Return the module that a framework's installed command runs; empty for any other word."""
     if not _COMMAND.fullmatch(word):
         return ""
     for script in importlib.metadata.entry_points(group="console_scripts", name=word):
@@ -233,7 +233,7 @@ def _framework(target: str, source: Path | None, by_package: Mapping[str, str]) 
 
 
 def syntax_of(source: Path | None) -> list[ast.AST]:
-    """Return the nodes of a script's syntax tree; empty without a script that can be read."""
+    """Return the nodes of a script's syntax tree; empty if there is no readable script."""
     try:
         tree = ast.parse(source.read_text(encoding="utf-8")) if source else None
     except (OSError, ValueError, SyntaxError):

@@ -13,7 +13,7 @@ SIZES = names.SIZES
 
 @dataclass(frozen=True)
 class Precision:
-    """The canonical dtype names of a model and its optimizer; ``""`` if there are no tensors.
+    """The canonical dtype names of a model and its optimizer; ``""`` for missing tensors.
 
     Attributes:
         params: dtype of the parameters.
@@ -42,7 +42,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class Share:
-    """Numbers of one rank's parameters, and the data-parallel group that may shard parameters.
+    """The number of parameters on a rank, and the data-parallel group that may shard them.
 
     Attributes:
         trainable: number of trainable parameters before sharding.
@@ -144,7 +144,7 @@ def _offload(share: Share, precision: Precision, held: dict[str, Held]) -> dict[
 
 
 def _replace(held: Held, share: Share, left: int, there: Held, gone: int) -> Held:
-    """Return a component's size with ``left`` parameters off the GPU and ``gone`` on the host."""
+    """Return a component's size if the GPU lacks ``left`` parameters and the host has ``gone``."""
     numel = share.trainable or 1
     stays = held.group_bytes * (numel - left) // numel
     total = stays + there.group_bytes

@@ -28,7 +28,7 @@ class Held:
         dtypes: canonical names, as in the audit.
         bytes: mean size over the ranks of the data-parallel group, including the host's memory.
         group_bytes: the exact sum of the sizes over the data-parallel group.
-        host: the number of these bytes that are in the host's memory.
+        host: the number of ``bytes`` that are in the host's memory.
         bytes_per_parameter: bytes per parameter of the model, or per owned parameter if the
             states are sharded.
         sharded: whether the tensors are sharded over the group.
@@ -50,7 +50,7 @@ class Part:
         name: ``"model"``, or ``"dense"`` and ``"experts"``.
         optimizer: the optimizer's name; empty for a model without an optimizer.
         data_parallel_size: number of ranks in the group.
-        groups: number of the pipeline stage's data-parallel groups, each with other parameters.
+        groups: number of the pipeline stage's data-parallel groups, each with different parameters.
         parameters: number of trainable parameters of a rank's model.
         owned: mean number of parameters whose states a rank stores.
         components: the sizes of the components, by the names in ``COMPONENTS``.
@@ -70,7 +70,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Stage:
-    """The tensors on a GPU of one pipeline stage."""
+    """The tensors on one GPU of a pipeline stage."""
 
     stage: int
     parts: tuple[Part, ...]
@@ -144,12 +144,12 @@ class Problem:
 
 
 def too_small(subject: str, key: str, value: int, more: str = "") -> Problem:
-    """Return the problem that a group would have less than one GPU."""
+    """Return a problem for a group that would have less than one GPU."""
     return Problem("size", subject, key, f"{value} is less than 1", f"Write at least 1{more}.")
 
 
 def whole_heads(subject: str, key: str, name: str, heads: int, ways: int) -> list[Problem]:
-    """Return a list, with a problem if tensor parallelism cannot split the attention heads."""
+    """Return a problem if tensor parallelism cannot split the attention heads; otherwise ``[]``."""
     what = f"{name} of {heads} cannot be split {ways} ways"
     remedy = f"Take a divisor of {heads}."
     return [Problem("heads", subject, key, what, remedy)] if heads % ways else []
@@ -233,7 +233,7 @@ class Plan:
         megatron_core: the Megatron-core version whose rules apply, or ``None``.
         world_size: number of GPUs that train.
         problems: the illegal values in the job's config.
-        models: one plan for each model that takes memory on the GPUs that train.
+        models: one plan for each model that uses memory of the GPUs that train.
         notes: notes on the whole job.
     """
 

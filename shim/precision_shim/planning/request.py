@@ -91,7 +91,7 @@ class Request:
         framework: the framework's name.
         version: the framework's version.
         world_size: number of GPUs that train.
-        models: the models that take memory on the GPUs that train.
+        models: the models that use memory of the GPUs that train.
         megatron: whether a model is trained with Megatron.
         problems: illegal values in the job's config that concern no single model.
         notes: remarks for the user.

@@ -22,8 +22,8 @@ class Found:
         gives_up: the precision that the settings give up; empty if the job fits unchanged.
         lines: the settings, as lines to paste.
         plan: the plan with the found settings; ``None`` if no legal settings make the job fit.
-        fewest: the smallest number of GPUs that fits the job with the found settings (if ``plan``
-            is ``None``, with the last legal settings). ``None`` if the search found no number.
+        fewest: the smallest number of GPUs on which the job fits with the found settings, or else
+            with the last legal settings; ``None`` if the search found no number.
     """
 
     gives_up: str
@@ -33,7 +33,7 @@ class Found:
 
 
 def search(job: Job, request: Request, rules: Rules, memory: float) -> Found:
-    """Return the first legal settings that fit, beginning with the least loss of precision.
+    """Return the first legal settings with which the job fits, the least loss of precision first.
 
     Args:
         job: the launch command.
@@ -68,9 +68,9 @@ def _candidates(job: Job, request: Request, rules: Rules) -> Iterator[Sequence[V
 
 
 def fewest(job: Job, request: Request, rules: Rules, memory: float) -> int | None:
-    """Return the smallest number of GPUs that the job fits on, if only data parallelism changes.
+    """Return the smallest tried number of GPUs with enough memory; only data parallelism changes.
 
-    Models on other GPUs than the first model keep their number of GPUs.
+    Models on different GPUs from the first model keep their number of GPUs.
 
     More ranks never need more memory per GPU. The search therefore doubles the number of GPUs until
     the job fits, and then halves the number while the job fits.
@@ -93,7 +93,7 @@ def fewest(job: Job, request: Request, rules: Rules, memory: float) -> int | Non
         return None
     while world % 2 == 0 and fits(world // 2):
         world //= 2
-    # The job may also fit on a number of GPUs between world // 2 and world.
+    # Also try some numbers of GPUs between world // 2 and world.
     step = max(world // 16, 1)
     smaller = [
         number for number in range(world // 2 + 1, world) if number % step == 0 and fits(number)

@@ -74,7 +74,7 @@ class Model:
         return sum(weight.numel for weight in self.weights)
 
     def number(self, *keys: str) -> int:
-        """Return the first value under the keys that is a whole number and not 0; otherwise 0."""
+        """Return the first value under ``keys`` that is a whole number other than 0; otherwise 0."""
         for key in keys:
             if count := _whole(self.config.get(key)):
                 return count
@@ -103,7 +103,7 @@ def read_model(directory: Path, overrides: Mapping[str, Any] | None = None) -> M
     headers = list(_headers(directory)) if _is_whole(directory) else []
     if not headers or any(_PACKED.search(header.name) for header in headers):
         return from_config(whole, str(directory / "config.json"))
-    # Without the key in the config, a model counts as tied if its files have no output layer.
+    # If the config lacks the key, a model counts as tied if its files have no output layer.
     without = not any(_OUTPUT.search(header.name) for header in headers)
     tied = bool(config.get("tie_word_embeddings", without))
     several = len({header.name for header in headers}) > 1
@@ -164,7 +164,7 @@ def _headers(directory: Path) -> Iterator[Weight]:
     counted: dict[tuple[str, tuple[int, ...]], int] = {}
     for path in sorted(directory.glob("*.safetensors")):
         if path.name.startswith(("consolidated", "adapter")):
-            continue  # the file has the same weights with other names, or a LoRA adapter
+            continue  # such files repeat the weights under other names, or are LoRA adapters
         for name, shape in header(path):
             key = (_EXPERT.sub(".experts.*.", name), shape)
             counted[key] = counted.get(key, 0) + 1
@@ -261,7 +261,7 @@ def is_router(name: str) -> bool:
 
 
 def _build_on_meta(config: dict[str, Any], where: str) -> tuple[list[Weight], bool]:
-    """Build a model on the meta device; return its parameters, and whether its output is tied."""
+    """Return the parameters of a model on the meta device, and whether its output layer is tied."""
     try:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
