@@ -49,7 +49,7 @@ def contradictions(sent: Sequence[Sent], held: Sequence[Held]) -> Iterator[Contr
         for engine in rollouts:
             yield from _received(record, engine)
             yield from _sent_in_8_bits(record, engine)
-    for engine in held:  # these checks need no sent weights, so any model's engine is checked
+    for engine in held:  # the checks of an engine alone, for engines of any model
         yield from _held_dtype(engine)
         yield from _left_out(engine)
 

@@ -102,7 +102,7 @@ def _make(values: Mapping[str, Any]) -> Audit:
 def read_files(
     directory: str | os.PathLike[str], suffix: str, make: Callable[[Any], T]
 ) -> Iterator[tuple[Path, T | str]]:
-    """Read a directory's JSON files in the order of their names; yield an error for invalid ones.
+    """Read a directory's JSON files in order of their names; yield an error for an invalid file.
 
     Args:
         directory: the directory of the files.

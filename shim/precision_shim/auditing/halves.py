@@ -71,7 +71,7 @@ class Sent:
             framework does not round the tensors.
         quantised: names of the layers that were sent in 8 bits.
         not_asked: why the framework's engines cannot report their weights; empty if they can.
-        head: ``"fp32"`` if the shim made the trainer compute its LM head in fp32; else empty.
+        head: empty, or ``"fp32"`` if the shim made the trainer compute its LM head in fp32.
     """
 
     framework: str
@@ -113,7 +113,7 @@ class Held:
 
     Attributes:
         framework: the framework's name.
-        subject: ``ROLLOUT`` for the trained policy, or another model's name, such as a teacher's.
+        subject: the model's name, such as a teacher's; ``ROLLOUT`` for the trained policy.
         name: the engine's name within the job, such as ``"replica 0"``.
         job: see ``Sent``.
         engine: the engine's name and version, such as ``"vllm 0.30.0"``.

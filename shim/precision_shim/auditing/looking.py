@@ -48,7 +48,7 @@ def audit(
     Raises:
         AuditError: the model or optimizer cannot be read, ``expected`` has an unknown component,
             or this rank is not in ``group``.
-        DtypeError: ``expected`` has an unknown dtype name.
+        DtypeError: a dtype name in ``expected`` is unknown.
     """
     return look(model, optimizer, scaler=scaler, expected=expected, group=group)
 
@@ -153,7 +153,7 @@ def _totals(measured: Sequence[Mapping[str, Measured]], host: int) -> dict[str, 
         "bytes": sum(measured.bytes for measured in every),
         "allocated": sum(measured.allocated for measured in every),
         "host": host,
-        # torch's allocator keeps this number on the host: reading it needs no access to the device.
+        # torch's allocator stores this number on the host: reading the number accesses no device.
         "cuda_allocated": int(torch.cuda.memory_allocated()),
     }
 

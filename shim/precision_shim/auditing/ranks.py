@@ -109,7 +109,7 @@ def compare(audits: Iterable[tuple[str, Audit]]) -> list[Comparison]:
     """Group audits by model and optimizer, and compare the ranks of each group.
 
     Args:
-        audits: (number, audit) pairs; ``files.number`` read the number from the file's name.
+        audits: pairs of an audit file's number (``files.number``) and the audit.
     """
     groups: dict[tuple[str, str], dict[int, Audit]] = {}
     worlds: dict[str, int] = {}

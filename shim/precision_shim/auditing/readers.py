@@ -59,7 +59,8 @@ def read_optimizers(
             readings += read_torch(chunks, several, scaler)
     if not readings:
         readings = [Reading("torch", "model", "none")]
-    if whole or readings[0].name != "experts":  # the dense part's audit has the remaining tensors
+    # If the experts are audited alone, the dense part's audit contains the model's other tensors.
+    if whole or readings[0].name != "experts":
         _give_the_rest(chunks, readings, whole)
     seen: dict[str, int] = {}
     for reading in readings:
@@ -109,7 +110,7 @@ def _reader(optimizer: Any) -> str:
     packages = [kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__]
     if isinstance(optimizer, torch.optim.Optimizer):
         return ""  # torch's reader, even if the class's package has another reader.
-    for third_party in (False, True):  # load third-party adapters only if the shim has no reader
+    for third_party in (False, True):  # Load third-party adapters only if the shim has no reader
         known = audit_readers(third_party=third_party)
         for package in packages:
             if package in known:

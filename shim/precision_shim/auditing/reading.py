@@ -38,7 +38,7 @@ class Wanted:
         masters: dtype of the masters by dtype of the 16-bit parameters; empty if it is not set.
         exp_avg: dtype of the first moment.
         exp_avg_sq: dtype of the second moment.
-        remedies: the end of a problem's message, by the problem's code. Placeholders in a remedy
+        remedies: maps a problem's code to the end of its message. Placeholders in a remedy
             are ``{wanted}`` (the expected dtype), ``{source}``, ``{component}`` (the moment),
             ``{optimizer}`` (its class) and ``{params}`` (dtypes of parameters without masters). A
             key ``"CODE DTYPE"`` takes precedence over ``"CODE"``.
@@ -207,7 +207,7 @@ class Reading:
     def later(self, component: str) -> set[torch.dtype]:
         """Return the dtypes of a component's missing states, which the first step will create."""
         waiting = [state for state in self.owned if not state.has_state]
-        if len(waiting) < len(self.owned):  # after a step: FSDP1 gives empty shards no gradient
+        if len(waiting) < len(self.owned):  # after a step: FSDP1 makes no gradient for empty shards
             waiting = [state for state in waiting if local(state.stepped).numel()]
         if component == "master":
             tell = self.foretold.master

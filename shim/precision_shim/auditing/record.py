@@ -49,11 +49,11 @@ class AuditComponent:
             ``state`` is ``"later"``, the names are the dtypes that the optimizer declares.
         bytes: size of the elements, without padding.
         allocated: size of the storages, padding included; each storage is counted once.
-        bytes_per_parameter: ``bytes`` divided by the part's ``parameters`` for the components in
-            ``OF_MODEL``, and by the part's ``owned`` for other components; 0.0 if the divisor is 0.
+        bytes_per_parameter: quotient of ``bytes`` and the part's ``parameters`` (components in
+            ``OF_MODEL``) or ``owned`` (other components); 0.0 if the divisor is 0.
         sharded: whether each data-parallel rank stores only a shard of the component.
         device: device types, such as ``"cuda"`` or ``"cpu+cuda"``; empty without tensors.
-        state: ``"live"``, ``"none"``, or ``"later"`` (the first step in which the parameter
+        state: one of ``"live"``, ``"none"`` and ``"later"`` (the first step in which the parameter
             has a gradient will create the tensor).
     """
 
@@ -71,8 +71,8 @@ class AuditPart:
     """One optimizer and the parameters that it trains.
 
     Attributes:
-        name: ``"model"``, or ``"dense"`` and ``"experts"`` for two data-parallel groups. A
-            second part with the same name gets a number, as in ``"model 2"``.
+        name: one of ``"model"``, ``"dense"`` and ``"experts"`` (experts have their
+            own data-parallel group). A second part of the same name gets a number: ``"model 2"``.
         optimizer: name of the optimizer's class.
         data_parallel_size: number of ranks in the part's data-parallel group.
         parameters: number of the model's parameters that the optimizer trains.
@@ -127,7 +127,7 @@ class Audit:
         rank: rank of this process.
         world_size: number of ranks of the job.
         parts: an ``AuditPart`` for each optimizer.
-        totals: ``bytes``, ``allocated`` and ``host`` (allocated bytes in the host's memory), summed
+        totals: sums of ``bytes``, ``allocated`` and ``host`` (allocated bytes in the host's memory)
             over all parts. ``cuda_allocated`` is the number of bytes that all tensors of this
             process occupy on its GPU.
         problems: contradictions with the optimizer's config, with ``expected`` or with other ranks.
@@ -200,7 +200,7 @@ class Audit:
         """Make an audit from the result of ``to_dict``.
 
         Raises:
-            KeyError, TypeError, AttributeError, ValueError: ``values`` do not describe an audit.
+            KeyError, TypeError, AttributeError, ValueError: the ``values`` describe no audit.
         """
         return cls(
             framework=values["framework"],
@@ -331,7 +331,7 @@ def _ranks_of(values: Mapping[str, Any]) -> dict[str, int]:
     """Read a rank's number and the number of ranks.
 
     Raises:
-        ValueError: the rank or the number of ranks is too high.
+        ValueError: the rank or the number of ranks is impossible.
     """
     rank, world_size = int(values["rank"]), int(values["world_size"])
     if not 0 <= rank < world_size <= _MOST_RANKS:

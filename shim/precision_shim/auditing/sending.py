@@ -86,7 +86,7 @@ def observe(
 ) -> Iterable[T]:
     """Return a stream with the same weights, and audit the weights at the weight syncs in ``AT``.
 
-    Without ``PRECISION_SHIM_AUDIT_DIR``, or at other weight syncs, return ``items`` itself.
+    Without ``PRECISION_SHIM_AUDIT_DIR``, or at syncs not in ``AT``, return ``items`` itself.
 
     Args:
         items: the stream.
@@ -294,7 +294,7 @@ def _can_be_sampled(tensor: torch.Tensor) -> bool:
 
 
 def _counts(values: torch.Tensor, then: torch.dtype | None = None) -> torch.Tensor:
-    """Return how many values of at least ``_LEAST`` are exact in bf16, and how many exist."""
+    """Return two counts of values of at least ``_LEAST``: values exact in bf16, and all values."""
     wide = (values if then is None else values.to(then)).float()
     normal = wide.abs() >= _LEAST
     exact = normal & (wide == wide.bfloat16().float())

@@ -96,8 +96,8 @@ def read_inner(reading: Reading, optimizer: torch.optim.Optimizer) -> None:
 def foretold(optimizer: torch.optim.Optimizer) -> Foretold:
     """Return the dtypes of the states that an optimizer's first step will create.
 
-    TransformerEngine's FusedAdam has its states' dtypes as attributes. torch's Adam creates states
-    in the dtypes of the parameters. A subclass that overrides ``step`` declares no dtypes.
+    TransformerEngine's FusedAdam has its states' dtypes as attributes. The Adam of torch creates
+    states in the dtypes of the parameters. A subclass that overrides ``step`` declares no dtypes.
     """
     kinds = vars(optimizer)
     if isinstance(kinds.get("exp_avg_dtype"), torch.dtype):
@@ -112,7 +112,7 @@ def foretold(optimizer: torch.optim.Optimizer) -> Foretold:
         return Foretold(
             lambda _: kinds["exp_avg_dtype"], lambda _: kinds.get("exp_avg_sq_dtype"), master
         )
-    steps = inspect.unwrap(type(optimizer).step)  # torch wraps the steps of its optimizers
+    steps = inspect.unwrap(type(optimizer).step)  # torch wraps its optimizers' ``step``
     if steps.__module__ in ("torch.optim.adam", "torch.optim.adamw"):
         return Foretold(lambda tensor: tensor.dtype, lambda tensor: tensor.dtype)
     return Foretold()
@@ -128,7 +128,7 @@ def _divides(placement: Any) -> bool:
 
 
 def _shards(parameter: Any) -> int:
-    """Return the number of a DTensor's shards over all but the model-parallel dimensions."""
+    """Return the number of a DTensor's shards over all mesh dimensions but model-parallel ones."""
     mesh = parameter.device_mesh
     names = mesh.mesh_dim_names or (None,) * mesh.ndim
     return math.prod(
@@ -164,9 +164,8 @@ def _flat_shards(chunks: Sequence[torch.nn.Module]) -> dict[int, tuple[int, int]
     """Map the ``id`` of each FSDP1 parameter to its size before sharding and its number of shards.
 
     FSDP1 replaces the parameters of a module by one flat parameter as large as this rank's shard.
-    With ``use_orig_params`` each parameter has the size of its part of the shard. torch has no
-    public name for the sizes before sharding: if torch changes the private names, the result is
-    empty.
+    With ``use_orig_params`` each parameter has the size of its part of the shard. The sizes before
+    sharding have only private names in torch: if torch changes these names, the result is empty.
     """
     found: dict[int, tuple[int, int]] = {}
     if "torch.distributed.fsdp" not in sys.modules:
@@ -188,8 +187,8 @@ def shards_by_gathered(chunks: Sequence[torch.nn.Module]) -> dict[int, torch.Ten
     """Map the ``id`` of each gathered FSDP2 parameter to this rank's shard of that parameter.
 
     After a forward pass without a backward pass the root module still has gathered parameters, and
-    ``parameters()`` returns them. torch has no public name for the shards: if torch changes the
-    private names, the result is empty.
+    ``parameters()`` returns them. The shards have only private names in torch: if torch changes
+    these names, the result is empty.
     """
     found: dict[int, torch.Tensor] = {}
     if "torch.distributed.fsdp" not in sys.modules:

@@ -77,7 +77,7 @@ def watch(
     steps = 0
 
     def after_step(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        # Do not remove the hook here: torch is iterating over the hooks while it calls this one.
+        # Do not remove the hook here: torch is iterating over the hooks while it calls this hook.
         nonlocal done, steps
         if done:
             return

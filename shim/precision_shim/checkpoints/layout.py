@@ -29,8 +29,8 @@ class Scaler:
     """The loss scaler's record in a checkpoint.
 
     Attributes:
-        state: ``"whole"``, ``"damaged"``, ``"none"``, or ``"of another save"`` (the files beside
-            the record are from another save).
+        state: one of ``"whole"``, ``"damaged"``, ``"none"`` and ``"of another save"`` (the files
+            beside the record are from another save).
         where: the file, and the record's key in the file.
         text: the scaler's values, or the error in the record.
         saved: the validated record, if the shim wrote the record.

@@ -1,7 +1,8 @@
 """Read ``.metadata``, which lists the tensors of torch's distributed checkpoints, as plain data.
 
-Seams use this module to read a checkpoint before the framework loads it. torch's own reader
-unpickles the file; this module imports and calls nothing that the file names. Needs no torch.
+Seams use this module to read a checkpoint before the framework loads it. Unlike torch's reader,
+this module does not unpickle the file: the module imports and calls nothing that the file names,
+and needs no torch.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ _OPTIMIZERS = ("optim", "optimizer", "optimizers")
 
 
 def _take(unit: Unit, part: Part) -> None:
-    """Sort tensors into components by the words in their keys, as torch's optimizers name them."""
+    """Sort tensors into components by words in their keys, such as ``exp_avg``."""
     for key, tensor in unit.tensors.items():
         words = key.split(".")
         if words[-1] == _RECORD_KEY:

@@ -25,7 +25,7 @@ def dtype_name(path: str) -> str:
     """Return a dtype's canonical name: ``"fp32"`` for ``"torch.float32"``.
 
     Raises:
-        ValueError: ``path`` is not the name of a dtype.
+        ValueError: the ``path`` is not the name of a dtype.
     """
     bare = path.removeprefix("torch.")
     if not re.fullmatch(r"[A-Za-z_]\w{0,31}", bare, re.ASCII):

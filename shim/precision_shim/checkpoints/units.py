@@ -162,7 +162,7 @@ _WRITTEN = {"sharded_backend": ("torch_dist",), "common_backend": ("torch",)}
 
 
 def _check_config(path: Path) -> None:
-    """Check ``metadata.json``, without which Megatron accepts no directory as a checkpoint."""
+    """Check ``metadata.json``, which Megatron requires in a checkpoint's directory."""
     try:
         config = dict(json.loads(path.read_bytes()))
         written = {name: config[name] for name in _WRITTEN if name in config}

@@ -88,7 +88,7 @@ def _param_of(
         content = weight.parts[number](size)
         if dtype is not None and len(content) == size:
             return torch.frombuffer(bytearray(content), dtype=dtype)
-    # Hardly any weight is a whole number beyond 1: use clamped masters as a substitute.
+    # Use masters clamped to [-1, 1] as weights: hardly any weight is a whole number beyond 1.
     return value.clamp(-1.0, 1.0)
 
 

@@ -1,8 +1,8 @@
 """The command line: ``precision-shim`` and ``python -m precision_shim``.
 
 Each sub-command is a module of this package. The module's function ``register(commands)`` adds a
-parser and sets ``command``, a function from the parsed arguments to the exit status. torch,
-frameworks and matplotlib are imported only when a command runs.
+parser and sets ``command``, a function from the parsed arguments to the exit status. Only a
+running command imports torch, frameworks or matplotlib.
 
 ``demo`` runs only from a clone, and needs the packages of an optional extra. All other commands
 need only the packages of the base install.

@@ -1,4 +1,4 @@
-"""Write a command's result; in colours if the output is a terminal and rich is installed."""
+"""Write a command's result, in colours if the output is a terminal and rich is installed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STYLES = {
 
 
 def show(text: str) -> None:
-    """Print a text; in colours if the output is a terminal and rich is installed."""
+    """Print a text, in colours if the output is a terminal and rich is installed."""
     if sys.stdout.isatty():
         try:
             from rich.console import Console

@@ -91,7 +91,7 @@ def run(asked: argparse.Namespace) -> int:
         asked.parser.error("--search needs --gpu-memory")
     _startup.stop()  # imports of frameworks must not install the shim in this process
     try:
-        # Some frameworks log to standard output at import; only the plan may be printed there.
+        # At import some frameworks log to standard output, which may contain only the plan.
         with redirect_stdout(sys.stderr):
             job, request, rules = _read(asked, _without_run(words))
         return _show(asked, job, request, rules)
@@ -179,7 +179,7 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
     if _settings.switch(environ) == "off":
         job = replace(job, off=environ[_settings.PREFIX].strip())
     entry = entries[job.framework]
-    if not entry.plan:  # a third party's adapter, not its entry, declares ``plan``
+    if not entry.plan:  # a third party declares ``plan`` only in its adapter
         entry = entry.as_said()
     if not entry.plan:
         raise PlanError(

@@ -129,7 +129,7 @@ def _offload(share: Share, precision: Precision, held: dict[str, Held]) -> dict[
     """Move a share of the states to the host's memory, and add host copies of their gradients.
 
     For each offloaded parameter, Megatron's HybridDeviceOptimizer stores an fp32 master, gradient
-    and two moments on the host (16 bytes). States that are not offloaded are unchanged.
+    and two moments on the host (16 bytes). The states that stay on the GPU are unchanged.
     """
     gone = round(share.trainable * precision.offloaded)
     moved = Share(gone, group=share.group, states_sharded=share.states_sharded)

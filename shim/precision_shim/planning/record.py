@@ -79,8 +79,8 @@ class Stage:
     def totals(self) -> dict[str, int]:
         """The bytes of all parts together, for one GPU.
 
-        The keys are ``bytes`` (the sum of ``host`` and ``gpu``), ``host`` (in the host's memory),
-        ``gpu`` (on the GPU), and ``peak`` (on the GPU while the optimizer steps).
+        The keys are ``host`` (in the host's memory), ``gpu`` (on the GPU), and ``bytes`` (the sum
+        of both). The key ``peak`` is for bytes on the GPU while the optimizer steps.
         """
         held = [component for part in self.parts for component in part.components.values()]
         every, host = sum(size.bytes for size in held), sum(size.host for size in held)

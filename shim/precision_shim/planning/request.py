@@ -22,7 +22,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Variant:
-    """A model with other precision settings.
+    """A model with precision settings that differ from the job's config.
 
     Attributes:
         gives_up: the precision that the settings give up, in words.

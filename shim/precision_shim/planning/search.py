@@ -22,8 +22,8 @@ class Found:
         gives_up: the precision that the settings give up; empty if the job fits unchanged.
         lines: the settings, as lines to paste.
         plan: the plan with the found settings; ``None`` if no legal settings make the job fit.
-        fewest: the smallest number of GPUs on which the job fits with the found settings, or else
-            with the last legal settings; ``None`` if the search found no number.
+        fewest: the smallest number of GPUs on which the job fits; ``None`` if none was found. The
+            number is for the found settings, or else for the last legal settings.
     """
 
     gives_up: str

@@ -74,7 +74,7 @@ class Model:
         return sum(weight.numel for weight in self.weights)
 
     def number(self, *keys: str) -> int:
-        """Return the first value under ``keys`` that is a whole number other than 0; otherwise 0."""
+        """Return the first value under ``keys`` that is a whole number other than 0, or else 0."""
         for key in keys:
             if count := _whole(self.config.get(key)):
                 return count
