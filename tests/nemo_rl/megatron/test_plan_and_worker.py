@@ -63,7 +63,7 @@ MEGATRON = (
     Key(f"{_OPTIMIZER}.adam_beta2", ("0.95",), ()),
     Key(f"{_BUCKET}.grad_reduce_in_fp32", _FLAG, ()),
 )
-SEEDS = [pytest.param(1, 6), *(pytest.param(n, 15, marks=pytest.mark.slow) for n in (2, 3, 4))]
+SEEDS = [pytest.param(1, 6), pytest.param(2, 30, marks=pytest.mark.slow)]
 
 
 def words_of(drawn: Drawn, file: Path) -> list[str]:
