@@ -3,7 +3,7 @@
 The shim does not use ``wrapt.register_post_import_hook``, for three reasons. First, Ray's agents
 also run this finder, and should not spend 17 to 65 ms on importing wrapt. Second, wrapt never calls
 a hook that is registered while a ``find_spec`` searches for the hook's module. Third, this finder
-can be removed completely.
+can be removed completely, unlike wrapt's.
 """
 
 import sys
@@ -135,11 +135,11 @@ class _Before(_Calling):
             watcher.callback(name)
             module = sys.modules.get(name)
             if module is not None:
-                # The callback has imported the module. importlib searched sys.modules before that
-                # call, and would run the code in a second module: return the first module.
+                # The callback has imported the module. importlib has already searched sys.modules,
+                # and would run the code in a second module: return the first module.
                 self._there = module, module.__spec__
                 return module
-            # Search again: importlib skips finders that the callback inserted at the front.
+            # Search again: importlib would skip finders that the callback inserted at the front.
             found = watcher.find_elsewhere(name, self._path)
             if found is not None and hasattr(found.loader, "exec_module"):
                 self._loader = found.loader  # type: ignore[assignment]

@@ -24,7 +24,8 @@ def asked_for(settings: Settings, framework: str) -> bool:
 
 
 def offered(known: Mapping[str, Framework], settings: Settings | None) -> dict[str, Framework]:
-    """Return the frameworks to report, one with ``by_name`` only if ``settings`` name it."""
+    """Return the frameworks to report: all without ``by_name``, and those that ``settings``
+    name."""
     return {
         name: entry
         for name, entry in known.items()
@@ -58,7 +59,7 @@ def in_force(
 def refused_groups(seams: Iterable[SeamStatus]) -> frozenset[tuple[str, str]]:
     """Return the pairs of feature and group in which a seam cannot be patched.
 
-    A seam that an adapter declares as a refusal does not count, because it only refuses calls.
+    A seam that an adapter declares as a refusal does not count: such a seam only refuses calls.
     """
     return frozenset(
         (seam.feature, seam.group) for seam in seams if seam.state == "refused" and not seam.refusal

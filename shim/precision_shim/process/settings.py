@@ -99,9 +99,9 @@ class Setting:
 
     Attributes:
         name: the setting's name in ``install(settings=...)``.
-        default: its value if the user does not set it.
+        default: the setting's value if the user does not set it.
         parse: converts a value, or raises a ``SettingsError``.
-        feature: the feature that alone reads it, if some frameworks lack this feature.
+        feature: the only feature that reads the setting; empty if all frameworks have this feature.
     """
 
     name: str
@@ -139,7 +139,7 @@ class Settings:
 
     Attributes:
         values: the parsed value of every setting, by name.
-        origin: ``"argument"``, ``"variable"`` or ``"default"``, by the setting's name.
+        origin: maps a setting's name to ``"argument"``, ``"variable"`` or ``"default"``.
         features: names of the features in force.
         frameworks: names of the frameworks that the user named, or ``None`` for all.
         strict: whether a refused seam raises an error.
@@ -167,7 +167,7 @@ class Settings:
 
 
 def without_effect(settings: Settings, features: Collection[str]) -> list[Setting]:
-    """Return the settings of the user's that nothing reads in a framework.
+    """Return the user's settings that no feature of a framework reads.
 
     Args:
         settings: the settings in force.
@@ -250,7 +250,7 @@ BY_CALL: Mapping[str, str] = {
 def parse_features(
     value: str | Iterable[str], variable: str = f"{PREFIX}_FEATURES"
 ) -> tuple[str, ...]:
-    """Parse a list of features; ``-name`` removes a feature from all, or from those listed before.
+    """Parse a list of features; ``-name`` removes one, and a leading ``-name`` starts from all.
 
     Raises:
         SettingsError: a name is unknown.
@@ -306,7 +306,7 @@ def resolve(
         settings: values keyed by the variables' lower-case names without the prefix.
         known_frameworks: allowed names of frameworks; empty to allow any.
         environ: the environment; ``None`` for the process's environment.
-        where: how the user wrote ``features``, ``frameworks`` and ``settings``, for messages.
+        where: the names of ``features``, ``frameworks`` and ``settings`` in messages.
 
     Raises:
         SettingsError: an argument or a variable has an unknown name or an invalid value.

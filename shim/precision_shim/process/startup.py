@@ -94,9 +94,9 @@ def _wake_words() -> "set[str]":
     from . import carriers, registry
 
     names = registry.packages()
-    # Start-up can watch for a third party's framework only if the user names it. For other
-    # frameworks the shim reads every distribution's entry points when torch is imported. Reading
-    # the entry points takes 10 to 50 ms: little compared with importing torch, but too much for a
+    # Start-up can watch for a third party's framework only if the user names it. If the user names
+    # none, the shim reads every distribution's entry points when torch is imported. Reading the
+    # entry points takes 10 to 50 ms: little compared with importing torch, but too much for a
     # process without torch.
     named = os.environ.get(f"{VARIABLE}_FRAMEWORKS", "")
     names.update(name.strip().lower().replace("-", "_") for name in named.split(","))
@@ -125,7 +125,7 @@ def _third_parties() -> bool:
 
 
 def say(line: str) -> None:
-    """Write one line to stderr, because a framework may reconfigure logging later.
+    """Write one line to stderr, not to ``logging``, which a framework may reconfigure later.
 
     If writing to stderr fails, the line is lost and no error is raised. For example, stderr is
     ``None`` under pythonw and some daemons, or is closed, or its disk is full.

@@ -69,7 +69,7 @@ class SeamStatus:
     group: str = ""
 
     def to_dict(self) -> dict[str, str]:
-        """Return target, feature, state and reason, in a form for JSON."""
+        """Return target, feature, state and reason as a dict for JSON."""
         return {
             "target": self.target,
             "feature": self.feature,
@@ -125,7 +125,7 @@ class Status:
     audit: Sequence[Audit] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the snapshot as dicts, lists, strings and numbers, in a form for JSON."""
+        """Return the snapshot as a dict for JSON: of dicts, lists, strings and numbers."""
         return {
             "enabled": self.enabled,
             "features": list(self.features),
