@@ -60,9 +60,8 @@ class Verdict:
     Attributes:
         engine: the other engine.
         agrees: whether both engines compute in the same dtype.
-        lost: whether the user has to change the config. ``lost`` is true if the other engine
-            refuses the model in fp16, or if it computes (or may compute) in bf16 beside a trainer
-            in fp16.
+        lost: whether the user has to change the config: the other engine refuses the model in fp16,
+            or computes (or may compute) in bf16 beside a trainer in fp16.
         chosen: both dtypes, in words.
         because: the reason, in words.
         remedy: the config line that makes both engines agree; empty if no key does.

@@ -76,8 +76,7 @@ def files_beneath(directory: str | os.PathLike[str]) -> dict[str, str]:
 def foreign(bound: Mapping[str, str], prints: Mapping[str, str]) -> list[str]:
     """Return the names of files from another save: the record has no or another fingerprint.
 
-    Missing files are not returned, because users may copy only the weights, or delete optimizer
-    states.
+    Missing files are not returned: users may copy only the weights, or delete optimizer states.
 
     Args:
         bound: the fingerprints in the record.

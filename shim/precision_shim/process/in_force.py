@@ -24,8 +24,7 @@ def asked_for(settings: Settings, framework: str) -> bool:
 
 
 def offered(known: Mapping[str, Framework], settings: Settings | None) -> dict[str, Framework]:
-    """Return the frameworks to report: all without ``by_name``, and those that ``settings``
-    name."""
+    """Return the frameworks to report: those without ``by_name``, or named by ``settings``."""
     return {
         name: entry
         for name, entry in known.items()

@@ -125,7 +125,7 @@ def audit_readers(*, third_party: bool = True) -> "dict[str, str]":
 
 
 def checkpoint_readers(framework: str) -> "dict[str, str]":
-    """Map each kind of checkpoint files to the ``"module:function"`` that sorts the tensors."""
+    """Map each kind of checkpoint files to the function that assigns tensors to components."""
     told = [backend.checkpoint_readers for backend in backends()]
     whose = records().get(framework)
     if whose is not None:

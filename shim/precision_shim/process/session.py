@@ -170,8 +170,7 @@ def _install(
     settings: Mapping[str, object] | None = None,
     export: bool = True,
 ) -> _Session | None:
-    """Install without waiting for imports or raising faults; return ``None`` if nothing is to
-    do."""
+    """Install, but neither wait for imports nor raise faults; ``None`` if nothing is to do."""
     global _current, _refused_by_operator, _bad_start
     with _lock:
         _refused_by_operator = _settings.switch() == "off"

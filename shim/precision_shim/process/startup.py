@@ -94,10 +94,10 @@ def _wake_words() -> "set[str]":
     from . import carriers, registry
 
     names = registry.packages()
-    # Start-up can watch for a third party's framework only if the user names it. If the user names
-    # none, the shim reads every distribution's entry points when torch is imported. Reading the
-    # entry points takes 10 to 50 ms: little compared with importing torch, but too much for a
-    # process without torch.
+    # Start-up can watch for a third party's framework only if the user names it. For a framework
+    # that the user does not name, the shim reads every distribution's entry points when torch is
+    # imported. Reading the entry points takes 10 to 50 ms: little compared with importing torch,
+    # but too much for a process without torch.
     named = os.environ.get(f"{VARIABLE}_FRAMEWORKS", "")
     names.update(name.strip().lower().replace("-", "_") for name in named.split(","))
     names.discard("")

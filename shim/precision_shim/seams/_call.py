@@ -1,4 +1,4 @@
-"""The arguments of a wrapper function: a ``Call``, and the symbol's arguments that it names.
+"""A wrapper's arguments: a ``Call``, and the arguments of the symbol that the wrapper names.
 
 ``prepare`` reads a symbol's signature once, when the symbol is patched, not at each call.
 """
@@ -83,8 +83,8 @@ class Call:
 
         Thus ``name in call.arguments`` is true only if the caller passed ``name``. A wrapper may
         add, change and remove entries, and ``proceed()`` passes on the changed arguments. All
-        keywords are entries, even keywords for ``**kwargs`` and unknown keywords. Positional
-        arguments without a name (``*args``) are no entries; ``proceed()`` passes them on unchanged.
+        keyword arguments are entries, even unknown ones and those for ``**kwargs``. Arguments
+        without a name (``*args``) are not entries; ``proceed()`` passes them on unchanged.
         """
         self._taken = True
         return self._bound()

@@ -1,10 +1,9 @@
 """The engine that patches the seams of adapters as their target modules are imported.
 
-For each adapter the engine waits until one of its target modules is imported. At that import the
-engine checks all seams of the adapter against the source (``_plan``). In each group of a feature
-the engine patches either all seams (``_sites``) or none. A seam whose module is not imported yet is
-patched when the module is imported. If an imported module differs from the checked source, the
-engine undoes the whole group.
+When the first target module of an adapter is imported, the engine checks all seams of the adapter
+against the source (``_plan``). In each group of a feature the engine patches either all seams
+(``_sites``) or none. A seam whose module is not imported yet is patched when the module is
+imported. If an imported module differs from the checked source, the engine undoes the whole group.
 """
 
 from __future__ import annotations
@@ -251,8 +250,8 @@ class Engine:
         """Undo all patches, the latest first.
 
         Returns:
-            A message for each symbol that cannot be restored, because another tool has wrapped our
-                wrapper, which stays beneath and only passes calls on.
+            A message for each symbol that cannot be restored because another tool has wrapped our
+            wrapper. A wrapper of ours that stays only calls the original.
         """
         with _lock:
             self._live = False

@@ -1,11 +1,11 @@
 """A pure-torch stand-in for TransformerEngine's ``FusedAdam``.
 
-The stand-in reproduces the interface, the checks of arguments, the state layout and the rounding of
-``transformer_engine.pytorch.optimizers.FusedAdam``, as far as Megatron-core and RL frameworks can
-observe them. For each TransformerEngine version the stand-in reproduces the legal constructor
-arguments, the dtype of each state tensor, the result of ``state_dict`` and the arguments of
-``load_state_dict``. A step does the same arithmetic: it computes in fp32, and rounds the stored
-values to nearest.
+The stand-in reproduces the interface, argument checks, state layout and rounding of
+``transformer_engine.pytorch.optimizers.FusedAdam``, as far as Megatron-core and RL frameworks use
+them. For each TransformerEngine version the stand-in reproduces the legal constructor arguments,
+the dtype of each state tensor, the result of ``state_dict`` and the arguments of
+``load_state_dict``. A step does TransformerEngine's arithmetic: it computes in fp32, and rounds the
+stored values to nearest.
 
 The stand-in differs from TransformerEngine:
 
