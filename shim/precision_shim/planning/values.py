@@ -1,4 +1,4 @@
-"""Read single values of a framework's config for a plan; an error names the wrong value.
+"""Read single values of a framework's config for a plan, and name a wrong value in an error.
 
 ``no_adapters`` makes the error that every framework's plan raises for LoRA adapters.
 """

@@ -1,10 +1,10 @@
-"""Decide whether two engines of an RL job compute in the same dtype, by the dtypes' names.
+"""Decide by the dtypes' names whether two engines of an RL job compute in the same dtype.
 
 An RL loss contains the ratio of the trainer's probabilities to the rollout engine's. The loss's KL
 term contains the ratio of the trainer's probabilities to the reference model's. Two engines that
 round differently compute different probabilities for every token. fp16 removes the difference
 between the engines' probabilities only if both engines use fp16. Figures are in docs/both-sides.md;
-arXiv 2510.26788 first reported this mismatch of engines.
+arXiv 2510.26788 first reported the mismatch of engines.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Engine:
             name that the framework's users know.
         computes: canonical name of the engine's compute dtype, or ``AUTO`` or ``FP8``.
         key: the config key that sets ``computes``.
-        written: whether the user set the key; true if the shim cannot tell.
+        written: whether the user set the key; true if it is unknown who set the key.
         because: why ``computes`` differs from the key's value; empty if both are equal.
         prefix: text before the key on the framework's command line, such as Hydra's "++".
         values: maps each allowed dtype's canonical name to the key's value for this dtype.
@@ -60,8 +60,8 @@ class Verdict:
     Attributes:
         engine: the other engine.
         agrees: whether both engines compute in the same dtype.
-        lost: whether the user has to change the config: the other engine refuses the model in fp16,
-            or computes (or may compute) in bf16 beside a trainer in fp16.
+        lost: whether the user has to change the config, because the other engine refuses the model
+            in fp16 or may compute in bf16 beside a trainer in fp16.
         chosen: both dtypes, in words.
         because: the reason, in words.
         remedy: the config line that makes both engines agree; empty if no key does.
@@ -119,7 +119,7 @@ def compare(trainer: Engine, other: Engine, model_type: str = "") -> Verdict:
 
 
 def resolve_auto(engine: Engine, backend: str, checkpoint: str, model_type: str = "") -> Engine:
-    """Return the engine with ``auto`` replaced by its dtype, if the checkpoint's dtype is known.
+    """Return the engine with ``auto`` replaced by a dtype, if the checkpoint's dtype is known.
 
     Args:
         engine: an engine of the job.

@@ -57,7 +57,7 @@ def fingerprints(files: Mapping[str, str | os.PathLike[str]]) -> dict[str, str]:
 
 
 def files_beneath(directory: str | os.PathLike[str]) -> dict[str, str]:
-    """Find the files that a record in a directory may name; map their relative paths to paths.
+    """Return the files that a record in a directory may name: a dict of relative path to path.
 
     A record may name each rank's own files and the files of torch's distributed checkpoints, in the
     directory and its direct subdirectories.
@@ -74,7 +74,7 @@ def files_beneath(directory: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def foreign(bound: Mapping[str, str], prints: Mapping[str, str]) -> list[str]:
-    """Return the names of files from another save: the record has no or another fingerprint.
+    """Return the names of another save's files: the record lacks them or has other fingerprints.
 
     Missing files are not returned: users may copy only the weights, or delete optimizer states.
 

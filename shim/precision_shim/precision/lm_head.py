@@ -23,7 +23,7 @@ class Head:
         refusal: why the engine cannot compute its LM head in fp32; empty if it can.
         remedy: what the user can do about the refusal.
         value: the key's value for fp32.
-        known: whether this machine has the engine that the job will use.
+        known: whether the engine that the job will use is installed on this machine.
     """
 
     subject: str

@@ -27,7 +27,7 @@ class TrainableDtypes:
 
     @property
     def single(self) -> torch.dtype | None:
-        """The dtype of all trainable parameters; ``None`` if they have no common dtype, or fp8."""
+        """The common dtype of all trainable parameters; ``None`` if there is none, or for fp8."""
         return next(iter(self.counts)) if len(self.counts) == 1 and not self.fp8 else None
 
     def __add__(self, other: TrainableDtypes) -> TrainableDtypes:

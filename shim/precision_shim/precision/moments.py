@@ -1,8 +1,8 @@
 """Decide whether an exponential average that is stored in bf16 can decay.
 
 bf16 rounds ``v <- beta2 * v + (1 - beta2) * g^2`` to 8 significant bits. If a step's relative
-change ``1 - beta2`` is at most half an ulp (2^-9 to 2^-8 of ``v``), the result is the old ``v``.
-The average ``v`` then never decays.
+change ``1 - beta2`` is at most half an ulp (2^-9 to 2^-8 of ``v``), rounding restores the old
+``v``, which then never decays.
 """
 
 from __future__ import annotations

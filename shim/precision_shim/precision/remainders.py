@@ -16,10 +16,10 @@ import torch
 def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Split fp32 numbers into bf16 parameters and the 16 low bits that bf16 leaves out.
 
-    The parameter is the master rounded to nearest, **ties away from zero**. In contrast, torch's
-    own ``.bfloat16()`` rounds ties to even: the results differ if the low half is exactly
-    ``0x8000``. The remainder is the low half of the master's bits, read as a signed number. A
-    negative remainder means that the parameter was rounded away from zero.
+    The parameter is the master rounded to nearest, **ties away from zero**. The method
+    ``.bfloat16()`` rounds ties to even: its result differs from the parameter if the low half is
+    exactly ``0x8000``. The remainder is the low half of the master's bits, read as a signed number.
+    A negative remainder means that the parameter was rounded away from zero.
 
     Args:
         master: fp32, any shape.

@@ -34,7 +34,7 @@ class Watcher:
         Args:
             callback: called with the module's name. An exception in ``callback`` would reach the
                 code that imports the module.
-            before: whether to call ``callback`` once per name, before the module exists, instead of
+            before: whether to call ``callback`` once per name, before the module exists; otherwise,
                 each time after the module's code has run. With ``before``, ``callback`` may import
                 the module itself.
         """

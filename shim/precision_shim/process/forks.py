@@ -12,7 +12,7 @@ import _frozen_importlib
 import os
 import sys
 import time
-from _thread import RLock, get_ident  # the names of threading, without the import of threading
+from _thread import RLock, get_ident  # both as in threading, without the import of threading
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Lock:
     """A reentrant lock for ``with`` that exists until the process ends."""
 
     def __init__(self, *, patching: bool = True) -> None:
-        """Make a lock that every later fork acquires; a fork handler cannot be unregistered.
+        """Make a lock. Every later fork acquires it, because fork handlers cannot be unregistered.
 
         Args:
             patching: whether threads hold the lock while they import and patch modules.

@@ -1,4 +1,4 @@
-"""Decide whether a feature is in force for a framework; no other module decides it.
+"""Decide whether a feature is in force for a framework; no other module decides this.
 
 In a worker, the seam engine has recorded the refused groups of seams. The commands doctor, plan and
 checkpoint predict from source which groups the engine would refuse (``Foreseen``).

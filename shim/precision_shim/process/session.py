@@ -170,7 +170,7 @@ def _install(
     settings: Mapping[str, object] | None = None,
     export: bool = True,
 ) -> _Session | None:
-    """Install, but neither wait for imports nor raise faults; ``None`` if nothing is to do."""
+    """Install, but wait for no import and raise no fault; ``None`` if there is nothing to do."""
     global _current, _refused_by_operator, _bad_start
     with _lock:
         _refused_by_operator = _settings.switch() == "off"
@@ -326,7 +326,7 @@ def _why_off() -> str:
 
 
 def in_force(framework: str, feature: str, group: str) -> bool:
-    """Whether a feature is on for a framework in this process and its group was not refused."""
+    """Whether a feature is on for a framework in this process and the group was not refused."""
     session = _current
     return (
         session is not None

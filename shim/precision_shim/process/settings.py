@@ -1,7 +1,7 @@
 """The table of all settings, each with its variable, default and parser.
 
-Documented precedence: the operator's kill switch ``PRECISION_SHIM=0`` > arguments of ``install()``
-> variables > defaults. The same parser reads arguments and variables.
+Precedence, highest first: ``PRECISION_SHIM=0`` (the operator's kill switch), arguments of
+``install()``, variables, defaults. The same parser reads arguments and variables.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Setting:
         name: the setting's name in ``install(settings=...)``.
         default: the setting's value if the user does not set it.
         parse: converts a value, or raises a ``SettingsError``.
-        feature: the only feature that reads the setting; empty if all frameworks have this feature.
+        feature: the only feature that reads the setting; empty if all frameworks have that feature.
     """
 
     name: str
@@ -250,7 +250,7 @@ BY_CALL: Mapping[str, str] = {
 def parse_features(
     value: str | Iterable[str], variable: str = f"{PREFIX}_FEATURES"
 ) -> tuple[str, ...]:
-    """Parse a list of features; ``-name`` removes one, and a leading ``-name`` starts from all.
+    """Parse a list of features; ``-name`` removes a feature (if it is first: from all features).
 
     Raises:
         SettingsError: a name is unknown.

@@ -65,8 +65,8 @@ class LossScaler(ShardedGradScaler):
 
     A framework can use the scaler in place of GradScaler, because ``scale``, ``unscale_``, ``step``
     and ``update`` behave like GradScaler's. A job of one process needs no process group. The scaler
-    sums an overflow over the process group, by default over all ranks. Therefore data-parallel,
-    tensor- and context-parallel ranks skip the same steps and have the same scale.
+    sums an overflow over the process group, by default over all ranks. Therefore data-, tensor- and
+    context-parallel ranks skip the same steps and have the same scale.
 
     As with GradScaler, a step costs one transfer from the device, of both overflow and scale.
 
@@ -241,7 +241,7 @@ class LossScaler(ShardedGradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore scale, growth tracker and settings, as GradScaler does, and ``min_scale``.
 
-        If the state has no ``min_scale`` (as GradScaler's state), the settings' ``min_scale`` is
+        If the state has no ``min_scale`` (like GradScaler's state), the settings' ``min_scale`` is
         used. If ``min_scale`` is above the state's scale, it is lowered to that scale.
         """
         super().load_state_dict(state_dict)
@@ -268,8 +268,8 @@ class LossScaler(ShardedGradScaler):
         """Update the scale after a framework's own loop took a step, or skipped a non-finite step.
 
         ``settle`` is for a loop that tests the norm of the unscaled gradients itself and cannot
-        call this scaler's ``step``. A framework's loop calls ``unscale_once`` before its step, and
-        ``settle`` after it.
+        call this scaler's ``step``. A framework's loop calls ``unscale_once`` before each step, and
+        ``settle`` after each step.
 
         Raises:
             LossScaleError: see ``update``.

@@ -1,7 +1,7 @@
 """The seam engine declares, checks, applies, undoes and reports patches of any framework.
 
 The engine contains nothing specific to precision or to a framework. An adapter marks its functions
-with ``seam`` (``_seam``). A marked function is called with a ``Call`` and the arguments that it
+with ``seam`` (``_seam``). A marked function receives a ``Call`` and the arguments that the function
 names (``_call``). ``_source`` describes a symbol without importing its module; ``_plan`` decides
 from records and source which symbols to patch. ``_wrapper`` defines the object that replaces a
 wrapped symbol; ``_sites`` stores the patched symbols and undoes the patches. ``_engine`` combines

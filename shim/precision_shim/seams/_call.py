@@ -34,7 +34,7 @@ class Binding:
         positional_only: how many of ``positional`` must be passed by position.
         first: name of the parameter for the instance or the class; empty for a function.
         parameters: the names of all parameters except ``first``.
-        wanted: the wrapper's parameters, each with its value if the caller passes no value.
+        wanted: the wrapper's parameters, each with the value to use if the caller passes no value.
     """
 
     target: str
@@ -95,7 +95,7 @@ class Call:
         return self._binding.parameters
 
     def proceed(self) -> Any:
-        """Call the symbol beneath this wrapper with the current ``arguments``.
+        """Call the wrapped symbol with the current ``arguments``.
 
         Arguments that the caller passed by position are passed by position, all others by name. A
         wrapper may call ``proceed()`` any number of times, or not at all.
@@ -152,7 +152,7 @@ def prepare(
     """
     reads = reads_of(function)
     bound = in_class and not isinstance(raw, staticmethod) and hasattr(raw, "__get__")
-    # Read the function within a class's descriptor: a bound method lacks the instance parameter.
+    # Inspect the function in a class's descriptor: a bound method lacks the instance parameter.
     signature = _signature(getattr(raw, "__func__", raw) if in_class else raw)
     parameters = [given for given in signature or () if given.kind in _NAMED]
     positional = [
@@ -233,7 +233,7 @@ def around(
 ) -> Any:
     """Call a bound method through a wrapper, as a seam would.
 
-    ``around`` is for a mixin that precedes a framework's class in the bases and patches no symbol.
+    ``around`` is for a mixin that is listed before a framework's class and patches no symbol.
 
     Args:
         function: the wrapper.

@@ -59,8 +59,8 @@ class Seam(_Fields):
     """A record of a framework's symbol that the shim patches for one feature.
 
     Installer, uninstaller, status, documentation and tests all read ``Seam`` records, which
-    ``seam`` makes. If the framework has the feature, there is no function to mark, and the adapter
-    calls ``Seam`` itself. An adapter also calls ``Seam`` for a function that wraps different
+    ``seam`` makes. If the framework itself has the feature, there is no function to mark, and the
+    adapter calls ``Seam``. An adapter also calls ``Seam`` for a function that wraps different
     symbols in different frameworks.
 
     Attributes:
@@ -76,7 +76,8 @@ class Seam(_Fields):
         relies_on: identifiers on which the wrapper relies; the source of the symbol (for a method:
             of its class) must contain them.
         aliases: copies of the symbol that other modules made by ``from ... import``, each as
-            ``"module:attribute"``. A late install replaces each copy that is still the original.
+            ``"module:attribute"``. A late ``install()`` replaces copies that are still the
+            original.
         native: function that tests whether the installed framework has the feature itself.
         optional: whether a missing module makes the seam ``absent`` instead of ``refused``.
         refusal: why the feature is impossible on this path. With ``refusal``, the wrapper only
@@ -84,7 +85,7 @@ class Seam(_Fields):
         replaces: whether ``wrapper`` is called with the symbol's value and returns a replacement,
             which is in place until ``uninstall()``. ``replaces`` is for a symbol that is used
             without being called, such as a class that a decorator has turned into another object.
-        only_if: conditions that the source must meet: ``"module"`` and ``"module:attribute"`` must
+        only_if: conditions that the source must meet. ``"module"`` and ``"module:attribute"`` must
             exist; for ``"module:attribute mentions name"``, the symbol's source must contain
             ``name``. A seam whose condition is not met is shown in a status only if no declared
             place has the symbol. Conditions are tested when the framework is imported, never
@@ -295,9 +296,9 @@ def seam(target: str = "", feature: Any = (), *, at: Any = (), **fields: Any) ->
     Args:
         target: see ``Seam``.
         feature: the feature that needs the seam, or several features, which share one wrapper.
-        at: several symbols, in the order of their records. Each entry is a target, or a mapping of
-            arguments of ``seam`` for this symbol alone. Arguments that the mapping lacks are taken
-            from the declaration.
+        at: several symbols; their records have the same order. Each entry of ``at`` is a target, or
+            a mapping of arguments of ``seam`` for this symbol alone. Arguments that the mapping
+            lacks are taken from the declaration.
         fields: see ``Seam``.
 
     Raises:

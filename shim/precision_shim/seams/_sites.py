@@ -120,7 +120,7 @@ class Sites:
 
         Returns:
             A message for each symbol that cannot be restored because another tool has wrapped our
-            wrapper. A wrapper of ours that stays only calls the original.
+            wrapper. Our wrapper remains, and only calls the original symbol.
         """
         left = []
         for site in reversed(self._sites):
@@ -192,7 +192,7 @@ class Sites:
 
 
 def locate(target: str) -> tuple[Any, str, Any]:
-    """Return a target's parent object, last name and raw value (a descriptor itself, if any)."""
+    """Return a target's parent object, last name and raw value (without calling a descriptor)."""
     module, _, attribute = target.partition(":")
     parent: Any = sys.modules[module]
     *path, name = attribute.split(".")
@@ -235,7 +235,7 @@ def _resolve_alias(alias: str) -> tuple[dict[str, Any], str]:
 
 
 def _contents(module: Any) -> dict[str, Any]:
-    """Return a module's namespace; ``vars()`` and ``getattr`` would make a lazy module load."""
+    """Return a module's namespace; ``vars()`` and ``getattr`` would load a lazy module."""
     try:
         names = object.__getattribute__(module, "__dict__")
     except AttributeError:

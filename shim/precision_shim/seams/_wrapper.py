@@ -73,7 +73,7 @@ class SeamWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         for kind in getattr(owner, "__mro__", ()):
             if any(value is self for value in vars(kind).values()):
                 return kind
-        return owner  # another wrapper is above this one, and has passed the defining class
+        return owner  # another wrapper called this one, and has passed the defining class
 
     def __copy__(self) -> SeamWrapper:
         return self  # copy.copy() of a plain function also returns the function

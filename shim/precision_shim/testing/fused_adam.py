@@ -12,8 +12,8 @@ The stand-in differs from TransformerEngine:
 * Speed and memory are not those of the CUDA kernels. The stand-in has temporary fp32 tensors for
   one parameter at a time, TransformerEngine for a whole parameter group.
 * The last bit of an update may differ, because a GPU compiler may contract ``a * b + c``.
-* CUDA graphs are missing: ``capturable=True`` passes the real checks and then raises an error.
-* fp8 *parameters* (``Float8Tensor`` and its relatives) and DTensor states are missing.
+* CUDA graphs are missing: ``capturable=True`` passes TransformerEngine's checks, then fails.
+* fp8 *parameters* (``Float8Tensor`` and its relatives) and DTensor states are not supported.
 * The layout of fp8 *moments* is one byte per element plus one scale. TransformerEngine's
   ``Float8Tensor`` may also contain a transposed copy.
 
