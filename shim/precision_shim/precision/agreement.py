@@ -34,8 +34,8 @@ class Engine:
     """One engine of a job, as the job's config describes it.
 
     Attributes:
-        subject: ``"actor"``, ``"policy"``, ``"ref"``, ``"rollout"``, ``"teacher"``, or another
-            name that the framework's users know.
+        subject: the users' name of the engine, such as ``"actor"``, ``"policy"``, ``"ref"``,
+            ``"rollout"`` or ``"teacher"``.
         computes: canonical name of the engine's compute dtype, or ``AUTO`` or ``FP8``.
         key: the config key that sets ``computes``.
         written: whether the user set the key; true if it is unknown who set the key.

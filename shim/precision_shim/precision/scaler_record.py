@@ -170,7 +170,7 @@ def parse_bytes(content: bytes, where: str) -> object:
 def choose_values(
     saved: ScalerRecord, mine: ScalerSettings, where: str
 ) -> tuple[dict[str, Any], int, tuple[str, ...]]:
-    """Return the values to restore a scaler with: the record's values, or the user's settings.
+    """Return the values for restoring a scaler: the record's values, or the user's settings.
 
     Args:
         saved: the record.

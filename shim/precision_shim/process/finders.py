@@ -1,9 +1,9 @@
 """A finder that calls a function before or after the code of an imported module runs.
 
-The shim does not use ``wrapt.register_post_import_hook``, for three reasons. First, Ray's agents
-also run this finder, and should not spend 17 to 65 ms on importing wrapt. Second, wrapt never calls
-a hook that is registered while a ``find_spec`` searches for the hook's module. Third, this finder
-can be removed completely, unlike wrapt's.
+The shim does not use ``wrapt.register_post_import_hook``, for three reasons. Importing wrapt takes
+17 to 65 ms, too long for Ray's agents, which also run this finder. A hook of wrapt that is
+registered while a ``find_spec`` searches for the hook's module is never called. This finder has
+``remove``; wrapt has no function that removes its finder.
 """
 
 import sys
@@ -44,7 +44,7 @@ class Watcher:
         self._busy = _local()
 
     def watch(self, names: "Iterable[str]") -> None:
-        """Add module names, and put the finder first in ``sys.meta_path`` if it is missing."""
+        """Add module names, and put the finder first in ``sys.meta_path`` if missing."""
         self._names.update(names)
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)

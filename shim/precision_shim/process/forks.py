@@ -1,7 +1,7 @@
 """Locks that stay usable after a fork: the forking thread acquires them before it forks.
 
 ``logging`` does the same. A forked child has only one thread: the work of the parent's other
-threads stays incomplete, and their locks stay locked. Therefore a fork waits at most ``PATIENCE``
+threads stays incomplete, and their locks stay locked. A fork therefore waits at most ``PATIENCE``
 seconds until no other thread holds one of the shim's locks. A fork's wait is limited because
 another thread may itself wait for an import in the forking thread. If any thread still holds a lock
 of the shim at the fork, ``interrupted`` makes the child undo incomplete patching. The child gets

@@ -1,7 +1,7 @@
 """Record types for a framework, and for a backend that several frameworks are built on.
 
 Processes read the frameworks' records before they import a framework, and Ray's agents read the
-records too. Therefore this module imports nothing at its top, not even ``dataclasses`` or
+records too. This module therefore imports nothing at its top, not even ``dataclasses`` or
 ``typing``, whose import takes 10 to 25 ms.
 """
 

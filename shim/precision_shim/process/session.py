@@ -135,10 +135,10 @@ def install(
 
     Args:
         features: names of features, as a list or a comma-separated string; ``-name`` excludes a
-            feature. ``None``: the value of ``PRECISION_SHIM_FEATURES``, or all features if the
+            feature. ``None`` means the value of ``PRECISION_SHIM_FEATURES``, or all features if the
             variable is unset.
-        frameworks: names of frameworks. ``None``: the value of ``PRECISION_SHIM_FRAMEWORKS``, or
-            all frameworks except ``megatron`` if the variable is unset.
+        frameworks: names of frameworks. ``None`` means the value of ``PRECISION_SHIM_FRAMEWORKS``,
+            or all frameworks except ``megatron`` if the variable is unset.
         strict: whether a refused seam raises an error. ``None``: only under
             ``PRECISION_SHIM=strict``.
         settings: values keyed by the variables' lower-case names without the prefix, such as
@@ -215,8 +215,8 @@ def _install(
 def start(*, export: bool = False) -> None:
     """Install at a process's start, with the settings from the variables; never raises.
 
-    If a setting is invalid, ``start`` prints one line to stderr, and the process goes on unpatched.
-    In strict mode, the functions in ``Framework.effects`` raise the setting's error.
+    If a setting is invalid, ``start`` prints one line to stderr, and patches nothing. In strict
+    mode, the functions in ``Framework.effects`` raise the setting's error.
 
     Args:
         export: as for ``install()``; used in processes that started without ``PRECISION_SHIM``.
@@ -243,9 +243,9 @@ def uninstall() -> None:
 
     Objects already built (optimizers, scalers) keep the precision they were built with. Save a
     checkpoint before this call, because later checkpoints are written without the shim. Variables
-    that ``install()`` exported get their earlier values back, and the audit and ``watch_updates()``
-    stop. If another tool has wrapped one of our wrappers, ours stays but only calls the original,
-    and a warning names the symbol.
+    that ``install()`` exported are set to their earlier values, and the audit and
+    ``watch_updates()`` stop. If another tool has wrapped one of our wrappers, ours stays but only
+    calls the original, and a warning names the symbol.
     """
     global _current, _bad_start
     with _lock:

@@ -1,7 +1,7 @@
 """The table of all settings, each with its variable, default and parser.
 
-Precedence, highest first: ``PRECISION_SHIM=0`` (the operator's kill switch), arguments of
-``install()``, variables, defaults. The same parser reads arguments and variables.
+Arguments of ``install()`` override variables, variables override defaults, and ``PRECISION_SHIM=0``
+(the operator's kill switch) overrides everything. The same parser reads arguments and variables.
 """
 
 from __future__ import annotations
@@ -301,7 +301,7 @@ def resolve(
     Args:
         features: names, as a list or a comma-separated string; ``None`` for the variable's value.
         frameworks: names of frameworks, in the same form as ``features``.
-        strict: whether a refused seam raises an error; ``None``: only under
+        strict: whether a refused seam raises an error; ``None`` means only under
             ``PRECISION_SHIM=strict``.
         settings: values keyed by the variables' lower-case names without the prefix.
         known_frameworks: allowed names of frameworks; empty to allow any.

@@ -1,8 +1,8 @@
 """Start-up in a process whose environment switches the shim on: wait for a framework's import.
 
-Every process of a cluster may inherit ``PRECISION_SHIM``, pip and compile workers included.
-Therefore ``zz_precision_shim.pth`` only executes ``zz_precision_shim.py``, whose finder waits for
-the frameworks' own packages. When Python searches for a framework's package, the finder calls
+Every process of a cluster may inherit ``PRECISION_SHIM``, pip and compile workers included. The
+file ``zz_precision_shim.pth`` therefore only executes ``zz_precision_shim.py``, whose finder waits
+for the frameworks' own packages. When Python searches for a framework's package, the finder calls
 ``take_over()``. ``take_over()`` replaces the finder with a ``Watcher``, which distinguishes an
 import from a mere lookup.
 
@@ -127,8 +127,8 @@ def _third_parties() -> bool:
 def say(line: str) -> None:
     """Write one line to stderr, not to ``logging``, which a framework may reconfigure later.
 
-    If writing to stderr fails, the line is lost and no error is raised. For example, stderr is
-    ``None`` under pythonw and some daemons, or is closed, or its disk is full.
+    If writing to stderr fails, the line is lost and no error is raised. Writing fails if stderr is
+    ``None`` (under pythonw and some daemons) or closed, or if its disk is full.
     """
     try:
         if sys.stderr is not None:

@@ -65,8 +65,8 @@ class LossScaler(ShardedGradScaler):
 
     A framework can use the scaler in place of GradScaler, because ``scale``, ``unscale_``, ``step``
     and ``update`` behave like GradScaler's. A job of one process needs no process group. The scaler
-    sums an overflow over the process group, by default over all ranks. Therefore data-, tensor- and
-    context-parallel ranks skip the same steps and have the same scale.
+    sums an overflow over the process group, by default over all ranks. Data-, tensor- and
+    context-parallel ranks therefore skip the same steps and have the same scale.
 
     As with GradScaler, a step costs one transfer from the device, of both overflow and scale.
 

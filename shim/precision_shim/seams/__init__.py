@@ -7,7 +7,7 @@ from records and source which symbols to patch. ``_wrapper`` defines the object 
 wrapped symbol; ``_sites`` stores the patched symbols and undoes the patches. ``_engine`` combines
 these modules. ``precision_shim.upstream`` reports the changes in a framework's release.
 
-Each name in ``__all__`` is loaded on first use: code that only reads records needs no wrapt.
+Each name in ``__all__`` is loaded on first use: code that only reads records does not need wrapt.
 """
 
 from .. import _lazily

@@ -29,7 +29,7 @@ class Binding:
     """A symbol's parameters, and which of them a wrapper reads.
 
     Attributes:
-        target: ``"module:attribute"`` of the symbol, for messages.
+        target: the symbol as ``"module:attribute"``, for messages.
         positional: names of the parameters that may be passed by position, without ``first``.
         positional_only: how many of ``positional`` must be passed by position.
         first: name of the parameter for the instance or the class; empty for a function.
@@ -81,8 +81,8 @@ class Call:
     def arguments(self) -> dict[str, Any]:
         """The arguments that the caller passed, by name, without defaults.
 
-        Thus ``name in call.arguments`` is true only if the caller passed ``name``. A wrapper may
-        add, change and remove entries, and ``proceed()`` passes on the changed arguments. All
+        The test ``name in call.arguments`` is true only if the caller passed ``name``. A wrapper
+        may add, change and remove entries, and ``proceed()`` passes on the changed arguments. All
         keyword arguments are entries, even unknown ones and those for ``**kwargs``. Arguments
         without a name (``*args``) are not entries; ``proceed()`` passes them on unchanged.
         """

@@ -172,7 +172,7 @@ def _last(seam: Seam) -> str:
 def _refuse_halves(
     rows: Iterable[Row], problems: dict[Group, list[str]], had: Callable[[str], str]
 ) -> None:
-    """Add a problem for each group that has lost a module while its other seams still exist.
+    """Add a problem for each group that lacks a former module while its other seams still exist.
 
     No problem is added if a version never had an optional module, or if upstream removed all of a
     group's symbols. If upstream removed only some of the symbols, the group would be half patched.

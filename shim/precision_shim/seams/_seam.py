@@ -199,7 +199,7 @@ class Adapter:
             ``str(status())`` shows it only if it was refused or no other path exists.
         probes: names of modules whose functions test whether the framework behaves as the rules
             assume; imported only to run these tests.
-        plan: ``"module:function"`` that reads the models of a job from its launch command, for
+        plan: the ``"module:function"`` that reads the models of a job from its launch command, for
             ``precision-shim plan``; empty if the adapter has no such function.
         checkpoints: how the framework names its checkpoints and which functions predict a resume,
             for ``precision-shim checkpoint``.

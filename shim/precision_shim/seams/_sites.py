@@ -210,7 +210,7 @@ def _find_held(displaced: Mapping[int, tuple[Any, Any]]) -> list[int]:
     Nearly always the result is empty, and the modules need not be searched.
     """
     pairs: list[tuple[Any, Any]] = [(object(), None), *displaced.values()]
-    # Only one tuple refers to ``object()``: a higher count means a further reference.
+    # Only its own tuple refers to the new ``object()``; a higher count means another reference.
     alone, *counts = [sys.getrefcount(pair[0]) for pair in pairs]
     return [key for key, count in zip(displaced, counts, strict=True) if count > alone]
 

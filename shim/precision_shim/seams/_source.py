@@ -39,8 +39,8 @@ class Symbol:
         defaults: a function's defaults that are written as literals.
         names: identifiers and string constants in the source of the symbol, or of a method's class.
         problem: why the symbol cannot be described, or ``""``.
-        kind: ``class``, ``property``, ``staticmethod``, ``classmethod``, ``context manager``,
-            ``coroutine`` or ``generator``; ``""`` for a plain function or method.
+        kind: one of ``class``, ``property``, ``staticmethod``, ``classmethod``, ``context
+            manager``, ``coroutine`` or ``generator``; ``""`` for a plain function or method.
     """
 
     target: str

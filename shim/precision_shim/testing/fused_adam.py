@@ -324,7 +324,8 @@ def _as_fp32(number: Any) -> float:
 
 
 class _FusedAdamWithoutRemainders(FusedAdam):
-    """``FusedAdam`` before TransformerEngine 2.1: no remainders, gradients dropped by default."""
+    """``FusedAdam`` before TransformerEngine 2.1: without remainders; drops gradients by
+    default."""
 
     te_version = "2.0.0"
 
@@ -389,7 +390,7 @@ def fused_adam_for(version: str) -> type[FusedAdam]:
         :class:`FusedAdam` for 2.11.0, a subclass of the same name for any other version.
 
     Raises:
-        ValueError: ``version`` is not a version, or older than 1.13.
+        ValueError: ``version`` is not a version, or is older than 1.13.
     """
     release = release_of(version)
     if release < release_of(OLDEST_VERSION):

@@ -1,7 +1,7 @@
 """Pass the shim's variables to a Ray job's workers, so that all nodes have the same variables.
 
 A raylet keeps the environment that it inherited at its start. A variable that is set later, or on
-another node, does not reach the raylet's workers. Therefore this module wraps ``ray.init`` and
+another node, does not reach the raylet's workers. This module therefore wraps ``ray.init`` and
 merges the variables into the job's ``runtime_env["env_vars"]``. The module leaves out variables
 that the runtime_env of the caller or of ``ray job submit`` already contains. Ray raises an error
 for a key that both ``ray.init`` and ``ray job submit`` set, even to equal values. A setup hook of
