@@ -29,7 +29,7 @@ class Lock:
     """A reentrant lock for ``with`` that exists until the process ends."""
 
     def __init__(self, *, patching: bool = True) -> None:
-        """Make a lock. Every later fork acquires it, because fork handlers cannot be unregistered.
+        """Make a lock that all later forks acquire, because fork handlers cannot be unregistered.
 
         Args:
             patching: whether threads hold the lock while they import and patch modules.

@@ -324,8 +324,7 @@ def _as_fp32(number: Any) -> float:
 
 
 class _FusedAdamWithoutRemainders(FusedAdam):
-    """``FusedAdam`` before TransformerEngine 2.1: without remainders; drops gradients by
-    default."""
+    """``FusedAdam`` before TransformerEngine 2.1, without remainders and with other defaults."""
 
     te_version = "2.0.0"
 
