@@ -219,7 +219,7 @@ def start(*, export: bool = False) -> None:
     mode, the functions in ``Framework.effects`` raise the setting's error.
 
     Args:
-        export: as for ``install()``; used in processes that started without ``PRECISION_SHIM``.
+        export: see ``install()``; for processes that started without ``PRECISION_SHIM``.
     """
     global _current, _bad_start
     try:

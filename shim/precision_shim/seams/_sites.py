@@ -92,7 +92,8 @@ class Sites:
         return site
 
     def put(self, site: Site, new: Layer) -> None:
-        """Add a layer as a site's outermost, or add its groups to the layer with the same key."""
+        """Add a layer outside a site's other layers, or merge it into the layer with the same
+        key."""
         layer = site.layer(new.key)
         if layer is not None:
             layer.groups |= new.groups
