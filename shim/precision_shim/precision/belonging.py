@@ -1,4 +1,4 @@
-"""Check by fingerprints if a loss scaler's record and a checkpoint's files are from the same save.
+"""Check by fingerprints whether a scaler's record and a checkpoint's files are from the same save.
 
 A fingerprint depends only on a file's content, not on times, inode or path. A copy on another file
 system therefore has the same fingerprint. The module unpickles nothing, and does not read all of a

@@ -92,8 +92,7 @@ class Sites:
         return site
 
     def put(self, site: Site, new: Layer) -> None:
-        """Add a layer outside a site's other layers, or merge it into the layer with the same
-        key."""
+        """Add a layer around a site's other layers, or merge it into the layer of the same key."""
         layer = site.layer(new.key)
         if layer is not None:
             layer.groups |= new.groups
