@@ -1,6 +1,6 @@
-"""Read single values of a framework's config for a plan; an error names the wrong value.
+"""Read single values of a framework's config for a plan, and name a wrong value in an error.
 
-``no_adapters`` makes an error that the plans of all frameworks raise.
+``no_adapters`` makes the error that every framework's plan raises for LoRA adapters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def number(value: object, key: str, where: str) -> int:
         where: framework and version.
 
     Raises:
-        PlanError: the value is no whole number.
+        PlanError: the value is not a whole number.
     """
     try:
         if isinstance(value, int | str):
@@ -41,7 +41,7 @@ def mapping(value: object, key: str, where: str) -> Mapping[str, Any]:
         where: framework and version.
 
     Raises:
-        PlanError: the value is no mapping.
+        PlanError: the value is not a mapping.
     """
     if isinstance(value, Mapping):
         return value
@@ -49,7 +49,7 @@ def mapping(value: object, key: str, where: str) -> Mapping[str, Any]:
 
 
 def no_section(value: object, key: str, where: str) -> PlanError:
-    """Return the error for a value that has no keys; see ``mapping``."""
+    """Return the error that ``mapping`` raises for a value without keys."""
     kind = type(value).__name__
     return PlanError(
         f"{where}, {key}={value!r} ({kind}): expected a section with keys. Write the keys in it."
@@ -57,10 +57,10 @@ def no_section(value: object, key: str, where: str) -> PlanError:
 
 
 def number_of(section: Mapping[str, Any], key: str, where: str, default: int = 1) -> int:
-    """Return the number under the last word of ``key``, or the default if the key is missing.
+    """Return the number under the last part of the dotted ``key``; the default if it is missing.
 
     Raises:
-        PlanError: the value is no whole number.
+        PlanError: the value is not a whole number.
     """
     value = section.get(key.rpartition(".")[2])
     return default if value is None else number(value, key, where)

@@ -1,10 +1,10 @@
-"""Decide whether two engines of an RL job compute in the same dtype, by the dtypes' names.
+"""Decide by the dtypes' names whether two engines of an RL job compute in the same dtype.
 
-An RL loss contains the ratio of the trainer's to the rollout engine's probabilities. The loss's KL
-term contains the ratio of the trainer's to the reference model's probabilities. Two engines that
-round differently compute different probabilities for every token. If one engine uses fp16 and the
-other bf16, the ratio of their probabilities has the error that fp16 in both engines would remove.
-docs/both-sides.md has figures; arXiv 2510.26788 observed this error first.
+An RL loss contains the ratio of the trainer's probabilities to the rollout engine's. The loss's KL
+term contains the ratio of the trainer's probabilities to the reference model's. Two engines that
+round differently compute different probabilities for every token. fp16 removes the difference
+between the engines' probabilities only if both engines use fp16. Figures are in docs/both-sides.md;
+arXiv 2510.26788 first reported the mismatch of engines.
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ class Engine:
     """One engine of a job, as the job's config describes it.
 
     Attributes:
-        subject: ``"actor"``, ``"policy"``, ``"ref"``, ``"rollout"``, ``"teacher"``, or another
-            name that the framework's users know.
+        subject: the users' name of the engine, such as ``"actor"``, ``"policy"``, ``"ref"``,
+            ``"rollout"`` or ``"teacher"``.
         computes: canonical name of the engine's compute dtype, or ``AUTO`` or ``FP8``.
         key: the config key that sets ``computes``.
-        written: whether the user set the key; a value that cannot be distinguished from the
-            framework's default counts as set by the user.
+        written: whether the user set the key; true if it is unknown who set the key.
         because: why ``computes`` differs from the key's value; empty if both are equal.
         prefix: text before the key on the framework's command line, such as Hydra's "++".
         values: maps each allowed dtype's canonical name to the key's value for this dtype.
@@ -61,11 +60,11 @@ class Verdict:
     Attributes:
         engine: the other engine.
         agrees: whether both engines compute in the same dtype.
-        lost: whether the user has to change the config. Either the other engine refuses the model,
-            or it computes (or may compute) in bf16, so that the trainer's fp16 has no benefit.
+        lost: whether the user has to change the config, because the other engine refuses the model
+            in fp16 or may compute in bf16 beside a trainer in fp16.
         chosen: both dtypes, in words.
         because: the reason, in words.
-        remedy: the config line with which both engines agree; empty if no key makes them agree.
+        remedy: the config line that makes both engines agree; empty if no key does.
     """
 
     engine: Engine
@@ -101,7 +100,7 @@ def compare(trainer: Engine, other: Engine, model_type: str = "") -> Verdict:
             chosen=f"{dtype}, as the {trainer.subject}",
             because=source,
         )
-    # With an fp32 engine only the trainer rounds to fp16, which is as good as fp16 in both engines.
+    # An fp32 engine beside an fp16 trainer is as good as fp16 in both engines.
     lost = trainer.computes == "fp16" and dtype in ("bf16", AUTO)
     if dtype == FP8:
         return Verdict(
@@ -120,7 +119,7 @@ def compare(trainer: Engine, other: Engine, model_type: str = "") -> Verdict:
 
 
 def resolve_auto(engine: Engine, backend: str, checkpoint: str, model_type: str = "") -> Engine:
-    """Return the engine with ``auto`` replaced by its dtype, if the checkpoint's dtype is known.
+    """Return the engine with ``auto`` replaced by a dtype, if the checkpoint's dtype is known.
 
     Args:
         engine: an engine of the job.
@@ -145,7 +144,7 @@ def refuses_fp16(dtype: str, subject: str, model_type: str) -> str:
 
 
 def rounds(sent: str, computes: str) -> bool:
-    """Whether weights lose precision when they are sent in one dtype to an engine in another.
+    """Whether weights lose precision when they are transferred to an engine of another dtype.
 
     Args:
         sent: canonical name of the dtype in which the weights are transferred.

@@ -1,7 +1,7 @@
-"""Check by fingerprints whether a loss scaler's record and a checkpoint's files are from one save.
+"""Check by fingerprints whether a scaler's record and a checkpoint's files are from the same save.
 
 A fingerprint depends only on a file's content, not on times, inode or path. A copy on another file
-system therefore has the same fingerprint. The module unpickles nothing, and reads only parts of a
+system therefore has the same fingerprint. The module unpickles nothing, and does not read all of a
 file larger than 256 KiB. Needs no torch.
 """
 
@@ -45,10 +45,10 @@ def fingerprint(path: str | os.PathLike[str]) -> str:
 
 
 def fingerprints(files: Mapping[str, str | os.PathLike[str]]) -> dict[str, str]:
-    """Return the fingerprints of the existing files, by the files' names in a record.
+    """Map each existing file's name in a record to the file's fingerprint.
 
     Args:
-        files: paths, by the files' names in a record.
+        files: maps each file's name in a record to its path.
 
     Raises:
         OSError: an existing file cannot be read.
@@ -57,9 +57,9 @@ def fingerprints(files: Mapping[str, str | os.PathLike[str]]) -> dict[str, str]:
 
 
 def files_beneath(directory: str | os.PathLike[str]) -> dict[str, str]:
-    """Return the paths of the files that a record in a directory may name, by relative path.
+    """Return the files that a record in a directory may name: a dict of relative path to path.
 
-    A record may name ranks' own files and files of torch's distributed checkpoints, in the
+    A record may name each rank's own files and the files of torch's distributed checkpoints, in the
     directory and its direct subdirectories.
     """
     files = {}
@@ -74,9 +74,9 @@ def files_beneath(directory: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def foreign(bound: Mapping[str, str], prints: Mapping[str, str]) -> list[str]:
-    """Return another save's files: files whose fingerprints are not in the record, or differ.
+    """Return the names of another save's files: the record lacks them or has other fingerprints.
 
-    Missing files are not returned, because users copy weights without states, or delete states.
+    Missing files are not returned: users may copy only the weights, or delete optimizer states.
 
     Args:
         bound: the fingerprints in the record.
@@ -106,7 +106,7 @@ def _members(file: BinaryIO) -> Iterator[str]:
     try:
         with zipfile.ZipFile(file) as archive:
             members = archive.infolist()
-    except Exception:  # zipfile may raise any error if the file is damaged or no zip file
+    except Exception:  # zipfile may raise any error if the file is damaged or not a zip file
         return
     for member in members:
         yield f"{member.filename}\0{member.file_size}\0{member.CRC}\n"

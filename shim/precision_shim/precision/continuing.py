@@ -1,8 +1,8 @@
-"""Decide whether an optimizer continues from a checkpoint's states exactly. Needs no torch.
+"""Decide whether an optimizer continues exactly from a checkpoint's states. Needs no torch.
 
 Seams apply this module's rules to a checkpoint's tensors while the checkpoint is loaded. The
-checkpoint doctor applies the same rules to files before a load. dtypes have this project's names
-(``precision.names``).
+checkpoint doctor applies the same rules to files before a load. This module spells dtypes as in
+``precision.names``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def master_is_lost(
 
 
 def moment_becomes(live: str, fits: Callable[[], bool]) -> str:
-    """Return how an fp32 moment (``exp_avg``, ``exp_avg_sq``) of a checkpoint changes at a load.
+    """Return how loading changes an fp32 moment (``exp_avg``, ``exp_avg_sq``) of a checkpoint.
 
     Args:
         live: the dtype of the moment in the live optimizer.

@@ -41,7 +41,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def parse_dtype(name: str) -> torch.dtype | None:
-    """Return the dtype that a name means, or ``None``.
+    """Return the dtype that a name means, or ``None`` for an unknown name.
 
     Case, surrounding whitespace and a ``torch.`` prefix are ignored.
     """
@@ -57,7 +57,7 @@ def coerce_dtype(value: object, *, key: str, where: str = "") -> object:
         where: framework and version, for the message.
 
     Raises:
-        DtypeError: the value is a string that names no dtype.
+        DtypeError: the value is a string, but not the name of a dtype.
     """
     if not isinstance(value, str):
         return value
@@ -79,10 +79,10 @@ def coerce_dtypes(config: Mapping[str, Any] | None, *, where: str = "") -> dict[
         where: framework and version, for messages.
 
     Returns:
-        A new dict. Values that are no strings, and values under other keys, are unchanged.
+        A new dict. Only strings under ``*_dtype`` keys are converted.
 
     Raises:
-        DtypeError: a ``*_dtype`` string names no dtype.
+        DtypeError: a string under a ``*_dtype`` key is not the name of a dtype.
     """
     return {
         key: (

@@ -1,8 +1,9 @@
 """Decide whether all engines of an RL job can compute their LM head in fp32.
 
-The LM head's product rounds every logit to the model's dtype, before the log softmax. If the hidden
-states of both engines agree, both engines round a logit to the same value. Then fp32 in only one
-engine makes the probabilities differ (https://github.com/NVIDIA-NeMo/RL/pull/3936).
+The LM head's matrix product rounds every logit to the model's dtype, before the log softmax. If the
+hidden states of both engines agree, both engines round a logit to the same value. An LM head in
+fp32 in only one engine makes the engines' probabilities differ
+(https://github.com/NVIDIA-NeMo/RL/pull/3936).
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ class Head:
     Attributes:
         subject: ``"actor"``, ``"policy"``, ``"ref"`` or ``"rollout"``.
         key: the config key that makes the engine compute its LM head in fp32.
-        in_fp32: whether the config makes the engine compute it in fp32 already.
-        refusal: why the engine cannot compute it in fp32; empty if it can.
+        in_fp32: whether the config already makes the engine compute its LM head in fp32.
+        refusal: why the engine cannot compute its LM head in fp32; empty if it can.
         remedy: what the user can do about the refusal.
         value: the key's value for fp32.
-        known: whether this machine has the engine that the job will use.
+        known: whether the engine that the job will use is installed on this machine.
     """
 
     subject: str
@@ -35,10 +36,10 @@ class Head:
 
 
 def refused(heads: Sequence[Head], *, may_write: bool) -> list[Head]:
-    """The heads that stay in their model's dtype; all heads stay as they are if there is one.
+    """Return the LM heads that cannot be in fp32; if there is one, the shim changes no head.
 
     Args:
         heads: the LM heads of a job's engines.
-        may_write: whether the shim can still write the keys of the engines.
+        may_write: whether the shim can still set the engines' config keys.
     """
     return [head for head in heads if head.refusal or not (head.in_fp32 or may_write)]

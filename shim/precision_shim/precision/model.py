@@ -18,8 +18,8 @@ class TrainableDtypes:
 
     Attributes:
         counts: number of trainable elements by dtype.
-        fp8: whether trainable parameters are stored in fp8. TransformerEngine's fp8 tensors have
-            the ``dtype`` of their high-precision view.
+        fp8: whether trainable parameters are stored in fp8. TransformerEngine's fp8 tensors have a
+            wider nominal ``dtype``, such as bf16.
     """
 
     counts: Mapping[torch.dtype, int] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class TrainableDtypes:
 
     @property
     def single(self) -> torch.dtype | None:
-        """The dtype of all trainable parameters; ``None`` for several dtypes, none, or fp8."""
+        """The common dtype of all trainable parameters; ``None`` if there is none, or for fp8."""
         return next(iter(self.counts)) if len(self.counts) == 1 and not self.fp8 else None
 
     def __add__(self, other: TrainableDtypes) -> TrainableDtypes:

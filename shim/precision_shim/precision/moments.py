@@ -1,8 +1,8 @@
 """Decide whether an exponential average that is stored in bf16 can decay.
 
-``v <- beta2 * v + (1 - beta2) * g^2`` is rounded to 8 significant bits. Rounding to nearest
-restores the old ``v``, which therefore cannot decay, if a step's relative change ``1 - beta2`` is
-at most half an ulp (2^-9 to 2^-8 of the value).
+bf16 rounds ``v <- beta2 * v + (1 - beta2) * g^2`` to 8 significant bits. If a step's relative
+change ``1 - beta2`` is at most half an ulp (2^-9 to 2^-8 of ``v``), rounding restores the old
+``v``, which then never decays.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tables of dtype names: their spellings and sizes, without torch."""
+"""Tables of the dtypes' spellings and sizes; this module does not import torch."""
 
 from __future__ import annotations
 

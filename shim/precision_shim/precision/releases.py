@@ -1,4 +1,4 @@
-"""Facts about TransformerEngine's releases, without torch, for ``precision-shim doctor`` too."""
+"""Facts about TransformerEngine's releases; ``precision-shim doctor`` reads them without torch."""
 
 from __future__ import annotations
 

@@ -16,10 +16,10 @@ import torch
 def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Split fp32 numbers into bf16 parameters and the 16 low bits that bf16 leaves out.
 
-    The parameter is the master rounded to nearest, **ties away from zero**. torch's own
-    ``.bfloat16()`` rounds ties to even, so the results differ if the low half is exactly
-    ``0x8000``. The remainder is the low half, read as a signed number. A negative remainder shows
-    ``join_master`` that the parameter was rounded away from zero.
+    The parameter is the master rounded to nearest, **ties away from zero**. The method
+    ``.bfloat16()`` rounds ties to even: its result differs from the parameter if the low half is
+    exactly ``0x8000``. The remainder is the low half of the master's bits, read as a signed number.
+    A negative remainder means that the parameter was rounded away from zero.
 
     Args:
         master: fp32, any shape.
@@ -41,7 +41,7 @@ def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def join_master(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """Rebuild the fp32 numbers that ``split_master`` split, bit for bit.
 
-    The result is exact for every bit pattern, also of denormals, infinities and NaN.
+    The result is exact for every bit pattern, including denormals, infinities and NaN.
 
     Args:
         param: bf16, any shape.
@@ -76,7 +76,7 @@ def looks_like_remainders(master: torch.Tensor, param: Callable[[], torch.Tensor
     and practically never consists of whole numbers alone.
 
     Args:
-        master: the loaded master: floating point, any shape.
+        master: the loaded master weights, floating point, any shape.
         param: function that returns the live parameter (as many elements as ``master``, any
             floating dtype); called only if ``master`` alone does not decide.
     """

@@ -70,7 +70,7 @@ class ScalerRecord:
         skipped: number of skipped steps.
         skipped_in_row: number of skips since the last step that was not skipped.
         world_size: number of ranks of the job that wrote the record.
-        files: fingerprints, by name, of the files that were saved with the record (see
+        files: maps the name of each file saved with the record to its fingerprint (see
             ``belonging``); ``None`` in format 1, or if the save named no files.
     """
 
@@ -92,8 +92,8 @@ def read_record(record: object, where: str) -> ScalerRecord:
         where: the file, for messages.
 
     Raises:
-        ScalerCheckpointError: ``record`` is no record, is damaged, is of a newer format, or has an
-            invalid value.
+        ScalerCheckpointError: ``record`` is not a record, is damaged, is of a newer format, or has
+            an invalid value.
     """
     if not isinstance(record, Mapping) or record.get("kind") != KIND:
         raise bad_record(where, "it holds no loss scaler state")
@@ -144,7 +144,7 @@ def parse(text: str, where: str) -> object:
     """Parse the JSON text of a record, without validating the record.
 
     Raises:
-        ScalerCheckpointError: the text is no complete JSON.
+        ScalerCheckpointError: the text is not complete JSON.
     """
     try:
         return json.loads(text)
@@ -159,7 +159,7 @@ def parse_bytes(content: bytes, where: str) -> object:
     """Parse a record from a tensor's zero-padded bytes, without validating the record.
 
     Raises:
-        ScalerCheckpointError: the bytes are no record.
+        ScalerCheckpointError: the bytes are not a record.
     """
     text = content.rstrip(b"\0")
     if not text:
@@ -170,7 +170,7 @@ def parse_bytes(content: bytes, where: str) -> object:
 def choose_values(
     saved: ScalerRecord, mine: ScalerSettings, where: str
 ) -> tuple[dict[str, Any], int, tuple[str, ...]]:
-    """Return the values to restore a scaler with: the record's values, or the user's settings.
+    """Return the values for restoring a scaler: the record's values, or the user's settings.
 
     Args:
         saved: the record.
@@ -178,8 +178,8 @@ def choose_values(
         where: the file, for messages.
 
     Returns:
-        A dict with growth interval, both factors and ``min_scale``; the growth tracker; and a line
-        of text for each value that differs from the record.
+        A tuple of a dict (growth interval, both factors, ``min_scale``), the growth tracker, and a
+        line of text for each value that differs from the record.
     """
     lines: list[str] = []
     values: dict[str, Any] = {}
@@ -212,7 +212,7 @@ def lower_tracker(tracker: int, growth_interval: float) -> tuple[int, str]:
         growth_interval: this process's growth interval, in steps; Megatron accepts a fraction.
 
     Returns:
-        The new tracker, and a line of text about the change; empty without a change.
+        The new tracker, and a line of text about the change (empty if nothing changed).
     """
     most = math.ceil(growth_interval) - 1
     if tracker <= most:
@@ -256,7 +256,7 @@ def _files(value: object) -> bool:
 def state_of(record: object) -> str:
     """Return a digest of a record without ``files``; the digest is equal on all ranks of a save.
 
-    The complete digests differ, because each rank's record names only that rank's files.
+    Digests of whole records differ between ranks, because each rank's record names only its files.
     """
     if not isinstance(record, Mapping):
         return ""

@@ -1,4 +1,4 @@
-"""The shim within a process: start-up, ``install()``, settings, and passing them to Ray's workers.
+"""The shim within a process: start-up, ``install()``, settings, and Ray's workers.
 
 ``startup`` waits for a framework's import, ``session`` implements ``install()``, ``settings`` reads
 the variables and ``registry`` lists the adapters. ``in_force`` decides whether a feature is in

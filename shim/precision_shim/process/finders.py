@@ -1,9 +1,9 @@
 """A finder that calls a function before or after the code of an imported module runs.
 
-The shim does not use ``wrapt.register_post_import_hook``, for three reasons. First, Ray's agents
-also run this finder, and should not spend 17 to 65 ms on importing wrapt. Second, wrapt never calls
-a hook that is registered while a ``find_spec`` searches for the hook's module. Third, this finder
-can be removed completely.
+The shim does not use ``wrapt.register_post_import_hook``, for three reasons. Importing wrapt takes
+17 to 65 ms, too long for Ray's agents, which also run this finder. A hook of wrapt that is
+registered while a ``find_spec`` searches for the hook's module is never called. This finder has
+``remove``; wrapt has no function that removes its finder.
 """
 
 import sys
@@ -34,7 +34,7 @@ class Watcher:
         Args:
             callback: called with the module's name. An exception in ``callback`` would reach the
                 code that imports the module.
-            before: whether to call ``callback`` once per name, before the module exists, instead of
+            before: whether to call ``callback`` once per name, before the module exists; otherwise,
                 each time after the module's code has run. With ``before``, ``callback`` may import
                 the module itself.
         """
@@ -44,7 +44,7 @@ class Watcher:
         self._busy = _local()
 
     def watch(self, names: "Iterable[str]") -> None:
-        """Add module names, and put the finder first in ``sys.meta_path`` if it is missing."""
+        """Add module names, and put the finder first in ``sys.meta_path`` if missing."""
         self._names.update(names)
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
@@ -135,11 +135,11 @@ class _Before(_Calling):
             watcher.callback(name)
             module = sys.modules.get(name)
             if module is not None:
-                # The callback has imported the module. importlib searched sys.modules before that
-                # call, and would run the code in a second module: return the first module.
+                # The callback has imported the module. importlib has already searched sys.modules,
+                # and would run the code in a second module: return the first module.
                 self._there = module, module.__spec__
                 return module
-            # Search again: importlib skips finders that the callback inserted at the front.
+            # Search again: importlib would skip finders that the callback inserted at the front.
             found = watcher.find_elsewhere(name, self._path)
             if found is not None and hasattr(found.loader, "exec_module"):
                 self._loader = found.loader  # type: ignore[assignment]

@@ -1,18 +1,18 @@
 """Locks that stay usable after a fork: the forking thread acquires them before it forks.
 
-``logging`` does the same. The child of a fork has one thread: it never completes the work of the
-parent's other threads, and their locks stay locked. Therefore a fork waits at most ``PATIENCE``
+``logging`` does the same. A forked child has only one thread: the work of the parent's other
+threads stays incomplete, and their locks stay locked. A fork therefore waits at most ``PATIENCE``
 seconds until no other thread holds one of the shim's locks. A fork's wait is limited because
-another thread may itself wait for an import in the forking thread. If the lock is still held at the
-fork, or the forking thread holds it, ``interrupted`` makes the child undo incomplete patching. The
-child gets new locks.
+another thread may itself wait for an import in the forking thread. If any thread still holds a lock
+of the shim at the fork, ``interrupted`` makes the child undo incomplete patching. The child gets
+new locks.
 """
 
 import _frozen_importlib
 import os
 import sys
 import time
-from _thread import RLock, get_ident  # the names of threading, without the import of threading
+from _thread import RLock, get_ident  # both as in threading, without the import of threading
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Lock:
     """A reentrant lock for ``with`` that exists until the process ends."""
 
     def __init__(self, *, patching: bool = True) -> None:
-        """Make a lock that every later fork acquires, because no fork handler can be unregistered.
+        """Make a lock that all later forks acquire, because fork handlers cannot be unregistered.
 
         Args:
             patching: whether threads hold the lock while they import and patch modules.
@@ -39,8 +39,8 @@ class Lock:
         """Spec of the module last patched during its import, and id of the importing thread."""
         if patching:
             # At a fork, the handler that was registered last runs first. Import logging first,
-            # because an import under our lock may need logging's lock. A fork that held logging's
-            # lock while it waited for ours would deadlock until PATIENCE has passed.
+            # because an import under our lock may need logging's lock. If a fork held logging's
+            # lock while it waited for our lock, it would hang until PATIENCE has passed.
             import logging  # noqa: F401
         self._renew()
         if hasattr(os, "register_at_fork"):

@@ -1,7 +1,7 @@
 """Record types for a framework, and for a backend that several frameworks are built on.
 
 Processes read the frameworks' records before they import a framework, and Ray's agents read the
-records too. Therefore this module imports nothing at its top, not even ``dataclasses`` or
+records too. This module therefore imports nothing at its top, not even ``dataclasses`` or
 ``typing``, whose import takes 10 to 25 ms.
 """
 
@@ -29,9 +29,9 @@ class Checkpoints(_Record):
         steps: regular expression for a step's directory; its one group is the step's number.
         models: names of the models' directories in a step's directory; empty if a step's directory
             contains one model.
-        resuming: for each kind of files (``"megatron"``, ``"dcp"``, ``"shards"``,
-            ``"safetensors"``) the ``"module:function"`` that predicts from a ``Part`` and ``Here``
-            how the part resumes.
+        resuming: maps each kind of files (``"megatron"``, ``"dcp"``, ``"shards"``,
+            ``"safetensors"``) to the ``"module:function"`` that predicts from a ``Part`` and
+            ``Here`` how the part resumes.
         fields: fields of the framework's own config that a resume may depend on, each with its
             allowed values; the first value is the default.
         fields_are: the users' name for ``fields``, for messages about ``--config``.
@@ -139,7 +139,7 @@ class Framework(_Record):
         """Import the adapter.
 
         Raises:
-            SeamError: the adapter cannot be imported or is no ``Adapter``, or its seams or
+            SeamError: the adapter cannot be imported or is not an ``Adapter``, or its seams or
                 ``checkpoints`` are invalid.
         """
         from ..errors import SeamError

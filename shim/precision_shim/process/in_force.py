@@ -1,4 +1,4 @@
-"""Decide whether a feature is in force for a framework; no other module decides it.
+"""Decide whether a feature is in force for a framework; no other module decides this.
 
 In a worker, the seam engine has recorded the refused groups of seams. The commands doctor, plan and
 checkpoint predict from source which groups the engine would refuse (``Foreseen``).
@@ -24,7 +24,7 @@ def asked_for(settings: Settings, framework: str) -> bool:
 
 
 def offered(known: Mapping[str, Framework], settings: Settings | None) -> dict[str, Framework]:
-    """Return the frameworks to report, one with ``by_name`` only if ``settings`` name it."""
+    """Return the frameworks to report: those without ``by_name``, or named by ``settings``."""
     return {
         name: entry
         for name, entry in known.items()
@@ -58,7 +58,7 @@ def in_force(
 def refused_groups(seams: Iterable[SeamStatus]) -> frozenset[tuple[str, str]]:
     """Return the pairs of feature and group in which a seam cannot be patched.
 
-    A seam that an adapter declares as a refusal does not count, because it only refuses calls.
+    A seam that an adapter declares as a refusal does not count: such a seam only refuses calls.
     """
     return frozenset(
         (seam.feature, seam.group) for seam in seams if seam.state == "refused" and not seam.refusal

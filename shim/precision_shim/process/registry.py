@@ -1,10 +1,10 @@
 """The known adapters: our own from a table, third parties' from entry points.
 
 An entry point of the group ``precision_shim.adapters`` has the framework's name and refers to a
-``seams.Adapter`` object. Our table is ``precision_shim_adapters.frameworks``, which no other module
-of the core imports. In a worker the shim imports an adapter only when one of the framework's
-packages is imported. ``records()`` imports third parties' adapters at once. Start-up calls
-``packages()``, so this module imports nothing slow at its top.
+``seams.Adapter`` object. The table of our adapters is ``precision_shim_adapters.frameworks``, which
+no other module of the core imports. In a worker the shim imports an adapter only when one of the
+framework's packages is imported. ``records()`` imports third parties' adapters immediately.
+Start-up calls ``packages()``, so this module imports nothing slow at its top.
 """
 
 from .framework import Backend, Checkpoints, Framework
@@ -68,7 +68,7 @@ def records(*, third_party: bool = True) -> "dict[str, Framework]":
         theirs = {name: declared for name, declared in entries().items() if name not in ours}
         said = {name: _as_said(declared) for name, declared in theirs.items()}
         theirs = {name: said[name] or declared for name, declared in theirs.items()}
-        if all(said.values()):  # an adapter whose framework was half imported may load later
+        if all(said.values()):  # an adapter that failed in its framework's import may load later
             _said.clear()
             _said[path] = theirs
     return {**ours, **theirs}
@@ -125,7 +125,7 @@ def audit_readers(*, third_party: bool = True) -> "dict[str, str]":
 
 
 def checkpoint_readers(framework: str) -> "dict[str, str]":
-    """Map each kind of checkpoint files to the ``"module:function"`` that sorts the tensors."""
+    """Map each kind of checkpoint files to the function that assigns tensors to components."""
     told = [backend.checkpoint_readers for backend in backends()]
     whose = records().get(framework)
     if whose is not None:

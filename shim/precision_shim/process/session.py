@@ -134,11 +134,11 @@ def install(
     imported. A second call with other arguments replaces the first installation.
 
     Args:
-        features: names of features, as a list or a comma-separated string; ``-name`` removes a
-            feature from all features. ``None``: the value of ``PRECISION_SHIM_FEATURES``, or all
-            features if the variable is unset.
-        frameworks: names of frameworks. ``None``: the value of ``PRECISION_SHIM_FRAMEWORKS``, or
-            all frameworks except ``megatron`` if the variable is unset.
+        features: names of features, as a list or a comma-separated string; ``-name`` excludes a
+            feature. ``None`` means the value of ``PRECISION_SHIM_FEATURES``, or all features if the
+            variable is unset.
+        frameworks: names of frameworks. ``None`` means the value of ``PRECISION_SHIM_FRAMEWORKS``,
+            or all frameworks except ``megatron`` if the variable is unset.
         strict: whether a refused seam raises an error. ``None``: only under
             ``PRECISION_SHIM=strict``.
         settings: values keyed by the variables' lower-case names without the prefix, such as
@@ -155,7 +155,7 @@ def install(
     """
     session = _install(features, frameworks, strict, settings, export)
     if session is not None:
-        session.engine.catch_up()  # not under the lock, because it waits for other threads' imports
+        session.engine.catch_up()  # not under the lock: catch_up() waits for other threads' imports
         if session.settings.strict:
             for name in session.known:
                 for error in session.engine.faults(name):
@@ -170,7 +170,7 @@ def _install(
     settings: Mapping[str, object] | None = None,
     export: bool = True,
 ) -> _Session | None:
-    """Install without waiting for imports or raising faults; ``None`` if there is nothing to do."""
+    """Install, but wait for no import and raise no fault; ``None`` if there is nothing to do."""
     global _current, _refused_by_operator, _bad_start
     with _lock:
         _refused_by_operator = _settings.switch() == "off"
@@ -215,12 +215,11 @@ def _install(
 def start(*, export: bool = False) -> None:
     """Install at a process's start, with the settings from the variables; never raises.
 
-    If a setting is invalid, ``start`` prints one line to stderr, and the process goes on unpatched.
-    In strict mode the functions in ``Framework.effects`` raise the setting's error, like faults of
-    seams and adapters.
+    If a setting is invalid, ``start`` prints one line to stderr, and patches nothing. In strict
+    mode, the functions in ``Framework.effects`` raise the setting's error.
 
     Args:
-        export: as for ``install()``; used in processes that started without ``PRECISION_SHIM``.
+        export: see ``install()``; for processes that started without ``PRECISION_SHIM``.
     """
     global _current, _bad_start
     try:
@@ -244,9 +243,9 @@ def uninstall() -> None:
 
     Objects already built (optimizers, scalers) keep the precision they were built with. Save a
     checkpoint before this call, because later checkpoints are written without the shim. Variables
-    that ``install()`` exported get their earlier values back, and the audit and ``watch_updates()``
-    stop. If another tool has wrapped one of our wrappers, both wrappers stay, ours only passes
-    calls on to the original, and a warning names the symbol.
+    that ``install()`` exported are set to their earlier values, and the audit and
+    ``watch_updates()`` stop. If another tool has wrapped one of our wrappers, ours stays but only
+    calls the original, and a warning names the symbol.
     """
     global _current, _bad_start
     with _lock:
@@ -278,7 +277,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def status() -> Status:
-    """Return the shim's status in this process; ``str()`` of it is one screen of text."""
+    """Return the shim's status in this process; ``str(status())`` is one screen of text."""
     with _lock:
         if _startup.waiting():
             start()  # PRECISION_SHIM is set, but no framework was imported yet
@@ -327,7 +326,7 @@ def _why_off() -> str:
 
 
 def in_force(framework: str, feature: str, group: str) -> bool:
-    """Whether a feature is on for a framework in this process and its group was not refused."""
+    """Whether a feature is on for a framework in this process and the group was not refused."""
     session = _current
     return (
         session is not None
@@ -383,8 +382,8 @@ def _fault(framework: str, error: PrecisionShimError) -> None:
 
 
 def _report(text: str) -> None:
-    # A warning filter of "error" must not turn a report into a failing import of the framework,
-    # or end an uninstall() halfway.
+    # Under the warning filter "error", a report must not make a framework's import fail, or stop
+    # uninstall() halfway.
     try:
         _journal.warn(text, stacklevel=None)
     except PrecisionShimWarning:

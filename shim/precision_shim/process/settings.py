@@ -1,7 +1,7 @@
 """The table of all settings, each with its variable, default and parser.
 
-Documented precedence: the operator's kill switch ``PRECISION_SHIM=0`` > arguments of ``install()``
-> variables > defaults. The same parser reads arguments and variables.
+Arguments of ``install()`` override variables, variables override defaults, and ``PRECISION_SHIM=0``
+(the operator's kill switch) overrides everything. The same parser reads arguments and variables.
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ class Setting:
 
     Attributes:
         name: the setting's name in ``install(settings=...)``.
-        default: its value if the user does not set it.
+        default: the setting's value if the user does not set it.
         parse: converts a value, or raises a ``SettingsError``.
-        feature: the feature that alone reads it, if some frameworks lack this feature.
+        feature: the only feature that reads the setting; empty if all frameworks have that feature.
     """
 
     name: str
@@ -139,7 +139,7 @@ class Settings:
 
     Attributes:
         values: the parsed value of every setting, by name.
-        origin: ``"argument"``, ``"variable"`` or ``"default"``, by the setting's name.
+        origin: maps a setting's name to ``"argument"``, ``"variable"`` or ``"default"``.
         features: names of the features in force.
         frameworks: names of the frameworks that the user named, or ``None`` for all.
         strict: whether a refused seam raises an error.
@@ -167,7 +167,7 @@ class Settings:
 
 
 def without_effect(settings: Settings, features: Collection[str]) -> list[Setting]:
-    """Return the settings of the user's that nothing reads in a framework.
+    """Return the user's settings that no feature of a framework reads.
 
     Args:
         settings: the settings in force.
@@ -250,7 +250,7 @@ BY_CALL: Mapping[str, str] = {
 def parse_features(
     value: str | Iterable[str], variable: str = f"{PREFIX}_FEATURES"
 ) -> tuple[str, ...]:
-    """Parse a list of features; ``-name`` removes a feature from all, or from those listed before.
+    """Parse a list of features; ``-name`` removes a feature (if it is first: from all features).
 
     Raises:
         SettingsError: a name is unknown.
@@ -301,12 +301,12 @@ def resolve(
     Args:
         features: names, as a list or a comma-separated string; ``None`` for the variable's value.
         frameworks: names of frameworks, in the same form as ``features``.
-        strict: whether a refused seam raises an error; ``None``: only under
+        strict: whether a refused seam raises an error; ``None`` means only under
             ``PRECISION_SHIM=strict``.
         settings: values keyed by the variables' lower-case names without the prefix.
         known_frameworks: allowed names of frameworks; empty to allow any.
         environ: the environment; ``None`` for the process's environment.
-        where: how the user wrote ``features``, ``frameworks`` and ``settings``, for messages.
+        where: the names of ``features``, ``frameworks`` and ``settings`` in messages.
 
     Raises:
         SettingsError: an argument or a variable has an unknown name or an invalid value.

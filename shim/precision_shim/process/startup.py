@@ -1,8 +1,8 @@
 """Start-up in a process whose environment switches the shim on: wait for a framework's import.
 
-Every process of a cluster may inherit ``PRECISION_SHIM``, pip and compile workers included.
-Therefore ``zz_precision_shim.pth`` only executes ``zz_precision_shim.py``, whose finder waits for
-the frameworks' own packages. When Python searches for a framework's package, the finder calls
+Every process of a cluster may inherit ``PRECISION_SHIM``, pip and compile workers included. The
+file ``zz_precision_shim.pth`` therefore only executes ``zz_precision_shim.py``, whose finder waits
+for the frameworks' own packages. When Python searches for a framework's package, the finder calls
 ``take_over()``. ``take_over()`` replaces the finder with a ``Watcher``, which distinguishes an
 import from a mere lookup.
 
@@ -94,10 +94,10 @@ def _wake_words() -> "set[str]":
     from . import carriers, registry
 
     names = registry.packages()
-    # Start-up can watch for a third party's framework only if the user names it. For other
-    # frameworks the shim reads every distribution's entry points when torch is imported. Reading
-    # the entry points takes 10 to 50 ms: little compared with importing torch, but too much for a
-    # process without torch.
+    # Start-up can watch for a third party's framework only if the user names it. For a framework
+    # that the user does not name, the shim reads every distribution's entry points when torch is
+    # imported. Reading the entry points takes 10 to 50 ms: little compared with importing torch,
+    # but too much for a process without torch.
     named = os.environ.get(f"{VARIABLE}_FRAMEWORKS", "")
     names.update(name.strip().lower().replace("-", "_") for name in named.split(","))
     names.discard("")
@@ -125,10 +125,10 @@ def _third_parties() -> bool:
 
 
 def say(line: str) -> None:
-    """Write one line to stderr, because a framework may reconfigure logging later.
+    """Write one line to stderr, not to ``logging``, which a framework may reconfigure later.
 
-    If writing to stderr fails, the line is lost and no error is raised. For example, stderr is
-    ``None`` under pythonw and some daemons, or is closed, or its disk is full.
+    If writing to stderr fails, the line is lost and no error is raised. Writing fails if stderr is
+    ``None`` (under pythonw and some daemons) or closed, or if its disk is full.
     """
     try:
         if sys.stderr is not None:

@@ -24,7 +24,7 @@ verbosity = "info"
 
 
 def record(decision: Decision) -> None:
-    """Store and print a decision, unless an equal decision (of another model chunk) is stored."""
+    """Store and print a decision, unless an equal one (of another model chunk) is stored."""
     with _lock:
         if decision in _decisions:
             return

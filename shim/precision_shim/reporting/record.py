@@ -69,7 +69,7 @@ class SeamStatus:
     group: str = ""
 
     def to_dict(self) -> dict[str, str]:
-        """Return target, feature, state and reason, in a form for JSON."""
+        """Return target, feature, state and reason as a dict for JSON."""
         return {
             "target": self.target,
             "feature": self.feature,
@@ -85,7 +85,7 @@ class FrameworkStatus:
     Attributes:
         version: the framework's version; ``None`` if the framework is not installed.
         state: one of ``STATES``.
-        seams: the framework's seams; empty until its adapter is loaded.
+        seams: the framework's seams; empty until the framework's adapter is loaded.
         reason: why the framework has this state; may be empty.
         tested: whether the version is a tested version; ``None`` while this is unknown.
     """
@@ -125,7 +125,7 @@ class Status:
     audit: Sequence[Audit] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the snapshot as dicts, lists, strings and numbers, in a form for JSON."""
+        """Return the snapshot as a dict for JSON: of dicts, lists, strings and numbers."""
         return {
             "enabled": self.enabled,
             "features": list(self.features),

@@ -20,7 +20,7 @@ _COLUMN = 25  # The column at which the text after a feature's name begins.
 _LEAST = 6  # Minimum number of lines for decisions, however long the problems are.
 _AUDITS = 5  # Maximum number of lines for audits.
 _MORE = "status().details()"
-_WITH_OTHERS = "refused whole, because: "  # The seam engine's text before another seam's reason.
+_WITH_OTHERS = "refused whole, because: "  # The engine's prefix of another seam's reason.
 
 AT_WORK = ("pending", "partly pending", "wrapped", "partly", "native")
 """Verdicts on a path that mean that the feature is in force on this path, or will be."""
@@ -161,7 +161,7 @@ def framework(
 
 
 def _feature(name: str, seams: Sequence[SeamStatus], ahead: bool) -> str:
-    """Return a text of the paths on which a feature is in force, waits, is native or is refused."""
+    """Return as text the paths on which a feature is in force, waits, is native or is refused."""
     states: dict[str, list[str]] = {}
     for seam in seams:
         states.setdefault(seam.path, []).append(_state(seam))
@@ -318,7 +318,7 @@ def _key(decision: Decision) -> tuple[str, str, str]:
 def _fit(
     blocks: Sequence[list[str]], room: int, *, left_out: int = 0, turn: bool = False
 ) -> list[str]:
-    """Return the lines of the first blocks that fit into ``room`` lines; ``turn`` reverses them."""
+    """Return the first blocks' lines that fit into ``room`` lines; ``turn`` reverses the blocks."""
     room = max(room, 2)
     kept = list(blocks)
     while kept and _length(kept) + bool(left_out or len(kept) < len(blocks)) > room:

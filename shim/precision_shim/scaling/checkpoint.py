@@ -1,8 +1,8 @@
 """A scaler's state in a checkpoint directory: one small JSON file, replaced atomically.
 
 Rank 0 writes and reads the file and broadcasts its content, so that all ranks have the same scale.
-If checkpoint paths are node-local, the file is in the directory of rank 0's shards, and is moved
-and deleted with these shards.
+If checkpoint paths are node-local, the scaler's file is in the directory of rank 0's shards, and is
+moved and deleted with these shards.
 
 The record lists all ranks' checkpoint files of the same save, each with a fingerprint of its
 content (``precision.belonging``). ``load`` rejects a record if the files next to it were written by
@@ -43,7 +43,7 @@ def save(
 
     Call ``save`` after the framework has written its own files. The scaler's file is renamed to its
     final name only when it is complete and flushed to the disk. If the process is killed before the
-    renaming, the file of an earlier save remains, and perhaps a hidden temporary file.
+    renaming, the file of an earlier save remains; a hidden temporary file may remain too.
 
     Args:
         directory: this rank's path of the checkpoint's directory; rank 0 creates a missing one.
@@ -93,11 +93,11 @@ def load(
             state; ``None`` to skip the check.
 
     Returns:
-        ``None`` if the checkpoint has no scaler state; otherwise one line for each restored value
-        that differs from the saved value, and one line if the state names no files to check.
+        ``None`` if the checkpoint has no scaler state; otherwise lines of text. A line reports a
+        restored value that differs from the saved value, or a state that names no files to check.
 
     Raises:
-        ScalerOfAnotherSaveError: the ``files`` are of another save than the state.
+        ScalerOfAnotherSaveError: the ``files`` and the state are from different saves.
         ScalerCheckpointError: the file is damaged or cannot be read. Every rank raises the same
             error, and the scaler is then unchanged.
     """
@@ -147,7 +147,7 @@ def other_save(record: object, where: str, files: Files | None) -> str:
         files: this rank's files, to compare with the files that the record names.
 
     Returns:
-        A message if ``files`` are of another save than the record; otherwise ``""``.
+        A message if ``files`` and the record are from different saves; otherwise ``""``.
 
     Raises:
         ScalerCheckpointError: the record is damaged, or a file cannot be read.
@@ -183,10 +183,10 @@ def agree(problem: str, record: object, where: str, another: str = "") -> str:
         another: the result of ``other_save`` on this rank.
 
     Returns:
-        The first non-empty ``another`` in rank order; ``""`` if every rank's is empty.
+        The first non-empty ``another`` in rank order; ``""`` if ``another`` is empty on every rank.
 
     Raises:
-        ScalerCheckpointError: a rank has a ``problem`` (the first one becomes the message), or the
+        ScalerCheckpointError: a rank has a ``problem`` (the message is the first problem), or the
             ranks' states differ.
     """
     all_of_them = _from_all((problem, state_of(record), another))

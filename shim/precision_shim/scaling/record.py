@@ -56,7 +56,7 @@ def record_of(scaler: GradScaler, files: Mapping[str, str] | None = None) -> dic
 
     Returns:
         The record, with the keys ``kind``, ``format``, ``state``, ``settings``, ``counters``,
-        ``world_size``, ``written_by``, ``files`` (if given), and ``digest``, of all other entries.
+        ``world_size``, ``written_by``, ``files`` (if given), and ``digest`` (of all other entries).
     """
     state = scaler.state_dict()
     ours = isinstance(scaler, LossScaler)
@@ -90,9 +90,9 @@ def record_of(scaler: GradScaler, files: Mapping[str, str] | None = None) -> dic
 class BoundWhenPickled(OrderedDict[str, Any]):
     """A record that, when pickled, adds the fingerprints of the other files of the same save.
 
-    ``BoundWhenPickled`` is for a framework that stores the record early and pickles it into its
-    last file. The record is pickled as an ``OrderedDict``, which a process without the shim can
-    read.
+    ``BoundWhenPickled`` is for a framework that stores the record early and pickles the record into
+    the last file of a save. The record is pickled as an ``OrderedDict``, which a process without
+    the shim can read.
 
     Args:
         record: from ``record_of``.
@@ -119,8 +119,8 @@ def restore(scaler: GradScaler, record: object, where: str) -> tuple[str, ...]:
     """Restore a scaler to a record's state.
 
     The record supplies scale, growth tracker, counters and settings, except a growth interval or
-    factors that the user of this process set. ``min_scale`` becomes the lower of saved and present
-    value.
+    factors that the user of this process set. ``min_scale`` becomes the lower of the saved and the
+    present value.
 
     Args:
         scaler: a ``LossScaler``, or a framework's own GradScaler.
@@ -163,14 +163,14 @@ def to_tensor(record: Mapping[str, Any] | None = None) -> torch.Tensor:
 
 
 def from_tensor(tensor: torch.Tensor, where: str) -> object:
-    """Return the record in a tensor of bytes, without validating it.
+    """Return the record in a tensor of bytes, without validating the record.
 
     Args:
         tensor: the result of ``to_tensor``, loaded from a checkpoint.
         where: the file, for messages.
 
     Raises:
-        ScalerCheckpointError: the bytes are no record.
+        ScalerCheckpointError: the bytes are not a record.
     """
     if tensor.dtype is not torch.uint8:
         raise bad_record(where, f"it holds {tensor.dtype} where a record's bytes were expected")

@@ -24,11 +24,11 @@ then grow to inf, and 0 x inf would make all later gradients NaN."""
 
 @contextmanager
 def _as_others(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Make GradScaler step every optimizer in the same way, even one that handles the loss scale.
+    """Make GradScaler step every optimizer in the same way, even one that unscales by itself.
 
     At the step, the gradients are already unscaled (for clipping), and all ranks' overflows are
     summed. TransformerEngine's FusedAdam would unscale the gradients a second time
-    (``capturable=True``), and test for an overflow on its own rank alone.
+    (``capturable=True``), and would test for an overflow on this rank alone.
     """
     name = "_step_supports_amp_scaling"
     held = vars(optimizer)
@@ -45,8 +45,8 @@ def _shards(optimizer: torch.optim.Optimizer) -> Any:
     """Return the optimizer's parameters, with this rank's shard in place of each DTensor gradient.
 
     For DTensors, torch would sum the overflow over each DTensor's mesh, before the scaler sums it
-    over all ranks. The sum over a mesh cannot mix DTensors with plain gradients. The sum also runs
-    on the gradient's device, and for gradients on the CPU there may be no backend (only NCCL).
+    over all ranks. The sum over a mesh cannot mix DTensors with plain gradients. For gradients on
+    the CPU, the mesh may have no backend that can sum (NCCL sums only on GPUs).
     """
 
     def shard(parameter: torch.Tensor) -> Any:
@@ -65,10 +65,10 @@ class LossScaler(ShardedGradScaler):
 
     A framework can use the scaler in place of GradScaler, because ``scale``, ``unscale_``, ``step``
     and ``update`` behave like GradScaler's. A job of one process needs no process group. The scaler
-    sums an overflow over the process group, by default over all ranks. Therefore data-parallel,
-    tensor- and context-parallel ranks skip the same steps and have the same scale.
+    sums an overflow over the process group, by default over all ranks. Data-, tensor- and
+    context-parallel ranks therefore skip the same steps and have the same scale.
 
-    Like GradScaler, a step costs one transfer from the device, of both overflow and scale.
+    As with GradScaler, a step costs one transfer from the device, of both overflow and scale.
 
     Args:
         settings: see ``ScalerSettings``.
@@ -116,7 +116,7 @@ class LossScaler(ShardedGradScaler):
 
     @property
     def shares_overflows(self) -> bool:
-        """Whether other ranks take part in ``unscale_``; then every rank has to call it."""
+        """Whether ``unscale_`` is a collective operation, which every rank has to call."""
         if not (dist.is_available() and dist.is_initialized()):
             return False
         return dist.get_world_size(self.process_group) > 1
@@ -241,8 +241,8 @@ class LossScaler(ShardedGradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore scale, growth tracker and settings, as GradScaler does, and ``min_scale``.
 
-        If the state has no ``min_scale``, like a state of GradScaler, the settings' ``min_scale``
-        is used. If ``min_scale`` is above the state's scale, it is lowered to that scale.
+        If the state has no ``min_scale`` (like GradScaler's state), the settings' ``min_scale`` is
+        used. If ``min_scale`` is above the state's scale, it is lowered to that scale.
         """
         super().load_state_dict(state_dict)
         if self._enabled:
@@ -268,8 +268,8 @@ class LossScaler(ShardedGradScaler):
         """Update the scale after a framework's own loop took a step, or skipped a non-finite step.
 
         ``settle`` is for a loop that tests the norm of the unscaled gradients itself and cannot
-        call this scaler's ``step``. A framework's loop calls ``unscale_once`` before its step, and
-        ``settle`` after it.
+        call this scaler's ``step``. A framework's loop calls ``unscale_once`` before each step, and
+        ``settle`` after each step.
 
         Raises:
             LossScaleError: see ``update``.
@@ -289,7 +289,7 @@ class LossScaler(ShardedGradScaler):
         self._overflow = None
 
     def interrupt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an exception ended a step, for ``forget`` when the next loss is scaled.
+        """Note that an exception ended a step; scaling the next loss then calls ``forget``.
 
         If the framework repeats the step without a new backward pass, the gradients must not be
         unscaled a second time.

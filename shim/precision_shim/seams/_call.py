@@ -1,4 +1,4 @@
-"""The arguments of a wrapper function: a ``Call``, and the symbol's arguments that it names.
+"""A wrapper's arguments: a ``Call``, and the arguments of the symbol that the wrapper names.
 
 ``prepare`` reads a symbol's signature once, when the symbol is patched, not at each call.
 """
@@ -29,12 +29,12 @@ class Binding:
     """A symbol's parameters, and which of them a wrapper reads.
 
     Attributes:
-        target: ``"module:attribute"`` of the symbol, for messages.
+        target: the symbol as ``"module:attribute"``, for messages.
         positional: names of the parameters that may be passed by position, without ``first``.
         positional_only: how many of ``positional`` must be passed by position.
         first: name of the parameter for the instance or the class; empty for a function.
         parameters: the names of all parameters except ``first``.
-        wanted: the wrapper's parameters, each with its value if the caller passes no value.
+        wanted: the wrapper's parameters, each with the value to use if the caller passes no value.
     """
 
     target: str
@@ -81,10 +81,10 @@ class Call:
     def arguments(self) -> dict[str, Any]:
         """The arguments that the caller passed, by name, without defaults.
 
-        Thus ``name in call.arguments`` is true only if the caller passed ``name``. A wrapper may
-        add, change and remove entries, and ``proceed()`` passes on the changed arguments. All
-        keywords are entries, even keywords for ``**kwargs`` and unknown keywords. Positional
-        arguments without a name (``*args``) are no entries; ``proceed()`` passes them on unchanged.
+        The test ``name in call.arguments`` is true only if the caller passed ``name``. A wrapper
+        may add, change and remove entries, and ``proceed()`` passes on the changed arguments. All
+        keyword arguments are entries, even unknown ones and those for ``**kwargs``. Arguments
+        without a name (``*args``) are not entries; ``proceed()`` passes them on unchanged.
         """
         self._taken = True
         return self._bound()
@@ -95,7 +95,7 @@ class Call:
         return self._binding.parameters
 
     def proceed(self) -> Any:
-        """Call the symbol beneath this wrapper with the current ``arguments``.
+        """Call the wrapped symbol with the current ``arguments``.
 
         Arguments that the caller passed by position are passed by position, all others by name. A
         wrapper may call ``proceed()`` any number of times, or not at all.
@@ -152,7 +152,7 @@ def prepare(
     """
     reads = reads_of(function)
     bound = in_class and not isinstance(raw, staticmethod) and hasattr(raw, "__get__")
-    # Read the function within a class's descriptor: a bound method lacks the instance parameter.
+    # Inspect the function in a class's descriptor: a bound method lacks the instance parameter.
     signature = _signature(getattr(raw, "__func__", raw) if in_class else raw)
     parameters = [given for given in signature or () if given.kind in _NAMED]
     positional = [
@@ -233,7 +233,7 @@ def around(
 ) -> Any:
     """Call a bound method through a wrapper, as a seam would.
 
-    ``around`` is for a mixin that precedes a framework's class in the bases and patches no symbol.
+    ``around`` is for a mixin that is listed before a framework's class and patches no symbol.
 
     Args:
         function: the wrapper.

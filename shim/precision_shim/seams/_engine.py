@@ -1,10 +1,10 @@
 """The engine that patches the seams of adapters as their target modules are imported.
 
-For each adapter the engine waits until one of its target modules is imported. At that import the
-engine checks all seams of the adapter against the source (``_plan``). In each group of a feature
-the engine patches either all seams (``_sites``) or none. A seam whose module is not imported yet is
-patched when the module is imported. If an imported module differs from the checked source, the
-engine undoes the whole group.
+When the first target module of an adapter is imported, the engine checks all seams of the adapter
+against the source (``_plan``). In each group of a feature the engine patches either all seams
+(``_sites``) or none. A seam whose module is not imported yet is patched when the module is
+imported. If an imported module differs from the checked source, the engine undoes all patches of
+the group.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class Engine:
         if not self._live:  # this is the child of a fork during put(), without patches
             return
         unreached = self._sites.reach(site, seam.aliases)
-        # A declared refusal is patched too, so that its wrapper can refuse; users see "refused".
+        # A declared refusal is patched too: its wrapper refuses calls, and users see "refused".
         row.state = "refused" if seam.refusal else "wrapped"
         row.reason = seam.refusal
         if unreached:
@@ -251,8 +251,8 @@ class Engine:
         """Undo all patches, the latest first.
 
         Returns:
-            A message for each symbol that cannot be restored, because another tool has wrapped our
-                wrapper, which stays beneath and only passes calls on.
+            A message for each symbol that cannot be restored because another tool has wrapped our
+            wrapper. Our wrapper remains, and only calls the original symbol.
         """
         with _lock:
             self._live = False

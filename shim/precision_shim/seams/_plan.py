@@ -109,7 +109,7 @@ missing target; its result is a version that has the target (``"verl 0.9.1"``), 
 
 
 def nothing_missed(adapter: Adapter) -> Callable[[str], str]:
-    """Serve as the ``Missed`` of a caller that has no record of other versions."""
+    """Return a function that returns ``""`` for every target: no other version is recorded."""
     return lambda target: ""
 
 
@@ -147,7 +147,7 @@ def check(
 def _find_moved(
     adapter: Adapter, features: Iterable[str], rows: Iterable[Row], had: Callable[[str], str]
 ) -> Iterator[Row]:
-    """Yield rows for seams that conditions exclude and whose symbol is at no declared place.
+    """Yield rows for seams whose conditions are not met and whose symbol is at no declared place.
 
     With ``only_if`` and ``unless`` an adapter declares a symbol's places in different versions. If
     no declared place has the symbol, the symbol's group must not lose the seam silently.
@@ -172,9 +172,9 @@ def _last(seam: Seam) -> str:
 def _refuse_halves(
     rows: Iterable[Row], problems: dict[Group, list[str]], had: Callable[[str], str]
 ) -> None:
-    """Add a problem for each group that has lost a module while its other seams still exist.
+    """Add a problem for each group that lacks a former module while its other seams still exist.
 
-    It is no problem if a version never had an optional module, or if upstream removed all of a
+    No problem is added if a version never had an optional module, or if upstream removed all of a
     group's symbols. If upstream removed only some of the symbols, the group would be half patched.
     """
     stays = {row.group for row in rows if row.state == "pending" and not row.seam.refusal}

@@ -56,11 +56,11 @@ class _Fields:
 
 @dataclass(frozen=True)
 class Seam(_Fields):
-    """A symbol of a framework that the shim patches for one feature, and how.
+    """A record of a framework's symbol that the shim patches for one feature.
 
     Installer, uninstaller, status, documentation and tests all read ``Seam`` records, which
-    ``seam`` makes. An adapter calls ``Seam`` itself if the framework has the feature, because there
-    is then no function to mark. An adapter also calls ``Seam`` for a function that wraps different
+    ``seam`` makes. If the framework itself has the feature, there is no function to mark, and the
+    adapter calls ``Seam``. An adapter also calls ``Seam`` for a function that wraps different
     symbols in different frameworks.
 
     Attributes:
@@ -76,18 +76,20 @@ class Seam(_Fields):
         relies_on: identifiers on which the wrapper relies; the source of the symbol (for a method:
             of its class) must contain them.
         aliases: copies of the symbol that other modules made by ``from ... import``, each as
-            ``"module:attribute"``; a late install replaces each copy that is still the original.
+            ``"module:attribute"``. A late ``install()`` replaces copies that are still the
+            original.
         native: function that tests whether the installed framework has the feature itself.
         optional: whether a missing module makes the seam ``absent`` instead of ``refused``.
         refusal: why the feature is impossible on this path. With ``refusal``, the wrapper only
-            reports the reason (in strict mode: raises an error) in a call of the symbol.
+            reports the reason, or in strict mode raises an error, when the symbol is called.
         replaces: whether ``wrapper`` is called with the symbol's value and returns a replacement,
             which is in place until ``uninstall()``. ``replaces`` is for a symbol that is used
             without being called, such as a class that a decorator has turned into another object.
-        only_if: conditions that the source must meet: ``"module"`` and ``"module:attribute"`` must
+        only_if: conditions that the source must meet. ``"module"`` and ``"module:attribute"`` must
             exist; for ``"module:attribute mentions name"``, the symbol's source must contain
-            ``name``. A status shows a seam whose condition is not met only if no declared place has
-            its symbol. Conditions are tested when the framework is imported, never earlier.
+            ``name``. A seam whose condition is not met is shown in a status only if no declared
+            place has the symbol. Conditions are tested when the framework is imported, never
+            earlier.
         unless: conditions in the form of ``only_if``; the seam is left out if any of them is met.
         unbound: must be true if the symbol is a classmethod or a staticmethod and ``wrapper`` reads
             ``call.instance``, which is then the class or ``None``. Without ``unbound=True`` the
@@ -187,25 +189,25 @@ class Adapter:
         seams: the table of seams that ``collect`` makes; of several seams on one target the first
             is the innermost wrapper.
         effects: functions that build an optimizer or a DDP, as ``"module:attribute"``. In strict
-            mode the functions in ``effects`` raise an adapter's faults, even if the adapter is
-            broken, and no function raises a fault earlier. The engine skips a function that a
+            mode, calls of the functions in ``effects`` raise an adapter's faults, even those of a
+            broken adapter; imports raise no fault. The engine skips a function that the installed
             version lacks.
         paths: maps a group to the users' name of the path through the framework that the group
-            patches, such as ``{"fsdp": "FSDP engine"}``. A group without an entry is shown by its
-            own name. A path whose name ends in brackets, such as ``"FSDP engine (metrics)"``, only
-            serves other paths. ``details()`` always shows such a path, ``str(status())`` only if it
-            was refused or no other path exists.
+            patches, such as ``{"fsdp": "FSDP engine"}``. A group without an entry is shown under
+            its own name. A path whose name ends in brackets, such as ``"FSDP engine (metrics)"``,
+            only serves other paths. ``details()`` always shows a path with brackets;
+            ``str(status())`` shows it only if it was refused or no other path exists.
         probes: names of modules whose functions test whether the framework behaves as the rules
             assume; imported only to run these tests.
-        plan: ``"module:function"`` that reads the models of a job from its launch command, for
+        plan: the ``"module:function"`` that reads the models of a job from its launch command, for
             ``precision-shim plan``; empty if the adapter has no such function.
         checkpoints: how the framework names its checkpoints and which functions predict a resume,
             for ``precision-shim checkpoint``.
         audit_readers: maps the top-level package of an optimizer's class to the
             ``"module:function"`` that reads such optimizers for the audit. All other optimizers are
             read like torch's own.
-        checkpoint_readers: maps a kind of checkpoint files to the ``"module:function"`` that sorts
-            their tensors.
+        checkpoint_readers: maps a kind of checkpoint files to the ``"module:function"`` that
+            assigns their tensors to components.
     """
 
     framework: str
@@ -294,9 +296,9 @@ def seam(target: str = "", feature: Any = (), *, at: Any = (), **fields: Any) ->
     Args:
         target: see ``Seam``.
         feature: the feature that needs the seam, or several features, which share one wrapper.
-        at: several symbols, in the order of their records. Each entry is a target, or a mapping of
-            arguments of ``seam`` for this symbol alone. Arguments that the mapping lacks are taken
-            from the declaration.
+        at: several symbols; their records have the same order. Each entry of ``at`` is a target, or
+            a mapping of arguments of ``seam`` for this symbol alone. Arguments that the mapping
+            lacks are taken from the declaration.
         fields: see ``Seam``.
 
     Raises:

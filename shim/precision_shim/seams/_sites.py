@@ -16,10 +16,10 @@ _ABSENT = object()
 
 @dataclass
 class Layer:
-    """One wrapper over a symbol, with the groups that need it; without groups it passes calls on.
+    """One wrapper of a symbol, and the groups that need the wrapper; without groups it is off.
 
     Attributes:
-        key: identifies the layer within its site: the wrapper, which several features may share.
+        key: the wrapper, which identifies the layer within its site; several features may share it.
         function: the wrapper in wrapt's form; for a replacement, the function that makes it.
         owner: marks the wrapped symbol as ours and names the adapter.
         groups: the groups that need the layer.
@@ -35,7 +35,7 @@ class Layer:
     made: tuple[Any, Any] | None = None
 
     def is_live(self) -> bool:
-        """Whether a group needs the layer; tested per call: callers may store old wrappers."""
+        """Whether a group needs the layer; tested at each call: callers may store old wrappers."""
         return bool(self.groups)
 
     def over(self, below: Any, target: str) -> Any:
@@ -92,7 +92,7 @@ class Sites:
         return site
 
     def put(self, site: Site, new: Layer) -> None:
-        """Add a layer to a site as the outermost, or add its groups to the site's same layer."""
+        """Add a layer around a site's other layers, or merge it into the layer of the same key."""
         layer = site.layer(new.key)
         if layer is not None:
             layer.groups |= new.groups
@@ -119,8 +119,8 @@ class Sites:
         """Undo all patches, the latest first.
 
         Returns:
-            A message for each symbol that cannot be restored, because another tool has wrapped our
-                wrapper, which stays beneath and only passes calls on.
+            A message for each symbol that cannot be restored because another tool has wrapped our
+            wrapper. Our wrapper remains, and only calls the original symbol.
         """
         left = []
         for site in reversed(self._sites):
@@ -192,7 +192,7 @@ class Sites:
 
 
 def locate(target: str) -> tuple[Any, str, Any]:
-    """Return a target's parent object, its last name, and the raw value (a descriptor as is)."""
+    """Return a target's parent object, last name and raw value (without calling a descriptor)."""
     module, _, attribute = target.partition(":")
     parent: Any = sys.modules[module]
     *path, name = attribute.split(".")
@@ -210,7 +210,7 @@ def _find_held(displaced: Mapping[int, tuple[Any, Any]]) -> list[int]:
     Nearly always the result is empty, and the modules need not be searched.
     """
     pairs: list[tuple[Any, Any]] = [(object(), None), *displaced.values()]
-    # Only its tuple refers to ``object()``: a higher count means a further reference.
+    # Only its own tuple refers to the new ``object()``; a higher count means another reference.
     alone, *counts = [sys.getrefcount(pair[0]) for pair in pairs]
     return [key for key, count in zip(displaced, counts, strict=True) if count > alone]
 
@@ -235,7 +235,7 @@ def _resolve_alias(alias: str) -> tuple[dict[str, Any], str]:
 
 
 def _contents(module: Any) -> dict[str, Any]:
-    """Return a module's namespace; ``vars()`` and ``getattr`` would make a lazy module load."""
+    """Return a module's namespace; ``vars()`` and ``getattr`` would load a lazy module."""
     try:
         names = object.__getattribute__(module, "__dict__")
     except AttributeError:

@@ -37,10 +37,10 @@ class Symbol:
             fields, including the fields of bases in the same file.
         positional: the parameters of a function that may be passed by position.
         defaults: a function's defaults that are written as literals.
-        names: identifiers and string constants in the symbol's source (a method's: the class's).
+        names: identifiers and string constants in the source of the symbol, or of a method's class.
         problem: why the symbol cannot be described, or ``""``.
-        kind: ``class``, ``property``, ``staticmethod``, ``classmethod``, ``context manager``,
-            ``coroutine`` or ``generator``; ``""`` for a plain function or method.
+        kind: one of ``class``, ``property``, ``staticmethod``, ``classmethod``, ``context
+            manager``, ``coroutine`` or ``generator``; ``""`` for a plain function or method.
     """
 
     target: str
@@ -185,7 +185,7 @@ def definition(target: str) -> Definition | None:
         return None
     scope: ast.AST = _parse(text)
     for part in attribute.split("."):
-        scope = _member(scope, part) or scope  # the class of a generated __init__
+        scope = _member(scope, part) or scope  # for a generated __init__: the class
     return Definition(scope, text)
 
 

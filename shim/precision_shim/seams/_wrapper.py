@@ -59,8 +59,8 @@ class SeamWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         if not (static or plain):
             return super().__get__(instance, owner)
         # Return the same object at each access to ``Class.method``, as for a plain function. Ray
-        # treats the returned object as a function when it lists an actor's methods. Unless a
-        # function's name refers to the returned object, cloudpickle pickles the function by value,
+        # treats the returned object as a function when it lists an actor's methods. If a function's
+        # name did not refer to the returned object, cloudpickle would pickle the function by value,
         # without our wrapper.
         if self._self_unbound is None:
             self._self_unbound = super().__get__(None, self._definer(owner))
@@ -73,7 +73,7 @@ class SeamWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         for kind in getattr(owner, "__mro__", ()):
             if any(value is self for value in vars(kind).values()):
                 return kind
-        return owner  # another wrapper is above this one, and has passed the defining class
+        return owner  # another wrapper called this one, and has passed the defining class
 
     def __copy__(self) -> SeamWrapper:
         return self  # copy.copy() of a plain function also returns the function

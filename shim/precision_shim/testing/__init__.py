@@ -4,8 +4,8 @@ Frameworks and Megatron-core are real, and so is the optimizers' arithmetic. Onl
 GPU is replaced, and the docstring of each replacement lists its differences from the original. A
 passing test has run the framework's own code, but no CUDA kernel.
 
-This example trains a tiny GPT with Megatron's own DDP and DistributedOptimizer and the
-precision-aware optimizer, on any laptop with torch and megatron-core::
+This example trains a tiny GPT with Megatron's own DDP and precision-aware DistributedOptimizer, on
+any laptop with torch and megatron-core::
 
     from precision_shim.testing import (
         measure_bytes, megatron_on_cpu, model_parallel, stand_in_transformer_engine, tiny_gpt,

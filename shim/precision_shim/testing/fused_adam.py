@@ -1,19 +1,19 @@
 """A pure-torch stand-in for TransformerEngine's ``FusedAdam``.
 
-The stand-in reproduces the interface, the checks of arguments, the state layout and the rounding of
-``transformer_engine.pytorch.optimizers.FusedAdam``, as far as Megatron-core and RL frameworks can
-observe them. For each TransformerEngine version the stand-in reproduces the legal constructor
-arguments, the dtype of each state tensor, the result of ``state_dict`` and the arguments of
-``load_state_dict``. A step does the same arithmetic: it computes in fp32, and rounds the stored
-values to nearest.
+The stand-in reproduces the interface, argument checks, state layout and rounding of
+``transformer_engine.pytorch.optimizers.FusedAdam``, as far as Megatron-core and RL frameworks use
+them. For each TransformerEngine version the stand-in reproduces the legal constructor arguments,
+the dtype of each state tensor, the result of ``state_dict`` and the arguments of
+``load_state_dict``. A step does TransformerEngine's arithmetic: it computes in fp32, and rounds the
+stored values to nearest.
 
 The stand-in differs from TransformerEngine:
 
 * Speed and memory are not those of the CUDA kernels. The stand-in has temporary fp32 tensors for
   one parameter at a time, TransformerEngine for a whole parameter group.
 * The last bit of an update may differ, because a GPU compiler may contract ``a * b + c``.
-* CUDA graphs are missing: ``capturable=True`` passes the real checks and then raises an error.
-* fp8 *parameters* (``Float8Tensor`` and its relatives) and DTensor states are missing.
+* CUDA graphs are missing: ``capturable=True`` passes TransformerEngine's checks, then fails.
+* fp8 *parameters* (``Float8Tensor`` and its relatives) and DTensor states are not supported.
 * The layout of fp8 *moments* is one byte per element plus one scale. TransformerEngine's
   ``Float8Tensor`` may also contain a transposed copy.
 
@@ -324,7 +324,7 @@ def _as_fp32(number: Any) -> float:
 
 
 class _FusedAdamWithoutRemainders(FusedAdam):
-    """``FusedAdam`` before TransformerEngine 2.1: no remainders, gradients dropped by default."""
+    """``FusedAdam`` before TransformerEngine 2.1, without remainders and with other defaults."""
 
     te_version = "2.0.0"
 
@@ -389,7 +389,7 @@ def fused_adam_for(version: str) -> type[FusedAdam]:
         :class:`FusedAdam` for 2.11.0, a subclass of the same name for any other version.
 
     Raises:
-        ValueError: ``version`` is not a version, or older than 1.13.
+        ValueError: ``version`` is not a version, or is older than 1.13.
     """
     release = release_of(version)
     if release < release_of(OLDEST_VERSION):

@@ -1,16 +1,16 @@
 """Pass the shim's variables to a Ray job's workers, so that all nodes have the same variables.
 
-A raylet keeps the environment that it inherited at its start, so a variable that was set later, or
-on another node, does not reach its workers. Therefore this module wraps ``ray.init`` and merges the
-variables into the job's ``runtime_env["env_vars"]``. The module leaves out variables that the
-runtime_env of the caller or of ``ray job submit`` already contains. Ray fails on a key that both
-``ray.init`` and ``ray job submit`` set, even to equal values. A setup hook of Ray's workers is no
-alternative: it fails in a worker environment without this package, and Ray allows one hook, the
-user's.
+A raylet keeps the environment that it inherited at its start. A variable that is set later, or on
+another node, does not reach the raylet's workers. This module therefore wraps ``ray.init`` and
+merges the variables into the job's ``runtime_env["env_vars"]``. The module leaves out variables
+that the runtime_env of the caller or of ``ray job submit`` already contains. Ray raises an error
+for a key that both ``ray.init`` and ``ray job submit`` set, even to equal values. A setup hook of
+Ray's workers is not used: it fails in a worker environment without this package, and the user may
+need Ray's only hook.
 
-The module does not use the seam engine, which would import wrapt and parse the 4,000 lines of
-``ray._private.worker``: 200 ms in each of Ray's agents and workers. The wrapper is a plain
-function, which is pickled by reference.
+The module does not use the seam engine. The engine would need 200 ms in each of Ray's agents and
+workers to import wrapt and to parse the 4,000 lines of ``ray._private.worker``. The wrapper of
+``ray.init`` is a plain function, which is pickled by reference.
 """
 
 import functools
@@ -47,7 +47,7 @@ def enter() -> None:
 
 
 def leave() -> None:
-    """Restore Ray's ``init``; if another tool wrapped our wrapper, ours only passes calls on."""
+    """Restore Ray's ``init``; a wrapper of ours that another tool wrapped only calls ``init``."""
     global _watcher, _original, _ours
     if _watcher is not None:
         _watcher.remove()
@@ -83,8 +83,7 @@ def _with_variables(kwargs: "dict[str, Any]") -> "dict[str, Any]":
         given = kwargs.get("runtime_env")
         in_job = json.loads(os.environ.get(_JOB) or "{}").get("runtime_env") or {}
         if not given and not in_job:
-            # If init() gets a runtime_env, Ray ignores that of the JobConfig: copy it into the new
-            # one.
+            # Ray ignores the JobConfig's runtime_env if init() has its own: copy the JobConfig's.
             given = getattr(kwargs.get("job_config"), "runtime_env", None)
         given = dict(given or {})
         carried = {**(in_job.get("env_vars") or {}), **(given.get("env_vars") or {})}
