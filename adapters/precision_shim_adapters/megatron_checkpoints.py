@@ -1,4 +1,4 @@
-"""Interpret the keys of Megatron's distributed checkpoints, for seams and ``checkpoint``."""
+"""Interpret the keys of Megatron's distributed checkpoints, for seams and the CLI."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ _VALUES = "nemo_rl.models.value.workers"
 
 @dataclass(frozen=True)
 class Worker:
-    """One kind of NeMo-RL worker, in one of the modules that define it in some version.
+    """One kind of NeMo-RL worker in one module; other versions may define it in another module.
 
     Attributes:
         module: the worker's module.
@@ -70,10 +70,10 @@ class Worker:
     def actor_class(self, method: str, *relies_on: str) -> tuple[dict[str, Any], ...]:
         """The targets of the seams on an actor class, for all versions of NeMo-RL.
 
-        Only some versions export the class without Ray's decorator.
+        Only some versions export the plain class, without Ray's decorator.
 
         Args:
-            method: a symbol of the plain class; only versions with that class have the symbol.
+            method: a symbol of the plain class; versions without a plain class lack the symbol.
             relies_on: names in the actor class's own source, in versions without a plain class.
         """
         target, optional = f"{self.module}:{self.name}", self.optional

@@ -24,7 +24,8 @@ _OWN = {"loss_scale_window": 1000.0, "growth_factor": 2.0, "backoff_factor": 0.5
 def scaler_fields(wishes: Wishes, asked: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     """Choose the loss scaler's fields that the user did not write in the OptimizerConfig.
 
-    The shim's settings in the framework's config override ``install()`` and environment variables.
+    Settings of the shim in the framework's config override arguments of ``install()`` and
+    environment variables.
 
     Raises:
         SettingsError: the initial loss scale is below the minimum.
@@ -72,7 +73,7 @@ def describe_scaler(
 
 
 def unscaled(where: str, fp16: object, bf16: object) -> str:
-    """The message about an fp16 model whose OptimizerConfig has ``fp16`` off."""
+    """The message about an fp16 model whose OptimizerConfig has ``fp16=False``."""
     message = (
         f"{where}: fp16={fp16}, bf16={bf16}, but the model is fp16: Megatron scales no loss then, "
         "and small gradients are lost. Set fp16 to true and bf16 to false there."

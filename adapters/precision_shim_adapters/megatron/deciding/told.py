@@ -1,4 +1,4 @@
-"""The audit's problems that ``optimizer.check`` has reported already; the audit omits them."""
+"""Store which problems ``optimizer.check`` has reported, so that the audit omits them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ config itself has no hash."""
 
 
 def note_told(config: Any, *codes: str) -> None:
-    """Remember problems of which the user has already been warned, so that the audit omits them.
+    """Store problems of which the user has already been warned, so that the audit omits them.
 
     Args:
         config: the OptimizerConfig; kept by a weak reference only.

@@ -71,10 +71,10 @@ class Wishes:
         reads_opt_in: whether the framework applies ``opt_in`` itself; otherwise the shim does.
         blockers: the framework's reasons why a precision-aware optimizer cannot run.
         optimizer: Megatron's name of the optimizer, used if ``asked`` has no ``optimizer``.
-        distributed: whether the framework's config has the distributed optimizer.
+        distributed: whether the framework's config turns on the distributed optimizer.
         bucket_in_fp32: ``grad_reduce_in_fp32`` if the user wrote it, else ``None``.
         nan_check_written: whether the user wrote ``check_for_nan_in_grad``.
-        scaler: loss scaler settings from the framework's config, by the shim's names.
+        scaler: loss scaler settings from the framework's config, with the shim's names as keys.
         scaler_where: the config's key of the loss scaler settings, for messages.
         unchecked: fields that ``optimizer.check`` skips, because the framework's own files set them
             to the same value for every model.
@@ -148,7 +148,7 @@ class Planned:
 
 
 def in_force_now(framework: str) -> InForce:
-    """The settings and features that a plan for a framework depends on, in this process."""
+    """The settings and features of this process that a framework's plans depend on."""
     return what_is_in_force(current_settings(), partial(in_force, framework))
 
 
@@ -180,15 +180,15 @@ def plan_wishes(
 ) -> Planned:
     """Plan a model's optimizer; a pure function.
 
-    The shim sets ``main_grads_dtype`` to the dtype that the bucket will have, because the optimizer
-    reads gradients in the bucket's dtype, not in ``main_grads_dtype``.
+    The shim sets ``main_grads_dtype`` to the bucket's dtype, because the optimizer reads gradients
+    in the bucket's dtype, whatever ``main_grads_dtype`` is.
 
     Raises:
         DtypeError: the user wrote an unknown dtype name or an illegal dtype.
     """
     asked = coerce_written(wishes.asked, wishes.where, now)
     if asked.get("fp16") and asked.get("bf16"):
-        asked["bf16"] = False  # if both are set, fp16 stays
+        asked["bf16"] = False  # if fp16 and bf16 are both set, fp16 stays
     dtype = model.single or wishes.declared
     policy = wishes.auto if now.states == "auto" else now.states
     if not now.dispatches:
@@ -258,7 +258,7 @@ def coerce_written(
 def fused_adam_support() -> FusedAdamSupport:
     """Inspect the FusedAdam that Megatron's precision-aware optimizer would use."""
     try:
-        # Megatron's own check imports FusedAdam by the same name.
+        # Megatron's own check imports FusedAdam from the same module.
         from transformer_engine.pytorch.optimizers import FusedAdam
     except ImportError:
         return FusedAdamSupport()

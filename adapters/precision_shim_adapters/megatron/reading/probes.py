@@ -1,4 +1,4 @@
-"""Probes: check the rules' assumptions about Megatron-core against the installed version."""
+"""Probes that check the rules' assumptions about Megatron-core against the installed version."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def fp8_recipes() -> Answer:
     needs=(_CONFIG, _DDP),
 )
 def defaults() -> Answer:
-    """The rule on bf16 ``exp_avg_sq`` reads beta2; fields that the shim omits keep the defaults."""
+    """The shim relies on Megatron's default beta2 and on the defaults of fields that it omits."""
     from megatron.core.distributed.distributed_data_parallel_config import (
         DistributedDataParallelConfig,
     )
@@ -305,7 +305,7 @@ def gradient_check() -> Answer:
     needs=("megatron.core.optimizer", "megatron.core.distributed", "megatron.core.transformer"),
 )
 def main_grads() -> Answer:
-    """The bucket follows ``main_grads_dtype``; checkpoint keys are those of an unpatched job."""
+    """The shim aligns the bucket with ``main_grads_dtype``, but keeps unpatched checkpoint keys."""
     from megatron.core.optimizer import get_megatron_optimizer
 
     fp32, bf16 = torch.float32, torch.bfloat16

@@ -1,7 +1,7 @@
-"""Read Megatron's optimizers for the audit, also without the shim, and without importing Megatron.
+"""Read Megatron's optimizers for the audit, even unpatched ones, without importing Megatron.
 
-Megatron's three optimizer classes store parameters in three ways. ``DistributedOptimizer`` has
-shards of its buffers, ``Float16OptimizerWithFloat16Params`` has groups and their fp32 copies, and
+Megatron's three optimizer classes store parameters differently. ``DistributedOptimizer`` has shards
+of its buffers. ``Float16OptimizerWithFloat16Params`` has groups and their fp32 copies.
 ``FP32Optimizer`` has only the parameters of its inner optimizer.
 """
 
@@ -56,7 +56,7 @@ def read_optimizers(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any]
     """Read Megatron's optimizers.
 
     Args:
-        chunks: the model's chunks; may be empty, since an optimizer has its own parameters.
+        chunks: the model's chunks; may be empty, because an optimizer has its own parameters.
         optimizers: single optimizers, not chains.
     """
     readings = [_read(chunks, optimizer) for optimizer in optimizers]
@@ -131,7 +131,7 @@ def _read(chunks: Sequence[Any], optimizer: Any) -> Reading:
 
 
 def _pairs(optimizer: Any, inner: Any) -> Iterable[tuple[Any, Any]]:
-    """Pair model parameters with the inner optimizer's tensors: in each group fp32 comes first."""
+    """Pair model parameters with the inner optimizer's tensors: fp32 ones are first in a group."""
     groups = inner.param_groups
     fp32 = getattr(optimizer, "model_fp32_groups", None)
     halves = getattr(optimizer, "model_float16_groups", None)
@@ -210,7 +210,7 @@ def _field(config: Any, name: str) -> Any:
 def adam_keeps_masters(field: Callable[[str], Any], main: torch.dtype) -> bool:
     """Whether FusedAdam itself keeps the masters of a precision-aware optimizer.
 
-    With other fp8 recipes than delayed, and with CPU offload, whole masters are outside FusedAdam.
+    With an fp8 recipe other than delayed, and with CPU offload, masters are outside FusedAdam.
 
     Args:
         field: reads a field of the OptimizerConfig; returns ``None`` for a missing field.
