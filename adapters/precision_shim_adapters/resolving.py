@@ -27,7 +27,7 @@ def plain(
     Args:
         made: the config.
         only: the keys to read; resolving the whole config of a large job takes 50 ms.
-        unresolved: a list, to which the keys that cannot be resolved are appended.
+        unresolved: a list; ``plain`` appends the keys that cannot be resolved.
         missing: function that returns a replacement for the value ``MISSING`` of a given key.
     """
     from omegaconf import DictConfig, ListConfig

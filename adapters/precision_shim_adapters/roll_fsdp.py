@@ -40,7 +40,7 @@ _OWN = "ROLL's own scaler, counted and kept with the checkpoints"
 
 @seam(f"{STRATEGY}.initialize", why="makes the scaler", relies_on=("scaler", "scheduler"), **HERE)
 def make(call: Call) -> Any:
-    """Replace ROLL's scaler by the shim's, which skips a step on all ranks and can be saved."""
+    """Replace ROLL's scaler by a scaler that skips a step on all ranks and that can be saved."""
     result = call.proceed()
     strategy = call.instance
     if type(strategy.scaler) is ShardedGradScaler:  # keep a user's own subclass
@@ -81,8 +81,8 @@ def step(call: Call) -> Any:
 def _ended(strategy: Any, training: ScaledTraining) -> Iterator[None]:
     """Step the scheduler and clear the gradients after a scaled step, unless ROLL does so.
 
-    When ROLL scales the next loss, or when the call ends, the shim tests whether
-    ``scheduler.last_epoch`` has changed. ROLL's own loop would step the scheduler before that time.
+    When ROLL scales the next loss, or when the call ends, an unchanged ``scheduler.last_epoch``
+    shows that ROLL's own loop has not stepped the scheduler.
     """
     scaler, scheduler = strategy.scaler, strategy.scheduler
     at: list[int] = []

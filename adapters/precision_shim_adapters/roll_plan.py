@@ -71,7 +71,7 @@ def _workers(job: Job, config: Any) -> Iterator[tuple[str, Any, Any]]:
         strategy = getattr(worker, "strategy_args", None)
         if worker is None or strategy is None or not worker.device_mapping or id(worker) in seen:
             continue
-        seen.append(id(worker))  # actor_train and student_train of a distillation are one worker
+        seen.append(id(worker))  # in distillation, actor_train and student_train are one worker
         if name == "critic" and getattr(config, "adv_estimator", "gae") != "gae":
             continue  # ROLL makes no critic then
         if strategy.strategy_name != _TRAINS:

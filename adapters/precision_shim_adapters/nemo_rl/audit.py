@@ -79,7 +79,7 @@ class AuditedWorker:
     replaces=True,
 )
 def redecorate(actor_class: Any) -> Any:
-    """Make the actor class again from a subclass of the worker that the shim audits.
+    """Make the actor class again with ``AuditedWorker`` as the worker's first base class.
 
     Raises:
         SeamError: the argument is no actor class made by ``ray.remote``.

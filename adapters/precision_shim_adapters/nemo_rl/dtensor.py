@@ -94,7 +94,7 @@ class ScaledWorker:
     **_FP16,
 )
 def redecorate(actor_class: Any) -> Any:
-    """Make the actor class again from a subclass of the worker that scales its loss.
+    """Make the actor class again with ``ScaledWorker`` as the worker's first base class.
 
     Raises:
         SeamError: the argument is no actor class made by ``ray.remote``, or a method lacks a

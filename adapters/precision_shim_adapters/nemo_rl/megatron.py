@@ -1,12 +1,12 @@
 """NeMo-RL on Megatron: read a policy config, and patch the functions that build a model.
 
 A policy config has the optimizer's fields under the names that Megatron-Bridge reads. The shim
-therefore regards each optimizer field as written by the user. NeMo-RL's own YAML files set nearly
+regards each optimizer field of a policy config as the user's. NeMo-RL's own YAML files set nearly
 all fields, including ``grad_reduce_in_fp32``, for which NeMo-RL's code has no default. NeMo-RL's
 code turns on Megatron-Bridge's NaN check of gradients; no config key turns on this check.
 
-The function that makes a worker's model and optimizer receives the policy config and Bridge's
-config. The shim patches this function because Ray pickles it by reference, unlike a worker's
+The function that makes a worker's model and optimizer receives the policy and Bridge's config. The
+shim patches the model-building function because Ray pickles it by reference, unlike a worker's
 methods. The seam on Megatron's DDP reads the live parameters. Bridge's ``setup_optimizer`` makes
 every kind of optimizer from the OptimizerConfig. The backend coerces dtype names when Megatron
 validates the OptimizerConfig. Megatron-Bridge 0.4 validates the config when it makes the config;
@@ -139,7 +139,7 @@ def _build_model(call: Call, policy_cfg: Any, ddp_config: Any, subject: str, tra
     optional=True,
 )
 def set_up_optimizer(call: Call, optimizer_config: Any, model: Any) -> Any:
-    """Set the OptimizerConfig fields that the policy config lacks; the model's dtype decides.
+    """Set OptimizerConfig fields by the model's dtype, if the policy config lacks these fields.
 
     A worker calls ``setup_optimizer`` once, after its DDP is built.
     """

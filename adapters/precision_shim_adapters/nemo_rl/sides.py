@@ -2,8 +2,8 @@
 
 In NeMo-RL's YAML files ``policy.generation.vllm_cfg.precision`` is ``${policy.precision}``, so by
 default the rollout has the policy's dtype. In the config that the adapter reads, an interpolated
-value looks like a written value, so each value counts as the user's. Only SGLang's dtype may be
-absent from it. The reference model is the policy itself with other weights. Megatron's own rollout
+value looks like a written value, so each value counts as the user's. Only the key of SGLang's dtype
+may be absent. The reference model is the policy itself with other weights. Megatron's own rollout
 (``backend: megatron``) and the teachers of ``on_policy_distillation`` use the policy's config.
 NeMo-RL's ``setup`` runs in the driver, before the driver starts workers.
 """

@@ -1,6 +1,6 @@
 """Compute the LM head in fp32 in the trainer and in the rollout engine, or in neither.
 
-``PRECISION_SHIM_HEAD=fp32`` turns this on. In the driver, the adapter describes the LM head of each
+``PRECISION_SHIM_HEAD=fp32`` requests fp32. In the driver, the adapter describes the LM head of each
 engine as a ``Head`` and calls ``settle_heads``, which writes the engines' keys. The trainer's key
 is ``head_dtype``, vLLM's own name, among the overrides of the model's HF config. The trainer's
 workers read this key and change their LM head; ``compute_in_fp32`` changes torch's ``Linear``.

@@ -4,10 +4,10 @@ In the process of the engine's ``TokenizerManager`` the shim calls the manager; 
 the shim calls the engine's HTTP server. Manager and server both return the scheduler's arguments.
 Only the manager has the config that SGLang resolved, with the dtype that SGLang chose for ``auto``.
 
-For some models SGLang returns the values of a weight that a request names. SGLang converts these
-values to fp32, so the weight's own dtype stays unknown. For other models a request for a weight
-makes SGLang log an error. SGLang converts the whole parameter to Python numbers before it shortens
-the answer, so the shim reads only two small parameters.
+For some models SGLang returns the values of a weight that a request names. SGLang converts a
+weight's values to fp32, so the weight's own dtype stays unknown. For other models a request for a
+weight makes SGLang log an error. SGLang converts the whole parameter to Python numbers before it
+shortens the answer, so the shim reads only two small parameters.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def count_exact(parameter: torch.Tensor) -> torch.Tensor:
-    """Count, within fp16's normal range, a sample's values that are exact in bf16, and all values."""
+    """Count a sample's values that are exact in bf16, and all values, in fp16's normal range."""
     flat = parameter.detach().reshape(-1)
     wide = flat[:: flat.numel() // MOST_ELEMENTS | 1].float()
     normal = wide.abs() >= 2.0**-14

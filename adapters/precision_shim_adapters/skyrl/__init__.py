@@ -10,8 +10,8 @@ wrote; the workers receive the marks with the config. The shim also marks the in
 ``model_dtype``. The driver compares ``model_dtype`` with the policy's dtype when SkyRL validates
 the config.
 
-On FSDP the shim patches SkyRL's strategy object for loss scaling. For policy and critic, this
-object makes the optimizer, runs the backward pass, clips gradients, steps and saves.
+On FSDP the shim patches SkyRL's strategy object for loss scaling. For policy and critic, the
+strategy object makes the optimizer, runs the backward pass, clips gradients, steps and saves.
 
 The shim patches neither vLLM nor the computations of SkyRL's JAX backend. In an inference server
 the audit queries vLLM's engine through the engine's public methods.

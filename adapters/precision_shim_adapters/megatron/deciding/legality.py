@@ -2,7 +2,7 @@
 
 The rules in this module come from ``FusedAdam.__init__`` in each release of TransformerEngine, and
 from the choices of Megatron-LM's option ``--main-grads-dtype``. The test environment that builds
-TransformerEngine compares this module's rules with the real constructor.
+TransformerEngine compares this module's rules with the real FusedAdam's constructor.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def legal_dtypes(field: str, support: FusedAdamSupport) -> tuple[torch.dtype, ..
 
     Args:
         field: a field of Megatron's ``OptimizerConfig``.
-        support: the installed FusedAdam; without one, the newest release's rules apply.
+        support: the installed FusedAdam; if none is installed, the newest rules apply.
     """
     known = support if support.version is not None else NEWEST
     if field in ("exp_avg_dtype", "exp_avg_sq_dtype"):

@@ -22,10 +22,9 @@ _OWN = {"loss_scale_window": 1000.0, "growth_factor": 2.0, "backoff_factor": 0.5
 
 
 def scaler_fields(wishes: Wishes, asked: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
-    """Choose the loss scaler's fields that the user did not write in the OptimizerConfig.
+    """Choose values for loss scaler fields that the user did not write in the OptimizerConfig.
 
-    Settings of the shim in the framework's config override arguments of ``install()`` and
-    environment variables.
+    The shim's settings in the framework's config override ``install()`` and environment variables.
 
     Raises:
         SettingsError: the initial loss scale is below the minimum.

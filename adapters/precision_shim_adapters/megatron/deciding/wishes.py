@@ -62,13 +62,13 @@ class Wishes:
         asked: fields of Megatron's OptimizerConfig that the user wrote; dtypes may be names.
         declared: the dtype that the framework declares for the model; needed only if the trainable
             parameters have several dtypes or are unknown.
-        auto: the meaning of ``PRECISION_SHIM_OPTIMIZER_STATES=auto``, which is ``"as-configured"``
-            if the config has fields for the states' dtypes, else ``"guarded"``.
+        auto: the policy for ``PRECISION_SHIM_OPTIMIZER_STATES=auto``: ``"as-configured"`` if the
+            config has fields for the states' dtypes, else ``"guarded"``.
         native: maps the model's dtype to the fields that the framework sets by itself; ``asked``
             overrides them.
         opt_in: the framework's own fields for low-precision states of a bf16 model, with Megatron's
             names as keys.
-        reads_opt_in: whether the framework applies ``opt_in`` itself; otherwise the shim does.
+        reads_opt_in: whether the framework applies ``opt_in`` itself; if not, the shim applies it.
         blockers: the framework's reasons why a precision-aware optimizer cannot run.
         optimizer: Megatron's name of the optimizer, used if ``asked`` has no ``optimizer``.
         distributed: whether the framework's config turns on the distributed optimizer.
@@ -113,10 +113,10 @@ class InForce:
     Attributes:
         states: ``PRECISION_SHIM_OPTIMIZER_STATES``.
         coerces: whether dtype names become dtypes.
-        dispatches: whether the OptimizerConfig follows the model's dtype.
-        aligns: whether the gradient bucket follows the main grads.
-        over_user: whether the bucket follows the main grads even if the user wrote another dtype
-            (``GRAD_BUCKET=align``).
+        dispatches: whether the shim sets OptimizerConfig fields by the model's dtype.
+        aligns: whether the shim gives the gradient bucket the main grads' dtype.
+        over_user: whether the bucket gets the main grads' dtype even if the user wrote another
+            dtype (``GRAD_BUCKET=align``).
         whole_masters: whether checkpoints contain whole fp32 masters.
         support: the FusedAdam that Megatron would use.
     """
@@ -161,7 +161,7 @@ def what_is_in_force(
 
     Args:
         settings: the shim's settings.
-        holds: returns whether a feature is in force for a group of seams.
+        holds: function that returns whether a feature is in force for a group of seams.
         support: the FusedAdam that Megatron would use; ``None`` to inspect the installed FusedAdam.
     """
     return InForce(
@@ -192,7 +192,7 @@ def plan_wishes(
     dtype = model.single or wishes.declared
     policy = wishes.auto if now.states == "auto" else now.states
     if not now.dispatches:
-        policy = "as-configured"  # the bucket must not follow dtypes that the shim does not set
+        policy = "as-configured"  # the bucket must not match dtypes that the shim does not set
     native = dict(wishes.native.get(dtype, {})) if dtype is not None else {}
     if dtype is torch.float16:
         native = {**scaler_row(), **native}

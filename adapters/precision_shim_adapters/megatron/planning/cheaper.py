@@ -1,4 +1,4 @@
-"""List settings that need less memory for a model on Megatron, the smallest sacrifice first.
+"""List settings that reduce a model's memory on Megatron, starting with the smallest sacrifice.
 
 Each entry of ``_STEPS`` is planned as if the user had written its settings, so the worker's rules
 decide which entries are legal.

@@ -59,7 +59,7 @@ class Asked:
         value_head: whether the output layer is a value head with one output.
         key: the config's key of an optimizer field, for messages; ``{}`` stands for the field.
         bucket_key: the config's key of ``grad_reduce_in_fp32``.
-        prefix: the prefix of a key that is set on the command line.
+        prefix: the prefix of a key that is set on the command line, such as ``"++"``.
         parked: maps a config key to the components that the key moves to the host while they are
             unused.
         place: name of a group of GPUs; models with the same ``place`` share these GPUs.
@@ -109,7 +109,7 @@ class Side:
 
 
 def support_of(version: str | None) -> FusedAdamSupport:
-    """The capabilities of FusedAdam in a TransformerEngine release; ``None`` for the newest one."""
+    """The capabilities of FusedAdam in a release of TransformerEngine, by default the newest."""
     if version is None:
         return NEWEST
     known = release(version)
@@ -213,7 +213,7 @@ def problems_of(
         asked: the model.
         side: the model's optimizer and bucket, decided with the shim on.
         support: the capabilities of TransformerEngine's FusedAdam.
-        holds: returns whether a feature is in force for a group of seams, with the shim on.
+        holds: function that returns whether a feature is in force for a group of seams in the job.
 
     Raises:
         PlanError: the optimizer is not Adam.

@@ -29,7 +29,7 @@ SHARED_HEADS_SINCE = (0, 16)
 def problems(
     sizes: Sizes, model: Model, subject: str, megatron: tuple[int, ...] | None = None
 ) -> list[Problem]:
-    """List the problems for which Megatron refuses a model with these group sizes.
+    """List the problems because of which Megatron refuses a model with these group sizes.
 
     Args:
         sizes: the sizes of the parallel groups.
@@ -405,7 +405,7 @@ def count(
 
 
 def _evenly(model: Model, sizes: Sizes) -> list[StageCount]:
-    """Split a model's parameters evenly over the stages, because the model's config is missing."""
+    """Split a model's parameters evenly over the stages, for a model without a config."""
     dense = sum(weight.numel for weight in model.weights if not is_expert(weight.name))
     experts = sum(weight.numel for weight in model.weights if is_expert(weight.name))
     own = -(-dense // (sizes.tensor * sizes.pipeline))

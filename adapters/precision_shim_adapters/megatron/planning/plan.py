@@ -91,7 +91,7 @@ class MegatronModel(Asked):
 
 
 def _unknown(asked: Asked) -> list[Problem]:
-    """List the keys for Megatron's configs that these configs do not have."""
+    """List the keys that the framework passes to Megatron's configs but that these configs lack."""
     subject = asked.wishes.subject
     keys = unknown_keys(
         asked.wishes.asked, fields_of(CONFIG), subject, asked.key, "Megatron's OptimizerConfig"
@@ -154,7 +154,7 @@ def plan_model(
         asked: the model.
         settings: the shim's settings.
         support: the capabilities of TransformerEngine's FusedAdam.
-        holds: returns whether a feature is in force for a group of seams, with the shim on.
+        holds: function that returns whether a feature is in force for a group of seams in the job.
         megatron: megatron-core's release; ``None`` for the newest known release.
     """
     if not asked.wishes.trains:  # a model that is not trained has no optimizer

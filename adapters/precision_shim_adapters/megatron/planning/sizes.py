@@ -23,8 +23,8 @@ class Sizes:
         last: number of layers of the last stage, if the config has this number.
         count_embedding: whether the embedding counts as a layer.
         count_loss: whether the output layer counts as a layer.
-        stages: a pipeline layout in the form of Megatron's ``pipeline_model_parallel_layout``,
-            which is a string of letters or, for each stage, a list of its layers' names.
+        stages: a pipeline layout, as in Megatron's ``pipeline_model_parallel_layout``: a string of
+            letters, or a list of layer names for each stage.
         sequence_parallel: whether sequence parallelism is on; ``None`` if unknown.
         keys: maps attribute names to config keys, for messages.
     """

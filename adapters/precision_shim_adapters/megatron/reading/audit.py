@@ -1,4 +1,4 @@
-"""The seams that audit Megatron's optimizers without a call by the user.
+"""The seams that audit Megatron's optimizers automatically.
 
 ``get_megatron_optimizer`` has no seam, because frameworks have copies of this function, and the
 copies make no chained optimizer. In megatron-core 0.13 to 0.19 every optimizer has one of the three

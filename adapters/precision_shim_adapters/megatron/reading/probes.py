@@ -305,7 +305,7 @@ def gradient_check() -> Answer:
     needs=("megatron.core.optimizer", "megatron.core.distributed", "megatron.core.transformer"),
 )
 def main_grads() -> Answer:
-    """The shim aligns the bucket with ``main_grads_dtype``, but keeps unpatched checkpoint keys."""
+    """The shim aligns the bucket with ``main_grads_dtype``, but saves an unpatched job's keys."""
     from megatron.core.optimizer import get_megatron_optimizer
 
     fp32, bf16 = torch.float32, torch.bfloat16
@@ -344,7 +344,7 @@ def main_grads() -> Answer:
     needs=("megatron.core.optimizer.clip_grads",),
 )
 def fp16_clipping() -> Answer:
-    """The shim raises for fp16 gradients with clipping when the framework builds the optimizer."""
+    """The shim raises an error for clipped fp16 gradients when the optimizer is built."""
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
     from precision_shim.testing.megatron_cpu import megatron_on_cpu
@@ -392,7 +392,7 @@ def bridge_configs() -> Answer:
     needs=("transformer_engine.pytorch.optimizers",),
 )
 def legality() -> Answer:
-    """The shim raises for an illegal dtype before the framework builds the optimizer."""
+    """The shim raises an error for an illegal dtype before the framework builds the optimizer."""
     import transformer_engine
     from transformer_engine.pytorch.optimizers import FusedAdam
 

@@ -1,4 +1,4 @@
-"""Read Megatron's optimizers for the audit, even unpatched ones, without importing Megatron.
+"""Read Megatron's optimizers for the audit, even if the shim is off, without importing Megatron.
 
 Megatron's three optimizer classes store parameters differently. ``DistributedOptimizer`` has shards
 of its buffers. ``Float16OptimizerWithFloat16Params`` has groups and their fp32 copies.
@@ -131,7 +131,7 @@ def _read(chunks: Sequence[Any], optimizer: Any) -> Reading:
 
 
 def _pairs(optimizer: Any, inner: Any) -> Iterable[tuple[Any, Any]]:
-    """Pair model parameters with the inner optimizer's tensors: fp32 ones are first in a group."""
+    """Pair model parameters with the inner optimizer's tensors; a group has fp32 tensors first."""
     groups = inner.param_groups
     fp32 = getattr(optimizer, "model_fp32_groups", None)
     halves = getattr(optimizer, "model_float16_groups", None)
@@ -213,7 +213,7 @@ def adam_keeps_masters(field: Callable[[str], Any], main: torch.dtype) -> bool:
     With an fp8 recipe other than delayed, and with CPU offload, masters are outside FusedAdam.
 
     Args:
-        field: reads a field of the OptimizerConfig; returns ``None`` for a missing field.
+        field: function that reads a field of the OptimizerConfig; ``None`` for a missing field.
         main: the masters' dtype.
     """
     recipes = (None, "delayed")
@@ -225,7 +225,7 @@ def read_wanted(field: Callable[[str], Any]) -> Wanted:
     """The tensors' dtypes that the current fields of an OptimizerConfig imply.
 
     Args:
-        field: reads a field of the config; returns ``None`` for a missing field.
+        field: function that reads a field of the config; ``None`` for a missing field.
 
     Megatron computes derived settings only once, when an OptimizerConfig is made. If a field is set
     later, the derived settings stay as they were, and the audit reports the difference.
@@ -233,7 +233,7 @@ def read_wanted(field: Callable[[str], Any]) -> Wanted:
 
     def get(name: str, default: Any) -> Any:
         value = field(name)
-        if isinstance(value, str):  # a dtype name, if dtype-coercion is not in force
+        if isinstance(value, str):  # the value is a name if dtype-coercion is not in force
             value = parse_dtype(value) or value
         return default if value is None else value
 

@@ -4,14 +4,14 @@ For every sharding type, ``DistributedOptimizer`` reads and writes one parameter
 pair of methods. On a save, the shim converts a precision-aware optimizer's int16 remainder to the
 fp32 master weight that an unpatched Megatron expects. On a load, the shim splits the master weight
 into parameter and remainder again. If the user's own config is precision-aware, an unpatched
-Megatron expects remainders. Two sharding types store a dtype for each state, so that Megatron can
-read remainders. In these two sharding types, the shim saves the user's remainders unchanged. In two
-sharding types the bucket's dtype is part of the checkpoint's keys; the shim writes the dtype that
-the bucket would have without the shim. The shim compares layouts in ``dist_checkpointing.load``,
-the only function that receives both layout and directory before Megatron reads a tensor.
+Megatron expects remainders. In the two sharding types that store a dtype for each state, the shim
+saves the user's remainders unchanged, because Megatron can read them. In two sharding types the
+checkpoint's keys contain the bucket's dtype. The shim writes the keys that the same job would write
+without the shim. The shim compares dtypes in ``dist_checkpointing.load``, because only this
+function receives the wanted tensors and the directory before Megatron reads a tensor.
 
-The shim refuses to load fp32 moments that would be rounded to bf16. It also refuses remainders that
-an unpatched Megatron has already converted to fp32 numbers.
+The shim refuses to load fp32 moments that would be rounded to bf16. The shim also refuses to load
+remainders that an unpatched Megatron has already written as numbers.
 
 Upstream: https://github.com/NVIDIA/Megatron-LM/issues/4222 (remainders cannot be loaded again),
 https://github.com/NVIDIA/Megatron-LM/issues/2576 (the ``padding`` entry). Delete this module when
@@ -118,7 +118,7 @@ def note_precision_aware(config: Any, *, by_user: bool) -> None:
 
 
 def is_added_by_shim(config: Any) -> bool:
-    """Whether only the shim made an OptimizerConfig, or its original, precision-aware."""
+    """Whether an OptimizerConfig, or a copy's original, is precision-aware only due to the shim."""
     values = (getattr(config, name, None) for name in _OWN)
     return hasattr(config, _ADDED) or any(
         isinstance(value, float) and _own_floats.get(id(value)) is value for value in values
@@ -133,15 +133,15 @@ def is_added_by_shim(config: Any) -> bool:
 def refuse_torchs_adam(
     call: Call, is_loading: bool, metadata: Any = None, sharding_type: Any = None
 ) -> Any:
-    """Warn at the save that Megatron cannot load the states of torch's Adam, and refuse the load.
+    """On a save, warn that Megatron cannot load the states of torch's Adam; refuse a load.
 
     If neither TransformerEngine nor Apex is installed, Megatron uses torch's Adam. Megatron's load
-    asserts that a new optimizer has one step count, but torch's Adam has none before its first
-    step. If torch's Adam has states, two of the three sharding types do not load its step count,
-    and the third sharding type keeps the optimizer's old step count.
+    asserts that a new optimizer has one step count, but torch's Adam has no step count before its
+    first step. If torch's Adam has states, two sharding types do not load the step count, and the
+    third sharding type keeps the optimizer's old step count.
 
     Raises:
-        CheckpointLayoutError: at a load of torch's Adam, and in strict mode at a save.
+        CheckpointLayoutError: the job loads torch's Adam, or saves it in strict mode.
     """
     optimizer = call.instance
     kind = sharding_type or (metadata or {}).get("distrib_optim_sharding_type", "the default")
@@ -178,7 +178,7 @@ def _unpatched_grad_dtype(optimizer: Any) -> Callable[[torch.dtype], torch.dtype
 
 
 def _rekey_as_unpatched(optimizer: Any, state: Any) -> Any:
-    """Rename a sharded state's keys in place, as the same job without the shim would name them."""
+    """Rename a sharded state's keys in place to the keys of the same job without the shim."""
     dtype_of = _unpatched_grad_dtype(optimizer)
     if dtype_of is None:
         return state
@@ -231,7 +231,7 @@ def name_bucket_of_unpatched(call: Call) -> Any:
     "model_chunks",
 )
 def write_as_unpatched(call: Call, is_loading: bool) -> Any:
-    """Write the job's keys without the shim, in the sharding types that can store remainders.
+    """Write the keys of an unpatched job, in the sharding types that can store remainders.
 
     A save keeps the remainders if the user's config alone is precision-aware. A load requests whole
     fp32 master weights; ``compare_layouts`` later compares this request with the checkpoint.
@@ -253,7 +253,7 @@ def write_as_unpatched(call: Call, is_loading: bool) -> Any:
     "per_bucket_numel_unpadded",
 )
 def name_live_bucket(call: Call, state_dict: Any) -> Any:
-    """Write the live bucket's dtypes into a loaded state, because Megatron requires the same."""
+    """Write the live bucket's dtypes into a loaded state, because Megatron refuses other dtypes."""
     name = "per_bucket_numel_unpadded"
     if state_dict is not None and name in state_dict:
         live = [next(iter(bucket)) for bucket in call.instance.per_bucket_numel_unpadded]
@@ -339,7 +339,7 @@ def compare_layouts(call: Call, sharded_state_dict: Any, checkpoint_dir: Any) ->
 
 
 def _stored_dtypes(directory: str) -> dict[str, torch.dtype]:
-    """Map a checkpoint's tensor keys to dtypes; Megatron unpickles metadata in remote storage."""
+    """Map a checkpoint's tensor keys to dtypes; Megatron reads metadata in remote storage."""
     path = Path(directory, METADATA)
     if not path.is_file():
         from megatron.core.dist_checkpointing import load_tensors_metadata

@@ -212,7 +212,7 @@ def _cannot_count(part: Part, live: Live, shimmed: bool, mended: bool) -> Outcom
 
 
 def _judge_left_out(part: Part, live: Live, mended: bool) -> Outcome | None:
-    """The outcome if Megatron would not load states into the inner optimizers, or ``None``."""
+    """The outcome if the inner optimizers would not receive all states; otherwise ``None``."""
     sharding = part.facts.get("sharding")
     if live.on_host is None:
         return None

@@ -3,11 +3,11 @@
 ``HybridDeviceOptimizer`` has inner optimizers, which update copies of the parameters with torch's
 AdamW on the host and with FusedAdam on the GPU. ``HybridDeviceOptimizer`` has no states before its
 first step, so ``DistributedOptimizer.load_state_dict`` makes states with ``dummy_step``, a step on
-random gradients. Megatron then loads a checkpoint into the outer optimizer's states. Parts of a
-loaded checkpoint do not reach the inner optimizers (megatron-core 0.15 to 0.19, without a warning):
+random gradients. Megatron then loads a checkpoint into the outer optimizer's states. Without a
+warning, megatron-core 0.15 to 0.19 does not copy all loaded states to the inner optimizers:
 
 - With ``dp_reshardable`` (which 0.15 cannot save), AdamW's step counts are 1 after a resume.
-- With ``dp_zero_gather_scatter``, the parameters' copies keep the values of the dummy step.
+- With ``dp_zero_gather_scatter``, the parameters' copies keep the values from ``dummy_step``.
 - With every sharding type, each step overwrites the inner optimizers' groups with the loaded groups
   and their step count. FusedAdam stores its step count in its groups, so FusedAdam counts each step
   as the first step after the checkpoint.
@@ -15,8 +15,8 @@ loaded checkpoint do not reach the inner optimizers (megatron-core 0.15 to 0.19,
 
 SkyRL itself corrects AdamW's step counts with ``dp_reshardable``, in its own process.
 
-Delete this module when Megatron's own resume is exact: tests/audit/test_offload_resume.py then
-fails.
+Delete this module when Megatron's own resume is exact, which makes
+tests/audit/test_offload_resume.py fail.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _DELETE_WHEN = "Megatron resumes a precision-aware HybridDeviceOptimizer exactly
 
 
 def _offloads(inner: Any) -> bool:
-    """Whether an optimizer is a HybridDeviceOptimizer, found without importing its module."""
+    """Whether an optimizer is a HybridDeviceOptimizer, tested without importing its module."""
     return hasattr(inner, "param_to_inner_param")
 
 
@@ -98,8 +98,8 @@ def hand_count_over(call: Call) -> Any:
 def save_count(call: Call) -> Any:
     """Save the step count of FusedAdam's groups if no state is on the host.
 
-    If an optimizer is not precision-aware, the shim saves no step count. Megatron's load of a step
-    count into such an optimizer would end with a KeyError, even with SkyRL's patches of that load.
+    If an optimizer is not precision-aware, the shim saves no step count, because Megatron's load of
+    the step count would end with a KeyError. SkyRL's patches correct only a load without a count.
     """
     result = call.proceed()
     inner, config = call.instance.optimizer, call.instance.config

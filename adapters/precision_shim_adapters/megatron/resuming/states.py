@@ -69,7 +69,7 @@ def _shard_of(optimizer: Any, model_param: Any) -> Any:
     "shard_float16_params_this_group",
 )
 def place_fp32_first(call: Call) -> Any:
-    """Number the positions in a group of several dtypes as Megatron fills them, fp32 shards first.
+    """Number a group's positions in the order in which Megatron fills them: fp32 shards first.
 
     Megatron numbers the positions in the order of its buffers, and so mistakes one parameter's
     states for another's. In Megatron's order a save fails with an error about sizes, or exchanges
@@ -118,7 +118,7 @@ def join_states(call: Call, model_param: Any) -> Any:
     "_get_model_param_range_map",
 )
 def split_states(call: Call, model_param: Any, tensors: Any) -> Any:
-    """Convert loaded master weights to the optimizer's form; refuse an inexact continuation.
+    """Convert loaded master weights to the optimizer's form; refuse states that would change.
 
     Raises:
         CheckpointLayoutError: the checkpoint's states would be rounded, or are remainders that
@@ -132,8 +132,8 @@ def split_states(call: Call, model_param: Any, tensors: Any) -> Any:
     except CheckpointLayoutError as error:
         if optimizer not in _loading:
             raise
-        # Do not raise here, because the other ranks would wait forever. After the loader's
-        # collectives, ``spread_parameters`` raises the stored error on all ranks.
+        # Do not raise the error here, because the other ranks would wait forever. After the
+        # loader's collectives, ``spread_parameters`` raises the stored error on all ranks.
         _loading[optimizer].append(error)
         return None
     value = tensors["param"]
@@ -148,7 +148,7 @@ def split_states(call: Call, model_param: Any, tensors: Any) -> Any:
         _fit_master(optimizer, _shard_of(optimizer, model_param), tensors)
     # FusedAdam scales the passed tensor in place.
     before = tensors["param"].clone() if _keeps_scaled_masters(optimizer, model_param) else None
-    # Megatron loads two sharding types without ``no_grad``: torch refuses writes to an fp32 shard.
+    # Autograd is on while Megatron loads two sharding types: torch refuses writes to fp32 shards.
     with torch.no_grad():
         result = call.proceed()
     if before is not None:
@@ -194,7 +194,8 @@ def _fit_master(optimizer: Any, shard: Any, tensors: dict[str, Any]) -> None:
     if value.dtype is torch.int16 and master.dtype is not torch.int16:
         tensors["param"] = join_master(shard.detach(), value.to(shard.device))
     elif value.dtype is not torch.int16 and master.dtype is torch.int16:
-        # Write the parameter, too: FusedAdam rounds ties away from zero, but Megatron to even.
+        # Write the parameter, too: FusedAdam rounds ties away from zero, Megatron rounds ties to
+        # even.
         rounded, tensors["param"] = split_master(value.float().to(shard.device))
         shard.data.copy_(rounded)
 
@@ -207,7 +208,7 @@ def _refuse_what_is_lost(optimizer: Any, model_param: Any, tensors: dict[str, An
         return model_shard(optimizer, model_param)
 
     def as_numbers() -> bool:
-        # An fp32 parameter has no remainders, but a norm's initial values of 1 look like some.
+        # An fp32 parameter has no remainders, but a norm's initial 1s may look like remainders.
         return model_param.dtype is not torch.float32 and looks_like_remainders(value, live)
 
     lost = master_is_lost(
