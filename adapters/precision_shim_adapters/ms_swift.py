@@ -1,10 +1,10 @@
 """Adapter for ms-swift on Megatron: optimizer states, gradient bucket and fp16.
 
 ms-swift's Megatron trainers scale their loss, but fail at the first overflow, because ms-swift
-always turns on the DDP's check of gradients. The trainers also fail at a skipped step, because they
-convert its gradient norm, which is ``None``, to a tensor. The initial loss scale is 2**32, so a
-job's first steps are skipped. The gradients of an fp16 model are summed in fp16 unless the user
-writes ``--accumulate_allreduce_grads_in_fp32``.
+always turns on the DDP's check of gradients. A skipped step makes ms-swift's trainers fail, too,
+because they convert the step's gradient norm, which is ``None``, to a tensor. The initial loss
+scale is 2**32, so a job's first steps are skipped. The gradients of an fp16 model are summed in
+fp16 unless the user writes ``--accumulate_allreduce_grads_in_fp32``.
 
 ``args.loss_scale`` is ms-swift's weighting of tokens, not Megatron's loss scale, so the adapter
 never reads it. The adapter does not change ms-swift's trainers on transformers.

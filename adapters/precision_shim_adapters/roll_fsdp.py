@@ -72,7 +72,7 @@ def step(call: Call) -> Any:
         found = call.proceed()
     name = strategy.worker_config.name
     key = f"{name}/grad_norm"
-    if key in found:  # without a norm, the call only accumulated gradients
+    if key in found:  # a call that only accumulates gradients returns no norm
         found[key] = training.norm(found[key])
     return {**found, **training.metrics(f"{name}/")}
 

@@ -121,8 +121,7 @@ def _load(job: Job, script: Path | None) -> Any:
     parser.add_argument("--config_name", default="sppo_config")
     given = parser.parse_args(list(job.arguments))
     GlobalHydra.instance().clear()
-    # Hydra's ``initialize`` also resolves the path against the script's directory.
-    where = str(folder / given.config_path)
+    where = str(folder / given.config_path)  # as Hydra's ``initialize`` resolves the path
     with initialize_config_dir(where, job_name="app", version_base=None):
         composed = compose(config_name=given.config_name)
     return from_dict(data_class=kind, data=OmegaConf.to_container(composed, resolve=True))
@@ -149,7 +148,7 @@ def _class_of(job: Job, script: Path | None) -> Any:
 
 
 def _arguments(worker: Any, config: Any) -> Any:
-    """A worker's Megatron arguments, as ROLL's strategy makes them, except that they use a CPU."""
+    """A worker's Megatron arguments, as ROLL's strategy makes them, but with ``use_cpu=True``."""
     kind = importlib.import_module("mcore_adapter").TrainingArguments
 
     values = worker.training_args.to_dict() | worker.strategy_args.strategy_config

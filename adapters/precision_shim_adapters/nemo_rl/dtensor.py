@@ -1,8 +1,8 @@
 """NeMo-RL's DTensor workers in float16: loss scaling, metrics, checkpoints, and the actor class.
 
 The seams patch a worker's methods. If Ray pickles a worker's class by value, the mixin
-``ScaledWorker`` calls the seams' functions. If a seam and ``ScaledWorker`` both call a function,
-only the outer call has an effect.
+``ScaledWorker`` calls the seams' functions. If a seam and ``ScaledWorker`` both wrap a method, only
+the outer wrapper has an effect.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """NeMo-RL on Megatron: read a policy config, and patch the functions that build a model.
 
 A policy config has the optimizer's fields under the names that Megatron-Bridge reads. The shim
-regards each optimizer field of a policy config as the user's. NeMo-RL's own YAML files set nearly
-all fields, including ``grad_reduce_in_fp32``, for which NeMo-RL's code has no default. NeMo-RL's
-code turns on Megatron-Bridge's NaN check of gradients; no config key turns on this check.
+regards each optimizer field of a policy config as written by the user. NeMo-RL's own YAML files set
+nearly all fields, including ``grad_reduce_in_fp32``, for which NeMo-RL's code has no default.
+NeMo-RL's code turns on Megatron-Bridge's NaN check of gradients; no config key turns on this check.
 
 The function that makes a worker's model and optimizer receives the policy and Bridge's config. The
 shim patches the model-building function because Ray pickles it by reference, unlike a worker's

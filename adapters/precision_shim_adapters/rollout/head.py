@@ -3,7 +3,7 @@
 ``PRECISION_SHIM_HEAD=fp32`` requests fp32. In the driver, the adapter describes the LM head of each
 engine as a ``Head`` and calls ``settle_heads``, which writes the engines' keys. The trainer's key
 is ``head_dtype``, vLLM's own name, among the overrides of the model's HF config. The trainer's
-workers read this key and change their LM head; ``compute_in_fp32`` changes torch's ``Linear``.
+workers read ``head_dtype`` and change the LM head; ``compute_in_fp32`` changes torch's ``Linear``.
 """
 
 from __future__ import annotations
@@ -158,8 +158,7 @@ def settle_heads(where: str, read: Read, write: Callable[[Head], None] | None) -
     Args:
         where: framework and version, such as ``"verl 0.9.1"``.
         read: see ``Read``; called only if the user asked for fp32.
-        write: function that writes one head's key; ``None`` if the framework has already copied the
-            config.
+        write: function that writes one head's key; ``None`` after the framework copied the config.
 
     Raises:
         UnsupportedPrecisionError: in strict mode, an engine cannot compute its LM head in fp32.

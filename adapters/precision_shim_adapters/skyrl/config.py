@@ -1,8 +1,8 @@
 """SkyRL's config: distinguish the user's values from the defaults of the dataclasses.
 
-A SkyRL config built from a command line or a YAML does not show whether the user wrote a value or
-left it at the default. The shim therefore marks the user's values while SkyRL builds dataclasses.
-Copies and pickles must keep the shim's marks, because workers receive a pickled config.
+A SkyRL config built from a command line or a YAML does not show which values the user wrote. The
+shim therefore marks the user's values while SkyRL builds the dataclasses. Copies and pickles must
+keep the shim's marks, because workers receive a pickled config.
 The result of ``dataclasses.asdict`` must not contain the shim's marks.
 
 If the user did not write ``grad_reduce_in_fp32`` or ``model_dtype``, the shim deletes the

@@ -1,8 +1,8 @@
 """Read the trainable dtypes of all pipeline stages of a model, so that stages plan equal dtypes.
 
 The first and the last stage each have a copy of tied embeddings, and add up the copies' gradients.
-If only one stage had other fp32 parameters, only this stage's bucket would be fp32. Gradients in an
-fp32 bucket and gradients in a bf16 bucket cannot be added.
+If only the last stage had further fp32 parameters, only the last stage's bucket would be fp32.
+Gradients in an fp32 bucket and gradients in a bf16 bucket cannot be added.
 """
 
 from __future__ import annotations

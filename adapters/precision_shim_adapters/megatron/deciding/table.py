@@ -36,7 +36,7 @@ PRECISION_AWARE_FIELDS = (
     "exp_avg_dtype",
     "exp_avg_sq_dtype",
 )
-"""The fields with which a user of verl 0.9 asks for low-precision states."""
+"""The fields with which a user of verl 0.9 requests low-precision states."""
 
 ROWS: Mapping[torch.dtype, Mapping[str, Any]] = {
     BF16: {
@@ -126,13 +126,13 @@ def obstacles(request: OptimizerRequest) -> list[str]:
     Megatron's condition on fp8 recipes. Megatron's layer-wise optimizer and Megatron's FSDP cannot
     be precision-aware because they build no FusedAdam.
 
-    ``optimizer_cpu_offload`` is a reason because Megatron does not resume such a job exactly. If
+    ``optimizer_cpu_offload`` is a reason because Megatron does not resume CPU offload exactly. If
     the optimizer is not precision-aware, a resume with CPU offload fails with a KeyError. If the
     optimizer is precision-aware, a resume with CPU offload succeeds, but step counts or masters
     differ from the checkpoint's (docs/megatron.md has the measurements). The shim corrects step
-    counts and masters, but without the shim the resume would be silently wrong. The audit measured
-    the bytes per bf16 parameter (with a fake GPU, all states offloaded; DP is the data-parallel
-    size):
+    counts and masters, but without the shim a resume with CPU offload would be silently wrong. The
+    audit measured the bytes per bf16 parameter (with a fake GPU, all states offloaded; DP is the
+    data-parallel size):
 
     - An optimizer that is not precision-aware has 2 + 4 (bucket) + 4/DP (master) bytes on the GPU.
     - A precision-aware optimizer with fp32 main grads has 2 + 4 (bucket) bytes on the GPU.
@@ -242,7 +242,7 @@ def _restrict(
     if blocked:
         if not asked.get("use_precision_aware_optimizer"):
             why.append(f"precision-aware optimizer cannot run: {'; '.join(blocked)}: fp32 states")
-        # The user's fields stay; a seam raises an error when the config or optimizer is made.
+        # The user's fields stay; if the fields cannot run, a seam raises an error later.
         return _without_precision_aware(row, asked)
     if "exp_avg_sq_dtype" in row and "exp_avg_sq_dtype" not in asked:
         _guard_second_moment(row, request, why, warnings)
@@ -292,8 +292,8 @@ def _restrict_capturable(row: dict[str, Any], request: OptimizerRequest, why: li
 def _without_precision_aware(row: dict[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in row.items() if key not in PRECISION_AWARE_FIELDS}
     kept.pop("store_param_remainders", None)
-    # Write ``use_precision_aware_optimizer=False``, because verl's fp16 branch sets True without
-    # any check. Leave the field out if the user's dtypes need the precision-aware optimizer.
+    # Write ``use_precision_aware_optimizer=False``, because verl's fp16 branch always writes True.
+    # Leave the field out if the user's dtypes need the precision-aware optimizer.
     if all(_as_dtype(asked.get(key, FP32)) is FP32 for key in NEED_PRECISION_AWARE):
         kept["use_precision_aware_optimizer"] = False
     return kept

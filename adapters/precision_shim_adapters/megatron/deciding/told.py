@@ -6,8 +6,7 @@ import weakref
 from typing import Any
 
 _told: dict[int, tuple[weakref.ref[Any], set[str]]] = {}
-"""Maps the ``id`` of an OptimizerConfig to the codes of problems that were reported for it. The
-config itself has no hash."""
+"""Maps the ``id`` of an OptimizerConfig, which has no hash, to the codes of its known problems."""
 
 
 def note_told(config: Any, *codes: str) -> None:

@@ -62,8 +62,8 @@ class Wishes:
         asked: fields of Megatron's OptimizerConfig that the user wrote; dtypes may be names.
         declared: the dtype that the framework declares for the model; needed only if the trainable
             parameters have several dtypes or are unknown.
-        auto: the policy for ``PRECISION_SHIM_OPTIMIZER_STATES=auto``: ``"as-configured"`` if the
-            config has fields for the states' dtypes, else ``"guarded"``.
+        auto: the policy for ``PRECISION_SHIM_OPTIMIZER_STATES=auto``, which is ``"as-configured"``
+            if the config has fields for the states' dtypes, else ``"guarded"``.
         native: maps the model's dtype to the fields that the framework sets by itself; ``asked``
             overrides them.
         opt_in: the framework's own fields for low-precision states of a bf16 model, with Megatron's

@@ -67,7 +67,7 @@ _STEPS: tuple[tuple[str, Mapping[str, Any]], ...] = (
         },
     ),
 )
-"""For each step, its loss in words and its settings. The step with the smallest loss is first."""
+"""Each step's sacrifice in words, and its settings. The step with the least sacrifice is first."""
 
 
 def variants(

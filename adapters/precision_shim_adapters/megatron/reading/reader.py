@@ -1,8 +1,8 @@
 """Read Megatron's optimizers for the audit, even if the shim is off, without importing Megatron.
 
-Megatron's three optimizer classes store parameters differently. ``DistributedOptimizer`` has shards
-of its buffers. ``Float16OptimizerWithFloat16Params`` has groups and their fp32 copies.
-``FP32Optimizer`` has only the parameters of its inner optimizer.
+Megatron's three optimizer classes store parameters differently. ``DistributedOptimizer`` stores
+shards of its buffers. ``Float16OptimizerWithFloat16Params`` stores groups and their fp32 copies.
+``FP32Optimizer`` stores only the parameters of its inner optimizer.
 """
 
 from __future__ import annotations

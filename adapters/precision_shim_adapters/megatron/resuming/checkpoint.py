@@ -6,9 +6,9 @@ fp32 master weight that an unpatched Megatron expects. On a load, the shim split
 into parameter and remainder again. If the user's own config is precision-aware, an unpatched
 Megatron expects remainders. In the two sharding types that store a dtype for each state, the shim
 saves the user's remainders unchanged, because Megatron can read them. In two sharding types the
-checkpoint's keys contain the bucket's dtype. The shim writes the keys that the same job would write
-without the shim. The shim compares dtypes in ``dist_checkpointing.load``, because only this
-function receives the wanted tensors and the directory before Megatron reads a tensor.
+checkpoint's keys contain the bucket's dtype. The shim writes the keys that a job without the shim
+would write. The shim compares dtypes in ``dist_checkpointing.load``, because only this function
+receives the wanted tensors and the directory before Megatron reads a tensor.
 
 The shim refuses to load fp32 moments that would be rounded to bf16. The shim also refuses to load
 remainders that an unpatched Megatron has already written as numbers.
@@ -78,7 +78,7 @@ def checkpoint_seam(
 
 bucket_without_shim: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 """Maps a DDP module to the framework's ``grad_reduce_in_fp32`` if the shim aligned the bucket:
-``ddp.build_ddp`` writes entries, this module reads them."""
+``ddp.build_ddp`` writes the entries, and this module reads them."""
 
 _ADDED = "_precision_shim_added"
 """Attribute that marks an OptimizerConfig which only the shim made precision-aware. ``copy`` and

@@ -51,8 +51,8 @@ other than tensors."""
 _OFFLOAD, _SHARE = "optimizer_cpu_offload", "optimizer_offload_fraction"
 
 _STEPPED = ".master_param"
-"""Suffix of keys in ``dp_reshardable`` checkpoints for copies of the parameters, which only an
-optimizer for CPU offload that is not precision-aware has and updates."""
+"""Suffix of keys in ``dp_reshardable`` checkpoints for copies of the parameters. Only an optimizer
+for CPU offload that is not precision-aware has and updates such copies of the parameters."""
 
 BUCKET = "grad_reduce_in_fp32"
 """The field of Megatron's DDP config with which a job may set the bucket's dtype."""

@@ -148,7 +148,7 @@ def load_what_is_stepped(call: Call, state_dict: Any) -> Any:
     inner = call.instance.optimizer
     if not _offloads(inner):
         return result
-    # A checkpoint without a step count is from another kind of optimizer that never stepped.
+    # If a checkpoint has no step count, another kind of optimizer saved it before its first step.
     count = float(next(iter(counts), 0))
     for state in inner.state.values():
         if isinstance(state.get("step"), torch.Tensor):
