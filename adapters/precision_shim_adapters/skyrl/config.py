@@ -2,8 +2,8 @@
 
 A SkyRL config built from a command line or a YAML does not show which values the user wrote. The
 shim therefore marks the user's values while SkyRL builds the dataclasses. Copies and pickles must
-keep the shim's marks, because workers receive a pickled config.
-The result of ``dataclasses.asdict`` must not contain the shim's marks.
+keep the shim's marks, because workers receive a pickled config. The result of
+``dataclasses.asdict`` must not contain the shim's marks.
 
 If the user did not write ``grad_reduce_in_fp32`` or ``model_dtype``, the shim deletes the
 instance's attribute. A read of a deleted attribute returns the class's default; an assignment sets

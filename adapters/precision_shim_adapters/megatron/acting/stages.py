@@ -17,7 +17,8 @@ from precision_shim.precision.model import TrainableDtypes
 def over_stages(model: TrainableDtypes, pg_collection: Any = None) -> TrainableDtypes:
     """Merge the trainable dtypes of a model chunk with those of the same chunk on other stages.
 
-    Every rank of the pipeline-parallel group has to call this function, once for each chunk.
+    Every rank of the pipeline-parallel group has to call this function for each chunk; all stages
+    build equally many chunks.
 
     Args:
         model: the dtypes of this stage's chunk.

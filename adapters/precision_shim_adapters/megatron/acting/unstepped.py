@@ -19,8 +19,8 @@ def make_states(optimizers: Iterable[Any]) -> None:
     """Make the states of optimizers that have never stepped.
 
     Megatron cannot save an optimizer without states, so a job whose first steps are all skipped
-    would fail at its first checkpoint. (torch's Adam gets no states, because Megatron cannot load
-    any checkpoint of torch's Adam.)
+    would fail at its first checkpoint. (Without CPU offload, torch's Adam gets no states, because
+    Megatron cannot load any checkpoint of torch's Adam.)
 
     Args:
         optimizers: Megatron's optimizers, without chained optimizers.

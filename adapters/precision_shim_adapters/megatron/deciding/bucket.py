@@ -49,7 +49,7 @@ def choose_bucket(
         model: the trainable parameters that share the bucket.
     """
     low = main_grads is not torch.float32
-    # A model chunk without trainable parameters never requires an fp32 bucket.
+    # A model chunk without trainable parameters has no bucket, and so requires no fp32 bucket.
     nothing = not model.counts and not model.fp8
     wanted = not (low and (model.single is main_grads or nothing))
     because = f"main grads are {name_of(main_grads)}"

@@ -18,7 +18,7 @@ FACTORS = ("growth_factor", "backoff_factor")
 """Settings of the shim that are no fields of a config, but arguments of Megatron's scaler."""
 
 _OWN = {"loss_scale_window": 1000.0, "growth_factor": 2.0, "backoff_factor": 0.5}
-"""Defaults in megatron-core 0.16 to 0.19: of OptimizerConfig, and of its DynamicGradScaler."""
+"""Values that megatron-core 0.16 to 0.19 has in OptimizerConfig or passes to DynamicGradScaler."""
 
 
 def scaler_fields(wishes: Wishes, asked: Mapping[str, Any], settings: Settings) -> dict[str, Any]:

@@ -305,7 +305,7 @@ def gradient_check() -> Answer:
     needs=("megatron.core.optimizer", "megatron.core.distributed", "megatron.core.transformer"),
 )
 def main_grads() -> Answer:
-    """The shim aligns the bucket with ``main_grads_dtype``, but saves an unpatched job's keys."""
+    """The bucket gets ``main_grads_dtype``; checkpoint keys stay those of an unpatched job."""
     from megatron.core.optimizer import get_megatron_optimizer
 
     fp32, bf16 = torch.float32, torch.bfloat16

@@ -210,7 +210,7 @@ def _field(config: Any, name: str) -> Any:
 def adam_keeps_masters(field: Callable[[str], Any], main: torch.dtype) -> bool:
     """Whether FusedAdam itself keeps the masters of a precision-aware optimizer.
 
-    With an fp8 recipe other than delayed, and with CPU offload, masters are outside FusedAdam.
+    With CPU offload, or an fp8 recipe other than delayed, whole masters are outside FusedAdam.
 
     Args:
         field: function that reads a field of the OptimizerConfig; ``None`` for a missing field.

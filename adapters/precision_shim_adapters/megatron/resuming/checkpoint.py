@@ -276,7 +276,7 @@ def name_live_bucket(call: Call, state_dict: Any) -> Any:
     "gbuf_ranges",
 )
 def name_live_bucket_dp_zero(call: Call, state_dict: Any) -> Any:
-    """Do the same as ``name_live_bucket`` for the sharding type ``dp_zero_gather_scatter``."""
+    """Act as ``name_live_bucket`` for ``dp_zero_gather_scatter``; some ranks receive no state."""
     if state_dict is not None:
         state = call.arguments["state_dict"] = dict(state_dict)
         for index, ranges in enumerate(call.instance.gbuf_ranges):
