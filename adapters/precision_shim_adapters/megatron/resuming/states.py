@@ -194,7 +194,7 @@ def _fit_master(optimizer: Any, shard: Any, tensors: dict[str, Any]) -> None:
     if value.dtype is torch.int16 and master.dtype is not torch.int16:
         tensors["param"] = join_master(shard.detach(), value.to(shard.device))
     elif value.dtype is not torch.int16 and master.dtype is torch.int16:
-        # Write the parameter, too, as FusedAdam rounds ties away from zero, and Megatron to even.
+        # Write the parameter, too. FusedAdam rounds ties away from zero; Megatron rounds to even.
         rounded, tensors["param"] = split_master(value.float().to(shard.device))
         shard.data.copy_(rounded)
 
