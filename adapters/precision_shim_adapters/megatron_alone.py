@@ -1,6 +1,6 @@
 """Adapter for Megatron-core trainers without their own adapter, enabled as ``megatron``.
 
-The seams for the audit, dtype names and fp16 patch Megatron's own classes. This adapter reads no
+For the audit, dtype names and fp16, the seams patch Megatron's own classes. This adapter reads no
 trainer's config, so it cannot distinguish a user's values from defaults. The adapter therefore adds
 no low-precision states, and a skipped step returns Megatron's own result. The adapter's own seams
 do nothing while another adapter's framework builds a model.

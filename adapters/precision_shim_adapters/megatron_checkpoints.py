@@ -1,4 +1,4 @@
-"""Interpret the keys of Megatron's distributed checkpoints, for seams and ``checkpoint``."""
+"""Interpret the keys of Megatron's distributed checkpoints, for seams and the CLI."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _component_of(key: str) -> str:
 
 
 def _common_of(tree: Any) -> dict[Any, Any]:
-    """The common state's dict; a stored object wraps the dict in a list, ``common.pt`` does not."""
+    """The common state's dict; a stored object has it in a list, but ``common.pt`` has it alone."""
     if isinstance(tree, list) and len(tree) == 1:
         (tree,) = tree
     return tree if isinstance(tree, dict) else {}
@@ -135,7 +135,7 @@ def _values_of(tree: Any, name: str) -> Iterator[Any]:
 
 
 def _number(archive: Archive, value: Any) -> float | None:
-    """A number, also from an fp32 tensor of one element; ``None`` for other values."""
+    """Return a number, or the value of an fp32 tensor of one element; ``None`` for other values."""
     if isinstance(value, (int, float)):
         return float(value)
     for _, tensor in archive.tensors([value]):

@@ -1,11 +1,11 @@
-"""Adapter for miles on Megatron-core: optimizer states, fp16, and counted skipped steps.
+"""Adapter for miles on Megatron-core: optimizer states, fp16, and a count of skipped steps.
 
 miles began as a copy of slime and, like slime, prepares its gradients twice in a step. Unlike
 slime, miles may have no optimizer, returns three values from a step, and reports a skipped step
 with a grad norm of 0.0.
 
-The shim patches neither Muon nor the optimizers of several LoRA adapters. miles makes both kinds
-with other functions, and never in fp16.
+The shim patches neither Muon nor the optimizers of several LoRA adapters. Other functions of miles
+make Muon and the LoRA optimizers, and never in fp16.
 
 Delete this module when miles prepares its gradients once, and reports loss scale and skipped steps.
 """

@@ -1,12 +1,13 @@
-"""precision_shim for ms-swift on Megatron: optimizer states, gradient bucket and fp16.
+"""Adapter for ms-swift on Megatron: optimizer states, gradient bucket and fp16.
 
-ms-swift's Megatron trainers scale their loss, but fail at the first overflow: the DDP's check of
-gradients is always on, and the trainers convert a skipped step's gradient norm, which is ``None``,
-to a tensor. With the initial loss scale of 2**32, a job's first steps are skipped. The gradients of
-an fp16 model are summed in fp16 unless the user writes ``--accumulate_allreduce_grads_in_fp32``.
+ms-swift's Megatron trainers scale their loss, but fail at the first overflow, because ms-swift
+always turns on the DDP's check of gradients. A skipped step makes ms-swift's trainers fail, too,
+because they convert the step's gradient norm, which is ``None``, to a tensor. The initial loss
+scale is 2**32, so a job's first steps are skipped. The gradients of an fp16 model are summed in
+fp16 unless the user writes ``--accumulate_allreduce_grads_in_fp32``.
 
-``args.loss_scale`` is ms-swift's weighting of tokens and has nothing to do with Megatron's loss
-scale: the adapter never reads it. The adapter does not change ms-swift's trainers on transformers.
+``args.loss_scale`` is ms-swift's weighting of tokens, not Megatron's loss scale, so the adapter
+never reads it. The adapter does not change ms-swift's trainers on transformers.
 Delete the adapter when ms-swift's Megatron trainers accept a skipped step.
 """
 
@@ -70,12 +71,12 @@ def coerced(value: Any) -> Any:
     f"{TRAINER}:BaseMegatronTrainer.__init__",
     BUILDING,
     group=GROUP,
-    optional=True,  # another project's package has the name swift
+    optional=True,  # another project's package is also named swift
     why="makes the DDP and the optimizer, in two calls",
     relies_on=("prepare_model", "get_optimizer_and_scheduler"),
 )
 def build(call: Call, args: Any) -> None:
-    """Record that a model is being built, and how to read its arguments."""
+    """Record that ms-swift builds a model, and the function that reads ms-swift's arguments."""
     with megatron.building("ms-swift", lambda: read(args)):
         call.proceed()
 
@@ -90,7 +91,7 @@ def build(call: Call, args: Any) -> None:
     aliases=(f"{TRAINER}:get_megatron_optimizer",),
 )
 def settle(call: Call, config: Any, model_chunks: Any) -> Any:
-    """Set the fields from ``settle``, which include the user's fields, on the config."""
+    """Write the user's fields and the shim's fields into the OptimizerConfig."""
     return megatron.settle_made(call, "ms-swift", config, model_chunks)
 
 
@@ -104,7 +105,7 @@ def settle(call: Call, config: Any, model_chunks: Any) -> Any:
     relies_on=("reduce_max_stat_across_model_parallel_group",),
 )
 def step(call: Call) -> Any:
-    """Treat an overflow as a skipped step: norm NaN, and ms-swift does not step its scheduler."""
+    """Treat an overflow as a skipped step with norm NaN; ms-swift then steps no scheduler."""
     with megatron.skipping(succeeds=False):
         return call.proceed()
 
@@ -118,7 +119,7 @@ def step(call: Call) -> Any:
     relies_on=("_log_callback",),
 )
 def report(call: Call, logs: dict[str, Any], prefix: str = "") -> Any:
-    """Add loss scale and number of skipped steps to ms-swift's own metrics of training."""
+    """Add the loss scale and the number of skipped steps to ms-swift's own training metrics."""
     if not prefix:
         call.arguments["logs"] = {**logs, **megatron.metrics(call.instance.optimizer)}
     return call.proceed()

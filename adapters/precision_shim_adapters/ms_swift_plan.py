@@ -1,4 +1,4 @@
-"""Plan ms-swift's Megatron jobs from their launch line, with ms-swift's own parser.
+"""Plan ms-swift's Megatron jobs from their launch lines, with ms-swift's own parser.
 
 The plan does not run the arguments' ``__post_init__``, which needs GPUs and a model.
 ``_complete`` sets the dtypes as ms-swift's ``__post_init__`` does.
@@ -104,10 +104,10 @@ def _parsed(job: Job) -> tuple[Any, type]:
 
 
 def _check_dtypes(args: Any) -> None:
-    """Check the model's dtype as ms-swift and Megatron do, which the parser alone does not.
+    """Check the model's dtype as ms-swift and Megatron do, because the parser does not check it.
 
     Raises:
-        PlanError: ms-swift does not take the dtype, or both 16-bit dtypes are asked for.
+        PlanError: ms-swift does not accept the dtype, or the line turns on both fp16 and bf16.
     """
     if args.torch_dtype is not None:
         dtype = getattr(torch, str(args.torch_dtype).replace("torch.", ""), None)

@@ -1,4 +1,4 @@
-"""Find the plain class that Ray made an actor class from, and make the actor class again.
+"""Find the plain class from which Ray made an actor class, and make the actor class again.
 
 ``ray.remote`` copies a class's methods when it decorates the class, before a post-import hook can
 patch the methods. An adapter that patches an actor's methods therefore makes the actor class again,

@@ -27,8 +27,8 @@ def plain(
     Args:
         made: the config.
         only: the keys to read; resolving the whole config of a large job takes 50 ms.
-        unresolved: a list, to which the keys that cannot be resolved are appended.
-        missing: called with each key whose value is ``MISSING``; returns the value instead.
+        unresolved: a list; ``plain`` appends the keys that cannot be resolved.
+        missing: function that returns a replacement for the value ``MISSING`` of a given key.
     """
     from omegaconf import DictConfig, ListConfig
 
@@ -46,7 +46,7 @@ def plain(
 
 
 def tell_unresolved(keys: Sequence[str]) -> list[str]:
-    """The plan's note about keys that could not be resolved; empty if there are none."""
+    """The plan's note about keys that could not be resolved; empty without such keys."""
     if not keys:
         return []
     return [
@@ -56,7 +56,7 @@ def tell_unresolved(keys: Sequence[str]) -> list[str]:
 
 
 def tell_missing(keys: Sequence[str]) -> list[str]:
-    """The plan's note about keys with ``MISSING``; empty if there are none."""
+    """The plan's note about keys whose value is ``MISSING``; empty without such keys."""
     if not keys:
         return []
     return [

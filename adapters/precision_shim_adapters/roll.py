@@ -1,4 +1,4 @@
-"""Adapter for ROLL on Megatron-core: loss scaling for fp16, and counted skipped steps.
+"""Adapter for ROLL on Megatron-core: loss scaling for fp16, and a count of skipped steps.
 
 ROLL's strategy never sets the model's ``grad_scale_func``. Megatron therefore divides the gradients
 by the loss scale, but does not multiply the loss by this scale. ROLL's config has no field for the
@@ -52,7 +52,7 @@ def read(strategy: Any) -> Wishes:
         blockers=(OFFLOAD,),
         optimizer=str(args.optimizer),
         distributed=bool(args.use_distributed_optimizer),
-        # In bf16 ROLL overwrites the user's ``accumulate_allreduce_grads_in_fp32``.
+        # For a bf16 model ROLL overwrites the user's ``accumulate_allreduce_grads_in_fp32``.
         bucket_in_fp32=None if bucket is None or args.bf16 else bool(bucket),
         nan_check_written="check_for_nan_in_loss_and_grad" in written,
     )

@@ -1,9 +1,9 @@
 """Read ROLL's checkpoints for ``precision-shim checkpoint`` and for the seams, without torch.
 
 With ``ckpt_format: legacy``, the default, ROLL on Megatron saves the weights in one file per rank,
-next to the optimizer's distributed checkpoint. On FSDP2 the states are in the directory ``dcp``.
+next to the optimizer's distributed checkpoint. On FSDP2 ROLL saves states in the directory ``dcp``.
 
-Delete this module when ROLL saves the weights in a distributed checkpoint too.
+Delete this module when ROLL on Megatron also saves the weights in a distributed checkpoint.
 """
 
 from __future__ import annotations
@@ -39,5 +39,5 @@ def has_states(directory: str | Path) -> bool:
         with file_name.open("rb") as file:
             entries = read_entries(file, str(file_name))
     except (OSError, CheckpointUnreadableError):
-        return False  # ROLL's own load raises its error
+        return False  # ROLL's own load raises an error for an unreadable checkpoint
     return any(key.startswith("optimizer.state.") for key in entries)

@@ -2,7 +2,7 @@
 
 ROLL scales its loss with torch's GradScaler. With a scaler, ROLL's loop neither steps the LR
 scheduler nor clears the gradients, so the gradients add up over all steps. ROLL does not save the
-scaler in checkpoints. A new job of ROLL leaves a checkpoint's moments out without a message.
+scaler in checkpoints. On a resume, ROLL silently does not load the checkpoint's moments.
 
 Delete this module when ROLL completes a scaled step like any other step, and saves its scaler.
 """
@@ -40,7 +40,7 @@ _OWN = "ROLL's own scaler, counted and kept with the checkpoints"
 
 @seam(f"{STRATEGY}.initialize", why="makes the scaler", relies_on=("scaler", "scheduler"), **HERE)
 def make(call: Call) -> Any:
-    """Replace ROLL's scaler by the shim's, which skips a step on all ranks and can be saved."""
+    """Replace ROLL's scaler by a scaler that skips a step on all ranks and that can be saved."""
     result = call.proceed()
     strategy = call.instance
     if type(strategy.scaler) is ShardedGradScaler:  # keep a user's own subclass
@@ -72,7 +72,7 @@ def step(call: Call) -> Any:
         found = call.proceed()
     name = strategy.worker_config.name
     key = f"{name}/grad_norm"
-    if key in found:  # without a norm, the call only accumulated gradients
+    if key in found:  # a call that only accumulates gradients returns no norm
         found[key] = training.norm(found[key])
     return {**found, **training.metrics(f"{name}/")}
 
@@ -81,8 +81,8 @@ def step(call: Call) -> Any:
 def _ended(strategy: Any, training: ScaledTraining) -> Iterator[None]:
     """Step the scheduler and clear the gradients after a scaled step, unless ROLL does so.
 
-    The shim compares ``scheduler.last_epoch`` when the next loss is scaled, or at the end of the
-    call; by then, ROLL's own loop would have stepped the scheduler.
+    When ROLL scales the next loss, or when the call ends, an unchanged ``scheduler.last_epoch``
+    shows that ROLL's own loop has not stepped the scheduler.
     """
     scaler, scheduler = strategy.scaler, strategy.scheduler
     at: list[int] = []
@@ -124,7 +124,7 @@ def _ended(strategy: Any, training: ScaledTraining) -> Iterator[None]:
     **HERE,
 )
 def save(call: Call, checkpoint_dir: Any) -> Any:
-    """Write the scaler's state beside the checkpoint, bound to the files that ROLL has written."""
+    """Write the scaler's state, with a record of ROLL's checkpoint files, beside the checkpoint."""
     strategy = call.instance
     training = training_of(strategy) if hasattr(strategy, "scaler") else None
     if training is None:
@@ -139,7 +139,7 @@ def save(call: Call, checkpoint_dir: Any) -> Any:
 
 @seam(f"{BASE}._load_checkpoint_with_dcp", why="leaves the moments of a new job out", **HERE)
 def load_states(call: Call, checkpoint_dir: Any) -> Any:
-    """Make the moments of a new optimizer, because ROLL loads only into moments that exist."""
+    """Make the moments of a new optimizer, because ROLL loads only into existing moments."""
     strategy = call.instance
     training = training_of(strategy) if hasattr(strategy, "scaler") else None
     if training is not None and has_states(checkpoint_dir):

@@ -1,8 +1,8 @@
-"""Plan ROLL's jobs on Megatron from their launch line, with ROLL's own config classes.
+"""Plan ROLL's jobs on Megatron from their launch lines, with ROLL's own config classes.
 
-ROLL's start scripts compose a YAML file with Hydra and make a config class of it. The plan finds
-the class in the script, makes the config as the script does, and reads each worker's arguments with
-the function that reads them in the worker.
+ROLL's start scripts compose a config with Hydra and convert it to a config class. The plan finds
+the class in the script, and makes the config as the script does. The plan reads each worker's
+arguments with the function that the worker itself uses.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def plan_job(job: Job) -> Request:
     """Read a launch line of one of ROLL's start scripts.
 
     Raises:
-        PlanError: the script, its config or a model cannot be read, or a model has LoRA or is not
-            on Megatron.
+        PlanError: the script, its config or a model cannot be read, a model has LoRA, or a model is
+            not on Megatron.
     """
     script = job.source.resolve() if job.source else None  # before the directory changes
     with _untouched():
@@ -64,14 +64,14 @@ def _where() -> str:
 
 
 def _workers(job: Job, config: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the workers that train: each one's name, config, and arguments for Megatron."""
+    """Yield the name, the config and the Megatron arguments of each worker that trains."""
     seen = []
     for name in _WORKERS:
         worker = getattr(config, name, None)
         strategy = getattr(worker, "strategy_args", None)
         if worker is None or strategy is None or not worker.device_mapping or id(worker) in seen:
             continue
-        seen.append(id(worker))  # in a distillation actor_train and student_train are one worker
+        seen.append(id(worker))  # in distillation, actor_train and student_train are one worker
         if name == "critic" and getattr(config, "adv_estimator", "gae") != "gae":
             continue  # ROLL makes no critic then
         if strategy.strategy_name != _TRAINS:
@@ -121,7 +121,7 @@ def _load(job: Job, script: Path | None) -> Any:
     parser.add_argument("--config_name", default="sppo_config")
     given = parser.parse_args(list(job.arguments))
     GlobalHydra.instance().clear()
-    where = str(folder / given.config_path)  # Hydra's ``initialize`` begins at the script
+    where = str(folder / given.config_path)  # as Hydra's ``initialize`` resolves the path
     with initialize_config_dir(where, job_name="app", version_base=None):
         composed = compose(config_name=given.config_name)
     return from_dict(data_class=kind, data=OmegaConf.to_container(composed, resolve=True))
@@ -148,7 +148,7 @@ def _class_of(job: Job, script: Path | None) -> Any:
 
 
 def _arguments(worker: Any, config: Any) -> Any:
-    """A worker's arguments for Megatron, as ROLL's strategy makes them, but for a CPU."""
+    """A worker's Megatron arguments, as ROLL's strategy makes them, but with ``use_cpu=True``."""
     kind = importlib.import_module("mcore_adapter").TrainingArguments
 
     values = worker.training_args.to_dict() | worker.strategy_args.strategy_config
@@ -158,7 +158,7 @@ def _arguments(worker: Any, config: Any) -> Any:
 
 
 def _called(job: Job, call: Callable[[], Any]) -> Any:
-    """Call ROLL's code; its refusal becomes a ``PlanError``."""
+    """Call ROLL's code, and turn an error that it raises into a ``PlanError``."""
 
     def refuse(why: str) -> PlanError:
         return PlanError(
@@ -171,7 +171,7 @@ def _called(job: Job, call: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def _untouched() -> Iterator[None]:
-    """Undo what making ROLL's config does to the process: variables, and a folder of logs."""
+    """Undo side effects of making ROLL's config: environment variables and a folder of logs."""
     before, here = dict(os.environ), Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)

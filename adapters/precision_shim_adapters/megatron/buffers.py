@@ -1,4 +1,4 @@
-"""The gradient buffers of Megatron's DDPs, found without importing Megatron."""
+"""Find the gradient buffers of Megatron's DDPs without importing Megatron."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def grad_buffers(chunks: Iterable[Any]) -> Iterator[Any]:
-    """Yield the buffers of the chunks' DDPs, with the buffers of expert-parallel parameters."""
+    """Yield the gradient buffers of DDPs, including the buffers of expert-parallel parameters."""
     for chunk in chunks:
         for name in ("buffers", "expert_parallel_buffers"):
             buffers = getattr(chunk, name, None)
-            # ``buffers`` is a method of torch's Module, but a list of Megatron's DDP.
+            # In torch's Module ``buffers`` is a method, but in Megatron's DDP it is a list.
             if isinstance(buffers, (list, tuple)):
                 yield from buffers

@@ -11,9 +11,9 @@ In NeMo-RL 0.6 and later, the plain class from which Ray made the actor class is
 shim patches the plain class's methods as well, for workers that inherit from the plain class under
 other names (``worker_extension_cls_fqn``, quantized workers).
 
-The shim deliberately does not patch ``begin_train_step`` and ``finish_train_step`` of NeMo-RL's
-newest commit, which DTensor workers lack. With ``begin_train_step``, a Megatron worker's optimizer
-skips steps too, but the metrics lack ``loss_scale`` and ``skipped_steps``.
+The shim deliberately does not patch ``begin_train_step`` and ``finish_train_step``, which only
+Megatron workers of NeMo-RL's newest commit have. With ``begin_train_step``, a Megatron worker's
+optimizer also skips steps, but the metrics lack ``loss_scale`` and ``skipped_steps``.
 
 Delete this package when NeMo-RL scales the loss of its float16 policies and saves the scaler.
 """

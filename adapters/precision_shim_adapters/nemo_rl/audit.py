@@ -79,7 +79,7 @@ class AuditedWorker:
     replaces=True,
 )
 def redecorate(actor_class: Any) -> Any:
-    """Make the actor class again, with a worker that the shim audits.
+    """Make the actor class again with ``AuditedWorker`` as the worker's first base class.
 
     Raises:
         SeamError: the argument is no actor class made by ``ray.remote``.
@@ -126,7 +126,7 @@ def report_lost_updates(call: Call, eval_mode: Any = False) -> Any:
 
 
 def _tell_meter(worker: Any) -> None:
-    """Record for the lost-update meter in which dtypes a policy sends weights to the rollout.
+    """Record the dtypes in which a policy sends weights to the rollout, for the lost-update meter.
 
     A value model has no rollout. DTensor workers first cast weights to the policy's dtype, and
     merge LoRA while sending. Megatron workers send their parameters unchanged.

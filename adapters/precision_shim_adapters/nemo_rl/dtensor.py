@@ -1,8 +1,8 @@
 """NeMo-RL's DTensor workers in float16: loss scaling, metrics, checkpoints, and the actor class.
 
-The seams patch a worker's methods. For a class that Ray pickles by value, ``ScaledWorker`` calls
-the seams' functions. If a seam and ``ScaledWorker`` call the same function, only the outer call
-has an effect.
+The seams patch a worker's methods. If Ray pickles a worker's class by value, the mixin
+``ScaledWorker`` calls the seams' functions. If a seam and ``ScaledWorker`` both wrap a method, only
+the outer wrapper has an effect.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class ScaledWorker:
     **_FP16,
 )
 def redecorate(actor_class: Any) -> Any:
-    """Make the actor class again, with a worker that scales its loss.
+    """Make the actor class again with ``ScaledWorker`` as the worker's first base class.
 
     Raises:
         SeamError: the argument is no actor class made by ``ray.remote``, or a method lacks a
@@ -111,7 +111,7 @@ def redecorate(actor_class: Any) -> Any:
 
 @contextlib.contextmanager
 def _outermost(instance: Any, what: str) -> Iterator[bool]:
-    """Yield whether this call is the outer of two; the mixin may call the patched method."""
+    """Yield True in an outer call, and False in a nested call of the same function."""
     inside: set[str] = instance.__dict__.setdefault("_precision_shim_inside", set())
     if what in inside:
         yield False
@@ -173,7 +173,7 @@ def scaled_because(name: str) -> str:
 
 
 def read_section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Read scaler settings from a config's optional block, keyed as in ``ScalerSettings``.
+    """Read a config's optional scaler settings, with the fields of ``ScalerSettings`` as keys.
 
     Raises:
         SettingsError: a value is not allowed; the message has key, value and allowed values.

@@ -24,7 +24,7 @@ _SYNCS = ("update_weights_via_ipc_zmq", "update_weights_from_collective")
 
 
 def _methods(worker: Worker, *names: str) -> list[dict[str, Any]]:
-    """The seam targets for methods of the plain class, in versions where it is importable."""
+    """The seam targets for methods of the plain class, in versions that export this class."""
     return [
         worker.at(f"{worker.beneath}.{name}", worker.beneath, relies_on=("llm",), optional=True)
         for name in names

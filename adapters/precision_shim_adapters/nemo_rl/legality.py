@@ -1,4 +1,4 @@
-"""Check a policy's dtypes by the rules of NeMo-RL's workers."""
+"""Check a policy's dtypes with the rules of NeMo-RL's workers."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _FLAGS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 def names(
     section: Mapping[str, Any], key: str, subject: str, fields: Iterable[str]
 ) -> Iterator[Problem]:
-    """Yield a problem for each key whose value is no NeMo-RL dtype name; missing keys are legal.
+    """Yield a problem for each present key whose value is not one of NeMo-RL's dtype names.
 
     Args:
         section: the config section of a policy, a value model or a teacher.
         key: the section's key in the config.
         subject: the model's name, such as ``"policy"``.
-        fields: keys within the section, dotted if nested.
+        fields: keys within the section; nested keys have dots.
     """
     for field in fields:
         value: Any = section
@@ -58,9 +58,9 @@ def names(
 
 
 def torch_optimizer(section: Mapping[str, Any], key: str, subject: str) -> Iterator[Problem]:
-    """Yield a problem if NeMo-RL cannot find a DTensor worker's optimizer, or make it."""
+    """Yield a problem if NeMo-RL cannot find or construct a DTensor worker's optimizer."""
     optimizer = section.get("optimizer") or {}
-    if optimizer.get("name") is None:  # left out, or a reference that cannot be resolved here
+    if optimizer.get("name") is None:  # no name, or a reference that this machine cannot resolve
         return
     place = f"{key}.optimizer.name"
     module, _, name = str(optimizer["name"]).rpartition(".")

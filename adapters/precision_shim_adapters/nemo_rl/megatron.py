@@ -1,18 +1,18 @@
-"""NeMo-RL on Megatron: the reading of a policy config, and the seams at which a model is built.
+"""NeMo-RL on Megatron: read a policy config, and patch the functions that build a model.
 
-A policy config has the optimizer's fields as Megatron-Bridge reads them. The shim therefore counts
-each optimizer field as written by the user. NeMo-RL's own YAML files set nearly all fields,
-including ``grad_reduce_in_fp32``, for which NeMo-RL's code has no default. NeMo-RL's code turns on
-Megatron-Bridge's NaN check of gradients; no config key turns it on.
+A policy config has the optimizer's fields under the names that Megatron-Bridge reads. The shim
+regards each optimizer field of a policy config as written by the user. NeMo-RL's own YAML files set
+nearly all fields, including ``grad_reduce_in_fp32``, for which NeMo-RL's code has no default.
+NeMo-RL's code turns on Megatron-Bridge's NaN check of gradients; no config key turns on this check.
 
-The function that makes a worker's model and optimizer gets the policy config and Bridge's config.
-The shim patches the model-building function, since Ray pickles it by reference, unlike a worker's
-methods. The seam at Megatron's DDP reads the live parameters. Bridge's ``setup_optimizer`` makes
+The function that makes a worker's model and optimizer receives the policy and Bridge's config. The
+shim patches the model-building function because Ray pickles it by reference, unlike a worker's
+methods. The seam on Megatron's DDP reads the live parameters. Bridge's ``setup_optimizer`` makes
 every kind of optimizer from the OptimizerConfig. The backend coerces dtype names when Megatron
-validates the OptimizerConfig. Megatron-Bridge 0.4 validates the config when it makes the config,
-later versions validate in ``finalize()``. A worker's ``validate()`` calls ``finalize()`` before the
-build starts. The shim does not patch the conversion of a Hugging Face checkpoint, which trains
-nothing.
+validates the OptimizerConfig. Megatron-Bridge 0.4 validates the config when it makes the config;
+later versions validate it in ``finalize()``. A worker's ``validate()`` calls ``finalize()`` before
+the build starts. The shim does not patch the conversion of a Hugging Face checkpoint, because the
+conversion trains nothing.
 
 NeMo-RL accepts a step that Megatron skipped. A skipped step's missing grad norm makes a policy
 worker's ``train`` fail, and a value worker reports the norm as 0. For a skipped step the shim
@@ -139,7 +139,7 @@ def _build_model(call: Call, policy_cfg: Any, ddp_config: Any, subject: str, tra
     optional=True,
 )
 def set_up_optimizer(call: Call, optimizer_config: Any, model: Any) -> Any:
-    """Set the fields of the OptimizerConfig that the policy config lacks, by the model's dtype.
+    """Set OptimizerConfig fields by the model's dtype, if the policy config lacks these fields.
 
     A worker calls ``setup_optimizer`` once, after its DDP is built.
     """

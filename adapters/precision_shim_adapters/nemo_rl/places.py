@@ -12,7 +12,7 @@ _VALUES = "nemo_rl.models.value.workers"
 
 @dataclass(frozen=True)
 class Worker:
-    """One kind of NeMo-RL worker, in one of the modules that define it in some version.
+    """One kind of NeMo-RL worker in one module; other versions may define it in another module.
 
     Attributes:
         module: the worker's module.
@@ -70,10 +70,10 @@ class Worker:
     def actor_class(self, method: str, *relies_on: str) -> tuple[dict[str, Any], ...]:
         """The targets of the seams on an actor class, for all versions of NeMo-RL.
 
-        Only some versions export the class without Ray's decorator.
+        Only some versions export the plain class, without Ray's decorator.
 
         Args:
-            method: a symbol of the plain class; only versions with that class have the symbol.
+            method: a symbol of the plain class; versions without a plain class lack the symbol.
             relies_on: names in the actor class's own source, in versions without a plain class.
         """
         target, optional = f"{self.module}:{self.name}", self.optional
@@ -85,7 +85,7 @@ class Worker:
 
 INHERITED = "workers under other names inherit from this class"
 EXPORTED = "the actor class, as NeMo-RL looks it up by name and Ray exports it"
-"""The ``why`` of seams: ``INHERITED`` on an actor class's base, ``EXPORTED`` on the actor class."""
+"""The ``why`` of seams on an actor class's base (``INHERITED``) and on the class (``EXPORTED``)."""
 
 
 _CLIP_V1 = "nemo_rl.models.dtensor.parallelize:get_grad_norm"
@@ -130,7 +130,7 @@ def group_at(instance: Any) -> str:
 
 _MEGATRON = ("MegatronPolicyWorker", "megatron metrics")
 POLICIES = (f"{_OLD}.megatron_policy_worker", f"{_NEW}.megatron_policy_worker")
-"""Modules of the Megatron policy worker: that of NeMo-RL until 0.4, then that of later versions."""
+"""Modules of the Megatron policy worker: until NeMo-RL 0.4, and in later versions."""
 VALUE = f"{_VALUES}.megatron_value_worker"
 MEGATRON = (
     Worker(POLICIES[0], *_MEGATRON, optional=True, only_if=(POLICIES[0],)),
@@ -144,7 +144,7 @@ SYNC = Worker(f"{_VLLM}.vllm_worker", "VllmGenerationWorker", "vllm workers", op
 ASYNC = Worker(
     f"{_VLLM}.vllm_worker_async", "VllmAsyncGenerationWorker", "vllm workers", optional=True
 )
-"""NeMo-RL's vLLM workers, importable since 0.7: ``SYNC`` on ``LLM``, ``ASYNC`` on ``AsyncLLM``."""
+"""NeMo-RL's vLLM workers, importable since 0.7, with ``LLM`` (``SYNC``) or ``AsyncLLM``."""
 
 SETUP = "nemo_rl.models.megatron.setup"
 INLINE = tuple(f"{module}:setup_megatron_model" for module in POLICIES)

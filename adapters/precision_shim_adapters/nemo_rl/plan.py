@@ -1,7 +1,7 @@
 """Plan NeMo-RL's jobs from a YAML file, the YAML files that it inherits from, and overrides.
 
-NeMo-RL's own loader reads the YAML files; it needs hydra, but no torch. ``nemo_rl.megatron`` reads
-the optimizer's ``Wishes`` from the config, as in a worker.
+NeMo-RL's own loader, which needs hydra but not torch, reads the YAML files. As in a worker,
+``nemo_rl.megatron`` reads the optimizer's ``Wishes`` from the config.
 """
 
 from __future__ import annotations
@@ -118,9 +118,9 @@ def load(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
         made = loader.load_config(path)
         if overrides:
             made = loader.parse_hydra_overrides(made, overrides)
-        # NeMo-RL's entry points turn a config into plain data, in which MISSING is a text.
+        # NeMo-RL's entry points turn a config into plain data, in which MISSING is a string.
         config = plain(made, unresolved=unresolved, missing=lambda key: MISSING)
-    except Exception as error:  # file, YAML, hydra and omegaconf raise various errors
+    except Exception as error:  # reading files, YAML, hydra and omegaconf raise various errors
         raise PlanError(
             f"{_where()}, {path}: {said(error)}. Correct the override or the file."
         ) from error
@@ -184,11 +184,11 @@ _SECTIONS = (
 
 
 def _check_sections(config: Mapping[str, Any], unresolved: Sequence[str]) -> None:
-    """Check that the config's sections have keys, which a section that is left out need not have.
+    """Check that each section of the config has keys; the config may leave sections out.
 
     Args:
         config: the job's config.
-        unresolved: the keys that cannot be resolved on this machine, which the plan's note names.
+        unresolved: the keys that cannot be resolved on this machine; a note of the plan names them.
 
     Raises:
         PlanError: a section has no keys, or the policy has no model.
@@ -231,8 +231,8 @@ def _find_reward_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The resources of a reward model that runs as an environment; empty if the job has none."""
     section = (config.get("env") or {}).get("reward_model") or {}
     data = config.get("data") or {}
-    # NeMo-RL 0.5 has ``env_name`` in ``data``, later versions in sections of ``data``. NeMo-RL 0.4
-    # has ``enabled`` in the reward model's section instead.
+    # In NeMo-RL 0.5 ``env_name`` is in ``data``, in later versions in sections of ``data``. NeMo-RL
+    # 0.4 has ``enabled`` in the reward model's section instead of ``env_name``.
     places = [data, *(data.get(name) for name in ("train", "validation", "default"))]
     names = [place.get("env_name") for place in places if isinstance(place, Mapping)]
     used = section.get("enabled") is True or "reward_model" in names
@@ -259,7 +259,7 @@ def _models(job: Job, config: Mapping[str, Any], world: int) -> Iterator[Plannab
     for key, subject in _ROLES.items():
         section = config.get(key)
         if isinstance(section, Mapping) and section.get("model_name"):
-            if teachers:  # with teachers there is no rollout: the student stays on its GPUs
+            if teachers:  # a job with teachers has no rollout: the student stays on its GPUs
                 section = {**section, "generation": None}
             yield _model(job, section, key, subject, world)
     for place, section in enumerate(teachers):

@@ -2,8 +2,8 @@
 
 In NeMo-RL's YAML files ``policy.generation.vllm_cfg.precision`` is ``${policy.precision}``, so by
 default the rollout has the policy's dtype. In the config that the adapter reads, an interpolated
-value looks like a written value, so each value counts as the user's. Only SGLang's dtype may be
-absent. The reference model is the policy itself with other weights. Megatron's own rollout
+value looks like a written value, so each value counts as the user's. Only the key of SGLang's dtype
+may be absent. The reference model is the policy itself with other weights. Megatron's own rollout
 (``backend: megatron``) and the teachers of ``on_policy_distillation`` use the policy's config.
 NeMo-RL's ``setup`` runs in the driver, before the driver starts workers.
 """
@@ -110,7 +110,7 @@ def read_sides(config: Any) -> Sides | None:
     """Read the dtypes of a job; ``None`` without a rollout, or for an unknown policy dtype.
 
     Args:
-        config: the job's ``MasterConfig``, a mapping, or in NeMo-RL 0.7 and later an object.
+        config: the job's ``MasterConfig``: a mapping, or an object in NeMo-RL 0.7 and later.
 
     Raises:
         DtypeError: the rollout's dtype name is unknown.
@@ -170,10 +170,10 @@ def _rollout(generation: Mapping[str, Any], trainer: Engine) -> Iterator[Engine]
 
 
 def asked_of(policy: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The rollout's dtype name in a policy's config, and its key; ``None`` without a rollout.
+    """The value and the key of the rollout's dtype in a policy's config; ``None`` without rollout.
 
     Args:
-        policy: the policy's config in the policy's worker.
+        policy: the policy's config, as the policy's worker has it.
     """
     generation, dtype = policy.get("generation"), DTYPES.get(policy.get("precision", ""))
     if dtype is None or not isinstance(generation, Mapping):
@@ -187,7 +187,7 @@ def rollout_dtype(policy: Mapping[str, Any]) -> str:
     """Canonical name of the dtype in which a policy's rollout computes; empty without a rollout.
 
     Args:
-        policy: the policy's config in the policy's worker.
+        policy: the policy's config, as the policy's worker has it.
     """
     generation, dtype = policy.get("generation"), DTYPES.get(policy.get("precision", ""))
     if dtype is None or not isinstance(generation, Mapping):

@@ -1,6 +1,6 @@
 """Compare the dtypes in which a job's trainer and its other engines compute; report differences.
 
-An adapter reads its framework's config into one ``Engine`` for the trainer and one for each other
+An adapter reads its framework's config into an ``Engine`` object for the trainer and for each other
 engine. In the driver, before the framework requests GPUs, the adapter calls ``settle``.
 ``engine_name`` converts a user's dtype to the engine's dtype name. The backend does not change vLLM
 or SGLang.

@@ -1,9 +1,9 @@
 """Compute the LM head in fp32 in the trainer and in the rollout engine, or in neither.
 
-``PRECISION_SHIM_HEAD=fp32`` asks for it. In the driver, the adapter describes the LM head of each
+``PRECISION_SHIM_HEAD=fp32`` requests fp32. In the driver, the adapter describes the LM head of each
 engine as a ``Head`` and calls ``settle_heads``, which writes the engines' keys. The trainer's key
 is ``head_dtype``, vLLM's own name, among the overrides of the model's HF config. The trainer's
-workers read it there and change their LM head: ``compute_in_fp32`` for torch's linear.
+workers read ``head_dtype`` and change the LM head; ``compute_in_fp32`` changes torch's ``Linear``.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class _Option(NamedTuple):
     Attributes:
         name: the option's name.
         value: the value for fp32.
-        place: the class that reads the option; older releases have the class without it.
-        newer: how to get a release that has the option.
+        place: the class that reads the option; older releases' class does not read the option.
+        newer: how to install a release that has the option.
     """
 
     name: str
@@ -83,7 +83,7 @@ def of_rollout(backend: str, options: Mapping[str, Any], place: str, quantised: 
         backend: ``"vllm"`` or ``"sglang"``.
         options: the engine's options, as the config passes them to the engine.
         place: the config key of the options.
-        quantised: the key of a quantisation whose own ``hf_overrides`` the shim would replace.
+        quantised: the key of a quantisation that sets ``hf_overrides``; the shim would replace it.
     """
     if backend not in _OPTIONS:
         return Head("rollout", refusal=f"the shim does not set the LM head of {backend}")
@@ -114,7 +114,7 @@ def _is_float32(written: object) -> bool:
 
 
 def _lacks(backend: str, option: _Option) -> tuple[str, bool]:
-    """Why the installed engine ignores an option for its LM head, and whether it is installed."""
+    """Why an engine ignores an option for its LM head, and whether the engine is installed."""
     symbol = look(option.place)
     if option.name in symbol.names:
         return "", True
@@ -145,7 +145,7 @@ def of_trainer(subject: str, overrides: object, place: str, refusal: str = "") -
 
 
 def names_head(*targets: str | Iterable[str] | None) -> bool:
-    """Whether the target modules of LoRA, as names or as a regular expression, have the LM head."""
+    """Whether LoRA's target modules (names or a regular expression) include the LM head."""
     words: list[str] = []
     for several in targets:
         words += [several] if isinstance(several, str) else map(str, several or ())
@@ -158,7 +158,7 @@ def settle_heads(where: str, read: Read, write: Callable[[Head], None] | None) -
     Args:
         where: framework and version, such as ``"verl 0.9.1"``.
         read: see ``Read``; called only if the user asked for fp32.
-        write: writes one head's key; ``None`` if the framework has copied the config already.
+        write: function that writes one head's key; ``None`` after the framework copied the config.
 
     Raises:
         UnsupportedPrecisionError: in strict mode, an engine cannot compute its LM head in fp32.
@@ -191,12 +191,12 @@ def verdict_of(heads: Sequence[Head], stay: Sequence[Head]) -> tuple[str, str]:
 
 
 def message_of(where: str, heads: Sequence[Head], stay: Sequence[Head]) -> tuple[str, str]:
-    """The message about a refusal in two parts, the reason and the remedy.
+    """The two parts of the message about a refusal: the reason and the remedy.
 
     Args:
         where: framework and version.
         heads: the LM head of each engine of the job.
-        stay: those that cannot compute in fp32.
+        stay: the LM heads that cannot compute in fp32.
     """
     reasons = "; ".join(f"{head.subject}: {_reason(head)}" for head in stay)
     remedies = {
@@ -252,8 +252,8 @@ def is_marked(overrides: object) -> bool:
 def compute_in_fp32(model: torch.nn.Module, where: str) -> None:
     """Make a Hugging Face model compute its LM head in fp32.
 
-    The head multiplies as vLLM's and SGLang's heads do: input and weight keep the rounding of the
-    dtype that the model computes in, and the product and the logits are fp32.
+    The LM head multiplies as vLLM's and SGLang's LM heads do. Input and weight are rounded to the
+    model's compute dtype; the product and the logits are fp32.
 
     Args:
         model: the model, whose LM head is a ``torch.nn.Linear``.
@@ -263,7 +263,7 @@ def compute_in_fp32(model: torch.nn.Module, where: str) -> None:
         UnsupportedPrecisionError: the LM head is no plain linear layer.
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
-    # A subclass with its own product, such as a quantised one, would lose it.
+    # A subclass of Linear with its own product, such as a quantised layer, would lose that product.
     if getattr(type(head), "forward", None) is not torch.nn.Linear.forward:
         raise UnsupportedPrecisionError(
             f"{where}: {SETTING}: the LM head of {type(model).__name__} is a "
@@ -278,7 +278,7 @@ def _forward(head: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
     kind = input.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     given = [input, head.weight] if head.bias is None else [input, head.weight, head.bias]
-    # Under autocast the weights may be fp32: round them as the rollout's copy is rounded.
+    # Under autocast the weights may be fp32, so round them like the rollout's copy.
     wide = [(tensor if dtype is None else tensor.to(dtype)).float() for tensor in given]
     with torch.autocast(kind, enabled=False):
         return functional.linear(*wide)

@@ -2,8 +2,8 @@
 
 An engine is the ``LLM``, ``LLMEngine`` or ``AsyncLLM`` object of a framework's rollout.
 ``collective_rpc("apply_model", ...)`` runs ``in_engine`` on the model of each worker. An engine in
-another process accepts a function only if ``VLLM_ALLOW_INSECURE_SERIALIZATION=1`` is set; without
-the variable, the audit's record contains a hint to set it. ``held_sglang`` reads SGLang's engines.
+another process accepts a function only if ``VLLM_ALLOW_INSECURE_SERIALIZATION=1`` is set; otherwise
+the audit's record contains a hint. ``held_sglang`` reads SGLang's engines.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ async def ask_async(engine: Any, whose: Whose, sync: int = 0) -> Held:
 
 
 def audit(engine: Any, whose: Whose, sync: int = 0) -> None:
-    """Write the audit record of an ``LLM`` or ``LLMEngine``, if a record is due after this sync."""
+    """Write an ``LLM``'s or ``LLMEngine``'s audit record, if one is due after this weight sync."""
     if is_due(sync):
         sending.write(ask(engine, whose, sync))
 
 
 async def audit_async(engine: Any, whose: Whose, sync: int = 0) -> None:
-    """Write the audit record of an ``AsyncLLM``, if a record is due after this weight sync."""
+    """Write an ``AsyncLLM``'s audit record, if one is due after this weight sync."""
     if is_due(sync):
         sending.write(await ask_async(engine, whose, sync))
 
@@ -161,7 +161,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """Return in one line why an engine did not answer."""
+    """Return the reason why an engine did not answer, in one line."""
     text = str(error).splitlines()[0][:200] if str(error) else ""
     if "VLLM_ALLOW_INSECURE_SERIALIZATION" in str(error):
         return f"the engine's process takes no function; {_HINT}"

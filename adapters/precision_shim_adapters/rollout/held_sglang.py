@@ -1,13 +1,13 @@
 """Read an SGLang engine's dtypes and weights through its public calls, for the audit.
 
-In the process of the engine's ``TokenizerManager`` the shim calls the manager; elsewhere it calls
-the engine's HTTP server. Manager and server both return the scheduler's arguments. Only the manager
-has the model's config as SGLang resolved it, with the dtype that SGLang chose for ``auto``.
+In the process of the engine's ``TokenizerManager`` the shim calls the manager; in other processes
+the shim calls the engine's HTTP server. Manager and server both return the scheduler's arguments.
+Only the manager has the config that SGLang resolved, with the dtype that SGLang chose for ``auto``.
 
-For some models SGLang returns a weight's values by the weight's name, converted to fp32, so the
-weight's own dtype stays unknown. For other models such a request makes SGLang log an error. SGLang
-converts the whole parameter to Python numbers before it shortens the answer, so the shim reads only
-two small parameters.
+For some models SGLang returns the values of a weight that a request names. SGLang converts a
+weight's values to fp32, so the weight's own dtype stays unknown. For other models a request for a
+weight makes SGLang log an error. SGLang converts the whole parameter to Python numbers before it
+shortens the answer, so the shim reads only two small parameters.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _asking: set[Any] = set()
 
 
 async def audit_manager(manager: Any, whose: Whose, sync: int = 0) -> None:
-    """Write a ``TokenizerManager``'s audit record, if a record is due after this sync."""
+    """Write a ``TokenizerManager``'s audit record, if one is due after this weight sync."""
     if is_due(sync):
         sending.write(await ask_manager(manager, whose, sync))
 
 
 def audit_server(url: str, whose: Whose, sync: int = 0) -> None:
-    """Write the audit record of an HTTP server's engine, if it is due after this sync."""
+    """Write the audit record of an HTTP server's engine, if one is due after this weight sync."""
     if is_due(sync):
         sending.write(ask_server(url, whose, sync))
 
@@ -57,7 +57,7 @@ async def ask_manager(manager: Any, whose: Whose, sync: int = 0) -> Held:
     """Read a ``TokenizerManager``.
 
     Args:
-        manager: the manager, in its own process.
+        manager: the engine's manager, which runs in this process.
         whose: identifies the engine in the record.
         sync: number of weight syncs so far.
     """
@@ -138,7 +138,7 @@ def _of_arguments(known: Held, state: Mapping[str, Any]) -> Held:
         computes="" if dtype == "auto" else dtype_name(dtype),
         quantization=str(state["quantization"] or ""),
         kv_cache=str(state["kv_cache_dtype"]),
-        # With an adapter on the head, SGLang multiplies before it looks at the option.
+        # With a LoRA adapter on the LM head, SGLang multiplies before it reads the fp32 option.
         head="fp32" if state.get(_HEAD) and not state.get("enable_lora") else "",
     )
 
@@ -155,7 +155,7 @@ def _why_no_weights(known: Held, state: Mapping[str, Any], models: Sequence[str]
 
 
 def _with(known: Held, answers: Sequence[Any]) -> Held:
-    """Add the share of values that are exact in bf16 to a record; several replicas may answer."""
+    """Add to a record the share of values that are exact in bf16, over all replicas' answers."""
     if None in answers or [] in answers:
         return replace(known, not_answered=f"SGLang has not found {', '.join(NAMES)}")
     counts = [count_exact(torch.tensor(answer)) for answer in answers]

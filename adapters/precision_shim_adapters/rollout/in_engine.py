@@ -1,7 +1,6 @@
 """Read the model of one of vLLM's workers, without changing it; vLLM calls ``read_model``.
 
-To unpickle ``read_model`` by its name, each worker imports this module, which imports as little as
-possible.
+Each worker imports this module to unpickle ``read_model``, so the module imports little itself.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _LISTS = ("ignored_layers", "modules_to_not_convert", "exclude_modules")
 
 
 def ignored_layers(quant_config: Any) -> list[str] | None:
-    """The layers that a vLLM config leaves unquantised; ``None`` if it does not list them."""
+    """The layers that a vLLM config leaves unquantised; ``None`` if the config has no such list."""
     names = (*_LISTS, "ignore") if _targets_kinds(quant_config) else _LISTS
     for name in names:
         found = getattr(quant_config, name, None)
@@ -34,7 +33,7 @@ def ignored_layers(quant_config: Any) -> list[str] | None:
 
 
 def _targets_kinds(quant_config: Any) -> bool:
-    """Whether compressed-tensors selects layers by class, and so lists the other layers."""
+    """Whether compressed-tensors selects layers by class, and lists all unquantised layers."""
     targets = getattr(quant_config, "target_scheme_map", None)
     return isinstance(targets, Mapping) and all(str(target).isidentifier() for target in targets)
 
@@ -91,7 +90,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def count_exact(parameter: torch.Tensor) -> torch.Tensor:
-    """Of a sample's values in fp16's normal range, count those that are exact in bf16, and all."""
+    """Count a sample's values that are exact in bf16, and all values, in fp16's normal range."""
     flat = parameter.detach().reshape(-1)
     wide = flat[:: flat.numel() // MOST_ELEMENTS | 1].float()
     normal = wide.abs() >= 2.0**-14

@@ -1,4 +1,4 @@
-"""Pass the dtypes in which weights reach the rollout engine to the lost-update meter."""
+"""Record, for the lost-update meter, the dtypes in which the rollout engine receives weights."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from precision_shim.updates import meters
 
 
 def tell_meter(optimizer: Any, *names: str, merged: bool = False) -> None:
-    """Record how an optimizer's weights reach the rollout engine, for the lost-update meter.
+    """Record, for the lost-update meter, how the rollout engine receives an optimizer's weights.
 
     Args:
         optimizer: the optimizer of a framework, Megatron or torch; ``None`` if nothing is trained.
-        names: canonical names of the dtypes that a weight is rounded to, in order; the last is the
-            engine's dtype. If a name is not canonical, such as ``"auto"`` or ``"fp8"``, the meter
-            measures nothing.
+        names: canonical names of the dtypes that a weight is rounded to, in order; the last name is
+            the engine's dtype. If a name is not canonical, such as ``"auto"`` or ``"fp8"``, the
+            meter measures nothing.
         merged: whether LoRA is merged into the weights before they are sent.
     """
     known = all(name in ENGINE_NAMES for name in names)

@@ -45,7 +45,7 @@ def checkpoint_dtype(path: str) -> str:
 
 
 def stored_dtypes(path: str) -> frozenset[str]:
-    """Canonical names of the dtypes in a model's safetensors files; empty if it has no such files.
+    """Canonical names of the dtypes in a model's safetensors files; empty without such files.
 
     Args:
         path: see ``model_type``.

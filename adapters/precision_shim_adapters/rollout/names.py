@@ -1,4 +1,4 @@
-"""The dtype names that a rollout engine's key may have."""
+"""Convert dtypes in a user's config to the names that rollout engines accept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def engine_name(value: object, key: str, where: str, also: Sequence[str] = ("aut
     """Convert the dtype that a user wrote to the name that a rollout engine accepts.
 
     Args:
-        value: the config's value: a name in any spelling of ``precision.names``, or a dtype.
+        value: the config's value, which is a dtype or a dtype name in any known spelling.
         key: the config's key.
         where: framework and version, for the error message.
         also: words that the key accepts besides dtype names; they are returned unchanged.

@@ -21,7 +21,7 @@ def problems_of(
     on: bool,
     model_type: str = "",
 ) -> tuple[list[Problem], list[str]]:
-    """Return the warnings of ``settle`` as problems of the plan, and one note on each other engine.
+    """Return the warnings of ``settle`` as problems, and one note on each engine but the trainer.
 
     Args:
         where: framework and version.

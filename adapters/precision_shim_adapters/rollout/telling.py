@@ -25,7 +25,7 @@ FOLLOWED = "PRECISION_SHIM_ROLLOUT=follow"
 
 
 def follows(trainer: Engine, other: Engine, model_type: str, rollout: object) -> str:
-    """The dtype name that ``PRECISION_SHIM_ROLLOUT`` writes to an engine's key; may be empty.
+    """The dtype name that ``PRECISION_SHIM_ROLLOUT`` writes to an engine's key; empty for none.
 
     Args:
         trainer: the trained policy.
@@ -91,7 +91,7 @@ def settle(
 
 
 def message_of(where: str, trainer: Engine, verdict: Verdict, rollout: object) -> tuple[str, str]:
-    """The message about a disagreement in two parts, the difference and the remedy.
+    """The two parts of the message about a disagreement: the difference and the remedy.
 
     Args:
         where: framework and version.

@@ -40,7 +40,7 @@ class Wire:
 
     @property
     def lost(self) -> bool:
-        """Whether the sync rounds the weights of an fp16 engine, which loses fp16's precision."""
+        """Whether the sync rounds the weights of an fp16 engine, and so loses fp16's precision."""
         return self.rounds and self.computes == "fp16"
 
     @property
@@ -59,7 +59,7 @@ def tell_of_wires(where: str, wires: Sequence[Wire], *, may_raise: bool = True) 
             wait for the rank that raised.
 
     Raises:
-        UnsupportedPrecisionError: in strict mode, weights are rounded on the way to an fp16 engine.
+        UnsupportedPrecisionError: in strict mode, a sync rounds the weights of an fp16 engine.
     """
     framework = where.split(" ", 1)[0]
     for wire in wires:
@@ -73,7 +73,7 @@ def tell_of_wires(where: str, wires: Sequence[Wire], *, may_raise: bool = True) 
 
 
 def wire_problems(where: str, wires: Sequence[Wire]) -> tuple[list[Problem], list[str]]:
-    """Return ``tell_of_wires``'s warnings as problems, and one note for each sync that rounds."""
+    """Return ``tell_of_wires``'s warnings as problems, and a note on each sync that rounds."""
     problems = [
         Problem("rollout-dtype", wire.subject, wire.key, _message(where, wire), wire.remedy)
         for wire in wires

@@ -2,16 +2,16 @@
 
 SkyRL's ``init_megatron_optim_config`` receives neither the model nor its dtype. SkyRL chooses the
 bucket's dtype earlier, in ``make_megatron_module``. The shim makes one plan for optimizer and
-bucket. A seam at ``MegatronPolicyWorkerBase.init_model``, which builds model and optimizer, records
-the build. A seam at Megatron's DDP reads the live parameters. The shim adds its values to the
+bucket. A seam on ``MegatronPolicyWorkerBase.init_model``, which builds model and optimizer, records
+the build. A seam on Megatron's DDP reads the live parameters. The shim adds its values to the
 kwargs that override SkyRL's own values in the OptimizerConfig. The user's values override the
 shim's values. While SkyRL builds its config dataclasses, the shim marks the values that the user
 wrote; the workers receive the marks with the config. The shim also marks the inference engines'
 ``model_dtype``. The driver compares ``model_dtype`` with the policy's dtype when SkyRL validates
 the config.
 
-On FSDP the shim patches SkyRL's strategy object for loss scaling. The strategy makes the optimizer,
-runs the backward pass, clips, steps and saves, for policy and critic alike.
+On FSDP the shim patches SkyRL's strategy object for loss scaling. For policy and critic, the
+strategy object makes the optimizer, runs the backward pass, clips gradients, steps and saves.
 
 The shim patches neither vLLM nor the computations of SkyRL's JAX backend. In an inference server
 the audit queries vLLM's engine through the engine's public methods.

@@ -75,7 +75,7 @@ def report_lost_updates(call: Call) -> Any:
     optional=True,
 )
 async def know_rollout(call: Call, inference_engine_cfg: Any) -> Any:
-    """Record for meter and audit in which dtypes the inference engines receive the weights."""
+    """Record the dtypes in which the inference engines receive weights, for meter and audit."""
     worker = call.instance
     model = getattr(getattr(worker.cfg, "policy", None), "model", None)
     path = str(getattr(model, "path", "") or "")

@@ -1,14 +1,14 @@
 """SkyRL's config: distinguish the user's values from the defaults of the dataclasses.
 
-A SkyRL config built from a command line or a YAML does not show whether the user wrote a value or
-left it at the default. The shim therefore marks the user's values while SkyRL builds the
-dataclasses. Copies and pickles must keep the shim's marks, since workers receive a pickled config.
-The result of ``dataclasses.asdict`` must not contain the shim's marks.
+A SkyRL config built from a command line or a YAML does not show which values the user wrote. The
+shim therefore marks the user's values while SkyRL builds the dataclasses. Copies and pickles must
+keep the shim's marks, because workers receive a pickled config. The result of
+``dataclasses.asdict`` must not contain the shim's marks.
 
 If the user did not write ``grad_reduce_in_fp32`` or ``model_dtype``, the shim deletes the
-instance's attribute. A read of a deleted attribute returns the class's default, and an assignment
-sets it again. The shim also marks the user's keys of ``optimizer_config_kwargs``, to which SkyRL
-0.3 and later adds default keys.
+instance's attribute. A read of a deleted attribute returns the class's default; an assignment sets
+the attribute again. The shim also marks the user's keys of ``optimizer_config_kwargs``, to which
+SkyRL 0.3 and later adds default keys.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _overriding: ContextVar[bool] = ContextVar("precision_shim_skyrl_overriding", de
     delete_when=_DELETE,
 )
 def leave_default_to_class(call: Call, grad_reduce_in_fp32: Any) -> Any:
-    """Delete ``grad_reduce_in_fp32`` from an instance that did not get it as an argument."""
+    """Delete ``grad_reduce_in_fp32`` from an instance if the caller did not pass this argument."""
     given = BUCKET in call.arguments
     result = call.proceed()
     if not given:
@@ -75,7 +75,7 @@ def leave_default_to_class(call: Call, grad_reduce_in_fp32: Any) -> Any:
     delete_when=f"{_DELETE}, and SkyRL takes all spellings of a dtype",
 )
 def name_engines_dtype(call: Call, model_dtype: Any) -> Any:
-    """Replace the user's ``model_dtype`` by the engine's dtype name, and mark it as written.
+    """Replace the user's ``model_dtype`` by the engine's dtype name, and mark the key as written.
 
     Raises:
         DtypeError: the value names no dtype that an engine computes in.
@@ -152,9 +152,9 @@ def note_old_style(call: Call) -> Any:
 def note_overrides(call: Call, args: Any) -> Any:
     """Mark the settings that the user wrote as overrides on a command line.
 
-    SkyRL merges overrides in the old style into a YAML that contains every default, so the shim
-    takes the user's keys from the overrides. Without a base YAML, the marks that the seams on
-    ``__init__`` set are right, even for a user's own config class.
+    SkyRL merges old-style overrides into a YAML that contains every default, so the shim reads the
+    user's keys from the overrides. Without a base YAML, the seams on ``__init__`` set the right
+    marks, even for a user's own config class.
 
     Raises:
         DtypeError: the value of ``model_dtype`` is no dtype that an engine computes in.
@@ -219,7 +219,7 @@ def _leave_to_class(config: Any, key: str) -> None:
 
 
 def bucket_is_written(ddp_config: Any) -> bool:
-    """Whether the user wrote ``grad_reduce_in_fp32``; true if that is unknown."""
+    """Whether the user wrote ``grad_reduce_in_fp32``; true if the shim cannot tell."""
     if ddp_config is None:
         return False
     if isinstance(ddp_config, Mapping):
@@ -231,7 +231,7 @@ def bucket_is_written(ddp_config: Any) -> bool:
 
 
 def model_dtype_is_written(inference_engine: Any) -> bool:
-    """Whether the user wrote ``model_dtype``; true if that is unknown."""
+    """Whether the user wrote ``model_dtype``; true if the shim cannot tell."""
     return MODEL_DTYPE in vars(inference_engine)
 
 
@@ -247,11 +247,11 @@ def named(value: Any, section: str = INFERENCE, key: str = MODEL_DTYPE) -> str:
         DtypeError: the value names no dtype that an engine computes in.
     """
     if isinstance(value, str) and value in ENGINE_NAMES.values():
-        return value  # without calling ``versioned``, which takes milliseconds
+        return value  # an early return, because ``versioned`` takes milliseconds
     return engine_name(value, f"{section}.{key}", versioned("skyrl"))
 
 
 def written_kwargs(megatron_config: Any) -> frozenset[str] | None:
-    """The user's keys of ``optimizer_config_kwargs``; ``None`` if they are not known."""
+    """The user's keys of ``optimizer_config_kwargs``; ``None`` if the shim has not marked them."""
     written = getattr(megatron_config, "__dict__", {}).get(_WRITTEN)
     return None if written is None else frozenset(written)

@@ -1,8 +1,8 @@
-"""Read the trainable dtypes of all pipeline stages of a model, so that all stages decide alike.
+"""Read the trainable dtypes of all pipeline stages of a model, so that stages plan equal dtypes.
 
 The first and the last stage each have a copy of tied embeddings, and add up the copies' gradients.
-If one of the two stages has fp32 parameters besides, its bucket would be fp32 and the other stage's
-bf16, and the two could not add their gradients.
+If only the last stage had further fp32 parameters, only the last stage's bucket would be fp32.
+Gradients in an fp32 bucket and gradients in a bf16 bucket cannot be added.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from precision_shim.precision.model import TrainableDtypes
 
 
 def over_stages(model: TrainableDtypes, pg_collection: Any = None) -> TrainableDtypes:
-    """Add up the trainable dtypes of a model chunk and of the same chunk on the other stages.
+    """Merge the trainable dtypes of a model chunk with those of the same chunk on other stages.
 
-    A collective call of the pipeline-parallel group, in which each stage builds equally many
-    chunks.
+    Every rank of the pipeline-parallel group has to call this function for each chunk; all stages
+    build equally many chunks.
 
     Args:
         model: the dtypes of this stage's chunk.
-        pg_collection: the process groups that the DDP got; ``None`` for Megatron's global groups.
+        pg_collection: the DDP's process groups; ``None`` for Megatron's global groups.
     """
     group = _find_group(pg_collection)
     if group is None or torch.distributed.get_world_size(group) < 2:

@@ -19,19 +19,18 @@ def make_states(optimizers: Iterable[Any]) -> None:
     """Make the states of optimizers that have never stepped.
 
     Megatron cannot save an optimizer without states, so a job whose first steps are all skipped
-    would end at its first checkpoint. (If the optimizer is torch's Adam, Megatron cannot load any
-    of its checkpoints.)
+    would fail at its first checkpoint. (Without CPU offload, torch's Adam gets no states, because
+    Megatron cannot load any checkpoint of torch's Adam.)
 
     Args:
-        optimizers: Megatron's optimizers, none of them a chain.
+        optimizers: Megatron's optimizers, without chained optimizers.
     """
     for unchained in optimizers:
         inner = getattr(unchained, "optimizer", None)
         if inner is None or inner.state:
             continue
-        parts = getattr(
-            inner, "sub_optimizers", None
-        )  # only Megatron's optimizer for CPU offload has parts
+        # Only Megatron's optimizer for CPU offload has ``sub_optimizers``.
+        parts = getattr(inner, "sub_optimizers", None)
         for part in [inner] if parts is None else parts:
             _make_states_of(part, on_host=parts is not None)
         if parts is not None:
@@ -42,7 +41,7 @@ def _make_states_of(inner: Any, *, on_host: bool) -> None:
     make = getattr(inner, "initialize_state", None)  # FusedAdam's step calls initialize_state
     params = [param for group in inner.param_groups for param in group["params"]]
     if make is not None:
-        # Up to TransformerEngine 2.0 initialize_state has only the parameter as argument.
+        # Up to TransformerEngine 2.0, the parameter is the only argument of ``initialize_state``.
         two = "store_param_remainders" in inspect.signature(make).parameters
         kept = bool(getattr(inner, "store_param_remainders", False))
         for param in params:

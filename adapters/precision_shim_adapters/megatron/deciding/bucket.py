@@ -1,6 +1,6 @@
-"""Choose the gradient bucket's dtype: the dtype of the optimizer's main grads.
+"""Choose the gradient bucket's dtype so that it equals the dtype of the optimizer's main grads.
 
-Only an assertion in Megatron reads ``main_grads_dtype``; the main grads really have the bucket's
+Megatron reads ``main_grads_dtype`` only in an assertion, and the main grads have the bucket's
 dtype. A bucket is fp32 (``grad_reduce_in_fp32``) or has its parameters' dtype.
 """
 
@@ -49,7 +49,7 @@ def choose_bucket(
         model: the trainable parameters that share the bucket.
     """
     low = main_grads is not torch.float32
-    # A model chunk without trainable parameters has no bucket: the other chunks decide.
+    # A model chunk without trainable parameters has no bucket, and so requires no fp32 bucket.
     nothing = not model.counts and not model.fp8
     wanted = not (low and (model.single is main_grads or nothing))
     because = f"main grads are {name_of(main_grads)}"

@@ -1,8 +1,8 @@
-"""Which dtypes a field of the OptimizerConfig may have with the installed TransformerEngine.
+"""The dtypes that each OptimizerConfig field may have with the installed TransformerEngine.
 
-The rules in this module come from TransformerEngine's ``FusedAdam.__init__``, release by release,
-and from the choices that Megatron-LM's command line offers for ``--main-grads-dtype``. The test
-environment that builds TransformerEngine compares this module's rules with the real constructor.
+The rules in this module come from ``FusedAdam.__init__`` in each release of TransformerEngine, and
+from the choices of Megatron-LM's option ``--main-grads-dtype``. The test environment that builds
+TransformerEngine compares this module's rules with the real FusedAdam's constructor.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def legal_dtypes(field: str, support: FusedAdamSupport) -> tuple[torch.dtype, ..
 
     Args:
         field: a field of Megatron's ``OptimizerConfig``.
-        support: the installed FusedAdam; without TransformerEngine the newest rules apply.
+        support: the installed FusedAdam; if none is installed, the newest rules apply.
     """
     known = support if support.version is not None else NEWEST
     if field in ("exp_avg_dtype", "exp_avg_sq_dtype"):
@@ -85,7 +85,7 @@ def legal_dtypes(field: str, support: FusedAdamSupport) -> tuple[torch.dtype, ..
 
 
 def check_dtypes(config: Mapping[str, Any], support: FusedAdamSupport, *, where: str = "") -> None:
-    """Raise if a field has an illegal dtype; ignore values that are not dtypes.
+    """Raise an error if a field has an illegal dtype; ignore values that are not dtypes.
 
     Args:
         config: maps fields to values, with dtype names already coerced.
@@ -93,8 +93,8 @@ def check_dtypes(config: Mapping[str, Any], support: FusedAdamSupport, *, where:
         where: framework and version, for the message.
 
     Raises:
-        DtypeError: a dtype is illegal; the message has key, dtype, allowed dtypes and the release
-            of TransformerEngine.
+        DtypeError: a dtype is illegal; the message names the key, the dtype, the allowed dtypes
+            and the release of TransformerEngine.
     """
     for field, value in config.items():
         legal = legal_dtypes(field, support) if isinstance(value, torch.dtype) else None
@@ -130,7 +130,7 @@ def not_precision_aware(config: Mapping[str, Any]) -> list[tuple[str, str, str]]
         config: maps fields to values, with dtype names already coerced.
 
     Returns:
-        For each refused field a tuple of the field's name, the problem and the remedy.
+        One tuple for each refused field: the field's name, the problem and the remedy.
     """
     aware = "use_precision_aware_optimizer"
     if config.get(aware):

@@ -18,11 +18,11 @@ FACTORS = ("growth_factor", "backoff_factor")
 """Settings of the shim that are no fields of a config, but arguments of Megatron's scaler."""
 
 _OWN = {"loss_scale_window": 1000.0, "growth_factor": 2.0, "backoff_factor": 0.5}
-"""Values of megatron-core 0.16 to 0.19, in OptimizerConfig and in its call of DynamicGradScaler."""
+"""Values that megatron-core 0.16 to 0.19 has in OptimizerConfig or passes to DynamicGradScaler."""
 
 
 def scaler_fields(wishes: Wishes, asked: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
-    """Choose the loss scaler's fields that the user did not write in the OptimizerConfig.
+    """Choose values for loss scaler fields that the user did not write in the OptimizerConfig.
 
     The shim's settings in the framework's config override ``install()`` and environment variables.
 
@@ -72,7 +72,7 @@ def describe_scaler(
 
 
 def unscaled(where: str, fp16: object, bf16: object) -> str:
-    """The message about an fp16 model whose OptimizerConfig has ``fp16`` off."""
+    """The message about an fp16 model whose OptimizerConfig has ``fp16=False``."""
     message = (
         f"{where}: fp16={fp16}, bf16={bf16}, but the model is fp16: Megatron scales no loss then, "
         "and small gradients are lost. Set fp16 to true and bf16 to false there."

@@ -36,7 +36,7 @@ PRECISION_AWARE_FIELDS = (
     "exp_avg_dtype",
     "exp_avg_sq_dtype",
 )
-"""The fields with which a user of verl 0.9 asks for low-precision states."""
+"""The fields with which a user of verl 0.9 requests low-precision states."""
 
 ROWS: Mapping[torch.dtype, Mapping[str, Any]] = {
     BF16: {
@@ -68,20 +68,20 @@ class OptimizerRequest:
 
     Attributes:
         model: the trainable parameters.
-        declared: the dtype that the framework declares for the model; used for the ``bf16`` and
-            ``fp16`` flags if the parameters' dtypes are mixed or unknown.
+        declared: the dtype that the framework declares for the model; sets the flags ``bf16`` and
+            ``fp16`` if the parameters' dtypes are mixed or unknown.
         asked: OptimizerConfig fields that the user wrote, with dtypes as ``torch.dtype``.
-        policy: one of ``"follow-model"``, ``"guarded"`` (follow the model, but keep ``exp_avg_sq``
-            in fp32 if it could not decay in bf16) and ``"as-configured"``.
+        policy: one of ``"follow-model"``, ``"guarded"`` (the same, but ``exp_avg_sq`` stays fp32 if
+            it could not decay in bf16) and ``"as-configured"``.
         optimizer: Megatron's optimizer name.
         distributed: whether the distributed optimizer is used.
         support: the installed FusedAdam.
         blockers: the framework's reasons why the precision-aware optimizer cannot run.
         native: fields that the framework sets by itself; all other sources override them.
         aligned: whether the gradient bucket will have the dtype of the chosen main grads.
-        fp32_bucket_written: whether the bucket stays fp32 because the user wrote so.
+        fp32_bucket_written: whether the bucket stays fp32 because the user's config requires it.
         whole_masters: whether checkpoints will contain whole fp32 masters even if the optimizer
-            keeps remainders.
+            stores only the masters' lower 16 bits (remainders).
     """
 
     model: TrainableDtypes
@@ -100,7 +100,7 @@ class OptimizerRequest:
 
 @dataclass(frozen=True)
 class OptimizerPlan:
-    """The choice for one model's OptimizerConfig.
+    """The values chosen for fields of one model's OptimizerConfig.
 
     Attributes:
         adds: fields that the shim adds; the user's fields override them.
@@ -108,7 +108,7 @@ class OptimizerPlan:
         chosen: the choice in words.
         because: the reason in words.
         warnings: warnings for the user.
-        bucket_warning: a warning about the gradient bucket; the seam at the DDP warns of the same.
+        bucket_warning: a warning about the bucket; the seam on the DDP gives the same warning.
     """
 
     adds: Mapping[str, Any]
@@ -122,25 +122,25 @@ class OptimizerPlan:
 def obstacles(request: OptimizerRequest) -> list[str]:
     """Return all reasons why a model's optimizer cannot be precision-aware; empty if it can be.
 
-    The reasons come from the assertions of Megatron's ``OptimizerConfig.__post_init__``, from
-    Megatron's condition on fp8 recipes, and from Megatron's layer-wise optimizer and FSDP, which
-    build no FusedAdam.
+    The reasons come from the assertions of Megatron's ``OptimizerConfig.__post_init__`` and from
+    Megatron's condition on fp8 recipes. Megatron's layer-wise optimizer and Megatron's FSDP cannot
+    be precision-aware because they build no FusedAdam.
 
-    ``optimizer_cpu_offload`` is a reason because of the checkpoints of a job with CPU offload.
-    Without the precision-aware optimizer, Megatron ends a resume from such a checkpoint with a
-    KeyError. With the precision-aware optimizer, Megatron resumes silently, with step counts or
-    masters that differ from the checkpoint's (docs/megatron.md has the measurements). The shim
-    corrects step counts and masters, but a resume with the shim off would have a silent error
-    instead of the KeyError. The audit measured the bytes per bf16 parameter (with a fake GPU, all
-    states offloaded; DP is the data-parallel size):
+    ``optimizer_cpu_offload`` is a reason because Megatron does not resume CPU offload exactly. If
+    the optimizer is not precision-aware, a resume with CPU offload fails with a KeyError. If the
+    optimizer is precision-aware, a resume with CPU offload succeeds, but step counts or masters
+    differ from the checkpoint's (docs/megatron.md has the measurements). The shim corrects step
+    counts and masters, but without the shim a resume with CPU offload would be silently wrong. The
+    audit measured the bytes per bf16 parameter (with a fake GPU, all states offloaded; DP is the
+    data-parallel size):
 
     - An optimizer that is not precision-aware has 2 + 4 (bucket) + 4/DP (master) bytes on the GPU.
     - A precision-aware optimizer with fp32 main grads has 2 + 4 (bucket) bytes on the GPU.
     - A precision-aware optimizer with bf16 main grads has 2 + 2 (bucket) bytes on the GPU.
 
-    On the host, each optimizer of this list has 16/DP bytes per parameter. An optimizer that is not
-    precision-aware takes the same steps, bit for bit, as a precision-aware optimizer with fp32 main
-    grads.
+    On the host, each kind of optimizer has 16/DP bytes per parameter. An optimizer that is not
+    precision-aware computes the same steps, bit for bit, as a precision-aware optimizer with fp32
+    main grads.
     """
     reasons = []
     if request.optimizer != "adam":
@@ -154,7 +154,7 @@ def obstacles(request: OptimizerRequest) -> list[str]:
         reasons.append(f"fp8_recipe is {recipe!r}, not 'delayed'")
     version = request.support.version
     if request.asked.get("store_param_remainders") and (version or ()) >= REMAINDERS_SINCE:
-        # The user's ``store_param_remainders`` stays: the shim must not add conflicting fields.
+        # The user's ``store_param_remainders`` stays, so the shim must not add conflicting fields.
         dtype = request.model.single or request.declared
         if dtype is FP16:
             reasons.append("store_param_remainders takes bf16 parameters, they are fp16")
@@ -222,7 +222,7 @@ def _flags(dtype: torch.dtype | None) -> dict[str, Any]:
 def _restrict(
     row: dict[str, Any], request: OptimizerRequest, why: list[str], warnings: list[str]
 ) -> dict[str, Any]:
-    """Of the table's row, change or remove fields that cannot run or conflict with the user's."""
+    """Change or remove a table row's fields that cannot run or conflict with the user's fields."""
     asked = request.asked
     moments = any(key in row for key in _MOMENTS)
     if asked.get("use_precision_aware_optimizer") is False:
@@ -242,7 +242,7 @@ def _restrict(
     if blocked:
         if not asked.get("use_precision_aware_optimizer"):
             why.append(f"precision-aware optimizer cannot run: {'; '.join(blocked)}: fp32 states")
-        # The user's fields stay; a seam raises when the config or the optimizer is made.
+        # The user's fields stay; if the fields cannot run, a seam raises an error later.
         return _without_precision_aware(row, asked)
     if "exp_avg_sq_dtype" in row and "exp_avg_sq_dtype" not in asked:
         _guard_second_moment(row, request, why, warnings)
@@ -292,15 +292,15 @@ def _restrict_capturable(row: dict[str, Any], request: OptimizerRequest, why: li
 def _without_precision_aware(row: dict[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in row.items() if key not in PRECISION_AWARE_FIELDS}
     kept.pop("store_param_remainders", None)
-    # Write ``use_precision_aware_optimizer=False``, since verl's fp16 branch sets True without any
-    # check. Leave the field out if the user's dtypes need the precision-aware optimizer.
+    # Write ``use_precision_aware_optimizer=False``, because verl's fp16 branch always writes True.
+    # Leave the field out if the user's dtypes need the precision-aware optimizer.
     if all(_as_dtype(asked.get(key, FP32)) is FP32 for key in NEED_PRECISION_AWARE):
         kept["use_precision_aware_optimizer"] = False
     return kept
 
 
 def _as_dtype(value: object) -> object:
-    """Turn a dtype name into a dtype, since ``dtype-coercion`` may be off."""
+    """Turn a dtype name into a dtype, because the feature ``dtype-coercion`` may be off."""
     return parse_dtype(value) if isinstance(value, str) else value
 
 

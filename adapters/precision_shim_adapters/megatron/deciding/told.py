@@ -1,4 +1,4 @@
-"""The audit's problems that ``optimizer.check`` has reported already; the audit omits them."""
+"""Store which problems ``optimizer.check`` has reported, so that the audit omits them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import weakref
 from typing import Any
 
 _told: dict[int, tuple[weakref.ref[Any], set[str]]] = {}
-"""Maps the ``id`` of an OptimizerConfig to the codes of problems that were reported for it. The
-config itself has no hash."""
+"""Maps the ``id`` of an OptimizerConfig, which has no hash, to the codes of its known problems."""
 
 
 def note_told(config: Any, *codes: str) -> None:
-    """Remember problems of which the user has already been warned, so that the audit omits them.
+    """Store problems of which the user has already been warned, so that the audit omits them.
 
     Args:
         config: the OptimizerConfig; kept by a weak reference only.

@@ -62,19 +62,19 @@ class Wishes:
         asked: fields of Megatron's OptimizerConfig that the user wrote; dtypes may be names.
         declared: the dtype that the framework declares for the model; needed only if the trainable
             parameters have several dtypes or are unknown.
-        auto: the meaning of ``PRECISION_SHIM_OPTIMIZER_STATES=auto``, which is ``"as-configured"``
+        auto: the policy for ``PRECISION_SHIM_OPTIMIZER_STATES=auto``, which is ``"as-configured"``
             if the config has fields for the states' dtypes, else ``"guarded"``.
         native: maps the model's dtype to the fields that the framework sets by itself; ``asked``
             overrides them.
         opt_in: the framework's own fields for low-precision states of a bf16 model, with Megatron's
             names as keys.
-        reads_opt_in: whether the framework applies ``opt_in`` itself; otherwise the shim does.
+        reads_opt_in: whether the framework applies ``opt_in`` itself; if not, the shim applies it.
         blockers: the framework's reasons why a precision-aware optimizer cannot run.
         optimizer: Megatron's name of the optimizer, used if ``asked`` has no ``optimizer``.
-        distributed: whether the framework's config has the distributed optimizer.
+        distributed: whether the framework's config turns on the distributed optimizer.
         bucket_in_fp32: ``grad_reduce_in_fp32`` if the user wrote it, else ``None``.
         nan_check_written: whether the user wrote ``check_for_nan_in_grad``.
-        scaler: loss scaler settings from the framework's config, by the shim's names.
+        scaler: loss scaler settings from the framework's config, with the shim's names as keys.
         scaler_where: the config's key of the loss scaler settings, for messages.
         unchecked: fields that ``optimizer.check`` skips, because the framework's own files set them
             to the same value for every model.
@@ -113,10 +113,10 @@ class InForce:
     Attributes:
         states: ``PRECISION_SHIM_OPTIMIZER_STATES``.
         coerces: whether dtype names become dtypes.
-        dispatches: whether the OptimizerConfig follows the model's dtype.
-        aligns: whether the gradient bucket follows the main grads.
-        over_user: whether the bucket follows the main grads even if the user wrote another dtype
-            (``GRAD_BUCKET=align``).
+        dispatches: whether the shim sets OptimizerConfig fields by the model's dtype.
+        aligns: whether the shim gives the gradient bucket the main grads' dtype.
+        over_user: whether the bucket gets the main grads' dtype even if the user wrote another
+            dtype (``GRAD_BUCKET=align``).
         whole_masters: whether checkpoints contain whole fp32 masters.
         support: the FusedAdam that Megatron would use.
     """
@@ -148,7 +148,7 @@ class Planned:
 
 
 def in_force_now(framework: str) -> InForce:
-    """The settings and features that a plan for a framework depends on, in this process."""
+    """The settings and features of this process that a framework's plans depend on."""
     return what_is_in_force(current_settings(), partial(in_force, framework))
 
 
@@ -161,7 +161,7 @@ def what_is_in_force(
 
     Args:
         settings: the shim's settings.
-        holds: returns whether a feature is in force for a group of seams.
+        holds: function that returns whether a feature is in force for a group of seams.
         support: the FusedAdam that Megatron would use; ``None`` to inspect the installed FusedAdam.
     """
     return InForce(
@@ -180,19 +180,19 @@ def plan_wishes(
 ) -> Planned:
     """Plan a model's optimizer; a pure function.
 
-    The shim sets ``main_grads_dtype`` to the dtype that the bucket will have, because the optimizer
-    reads gradients in the bucket's dtype, not in ``main_grads_dtype``.
+    The shim sets ``main_grads_dtype`` to the bucket's dtype, because the optimizer reads gradients
+    in the bucket's dtype, whatever ``main_grads_dtype`` is.
 
     Raises:
         DtypeError: the user wrote an unknown dtype name or an illegal dtype.
     """
     asked = coerce_written(wishes.asked, wishes.where, now)
     if asked.get("fp16") and asked.get("bf16"):
-        asked["bf16"] = False  # if both are set, fp16 stays
+        asked["bf16"] = False  # if fp16 and bf16 are both set, fp16 stays
     dtype = model.single or wishes.declared
     policy = wishes.auto if now.states == "auto" else now.states
     if not now.dispatches:
-        policy = "as-configured"  # the bucket must not follow dtypes that the shim does not set
+        policy = "as-configured"  # the bucket must not match dtypes that the shim does not set
     native = dict(wishes.native.get(dtype, {})) if dtype is not None else {}
     if dtype is torch.float16:
         native = {**scaler_row(), **native}
@@ -258,7 +258,7 @@ def coerce_written(
 def fused_adam_support() -> FusedAdamSupport:
     """Inspect the FusedAdam that Megatron's precision-aware optimizer would use."""
     try:
-        # Megatron's own check imports FusedAdam by the same name.
+        # Megatron's own check imports FusedAdam from the same module.
         from transformer_engine.pytorch.optimizers import FusedAdam
     except ImportError:
         return FusedAdamSupport()

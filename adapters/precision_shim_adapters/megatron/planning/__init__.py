@@ -1,1 +1,1 @@
-"""Compute a job's memory on Megatron, and whether the job is legal, from its config alone."""
+"""Compute a Megatron job's memory, and check that the job is legal, from its config alone."""

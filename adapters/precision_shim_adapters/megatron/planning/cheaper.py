@@ -1,4 +1,4 @@
-"""List settings that need less memory for a model on Megatron, the smallest sacrifice first.
+"""List settings that reduce a model's memory on Megatron, starting with the smallest sacrifice.
 
 Each entry of ``_STEPS`` is planned as if the user had written its settings, so the worker's rules
 decide which entries are legal.
@@ -67,7 +67,7 @@ _STEPS: tuple[tuple[str, Mapping[str, Any]], ...] = (
         },
     ),
 )
-"""For each step, its loss in words and its settings. The step with the smallest loss is first."""
+"""Each step's sacrifice in words, and its settings. The step with the least sacrifice is first."""
 
 
 def variants(
@@ -76,8 +76,8 @@ def variants(
     """Copy a model with cheaper settings, once for each legal entry of ``_STEPS``.
 
     Returns:
-        For each legal entry its sacrifice in words, the config lines to write, and the changed
-            model.
+        One tuple for each legal entry: its sacrifice in words, the config lines to write, and the
+            changed model.
     """
     if not asked.wishes.trains:
         return []
@@ -119,7 +119,7 @@ def _line(asked: Asked, field: str, value: object) -> str:
 
 
 def change(asked: _Model, **fields: Any) -> _Model:
-    """Copy a model with other fields of the optimizer's config, as if the user wrote them."""
+    """Copy a model with changed fields of the optimizer's config, as if the user wrote them."""
     bucket = fields.pop("grad_reduce_in_fp32", asked.wishes.bucket_in_fp32)
     written = {**asked.wishes.asked, **fields}
     return replace(asked, wishes=replace(asked.wishes, asked=written, bucket_in_fp32=bucket))

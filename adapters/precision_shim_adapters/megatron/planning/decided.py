@@ -2,7 +2,7 @@
 
 The shim's decisions in a plan come from the worker's own functions. ``plan_wishes`` decides the
 optimizer's config, and ``deciding.bucket`` decides the gradient bucket. ``reader.read_wanted``
-returns the dtypes that Megatron keeps with the decided config.
+returns the dtypes of the tensors that Megatron makes from the decided config.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ class Asked:
         value_head: whether the output layer is a value head with one output.
         key: the config's key of an optimizer field, for messages; ``{}`` stands for the field.
         bucket_key: the config's key of ``grad_reduce_in_fp32``.
-        prefix: the prefix of a key that is set on the command line.
+        prefix: the prefix of a key that is set on the command line, such as ``"++"``.
         parked: maps a config key to the components that the key moves to the host while they are
             unused.
         place: name of a group of GPUs; models with the same ``place`` share these GPUs.
         bucket_keys: the keys of Megatron's DistributedDataParallelConfig that the user wrote.
         illegal: problems that the adapter found.
         notes: remarks about legal settings.
-        takes_name: whether the framework itself turns a dtype name into a dtype; it refuses every
-            other name. ``None`` if the framework passes names on to Megatron.
+        takes_name: function that returns whether the framework turns a dtype name into a dtype; the
+            framework refuses other names. ``None`` if the framework passes all names to Megatron.
     """
 
     wishes: Wishes
@@ -109,12 +109,12 @@ class Side:
 
 
 def support_of(version: str | None) -> FusedAdamSupport:
-    """The capabilities of FusedAdam in a TransformerEngine release; by default the newest known."""
+    """The capabilities of FusedAdam in a release of TransformerEngine, by default the newest."""
     if version is None:
         return NEWEST
     known = release(version)
-    # Every TransformerEngine from about 1.13 has the arguments that Megatron needs. Whether bf16
-    # moments are legal depends on the release (``FusedAdamSupport.bf16_moments``).
+    # Every release from about 1.13 has the arguments that Megatron needs. Whether bf16 moments are
+    # legal depends on the release (``FusedAdamSupport.bf16_moments``).
     return FusedAdamSupport(known, True, "") if known else NEWEST
 
 
@@ -130,7 +130,7 @@ Holds = Callable[[str, str], bool]
 def with_shim(settings: Settings, support: FusedAdamSupport, holds: Holds) -> InForce:
     """The features in force with the shim on; ``coerces`` is true so that dtype names are read.
 
-    ``problems_of`` reports the names that nothing turns into dtypes in the job.
+    ``problems_of`` reports dtype names that neither the framework nor the shim turns into dtypes.
     """
     return replace(what_is_in_force(settings, holds, support), coerces=True)
 
@@ -159,7 +159,7 @@ def side(asked: Asked, now: InForce) -> Side:
 
 
 def precision(asked: Asked, side: Side, support: FusedAdamSupport) -> Precision:
-    """The dtypes that Megatron keeps with the fields and the bucket of ``side``."""
+    """The dtypes of the tensors that Megatron makes with the fields and the bucket of ``side``."""
     dtype, fields = asked.dtype, dict(side.fields)
     fields.update(bf16=dtype is torch.bfloat16, fp16=dtype is torch.float16, params_dtype=dtype)
     if (support.version or ()) < REMAINDERS_SINCE:
@@ -170,7 +170,7 @@ def precision(asked: Asked, side: Side, support: FusedAdamSupport) -> Precision:
     master = wanted.masters.get(dtype)
     main = wanted.masters[torch.float16]
     if master is None and aware and reader.adam_keeps_masters(fields.get, main):
-        # FusedAdam makes a master weight of an fp32 parameter too, and never updates this master.
+        # FusedAdam makes a master weight for an fp32 parameter, too, and never updates this master.
         master = main
     moments = {
         "exp_avg": wanted.exp_avg or torch.float32,
@@ -196,7 +196,7 @@ def precision(asked: Asked, side: Side, support: FusedAdamSupport) -> Precision:
 def _find_unpacked(
     moments: Mapping[str, torch.dtype], support: FusedAdamSupport
 ) -> tuple[str, ...]:
-    """List the moments that FusedAdam casts to fp32, a whole parameter group at once."""
+    """List the moments that FusedAdam casts to fp32 for a whole parameter group at once."""
     if set(moments.values()) == {torch.bfloat16}:
         version = support.version
         if version is None or version >= CAPTURABLE_BF16_SINCE:
@@ -211,9 +211,9 @@ def problems_of(
 
     Args:
         asked: the model.
-        side: what was decided about the model with the shim.
+        side: the model's optimizer and bucket, decided with the shim on.
         support: the capabilities of TransformerEngine's FusedAdam.
-        holds: returns whether a feature is in force for a group of seams, with the shim on.
+        holds: function that returns whether a feature is in force for a group of seams in the job.
 
     Raises:
         PlanError: the optimizer is not Adam.
@@ -252,7 +252,7 @@ def problems_of(
 
 
 def _texts(asked: Asked) -> Iterator[Problem]:
-    """Yield a problem for each dtype name that reaches Megatron as a text."""
+    """Yield a problem for each dtype name that Megatron would receive as a string."""
     # Megatron never reads main_grads_dtype of a precision-aware optimizer.
     takes, aware = asked.takes_name, asked.wishes.precision_aware_by_itself
     first = 2 if takes is None and aware else 1

@@ -1,10 +1,10 @@
-"""How Megatron splits a model over GPUs: pure functions of names, shapes and group sizes.
+"""Compute how Megatron splits a model over GPUs, from names, shapes and group sizes.
 
 Expert and expert-tensor parallelism split experts. Tensor parallelism splits matrices and the
 biases of column-parallel layers. Norms, routers and the down-projections of latent attention stay
-whole. Pipeline parallelism splits layers into stages, with an uneven first or last stage and with
-interleaved chunks, as in Megatron's ``get_num_layers_to_build`` and
-``get_transformer_layer_offset``.
+whole. Pipeline parallelism splits layers into stages, as Megatron's ``get_num_layers_to_build`` and
+``get_transformer_layer_offset`` do. The first and the last stage may have another number of layers
+than the middle stages, and a stage may consist of interleaved chunks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHARED_HEADS_SINCE = (0, 16)
 def problems(
     sizes: Sizes, model: Model, subject: str, megatron: tuple[int, ...] | None = None
 ) -> list[Problem]:
-    """List the problems for which Megatron refuses a model with these group sizes.
+    """List the problems because of which Megatron refuses a model with these group sizes.
 
     Args:
         sizes: the sizes of the parallel groups.
@@ -252,7 +252,7 @@ _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 
 
 def _letters(layout: object) -> str:
-    """Convert a pipeline layout to letters, from letters or from lists of names."""
+    """Convert a pipeline layout, written as letters or as lists of names, to letters."""
     if isinstance(layout, str):
         return layout.replace(",", "")
     try:
@@ -405,7 +405,7 @@ def count(
 
 
 def _evenly(model: Model, sizes: Sizes) -> list[StageCount]:
-    """Count the parameters of a model without a config, split evenly over the stages."""
+    """Split a model's parameters evenly over the stages, for a model without a config."""
     dense = sum(weight.numel for weight in model.weights if not is_expert(weight.name))
     experts = sum(weight.numel for weight in model.weights if is_expert(weight.name))
     own = -(-dense // (sizes.tensor * sizes.pipeline))
@@ -420,14 +420,14 @@ def _word(name: str) -> str:
 
 
 def _stage_outside(name: str, last: int) -> int:
-    """The stage of a parameter outside the layers: last for norm and output, otherwise first."""
+    """The stage of a parameter outside the layers: last for norm and output, else the first."""
     if _OTHER_MODEL.search(name):
         return 0
     return last if _word(name) in (*_LAST, "lm_head", "embed_out") else 0
 
 
 def unknown(model: Model) -> list[str]:
-    """List the text model's matrices without a rule in ``_ways``; ``count`` does not split them."""
+    """List the text model's matrices that ``count`` does not split because no rule names them."""
     names = []
     for weight in model.weights:
         word = _word(weight.name)

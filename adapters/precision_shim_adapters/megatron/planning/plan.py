@@ -1,4 +1,4 @@
-"""Compute the bytes of a model on Megatron from a framework's config, by the worker's rules.
+"""Compute the bytes of a model on Megatron from a framework's config, with the worker's rules.
 
 An adapter reads its framework's config into a ``MegatronModel``. The module ``decided`` decides the
 model's settings, ``layout`` splits the model over the GPUs, and ``plan`` computes the bytes.
@@ -104,7 +104,7 @@ def _unknown(asked: Asked) -> list[Problem]:
 
 
 def _no_names(asked: Asked) -> list[Problem]:
-    """List values of dtype fields that are no names and no dtypes, such as YAML's number ``16``."""
+    """List values of dtype fields that are neither names nor dtypes, such as the number ``16``."""
     return [
         Problem(
             "dtype",
@@ -119,7 +119,7 @@ def _no_names(asked: Asked) -> list[Problem]:
 
 
 def _no_numbers(asked: Asked) -> list[Problem]:
-    """List values that Adam computes with and that are no numbers, such as the text ``'0.95'``."""
+    """List Adam's hyperparameters that are not numbers, such as the string ``'0.95'``."""
     written = asked.wishes.asked
     names = (*_NUMBERS, *(("optimizer_offload_fraction",) * bool(written.get(_OFFLOAD))))
     return [
@@ -148,13 +148,13 @@ def plan_model(
     holds: Holds,
     megatron: tuple[int, ...] | None = None,
 ) -> tuple[ModelPlan | None, list[Problem]]:
-    """Plan a model; the plan is ``None`` if the config's problems leave nothing to count.
+    """Plan a model; the plan is ``None`` if the config's problems make counting impossible.
 
     Args:
         asked: the model.
         settings: the shim's settings.
         support: the capabilities of TransformerEngine's FusedAdam.
-        holds: returns whether a feature is in force for a group of seams, with the shim on.
+        holds: function that returns whether a feature is in force for a group of seams in the job.
         megatron: megatron-core's release; ``None`` for the newest known release.
     """
     if not asked.wishes.trains:  # a model that is not trained has no optimizer
@@ -280,12 +280,12 @@ def _decisions(asked: Asked, side: Side, settings: Settings, holds: Holds) -> li
 
 
 def _fp16(side: Side) -> bool:
-    """Whether an fp16 model's OptimizerConfig has ``fp16``, so that Megatron makes a scaler."""
+    """Whether an fp16 model's OptimizerConfig has ``fp16=True``: then Megatron makes a scaler."""
     return bool(side.fields.get("fp16", True))
 
 
 def _of_another_model(asked: Asked, side: Side) -> list[str]:
-    """Notes that the user's config of the optimizer is for parameters of another dtype."""
+    """List notes if the user's OptimizerConfig is meant for parameters of another dtype."""
     wishes, fields = asked.wishes, side.planned.asked
     flagged = torch.float16 if fields.get("fp16") else None
     if flagged is None and fields.get("bf16"):

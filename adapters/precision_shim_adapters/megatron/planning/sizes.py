@@ -1,4 +1,4 @@
-"""The sizes of a job's parallel groups, by the names in Megatron's and the frameworks' configs."""
+"""The sizes of a job's parallel groups, and their names in Megatron's and frameworks' configs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Sizes:
         last: number of layers of the last stage, if the config has this number.
         count_embedding: whether the embedding counts as a layer.
         count_loss: whether the output layer counts as a layer.
-        stages: a pipeline layout in the form of Megatron's ``pipeline_model_parallel_layout``:
-            letters, or for each stage the names of its layers.
+        stages: a pipeline layout, as in Megatron's ``pipeline_model_parallel_layout``: a string of
+            letters, or a list of layer names for each stage.
         sequence_parallel: whether sequence parallelism is on; ``None`` if unknown.
         keys: maps attribute names to config keys, for messages.
     """
@@ -60,11 +60,11 @@ class Sizes:
         return max(self.world // (self.experts_tensor * self.expert * self.pipeline), 1)
 
     def key(self, name: str) -> str:
-        """The config's key of a group size, for messages."""
+        """The config key that sets a group size, for messages."""
         return self.keys.get(name, name)
 
     def to_dict(self) -> dict[str, Any]:
-        """The group sizes by their usual abbreviations, for text and JSON."""
+        """The group sizes with their usual abbreviations as keys, for text and JSON."""
         return {
             "tp": self.tensor,
             "pp": self.pipeline,
@@ -115,7 +115,7 @@ def read_sizes(
         section: the section.
         sequence_parallel: whether sequence parallelism is on.
         within: the key of a nested section, if there is one.
-        within_names: the sizes that the nested section has.
+        within_names: names of the sizes that are read from the nested section.
     """
     inner = (section.get(within) if within else None) or {}
     values, keys = {}, {"world": world_key, "sequence_parallel": f"{key}.sequence_parallel"}

@@ -1,1 +1,1 @@
-"""Read Megatron's live optimizers, with the seams for the audit and the probes of Megatron."""
+"""Audit Megatron's live optimizers, and test assumptions about Megatron with probes."""

@@ -1,4 +1,4 @@
-"""The seams that audit Megatron's optimizers without a call by the user.
+"""The seams that audit Megatron's optimizers automatically.
 
 ``get_megatron_optimizer`` has no seam, because frameworks have copies of this function, and the
 copies make no chained optimizer. In megatron-core 0.13 to 0.19 every optimizer has one of the three
@@ -64,15 +64,15 @@ def look_at(call: Call) -> Any:
 
 
 def _wishes(build: Build | None) -> Wishes | None:
-    """The settings of a model's build; ``None`` if they cannot be read: a build must go on."""
+    """The settings of a model's build; ``None``, instead of an error, if they cannot be read."""
     try:
         return None if build is None else build.wishes
-    except Exception:  # the seams at the optimizer report the error
+    except Exception:  # the seams that wrap the optimizer report the error
         return None
 
 
 def _by_user(wishes: Wishes | None, chunks: list[Any]) -> Callable[[Finding], bool]:
-    """Make a function that returns whether the user wrote the setting that causes a problem."""
+    """Make a function that returns whether a setting of the user causes a given problem."""
     codes = set()
     bucket = wishes is not None and wishes.bucket_in_fp32 is not None
     if bucket or any(find_noted_dtype(chunk) is not None for chunk in chunks):

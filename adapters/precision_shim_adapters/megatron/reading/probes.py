@@ -1,4 +1,4 @@
-"""Probes: check the rules' assumptions about Megatron-core against the installed version."""
+"""Probes that check the rules' assumptions about Megatron-core against the installed version."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def fp8_recipes() -> Answer:
     needs=(_CONFIG, _DDP),
 )
 def defaults() -> Answer:
-    """The rule on bf16 ``exp_avg_sq`` reads beta2; fields that the shim omits keep the defaults."""
+    """The shim relies on Megatron's default beta2 and on the defaults of fields that it omits."""
     from megatron.core.distributed.distributed_data_parallel_config import (
         DistributedDataParallelConfig,
     )
@@ -305,7 +305,7 @@ def gradient_check() -> Answer:
     needs=("megatron.core.optimizer", "megatron.core.distributed", "megatron.core.transformer"),
 )
 def main_grads() -> Answer:
-    """The bucket follows ``main_grads_dtype``; checkpoint keys are those of an unpatched job."""
+    """The bucket gets ``main_grads_dtype``; checkpoint keys stay those of an unpatched job."""
     from megatron.core.optimizer import get_megatron_optimizer
 
     fp32, bf16 = torch.float32, torch.bfloat16
@@ -344,7 +344,7 @@ def main_grads() -> Answer:
     needs=("megatron.core.optimizer.clip_grads",),
 )
 def fp16_clipping() -> Answer:
-    """The shim raises for fp16 gradients with clipping when the framework builds the optimizer."""
+    """The shim raises an error for clipped fp16 gradients when the optimizer is built."""
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
     from precision_shim.testing.megatron_cpu import megatron_on_cpu
@@ -392,7 +392,7 @@ def bridge_configs() -> Answer:
     needs=("transformer_engine.pytorch.optimizers",),
 )
 def legality() -> Answer:
-    """The shim raises for an illegal dtype before the framework builds the optimizer."""
+    """The shim raises an error for an illegal dtype before the framework builds the optimizer."""
     import transformer_engine
     from transformer_engine.pytorch.optimizers import FusedAdam
 

@@ -1,8 +1,8 @@
-"""Read Megatron's optimizers for the audit, also without the shim, and without importing Megatron.
+"""Read Megatron's optimizers for the audit, even if the shim is off, without importing Megatron.
 
-Megatron's three optimizer classes store parameters in three ways. ``DistributedOptimizer`` has
-shards of its buffers, ``Float16OptimizerWithFloat16Params`` has groups and their fp32 copies, and
-``FP32Optimizer`` has only the parameters of its inner optimizer.
+Megatron's three optimizer classes store parameters differently. ``DistributedOptimizer`` stores
+shards of its buffers. ``Float16OptimizerWithFloat16Params`` stores groups and their fp32 copies.
+``FP32Optimizer`` stores only the parameters of its inner optimizer.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def read_optimizers(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any]
     """Read Megatron's optimizers.
 
     Args:
-        chunks: the model's chunks; may be empty, since an optimizer has its own parameters.
+        chunks: the model's chunks; may be empty, because an optimizer has its own parameters.
         optimizers: single optimizers, not chains.
     """
     readings = [_read(chunks, optimizer) for optimizer in optimizers]
@@ -131,7 +131,7 @@ def _read(chunks: Sequence[Any], optimizer: Any) -> Reading:
 
 
 def _pairs(optimizer: Any, inner: Any) -> Iterable[tuple[Any, Any]]:
-    """Pair model parameters with the inner optimizer's tensors: in each group fp32 comes first."""
+    """Pair model parameters with the inner optimizer's tensors; a group has fp32 tensors first."""
     groups = inner.param_groups
     fp32 = getattr(optimizer, "model_fp32_groups", None)
     halves = getattr(optimizer, "model_float16_groups", None)
@@ -210,10 +210,10 @@ def _field(config: Any, name: str) -> Any:
 def adam_keeps_masters(field: Callable[[str], Any], main: torch.dtype) -> bool:
     """Whether FusedAdam itself keeps the masters of a precision-aware optimizer.
 
-    With other fp8 recipes than delayed, and with CPU offload, whole masters are outside FusedAdam.
+    With CPU offload, or an fp8 recipe other than delayed, whole masters are outside FusedAdam.
 
     Args:
-        field: reads a field of the OptimizerConfig; returns ``None`` for a missing field.
+        field: function that reads a field of the OptimizerConfig; ``None`` for a missing field.
         main: the masters' dtype.
     """
     recipes = (None, "delayed")
@@ -225,7 +225,7 @@ def read_wanted(field: Callable[[str], Any]) -> Wanted:
     """The tensors' dtypes that the current fields of an OptimizerConfig imply.
 
     Args:
-        field: reads a field of the config; returns ``None`` for a missing field.
+        field: function that reads a field of the config; ``None`` for a missing field.
 
     Megatron computes derived settings only once, when an OptimizerConfig is made. If a field is set
     later, the derived settings stay as they were, and the audit reports the difference.
@@ -233,7 +233,7 @@ def read_wanted(field: Callable[[str], Any]) -> Wanted:
 
     def get(name: str, default: Any) -> Any:
         value = field(name)
-        if isinstance(value, str):  # a dtype name, if dtype-coercion is not in force
+        if isinstance(value, str):  # the value is a name if dtype-coercion is not in force
             value = parse_dtype(value) or value
         return default if value is None else value
 

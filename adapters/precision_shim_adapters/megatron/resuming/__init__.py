@@ -1,4 +1,4 @@
-"""Read and write checkpoints of Megatron's optimizer in the form of an unpatched Megatron.
+"""Read and write checkpoints of Megatron's optimizer in an unpatched Megatron's format.
 
 The seams in ``checkpoint``, ``states`` and (for states on the CPU) ``offloaded`` run in the worker.
 ``foretelling`` predicts how a resume would read a checkpoint. The code that reads checkpoint files

@@ -1,22 +1,22 @@
-"""Write and read Megatron's optimizer checkpoints in the form of an unpatched Megatron.
+"""Write and read Megatron's optimizer checkpoints in an unpatched Megatron's format.
 
-For every sharding type, ``DistributedOptimizer`` reads and writes one parameter's states through
-one pair of methods. On a save, the shim converts a precision-aware optimizer's int16 remainder to
-the fp32 master weight that an unpatched Megatron expects. On a load, the shim splits the master
-weight into parameter and remainder again. If the user's own config is precision-aware, an unpatched
-Megatron expects remainders. Megatron can read remainders in the two sharding types that store a
-dtype for each state, so the shim saves the user's remainders unchanged in these two types. In two
-sharding types the bucket's dtype is part of the checkpoint's keys; the shim writes the dtype of the
-same job without the shim. The shim compares layouts in ``dist_checkpointing.load``, because only
-this function receives both the wanted layout and the directory before Megatron reads a tensor.
+For every sharding type, ``DistributedOptimizer`` reads and writes one parameter's states with one
+pair of methods. On a save, the shim converts a precision-aware optimizer's int16 remainder to the
+fp32 master weight that an unpatched Megatron expects. On a load, the shim splits the master weight
+into parameter and remainder again. If the user's own config is precision-aware, an unpatched
+Megatron expects remainders. In the two sharding types that store a dtype for each state, the shim
+saves the user's remainders unchanged, because Megatron can read them. In two sharding types the
+checkpoint's keys contain the bucket's dtype. The shim writes the keys that a job without the shim
+would write. The shim compares dtypes in ``dist_checkpointing.load``, because only this function
+receives the wanted tensors and the directory before Megatron reads a tensor.
 
-The shim refuses to load states that cannot continue exactly: fp32 moments that would be rounded to
-bf16, and remainders that an unpatched Megatron has already written as numbers.
+The shim refuses to load fp32 moments that would be rounded to bf16. The shim also refuses to load
+remainders that an unpatched Megatron has already written as numbers.
 
 Upstream: https://github.com/NVIDIA/Megatron-LM/issues/4222 (remainders cannot be loaded again),
-https://github.com/NVIDIA/Megatron-LM/issues/2576 (the ``padding`` entry). Delete when both issues
-are closed, Megatron stores remainders under a name of their own, and no key contains the bucket's
-dtype.
+https://github.com/NVIDIA/Megatron-LM/issues/2576 (the ``padding`` entry). Delete this module when
+issues 4222 and 2576 are closed, Megatron stores remainders under a separate name, and no key
+contains the bucket's dtype.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def checkpoint_seam(
 
 bucket_without_shim: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 """Maps a DDP module to the framework's ``grad_reduce_in_fp32`` if the shim aligned the bucket:
-``ddp.build_ddp`` writes entries, this module reads them."""
+``ddp.build_ddp`` writes the entries, and this module reads them."""
 
 _ADDED = "_precision_shim_added"
 """Attribute that marks an OptimizerConfig which only the shim made precision-aware. ``copy`` and
@@ -100,7 +100,7 @@ into_place: ContextVar[bool] = ContextVar("precision_shim_into_place", default=F
 
 
 def note_precision_aware(config: Any, *, by_user: bool) -> None:
-    """Remember whether an OptimizerConfig would be precision-aware without the shim.
+    """Mark an OptimizerConfig that is precision-aware only because of the shim.
 
     Args:
         config: Megatron's OptimizerConfig; the optimizer receives this object or a copy of it.
@@ -112,13 +112,13 @@ def note_precision_aware(config: Any, *, by_user: bool) -> None:
     for name in _OWN:
         value = getattr(config, name, None)
         if isinstance(value, float):
-            own = value * 1.0  # a new float object; float() would return the old one
+            own = value * 1.0  # a new float object; float() would return the old object
             _own_floats[id(own)] = own
             setattr(config, name, own)
 
 
 def is_added_by_shim(config: Any) -> bool:
-    """Whether the shim alone made an OptimizerConfig, or a copy's original, precision-aware."""
+    """Whether an OptimizerConfig, or a copy's original, is precision-aware only due to the shim."""
     values = (getattr(config, name, None) for name in _OWN)
     return hasattr(config, _ADDED) or any(
         isinstance(value, float) and _own_floats.get(id(value)) is value for value in values
@@ -133,15 +133,15 @@ def is_added_by_shim(config: Any) -> bool:
 def refuse_torchs_adam(
     call: Call, is_loading: bool, metadata: Any = None, sharding_type: Any = None
 ) -> Any:
-    """Warn at the save that Megatron cannot load the states of torch's Adam, and refuse the load.
+    """On a save, warn that Megatron cannot load the states of torch's Adam; refuse a load.
 
     If neither TransformerEngine nor Apex is installed, Megatron uses torch's Adam. Megatron's load
-    asserts that a new optimizer has one step count, but torch's Adam has none before its first
-    step. If torch's Adam has states, two of the three sharding types do not load its step count,
-    and the third sharding type keeps the optimizer's old step count.
+    asserts that a new optimizer has one step count, but torch's Adam has no step count before its
+    first step. If torch's Adam has states, two sharding types do not load the step count, and the
+    third sharding type keeps the optimizer's old step count.
 
     Raises:
-        CheckpointLayoutError: at a load of torch's Adam, and in strict mode at a save.
+        CheckpointLayoutError: the job loads torch's Adam, or saves it in strict mode.
     """
     optimizer = call.instance
     kind = sharding_type or (metadata or {}).get("distrib_optim_sharding_type", "the default")
@@ -169,7 +169,7 @@ def _steps_with_torchs_adam(optimizer: Any) -> bool:
 
 
 def _unpatched_grad_dtype(optimizer: Any) -> Callable[[torch.dtype], torch.dtype] | None:
-    """Function from a parameter's dtype to its bucket's dtype without the shim, if they differ."""
+    """Return a function that maps a parameter's dtype to its bucket's dtype without the shim."""
     for chunk in optimizer.model_chunks:
         if chunk in bucket_without_shim:
             in_fp32 = bucket_without_shim[chunk]
@@ -178,7 +178,7 @@ def _unpatched_grad_dtype(optimizer: Any) -> Callable[[torch.dtype], torch.dtype
 
 
 def _rekey_as_unpatched(optimizer: Any, state: Any) -> Any:
-    """Rename a sharded state's keys in place, as the same job without the shim would name them."""
+    """Rename a sharded state's keys in place to the keys of the same job without the shim."""
     dtype_of = _unpatched_grad_dtype(optimizer)
     if dtype_of is None:
         return state
@@ -231,7 +231,7 @@ def name_bucket_of_unpatched(call: Call) -> Any:
     "model_chunks",
 )
 def write_as_unpatched(call: Call, is_loading: bool) -> Any:
-    """Write the keys of the job without the shim, in the sharding types that keep remainders.
+    """Write the keys of an unpatched job, in the sharding types that can store remainders.
 
     A save keeps the remainders if the user's config alone is precision-aware. A load requests whole
     fp32 master weights; ``compare_layouts`` later compares this request with the checkpoint.
@@ -253,7 +253,7 @@ def write_as_unpatched(call: Call, is_loading: bool) -> Any:
     "per_bucket_numel_unpadded",
 )
 def name_live_bucket(call: Call, state_dict: Any) -> Any:
-    """Write the bucket's present dtypes into a loaded state, because Megatron compares both."""
+    """Write the live bucket's dtypes into a loaded state, because Megatron refuses other dtypes."""
     name = "per_bucket_numel_unpadded"
     if state_dict is not None and name in state_dict:
         live = [next(iter(bucket)) for bucket in call.instance.per_bucket_numel_unpadded]
@@ -276,7 +276,7 @@ def name_live_bucket(call: Call, state_dict: Any) -> Any:
     "gbuf_ranges",
 )
 def name_live_bucket_dp_zero(call: Call, state_dict: Any) -> Any:
-    """Act as ``name_live_bucket`` for ``dp_zero_gather_scatter``, whose state some ranks lack."""
+    """Act as ``name_live_bucket`` for ``dp_zero_gather_scatter``; some ranks receive no state."""
     if state_dict is not None:
         state = call.arguments["state_dict"] = dict(state_dict)
         for index, ranges in enumerate(call.instance.gbuf_ranges):
@@ -339,7 +339,7 @@ def compare_layouts(call: Call, sharded_state_dict: Any, checkpoint_dir: Any) ->
 
 
 def _stored_dtypes(directory: str) -> dict[str, torch.dtype]:
-    """Map a checkpoint's tensor keys to dtypes; Megatron unpickles metadata in remote storage."""
+    """Map a checkpoint's tensor keys to dtypes; Megatron reads metadata in remote storage."""
     path = Path(directory, METADATA)
     if not path.is_file():
         from megatron.core.dist_checkpointing import load_tensors_metadata

@@ -1,4 +1,4 @@
-"""Predict how a job would resume a Megatron checkpoint, with the shim's load seams and without.
+"""Predict how a job would resume a Megatron checkpoint, with and without the shim's load seams.
 
 With the shim in force, the prediction uses the rules of ``checkpoint``'s seams
 (``precision_shim.precision.continuing``). Without the shim, the prediction follows Megatron's own
@@ -51,8 +51,8 @@ other than tensors."""
 _OFFLOAD, _SHARE = "optimizer_cpu_offload", "optimizer_offload_fraction"
 
 _STEPPED = ".master_param"
-"""Suffix of keys in ``dp_reshardable`` checkpoints for copies of the parameters, which only an
-optimizer for CPU offload that is not precision-aware has and updates."""
+"""Suffix of keys in ``dp_reshardable`` checkpoints for copies of the parameters. Only an optimizer
+for CPU offload that is not precision-aware has and updates such copies of the parameters."""
 
 BUCKET = "grad_reduce_in_fp32"
 """The field of Megatron's DDP config with which a job may set the bucket's dtype."""
@@ -68,8 +68,8 @@ class Live:
         moments: the dtype of ``exp_avg`` and of ``exp_avg_sq``.
         params: the parameters' dtype.
         problem: why the optimizer cannot be built; empty if it can.
-        on_host: the fraction that Megatron offloads to the CPU; ``None`` without the optimizer
-            for CPU offload.
+        on_host: the fraction of states that Megatron offloads to the CPU; ``None`` without the
+            optimizer for CPU offload.
         asked_aware: whether the config has ``use_precision_aware_optimizer``, even if CPU offload
             makes it ineffective.
     """
@@ -88,7 +88,7 @@ def assume_fields(part: Part, here: Here) -> dict[str, Any]:
     fields = dict(here.config or {})
     if here.config is None and part.masters in (REMAINDERS, NUMBERS):
         fields[PRECISION_AWARE] = True
-    # Megatron loads states into an optimizer for CPU offload only if it is precision-aware.
+    # Megatron loads states into an optimizer for CPU offload only if the config is precision-aware.
     if here.config is None and OFFLOADED in part.facts:
         share = part.facts[OFFLOADED]
         fields |= {_OFFLOAD: True, _SHARE: share, PRECISION_AWARE: True}
@@ -212,7 +212,7 @@ def _cannot_count(part: Part, live: Live, shimmed: bool, mended: bool) -> Outcom
 
 
 def _judge_left_out(part: Part, live: Live, mended: bool) -> Outcome | None:
-    """The outcome if states would not reach the inner optimizers; otherwise ``None``."""
+    """The outcome if the inner optimizers would not receive all states; otherwise ``None``."""
     sharding = part.facts.get("sharding")
     if live.on_host is None:
         return None

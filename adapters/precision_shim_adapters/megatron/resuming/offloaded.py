@@ -3,20 +3,20 @@
 ``HybridDeviceOptimizer`` has inner optimizers, which update copies of the parameters with torch's
 AdamW on the host and with FusedAdam on the GPU. ``HybridDeviceOptimizer`` has no states before its
 first step, so ``DistributedOptimizer.load_state_dict`` makes states with ``dummy_step``, a step on
-random gradients. Megatron then loads a checkpoint into the outer optimizer's states. Parts of a
-loaded checkpoint do not reach the inner optimizers (megatron-core 0.15 to 0.19, without a warning):
+random gradients. Megatron then loads a checkpoint into the outer optimizer's states. Without a
+warning, megatron-core 0.15 to 0.19 does not copy all loaded states to the inner optimizers:
 
 - With ``dp_reshardable`` (which 0.15 cannot save), AdamW's step counts are 1 after a resume.
-- With ``dp_zero_gather_scatter``, the parameters' copies keep the values of the dummy step.
-- With every sharding type, each step copies the loaded groups with the loaded step count over the
-  inner optimizers' groups. FusedAdam stores its step count in its groups, so FusedAdam counts each
-  step as the first step after the checkpoint.
-- If nothing is on the host, Megatron saves no step count, and FusedAdam counts from 1 again.
+- With ``dp_zero_gather_scatter``, the parameters' copies keep the values from ``dummy_step``.
+- With every sharding type, each step overwrites the inner optimizers' groups with the loaded groups
+  and their step count. FusedAdam stores its step count in its groups, so FusedAdam counts each step
+  as the first step after the checkpoint.
+- If no state is on the host, Megatron saves no step count, and FusedAdam counts from 1 again.
 
-SkyRL itself patches the error with ``dp_reshardable``, in its own process.
+SkyRL itself corrects AdamW's step counts with ``dp_reshardable``, in its own process.
 
-Delete this module when Megatron's own resume is exact: tests/audit/test_offload_resume.py then
-fails.
+Delete this module when Megatron's own resume is exact, which makes
+tests/audit/test_offload_resume.py fail.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _DELETE_WHEN = "Megatron resumes a precision-aware HybridDeviceOptimizer exactly
 
 
 def _offloads(inner: Any) -> bool:
-    """Whether an optimizer is a HybridDeviceOptimizer, found without importing its module."""
+    """Whether an optimizer is a HybridDeviceOptimizer, tested without importing its module."""
     return hasattr(inner, "param_to_inner_param")
 
 
@@ -71,7 +71,7 @@ def _counts(groups: list[dict[str, Any]]) -> set[int]:
     optional=True,
 )
 def hand_count_over(call: Call) -> Any:
-    """Pass a loaded step count to the inner optimizers only once, since they count later steps."""
+    """Pass a loaded step count to the inner optimizers only once; they count later steps."""
     result = call.proceed()
     for group in call.instance.param_groups:
         group.pop("step", None)
@@ -96,11 +96,10 @@ def hand_count_over(call: Call) -> Any:
     optional=True,
 )
 def save_count(call: Call) -> Any:
-    """Save the step count of FusedAdam's groups if nothing is on the host.
+    """Save the step count of FusedAdam's groups if no state is on the host.
 
-    If an optimizer is not precision-aware, the shim saves no step count. If a checkpoint had a
-    count, Megatron's load of an optimizer that is not precision-aware would end with a KeyError,
-    even with SkyRL's patches, which make a load without a count work.
+    If an optimizer is not precision-aware, the shim saves no step count, because Megatron's load of
+    the step count would end with a KeyError. SkyRL's patches correct only a load without a count.
     """
     result = call.proceed()
     inner, config = call.instance.optimizer, call.instance.config
@@ -108,7 +107,8 @@ def save_count(call: Call) -> Any:
         return result
     groups = result["optimizer"]["param_groups"]
     counts: set[int] = set()
-    if inner.gpu_optimizer is not None:  # FusedAdam has no count if every step so far was skipped
+    # FusedAdam has no step count if every step so far was skipped.
+    if inner.gpu_optimizer is not None:
         counts = _counts(inner.gpu_optimizer.param_groups) or {0}
     if len(counts) == 1 and not _counts(groups):
         for group in groups:
@@ -148,7 +148,7 @@ def load_what_is_stepped(call: Call, state_dict: Any) -> Any:
     inner = call.instance.optimizer
     if not _offloads(inner):
         return result
-    # A checkpoint without a count is from another kind of optimizer, before its first step.
+    # If a checkpoint has no step count, another kind of optimizer saved it before its first step.
     count = float(next(iter(counts), 0))
     for state in inner.state.values():
         if isinstance(state.get("step"), torch.Tensor):

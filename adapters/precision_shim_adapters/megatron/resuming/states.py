@@ -1,16 +1,16 @@
 """Save and load one parameter's states in Megatron's optimizer checkpoints.
 
 For every sharding type, ``DistributedOptimizer`` reads and writes a parameter's master weights and
-moments through one pair of methods. The docstring of ``checkpoint`` explains how and why the shim
+moments with one pair of methods. The docstring of ``checkpoint`` explains how and why the shim
 converts master weights. Three properties of Megatron and TransformerEngine prevent an exact resume:
 
 - FusedAdam keeps int16 remainders under the name ``master_param``.
 - FusedAdam fills the master weights of an fp32 parameter once and never updates them.
 - Megatron finds a parameter's states by the parameter's position in its group. In a group with both
-  fp32 and 16-bit parameters, Megatron numbers the positions in another order than it fills them.
+  fp32 and 16-bit parameters, Megatron numbers positions in one order and fills them in another.
 
 Delete this module when ``checkpoint`` can be deleted, and Megatron numbers positions in the order
-of filling.
+in which it fills them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _shard_of(optimizer: Any, model_param: Any) -> Any:
     "shard_float16_params_this_group",
 )
 def place_fp32_first(call: Call) -> Any:
-    """Number the positions in a group of several dtypes as Megatron fills them, fp32 shards first.
+    """Number a group's positions in the order in which Megatron fills them: fp32 shards first.
 
     Megatron numbers the positions in the order of its buffers, and so mistakes one parameter's
     states for another's. In Megatron's order a save fails with an error about sizes, or exchanges
@@ -80,7 +80,7 @@ def place_fp32_first(call: Call) -> Any:
     for index, group in enumerate(ranges):
         ordered = sorted(group["params"], key=lambda param: param.dtype is not torch.float32)
         places.update({parameter: (index, place) for place, parameter in enumerate(ordered)})
-    # Keep Megatron's order of the keys, since other code of Megatron iterates over the map.
+    # Keep Megatron's order of the keys, because other code of Megatron iterates over the map.
     return {parameter: places[parameter] for parameter in known}, *result[1:]
 
 
@@ -99,7 +99,7 @@ def join_states(call: Call, model_param: Any) -> Any:
     tensors = call.proceed()
     shard, kept = _shard_of(call.instance, model_param).detach(), tensors["param"]
     if model_param.dtype is torch.float32:
-        # Copy the shard for a load, which must not write into the parameter itself, because
+        # For a load, return a copy: the load must not overwrite the parameter, because
         # ``_own_master`` compares the loaded values with the parameter.
         tensors["param"] = shard.to(kept.device, copy=into_place.get())
     elif _precision_aware(call.instance) and kept.dtype is torch.int16 and not as_they_are.get():
@@ -118,7 +118,7 @@ def join_states(call: Call, model_param: Any) -> Any:
     "_get_model_param_range_map",
 )
 def split_states(call: Call, model_param: Any, tensors: Any) -> Any:
-    """Fit loaded master weights to the optimizer; refuse states that cannot continue exactly.
+    """Convert loaded master weights to the optimizer's form; refuse states that would change.
 
     Raises:
         CheckpointLayoutError: the checkpoint's states would be rounded, or are remainders that
@@ -132,8 +132,8 @@ def split_states(call: Call, model_param: Any, tensors: Any) -> Any:
     except CheckpointLayoutError as error:
         if optimizer not in _loading:
             raise
-        # Do not raise here, because the other ranks would wait forever. After the loader's
-        # collectives, ``spread_parameters`` raises the stored error on all ranks.
+        # Do not raise the error here, because the other ranks would wait forever. After the
+        # loader's collectives, ``spread_parameters`` raises the stored error on all ranks.
         _loading[optimizer].append(error)
         return None
     value = tensors["param"]
@@ -148,7 +148,7 @@ def split_states(call: Call, model_param: Any, tensors: Any) -> Any:
         _fit_master(optimizer, _shard_of(optimizer, model_param), tensors)
     # FusedAdam scales the passed tensor in place.
     before = tensors["param"].clone() if _keeps_scaled_masters(optimizer, model_param) else None
-    # Megatron loads two sharding types with gradients on: torch refuses writes to an fp32 shard.
+    # Autograd is on while Megatron loads two sharding types: torch refuses writes to fp32 shards.
     with torch.no_grad():
         result = call.proceed()
     if before is not None:
@@ -194,7 +194,7 @@ def _fit_master(optimizer: Any, shard: Any, tensors: dict[str, Any]) -> None:
     if value.dtype is torch.int16 and master.dtype is not torch.int16:
         tensors["param"] = join_master(shard.detach(), value.to(shard.device))
     elif value.dtype is not torch.int16 and master.dtype is torch.int16:
-        # Write the parameter too, since FusedAdam rounds ties away from zero, and Megatron to even.
+        # Write the parameter, too. FusedAdam rounds ties away from zero; Megatron rounds to even.
         rounded, tensors["param"] = split_master(value.float().to(shard.device))
         shard.data.copy_(rounded)
 
@@ -207,7 +207,7 @@ def _refuse_what_is_lost(optimizer: Any, model_param: Any, tensors: dict[str, An
         return model_shard(optimizer, model_param)
 
     def as_numbers() -> bool:
-        # An fp32 parameter has no remainders, but a norm's initial values of 1 may look like them.
+        # An fp32 parameter has no remainders, but a norm's initial 1s may look like remainders.
         return model_param.dtype is not torch.float32 and looks_like_remainders(value, live)
 
     lost = master_is_lost(
@@ -269,7 +269,7 @@ def model_shard(optimizer: Any, model_param: Any) -> torch.Tensor:
     "data_parallel_group",
 )
 def spread_parameters(call: Call, state_dict: Any) -> Any:
-    """Raise on all ranks if one rank refused the states; all-gather the parameters.
+    """Raise an error on all ranks if one rank refused the states, else all-gather the parameters.
 
     Raises:
         CheckpointLayoutError: ``split_states`` refused the states on this or on another rank.
