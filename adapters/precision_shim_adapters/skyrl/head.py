@@ -1,7 +1,8 @@
 """SkyRL: compute the LM head in fp32 in policy, reference model and inference engines.
 
-The keys for policy and reference model are ``model_config_kwargs``, which change the models' HF
-config. On Megatron, SkyRL reads only the part ``model_config`` of it.
+The driver writes the key of an fp32 LM head into ``model_config_kwargs`` of policy and reference
+model, which override the model's HF config. On Megatron, SkyRL reads only the part ``model_config``
+of ``model_config_kwargs``.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _targets(model: Any) -> Any:
 
 
 def write(config: Any, head: Head) -> None:
-    """Write a head's key into SkyRL's config."""
+    """Write the key that makes an LM head compute in fp32 into SkyRL's config."""
     section, names = config, head.key.split(".")
     for at, name in enumerate(names):
         value = getattr(section, name)
@@ -97,7 +98,7 @@ def _with(section: Mapping[str, Any], names: list[str], value: object) -> dict[s
 
 
 def _without_mark(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The overrides without the driver's mark, which would get into the saved HF config."""
+    """Remove the driver's mark from the overrides, since SkyRL would save it in the HF config."""
     return {name: value for name, value in overrides.items() if name != FIELD}
 
 

@@ -1,4 +1,4 @@
-"""Audit torchtitan's two trainers, and add updates lost to rounding to their metrics."""
+"""Audit torchtitan's two trainers, and add the shares of lost updates to their metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plan torchtitan's jobs, with torchtitan's config manager and its model on the meta device.
+"""Plan torchtitan's jobs, with its own config manager, and its own model on the meta device.
 
 Unlike other frameworks' configs, torchtitan's configs are Python code that imports torch. All
 torchtitan models train on FSDP2 with torch's optimizers.
@@ -141,7 +141,7 @@ def _coerces(job: Job) -> bool:
 
 
 def _small(subject: str, prefix: str, parallel: Any) -> Iterator[Problem]:
-    """Yield a problem for each parallel degree below 1, with which GPUs cannot be counted."""
+    """Yield a problem for each parallel degree below 1, which leaves the number of GPUs unknown."""
     for name in _DEGREES:
         value = getattr(parallel, name)
         if value < 1:
@@ -216,7 +216,7 @@ def _apart(subject: str, prefix: str, parallel: Any, world: int) -> Iterator[Pro
 def _heads(
     subject: str, prefix: str, parallel: Any, config: Any, model: Model
 ) -> Iterator[Problem]:
-    """Yield problems of attention heads, for a model without a transformers config."""
+    """Yield problems with the number of attention heads, for a model without an HF config."""
     if model.config or config.model_spec is None:
         return
     attention = getattr(config.model_spec.model, "first_attention", None)

@@ -54,7 +54,7 @@ def compose(
     Args:
         job: the job.
         unresolved: see ``plain``.
-        missing: a list, to which the keys with ``MISSING`` are appended.
+        missing: a list; ``compose`` appends the keys whose value is ``MISSING``.
 
     Raises:
         PlanError: hydra cannot compose the config.
@@ -83,7 +83,7 @@ def compose(
         validate_config_path(asked.path)
         search = create_config_search_path(asked.path)
         if asked.directory:
-            # Insert where hydra.main inserts: before structured configs.
+            # Insert the directory where hydra.main inserts it: before structured configs.
             anchor = SearchPathQuery(provider="schema")
             search.prepend("command-line", f"file://{asked.directory}", anchor)
         Hydra.create_main_hydra2("plan", search)
@@ -104,7 +104,7 @@ def named_config(job: Job) -> Asked:
     """Read a launch line with Hydra's own parser, and the entry point's decorator.
 
     Raises:
-        PlanError: hydra is not installed, or refuses the line.
+        PlanError: hydra is not installed, or rejects the launch line.
     """
     try:
         from hydra._internal.utils import compute_search_path_dir, get_args_parser

@@ -45,7 +45,7 @@ def tell_asked(rollout: Any) -> None:
     """Record the configured dtype of a worker's rollout, for the audit.
 
     Args:
-        rollout: the section ``actor_rollout_ref.rollout``, as the worker has it.
+        rollout: the section ``actor_rollout_ref.rollout`` of the worker's config.
     """
     try:
         name, key = sides.asked_dtype(rollout, sides.ROLLOUT)
@@ -126,7 +126,7 @@ def _rounds_to(sender: Any) -> torch.dtype | None:
     optional=True,
 )
 async def look_at_legacy_stream(call: Call, weights: Any) -> Any:
-    """Replace a legacy worker's weights by a generator that also passes each to the audit."""
+    """Wrap a legacy worker's weights in a generator that also passes each weight to the audit."""
     if _legacy:
         seen = sending.observe(weights, "verl", "actor")
         if seen is not weights:
@@ -135,7 +135,7 @@ async def look_at_legacy_stream(call: Call, weights: Any) -> Any:
 
 
 def know_legacy_rollout(worker: Any) -> None:
-    """Do the same as ``know_rollout`` for 0.7.1's legacy workers.
+    """Store the rollout dtype of a legacy worker of verl 0.7.1, for the audit.
 
     Args:
         worker: an ``ActorRolloutRefWorker`` with an actor and a rollout.
@@ -221,7 +221,7 @@ async def ask_sglang_after_sync(call: Call) -> Any:
 
 
 async def _ask_sglang(server: Any, sync: int = 0) -> None:
-    if server.node_rank == 0 and sending.is_wanted():  # the other nodes have no tokenizer manager
+    if server.node_rank == 0 and sending.is_wanted():  # only node 0 has a tokenizer manager
         await audit_manager(server.tokenizer_manager, _whose(), sync)
 
 
