@@ -55,10 +55,10 @@ def mixed_dtypes(config: Any, section: str = "fsdp_config") -> dict[str, torch.d
 
     Args:
         config: ``fsdp_config``.
-        section: the key of ``config`` in the job's config, for messages.
+        section: the key of this section in the job's config, for error messages.
 
     Raises:
-        DtypeError: SkyRL does not know a dtype name; SkyRL's own error would not name the key.
+        DtypeError: a dtype name is unknown to SkyRL; SkyRL's own error would not name the key.
     """
     mixed = getattr(config, "mixed_precision", None)
     if mixed is None:
@@ -201,8 +201,7 @@ def _files(strategy: Any, directory: Any) -> Files:
     """The files that SkyRL writes on this rank before the scaler's state.
 
     SkyRL overwrites a checkpoint's files in place, so a job killed between two files leaves files
-    of two saves. A scaler's record ignores the files of a remote checkpoint, because their paths
-    are not local.
+    of two saves. A scaler's record ignores a remote checkpoint's files, whose paths are not local.
     """
     names = [_name(strategy, what) for what in ("model", "optim")]
     return {name: os.path.join(str(directory), name) for name in names}
@@ -222,8 +221,8 @@ def report(call: Call) -> Any:
     output = call.proceed()
     training = ScaledTraining.of(call.instance.strategy)
     if training is not None:
-        # Report the loss scale of this pass. Reading the scale does not wait for the device, since
-        # SkyRL has already read the loss.
+        # Report the loss scale of this forward-backward pass. Reading the scale does not wait for
+        # the device, since SkyRL has already read the loss.
         scale = float(training.scaler.get_scale())
         add_figures(output, {**training.metrics(), "loss_scale": scale})
     return output

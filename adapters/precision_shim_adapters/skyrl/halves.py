@@ -3,7 +3,7 @@
 SkyRL 0.4 and later makes a weight source, an iterable of the live model's weights. In each weight
 sync, vLLM's sender iterates over the weight source once. SkyRL before 0.4 makes an extractor that
 yields weights in chunks. For fp8, a weight source wraps another weight source, and SkyRL sends only
-the outer one's weights.
+the outer source's weights.
 """
 
 from __future__ import annotations

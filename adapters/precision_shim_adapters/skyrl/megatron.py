@@ -62,15 +62,15 @@ def coerces_itself() -> bool:
 
 
 def takes_name(name: str) -> bool:
-    """Whether a SkyRL that turns dtype names into dtypes accepts ``name``."""
+    """Whether SkyRL, in a version that turns dtype names into dtypes, accepts ``name``."""
     return name.strip().lower() in _OWN_NAMES
 
 
 def _read_asked(optim_config: Any, kwargs: Any, written: frozenset[str] | None) -> dict[str, Any]:
     """The OptimizerConfig fields that the user wrote; ``written``: the user's keys, if known."""
     asked = {} if kwargs is None else {str(key): kwargs[key] for key in kwargs}
-    # SkyRL's default is use_precision_aware_optimizer=False. Count this False as the user's value
-    # only if the user wrote it, or if the user's keys are not known.
+    # Count SkyRL's default use_precision_aware_optimizer=False as the user's value only if the user
+    # wrote it, or if the user's keys are not known.
     default = written is not None and PRECISION_AWARE not in written
     if default and asked.get(PRECISION_AWARE) is False:
         del asked[PRECISION_AWARE]
@@ -133,8 +133,7 @@ def of_config(
         subject=role,
         asked=asked,
         declared=torch.bfloat16 if trainer.bf16 else torch.float32,
-        # The user's own use_precision_aware_optimizer=True stays, even if SkyRL then raises an
-        # error.
+        # Keep the user's own use_precision_aware_optimizer=True, even if SkyRL raises an error.
         blockers=() if asked.get(PRECISION_AWARE) else tuple(blockers),
         optimizer=str(getattr(optim_config, "optimizer", "adam")),
         bucket_in_fp32=bucket,

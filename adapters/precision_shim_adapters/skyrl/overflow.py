@@ -144,7 +144,7 @@ def add_figures(output: Any, figures: dict[str, float]) -> None:
 
 
 def _figures_in(output: Any) -> dict[str, Any]:
-    """A worker's metrics: SkyRL 0.2 returns a dict, SkyRL 0.3 an object with a dict ``metrics``."""
+    """A worker's metrics, in SkyRL 0.2 the output itself, in 0.3 the output's field ``metrics``."""
     figures = output if isinstance(output, dict) else getattr(output, "metrics", None)
     return {} if figures is None else figures
 

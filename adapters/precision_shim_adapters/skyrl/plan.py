@@ -108,7 +108,7 @@ def load(job: Job) -> tuple[Any, list[str], list[Problem]]:
 
     Only a user's own entry point may have overrides that SkyRL does not define. If the shim is on
     in this process, SkyRL's loader raises a DtypeError for a wrong ``model_dtype``. ``load``
-    returns this error as a problem.
+    returns such a DtypeError as a problem.
 
     Raises:
         PlanError: SkyRL cannot load the config.
@@ -146,7 +146,6 @@ def load(job: Job) -> tuple[Any, list[str], list[Problem]]:
 
 
 def _unknown(message: str, words: list[str]) -> list[str]:
-    """The overrides that SkyRL's error message "Invalid fields" lists."""
     match = re.search(r"Invalid fields \{(.*?)\}", message)
     names = set(re.findall(r"'([^']+)'", match.group(1))) if match else set()
     return [word for word in words if names & set(word.partition("=")[0].split("."))]
@@ -160,7 +159,6 @@ def _tunes(job: Job) -> bool:
 
 
 def _load(configs: Any, job: Job, words: list[str]) -> Any:
-    """Load the training config; SkyRL's own function converts a fine-tuning config."""
     if _tunes(job):
         from skyrl.train.config.sft_config import SFTConfig, build_skyrl_config_for_sft
 
@@ -193,7 +191,6 @@ def _check_sections(trainer: Any) -> None:
 
 
 def _wrong_betas(trainer: Any, role: str) -> list[Problem]:
-    """List one problem if ``adam_betas`` is no pair of numbers, and otherwise none."""
     betas = getattr(getattr(trainer, role).optimizer_config, "adam_betas", (0.9, 0.999))
     pair = isinstance(betas, list | tuple) and len(betas) == 2
     if pair and all(isinstance(beta, int | float) for beta in betas):

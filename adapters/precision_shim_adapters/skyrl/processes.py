@@ -55,5 +55,4 @@ def renew_actor_class(call: Call) -> Any:
 
 def _renew(actor_class: Any) -> Any:
     plain = plain_class(actor_class)
-    # ``plain`` is None if ``actor_class`` is not a class that ``ray.remote`` made.
     return actor_class if plain is None else make_again(actor_class, plain)

@@ -214,7 +214,7 @@ def _canonical(name: str) -> str:
 
 
 def hand_on_names(config: Any) -> None:
-    """Replace the dtype names that the user wrote by the engines' names for these dtypes.
+    """Replace the user's dtype names by the engines' names for the same dtypes.
 
     Raises:
         DtypeError: a key's value is no dtype in which an engine computes.
@@ -328,7 +328,7 @@ def dtypes_of_locations(locations: Mapping[str, Any]) -> frozenset[str]:
 
 
 def delta_wires(computes: set[str], stored: frozenset[str]) -> list[Wire]:
-    """A ``Wire`` of SkyRL's delta sync for each pair of an engine's and a base checkpoint's dtype.
+    """Return a ``Wire`` for each pair of an engine's dtype and a base checkpoint's dtype.
 
     The receiver of a delta sync changes bytes in a copy of the base checkpoint. In a delta sync,
     SkyRL therefore sends the weights in the dtypes of the checkpoint's files and ignores

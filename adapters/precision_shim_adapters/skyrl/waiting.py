@@ -5,7 +5,7 @@ adapter trains, SkyRL stores the gradients of the other adapters until their own
 pass multiplies gradients by the loss scale, and the step divides them by the loss scale. Between an
 adapter's backward pass and its step, another adapter's overflow may change the loss scale. The shim
 therefore records the loss scale of stored gradients. When SkyRL copies stored gradients back, the
-shim multiplies the gradients by the present loss scale and divides them by the recorded loss scale.
+shim multiplies the gradients by the current loss scale and divides them by the recorded loss scale.
 
 Delete this module when SkyRL stores gradients unscaled, or with their loss scale.
 """
@@ -68,7 +68,7 @@ def keep(call: Call, slot: Any, model_chunks: Any, optimizer: Any) -> Any:
     **_HERE,
 )
 def bring_back(call: Call, slot: Any, model_chunks: Any, optimizer: Any) -> Any:
-    """Rescale to the present loss scale the gradients that SkyRL copies out of a slot."""
+    """Rescale to the current loss scale gradients that SkyRL copies out of an adapter's slot."""
     _optimizers[call.instance] = weakref.ref(optimizer)
     result = call.proceed()
     _rescale(call.instance, slot, model_chunks)
@@ -101,7 +101,7 @@ def park(call: Call, model_chunks: Any) -> Any:
     **_HERE,
 )
 def unpark(call: Call, model_chunks: Any) -> Any:
-    """Rescale to the present loss scale the gradients that SkyRL copies back after an offload."""
+    """Rescale to the current loss scale the gradients that SkyRL copies back after an offload."""
     store = call.instance
     parked = store._grads_parked
     result = call.proceed()

@@ -7,8 +7,8 @@ gradients, and step the same class of optimizer container. The RL trainer comput
 replaced. In pre-training the shim scales only losses inside ``Trainer.train_step``, since other
 code builds a ``Trainer`` and runs its own loop.
 
-The seams on ``optim_step`` and on the attention replace the function and use no wrapt wrapper,
-because ``optim_step`` is a Monarch object and dynamo compiles the attention.
+For ``optim_step``, a Monarch object, and for the attention, which dynamo compiles, the seams
+replace the function and use no wrapt wrapper.
 
 The shim does not patch the experts' grouped matrix products, which torchtitan computes in bfloat16
 in training and in its generator. ``PolicyTrainer.push_model_state_dict`` needs no patch, because it

@@ -117,7 +117,7 @@ def report_from_endpoint(endpoint: Any) -> Any:
     relies_on=("optimizers",),
 )
 def report_in_log(call: Call, extra_metrics: Any = None) -> Any:
-    """Log the shares of updates lost to rounding next to the grad norm."""
+    """Log, next to the grad norm, the shares of updates lost to rounding."""
     figures = meters.metrics(call.instance.optimizers)
     if figures:
         call.arguments["extra_metrics"] = {**(extra_metrics or {}), **figures}

@@ -110,7 +110,6 @@ def _look(checkpoint: str, where: str) -> tuple[int, ...] | None:
 
 
 def _open_metadata(checkpoint: str) -> Any:
-    """Open a checkpoint's metadata file, which may be on a remote file system."""
     if "://" not in checkpoint:
         return open(os.path.join(checkpoint, METADATA), "rb")
     from torch.distributed.checkpoint._storage_utils import _storage_setup

@@ -1,8 +1,7 @@
 """Loss scaling for the RL trainer in float16, the Monarch actor ``PolicyTrainer``.
 
-The RL trainer computes gradients in another endpoint than ``optim_step``. The shim replaces
-``optim_step`` by an endpoint that unscales gradients, and scales losses only of trainers with this
-endpoint.
+The RL trainer does not compute gradients in ``optim_step``. The shim replaces ``optim_step`` by an
+endpoint that unscales gradients, and scales losses only of trainers with this endpoint.
 """
 
 from __future__ import annotations

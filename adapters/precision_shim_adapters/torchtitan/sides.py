@@ -3,7 +3,7 @@
 torchtitan's RL package has no reference model and no teacher. ``Controller`` is the driver, and has
 the whole config before it starts the processes of the trainer and of the generators. The trainer
 sends its weights in the generator's dtype, rounded once, and therefore also reads the generator's
-key. In a generator vLLM runs torchtitan's own model, and accepts its ``model_type`` in float16.
+key. In a generator, vLLM runs torchtitan's own model, and accepts its ``model_type`` in float16.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def unwritten(name: str) -> str:
     """Return a string that equals a dtype's name and marks a value as not written by the user.
 
     The mark is the identity of the string object. An equal name from the command line or from
-    Python code is another string object. Both tyro and ``dataclasses.replace`` return the same
-    string object.
+    Python code is another string object. Both tyro and ``dataclasses.replace`` pass on this string
+    object, not a copy.
     """
     return _UNWRITTEN.setdefault(name, name[:1] + name[1:])
 
@@ -120,7 +120,6 @@ def _is_released(arguments: Sequence[str]) -> bool:
 
 
 def _word(arguments: Sequence[str], option: str) -> str:
-    """The last value given for a command-line option, as torchtitan reads it."""
     given, words = "", iter(arguments)
     for word in words:
         head, equals, value = word.partition("=")
@@ -243,7 +242,7 @@ def build_controller(call: Call, config: Any) -> Any:
     optional=True,
 )
 def build_policy_trainer(call: Call, config: Any, generator_dtype: Any) -> None:
-    """Replace the name of the dtype in which the trainer sends its weights; report both dtypes.
+    """Replace the name of the sent weights' dtype; report the dtypes of trainer and generator.
 
     Only the driver warns of different dtypes, because this function runs on every rank.
     """

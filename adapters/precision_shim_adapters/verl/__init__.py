@@ -2,9 +2,10 @@
 
 In the workers of verl 0.7.1 and the engines of verl 0.8, one function decides the bucket's dtype,
 and another function later makes the optimizer's config. The shim must decide bucket and config in
-one plan, and therefore wraps the function that makes both (``MegatronEngine.initialize``, or a
-legacy worker's build method). The function ``init_megatron_optim_config`` of verl still runs. The
-shim adds its values to ``override_optimizer_config``; the user's values override the shim's.
+one plan, and therefore wraps the function that makes bucket and config
+(``MegatronEngine.initialize``, or a legacy worker's build method). The function
+``init_megatron_optim_config`` of verl still runs. The shim adds its values to
+``override_optimizer_config``; the user's values override the shim's.
 
 The shim deliberately changes the states of Megatron's optimizers only. The states of torch's AdamW
 have the parameters' dtype.

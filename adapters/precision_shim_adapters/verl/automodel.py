@@ -33,7 +33,7 @@ def check_fp16(config: Any, section: str = "engine_config") -> None:
 
     Args:
         config: an engine's config whose ``mp_param_dtype`` is float16.
-        section: the config's key, for messages.
+        section: the key of this section in the job's config, for error messages.
 
     Raises:
         DtypeError: the strategy has no mixed-precision policy, or the config has parameters in
@@ -68,7 +68,7 @@ def check_fp16(config: Any, section: str = "engine_config") -> None:
     **on(AUTOMODEL),
 )
 def check(call: Call, engine_config: Any) -> Any:
-    """Refuse settings that exclude float16; make the output float16 if the user wrote no dtype.
+    """Refuse settings that exclude float16; by default, make the output float16, too.
 
     Raises:
         DtypeError: see ``check_fp16``.

@@ -37,7 +37,7 @@ class Asked:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The directories and packages of the job's configs, without Hydra's own."""
+        """The directories and packages of the job's configs, except Hydra's own configs."""
         named = (self.path.removeprefix("pkg://"), self.directory)
         return tuple(place for place in named if place)
 
@@ -101,7 +101,7 @@ def compose(
 
 
 def named_config(job: Job) -> Asked:
-    """Read a launch line with Hydra's own parser, and the entry point's decorator.
+    """Read a launch line with Hydra's own parser, and read the entry point's decorator.
 
     Raises:
         PlanError: hydra is not installed, or rejects the launch line.
@@ -134,7 +134,6 @@ def named_config(job: Job) -> Asked:
 
 
 def _read_decorator(source: Path | None) -> tuple[str, str]:
-    """Read the arguments of ``@hydra.main`` from an entry point's source."""
     words = {"config_path": "config", "config_name": "ppo_trainer"}
     if source is None:
         return words["config_path"], words["config_name"]

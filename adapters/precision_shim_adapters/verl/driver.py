@@ -86,7 +86,8 @@ def compare_engines(call: Call, config: Any) -> Any:
 
     Raises:
         DtypeError: a key's value is no dtype name.
-        UnsupportedPrecisionError: strict mode is on, the actor is fp16, and an engine is not.
+        UnsupportedPrecisionError: strict mode is on, the actor is fp16, and an engine is not; or
+            verl's delta checkpoint engine cannot send weights in the rollout's dtype.
     """
     if hasattr(config, "get") and config.get("actor_rollout_ref") is not None:
         _compare(config)
@@ -166,7 +167,7 @@ def write_key(config: Any, key: str, value: object) -> None:
 
 
 def _find_written() -> sides.Written:
-    """Find the keys that the user wrote; every key if Hydra composed no config in this process."""
+    """Find the keys that the user wrote; assume every key if Hydra composed no config here."""
     from hydra.core.hydra_config import HydraConfig
 
     if not HydraConfig.initialized():

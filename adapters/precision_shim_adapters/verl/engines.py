@@ -92,7 +92,7 @@ def scale(engine: Any, because: str, *, drives: bool = True) -> None:
     """Make an engine's ``ScaledTraining``, unless the engine only runs forward passes.
 
     Raises:
-        UnsupportedPrecisionError: FSDP gathers the parameters in another dtype than float16.
+        UnsupportedPrecisionError: the engine gathers the parameters in another dtype than float16.
     """
     found = policy_of(engine.module) if drives else torch.float16
     if found not in (None, torch.float16):

@@ -1,7 +1,7 @@
 """Replace verl's loss scaler on FSDP in fp16, and read verl's FSDP configs.
 
-verl 0.8 and later make a grad scaler in ``FSDPEngine._build_fsdp_module``. Up to 0.7 the legacy
-actor of verl makes the grad scaler. The shim replaces verl's scaler by a ``LossScaler`` with the
+verl 0.8 and later make a grad scaler in ``FSDPEngine._build_fsdp_module``. Up to verl 0.7, the
+legacy actor makes the grad scaler. The shim replaces verl's scaler by a ``LossScaler`` with the
 settings of verl's scaler. The FSDP engine and the legacy critic of 0.7.1 train fp16 parameters
 without a scaler. If verl has no scaler, the shim itself scales the loss, and unscales the gradients
 before verl clips them. If a grad norm is not finite, verl itself skips the step.
@@ -226,7 +226,7 @@ def training_of(owner: Any) -> ScaledTraining | None:
 def keep_at_optimizer(worker: Any) -> None:
     """Store a legacy worker's ``ScaledTraining`` on its optimizer, for the checkpoint manager."""
     training = training_of(worker)
-    if training is not None:  # the checkpoint manager has only the optimizer
+    if training is not None:  # the checkpoint manager has the optimizer, not the worker
         training.keep(optimizer_of(worker))
 
 
@@ -263,7 +263,7 @@ def mixed_dtypes(config: Any, section: str = "fsdp_config") -> dict[str, torch.d
 
     Args:
         config: an engine's config.
-        section: the key of ``config`` in the job's config, for messages.
+        section: the key of this section in the job's config, for error messages.
 
     Raises:
         DtypeError: verl does not accept a dtype name; verl's own error would not name the key.
@@ -308,7 +308,7 @@ def of_legacy_actor(config: Any, mixed: torch.dtype, section: str = "fsdp_config
     Args:
         config: the actor's ``fsdp_config``.
         mixed: ``mixed_precision.param_dtype``, or its default.
-        section: the key of ``config`` in the job's config, for messages.
+        section: the key of this section in the job's config, for error messages.
 
     Raises:
         DtypeError: verl does not accept the name in ``dtype``.

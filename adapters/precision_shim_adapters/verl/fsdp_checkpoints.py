@@ -34,7 +34,7 @@ _NAMES = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
 
 
 def native_checkpoint(symbol: Symbol, settings: Any) -> str | None:
-    """Return a remark if verl's manager mentions a scaler; no version does yet."""
+    """Return a remark if verl's checkpoint manager has a scaler; no version has one yet."""
     manager = look(f"{_MANAGER}.save_checkpoint")
     return "verl keeps the scaler in its checkpoints" if "scaler" in manager.names else None
 
@@ -83,7 +83,6 @@ def load(call: Call, local_path: Any, del_local_after_load: Any = False) -> Any:
 
 
 def _find_manager(instance: Any) -> tuple[Any, ScaledTraining | None]:
-    """The checkpoint manager, and the ``ScaledTraining`` whose scaler its checkpoints need."""
     manager = getattr(instance, "checkpoint_manager", None)
     if manager is not None:
         return manager, training_of(instance)

@@ -149,7 +149,7 @@ def know_legacy_rollout(worker: Any) -> None:
     f"{_SERVER}.run_server",
     FEATURE,
     group=HELD,
-    only_if=(f"{_SERVER}.run_server",),  # before 0.7 a base class has this method
+    only_if=(f"{_SERVER}.run_server",),  # before verl 0.7 a base class has run_server
     why="has made vLLM's engine when it ends",
     delete_when=_DELETE,
     relies_on=("engine", "AsyncLLM"),
@@ -166,7 +166,7 @@ async def ask_new_server(call: Call) -> Any:
     f"{_SERVER}.collective_rpc",
     FEATURE,
     group=HELD,
-    only_if=(f"{_SERVER}.run_server",),  # before 0.7 a base class has this method
+    only_if=(f"{_SERVER}.run_server",),  # before verl 0.7 a base class has run_server
     why="each weight sync begins with this call, which returns when the engine has the weights",
     delete_when=_DELETE,
     relies_on=("engine", "method"),
@@ -190,7 +190,7 @@ async def _ask(server: Any, sync: int = 0) -> None:
     f"{_SGLANG}.launch_server",
     FEATURE,
     group=HELD_SGLANG,
-    only_if=(_IF_SGLANG,),  # before 0.7 a server gets no call when a sync ends
+    only_if=(_IF_SGLANG,),  # before 0.7 verl calls no server when a weight sync ends
     why="has made SGLang's processes when it ends",
     delete_when=_DELETE,
     relies_on=("node_rank", "tokenizer_manager"),

@@ -85,7 +85,7 @@ def _adapts_in_sglang(model: Mapping[str, Any]) -> bool:
 
 
 def _overrides(model: Mapping[str, Any], *, nested: bool) -> tuple[str, object]:
-    """The key and the overrides of the HF config, of which 0.7.1's Megatron workers read a part."""
+    """Key and values of the HF config's overrides; 0.7.1's Megatron workers read only a part."""
     place, overrides = f"{MODEL}.override_config", model.get("override_config") or {}
     if nested or "model_config" in overrides:
         return f"{place}.model_config", overrides.get("model_config")
@@ -151,7 +151,7 @@ def build_chunks(call: Call) -> Any:
     """Make the Megatron engine's language model compute its LM head in fp32.
 
     Raises:
-        UnsupportedPrecisionError: Megatron's output layer cannot compute in fp32.
+        UnsupportedPrecisionError: the output layer of Megatron cannot compute in fp32.
     """
     chunks, config = call.proceed(), call.instance.model_config
     if not _is_critic(call) and _take_mark(config.override_config, config.hf_config):
@@ -192,7 +192,7 @@ def build_legacy_chunks(call: Call, override_model_config: Any) -> Any:
     """Make a legacy Megatron worker's model compute its LM head in fp32.
 
     Raises:
-        UnsupportedPrecisionError: Megatron's output layer cannot compute in fp32.
+        UnsupportedPrecisionError: the output layer of Megatron cannot compute in fp32.
     """
     built = call.proceed()
     if _take_mark(override_model_config, call.instance.hf_config):

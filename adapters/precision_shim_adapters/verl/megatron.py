@@ -130,7 +130,7 @@ def read_wishes(
         auto="as-configured" if fields else "guarded",
         native={
             torch.float16: ROWS[torch.float16]
-        },  # verl's fp16 branch sets the fields of the fp16 row
+        },  # verl's fp16 branch sets the fields of the table's fp16 row
         opt_in=_opt_in(optim_config, fields),
         reads_opt_in=fields,
         optimizer=str(_read(optim_config, "optimizer", "adam")),
@@ -375,7 +375,7 @@ def legacy_build(call: Call, optim_config: Any, override_ddp_config: Any) -> Any
     delete_when="make_megatron_module aligns the bucket itself",
 )
 def direct_build(call: Call, override_ddp_config: Any) -> Any:
-    """Record a ``Build`` for a caller outside verl's engines; an engine's own ``Build`` stays."""
+    """Record a ``Build`` for callers outside verl's engines; keep an engine's current ``Build``."""
     with building("verl", lambda: read_wishes(None, override_ddp_config)):
         return call.proceed()
 

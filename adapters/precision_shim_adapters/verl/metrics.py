@@ -1,6 +1,6 @@
 """Add loss scale and skipped steps in fp16, and the share of lost updates, to verl's metrics.
 
-The seams in this module serve every engine of verl. The legacy workers of 0.7.1 have their own
+The seams in this module apply to every engine of verl. The legacy workers of 0.7.1 have their own
 dicts of metrics; the seams on the workers' steps add the values to these dicts.
 """
 

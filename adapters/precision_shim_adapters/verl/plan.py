@@ -146,7 +146,7 @@ def _gpus(config: Mapping[str, Any]) -> int:
     trainer = _of(config, "trainer")
     for key in ("n_gpus_per_node", "nnodes"):
         value = trainer.get(key)
-        if isinstance(value, str):  # verl's product of both would repeat a string
+        if isinstance(value, str):  # a product with a string would repeat the string
             raise PlanError(
                 f"{_where()}, trainer.{key}={value!r}: a text, expected a number. Write it without "
                 "quotes; of a variable: '${oc.decode:${oc.env:NAME}}' with its quotes."
@@ -185,8 +185,8 @@ class _Place:
 class _Section:
     """One model's sections of the config; a model without an optimizer is not trained.
 
-    ``sequence`` is the size of Ulysses' sequence parallelism in the role's section. (Newer configs
-    have this size in the engine's section.)
+    ``sequence`` is the size of Ulysses' sequence parallelism in the role's section; newer configs
+    have Ulysses' size in the engine's section.
     """
 
     at: _Place
@@ -346,8 +346,8 @@ def _on_megatron(section: _Section, model: Model, value: bool) -> Plannable:
 def _bucket(section: _Section, wishes: Wishes) -> bool:
     """verl's value of ``grad_reduce_in_fp32`` if the user wrote none.
 
-    verl's ``get_model`` and mbridge write True; Megatron-Bridge's default is False. In 0.9 and
-    later the engine derives the value from its optimizer's fields.
+    verl's ``get_model`` and mbridge write True; Megatron-Bridge's default is False. In verl 0.9 and
+    later, the engine derives ``grad_reduce_in_fp32`` from the optimizer's fields.
     """
     aware = bool(wishes.opt_in.get(PRECISION_AWARE))
     low = wishes.opt_in.get("main_grads_dtype", torch.float32) is not torch.float32

@@ -27,7 +27,6 @@ _OPT_IN = {
 
 
 def _optimizer_config(fields: dict[str, Any] | None = None, **flags: bool) -> Any:
-    """Megatron's OptimizerConfig as verl makes it from verl's optimizer config."""
     from omegaconf import OmegaConf
     from verl.utils.megatron.optimizer import init_megatron_optim_config
 

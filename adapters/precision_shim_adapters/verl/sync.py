@@ -1,10 +1,10 @@
 """Send verl's weights to the rollout engine in the engine's dtype, rounded once.
 
-The torchtitan engine and the FSDP engine (since 0.9 only for merged LoRA) of verl round every
-weight to bf16, regardless of ``actor_rollout_ref.rollout.dtype``. In the torchtitan and FSDP
-engines, ``get_per_tensor_param`` returns the weights as a generator that has not started. The shim
-reads which tensors verl's generator would gather. The shim returns its own generator, which gathers
-the same tensors in the same order and rounds them to the rollout's dtype. The shim does not start
+verl's torchtitan engine and verl's FSDP engine (since 0.9 only for merged LoRA) round every weight
+to bf16, regardless of ``actor_rollout_ref.rollout.dtype``. In the torchtitan and FSDP engines,
+``get_per_tensor_param`` returns the weights as a generator that has not started. The shim reads
+which tensors verl's generator would gather. The shim returns its own generator, which gathers the
+same tensors in the same order and rounds them to the rollout's dtype. The shim does not start
 verl's generator, which would run collective operations. For a bf16 rollout the shim returns verl's
 generator unchanged.
 
@@ -164,7 +164,6 @@ def _to_mend(engine: Any, stream: Any) -> bool:
 
 
 def _rounds(stream: Any) -> bool:
-    """Whether a stream is a generator that has not started and names bf16 in its code."""
     return (
         isinstance(stream, GeneratorType)
         and _BF16 in stream.gi_code.co_names
@@ -272,7 +271,7 @@ def checkpoint_engine(call: Call) -> Any:
     """Set the rollout's dtype on a checkpoint engine that rounds weights, unless the user set one.
 
     Raises:
-        DtypeError: no engine computes in the rollout's dtype, or in a written ``rollout_dtype``.
+        DtypeError: no engine computes in the rollout's dtype or in the user's ``rollout_dtype``.
         UnsupportedPrecisionError: the delta checkpoint engine cannot send the rollout's dtype to
             vLLM; in strict mode also to SGLang, which accepts the weights rounded to bf16.
     """
