@@ -247,7 +247,7 @@ def module_build(call: Call, ddp_config: Any) -> Any:
         and provider.pipeline_dtype is torch.float32
         and not worker.cfg.bf16
     ):
-        # SkyRL sets pipeline_dtype to bf16 or fp32, but an fp16 model's stages exchange fp16.
+        # SkyRL sets pipeline_dtype to bf16 or fp32, but fp16 pipeline stages exchange fp16.
         provider.pipeline_dtype = torch.float16
     with megatron.building("skyrl", lambda: of_worker(worker, ddp_config)):
         return call.proceed()

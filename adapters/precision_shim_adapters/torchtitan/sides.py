@@ -51,7 +51,7 @@ def coerce_generator(config: Any) -> None:
     """
     value = config.model_dtype
     name = _name(value, (AUTO,))
-    if name != value:  # keep an equal string: it may be a mark of ``unwritten``
+    if name != value:  # keep an equal string, which may be a mark of ``unwritten``
         config.model_dtype = name
 
 
@@ -82,8 +82,8 @@ def unwritten(name: str) -> str:
     """Return a string that equals a dtype's name and marks a value as not written by the user.
 
     The mark is the identity of the string object. An equal name from the command line or from
-    Python code is another string object. Both tyro and ``dataclasses.replace`` pass on this string
-    object, not a copy.
+    Python code is another string object. Both tyro and ``dataclasses.replace`` return the marked
+    string object, not a copy.
     """
     return _UNWRITTEN.setdefault(name, name[:1] + name[1:])
 

@@ -5,8 +5,8 @@ workers, the seams wrap the checkpoint manager, which has the optimizer.
 
 The shim writes the scaler's state after verl's own files, with fingerprints of verl's files,
 because verl overwrites its files in place, one after the other. If a job is killed between verl's
-last file and the shim's file, the scaler's state is lost, and a resume warns. The older checkpoint
-is lost as well, because verl has already removed it.
+last file and the shim's file, the scaler's state is lost, and a resume warns. The previous
+checkpoint is lost as well, because verl has already removed it.
 """
 
 from __future__ import annotations

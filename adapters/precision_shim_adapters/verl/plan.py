@@ -83,7 +83,7 @@ def plan_job(job: Job) -> Request:
 
 
 def _read_by_ppo(config: Mapping[str, Any]) -> list[str]:
-    """Keys that a PPO job certainly reads; of a listed section, verl reads every key."""
+    """Keys that a PPO job certainly reads; a section's key means all keys in the section."""
     trainer = ("trainer.n_gpus_per_node", "trainer.nnodes")
     models = [f"{_SHARED}.actor", f"{_SHARED}.model"]
     if _has_reference(config):

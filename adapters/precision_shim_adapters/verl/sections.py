@@ -97,7 +97,7 @@ def of_megatron(
     Args:
         engine: the engine's section.
         optim: the optimizer's section; empty for a model that is not trained.
-        keys: the config's keys of the engine's and the optimizer's section.
+        keys: the config keys of the engine's section and of the optimizer's section.
         subject: the model's name, such as ``"actor"``.
     """
     allowed = ("bfloat16", "float16")
