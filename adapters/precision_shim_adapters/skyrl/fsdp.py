@@ -2,8 +2,8 @@
 
 ``fsdp_config.mixed_precision.param_dtype="fp16"`` makes FSDP compute with fp16 parameters. SkyRL's
 workers run an fp16 model under an autocast to bf16, and have no scaler that keeps small gradients
-from becoming zero. The shim switches the autocast to fp16, and adds a scaler to the strategy that
-makes the optimizer.
+from becoming zero. The shim switches the autocast to fp16, and adds a loss scaler to SkyRL's
+``FSDPStrategy``, which makes the optimizer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FP16: dict[str, Any] = {
 
 
 def scaled_because(subject: str) -> str:
-    """The reported reason for scaling a model's loss; ``subject`` is the model's key."""
+    """The reported reason for scaling a model's loss; ``subject`` is the model's config section."""
     return f"{subject}.fsdp_config.mixed_precision.param_dtype is fp16"
 
 
@@ -51,14 +51,14 @@ MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
 def mixed_dtypes(config: Any, section: str = "fsdp_config") -> dict[str, torch.dtype]:
-    """The dtypes that SkyRL passes to FSDP, keyed as in ``mixed_precision``.
+    """Map the keys of ``mixed_precision`` to the dtypes that SkyRL passes to FSDP.
 
     Args:
         config: ``fsdp_config``.
-        section: the key of ``config`` in the job's config, for messages.
+        section: the key of this section in the job's config, for error messages.
 
     Raises:
-        DtypeError: a dtype name is unknown to SkyRL, whose own error would not name the key.
+        DtypeError: a dtype name is unknown to SkyRL; SkyRL's own error would not name the key.
     """
     mixed = getattr(config, "mixed_precision", None)
     if mixed is None:
@@ -81,7 +81,7 @@ def _is_fp16(strategy: Any) -> bool:
     **_FP16,
 )
 def follow_param_dtype(call: Call) -> Any:
-    """Make SkyRL's autocast follow FSDP's ``param_dtype``.
+    """Make SkyRL autocast to fp16 if FSDP's ``param_dtype`` is fp16.
 
     Raises:
         DtypeError: a value in ``mixed_precision`` is no dtype name.
@@ -100,7 +100,7 @@ def follow_param_dtype(call: Call) -> Any:
     **_FP16,
 )
 def scale_train_model(call: Call) -> Any:
-    """Give an fp16 model's strategy a scaler when SkyRL makes the optimizer.
+    """Store a loss scaler on an fp16 model's ``FSDPStrategy`` when SkyRL makes the optimizer.
 
     The inference-only workers of SkyRL 0.3 have no optimizer and get no scaler.
     """
@@ -141,7 +141,7 @@ def step(call: Call, optimizer: Any) -> Any:
     """Unscale the gradients before SkyRL clips them, and step the optimizer with the scaler.
 
     SkyRL itself skips a step whose grad norm is not finite. With ``max_grad_norm=0`` SkyRL does not
-    compute the norm, and the scaler skips a step that overflowed.
+    compute the grad norm, and the scaler itself skips a step whose gradients overflowed.
 
     Raises:
         LossScaleError: too many steps in a row were skipped.
@@ -181,7 +181,7 @@ def load(call: Call, ckpt_dir: Any, optimizer: Any, load_optimizer_states: Any) 
     """Restore the scaler from a checkpoint's ``client_state``, which is the same on all ranks.
 
     Raises:
-        ScalerCheckpointError: the state is damaged on a rank, or differs between ranks.
+        ScalerCheckpointError: the scaler's state is damaged on a rank, or differs between ranks.
     """
     path, states = call.proceed()
     strategy = call.instance
@@ -201,7 +201,7 @@ def _files(strategy: Any, directory: Any) -> Files:
     """The files that SkyRL writes on this rank before the scaler's state.
 
     SkyRL overwrites a checkpoint's files in place, so a job killed between two files leaves files
-    of two saves. A scaler's record ignores the paths of a remote checkpoint, which are not local.
+    of two saves. A scaler's record ignores a remote checkpoint's files, whose paths are not local.
     """
     names = [_name(strategy, what) for what in ("model", "optim")]
     return {name: os.path.join(str(directory), name) for name in names}
@@ -221,8 +221,8 @@ def report(call: Call) -> Any:
     output = call.proceed()
     training = ScaledTraining.of(call.instance.strategy)
     if training is not None:
-        # Report the loss scale of this pass. Reading the scale does not wait for the device, since
-        # SkyRL has already read the loss.
+        # Report the loss scale of this forward-backward pass. Reading the scale does not wait for
+        # the device, since SkyRL has already read the loss.
         scale = float(training.scaler.get_scale())
         add_figures(output, {**training.metrics(), "loss_scale": scale})
     return output

@@ -1,8 +1,9 @@
 """SkyRL: audit the weights that the policy sends to the inference engines.
 
-SkyRL 0.4 and later makes a source, an iterable of the live model's weights. In each weight sync,
-vLLM's sender iterates over the source once. SkyRL before 0.4 makes an extractor that yields weights
-in chunks. For fp8, a source wraps another source, and only the outer source's weights are sent.
+SkyRL 0.4 and later makes a weight source, an iterable of the live model's weights. In each weight
+sync, vLLM's sender iterates over the weight source once. SkyRL before 0.4 makes an extractor that
+yields weights in chunks. For fp8, a weight source wraps another weight source, and SkyRL sends only
+the outer source's weights.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _stored: WeakKeyDictionary[Any, torch.dtype] = WeakKeyDictionary()
     optional=True,
 )
 def wrap(call: Call, source: Any) -> None:
-    """Record that another source wraps ``source``, whose own weights SkyRL does not send."""
+    """Record that another weight source wraps ``source``, whose own weights SkyRL does not send."""
     _wrapped.add(source)
     call.proceed()
 
@@ -70,7 +71,7 @@ def wrap(call: Call, source: Any) -> None:
     optional=True,
 )
 def look_at_source(call: Call) -> Iterator[Any]:
-    """Yield a source's weights unchanged, and observe them for the audit."""
+    """Yield a weight source's weights unchanged, and pass each weight to the audit."""
     weights, source = call.proceed(), call.instance
     if source not in _wrapped:
         weights = sending.observe(weights, "skyrl", "policy", then=_stored.get(source))
@@ -115,7 +116,7 @@ def know_base(call: Call, source: Any) -> Any:
     optional=True,
 )
 def look_at_chunks(call: Call) -> Iterator[Any]:
-    """Observe the chunks of weights that SkyRL before 0.4 sends."""
+    """Pass to the audit the chunks of weights that SkyRL before 0.4 sends."""
     yield from sending.observe(call.proceed(), "skyrl", "policy", pairs=_pairs)
 
 

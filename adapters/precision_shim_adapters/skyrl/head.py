@@ -1,7 +1,7 @@
 """SkyRL: compute the LM head in fp32 in policy, reference model and inference engines.
 
-The keys for policy and reference model are ``model_config_kwargs``, which change the models' HF
-config. On Megatron, SkyRL reads only the part ``model_config`` of it.
+For an fp32 LM head, the driver writes a key into ``model_config_kwargs``, which override the HF
+config. On Megatron, SkyRL reads only the part ``model_config`` of ``model_config_kwargs``.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _targets(model: Any) -> Any:
 
 
 def write(config: Any, head: Head) -> None:
-    """Write a head's key into SkyRL's config."""
+    """Write into SkyRL's config the key that makes an LM head compute in fp32."""
     section, names = config, head.key.split(".")
     for at, name in enumerate(names):
         value = getattr(section, name)
@@ -97,7 +97,7 @@ def _with(section: Mapping[str, Any], names: list[str], value: object) -> dict[s
 
 
 def _without_mark(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The overrides without the driver's mark, which would get into the saved HF config."""
+    """Remove the driver's mark from the overrides; SkyRL would save the mark in the HF config."""
     return {name: value for name, value in overrides.items() if name != FIELD}
 
 
@@ -136,7 +136,7 @@ def make_provider(call: Call, model_config_kwargs: Any) -> Any:
     """Make a Megatron worker's model compute its LM head in fp32.
 
     Raises:
-        UnsupportedPrecisionError: Megatron's output layer cannot compute in fp32.
+        UnsupportedPrecisionError: the output layer of Megatron cannot compute in fp32.
     """
     inner: Any = (model_config_kwargs or {}).get("model_config")
     marked = is_marked(inner)

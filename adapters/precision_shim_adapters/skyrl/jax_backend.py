@@ -36,7 +36,7 @@ def refuse_fp16(call: Call) -> Any:
     """Warn (strict: raise) that the JAX backend trains a float16 checkpoint without a scaler.
 
     Raises:
-        UnsupportedPrecisionError: in strict mode, instead of the warning.
+        UnsupportedPrecisionError: strict mode is on, and the checkpoint is float16.
     """
     dtype = call.instance.model_config.get_config().dtype
     if dtype is None or parse_dtype(str(dtype)) is not torch.float16:

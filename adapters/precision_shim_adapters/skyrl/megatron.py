@@ -1,4 +1,4 @@
-"""SkyRL on Megatron: the reading of its configs, and the seams at which it builds a model."""
+"""SkyRL on Megatron: read SkyRL's configs, and patch the functions that build a model."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ def coerces_itself() -> bool:
 
 
 def takes_name(name: str) -> bool:
-    """Whether SkyRL takes a dtype name, where it turns names into dtypes."""
+    """Whether SkyRL, in a version that turns dtype names into dtypes, accepts ``name``."""
     return name.strip().lower() in _OWN_NAMES
 
 
 def _read_asked(optim_config: Any, kwargs: Any, written: frozenset[str] | None) -> dict[str, Any]:
     """The OptimizerConfig fields that the user wrote; ``written``: the user's keys, if known."""
     asked = {} if kwargs is None else {str(key): kwargs[key] for key in kwargs}
-    # use_precision_aware_optimizer is False by default. Count False as the user's value only if the
-    # user wrote it, or if the user's keys are not known.
+    # Count SkyRL's default use_precision_aware_optimizer=False as the user's value only if the user
+    # wrote it, or if the user's keys are not known.
     default = written is not None and PRECISION_AWARE not in written
     if default and asked.get(PRECISION_AWARE) is False:
         del asked[PRECISION_AWARE]
@@ -81,7 +81,7 @@ def _read_asked(optim_config: Any, kwargs: Any, written: frozenset[str] | None) 
 
 
 def _of_caller(optim_config: Any, kwargs: Any) -> Wishes:
-    """A direct caller's ``Wishes``; SkyRL sets bf16 itself, which the caller's fp16 overrides."""
+    """Read the ``Wishes`` of a caller outside SkyRL's workers; its fp16 overrides SkyRL's bf16."""
     asked = _read_asked(optim_config, kwargs, None)
     flagged = torch.bfloat16 if asked.get("bf16", True) else torch.float32
     return Wishes(
@@ -133,8 +133,7 @@ def of_config(
         subject=role,
         asked=asked,
         declared=torch.bfloat16 if trainer.bf16 else torch.float32,
-        # A user who wrote use_precision_aware_optimizer=True gets the error, not the fallback to
-        # fp32.
+        # Keep the user's own use_precision_aware_optimizer=True, even if SkyRL raises an error.
         blockers=() if asked.get(PRECISION_AWARE) else tuple(blockers),
         optimizer=str(getattr(optim_config, "optimizer", "adam")),
         bucket_in_fp32=bucket,
@@ -180,7 +179,7 @@ def _role(worker: Any) -> str:
     optional=True,
 )
 def configure(call: Call, optim_config: Any, optimizer_config_kwargs: Any) -> Any:
-    """Set the fields of SkyRL's OptimizerConfig by the model's dtype.
+    """Set the fields of SkyRL's OptimizerConfig that depend on the model's dtype.
 
     A policy worker calls ``init_megatron_optim_config`` once, after its DDP is built.
     """
@@ -236,7 +235,7 @@ def worker_build(call: Call) -> Any:
     optional=True,
 )
 def module_build(call: Call, ddp_config: Any) -> Any:
-    """Record that a model is built, for a caller outside ``init_model``."""
+    """Record that SkyRL builds a model, even if the caller is not ``init_model``."""
     worker = call.instance
     provider = worker.provider
     changes = any(
@@ -248,7 +247,7 @@ def module_build(call: Call, ddp_config: Any) -> Any:
         and provider.pipeline_dtype is torch.float32
         and not worker.cfg.bf16
     ):
-        # SkyRL sets pipeline_dtype to bf16 or fp32, but an fp16 model's stages exchange fp16.
+        # SkyRL sets pipeline_dtype to bf16 or fp32, but fp16 pipeline stages exchange fp16.
         provider.pipeline_dtype = torch.float16
     with megatron.building("skyrl", lambda: of_worker(worker, ddp_config)):
         return call.proceed()
@@ -256,7 +255,7 @@ def module_build(call: Call, ddp_config: Any) -> Any:
 
 @dataclasses.dataclass
 class _Flag:
-    """The value of ``trainer.bf16``, and the checkpoint's dtype if ``follow_flag`` changed it."""
+    """The value of ``trainer.bf16``, and the checkpoint's dtype if ``follow_flag`` replaced it."""
 
     bf16: bool
     over: torch.dtype | None = None
@@ -278,7 +277,8 @@ _flag: ContextVar[_Flag | None] = ContextVar("precision_shim_skyrl_flag", defaul
 def note_flag(call: Call, bf16: Any) -> Any:
     """Pass ``bf16`` to ``follow_flag``, which sets the dtype of a worker's model.
 
-    The shim reports the dtype afterwards, since ``transformer_config_kwargs`` may override it.
+    The shim reports the dtype after ``init_configs``, in which ``transformer_config_kwargs`` may
+    override the dtype.
     """
     flag = _Flag(bool(bf16))
     token = _flag.set(flag)
@@ -306,8 +306,9 @@ def note_flag(call: Call, bf16: Any) -> Any:
 def _dtype_of(provider: Any, bf16: bool) -> torch.dtype:
     """The dtype of the model that Megatron will build from a provider.
 
-    Megatron-Bridge 0.6 reads ``trainer.bf16`` again when it builds the model. An older release sets
-    the provider's ``bf16`` if ``trainer.bf16`` is true; otherwise it uses the provider's dtype.
+    Megatron-Bridge 0.6 reads ``trainer.bf16`` again when it builds the model. Megatron-Bridge
+    before 0.6 sets the provider's ``bf16`` if ``trainer.bf16`` is true; otherwise it uses the
+    provider's dtype.
     """
     if "pipeline_dtype" in look(_BUILDER).names and (bf16 or not provider.fp16):
         return torch.bfloat16 if bf16 else torch.float32
@@ -317,7 +318,7 @@ def _dtype_of(provider: Any, bf16: bool) -> torch.dtype:
 
 
 def _warn_of_attention(worker: Any) -> None:
-    """Warn if TransformerEngine has no attention for an fp32 model.
+    """Warn if TransformerEngine has no attention backend for an fp32 model.
 
     TransformerEngine's flash and fused attention accept fp16 and bf16 only, and its unfused
     attention has other limits. SkyRL's ``attention_backend`` has no effect, because it is a string
@@ -351,13 +352,13 @@ def _warn_of_attention(worker: Any) -> None:
     optional=True,
 )
 def follow_flag(call: Call) -> Any:
-    """Set a provider's dtype by ``trainer.bf16``, before SkyRL applies the user's own settings.
+    """Set a provider's dtype from ``trainer.bf16``, before SkyRL applies the user's own settings.
 
-    Megatron-Bridge sets the provider's dtype to the checkpoint's. Without this seam, ``bf16=false``
-    has no effect on a bf16 checkpoint, and ``bf16=true`` contradicts an fp16 checkpoint. An fp16
-    checkpoint with ``bf16=false`` stays fp16. Megatron-Bridge 0.6 and later applies ``bf16`` when
-    it builds the parameters; with earlier releases, a user's own ``fp16=true`` contradicts a bf16
-    checkpoint.
+    Megatron-Bridge sets the provider's dtype to the checkpoint's dtype. Without this seam,
+    ``bf16=false`` has no effect on a bf16 checkpoint, and ``bf16=true`` contradicts an fp16
+    checkpoint. An fp16 checkpoint with ``bf16=false`` stays fp16. Megatron-Bridge 0.6 and later
+    applies ``bf16`` when it builds the parameters. With Megatron-Bridge before 0.6, a user's own
+    ``fp16=true`` contradicts a bf16 checkpoint.
     """
     provider = call.proceed()
     flag = _flag.get()
@@ -374,7 +375,7 @@ def follow_flag(call: Call) -> Any:
 
 
 def _obey(provider: Any, *, bf16: bool) -> torch.dtype | None:
-    """Set a provider's dtype by ``trainer.bf16``; return the dtype, or ``None`` for no change."""
+    """Set a provider's dtype from ``trainer.bf16``; return the dtype, or ``None`` for no change."""
     if provider.bf16 and not bf16:
         wanted = torch.float32
     elif provider.fp16 and bf16:

@@ -1,8 +1,8 @@
 """SkyRL on Megatron in fp16: report skipped steps in SkyRL's metrics.
 
 SkyRL ignores the success flag of Megatron's ``step``, and omits a grad norm of None from its
-metrics, so the metrics do not show a skipped step. The shim reports a skipped step with grad norm
-NaN. SkyRL's learning rate scheduler counts skipped steps, also with the shim.
+metrics. SkyRL's metrics therefore do not show a skipped step. The shim reports a skipped step with
+grad norm NaN. SkyRL's learning rate scheduler counts skipped steps, also with the shim.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def step(call: Call, optimizer: Any) -> Any:
 
 
 def _count_steps(optimizer: Any) -> AbstractContextManager[None]:
-    """Count steps even if SkyRL replaced the optimizer's ``step``, for multi-token prediction."""
+    """Count steps even if SkyRL, for multi-token prediction, replaced the optimizer's ``step``."""
     if "step" not in vars(optimizer):
         return nullcontext()
 
@@ -80,7 +80,7 @@ def _count_steps(optimizer: Any) -> AbstractContextManager[None]:
     optional=True,
 )
 def note_scaled(call: Call, model: Any) -> Any:
-    """Record on the driver, after each pass, which model's workers scale their loss.
+    """Record on the driver, after each pass, whether the model's workers scale the loss.
 
     The driver has no scaler, so the shim looks for ``loss_scale`` in the workers' metrics.
     """
@@ -102,8 +102,9 @@ def note_scaled(call: Call, model: Any) -> Any:
 def report_to_client(call: Call, model_id: Any) -> Any:
     """Remove a skipped step's NaN grad norm from the JSON reply to a Tinker client.
 
-    If a model's workers scale the loss, a grad norm of NaN means a skipped step. For other models
-    NaN means that training diverged, and the shim does not change SkyRL's own error.
+    If a model's workers scale the loss, a grad norm of NaN means a skipped step. If the workers do
+    not scale the loss, NaN means that training diverged, and the shim does not change SkyRL's own
+    error.
     """
     output = call.proceed()
     norm = output.metrics.get(_TINKERS_NORM)
@@ -143,7 +144,7 @@ def add_figures(output: Any, figures: dict[str, float]) -> None:
 
 
 def _figures_in(output: Any) -> dict[str, Any]:
-    """A worker's metrics; SkyRL 0.2 returns a dict of metrics, 0.3 an object with this dict."""
+    """A worker's metrics, in SkyRL 0.2 the output itself, in 0.3 the output's field ``metrics``."""
     figures = output if isinstance(output, dict) else getattr(output, "metrics", None)
     return {} if figures is None else figures
 
@@ -168,7 +169,7 @@ def keep_last(call: Call, metrics: Any) -> Any:
 
 
 class _Bf16Sized(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    """A proxy of Megatron-Bridge with fp16 weights shown as bf16, a dtype of the same size."""
+    """A proxy of Megatron-Bridge that returns fp16 weights as views in bf16, of the same size."""
 
     def get_conversion_tasks(self, *args: Any, **kwargs: Any) -> Any:
         return [_resize(task) for task in self.__wrapped__.get_conversion_tasks(*args, **kwargs)]
@@ -194,8 +195,8 @@ def _resize(task: Any) -> Any:
 def size_fp16(call: Call) -> Any:
     """Make the weight extractor, whose table of sizes lacks fp16, use bf16's size for fp16.
 
-    SkyRL's weight extractor keeps only indices from this call, and reads the weights again for each
-    transfer.
+    The weight extractor stores only indices from ``_init_param_buckets``, and reads the weights
+    again for each transfer.
     """
     extractor = call.instance
     bridge = extractor.bridge

@@ -104,11 +104,11 @@ def _where() -> str:
 
 
 def load(job: Job) -> tuple[Any, list[str], list[Problem]]:
-    """Load a job's config, with the user's values marked, its unknown keys and its problems.
+    """Load a job's config with the user's values marked; return also unknown keys and problems.
 
     Only a user's own entry point may have overrides that SkyRL does not define. If the shim is on
-    in this process, SkyRL's loader raises a DtypeError for a wrong ``model_dtype``, which ``load``
-    returns as a problem.
+    in this process, SkyRL's loader raises a DtypeError for a wrong ``model_dtype``. ``load``
+    returns such a DtypeError as a problem.
 
     Raises:
         PlanError: SkyRL cannot load the config.
@@ -119,7 +119,7 @@ def load(job: Job) -> tuple[Any, list[str], list[Problem]]:
         raise PlanError(
             f"{_where()}: its config cannot be imported ({error}). Install SkyRL here."
         ) from error
-    # A user's own entry point may have options of another kind.
+    # A user's own entry point may have options that are not of the form KEY=VALUE.
     own = job.target.startswith("skyrl.")
     words = [word for word in job.arguments if own or "=" in word]
     passed_over: list[str] = []
@@ -146,7 +146,6 @@ def load(job: Job) -> tuple[Any, list[str], list[Problem]]:
 
 
 def _unknown(message: str, words: list[str]) -> list[str]:
-    """The overrides that SkyRL's error message "Invalid fields" lists."""
     match = re.search(r"Invalid fields \{(.*?)\}", message)
     names = set(re.findall(r"'([^']+)'", match.group(1))) if match else set()
     return [word for word in words if names & set(word.partition("=")[0].split("."))]
@@ -160,7 +159,6 @@ def _tunes(job: Job) -> bool:
 
 
 def _load(configs: Any, job: Job, words: list[str]) -> Any:
-    """Load the training config; SkyRL's own function converts a fine-tuning config."""
     if _tunes(job):
         from skyrl.train.config.sft_config import SFTConfig, build_skyrl_config_for_sft
 
@@ -175,7 +173,7 @@ def _load(configs: Any, job: Job, words: list[str]) -> Any:
 
 
 def _check_sections(trainer: Any) -> None:
-    """Check what SkyRL's loader leaves as it is: a section may be a text or ``None``.
+    """Check that sections have keys; SkyRL's loader accepts a string or ``None`` as a section.
 
     Raises:
         PlanError: a section has no keys.
@@ -193,7 +191,6 @@ def _check_sections(trainer: Any) -> None:
 
 
 def _wrong_betas(trainer: Any, role: str) -> list[Problem]:
-    """Return a list, with a problem if ``adam_betas`` is no pair of numbers."""
     betas = getattr(getattr(trainer, role).optimizer_config, "adam_betas", (0.9, 0.999))
     pair = isinstance(betas, list | tuple) and len(betas) == 2
     if pair and all(isinstance(beta, int | float) for beta in betas):
@@ -276,7 +273,7 @@ def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) ->
             f"trainer.placement.{role}_num_gpus_per_node",
             where,
             vars(config),
-            sequence_parallel=True,  # SkyRL enables sequence parallelism with tensor parallelism
+            sequence_parallel=True,  # SkyRL couples sequence parallelism to tensor parallelism
             within="transformer_config_kwargs",
             within_names=("virtual", *UNEVEN),
         ),
@@ -316,7 +313,7 @@ def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Pla
     key = f"trainer.{role}"
     shards = number(config.fsdp_size, f"{key}.fsdp_config.fsdp_size", _where())
     sequence = getattr(section, "sequence_parallel_size", 1)
-    # SkyRL takes a negative number for all GPUs, and divides by any other.
+    # SkyRL reads a negative fsdp_size as all GPUs, and divides by any other fsdp_size.
     illegal = (
         [Problem("size", role, f"{key}.fsdp_config.fsdp_size", "0 GPUs", "Write -1 for all.")]
         if shards == 0

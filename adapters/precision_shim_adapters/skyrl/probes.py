@@ -47,7 +47,7 @@ def optimizer_config() -> Answer:
     needs=(_OPTIMIZER,),
 )
 def coercion() -> Answer:
-    """The shim does not coerce dtype names if SkyRL does."""
+    """The shim does not coerce dtype names if SkyRL itself coerces them."""
     from skyrl.backends.skyrl_train.distributed.megatron.optimizer import (
         init_megatron_optim_config,
     )

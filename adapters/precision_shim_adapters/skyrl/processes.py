@@ -21,7 +21,7 @@ from ..ray_actors import make_again, plain_class
     relies_on=("env_vars",),
 )
 def carry_variables(call: Call) -> Any:
-    """Add the shim's environment variables to those that a driver forwards to its workers.
+    """Add the shim's variables to the environment variables that a driver forwards to its workers.
 
     The shim omits variables that ``ray job submit`` has already set, because Ray rejects a key that
     is set twice.
@@ -42,7 +42,7 @@ def carry_variables(call: Call) -> Any:
     relies_on=("ray_actor_type", "remote"),
 )
 def renew_actor_class(call: Call) -> Any:
-    """Make the actor class again before SkyRL starts a group of workers.
+    """Make the actor class again, with the shim's patches, before SkyRL starts a group of workers.
 
     SkyRL's modules call ``ray.remote`` on their last lines, before the shim patches the modules.
     Ray would pickle the unpatched methods by value, because their names now refer to the patched
@@ -55,5 +55,4 @@ def renew_actor_class(call: Call) -> Any:
 
 def _renew(actor_class: Any) -> Any:
     plain = plain_class(actor_class)
-    # ``plain`` is None if ``actor_class`` is not a class that ``ray.remote`` made.
     return actor_class if plain is None else make_again(actor_class, plain)

@@ -12,7 +12,7 @@ from .fsdp import GROUP
 
 
 def megatron(part: Part, here: Here) -> Outcome:
-    """Predict the resume on Megatron; ``here.config`` has ``optimizer_config_kwargs`` fields."""
+    """Predict the resume on Megatron; ``here.config`` has the ``optimizer_config_kwargs``."""
     wishes = megatrons.assume_wishes(part, here, f"skyrl, {KWARGS}", part.subject or "policy")
     return megatrons.foretell("skyrl", part, here, wishes, mends_offload=True)
 

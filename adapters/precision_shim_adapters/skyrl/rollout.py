@@ -1,8 +1,8 @@
 """SkyRL: compare the dtypes of policy, reference model and inference engines.
 
-SkyRL validates a job's config in the driver, before Ray starts, so every actor receives the dtypes
-that the shim writes into the config. SkyRL casts the weights to ``model_dtype`` once before it
-sends them, in every version and on every path except the delta sync.
+SkyRL validates a job's config in the driver, before Ray starts. Every actor therefore receives the
+dtypes that the shim writes into the config. SkyRL casts the weights to ``model_dtype`` once before
+it sends them, in every version and on every path except the delta sync.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def hand_on_names(call: Call, cfg: Any) -> Any:
     """Replace the inference engines' dtype names by names that the engines accept.
 
     Raises:
-        DtypeError: a key names no dtype that an engine computes in.
+        DtypeError: a key's value is no dtype in which an engine computes.
     """
     sides.hand_on_names(cfg)
     return call.proceed()
@@ -66,11 +66,11 @@ def hand_on_names(call: Call, cfg: Any) -> Any:
     aliases=("skyrl.train.utils:validate_cfg", f"{_ENTRYPOINTS}.main_base:validate_cfg"),
 )
 def compare(call: Call, cfg: Any) -> Any:
-    """Compare the models' dtypes; ``PRECISION_SHIM_ROLLOUT=follow`` sets them to the policy's.
+    """Compare models' dtypes; ``PRECISION_SHIM_ROLLOUT=follow`` sets all to the policy's dtype.
 
     Raises:
         DtypeError: a key's value is no dtype name.
-        UnsupportedPrecisionError: in strict mode, the policy is fp16 and an engine is not.
+        UnsupportedPrecisionError: strict mode is on, the policy is fp16, and an engine is not.
     """
     sides.hand_on_names(cfg)
     result = call.proceed()
@@ -92,7 +92,7 @@ def compare_tinkers(call: Call) -> Any:
 
     Raises:
         DtypeError: a key's value is no dtype name.
-        UnsupportedPrecisionError: in strict mode, the policy is fp16 and an engine is not.
+        UnsupportedPrecisionError: strict mode is on, the policy is fp16, and an engine is not.
     """
     config = call.proceed()
     sides.hand_on_names(config)

@@ -43,7 +43,7 @@ _AUTOCAST = "SkyRL runs the model under an autocast to bf16"
 
 @dataclass(frozen=True)
 class Sides:
-    """The models of a job whose dtypes the shim compares.
+    """A job's models, whose dtypes the shim compares.
 
     Attributes:
         trainer: the policy; ``None`` if its dtype depends on a checkpoint on another machine.
@@ -140,7 +140,7 @@ def _on_fsdp(trainer: Any, role: str, in_force: InForce) -> Engine:
         key,
         written=getattr(config, "mixed_precision", None) is not None,
         because="" if follows or asked == "bf16" else f"{_AUTOCAST}, whatever {key} says",
-        # No value gives fp32 matrix products, because SkyRL autocasts to bf16.
+        # No value of param_dtype gives fp32 matrix products, because SkyRL autocasts to bf16.
         values={"bf16": "bfloat16", "fp16": "float16"},
     )
 
@@ -189,7 +189,7 @@ def _over_own(own: Engine, section: str, values: Mapping[str, Any]) -> Engine:
 
 
 def overriding(engines: Any) -> dict[str, Mapping[str, Any]]:
-    """The config sections whose values override SkyRL's own values for some of the engines."""
+    """The config sections whose values override SkyRL's own values for some or all engines."""
     first, *roles = _OVER
     by_role = getattr(engines, "enable_pd", False) and any(
         getattr(engines, role, None) for role in roles
@@ -201,7 +201,7 @@ def overriding(engines: Any) -> dict[str, Mapping[str, Any]]:
 
 
 def started_elsewhere(engines: Any) -> bool:
-    """Whether SkyRL uses servers that someone else has started."""
+    """Whether SkyRL uses inference servers that SkyRL itself did not start."""
     return not engines.run_engines_locally or bool(
         getattr(engines, "external_proxy_url", None)
         or getattr(engines, "external_server_urls", None)
@@ -214,10 +214,10 @@ def _canonical(name: str) -> str:
 
 
 def hand_on_names(config: Any) -> None:
-    """Replace the dtype names that the user wrote by the engines' names for these dtypes.
+    """Replace the user's dtype names by the engines' names for the same dtypes.
 
     Raises:
-        DtypeError: a key names no dtype that an engine computes in.
+        DtypeError: a key's value is no dtype in which an engine computes.
     """
     engines = config.generator.inference_engine
     name = named(engines.model_dtype)
@@ -234,8 +234,8 @@ def send_in_engines_dtype(config: Any) -> None:
     """Make SkyRL send the weights in the dtype in which the engines compute.
 
     SkyRL casts the weights to ``model_dtype`` before it sends them. If a section such as
-    ``engine_init_kwargs`` sets another dtype for all engines, weights would be rounded twice. A
-    ``model_dtype`` that the user wrote stays unchanged.
+    ``engine_init_kwargs`` sets another dtype for all engines, unpatched SkyRL would round the
+    weights twice. A ``model_dtype`` that the user wrote stays unchanged.
     """
     engines = config.generator.inference_engine
     computes = {rollout.computes for rollout in _rollouts(config)}
@@ -263,7 +263,7 @@ def write(config: Any, engine: Engine, value: str) -> None:
 
 
 def wires_of(config: Any) -> list[Wire]:
-    """Read a job's weight syncs from its config, after the shim has changed the config."""
+    """Describe the dtypes of a job's weight syncs, from the config that the shim has changed."""
     engines = config.generator.inference_engine
     sent = _canonical(named(engines.model_dtype))
     wires = []
@@ -328,13 +328,14 @@ def dtypes_of_locations(locations: Mapping[str, Any]) -> frozenset[str]:
 
 
 def delta_wires(computes: set[str], stored: frozenset[str]) -> list[Wire]:
-    """The weight syncs of SkyRL's delta backend, one for each dtype of the base checkpoint.
+    """Return a ``Wire`` for each pair of an engine's dtype and a base checkpoint's dtype.
 
-    The receiver patches the bytes of a copy of the base checkpoint. SkyRL therefore sends the
-    weights in the dtypes of the checkpoint's files and ignores ``model_dtype``.
+    The receiver of a delta sync changes bytes in a copy of the base checkpoint. In a delta sync,
+    SkyRL therefore sends the weights in the dtypes of the checkpoint's files and ignores
+    ``model_dtype``.
 
     Args:
-        computes: canonical names of the dtypes that the engines compute in.
+        computes: canonical names of the dtypes in which the engines compute.
         stored: canonical names of the dtypes in the base checkpoint's files.
     """
     return [

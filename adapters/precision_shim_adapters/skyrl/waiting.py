@@ -1,11 +1,11 @@
-"""SkyRL's store of LoRA adapters in fp16: stored gradients follow changes of the loss scale.
+"""SkyRL's store of LoRA adapters in fp16: rescale stored gradients if the loss scale changes.
 
 The LoRA adapters of one Megatron worker share the worker's optimizer and loss scaler. While one
 adapter trains, SkyRL stores the gradients of the other adapters until their own step. A backward
 pass multiplies gradients by the loss scale, and the step divides them by the loss scale. Between an
 adapter's backward pass and its step, another adapter's overflow may change the loss scale. The shim
 therefore records the loss scale of stored gradients. When SkyRL copies stored gradients back, the
-shim multiplies them by the present scale over the recorded scale.
+shim multiplies the gradients by the current loss scale and divides them by the recorded loss scale.
 
 Delete this module when SkyRL stores gradients unscaled, or with their loss scale.
 """
@@ -52,10 +52,10 @@ for ``park`` and ``unpark``, to whose functions SkyRL passes no optimizer."""
     **_HERE,
 )
 def keep(call: Call, slot: Any, model_chunks: Any, optimizer: Any) -> Any:
-    """Record the loss scale of the gradients that SkyRL copies into a slot."""
+    """Record the loss scale of the gradients that SkyRL copies into an adapter's slot."""
     _optimizers[call.instance] = weakref.ref(optimizer)
     result = call.proceed()
-    if _any_gradients(model_chunks):  # otherwise the store keeps a slot's gradients unchanged
+    if _any_gradients(model_chunks):  # without live gradients the store does not change the slot
         _note(call.instance, slot)
     return result
 
@@ -68,7 +68,7 @@ def keep(call: Call, slot: Any, model_chunks: Any, optimizer: Any) -> Any:
     **_HERE,
 )
 def bring_back(call: Call, slot: Any, model_chunks: Any, optimizer: Any) -> Any:
-    """Rescale the gradients that SkyRL copies out of a slot to the present loss scale."""
+    """Rescale to the current loss scale gradients that SkyRL copies out of an adapter's slot."""
     _optimizers[call.instance] = weakref.ref(optimizer)
     result = call.proceed()
     _rescale(call.instance, slot, model_chunks)
@@ -101,7 +101,7 @@ def park(call: Call, model_chunks: Any) -> Any:
     **_HERE,
 )
 def unpark(call: Call, model_chunks: Any) -> Any:
-    """Rescale the gradients that SkyRL copies back after an offload to the present loss scale."""
+    """Rescale to the current loss scale the gradients that SkyRL copies back after an offload."""
     store = call.instance
     parked = store._grads_parked
     result = call.proceed()

@@ -35,8 +35,9 @@ _CAST, _KEPT = "bfloat16", "float16"
 def keep_float16(forward: Any) -> Any:
     """Make an attention function that does not cast float16 to bfloat16.
 
-    The made attention function calls torchtitan's own function. For float16 inputs the new function
-    calls a copy of torchtitan's function in which the name ``bfloat16`` is replaced by ``float16``.
+    Without a float16 input, the new attention function calls torchtitan's own function. With a
+    float16 input, the new attention function calls a copy of torchtitan's function in which
+    ``float16`` replaces the name ``bfloat16``.
 
     Raises:
         SeamError: torchtitan's function does not cast to bfloat16, or also mentions float16.
@@ -55,7 +56,7 @@ def keep_float16(forward: Any) -> Any:
     )
     in_float16.__kwdefaults__ = forward.__kwdefaults__
 
-    # Keep ``wraps``, since torchtitan's Module.parallelize reads the names of the parameters.
+    # Keep ``wraps``, since torchtitan's Module.parallelize reads the function's parameter names.
     @functools.wraps(forward)
     def attend(self: Any, *args: Any, **kwargs: Any) -> Any:
         for given in (*args, *kwargs.values()):

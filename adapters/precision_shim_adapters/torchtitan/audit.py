@@ -1,4 +1,4 @@
-"""Audit torchtitan's two trainers, and add updates lost to rounding to their metrics."""
+"""Audit torchtitan's two trainers, and add the shares of lost updates to their metrics."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def report_from_endpoint(endpoint: Any) -> Any:
     relies_on=("optimizers",),
 )
 def report_in_log(call: Call, extra_metrics: Any = None) -> Any:
-    """Log the shares of updates lost to rounding next to the grad norm."""
+    """Log, next to the grad norm, the shares of updates lost to rounding."""
     figures = meters.metrics(call.instance.optimizers)
     if figures:
         call.arguments["extra_metrics"] = {**(extra_metrics or {}), **figures}

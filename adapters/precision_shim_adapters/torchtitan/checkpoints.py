@@ -110,7 +110,6 @@ def _look(checkpoint: str, where: str) -> tuple[int, ...] | None:
 
 
 def _open_metadata(checkpoint: str) -> Any:
-    """Open a checkpoint's metadata file, which may be on a remote file system."""
     if "://" not in checkpoint:
         return open(os.path.join(checkpoint, METADATA), "rb")
     from torch.distributed.checkpoint._storage_utils import _storage_setup
@@ -125,7 +124,7 @@ def _open_metadata(checkpoint: str) -> Any:
     **SCALED,
 )
 def state_dict(call: Call) -> Any:
-    """Add the scaler's record to the trainer's state; during a load, add zeros of its size."""
+    """Add the scaler's record to the trainer's state; during a load, zeros of the record's size."""
     state = call.proceed()
     training = ScaledTraining.of(call.instance)
     if training is None:

@@ -18,13 +18,13 @@ UNSCALES = "_precision_shim_unscales"
 def remake(
     endpoint: Any, act: Callable[[Any, Callable[[], Awaitable[Any]]], Awaitable[Any]], **marks: Any
 ) -> Any:
-    """Make an endpoint with the old endpoint's name that calls ``act``.
+    """Make an endpoint that calls ``act`` and has the old endpoint's name.
 
     Args:
         endpoint: an endpoint made by Monarch's ``concurrent_endpoint``.
-        act: is called with the actor and a function that calls the old endpoint's method;
-            returns the new endpoint's result.
-        marks: attributes of the new endpoint, which also receives the old endpoint's ``UNSCALES``.
+        act: computes the new endpoint's result from the actor and from a function that calls the
+            old endpoint's method.
+        marks: attributes to set on the new endpoint, besides the old endpoint's ``UNSCALES``.
 
     Raises:
         SeamError: the endpoint was not made by ``concurrent_endpoint``.
@@ -40,7 +40,7 @@ def remake(
         return await act(self, lambda: method(self, *args, **kwargs))
 
     made = concurrent_endpoint(acting, propagate=endpoint._propagator)
-    made.__set_name__(None, method.__name__)  # Python calls __set_name__ only for classes
+    made.__set_name__(None, method.__name__)  # Python calls __set_name__ only in a class body
     if hasattr(endpoint, UNSCALES):
         marks.setdefault(UNSCALES, True)
     for name, value in marks.items():

@@ -33,7 +33,7 @@ _KEY = "model_state_dict"
     optional=True,
 )
 async def look_at_state_dict(call: Call, state_dict: Any, key: Any) -> Any:
-    """Observe the weights that the trainer puts into TorchStore."""
+    """Pass to the audit the weights that the trainer puts into TorchStore."""
     if key == _KEY and isinstance(state_dict, Mapping):
         items: Any = state_dict.items()
         seen = sending.observe(items, FRAMEWORK, "policy")

@@ -1,4 +1,4 @@
-"""torchtitan: compute the LM head in fp32 in trainer and generators, by torchtitan's converter.
+"""torchtitan: compute the LM head in fp32 in trainer and generators, with torchtitan's converter.
 
 Trainer and generators build their model from one ``model_spec``, in which the converter replaces
 the config of ``lm_head``.
@@ -41,7 +41,7 @@ def read_heads(config: Any) -> list[Head]:
 
 
 def write(config: Any) -> None:
-    """Replace the config of ``lm_head`` by torchtitan's own converter."""
+    """Make torchtitan's own converter replace the config of ``lm_head``."""
     from torchtitan.experiments.rl.models.cast_linear import LMHeadCastConverter
 
     LMHeadCastConverter.Config().build().convert(config.model_spec.model)

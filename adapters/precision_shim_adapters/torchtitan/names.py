@@ -112,9 +112,9 @@ def parse_args(call: Call) -> Any:
 
 @contextmanager
 def any_name() -> Iterator[None]:
-    """Make tyro accept any word for a dtype; ``build_training`` checks the name later.
+    """Make tyro accept any string for a dtype; ``build_training`` checks the name later.
 
-    ``any_name`` changes the class's annotations, since tyro reads them and not the fields' types.
+    ``any_name`` changes annotations of ``TrainingConfig``; tyro does not read the fields' types.
     """
     import tyro
     from torchtitan.config.configs import TrainingConfig

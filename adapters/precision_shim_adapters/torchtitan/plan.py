@@ -1,4 +1,4 @@
-"""Plan torchtitan's jobs, with torchtitan's config manager and its model on the meta device.
+"""Plan torchtitan's jobs: torchtitan loads the config and builds the model on the meta device.
 
 Unlike other frameworks' configs, torchtitan's configs are Python code that imports torch. All
 torchtitan models train on FSDP2 with torch's optimizers.
@@ -141,7 +141,7 @@ def _coerces(job: Job) -> bool:
 
 
 def _small(subject: str, prefix: str, parallel: Any) -> Iterator[Problem]:
-    """Yield a problem for each parallel degree below 1, with which GPUs cannot be counted."""
+    """Yield a problem for each parallel degree below 1, which leaves the number of GPUs unknown."""
     for name in _DEGREES:
         value = getattr(parallel, name)
         if value < 1:
@@ -216,7 +216,6 @@ def _apart(subject: str, prefix: str, parallel: Any, world: int) -> Iterator[Pro
 def _heads(
     subject: str, prefix: str, parallel: Any, config: Any, model: Model
 ) -> Iterator[Problem]:
-    """Yield problems of attention heads, for a model without a transformers config."""
     if model.config or config.model_spec is None:
         return
     attention = getattr(config.model_spec.model, "first_attention", None)
@@ -228,7 +227,6 @@ def _heads(
 
 
 def _experts(subject: str, prefix: str, parallel: Any, model: Model) -> Iterator[Problem]:
-    """Yield a problem if the experts do not divide evenly over the expert-parallel ranks."""
     ways = parallel.expert_parallel_degree
     counts = {model.experts} if model.config else set()
     counts |= {weight.shape[0] for weight in model.weights if _EXPERTS in weight.name}
@@ -273,7 +271,7 @@ def _name(value: object) -> str:
 
 
 def _optimizer(config: Any) -> str:
-    """The first optimizer of the parameter groups that is not Adam, or else the first optimizer."""
+    """Name of the first optimizer that is not Adam; if all are Adam, of the first optimizer."""
     names = [
         str(named)
         for group in getattr(config, "param_groups", None) or ()

@@ -72,7 +72,7 @@ def build(call: Call, config: Any) -> None:
 
 
 def _has_our_loop(trainer: Any) -> bool:
-    """Whether a trainer has the loop of ``Trainer``; warns (strict: raises) if not."""
+    """Whether a trainer has the loop of ``Trainer``; warn (strict: raise) of another loop."""
     from torchtitan.trainer import Trainer
 
     kind = type(trainer)

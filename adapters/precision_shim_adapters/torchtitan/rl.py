@@ -1,7 +1,7 @@
 """Loss scaling for the RL trainer in float16, the Monarch actor ``PolicyTrainer``.
 
-The RL trainer computes gradients in another endpoint than ``optim_step``. The shim replaces
-``optim_step`` by an endpoint that unscales, and scales losses only of trainers with this endpoint.
+The RL trainer does not compute gradients in ``optim_step``. The shim replaces ``optim_step`` by an
+endpoint that unscales gradients, and scales losses only of trainers with this endpoint.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def build(call: Call, config: Any) -> Any:
 def _own_endpoints(trainer: Any) -> list[str]:
     """The endpoints in which a subclass computes gradients or steps in its own way.
 
-    A subclass's own ``optim_step`` does not unscale the gradients. The shim's ``optim_step`` would
-    divide the gradients of an unscaled loss by the scale.
+    A subclass's own ``optim_step`` does not unscale the gradients. If a subclass computes gradients
+    itself, the shim's ``optim_step`` would divide unscaled gradients by the loss scale.
     """
     own = [] if hasattr(type(trainer).optim_step, UNSCALES) else ["optim_step"]
     return own + _list_overridden(trainer, "forward_backward")
@@ -123,7 +123,7 @@ def make_endpoint(endpoint: Any) -> Any:
         training = ScaledTraining.of(trainer)
         if training is None or not training.takes_part(trainer.optimizers):
             return await own()
-        # After an exception the controller may repeat this endpoint without a new backward pass.
+        # After an exception the controller may call optim_step again without a new backward pass.
         with training.one_step(trainer.optimizers, tuple(trainer.optimizers)):
             output = await own()
         metrics = output.metrics

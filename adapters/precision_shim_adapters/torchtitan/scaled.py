@@ -53,10 +53,10 @@ def leave(name: str, own: Iterable[str], instead: str) -> None:
     Args:
         name: the name of the trainer's class.
         own: the trainer's methods that are not torchtitan's.
-        instead: the message's second remedy; the first is to train in bfloat16.
+        instead: the message's alternative to training in bfloat16.
 
     Raises:
-        UnsupportedPrecisionError: in strict mode, instead of the warning.
+        UnsupportedPrecisionError: strict mode is on.
     """
     message = (
         f"{versioned('torchtitan')}: {name} has its own {', '.join(own)}, which the shim does not "
@@ -68,11 +68,10 @@ def leave(name: str, own: Iterable[str], instead: str) -> None:
 
 
 def scale_innermost(trainer: Any, attach: Callable[[torch.Tensor], None]) -> None:
-    """Call ``attach`` with each loss whose backward pass torchtitan runs.
+    """Make torchtitan call ``attach`` with each loss before the loss's backward pass.
 
     Args:
-        trainer: a ``PolicyTrainer`` or a ``Trainer`` whose loss function, and pipeline schedule if
-            any, exist.
+        trainer: a ``PolicyTrainer`` or a ``Trainer``, with its loss function and pipeline schedule.
         attach: a function that scales the gradients of a loss.
     """
     from torchtitan.components.loss import ChunkedLossWrapper
@@ -88,7 +87,7 @@ def scale_innermost(trainer: Any, attach: Callable[[torch.Tensor], None]) -> Non
 
 
 def ready(training: ScaledTraining, trainer: Any) -> None:
-    """Store a ``ScaledTraining`` on its optimizers, and report attention's and experts' dtypes."""
+    """Store a ``ScaledTraining`` on the optimizers; report the dtypes of attention and experts."""
     for optimizer in trainer.optimizers:
         training.keep(optimizer)
     attention.tell(training.subject, trainer.model_parts)
@@ -111,8 +110,8 @@ def clip(call: Call, parameters: Any, max_norm: Any) -> Any:
     overflow = scaler.overflow if isinstance(scaler, LossScaler) else None
     if overflow is None:
         return norm
-    # Newer versions of Trainer assert a finite norm before the step. Return 0 for an overflow,
-    # without a copy from the device. The metrics report NaN for a skipped step.
+    # Newer versions of Trainer assert a finite norm before the step. Return a norm of 0 for an
+    # overflow, without a copy from the device. The metrics report NaN for a skipped step.
     return torch.where(overflow.to(norm.device, non_blocking=True), torch.zeros_like(norm), norm)
 
 

@@ -2,8 +2,8 @@
 
 torchtitan's RL package has no reference model and no teacher. ``Controller`` is the driver, and has
 the whole config before it starts the processes of the trainer and of the generators. The trainer
-sends its weights in the generator's dtype, rounded once, so the trainer also reads the generator's
-key. vLLM runs torchtitan's own model, whose ``model_type`` vLLM accepts in float16.
+sends its weights in the generator's dtype, rounded once, and therefore also reads the generator's
+key. In a generator, vLLM runs torchtitan's own model, and accepts its ``model_type`` in float16.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def coerce_generator(config: Any) -> None:
     """
     value = config.model_dtype
     name = _name(value, (AUTO,))
-    if name != value:  # keep an equal string: it may be a mark of ``unwritten``
+    if name != value:  # keep an equal string, which may be a mark of ``unwritten``
         config.model_dtype = name
 
 
@@ -81,8 +81,9 @@ def _name(value: Any, also: Sequence[str]) -> Any:
 def unwritten(name: str) -> str:
     """Return a string that equals a dtype's name and marks a value as not written by the user.
 
-    The mark is the string's identity. An equal name from the command line or from Python code is
-    another string object. The marked object survives tyro and ``dataclasses.replace``.
+    The mark is the identity of the string object. An equal name from the command line or from
+    Python code is another string object. Both tyro and ``dataclasses.replace`` return the marked
+    string object, not a copy.
     """
     return _UNWRITTEN.setdefault(name, name[:1] + name[1:])
 
@@ -119,7 +120,6 @@ def _is_released(arguments: Sequence[str]) -> bool:
 
 
 def _word(arguments: Sequence[str], option: str) -> str:
-    """The last value given for a command-line option, as torchtitan reads it."""
     given, words = "", iter(arguments)
     for word in words:
         head, equals, value = word.partition("=")
@@ -130,7 +130,7 @@ def _word(arguments: Sequence[str], option: str) -> str:
 
 @contextmanager
 def marked() -> Iterator[None]:
-    """Mark in the plan the values that the seams would mark as unwritten in a job."""
+    """In a plan, mark as unwritten the values that the seams would mark in a job."""
     from torchtitan.config import ConfigManager
     from torchtitan.experiments.rl.actors.generator import VLLMGenerator
 
@@ -213,7 +213,7 @@ def build_controller(call: Call, config: Any) -> Any:
 
     Raises:
         DtypeError: the generator's dtype is unknown, or ``auto``.
-        UnsupportedPrecisionError: in strict mode, only the trainer computes in float16.
+        UnsupportedPrecisionError: strict mode is on, and only the trainer computes in float16.
     """
     generator = config.generator
     generator_dtype_name(generator.model_dtype)
@@ -242,7 +242,7 @@ def build_controller(call: Call, config: Any) -> Any:
     optional=True,
 )
 def build_policy_trainer(call: Call, config: Any, generator_dtype: Any) -> None:
-    """Replace the name of the dtype in which the trainer sends its weights; report both dtypes.
+    """Replace the name of the sent weights' dtype; report the dtypes of trainer and generator.
 
     Only the driver warns of different dtypes, because this function runs on every rank.
     """

@@ -1,13 +1,14 @@
 """The adapter for verl, and the reasons for its choice of seams.
 
-In 0.7.1's workers and in 0.8's engines, verl decides the bucket's dtype in one function and later
-makes the optimizer's config in another. One plan must decide bucket and config, so the shim records
-the model's build in verl's function that makes bucket and config (``MegatronEngine.initialize``, or
-a legacy worker's build method). verl's ``init_megatron_optim_config`` still runs. The shim adds its
-values to ``override_optimizer_config``; the user's values override the shim's.
+In the workers of verl 0.7.1 and the engines of verl 0.8, one function decides the bucket's dtype,
+and another function later makes the optimizer's config. The shim must decide bucket and config in
+one plan, and therefore wraps the function that makes bucket and config
+(``MegatronEngine.initialize``, or a legacy worker's build method). The function
+``init_megatron_optim_config`` of verl still runs. The shim adds its values to
+``override_optimizer_config``; the user's values override the shim's.
 
-The shim deliberately does not change the states of other optimizers than Megatron's: the states of
-torch's AdamW have the parameters' dtype.
+The shim deliberately changes the states of Megatron's optimizers only. The states of torch's AdamW
+have the parameters' dtype.
 
 Delete this package when verl's native options cover overrides, dtype names and every engine.
 """

@@ -1,6 +1,7 @@
 """Audit verl's optimizer on FSDP after verl has built model and optimizer.
 
-This module also reports lost updates of verl 0.7.1's legacy workers, ``metrics`` of the engines.
+This module also reports the lost updates of verl 0.7.1's legacy workers. For verl's engines, the
+module ``metrics`` reports the lost updates.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def legacy(call: Call) -> Any:
     **_LEGACY,
 )
 def legacy_rollout(call: Call) -> Any:
-    """Pass the dtype of the weights in verl 0.7.1's rollout to the meter and to the audit."""
+    """Pass the dtype of verl 0.7.1's rollout to the meter of lost updates and to the audit."""
     result = call.proceed()
     worker = call.instance
     lora = worker.config.model.get("lora_rank", 0) or worker.config.model.get("lora_adapter_path")

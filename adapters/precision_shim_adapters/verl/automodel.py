@@ -33,10 +33,10 @@ def check_fp16(config: Any, section: str = "engine_config") -> None:
 
     Args:
         config: an engine's config whose ``mp_param_dtype`` is float16.
-        section: the config's key, for messages.
+        section: the key of this section in the job's config, for error messages.
 
     Raises:
-        DtypeError: the strategy has no mixed-precision policy, or the config asks for parameters in
+        DtypeError: the strategy has no mixed-precision policy, or the config has parameters in
             float16 or an output in bfloat16.
     """
 
@@ -68,7 +68,7 @@ def check_fp16(config: Any, section: str = "engine_config") -> None:
     **on(AUTOMODEL),
 )
 def check(call: Call, engine_config: Any) -> Any:
-    """Refuse settings that exclude float16; make the output float16 if the user wrote no dtype.
+    """Refuse settings that exclude float16; by default, make the output float16, too.
 
     Raises:
         DtypeError: see ``check_fp16``.
@@ -107,10 +107,10 @@ def build(call: Call) -> Any:
 
 
 def tell_rounded_weights(engine: Any) -> None:
-    """Warn if Automodel trains 16-bit weights where ``model_dtype`` asks for fp32.
+    """Warn if Automodel trains 16-bit weights although ``model_dtype`` is fp32.
 
-    ``initialize_weights`` of Automodel's own models, which verl takes with ``ep_size`` above 1,
-    casts a model to bfloat16 unless it is told another dtype; Automodel's loader tells it none.
+    With ``ep_size`` above 1, verl trains Automodel's own models. The method ``initialize_weights``
+    of Automodel's own models casts to bfloat16, because Automodel's loader passes no other dtype.
     """
     asked = engine.engine_config.model_dtype
     held = {one.dtype for one in engine.module.parameters() if one.requires_grad}

@@ -37,7 +37,7 @@ class Asked:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The directories and packages of the job's configs, without Hydra's own."""
+        """The directories and packages of the job's configs, except Hydra's own configs."""
         named = (self.path.removeprefix("pkg://"), self.directory)
         return tuple(place for place in named if place)
 
@@ -54,7 +54,7 @@ def compose(
     Args:
         job: the job.
         unresolved: see ``plain``.
-        missing: a list, to which the keys with ``MISSING`` are appended.
+        missing: a list; ``compose`` appends the keys whose value is ``MISSING``.
 
     Raises:
         PlanError: hydra cannot compose the config.
@@ -83,7 +83,7 @@ def compose(
         validate_config_path(asked.path)
         search = create_config_search_path(asked.path)
         if asked.directory:
-            # Insert where hydra.main inserts: before structured configs.
+            # Insert the directory where hydra.main inserts it: before structured configs.
             anchor = SearchPathQuery(provider="schema")
             search.prepend("command-line", f"file://{asked.directory}", anchor)
         Hydra.create_main_hydra2("plan", search)
@@ -101,10 +101,10 @@ def compose(
 
 
 def named_config(job: Job) -> Asked:
-    """Read a launch line with Hydra's own parser, and the entry point's decorator.
+    """Read a launch line with Hydra's own parser, and read the entry point's decorator.
 
     Raises:
-        PlanError: hydra is not installed, or refuses the line.
+        PlanError: hydra is not installed, or rejects the launch line.
     """
     try:
         from hydra._internal.utils import compute_search_path_dir, get_args_parser
@@ -134,7 +134,6 @@ def named_config(job: Job) -> Asked:
 
 
 def _read_decorator(source: Path | None) -> tuple[str, str]:
-    """Read the arguments of ``@hydra.main`` from an entry point's source."""
     words = {"config_path": "config", "config_name": "ppo_trainer"}
     if source is None:
         return words["config_path"], words["config_name"]

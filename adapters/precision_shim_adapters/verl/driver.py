@@ -2,9 +2,9 @@
 
 Every entry point of verl first calls ``auto_set_device`` on its config. ``auto_set_device`` runs in
 the driver, before Ray starts a worker, and while Hydra still has the user's overrides. If a program
-itself calls ``run_ppo``, verl calls ``validate_config`` (up to 0.8 in the task runner). A user's
-own driver for verl's trainer may call neither ``auto_set_device`` nor ``validate_config``, so the
-actor's workers compare the dtypes again.
+calls ``run_ppo`` without verl's entry point, verl calls ``validate_config``; up to 0.8 this call is
+in the task runner. A user's own driver for verl's trainer may call neither ``auto_set_device`` nor
+``validate_config``, so the actor's workers compare the dtypes again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def name_dtype(call: Call) -> Any:
     """Convert the dtype names in a rollout's config to names that the engines accept.
 
     Raises:
-        DtypeError: a name is no dtype.
+        DtypeError: a value is no dtype name.
     """
     config, where = call.instance, versioned("verl")
     # Assign by ``object.__setattr__``, because the dataclass is frozen.
@@ -82,11 +82,12 @@ def name_dtype(call: Call) -> Any:
     delete_when="verl compares them",
 )
 def compare_engines(call: Call, config: Any) -> Any:
-    """Report whether the job's engines agree; write the actor's dtype if the user asked for it.
+    """Compare engines' dtypes; ``PRECISION_SHIM_ROLLOUT=follow`` sets all to the actor's dtype.
 
     Raises:
-        DtypeError: a key names no dtype.
-        UnsupportedPrecisionError: in strict mode, an engine disagrees with an fp16 actor.
+        DtypeError: a key's value is no dtype name.
+        UnsupportedPrecisionError: strict mode is on, the actor is fp16, and an engine is not; or
+            verl's delta checkpoint engine cannot send weights in the rollout's dtype.
     """
     if hasattr(config, "get") and config.get("actor_rollout_ref") is not None:
         _compare(config)
@@ -128,11 +129,11 @@ def _compare(config: Any) -> None:
     relies_on=("role", "config"),
 )
 def compare_in_worker(call: Call) -> Any:
-    """Report in an actor's first worker whether engines agree; in strict mode all ranks raise.
+    """Compare the engines' dtypes on an actor's rank 0; in strict mode, on all ranks.
 
     Raises:
-        DtypeError: a key names no dtype.
-        UnsupportedPrecisionError: in strict mode, an engine disagrees with an fp16 actor.
+        DtypeError: a key's value is no dtype name.
+        UnsupportedPrecisionError: strict mode is on, the actor is fp16, and an engine is not.
     """
     worker = call.instance
     if "actor" in worker.role and (worker.rank == 0 or current_settings().strict):
@@ -166,7 +167,7 @@ def write_key(config: Any, key: str, value: object) -> None:
 
 
 def _find_written() -> sides.Written:
-    """Find the keys that the user wrote; every key if Hydra composed no config in this process."""
+    """Find the keys that the user wrote; assume every key if Hydra composed no config here."""
     from hydra.core.hydra_config import HydraConfig
 
     if not HydraConfig.initialized():

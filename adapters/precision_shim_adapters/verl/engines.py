@@ -1,9 +1,9 @@
 """The seams that verl's VeOmni, Automodel, torchtitan and FSDP Turbo engines share in float16.
 
-VeOmni, Automodel and torchtitan engines make no loss scaler, compute the loss with a function that
-the caller passes, and skip a step whose grad norm is not finite. The shim scales the loss of the
-passed function, and unscales the gradients before the engine clips them. FSDP Turbo makes no loss
-scaler either; it runs the FSDP engine's loop, which uses the engine's ``scaler``.
+VeOmni, Automodel and torchtitan engines make no loss scaler, and skip a step whose grad norm is not
+finite. For VeOmni, Automodel and torchtitan engines, the shim scales the result of the caller's
+loss function, and unscales the gradients before the engine clips them. FSDP Turbo makes no loss
+scaler, and runs the FSDP engine's loop, which uses the engine's ``scaler``.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def scale(engine: Any, because: str, *, drives: bool = True) -> None:
     """Make an engine's ``ScaledTraining``, unless the engine only runs forward passes.
 
     Raises:
-        UnsupportedPrecisionError: FSDP gathers the parameters in another dtype than float16.
+        UnsupportedPrecisionError: the engine gathers the parameters in another dtype than float16.
     """
     found = policy_of(engine.module) if drives else torch.float16
     if found not in (None, torch.float16):
@@ -148,7 +148,7 @@ def scale_loss(call: Call, loss_function: Any, forward_only: Any = False) -> Any
     relies_on=("isfinite", "optimizer"),
 )
 def step(call: Call) -> Any:
-    """Unscale before verl clips, step with the scaler, return NaN as a skipped step's norm."""
+    """Unscale gradients before clipping, step with the scaler, return NaN for a skipped step."""
     training = training_of(call.instance)
     if training is None:
         return call.proceed()
@@ -168,7 +168,7 @@ TURBO_BECAUSE = "its turbo_config gathers parameters in float16, and verl makes 
     **on(TURBO),
 )
 def build_turbo(call: Call) -> Any:
-    """Set a scaler and a float16 autocast on the engine, if Turbo's policy has float16."""
+    """Set a scaler and a float16 autocast on the engine, if FSDP Turbo gathers in float16."""
     engine = call.instance
     module = call.proceed()
     if policy_of(module) is torch.float16:
@@ -210,7 +210,7 @@ def watch_engine(engine: Any) -> None:
     optional=True,
 )
 def audit(call: Call) -> Any:
-    """Audit a VeOmni or Automodel engine's optimizer; torchtitan's adapter audits torchtitan's."""
+    """Audit the optimizer of a VeOmni or Automodel engine, which no other adapter audits."""
     result = call.proceed()
     watch_engine(call.instance)
     return result

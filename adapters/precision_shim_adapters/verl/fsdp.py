@@ -1,10 +1,10 @@
-"""Replace the loss scaler of verl on FSDP in fp16, and read verl's FSDP configs.
+"""Replace verl's loss scaler on FSDP in fp16, and read verl's FSDP configs.
 
-verl 0.8 and later make a grad scaler in ``FSDPEngine._build_fsdp_module``; verl 0.7 and before make
-it in the legacy actor. The shim replaces verl's scaler by a ``LossScaler`` with verl's own values.
-The FSDP engine and the legacy critic of 0.7.1 train fp16 parameters without a scaler, so the shim
-scales their loss when verl computes it, and unscales the gradients before verl clips them. If a
-grad norm is not finite, verl itself skips the step.
+verl 0.8 and later make a grad scaler in ``FSDPEngine._build_fsdp_module``. Up to verl 0.7, the
+legacy actor makes the grad scaler. The shim replaces verl's scaler by a ``LossScaler`` with the
+settings of verl's scaler. The FSDP engine and the legacy critic of 0.7.1 train fp16 parameters
+without a scaler. If verl has no scaler, the shim itself scales the loss, and unscales the gradients
+before verl clips them. If a grad norm is not finite, verl itself skips the step.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ _OWN = "verl's own scaler, counted and kept with the checkpoints"
 
 
 def no_legacy_workers(symbol: Symbol, settings: Any) -> str | None:
-    """Return a remark for verl 0.8 and later, which has engines only."""
+    """Return a remark for verl 0.8 and later, which has no legacy workers."""
     critic = look(f"{CRITIC}.update_critic")
     return None if critic.found else "this version has no legacy FSDP workers"
 
 
 def group_of(asked: object = None) -> str:
-    """The group of the seams at the workers that train a PPO job's models.
+    """The group of the seams on the workers that train a PPO job's models.
 
     Args:
         asked: the job's ``trainer.use_legacy_worker_impl``; ``None`` if the config lacks it.
@@ -171,7 +171,7 @@ def build_critic(call: Call) -> Any:
 
 
 def _instead_of(own: Any, owner: Any) -> None:
-    if type(own) is ShardedGradScaler:  # a subclass of the scaler is the user's choice
+    if type(own) is ShardedGradScaler:  # a subclass of ShardedGradScaler is the user's choice
         make(owner, own, _OWN)
 
 
@@ -226,7 +226,7 @@ def training_of(owner: Any) -> ScaledTraining | None:
 def keep_at_optimizer(worker: Any) -> None:
     """Store a legacy worker's ``ScaledTraining`` on its optimizer, for the checkpoint manager."""
     training = training_of(worker)
-    if training is not None:  # the checkpoint manager has only the optimizer
+    if training is not None:  # the checkpoint manager has the optimizer, not the worker
         training.keep(optimizer_of(worker))
 
 
@@ -263,7 +263,7 @@ def mixed_dtypes(config: Any, section: str = "fsdp_config") -> dict[str, torch.d
 
     Args:
         config: an engine's config.
-        section: the key of ``config`` in the job's config, for messages.
+        section: the key of this section in the job's config, for error messages.
 
     Raises:
         DtypeError: verl does not accept a dtype name; verl's own error would not name the key.
@@ -308,7 +308,7 @@ def of_legacy_actor(config: Any, mixed: torch.dtype, section: str = "fsdp_config
     Args:
         config: the actor's ``fsdp_config``.
         mixed: ``mixed_precision.param_dtype``, or its default.
-        section: the key of ``config`` in the job's config, for messages.
+        section: the key of this section in the job's config, for error messages.
 
     Raises:
         DtypeError: verl does not accept the name in ``dtype``.

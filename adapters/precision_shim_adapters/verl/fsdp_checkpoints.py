@@ -3,10 +3,10 @@
 For an engine, the seams wrap the engine's methods, since the engine has the scaler. For legacy
 workers, the seams wrap the checkpoint manager, which has the optimizer.
 
-The shim writes the scaler's state after verl's own files and binds the state to these files,
+The shim writes the scaler's state after verl's own files, with fingerprints of verl's files,
 because verl overwrites its files in place, one after the other. If a job is killed between verl's
-last file and the shim's file, the scaler's state is lost, and a resume warns; the older checkpoint,
-which verl has already removed, is lost as well.
+last file and the shim's file, the scaler's state is lost, and a resume warns. The previous
+checkpoint is lost as well, because verl has already removed it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NAMES = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
 
 
 def native_checkpoint(symbol: Symbol, settings: Any) -> str | None:
-    """Return a remark if verl's manager mentions a scaler; no version does yet."""
+    """Return a remark if verl's checkpoint manager has a scaler; no version has one yet."""
     manager = look(f"{_MANAGER}.save_checkpoint")
     return "verl keeps the scaler in its checkpoints" if "scaler" in manager.names else None
 
@@ -83,7 +83,6 @@ def load(call: Call, local_path: Any, del_local_after_load: Any = False) -> Any:
 
 
 def _find_manager(instance: Any) -> tuple[Any, ScaledTraining | None]:
-    """The checkpoint manager, and the ``ScaledTraining`` whose scaler its checkpoints need."""
     manager = getattr(instance, "checkpoint_manager", None)
     if manager is not None:
         return manager, training_of(instance)
@@ -91,7 +90,7 @@ def _find_manager(instance: Any) -> tuple[Any, ScaledTraining | None]:
 
 
 def _files(manager: Any, path: str, loaded: Any = ()) -> Files:
-    """This rank's files; of a remote checkpoint, the local copies that verl has just loaded."""
+    """This rank's checkpoint files; for a remote checkpoint, the local copies that verl loaded."""
     from verl.utils.fs import copy_to_local, is_non_local
 
     remote = is_non_local(path)
@@ -117,7 +116,7 @@ def _goes_with(manager: Any, path: Any, training: ScaledTraining, contents: Any)
 
 @contextlib.contextmanager
 def _near(path: str, delete: bool) -> Any:
-    """The checkpoint's directory; on rank 0 of a remote checkpoint, a local copy's directory."""
+    """Yield the checkpoint's directory; if it is remote, on rank 0 the local copy's directory."""
     from verl.utils.fs import copy_to_local, is_non_local
 
     if not is_non_local(path) or (dist.is_initialized() and dist.get_rank() != 0):
@@ -126,7 +125,7 @@ def _near(path: str, delete: bool) -> Any:
     copied = None
     try:
         copied = copy_to_local(os.path.join(path, FILE_NAME), always_recopy=True)
-    except Exception as error:  # the other ranks would wait for rank 0
+    except Exception as error:  # an error raised here would leave the other ranks waiting
         warn(f"{versioned('verl')}: {path}/{FILE_NAME} cannot be copied: {error!r}")
     yield path if copied is None else os.path.dirname(copied)
     if copied is not None and delete:

@@ -49,7 +49,7 @@ def scale_engine_loss(call: Call, loss_function: Any, forward_only: Any) -> Any:
 )
 def update_policy(call: Call) -> Any:
     """Add the scaler's metrics to the result of an update of 0.7.1's actor."""
-    keep_at_optimizer(call.instance)  # for an actor made before install()
+    keep_at_optimizer(call.instance)  # the actor may have been made before install()
     result = call.proceed()
     training = training_of(call.instance)
     result.update(training.metrics("actor/") if training is not None else {})
@@ -63,7 +63,7 @@ def update_policy(call: Call) -> Any:
     **ON_LEGACY,
 )
 def update_critic(call: Call) -> Any:
-    """Make the critic's ``ScaledTraining`` current for ``scale_value_loss``; add its metrics."""
+    """Make the critic's ``ScaledTraining`` current for ``scale_value_loss``; add scaler metrics."""
     training = training_of(call.instance)
     if training is None or not training.drives:
         return call.proceed()
@@ -109,7 +109,7 @@ def scale_value_loss(call: Call) -> Any:
     **ON_LEGACY,
 )
 def step(call: Call) -> Any:
-    """Return NaN as the norm of a skipped step; unscale and step if verl has no scaler.
+    """Return NaN as a skipped step's grad norm; unscale and step if verl has no scaler.
 
     For a skipped step verl itself returns the gradients' norm, which may be inf or NaN.
     """

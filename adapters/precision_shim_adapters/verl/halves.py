@@ -45,7 +45,7 @@ def tell_asked(rollout: Any) -> None:
     """Record the configured dtype of a worker's rollout, for the audit.
 
     Args:
-        rollout: the section ``actor_rollout_ref.rollout``, as the worker has it.
+        rollout: the section ``actor_rollout_ref.rollout`` of the worker's config.
     """
     try:
         name, key = sides.asked_dtype(rollout, sides.ROLLOUT)
@@ -126,7 +126,7 @@ def _rounds_to(sender: Any) -> torch.dtype | None:
     optional=True,
 )
 async def look_at_legacy_stream(call: Call, weights: Any) -> Any:
-    """Replace a legacy worker's weights by a generator that also passes each to the audit."""
+    """Wrap a legacy worker's weights in a generator that also passes each weight to the audit."""
     if _legacy:
         seen = sending.observe(weights, "verl", "actor")
         if seen is not weights:
@@ -135,7 +135,7 @@ async def look_at_legacy_stream(call: Call, weights: Any) -> Any:
 
 
 def know_legacy_rollout(worker: Any) -> None:
-    """Do the same as ``know_rollout`` for 0.7.1's legacy workers.
+    """Store the rollout dtype of a legacy worker of verl 0.7.1, for the audit.
 
     Args:
         worker: an ``ActorRolloutRefWorker`` with an actor and a rollout.
@@ -149,7 +149,7 @@ def know_legacy_rollout(worker: Any) -> None:
     f"{_SERVER}.run_server",
     FEATURE,
     group=HELD,
-    only_if=(f"{_SERVER}.run_server",),  # before 0.7 a base class has this method
+    only_if=(f"{_SERVER}.run_server",),  # before verl 0.7 a base class has run_server
     why="has made vLLM's engine when it ends",
     delete_when=_DELETE,
     relies_on=("engine", "AsyncLLM"),
@@ -166,7 +166,7 @@ async def ask_new_server(call: Call) -> Any:
     f"{_SERVER}.collective_rpc",
     FEATURE,
     group=HELD,
-    only_if=(f"{_SERVER}.run_server",),  # before 0.7 a base class has this method
+    only_if=(f"{_SERVER}.run_server",),  # before verl 0.7 a base class has run_server
     why="each weight sync begins with this call, which returns when the engine has the weights",
     delete_when=_DELETE,
     relies_on=("engine", "method"),
@@ -190,7 +190,7 @@ async def _ask(server: Any, sync: int = 0) -> None:
     f"{_SGLANG}.launch_server",
     FEATURE,
     group=HELD_SGLANG,
-    only_if=(_IF_SGLANG,),  # before 0.7 a server gets no call when a sync ends
+    only_if=(_IF_SGLANG,),  # before 0.7 verl calls no server when a weight sync ends
     why="has made SGLang's processes when it ends",
     delete_when=_DELETE,
     relies_on=("node_rank", "tokenizer_manager"),
@@ -221,7 +221,7 @@ async def ask_sglang_after_sync(call: Call) -> Any:
 
 
 async def _ask_sglang(server: Any, sync: int = 0) -> None:
-    if server.node_rank == 0 and sending.is_wanted():  # the other nodes have no tokenizer manager
+    if server.node_rank == 0 and sending.is_wanted():  # only node 0 has a tokenizer manager
         await audit_manager(server.tokenizer_manager, _whose(), sync)
 
 

@@ -1,7 +1,7 @@
 """verl: compute the LM head in fp32 in actor, reference model and rollout.
 
-The key for actor and reference model is in ``override_config`` of their model, which verl copies
-into the model's HF config. The key for the rollout is in ``engine_kwargs``.
+The LM head's key for actor and reference model is in ``override_config``, which verl copies into
+the model's HF config. The LM head's key for the rollout is in ``engine_kwargs``.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def read_heads(config: Mapping[str, Any], in_force: InForce) -> list[Head]:
         f"{ROLLOUT}.{quantised}" if quantised else "",
     )
     if backend == "sglang" and _adapts_in_sglang(model):
-        # SGLang's head with LoRA multiplies before SGLang looks at enable_fp32_lm_head.
+        # With LoRA, SGLang's LM head multiplies before SGLang reads enable_fp32_lm_head.
         refusal = "SGLang puts a LoRA adapter on its LM head, which then computes in 16 bits"
         remedy = f"Name the modules in {MODEL}.target_modules, or write {MODEL}.lora.merge=True"
         head = Head("rollout", head.key, refusal=refusal, remedy=remedy)
@@ -76,7 +76,7 @@ def read_heads(config: Mapping[str, Any], in_force: InForce) -> list[Head]:
 
 
 def _adapts_in_sglang(model: Mapping[str, Any]) -> bool:
-    """Whether verl gives SGLang a LoRA adapter on its LM head, as for ``all-linear``."""
+    """Whether SGLang's LM head has a LoRA adapter, as with the target ``all-linear``."""
     lora = model.get("lora") or {}
     if not (model.get("lora_rank") or lora.get("rank")) or lora.get("merge"):
         return False
@@ -85,7 +85,7 @@ def _adapts_in_sglang(model: Mapping[str, Any]) -> bool:
 
 
 def _overrides(model: Mapping[str, Any], *, nested: bool) -> tuple[str, object]:
-    """The overrides of the HF config and their key; 0.7.1's Megatron workers read a part."""
+    """Key and values of the HF config's overrides; 0.7.1's Megatron workers read only a part."""
     place, overrides = f"{MODEL}.override_config", model.get("override_config") or {}
     if nested or "model_config" in overrides:
         return f"{place}.model_config", overrides.get("model_config")
@@ -151,7 +151,7 @@ def build_chunks(call: Call) -> Any:
     """Make the Megatron engine's language model compute its LM head in fp32.
 
     Raises:
-        UnsupportedPrecisionError: Megatron's output layer cannot compute in fp32.
+        UnsupportedPrecisionError: the output layer of Megatron cannot compute in fp32.
     """
     chunks, config = call.proceed(), call.instance.model_config
     if not _is_critic(call) and _take_mark(config.override_config, config.hf_config):
@@ -192,7 +192,7 @@ def build_legacy_chunks(call: Call, override_model_config: Any) -> Any:
     """Make a legacy Megatron worker's model compute its LM head in fp32.
 
     Raises:
-        UnsupportedPrecisionError: Megatron's output layer cannot compute in fp32.
+        UnsupportedPrecisionError: the output layer of Megatron cannot compute in fp32.
     """
     built = call.proceed()
     if _take_mark(override_model_config, call.instance.hf_config):

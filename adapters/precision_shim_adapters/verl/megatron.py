@@ -62,7 +62,7 @@ def native_fields(symbol: Symbol, settings: Settings) -> str | None:
 
 
 def native_bucket(symbol: Symbol, settings: Settings) -> str | None:
-    """Describe how verl 0.9 itself sets the bucket's dtype, which differs in 0.9.0 and 0.9.1."""
+    """Describe how verl 0.9 itself sets the bucket's dtype; 0.9.0 and 0.9.1 set it differently."""
     if "use_low_precision_main_grads" in symbol.names:
         return (
             "verl aligns the bucket with the fields of its optimizer config; it ignores "
@@ -95,9 +95,9 @@ def has_fields() -> bool:
 def _opt_in(optim_config: Any, fields: bool) -> dict[str, Any]:
     """The config's values of verl 0.9's fields for the states' dtypes, with dtype names coerced.
 
-    A verl without fields for the states' dtypes adds none of them to the config, so the user wrote
-    every one that the config has. A verl with fields for the states' dtypes adds ``False`` by
-    default, so ``False`` does not count as the user's choice.
+    Before 0.9, verl adds no field for the states' dtypes to the config, so the user wrote every
+    such field in the config. From 0.9, the default of ``use_precision_aware_optimizer`` is
+    ``False``, so ``False`` does not count as the user's choice.
     """
     values = {key: _read(optim_config, key) for key in PRECISION_AWARE_FIELDS}
     if fields and not values[PRECISION_AWARE]:
@@ -130,7 +130,7 @@ def read_wishes(
         auto="as-configured" if fields else "guarded",
         native={
             torch.float16: ROWS[torch.float16]
-        },  # verl's fp16 branch sets the fields of this row
+        },  # verl's fp16 branch sets the fields of the table's fp16 row
         opt_in=_opt_in(optim_config, fields),
         reads_opt_in=fields,
         optimizer=str(_read(optim_config, "optimizer", "adam")),
@@ -232,7 +232,7 @@ def configure(
     bf16: Any = True,
     use_distributed_optimizer: Any = True,
 ) -> Any:
-    """Make verl's OptimizerConfig follow the model's dtype; accept ``bf16=`` in every version.
+    """Fit verl's OptimizerConfig to the model's dtype; accept ``bf16=`` in every verl version.
 
     verl calls ``init_megatron_optim_config`` for each trained model, after the DDP is built.
     """
@@ -375,7 +375,7 @@ def legacy_build(call: Call, optim_config: Any, override_ddp_config: Any) -> Any
     delete_when="make_megatron_module aligns the bucket itself",
 )
 def direct_build(call: Call, override_ddp_config: Any) -> Any:
-    """Record a ``Build`` for a direct caller; an engine's ``Build`` in progress stays current."""
+    """Record a ``Build`` for callers outside verl's engines; keep an engine's current ``Build``."""
     with building("verl", lambda: read_wishes(None, override_ddp_config)):
         return call.proceed()
 

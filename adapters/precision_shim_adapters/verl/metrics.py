@@ -1,7 +1,7 @@
 """Add loss scale and skipped steps in fp16, and the share of lost updates, to verl's metrics.
 
-The seams in this module serve every engine of verl. The legacy workers of 0.7.1 have their own
-dicts of metrics, to which the seams at the workers' steps add the values.
+The seams in this module apply to every engine of verl. The legacy workers of 0.7.1 have their own
+dicts of metrics; the seams on the workers' steps add the values to these dicts.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def report(call: Call) -> Any:
     """Add the loss scaler's metrics next to the grad norm, after each batch of a training worker.
 
     The shim adds the scaler's metrics only after the batch, because verl would gather earlier
-    metrics over the data-parallel ranks. Gathering makes a number a list, and ``train_mini_batch``
-    fails on a list.
+    metrics over the data-parallel ranks. Gathering turns a number into a list, and
+    ``train_mini_batch`` fails on a list.
     """
     result = call.proceed()
     _add(result, of_engine(call.instance.engine))

@@ -83,7 +83,7 @@ def plan_job(job: Job) -> Request:
 
 
 def _read_by_ppo(config: Mapping[str, Any]) -> list[str]:
-    """Keys that a PPO job certainly reads; of a section, which verl makes an object of, all."""
+    """Keys that a PPO job certainly reads; a section's key means all keys in the section."""
     trainer = ("trainer.n_gpus_per_node", "trainer.nnodes")
     models = [f"{_SHARED}.actor", f"{_SHARED}.model"]
     if _has_reference(config):
@@ -96,7 +96,7 @@ def _read_by_ppo(config: Mapping[str, Any]) -> list[str]:
 def _tell_missing(
     config: Mapping[str, Any], missing: Sequence[str], problems: Sequence[Problem]
 ) -> list[str]:
-    """The note about keys with ``???``, without those that are problems or of a part unused."""
+    """Make the note about keys with ``???``, except keys with a problem or in an unused section."""
     told = {problem.key for problem in problems}
     reward = _of(_of(config, "reward"), "reward.reward_model")
     unused: tuple[str, ...] = () if _has_critic(config) else ("critic.",)
@@ -146,7 +146,7 @@ def _gpus(config: Mapping[str, Any]) -> int:
     trainer = _of(config, "trainer")
     for key in ("n_gpus_per_node", "nnodes"):
         value = trainer.get(key)
-        if isinstance(value, str):  # verl multiplies both, and Python would repeat a string
+        if isinstance(value, str):  # a product with a string would repeat the string
             raise PlanError(
                 f"{_where()}, trainer.{key}={value!r}: a text, expected a number. Write it without "
                 "quotes; of a variable: '${oc.decode:${oc.env:NAME}}' with its quotes."
@@ -185,8 +185,8 @@ class _Place:
 class _Section:
     """One model's sections of the config; a model without an optimizer is not trained.
 
-    ``sequence`` is the size of Ulysses' sequence parallelism, if the role's section has this size
-    instead of the engine's section.
+    ``sequence`` is the size of Ulysses' sequence parallelism in the role's section; newer configs
+    have Ulysses' size in the engine's section.
     """
 
     at: _Place
@@ -346,8 +346,8 @@ def _on_megatron(section: _Section, model: Model, value: bool) -> Plannable:
 def _bucket(section: _Section, wishes: Wishes) -> bool:
     """verl's value of ``grad_reduce_in_fp32`` if the user wrote none.
 
-    verl's ``get_model`` and mbridge write True; Megatron-Bridge's default is False. In 0.9 and
-    later the engine derives the value from its optimizer's fields.
+    verl's ``get_model`` and mbridge write True; Megatron-Bridge's default is False. In verl 0.9 and
+    later, the engine derives ``grad_reduce_in_fp32`` from the optimizer's fields.
     """
     aware = bool(wishes.opt_in.get(PRECISION_AWARE))
     low = wishes.opt_in.get("main_grads_dtype", torch.float32) is not torch.float32

@@ -1,4 +1,4 @@
-"""Read for a plan the dtypes in which verl's engines other than Megatron store and compute."""
+"""For a plan, read the dtypes in which verl's engines other than Megatron store and compute."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def read_sharded(
         strategy: verl's name of the engine.
         engine: the engine's section.
         key: the config's key of the engine's section.
-        group: the group of the workers, if the engine is FSDP.
+        group: the group of the seams on the workers, if the engine is FSDP.
         subject: the model's name, such as ``"actor"``.
         trains: whether the model has an optimizer.
 

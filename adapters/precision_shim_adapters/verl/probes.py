@@ -27,7 +27,6 @@ _OPT_IN = {
 
 
 def _optimizer_config(fields: dict[str, Any] | None = None, **flags: bool) -> Any:
-    """Megatron's OptimizerConfig as verl makes it from verl's optimizer config."""
     from omegaconf import OmegaConf
     from verl.utils.megatron.optimizer import init_megatron_optim_config
 
@@ -109,7 +108,7 @@ def opt_in() -> Answer:
     needs=(_ENGINE,),
 )
 def alignment() -> Answer:
-    """The shim aligns, at the DDP, the buckets that verl does not align."""
+    """When verl builds a DDP, the shim aligns the buckets that verl itself does not align."""
     from omegaconf import OmegaConf
     from verl.workers.engine.megatron.transformer_impl import MegatronEngine
 
@@ -178,7 +177,7 @@ class _Calls:
     needs=(_FSDP,),
 )
 def fsdp_step() -> Answer:
-    """In 0.8 verl's loop uses the shim's scaler; 0.7 itself skips steps with an infinite norm."""
+    """The loop of verl 0.8 uses the shim's scaler; verl 0.7 skips steps with an infinite norm."""
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
     scales = "scaler" in look(f"{_FSDP}:FSDPEngine.optimizer_step").names

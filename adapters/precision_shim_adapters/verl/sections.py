@@ -34,7 +34,7 @@ def unknown(
         section: a section with hydra's ``_target_``; without ``_target_``, any key is allowed.
         key: the config's key of the section; may be empty.
         subject: the model's name, such as ``"actor"``.
-        dispatches: whether ``bf16-dispatch`` is in force, which adds fields to older versions.
+        dispatches: whether ``bf16-dispatch``, which adds fields to older versions, is in force.
     """
     name = str(section.get("_target_", "")).rpartition(".")[2]
     known = set(_fields(name))
@@ -58,7 +58,7 @@ def missing(keys: Iterable[str], read: Sequence[str]) -> Iterator[Problem]:
 
     Args:
         keys: the keys with ``???``.
-        read: keys that verl reads, and sections of which it reads every key.
+        read: keys that verl reads, and sections of which verl reads every key.
     """
     for key in keys:
         if any(f"{key}.".startswith(f"{place}.") for place in read):
@@ -79,7 +79,7 @@ def _fields(name: str) -> tuple[str, ...]:
 
 
 def of_torch_optimizer(optim: Mapping[str, Any], key: str, subject: str) -> Iterator[Problem]:
-    """List problems of an optimizer's name or further arguments that torch would refuse."""
+    """List problems with an optimizer's name or arguments, which torch would refuse."""
     place = str(optim.get("optimizer_impl") or "torch.optim")
     name = str(optim.get("optimizer") or "AdamW")
     if place != "torch.optim":
@@ -97,7 +97,7 @@ def of_megatron(
     Args:
         engine: the engine's section.
         optim: the optimizer's section; empty for a model that is not trained.
-        keys: the config's keys of the engine's and the optimizer's section.
+        keys: the config keys of the engine's section and of the optimizer's section.
         subject: the model's name, such as ``"actor"``.
     """
     allowed = ("bfloat16", "float16")

@@ -76,10 +76,10 @@ def read_sides(config: Mapping[str, Any], written: Written) -> Sides | None:
 
     Args:
         config: the job's config as plain data.
-        written: returns whether the user wrote a key.
+        written: a function that returns whether the user wrote a key.
 
     Raises:
-        DtypeError: a key names no dtype.
+        DtypeError: a key's value is no dtype name.
     """
     shared = _section(config, "actor_rollout_ref")
     actor, rollout = _section(shared, "actor"), _section(shared, "rollout")
@@ -109,7 +109,7 @@ def check_names(config: Mapping[str, Any]) -> None:
     """Check the dtype names of reward models, whose dtype is not compared with the trainer's.
 
     Raises:
-        DtypeError: a key names no dtype.
+        DtypeError: a key's value is no dtype name.
     """
     model = _section(_section(config, "reward"), "reward_model")
     for section, place in (
@@ -214,14 +214,14 @@ def asked_dtype(section: Mapping[str, Any], place: str) -> tuple[str, str]:
         place: the section's key in the job's config.
 
     Raises:
-        DtypeError: the value is no dtype that an engine computes in.
+        DtypeError: the value is no dtype in which an engine computes.
     """
     name = str(section.get("name") or "")
     inner, key = _section(_section(section, "engine_kwargs"), name), f"{place}.dtype"
     value = section.get("dtype", "bfloat16")
     if inner.get("dtype") is not None:  # ``engine_kwargs`` override the section's dtype
         value, key = inner["dtype"], f"{place}.engine_kwargs.{name}.dtype"
-    # verl does not pass None to the engine, and the engine then chooses its dtype itself.
+    # If the dtype is None, verl passes no dtype, and the engine chooses its dtype itself.
     return AUTO if value is None else engine_name(value, key, versioned("verl")), key
 
 
@@ -229,10 +229,10 @@ def rollout_dtype(shared: Any) -> str:
     """Canonical name of the dtype in which a worker's rollout computes; ``"auto"`` if unknown.
 
     Args:
-        shared: the job's ``actor_rollout_ref``, as the worker has it.
+        shared: the section ``actor_rollout_ref`` of the worker's config.
 
     Raises:
-        DtypeError: the rollout's dtype is no dtype that an engine computes in.
+        DtypeError: no engine computes in the rollout's dtype.
     """
     section, path = shared.rollout, str(getattr(shared.model, "path", "") or "")
     engine = _of_rollout(section, "rollout", ROLLOUT, lambda key: True)
@@ -257,7 +257,7 @@ def _teachers(config: Mapping[str, Any], written: Written) -> Iterator[Engine]:
     if not distillation.get("enabled"):
         return
     teachers = dict(_section(distillation, "teacher_models"))
-    if len(teachers) > 1:  # verl ignores its default teacher if there are others
+    if len(teachers) > 1:  # verl ignores its default teacher if there are other teachers
         teachers.pop("teacher_model", None)
     for name, teacher in teachers.items():
         inference = _section(teacher, "inference") if isinstance(teacher, Mapping) else {}

@@ -1,12 +1,12 @@
 """Send verl's weights to the rollout engine in the engine's dtype, rounded once.
 
-Two of verl's engines round every weight to bf16 on the way to the rollout, regardless of
-``actor_rollout_ref.rollout.dtype``: the torchtitan engine, and the FSDP engine (since 0.9 only for
-merged LoRA). In the torchtitan and FSDP engines, ``get_per_tensor_param`` returns the weights as a
-generator that has not started. The shim reads which tensors verl's generator would gather, and
-returns its own generator, which gathers the same tensors in the same order and rounds them to the
-rollout's dtype. The shim does not start verl's generator, since its run would be a collective
-operation. For a bf16 rollout the shim returns verl's generator itself.
+verl's torchtitan engine and verl's FSDP engine (since 0.9 only for merged LoRA) round every weight
+to bf16, regardless of ``actor_rollout_ref.rollout.dtype``. In the torchtitan and FSDP engines,
+``get_per_tensor_param`` returns the weights as a generator that has not started. The shim reads
+which tensors verl's generator would gather. The shim returns its own generator, which gathers the
+same tensors in the same order and rounds them to the rollout's dtype. The shim does not start
+verl's generator, which would run collective operations. For a bf16 rollout the shim returns verl's
+generator unchanged.
 
 verl does not cast the weights of the Megatron, VeOmni and Automodel engines, of 0.7.1's legacy
 workers, or of the FSDP engine in 0.9 and later without merged LoRA. With the delta checkpoint
@@ -71,7 +71,7 @@ def announce(call: Call) -> Any:
     """Store the rollout's dtype for the engine whose weights the worker will send.
 
     Raises:
-        DtypeError: the rollout's dtype is no dtype that an engine computes in.
+        DtypeError: no engine computes in the rollout's dtype.
     """
     worker = call.instance
     if "actor" not in worker.role:
@@ -86,7 +86,7 @@ def announce(call: Call) -> Any:
 
 
 def _tell_meter(engine: Any, *before: str) -> None:
-    """Pass the dtypes that weights are rounded to, ``before`` and the rollout's, to the meter."""
+    """Pass the dtypes to which weights are rounded, ``before`` and the rollout's, to the meter."""
     lora = getattr(getattr(engine, "model_config", None), "lora", None) or {}
     merged = bool(lora.get("merge"))
     if merged and not hasattr(engine, "_merged_lora_per_tensor_param"):
@@ -164,7 +164,6 @@ def _to_mend(engine: Any, stream: Any) -> bool:
 
 
 def _rounds(stream: Any) -> bool:
-    """Whether a stream is a generator that has not started and names bf16 in its code."""
     return (
         isinstance(stream, GeneratorType)
         and _BF16 in stream.gi_code.co_names
@@ -272,7 +271,7 @@ def checkpoint_engine(call: Call) -> Any:
     """Set the rollout's dtype on a checkpoint engine that rounds weights, unless the user set one.
 
     Raises:
-        DtypeError: a rollout dtype is no dtype that an engine computes in.
+        DtypeError: no engine computes in the rollout's dtype or in the user's ``rollout_dtype``.
         UnsupportedPrecisionError: the delta checkpoint engine cannot send the rollout's dtype to
             vLLM; in strict mode also to SGLang, which accepts the weights rounded to bf16.
     """
@@ -342,7 +341,7 @@ def refuses_delta(rollout: Any, strategy: str) -> tuple[str, bool]:
         The message, and whether the job cannot run at all.
 
     Raises:
-        DtypeError: the rollout's dtype is no dtype that an engine computes in.
+        DtypeError: no engine computes in the rollout's dtype.
     """
     name, key = asked_dtype(rollout, _ROLLOUT)
     engine = rollout.get("name")
@@ -394,7 +393,7 @@ def _give(engine: Any, rollout: Any, rounds: bool) -> str:
 
 
 def is_delta(engine: Any) -> bool:
-    """Whether a checkpoint engine is one of verl's that send only the changed weights."""
+    """Whether a checkpoint engine is a delta engine, which sends only the changed weights."""
     return "Delta" in type(engine).__name__
 
 

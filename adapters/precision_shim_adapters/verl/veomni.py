@@ -27,7 +27,7 @@ def check_fp16(config: Any, section: str = "engine_config") -> None:
 
     Args:
         config: an engine's config.
-        section: the config's key, for messages.
+        section: the key of this section in the job's config, for error messages.
 
     Raises:
         DtypeError: ``mixed_precision`` is off.
