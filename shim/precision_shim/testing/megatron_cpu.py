@@ -157,13 +157,13 @@ def _torch_cuda_answers() -> dict[str, Any]:
 
 @contextmanager
 def cuda_means_cpu() -> Iterator[None]:
-    """Map CUDA device names to the CPU in torch, in this thread, until the exit.
+    """Map CUDA device names to the CPU in torch, in this thread, inside the context.
 
     Inside the context, a device given as ``"cuda"``, ``"cuda:0"``, ``torch.device("cuda")`` or a
     bare number means the CPU in every torch function and in ``Tensor.to``. ``Tensor.cuda()`` and
     ``pin_memory()`` return the tensor itself. ``Tensor.type()`` names floating types as on a GPU,
-    because Megatron's optimizers compare these names. Streams, events, ``synchronize`` and seeds of
-    ``torch.cuda`` do nothing, and ``torch.cuda.current_device()`` is 0.
+    because Megatron's optimizers compare these names. Streams, events, ``synchronize`` and the seed
+    functions of ``torch.cuda`` do nothing, and ``torch.cuda.current_device()`` is 0.
     ``torch.cuda.is_available()`` is unchanged. Can be nested.
 
     The device names are mapped in the calling thread only (a ``TorchFunctionMode``); the
@@ -194,11 +194,11 @@ def _patch(owner: Any, values: dict[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def megatron_on_cpu() -> Iterator[None]:
-    """Let the real Megatron-core build and train models on a CPU, until the exit.
+    """Let the real Megatron-core build and train models on a CPU, inside the context.
 
-    Includes :func:`cuda_means_cpu`. Megatron's tracker of CUDA random numbers only records names,
-    and the tracker's ``fork`` is a null context. Therefore use ``use_cpu_initialization`` and no
-    dropout, like :func:`tiny_gpt`. Compiled functions run uncompiled.
+    Includes :func:`cuda_means_cpu`. Use ``use_cpu_initialization`` and no dropout, like
+    :func:`tiny_gpt`: the ``fork`` of Megatron's tracker of CUDA random numbers is a null context.
+    Compiled functions run uncompiled.
 
     Raises:
         ImportError: megatron-core is not installed.
@@ -239,13 +239,13 @@ def model_parallel(
     """Set up a gloo process group and Megatron's parallel state, and destroy them on exit.
 
     Each of the ``world_size`` processes passes its own ``rank`` and the same ``init_file``, a path
-    that does not exist yet. ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` are set until the exit.
+    that does not exist yet. ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` are set inside the context.
     Seeds torch.
 
     Args:
         world_size: number of processes.
         rank: rank of this process, from 0.
-        init_file: the file of the processes' rendezvous; may be None for one process.
+        init_file: the file through which the processes meet; may be None for one process.
         seed: seed of torch's generator and Megatron's tracker.
         parallel: arguments of ``parallel_state.initialize_model_parallel``, for example
             ``tensor_model_parallel_size=2`` or ``expert_model_parallel_size=2``.
@@ -318,7 +318,7 @@ def tiny_gpt(
         vocab_size: number of tokens.
         max_sequence_length: number of positions.
         num_moe_experts: number of experts; None for a dense model.
-        config: further fields of ``TransformerConfig``, which override all other values.
+        config: further fields of ``TransformerConfig``, which override the other arguments' values.
 
     Returns:
         ``provider(pre_process=True, post_process=True, vp_stage=None, **ignored)``, which returns a

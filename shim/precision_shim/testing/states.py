@@ -189,9 +189,9 @@ class StoredStates(torch.optim.Optimizer):
         """Load groups and states; each state is rounded to the dtype that this optimizer stores.
 
         A state that this optimizer does not store as a remainder is first cast to fp32, **whatever
-        its dtype**. Even an int16 remainder of another optimizer becomes a master of whole numbers,
-        without an error. An fp32 master that this optimizer would store as a remainder raises an
-        AssertionError. TransformerEngine's ``load_state_dict`` behaves in the same way.
+        its dtype**. Without an error, even another optimizer's int16 remainder becomes a master of
+        whole numbers. An fp32 master that this optimizer would store as a remainder raises an
+        AssertionError. TransformerEngine's ``load_state_dict`` does the same.
 
         Args:
             state_dict: the result of :meth:`state_dict`.

@@ -27,8 +27,8 @@ class Copies:
     """A model's properties that determine the rollout engines' copies of its weights.
 
     Attributes:
-        own: for each parameter of each group, the parameter's 16-bit dtype in the model; empty for
-            an fp32 parameter, ``None`` for a parameter that has no copy of a known dtype.
+        own: for each parameter of each group, the parameter's 16-bit dtype in the model. Empty for
+            an fp32 parameter; ``None`` for a parameter that has no copy of a known dtype.
         otherwise: the dtype of an fp32 parameter's copy if the rollout's dtype is not known.
         merged: the sampler of the matrices that LoRA is merged into.
     """
@@ -41,7 +41,7 @@ class Copies:
         """Return the dtypes that a parameter's copy is rounded to; ``None`` without a copy."""
         try:
             own = self.own[group][place]
-        except IndexError:  # a group or a parameter that was added after attach()
+        except IndexError:  # the group or parameter was added after attach()
             return None
         if own is None or (rollout is not None and (rollout.merged or not rollout.dtypes)):
             return None
@@ -52,7 +52,7 @@ class Copies:
 
 
 def named(chain: Chain) -> str:
-    """Return a copy's dtype and the earlier roundings, such as ``"fp16 over bf16"``."""
+    """Return text with a copy's dtype and its earlier roundings, such as ``"fp16 over bf16"``."""
     return " over ".join(name_of(dtype) for dtype in reversed(chain))
 
 
@@ -61,7 +61,7 @@ def copies_of(reading: Reading, stepper: torch.optim.Optimizer, model: Any) -> C
 
     Args:
         reading: the optimizer's reading.
-        stepper: the torch optimizer within the optimizer.
+        stepper: the torch optimizer within the framework's optimizer.
         model: the model's modules, or ``None``.
     """
     by_tensor = {id(parameter.stepped): parameter for parameter in reading.owned}

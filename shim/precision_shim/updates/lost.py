@@ -31,10 +31,10 @@ _SHOWN = 8  # maximum number of parameter groups in a table; Megatron makes up t
 
 @dataclass(frozen=True)
 class Count:
-    """Numbers of the sampled updates and of the lost updates among them.
+    """The number of sampled updates, and the number of lost updates in the sample.
 
     Attributes:
-        dtype: how the numbers are stored, such as ``"bf16"`` or ``"bf16+int16"``.
+        dtype: how the updated numbers are stored, such as ``"bf16"`` or ``"bf16+int16"``.
         updates: number of elements whose update was not zero; for ``exp_avg_sq``, number of
             elements that the update should make smaller.
         lost: number of elements in ``updates`` whose stored value did not change.
@@ -59,7 +59,7 @@ class Group:
         lr: learning rate of the step.
         elements: number of elements that the step updated on this rank; frozen parameters and
             parameters without a gradient do not count.
-        sampled: number of these elements in the sample.
+        sampled: number of updated elements in the sample.
         weights: counts for the stored weights: the master weights if there are any, otherwise the
             parameters.
         exp_avg_sq: counts for the second moment; ``None`` without a second moment.
@@ -83,8 +83,8 @@ class Figures:
         step: number of the step, counted from the attachment of the meter.
         every: number of steps from one measurement to the next.
         groups: the parameter groups whose updates were not all zero.
-        merged: counts for the copies of the matrices that LoRA is merged into, whose updates are
-            the changes of the product of LoRA's factors; ``None`` without merging.
+        merged: counts for the copies of the matrices that LoRA is merged into; ``None`` without
+            merging. A copy's update is the change of the product of LoRA's factors.
     """
 
     step: int
@@ -173,7 +173,7 @@ def _percent(count: Mapping[str, Any]) -> str:
 def findings(
     updates: Mapping[str, Any], part: str, where: str, masters: Collection[str] = ()
 ) -> Iterator[tuple[int, tuple[str, str | None, str | None, str, str, str]]]:
-    """Yield the groups that lost most of their updates, each with the fields of a note.
+    """Yield the groups that lost most of their updates, each with the fields of a warning.
 
     Args:
         updates: the result of ``Figures.to_dict``.

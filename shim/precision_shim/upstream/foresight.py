@@ -16,7 +16,7 @@ __all__ = ["foresee", "inapplicable"]
 
 
 def inapplicable(name: str, seam: SeamStatus) -> str:
-    """Return the message that a refused seam's feature is missing on the seam's path."""
+    """Return the message that a refused seam's feature cannot be applied on the seam's path."""
     where = f" ({seam.path})" if seam.path else ""
     return f"{name}: {seam.feature}{where} cannot be applied: {seam.reason}"
 
@@ -47,7 +47,7 @@ def foresee(
     except PrecisionShimError as error:
         return FrameworkStatus(version, "refused", reason=str(error)), [str(error)]
     tested, reason = judge_version(adapter, version, versions, closely=True)
-    # A refusal that an adapter declares is no problem, because it only refuses calls.
+    # A refusal that an adapter declares is no problem, because such a seam only raises errors.
     broken: dict[tuple[str, str], SeamStatus] = {}
     for seam in seams:
         if seam.state == "refused" and not seam.refusal:

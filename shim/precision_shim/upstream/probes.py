@@ -36,8 +36,8 @@ class Probe:
         name: the probe's name in the output of ``precision-shim doctor``.
         assumes: the assumption, as a sentence.
         rule: ``"module:name"`` of the rule that relies on the assumption.
-        needs: modules of the framework that the probe imports; without them the probe does not run.
-        ask: the test function; if it raises an error, the assumption fails.
+        needs: modules that the probe imports; if one of them is missing, the probe does not run.
+        ask: the test function; an error in the test function means that the assumption is false.
     """
 
     name: str
@@ -105,7 +105,7 @@ def probes_in(module: str) -> tuple[Probe, ...]:
 
 
 def run(one: Probe) -> Outcome:
-    """Run a probe; an exception in the probe gives an outcome with the state ``fails``."""
+    """Run a probe; if the probe raises an exception, the outcome has the state ``fails``."""
     from ..seams._source import find_spec
 
     told = one.name, one.assumes, one.rule
