@@ -21,7 +21,7 @@ def roll_sharded(part: Part, here: Here) -> Outcome:
         return Outcome(FAILS, "it has no weights")
     places = [place for unit in part.units for place in (unit.path, unit.path / "dcp")]
     if part.scaler.state != "none" and any(map(has_states, places)):
-        from .fp16 import FEATURE, resuming  # needs torch, as nothing else here
+        from .fp16 import FEATURE, resuming  # only this import needs torch
 
         if here.in_force("roll", FEATURE, FSDP2):
             found = resuming.foretell_scaler("roll", part, here, shimmed=True)

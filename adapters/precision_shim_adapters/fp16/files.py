@@ -1,4 +1,4 @@
-"""Divide the files of a torch distributed checkpoint among the ranks' loss scaler records."""
+"""Divide the files of a torch distributed checkpoint among the ranks, for loss scaler records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The backend for every framework on Megatron-core; adapters call the functions below.
+"""The backend for every framework on Megatron-core; adapters call its functions.
 
 Write an adapter of a small trainer in these steps:
 
