@@ -1,7 +1,7 @@
 """precision_shim for AReaL: dtype names, dtypes of the optimizer's states, and fp16.
 
 AReaL's MegatronEngine sets the dtypes of the optimizer's states on an OptimizerConfig that is
-already validated. The fields that Megatron derives from the states' dtypes are therefore wrong:
+already validated, so the fields that Megatron derives from these dtypes are wrong. For example,
 with ``adam_bf16`` the optimizer keeps fp32 master weights beside the parameters. AReaL's loss
 scaler settings do not reach Megatron. AReaL's engine itself multiplies its loss by
 ``get_loss_scale()`` and accepts a skipped step.

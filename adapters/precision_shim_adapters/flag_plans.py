@@ -190,8 +190,6 @@ class _Nothing:
 
 
 class _Module(ModuleType):
-    """Stands in for a module of SGLang."""
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)

@@ -79,9 +79,9 @@ def steps_through(function: Callable[..., Any], optimizer: Optimizer) -> Iterato
 def note_skip(optimizer: Optimizer, inner: Sequence[Optimizer], *args: Any, **kwargs: Any) -> None:
     """Produce a step's side effects for a skipped step, without changing parameters or moments.
 
-    The LR schedule advances, and torch must not warn that the scheduler stepped first. A container
-    of optimizers runs its own step, since its step hooks may keep state that no checkpoint has.
-    During the container's step, the inner optimizers' steps do nothing.
+    The LR schedule advances, and torch must not warn that the scheduler stepped before the
+    optimizer. A container of optimizers runs its own step, since its step hooks may keep state that
+    no checkpoint has. During the container's step, the inner optimizers' steps do nothing.
 
     Args:
         optimizer: the optimizer whose step was skipped.

@@ -32,12 +32,12 @@ _current: ContextVar[ScaledTraining | None] = ContextVar("precision_shim_trainin
 
 
 class ScaledTraining:
-    """The scaled training of one model whose framework has a torch optimizer.
+    """Training with loss scaling of one model that has a torch optimizer.
 
     When the framework makes the optimizer, an adapter calls ``make`` and ``keep``. When the
     framework computes the loss, the adapter calls ``attach`` or ``scaled``. A function that clips
-    and steps once runs within ``one_step``. A loop runs within ``several_steps``, with
-    ``before_clipping`` before each clipping. For the framework's metrics, the adapter calls
+    and steps once runs within ``one_step``. A loop of steps runs within ``several_steps``, and
+    calls ``before_clipping`` before each clipping. For the framework's metrics, the adapter calls
     ``norm`` and ``metrics``. At checkpoints, the adapter calls ``save`` and ``restore``, or
     ``record`` and ``restore_record``.
 
@@ -297,8 +297,8 @@ class ScaledTraining:
         """Write the scaler's state beside a framework's checkpoint; every rank must call ``save``.
 
         Call ``save`` after the framework wrote its own files. If the scaler's file cannot be
-        written, strict mode raises an error. Otherwise the shim only warns, since the framework's
-        checkpoint is complete, and a later resume warns of the missing file.
+        written, strict mode raises an error, and other modes only warn, since the framework's
+        checkpoint is complete. A later resume also warns of the missing file.
 
         Args:
             directory: the checkpoint's directory.

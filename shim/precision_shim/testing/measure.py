@@ -1,6 +1,6 @@
 """Count the bytes of a training process's live tensors.
 
-The counts equal the counts of ``precision_shim.audit``, summed over all optimizers; no count is
+The counts, summed over all optimizers, equal those of ``precision_shim.audit``. No count is
 computed from a config. The total over all parts is the allocated memory: a storage that two parts
 share is counted once, for the first part in the order of ``COMPONENTS``.
 """
@@ -26,9 +26,9 @@ class Part:
         nbytes: bytes of the storages, padding included.
         elements: number of elements that belong to parameters, padding excluded.
         bytes_per_parameter: bytes of the elements, without padding, divided by a number of
-            parameters; 0.0 if that number is 0. For ``params``, ``frozen`` and ``grad_buckets`` the
-            divisor is the number of trainable parameters of this rank's model. For other kinds the
-            divisor is the number of parameters that this rank's optimizer owns.
+            parameters; 0.0 if that number is 0. Bytes of ``params``, ``frozen`` and
+            ``grad_buckets`` are divided by the number of trainable parameters of this rank's model,
+            and bytes of other kinds by the number of parameters that this rank's optimizer owns.
         dtypes: names of the dtypes, sorted, such as ``("bfloat16",)``.
         sharded: whether each rank of the data-parallel group stores only a shard.
     """
@@ -45,7 +45,7 @@ class MeasuredBytes:
     """The result of :func:`measure_bytes` on this rank.
 
     Attributes:
-        params: trainable parameters of the model (replicated over data parallelism).
+        params: trainable parameters of the model (replicated on all data-parallel ranks).
         frozen: parameters without gradient (replicated).
         grad_buckets: gradient buckets of Megatron's DDP (replicated).
         grad_copies: gradients outside the buckets (sharded if the optimizer is sharded): the fp32
@@ -121,10 +121,10 @@ def measure_bytes(model_chunks: Any, optimizer: Any) -> MeasuredBytes:
 
     On megatron-core 0.16.1 with data-parallel size 1, a bf16 model has 18 bytes per parameter with
     Megatron's defaults (measured 2026-11). With bf16 main gradients, bf16 moments and int16
-    remainders, a bf16 model has 10 bytes per parameter; without the remainders, 12.
+    remainders, a bf16 model has 10 bytes per parameter, or 12 without the remainders.
 
     Args:
-        model_chunks: a module or a list of modules, as ``get_megatron_optimizer`` accepts.
+        model_chunks: a module or a list of modules (``get_megatron_optimizer`` accepts the same).
         optimizer: the optimizer of ``model_chunks``; None to count the model only.
 
     Returns:

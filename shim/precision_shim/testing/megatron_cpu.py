@@ -2,10 +2,10 @@
 
 Megatron-core names the device ``"cuda"`` in a hundred places but needs few features of CUDA. If the
 name ``"cuda"`` is mapped to the CPU, Megatron's real ``DistributedDataParallel`` and
-``DistributedOptimizer`` train a small GPT on a CPU, in one process or in several over gloo. The
-harness works with megatron-core 0.15.3 to 0.19.0 (2026-11).
+``DistributedOptimizer`` train a small GPT on a CPU, in one process or in several processes over
+gloo. The harness works with megatron-core 0.15.3 to 0.19.0 (2026-11).
 
-* :func:`megatron_on_cpu` is the whole harness, :func:`cuda_means_cpu` its torch-only part.
+* :func:`megatron_on_cpu` is the whole harness; :func:`cuda_means_cpu` is its torch-only part.
 * :func:`model_parallel` starts and stops the process group and Megatron's parallel state.
 * :func:`tiny_gpt` makes a model provider for ``verl.utils.megatron_utils.get_model`` and Megatron's
   own helpers.
@@ -79,7 +79,7 @@ class _CudaMeansCpu(TorchFunctionMode):
             named = args[0] if args else kwargs.get("type", kwargs.get("device"))
             return _CPU if _names_cuda(named) else func(*args, **kwargs)
         device = kwargs.get("device")
-        # A device that is given as a bare number is the number of a GPU.
+        # A bare number that is passed as a device means a GPU.
         if _names_cuda(device) or (isinstance(device, int) and not isinstance(device, bool)):
             kwargs["device"] = _CPU
         if kwargs.get("pin_memory"):
@@ -123,7 +123,7 @@ class _Stream:
 
 
 def _nothing() -> Callable[..., None]:
-    # Make a new function for every name: tables of torch.compile are keyed by function objects.
+    # Make a new function for every name, because torch.compile's tables have functions as keys.
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
 
@@ -196,14 +196,14 @@ def _patch(owner: Any, values: dict[str, Any]) -> Iterator[None]:
 def megatron_on_cpu() -> Iterator[None]:
     """Let the real Megatron-core build and train models on a CPU, inside the context.
 
-    Includes :func:`cuda_means_cpu`. Use ``use_cpu_initialization`` and no dropout, like
-    :func:`tiny_gpt`: the ``fork`` of Megatron's tracker of CUDA random numbers is a null context.
-    Compiled functions run uncompiled.
+    Includes :func:`cuda_means_cpu`. Because the ``fork`` of Megatron's tracker of CUDA random
+    numbers is a null context, set ``use_cpu_initialization`` and use no dropout, like
+    :func:`tiny_gpt`. Compiled functions run uncompiled.
 
     Raises:
         ImportError: megatron-core is not installed.
     """
-    # Import Megatron before patching: the functions that it compiles need the real torch.cuda.
+    # Import Megatron before patching: functions that Megatron compiles need the real torch.cuda.
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import moe_utils
 
@@ -304,9 +304,9 @@ def tiny_gpt(
 ) -> Callable[..., Any]:
     """Return a provider of small GPT models that run on a CPU.
 
-    The models have the local layer spec, are initialized on the CPU, and have no dropout, no fused
-    kernels, and untied embeddings and output. The provider's attribute ``config`` is the models'
-    ``TransformerConfig``, the argument ``transformer_config`` of verl's ``get_model``.
+    The models have Megatron's local layer spec, no dropout, no fused kernels, and untied embeddings
+    and output, and are initialized on the CPU. The provider's attribute ``config`` is the models'
+    ``TransformerConfig``, which verl's ``get_model`` accepts as ``transformer_config``.
 
     Args:
         dtype: dtype of the parameters: ``torch.bfloat16``, ``torch.float16`` or ``torch.float32``.

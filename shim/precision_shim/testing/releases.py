@@ -1,7 +1,7 @@
 """Rules on the arguments of ``FusedAdam`` in each TransformerEngine release, for the stand-in.
 
-The functions have a version as argument and need no optimizer. The docstring of ``fused_adam``
-names the sources of the rules.
+Each function has a TransformerEngine version as argument and needs no optimizer. The docstring of
+``fused_adam`` names the sources of the rules.
 """
 
 from __future__ import annotations

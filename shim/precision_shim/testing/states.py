@@ -153,7 +153,7 @@ class StoredStates(torch.optim.Optimizer):
 
         Args:
             param: a parameter of this optimizer.
-            store_param_remainders: store a remainder instead of the master.
+            store_param_remainders: whether to store a remainder instead of the master.
         """
         self._initialize_state(param, "exp_avg", zero_buffer=True)
         self._initialize_state(param, "exp_avg_sq", zero_buffer=True)
@@ -189,9 +189,9 @@ class StoredStates(torch.optim.Optimizer):
         """Load groups and states; each state is rounded to the dtype that this optimizer stores.
 
         A state that this optimizer does not store as a remainder is first cast to fp32, **whatever
-        its dtype**. Without an error, even another optimizer's int16 remainder becomes a master of
-        whole numbers. An fp32 master that this optimizer would store as a remainder raises an
-        AssertionError. TransformerEngine's ``load_state_dict`` does the same.
+        its dtype**. Even another optimizer's int16 remainder is loaded without an error, as a
+        master with wrong values (whole numbers). An fp32 master that this optimizer would store as
+        a remainder raises an AssertionError. TransformerEngine's ``load_state_dict`` does the same.
 
         Args:
             state_dict: the result of :meth:`state_dict`.

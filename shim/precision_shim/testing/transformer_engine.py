@@ -8,8 +8,8 @@ Megatron's layer specs, attention and fp8 code still find no TransformerEngine.
 Only the leaf module ``transformer_engine.pytorch.optimizers`` is put into ``sys.modules``. Python's
 ``from a.b.c import x`` searches ``sys.modules`` for ``a.b.c`` first and does not import the
 parents. In Megatron modules that have already run ``from ... import FusedAdam``, the class is
-replaced at once. A Megatron module that is imported later is patched right after its import. On
-exit, the original values are restored in all patched modules.
+replaced at once. A Megatron module that is imported inside the context is patched right after its
+import. On exit, the original values are restored in all patched modules.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def stand_in_transformer_engine(version: str | None = None) -> Iterator[StandIn]
     If a real TransformerEngine can be imported, and ``version`` is None or the real version, the
     real constructor checks the arguments on a temporary CPU parameter. The stand-in does everything
     after the constructor, because the real ``step()`` needs a GPU. :attr:`StandIn.checked_by` names
-    the constructor that checks the arguments. If a real TransformerEngine is installed, Megatron
-    also imports the real layers.
+    the constructor that checks the arguments. Megatron also imports the layers of an installed
+    TransformerEngine.
 
     Args:
         version: 1.13 or newer; the stand-in follows this release's rules, such as bf16 moments in

@@ -1,4 +1,4 @@
-"""Find out which copies of a model's weights a rollout engine has, and how each is rounded."""
+"""Find out which copies of a model's weights a rollout engine has, and how each copy is rounded."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Copies:
     """A model's properties that determine the rollout engines' copies of its weights.
 
     Attributes:
-        own: for each parameter of each group, the parameter's 16-bit dtype in the model. Empty for
-            an fp32 parameter; ``None`` for a parameter that has no copy of a known dtype.
+        own: 16-bit dtype of each parameter of each group in the model; ``()`` for an fp32
+            parameter, ``None`` for a parameter that has no copy of a known dtype.
         otherwise: the dtype of an fp32 parameter's copy if the rollout's dtype is not known.
         merged: the sampler of the matrices that LoRA is merged into.
     """

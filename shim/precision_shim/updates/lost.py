@@ -93,7 +93,7 @@ class Figures:
     merged: Count | None = None
 
     def share(self, name: str) -> float | None:
-        """Return the share of lost updates over all groups, weighting groups by elements.
+        """Return the share of lost updates over all groups, weighted by each group's elements.
 
         Args:
             name: ``"weights"``, ``"exp_avg_sq"`` or ``"rollout"``.
@@ -112,7 +112,7 @@ class Figures:
 
 
 def share(figures: Iterable[Figures], name: str) -> float | None:
-    """Return the share of lost updates over several optimizers, weighting groups by elements.
+    """Return the share of lost updates over several optimizers, weighted by each group's elements.
 
     Args:
         figures: the optimizers' figures.

@@ -97,8 +97,6 @@ class Meter:
         on_figures: function that is called with the meter when ``figures`` has changed.
 
     Attributes:
-        every: see the argument.
-        names: see the argument.
         figures: the latest figures; ``None`` before the first measurement.
         unmeasured: the reason why the meter does not measure; empty while the meter measures.
     """
@@ -227,7 +225,7 @@ class Meter:
         self, optimizer: Any, group: Mapping[str, Any], tensors: Sequence[tuple[Any, Taken]]
     ) -> Sampled:
         rule = self._rule
-        scale = getattr(optimizer, "grad_scale", None)  # a fused step divides gradients by it
+        scale = getattr(optimizer, "grad_scale", None)  # a fused step itself unscales gradients
         gradients, steps = [], []
         states: dict[str, list[torch.Tensor]] = {name: [] for name in rule.states(group)}
         for parameter, at in tensors:
@@ -368,7 +366,7 @@ class Meter:
 
 
 def _captures() -> bool:
-    """Whether a CUDA graph is being captured, so that the meter must not query an event."""
+    """Whether a CUDA graph is being captured; if so, the meter must not query an event."""
     begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return begun and torch.cuda.is_current_stream_capturing()
 

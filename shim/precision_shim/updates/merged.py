@@ -99,9 +99,8 @@ class Merged:
         """Compute the copies after the step, and yield each layer's counts, still on the device.
 
         Yields:
-            For each layer the device, number of elements whose product changed, number of elements
-            whose product changed but whose copy did not, number of sampled elements, and the dtypes
-            that the copy is rounded to.
+            For each layer the device, the number of elements whose product changed, how many of
+            these have an unchanged copy, the number of sampled elements, and the copy's dtypes.
         """
         before, self._before = self._before, []
         for sample in before:

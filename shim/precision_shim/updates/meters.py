@@ -21,7 +21,7 @@ class Rollout:
 
     Attributes:
         dtypes: the dtypes that each weight is rounded to: the transfer's dtype, then the engine's.
-            Empty if a dtype is not known or is no torch dtype, such as fp8.
+            The tuple is empty if a dtype is not known or is no torch dtype, such as fp8.
         merged: whether LoRA's factors are merged into the weights that the engine receives.
     """
 
@@ -75,10 +75,10 @@ def count() -> int:
 def metrics(optimizer: Any, prefix: str = "") -> dict[str, float]:
     """Return the latest shares of an optimizer's lost updates, for a framework's metrics.
 
-    Reads nothing from a device. The result is empty without a meter or a first measurement.
+    Reads nothing from a device. The result is empty if there is no meter or no measurement yet.
 
     Args:
-        optimizer: an optimizer of a framework, Megatron (chained or single) or torch, or ``None``.
+        optimizer: a framework's, Megatron's (chained or single) or torch's optimizer, or ``None``.
         prefix: prefix of the metrics' names.
     """
     if not _meters:

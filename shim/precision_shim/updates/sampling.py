@@ -37,11 +37,10 @@ class Sample:
     Args:
         groups: the optimizer's parameters, by group.
         budget: maximum number of elements in the sample.
-        places: for each group, the numbers of the parameters to sample; ``None`` for all.
+        places: for each group, the indices of the parameters to sample; ``None`` for all.
 
     Attributes:
-        budget: see the argument.
-        taken: for each group, the ``Taken`` of each sampled parameter, by the parameter's number.
+        taken: for each group, the ``Taken`` of each sampled parameter, by the parameter's index.
     """
 
     def __init__(
@@ -89,8 +88,8 @@ def few(tensor: torch.Tensor, most: int) -> torch.Tensor:
     """
     own = local(tensor).detach()
     if own.is_contiguous():
-        # The distance between elements is odd, because an even distance can be a multiple of the
-        # row length: all elements would be from one column.
+        # The distance between elements is odd: an even distance may be a multiple of the row
+        # length, so that all elements are from one column.
         return own.view(-1)[:: own.numel() // most | 1]
     side = max(1, round(most ** (1 / own.ndim)))
     return own[tuple(slice(None, None, size // side | 1) for size in own.shape)].reshape(-1)

@@ -57,20 +57,20 @@ def watch_updates(
     elements on a rank, over all optimizers). The meter counts the elements whose update was not
     zero but whose stored value did not change. There are counts for the weights that the optimizer
     updates (masters if any), for decreases of ``exp_avg_sq``, and for the rollout engines' copies
-    of the weights. After the next step has begun, the returned object and ``audit(model,
-    optimizer)`` have the figures. Some frameworks' adapters also report the figures in the
+    of the weights. The figures of a measurement are in the returned object and in ``audit(model,
+    optimizer)`` when a later step begins. Some frameworks' adapters also report the figures in the
     framework's metrics. The meter warns if a group loses more than half of its updates. A meter
     changes no step's result, and the host does not wait for a device.
 
     ``precision_shim.uninstall()`` and the returned object's ``remove()`` remove the hooks. A second
-    call for an optimizer changes only ``every`` and, if given, ``rollout``.
+    call of ``watch_updates`` for an optimizer changes only ``every`` and, if given, ``rollout``.
 
     Args:
         model: the model, in any form that ``audit`` accepts; ``None`` to read the optimizer alone.
         optimizer: the optimizer, in any form that ``audit`` accepts.
         every: number of steps from one measurement to the next.
-        rollout: the dtype that the rollout engine computes in, as a ``torch.dtype`` or a name. If
-            ``None``, the dtype that a framework's adapter recorded. Without a recorded dtype,
+        rollout: the dtype that the rollout engine computes in, as a ``torch.dtype`` or a name.
+            ``None`` means the dtype that a framework's adapter recorded. Without a recorded dtype,
             copies are assumed to be in the model's 16-bit dtype, else in FSDP's compute dtype, else
             in bf16.
 

@@ -26,7 +26,7 @@ def foresee(
     settings: Settings,
     versions: Callable[[str, Iterable[str]], str | None],
 ) -> tuple[FrameworkStatus, list[str]]:
-    """Return the predicted status of a framework in the current ``Source``, and the problems.
+    """Return a framework's predicted status in the current ``Source``, and problems as sentences.
 
     Args:
         entry: the framework.
@@ -47,7 +47,7 @@ def foresee(
     except PrecisionShimError as error:
         return FrameworkStatus(version, "refused", reason=str(error)), [str(error)]
     tested, reason = judge_version(adapter, version, versions, closely=True)
-    # A refusal that an adapter declares is no problem, because such a seam only raises errors.
+    # A seam that an adapter declares as refused is no problem, because it only raises errors.
     broken: dict[tuple[str, str], SeamStatus] = {}
     for seam in seams:
         if seam.state == "refused" and not seam.refusal:

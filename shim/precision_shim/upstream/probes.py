@@ -1,4 +1,4 @@
-"""Probes test a rule's assumptions about a framework's behaviour on the framework itself.
+"""Probes run a framework to test a rule's assumptions about the framework's behaviour.
 
 A comparison of names shows that a symbol is gone, but not that an assertion was removed while its
 identifiers stayed in the source. A probe is a small function that runs the framework's code, on a

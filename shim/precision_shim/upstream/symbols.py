@@ -1,8 +1,8 @@
 """The record of digests lists the versions in which a symbol had the same code.
 
 The record is one generated file in the adapters' package; it maps distribution, target and digest
-to versions. The shim never refuses a seam because of a different digest. This module compares the
-code itself, because a fork may change the code without changing the version string.
+to versions. The shim never refuses a seam because a digest differs. This module compares the code
+itself, because a fork may change the code without changing the version string.
 """
 
 from __future__ import annotations
@@ -258,10 +258,10 @@ def missed(
 ) -> Callable[[str], str]:
     """Return a function that maps a target to the recorded version with this target, or to ``""``.
 
-    The function reads one recorded version: the newest that is not newer than the installed
-    version. Thus a symbol that upstream added after the installed version, or removed before it, is
-    not reported as missing. For an unknown installed version, the function reads the recorded
-    version with the same symbols; without such a version no symbol is missing.
+    The returned function reads one recorded version: the newest that is not newer than the
+    installed version. A symbol that upstream added after the installed version, or removed before
+    it, is not reported as missing. If the installed version is unknown, the function reads the
+    recorded version with the same symbols; if there is no such version, no symbol is reported.
 
     Args:
         adapter: the adapter whose symbols may be missing.

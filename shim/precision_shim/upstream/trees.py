@@ -118,7 +118,7 @@ class Tree:
     def owns(self, module: str) -> bool:
         """Whether a module is read only from the tree, because the tree has the module's package.
 
-        A folder without ``__init__.py`` does not count: several distributions may share the folder.
+        A folder without ``__init__.py`` is no package here: several distributions may share it.
         """
         parts = module.split(".")
         return any(self._place(".".join(parts[:depth])) for depth in range(1, len(parts) + 1))
@@ -129,7 +129,7 @@ class Tree:
         return known or next(_find_written(self._files, distribution, package), None) or "unknown"
 
     def _place(self, module: str) -> str | None:
-        """Return a module's file, ``""`` for a package without ``__init__.py``, or ``None``."""
+        """Return a module's file; ``""`` for a bare folder, ``None`` if the module is not found."""
         parts = module.split(".")
         for depth in range(1, len(parts) + 1):
             path = "/".join(parts[:depth])

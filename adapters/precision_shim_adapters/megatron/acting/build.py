@@ -1,8 +1,8 @@
 """The record of the model that a framework is building, read by the backend's seams.
 
 A framework makes the gradient bucket before the OptimizerConfig, in another function, but one plan
-must decide the dtypes of both. An adapter wraps the code that makes DDP and optimizer in
-``building``, and passes a function that reads the framework's config into ``Wishes``.
+must decide the dtypes of both. An adapter puts ``building`` around the code that makes DDP and
+optimizer, and passes a function that reads the framework's config into ``Wishes``.
 """
 
 from __future__ import annotations

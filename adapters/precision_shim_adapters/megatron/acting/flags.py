@@ -1,7 +1,7 @@
 """Read the settings of a trainer with Megatron's own flags in one flat argparse namespace.
 
 A trainer with Megatron's flags makes its ``OptimizerConfig`` inline, from every attribute of the
-namespace that has a field's name. While the trainer builds a model, the adapter changes the
+namespace that has the name of a field. While the trainer builds a model, the adapter changes the
 arguments of ``OptimizerConfig.__init__``.
 
 Delete this module when trainers pass to OptimizerConfig only the flags that the user wrote.

@@ -132,7 +132,7 @@ def skipping(*, succeeds: bool) -> Iterator[None]:
 
 
 def answer_skips(optimizer: Any, *, succeeds: bool) -> None:
-    """Treat every step of an optimizer as within ``skipping``, for a caller without a seam.
+    """Treat every step of an optimizer as if within ``skipping``, for a caller without a seam.
 
     Args:
         optimizer: an optimizer from Megatron's ``get_megatron_optimizer``.
@@ -296,7 +296,7 @@ def _forget(optimizer: Any) -> None:
 
 
 def _interrupt(optimizer: Any) -> None:
-    """Keep the ``_Answer``s of a step that an exception ended, as a trainer may repeat the step."""
+    """Keep the ``_Answer``s of an interrupted step, because a trainer may repeat the step."""
     for inner in _unchain(optimizer):
         if inner in _answers:
             _answers[inner].interrupted = True

@@ -91,7 +91,7 @@ def tell_unscaled(optimizers: Iterable[Any]) -> None:
     optional=True,
 )
 def refuse_scaled_twice(call: Call, loss: Any) -> Any:
-    """Warn of a loss that the trainer has already multiplied by the scale; raise in strict mode.
+    """Warn, or raise an error in strict mode, if the trainer has already scaled a loss.
 
     Raises:
         InconsistentPrecisionError: in strict mode, for a loss that was already scaled.
@@ -111,7 +111,7 @@ def refuse_scaled_twice(call: Call, loss: Any) -> Any:
 def _is_scaled(loss: Any, scale: torch.Tensor) -> bool:
     """Whether one of the last operations on a loss multiplied the loss by the scale's tensor."""
     node = getattr(loss, "grad_fn", None)
-    for _ in range(8):  # enough for a mean, a weight and a cast, but not for the model's operations
+    for _ in range(8):  # covers a mean, a weight and a cast, but no operations of the model
         if node is None:
             return False
         if node.name().startswith("MulBackward"):
