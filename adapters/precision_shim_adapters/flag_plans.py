@@ -32,7 +32,7 @@ from .megatron.planning.plan import MegatronModel
 from .megatron.planning.sizes import read_sizes
 
 _READ: dict[str, Callable[[Any, str], Wishes]] = {"slime": slime.read, "miles": miles.read}
-"""The functions with which the worker reads the flags, too."""
+"""The functions that read the flags, in the worker as well."""
 
 _LEFT_OUT = ("sglang", "sglang_router")
 _ROLLOUT = ("--sglang-", "--router-", "--eval-sglang-")
@@ -42,7 +42,7 @@ _BEFORE = (
     *("--train-backend", "--debug-rollout-only"),
     *("--debug-train-only", "--load-debug-rollout-data"),
 )
-"""Flags that slime reads before the others, with a parser of their own."""
+"""Flags that slime reads before all other flags, with a separate parser."""
 
 
 def plan_job(job: Job) -> Request:

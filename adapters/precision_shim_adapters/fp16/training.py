@@ -96,8 +96,8 @@ class ScaledTraining:
 
         Args:
             owner: an object that a seam receives; call ``keep`` once for each such object.
-            attribute: the owner's attribute for the framework's own scaler, if there is one; the
-                framework's loop then uses the shim's scaler.
+            attribute: the owner's attribute for the framework's own scaler, if any; the framework's
+                loop then uses the shim's scaler.
         """
         setattr(owner, _ATTRIBUTE, self)
         if attribute:
@@ -189,8 +189,9 @@ class ScaledTraining:
     def takes_part(self, optimizer: Optimizer) -> bool:
         """Whether the shim unscales and steps, because this or another rank may have a gradient.
 
-        An FSDP1 rank that owns no element of the trainable parameters must still join the sum of
-        the ranks' overflows, and skip the steps that the other ranks skip.
+        Under FSDP1 a rank may own no element of the trainable parameters. Even a rank without
+        elements must join the sum of the ranks' overflows, and skip the steps that other ranks
+        skip.
         """
         return self.drives and (self._ours.shares_overflows or has_gradients(optimizer))
 
@@ -359,7 +360,7 @@ class ScaledTraining:
     def restore_record(
         self, record: object, where: str, otherwise: str = "", files: Files | None = None
     ) -> None:
-        """Restore the scaler from a record in a framework's own file; every rank must call this.
+        """Restore the scaler from a record in a framework's file; every rank must call this method.
 
         Args:
             record: the result of ``record`` or ``record_tensor``; ``None`` if the file has no

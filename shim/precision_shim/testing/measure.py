@@ -1,8 +1,9 @@
 """Count the bytes of a training process's live tensors.
 
 The counts, summed over all optimizers, equal those of ``precision_shim.audit``. No count is
-computed from a config. The total over all parts is the allocated memory: a storage that two parts
-share is counted once, for the first part in the order of ``COMPONENTS``.
+computed from a config. A storage that two parts share is counted once, for the first part in the
+order of ``COMPONENTS``. Because no storage is counted twice, the total of all parts is the
+allocated memory.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ class Part:
         elements: number of elements that belong to parameters, padding excluded.
         bytes_per_parameter: bytes of the elements, without padding, divided by a number of
             parameters; 0.0 if that number is 0. Bytes of ``params``, ``frozen`` and
-            ``grad_buckets`` are divided by the number of trainable parameters of this rank's model,
-            and bytes of other kinds by the number of parameters that this rank's optimizer owns.
+            ``grad_buckets`` are divided by the number of trainable parameters of this rank's model.
+            Bytes of other tensors are divided by the number of parameters that this rank's
+            optimizer owns.
         dtypes: names of the dtypes, sorted, such as ``("bfloat16",)``.
         sharded: whether each rank of the data-parallel group stores only a shard.
     """

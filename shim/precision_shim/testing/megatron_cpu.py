@@ -2,8 +2,8 @@
 
 Megatron-core names the device ``"cuda"`` in a hundred places but needs few features of CUDA. If the
 name ``"cuda"`` is mapped to the CPU, Megatron's real ``DistributedDataParallel`` and
-``DistributedOptimizer`` train a small GPT on a CPU, in one process or in several processes over
-gloo. The harness works with megatron-core 0.15.3 to 0.19.0 (2026-11).
+``DistributedOptimizer`` train a small GPT on a CPU. Training can run in one process, or in several
+processes over gloo. The harness works with megatron-core 0.15.3 to 0.19.0 (2026-11).
 
 * :func:`megatron_on_cpu` is the whole harness; :func:`cuda_means_cpu` is its torch-only part.
 * :func:`model_parallel` starts and stops the process group and Megatron's parallel state.

@@ -15,7 +15,7 @@ from .merged import Merged
 from .meters import Rollout
 
 Chain = tuple[torch.dtype, ...]
-"""The dtypes to which a number is rounded one after the other, in this order."""
+"""The dtypes to which a number is rounded, one after the other."""
 
 _KEPT = re.compile(r"(^|\.)((gate|router)\.[^.]+|e_score_correction_bias|A_log|dt_bias)$")
 """Matches the names of router and state-space parameters. Engines keep these parameters in fp32 for
@@ -27,8 +27,8 @@ class Copies:
     """A model's properties that determine the rollout engines' copies of its weights.
 
     Attributes:
-        own: 16-bit dtype of each parameter of each group in the model; ``()`` for an fp32
-            parameter, ``None`` for a parameter that has no copy of a known dtype.
+        own: 16-bit dtype of each parameter of each group in the model. An fp32 parameter has
+            ``()``; a parameter that has no copy of a known dtype has ``None``.
         otherwise: the dtype of an fp32 parameter's copy if the rollout's dtype is not known.
         merged: the sampler of the matrices that LoRA is merged into.
     """

@@ -1,6 +1,6 @@
 """Lost updates as plain data: shares per optimizer, as metrics, as JSON and as text.
 
-An update of an element is lost if it was not zero but the stored number did not change.
+An update of an element is lost if the update was not zero but the stored number did not change.
 """
 
 from __future__ import annotations

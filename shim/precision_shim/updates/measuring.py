@@ -135,7 +135,7 @@ class Meter:
         return not self.unmeasured
 
     def remove(self) -> None:
-        """Remove the hooks; call this between steps, because a step iterates over the hooks."""
+        """Remove the hooks; never call ``remove`` within a step, which iterates over the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

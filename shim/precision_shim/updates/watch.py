@@ -55,9 +55,9 @@ def watch_updates(
 
     At every ``every``-th step, each meter uses a fixed sample of each parameter group (at most 2^18
     elements on a rank, over all optimizers). The meter counts the elements whose update was not
-    zero but whose stored value did not change. There are counts for the weights that the optimizer
-    updates (masters if any), for decreases of ``exp_avg_sq``, and for the rollout engines' copies
-    of the weights. The figures of a measurement are in the returned object and in ``audit(model,
+    zero but whose stored value did not change. Separate counts cover the weights that the optimizer
+    updates (masters if any), decreases of ``exp_avg_sq``, and the rollout engines' copies of the
+    weights. The figures of a measurement are in the returned object and in ``audit(model,
     optimizer)`` when a later step begins. Some frameworks' adapters also report the figures in the
     framework's metrics. The meter warns if a group loses more than half of its updates. A meter
     changes no step's result, and the host does not wait for a device.

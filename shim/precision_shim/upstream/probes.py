@@ -52,11 +52,9 @@ class Outcome:
     """The result of running a probe.
 
     Attributes:
-        name: the probe's name.
         state: ``holds``, ``fails``, ``absent`` (a needed module is not installed) or ``unasked`` (a
             needed module is installed but cannot be imported).
         assumes: the probe's assumption, as a sentence.
-        rule: the probe's rule.
         assumed: the value that the rule assumes, as text.
         found: the framework's value, as text, or the reason why the probe did not run.
         seconds: duration of the probe, without imports.

@@ -261,7 +261,8 @@ def missed(
     The returned function reads one recorded version: the newest that is not newer than the
     installed version. A symbol that upstream added after the installed version, or removed before
     it, is not reported as missing. If the installed version is unknown, the function reads the
-    recorded version with the same symbols; if there is no such version, no symbol is reported.
+    recorded version with the same symbols. If no recorded version has the same symbols, no symbol
+    is reported as missing.
 
     Args:
         adapter: the adapter whose symbols may be missing.

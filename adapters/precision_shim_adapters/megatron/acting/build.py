@@ -118,7 +118,7 @@ def building(framework: str, read: Callable[[], Wishes]) -> Iterator[Build]:
 
 
 def expect_reference(ddp_config: Any, framework: str, read: Callable[[], Wishes]) -> None:
-    """Record a ``Build`` for the DDP that the framework will make with this config object.
+    """Record a ``Build`` for the DDP that the framework will make with ``ddp_config``.
 
     Adapters call this function if no seam can wrap the code that builds the reference model.
 
@@ -137,7 +137,7 @@ def expect_reference(ddp_config: Any, framework: str, read: Callable[[], Wishes]
 
 
 def build_around(ddp_config: Any) -> Build | None:
-    """The ``Build`` of a DDP with this config; ``None`` if no adapter recorded a ``Build``."""
+    """The ``Build`` of a DDP with ``ddp_config``; ``None`` if no adapter recorded a ``Build``."""
     expected, build = _references.get(id(ddp_config), (None, None))
     return _build.get() or (build if expected is not None and expected() is ddp_config else None)
 

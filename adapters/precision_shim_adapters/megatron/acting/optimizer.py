@@ -1,4 +1,4 @@
-"""Coerce dtypes in Megatron's OptimizerConfig, set its fields, compare it with the model.
+"""Coerce dtypes in Megatron's OptimizerConfig, set fields, and compare the config with the model.
 
 ``__post_init__`` runs for every OptimizerConfig, even for a subclass or a deferred validation. Each
 framework has its own function that fills the config; the framework's adapter calls ``settle`` in a
@@ -271,9 +271,9 @@ def check(framework: str, config: Any, model: Any) -> None:
         model: a DistributedDataParallel module, or a list of them.
 
     Raises:
-        InconsistentPrecisionError: Megatron cannot clip an fp16 model's gradients. In strict mode,
-            the error may also mean that an fp16 model would train without loss scaling, or that
-            config and model disagree although the user did not write the bucket's dtype.
+        InconsistentPrecisionError: Megatron cannot clip an fp16 model's gradients. Strict mode also
+            raises the error if an fp16 model would train without loss scaling. Strict mode also
+            raises the error if config and model disagree, unless the user wrote the bucket's dtype.
     """
     build = current_build(framework)
     if build is not None and in_force(framework, SCALING, GROUP):
