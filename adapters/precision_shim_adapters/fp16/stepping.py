@@ -86,7 +86,8 @@ def note_skip(optimizer: Optimizer, inner: Sequence[Optimizer], *args: Any, **kw
     Args:
         optimizer: the optimizer whose step was skipped.
         inner: the optimizers in ``optimizer``, if ``optimizer`` is a container.
-        args, kwargs: positional and keyword arguments of the step.
+        args: positional arguments of the step.
+        kwargs: keyword arguments of the step.
     """
     for each in (optimizer, *inner):
         each._opt_called = True  # type: ignore[attr-defined]
