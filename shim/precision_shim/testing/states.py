@@ -172,8 +172,8 @@ class StoredStates(torch.optim.Optimizer):
         """Return torch's state dict with every state as fp32, except int16 remainders.
 
         Returns:
-            ``{"state": {index: {name: tensor}}, "param_groups": [...]}``. fp32 states are
-            the live tensors.
+            ``{"state": {index: {name: tensor}}, "param_groups": [...]}``. fp32 states are the live
+            tensors, not copies.
         """
         state_dict = super().state_dict()
         by_index = self._params_by_index(state_dict)
@@ -186,7 +186,7 @@ class StoredStates(torch.optim.Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load groups and states; each state is rounded to the dtype that this optimizer stores.
+        """Load groups and states; each state is rounded to this optimizer's dtype for the state.
 
         A state that this optimizer does not store as a remainder is first cast to fp32, **whatever
         its dtype**. Even another optimizer's int16 remainder is loaded without an error, as a

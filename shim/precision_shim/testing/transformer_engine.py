@@ -188,9 +188,9 @@ def _megatron_patches(stand_in: StandIn) -> dict[str, _Patch]:
     """Return the patches of Megatron modules that bind TransformerEngine's names at import.
 
     The patches were made from the source of megatron-core 0.15.3, 0.16.1, 0.18.2 and 0.19.0. Names
-    that a Megatron version lacks are not added to its modules. Other Megatron modules either import
-    TransformerEngine's optimizers at each use, or need kernels (``multi_tensor_*``), which have no
-    stand-in.
+    that a Megatron version lacks are not added to this version's modules. Other Megatron modules
+    either import TransformerEngine's optimizers at each use, or need kernels (``multi_tensor_*``),
+    which have no stand-in.
     """
     values: dict[str, dict[str, Any]] = {
         "megatron.core.optimizer": {

@@ -27,8 +27,8 @@ class Copies:
     """A model's properties that determine the rollout engines' copies of its weights.
 
     Attributes:
-        own: 16-bit dtype of each parameter of each group in the model. An fp32 parameter has
-            ``()``; a parameter that has no copy of a known dtype has ``None``.
+        own: 16-bit dtype of each parameter of each group in the model. In ``own``, an fp32
+            parameter has ``()``; a parameter that has no copy of a known dtype has ``None``.
         otherwise: the dtype of an fp32 parameter's copy if the rollout's dtype is not known.
         merged: the sampler of the matrices that LoRA is merged into.
     """

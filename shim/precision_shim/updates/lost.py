@@ -173,7 +173,7 @@ def _percent(count: Mapping[str, Any]) -> str:
 def findings(
     updates: Mapping[str, Any], part: str, where: str, masters: Collection[str] = ()
 ) -> Iterator[tuple[int, tuple[str, str | None, str | None, str, str, str]]]:
-    """Yield the groups that lost most of their updates, each with the fields of a warning.
+    """Yield the groups that lost most of their updates, each with a ``Finding``'s fields.
 
     Args:
         updates: the result of ``Figures.to_dict``.

@@ -48,7 +48,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class _Before:
-    """A layer's sample before a step: its positions, and product and copies at these positions."""
+    """A layer before a step: the sampled positions, with product and copies at these positions."""
 
     layer: Layer
     rows: torch.Tensor
@@ -96,7 +96,7 @@ class Merged:
         return reason
 
     def compare(self) -> Iterator[tuple[Any, torch.Tensor, torch.Tensor, int, Any]]:
-        """Compute the copies after the step, and yield each layer's counts, still on the device.
+        """Compute the copies after the step, and yield each layer's counts as tensors.
 
         Yields:
             For each layer the device, the number of elements whose product changed, how many of

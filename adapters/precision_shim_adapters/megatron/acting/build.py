@@ -1,4 +1,4 @@
-"""The record of the model that a framework is building, read by the backend's seams.
+"""The backend's seams read this record of the model that a framework is building.
 
 A framework makes the gradient bucket before the OptimizerConfig, in another function, but one plan
 must decide the dtypes of both. An adapter puts ``building`` around the code that makes DDP and

@@ -1,4 +1,4 @@
-"""Read the settings of a trainer with Megatron's own flags in one flat argparse namespace.
+"""Read a trainer's settings from one flat argparse namespace with Megatron's own flags.
 
 A trainer with Megatron's flags makes its ``OptimizerConfig`` inline, from every attribute of the
 namespace that has the name of a field. While the trainer builds a model, the adapter changes the
