@@ -16,7 +16,7 @@ def roll(part: Part, here: Here) -> Outcome:
 
 
 def roll_sharded(part: Part, here: Here) -> Outcome:
-    """Predict how ROLL on FSDP2 would resume; its states are in a subdirectory of the weights."""
+    """Predict how ROLL on FSDP2 would resume; its states may be in the subdirectory ``dcp``."""
     if not part.held.get(PARAMS):
         return Outcome(FAILS, "it has no weights")
     places = [place for unit in part.units for place in (unit.path, unit.path / "dcp")]

@@ -221,7 +221,7 @@ class ScaledTraining:
             with self._stepping(optimizer, inner):
                 yield
         except BaseException:
-            # Some trainers go on after an exception; the next step must unscale again.
+            # Some trainers continue after an exception, so the next step must unscale again.
             self._ours.forget(optimizer)
             raise
 
