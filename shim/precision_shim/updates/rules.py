@@ -5,7 +5,7 @@ the gradients that the optimizer reads at a step. There are rules for Adam and A
 TransformerEngine's and Apex's) and for torch's SGD. There is no rule for a subclass with its own
 ``step``, because the subclass's formula is not known.
 
-No function of this module waits for a device: hyperparameters that are tensors stay tensors.
+No function of this module waits for a device: tensor hyperparameters on a device stay tensors.
 """
 
 from __future__ import annotations

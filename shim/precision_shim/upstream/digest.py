@@ -1,8 +1,8 @@
 """Compute a digest of a symbol's code that does not depend on comments or the Python version.
 
-This module walks the syntax tree itself, and hashes every node with its fields, except fields that
-do not affect the code's behaviour. ``ast.dump`` differs between Python versions, and positions,
-docstrings and annotations differ between releases that behave alike.
+This module hashes every node of the syntax tree with those fields that affect the code's behaviour.
+``ast.dump`` cannot be used, because it differs between Python versions. Positions, docstrings and
+annotations are not hashed, because they differ between releases that behave alike.
 """
 
 from __future__ import annotations
