@@ -1,6 +1,7 @@
 # zz_precision_shim.pth executes this file in every process whose PRECISION_SHIM is set and not off.
-# Without cached bytecode the .pth file executes this text itself, because a first import would cost
-# 1.5 ms for any file. Each word of code then costs 13,000 instructions, and a comment costs none.
+# If no bytecode is cached, the .pth file executes this file's text without an import, because a
+# first import costs 1.5 ms for any file. Without cached bytecode, each word of code costs 13,000
+# processor instructions, and a comment costs none.
 import os
 import sys
 
@@ -20,7 +21,7 @@ class PrecisionShimStart:
 
 
 # In a virtual environment Python executes start-up files twice. The second execution does nothing,
-# even if the shim was removed before it.
+# even if the shim was removed after the first.
 if "precision_shim.process.startup" not in sys.modules and not any(
     hasattr(finder, "finds_nothing") for finder in sys.meta_path
 ):

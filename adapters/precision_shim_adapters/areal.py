@@ -1,7 +1,7 @@
 """precision_shim for AReaL: dtype names, dtypes of the optimizer's states, and fp16.
 
-AReaL's MegatronEngine sets the dtypes of the optimizer's states on an OptimizerConfig that is
-already validated, so the fields that Megatron derives from these dtypes are wrong: with
+AReaL's MegatronEngine sets the dtypes of the optimizer's states after Megatron has validated its
+OptimizerConfig. Fields that the validation derives from these dtypes are therefore wrong: with
 ``adam_bf16`` the optimizer keeps fp32 master weights beside the parameters. AReaL's loss scaler
 settings do not reach Megatron. AReaL's engine itself multiplies its loss by ``get_loss_scale()``
 and accepts a skipped step.
@@ -127,7 +127,7 @@ ADAPTER = Adapter.of(
 
 
 def foretell(part: Part, here: Here) -> Outcome:
-    """Predict how AReaL resumes; ``here.config`` has fields of ``megatron`` or OptimizerConfig.
+    """Predict how AReaL resumes; ``here.config`` has AReaL's or Megatron's optimizer fields.
 
     Without the shim AReaL's optimizer keeps whole master weights beside low-precision moments.
     """

@@ -16,12 +16,12 @@ def roll(part: Part, here: Here) -> Outcome:
 
 
 def roll_sharded(part: Part, here: Here) -> Outcome:
-    """Predict how ROLL on FSDP2 would resume; the states are in a subdirectory of the weights."""
+    """Predict how ROLL on FSDP2 would resume; its states may be in the subdirectory ``dcp``."""
     if not part.held.get(PARAMS):
         return Outcome(FAILS, "it has no weights")
     places = [place for unit in part.units for place in (unit.path, unit.path / "dcp")]
     if part.scaler.state != "none" and any(map(has_states, places)):
-        from .fp16 import FEATURE, resuming  # needs torch, as nothing else here
+        from .fp16 import FEATURE, resuming  # only this import needs torch
 
         if here.in_force("roll", FEATURE, FSDP2):
             found = resuming.foretell_scaler("roll", part, here, shimmed=True)

@@ -1,7 +1,7 @@
-"""Plan slime's and miles' jobs from their launch lines, with their own parsers over Megatron's.
+"""Plan slime's and miles' jobs from their launch lines, with the trainers' own parsers.
 
-Both trainers read their own flags beside those of Megatron's training scripts, and then SGLang's,
-which the plan leaves out: SGLang needs a GPU's packages, and no flag of it concerns the trainer.
+Both trainers read their own flags, Megatron's training flags and SGLang's flags. The plan ignores
+SGLang's flags, because they do not concern the trainer and SGLang needs a GPU's packages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .megatron.planning.plan import MegatronModel
 from .megatron.planning.sizes import read_sizes
 
 _READ: dict[str, Callable[[Any, str], Wishes]] = {"slime": slime.read, "miles": miles.read}
-"""The functions with which the worker reads the flags, too."""
+"""The functions that read the flags, in the worker as well."""
 
 _LEFT_OUT = ("sglang", "sglang_router")
 _ROLLOUT = ("--sglang-", "--router-", "--eval-sglang-")
@@ -42,7 +42,7 @@ _BEFORE = (
     *("--train-backend", "--debug-rollout-only"),
     *("--debug-train-only", "--load-debug-rollout-data"),
 )
-"""Flags that slime reads before the others, with a parser of their own."""
+"""Flags that slime reads before all other flags, with a separate parser."""
 
 
 def plan_job(job: Job) -> Request:
@@ -93,7 +93,7 @@ def _model(job: Job, args: Namespace, role: str) -> MegatronModel:
 
 
 def _of_role(job: Job, args: Namespace, role: str) -> Namespace:
-    """The flags of one role: slime may have an extra file with flags for each."""
+    """Return one role's flags; a slime job may have an extra file with each role's flags."""
     path = getattr(args, "megatron_config_path", None)
     args = copy.deepcopy(args)
     if path is None:
@@ -105,7 +105,7 @@ def _of_role(job: Job, args: Namespace, role: str) -> Namespace:
 
 
 def _parsed(job: Job) -> tuple[Namespace, list[str]]:
-    """Parse a job's flags; returns them, and the flags that no parser knows."""
+    """Parse a job's flags; return the parsed flags and the flags that no parser knows."""
     parsers: list[ArgumentParser] = []
     words = ["train.py", *job.arguments]
     with _stand_ins(job.framework), mock.patch.object(sys, "argv", words):
@@ -167,7 +167,7 @@ def _imported(job: Job, name: str) -> Any:
 
 
 def _called(job: Job, call: Callable[[], Any]) -> Any:
-    """Call a trainer's or Megatron's function; its refusal becomes a ``PlanError``."""
+    """Call a trainer's or Megatron's function; an error in the function raises ``PlanError``."""
 
     def refuse(why: str) -> PlanError:
         return PlanError(
@@ -178,7 +178,7 @@ def _called(job: Job, call: Callable[[], Any]) -> Any:
 
 
 class _Nothing:
-    """Stands in for any function or class of SGLang: does nothing, and returns itself."""
+    """Replaces any function or class of SGLang; a call does nothing and returns the replacement."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -190,8 +190,6 @@ class _Nothing:
 
 
 class _Module(ModuleType):
-    """Stands in for a module of SGLang."""
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -214,7 +212,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 @contextlib.contextmanager
 def _stand_ins(framework: str) -> Iterator[None]:
-    """Let a trainer's modules be imported without SGLang, and forget what was imported so."""
+    """Let a trainer's modules be imported without SGLang; on exit, unload the imported modules."""
     before, finder = set(sys.modules), _Finder()
     sys.meta_path.insert(0, finder)
     try:

@@ -1,4 +1,4 @@
-"""Divide the files of a torch distributed checkpoint among the ranks' loss scaler records."""
+"""Choose which files of a torch distributed checkpoint each rank's loss scaler record names."""
 
 from __future__ import annotations
 

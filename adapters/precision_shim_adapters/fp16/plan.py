@@ -114,14 +114,14 @@ def scaling(
     configured: Callable[[], Mapping[str, Any]] = dict,
     framework_default: ScalerSettings | None = None,
 ) -> tuple[Decided, ...]:
-    """The shim's decision to scale a trained model's loss; empty if the shim does not scale it.
+    """The shim's decision to scale a trained model's loss; empty if the shim does not scale losses.
 
     Args:
         job: the model's job.
         compute: canonical name of the parameters' dtype while a layer computes.
         group: the group of the seams that would scale the loss.
         because: the reason that the worker would report.
-        configured: reads the framework's scaler block, see ``settings_for``.
+        configured: function that reads the framework's scaler block; see ``settings_for``.
         framework_default: see ``settings_for``.
     """
     if compute != "fp16" or not job.in_force(FEATURE, group):
@@ -138,7 +138,7 @@ def of_torch(
     Args:
         name: the name of a class of ``torch.optim``.
         written: the optimizer's further arguments in the job's config.
-        keys: the config's keys of the name, and of an argument, with ``{}`` in place of its name.
+        keys: config keys of the name and of an argument (``{}`` in place of the argument's name).
         subject: which model.
     """
     kind = getattr(torch.optim, name, None)

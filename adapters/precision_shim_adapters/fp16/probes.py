@@ -34,7 +34,7 @@ def states_follow() -> Answer:
     needs=("torch.amp",),
 )
 def scaler_skips() -> Answer:
-    """The shim's scaler is torch's, plus a minimum scale and the ranks' agreement on overflows."""
+    """The shim's scaler is torch's with a minimum scale and the ranks' agreement on overflows."""
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -61,7 +61,7 @@ def scaler_skips() -> Answer:
     needs=("torch.distributed.checkpoint.state_dict",),
 )
 def checkpoint_steps() -> Answer:
-    """The shim's loss scaler must not count the checkpoint's step on a dummy batch."""
+    """The shim's loss scaler must not count the step that a checkpoint makes on a dummy batch."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     model = torch.nn.Linear(2, 2)

@@ -29,7 +29,7 @@ def foretell(framework: str, part: Part, here: Here, group: str) -> Outcome:
     Args:
         framework: the job's framework.
         part: one model of the checkpoint.
-        here: the environment of the resume.
+        here: the environment in which the job would resume.
         group: the group of the seams that load the loss scaler's state.
     """
     half = halves(part)

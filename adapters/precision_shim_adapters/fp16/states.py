@@ -1,4 +1,4 @@
-"""Make an optimizer's states before its first step, because a checkpoint needs them."""
+"""Make the states that a checkpoint needs, before an optimizer's first step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 
 def make_missing_states(optimizer: Optimizer) -> None:
-    """Make an optimizer's missing states with step count 0; torch's checkpoint would count 1.
+    """Make an optimizer's missing states with step count 0; torch's checkpoint would set 1.
 
     Call this function before a save: an optimizer whose steps were all skipped has no states.
 
@@ -27,8 +27,8 @@ def states_of_no_step(optimizer: Optimizer, initialize: Callable[[], Any]) -> An
     """Make the states of an optimizer without states, with a step count of 0.
 
     torch's distributed checkpoint and torchtitan make missing states by a step on zero gradients,
-    count this step, and make no states if gradients are set. If all steps before a save were
-    skipped, the checkpoint would not resume exactly, or not load.
+    count this step, and make no states if gradients are set. Without this function, a checkpoint
+    that is saved after only skipped steps would not resume exactly, or not load.
 
     Args:
         optimizer: an optimizer without states.

@@ -16,9 +16,9 @@ class ScaledLoss(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """Wraps a loss function, and scales the gradients of each loss before returning the loss.
 
     Args:
-        loss_function: returns a loss, or a tuple whose first item is a loss.
-        attach: called with each loss; scales the loss's gradients.
-        also: called with each loss after ``attach``.
+        loss_function: function that returns a loss, or a tuple whose first item is a loss.
+        attach: function that is called with each loss and scales the loss's gradients.
+        also: function that is called with each loss after ``attach``.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ def steps_through(function: Callable[..., Any], optimizer: Optimizer) -> Iterato
 
 
 def note_skip(optimizer: Optimizer, inner: Sequence[Optimizer], *args: Any, **kwargs: Any) -> None:
-    """Repeat the side effects of a step for a skipped step, without changing parameters or moments.
+    """Produce a step's side effects for a skipped step, without changing parameters or moments.
 
     The LR schedule advances, and torch must not warn that the scheduler stepped before the
-    optimizer. A container of optimizers runs its own step, since its step hooks may keep state
-    that no checkpoint has; the inner optimizers' steps do nothing then.
+    optimizer. A container of optimizers runs its own step, since its step hooks may keep state that
+    no checkpoint has. During the container's step, the inner optimizers' steps do nothing.
 
     Args:
         optimizer: the optimizer whose step was skipped.

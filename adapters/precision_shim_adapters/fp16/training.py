@@ -32,12 +32,12 @@ _current: ContextVar[ScaledTraining | None] = ContextVar("precision_shim_trainin
 
 
 class ScaledTraining:
-    """The scaled training of one model whose framework has a torch optimizer.
+    """Training with loss scaling of one model that has a torch optimizer.
 
     When the framework makes the optimizer, an adapter calls ``make`` and ``keep``. When the
-    framework computes the loss, the adapter calls ``attach`` or ``scaled``. The adapter puts
-    ``one_step`` around a function that clips and steps once, or ``several_steps`` around a loop,
-    with ``before_clipping`` before each clipping. For the framework's metrics, the adapter calls
+    framework computes the loss, the adapter calls ``attach`` or ``scaled``. A function that clips
+    and steps once runs within ``one_step``. A loop of steps runs within ``several_steps``, and
+    calls ``before_clipping`` before each clipping. For the framework's metrics, the adapter calls
     ``norm`` and ``metrics``. At checkpoints, the adapter calls ``save`` and ``restore``, or
     ``record`` and ``restore_record``.
 
@@ -79,7 +79,7 @@ class ScaledTraining:
             framework: the framework's name.
             subject: the model's name, such as ``"actor"``.
             device: device type of the gradients.
-            because: why the shim scales the loss.
+            because: the reason why the shim scales the loss.
             configured: maps names of ``ScalerSettings`` to values that the user wrote in the
                 framework's config; these values override the shim's variables.
             framework_default: the settings of the framework's own scaler, or ``None``.
@@ -92,12 +92,12 @@ class ScaledTraining:
         return cls(framework, subject, scaler, drives=drives)
 
     def keep(self, owner: Any, attribute: str = "") -> ScaledTraining:
-        """Store this object on its owner (worker, engine, strategy, optimizer), for ``of``.
+        """Store this object on an owner (worker, engine, strategy, optimizer); ``of`` returns it.
 
         Args:
             owner: an object that a seam receives; call ``keep`` once for each such object.
-            attribute: the owner's attribute for the framework's own scaler, if there is one; the
-                framework's loop then uses the shim's scaler.
+            attribute: the owner's attribute for the framework's own scaler, if any; the framework's
+                loop then uses the shim's scaler.
         """
         setattr(owner, _ATTRIBUTE, self)
         if attribute:
@@ -152,8 +152,8 @@ class ScaledTraining:
         """Wrap a loss function so that the backward pass of its loss yields scaled gradients.
 
         Args:
-            loss_function: returns a loss, or a tuple whose first item is a loss.
-            also: called with each loss.
+            loss_function: function that returns a loss, or a tuple whose first item is a loss.
+            also: function that is called with each loss.
         """
         return ScaledLoss(loss_function, self.attach, also) if self.drives else loss_function
 
@@ -187,10 +187,11 @@ class ScaledTraining:
             self._skipped = scaler.counter.in_row > 0
 
     def takes_part(self, optimizer: Optimizer) -> bool:
-        """Whether the shim unscales and steps: this rank has a gradient, or another rank may have.
+        """Whether the shim unscales and steps, because this or another rank may have a gradient.
 
-        Under FSDP1 a rank may own no element of the trainable parameters. It must join the other
-        ranks' sum of the overflows, and skip the steps that they skip.
+        Under FSDP1 a rank may own no element of the trainable parameters. Even a rank without
+        elements must join the sum of the ranks' overflows, and skip the steps that other ranks
+        skip.
         """
         return self.drives and (self._ours.shares_overflows or has_gradients(optimizer))
 
@@ -200,8 +201,8 @@ class ScaledTraining:
     ) -> Iterator[None]:
         """A context for a framework's loop that computes losses, clips and steps several times.
 
-        The framework's loop must call ``before_clipping`` before each step. After the loop,
-        ``optimizer.step`` is the original again, because torch's distributed checkpoints call it on
+        The framework's loop must call ``before_clipping`` before each step. After the loop, the
+        original ``optimizer.step`` is restored, because torch's distributed checkpoints step on
         dummy gradients.
 
         Args:
@@ -220,13 +221,13 @@ class ScaledTraining:
             with self._stepping(optimizer, inner):
                 yield
         except BaseException:
-            # Some trainers go on after an exception; the next step must unscale again.
+            # Some trainers continue after an exception, so the next step must unscale again.
             self._ours.forget(optimizer)
             raise
 
     @contextmanager
     def _interruptible(self, optimizer: Optimizer) -> Iterator[None]:
-        """After an exception in a step, let the framework repeat the step or begin another one."""
+        """After an exception in a step, let the framework repeat the step or begin a new step."""
         try:
             yield
         except BaseException:
@@ -282,7 +283,7 @@ class ScaledTraining:
         """``loss_scale`` and ``skipped_steps`` for a framework's metrics.
 
         ``loss_scale`` is the scale of the last step; ``skipped_steps`` counts from the job's first
-        step, across resumes. If the scaler is not the shim's, the dict has only ``loss_scale``.
+        step, across resumes. Without the shim's own scaler there is only ``loss_scale``.
         """
         if not self.scaler.is_enabled():
             return {}
@@ -297,8 +298,8 @@ class ScaledTraining:
         """Write the scaler's state beside a framework's checkpoint; every rank must call ``save``.
 
         Call ``save`` after the framework wrote its own files. If the scaler's file cannot be
-        written, the shim raises in strict mode, and otherwise only warns, since the framework's
-        checkpoint is complete. A later resume warns of the missing file again.
+        written, strict mode raises an error, and other modes only warn, since the framework's
+        checkpoint is complete. A later resume also warns of the missing file.
 
         Args:
             directory: the checkpoint's directory.
@@ -340,8 +341,8 @@ class ScaledTraining:
         """The scaler's state for a framework's own file; ``None`` if the scaler is off.
 
         Args:
-            files: the files that this rank has written; pickling the record binds it to the
-                content that the files have at that moment.
+            files: the files that this rank has written; pickling binds the record to the files'
+                content at that moment.
         """
         if not self.scaler.is_enabled():
             return None
@@ -359,13 +360,14 @@ class ScaledTraining:
     def restore_record(
         self, record: object, where: str, otherwise: str = "", files: Files | None = None
     ) -> None:
-        """Restore the scaler from a record in a framework's own file; every rank must call this.
+        """Restore the scaler from a record in a framework's file; every rank must call this method.
 
         Args:
-            record: the result of ``record`` or ``record_tensor``; ``None`` if the file has none.
+            record: the result of ``record`` or ``record_tensor``; ``None`` if the file has no
+                record.
             where: the file, for messages.
-            otherwise: a sentence on how to continue with a fresh scaler, if possible; it must not
-                advise to delete the file, because the file contains more than the record.
+            otherwise: a sentence on how to continue with a fresh scaler, if possible. The sentence
+                must not advise to delete the file, which contains more than the record.
             files: this rank's files, to compare with the files that the record names.
 
         Raises:
@@ -401,7 +403,7 @@ class ScaledTraining:
         decide(self.framework, self.subject, FEATURE, chosen, "; ".join((f"from {where}", *lines)))
 
     def _begin_anew(self, why: str, otherwise: str = "", *, strict: bool | None = None) -> None:
-        """Continue with a fresh scaler and a warning, or raise in strict mode."""
+        """Warn and continue with a fresh scaler, or raise an error in strict mode."""
         if current_settings().strict if strict is None else strict:
             raise ScalerOfAnotherSaveError(f"{self._where}: {why} {otherwise}".rstrip())
         if isinstance(self.scaler, LossScaler):  # the scaler may have counted steps

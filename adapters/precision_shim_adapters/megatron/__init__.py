@@ -1,4 +1,4 @@
-"""The backend for every framework on Megatron-core; adapters call the functions below.
+"""The backend for every framework on Megatron-core; adapters call its functions.
 
 Write an adapter of a small trainer in these steps:
 
@@ -6,14 +6,14 @@ Write an adapter of a small trainer in these steps:
    ``paths={**megatron.PATHS, ...}``.
 2. Write a function ``read`` that reads the framework's config into ``Wishes``.
 3. Put a seam for ``BUILDING`` in the group ``GROUP`` around the function that builds model and
-   optimizer, with ``with building("mine", read): return call.proceed()``.
-4. Put a seam for ``SETTLING`` at the function that makes Megatron's OptimizerConfig. With
-   ``settled = settle(build)``, make the config from ``settled.fields``, and pass the config to
+   optimizer. The seam's code is ``with building("mine", read): return call.proceed()``.
+4. Put a seam for ``SETTLING`` at the function that makes Megatron's OptimizerConfig. In the seam
+   call ``settled = settle(build)``, make the config from ``settled.fields``, and pass the config to
    ``settled.keep_layout``.
-5. Put a seam for ``grad-bucket-alignment`` with ``check(...)`` at the function that makes the
-   optimizer.
-6. Put a seam for ``fp16-scaling`` with ``with skipping(succeeds=...)`` around the framework's step.
-   Add ``metrics(optimizer)`` to the framework's metrics.
+5. At the function that makes the optimizer, put a seam for ``grad-bucket-alignment`` that calls
+   ``check(...)``.
+6. Put a seam for ``fp16-scaling`` that enters ``skipping(succeeds=...)`` around the framework's
+   step. Add ``metrics(optimizer)`` to the framework's metrics.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Count the bytes of a training process's live tensors.
 
-The figures are those of ``precision_shim.audit``, summed over all optimizers; no figure is computed
-from a config. A storage that two parts share is counted once, for the first part in the order of
-``COMPONENTS``. Therefore the total is the allocated memory.
+The counts, summed over all optimizers, equal those of ``precision_shim.audit``. No count is
+computed from a config. A storage that two parts share is counted once, for the first part in the
+order of ``COMPONENTS``. Because no storage is counted twice, the total of all parts is the
+allocated memory.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ class Part:
         nbytes: bytes of the storages, padding included.
         elements: number of elements that belong to parameters, padding excluded.
         bytes_per_parameter: bytes of the elements, without padding, divided by a number of
-            parameters. For ``params``, ``frozen`` and ``grad_buckets`` the divisor is the number of
-            trainable parameters of this rank's model. For other kinds the divisor is the number of
-            parameters that this rank's optimizer owns. 0.0 without parameters.
+            parameters; 0.0 if that number is 0. Bytes of ``params``, ``frozen`` and
+            ``grad_buckets`` are divided by the number of trainable parameters of this rank's model.
+            Bytes of other tensors are divided by the number of parameters that this rank's
+            optimizer owns.
         dtypes: names of the dtypes, sorted, such as ``("bfloat16",)``.
         sharded: whether each rank of the data-parallel group stores only a shard.
     """
@@ -45,20 +47,20 @@ class MeasuredBytes:
     """The result of :func:`measure_bytes` on this rank.
 
     Attributes:
-        params: trainable parameters of the model (replicated over data parallelism).
+        params: trainable parameters of the model (replicated on all data-parallel ranks).
         frozen: parameters without gradient (replicated).
         grad_buckets: gradient buckets of Megatron's DDP (replicated).
-        grad_copies: gradients outside the buckets: the fp32 copies that an optimizer step makes of
-            a 16-bit bucket, and ``.grad`` of the model (sharded if the optimizer is sharded). To
-            see gradients outside the buckets, measure between ``step()`` and ``zero_grad()``.
+        grad_copies: gradients outside the buckets (sharded if the optimizer is sharded): the fp32
+            copies that a step makes of a 16-bit bucket, and the model's ``.grad``. To see gradients
+            outside the buckets, measure between ``step()`` and ``zero_grad()``.
         master: fp32 or fp16 master parameters, or int16 remainders (sharded).
         exp_avg: first moments (sharded).
         exp_avg_sq: second moments (sharded).
         other: scales, step counts, the model's buffers and other tensors of the optimizer.
         trainable: number of trainable parameters of this rank's model.
         owned: number of parameters whose states this rank's optimizer stores.
-        data_parallel_sizes: for each part of the optimizer, the number of ranks over which it is
-            sharded, such as ``{"dense": 4, "experts": 2}`` or ``{"model": 4}``.
+        data_parallel_sizes: number of ranks over which each part of the optimizer is sharded, such
+            as ``{"dense": 4, "experts": 2}`` or ``{"model": 4}``.
     """
 
     params: Part
@@ -75,12 +77,12 @@ class MeasuredBytes:
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of ranks over which the first optimizer's parts are sharded."""
+        """Number of ranks over which the first part of the optimizer is sharded."""
         return next(iter(self.data_parallel_sizes.values()))
 
     @property
     def parts(self) -> dict[str, Part]:
-        """The parts by name, in the order in which storages are counted."""
+        """The parts, keyed by name, in the order in which storages are counted."""
         return {name: getattr(self, name) for name in COMPONENTS}
 
     @property
@@ -92,9 +94,9 @@ class MeasuredBytes:
     def per_parameter(self) -> float:
         """Bytes per trainable parameter without data parallelism, padding excluded.
 
-        Each part is divided by the number of parameters that it covers, so the figure does
-        not depend on the data-parallel size. ``frozen`` and ``other`` are left out: their sizes
-        do not depend on the number of trainable parameters.
+        Each part's bytes are divided by the number of parameters that the part covers, so the
+        figure does not depend on the data-parallel size. ``frozen`` and ``other`` are left out,
+        because their sizes do not depend on the number of trainable parameters.
         """
         return sum(self.parts[name].bytes_per_parameter for name in PER_PARAMETER)
 
@@ -119,12 +121,12 @@ def measure_bytes(model_chunks: Any, optimizer: Any) -> MeasuredBytes:
     ``ChainedOptimizer`` or a mixed-precision optimizer without sharding. The function also accepts
     a plain module with a torch optimizer. Optimizer states exist only after the first step.
 
-    A bf16 model on megatron-core 0.16.1, with data-parallel size 1, has 18 bytes per parameter with
-    Megatron's defaults, 10 with bf16 main gradients, bf16 moments and int16 remainders, and 12
-    without the remainders (measured 2026-11).
+    On megatron-core 0.16.1 with data-parallel size 1, a bf16 model has 18 bytes per parameter with
+    Megatron's defaults (measured 2026-11). With bf16 main gradients, bf16 moments and int16
+    remainders, a bf16 model has 10 bytes per parameter, or 12 without the remainders.
 
     Args:
-        model_chunks: a module or a list of modules, as for ``get_megatron_optimizer``.
+        model_chunks: a module or a list of modules (``get_megatron_optimizer`` accepts the same).
         optimizer: the optimizer of ``model_chunks``; None to count the model only.
 
     Returns:

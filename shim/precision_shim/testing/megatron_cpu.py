@@ -2,10 +2,10 @@
 
 Megatron-core names the device ``"cuda"`` in a hundred places but needs few features of CUDA. If the
 name ``"cuda"`` is mapped to the CPU, Megatron's real ``DistributedDataParallel`` and
-``DistributedOptimizer`` train a small GPT on a CPU, in one process or in several over gloo. The
-harness works with megatron-core 0.15.3 to 0.19.0 (2026-11).
+``DistributedOptimizer`` train a small GPT on a CPU. Training can run in one process, or in several
+processes over gloo. The harness works with megatron-core 0.15.3 to 0.19.0 (2026-11).
 
-* :func:`megatron_on_cpu` is the whole harness, :func:`cuda_means_cpu` its torch-only part.
+* :func:`megatron_on_cpu` is the whole harness; :func:`cuda_means_cpu` is its torch-only part.
 * :func:`model_parallel` starts and stops the process group and Megatron's parallel state.
 * :func:`tiny_gpt` makes a model provider for ``verl.utils.megatron_utils.get_model`` and Megatron's
   own helpers.
@@ -79,7 +79,7 @@ class _CudaMeansCpu(TorchFunctionMode):
             named = args[0] if args else kwargs.get("type", kwargs.get("device"))
             return _CPU if _names_cuda(named) else func(*args, **kwargs)
         device = kwargs.get("device")
-        # A device that is given as a bare number is the number of a GPU.
+        # A bare number that is passed as a device means a GPU.
         if _names_cuda(device) or (isinstance(device, int) and not isinstance(device, bool)):
             kwargs["device"] = _CPU
         if kwargs.get("pin_memory"):
@@ -123,7 +123,7 @@ class _Stream:
 
 
 def _nothing() -> Callable[..., None]:
-    # Make a new function for every name: tables of torch.compile are keyed by function objects.
+    # Make a new function for every name, because torch.compile's tables have functions as keys.
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
 
@@ -157,13 +157,13 @@ def _torch_cuda_answers() -> dict[str, Any]:
 
 @contextmanager
 def cuda_means_cpu() -> Iterator[None]:
-    """Map CUDA device names to the CPU in torch, in this thread, until the exit.
+    """Map CUDA device names to the CPU in torch, in this thread, inside the context.
 
     Inside the context, a device given as ``"cuda"``, ``"cuda:0"``, ``torch.device("cuda")`` or a
     bare number means the CPU in every torch function and in ``Tensor.to``. ``Tensor.cuda()`` and
     ``pin_memory()`` return the tensor itself. ``Tensor.type()`` names floating types as on a GPU,
-    because Megatron's optimizers compare these names. Streams, events, ``synchronize`` and seeds of
-    ``torch.cuda`` do nothing, and ``torch.cuda.current_device()`` is 0.
+    because Megatron's optimizers compare these names. Streams, events, ``synchronize`` and the seed
+    functions of ``torch.cuda`` do nothing, and ``torch.cuda.current_device()`` is 0.
     ``torch.cuda.is_available()`` is unchanged. Can be nested.
 
     The device names are mapped in the calling thread only (a ``TorchFunctionMode``); the
@@ -194,16 +194,16 @@ def _patch(owner: Any, values: dict[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def megatron_on_cpu() -> Iterator[None]:
-    """Let the real Megatron-core build and train models on a CPU, until the exit.
+    """Let the real Megatron-core build and train models on a CPU, inside the context.
 
-    Includes :func:`cuda_means_cpu`. Megatron's tracker of CUDA random numbers only records names,
-    and the tracker's ``fork`` is a null context. Therefore use ``use_cpu_initialization`` and no
-    dropout, like :func:`tiny_gpt`. Compiled functions run uncompiled.
+    Includes :func:`cuda_means_cpu`. Because the ``fork`` of Megatron's tracker of CUDA random
+    numbers is a null context, set ``use_cpu_initialization`` and use no dropout, like
+    :func:`tiny_gpt`. Compiled functions run uncompiled.
 
     Raises:
         ImportError: megatron-core is not installed.
     """
-    # Import Megatron before patching: the functions that it compiles need the real torch.cuda.
+    # Import Megatron before patching: functions that Megatron compiles need the real torch.cuda.
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import moe_utils
 
@@ -239,13 +239,13 @@ def model_parallel(
     """Set up a gloo process group and Megatron's parallel state, and destroy them on exit.
 
     Each of the ``world_size`` processes passes its own ``rank`` and the same ``init_file``, a path
-    that does not exist yet. ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` are set until the exit.
+    that does not exist yet. ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` are set inside the context.
     Seeds torch.
 
     Args:
         world_size: number of processes.
         rank: rank of this process, from 0.
-        init_file: the file of the processes' rendezvous; may be None for one process.
+        init_file: the file through which the processes meet; may be None for one process.
         seed: seed of torch's generator and Megatron's tracker.
         parallel: arguments of ``parallel_state.initialize_model_parallel``, for example
             ``tensor_model_parallel_size=2`` or ``expert_model_parallel_size=2``.
@@ -304,9 +304,9 @@ def tiny_gpt(
 ) -> Callable[..., Any]:
     """Return a provider of small GPT models that run on a CPU.
 
-    The models have the local layer spec, are initialized on the CPU, and have no dropout, no fused
-    kernels, and untied embeddings and output. The provider's attribute ``config`` is the models'
-    ``TransformerConfig``, the argument ``transformer_config`` of verl's ``get_model``.
+    The models have Megatron's local layer spec, no dropout, no fused kernels, and untied embeddings
+    and output, and are initialized on the CPU. The provider's attribute ``config`` is the models'
+    ``TransformerConfig``, which verl's ``get_model`` accepts as ``transformer_config``.
 
     Args:
         dtype: dtype of the parameters: ``torch.bfloat16``, ``torch.float16`` or ``torch.float32``.
@@ -318,7 +318,7 @@ def tiny_gpt(
         vocab_size: number of tokens.
         max_sequence_length: number of positions.
         num_moe_experts: number of experts; None for a dense model.
-        config: further fields of ``TransformerConfig``, which override all other values.
+        config: further fields of ``TransformerConfig``, which override the other arguments' values.
 
     Returns:
         ``provider(pre_process=True, post_process=True, vp_stage=None, **ignored)``, which returns a

@@ -1,7 +1,7 @@
 """Rules on the arguments of ``FusedAdam`` in each TransformerEngine release, for the stand-in.
 
-The functions have a version as argument and need no optimizer. The docstring of ``fused_adam``
-names the sources of the rules.
+Each function has a TransformerEngine version as argument and needs no optimizer. The docstring of
+``fused_adam`` names the sources of the rules.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def refuse_capturable(
         raise RuntimeError(
             f"{where} wants moments that are {allowed}, got {exp_avg} and {exp_avg_sq}."
         )
-    # 2.13 and earlier refuse store_param_remainders, 2.14 and later only if it has an effect.
+    # TransformerEngine 2.13 and earlier refuse store_param_remainders; 2.14 and later refuse it
+    # only if it has an effect.
     if remainders if newer else asked_remainders:
         raise RuntimeError(f"{where} does not go with store_param_remainders.")
     raise NotImplementedError(

@@ -153,7 +153,7 @@ class StoredStates(torch.optim.Optimizer):
 
         Args:
             param: a parameter of this optimizer.
-            store_param_remainders: store a remainder instead of the master.
+            store_param_remainders: whether to store a remainder instead of the master.
         """
         self._initialize_state(param, "exp_avg", zero_buffer=True)
         self._initialize_state(param, "exp_avg_sq", zero_buffer=True)
@@ -172,8 +172,8 @@ class StoredStates(torch.optim.Optimizer):
         """Return torch's state dict with every state as fp32, except int16 remainders.
 
         Returns:
-            ``{"state": {index: {name: tensor}}, "param_groups": [...]}``. fp32 states are
-            the live tensors.
+            ``{"state": {index: {name: tensor}}, "param_groups": [...]}``. fp32 states are the live
+            tensors, not copies.
         """
         state_dict = super().state_dict()
         by_index = self._params_by_index(state_dict)
@@ -186,12 +186,12 @@ class StoredStates(torch.optim.Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load groups and states; each state is rounded to the dtype that this optimizer stores.
+        """Load groups and states; each state is rounded to this optimizer's dtype for the state.
 
         A state that this optimizer does not store as a remainder is first cast to fp32, **whatever
-        its dtype**. Even an int16 remainder of another optimizer becomes a master of whole numbers,
-        without an error. An fp32 master that this optimizer would store as a remainder raises an
-        AssertionError. TransformerEngine's ``load_state_dict`` behaves in the same way.
+        its dtype**. Even another optimizer's int16 remainder is loaded without an error, as a
+        master with wrong values (whole numbers). An fp32 master that this optimizer would store as
+        a remainder raises an AssertionError. TransformerEngine's ``load_state_dict`` does the same.
 
         Args:
             state_dict: the result of :meth:`state_dict`.

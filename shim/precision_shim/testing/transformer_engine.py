@@ -1,15 +1,15 @@
 """Stand-ins for TransformerEngine's optimizers, for machines without TransformerEngine or a GPU.
 
 Megatron-core's precision-aware optimizer needs only the class ``FusedAdam`` of TransformerEngine.
-:func:`stand_in_transformer_engine` provides this class and removes it again. There is **no**
-stand-in for TransformerEngine's layers, such as ``TELinear``. A missing ``transformer_engine``
-stays missing for Megatron's layer specs, attention and fp8 code.
+:func:`stand_in_transformer_engine` provides this class inside its context. There is **no** stand-in
+for TransformerEngine's layers, such as ``TELinear``. If ``transformer_engine`` is not installed,
+Megatron's layer specs, attention and fp8 code still find no TransformerEngine.
 
 Only the leaf module ``transformer_engine.pytorch.optimizers`` is put into ``sys.modules``. Python's
 ``from a.b.c import x`` searches ``sys.modules`` for ``a.b.c`` first and does not import the
-parents. In Megatron modules that have imported the optimizer by value, the optimizer is replaced at
-once. A Megatron module that is imported later is patched right after its import. On exit all
-patched modules get their own values back.
+parents. In Megatron modules that have already run ``from ... import FusedAdam``, the class is
+replaced at once. A Megatron module that is imported inside the context is patched right after its
+import. On exit, the original values are restored in all patched modules.
 """
 
 from __future__ import annotations
@@ -96,18 +96,20 @@ def stand_in_transformer_engine(version: str | None = None) -> Iterator[StandIn]
     imports the stand-ins. The imported module has the attributes ``__precision_shim_stand_in__ =
     True`` and ``__version__``. Megatron-core's ``get_te_version()`` and ``is_te_min_version()``
     return ``version``, whether ``megatron.core`` is imported before or inside the context. All
-    changes are undone on exit, also in modules that were imported inside. Optimizers still work
-    after the exit. The context manager cannot be nested in itself.
+    changes are undone on exit, also in modules that were imported inside the context. Optimizers
+    that were built inside the context still work after the exit. The context manager cannot be
+    nested in itself.
 
     If a real TransformerEngine can be imported, and ``version`` is None or the real version, the
-    real constructor checks the arguments, with a throw-away parameter on the CPU. The stand-in does
-    everything after the constructor, because the real ``step()`` needs a GPU.
-    :attr:`StandIn.checked_by` names the constructor that checks the arguments. Megatron also
-    imports an installed TransformerEngine's real layers.
+    real constructor checks the arguments on a temporary CPU parameter. The stand-in does everything
+    after the constructor, because the real ``step()`` needs a GPU. :attr:`StandIn.checked_by` names
+    the constructor that checks the arguments. Megatron also imports the layers of an installed
+    TransformerEngine.
 
     Args:
-        version: 1.13 or newer; the rules of that release apply, such as bf16 moments in 2.3 and
-            later. None stands for the installed version, or else 2.11.0.
+        version: 1.13 or newer; the stand-in follows this release's rules, such as bf16 moments in
+            2.3 and later. None means the installed version, or 2.11.0 if TransformerEngine is not
+            installed.
 
     Yields:
         A :class:`StandIn`.
@@ -183,12 +185,12 @@ _Patch = Callable[[types.ModuleType, "_Undo"], None]
 
 
 def _megatron_patches(stand_in: StandIn) -> dict[str, _Patch]:
-    """Return the patches of Megatron modules that import TransformerEngine's names by value.
+    """Return the patches of Megatron modules that bind TransformerEngine's names at import.
 
     The patches were made from the source of megatron-core 0.15.3, 0.16.1, 0.18.2 and 0.19.0. Names
-    that a Megatron version lacks are not added to its modules. Other Megatron modules either import
-    TransformerEngine's optimizers at each use, or need kernels (``multi_tensor_*``), which have no
-    stand-in.
+    that a Megatron version lacks are not added to this version's modules. Other Megatron modules
+    either import TransformerEngine's optimizers at each use, or need kernels (``multi_tensor_*``),
+    which have no stand-in.
     """
     values: dict[str, dict[str, Any]] = {
         "megatron.core.optimizer": {
@@ -225,8 +227,8 @@ def _megatron_patches(stand_in: StandIn) -> dict[str, _Patch]:
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Patches a Megatron module right after its import.
 
-    The stand-in is hidden while the Megatron module executes. Therefore the module first has its
-    values without a stand-in, and undoing the patch restores these values.
+    The stand-in is hidden while the Megatron module executes, so that the module's own values do
+    not depend on the stand-in. Undoing the patch restores the module's own values.
     """
 
     def __init__(self, patches: dict[str, _Patch], undo: _Undo, leaf: types.ModuleType) -> None:
@@ -298,7 +300,7 @@ class _Undo:
         self._steps.append(step)
 
     def set_attr(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute, also an inherited or missing one, until ``everything`` is called."""
+        """Set an attribute (which may be inherited or missing) until ``everything`` is called."""
         before = vars(owner).get(name, _MISSING)
 
         def back() -> None:

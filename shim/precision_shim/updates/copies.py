@@ -1,4 +1,4 @@
-"""Find out which copies of a model's weights a rollout engine has, and how each is rounded."""
+"""Find out which copies of a model's weights a rollout engine has, and how each copy is rounded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .merged import Merged
 from .meters import Rollout
 
 Chain = tuple[torch.dtype, ...]
-"""The dtypes to which a number is rounded one after the other, in this order."""
+"""The dtypes to which a number is rounded, one after the other."""
 
 _KEPT = re.compile(r"(^|\.)((gate|router)\.[^.]+|e_score_correction_bias|A_log|dt_bias)$")
 """Matches the names of router and state-space parameters. Engines keep these parameters in fp32 for
@@ -27,8 +27,8 @@ class Copies:
     """A model's properties that determine the rollout engines' copies of its weights.
 
     Attributes:
-        own: for each parameter of each group, the parameter's 16-bit dtype in the model; empty for
-            an fp32 parameter, ``None`` for a parameter that has no copy of a known dtype.
+        own: 16-bit dtype of each parameter of each group in the model. In ``own``, an fp32
+            parameter has ``()``; a parameter that has no copy of a known dtype has ``None``.
         otherwise: the dtype of an fp32 parameter's copy if the rollout's dtype is not known.
         merged: the sampler of the matrices that LoRA is merged into.
     """
@@ -41,7 +41,7 @@ class Copies:
         """Return the dtypes that a parameter's copy is rounded to; ``None`` without a copy."""
         try:
             own = self.own[group][place]
-        except IndexError:  # a group or a parameter that was added after attach()
+        except IndexError:  # the group or parameter was added after attach()
             return None
         if own is None or (rollout is not None and (rollout.merged or not rollout.dtypes)):
             return None
@@ -52,7 +52,7 @@ class Copies:
 
 
 def named(chain: Chain) -> str:
-    """Return a copy's dtype and the earlier roundings, such as ``"fp16 over bf16"``."""
+    """Return text with a copy's dtype and its earlier roundings, such as ``"fp16 over bf16"``."""
     return " over ".join(name_of(dtype) for dtype in reversed(chain))
 
 
@@ -61,7 +61,7 @@ def copies_of(reading: Reading, stepper: torch.optim.Optimizer, model: Any) -> C
 
     Args:
         reading: the optimizer's reading.
-        stepper: the torch optimizer within the optimizer.
+        stepper: the torch optimizer within the framework's optimizer.
         model: the model's modules, or ``None``.
     """
     by_tensor = {id(parameter.stepped): parameter for parameter in reading.owned}

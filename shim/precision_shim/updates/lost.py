@@ -1,6 +1,6 @@
 """Lost updates as plain data: shares per optimizer, as metrics, as JSON and as text.
 
-An update of an element is lost if it was not zero but the stored number did not change.
+An update of an element is lost if the update was not zero but the stored number did not change.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _SHOWN = 8  # maximum number of parameter groups in a table; Megatron makes up t
 
 @dataclass(frozen=True)
 class Count:
-    """Numbers of the sampled updates and of the lost updates among them.
+    """The number of sampled updates, and the number of lost updates in the sample.
 
     Attributes:
-        dtype: how the numbers are stored, such as ``"bf16"`` or ``"bf16+int16"``.
+        dtype: how the updated numbers are stored, such as ``"bf16"`` or ``"bf16+int16"``.
         updates: number of elements whose update was not zero; for ``exp_avg_sq``, number of
             elements that the update should make smaller.
         lost: number of elements in ``updates`` whose stored value did not change.
@@ -59,7 +59,7 @@ class Group:
         lr: learning rate of the step.
         elements: number of elements that the step updated on this rank; frozen parameters and
             parameters without a gradient do not count.
-        sampled: number of these elements in the sample.
+        sampled: number of updated elements in the sample.
         weights: counts for the stored weights: the master weights if there are any, otherwise the
             parameters.
         exp_avg_sq: counts for the second moment; ``None`` without a second moment.
@@ -83,8 +83,8 @@ class Figures:
         step: number of the step, counted from the attachment of the meter.
         every: number of steps from one measurement to the next.
         groups: the parameter groups whose updates were not all zero.
-        merged: counts for the copies of the matrices that LoRA is merged into, whose updates are
-            the changes of the product of LoRA's factors; ``None`` without merging.
+        merged: counts for the copies of the matrices that LoRA is merged into; ``None`` without
+            merging. A copy's update is the change of the product of LoRA's factors.
     """
 
     step: int
@@ -93,7 +93,7 @@ class Figures:
     merged: Count | None = None
 
     def share(self, name: str) -> float | None:
-        """Return the share of lost updates over all groups, weighting groups by elements.
+        """Return the share of lost updates over all groups, weighted by each group's elements.
 
         Args:
             name: ``"weights"``, ``"exp_avg_sq"`` or ``"rollout"``.
@@ -112,7 +112,7 @@ class Figures:
 
 
 def share(figures: Iterable[Figures], name: str) -> float | None:
-    """Return the share of lost updates over several optimizers, weighting groups by elements.
+    """Return the share of lost updates over several optimizers, weighted by each group's elements.
 
     Args:
         figures: the optimizers' figures.
@@ -173,7 +173,7 @@ def _percent(count: Mapping[str, Any]) -> str:
 def findings(
     updates: Mapping[str, Any], part: str, where: str, masters: Collection[str] = ()
 ) -> Iterator[tuple[int, tuple[str, str | None, str | None, str, str, str]]]:
-    """Yield the groups that lost most of their updates, each with the fields of a note.
+    """Yield the groups that lost most of their updates, each with a ``Finding``'s fields.
 
     Args:
         updates: the result of ``Figures.to_dict``.

@@ -56,8 +56,7 @@ class _Counted:
 
     Attributes:
         group: number of the group; ``None`` for matrices that LoRA is merged into.
-        stored: how the weights are stored.
-        exp_avg_sq: dtype of the second moment; empty without one.
+        exp_avg_sq: dtype of the second moment; empty without a second moment.
         copy: how the copies for rollout engines are stored; empty without copies.
     """
 
@@ -74,7 +73,7 @@ class _Pending:
 
     Attributes:
         arriving: for each device, the tensor on the host, the event that is recorded after the copy
-            to that tensor, and a description of each row.
+            to the host, and a description of each row.
         elements: for each group, the number of elements that the step updated on this rank.
     """
 
@@ -95,13 +94,11 @@ class Meter:
         every: number of steps from one measurement to the next.
         names: framework and version, and the name of the optimizer's part, for messages.
         copies: the model's properties that determine the rollout engines' copies of the weights.
-        on_figures: called with the meter when there are new figures.
+        on_figures: function that is called with the meter when ``figures`` has changed.
 
     Attributes:
-        every: see the argument.
-        names: see the argument.
         figures: the latest figures; ``None`` before the first measurement.
-        unmeasured: why the meter does not measure; empty while it measures.
+        unmeasured: the reason why the meter does not measure; empty while the meter measures.
     """
 
     def __init__(
@@ -138,7 +135,7 @@ class Meter:
         return not self.unmeasured
 
     def remove(self) -> None:
-        """Remove the hooks, but never within a step, because torch then iterates over the hooks."""
+        """Remove the hooks; never call ``remove`` within a step, which iterates over the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -147,7 +144,7 @@ class Meter:
             meters.drop(stepper)
 
     def _give_up(self, reason: str) -> None:
-        # The hooks stay registered: torch is iterating over the hooks during this call.
+        # The hooks stay registered, because torch is iterating over the hooks during this call.
         self.unmeasured = reason
         self._before, self._pending, self._sample = [], None, None
         self._say(f"lost updates are not measured: {reason}")
@@ -316,7 +313,7 @@ class Meter:
             stale = (sample.updates & (copies == sample.copies)).sum()
         lost_ones = (sample.updates & (weights == sample.weights)).sum()
         counts = torch.stack([sample.updates.sum(), lost_ones, decays, stuck, stale]).double()
-        overflow = getattr(optimizer, "found_inf", None)  # a fused step does nothing after overflow
+        overflow = getattr(optimizer, "found_inf", None)  # a fused step changes nothing on overflow
         if overflow is not None:
             counts = counts * (overflow == 0)
         return torch.cat([counts, counts.new_ones(1) * sample.lr])
@@ -369,7 +366,7 @@ class Meter:
 
 
 def _captures() -> bool:
-    """Whether a CUDA graph is being captured, so that the meter must not query an event."""
+    """Whether a CUDA graph is being captured; if so, the meter must not query an event."""
     begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return begun and torch.cuda.is_current_stream_capturing()
 

@@ -1,9 +1,9 @@
 """Count lost updates if LoRA is merged into the weights of a rollout engine.
 
-The copy of a matrix W is W + scale * B@A, rounded. The meter samples random elements of each
-matrix. Before and after the optimizer's step, the meter reads the rows of B and the columns of A
-that determine the sampled elements. Each rank must have the whole factors A and B. If the factors
-are sharded over ranks, nothing is measured, because only a collective could assemble them.
+A rollout engine's copy of a matrix W is W + scale * B@A, rounded. The meter samples random elements
+of each matrix. Before and after the optimizer's step, the meter reads the rows of B and the columns
+of A that determine the sampled elements. Each rank must have the whole factors A and B. Sharded
+factors are not measured, because only a collective operation could assemble them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class _Before:
-    """A layer before a step: its sample's positions, with product and copies at these positions."""
+    """A layer before a step: the sampled positions, with product and copies at these positions."""
 
     layer: Layer
     rows: torch.Tensor
@@ -78,7 +78,7 @@ class Merged:
             rollout: how the weights reach the rollout engine.
 
         Returns:
-            The reason why nothing is measured, at the first such call; otherwise ``""``.
+            The reason why nothing is measured (only at the first such call), otherwise ``""``.
         """
         self._before, self._dtypes = [], rollout.dtypes
         if not (rollout.merged and rollout.dtypes):
@@ -96,12 +96,11 @@ class Merged:
         return reason
 
     def compare(self) -> Iterator[tuple[Any, torch.Tensor, torch.Tensor, int, Any]]:
-        """Compute the copies after the step, and yield each layer's counts, still on the device.
+        """Compute the copies after the step, and yield each layer's counts as tensors.
 
         Yields:
-            For each layer the device, number of elements whose product changed, number of these
-                elements whose copy
-            did not change, number of sampled elements, and the dtypes that the copy is rounded to.
+            For each layer the device, the number of elements whose product changed, how many of
+            these have an unchanged copy, the number of sampled elements, and the copy's dtypes.
         """
         before, self._before = self._before, []
         for sample in before:
@@ -145,7 +144,7 @@ class Merged:
 
 
 def lora_layers(chunks: Sequence[torch.nn.Module]) -> tuple[list[Layer], str]:
-    """Return the LoRA layers whose copies can be computed, and the reason why other copies cannot.
+    """Return the LoRA layers whose copies can be computed, and why other layers are left out.
 
     Args:
         chunks: a model's modules.

@@ -21,8 +21,8 @@ class Rollout:
 
     Attributes:
         dtypes: the dtypes that each weight is rounded to: the transfer's dtype, then the engine's.
-            Empty if a dtype is not known or is no torch dtype, such as fp8.
-        merged: whether the engine receives LoRA's factors only merged into the weights.
+            The tuple is empty if a dtype is not known or is no torch dtype, such as fp8.
+        merged: whether LoRA's factors are merged into the weights that the engine receives.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -75,10 +75,10 @@ def count() -> int:
 def metrics(optimizer: Any, prefix: str = "") -> dict[str, float]:
     """Return the latest shares of an optimizer's lost updates, for a framework's metrics.
 
-    Reads nothing from a device. The result is empty before the first figures, and without a meter.
+    Reads nothing from a device. The result is empty if there is no meter or no measurement yet.
 
     Args:
-        optimizer: an optimizer of a framework, Megatron (chained or single) or torch, or ``None``.
+        optimizer: a framework's, Megatron's (chained or single) or torch's optimizer, or ``None``.
         prefix: prefix of the metrics' names.
     """
     if not _meters:

@@ -5,7 +5,7 @@ the gradients that the optimizer reads at a step. There are rules for Adam and A
 TransformerEngine's and Apex's) and for torch's SGD. There is no rule for a subclass with its own
 ``step``, because the subclass's formula is not known.
 
-No function here waits for a device: hyperparameters that are tensors on a device stay tensors.
+No function of this module waits for a device: tensor hyperparameters on a device stay tensors.
 """
 
 from __future__ import annotations
@@ -141,9 +141,9 @@ class Rule:
         return None if gradient is None or gradient.is_sparse else gradient
 
     def steps_ever(self, optimizer: Any, parameter: torch.Tensor) -> bool:
-        """Whether the optimizer updates a parameter; it never updates a frozen one.
+        """Whether the optimizer ever updates a parameter; no step updates a frozen parameter.
 
-        Megatron's masters need no gradient, but get one before each step.
+        Megatron's masters require no gradient, but Megatron sets their gradient before each step.
         """
         if parameter.requires_grad or optimizer.state.get(parameter):
             return True
@@ -159,7 +159,7 @@ class Rule:
     def state(
         self, optimizer: Any, parameter: torch.Tensor, name: str, at: Taken
     ) -> torch.Tensor | None:
-        """Return a sample of a state; ``None`` if the first step has not created it yet."""
+        """Return a sample of a state; ``None`` before the first step, which creates the state."""
         value = optimizer.state.get(parameter, {}).get(name)
         if value is None:
             return None
@@ -172,7 +172,7 @@ class Rule:
     ) -> torch.Tensor:
         """Return the number of the coming step, for each element of a sample."""
         state = optimizer.state.get(parameter, {})
-        if self._ideal is _sgd:  # SGD counts no steps; the rule tests only for the first step
+        if self._ideal is _sgd:  # SGD counts no steps; its rule only detects the first step
             made: Any = int(state.get("momentum_buffer") is not None)
         else:
             made = group.get("step", 0) if self._fused else state.get("step", 0)

@@ -30,18 +30,17 @@ def allot(sizes: Sequence[int], budget: int) -> list[int]:
 class Sample:
     """A fixed sample of an optimizer's elements on this rank.
 
-    Each group contributes the same number of elements, or all its elements. A group's elements are
-    divided into stretches of equal length, and the sample has a random element of each stretch. The
-    random numbers are from a separate generator, so torch's global generator does not change.
+    Each group contributes an equal number of elements, or all if it has fewer. A group's elements
+    are divided into stretches of equal length, and the sample has a random element of each stretch.
+    Random numbers are from a separate generator, so torch's global generator does not change.
 
     Args:
         groups: the optimizer's parameters, by group.
         budget: maximum number of elements in the sample.
-        places: for each group, the numbers of the parameters to sample; ``None`` for all.
+        places: for each group, the indices of the parameters to sample; ``None`` for all.
 
     Attributes:
-        budget: see the argument.
-        taken: for each group, the ``Taken`` of each sampled parameter, by the parameter's number.
+        taken: for each group, the ``Taken`` of each sampled parameter, by the parameter's index.
     """
 
     def __init__(
@@ -85,12 +84,12 @@ def few(tensor: torch.Tensor, most: int) -> torch.Tensor:
 
     Args:
         tensor: any tensor.
-        most: maximum number of elements if the tensor is contiguous; otherwise approximate.
+        most: maximum number of elements; only approximate if the tensor is not contiguous.
     """
     own = local(tensor).detach()
     if own.is_contiguous():
-        # The distance is odd: an even distance can be a multiple of the row length, so that all
-        # elements would be from one column.
+        # The distance between elements is odd: an even distance may be a multiple of the row
+        # length, so that all elements are from one column.
         return own.view(-1)[:: own.numel() // most | 1]
     side = max(1, round(most ** (1 / own.ndim)))
     return own[tuple(slice(None, None, size // side | 1) for size in own.shape)].reshape(-1)
@@ -135,7 +134,7 @@ def _draw(
     for number, place in enumerate(places):
         indices = drawn[cuts[number] : cuts[number + 1]] - bounds[number]
         if len(indices):
-            # The indices are copied once, before the first measurement; the host does not wait.
+            # The indices are copied once, before the first measurement, and the host does not wait.
             device = local(parameters[place]).device
             taken[place] = Taken(indices.to(device, non_blocking=True), len(indices))
     return taken

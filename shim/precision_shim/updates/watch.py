@@ -28,7 +28,7 @@ class UpdateWatch:
         self._meters = tuple(watched)
 
     def figures(self) -> list[dict[str, Any]]:
-        """Return the latest figures of each measured optimizer, in a form for JSON."""
+        """Return the latest figures of each measured optimizer, as data that JSON can represent."""
         return [meter.figures.to_dict() for meter in self._meters if meter.figures is not None]
 
     def metrics(self, prefix: str = "") -> dict[str, float]:
@@ -55,32 +55,32 @@ def watch_updates(
 
     At every ``every``-th step, each meter uses a fixed sample of each parameter group (at most 2^18
     elements on a rank, over all optimizers). The meter counts the elements whose update was not
-    zero but whose stored value did not change. There are counts for the weights that the optimizer
-    updates (masters if any), for decreases of ``exp_avg_sq``, and for the rollout engines' copies
-    of the weights. From the next step on, the figures are in the returned object and in
-    ``audit(model, optimizer)``. Some frameworks' adapters also report the figures in the
+    zero but whose stored value did not change. Separate counts cover the weights that the optimizer
+    updates (masters if any), decreases of ``exp_avg_sq``, and the rollout engines' copies of the
+    weights. The figures of a measurement are in the returned object and in ``audit(model,
+    optimizer)`` when a later step begins. Some frameworks' adapters also report the figures in the
     framework's metrics. The meter warns if a group loses more than half of its updates. A meter
     changes no step's result, and the host does not wait for a device.
 
     ``precision_shim.uninstall()`` and the returned object's ``remove()`` remove the hooks. A second
-    call for an optimizer only changes ``every``.
+    call of ``watch_updates`` for an optimizer changes only ``every`` and, if given, ``rollout``.
 
     Args:
         model: the model, in any form that ``audit`` accepts; ``None`` to read the optimizer alone.
         optimizer: the optimizer, in any form that ``audit`` accepts.
         every: number of steps from one measurement to the next.
-        rollout: the dtype that the rollout engine computes in, as a ``torch.dtype`` or a name. If
-            ``rollout`` is ``None`` and no framework's adapter has recorded the dtype, the rollout
-            engines' copies are assumed to be in the model's 16-bit dtype or in FSDP's compute
-            dtype.
+        rollout: the dtype that the rollout engine computes in, as a ``torch.dtype`` or a name.
+            ``None`` means the dtype that a framework's adapter recorded. Without a recorded dtype,
+            copies are assumed to be in the model's 16-bit dtype, else in FSDP's compute dtype, else
+            in bf16.
 
     Returns:
-        An object with the figures and with ``remove()``.
+        An ``UpdateWatch``, which has the figures and ``remove()``.
 
     Raises:
         AuditError: model or optimizer cannot be read.
         DtypeError: ``rollout`` names no dtype.
-        SettingsError: ``every`` is no whole number of at least 1.
+        SettingsError: ``every`` is not a whole number of at least 1.
     """
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise SettingsError(
@@ -112,15 +112,15 @@ def attach(
     subject: str = "",
     on_figures: Callable[[Meter], None] | None = None,
 ) -> Meter | None:
-    """Attach a meter to an optimizer; return ``None`` without a torch optimizer to step.
+    """Attach a meter to an optimizer; return ``None`` if the reading has no torch optimizer.
 
     Args:
         reading: the optimizer's reading.
         every: number of steps from one measurement to the next.
-        model: the model's modules, for their compute dtype.
+        model: the model's modules; their LoRA layers and compute dtype determine the copies.
         framework: see ``looking.look``.
         subject: the model's name, such as ``"actor"``.
-        on_figures: called with the meter when there are new figures.
+        on_figures: function that is called with the meter when the meter has new figures.
     """
     if not reading.steppers:
         return None

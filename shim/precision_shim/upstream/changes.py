@@ -20,7 +20,7 @@ def _code(found: Definition) -> list[str]:
     node = found.node
     assert isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-    lines = found.text.split("\n")  # unlike ast, splitlines() splits at a form feed, too
+    lines = found.text.split("\n")  # splitlines() also splits at a form feed, ast does not
     left_out: set[int] = set()
     inside: set[int] = set()
     for inner in ast.walk(node):

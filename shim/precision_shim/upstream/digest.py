@@ -1,8 +1,8 @@
 """Compute a digest of a symbol's code that does not depend on comments or the Python version.
 
-``ast.dump`` differs between Python versions, and positions, docstrings and annotations differ
-between releases that behave alike. Therefore this module walks the tree itself, and hashes every
-node with its fields, except fields that do not affect the code's behaviour.
+This module hashes every node of the syntax tree with those fields that affect the code's behaviour.
+``ast.dump`` cannot be used, because it differs between Python versions. Positions, docstrings and
+annotations are not hashed, because they differ between releases that behave alike.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Scope = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
 def digest(target: str) -> str:
-    """Return the SHA-256 of a symbol's code, in hexadecimal; ``""`` if ``look`` finds no symbol.
+    """Return the SHA-256 of a symbol's code, in hexadecimal; ``""`` if the symbol is not found.
 
     A dataclass's generated ``__init__`` has the digest of the class.
     """
@@ -54,9 +54,9 @@ def is_remark(line: ast.AST) -> bool:
 
 
 def _walk(node: ast.AST, in_class: bool) -> Iterator[str]:
-    """Yield a node's words to hash, in brackets, so that different trees give different words.
+    """Yield the words of a node to hash; brackets ensure that different trees give different words.
 
-    An annotation without a value is left out, except in a class, because it declares a field there.
+    An annotation without a value is left out, unless it declares a class's field.
     """
     if isinstance(node, ast.AnnAssign) and not in_class:
         if node.value is None:
@@ -88,7 +88,7 @@ def _field(name: str, value: Any, in_class: bool) -> Iterator[str]:
             if isinstance(item, ast.AST):
                 if not is_remark(item):
                     yield from _walk(item, in_class)
-            else:  # None in dict keys or keyword defaults, or a name in a global statement
+            else:  # item: None in dict keys or keyword defaults, a name in global statements
                 yield repr(item)
         yield "]"
     else:
@@ -96,7 +96,7 @@ def _field(name: str, value: Any, in_class: bool) -> Iterator[str]:
 
 
 def _f_string(node: ast.JoinedStr, in_class: bool) -> Iterator[str]:
-    """Yield the words of an f-string; Python versions split its text into different constants."""
+    """Yield the words of an f-string, joining text that Python versions split differently."""
     text = ""
     for part in _parts(node.values):
         if isinstance(part, str):

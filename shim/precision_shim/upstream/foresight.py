@@ -16,7 +16,7 @@ __all__ = ["foresee", "inapplicable"]
 
 
 def inapplicable(name: str, seam: SeamStatus) -> str:
-    """Return the message that a refused seam's feature is missing on the seam's path."""
+    """Return the message that a refused seam's feature cannot be applied on the seam's path."""
     where = f" ({seam.path})" if seam.path else ""
     return f"{name}: {seam.feature}{where} cannot be applied: {seam.reason}"
 
@@ -26,7 +26,7 @@ def foresee(
     settings: Settings,
     versions: Callable[[str, Iterable[str]], str | None],
 ) -> tuple[FrameworkStatus, list[str]]:
-    """Return the predicted status of a framework in the current ``Source``, and the problems.
+    """Return a framework's predicted status in the current ``Source``, and problems as sentences.
 
     Args:
         entry: the framework.
@@ -47,7 +47,7 @@ def foresee(
     except PrecisionShimError as error:
         return FrameworkStatus(version, "refused", reason=str(error)), [str(error)]
     tested, reason = judge_version(adapter, version, versions, closely=True)
-    # A refusal that an adapter declares is no problem, because it only refuses calls.
+    # A seam that an adapter declares as refused is no problem, because it only reports the reason.
     broken: dict[tuple[str, str], SeamStatus] = {}
     for seam in seams:
         if seam.state == "refused" and not seam.refusal:

@@ -1,4 +1,4 @@
-"""Probes test a rule's assumptions about a framework's behaviour on the framework itself.
+"""Probes run a framework to test a rule's assumptions about the framework's behaviour.
 
 A comparison of names shows that a symbol is gone, but not that an assertion was removed while its
 identifiers stayed in the source. A probe is a small function that runs the framework's code, on a
@@ -36,8 +36,8 @@ class Probe:
         name: the probe's name in the output of ``precision-shim doctor``.
         assumes: the assumption, as a sentence.
         rule: ``"module:name"`` of the rule that relies on the assumption.
-        needs: modules of the framework that the probe imports; without them the probe does not run.
-        ask: the test function; if it raises an error, the assumption fails.
+        needs: modules that the probe imports; if one of them is missing, the probe does not run.
+        ask: the test function; an error in the test function means that the assumption is false.
     """
 
     name: str
@@ -52,11 +52,9 @@ class Outcome:
     """The result of running a probe.
 
     Attributes:
-        name: the probe's name.
         state: ``holds``, ``fails``, ``absent`` (a needed module is not installed) or ``unasked`` (a
             needed module is installed but cannot be imported).
         assumes: the probe's assumption, as a sentence.
-        rule: the probe's rule.
         assumed: the value that the rule assumes, as text.
         found: the framework's value, as text, or the reason why the probe did not run.
         seconds: duration of the probe, without imports.
@@ -105,7 +103,7 @@ def probes_in(module: str) -> tuple[Probe, ...]:
 
 
 def run(one: Probe) -> Outcome:
-    """Run a probe; an exception in the probe gives an outcome with the state ``fails``."""
+    """Run a probe; if the probe raises an exception, the outcome has the state ``fails``."""
     from ..seams._source import find_spec
 
     told = one.name, one.assumes, one.rule

@@ -1,8 +1,8 @@
 """The record of digests lists the versions in which a symbol had the same code.
 
 The record is one generated file in the adapters' package; it maps distribution, target and digest
-to versions. No seam is refused because a digest differs. Other modules compare version strings,
-which a fork may leave unchanged when it changes the code. This module compares the code itself.
+to versions. The shim never refuses a seam because a digest differs. This module compares the code
+itself, because a fork may change the code without changing the version string.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Record = dict[str, dict[str, dict[str, list[str]]]]
 
 
 def read_symbols(path: Path = FILE) -> Record:
-    """Read a file's record; the record is empty if the file does not exist.
+    """Read the record from a file; the record is empty if the file does not exist.
 
     Raises:
         ValueError: the file's content is no JSON object.
@@ -62,7 +62,7 @@ def add(record: Record, distribution: str, version: str, digests: Mapping[str, s
     Args:
         record: the record, which is changed in place.
         distribution: the distribution of the symbols.
-        version: the distribution's version; a local part ("+" and more) is left out.
+        version: the distribution's version; a local part, such as ``+cu128``, is left out.
         digests: digests by target, ``""`` for a symbol that this version lacks.
     """
     version = plain(version)
@@ -107,7 +107,7 @@ def digests_of(record: Record, distribution: str, version: str) -> dict[str, str
 
 
 def targets_by_distribution(adapter: Adapter) -> dict[str, list[str]]:
-    """Return the symbols of an adapter's table, grouped by their distribution."""
+    """Return the symbols that an adapter's seams wrap, grouped by distribution."""
     targets: dict[str, list[str]] = {}
     for target in dict.fromkeys(seam.target for seam in adapter.seams):
         distribution = owner(target, adapter)
@@ -128,7 +128,7 @@ class Likeness:
     """Differences between the current ``Source``'s symbols and one recorded version's symbols.
 
     Attributes:
-        version: the recorded version; ``""`` without one.
+        version: the recorded version; ``""`` if no version is recorded.
         count: number of symbols in the current ``Source``.
         changed: symbols whose code differs.
         gone: symbols of the recorded version that the current ``Source`` lacks.
@@ -256,12 +256,13 @@ def _digests_here(distribution: str, targets: Iterable[str]) -> dict[str, str]:
 def missed(
     adapter: Adapter, versions: Callable[[str, Iterable[str]], str | None]
 ) -> Callable[[str], str]:
-    """Return a function from a target to the recorded version that had the target, or to ``""``.
+    """Return a function that maps a target to the recorded version with this target, or to ``""``.
 
-    The function reads one recorded version: the newest that is not newer than the installed
-    version. Therefore no symbol is reported as missing that upstream added later or had removed
-    before. If the installed version is unknown, the function reads the recorded version with the
-    same symbols; if there is none, no symbol is reported as missing.
+    The returned function reads one recorded version: the newest that is not newer than the
+    installed version. A symbol that upstream added after the installed version, or removed before
+    it, is not reported as missing. If the installed version is unknown, the function reads the
+    recorded version with the same symbols. If no recorded version has the same symbols, no symbol
+    is reported as missing.
 
     Args:
         adapter: the adapter whose symbols may be missing.

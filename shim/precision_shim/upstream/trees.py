@@ -116,9 +116,9 @@ class Tree:
         return bool(self._place(package))
 
     def owns(self, module: str) -> bool:
-        """Whether a module is looked up in the tree alone, because the tree has its package.
+        """Whether a module is read only from the tree, because the tree has the module's package.
 
-        A folder without an ``__init__.py`` does not count: several distributions may share it.
+        A folder without ``__init__.py`` is no package here: several distributions may share it.
         """
         parts = module.split(".")
         return any(self._place(".".join(parts[:depth])) for depth in range(1, len(parts) + 1))
@@ -129,7 +129,7 @@ class Tree:
         return known or next(_find_written(self._files, distribution, package), None) or "unknown"
 
     def _place(self, module: str) -> str | None:
-        """Return a module's file; ``""`` for a package without a file, ``None`` for no module."""
+        """Return a module's file; ``""`` for a bare folder, ``None`` if the module is not found."""
         parts = module.split(".")
         for depth in range(1, len(parts) + 1):
             path = "/".join(parts[:depth])
@@ -207,7 +207,7 @@ def open_tree(path: Path, packages: tuple[str, ...]) -> Tree:
 
 
 def stated_version(distribution: str, package: str, folder: Path) -> str | None:
-    """Return the version that a package's source states, or ``None``, without executing it.
+    """Return the version that a package's source states, or ``None``; the source is not executed.
 
     Args:
         distribution: the package's distribution.

@@ -4,8 +4,8 @@ Within another adapter's ``building`` the seams of the adapter ``megatron`` do n
 to Megatron's optimizers calls ``_get_megatron_optimizer_based_on_param_groups`` with the config and
 the DDPs.
 
-Delete this module when a model can train at Megatron's initial loss scale, the DDP's check of
-gradients lets the loss scaler skip, and OptimizerConfig refuses fields that are set later.
+Delete this module when a model can train at Megatron's initial loss scale, the DDP's gradient check
+allows skipped steps, and OptimizerConfig refuses fields that are set after validation.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAKE = "megatron.core.optimizer:_get_megatron_optimizer_based_on_param_groups"
     optional=True,
 )
 def start_lower(call: Call, initial_scale: float, min_scale: float, growth_interval: float) -> Any:
-    """Lower Megatron's initial loss scale, which costs 25 skipped steps, unless the config sets it.
+    """Lower Megatron's default initial loss scale, at which the first 25 steps would be skipped.
 
     Megatron's default is 2**32. With Megatron's hysteresis of 2, the first overflow does not change
     the scale. Every further overflow halves the scale, so 25 skips in a row reach 2**8.
@@ -107,7 +107,7 @@ def _stop_checking(chunk: Any) -> bool:
     kinds = ("bucket_groups", "expert_parallel_bucket_groups")
     groups = [group for kind in kinds for group in getattr(chunk, kind, ())]
     checking = [group for group in groups if group.ddp_config.check_for_nan_in_grad]
-    for group in checking:  # another model may share the config object: copy it
+    for group in checking:  # copy the config object, which another model may share
         group.ddp_config = copy.copy(group.ddp_config)
         group.ddp_config.check_for_nan_in_grad = False
     if not groups and getattr(getattr(chunk, "ddp_config", None), "check_for_nan_in_grad", False):

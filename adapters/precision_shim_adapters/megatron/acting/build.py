@@ -1,8 +1,8 @@
-"""The record of the model that a framework is building, read by the backend's seams.
+"""The backend's seams read this record of the model that a framework is building.
 
 A framework makes the gradient bucket before the OptimizerConfig, in another function, but one plan
-must decide the dtypes of both. An adapter wraps the code that makes DDP and optimizer in
-``building``, and passes a function that reads the framework's config into ``Wishes``.
+must decide the dtypes of both. An adapter puts ``building`` around the code that makes DDP and
+optimizer, and passes a function that reads the framework's config into ``Wishes``.
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ from ..deciding.wishes import Planned, Wishes, in_force_now, plan_wishes
 class Build:
     """One model being built by a framework, from its DDP to its optimizer.
 
-    Only the seam at the DDP (``ddp.build_ddp``) changes a ``Build``; seams at the optimizer read
-    it.
+    Only the DDP's seam (``ddp.build_ddp``) changes a ``Build``; the optimizer's seams only read.
 
     Attributes:
         framework: the framework's name.
         seen: dtypes of the trainable parameters of all model chunks that have a DDP so far, on all
             pipeline stages.
         distributed: whether the last DDP's config has the distributed optimizer.
-        in_fp32: ``grad_reduce_in_fp32`` of the first chunk's bucket, or ``None`` before it is
-            decided; Megatron asserts that all chunks of a model have the same DDP config.
+        in_fp32: ``grad_reduce_in_fp32`` of the first chunk's bucket, ``None`` before the decision.
+            Megatron asserts that all chunks of a model have the same DDP config.
     """
 
     def __init__(self, framework: str, read: Callable[[], Wishes]) -> None:
@@ -42,8 +41,8 @@ class Build:
 
         Args:
             framework: the framework's name.
-            read: reads the framework's config; called once, when the seam at the DDP first reads
-                ``wishes``. Frameworks complete their configs before they make the DDP.
+            read: function that reads the framework's config; called once, when the seam at the DDP
+                first reads ``wishes``. Frameworks complete their configs before they make the DDP.
         """
         self.framework = framework
         self._read = read
@@ -63,7 +62,7 @@ class Build:
         return self.seen.single or self.wishes.declared
 
     def plan(self, model: TrainableDtypes | None = None) -> Planned:
-        """The optimizer's plan for the dtypes in ``model``, by default for those in ``seen``.
+        """The optimizer's plan for the dtypes in ``model``, by default the dtypes in ``seen``.
 
         Raises:
             DtypeError: see ``plan_wishes``.
@@ -71,8 +70,8 @@ class Build:
         known = self.seen if model is None else model
         now = in_force_now(self.framework)
         # Plan again only if a further chunk has other dtypes, or if an import between DDP and
-        # optimizer changed the features in force. If all parameters have one dtype, their number
-        # does not matter.
+        # optimizer changed the features in force. If all parameters have one dtype, the number of
+        # parameters does not matter.
         made_for = known.single or known, self.distributed, now
         if self._planned is None or self._planned[0] != made_for:
             made = plan_wishes(self.wishes, known, now, distributed=self.distributed)
@@ -89,14 +88,14 @@ writes an entry, ``build_around`` reads it. Equal configs of two workers differ 
 
 
 def current_build(framework: str | None = None) -> Build | None:
-    """The ``Build`` in progress, or ``None``; with ``framework``, only one of that framework."""
+    """The ``Build`` in progress (of ``framework``, if ``framework`` is given), or ``None``."""
     build = _build.get()
     return build if build is None or framework in (None, build.framework) else None
 
 
 @contextmanager
 def building(framework: str, read: Callable[[], Wishes]) -> Iterator[Build]:
-    """Record that a framework is building a model; within another ``building``, yield that record.
+    """Record that a framework is building a model; if nested, yield the outer record.
 
     Put ``building`` around the function that builds DDP and optimizer, or around both functions if
     there are two. The backend's seams that act while a model is built do nothing outside
@@ -119,12 +118,12 @@ def building(framework: str, read: Callable[[], Wishes]) -> Iterator[Build]:
 
 
 def expect_reference(ddp_config: Any, framework: str, read: Callable[[], Wishes]) -> None:
-    """Record a ``Build`` for the DDP that the framework will make with this config object.
+    """Record a ``Build`` for the DDP that the framework will make with ``ddp_config``.
 
-    Adapters call it if a framework builds the reference model in code that no seam can wrap.
+    Adapters call this function if no seam can wrap the code that builds the reference model.
 
     Args:
-        ddp_config: the config object; kept by a weak reference only.
+        ddp_config: the config object, of which only a weak reference is stored.
         framework: the framework's name.
         read: see ``Build``.
     """
@@ -138,7 +137,7 @@ def expect_reference(ddp_config: Any, framework: str, read: Callable[[], Wishes]
 
 
 def build_around(ddp_config: Any) -> Build | None:
-    """The ``Build`` of a DDP with this config; ``None`` if no adapter recorded one."""
+    """The ``Build`` of a DDP with ``ddp_config``; ``None`` if no adapter recorded a ``Build``."""
     expected, build = _references.get(id(ddp_config), (None, None))
     return _build.get() or (build if expected is not None and expected() is ddp_config else None)
 

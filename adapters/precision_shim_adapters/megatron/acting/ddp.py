@@ -70,7 +70,7 @@ def build_ddp(
     full_param_layout: Any = None,
     pg_collection: Any = None,
 ) -> Any:
-    """Record a model chunk's trainable dtypes, and give its DDP a config that fits these dtypes."""
+    """Record a model chunk's trainable dtypes, and pass its DDP a config that fits these dtypes."""
     build = build_around(ddp_config)
     if build is None:
         return call.proceed()
@@ -99,7 +99,7 @@ def build_ddp(
 
 
 def _align(build: Build, wishes: Wishes, config: Any, model: TrainableDtypes) -> torch.dtype | None:
-    """Give the bucket the main grads' dtype; return this dtype if the user's bucket dtype stays."""
+    """Align the bucket's dtype; return the main grads' dtype if the user's bucket dtype stays."""
     if not in_force(build.framework, ALIGNMENT, GROUP):
         return None
     plan = build.plan(model).plan
@@ -157,7 +157,7 @@ def _one_bucket_for_all(build: Build, choice: BucketChoice, present: bool) -> Bu
     optional=True,
 )
 def build_fsdp(call: Call, ddp_config: Any, module: Any) -> Any:
-    """Turn off Megatron-FSDP's NaN check of gradients; do not change the dtype of its buckets."""
+    """Turn off Megatron-FSDP's NaN check of gradients; the buckets' dtype does not change."""
     build = build_around(ddp_config)
     if build is None:
         return call.proceed()

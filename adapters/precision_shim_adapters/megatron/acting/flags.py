@@ -1,7 +1,7 @@
-"""Read the settings of a trainer with Megatron's own flags in one flat argparse namespace.
+"""Read a trainer's settings from one flat argparse namespace with Megatron's own flags.
 
 A trainer with Megatron's flags makes its ``OptimizerConfig`` inline, from every attribute of the
-namespace that has a field's name. While the trainer builds a model, the adapter changes the
+namespace that has the name of a field. While the trainer builds a model, the adapter changes the
 arguments of ``OptimizerConfig.__init__``.
 
 Delete this module when trainers pass to OptimizerConfig only the flags that the user wrote.
@@ -38,7 +38,7 @@ def wishes_of_flags(
     """Read one model's settings from a flat namespace of Megatron's flags.
 
     A flag counts as the user's if it differs from the default of Megatron's OptimizerConfig. A flag
-    that was given with its default value looks like an omitted flag.
+    that the user wrote with its default value is treated like an omitted flag.
 
     Args:
         args: the namespace that Megatron's ``validate_args`` has checked.
@@ -96,7 +96,7 @@ def fill_inline(call: Call, framework: str) -> Any:
 def where_present(seams: Iterable[Seam], module: str) -> tuple[Seam, ...]:
     """Restrict the backend's seams to environments in which the trainer's module is installed.
 
-    Adapters call it if other projects use the trainer's package name as well.
+    Adapters call this function if other projects also use the trainer's package name.
 
     Args:
         seams: ``megatron.SEAMS``.

@@ -1,14 +1,14 @@
 """Reload master weights after a framework loaded weights without the optimizer's states.
 
-Megatron's optimizers update master weights and copy them over the parameters. After a load of the
-weights alone, the next step overwrites the loaded weights with the former weights, unless the
-framework calls Megatron's ``reload_model_params``. NeMo-RL's Megatron-Bridge calls
+Megatron's optimizers update master weights and copy the master weights over the parameters. After a
+load of the weights alone, the next step overwrites the loaded weights with the former weights,
+unless the framework calls Megatron's ``reload_model_params``. NeMo-RL's Megatron-Bridge calls
 ``reload_model_params``; verl and SkyRL do not. ``reload_model_params`` reloads neither the master
 weights in FusedAdam's state nor the copies that the optimizer for CPU offload updates. Each rank
 reloads the master weights that it owns, without communication.
 
 Delete this module when Megatron's ``reload_model_params`` reloads all master weights, and verl and
-SkyRL call it.
+SkyRL call this function.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def reload_all(call: Call) -> Any:
 
 
 def _reload_offloaded(optimizer: Any, inner: Any) -> None:
-    """Reload the fp32 shards on the GPU, then the shards' copies in the inner optimizers."""
+    """Reload the fp32 shards on the GPU, then copies of the shards in the inner optimizers."""
     for model_group, shards in zip(
         optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True
     ):

@@ -1,9 +1,9 @@
 """Offload FusedAdam's master weights to the CPU together with the moments.
 
-Each framework has a function that moves Megatron's optimizer states to the CPU during generation. A
-framework's offload function moves only the states whose names it lists. A precision-aware optimizer
-keeps its fp32 master weights beside the moments, as ``master_param``. If a framework's list lacks
-``master_param``, 4 bytes per parameter stay on the GPU.
+Each framework has a function that moves Megatron's optimizer states to the CPU during generation.
+The framework's function moves only states whose names are in the function's list. A precision-aware
+optimizer keeps its fp32 master weights beside the moments, as ``master_param``. If a framework's
+list lacks ``master_param``, 4 bytes per parameter stay on the GPU.
 
 Delete this module when each framework's list has ``master_param`` (verl's list has it from 0.9).
 """
@@ -24,7 +24,7 @@ def seams(module: str, importers: tuple[str, ...], why: str, delete_when: str) -
 
     Args:
         module: the module with ``offload_megatron_optimizer`` and ``load_megatron_optimizer``.
-        importers: modules that import the two functions by value.
+        importers: modules that import the two functions with ``from ... import``.
         why: see ``Seam``.
         delete_when: see ``Seam``.
     """
@@ -48,7 +48,7 @@ def seams(module: str, importers: tuple[str, ...], why: str, delete_when: str) -
 
 
 def moved_already(symbol: Symbol, settings: Settings) -> str | None:
-    """Return a remark if the framework's own function moves the master weights."""
+    """Return a remark if the framework's own function moves the master weights, else ``None``."""
     return "the masters are moved already" if "master_param" in symbol.names else None
 
 

@@ -1,8 +1,8 @@
-"""Coerce dtypes in Megatron's OptimizerConfig, set its fields, compare it with the model.
+"""Coerce dtypes in Megatron's OptimizerConfig, set fields, and compare the config with the model.
 
-Every OptimizerConfig runs its ``__post_init__``, even with a subclass or deferred validation. Each
-framework has its own function that fills the config, and its adapter calls ``settle`` in a seam at
-this function. A seam at the function that makes the optimizer calls ``check``. The shim
+``__post_init__`` runs for every OptimizerConfig, even for a subclass or a deferred validation. Each
+framework has its own function that fills the config; the framework's adapter calls ``settle`` in a
+seam at this function. A seam at the function that makes the optimizer calls ``check``. The shim
 deliberately does not patch Megatron's own ``get_megatron_optimizer``.
 
 Delete this module when OptimizerConfig accepts dtype names, and Megatron's DDP reads
@@ -55,7 +55,7 @@ from .ddp import find_noted_dtype
 CONFIG = "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__"
 
 
-# Order matters: of two wrappers of one symbol, the wrapper defined first is the inner one.
+# Order matters: of two wrappers of one symbol, the wrapper defined first is the inner wrapper.
 @seam(
     CONFIG,
     DISPATCH,
@@ -73,13 +73,13 @@ CONFIG = "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__
 def refuse_what_cannot_run(call: Call) -> Any:
     """Raise an error with the reason if the installed FusedAdam cannot be precision-aware.
 
-    Megatron's config class calls ``__post_init__`` when a config is made, Megatron-Bridge's config
-    class only in ``finalize``.
+    Megatron's config class calls ``__post_init__`` when a config is made. Megatron-Bridge's config
+    class calls ``__post_init__`` only in ``finalize``.
     """
     config = call.instance
     if (
         config.use_precision_aware_optimizer
-        and config.optimizer == "adam"  # for other optimizers Megatron raises with a clear message
+        and config.optimizer == "adam"  # for other optimizers Megatron itself raises a clear error
         and config.use_distributed_optimizer
         and not config.optimizer_cpu_offload
     ):
@@ -105,7 +105,7 @@ def refuse_what_cannot_run(call: Call) -> Any:
     optional=True,
 )
 def coerce_config(call: Call) -> Any:
-    """Turn dtype names in an OptimizerConfig into dtypes, and raise for illegal dtypes."""
+    """Turn dtype names in an OptimizerConfig into dtypes, and raise an error for illegal dtypes."""
     where = megatron_label()
     dtypes = {}
     for field in dataclasses.fields(call.instance):
@@ -132,7 +132,7 @@ class Settled:
     Attributes:
         dtype: the model's dtype; ``None`` if the shim does not choose the fields by the dtype.
         asked: the fields that the user wrote.
-        added: the fields that the shim adds; ``asked`` overrides them.
+        added: the fields that the shim adds; ``asked`` overrides ``added``.
         by_user: whether the user's config alone makes the optimizer precision-aware; ``None`` if
             the shim does not choose the fields by the dtype.
     """
@@ -236,7 +236,7 @@ def settle_made(call: Call, framework: str, config: Any, model: Any, *, stale: b
         call: the call of the function that makes the optimizer.
         framework: the framework's name.
         config: the framework's OptimizerConfig, which is copied and not changed.
-        model: the DDPs of the model; compared with the config.
+        model: the model's DDPs, which are compared with the config.
         stale: whether the framework sets fields after it validated the config. If ``stale`` is
             true, the shim recomputes Megatron's derived fields; outdated derived fields would make
             Megatron keep whole fp32 master weights. Checkpoints are written in the layout that a
@@ -271,9 +271,9 @@ def check(framework: str, config: Any, model: Any) -> None:
         model: a DistributedDataParallel module, or a list of them.
 
     Raises:
-        InconsistentPrecisionError: Megatron cannot clip an fp16 model's gradients; or, in strict
-            mode, an fp16 model would train without loss scaling, or config and model disagree
-            although the user did not write the bucket's dtype.
+        InconsistentPrecisionError: Megatron cannot clip an fp16 model's gradients. Strict mode also
+            raises the error if an fp16 model would train without loss scaling. Strict mode also
+            raises the error if config and model disagree, unless the user wrote the bucket's dtype.
     """
     build = current_build(framework)
     if build is not None and in_force(framework, SCALING, GROUP):
@@ -305,7 +305,7 @@ def _refuse_unscaled(build: Build, config: Any) -> None:
 def _refuse_fp16_gradients(
     framework: str, build: Build | None, config: Any, chunks: list[Any]
 ) -> None:
-    """Raise for fp16 gradients, which Megatron's clipping refuses by an assertion without message.
+    """Raise an error for fp16 gradients, on which Megatron's clipping fails without a message.
 
     With the precision-aware optimizer the gradients have the bucket's dtype, and
     ``clip_grad_by_total_norm_fp32`` accepts only fp32 and bf16 gradients.

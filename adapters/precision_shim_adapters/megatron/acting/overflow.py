@@ -73,7 +73,7 @@ _read: weakref.WeakKeyDictionary[Any, tuple[torch.Tensor, float]] = weakref.Weak
 
 
 def scale_of(scaler: Any) -> float:
-    """A scaler's scale as a number, copied from the device only if its tensor is a new object.
+    """A scaler's scale as a number, copied from the device only if the scale is a new tensor.
 
     Megatron never changes the scale's tensor in place: each new scale is a new tensor.
     """
@@ -121,8 +121,8 @@ def skipping(*, succeeds: bool) -> Iterator[None]:
     An adapter puts ``skipping`` around its framework's step, in a seam for ``fp16-scaling``.
 
     Args:
-        succeeds: the success flag to return for a skipped step; true for a framework that ends
-            the job at a failed step. A skipped step's grad norm is NaN either way.
+        succeeds: the success flag to return for a skipped step; true for a framework that ends the
+            job at a failed step. A skipped step's grad norm is always NaN.
     """
     token = _succeeds.set(succeeds)
     try:
@@ -132,7 +132,7 @@ def skipping(*, succeeds: bool) -> Iterator[None]:
 
 
 def answer_skips(optimizer: Any, *, succeeds: bool) -> None:
-    """Treat every step of an optimizer as within ``skipping``, for a caller without a seam.
+    """Treat every step of an optimizer as if within ``skipping``, for a caller without a seam.
 
     Args:
         optimizer: an optimizer from Megatron's ``get_megatron_optimizer``.
@@ -221,7 +221,7 @@ def metrics(optimizer: Any, prefix: str = "", *, from_start: bool = False) -> di
     optional=True,
 )
 def keep_one_scale(call: Call) -> Any:
-    """Make all chained scalers count an overflow that one of them found.
+    """Make all chained scalers count an overflow that one of the scalers found.
 
     Megatron multiplies the loss by the first scaler's scale, and each optimizer divides its
     gradients by its own scaler's scale. In a mixture of experts, an overflow in the experts'
@@ -256,10 +256,10 @@ def _trackers(scaler: Any) -> tuple[Any, ...]:
 
 @dataclass(eq=False)
 class _Answer:
-    """The result of ``prepare_grads``: whether it found an overflow, and the results in a chain.
+    """The result of a call of ``prepare_grads``; ``parts`` has the results of a chain's optimizers.
 
-    ``before`` is the first scaler's state before it, ``after`` this scaler's scale after it, and
-    ``interrupted`` whether an exception ended the step.
+    ``before`` is the first scaler's state before the call, ``after`` the first scaler's scale after
+    the call, and ``interrupted`` whether an exception ended the step.
     """
 
     found: bool
@@ -286,7 +286,7 @@ def _parts(optimizer: Any) -> list[_Answer | None]:
 
 
 def _forget(optimizer: Any) -> None:
-    """Delete ``_Answer``s; a step that an exception ended does not count for the growth tracker."""
+    """Delete ``_Answer``s; the growth tracker does not count a step that an exception ended."""
     for inner in _unchain(optimizer):  # the ``_Answer`` of a chain needs its parts' ``_Answer``s
         answer = _answers.pop(inner, None)
         if answer is None or not answer.interrupted or answer.found:
@@ -296,7 +296,7 @@ def _forget(optimizer: Any) -> None:
 
 
 def _interrupt(optimizer: Any) -> None:
-    """Keep the ``_Answer``s of a step that an exception ended, because a trainer may repeat it."""
+    """Keep the ``_Answer``s of an interrupted step, because a trainer may repeat the step."""
     for inner in _unchain(optimizer):
         if inner in _answers:
             _answers[inner].interrupted = True
@@ -305,7 +305,7 @@ def _interrupt(optimizer: Any) -> None:
 
 
 def _is_stale(optimizer: Any) -> bool:
-    """Whether a loss was scaled after an exception ended a step: the gradients are others now."""
+    """Whether a loss was scaled after an exception ended a step, so that the gradients are new."""
     return is_asked(_unchain(optimizer)) and any(
         inner in _answers and _answers[inner].interrupted for inner in _unchain(optimizer)
     )
@@ -435,7 +435,7 @@ def take_settings(
     optional=True,
 )
 def load_tracker(call: Call) -> Any:
-    """Load a scaler's state; lower a growth tracker to just below this job's growth interval."""
+    """Load a scaler's state; limit the growth tracker to just below this job's growth interval."""
     result = call.proceed()
     scaler = call.instance
     scaler._growth_tracker, chosen = lower_tracker(scaler._growth_tracker, scaler.growth_interval)

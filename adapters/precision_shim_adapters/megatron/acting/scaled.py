@@ -2,9 +2,9 @@
 
 A trainer scales its loss through ``grad_scale_func`` of the model's config, through ``scale_loss``
 or by a product with ``get_loss_scale()``. All three ways call ``get_loss_scale``. If a trainer does
-not scale its loss, the optimizer still divides the gradients by the loss scale, and they become too
-small. If a trainer scales its loss twice, the gradients become too large. The reported loss shows
-neither a missing nor a double scaling.
+not scale its loss, the gradients become too small, because the optimizer still divides them by the
+loss scale. If a trainer scales its loss twice, the gradients become too large. The reported loss
+shows neither a missing nor a double scaling.
 
 Delete this module when Megatron's ``prepare_grads`` checks whether the loss was scaled.
 """
@@ -40,7 +40,7 @@ _asked: weakref.WeakSet[Any] = weakref.WeakSet()
     optional=True,
 )
 def note_asked(call: Call) -> Any:
-    """Note that this optimizer's scale was read."""
+    """Record that an optimizer's loss scale was read."""
     _asked.add(call.instance)
     return call.proceed()
 
@@ -51,7 +51,7 @@ def is_asked(optimizers: Iterable[Any]) -> bool:
 
 
 def sees_losses() -> bool:
-    """Whether each rank scales a loss; of a pipeline's ranks only those of the last stage do."""
+    """Whether every rank scales a loss; in a pipeline, only the last stage's ranks do."""
     from megatron.core import parallel_state
 
     return bool(
@@ -91,7 +91,7 @@ def tell_unscaled(optimizers: Iterable[Any]) -> None:
     optional=True,
 )
 def refuse_scaled_twice(call: Call, loss: Any) -> Any:
-    """Warn of a loss that the trainer has already multiplied by the scale; raise in strict mode.
+    """Warn, or raise an error in strict mode, if the trainer has already scaled a loss.
 
     Raises:
         InconsistentPrecisionError: in strict mode, for a loss that was already scaled.
@@ -111,7 +111,7 @@ def refuse_scaled_twice(call: Call, loss: Any) -> Any:
 def _is_scaled(loss: Any, scale: torch.Tensor) -> bool:
     """Whether one of the last operations on a loss multiplied the loss by the scale's tensor."""
     node = getattr(loss, "grad_fn", None)
-    for _ in range(8):  # enough for a mean, a weight and a cast, but not for the model's operations
+    for _ in range(8):  # 8 covers a mean, a weight and a cast, but not the model's operations
         if node is None:
             return False
         if node.name().startswith("MulBackward"):
