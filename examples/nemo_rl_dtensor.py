@@ -16,7 +16,7 @@ from tests.tiny_models import make_checkpoint  # noqa: E402
 
 
 def main() -> None:
-    """Build the worker as NeMo-RL's policy does, train it, and print what is in force."""
+    """Build the worker as NeMo-RL's policy does, train it, and print the shim's status."""
     with tempfile.TemporaryDirectory() as folder, nemo_rl_on_cpu():
         model = make_checkpoint(Path(folder))
         # In a job: policy.precision=float16

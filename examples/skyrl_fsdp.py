@@ -18,7 +18,7 @@ from precision_shim.testing.megatron_cpu import megatron_on_cpu, model_parallel 
 
 
 def main() -> None:
-    """Build the worker as SkyRL's trainer does, train it, and print what is in force."""
+    """Build the worker as SkyRL's trainer does, train it, and print the shim's status."""
     with tempfile.TemporaryDirectory() as folder:
         sys.path.insert(0, str(cpu.flash_attn_placeholder(Path(folder))))
         cpu.import_megatron()

@@ -14,9 +14,9 @@ from torchtitan.tools.logging import init_logger  # noqa: E402
 
 
 def main() -> None:
-    """Build the trainer as torchtitan.train does, train it, and print what is in force."""
+    """Build the trainer as torchtitan.train does, train it, and print the shim's status."""
     cpu.enter()
-    init_logger()  # as torchtitan.train does: INFO is shown
+    init_logger()  # as torchtitan.train does: the log shows INFO
     with tempfile.TemporaryDirectory() as folder:
         # In a job: --training.mixed_precision_param=float16
         trainer = cpu.pretrainer(folder, "float16")

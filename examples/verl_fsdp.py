@@ -16,7 +16,7 @@ from tests.verl import fsdp_support as cpu  # noqa: E402
 
 
 def main() -> None:
-    """Build the engine as verl's workers do, train it, and print what is in force."""
+    """Build the engine as verl's workers do, train it, and print the shim's status."""
     cpu.prepare()
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{folder}/store"

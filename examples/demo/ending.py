@@ -45,7 +45,7 @@ def say_what_differs(
 def say_in_force(
     console: Console, nproc: int, without: dict[str, Any], with_shim: dict[str, Any]
 ) -> None:
-    """Print which dtypes and sizes the live objects of both runs have."""
+    """Print the dtypes and sizes of the live objects of both runs."""
     from rich import box
     from rich.table import Table
 

@@ -125,10 +125,9 @@ class Tolerance:
 def tolerance(without: Result) -> Tolerance:
     """Derive the tolerance from the runs without the shim.
 
-    A training with bf16 states is not bit-equal to a training with fp32 states. The tolerance is
-    the spread of the final losses over the seeds of initial weights and data order. The tolerance
-    is at least one unit in the last place of bf16, in which the model computes: with a single seed
-    or few steps the spread is smaller than this unit.
+    Trainings with bf16 states and with fp32 states are not bit-equal. The tolerance is the spread
+    of the final losses over the seeds of initial weights and data order. The tolerance is at least
+    the last bit of the loss in bf16, because one seed or few steps have a smaller spread.
     """
     finals = [run["held_out"] for run in without["runs"]]
     spread, rounding = max(finals) - min(finals), _BF16_ULP * fmean(finals)

@@ -96,7 +96,7 @@ def _environment(spec: Spec) -> dict[str, str]:
     environment = dict(os.environ)
     if not spec.shim:
         environment[PREFIX] = "0"
-    elif _settings.switch() != "off":  # PRECISION_SHIM=0 stays in force
+    elif _settings.switch() != "off":  # PRECISION_SHIM=0 in the environment stays
         environment.pop(PREFIX, None)
     # The worker starts in another directory, where it would not find ``examples``.
     path = environment.get("PYTHONPATH")
@@ -112,7 +112,7 @@ def _tail(log: Path, lines: int = 12) -> str:
 
 
 def train(console: Console, specs: tuple[Spec, Spec], output: Path) -> None:
-    """Do both runs, at the same time if the machine has enough CPU cores."""
+    """Execute both runs, at the same time if the machine has enough CPU cores."""
     from rich import progress as rich_progress
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

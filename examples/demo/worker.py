@@ -226,7 +226,7 @@ def _train(spec: Spec, rank: int, seed: int, tell: Any) -> dict[str, Any]:
 
 
 def _measured(found: Any, optimizer: Any) -> dict[str, Any]:
-    """The measurement as JSON values, with the dtypes of the gradients that the optimizer reads."""
+    """The measured bytes, and the dtypes of the gradients that the optimizer reads, for JSON."""
     read: set[str] = set()
     for one in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
         for group in one.optimizer.param_groups:
@@ -266,7 +266,7 @@ def _mean_over_ranks(value: torch.Tensor) -> float:
 
 
 class _Batches:
-    """Random windows of the text, equal for any number of ranks; each rank reads its share."""
+    """Random windows of the text, the same for any number of ranks; each rank reads its share."""
 
     def __init__(self, corpus: bytes, spec: Spec, rank: int, seed: int) -> None:
         import torch

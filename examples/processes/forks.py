@@ -1,8 +1,8 @@
 """Forks that behave like newly started Python processes, but skip the imports that take longest.
 
-The parent has imported only packages that belong to no framework. A fork receives an environment, a
-folder and arguments, and repeats the start of Python with them. The fork therefore runs all that
-demos and tests examine: the shim's start-up file, the framework's import, a Ray worker.
+The parent process has imported only packages that belong to no framework. A fork receives an
+environment, a folder and arguments, and repeats the start of Python with these. The fork therefore
+runs the code that demos and tests examine: the shim's start-up file, a framework, a Ray worker.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def begin(environment: Mapping[str, str], cwd: str) -> None:
     place = next((one for one in own if Path(one, _START_UP_FILE).is_file()), None)
     if place is not None:
         site.addpackage(place, _START_UP_FILE, None)
-    else:  # a source tree has no start-up file: call its function
+    else:  # a source tree has no start-up file: call the file's function
         importlib.import_module("precision_shim.process.startup").init()
     sys.modules.pop("sitecustomize", None)
     with contextlib.suppress(ModuleNotFoundError):

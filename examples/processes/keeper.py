@@ -3,14 +3,14 @@
     python -m examples.processes.keeper PEAK COMMAND ...                a command
     python -m examples.processes.keeper PEAK --fork FILE MODULE ...     a Python module, forked
 
-Ray's daemons leave their parent's session and overwrite their environment. Neither session nor
-environment therefore shows a daemon's job. As a subreaper, this process becomes the parent of every
-orphan among its descendants. Ray's daemons stay descendants, and no process of another Ray session
-is a descendant. This process kills its descendants when it ends, or when its parent ends. A
-subreaper needs Linux, as vLLM's build for CPUs does.
+Ray's daemons leave their parent's session and overwrite their environment, so neither session nor
+environment shows which job a daemon belongs to. As a subreaper, this process becomes the parent of
+every orphan among its descendants. Ray's daemons therefore stay descendants, and no process of
+another Ray session is a descendant. This process kills its descendants when it ends, or when its
+parent ends. Subreapers need Linux, as does vLLM's build for CPUs.
 
 With ``--fork`` this process first imports torch and vLLM, and then forks the module's process and
-Ray's workers. Without forks, eight processes would import the same packages, for 14 seconds each.
+Ray's workers. Without forks, each of eight processes would import torch and vLLM for 14 seconds.
 FILE has the module's environment as JSON; this process has none of the shim's variables.
 """
 
@@ -133,7 +133,7 @@ def _stop(*_: Any) -> NoReturn:
 
 
 def _end(started: Any) -> None:
-    """Terminate the command, and thereby Ray; then kill all processes that are left."""
+    """Terminate the command, which ends Ray; then kill all processes that are left."""
     if started.poll() is None:
         started.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -153,7 +153,7 @@ def descendants(ancestor: int) -> Iterator[int]:
     children: dict[int, list[int]] = {}
     for place in _PROC.glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            # The file has the process's name in brackets; a name may contain brackets and spaces.
+            # ``stat`` has the process's name in brackets; the name may contain brackets and spaces.
             parent = (place / "stat").read_text(errors="replace").rpartition(")")[2].split()[1]
             children.setdefault(int(parent), []).append(int(place.name))
     waiting = [ancestor]

@@ -1,7 +1,7 @@
 """Chooses ports for a process that starts later.
 
 Linux assigns ports from ``ip_local_port_range`` to processes that bind port 0 or open a connection.
-A port from that range may therefore be taken before the later process has started.
+Linux may therefore assign a port from this range before the later process has started.
 """
 
 from __future__ import annotations

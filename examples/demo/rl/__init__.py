@@ -53,8 +53,7 @@ class JobFailedError(Exception):
 class Limits:
     """Time limits of a job in seconds: until its first step, for each step, after the last step.
 
-    Before its first step a job mainly imports vLLM, which takes many times longer on a busy
-    machine.
+    Before its first step a job imports vLLM, which takes many times longer on a busy machine.
     """
 
     first, step, end = 420.0, 60.0, 60.0
@@ -194,7 +193,7 @@ def run(
 
 
 def first_error(lines: Sequence[str]) -> list[str]:
-    """The first error in a log: the last error of a failed vLLM engine does not name the cause."""
+    """The first error in a log; a failed vLLM engine's last error does not name the cause."""
     found = (line for line in lines if re.search(r"\b\w+(Error|Exception): \S", line))
     return [line[:500] for line in itertools.islice(found, 1)]
 

@@ -88,7 +88,7 @@ class Job:
         return folder / f"{self.name}.jsonl"
 
     def command(self, folder: Path, steps: int) -> list[str]:
-        """Arguments of ``keeper`` that run verl's entry point in a fork, with this job's keys.
+        """Arguments that make ``keeper`` run verl's entry point in a fork, with this job's keys.
 
         Args:
             folder: contains the model, the prompts and the file ``ENVIRONMENT``.
@@ -161,7 +161,7 @@ class Job:
             "trainer.v1.sampler.custom_sampler.path": _HERE / "sampler.py",
             "trainer.v1.sampler.custom_sampler.name": "Sampler",
             "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
-            f"{ray}.num_cpus": 16,  # verl's actors need more than two, and wait for each other
+            f"{ray}.num_cpus": 16,  # verl's actors need more than two CPUs, and wait for each other
             f"+{ray}.num_gpus": 1,
             f"+{ray}.include_dashboard": False,
             f"+{ray}.object_store_memory": 200_000_000,

@@ -15,8 +15,8 @@ from ...processes import ports
 def log_softmax_in_fp32() -> None:
     """Make a CPU's autocast compute ``log_softmax`` in fp32, as CUDA's autocast does.
 
-    Unpatched, a CPU's autocast computes ``log_softmax`` in 16 bits. No trainer on a GPU has this
-    rounding, which would cause most of the mismatch of an fp16 trainer and an fp16 rollout.
+    Unpatched, a CPU's autocast computes ``log_softmax`` in 16 bits. This rounding, which no GPU's
+    trainer has, would cause most of the mismatch of an fp16 trainer and an fp16 rollout.
     """
     import torch
 
@@ -30,7 +30,7 @@ def log_softmax_in_fp32() -> None:
 
 
 def complete_torch_cpu() -> None:
-    """Give ``torch.cpu`` the functions of ``torch.cuda`` that verl calls."""
+    """Add to ``torch.cpu`` the functions of ``torch.cuda`` that verl calls."""
     import torch
 
     nothing = {

@@ -36,7 +36,7 @@ def keep_weights() -> None:
     """Prevent vLLM from packing the weights of linear layers.
 
     After loading, vLLM packs these weights for a CPU's kernels and leaves empty parameters, into
-    which no trainer's weights can be loaded. Without packed weights vLLM calls torch's linear.
+    which no trainer's weights can be loaded. Without packing, vLLM calls torch's linear function.
     """
     from vllm import _custom_ops
     from vllm.model_executor.layers import utils
