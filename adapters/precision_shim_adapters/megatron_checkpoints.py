@@ -89,7 +89,7 @@ def _component_of(key: str) -> str:
 
 
 def _common_of(tree: Any) -> dict[Any, Any]:
-    """The common state's dict; a stored object has it in a list, but ``common.pt`` has it alone."""
+    """The common state's dict, which Megatron may have stored as the only element of a list."""
     if isinstance(tree, list) and len(tree) == 1:
         (tree,) = tree
     return tree if isinstance(tree, dict) else {}

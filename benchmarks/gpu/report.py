@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.report FOLDER/proof.json [...]      # writes docs/proof.md
     python -m benchmarks.gpu.report                              # the page without a run
 
-If several files have a part, the last file in which the part ran counts. A dry run is accepted only
+Of several files with figures of the same part, the last file counts. A dry run is accepted only
 for another page (``--page``), because its figures prove nothing.
 """
 
@@ -54,8 +54,8 @@ machine, copy these files into one folder, and unpack them there:
     sh build/gpu-bundle/unpack.sh build/gpu-bundle /tmp/proof   # on the machine with the GPU
 
 `--parts memory,3` runs only these parts, given by name or number. `--minutes` limits the time of a
-run; parts for which no time is left are listed as not run. If the report gets the files of several
-runs, it takes each part from the last file in which that part ran.
+run; parts for which no time is left are listed as not run. With the files of several runs, the
+report shows each part's figures from the last of the files that have this part.
 
 | exit status | |
 |---|---|

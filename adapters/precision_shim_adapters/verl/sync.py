@@ -90,7 +90,7 @@ def _tell_meter(engine: Any, *before: str) -> None:
     lora = getattr(getattr(engine, "model_config", None), "lora", None) or {}
     merged = bool(lora.get("merge"))
     if merged and not hasattr(engine, "_merged_lora_per_tensor_param"):
-        before = ("",)  # before 0.9 verl sends the weights without the adapters
+        before = ("",)  # before 0.9, verl sends weights without LoRA
     names = (*before, _computes.get(engine, AUTO))
     tell_meter(getattr(engine, "optimizer", None), *names, merged=merged)
 

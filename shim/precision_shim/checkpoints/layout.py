@@ -1,4 +1,4 @@
-"""Dataclasses for a checkpoint's content (one model) and for the predicted result of a resume."""
+"""Dataclasses for one model's checkpoint, and for the predicted result of a resume."""
 
 from __future__ import annotations
 

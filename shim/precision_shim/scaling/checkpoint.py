@@ -183,7 +183,7 @@ def agree(problem: str, record: object, where: str, another: str = "") -> str:
         another: the result of ``other_save`` on this rank.
 
     Returns:
-        The first non-empty ``another`` in rank order; ``""`` if ``another`` is empty on every rank.
+        The argument ``another`` of the first rank that has a non-empty one; else ``""``.
 
     Raises:
         ScalerCheckpointError: a rank has a ``problem`` (the message is the first problem), or the

@@ -152,7 +152,7 @@ class Engine:
     def _on_arrival(self, module: str) -> None:
         done: set[str] = set()
         while True:
-            # First add the wrappers that raise faults, as innermost layers, in case patching fails.
+            # Patching may fail: so first add the innermost layers, which raise an adapter's errors.
             self._trip(module)
             # Search again each time: a wrapper's module may import a framework and add an adapter.
             framework = next((name for name in self._known if name not in done), None)

@@ -58,7 +58,7 @@ class SeamWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         plain = instance is None and isinstance(self.__wrapped__, FunctionType)
         if not (static or plain):
             return super().__get__(instance, owner)
-        # Return the same object at each access to ``Class.method``, as for a plain function. Ray
+        # ``Class.method`` must be the same object at each access, as a plain function is. Ray
         # treats the returned object as a function when it lists an actor's methods. If a function's
         # name did not refer to the returned object, cloudpickle would pickle the function by value,
         # without our wrapper.

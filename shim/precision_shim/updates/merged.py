@@ -182,7 +182,7 @@ def _of_peft(module: Any) -> Layer | str:
 
 
 def _of_automodel(module: Any) -> Layer | str:
-    """Return the ``Layer`` of NeMo Automodel's LoRA, whose product has the dtype of the matrix."""
+    """Return the ``Layer`` of NeMo Automodel's LoRA; it multiplies in the base weight's dtype."""
     base, scale = getattr(module, "weight", None), getattr(module, "scale", None)
     a, b = (getattr(adapter, "weight", None) for adapter in (module.lora_A, module.lora_B))
     known = isinstance(scale, (int, float)) and not getattr(module, "use_dora", False)

@@ -1,8 +1,8 @@
 """Seams of the adapter ``megatron`` for models that are built outside every ``building``.
 
-Within another adapter's ``building`` the seams of the adapter ``megatron`` do nothing. Every path
-to Megatron's optimizers calls ``_get_megatron_optimizer_based_on_param_groups`` with the config and
-the DDPs.
+The seams of the adapter ``megatron`` do nothing while another adapter's context manager
+``building`` is entered. Every path to Megatron's optimizers calls
+``_get_megatron_optimizer_based_on_param_groups`` with the config and the DDPs.
 
 Delete this module when a model can train at Megatron's initial loss scale, the DDP's gradient check
 allows skipped steps, and OptimizerConfig refuses fields that are set after validation.
