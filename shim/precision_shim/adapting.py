@@ -51,7 +51,7 @@ __all__ = [
 
 
 def decide(framework: str, subject: str, feature: str, chosen: str, because: str) -> None:
-    """Record a choice of the shim for ``status()``, and print the choice to stderr once, on rank 0."""
+    """Record a choice of the shim for ``status()``, and print it to stderr once, on rank 0."""
     _journal.record(Decision(framework, subject, feature, chosen, because))
 
 

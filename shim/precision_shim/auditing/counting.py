@@ -94,8 +94,7 @@ def measure(readings: Sequence[Reading]) -> tuple[list[dict[str, Measured]], int
     """Count the tensors of all ``Reading`` objects; a shared storage counts once.
 
     Returns:
-        The first value has each ``Reading``'s components, and the second value is the number of
-        allocated bytes in the host's memory.
+        ``measure`` returns the components of each ``Reading``, and the bytes allocated on the host.
     """
     counter = Counter()
     found: list[dict[str, Measured]] = [{} for _ in readings]

@@ -1,9 +1,8 @@
 """Records of the weights that a trainer sends to a rollout, and of the rollout engines' weights.
 
 ``Sent`` describes the weights that a trainer's process sent to the rollout. ``Held`` describes the
-dtypes and weights that a rollout engine reports. The module ``sending`` makes a ``Sent`` from a
-stream of weights, and the adapters' package ``rollout`` makes a ``Held``. ``contradictions``
-compares both.
+dtypes and weights that a rollout engine reports. ``sending`` makes a ``Sent`` from a stream of
+weights, and the adapters' package ``rollout`` makes a ``Held``. ``contradictions`` compares both.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Weights:
     """Statistics of a group of tensors.
 
     Attributes:
-        dtypes: maps each dtype's name (canonical, or else torch's) to its number of elements.
+        dtypes: maps each dtype's name (canonical, or else torch's) to a number of elements.
         exact: share of the sampled elements that bf16 represents exactly; ``None`` without a
             sample. Elements below fp16's smallest normal number are not counted, because bf16
             represents most of fp16's subnormal numbers exactly.
@@ -67,7 +66,7 @@ class Sent:
         key: the config key of the rollout's dtype.
         sync: number of the weight sync, counted from 1.
         sent: maps ``ADAPTERS`` (LoRA weights) and ``BASE`` (others) to statistics of sent tensors.
-        own: maps the same keys to statistics of the trainer's own parameters; empty if not known.
+        own: like ``sent``, for the trainer's own parameters; empty if they are not known.
         then: the dtype to which the framework rounds the tensors after the audit; empty if the
             framework does not round the tensors.
         quantised: names of the layers that were sent in 8 bits.

@@ -153,7 +153,7 @@ def _totals(measured: Sequence[Mapping[str, Measured]], host: int) -> dict[str, 
         "bytes": sum(measured.bytes for measured in every),
         "allocated": sum(measured.allocated for measured in every),
         "host": host,
-        # torch's allocator counts allocated bytes on the host: reading the count accesses no device.
+        # torch's allocator counts allocated bytes on the host: reading the count accesses no GPU.
         "cuda_allocated": int(torch.cuda.memory_allocated()),
     }
 

@@ -81,8 +81,8 @@ class AuditPart:
         components: an ``AuditComponent`` for each name in ``COMPONENTS``.
         updates: measurements of updates lost to rounding, from ``lost.Figures.to_dict``; ``None``
             if nothing has been measured.
-        shards: number of different shards in the data-parallel group; 0 (a file without this
-            field) means that every rank has a different shard.
+        shards: number of different shards in the data-parallel group; 0, as in files without
+            ``shards``, means that every rank has a different shard.
     """
 
     name: str

@@ -294,7 +294,7 @@ def _can_be_sampled(tensor: torch.Tensor) -> bool:
 
 
 def _counts(values: torch.Tensor, then: torch.dtype | None = None) -> torch.Tensor:
-    """Count the values of magnitude ``_LEAST`` or more: first the values exact in bf16, then all."""
+    """Count the values of magnitude ``_LEAST`` or more: first those exact in bf16, then all."""
     wide = (values if then is None else values.to(then)).float()
     normal = wide.abs() >= _LEAST
     exact = normal & (wide == wide.bfloat16().float())

@@ -56,7 +56,7 @@ class Part:
             each with its kind.
         weights: the directories in ``beside`` from which parameters were read.
         held: the model's tensors, by component.
-        facts: further results that the readers store for the prediction, by name, such as
+        facts: further results that readers store for predicting the resume, by name, such as
             ``sharding``, ``adam_beta2``, and the dtypes ``params`` and ``bucket``.
         scalers: the loss scaler records that the framework itself saved, not yet validated.
         masters: form of the masters: ``WHOLE``, ``REMAINDERS``, ``NUMBERS``, ``UNKNOWN``, ``NONE``.

@@ -289,8 +289,8 @@ def check_archive(path: Path, offset: int = 0, length: int | None = None) -> lis
     torch compares no checksum: it loads a changed record without an error.
 
     Returns:
-        The returned list has the spans of bytes with a correct checksum, and is empty for an archive
-        without checksums. The bytes of the zip format between the records have no checksums.
+        The returned list contains the spans of bytes with correct checksums; it is empty for an
+        archive without checksums. The zip format's bytes between the records have no checksums.
 
     Raises:
         CheckpointUnreadableError: a record or the archive is damaged.

@@ -65,7 +65,7 @@ def narrower(tensors: Sequence[Tensor], most: int) -> tuple[str, ...]:
 
 
 def are_numbers(part: Part, most: int) -> bool | None:
-    """Whether fp32 masters are really remainders (int16 low bits); ``None`` if none can be read."""
+    """Whether fp32 masters are remainders (int16 low bits); ``None`` if no value can be read."""
     weights = {tensor.name.removeprefix("model."): tensor for tensor in part.held.get(PARAMS, ())}
     seen = False
     for tensor, number, value in samples(part.held[MASTER], most):
@@ -88,8 +88,8 @@ def _param_of(
         content = weight.parts[number](size)
         if dtype is not None and len(content) == size:
             return torch.frombuffer(bytearray(content), dtype=dtype)
-    # Compared with these clamped masters, only whole numbers beyond 1 look like remainders, and
-    # hardly any weight is a whole number beyond 1.
+    # Compared with the masters clamped to [-1, 1], only whole numbers beyond 1 look like remainders,
+    # and hardly any weight is a whole number beyond 1.
     return value.clamp(-1.0, 1.0)
 
 

@@ -190,7 +190,7 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
             f"{job.framework} is not installed here: its own loader has to read the job's config. "
             "Run the plan in the environment of the job."
         )
-    with _variables(job.environ):  # the job's variables may change its config
+    with _variables(job.environ):  # the config and the Hugging Face cache may depend on variables
         request = resolve(entry.plan)(job)
     rules = Rules(
         asked.transformer_engine or _version("transformer-engine", "transformer_engine"),

@@ -69,7 +69,7 @@ class Job:
         environ: the variables that the command sets.
         settings: the shim's settings.
         options: the options that the user gives in addition to the command.
-        off: the value of ``PRECISION_SHIM``, such as ``"0"``, if it switches the shim off, or empty.
+        off: ``PRECISION_SHIM``'s value, such as ``"0"``, if it switches the shim off; else empty.
     """
 
     framework: str

@@ -204,8 +204,7 @@ class ModelPlan:
             model of the job runs.
         place: models with the same ``place`` share their GPUs.
         computes: dtype of the parameters while a layer computes.
-        reduces: dtype in which gradients are reduced; empty without an optimizer, and for Megatron,
-            whose component ``grad_buckets`` shows the dtype.
+        reduces: dtype in which gradients are reduced; empty for Megatron, and without an optimizer.
     """
 
     subject: str
@@ -258,7 +257,7 @@ class Plan:
         return told
 
     def peak(self, side: str = "after") -> int:
-        """Return the largest number of bytes on a GPU while one of the job's models takes a step."""
+        """Return the largest number of bytes on a GPU while a model of the job takes a step."""
         most = 0
         for model in self.models:
             top = max(stage.totals["peak"] for stage in getattr(model, side))

@@ -22,8 +22,8 @@ class Found:
         gives_up: the precision that the settings give up; empty if the job fits unchanged.
         lines: the settings, as lines to paste.
         plan: the plan with the found settings; ``None`` if no legal settings make the job fit.
-        fewest: the smallest number of GPUs on which the job fits with the found settings, or else
-            with the last legal settings; ``None`` if no number was found.
+        fewest: the smallest number of GPUs on which the job fits, with the found or else the last
+            legal settings; ``None`` if none was found.
     """
 
     gives_up: str

@@ -164,7 +164,7 @@ def _headers(directory: Path) -> Iterator[Weight]:
     counted: dict[tuple[str, tuple[int, ...]], int] = {}
     for path in sorted(directory.glob("*.safetensors")):
         if path.name.startswith(("consolidated", "adapter")):
-            continue  # "consolidated*" repeats the weights under other names; "adapter*" is LoRA
+            continue  # "consolidated*" repeats the weights renamed; "adapter*" has LoRA weights
         for name, shape in header(path):
             key = (_EXPERT.sub(".experts.*.", name), shape)
             counted[key] = counted.get(key, 0) + 1
