@@ -55,7 +55,7 @@ class Here:
 
     @classmethod
     def now(cls, config: Mapping[str, Any] | None = None) -> Here:
-        """Return this process's environment, or a child process's if the shim is not installed here.
+        """Return this process's environment; if the shim is not installed here, a child process's.
 
         Raises:
             SettingsError: a variable has an invalid value.

@@ -88,7 +88,7 @@ def _param_of(
         content = weight.parts[number](size)
         if dtype is not None and len(content) == size:
             return torch.frombuffer(bytearray(content), dtype=dtype)
-    # Compared with the masters clamped to [-1, 1], only whole numbers beyond 1 look like remainders,
+    # Compared with masters clamped to [-1, 1], only whole numbers beyond 1 look like remainders,
     # and hardly any weight is a whole number beyond 1.
     return value.clamp(-1.0, 1.0)
 
