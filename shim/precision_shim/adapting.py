@@ -1,8 +1,8 @@
 """All names that an adapter may import, such as ``seam``, ``Call``, ``Settings`` and ``decide``.
 
-Adapters translate between a framework's objects and the arguments of the shim's rules. The rules on
-precision are in ``precision_shim.precision``, and never in an adapter. CONTRIBUTING.md shows how to
-write an adapter.
+Adapters convert a framework's objects to arguments of the shim's rule functions, and convert the
+results back. The rules on precision are in ``precision_shim.precision``, and never in an adapter.
+CONTRIBUTING.md shows how to write an adapter.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = [
 
 
 def decide(framework: str, subject: str, feature: str, chosen: str, because: str) -> None:
-    """Record a decision, which ``status()`` shows, and print it to stderr once, on rank 0."""
+    """Record a choice of the shim for ``status()``, and print it to stderr once, on rank 0."""
     _journal.record(Decision(framework, subject, feature, chosen, because))
 
 
@@ -61,7 +61,7 @@ def versioned(distribution: str, package: str = "", called: str = "") -> str:
     Args:
         distribution: the name of the framework's distribution.
         package: the framework's top-level package; empty if it has the distribution's name.
-        called: the framework's name in messages; empty for the distribution's name.
+        called: the framework's name in messages; empty to use the distribution's name.
     """
     version = version_of(distribution, (package or distribution.replace("-", "_"),))
     return f"{called or distribution} {version or ''}".rstrip()

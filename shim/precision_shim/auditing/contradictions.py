@@ -49,7 +49,7 @@ def contradictions(sent: Sequence[Sent], held: Sequence[Held]) -> Iterator[Contr
         for engine in rollouts:
             yield from _received(record, engine)
             yield from _sent_in_8_bits(record, engine)
-    for engine in held:  # the checks of an engine alone, for engines of any model
+    for engine in held:  # both checks need no trainer, so they run for engines of any model
         yield from _held_dtype(engine)
         yield from _left_out(engine)
 
@@ -59,7 +59,7 @@ def _once(sent: Sequence[Sent]) -> Iterable[Sent]:
 
 
 def computes(sent: Sent, rollouts: Sequence[Held]) -> set[str]:
-    """Return the compute dtypes of the rollout engines; without engines, the configured dtype."""
+    """Return the rollout engines' compute dtypes; if no engine reported, the configured dtype."""
     if rollouts:
         return {engine.computes for engine in rollouts}
     return {CANONICAL[sent.asked]} if sent.asked in CANONICAL else set()
@@ -184,7 +184,7 @@ def _sent_in_8_bits(one: Sent, engine: Held) -> Iterator[Contradiction]:
 
 
 def _left_out(engine: Held) -> Iterator[Contradiction]:
-    """Yield contradictions for 16-bit layers that a quantised engine's ignore list lacks."""
+    """Yield contradictions for 16-bit layers that are not named in an engine's ignore list."""
     if not engine.quantization or not engine.quantised or engine.ignored is None:
         return
     plain = [layer for layer in engine.plain if kind_of(layer) in ("attention", "mlp", "experts")]

@@ -24,14 +24,14 @@ class Counter:
         self.host = 0
 
     def next_component(self) -> None:
-        """Begin a new component, which does not count the storages of earlier components."""
+        """Begin a new component; storages of earlier components are not counted again."""
         self._before = set(self._counted)
 
     def _storages(self, tensor: torch.Tensor) -> list[tuple[torch.Tensor, Any]]:
         return [(piece, piece.untyped_storage()) for piece in plain(tensor)]
 
     def count(self, tensors: Iterable[torch.Tensor], more: Iterable[torch.Tensor] = ()) -> Measured:
-        """Count tensors whose storages no earlier component has counted.
+        """Count the tensors whose storages were not counted for an earlier component.
 
         Args:
             tensors: tensors whose elements and storages are counted.
@@ -94,7 +94,7 @@ def measure(readings: Sequence[Reading]) -> tuple[list[dict[str, Measured]], int
     """Count the tensors of all ``Reading`` objects; a shared storage counts once.
 
     Returns:
-        Each ``Reading``'s components, and the number of allocated bytes in the host's memory.
+        ``measure`` returns the components of each ``Reading``, and the bytes allocated on the host.
     """
     counter = Counter()
     found: list[dict[str, Measured]] = [{} for _ in readings]

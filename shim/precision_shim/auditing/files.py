@@ -19,7 +19,7 @@ SUFFIX = ".audit.json"
 
 
 def stem(audit: Audit) -> str:
-    """Return the beginning of an audit's file name: framework, model and optimizer parts."""
+    """Return the beginning of an audit's file name, such as ``"verl.actor.dense+experts"``."""
     names = "+".join(part.name for part in audit.parts)
     words = (audit.framework, audit.subject or "optimizer", names)
     return ".".join(re.sub(r"[^\w+-]+", "-", word) for word in words)
@@ -60,7 +60,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def not_written(directory: str | os.PathLike[str], error: OSError) -> str:
-    """Return the warning that audits are not written, the same for all optimizers and steps."""
+    """Return the warning that audits are not written; its text names no optimizer and no step."""
     # str(error) would contain the temporary file's name, which differs each time.
     problem = (
         f"PRECISION_SHIM_AUDIT_DIR={directory}: the audit was not written: "
@@ -71,7 +71,7 @@ def not_written(directory: str | os.PathLike[str], error: OSError) -> str:
 
 
 def number(path: Path, audit: Audit) -> str:
-    """Return the number that ``kept.name`` appended to a file's name; empty if it appended none."""
+    """Return the number that ``kept.name`` appended to a file's name, or an empty string."""
     name = path.name.removesuffix(f".rank{audit.rank}{SUFFIX}")
     return name.removeprefix(stem(audit)).removeprefix("-")
 
@@ -120,7 +120,7 @@ def read_files(
             _check_types(record)
         except (
             *(OSError, ValueError, KeyError, TypeError, AttributeError),
-            *(OverflowError, RecursionError),  # JSON with an infinite number or deep nesting
+            *(OverflowError, RecursionError),  # JSON with inf or deep nesting raises these errors
         ) as error:
             yield path, f"{type(error).__name__}: {error}"
         else:

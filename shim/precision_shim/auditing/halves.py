@@ -2,7 +2,7 @@
 
 ``Sent`` describes the weights that a trainer's process sent to the rollout. ``Held`` describes the
 dtypes and weights that a rollout engine reports. ``sending`` makes a ``Sent`` from a stream of
-weights, and the adapters' backend ``rollout`` makes a ``Held``. ``contradictions`` compares both.
+weights, and the adapters' package ``rollout`` makes a ``Held``. ``contradictions`` compares both.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Weights:
     """Statistics of a group of tensors.
 
     Attributes:
-        dtypes: number of elements by dtype name: canonical, or torch's if no canonical name exists.
+        dtypes: maps each dtype's name (canonical, or else torch's) to a number of elements.
         exact: share of the sampled elements that bf16 represents exactly; ``None`` without a
             sample. Elements below fp16's smallest normal number are not counted, because bf16
             represents most of fp16's subnormal numbers exactly.
@@ -65,8 +65,8 @@ class Sent:
         asked: the config's dtype name for the rollout; empty if it is not known.
         key: the config key of the rollout's dtype.
         sync: number of the weight sync, counted from 1.
-        sent: statistics of the sent tensors, by group (``BASE`` or ``ADAPTERS``).
-        own: statistics of the trainer's own parameters, by group; empty if they are not known.
+        sent: maps ``ADAPTERS`` (LoRA weights) and ``BASE`` (others) to statistics of sent tensors.
+        own: like ``sent``, for the trainer's own parameters; empty if they are not known.
         then: the dtype to which the framework rounds the tensors after the audit; empty if the
             framework does not round the tensors.
         quantised: names of the layers that were sent in 8 bits.

@@ -40,7 +40,7 @@ def kind_of(name: str) -> str:
 
 
 def joined(layer: str) -> str:
-    """Return a layer's name without prefix, and with one name for layers that engines fuse."""
+    """Return a layer's name without its prefix; layers that engines fuse (q, k, v) share a name."""
     _, numbered, rest = layer.rpartition("layers.")
     whole, _, last = f"{numbered}{rest}".rpartition(".")
     last = next((joined for joined, parts in _JOINED.items() if last in parts), last)
@@ -60,8 +60,8 @@ def is_named(layer: str, ignored: Sequence[str]) -> bool:
 
     Args:
         layer: the layer's name.
-        ignored: the list's entries. An entry is a name, a part of a name between dots, a pattern
-            with ``*``, or a regular expression that begins with ``re:``.
+        ignored: the list's entries. An entry is a name, a dot-separated component of a name, a
+            pattern with ``*``, or a regular expression that begins with ``re:``.
     """
     return any(_names(entry, name) for entry in ignored for name in _spellings(layer))
 

@@ -91,7 +91,7 @@ def look(
         notes: list[Finding] = []
         for number, (reading, part) in enumerate(zip(readings, parts, strict=True)):
             due = named
-            if number:  # the model's frozen parameters and buffers are in the first part
+            if number:  # the first audit part has the model's frozen parameters and buffers
                 due = {
                     name: dtype
                     for name, dtype in named.items()
@@ -142,7 +142,7 @@ def _part(reading: Reading, measured: Mapping[str, Measured]) -> AuditPart:
 
 
 def _updates(reading: Reading) -> dict[str, Any] | None:
-    """Return the latest lost-update figures of a reading's optimizer, or ``None``."""
+    """Return the latest measurements of an optimizer's updates lost to rounding, or ``None``."""
     meter = meters.of(reading.steppers[0]) if reading.steppers else None
     return None if meter is None or meter.figures is None else meter.figures.to_dict()
 
@@ -153,7 +153,7 @@ def _totals(measured: Sequence[Mapping[str, Measured]], host: int) -> dict[str, 
         "bytes": sum(measured.bytes for measured in every),
         "allocated": sum(measured.allocated for measured in every),
         "host": host,
-        # torch's allocator stores this number on the host: reading the number accesses no device.
+        # torch's allocator counts allocated bytes on the host: reading the count accesses no GPU.
         "cuda_allocated": int(torch.cuda.memory_allocated()),
     }
 

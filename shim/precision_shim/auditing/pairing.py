@@ -83,7 +83,7 @@ class Pair:
 
 
 def _by_name(records: Iterable[tuple[int | str, str, str]]) -> dict[int | str, str]:
-    """Map each record's name to its text; prefix a name that occurs twice with the model's name."""
+    """Map ranks and engine names to records' texts; put the model's name before repeated names."""
     every = list(records)
     times = Counter(name for name, _, _ in every)
     return {

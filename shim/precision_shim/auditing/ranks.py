@@ -54,7 +54,7 @@ class Comparison:
 
     Attributes:
         whose: framework and subject.
-        part: names of the optimizer's parts.
+        part: names of the audit's parts, such as ``"dense+experts"``.
         world_size: number of ranks of the job.
         alike: ranks whose audits agree with the majority's.
         example: the audit of one rank in the majority.

@@ -59,7 +59,7 @@ def read_optimizers(
             readings += read_torch(chunks, several, scaler)
     if not readings:
         readings = [Reading("torch", "model", "none")]
-    # If the experts are audited alone, the dense part's audit contains the model's other tensors.
+    # An audit of only the experts' optimizer omits the tensors in the dense optimizer's audit.
     if whole or readings[0].name != "experts":
         _give_the_rest(chunks, readings, whole)
     seen: dict[str, int] = {}
@@ -109,7 +109,7 @@ def _reader(optimizer: Any) -> str:
     """Return an optimizer's reader as ``"module:function"``; empty for torch's own optimizers."""
     packages = [kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__]
     if isinstance(optimizer, torch.optim.Optimizer):
-        return ""  # torch's reader, even if the class's package has another reader.
+        return ""  # use torch's reader even if the class's package has another reader.
     for third_party in (False, True):  # Load third-party adapters only if the shim has no reader
         known = audit_readers(third_party=third_party)
         for package in packages:

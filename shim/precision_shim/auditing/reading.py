@@ -35,13 +35,13 @@ class Wanted:
         source: name of the config, for messages.
         params: dtype of the trainable parameters.
         main_grads: dtype of the gradient bucket of 16-bit parameters.
-        masters: dtype of the masters by dtype of the 16-bit parameters; empty if it is not set.
+        masters: maps a 16-bit dtype of parameters to the dtype of their masters; empty if not set.
         exp_avg: dtype of the first moment.
         exp_avg_sq: dtype of the second moment.
-        remedies: maps a problem's code to the end of its message. Placeholders in a remedy
-            are ``{wanted}`` (the expected dtype), ``{source}``, ``{component}`` (the moment),
+        remedies: maps a problem's code to a remedy for the problem's message. Placeholders in a
+            remedy are ``{wanted}`` (expected dtype), ``{source}``, ``{component}`` (the moment),
             ``{optimizer}`` (its class) and ``{params}`` (dtypes of parameters without masters). A
-            key ``"CODE DTYPE"`` takes precedence over ``"CODE"``.
+            key such as ``"main-grads-dtype fp32"`` (code, expected dtype) overrides the code alone.
     """
 
     source: str
@@ -53,7 +53,7 @@ class Wanted:
     remedies: Mapping[str, str] = field(default_factory=dict)
 
     def remedy(self, code: str, wanted: str, **words: str) -> str:
-        """Return the remedy for a problem, for the end of the problem's message."""
+        """Return the remedy that ends a problem's message."""
         known = self.remedies
         text = known.get(f"{code} {wanted}") or known.get(code) or "correct the {source}"
         return text.format(wanted=wanted, source=self.source, **words)
@@ -66,7 +66,7 @@ class Owned:
     Attributes:
         dtype: dtype of the parameter in the model.
         stepped: the tensor that the optimizer updates: the parameter's shard or master.
-        masters: tensors with the bits that the parameter lacks: a master or a remainder.
+        masters: a master copy, or its 16 low bits (a remainder), which a bf16 parameter lacks.
         exp_avg: first moment.
         exp_avg_sq: second moment.
         other: state tensors other than masters and moments.
@@ -149,8 +149,8 @@ class Reading:
         copies_later: whether a step makes copies of the gradients.
         stateless: whether the optimizer keeps no states at all.
         wanted: the dtypes that the optimizer's config sets; ``None`` without a config.
-        whole_sizes: number of elements before sharding, by ``id`` of the parameter, for each
-            parameter that ``trainable`` contains as a shard.
+        whole_sizes: maps the ``id`` of each shard in ``trainable`` to the parameter's number of
+            elements before sharding.
         steppers: the torch optimizers within the optimizer; a step of the first torch optimizer
             counts as the optimizer's step.
     """

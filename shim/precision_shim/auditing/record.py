@@ -45,16 +45,16 @@ class AuditComponent:
     """All tensors of one kind, such as ``exp_avg``, of one optimizer on this rank.
 
     Attributes:
-        dtypes: sorted dtype names: canonical, or torch's (as ``"int16"`` for remainders). If
+        dtypes: sorted names of the dtypes (canonical, or else torch's, such as ``"int16"``). If
             ``state`` is ``"later"``, the names are the dtypes that the optimizer declares.
         bytes: size of the elements, without padding.
         allocated: size of the storages, padding included; each storage is counted once.
-        bytes_per_parameter: quotient of ``bytes`` and the part's ``parameters`` (components in
-            ``OF_MODEL``) or ``owned`` (other components); 0.0 if the divisor is 0.
+        bytes_per_parameter: ``bytes`` divided by the part's ``parameters`` for a component in
+            ``OF_MODEL``, and by ``owned`` for other components; 0.0 if the divisor is 0.
         sharded: whether each data-parallel rank stores only a shard of the component.
         device: device types, such as ``"cuda"`` or ``"cpu+cuda"``; empty without tensors.
-        state: one of ``"live"``, ``"none"`` and ``"later"`` (the first step in which the parameter
-            has a gradient will create the tensor).
+        state: ``"live"`` (all tensors exist), ``"none"`` (there are no tensors) or ``"later"`` (a
+            step with a gradient will create the missing tensors).
     """
 
     dtypes: tuple[str, ...] = ()
@@ -79,10 +79,10 @@ class AuditPart:
         owned: number of trained parameters whose states this rank stores.
         scaler: class name of the loss scaler, or ``None``.
         components: an ``AuditComponent`` for each name in ``COMPONENTS``.
-        updates: figures on lost updates, from ``lost.Figures.to_dict``; ``None`` without a
-            lost-update meter, and before the meter's first figures.
+        updates: measurements of updates lost to rounding, from ``lost.Figures.to_dict``; ``None``
+            if nothing has been measured.
         shards: number of different shards in the data-parallel group; 0, as in files without
-            this field, if every rank has a different shard.
+            ``shards``, means that every rank has a different shard.
     """
 
     name: str
@@ -162,7 +162,7 @@ class Audit:
 
     @property
     def before_step(self) -> bool:
-        """Whether states are missing and no moment exists, because no step was taken yet.
+        """Whether no step was taken yet: states are missing, and no moment exists.
 
         If ``complete`` and ``before_step`` are both false, some parameters had no gradient in the
         steps so far, and have no states.

@@ -194,7 +194,7 @@ class _Looker:
         try:
             with torch.no_grad():
                 act()
-        except Exception as error:  # an audit must not end the training run
+        except Exception as error:  # a failed audit must not end the training run
             self._failed = True
             who = " ".join(self._names)
             tell(f"{who}: the weights that are sent to the rollout are not audited: {error!r}")
@@ -294,7 +294,7 @@ def _can_be_sampled(tensor: torch.Tensor) -> bool:
 
 
 def _counts(values: torch.Tensor, then: torch.dtype | None = None) -> torch.Tensor:
-    """Return two counts of values of at least ``_LEAST``: values exact in bf16, and all values."""
+    """Count the values of magnitude ``_LEAST`` or more: first those exact in bf16, then all."""
     wide = (values if then is None else values.to(then)).float()
     normal = wide.abs() >= _LEAST
     exact = normal & (wide == wide.bfloat16().float())

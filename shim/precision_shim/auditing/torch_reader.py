@@ -97,7 +97,7 @@ def foretold(optimizer: torch.optim.Optimizer) -> Foretold:
     """Return the dtypes of the states that an optimizer's first step will create.
 
     TransformerEngine's FusedAdam has its states' dtypes as attributes. The Adam of torch creates
-    states in the dtypes of the parameters. A subclass that overrides ``step`` declares no dtypes.
+    states in the parameters' dtypes. The result is empty if a subclass of Adam overrides ``step``.
     """
     kinds = vars(optimizer)
     if isinstance(kinds.get("exp_avg_dtype"), torch.dtype):

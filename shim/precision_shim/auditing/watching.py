@@ -40,8 +40,8 @@ def watch(
     ``status()`` shows the audits, which are also written into ``PRECISION_SHIM_AUDIT_DIR``. Each
     problem in an audit causes a warning. In strict mode a problem raises an error, unless
     ``by_user`` returns true for the problem. A failure of the audit itself causes only a warning. A
-    second call for the same optimizer does nothing. With ``PRECISION_SHIM_WATCH_UPDATES`` a
-    lost-update meter is also attached to the optimizer.
+    second call for the same optimizer does nothing. With ``PRECISION_SHIM_WATCH_UPDATES``,
+    ``watch`` also attaches a meter of updates lost to rounding.
 
     Args:
         framework: the framework's name; empty if it is not known.
@@ -140,7 +140,7 @@ class _Watcher:
                 subject=subject,
                 whole=False,
             )
-        except Exception as error:  # an audit must not end the training run
+        except Exception as error:  # a failed audit must not end the training run
             self._tell(f"the audit of {type(optimizer).__name__} failed: {error!r}")
             return None
         kept.put(self._number, audit)
@@ -152,7 +152,7 @@ class _Watcher:
         return audit
 
     def watch_updates(self, every: int) -> None:
-        """Attach the lost-update meter; on failure, warn that lost updates are not measured."""
+        """Attach a meter of updates lost to rounding; on failure, warn that nothing is measured."""
         framework, subject = self._names
         model = [module for ref in self._model if (module := ref()) is not None] or None
         try:
@@ -165,11 +165,11 @@ class _Watcher:
                     subject=subject,
                     on_figures=self.take_figures,
                 )
-        except Exception as error:  # a meter must not end the training run
+        except Exception as error:  # a failed measurement must not end the training run
             self._tell(f"{framework} {subject}: lost updates are not measured: {error!r}")
 
     def take_figures(self, meter: Meter) -> None:
-        """Put new lost-update figures into the stored audit, and print the first figures."""
+        """Put a meter's measurements into the stored audit; print only the first measurements."""
         figures, audit = meter.figures, kept.of(self._number)
         if figures is None or audit is None:
             return

@@ -57,7 +57,7 @@ class File:
     ours: bool = True
 
     def bytes(self, state: str) -> int:
-        """Return the number of bytes in ``state``, which is ``"checked"`` or a key of ``_SAID``."""
+        """Return how many bytes have a check state (``"checked"`` or a key of ``_SAID``)."""
         held, unread = (sum(b - a for a, b in spans) for spans in (self.held, self.unread))
         if not self.ours:
             return self.size if state == "not_looked_at" else 0
@@ -99,11 +99,11 @@ class Checked:
         return sum(file.size for file in self.files)
 
     def bytes(self, state: str) -> int:
-        """Return the number of bytes in ``state``, summed over all files."""
+        """Return how many bytes of all files have the given check state."""
         return sum(file.bytes(state) for file in self.files)
 
     def share(self, state: str) -> float:
-        """Return the share of all bytes that is in ``state``."""
+        """Return the share of all bytes that have the given check state."""
         return self.bytes(state) / max(1, self.size)
 
     def name(self, file: File) -> str:
@@ -134,7 +134,7 @@ class Checked:
                 )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the number of bytes in each state, in total and by file, in a form for JSON."""
+        """Return how many bytes have each check state, in total and by file, in a form for JSON."""
         told: dict[str, Any] = {"count": len(self.files), "bytes": self.size}
         for state in ("checked", *_SAID):
             told[state] = {
@@ -201,7 +201,7 @@ def _paths(part: Part) -> list[Path]:
 
 
 def _merge(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Merge overlapping spans: a damaged zip directory may list the same bytes twice."""
+    """Merge overlapping spans: a zip file's damaged central directory may list some bytes twice."""
     merged: list[Span] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:

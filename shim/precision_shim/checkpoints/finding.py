@@ -167,7 +167,7 @@ def _go_on(path: Path) -> str:
 
 
 def _step_before(path: Path) -> Path | None:
-    """Return the step before a run's last step, or before the step that contains the path."""
+    """Return the step before a run's last step, or before the step whose directory has ``path``."""
     try:
         whole = _last_step(path.absolute()) or path.absolute()
         for parent in (whole, *whole.parents):

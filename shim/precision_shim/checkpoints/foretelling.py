@@ -39,8 +39,8 @@ class Here:
     Attributes:
         on: whether the shim is on.
         settings: the shim's settings.
-        config: the optimizer's fields and the fields in ``Config.beside`` that the job's config
-            sets; ``None`` if the job's config is not known.
+        config: the job's values of the optimizer's fields and of the fields that ``Config.beside``
+            names; ``None`` if the job's config is not known.
         instead: fields that override fields of ``config``, even if ``config`` is ``None``.
     """
 
@@ -55,7 +55,7 @@ class Here:
 
     @classmethod
     def now(cls, config: Mapping[str, Any] | None = None) -> Here:
-        """Return the environment of this process; before ``install()``, that of a child process.
+        """Return this process's environment; if the shim is not installed here, a child process's.
 
         Raises:
             SettingsError: a variable has an invalid value.
@@ -75,7 +75,7 @@ class Here:
         return dataclasses.replace(self, **changes)
 
     def in_force(self, framework: str, feature: str, group: str) -> bool:
-        """Whether a feature would be in force for a framework's group of seams."""
+        """Whether a feature would work in the framework's code that a group of seams patches."""
         return self.on and self._foreseen.in_force(framework, feature, group)
 
     def only_framework(self, kind: str) -> str:
@@ -120,7 +120,7 @@ def foretell(part: Part, here: Here) -> Outcome:
     module, _, name = place.partition(":")
     try:
         outcome: Outcome = getattr(importlib.import_module(module), name)(part, here)
-    except PrecisionShimError as error:  # a value in the config is impossible here
+    except PrecisionShimError as error:  # the installed packages do not support a config value
         return Outcome(FAILS, str(error).rstrip("."))
     return outcome
 

@@ -56,9 +56,9 @@ class Part:
             each with its kind.
         weights: the directories in ``beside`` from which parameters were read.
         held: the model's tensors, by component.
-        facts: further results by name, such as ``sharding``, ``params`` and ``bucket`` (dtypes),
-            ``adam_beta2``, and facts that a backend's reader stores for its prediction.
-        scalers: the framework's own scaler records from a backend's reader, not yet validated.
+        facts: further results that readers store for predicting the resume, by name, such as
+            ``sharding``, ``adam_beta2``, and the dtypes ``params`` and ``bucket``.
+        scalers: the loss scaler records that the framework itself saved, not yet validated.
         masters: form of the masters: ``WHOLE``, ``REMAINDERS``, ``NUMBERS``, ``UNKNOWN``, ``NONE``.
         moments: for each moment, the narrower dtypes that represent every sampled value exactly.
         scaler: the loss scaler's record.

@@ -240,7 +240,7 @@ class _Machine:
         given = arguments[0] if arguments else ()
         if path == "_codecs.encode" and isinstance(given, str) and arguments[1:] == ("latin1",):
             self._copy(given)
-            return given.encode("latin1")  # protocols up to 2 write bytes in this form
+            return given.encode("latin1")  # pickle protocols up to 2 write bytes as latin1 text
         make: Any = _PLAIN.get(path)
         if make is None or len(arguments) > 1:
             return Made(by, arguments)

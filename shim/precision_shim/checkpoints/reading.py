@@ -1,7 +1,7 @@
 """Read the content of a checkpoint, model by model.
 
-If torch is installed, a sample of the masters' and moments' values is read too. Only the values
-show whether fp32 masters are really remainders, and whether fp32 moments were in bf16 before.
+If torch is installed, samples of masters and moments are read too. Only the values show whether
+fp32 masters are really remainders (int16 low bits), and whether fp32 moments were in bf16 before.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _judge_file(file: Path) -> Scaler:
 
 
 def _check_save(judged: Scaler, files: Mapping[str, str | Path]) -> Scaler:
-    """Check by fingerprints that a valid record and the files beside it are from the same save."""
+    """Check by fingerprints that a valid scaler record and files beside it are from one save."""
     if judged.saved is None or judged.saved.files is None:
         return judged
     others = foreign(judged.saved.files, fingerprints(files))

@@ -137,7 +137,7 @@ def examine(
     Args:
         path: the directory of a run, of a step, of a model, or of the files themselves.
         here: the environment of the resume.
-        framework: the framework that wrote the checkpoint. If it is ``None``, infer the framework
+        framework: the framework that wrote the checkpoint. If ``framework`` is ``None``, infer it
             from directory names, or else use the only installed framework that can read the files.
         most: maximum number of bytes that are compared with their checksums; ``None`` for all.
 

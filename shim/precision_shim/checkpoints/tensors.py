@@ -25,7 +25,7 @@ def dtype_name(path: str) -> str:
     """Return a dtype's canonical name: ``"fp32"`` for ``"torch.float32"``.
 
     Raises:
-        ValueError: the ``path`` is not the name of a dtype.
+        ValueError: ``path`` does not name a dtype.
     """
     bare = path.removeprefix("torch.")
     if not re.fullmatch(r"[A-Za-z_]\w{0,31}", bare, re.ASCII):
@@ -176,7 +176,7 @@ class Archive:
         with io.BufferedReader(raw) as file:
             try:
                 archive = zipfile.ZipFile(file)
-            except Exception:  # a damaged zip directory may cause any error
+            except Exception:  # a zip file's damaged central directory may cause any error
                 reason = "it is damaged, cut off, or not written by torch.save"
                 raise CheckpointUnreadableError(f"{path}: {reason}.") from None
             with archive:
@@ -194,7 +194,7 @@ class Archive:
                 if start:
                     member.seek(start)
                 return member.read(most)
-        except Exception as error:  # a damaged member may cause any error
+        except Exception as error:  # a damaged file within the zip archive may cause any error
             why = " ".join(str(error).split())[:120]
             raise CheckpointUnreadableError(
                 f"{self.path}: {name} in it is damaged or missing ({why})."
@@ -204,7 +204,7 @@ class Archive:
         """Yield (keys, tensor) for each tensor in ``tree`` (default: the archive's tree)."""
         seen: set[int] = set()
         waiting: list[tuple[tuple[Any, ...], Any]] = [((), self.tree if tree is None else tree)]
-        inside: set[int] = set()  # ids of values inside a ``Made``, which have the ``Made``'s keys
+        inside: set[int] = set()  # ids of values in a ``Made``; they get the keys of the ``Made``
         while waiting:
             keys, node = waiting.pop()
             if isinstance(node, Made):
@@ -289,15 +289,15 @@ def check_archive(path: Path, offset: int = 0, length: int | None = None) -> lis
     torch compares no checksum: it loads a changed record without an error.
 
     Returns:
-        The spans of the file's bytes with a correct checksum. The bytes of the zip format between
-        the records have no checksums. The list is empty for an archive without checksums.
+        The returned list contains the spans of bytes with correct checksums; it is empty for an
+        archive without checksums. The zip format's bytes between the records have no checksums.
 
     Raises:
         CheckpointUnreadableError: a record or the archive is damaged.
     """
     held = []
     archive = Archive(path, offset, length)
-    for _ in archive.tensors():  # raises an error if a tensor's record is missing
+    for _ in archive.tensors():  # tensors() raises an error if a tensor's record is missing
         pass
     with archive._open() as file:
         if not _has_checksums(file):

@@ -49,10 +49,10 @@ class Unit:
         kind: ``MEGATRON``, ``DCP``, ``SHARDS`` or ``SAFETENSORS``.
         path: the directory.
         tensors: the tensors, by key, each with the shards of all ranks.
-        objects: for each object that is no tensor, a function that reads the object as plain data
-            (``pickles``), by key.
-        common: Megatron's data other than tensors (``common.pt``; with megatron-core 0.19 and
-            later an object in the ``.distcp`` files), or each rank's extra state.
+        objects: maps the key of each object that is no tensor to a function that reads the object
+            as plain data (see the module ``pickles``).
+        common: archives of Megatron's common state (``common.pt``; with megatron-core 0.19 and
+            later an object in the ``.distcp`` files), or of each rank's extra state.
         world_size: number of ranks if each rank wrote files of its own; otherwise ``None``.
         archives: file, offset and length of each archive of ``torch.save``; a length of ``None``
             means the rest of the file.
@@ -222,7 +222,7 @@ def _take(unit: Unit, metadata: Made) -> None:
 
 @dataclass(frozen=True)
 class _Place:
-    """The position in a file of an archive, which contains a tensor's piece or an object."""
+    """The bytes of a file that contain a piece of a tensor, or an object."""
 
     path: Path
     offset: int
@@ -231,7 +231,7 @@ class _Place:
 
     @property
     def is_archive(self) -> bool:
-        # Neither a piece that torch's transforms compressed nor a safetensors file is an archive.
+        # Pieces that torch compressed, and safetensors files, are no archives of ``torch.save``.
         return not self.transformed and self.path.suffix != ".safetensors"
 
     def archive(self) -> Archive:

@@ -1,4 +1,4 @@
-"""Apply the rules of the load seams to a sample of a checkpoint's values."""
+"""Apply the shim's rules for loading a checkpoint to a sample of the checkpoint's values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def samples(tensors: Sequence[Tensor], most: int) -> Iterator[tuple[Tensor, int,
         most: maximum number of bytes that are read, over all tensors.
 
     Yields:
-        For each piece the tensor, the piece's number, and the piece's first values.
+        Each item has the tensor, the piece's number, and the piece's first values.
     """
     full = any(tensor.elements >= _ALIGNED for tensor in tensors)
     pieces = [
@@ -65,7 +65,7 @@ def narrower(tensors: Sequence[Tensor], most: int) -> tuple[str, ...]:
 
 
 def are_numbers(part: Part, most: int) -> bool | None:
-    """Whether fp32 masters are really int16 remainders; ``None`` if no value can be read."""
+    """Whether fp32 masters are remainders (int16 low bits); ``None`` if no value can be read."""
     weights = {tensor.name.removeprefix("model."): tensor for tensor in part.held.get(PARAMS, ())}
     seen = False
     for tensor, number, value in samples(part.held[MASTER], most):
@@ -88,7 +88,8 @@ def _param_of(
         content = weight.parts[number](size)
         if dtype is not None and len(content) == size:
             return torch.frombuffer(bytearray(content), dtype=dtype)
-    # Use masters clamped to [-1, 1] as weights: hardly any weight is a whole number beyond 1.
+    # Compared with masters clamped to [-1, 1], only whole numbers beyond 1 look like remainders,
+    # and hardly any weight is a whole number beyond 1.
     return value.clamp(-1.0, 1.0)
 
 

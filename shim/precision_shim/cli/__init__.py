@@ -156,7 +156,7 @@ def _check_variables(command: str) -> None:
     from ..process.settings import check_variables, resolve
 
     try:
-        if command == "run":  # ``run`` checks values later: its options override variables
+        if command == "run":  # ``run`` checks the variables' values after its options override them
             check_variables(os.environ)
         else:
             from ..process.registry import entries

@@ -1,4 +1,4 @@
-"""``precision-shim doctor``: check a release before its installation, or record digests.
+"""``precision-shim doctor``: check a framework before installing it, or record digests of code.
 
 With ``--against PATH`` the doctor reads a wheel or a folder instead of the installed packages, and
 applies the same checks. The doctor imports and executes no code of the wheel or folder.
@@ -99,7 +99,7 @@ def _record(asked: argparse.Namespace) -> int:
 
 
 def installed_digests(adapter: Adapter) -> Iterable[tuple[str, str, dict[str, str]]]:
-    """Yield name, version and symbols' digests of each installed distribution of an adapter.
+    """Yield name, version and digests of each installed distribution that an adapter patches.
 
     A distribution of unknown version is left out, because it cannot be recorded.
     """
@@ -112,14 +112,14 @@ def installed_digests(adapter: Adapter) -> Iterable[tuple[str, str, dict[str, st
 
 @dataclass(frozen=True)
 class SymbolChange:
-    """A symbol in the checked path, compared with the installed or recorded symbol.
+    """A symbol in the checked wheel or folder, compared with the installed or recorded symbol.
 
     Attributes:
         target: ``"module:attribute"``.
         state: ``same``, ``changed``, ``gone`` or ``new``.
         as_in: the recorded versions in which the symbol has the same code.
-        gained: parameters that the symbol has only in the path.
-        lost: parameters that the symbol lacks in the path.
+        gained: function parameters that only the checked version has.
+        lost: function parameters that the checked version lacks.
         lines: the removed and added lines of code.
     """
 
@@ -133,15 +133,15 @@ class SymbolChange:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of checking a path for one framework.
+    """The result of checking a wheel or folder for one framework.
 
     Attributes:
         framework: the framework's name.
-        holds: versions of the framework's and its backends' distributions in the path.
-        against: for each distribution, a text with the version with which it was compared.
-        there: the status that the framework would have with the path's packages.
+        holds: maps each distribution in the wheel or folder to its version.
+        against: maps each distribution to the version used for the comparison, as text.
+        there: the status that the framework would have with the packages in the wheel or folder.
         here: the status of the installed framework; ``None`` if the framework is not installed.
-        symbols: the compared symbols, including symbols that are missing in the path.
+        symbols: the compared symbols, including symbols that are missing in the wheel or folder.
         problems: sentences on the seams that could not be applied, with the reasons.
     """
 
@@ -154,11 +154,11 @@ class Report:
     problems: tuple[str, ...]
 
     def lost(self) -> list[dict[str, str]]:
-        """Return the features, by training path, that work only with the installed packages."""
+        """Return (feature, training engine) pairs that only the installed packages support."""
         return self._find_moves(self.here, self.there)
 
     def won(self) -> list[dict[str, str]]:
-        """Return the features, by training path, that work only with the checked packages."""
+        """Return (feature, training engine) pairs that only the checked packages support."""
         return self._find_moves(self.there, self.here)
 
     def _find_moves(
@@ -212,7 +212,7 @@ def report(path: Path, framework: str | None = None) -> list[Report]:
     packages = [package for entry in asked for package in entry.packages]
     tree = open_tree(path, (*packages, *_registry.shared()))
     held = [entry for entry in asked if any(tree.has(name) for name in entry.packages)]
-    if not held:  # the path has only a backend: check the named or the installed frameworks
+    if not held:  # no framework in ``path``: check ``framework``, or else all installed frameworks
         held = [
             entry
             for entry in asked
@@ -237,7 +237,7 @@ def _judge(entry: Framework, tree: Tree) -> Report:
     # Load the adapter within looking_at(), because an adapter may read source while it is loaded.
     with looking_at(source):
         there, problems = foresee(entry, settings, versions)
-        if there.version is None:  # the path has only a backend of the framework
+        if there.version is None:  # ``path`` contains a backend, but no framework
             problems = []
         adapter = entry.load()
         owned = {
@@ -281,7 +281,7 @@ def _here(entry: Framework, settings: Settings) -> FrameworkStatus | None:
 
 
 def _targets(adapter: Adapter) -> dict[str, list[str]]:
-    """Return an adapter's symbols, and the symbols of the framework's newest recorded version."""
+    """Return the symbols that an adapter patches, or that the framework's newest record lists."""
     targets = _symbols.targets_by_distribution(adapter)
     record, own = _symbols.shipped(), adapter.distribution
     newest = _symbols.versions_of(record, own)[-1:]
@@ -305,7 +305,7 @@ def _sight(target: str) -> _Sight:
 def _change(
     distribution: str, target: str, basis: str, old: _Sight, new: _Sight
 ) -> SymbolChange | None:
-    """Compare a symbol with the digest ``basis``; ``None`` if neither version has the symbol."""
+    """Compare ``new`` with the old symbol's digest, ``basis``; ``None`` if neither exists."""
     if new.found is None:
         return SymbolChange(target, "gone", []) if basis else None
     there = digest_of(new.found.node)
@@ -344,7 +344,7 @@ def _package(distribution: str, entry: Framework) -> str:
 
 def _because(seams: Iterable[SeamStatus], feature: str, path: str) -> str:
     seams_there = [seam for seam in seams if (seam.feature, seam.path) == (feature, path)]
-    # Prefer the reason of a refused seam: a native seam has a reason, too, but is not the cause.
+    # Prefer refused seams' reasons: a seam that the framework makes unnecessary has a reason, too.
     refused = [there for there in seams_there if there.state == "refused"]
     reasons = [there.reason for there in refused or seams_there]
     own = [reason for reason in reasons if reason and not reason.startswith("refused whole")]

@@ -36,7 +36,7 @@ _HERE = "import sys; from precision_shim.cli._probing import answer; answer(sys.
 
 
 def answer(modules: Iterable[str]) -> None:
-    """Run the probes of modules in this child process, and print the outcomes as JSON."""
+    """Run the probes that the given modules define, and print the outcomes as JSON."""
     _startup.stop()
     output, sys.stdout = sys.stdout, sys.stderr  # frameworks print while they are imported
     outcomes = [asdict(run(probe)) for module in modules for probe in probes_in(module)]
@@ -45,7 +45,7 @@ def answer(modules: Iterable[str]) -> None:
 
 
 def ask(modules: Iterable[str]) -> list[dict[str, Any]]:
-    """Run the probes of modules in a child process.
+    """Run the probes that the given modules define, in a child process.
 
     Raises:
         RuntimeError: the process ended without a result; the message has stderr's last lines.

@@ -126,7 +126,7 @@ def _config(texts: list[str]) -> dict[str, Any] | None:
 
 
 def _check_values(values: dict[str, Any]) -> None:
-    """Check the values of all fields, including fields that no prediction reads."""
+    """Check the values of all ``--config`` fields, including fields that no prediction reads."""
     from ..errors import SettingsError
 
     for row in _registry.checkpoints().values():
@@ -157,7 +157,7 @@ def _check(text: str, name: str) -> None:
         field
         for config in configs
         for field in look(config.place).parameters
-        or config.fields  # look() finds no parameters if the backend is not installed
+        or config.fields  # look() finds no function of a backend that is not installed
     ]
     if name in (*fields, *beside):
         return

@@ -179,7 +179,7 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
     if _settings.switch(environ) == "off":
         job = replace(job, off=environ[_settings.PREFIX].strip())
     entry = entries[job.framework]
-    if not entry.plan:  # a third party declares ``plan`` only in its adapter
+    if not entry.plan:  # the registry lacks the ``plan`` of third-party adapters
         entry = entry.as_said()
     if not entry.plan:
         raise PlanError(
@@ -190,7 +190,7 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
             f"{job.framework} is not installed here: its own loader has to read the job's config. "
             "Run the plan in the environment of the job."
         )
-    with _variables(job.environ):  # config and Hugging Face cache may depend on these variables
+    with _variables(job.environ):  # the config and the Hugging Face cache may depend on variables
         request = resolve(entry.plan)(job)
     rules = Rules(
         asked.transformer_engine or _version("transformer-engine", "transformer_engine"),

@@ -26,7 +26,7 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 
 
 class Known(Protocol):
-    """The fields of a framework's record that this module needs."""
+    """The fields of a framework's registry entry that this module reads."""
 
     @property
     def framework(self) -> str:
@@ -69,7 +69,7 @@ class Job:
         environ: the variables that the command sets.
         settings: the shim's settings.
         options: the options that the user gives in addition to the command.
-        off: the value of ``PRECISION_SHIM`` if it is the kill switch; empty if it is not.
+        off: ``PRECISION_SHIM``'s value, such as ``"0"``, if it switches the shim off; else empty.
     """
 
     framework: str
@@ -98,7 +98,7 @@ class Job:
         return shapes.read_model(directory, overrides)
 
     def in_force(self, feature: str, group: str) -> bool:
-        """Whether a feature would be in force in the job for a group of seams."""
+        """Whether a feature would work in the job's code that a group of seams patches."""
         return not self.off and self._foreseen.in_force(self.framework, feature, group)
 
     @cached_property
@@ -109,7 +109,7 @@ class Job:
         """Return the value of one of the launcher's options, such as ``--nproc-per-node``.
 
         Raises:
-            PlanError: the value is no number, such as torchrun's ``gpu`` (all GPUs of the machine).
+            PlanError: the value, such as torchrun's ``gpu`` (all GPUs of a machine), is no number.
         """
         words = list(self.launcher)
         for place, word in enumerate(words):

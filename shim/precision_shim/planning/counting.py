@@ -144,7 +144,7 @@ def _offload(share: Share, precision: Precision, held: dict[str, Held]) -> dict[
 
 
 def _replace(held: Held, share: Share, left: int, there: Held, gone: int) -> Held:
-    """Return a component's size if the GPU lacks ``left`` parameters and the host has ``gone``."""
+    """Return ``held`` minus ``left`` parameters on the GPU, plus ``there`` on the host."""
     numel = share.trainable or 1
     stays = held.group_bytes * (numel - left) // numel
     total = stays + there.group_bytes

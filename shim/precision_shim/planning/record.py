@@ -26,7 +26,7 @@ class Held:
 
     Attributes:
         dtypes: canonical names, as in the audit.
-        bytes: mean size over the ranks of the data-parallel group, including the host's memory.
+        bytes: mean size over the data-parallel group's ranks; includes bytes in the host's memory.
         group_bytes: the exact sum of the sizes over the data-parallel group.
         host: the number of ``bytes`` that are in the host's memory.
         bytes_per_parameter: bytes per parameter of the model, or per owned parameter if the
@@ -144,7 +144,7 @@ class Problem:
 
 
 def too_small(subject: str, key: str, value: int, more: str = "") -> Problem:
-    """Return a problem for a group that would have less than one GPU."""
+    """Return a problem for a config value below 1 that sets a number of GPUs."""
     return Problem("size", subject, key, f"{value} is less than 1", f"Write at least 1{more}.")
 
 
@@ -204,7 +204,7 @@ class ModelPlan:
             model of the job runs.
         place: models with the same ``place`` share their GPUs.
         computes: dtype of the parameters while a layer computes.
-        reduces: dtype in which gradients are reduced; empty if a gradient bucket has that dtype.
+        reduces: dtype in which gradients are reduced; empty for Megatron, and without an optimizer.
     """
 
     subject: str
@@ -257,7 +257,7 @@ class Plan:
         return told
 
     def peak(self, side: str = "after") -> int:
-        """Return the largest number of bytes on a GPU, during a step of one of its models."""
+        """Return the largest number of bytes on a GPU while a model of the job takes a step."""
         most = 0
         for model in self.models:
             top = max(stage.totals["peak"] for stage in getattr(model, side))

@@ -22,8 +22,8 @@ class Found:
         gives_up: the precision that the settings give up; empty if the job fits unchanged.
         lines: the settings, as lines to paste.
         plan: the plan with the found settings; ``None`` if no legal settings make the job fit.
-        fewest: the smallest number of GPUs on which the job fits; ``None`` if none was found. The
-            number is for the found settings, or else for the last legal settings.
+        fewest: the smallest number of GPUs on which the job fits, with the found or else the last
+            legal settings; ``None`` if none was found.
     """
 
     gives_up: str
@@ -70,7 +70,7 @@ def _candidates(job: Job, request: Request, rules: Rules) -> Iterator[Sequence[V
 def fewest(job: Job, request: Request, rules: Rules, memory: float) -> int | None:
     """Return the smallest tried number of GPUs with enough memory; only data parallelism changes.
 
-    Models on different GPUs from the first model keep their number of GPUs.
+    Models that share no GPUs with the first model keep their number of GPUs.
 
     More ranks never need more memory per GPU. The search therefore doubles the number of GPUs until
     the job fits, and then halves the number while the job fits.

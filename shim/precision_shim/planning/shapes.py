@@ -164,7 +164,7 @@ def _headers(directory: Path) -> Iterator[Weight]:
     counted: dict[tuple[str, tuple[int, ...]], int] = {}
     for path in sorted(directory.glob("*.safetensors")):
         if path.name.startswith(("consolidated", "adapter")):
-            continue  # such files repeat the weights under other names, or are LoRA adapters
+            continue  # "consolidated*" repeats the weights renamed; "adapter*" has LoRA weights
         for name, shape in header(path):
             key = (_EXPERT.sub(".experts.*.", name), shape)
             counted[key] = counted.get(key, 0) + 1
@@ -241,7 +241,7 @@ def _with_experts(config: Mapping[str, Any], few: int) -> dict[str, Any]:
 
 
 def _repeat(weight: Weight, few: int, experts: int) -> Weight:
-    """Scale a parameter of a model with few experts to the model with all experts."""
+    """Change a parameter's shape or count from ``few`` experts to ``experts``."""
     shape = weight.shape
     if ".experts." in weight.name and shape and shape[0] == few and "*" not in weight.name:
         return replace(weight, shape=(experts, *shape[1:]))
@@ -280,7 +280,7 @@ def _build_on_meta(config: dict[str, Any], where: str) -> tuple[list[Weight], bo
                 model = AutoModelForCausalLM.from_config(made)
             except ValueError:
                 model = _other_class(made)
-    except Exception as error:  # a config's own code may raise any error
+    except Exception as error:  # transformers' code for a model may raise any error
         raise PlanError(
             f"{where}: transformers cannot build a model of model_type={kind!r} "
             f"({type(error).__name__}: {_first_line(error)}). Name a directory with safetensors "
