@@ -12,7 +12,7 @@ import _frozen_importlib
 import os
 import sys
 import time
-from _thread import RLock, get_ident  # both as in threading, without the import of threading
+from _thread import RLock, get_ident  # threading uses these too, but is not imported here
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
