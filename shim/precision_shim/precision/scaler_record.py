@@ -209,8 +209,7 @@ def lower_tracker(tracker: int, growth_interval: float) -> tuple[int, str]:
 
     Args:
         tracker: the growth tracker of a checkpoint, in steps.
-        growth_interval: this process's growth interval, in steps; Megatron allows a fractional
-            number.
+        growth_interval: this process's growth interval, in steps; may be fractional in Megatron.
 
     Returns:
         The new tracker, and a line of text about the change (empty if nothing changed).
