@@ -7,7 +7,7 @@ registered while a ``find_spec`` searches for the hook's module is never called.
 """
 
 import sys
-from _thread import _local  # this class is threading.local; threading is not imported
+from _thread import _local  # the class threading.local, without importing threading
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import _frozen_importlib
 import os
 import sys
 import time
-from _thread import RLock, get_ident  # threading uses these too, but is not imported here
+from _thread import RLock, get_ident  # RLock and get_ident, without importing threading
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

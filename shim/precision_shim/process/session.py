@@ -216,7 +216,7 @@ def start(*, export: bool = False) -> None:
     """Install at a process's start, with settings from environment variables; never raises.
 
     If a setting is invalid, ``start`` prints one line to stderr, and patches no seam. In strict
-    mode, calls that build an optimizer or a DDP (``Framework.effects``) then raise the error.
+    mode, building an optimizer or a DDP (``Framework.effects``) raises the setting's error.
 
     Args:
         export: as in ``install()``; true if ``PRECISION_SHIM`` may be unset in this process.

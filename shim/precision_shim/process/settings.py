@@ -250,7 +250,7 @@ BY_CALL: Mapping[str, str] = {
 def parse_features(
     value: str | Iterable[str], variable: str = f"{PREFIX}_FEATURES"
 ) -> tuple[str, ...]:
-    """Parse a list of features; ``-name`` removes one, and as first entry means all but this one.
+    """Parse a list of features; ``-name`` excludes a feature, from all features if it comes first.
 
     Raises:
         SettingsError: a name is unknown.

@@ -161,14 +161,14 @@ def framework(
 
 
 def _feature(name: str, seams: Sequence[SeamStatus], ahead: bool) -> str:
-    """Return a feature's states, such as ``in force: FSDP engine; refused: Megatron engine``."""
+    """Return as text in which parts of a framework a feature is in force, pending or refused."""
     states: dict[str, list[str]] = {}
     for seam in seams:
         states.setdefault(seam.path, []).append(_state(seam))
     verdicts = {path: _together(several) for path, several in states.items()}
     main = {path: verdict for path, verdict in verdicts.items() if not path.endswith(")")}
     if any(verdict != "absent" for verdict in main.values()):
-        # A path name with brackets, such as "FSDP engine (metrics)", is shown only if refused.
+        # A path whose name has brackets, such as "FSDP engine (metrics)", is shown only if refused.
         shown = main | {path: v for path, v in verdicts.items() if v == "refused"}
     else:
         shown = verdicts
@@ -318,7 +318,7 @@ def _key(decision: Decision) -> tuple[str, str, str]:
 def _fit(
     blocks: Sequence[list[str]], room: int, *, left_out: int = 0, turn: bool = False
 ) -> list[str]:
-    """Return as many first blocks as fit into ``room`` lines; ``turn`` reverses their order."""
+    """Return the first blocks' lines, at most ``room``; ``turn`` reverses the blocks' order."""
     room = max(room, 2)
     kept = list(blocks)
     while kept and _length(kept) + bool(left_out or len(kept) < len(blocks)) > room:

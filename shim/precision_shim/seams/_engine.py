@@ -59,8 +59,7 @@ class Engine:
         Args:
             features: names of the features in force; seams of other features are not patched.
             settings: passed to native probes; the engine itself does not read the settings.
-            strict: whether calls that build an optimizer or a DDP (``effects``) raise a recorded
-                error.
+            strict: whether calls that build optimizers or DDPs (``effects``) raise seam errors.
             on_fault: called with the framework's name and the error, once per refused group.
             describe: function that returns a framework's name and version, for messages.
             missed: see ``check``.
@@ -153,7 +152,7 @@ class Engine:
     def _on_arrival(self, module: str) -> None:
         done: set[str] = set()
         while True:
-            # Add the layers that raise errors first (innermost), because patching may fail.
+            # First add the layers that raise errors (innermost), because patching may fail.
             self._trip(module)
             # Search again each time: a wrapper's module may import a framework and add an adapter.
             framework = next((name for name in self._known if name not in done), None)
@@ -223,7 +222,7 @@ class Engine:
             row.reason = f"not reached, holds something else: {', '.join(unreached)}"
 
     def _trip(self, module: str) -> None:
-        """In strict mode, make calls of a module's ``effects`` functions raise the first error."""
+        """In strict mode, make functions listed in ``effects`` raise the adapter's first error."""
         for framework, effects in self._effects.items() if self._strict else ():
             for target in effects:
                 if target.partition(":")[0] != module:
@@ -295,7 +294,7 @@ def _find_loaded(module: str) -> Any:
 
 def _bind(seam: Seam, raw: Any, in_class: bool, symbol: Symbol | None) -> Callable[..., Any]:
     """Return the seam's wrapper in wrapt's form, matched to the imported symbol's parameters."""
-    assert seam.wrapper is not None  # after check(), every pending seam has a wrapper
+    assert seam.wrapper is not None  # After check(), every pending seam has a wrapper.
     if seam.replaces:  # The symbol's value may be an object that is not callable
         return seam.wrapper
     function = getattr(raw, "__func__", raw)

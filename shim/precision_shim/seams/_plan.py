@@ -147,7 +147,7 @@ def check(
 def _find_moved(
     adapter: Adapter, features: Iterable[str], rows: Iterable[Row], had: Callable[[str], str]
 ) -> Iterator[Row]:
-    """Yield rows for seams with unmet conditions, if no seam of the adapter finds their symbol.
+    """Yield rows for seams with unmet conditions, if no other seam finds their symbol.
 
     With ``only_if`` and ``unless`` an adapter declares a symbol's places in different versions. If
     no declared place has the symbol, the symbol's group must not lose the seam silently.

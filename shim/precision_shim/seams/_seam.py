@@ -87,9 +87,8 @@ class Seam(_Fields):
             without being called, such as a class that a decorator has turned into another object.
         only_if: conditions that the source must meet. ``"module"`` and ``"module:attribute"`` must
             exist; for ``"module:attribute mentions name"``, the symbol's source must contain
-            ``name``. ``status()`` shows a seam with an unmet condition only if no seam of the
-            adapter finds the symbol. Conditions are tested when the framework is imported, never
-            earlier.
+            ``name``. ``status()`` shows a seam with an unmet condition only if no other seam finds
+            the symbol. Conditions are tested at the framework's import, never earlier.
         unless: conditions in the form of ``only_if``; the seam is left out if any of them is met.
         unbound: must be true if the symbol is a classmethod or a staticmethod and ``wrapper`` reads
             ``call.instance``, which is then the class or ``None``. Without ``unbound=True`` the
@@ -343,9 +342,8 @@ def collect(*sources: _Source) -> tuple[Seam, ...]:
     """Make an adapter's table of seams.
 
     Args:
-        sources: modules (for all their marked functions, in order of definition), functions,
-            ``Seam`` objects, or lists of these. The first seam of a target is the innermost
-            wrapper.
+        sources: modules (their marked functions, in order of definition), functions, ``Seam``
+            objects, or lists of these. The first seam of a target is the innermost wrapper.
 
     Raises:
         SeamError: a module or a function declares no seam.

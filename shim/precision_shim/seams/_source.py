@@ -185,7 +185,7 @@ def definition(target: str) -> Definition | None:
         return None
     scope: ast.AST = _parse(text)
     for part in attribute.split("."):
-        scope = _member(scope, part) or scope  # a generated __init__ has no tree: keep the class's
+        scope = _member(scope, part) or scope  # for a generated __init__, the tree of its class
     return Definition(scope, text)
 
 
@@ -253,8 +253,8 @@ def _defaults(scope: ast.AST) -> Iterator[tuple[str, Any]]:
     by_position = zip(reversed(positional), reversed(scope.args.defaults), strict=False)
     by_name = zip(scope.args.kwonlyargs, scope.args.kw_defaults, strict=True)
     for argument, value in (*by_position, *by_name):
-        with suppress(ValueError):  # literal_eval() accepts only literals
-            if value is not None:  # None: a keyword-only parameter without a default
+        with suppress(ValueError):  # literal_eval() accepts only literal defaults.
+            if value is not None:  # A keyword-only parameter without a default has None here.
                 yield argument.arg, ast.literal_eval(value)
 
 

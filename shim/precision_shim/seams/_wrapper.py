@@ -1,4 +1,4 @@
-"""The object that replaces a wrapped symbol: a marked wrapt wrapper, pickled by reference.
+"""The object that replaces a wrapped symbol: wrapt's wrapper with our mark, pickled by name.
 
 Ray pickles functions and bound methods with cloudpickle, which cannot pickle wrapt's wrappers
 (``NotImplementedError``). Our wrappers are pickled as a reference to the symbol's name, so the
