@@ -150,7 +150,7 @@ def _find_moved(
     """Yield rows for seams with unmet conditions, if no other seam finds their symbol.
 
     With ``only_if`` and ``unless`` an adapter declares a symbol's places in different versions. If
-    no declared place has the symbol, the symbol's group must not lose the seam silently.
+    no seam finds the symbol, the symbol's group must not lose the seam silently.
     """
     on = frozenset(features)
     stand = {id(row.seam) for row in rows}
