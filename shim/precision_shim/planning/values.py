@@ -49,7 +49,7 @@ def mapping(value: object, key: str, where: str) -> Mapping[str, Any]:
 
 
 def no_section(value: object, key: str, where: str) -> PlanError:
-    """Return the error that ``mapping`` raises for a value without keys."""
+    """Return the error that ``mapping`` raises for a value that is not a mapping."""
     kind = type(value).__name__
     return PlanError(
         f"{where}, {key}={value!r} ({kind}): expected a section with keys. Write the keys in it."
@@ -75,7 +75,7 @@ def no_adapters(where: str, without: str) -> PlanError:
     """Return the error for a model that is trained with LoRA adapters.
 
     Args:
-        where: framework, version, and model or key, for the message.
+        where: the message's beginning: the framework, its version, and the model or the config key.
         without: the keys that turn LoRA off.
     """
     return PlanError(

@@ -34,12 +34,12 @@ class Engine:
     """One engine of a job, as the job's config describes it.
 
     Attributes:
-        subject: the users' name of the engine, such as ``"actor"``, ``"policy"``, ``"ref"``,
+        subject: what users call the engine, such as ``"actor"``, ``"policy"``, ``"ref"``,
             ``"rollout"`` or ``"teacher"``.
         computes: canonical name of the engine's compute dtype, or ``AUTO`` or ``FP8``.
         key: the config key that sets ``computes``.
         written: whether the user set the key; true if it is unknown who set the key.
-        because: why ``computes`` differs from the key's value; empty if both are equal.
+        because: why the engine does not compute in the dtype that ``key`` sets; empty if it does.
         prefix: text before the key on the framework's command line, such as Hydra's "++".
         values: maps each allowed dtype's canonical name to the key's value for this dtype.
     """
@@ -60,11 +60,11 @@ class Verdict:
     Attributes:
         engine: the other engine.
         agrees: whether both engines compute in the same dtype.
-        lost: whether the user has to change the config, because the other engine refuses the model
-            in fp16 or may compute in bf16 beside a trainer in fp16.
+        lost: whether the user has to change the config, because the other engine cannot run the
+            model in fp16, or may compute in bf16 while the trainer computes in fp16.
         chosen: both dtypes, in words.
         because: the reason, in words.
-        remedy: the config line that makes both engines agree; empty if no key does.
+        remedy: the config line that makes both engines agree; empty if no config line can.
     """
 
     engine: Engine
@@ -100,7 +100,7 @@ def compare(trainer: Engine, other: Engine, model_type: str = "") -> Verdict:
             chosen=f"{dtype}, as the {trainer.subject}",
             because=source,
         )
-    # An fp32 engine beside an fp16 trainer is as good as fp16 in both engines.
+    # With an fp16 trainer, an fp32 engine has as small a mismatch as an fp16 engine.
     lost = trainer.computes == "fp16" and dtype in ("bf16", AUTO)
     if dtype == FP8:
         return Verdict(
@@ -144,7 +144,7 @@ def refuses_fp16(dtype: str, subject: str, model_type: str) -> str:
 
 
 def rounds(sent: str, computes: str) -> bool:
-    """Whether weights lose precision when they are transferred to an engine of another dtype.
+    """Whether sending the weights rounds them more than the engine's own dtype would.
 
     Args:
         sent: canonical name of the dtype in which the weights are transferred.

@@ -1,8 +1,8 @@
-"""Check by fingerprints whether a scaler's record and a checkpoint's files are from the same save.
+"""Check whether a loss scaler's saved state and a checkpoint's files are from the same save.
 
-A fingerprint depends only on a file's content, not on times, inode or path. A copy on another file
-system therefore has the same fingerprint. The module unpickles nothing, and does not read all of a
-file larger than 256 KiB. Needs no torch.
+The check compares the files' fingerprints. A fingerprint depends only on a file's content, not on
+times, inode or path. A copy on another file system therefore has the same fingerprint. The module
+unpickles nothing, and does not read all of a file larger than 256 KiB. Needs no torch.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def fingerprint(path: str | os.PathLike[str]) -> str:
 
 
 def fingerprints(files: Mapping[str, str | os.PathLike[str]]) -> dict[str, str]:
-    """Map each existing file's name in a record to the file's fingerprint.
+    """Return the fingerprint of each file that exists, under the same key as in ``files``.
 
     Args:
-        files: maps each file's name in a record to its path.
+        files: paths, keyed by the names under which the scaler's record lists the files.
 
     Raises:
         OSError: an existing file cannot be read.
@@ -57,9 +57,9 @@ def fingerprints(files: Mapping[str, str | os.PathLike[str]]) -> dict[str, str]:
 
 
 def files_beneath(directory: str | os.PathLike[str]) -> dict[str, str]:
-    """Return the files that a record in a directory may name: a dict of relative path to path.
+    """Map relative paths to paths, for the files in a directory that a scaler's record may list.
 
-    A record may name each rank's own files and the files of torch's distributed checkpoints, in the
+    A record may list each rank's own files and the files of torch's distributed checkpoints, in the
     directory and its direct subdirectories.
     """
     files = {}
@@ -74,7 +74,7 @@ def files_beneath(directory: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def foreign(bound: Mapping[str, str], prints: Mapping[str, str]) -> list[str]:
-    """Return the names of another save's files: the record lacks them or has other fingerprints.
+    """Return names of files from another save: absent or with another fingerprint in the record.
 
     Missing files are not returned: users may copy only the weights, or delete optimizer states.
 

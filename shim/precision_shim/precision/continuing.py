@@ -1,4 +1,4 @@
-"""Decide whether an optimizer continues exactly from a checkpoint's states. Needs no torch.
+"""Decide whether a resumed optimizer has exactly its checkpoint's states. Needs no torch.
 
 Seams apply this module's rules to a checkpoint's tensors while the checkpoint is loaded. The
 checkpoint doctor applies the same rules to files before a load. This module spells dtypes as in
@@ -40,8 +40,8 @@ def master_is_lost(
 
     Args:
         stored: dtype of the master weights in the checkpoint.
-        as_numbers: function that returns whether the values look like remainders cast to numbers;
-            called only if the dtype alone does not decide.
+        as_numbers: function that returns whether the values look like int16 remainders (low bits)
+            that were converted to floats; called only if the dtype alone does not decide.
         precision_aware: whether the live optimizer is precision-aware.
         params: the live parameters' dtype.
     """

@@ -28,7 +28,7 @@ _BY_DTYPE = {dtype: name for name, dtype in CANONICAL.items()}
 
 
 def accepted_names() -> str:
-    """Return every accepted spelling, for messages: canonical names with their aliases."""
+    """Return all accepted dtype names as text: canonical names, each with its aliases."""
     return ", ".join(
         "/".join([name, *(alias for alias, target in ALIASES.items() if target == name)])
         for name in CANONICAL

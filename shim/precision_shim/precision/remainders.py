@@ -69,7 +69,7 @@ def _wrap_int16(value: torch.Tensor) -> torch.Tensor:
 
 
 def looks_like_remainders(master: torch.Tensor, param: Callable[[], torch.Tensor]) -> bool:
-    """Whether fp32 "masters" are really int16 remainders that were cast to numbers.
+    """Whether fp32 "masters" are really int16 remainders (low bits) that were converted to floats.
 
     Megatron stores remainders under the master's name, and torch's distributed checkpoint casts
     remainders on load: -12345 silently becomes -12345.0. A true master is close to its parameter,
@@ -85,7 +85,7 @@ def looks_like_remainders(master: torch.Tensor, param: Callable[[], torch.Tensor
     value = master.detach().float().flatten()
     if not bool(torch.equal(value, value.round())) or float(value.abs().max()) > 32768.0:
         return False
-    # Masters of norms, biases and fresh adapters may be whole numbers too: all zeros or all ones.
+    # True masters of norms, biases and new LoRA layers may also be whole: all zeros or all ones.
     here = param().detach().float().flatten().to(value.device)
     return not bool(torch.allclose(value, here, rtol=2.0**-7, atol=2.0**-24))
 

@@ -34,7 +34,7 @@ _LARGEST = (2.0 - 2.0**-23) * 2.0**127
 
 @dataclass(frozen=True)
 class ScalerSettings:
-    """The settings of a scaler; ``torch.amp.GradScaler`` has the first four settings too.
+    """The settings of a loss scaler: four that ``torch.amp.GradScaler`` has too, and three more.
 
     Attributes:
         init_scale: initial loss scale.
@@ -70,8 +70,8 @@ class ScalerRecord:
         skipped: number of skipped steps.
         skipped_in_row: number of skips since the last step that was not skipped.
         world_size: number of ranks of the job that wrote the record.
-        files: maps the name of each file saved with the record to its fingerprint (see
-            ``belonging``); ``None`` in format 1, or if the save named no files.
+        files: maps names of the files saved with the record to fingerprints (see ``belonging``);
+            ``None`` for a record that lists no files, such as every record of format 1.
     """
 
     scale: float
@@ -128,7 +128,7 @@ def read_record(record: object, where: str) -> ScalerRecord:
             backoff_factor=read(
                 "settings", "backoff_factor", _number(above=0.0, below=1.0), "between 0 and 1"
             ),
-            min_scale=min(least, scale),  # in format 1, min_scale may be above the scale
+            min_scale=min(least, scale),  # a record of format 1 may have min_scale > scale
         ),
         steps=steps,
         skipped=skipped,
@@ -190,7 +190,7 @@ def choose_values(
                 f"{name} {getattr(mine, name):g}, as set here, and not {values[name]:g} of {where}"
             )
             values[name] = getattr(mine, name)
-    # Use the lower min_scale: this process's setting must not raise the scale in the file.
+    # Use the lower of the saved min_scale and this process's, so as not to raise the saved scale.
     values["min_scale"] = min(saved.settings.min_scale, mine.min_scale)
     if values["min_scale"] != saved.settings.min_scale:
         lines.append(
@@ -209,7 +209,7 @@ def lower_tracker(tracker: int, growth_interval: float) -> tuple[int, str]:
 
     Args:
         tracker: the growth tracker of a checkpoint, in steps.
-        growth_interval: this process's growth interval, in steps; Megatron accepts a fraction.
+        growth_interval: this process's growth interval, in steps; may be fractional in Megatron.
 
     Returns:
         The new tracker, and a line of text about the change (empty if nothing changed).
@@ -254,7 +254,7 @@ def _files(value: object) -> bool:
 
 
 def state_of(record: object) -> str:
-    """Return a digest of a record without ``files``; the digest is equal on all ranks of a save.
+    """Return a digest that ignores a record's ``files``, and is equal on all ranks of a save.
 
     Digests of whole records differ between ranks, because each rank's record names only its files.
     """

@@ -7,7 +7,7 @@ registered while a ``find_spec`` searches for the hook's module is never called.
 """
 
 import sys
-from _thread import _local  # threading.local, without the import of threading
+from _thread import _local  # the class threading.local, without importing threading
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Watcher:
         self._busy = _local()
 
     def watch(self, names: "Iterable[str]") -> None:
-        """Add module names, and put the finder first in ``sys.meta_path`` if missing."""
+        """Add module names; put this finder first in ``sys.meta_path`` if it is not there yet."""
         self._names.update(names)
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)

@@ -50,13 +50,13 @@ def preview(
     settings: Settings,
     versions: Callable[[str, Iterable[str]], str | None] | None = None,
 ) -> tuple[SeamStatus, ...]:
-    """Predict the states of an adapter's seams from the current ``Source`` alone.
+    """Predict the states of an adapter's seams from source code alone, without patching anything.
 
     Args:
         adapter: the adapter.
         settings: the user's settings.
-        versions: function that returns a distribution's version in the current ``Source``; ``None``
-            stands for ``version_of``.
+        versions: function that returns the version of a distribution whose source is read; ``None``
+            for ``version_of``, which returns the installed version.
     """
 
     def missed(adapter: Adapter) -> Callable[[str], str]:

@@ -12,7 +12,7 @@ import _frozen_importlib
 import os
 import sys
 import time
-from _thread import RLock, get_ident  # both as in threading, without the import of threading
+from _thread import RLock, get_ident  # RLock and get_ident, without importing threading
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

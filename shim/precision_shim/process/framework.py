@@ -1,8 +1,8 @@
-"""Record types for a framework, and for a backend that several frameworks are built on.
+"""Classes for facts about a framework, and about a backend that several frameworks share.
 
-Processes read the frameworks' records before they import a framework, and Ray's agents read the
-records too. This module therefore imports nothing at its top, not even ``dataclasses`` or
-``typing``, whose import takes 10 to 25 ms.
+Every process that imports a framework or Ray, such as Ray's agents, first imports this module. This
+module therefore imports nothing at its top, not even ``dataclasses`` or ``typing``, whose import
+takes 10 to 25 ms.
 """
 
 TYPE_CHECKING = False
@@ -23,18 +23,18 @@ class _Record:
 
 
 class Checkpoints(_Record):
-    """How a framework names its checkpoints, and which functions predict a resume.
+    """The names of a framework's checkpoints, and the functions that predict if a resume is exact.
 
     Attributes:
         steps: regular expression for a step's directory; its one group is the step's number.
         models: names of the models' directories in a step's directory; empty if a step's directory
             contains one model.
-        resuming: maps each kind of files (``"megatron"``, ``"dcp"``, ``"shards"``,
-            ``"safetensors"``) to the ``"module:function"`` that predicts from a ``Part`` and
-            ``Here`` how the part resumes.
+        resuming: maps each kind of checkpoint files (``"megatron"``, ``"dcp"``, ``"shards"``,
+            ``"safetensors"``) to the ``"module:function"`` that predicts whether a resume from
+            these files is exact.
         fields: fields of the framework's own config that a resume may depend on, each with its
             allowed values; the first value is the default.
-        fields_are: the users' name for ``fields``, for messages about ``--config``.
+        fields_are: what users call the config with ``fields``, in messages about ``--config``.
     """
 
     steps: str
@@ -149,7 +149,7 @@ class Framework(_Record):
 
         try:
             adapter = resolve(self.adapter)
-        except (Exception, SystemExit) as error:  # an adapter must not end the process
+        except (Exception, SystemExit) as error:  # a bad adapter must not end the process
             raise SeamError(
                 f"{self.framework}: the adapter {self.adapter} cannot be loaded: {error!r}. "
                 f"Repair or remove it, or leave {self.framework} out with "
@@ -191,7 +191,7 @@ class Config(_Record):
     """The config of a backend's optimizer.
 
     Attributes:
-        name: the users' name for the config.
+        name: what users call this config.
         place: the function whose parameters are the config's fields, as
             ``"module:Class.__init__"``.
         fields: fields that a resume may depend on, and the only fields that the shim accepts if the
@@ -233,8 +233,8 @@ class Backend(_Record):
 
     Attributes:
         config: the config of the backend's optimizer.
-        limits: the function, as ``"module:function"``, that returns the remark of ``precision-shim
-            doctor`` on the installed TransformerEngine. The function's arguments are a framework's
+        limits: the ``"module:function"`` that returns the text that ``precision-shim doctor``
+            prints about the installed TransformerEngine. The function's arguments are a framework's
             name and seams, TransformerEngine's version, and the reason why TransformerEngine cannot
             be imported.
         shared: the backend's packages that contain seams, each with its distribution's name.

@@ -58,7 +58,7 @@ def in_force(
 def refused_groups(seams: Iterable[SeamStatus]) -> frozenset[tuple[str, str]]:
     """Return the pairs of feature and group in which a seam cannot be patched.
 
-    A seam that an adapter declares as a refusal does not count: such a seam only refuses calls.
+    A seam with ``refusal`` does not count: its wrapper only reports that a feature is impossible.
     """
     return frozenset(
         (seam.feature, seam.group) for seam in seams if seam.state == "refused" and not seam.refusal

@@ -68,7 +68,7 @@ def records(*, third_party: bool = True) -> "dict[str, Framework]":
         theirs = {name: declared for name, declared in entries().items() if name not in ours}
         said = {name: _as_said(declared) for name, declared in theirs.items()}
         theirs = {name: said[name] or declared for name, declared in theirs.items()}
-        if all(said.values()):  # an adapter that failed in its framework's import may load later
+        if all(said.values()):  # an adapter may fail during its framework's import, but load later
             _said.clear()
             _said[path] = theirs
     return {**ours, **theirs}
@@ -144,7 +144,7 @@ def checkpoints(*, third_party: bool = True) -> "dict[str, Checkpoints]":
 
 
 def symbols_file() -> "Path":
-    """Return the path of ``symbols.json``, the record of digests that ships with the adapters."""
+    """Return the path of ``symbols.json``, with digests of the symbols that the adapters patch."""
     from pathlib import Path
 
     import precision_shim_adapters

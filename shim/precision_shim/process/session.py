@@ -30,7 +30,7 @@ _lock = _forks.Lock()
 
 
 class _Session:
-    """An installation: settings, engine, and adapters, each loaded at its framework's import."""
+    """The state of one ``install()``: settings, engine, and the adapters of imported frameworks."""
 
     def __init__(
         self, settings: Settings, known: Mapping[str, Framework], fault: SettingsError | None = None
@@ -170,7 +170,7 @@ def _install(
     settings: Mapping[str, object] | None = None,
     export: bool = True,
 ) -> _Session | None:
-    """Install, but wait for no import and raise no fault; ``None`` if there is nothing to do."""
+    """Install without waiting for imports or raising seam errors; ``None`` if nothing is to do."""
     global _current, _refused_by_operator, _bad_start
     with _lock:
         _refused_by_operator = _settings.switch() == "off"
@@ -213,13 +213,13 @@ def _install(
 
 
 def start(*, export: bool = False) -> None:
-    """Install at a process's start, with the settings from the variables; never raises.
+    """Install at a process's start, with settings from environment variables; never raises.
 
-    If a setting is invalid, ``start`` prints one line to stderr, and patches nothing. In strict
-    mode, the functions in ``Framework.effects`` raise the setting's error.
+    If a setting is invalid, ``start`` prints one line to stderr, and patches no seam. In strict
+    mode, building an optimizer or a DDP (``Framework.effects``) raises the setting's error.
 
     Args:
-        export: see ``install()``; for processes that started without ``PRECISION_SHIM``.
+        export: as in ``install()``; true if ``PRECISION_SHIM`` may be unset in this process.
     """
     global _current, _bad_start
     try:
@@ -253,7 +253,7 @@ def uninstall() -> None:
         carriers.leave()
         _bad_start = ""
         if _current is None:
-            kept.clear()  # stop the meters of watch_updates(), which works without install()
+            kept.clear()  # stop watch_updates(), which also works without install()
             return
         session, _current = _current, None
         _retire(session)
@@ -326,7 +326,7 @@ def _why_off() -> str:
 
 
 def in_force(framework: str, feature: str, group: str) -> bool:
-    """Whether a feature is on for a framework in this process and the group was not refused."""
+    """Whether, in this process, a framework's feature is on and the given group is not refused."""
     session = _current
     return (
         session is not None
@@ -348,7 +348,7 @@ def current_settings() -> Settings:
 
 def _framework(session: _Session, name: str, entry: Framework) -> FrameworkStatus:
     adapter = session.awake.get(name)
-    known = adapter or entry  # a third party's entry does not name its distribution
+    known = adapter or entry  # a third party's entry point states no distribution
     version = version_of(known.distribution, known.packages)
     if not session.wants(name):
         return FrameworkStatus(version, "off", reason="not among the frameworks asked for")
@@ -362,7 +362,7 @@ def _framework(session: _Session, name: str, entry: Framework) -> FrameworkStatu
     if name not in session.standing:
         try:
             session.standing[name] = judge_version(adapter, version, version_of)
-        except Exception as error:  # a damaged record must not make install() fail
+        except Exception as error:  # a damaged symbols.json must not make install() fail
             told = f"its symbols could not be compared with the record: {error!r}"
             session.standing[name] = is_tested(version, adapter.tested), told
     tested, reason = session.standing[name]
@@ -391,7 +391,7 @@ def _report(text: str) -> None:
 
 
 def _say_nothing(framework: str, error: PrecisionShimError) -> None:
-    """Do nothing, because the automatic start has reported the fault."""
+    """Do nothing, because ``start`` has already printed the error."""
 
 
 def _retire(session: _Session) -> None:

@@ -101,7 +101,7 @@ class Setting:
         name: the setting's name in ``install(settings=...)``.
         default: the setting's value if the user does not set it.
         parse: converts a value, or raises a ``SettingsError``.
-        feature: the only feature that reads the setting; empty if all frameworks have that feature.
+        feature: the one feature that reads the setting; empty if every framework uses the setting.
     """
 
     name: str
@@ -157,7 +157,7 @@ class Settings:
         return self.values[name]
 
     def effective(self) -> tuple[object, ...]:
-        """Return a key to compare two installations: the values, and the names that users set."""
+        """Return a tuple for comparing installations: all settings, and which ones the user set."""
         given = {name for name in self.origin if self.is_set(name)}
         return dict(self.values), given, self.features, self.frameworks, self.strict
 
@@ -250,7 +250,7 @@ BY_CALL: Mapping[str, str] = {
 def parse_features(
     value: str | Iterable[str], variable: str = f"{PREFIX}_FEATURES"
 ) -> tuple[str, ...]:
-    """Parse a list of features; ``-name`` removes a feature (if it is first: from all features).
+    """Parse a list of features; ``-name`` excludes a feature, from all features if it comes first.
 
     Raises:
         SettingsError: a name is unknown.
@@ -299,14 +299,14 @@ def resolve(
     """Combine arguments, variables and defaults into the settings of a process.
 
     Args:
-        features: names, as a list or a comma-separated string; ``None`` for the variable's value.
+        features: list or comma-separated string; ``None`` to use ``PRECISION_SHIM_FEATURES``.
         frameworks: names of frameworks, in the same form as ``features``.
         strict: whether a refused seam raises an error; ``None`` means only under
             ``PRECISION_SHIM=strict``.
         settings: values keyed by the variables' lower-case names without the prefix.
         known_frameworks: allowed names of frameworks; empty to allow any.
         environ: the environment; ``None`` for the process's environment.
-        where: the names of ``features``, ``frameworks`` and ``settings`` in messages.
+        where: what messages call the arguments ``features``, ``frameworks`` and ``settings``.
 
     Raises:
         SettingsError: an argument or a variable has an unknown name or an invalid value.

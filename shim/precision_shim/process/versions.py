@@ -65,7 +65,7 @@ def judge_version(
         version: the framework's version.
         versions: function that returns the version of a backend's distribution, like
             ``version_of``.
-        closely: whether to compare the code with the record even if the version is recorded.
+        closely: whether to compare code with ``symbols.json`` even if the file lists the version.
     """
     from ..upstream import symbols as _symbols
 
@@ -81,7 +81,7 @@ def tell_missed(
     adapter: Adapter,
     versions: Callable[[str, Iterable[str]], str | None] | None = None,
 ) -> Callable[[str], str]:
-    """Return a ``precision_shim.seams._plan.Missed`` that looks symbols up in the record."""
+    """Return a function that maps a missing symbol to a version with it (see ``_plan.Missed``)."""
     from ..upstream import symbols as _symbols
 
     known = _symbols.missed(adapter, versions or version_of)
@@ -90,7 +90,7 @@ def tell_missed(
         try:
             return known(target)
         except Exception:
-            # A damaged record must not break the framework's import; status() reports it.
+            # status() reports a damaged symbols.json, which must not break the framework's import.
             return ""
 
     return tell

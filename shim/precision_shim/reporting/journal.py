@@ -1,7 +1,7 @@
 """Record the process's decisions for ``status()``, and print each as a line on rank 0's stderr.
 
-A process without decisions prints nothing, for example pip, a compile worker or an inference engine
-that inherits the variables.
+A process without decisions prints nothing: pip, compile workers and inference engines may inherit
+the shim's environment variables.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ verbosity = "info"
 
 
 def record(decision: Decision) -> None:
-    """Store and print a decision, unless an equal one (of another model chunk) is stored."""
+    """Store and print a decision, unless another model chunk's equal decision is stored."""
     with _lock:
         if decision in _decisions:
             return

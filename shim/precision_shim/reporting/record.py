@@ -49,12 +49,12 @@ class SeamStatus:
         feature: the feature that needs the seam.
         state: one of ``STATES``.
         reason: why the seam has this state; may be empty.
-        path: the path through the framework, in the user's words.
-        refusal: the adapter's reason why the feature is impossible on this path; may be empty.
+        path: what users call the part of the framework with the seam, such as ``"FSDP engine"``.
+        refusal: why the feature is impossible in this part of the framework; may be empty.
         why: why the shim patches this symbol.
         upstream: link to the discussion upstream.
         delete_when: when the seam can be deleted.
-        group: the adapter's name of the seam's group, which is patched as a whole or not at all.
+        group: the adapter's name for the seam's group; all seams of a group are patched, or none.
     """
 
     target: str

@@ -20,7 +20,7 @@ _COLUMN = 25  # The column at which the text after a feature's name begins.
 _LEAST = 6  # Minimum number of lines for decisions, however long the problems are.
 _AUDITS = 5  # Maximum number of lines for audits.
 _MORE = "status().details()"
-_WITH_OTHERS = "refused whole, because: "  # The engine's prefix of another seam's reason.
+_WITH_OTHERS = "refused whole, because: "  # Begins a reason that another seam of the group caused.
 
 AT_WORK = ("pending", "partly pending", "wrapped", "partly", "native")
 """Verdicts on a path that mean that the feature is in force on this path, or will be."""
@@ -161,14 +161,14 @@ def framework(
 
 
 def _feature(name: str, seams: Sequence[SeamStatus], ahead: bool) -> str:
-    """Return as text the paths on which a feature is in force, waits, is native or is refused."""
+    """Return as text in which parts of a framework a feature is in force, pending or refused."""
     states: dict[str, list[str]] = {}
     for seam in seams:
         states.setdefault(seam.path, []).append(_state(seam))
     verdicts = {path: _together(several) for path, several in states.items()}
     main = {path: verdict for path, verdict in verdicts.items() if not path.endswith(")")}
     if any(verdict != "absent" for verdict in main.values()):
-        # A path that only serves other paths is shown only if it was refused.
+        # A path whose name has brackets, such as "FSDP engine (metrics)", is shown only if refused.
         shown = main | {path: v for path, v in verdicts.items() if v == "refused"}
     else:
         shown = verdicts
@@ -201,7 +201,7 @@ def _together(states: Sequence[str]) -> str:
         if state in states:
             return state
     if "native" in states and not {"wrapped", "pending"} & set(states):
-        # A path that this version lacks may share a symbol with paths that this version has.
+        # A part of the framework that this version lacks may share a symbol with an existing part.
         return "native" if states.count("native") >= states.count("absent") else "absent"
     if "native" in states:
         return "partly" if "wrapped" in states else "partly pending"
@@ -211,7 +211,7 @@ def _together(states: Sequence[str]) -> str:
 def refusals(name: str, seams: Iterable[SeamStatus]) -> list[str]:
     """Return the reasons why seams were refused, each reason once, and the remedies.
 
-    Seams that an adapter declares as refusals are left out, because they refuse only calls.
+    Seams with ``refusal`` are left out: their wrappers only report that a feature is impossible.
     """
     seams = list(seams)
     subjects: dict[str, dict[tuple[str, str], None]] = {}
@@ -318,7 +318,7 @@ def _key(decision: Decision) -> tuple[str, str, str]:
 def _fit(
     blocks: Sequence[list[str]], room: int, *, left_out: int = 0, turn: bool = False
 ) -> list[str]:
-    """Return the first blocks' lines that fit into ``room`` lines; ``turn`` reverses the blocks."""
+    """Return the first blocks' lines, at most ``room``; ``turn`` reverses the blocks' order."""
     room = max(room, 2)
     kept = list(blocks)
     while kept and _length(kept) + bool(left_out or len(kept) < len(blocks)) > room:

@@ -94,7 +94,7 @@ def load(
 
     Returns:
         ``None`` if the checkpoint has no scaler state; otherwise lines of text. A line reports a
-        restored value that differs from the saved value, or a state that names no files to check.
+        restored value that differs from the saved value, or a saved state without a list of files.
 
     Raises:
         ScalerOfAnotherSaveError: the ``files`` and the state are from different saves.
@@ -139,7 +139,7 @@ def load(
 
 
 def other_save(record: object, where: str, files: Files | None) -> str:
-    """Validate a record from a framework's own file, before a call of ``agree``.
+    """Validate a scaler's record that a framework saved in its own file; call before ``agree``.
 
     Args:
         record: see ``read_record``.

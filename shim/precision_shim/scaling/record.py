@@ -90,9 +90,9 @@ def record_of(scaler: GradScaler, files: Mapping[str, str] | None = None) -> dic
 class BoundWhenPickled(OrderedDict[str, Any]):
     """A record that, when pickled, adds the fingerprints of the other files of the same save.
 
-    ``BoundWhenPickled`` is for a framework that stores the record early and pickles the record into
-    the last file of a save. The record is pickled as an ``OrderedDict``, which a process without
-    the shim can read.
+    ``BoundWhenPickled`` is for a framework that requests the record before all files of a save are
+    written, and pickles the record into the last file. The record is pickled as an ``OrderedDict``,
+    which a process without the shim can read.
 
     Args:
         record: from ``record_of``.

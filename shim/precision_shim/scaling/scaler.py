@@ -26,7 +26,7 @@ then grow to inf, and 0 x inf would make all later gradients NaN."""
 def _as_others(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Make GradScaler step every optimizer in the same way, even one that unscales by itself.
 
-    At the step, the gradients are already unscaled (for clipping), and all ranks' overflows are
+    Before the step, the gradients were unscaled (for clipping), and all ranks' overflow flags were
     summed. TransformerEngine's FusedAdam would unscale the gradients a second time
     (``capturable=True``), and would test for an overflow on this rank alone.
     """
@@ -44,9 +44,9 @@ def _as_others(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 def _shards(optimizer: torch.optim.Optimizer) -> Any:
     """Return the optimizer's parameters, with this rank's shard in place of each DTensor gradient.
 
-    For DTensors, torch would sum the overflow over each DTensor's mesh, before the scaler sums it
-    over all ranks. The sum over a mesh cannot mix DTensors with plain gradients. For gradients on
-    the CPU, the mesh may have no backend that can sum (NCCL sums only on GPUs).
+    For DTensors, torch would sum overflow flags over each DTensor's mesh, before the scaler sums
+    the flags over all ranks. The sum over a mesh cannot mix DTensors with plain gradients. For
+    gradients on the CPU, the mesh may have no backend that can sum (NCCL sums only on GPUs).
     """
 
     def shard(parameter: torch.Tensor) -> Any:
@@ -65,10 +65,10 @@ class LossScaler(ShardedGradScaler):
 
     A framework can use the scaler in place of GradScaler, because ``scale``, ``unscale_``, ``step``
     and ``update`` behave like GradScaler's. A job of one process needs no process group. The scaler
-    sums an overflow over the process group, by default over all ranks. Data-, tensor- and
+    sums overflow flags over the process group, by default over all ranks. Data-, tensor- and
     context-parallel ranks therefore skip the same steps and have the same scale.
 
-    As with GradScaler, a step costs one transfer from the device, of both overflow and scale.
+    As with GradScaler, each step copies overflow flags and scale from the device in one transfer.
 
     Args:
         settings: see ``ScalerSettings``.
@@ -289,7 +289,7 @@ class LossScaler(ShardedGradScaler):
         self._overflow = None
 
     def interrupt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an exception ended a step; scaling the next loss then calls ``forget``.
+        """Record that an exception ended a step; scaling the next loss then calls ``forget``.
 
         If the framework repeats the step without a new backward pass, the gradients must not be
         unscaled a second time.

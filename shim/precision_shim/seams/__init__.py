@@ -1,13 +1,13 @@
 """The seam engine declares, checks, applies, undoes and reports patches of any framework.
 
 The engine contains nothing specific to precision or to a framework. An adapter marks its functions
-with ``seam`` (``_seam``). A marked function receives a ``Call`` and the arguments that the function
-names (``_call``). ``_source`` describes a symbol without importing its module; ``_plan`` decides
-from records and source which symbols to patch. ``_wrapper`` defines the object that replaces a
-wrapped symbol; ``_sites`` stores the patched symbols and undoes the patches. ``_engine`` combines
-these modules. ``precision_shim.upstream`` reports the changes in a framework's release.
+with ``seam`` (``_seam``). A marked function receives a ``Call`` and the symbol's arguments for its
+other parameters (``_call``). ``_source`` describes a symbol from source code, without an import;
+``_plan`` decides by such descriptions which symbols to patch. ``_wrapper`` defines the object that
+replaces a wrapped symbol; ``_sites`` stores the patched symbols and undoes the patches. ``_engine``
+combines these modules. ``precision_shim.upstream`` reports the changes in a framework's release.
 
-Each name in ``__all__`` is loaded on first use: code that only reads records does not need wrapt.
+Each name in ``__all__`` is loaded on first use: code that only reads seams does not import wrapt.
 """
 
 from .. import _lazily

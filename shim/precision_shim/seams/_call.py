@@ -1,4 +1,4 @@
-"""A wrapper's arguments: a ``Call``, and the arguments of the symbol that the wrapper names.
+"""Call a wrapper with a ``Call`` and the symbol's arguments for the wrapper's other parameters.
 
 ``prepare`` reads a symbol's signature once, when the symbol is patched, not at each call.
 """
@@ -46,7 +46,7 @@ class Binding:
 
 
 class Call:
-    """A call of a wrapped symbol, which is passed to the wrapper as its first argument.
+    """One call of a wrapped symbol; the wrapper receives this object as its first argument.
 
     Attributes:
         instance: the object that a method was called on, the class for a classmethod, else
@@ -192,7 +192,7 @@ def _signature(function: Any) -> list[inspect.Parameter] | None:
 
 
 def through(function: Callable[..., Any], binding: Binding) -> Through:
-    """Return a wrapper with the signature that wrapt calls."""
+    """Convert a wrapper to wrapt's form, ``(wrapped, instance, args, kwargs)``."""
     wanted = binding.wanted
     if not wanted:
 
@@ -231,9 +231,9 @@ def around(
     *,
     positional: tuple[str, ...] = (),
 ) -> Any:
-    """Call a bound method through a wrapper, as a seam would.
+    """Call a bound method through a wrapper, as if a seam had patched the method.
 
-    ``around`` is for a mixin that is listed before a framework's class and patches no symbol.
+    ``around`` is for a mixin that precedes a framework's class in a list of base classes.
 
     Args:
         function: the wrapper.

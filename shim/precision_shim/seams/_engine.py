@@ -41,7 +41,7 @@ class _Known:
 class Engine:
     """Patches the seams of adapters, and undoes the patches.
 
-    Thread-safe. An engine raises no error within an import, but passes every fault to ``on_fault``.
+    Thread-safe. An engine raises no error within an import, but passes every error to ``on_fault``.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Engine:
         Args:
             features: names of the features in force; seams of other features are not patched.
             settings: passed to native probes; the engine itself does not read the settings.
-            strict: whether the functions in an adapter's ``effects`` raise the adapter's faults.
+            strict: whether calls that build optimizers or DDPs (``effects``) raise seam errors.
             on_fault: called with the framework's name and the error, once per refused group.
             describe: function that returns a framework's name and version, for messages.
             missed: see ``check``.
@@ -152,7 +152,7 @@ class Engine:
     def _on_arrival(self, module: str) -> None:
         done: set[str] = set()
         while True:
-            # Patching may fail: so first add the innermost layers, which raise an adapter's errors.
+            # First add the layers that raise errors (innermost), because patching may fail.
             self._trip(module)
             # Search again each time: a wrapper's module may import a framework and add an adapter.
             framework = next((name for name in self._known if name not in done), None)
@@ -212,17 +212,17 @@ class Engine:
         except Exception as error:  # a broken adapter must not break the framework's import
             self._refuse(row.group, [f"{seam.target}: {error}"])
             return
-        if not self._live:  # this is the child of a fork during put(), without patches
+        if not self._live:  # put() forked: in this child process, the patches are already undone
             return
         unreached = self._sites.reach(site, seam.aliases)
-        # A declared refusal is patched too: its wrapper refuses calls, and users see "refused".
+        # A seam with ``refusal`` is patched too: its wrapper reports why the feature is impossible.
         row.state = "refused" if seam.refusal else "wrapped"
         row.reason = seam.refusal
         if unreached:
             row.reason = f"not reached, holds something else: {', '.join(unreached)}"
 
     def _trip(self, module: str) -> None:
-        """In strict mode, make a module's functions in ``effects`` raise the first fault."""
+        """In strict mode, make functions listed in ``effects`` raise the adapter's first error."""
         for framework, effects in self._effects.items() if self._strict else ():
             for target in effects:
                 if target.partition(":")[0] != module:
@@ -294,7 +294,7 @@ def _find_loaded(module: str) -> Any:
 
 def _bind(seam: Seam, raw: Any, in_class: bool, symbol: Symbol | None) -> Callable[..., Any]:
     """Return the seam's wrapper in wrapt's form, matched to the imported symbol's parameters."""
-    assert seam.wrapper is not None  # After check(), a record of a native feature is not pending.
+    assert seam.wrapper is not None  # After check(), every pending seam has a wrapper.
     if seam.replaces:  # The symbol's value may be an object that is not callable
         return seam.wrapper
     function = getattr(raw, "__func__", raw)

@@ -1,4 +1,4 @@
-"""Check an adapter's records against the frameworks' source, and plan which symbols to patch.
+"""Check an adapter's seams against the frameworks' source, and plan which symbols to patch.
 
 Checking patches nothing, imports no framework and keeps no state. The seam engine executes the
 plan; ``precision-shim doctor`` shows the plan.
@@ -24,7 +24,7 @@ class Row:
 
     Attributes:
         group: the seam's group, which is patched or refused as a whole.
-        seam: the record.
+        seam: the adapter's declaration.
         state: one of ``STATES``; ``pending`` means that the seam is still to be patched.
         reason: why the seam has this state; may be empty.
         symbol: the symbol's description from its source; ``None`` before the check.
@@ -109,7 +109,7 @@ missing target; its result is a version that has the target (``"verl 0.9.1"``), 
 
 
 def nothing_missed(adapter: Adapter) -> Callable[[str], str]:
-    """Return a function that returns ``""`` for every target: no other version is recorded."""
+    """Return a function that returns ``""`` for every target, as if no versions were recorded."""
     return lambda target: ""
 
 
@@ -147,10 +147,10 @@ def check(
 def _find_moved(
     adapter: Adapter, features: Iterable[str], rows: Iterable[Row], had: Callable[[str], str]
 ) -> Iterator[Row]:
-    """Yield rows for seams whose conditions are not met and whose symbol is at no declared place.
+    """Yield rows for seams with unmet conditions, if no other seam finds their symbol.
 
     With ``only_if`` and ``unless`` an adapter declares a symbol's places in different versions. If
-    no declared place has the symbol, the symbol's group must not lose the seam silently.
+    no seam finds the symbol, the symbol's group must not lose the seam silently.
     """
     on = frozenset(features)
     stand = {id(row.seam) for row in rows}
@@ -165,14 +165,14 @@ def _find_moved(
 
 
 def _last(seam: Seam) -> str:
-    """Return a symbol's last name, which distinguishes the symbols that one function wraps."""
+    """Return the last part of a symbol's dotted name; symbols that share a wrapper differ in it."""
     return seam.attribute.rpartition(".")[2]
 
 
 def _refuse_halves(
     rows: Iterable[Row], problems: dict[Group, list[str]], had: Callable[[str], str]
 ) -> None:
-    """Add a problem for each group that lacks a former module while its other seams still exist.
+    """Add a problem for each group that lost a module upstream, but still has other symbols.
 
     No problem is added if a version never had an optional module, or if upstream removed all of a
     group's symbols. If upstream removed only some of the symbols, the group would be half patched.
@@ -208,7 +208,7 @@ def _judge(row: Row, settings: object) -> str:
         return f"{seam.target}: {name_of(seam.native)} failed: {error!r}"
     if native:
         row.state, row.reason = "native", native
-    elif seam.wrapper is None:  # a record of a native feature, which this version lacks
+    elif seam.wrapper is None:  # the framework has the feature itself only in other versions
         row.state = "absent"
     else:
         row.reason = seam.refusal

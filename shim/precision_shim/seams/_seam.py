@@ -1,8 +1,8 @@
 """How an adapter declares a seam: with a decorator on the function that wraps a symbol.
 
 ``seam(...)`` marks a function, as pluggy's ``hookimpl`` does; ``collect(...)`` makes an adapter's
-table from the marks. A wrapped symbol must have the parameters that the marked function names, so
-the declaration does not list them.
+table from the marks. A wrapped symbol must have all parameters of the marked function (except the
+first), so the declaration does not list them.
 """
 
 from __future__ import annotations
@@ -56,40 +56,39 @@ class _Fields:
 
 @dataclass(frozen=True)
 class Seam(_Fields):
-    """A record of a framework's symbol that the shim patches for one feature.
+    """The declaration that the shim patches one symbol of a framework for one feature.
 
-    Installer, uninstaller, status, documentation and tests all read ``Seam`` records, which
-    ``seam`` makes. If the framework itself has the feature, there is no function to mark, and the
-    adapter calls ``Seam``. An adapter also calls ``Seam`` for a function that wraps different
-    symbols in different frameworks.
+    Installer, uninstaller, status, documentation and tests all read ``Seam`` objects, which
+    ``seam`` makes. If the framework itself has the feature, no function wraps a symbol, and the
+    adapter makes the ``Seam`` itself. An adapter also makes a ``Seam`` for a function that wraps
+    different symbols in different frameworks.
 
     Attributes:
         target: the symbol, in the module that *defines* it, as ``"module:attribute"`` or
             ``"module:Class.method"``.
         feature: the feature that needs the seam.
         wrapper: the function that wraps the symbol, called as ``function(call, ...)``; see
-            ``Call``. ``None`` in a record of a feature that the framework has itself.
+            ``Call``. ``wrapper`` is ``None`` if the framework has the feature itself.
         why: why the shim patches this symbol and not another.
         upstream: link to the discussion upstream, or empty.
-        delete_when: when this record can be deleted.
+        delete_when: when this seam can be deleted.
         group: name shared by seams of one feature that are patched together or not at all.
         relies_on: identifiers on which the wrapper relies; the source of the symbol (for a method:
             of its class) must contain them.
         aliases: copies of the symbol that other modules made by ``from ... import``, each as
-            ``"module:attribute"``. A late ``install()`` replaces copies that are still the
-            original.
+            ``"module:attribute"``. If the other modules are imported first, ``install()`` replaces
+            their copies of the original symbol.
         native: function that tests whether the installed framework has the feature itself.
         optional: whether a missing module makes the seam ``absent`` instead of ``refused``.
-        refusal: why the feature is impossible on this path. With ``refusal``, the wrapper only
+        refusal: why the feature is impossible at this symbol. With ``refusal``, the wrapper only
             reports the reason, or in strict mode raises an error, when the symbol is called.
         replaces: whether ``wrapper`` is called with the symbol's value and returns a replacement,
             which is in place until ``uninstall()``. ``replaces`` is for a symbol that is used
             without being called, such as a class that a decorator has turned into another object.
         only_if: conditions that the source must meet. ``"module"`` and ``"module:attribute"`` must
             exist; for ``"module:attribute mentions name"``, the symbol's source must contain
-            ``name``. A seam whose condition is not met is shown in a status only if no declared
-            place has the symbol. Conditions are tested when the framework is imported, never
-            earlier.
+            ``name``. ``status()`` shows a seam with an unmet condition only if no other seam finds
+            the symbol. Conditions are tested at the framework's import, never earlier.
         unless: conditions in the form of ``only_if``; the seam is left out if any of them is met.
         unbound: must be true if the symbol is a classmethod or a staticmethod and ``wrapper`` reads
             ``call.instance``, which is then the class or ``None``. Without ``unbound=True`` the
@@ -126,7 +125,7 @@ class Seam(_Fields):
                 f"{self.name}: a record without a wrapper says that the framework does "
                 f"{self.feature} itself, and needs a native= probe that tells."
             )
-        self.reads  # noqa: B018  # an invalid signature raises an error now, not later
+        self.reads  # noqa: B018  # raises an error now if the wrapper's signature is invalid
 
     @property
     def module(self) -> str:
@@ -145,7 +144,7 @@ class Seam(_Fields):
 
     @cached_property
     def reads(self) -> dict[str, Any]:
-        """The parameters that the wrapper names, each with its default or ``REQUIRED``."""
+        """The wrapper's parameters after the first, each with its default or ``REQUIRED``."""
         return {} if self.wrapper is None or self.replaces else reads_of(self.wrapper)
 
     def fits(self, kind: str) -> bool:
@@ -169,7 +168,7 @@ class Seam(_Fields):
             return inspect.iscoroutinefunction(self.wrapper)
         if kind == "generator":
             return inspect.isgeneratorfunction(self.wrapper)
-        return False  # no wrapper of calls fits a class, property or context manager
+        return False  # no function(call, ...) can wrap a class, property or context manager
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -189,20 +188,20 @@ class Adapter:
         seams: the table of seams that ``collect`` makes; of several seams on one target the first
             is the innermost wrapper.
         effects: functions that build an optimizer or a DDP, as ``"module:attribute"``. In strict
-            mode, calls of the functions in ``effects`` raise an adapter's faults, even those of a
-            broken adapter; imports raise no fault. The engine skips a function that the installed
-            version lacks.
-        paths: maps a group to the users' name of the path through the framework that the group
-            patches, such as ``{"fsdp": "FSDP engine"}``. A group without an entry is shown under
-            its own name. A path whose name ends in brackets, such as ``"FSDP engine (metrics)"``,
-            only serves other paths. ``details()`` always shows a path with brackets;
-            ``str(status())`` shows it only if it was refused or no other path exists.
-        probes: names of modules whose functions test whether the framework behaves as the rules
-            assume; imported only to run these tests.
-        plan: the ``"module:function"`` that reads the models of a job from its launch command, for
+            mode, calls of the functions in ``effects`` raise the error of a refused seam or of a
+            broken adapter; imports raise no such error. The engine skips a function that the
+            installed version lacks.
+        paths: maps a group to what users call the part of the framework that the group patches,
+            such as ``{"fsdp": "FSDP engine"}``. A group without an entry is shown under its own
+            name. A name that ends in brackets, such as ``"FSDP engine (metrics)"``, is for a group
+            that only supports other groups. ``details()`` always shows a name with brackets;
+            ``str(status())`` shows it only if its group was refused or no other name exists.
+        probes: names of modules whose functions test whether the framework behaves as the shim's
+            rules on precision assume; imported only to run these tests.
+        plan: the ``"module:function"`` that finds out a job's models from the launch command, for
             ``precision-shim plan``; empty if the adapter has no such function.
-        checkpoints: how the framework names its checkpoints and which functions predict a resume,
-            for ``precision-shim checkpoint``.
+        checkpoints: the names of the framework's checkpoints, and the functions that predict if a
+            resume is exact, for ``precision-shim checkpoint``.
         audit_readers: maps the top-level package of an optimizer's class to the
             ``"module:function"`` that reads such optimizers for the audit. All other optimizers are
             read like torch's own.
@@ -225,7 +224,7 @@ class Adapter:
 
     @classmethod
     def of(cls, record: Framework, *, seams: tuple[Seam, ...], paths: Mapping[str, str]) -> Adapter:
-        """Make an adapter from a framework's record, which lacks only seams and paths."""
+        """Make an adapter from a ``Framework``, by adding the seams and ``paths``."""
         said: dict[str, Any] = {**vars(record), "seams": seams, "paths": paths}
         del said["adapter"], said["by_name"]
         return cls(**said)
@@ -296,9 +295,9 @@ def seam(target: str = "", feature: Any = (), *, at: Any = (), **fields: Any) ->
     Args:
         target: see ``Seam``.
         feature: the feature that needs the seam, or several features, which share one wrapper.
-        at: several symbols; their records have the same order. Each entry of ``at`` is a target, or
-            a mapping of arguments of ``seam`` for this symbol alone. Arguments that the mapping
-            lacks are taken from the declaration.
+        at: several symbols; their seams are made in the same order. Each entry of ``at`` is a
+            target, or a mapping of arguments of ``seam`` for this symbol alone. Arguments that the
+            mapping lacks are taken from the declaration.
         fields: see ``Seam``.
 
     Raises:
@@ -343,8 +342,8 @@ def collect(*sources: _Source) -> tuple[Seam, ...]:
     """Make an adapter's table of seams.
 
     Args:
-        sources: modules (all functions marked in them, in the order of definition), functions,
-            records, or lists of these. The first seam of a target is the innermost wrapper.
+        sources: modules (their marked functions, in order of definition), functions, ``Seam``
+            objects, or lists of these. The first seam of a target is the innermost wrapper.
 
     Raises:
         SeamError: a module or a function declares no seam.
@@ -390,7 +389,7 @@ def name_of(thing: Any) -> str:
 
 
 def reads_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the symbol's parameters that a wrapper names, each with its default or ``REQUIRED``.
+    """Return a wrapper's parameters after the first, each with its default or ``REQUIRED``.
 
     Raises:
         SeamError: a parameter cannot be passed by name, or the parameter for the call is missing.

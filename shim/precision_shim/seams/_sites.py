@@ -16,7 +16,7 @@ _ABSENT = object()
 
 @dataclass
 class Layer:
-    """One wrapper of a symbol, and the groups that need the wrapper; without groups it is off.
+    """One wrapper of a symbol, and the groups that need it; an unneeded wrapper changes nothing.
 
     Attributes:
         key: the wrapper, which identifies the layer within its site; several features may share it.
@@ -39,7 +39,7 @@ class Layer:
         return bool(self.groups)
 
     def over(self, below: Any, target: str) -> Any:
-        """Wrap or replace the value ``below``; a replacement is made once."""
+        """Return the symbol or inner wrapper ``below``, wrapped or replaced by this layer."""
         if not self.replaces:
             return SeamWrapper(
                 below, self.function, target=target, owner=self.owner, enabled=self.is_live
@@ -76,7 +76,7 @@ class Sites:
     """All symbols that an engine has patched. Callers must hold the engine's lock."""
 
     def __init__(self) -> None:
-        """Make a record without patched symbols."""
+        """Start with no patched symbols at all."""
         self._sites: list[Site] = []
         self._displaced: dict[int, tuple[Any, Site]] = {}
         """Maps the ``id`` of a site's former value to the value and the site."""
@@ -148,7 +148,7 @@ class Sites:
         before, top = site.top, site.raw
         for layer in site.layers:
             top = layer.over(top, site.target)
-        if site.top is not before:  # layer.over() forked, and the child undid the patches
+        if site.top is not before:  # layer.over() forked: in this child process, patches are undone
             return
         if top is not before:
             setattr(site.parent, site.name, top)
@@ -192,7 +192,7 @@ class Sites:
 
 
 def locate(target: str) -> tuple[Any, str, Any]:
-    """Return a target's parent object, last name and raw value (without calling a descriptor)."""
+    """Return a target's parent object, its name in this parent, and its raw value there."""
     module, _, attribute = target.partition(":")
     parent: Any = sys.modules[module]
     *path, name = attribute.split(".")
@@ -205,12 +205,12 @@ def locate(target: str) -> tuple[Any, str, Any]:
 
 
 def _find_held(displaced: Mapping[int, tuple[Any, Any]]) -> list[int]:
-    """Return the ids of the objects to which something besides ``displaced`` refers.
+    """Return the ids of those objects in ``displaced`` to which other code still refers.
 
     Nearly always the result is empty, and the modules need not be searched.
     """
     pairs: list[tuple[Any, Any]] = [(object(), None), *displaced.values()]
-    # Only its own tuple refers to the new ``object()``; a higher count means another reference.
+    # A reference count above that of the new ``object()`` means that other code has the object.
     alone, *counts = [sys.getrefcount(pair[0]) for pair in pairs]
     return [key for key, count in zip(displaced, counts, strict=True) if count > alone]
 

@@ -93,8 +93,8 @@ def looking_at(source: Source) -> Iterator[None]:
 def find_spec(name: str) -> ModuleSpec | None:
     """Find a module's spec without importing its parents (``importlib.util`` imports them).
 
-    Our finders are skipped, because a lookup must not load an adapter. Finders of wrapt, also of a
-    copy within another package, are skipped because they find no module themselves. Finders of
+    Our finders are skipped, because a lookup must not load an adapter. Finders of wrapt, or of
+    another package's copy of wrapt, are skipped because they find no module themselves. Finders of
     wrapt would import the parents, and lose the hooks of a module that its parent imports.
     """
     path: Sequence[str] | None = None
@@ -185,7 +185,7 @@ def definition(target: str) -> Definition | None:
         return None
     scope: ast.AST = _parse(text)
     for part in attribute.split("."):
-        scope = _member(scope, part) or scope  # for a generated __init__: the class
+        scope = _member(scope, part) or scope  # for a generated __init__, the tree of its class
     return Definition(scope, text)
 
 
@@ -253,8 +253,8 @@ def _defaults(scope: ast.AST) -> Iterator[tuple[str, Any]]:
     by_position = zip(reversed(positional), reversed(scope.args.defaults), strict=False)
     by_name = zip(scope.args.kwonlyargs, scope.args.kw_defaults, strict=True)
     for argument, value in (*by_position, *by_name):
-        with suppress(ValueError):  # not a literal, or a keyword without a default
-            if value is not None:
+        with suppress(ValueError):  # literal_eval() accepts only literal defaults.
+            if value is not None:  # A keyword-only parameter without a default has None here.
                 yield argument.arg, ast.literal_eval(value)
 
 

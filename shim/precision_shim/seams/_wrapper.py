@@ -1,4 +1,4 @@
-"""The object that replaces a wrapped symbol: wrapt's wrapper, marked and pickled by reference.
+"""The object that replaces a wrapped symbol: wrapt's wrapper with our mark, pickled by name.
 
 Ray pickles functions and bound methods with cloudpickle, which cannot pickle wrapt's wrappers
 (``NotImplementedError``). Our wrappers are pickled as a reference to the symbol's name, so the
@@ -67,16 +67,16 @@ class SeamWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         return self._self_unbound
 
     def _definer(self, owner: Any) -> Any:
-        # wrapt treats the first argument as the instance only if it is an instance of the owner. A
-        # wrapper's first access may be through a subclass, and a later access through another
-        # subclass.
+        # For ``Class.method(obj)``, wrapt treats ``obj`` as ``self`` only if it is an instance of
+        # ``owner``. A wrapper's first access may be through a subclass, and a later access through
+        # another subclass.
         for kind in getattr(owner, "__mro__", ()):
             if any(value is self for value in vars(kind).values()):
                 return kind
-        return owner  # another wrapper called this one, and has passed the defining class
+        return owner  # another wrapper called this one, with the defining class as ``owner``
 
     def __copy__(self) -> SeamWrapper:
-        return self  # copy.copy() of a plain function also returns the function
+        return self  # like a plain function, which copy.copy() does not copy
 
     def __deepcopy__(self, memo: Any) -> SeamWrapper:
         return self

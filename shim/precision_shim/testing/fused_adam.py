@@ -12,7 +12,7 @@ The stand-in differs from TransformerEngine:
 * Speed and memory are not those of the CUDA kernels. The stand-in has temporary fp32 tensors for
   one parameter at a time, TransformerEngine for a whole parameter group.
 * The last bit of an update may differ, because a GPU compiler may contract ``a * b + c``.
-* CUDA graphs are missing: ``capturable=True`` passes TransformerEngine's checks, then fails.
+* CUDA graphs are missing: ``capturable=True`` raises an error after TransformerEngine's checks.
 * fp8 *parameters* (``Float8Tensor`` and its relatives) and DTensor states are not supported.
 * The layout of fp8 *moments* is one byte per element plus one scale. TransformerEngine's
   ``Float8Tensor`` may also contain a transposed copy.
@@ -68,8 +68,8 @@ class FusedAdam(StoredStates):
         and a bf16 parameter, int16 (see :func:`split_master`). An fp32 parameter also has a master,
         which is filled once and never updated.
 
-    Each parameter group has a step count (``group["step"]``); a single parameter has no count. A
-    group without parameters counts its steps in TransformerEngine 2.19 and later.
+    Steps are counted per parameter group (``group["step"]``), not per parameter. A group without
+    parameters counts its steps in TransformerEngine 2.19 and later.
 
     Args:
         params: parameters or parameter groups.
@@ -286,7 +286,7 @@ class FusedAdam(StoredStates):
             self._store(param, "master_param", master)
 
     def _store(self, param: torch.Tensor, name: str, value: torch.Tensor) -> None:
-        # _adam() has updated fp32 states in place.
+        # An fp32 state needs no copy, because _adam() has updated it in place.
         if self.name_to_dtype_map[name] != torch.float32:
             self._apply_scale(name, value, self.state[param][name], self._scales[param][name])
 

@@ -5,8 +5,8 @@ another node, does not reach the raylet's workers. This module therefore wraps `
 merges the variables into the job's ``runtime_env["env_vars"]``. The module leaves out variables
 that the runtime_env of the caller or of ``ray job submit`` already contains. Ray raises an error
 for a key that both ``ray.init`` and ``ray job submit`` set, even to equal values. A setup hook of
-Ray's workers is not used: it fails in a worker environment without this package, and the user may
-need Ray's only hook.
+Ray's workers is not used, because it fails in a worker environment without this package. Ray
+accepts only one such hook, which the user may need.
 
 The module does not use the seam engine. The engine would need 200 ms in each of Ray's agents and
 workers to import wrapt and to parse the 4,000 lines of ``ray._private.worker``. The wrapper of
@@ -47,7 +47,7 @@ def enter() -> None:
 
 
 def leave() -> None:
-    """Restore Ray's ``init``; a wrapper of ours that another tool wrapped only calls ``init``."""
+    """Restore ``ray.init``; if another tool wrapped our wrapper, ours only calls ``ray.init``."""
     global _watcher, _original, _ours
     if _watcher is not None:
         _watcher.remove()
@@ -75,7 +75,7 @@ def _replace(before: "Any", now: "Any") -> None:
     for name in (_MODULE, "ray"):  # ray/__init__.py has a copy of init
         module = sys.modules.get(name)
         if module is not None and vars(module).get("init") is before:
-            setattr(module, "init", now)  # noqa: B010  (mypy: a module has no such attribute)
+            setattr(module, "init", now)  # noqa: B010  (mypy would reject module.init = now)
 
 
 def _with_variables(kwargs: "dict[str, Any]") -> "dict[str, Any]":
