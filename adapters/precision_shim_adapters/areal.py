@@ -127,7 +127,7 @@ ADAPTER = Adapter.of(
 
 
 def foretell(part: Part, here: Here) -> Outcome:
-    """Predict how AReaL resumes; the config in ``here`` has AReaL's or Megatron's optimizer fields.
+    """Predict how AReaL resumes a job whose config has AReaL's or Megatron's optimizer fields.
 
     Without the shim AReaL's optimizer keeps whole master weights beside low-precision moments.
     """

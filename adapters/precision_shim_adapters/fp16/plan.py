@@ -55,7 +55,7 @@ class ShardedModel:
         shards: number of ranks that share a copy of a parameter; 0 to compute it from ``replicas``.
         tensor: size of tensor parallelism.
         context: number of context-parallel ranks; parameters are sharded over these ranks as well.
-        replicas: number of copies of each parameter, if the config has no number of ``shards``.
+        replicas: number of copies of each parameter; determines the shards if ``shards`` is 0.
         compute: dtype of the parameters while a layer computes.
         reduce: dtype of the gradients while they are reduced.
         optimizer: class name of the optimizer; empty for a model that is not trained.
@@ -138,7 +138,7 @@ def of_torch(
     Args:
         name: the name of a class of ``torch.optim``.
         written: the optimizer's further arguments in the job's config.
-        keys: the name's config key, and an argument's key with ``{}`` for the argument's name.
+        keys: config keys of the optimizer's name and of an argument, with ``{}`` for its name.
         subject: which model.
     """
     kind = getattr(torch.optim, name, None)

@@ -34,7 +34,7 @@ def states_follow() -> Answer:
     needs=("torch.amp",),
 )
 def scaler_skips() -> Answer:
-    """The shim's scaler extends torch's by a minimum scale, and all ranks skip the same steps."""
+    """The shim adds to torch's scaler a minimum scale, and an agreement of ranks on overflows."""
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)

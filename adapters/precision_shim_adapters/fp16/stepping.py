@@ -80,8 +80,8 @@ def note_skip(optimizer: Optimizer, inner: Sequence[Optimizer], *args: Any, **kw
     """Produce a step's side effects for a skipped step, without changing parameters or moments.
 
     The LR schedule advances, and torch must not warn that the scheduler stepped before the
-    optimizer. The ``step`` of a container of optimizers still runs, because its step hooks may have
-    state that no checkpoint has. Meanwhile, the inner optimizers' steps do nothing.
+    optimizer. A container of optimizers runs its ``step`` even for a skipped step, because its step
+    hooks may have state that no checkpoint has. The inner optimizers' steps then do nothing.
 
     Args:
         optimizer: the optimizer whose step was skipped.

@@ -187,10 +187,10 @@ class ScaledTraining:
             self._skipped = scaler.counter.in_row > 0
 
     def takes_part(self, optimizer: Optimizer) -> bool:
-        """Whether the shim must step: true if ``drives``, and any rank may have a gradient.
+        """Whether the shim must step: ``drives`` is true, and some rank may have a gradient.
 
         Under FSDP1 a rank may own no element of the trainable parameters. Even a rank without
-        elements must take part in the all-reduce of overflows, and skip steps that other ranks
+        elements must take part in the all-reduce of overflows, and skip the steps that other ranks
         skip.
         """
         return self.drives and (self._ours.shares_overflows or has_gradients(optimizer))
@@ -406,7 +406,7 @@ class ScaledTraining:
         """Warn and continue with a fresh scaler, or raise an error in strict mode."""
         if current_settings().strict if strict is None else strict:
             raise ScalerOfAnotherSaveError(f"{self._where}: {why} {otherwise}".rstrip())
-        if isinstance(self.scaler, LossScaler):  # reset: it may already have counted steps
+        if isinstance(self.scaler, LossScaler):  # reset the steps that the scaler may have counted
             self.scaler.reset()
         warn(
             f"{self._where}: {why} Training continues with a fresh scaler at "

@@ -12,7 +12,7 @@ Write an adapter of a small trainer in these steps:
    the config to ``settled.keep_layout``.
 5. Wrap the function that makes the optimizer in a seam with the feature ``grad-bucket-alignment``.
    In the seam call ``check(...)``.
-6. Wrap the framework's step in a seam with the feature ``fp16-scaling`` that enters
+6. Wrap the framework's step in a seam with the feature ``fp16-scaling``; the seam enters
    ``skipping(succeeds=...)``. Add ``metrics(optimizer)`` to the framework's metrics.
 """
 

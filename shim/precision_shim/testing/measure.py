@@ -2,8 +2,8 @@
 
 The bytes of each kind of tensor equal the sum over all optimizers in ``precision_shim.audit``. No
 count is computed from a config. If two kinds of tensor share a torch storage, its bytes count once,
-for the kind that is first in ``COMPONENTS``. The total over all kinds is therefore the memory that
-these tensors occupy.
+for the kind that is first in ``COMPONENTS``. Because no storage counts twice, the total over all
+kinds is the memory that the tensors occupy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Part:
         bytes_per_parameter: bytes of the elements, without padding, per parameter of the model or
             of the optimizer; 0.0 without parameters. Bytes of ``params``, ``frozen`` and
             ``grad_buckets`` are divided by the number of trainable parameters of this rank's model.
-            Bytes of gradient copies, masters, moments and ``other`` are divided by the number of
+            Bytes of ``grad_copies``, ``master``, moments and ``other`` are divided by the number of
             parameters that this rank's optimizer owns.
         dtypes: names of the dtypes, sorted, such as ``("bfloat16",)``.
         sharded: whether each rank of the data-parallel group stores only a shard.

@@ -59,7 +59,7 @@ class StoredStates(torch.optim.Optimizer):
 
         Raises:
             KeyError: the state does not exist.
-            AssertionError: the stored tensor has another dtype than the optimizer declares for it.
+            AssertionError: the stored tensor's dtype is not the one that the optimizer declares.
         """
         stored = self.state[param][state_name]
         dtype = self.name_to_dtype_map[state_name]

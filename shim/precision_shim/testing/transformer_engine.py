@@ -44,8 +44,8 @@ class StandIn:
     Attributes:
         version: the TransformerEngine version that Megatron finds.
         fused_adam: the class that replaces ``FusedAdam``.
-        checked_by: the class whose constructor checks the arguments, ``"transformer_engine"`` for
-            the installed, real ``FusedAdam``, or ``"stand-in"``.
+        checked_by: which constructor checks the arguments; ``"transformer_engine"`` means that of
+            the installed, real ``FusedAdam``, and ``"stand-in"`` means the stand-in's.
     """
 
     version: str
@@ -100,8 +100,8 @@ def stand_in_transformer_engine(version: str | None = None) -> Iterator[StandIn]
     that were built inside the context still work after the exit. The context manager cannot be
     nested in itself.
 
-    If a real TransformerEngine can be imported, and ``version`` is None or the real version, its
-    constructor is called with a temporary CPU parameter, to refuse illegal arguments. All other
+    If a real TransformerEngine can be imported, and ``version`` is None or the real version, the
+    real constructor checks the arguments. This check uses a temporary CPU parameter. All other
     methods are the stand-in's, because the real ``step()`` needs a GPU. :attr:`StandIn.checked_by`
     names the constructor that checks the arguments. If TransformerEngine is installed, Megatron
     also imports its layers, which have no stand-in.
@@ -300,7 +300,7 @@ class _Undo:
         self._steps.append(step)
 
     def set_attr(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute, which may be inherited or missing; ``everything`` restores it."""
+        """Set an attribute, even an inherited or missing one; ``everything`` undoes the change."""
         before = vars(owner).get(name, _MISSING)
 
         def back() -> None:

@@ -84,7 +84,7 @@ class Figures:
         every: number of steps from one measurement to the next.
         groups: the parameter groups whose updates were not all zero.
         merged: counts for the rollout engine's copies of matrices with merged LoRA, or ``None``.
-            For such a copy, an update means that the step changed the product of LoRA's factors.
+            For merged LoRA, an update means that the step changed the product of LoRA's factors.
     """
 
     step: int

@@ -72,8 +72,8 @@ class _Pending:
     """Counts that are being copied to the host.
 
     Attributes:
-        arriving: for each device, the host tensor to which the counts are copied, the event that is
-            recorded after the copy, and a ``_Counted`` for each row of the tensor.
+        arriving: for each device, the host tensor that receives the counts, the event recorded
+            after the copy, and a ``_Counted`` per row of the tensor.
         elements: for each group, the number of elements that the step updated on this rank.
     """
 

@@ -99,8 +99,8 @@ class Merged:
         """Compute the copies after the step, and yield each layer's counts as tensors.
 
         Yields:
-            For each layer a tuple of device, number of changed elements of B@A, number of these
-            with an unchanged copy, number of sampled elements, and dtypes of the copy.
+            For each layer: device, number of changed elements of B@A, number of these with an
+            unchanged copy, number of sampled elements, dtypes of the copy.
         """
         before, self._before = self._before, []
         for sample in before:

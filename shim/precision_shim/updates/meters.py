@@ -21,7 +21,7 @@ class Rollout:
 
     Attributes:
         dtypes: the dtypes that each weight is rounded to: the transfer's dtype, then the engine's.
-            ``dtypes`` is empty if the meter does not know, or cannot measure (fp8), one of them.
+            ``dtypes`` is empty if a dtype is unknown or, like fp8, cannot be measured.
         merged: whether LoRA's factors are merged into the weights that the engine receives.
     """
 

@@ -63,7 +63,7 @@ def add(record: Record, distribution: str, version: str, digests: Mapping[str, s
         record: the record, which is changed in place.
         distribution: the distribution of the symbols.
         version: the distribution's version; a local part, such as ``+cu128``, is left out.
-        digests: the digest of each symbol by ``"module:name"``; empty if this version lacks it.
+        digests: each symbol's digest by ``"module:name"``; empty if this version lacks the symbol.
     """
     version = plain(version)
     known = record.setdefault(distribution, {})
@@ -170,7 +170,7 @@ def compare(
     Args:
         record: the record.
         distribution: the distribution of the symbols.
-        digests: the digest of each symbol by ``"module:name"``; empty if the ``Source`` lacks it.
+        digests: each symbol's digest by ``"module:name"``; empty if the source lacks the symbol.
         version: the recorded version; ``""`` for the most similar version, or the newest of several
             equally similar versions.
     """
@@ -256,7 +256,7 @@ def _digests_here(distribution: str, targets: Iterable[str]) -> dict[str, str]:
 def missed(
     adapter: Adapter, versions: Callable[[str, Iterable[str]], str | None]
 ) -> Callable[[str], str]:
-    """Return a function that returns a recorded version that had an absent symbol, or ``""``.
+    """Return a function that maps an absent symbol to a recorded version that has it, or to ``""``.
 
     The returned function reads one recorded version: the newest that is not newer than the
     installed version. A symbol that upstream added after the installed version, or removed before

@@ -62,16 +62,16 @@ class Build:
         return self.seen.single or self.wishes.declared
 
     def plan(self, model: TrainableDtypes | None = None) -> Planned:
-        """Decide the optimizer's dtypes for parameter dtypes ``model`` (``None`` means ``seen``).
+        """Decide the optimizer's dtypes from the parameters' dtypes in ``model``, or in ``seen``.
 
         Raises:
             DtypeError: see ``plan_wishes``.
         """
         known = self.seen if model is None else model
         now = in_force_now(self.framework)
-        # Decide again only if a further chunk has other dtypes, or if a module imported after the
-        # DDP was built switched features on or off. If all parameters have one dtype, the number
-        # of parameters does not affect the decision.
+        # Decide again only if a further chunk has other dtypes, or if an import after the DDP's
+        # construction switched features on or off. If all parameters have one dtype, the number of
+        # parameters does not affect the decision.
         made_for = known.single or known, self.distributed, now
         if self._planned is None or self._planned[0] != made_for:
             made = plan_wishes(self.wishes, known, now, distributed=self.distributed)

@@ -99,7 +99,7 @@ def build_ddp(
 
 
 def _align(build: Build, wishes: Wishes, config: Any, model: TrainableDtypes) -> torch.dtype | None:
-    """Match the bucket to the main grads' dtype; return that dtype if the user set the bucket's."""
+    """Fit the bucket's dtype to the main grads; return their dtype if the user set the bucket's."""
     if not in_force(build.framework, ALIGNMENT, GROUP):
         return None
     plan = build.plan(model).plan

@@ -94,8 +94,8 @@ def _reload_fused(inner: Any) -> None:
 def reload_masters(framework: str, subject: str, optimizer: Any) -> None:
     """Overwrite master weights with weights that were loaded without the optimizer's states.
 
-    An adapter calls ``reload_masters`` after the framework loaded the weights, in a seam with the
-    features ``FEATURES`` and the group ``GROUP``. The moments and step counts stay unchanged.
+    In a seam with the features ``FEATURES`` and the group ``GROUP``, an adapter calls
+    ``reload_masters`` after the framework loaded weights. Moments and step counts do not change.
 
     Args:
         framework: the framework's name.

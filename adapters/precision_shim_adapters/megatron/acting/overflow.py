@@ -305,7 +305,7 @@ def _interrupt(optimizer: Any) -> None:
 
 
 def _is_stale(optimizer: Any) -> bool:
-    """Whether a loss was scaled after an exception ended a step, so that ``_Answer``s are old."""
+    """Whether a loss was scaled after an exception ended a step, so that ``_Answer``s are stale."""
     return is_asked(_unchain(optimizer)) and any(
         inner in _answers and _answers[inner].interrupted for inner in _unchain(optimizer)
     )
