@@ -187,7 +187,7 @@ class ScaledTraining:
             self._skipped = scaler.counter.in_row > 0
 
     def takes_part(self, optimizer: Optimizer) -> bool:
-        """Whether the shim must step: ``drives`` is true, and some rank may have a gradient.
+        """Whether ``drives`` is true and this or another rank may have a gradient.
 
         Under FSDP1 a rank may own no element of the trainable parameters. Even a rank without
         elements must take part in the all-reduce of overflows, and skip the steps that other ranks

@@ -271,9 +271,9 @@ def check(framework: str, config: Any, model: Any) -> None:
         model: a DistributedDataParallel module, or a list of them.
 
     Raises:
-        InconsistentPrecisionError: fp16 gradients would be clipped, which Megatron cannot do. Strict
-            mode also refuses an fp16 model without loss scaling, and contradictions between model
-            and config, except for a bucket dtype that the user wrote.
+        InconsistentPrecisionError: fp16 gradients would be clipped, which Megatron cannot do. In
+            strict mode, ``check`` also refuses an fp16 model without loss scaling, and
+            contradictions between model and config, except for a bucket dtype that the user wrote.
     """
     build = current_build(framework)
     if build is not None and in_force(framework, SCALING, GROUP):
