@@ -81,7 +81,8 @@ def note_skip(optimizer: Optimizer, inner: Sequence[Optimizer], *args: Any, **kw
 
     The LR schedule advances, and torch must not warn that the scheduler stepped before the
     optimizer. A container of optimizers runs its ``step`` even for a skipped step, because its step
-    hooks may have state that no checkpoint has. The inner optimizers' steps then do nothing.
+    hooks may have state that no checkpoint has. During the container's step, the inner optimizers'
+    steps do nothing.
 
     Args:
         optimizer: the optimizer whose step was skipped.

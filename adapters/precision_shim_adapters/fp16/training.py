@@ -190,8 +190,7 @@ class ScaledTraining:
         """Whether ``drives`` is true and this or another rank may have a gradient.
 
         Under FSDP1 a rank may own no element of the trainable parameters. Even a rank without
-        elements must take part in the all-reduce of overflows, and skip the steps that other ranks
-        skip.
+        elements must take part in the all-reduce of overflows, and skip a step with other ranks.
         """
         return self.drives and (self._ours.shares_overflows or has_gradients(optimizer))
 

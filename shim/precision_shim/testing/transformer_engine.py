@@ -101,10 +101,10 @@ def stand_in_transformer_engine(version: str | None = None) -> Iterator[StandIn]
     nested in itself.
 
     If a real TransformerEngine can be imported, and ``version`` is None or the real version, the
-    real constructor checks the arguments. This check uses a temporary CPU parameter. All other
-    methods are the stand-in's, because the real ``step()`` needs a GPU. :attr:`StandIn.checked_by`
-    names the constructor that checks the arguments. If TransformerEngine is installed, Megatron
-    also imports its layers, which have no stand-in.
+    real constructor checks the arguments. The real constructor receives a temporary CPU parameter.
+    All other methods are the stand-in's, because the real ``step()`` needs a GPU.
+    :attr:`StandIn.checked_by` names the constructor that checks the arguments. If TransformerEngine
+    is installed, Megatron also imports its layers, which have no stand-in.
 
     Args:
         version: 1.13 or newer; the stand-in follows this release's rules, such as bf16 moments in
@@ -300,7 +300,7 @@ class _Undo:
         self._steps.append(step)
 
     def set_attr(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute, even an inherited or missing one; ``everything`` undoes the change."""
+        """Set an attribute, even an inherited or missing one; ``_Undo.everything`` restores it."""
         before = vars(owner).get(name, _MISSING)
 
         def back() -> None:

@@ -272,8 +272,8 @@ def check(framework: str, config: Any, model: Any) -> None:
 
     Raises:
         InconsistentPrecisionError: fp16 gradients would be clipped, which Megatron cannot do. In
-            strict mode, ``check`` also refuses an fp16 model without loss scaling, and
-            contradictions between model and config, except for a bucket dtype that the user wrote.
+            strict mode, ``check`` also refuses an fp16 model without loss scaling, and different
+            dtypes of model and config, except for a bucket dtype that the user wrote.
     """
     build = current_build(framework)
     if build is not None and in_force(framework, SCALING, GROUP):
