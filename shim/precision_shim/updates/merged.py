@@ -144,7 +144,7 @@ class Merged:
 
 
 def lora_layers(chunks: Sequence[torch.nn.Module]) -> tuple[list[Layer], str]:
-    """Return the LoRA layers whose merged weights can be computed, and why others are left out.
+    """Return the LoRA layers whose merged weights can be computed, and the reason to skip another.
 
     Args:
         chunks: a model's modules.
