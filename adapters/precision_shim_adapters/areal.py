@@ -102,7 +102,7 @@ def build(call: Call) -> None:
     aliases=(f"{ENGINE}:get_megatron_optimizer",),
 )
 def settle(call: Call, config: Any, model_chunks: Any) -> Any:
-    """Set the fields from ``settle`` on the config, and validate the config again."""
+    """Set the fields that the shim chose on a copy of the config, and validate the copy again."""
     return megatron.settle_made(call, "areal", config, model_chunks, stale=True)
 
 
@@ -127,7 +127,7 @@ ADAPTER = Adapter.of(
 
 
 def foretell(part: Part, here: Here) -> Outcome:
-    """Predict how AReaL resumes; ``here.config`` has AReaL's or Megatron's optimizer fields.
+    """Predict how AReaL resumes a job whose config has AReaL's or Megatron's optimizer fields.
 
     Without the shim AReaL's optimizer keeps whole master weights beside low-precision moments.
     """

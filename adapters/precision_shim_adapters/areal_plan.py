@@ -129,7 +129,7 @@ def _models(job: Job, config: Any) -> Iterator[MegatronModel]:
 
 
 def _as_engine(section: Any) -> Any:
-    """Make an object for ``read``, with ``adam_bf16`` replaced as in AReaL's engine."""
+    """Imitate AReaL's engine for ``read``: replace ``adam_bf16`` by ``adam`` with bf16 states."""
     ours, theirs = copy.copy(section.optimizer), copy.copy(section.megatron)
     dtype = getattr(torch, section.dtype)
     if ours is not None and ours.type == "adam_bf16":

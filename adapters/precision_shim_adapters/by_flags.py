@@ -31,12 +31,12 @@ def roll_sharded(part: Part, here: Here) -> Outcome:
 
 
 def slime(part: Part, here: Here) -> Outcome:
-    """Predict how slime would resume a checkpoint; ``here.config`` has OptimizerConfig fields."""
+    """Predict how slime would resume a job whose config has fields of OptimizerConfig."""
     return _megatron("slime", part, here)
 
 
 def miles(part: Part, here: Here) -> Outcome:
-    """Predict how miles would resume a checkpoint; ``here.config`` has OptimizerConfig fields."""
+    """Predict how miles would resume a job whose config has fields of OptimizerConfig."""
     return _megatron("miles", part, here)
 
 

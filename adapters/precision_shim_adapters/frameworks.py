@@ -1,7 +1,7 @@
-"""One record for each framework that the shim supports, and one for the Megatron backend.
+"""A ``Framework`` object for each framework that the shim supports, and a ``Backend`` for Megatron.
 
 ``status()`` shows the frameworks in the order of ``FRAMEWORKS``. ``zz_precision_shim.py`` repeats
-the frameworks' package names. ``precision_shim.process.framework`` explains a record's fields.
+the frameworks' package names. ``precision_shim.process.framework`` explains the objects' fields.
 """
 
 from precision_shim.process.framework import Backend, Checkpoints, Config, Framework

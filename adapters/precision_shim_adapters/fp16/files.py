@@ -1,4 +1,4 @@
-"""Choose which files of a torch distributed checkpoint each rank's loss scaler record names."""
+"""Choose the files of torch's distributed checkpoint to list in each rank's loss scaler record."""
 
 from __future__ import annotations
 

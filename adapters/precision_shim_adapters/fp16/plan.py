@@ -52,10 +52,10 @@ class ShardedModel:
         model: names and shapes of the model's weights.
         world: number of GPUs.
         dtype: canonical name of the dtype in which the parameters are stored.
-        shards: number of ranks over which a parameter is sharded; other ranks have copies.
+        shards: number of ranks that share a copy of a parameter; 0 to compute it from ``replicas``.
         tensor: size of tensor parallelism.
         context: number of context-parallel ranks; parameters are sharded over these ranks as well.
-        replicas: number of copies of the shards, for a config that has no ``shards``.
+        replicas: number of copies of each parameter; determines the shards if ``shards`` is 0.
         compute: dtype of the parameters while a layer computes.
         reduce: dtype of the gradients while they are reduced.
         optimizer: class name of the optimizer; empty for a model that is not trained.
@@ -101,7 +101,7 @@ class ShardedModel:
         return replace(self, world=world)
 
     def variants(self, job: Job, rules: Rules) -> Sequence[Variant]:
-        """See ``Plannable``; the shim has no cheaper settings for torch's optimizers."""
+        """Return nothing, because the shim has no cheaper settings for torch's optimizers."""
         return ()
 
 
@@ -119,8 +119,8 @@ def scaling(
     Args:
         job: the model's job.
         compute: canonical name of the parameters' dtype while a layer computes.
-        group: the group of the seams that would scale the loss.
-        because: the reason that the worker would report.
+        group: name of the seam group that would scale the loss.
+        because: the reason for scaling that the job's worker would report.
         configured: function that reads the framework's scaler block; see ``settings_for``.
         framework_default: see ``settings_for``.
     """
@@ -138,7 +138,7 @@ def of_torch(
     Args:
         name: the name of a class of ``torch.optim``.
         written: the optimizer's further arguments in the job's config.
-        keys: config keys of the name and of an argument (``{}`` in place of the argument's name).
+        keys: config keys of the optimizer's name and of an argument, with ``{}`` for its name.
         subject: which model.
     """
     kind = getattr(torch.optim, name, None)

@@ -1,4 +1,4 @@
-"""Probes: check the rules' assumptions about optimizers and scalers against the installed torch."""
+"""Probes run torch to test the shim's assumptions about torch's optimizers and gradient scalers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def states_follow() -> Answer:
     needs=("torch.amp",),
 )
 def scaler_skips() -> Answer:
-    """The shim's scaler is torch's with a minimum scale and the ranks' agreement on overflows."""
+    """The shim adds to torch's scaler a minimum scale, and an agreement of ranks on overflows."""
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -61,7 +61,7 @@ def scaler_skips() -> Answer:
     needs=("torch.distributed.checkpoint.state_dict",),
 )
 def checkpoint_steps() -> Answer:
-    """The shim's loss scaler must not count the step that a checkpoint makes on a dummy batch."""
+    """The scaler must not count torch's call of ``step()`` with dummy gradients at a checkpoint."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     model = torch.nn.Linear(2, 2)

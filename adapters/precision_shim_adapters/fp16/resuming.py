@@ -30,7 +30,7 @@ def foretell(framework: str, part: Part, here: Here, group: str) -> Outcome:
         framework: the job's framework.
         part: one model of the checkpoint.
         here: the environment in which the job would resume.
-        group: the group of the seams that load the loss scaler's state.
+        group: name of the seam group that loads the loss scaler's state.
     """
     half = halves(part)
     if half is not None:
@@ -58,7 +58,7 @@ def foretell(framework: str, part: Part, here: Here, group: str) -> Outcome:
 
 
 def foretell_scaler(framework: str, part: Part, here: Here, shimmed: bool) -> Outcome | None:
-    """The loss scaler's outcome; ``None`` if the scaler continues exactly or is not needed."""
+    """Predict how the loss scaler would resume; ``None`` if exactly, or if no scaler is needed."""
     scaler = part.scaler
     if scaler.state == "none":
         asked = parse_dtype(str((here.config or {}).get("precision", "")))

@@ -1,4 +1,4 @@
-"""A loss scaler's settings, from the framework's config, the shim's variables, and defaults."""
+"""A loss scaler's settings from framework config, ``PRECISION_SHIM_*`` settings and defaults."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def settings_for(
     framework_default: ScalerSettings | None = None,
     shim: Settings | None = None,
 ) -> ScalerSettings:
-    """Merge the user's config, the shim's variables and the framework's own defaults.
+    """Merge the user's config, ``PRECISION_SHIM_*`` settings and the framework's own defaults.
 
     Args:
         configured: maps names of ``ScalerSettings`` to values that the user wrote in the
-            framework's config; these values override the shim's variables.
+            framework's config; these values override ``PRECISION_SHIM_*`` settings.
         framework_default: the settings of the framework's own scaler; if ``None``, the defaults of
-            the shim's variables apply.
+            ``PRECISION_SHIM_*`` settings apply.
         shim: the shim's settings; ``None`` for the settings in force.
     """
     shim = current_settings() if shim is None else shim

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 
 class ScaledLoss(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    """Wraps a loss function, and scales the gradients of each loss before returning the loss.
+    """Wraps a loss function so that the backward pass of each loss yields scaled gradients.
 
     Args:
         loss_function: function that returns a loss, or a tuple whose first item is a loss.
@@ -80,8 +80,9 @@ def note_skip(optimizer: Optimizer, inner: Sequence[Optimizer], *args: Any, **kw
     """Produce a step's side effects for a skipped step, without changing parameters or moments.
 
     The LR schedule advances, and torch must not warn that the scheduler stepped before the
-    optimizer. A container of optimizers runs its own step, since its step hooks may keep state that
-    no checkpoint has. During the container's step, the inner optimizers' steps do nothing.
+    optimizer. A container of optimizers runs its ``step`` even for a skipped step, because its step
+    hooks may have state that no checkpoint has. During the container's step, the inner optimizers'
+    steps do nothing.
 
     Args:
         optimizer: the optimizer whose step was skipped.

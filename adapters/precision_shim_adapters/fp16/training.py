@@ -35,11 +35,11 @@ class ScaledTraining:
     """Training with loss scaling of one model that has a torch optimizer.
 
     When the framework makes the optimizer, an adapter calls ``make`` and ``keep``. When the
-    framework computes the loss, the adapter calls ``attach`` or ``scaled``. A function that clips
-    and steps once runs within ``one_step``. A loop of steps runs within ``several_steps``, and
-    calls ``before_clipping`` before each clipping. For the framework's metrics, the adapter calls
-    ``norm`` and ``metrics``. At checkpoints, the adapter calls ``save`` and ``restore``, or
-    ``record`` and ``restore_record``.
+    framework computes the loss, the adapter calls ``attach`` or ``scaled``. The adapter runs a
+    function that clips and steps once within ``one_step``. The adapter runs a loop of several steps
+    within ``several_steps``, and calls ``before_clipping`` before each clipping. For the metrics,
+    the adapter calls ``norm`` and ``metrics``. At checkpoints, the adapter calls ``save`` and
+    ``restore``, or ``record`` and ``restore_record``.
 
     If the framework's own loop scales, unscales and steps, ``drives`` is false, and the shim's
     methods for scaling, unscaling and stepping do nothing.
@@ -49,7 +49,7 @@ class ScaledTraining:
         subject: the model's name, such as ``"actor"``.
         scaler: a ``LossScaler``, or the framework's or the user's own scaler, which the shim does
             not change.
-        drives: whether the shim scales the loss and steps.
+        drives: whether the shim scales the loss and calls the optimizer's ``step``.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ScaledTraining:
             device: device type of the gradients.
             because: the reason why the shim scales the loss.
             configured: maps names of ``ScalerSettings`` to values that the user wrote in the
-                framework's config; these values override the shim's variables.
+                framework's config; these values override ``PRECISION_SHIM_*`` settings.
             framework_default: the settings of the framework's own scaler, or ``None``.
             process_group: ranks that skip a step together; ``None`` for all ranks.
             drives: false if the framework's own loop uses the scaler.
@@ -182,16 +182,15 @@ class ScaledTraining:
             tried = scaler.counter.steps
             with self._stepping(optimizer, inner):
                 yield
-        if scaler.counter.steps == tried:  # no step was taken; ``unscale_once`` noted any overflow
+        if scaler.counter.steps == tried:  # the function made no step; count an overflow, if any
             scaler.settle(optimizer)
             self._skipped = scaler.counter.in_row > 0
 
     def takes_part(self, optimizer: Optimizer) -> bool:
-        """Whether the shim unscales and steps, because this or another rank may have a gradient.
+        """Whether ``drives`` is true and this or another rank may have a gradient.
 
         Under FSDP1 a rank may own no element of the trainable parameters. Even a rank without
-        elements must join the sum of the ranks' overflows, and skip the steps that other ranks
-        skip.
+        elements must take part in the all-reduce of overflows, and skip a step with other ranks.
         """
         return self.drives and (self._ours.shares_overflows or has_gradients(optimizer))
 
@@ -341,8 +340,8 @@ class ScaledTraining:
         """The scaler's state for a framework's own file; ``None`` if the scaler is off.
 
         Args:
-            files: the files that this rank has written; pickling binds the record to the files'
-                content at that moment.
+            files: the files that this rank has written; when pickled, the record stores a
+                fingerprint of each file's content.
         """
         if not self.scaler.is_enabled():
             return None
@@ -366,8 +365,8 @@ class ScaledTraining:
             record: the result of ``record`` or ``record_tensor``; ``None`` if the file has no
                 record.
             where: the file, for messages.
-            otherwise: a sentence on how to continue with a fresh scaler, if possible. The sentence
-                must not advise to delete the file, which contains more than the record.
+            otherwise: a sentence that tells the user how to continue with a fresh scaler, or empty.
+                The sentence must not advise to delete the file, which has more than the record.
             files: this rank's files, to compare with the files that the record names.
 
         Raises:
@@ -406,7 +405,7 @@ class ScaledTraining:
         """Warn and continue with a fresh scaler, or raise an error in strict mode."""
         if current_settings().strict if strict is None else strict:
             raise ScalerOfAnotherSaveError(f"{self._where}: {why} {otherwise}".rstrip())
-        if isinstance(self.scaler, LossScaler):  # the scaler may have counted steps
+        if isinstance(self.scaler, LossScaler):  # reset the steps that the scaler may have counted
             self.scaler.reset()
         warn(
             f"{self._where}: {why} Training continues with a fresh scaler at "

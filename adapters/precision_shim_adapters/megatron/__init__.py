@@ -5,15 +5,15 @@ Write an adapter of a small trainer in these steps:
 1. In the ``Adapter``, pass ``seams=collect(megatron.SEAMS, ...)``, ``effects=megatron.EFFECTS`` and
    ``paths={**megatron.PATHS, ...}``.
 2. Write a function ``read`` that reads the framework's config into ``Wishes``.
-3. Put a seam for ``BUILDING`` in the group ``GROUP`` around the function that builds model and
-   optimizer. The seam's code is ``with building("mine", read): return call.proceed()``.
-4. Put a seam for ``SETTLING`` at the function that makes Megatron's OptimizerConfig. In the seam
-   call ``settled = settle(build)``, make the config from ``settled.fields``, and pass the config to
-   ``settled.keep_layout``.
-5. At the function that makes the optimizer, put a seam for ``grad-bucket-alignment`` that calls
-   ``check(...)``.
-6. Put a seam for ``fp16-scaling`` that enters ``skipping(succeeds=...)`` around the framework's
-   step. Add ``metrics(optimizer)`` to the framework's metrics.
+3. Wrap the function that builds model and optimizer in a seam with the feature ``BUILDING`` and the
+   group ``GROUP``. The seam's code is ``with building("mine", read): return call.proceed()``.
+4. Wrap the function that makes Megatron's OptimizerConfig in a seam with the features ``SETTLING``.
+   In the seam call ``settled = settle(build)``, make the config from ``settled.fields``, and pass
+   the config to ``settled.keep_layout``.
+5. Wrap the function that makes the optimizer in a seam with the feature ``grad-bucket-alignment``.
+   In the seam call ``check(...)``.
+6. Wrap the framework's step in a seam with the feature ``fp16-scaling``; the seam enters
+   ``skipping(succeeds=...)``. Add ``metrics(optimizer)`` to the framework's metrics.
 """
 
 from __future__ import annotations

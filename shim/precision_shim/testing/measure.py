@@ -1,9 +1,9 @@
 """Count the bytes of a training process's live tensors.
 
-The counts, summed over all optimizers, equal those of ``precision_shim.audit``. No count is
-computed from a config. A storage that two parts share is counted once, for the first part in the
-order of ``COMPONENTS``. Because no storage is counted twice, the total of all parts is the
-allocated memory.
+The bytes of each kind of tensor equal the sum over all optimizers in ``precision_shim.audit``. No
+count is computed from a config. If two kinds of tensor share a torch storage, its bytes count once,
+for the kind that is first in ``COMPONENTS``. Because no storage counts twice, the total over all
+kinds is the memory that the tensors occupy.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Part:
     Attributes:
         nbytes: bytes of the storages, padding included.
         elements: number of elements that belong to parameters, padding excluded.
-        bytes_per_parameter: bytes of the elements, without padding, divided by a number of
-            parameters; 0.0 if that number is 0. Bytes of ``params``, ``frozen`` and
+        bytes_per_parameter: bytes of the elements, without padding, per parameter of the model or
+            of the optimizer; 0.0 without parameters. Bytes of ``params``, ``frozen`` and
             ``grad_buckets`` are divided by the number of trainable parameters of this rank's model.
-            Bytes of other tensors are divided by the number of parameters that this rank's
-            optimizer owns.
+            Bytes of ``grad_copies``, ``master``, moments and ``other`` are divided by the number of
+            parameters that this rank's optimizer owns.
         dtypes: names of the dtypes, sorted, such as ``("bfloat16",)``.
         sharded: whether each rank of the data-parallel group stores only a shard.
     """
@@ -50,17 +50,17 @@ class MeasuredBytes:
         params: trainable parameters of the model (replicated on all data-parallel ranks).
         frozen: parameters without gradient (replicated).
         grad_buckets: gradient buckets of Megatron's DDP (replicated).
-        grad_copies: gradients outside the buckets (sharded if the optimizer is sharded): the fp32
-            copies that a step makes of a 16-bit bucket, and the model's ``.grad``. To see gradients
-            outside the buckets, measure between ``step()`` and ``zero_grad()``.
-        master: fp32 or fp16 master parameters, or int16 remainders (sharded).
+        grad_copies: the model's ``.grad`` and the fp32 copies that ``step()`` makes of a 16-bit
+            bucket (sharded if the optimizer is sharded). To see gradients outside the buckets,
+            measure between ``step()`` and ``zero_grad()``.
+        master: fp32 or fp16 master parameters, or only their low 16 bits as int16 (sharded).
         exp_avg: first moments (sharded).
         exp_avg_sq: second moments (sharded).
         other: scales, step counts, the model's buffers and other tensors of the optimizer.
         trainable: number of trainable parameters of this rank's model.
         owned: number of parameters whose states this rank's optimizer stores.
-        data_parallel_sizes: number of ranks over which each part of the optimizer is sharded, such
-            as ``{"dense": 4, "experts": 2}`` or ``{"model": 4}``.
+        data_parallel_sizes: for each optimizer, the number of ranks that share its states, such as
+            ``{"dense": 4, "experts": 2}`` or ``{"model": 4}``.
     """
 
     params: Part
@@ -77,26 +77,26 @@ class MeasuredBytes:
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of ranks over which the first part of the optimizer is sharded."""
+        """Number of ranks that share the states of the first entry of ``data_parallel_sizes``."""
         return next(iter(self.data_parallel_sizes.values()))
 
     @property
     def parts(self) -> dict[str, Part]:
-        """The parts, keyed by name, in the order in which storages are counted."""
+        """The ``Part`` of each kind of tensor, by name, in the order of ``COMPONENTS``."""
         return {name: getattr(self, name) for name in COMPONENTS}
 
     @property
     def total(self) -> int:
-        """Bytes of all parts on this rank, padding included."""
+        """Bytes of all kinds of tensors on this rank, padding included."""
         return sum(part.nbytes for part in self.parts.values())
 
     @property
     def per_parameter(self) -> float:
-        """Bytes per trainable parameter without data parallelism, padding excluded.
+        """Bytes per trainable parameter as with data-parallel size 1, padding excluded.
 
-        Each part's bytes are divided by the number of parameters that the part covers, so the
-        figure does not depend on the data-parallel size. ``frozen`` and ``other`` are left out,
-        because their sizes do not depend on the number of trainable parameters.
+        Each kind's bytes are divided by the parameters that this rank's model or optimizer has, so
+        sharding does not change the quotient. ``frozen`` and ``other`` are left out, because their
+        sizes do not depend on the number of trainable parameters.
         """
         return sum(self.parts[name].bytes_per_parameter for name in PER_PARAMETER)
 
@@ -122,8 +122,8 @@ def measure_bytes(model_chunks: Any, optimizer: Any) -> MeasuredBytes:
     a plain module with a torch optimizer. Optimizer states exist only after the first step.
 
     On megatron-core 0.16.1 with data-parallel size 1, a bf16 model has 18 bytes per parameter with
-    Megatron's defaults (measured 2026-11). With bf16 main gradients, bf16 moments and int16
-    remainders, a bf16 model has 10 bytes per parameter, or 12 without the remainders.
+    Megatron's defaults (measured 2026-11). With bf16 main gradients and bf16 moments, a bf16 model
+    has 12 bytes per parameter with fp32 masters, or 10 with int16 remainders as masters.
 
     Args:
         model_chunks: a module or a list of modules (``get_megatron_optimizer`` accepts the same).

@@ -58,7 +58,7 @@ _CUDA_TYPE_NAMES = {
 def _names_cuda(value: Any) -> bool:
     if isinstance(value, torch.device):
         return value.type == "cuda"
-    # "cpu:cpu" is the result of f"{name}:{torch.cpu.current_device()}", as in verl's get_model.
+    # On a CPU, verl's get_model names the device "cpu:cpu"; torch.cpu.current_device() is "cpu".
     return isinstance(value, str) and (value.startswith("cuda") or value == "cpu:cpu")
 
 
@@ -96,7 +96,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _Stream:
-    """Replaces ``torch.cuda.Stream`` and ``Event``, because a CPU does all work in order."""
+    """Stands in for ``torch.cuda.Stream`` and ``Event``, and does nothing: a CPU works in order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.cuda_stream = 0
@@ -123,7 +123,7 @@ class _Stream:
 
 
 def _nothing() -> Callable[..., None]:
-    # Make a new function for every name, because torch.compile's tables have functions as keys.
+    # Give each patched name its own function, because torch.compile uses functions as dict keys.
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
 
@@ -161,9 +161,9 @@ def cuda_means_cpu() -> Iterator[None]:
 
     Inside the context, a device given as ``"cuda"``, ``"cuda:0"``, ``torch.device("cuda")`` or a
     bare number means the CPU in every torch function and in ``Tensor.to``. ``Tensor.cuda()`` and
-    ``pin_memory()`` return the tensor itself. ``Tensor.type()`` names floating types as on a GPU,
-    because Megatron's optimizers compare these names. Streams, events, ``synchronize`` and the seed
-    functions of ``torch.cuda`` do nothing, and ``torch.cuda.current_device()`` is 0.
+    ``pin_memory()`` return the tensor itself. ``Tensor.type()`` returns a GPU's names, such as
+    ``torch.cuda.FloatTensor``, because Megatron's optimizers compare these names. Streams, events,
+    ``synchronize`` and seed functions do nothing, and ``torch.cuda.current_device()`` is 0.
     ``torch.cuda.is_available()`` is unchanged. Can be nested.
 
     The device names are mapped in the calling thread only (a ``TorchFunctionMode``); the
@@ -196,9 +196,9 @@ def _patch(owner: Any, values: dict[str, Any]) -> Iterator[None]:
 def megatron_on_cpu() -> Iterator[None]:
     """Let the real Megatron-core build and train models on a CPU, inside the context.
 
-    Includes :func:`cuda_means_cpu`. Because the ``fork`` of Megatron's tracker of CUDA random
-    numbers is a null context, set ``use_cpu_initialization`` and use no dropout, like
-    :func:`tiny_gpt`. Compiled functions run uncompiled.
+    Includes :func:`cuda_means_cpu`. ``fork`` of Megatron's tracker of CUDA random numbers does
+    nothing, so set ``use_cpu_initialization`` and use no dropout, as :func:`tiny_gpt` does.
+    Compiled functions run uncompiled.
 
     Raises:
         ImportError: megatron-core is not installed.
@@ -246,7 +246,7 @@ def model_parallel(
         world_size: number of processes.
         rank: rank of this process, from 0.
         init_file: the file through which the processes meet; may be None for one process.
-        seed: seed of torch's generator and Megatron's tracker.
+        seed: seed of torch's random generator and of Megatron's tracker of random-number states.
         parallel: arguments of ``parallel_state.initialize_model_parallel``, for example
             ``tensor_model_parallel_size=2`` or ``expert_model_parallel_size=2``.
 
@@ -322,8 +322,8 @@ def tiny_gpt(
 
     Returns:
         ``provider(pre_process=True, post_process=True, vp_stage=None, **ignored)``, which returns a
-        ``megatron.core.models.gpt.GPTModel``. The model's parameters are in ``dtype`` if Megatron
-        builds them in ``params_dtype``, otherwise in fp32.
+        ``megatron.core.models.gpt.GPTModel``. Parameters of Megatron's layers that read
+        ``params_dtype`` are in ``dtype``, all other parameters are in fp32.
 
     Raises:
         ImportError: megatron-core is not installed.

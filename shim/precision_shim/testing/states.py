@@ -14,19 +14,19 @@ import torch
 
 _FP8 = torch.float8_e4m3fn
 _LARGEST_SCALED = {
-    # Maxima of scaled states: half of fp16's largest number, and e4m3's largest finite number.
+    # A scaled state's largest number is half of fp16's maximum, or the maximum of fp8 (e4m3).
     torch.float16: torch.finfo(torch.float16).max / 2.0,
     torch.uint8: torch.finfo(_FP8).max,
 }
 
 
 class StoredStates(torch.optim.Optimizer):
-    """The part of ``FusedAdam`` that stores states; the subclass adds the step.
+    """Base class of the stand-in ``FusedAdam``: stores the states, but has no ``step``.
 
     Attributes:
         master_weights: whether 16-bit parameters have masters.
         name_to_dtype_map: dtype of each state, by the state's name.
-        store_param_remainders: whether bf16 parameters have int16 remainders as masters.
+        store_param_remainders: whether a bf16 parameter's master is stored as its low 16 bits only.
     """
 
     master_weights: bool
@@ -59,7 +59,7 @@ class StoredStates(torch.optim.Optimizer):
 
         Raises:
             KeyError: the state does not exist.
-            AssertionError: the stored tensor has another dtype than the constructor's argument.
+            AssertionError: the stored tensor's dtype is not the one that the optimizer declares.
         """
         stored = self.state[param][state_name]
         dtype = self.name_to_dtype_map[state_name]
@@ -118,8 +118,8 @@ class StoredStates(torch.optim.Optimizer):
         unscaled_state = unscaled_state.to(scaled_state.device)
         lowest, highest = torch.aminmax(unscaled_state)
         scale.copy_(torch.maximum(-lowest, highest) / _LARGEST_SCALED[dtype])
-        # For a tensor of zeros the scale is 0. TransformerEngine prevents the division by 0 only
-        # for fp16.
+        # A tensor of zeros has the scale 0. TransformerEngine prevents the division by a scale of 0
+        # only for fp16.
         inverse = torch.where(scale > 0, scale.reciprocal(), torch.zeros_like(scale))
         if dtype == torch.float16:
             scaled_state.copy_(unscaled_state.mul_(inverse))
@@ -190,8 +190,8 @@ class StoredStates(torch.optim.Optimizer):
 
         A state that this optimizer does not store as a remainder is first cast to fp32, **whatever
         its dtype**. Even another optimizer's int16 remainder is loaded without an error, as a
-        master with wrong values (whole numbers). An fp32 master that this optimizer would store as
-        a remainder raises an AssertionError. TransformerEngine's ``load_state_dict`` does the same.
+        master with wrong values (whole numbers). Loading an fp32 master raises an AssertionError if
+        this optimizer stores remainders. TransformerEngine's ``load_state_dict`` does the same.
 
         Args:
             state_dict: the result of :meth:`state_dict`.

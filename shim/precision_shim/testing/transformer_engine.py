@@ -44,8 +44,8 @@ class StandIn:
     Attributes:
         version: the TransformerEngine version that Megatron finds.
         fused_adam: the class that replaces ``FusedAdam``.
-        checked_by: ``"transformer_engine"`` if the constructor of the installed, real
-            ``FusedAdam`` checks the arguments, otherwise ``"stand-in"``.
+        checked_by: which constructor checks the arguments; ``"transformer_engine"`` means that of
+            the installed, real ``FusedAdam``, and ``"stand-in"`` means the stand-in's.
     """
 
     version: str
@@ -64,7 +64,7 @@ def real_transformer_engine() -> tuple[str, type[Any]] | None:
         return None
     try:
         with warnings.catch_warnings():
-            # TransformerEngine warns about torch, but here only the import's success matters.
+            # Hide TransformerEngine's warnings at import; only an error of the import matters here.
             warnings.simplefilter("ignore")
             import transformer_engine
             from transformer_engine.pytorch import optimizers
@@ -101,10 +101,10 @@ def stand_in_transformer_engine(version: str | None = None) -> Iterator[StandIn]
     nested in itself.
 
     If a real TransformerEngine can be imported, and ``version`` is None or the real version, the
-    real constructor checks the arguments on a temporary CPU parameter. The stand-in does everything
-    after the constructor, because the real ``step()`` needs a GPU. :attr:`StandIn.checked_by` names
-    the constructor that checks the arguments. Megatron also imports the layers of an installed
-    TransformerEngine.
+    real constructor checks the arguments. The real constructor receives a temporary CPU parameter.
+    All other methods are the stand-in's, because the real ``step()`` needs a GPU.
+    :attr:`StandIn.checked_by` names the constructor that checks the arguments. If TransformerEngine
+    is installed, Megatron also imports its layers, which have no stand-in.
 
     Args:
         version: 1.13 or newer; the stand-in follows this release's rules, such as bf16 moments in
@@ -227,8 +227,8 @@ def _megatron_patches(stand_in: StandIn) -> dict[str, _Patch]:
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Patches a Megatron module right after its import.
 
-    The stand-in is hidden while the Megatron module executes, so that the module's own values do
-    not depend on the stand-in. Undoing the patch restores the module's own values.
+    While Python imports the Megatron module, ``sys.modules`` lacks the stand-in, so the module gets
+    the same values as without the stand-in. Undoing the patch restores the module's own values.
     """
 
     def __init__(self, patches: dict[str, _Patch], undo: _Undo, leaf: types.ModuleType) -> None:
@@ -282,7 +282,7 @@ class _PatchingLoader(importlib.abc.Loader):
         return self._inner.create_module(spec)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        # Python's modules inspect, pickle and importlib.resources read __loader__ later.
+        # Restore the original loader, because inspect, pickle and importlib.resources read it.
         module.__loader__ = self._inner
         if module.__spec__ is not None:
             module.__spec__.loader = self._inner
@@ -300,7 +300,7 @@ class _Undo:
         self._steps.append(step)
 
     def set_attr(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute (which may be inherited or missing) until ``everything`` is called."""
+        """Set an attribute, even an inherited or missing one; ``_Undo.everything`` restores it."""
         before = vars(owner).get(name, _MISSING)
 
         def back() -> None:

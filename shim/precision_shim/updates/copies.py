@@ -27,10 +27,10 @@ class Copies:
     """A model's properties that determine the rollout engines' copies of its weights.
 
     Attributes:
-        own: 16-bit dtype of each parameter of each group in the model. In ``own``, an fp32
-            parameter has ``()``; a parameter that has no copy of a known dtype has ``None``.
+        own: for each parameter of each group, a tuple with its 16-bit dtype in the model. ``own``
+            has ``()`` for an fp32 parameter, ``None`` for a parameter without a known copy.
         otherwise: the dtype of an fp32 parameter's copy if the rollout's dtype is not known.
-        merged: the sampler of the matrices that LoRA is merged into.
+        merged: the ``Merged`` that samples elements of the matrices into which LoRA is merged.
     """
 
     own: Sequence[Sequence[Chain | None]]
@@ -38,7 +38,7 @@ class Copies:
     merged: Merged
 
     def chain(self, group: int, place: int, rollout: Rollout | None) -> Chain | None:
-        """Return the dtypes that a parameter's copy is rounded to; ``None`` without a copy."""
+        """Return the dtypes that a rollout copy is rounded to, in order; ``None`` if no copy."""
         try:
             own = self.own[group][place]
         except IndexError:  # the group or parameter was added after attach()
@@ -52,7 +52,7 @@ class Copies:
 
 
 def named(chain: Chain) -> str:
-    """Return text with a copy's dtype and its earlier roundings, such as ``"fp16 over bf16"``."""
+    """Name the dtypes that a copy is rounded to, the last one first, as in ``"fp16 over bf16"``."""
     return " over ".join(name_of(dtype) for dtype in reversed(chain))
 
 

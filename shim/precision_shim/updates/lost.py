@@ -1,4 +1,4 @@
-"""Lost updates as plain data: shares per optimizer, as metrics, as JSON and as text.
+"""Data classes for counts of lost updates, and conversions to shares, metrics, JSON and text.
 
 An update of an element is lost if the update was not zero but the stored number did not change.
 """
@@ -83,8 +83,8 @@ class Figures:
         step: number of the step, counted from the attachment of the meter.
         every: number of steps from one measurement to the next.
         groups: the parameter groups whose updates were not all zero.
-        merged: counts for the copies of the matrices that LoRA is merged into; ``None`` without
-            merging. A copy's update is the change of the product of LoRA's factors.
+        merged: counts for the rollout engine's copies of matrices with merged LoRA, or ``None``.
+            For merged LoRA, an update means that the step changed the product of LoRA's factors.
     """
 
     step: int
@@ -157,7 +157,7 @@ def lines(updates: Mapping[str, Any]) -> Iterator[str]:
 
 
 def brief(figures: Figures) -> str:
-    """Return the shares over all groups as one line of text."""
+    """Return the shares of lost updates over all groups as one line of text."""
     shares = ", ".join(
         f"{title} {part:.1%}"
         for name, title in _TITLES.items()
@@ -173,7 +173,7 @@ def _percent(count: Mapping[str, Any]) -> str:
 def findings(
     updates: Mapping[str, Any], part: str, where: str, masters: Collection[str] = ()
 ) -> Iterator[tuple[int, tuple[str, str | None, str | None, str, str, str]]]:
-    """Yield the groups that lost most of their updates, each with a ``Finding``'s fields.
+    """Yield the number of each group that lost most of its updates, with fields for a ``Finding``.
 
     Args:
         updates: the result of ``Figures.to_dict``.

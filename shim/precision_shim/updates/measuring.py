@@ -52,7 +52,7 @@ class _Before:
 
 @dataclass(frozen=True)
 class _Counted:
-    """The description of one vector of counts.
+    """The parameter group, sample size and dtypes that one row of counts is for.
 
     Attributes:
         group: number of the group; ``None`` for matrices that LoRA is merged into.
@@ -72,8 +72,8 @@ class _Pending:
     """Counts that are being copied to the host.
 
     Attributes:
-        arriving: for each device, the tensor on the host, the event that is recorded after the copy
-            to the host, and a description of each row.
+        arriving: for each device, the host tensor that receives the counts, the event recorded
+            after the copy, and a ``_Counted`` per row of the tensor.
         elements: for each group, the number of elements that the step updated on this rank.
     """
 
@@ -162,7 +162,7 @@ class Meter:
             if self._step % self.every == 0 and self._pending is None and _plain(args, kwargs):
                 with torch.no_grad():
                     self._before = self._take(optimizer)
-        except Exception as error:  # a meter must not end the training run
+        except Exception as error:  # an error in the meter must not stop the training
             self._give_up(f"{type(error).__name__}: {error}")
 
     def _take(self, optimizer: torch.optim.Optimizer) -> list[_Before]:
@@ -268,7 +268,7 @@ class Meter:
         try:
             with torch.no_grad():
                 self._pending = self._compare(optimizer, before)
-        except Exception as error:  # a meter must not end the training run
+        except Exception as error:  # an error in the meter must not stop the training
             self._give_up(f"{type(error).__name__}: {error}")
 
     def _compare(self, optimizer: torch.optim.Optimizer, before: list[_Before]) -> _Pending:
@@ -372,7 +372,7 @@ def _captures() -> bool:
 
 
 def _plain(args: Any, kwargs: Any) -> bool:
-    """Whether the step has no closure and no scaler, which change gradients within the step."""
+    """Whether the step has neither closure nor scaler (both change gradients within the step)."""
     given = (*args[1:], *kwargs.values())  # the optimizer comes first
     return all(value is None for value in given)
 

@@ -78,7 +78,7 @@ class Merged:
             rollout: how the weights reach the rollout engine.
 
         Returns:
-            The reason why nothing is measured (only at the first such call), otherwise ``""``.
+            The reason why no layer can be measured, returned only once; otherwise ``""``.
         """
         self._before, self._dtypes = [], rollout.dtypes
         if not (rollout.merged and rollout.dtypes):
@@ -99,8 +99,8 @@ class Merged:
         """Compute the copies after the step, and yield each layer's counts as tensors.
 
         Yields:
-            For each layer the device, the number of elements whose product changed, how many of
-            these have an unchanged copy, the number of sampled elements, and the copy's dtypes.
+            For each layer: device, number of changed elements of B@A, number of these with an
+            unchanged copy, number of sampled elements, dtypes of the copy.
         """
         before, self._before = self._before, []
         for sample in before:
@@ -144,7 +144,7 @@ class Merged:
 
 
 def lora_layers(chunks: Sequence[torch.nn.Module]) -> tuple[list[Layer], str]:
-    """Return the LoRA layers whose copies can be computed, and why other layers are left out.
+    """Return the LoRA layers whose merged weights can be computed, and the reason to skip another.
 
     Args:
         chunks: a model's modules.

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rollout:
-    """How the weights that an optimizer steps reach the rollout engine.
+    """How the weights that an optimizer updates reach the rollout engine.
 
     Attributes:
         dtypes: the dtypes that each weight is rounded to: the transfer's dtype, then the engine's.
-            The tuple is empty if a dtype is not known or is no torch dtype, such as fp8.
+            ``dtypes`` is empty if a dtype is unknown or, like fp8, cannot be measured.
         merged: whether LoRA's factors are merged into the weights that the engine receives.
     """
 

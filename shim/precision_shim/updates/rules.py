@@ -5,7 +5,7 @@ the gradients that the optimizer reads at a step. There are rules for Adam and A
 TransformerEngine's and Apex's) and for torch's SGD. There is no rule for a subclass with its own
 ``step``, because the subclass's formula is not known.
 
-No function of this module waits for a device: tensor hyperparameters on a device stay tensors.
+No function of this module synchronizes with a GPU; a learning rate in a GPU tensor stays a tensor.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Sampled:
         weights: the stored weights.
         gradient: the gradient that the optimizer reads.
         states: the stored states by name; zeros for a state that the first step will create.
-        steps: for each element, the number of the coming step.
+        steps: for each element, its parameter's step count, including the coming step.
     """
 
     weights: torch.Tensor
@@ -170,7 +170,7 @@ class Rule:
     def steps(
         self, optimizer: Any, group: Mapping[str, Any], parameter: torch.Tensor, at: Taken
     ) -> torch.Tensor:
-        """Return the number of the coming step, for each element of a sample."""
+        """Return a parameter's step count, including the coming step, for each sampled element."""
         state = optimizer.state.get(parameter, {})
         if self._ideal is _sgd:  # SGD counts no steps; its rule only detects the first step
             made: Any = int(state.get("momentum_buffer") is not None)

@@ -18,7 +18,7 @@ MOST_TENSORS = 512
 
 
 def allot(sizes: Sequence[int], budget: int) -> list[int]:
-    """Divide a budget equally, and give the unused shares of small sizes to larger sizes."""
+    """Divide a budget among tensors (or groups) as equally as their sizes allow."""
     counts = [0] * len(sizes)
     smallest_first = sorted(range(len(sizes)), key=sizes.__getitem__)
     for place, which in enumerate(smallest_first):
@@ -134,7 +134,7 @@ def _draw(
     for number, place in enumerate(places):
         indices = drawn[cuts[number] : cuts[number + 1]] - bounds[number]
         if len(indices):
-            # The indices are copied once, before the first measurement, and the host does not wait.
+            # The indices are copied to the device once; the host does not wait for the copy.
             device = local(parameters[place]).device
             taken[place] = Taken(indices.to(device, non_blocking=True), len(indices))
     return taken

@@ -57,9 +57,9 @@ def watch_updates(
     elements on a rank, over all optimizers). The meter counts the elements whose update was not
     zero but whose stored value did not change. Separate counts cover the weights that the optimizer
     updates (masters if any), decreases of ``exp_avg_sq``, and the rollout engines' copies of the
-    weights. The figures of a measurement are in the returned object and in ``audit(model,
-    optimizer)`` when a later step begins. Some frameworks' adapters also report the figures in the
-    framework's metrics. The meter warns if a group loses more than half of its updates. A meter
+    weights. When a later step begins, the figures of a measurement become available in the returned
+    object and in ``audit(model, optimizer)``. Some frameworks' adapters also report the figures in
+    the framework's metrics. The meter warns if a group loses more than half of its updates. A meter
     changes no step's result, and the host does not wait for a device.
 
     ``precision_shim.uninstall()`` and the returned object's ``remove()`` remove the hooks. A second
@@ -70,9 +70,9 @@ def watch_updates(
         optimizer: the optimizer, in any form that ``audit`` accepts.
         every: number of steps from one measurement to the next.
         rollout: the dtype that the rollout engine computes in, as a ``torch.dtype`` or a name.
-            ``None`` means the dtype that a framework's adapter recorded. Without a recorded dtype,
-            copies are assumed to be in the model's 16-bit dtype, else in FSDP's compute dtype, else
-            in bf16.
+            With ``rollout=None`` the meter uses the dtype that a framework's adapter recorded.
+            Without a recorded dtype, copies are assumed to be in the model's 16-bit dtype, else in
+            FSDP's compute dtype, else in bf16.
 
     Returns:
         An ``UpdateWatch``, which has the figures and ``remove()``.
@@ -80,7 +80,7 @@ def watch_updates(
     Raises:
         AuditError: model or optimizer cannot be read.
         DtypeError: ``rollout`` names no dtype.
-        SettingsError: ``every`` is not a whole number of at least 1.
+        SettingsError: the argument ``every`` is not a whole number of at least 1.
     """
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise SettingsError(
@@ -112,7 +112,7 @@ def attach(
     subject: str = "",
     on_figures: Callable[[Meter], None] | None = None,
 ) -> Meter | None:
-    """Attach a meter to an optimizer; return ``None`` if the reading has no torch optimizer.
+    """Attach a meter to the torch optimizer in a ``Reading``; return ``None`` if there is none.
 
     Args:
         reading: the optimizer's reading.

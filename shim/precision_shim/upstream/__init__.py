@@ -2,6 +2,5 @@
 
 ``trees`` finds a release in a wheel or a folder. ``symbols`` has the record of the symbols that
 seams rely on; ``digest`` and ``changes`` compare the code of these symbols. ``foresight`` predicts
-the shim's effect on a release, and ``probes`` test whether the framework behaves as the rules
-assume.
+the shim's effect on a release, and ``probes`` run the framework to test the shim's assumptions.
 """

@@ -15,7 +15,7 @@ from typing import Any
 from ..seams._source import definition
 
 _NOT_READ = {
-    "ctx",  # ``ctx`` follows from the node's position in the tree.
+    "ctx",  # ``ctx`` (load or store) is already determined by a node's position in the tree.
     "kind",  # ``kind`` distinguishes u"" from "", which are equal.
     "annotation",
     "returns",
@@ -54,7 +54,7 @@ def is_remark(line: ast.AST) -> bool:
 
 
 def _walk(node: ast.AST, in_class: bool) -> Iterator[str]:
-    """Yield the words of a node to hash; brackets ensure that different trees give different words.
+    """Yield the strings to hash for a syntax-tree node; brackets keep different trees distinct.
 
     An annotation without a value is left out, unless it declares a class's field.
     """
@@ -88,7 +88,7 @@ def _field(name: str, value: Any, in_class: bool) -> Iterator[str]:
             if isinstance(item, ast.AST):
                 if not is_remark(item):
                     yield from _walk(item, in_class)
-            else:  # item: None in dict keys or keyword defaults, a name in global statements
+            else:  # a None among dict keys or keyword defaults, or a name in a global statement
                 yield repr(item)
         yield "]"
     else:
@@ -96,7 +96,7 @@ def _field(name: str, value: Any, in_class: bool) -> Iterator[str]:
 
 
 def _f_string(node: ast.JoinedStr, in_class: bool) -> Iterator[str]:
-    """Yield the words of an f-string, joining text that Python versions split differently."""
+    """Yield an f-string's strings to hash, joining text that Python versions split differently."""
     text = ""
     for part in _parts(node.values):
         if isinstance(part, str):

@@ -16,7 +16,7 @@ __all__ = ["foresee", "inapplicable"]
 
 
 def inapplicable(name: str, seam: SeamStatus) -> str:
-    """Return the message that a refused seam's feature cannot be applied on the seam's path."""
+    """Return the message that a seam was refused, so its feature cannot be applied."""
     where = f" ({seam.path})" if seam.path else ""
     return f"{name}: {seam.feature}{where} cannot be applied: {seam.reason}"
 
@@ -26,7 +26,7 @@ def foresee(
     settings: Settings,
     versions: Callable[[str, Iterable[str]], str | None],
 ) -> tuple[FrameworkStatus, list[str]]:
-    """Return a framework's predicted status in the current ``Source``, and problems as sentences.
+    """Return a framework's predicted status for the source being read, and messages on problems.
 
     Args:
         entry: the framework.
@@ -47,12 +47,12 @@ def foresee(
     except PrecisionShimError as error:
         return FrameworkStatus(version, "refused", reason=str(error)), [str(error)]
     tested, reason = judge_version(adapter, version, versions, closely=True)
-    # A seam that an adapter declares as refused is no problem, because it only reports the reason.
+    # A seam with a declared refusal is no problem: it only reports why a feature is impossible.
     broken: dict[tuple[str, str], SeamStatus] = {}
     for seam in seams:
         if seam.state == "refused" and not seam.refusal:
             place = seam.feature, seam.group
-            if seam.target in seam.reason:  # this seam is the cause of the refusal
+            if seam.target in seam.reason:  # the group of seams is refused because of this seam
                 broken[place] = seam
             broken.setdefault(place, seam)
     problems = [inapplicable(f"{name} {version}", seam) for seam in broken.values()]

@@ -17,7 +17,7 @@ from ..errors import SeamError
 
 
 class Answer(NamedTuple):
-    """The result of a probe: the rule's assumption is true only if both values are equal.
+    """A probe's result; the assumption is true only if ``assumed`` and ``found`` are equal.
 
     Attributes:
         assumed: the value that the rule assumes.
@@ -35,7 +35,7 @@ class Probe:
     Attributes:
         name: the probe's name in the output of ``precision-shim doctor``.
         assumes: the assumption, as a sentence.
-        rule: ``"module:name"`` of the rule that relies on the assumption.
+        rule: the rule that relies on the assumption, as ``"module:name"``.
         needs: modules that the probe imports; if one of them is missing, the probe does not run.
         ask: the test function; an error in the test function means that the assumption is false.
     """
@@ -52,8 +52,8 @@ class Outcome:
     """The result of running a probe.
 
     Attributes:
-        state: ``holds``, ``fails``, ``absent`` (a needed module is not installed) or ``unasked`` (a
-            needed module is installed but cannot be imported).
+        state: one of ``holds``, ``fails``, ``absent`` (a needed module is not installed) and
+            ``unasked`` (a needed module is installed but cannot be imported).
         assumes: the probe's assumption, as a sentence.
         assumed: the value that the rule assumes, as text.
         found: the framework's value, as text, or the reason why the probe did not run.

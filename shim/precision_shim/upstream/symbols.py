@@ -1,8 +1,8 @@
-"""The record of digests lists the versions in which a symbol had the same code.
+"""The record of digests maps each digest of a symbol's code to the versions that have this code.
 
-The record is one generated file in the adapters' package; it maps distribution, target and digest
-to versions. The shim never refuses a seam because a digest differs. This module compares the code
-itself, because a fork may change the code without changing the version string.
+The record is one generated file in the adapters' package; it maps distribution, target (the name of
+the symbol) and digest to versions. The shim never refuses a seam because a digest differs. This
+module compares the code, because a fork may change the code without changing the version string.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def add(record: Record, distribution: str, version: str, digests: Mapping[str, s
         record: the record, which is changed in place.
         distribution: the distribution of the symbols.
         version: the distribution's version; a local part, such as ``+cu128``, is left out.
-        digests: digests by target, ``""`` for a symbol that this version lacks.
+        digests: each symbol's digest by ``"module:name"``; empty if this version lacks the symbol.
     """
     version = plain(version)
     known = record.setdefault(distribution, {})
@@ -97,7 +97,7 @@ def versions_of(record: Record, distribution: str) -> list[str]:
 
 
 def digests_of(record: Record, distribution: str, version: str) -> dict[str, str]:
-    """The recorded digests of a version's symbols, by target."""
+    """The recorded digests of a version's symbols, by ``"module:name"`` of the symbol."""
     return {
         target: digest
         for target, digests in record.get(distribution, {}).items()
@@ -170,7 +170,7 @@ def compare(
     Args:
         record: the record.
         distribution: the distribution of the symbols.
-        digests: digests by target; ``""`` for a symbol that the current ``Source`` lacks.
+        digests: each symbol's digest by ``"module:name"``; empty if the source lacks the symbol.
         version: the recorded version; ``""`` for the most similar version, or the newest of several
             equally similar versions.
     """
@@ -228,7 +228,7 @@ def likeness(adapter: Adapter, version: str, installed: Mapping[str, str | None]
 def describe_differences(
     adapter: Adapter, version: str, installed: Mapping[str, str | None]
 ) -> list[str]:
-    """Return sentences on recorded versions whose code differs from the record, as in a fork."""
+    """Return a sentence per distribution whose code differs from its version's recorded code."""
     told = []
     for distribution, targets in targets_by_distribution(adapter).items():
         here = version if distribution == adapter.distribution else installed.get(distribution)
@@ -248,7 +248,7 @@ def same_as(adapter: Adapter, distribution: str) -> str:
 
 
 def _digests_here(distribution: str, targets: Iterable[str]) -> dict[str, str]:
-    """Return the current digests of recorded targets; third parties' targets may be unrecorded."""
+    """Return the current digests of recorded symbols; a third party's adapter may wrap others."""
     known = shipped().get(distribution, {})
     return {target: digest(target) for target in targets if target in known}
 
@@ -256,13 +256,13 @@ def _digests_here(distribution: str, targets: Iterable[str]) -> dict[str, str]:
 def missed(
     adapter: Adapter, versions: Callable[[str, Iterable[str]], str | None]
 ) -> Callable[[str], str]:
-    """Return a function that maps a target to the recorded version with this target, or to ``""``.
+    """Return a function that maps an absent symbol to a recorded version that has it, or to ``""``.
 
     The returned function reads one recorded version: the newest that is not newer than the
     installed version. A symbol that upstream added after the installed version, or removed before
-    it, is not reported as missing. If the installed version is unknown, the function reads the
-    recorded version with the same symbols. If no recorded version has the same symbols, no symbol
-    is reported as missing.
+    it, is not reported as missing. If the installed version is unknown, the function reads a
+    recorded version whose symbols all equal the installed symbols. If no recorded version's symbols
+    all equal the installed ones, no symbol is reported as missing.
 
     Args:
         adapter: the adapter whose symbols may be missing.

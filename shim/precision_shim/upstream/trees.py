@@ -258,7 +258,7 @@ def _find_declared(text: str, distribution: str, files: _Files, folder: str) -> 
 
 
 def _find_assigned(tree: ast.Module) -> Iterator[str]:
-    """Yield the version that a module assigns, as a string or numbers (NVIDIA's ``MAJOR``, ...)."""
+    """Yield the version in a module's ``__version__``, or in NVIDIA's ``MAJOR``, ``MINOR`` etc."""
     values = {
         target.id: line.value.value
         for line in tree.body

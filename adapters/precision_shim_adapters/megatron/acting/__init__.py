@@ -1,1 +1,1 @@
-"""The seams in Megatron that apply the decisions, scale the loss and skip steps."""
+"""The seams in Megatron that set the dtypes the shim chose, scale the loss and skip steps."""

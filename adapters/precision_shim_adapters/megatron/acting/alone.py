@@ -1,4 +1,4 @@
-"""Seams of the adapter ``megatron`` for models that are built outside every ``building``.
+"""Seams of the adapter ``megatron`` for models built outside every ``with building(...)`` block.
 
 The seams of the adapter ``megatron`` do nothing while another adapter's context manager
 ``building`` is entered. Every path to Megatron's optimizers calls

@@ -1,4 +1,4 @@
-"""The backend's seams read this record of the model that a framework is building.
+"""``Build`` records the model that a framework is building; the backend's seams read the record.
 
 A framework makes the gradient bucket before the OptimizerConfig, in another function, but one plan
 must decide the dtypes of both. An adapter puts ``building`` around the code that makes DDP and
@@ -32,12 +32,12 @@ class Build:
         seen: dtypes of the trainable parameters of all model chunks that have a DDP so far, on all
             pipeline stages.
         distributed: whether the last DDP's config has the distributed optimizer.
-        in_fp32: ``grad_reduce_in_fp32`` of the first chunk's bucket, ``None`` before the decision.
+        in_fp32: value of ``grad_reduce_in_fp32`` for the first chunk; ``None`` until it is decided.
             Megatron asserts that all chunks of a model have the same DDP config.
     """
 
     def __init__(self, framework: str, read: Callable[[], Wishes]) -> None:
-        """Make a build without any model chunk.
+        """Create a ``Build`` that has no model chunk yet.
 
         Args:
             framework: the framework's name.
@@ -58,20 +58,20 @@ class Build:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The one dtype of the parameters in ``seen``, or else the framework's declared dtype."""
+        """The dtype in ``seen`` if it has only one, otherwise the framework's declared dtype."""
         return self.seen.single or self.wishes.declared
 
     def plan(self, model: TrainableDtypes | None = None) -> Planned:
-        """The optimizer's plan for the dtypes in ``model``, by default the dtypes in ``seen``.
+        """Decide the optimizer's dtypes from the parameters' dtypes in ``model``, or in ``seen``.
 
         Raises:
             DtypeError: see ``plan_wishes``.
         """
         known = self.seen if model is None else model
         now = in_force_now(self.framework)
-        # Plan again only if a further chunk has other dtypes, or if an import between DDP and
-        # optimizer changed the features in force. If all parameters have one dtype, the number of
-        # parameters does not matter.
+        # Decide again only if a further chunk has other dtypes, or if an import after the DDP's
+        # construction switched features on or off. If all parameters have one dtype, the number of
+        # parameters does not affect the decision.
         made_for = known.single or known, self.distributed, now
         if self._planned is None or self._planned[0] != made_for:
             made = plan_wishes(self.wishes, known, now, distributed=self.distributed)

@@ -34,12 +34,12 @@ PATHS = {"megatron-fsdp": "Megatron-FSDP (overflows)"}
 _FSDP = "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel.__init__"
 
 _told: weakref.WeakKeyDictionary[Any, torch.dtype] = weakref.WeakKeyDictionary()
-"""Maps a DDP module, if the user configured its bucket dtype, to the main grads dtype that
+"""Maps a DDP module, if the user configured its bucket's dtype, to the dtype of the main grads that
 ``build_ddp`` compared with the bucket's dtype. ``optimizer.check`` reads the entries."""
 
 
 def find_noted_dtype(chunk: Any) -> torch.dtype | None:
-    """The main grads dtype that ``build_ddp`` compared with the user's bucket dtype."""
+    """The main grads' dtype if ``build_ddp`` compared it with a bucket dtype that the user set."""
     return _told.get(chunk)
 
 
@@ -70,7 +70,7 @@ def build_ddp(
     full_param_layout: Any = None,
     pg_collection: Any = None,
 ) -> Any:
-    """Record a model chunk's trainable dtypes, and pass its DDP a config that fits these dtypes."""
+    """Record the dtypes of a chunk's trainable parameters, and pass its DDP a matching config."""
     build = build_around(ddp_config)
     if build is None:
         return call.proceed()
@@ -99,7 +99,7 @@ def build_ddp(
 
 
 def _align(build: Build, wishes: Wishes, config: Any, model: TrainableDtypes) -> torch.dtype | None:
-    """Align the bucket's dtype; return the main grads' dtype if the user's bucket dtype stays."""
+    """Fit the bucket's dtype to the main grads; return their dtype if the user set the bucket's."""
     if not in_force(build.framework, ALIGNMENT, GROUP):
         return None
     plan = build.plan(model).plan

@@ -42,7 +42,7 @@ def compute_in_fp32(chunks: Iterable[torch.nn.Module], where: str, setting: str)
                     "ColumnParallelLinear, whose weight gradient is not deferred. Unset "
                     "PRECISION_SHIM_HEAD."
                 )
-            # The fused kernel adds to the weight's main grads, but an fp32 copy has no main grads.
+            # Megatron's fused kernel adds to ``main_grad``; a weight's fp32 copy has no main_grad.
             module.gradient_accumulation_fusion = False
             module.forward = types.MethodType(_forward, module)
             setattr(module, HEAD_MARK, "fp32")

@@ -85,7 +85,7 @@ def _reload_fused(inner: Any) -> None:
         if not isinstance(master, torch.Tensor):
             continue
         if master.dtype is torch.int16:
-            master.zero_()  # loaded bf16 weights have no remainder
+            master.zero_()  # the loaded weight is bf16, so the master's low 16 bits are 0
         else:
             # ``set_scaled_state`` applies FusedAdam's scale. Master weights may be on the host.
             inner.set_scaled_state(shard, "master_param", shard.detach().float().to(master.device))
@@ -94,13 +94,13 @@ def _reload_fused(inner: Any) -> None:
 def reload_masters(framework: str, subject: str, optimizer: Any) -> None:
     """Overwrite master weights with weights that were loaded without the optimizer's states.
 
-    An adapter calls ``reload_masters`` after the framework loaded the weights, in a seam for
-    ``FEATURES`` in the group ``GROUP``. The moments and step counts stay unchanged.
+    In a seam with the features ``FEATURES`` and the group ``GROUP``, an adapter calls
+    ``reload_masters`` after the framework loaded weights. Moments and step counts do not change.
 
     Args:
         framework: the framework's name.
         subject: the model's name, such as ``"actor"``.
-        optimizer: Megatron's optimizer, chained or single, or ``None``.
+        optimizer: an optimizer of Megatron, chained or single, or ``None``.
     """
     reloaded = False
     for inner in _each(optimizer):
@@ -126,7 +126,7 @@ def reload_masters(framework: str, subject: str, optimizer: Any) -> None:
 
 
 def _each(optimizer: Any) -> Iterator[Any]:
-    """Yield the single optimizers of a chain and its inner chains, except frozen models' stubs."""
+    """Yield the single optimizers of a chain and its inner chains, if they have parameters."""
     # Megatron's layer-wise optimizer is a chain within a chain. Reading ``optimizer`` of a chain of
     # several optimizers raises an error.
     chained = getattr(optimizer, "chained_optimizers", None)

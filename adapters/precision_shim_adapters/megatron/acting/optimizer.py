@@ -1,9 +1,9 @@
 """Coerce dtypes in Megatron's OptimizerConfig, set fields, and compare the config with the model.
 
-``__post_init__`` runs for every OptimizerConfig, even for a subclass or a deferred validation. Each
-framework has its own function that fills the config; the framework's adapter calls ``settle`` in a
-seam at this function. A seam at the function that makes the optimizer calls ``check``. The shim
-deliberately does not patch Megatron's own ``get_megatron_optimizer``.
+Dtypes are coerced in ``__post_init__``, which also runs for a subclass of OptimizerConfig and for a
+later validation. Each framework has its own function that fills the config; the framework's adapter
+calls ``settle`` in a seam at this function. A seam at the function that makes the optimizer calls
+``check``. The shim deliberately does not patch Megatron's own ``get_megatron_optimizer``.
 
 Delete this module when OptimizerConfig accepts dtype names, and Megatron's DDP reads
 ``main_grads_dtype``.
@@ -148,7 +148,7 @@ class Settled:
         return {**self.added, **self.asked}
 
     def keep_layout(self, config: Any) -> None:
-        """Record whether the user or the shim made a config precision-aware, for checkpoints.
+        """Record for the checkpoints' layout whether user or shim made a config precision-aware.
 
         An adapter calls ``keep_layout`` with the config object that the optimizer receives.
         """
@@ -271,9 +271,9 @@ def check(framework: str, config: Any, model: Any) -> None:
         model: a DistributedDataParallel module, or a list of them.
 
     Raises:
-        InconsistentPrecisionError: Megatron cannot clip an fp16 model's gradients. Strict mode also
-            raises the error if an fp16 model would train without loss scaling. Strict mode also
-            raises the error if config and model disagree, unless the user wrote the bucket's dtype.
+        InconsistentPrecisionError: fp16 gradients would be clipped, which Megatron cannot do. In
+            strict mode, ``check`` also refuses an fp16 model without loss scaling, and different
+            dtypes of model and config, except for a bucket dtype that the user wrote.
     """
     build = current_build(framework)
     if build is not None and in_force(framework, SCALING, GROUP):

@@ -12,9 +12,9 @@ Every framework's step calls ``ChainedOptimizer.step`` or, for a single optimize
 the adapter called ``skipping`` or ``answer_skips``. Some trainers skip a step by not calling
 ``step``, so the shim counts steps in ``prepare_grads``, which all trainers call to check for an
 overflow. When a chain's ``prepare_grads`` returns, all scalers have checked their gradients, and no
-optimizer has stepped. ``DynamicGradScaler.__init__`` receives the growth and backoff factors, for
-which Megatron's configs have no field. The DDP's own NaN check would end the job before Megatron
-skips a step, so the module ``ddp`` turns the check off.
+optimizer has stepped. A seam at ``DynamicGradScaler.__init__`` passes the user's growth and backoff
+factors, for which Megatron's configs have no field. The DDP's own NaN check would end the job
+before Megatron skips a step, so the module ``ddp`` turns the check off.
 
 The shim deliberately patches neither ``ConstantGradScaler`` nor the threshold for the gradient norm
 in megatron-core 0.18. Megatron makes a ``ConstantGradScaler`` if the user wrote a static
@@ -91,8 +91,8 @@ class Account:
     Attributes:
         counter: counts steps and skipped steps.
         scale: the loss scale of the last step.
-        succeeds: the success flag to return for a skipped step outside ``skipping``; ``None`` to
-            leave Megatron's return value.
+        succeeds: the success flag that a skipped step returns if ``skipping`` is not entered;
+            ``None`` for Megatron's own return value.
     """
 
     counter: SkipCounter = field(default_factory=SkipCounter)
@@ -132,7 +132,7 @@ def skipping(*, succeeds: bool) -> Iterator[None]:
 
 
 def answer_skips(optimizer: Any, *, succeeds: bool) -> None:
-    """Treat every step of an optimizer as if within ``skipping``, for a caller without a seam.
+    """Make each skipped step of an optimizer return a success flag, for code without ``skipping``.
 
     Args:
         optimizer: an optimizer from Megatron's ``get_megatron_optimizer``.
@@ -180,8 +180,8 @@ def answer_step(optimizer: Any, step: Callable[[], Any]) -> Any:
     if succeeds is None or not dynamic_scalers(optimizer):
         return result
     successful, grad_norm, zeros = result
-    # megatron-core 0.18 also fails a step whose gradient norm exceeds a threshold, and returns
-    # the norm. For an overflow, megatron-core returns None as the norm.
+    # megatron-core 0.18 also returns False, but with the norm, for a step whose gradient norm
+    # exceeds a threshold. For an overflow, megatron-core returns None as the norm.
     if successful or grad_norm is not None:
         return result
     return succeeds, math.nan, zeros
@@ -244,7 +244,7 @@ def keep_one_scale(call: Call) -> Any:
             other.load_state_dict(before)
     found_inf = call.proceed()
     if found_inf:
-        for scaler in scalers:  # undo the step that other scalers counted as good
+        for scaler in scalers:  # scalers that found no overflow must count one, too
             scaler.load_state_dict(before)
             scaler.update(True)
     return found_inf
@@ -258,8 +258,8 @@ def _trackers(scaler: Any) -> tuple[Any, ...]:
 class _Answer:
     """The result of a call of ``prepare_grads``; ``parts`` has the results of a chain's optimizers.
 
-    ``before`` is the first scaler's state before the call, ``after`` the first scaler's scale after
-    the call, and ``interrupted`` whether an exception ended the step.
+    ``before`` is the first scaler's state before the call; ``after`` is the first scaler's scale
+    after the call. ``interrupted`` is true if an exception ended the step.
     """
 
     found: bool
@@ -286,7 +286,7 @@ def _parts(optimizer: Any) -> list[_Answer | None]:
 
 
 def _forget(optimizer: Any) -> None:
-    """Delete ``_Answer``s; the growth tracker does not count a step that an exception ended."""
+    """Delete ``_Answer``s; undo the growth trackers' count of a step that an exception ended."""
     for inner in _unchain(optimizer):  # the ``_Answer`` of a chain needs its parts' ``_Answer``s
         answer = _answers.pop(inner, None)
         if answer is None or not answer.interrupted or answer.found:
@@ -305,7 +305,7 @@ def _interrupt(optimizer: Any) -> None:
 
 
 def _is_stale(optimizer: Any) -> bool:
-    """Whether a loss was scaled after an exception ended a step, so that the gradients are new."""
+    """Whether a loss was scaled after an exception ended a step, so that ``_Answer``s are stale."""
     return is_asked(_unchain(optimizer)) and any(
         inner in _answers and _answers[inner].interrupted for inner in _unchain(optimizer)
     )

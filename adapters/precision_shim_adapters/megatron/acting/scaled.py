@@ -111,7 +111,7 @@ def refuse_scaled_twice(call: Call, loss: Any) -> Any:
 def _is_scaled(loss: Any, scale: torch.Tensor) -> bool:
     """Whether one of the last operations on a loss multiplied the loss by the scale's tensor."""
     node = getattr(loss, "grad_fn", None)
-    for _ in range(8):  # 8 covers a mean, a weight and a cast, but not the model's operations
+    for _ in range(8):  # the last 8 operations include mean, weighting and cast, not the model's
         if node is None:
             return False
         if node.name().startswith("MulBackward"):
