@@ -1,7 +1,8 @@
 """Choose the gradient bucket's dtype so that it equals the dtype of the optimizer's main grads.
 
-Megatron reads ``main_grads_dtype`` only in an assertion, and the main grads have the bucket's
-dtype. A bucket is fp32 (``grad_reduce_in_fp32``) or has its parameters' dtype.
+The main grads have the bucket's dtype even if ``main_grads_dtype`` differs, because Megatron reads
+that field only in an assertion. A bucket is fp32 (``grad_reduce_in_fp32``) or has its parameters'
+dtype.
 """
 
 from __future__ import annotations
