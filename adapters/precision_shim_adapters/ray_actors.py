@@ -81,7 +81,7 @@ def _imitate(beneath: Callable[..., Any], method: Callable[..., Any]) -> Callabl
 
     if inspect.iscoroutinefunction(method):
         call = call_async
-    # Set no ``__wrapped__``, because Ray would pickle the framework's method in it, too.
+    # Leave out ``__wrapped__``, because Ray would follow it and pickle the framework's method, too.
     functools.update_wrapper(call, beneath)
     del call.__wrapped__  # type: ignore[attr-defined]
     call.__signature__ = inspect.signature(beneath)  # type: ignore[attr-defined]

@@ -4,8 +4,7 @@ ROLL scales its loss with torch's GradScaler. With a scaler, ROLL's loop neither
 scheduler nor clears the gradients, so the gradients add up over all steps. ROLL does not save the
 scaler in checkpoints. On a resume, ROLL silently does not load the checkpoint's moments.
 
-Delete this module when ROLL steps its LR scheduler and clears gradients also with a scaler, and
-saves the scaler.
+Delete this module when ROLL saves its scaler, and a scaler no longer changes ROLL's loop.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def training_of(strategy: Any) -> ScaledTraining | None:
 
 @seam(f"{STRATEGY}.train_step", why="leaves a scaled step unfinished", **HERE)
 def step(call: Call) -> Any:
-    """Step the scheduler after scaled steps; report scale, skips, and NaN as a skip's grad norm."""
+    """Step the scheduler after scaled steps; report scale and skips, and norm NaN for each skip."""
     strategy = call.instance
     training = training_of(strategy)
     if training is None:
@@ -82,8 +81,8 @@ def step(call: Call) -> Any:
 def _ended(strategy: Any, training: ScaledTraining) -> Iterator[None]:
     """Step the scheduler and clear the gradients after a scaled step, unless ROLL does so.
 
-    If ``scheduler.last_epoch`` is still unchanged when ROLL scales the next loss, or when
-    ``train_step`` returns, ROLL itself has not stepped the scheduler.
+    If ``scheduler.last_epoch`` is unchanged since ``scaler.update`` when ROLL scales the next loss,
+    or when ``train_step`` returns, ROLL itself has not stepped the scheduler.
     """
     scaler, scheduler = strategy.scaler, strategy.scheduler
     at: list[int] = []

@@ -213,7 +213,7 @@ def train(call: Call, loss_fn: Any, eval_mode: Any = False) -> Any:
 
 @seam(
     at=[
-        # Without the worker's module, leave ``clip`` unpatched: other workers call it, too.
+        # Do not patch ``clip`` if an optional worker's module is missing: other workers call it.
         each.at(
             each.clip,
             *((each.module,) if each.optional else ()),

@@ -120,8 +120,8 @@ def worker_build(
 
 def _build_model(call: Call, policy_cfg: Any, ddp_config: Any, subject: str, trains: bool) -> Any:
     fsdp = bool(getattr(ddp_config, "use_megatron_fsdp", False))
-    # Up to NeMo-RL 0.5 a worker's ``__init__`` builds the reference model, and no seam can patch
-    # ``__init__``, because Ray pickles it by value. The reference's DDP has the policy's DDP config.
+    # Up to NeMo-RL 0.5 a worker's ``__init__`` builds the reference model; no seam can patch this
+    # method, because Ray pickles it by value. The reference's DDP has the policy's DDP config.
     megatron.expect_reference(
         ddp_config, FRAMEWORK, partial(read_wishes, policy_cfg, "reference", fsdp, False)
     )

@@ -18,7 +18,7 @@ class Worker:
         module: the worker's module.
         name: the name of the actor class.
         group: the group name (see ``Seam``) of all seams on the worker.
-        clip: the function that first reads a DTensor worker's gradients, which must be unscaled.
+        clip: the first function that reads a DTensor worker's gradients; its seam unscales them.
         optional: whether NeMo-RL may lack this worker.
         only_if: see ``Seam``.
         unless: see ``Seam``.

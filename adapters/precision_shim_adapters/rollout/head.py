@@ -1,10 +1,9 @@
 """Compute the LM head in fp32 in the trainer and in the rollout engine, or in neither.
 
 ``PRECISION_SHIM_HEAD=fp32`` requests fp32. In the driver, the adapter describes each engine's LM
-head as a ``Head`` and calls ``settle_heads``, which writes the config keys for the heads' dtypes.
-The trainer's key is ``head_dtype``, vLLM's own name, among the overrides of the model's HF config.
-The trainer's workers read ``head_dtype`` and change the LM head; ``compute_in_fp32`` changes
-torch's ``Linear``.
+head as a ``Head``; ``settle_heads`` writes the heads' dtypes into the config. The trainer's key is
+``head_dtype``, vLLM's own name, among the overrides of the model's HF config. The trainer's workers
+read ``head_dtype`` and change the LM head; ``compute_in_fp32`` changes torch's ``Linear``.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ def of_rollout(backend: str, options: Mapping[str, Any], place: str, quantised: 
         backend: ``"vllm"`` or ``"sglang"``.
         options: the engine's options, as the config passes them to the engine.
         place: the config key of the options.
-        quantised: the key of a quantisation whose own ``hf_overrides`` the shim's would replace.
+        quantised: the key of a quantisation whose ``hf_overrides`` the shim would overwrite.
     """
     if backend not in _OPTIONS:
         return Head("rollout", refusal=f"the shim does not set the LM head of {backend}")
@@ -159,7 +158,7 @@ def settle_heads(where: str, read: Read, write: Callable[[Head], None] | None) -
     Args:
         where: framework and version, such as ``"verl 0.9.1"``.
         read: see ``Read``; called only if the user asked for fp32.
-        write: function that sets a head's config key; ``None`` if the framework copied the config.
+        write: sets a head's config key; ``None`` if the framework has already copied the config.
 
     Raises:
         UnsupportedPrecisionError: in strict mode, an engine cannot compute its LM head in fp32.
@@ -253,8 +252,8 @@ def is_marked(overrides: object) -> bool:
 def compute_in_fp32(model: torch.nn.Module, where: str) -> None:
     """Make a Hugging Face model compute its LM head in fp32.
 
-    The LM head has the same roundings as vLLM's and SGLang's LM heads: input and weight are rounded
-    to the model's compute dtype; the product and the logits are fp32.
+    The LM head rounds as vLLM's and SGLang's LM heads do. Input and weight are rounded to the
+    model's compute dtype; the product and the logits are fp32.
 
     Args:
         model: the model, whose LM head is a ``torch.nn.Linear``.
@@ -265,7 +264,7 @@ def compute_in_fp32(model: torch.nn.Module, where: str) -> None:
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
     if getattr(type(head), "forward", None) is not torch.nn.Linear.forward:
-        # The shim must not replace the ``forward`` of a special layer, such as a quantised layer.
+        # The shim must not replace a subclass's own ``forward``, such as a quantised layer's.
         raise UnsupportedPrecisionError(
             f"{where}: {SETTING}: the LM head of {type(model).__name__} is a "
             f"{type(head).__name__}, and the shim computes only a torch.nn.Linear in fp32. Unset "

@@ -33,7 +33,7 @@ def ignored_layers(quant_config: Any) -> list[str] | None:
 
 
 def _targets_kinds(quant_config: Any) -> bool:
-    """Whether compressed-tensors targets classes, so that ``ignore`` has all unquantised layers."""
+    """Whether compressed-tensors targets classes; ``ignore`` then lists all unquantised layers."""
     targets = getattr(quant_config, "target_scheme_map", None)
     return isinstance(targets, Mapping) and all(str(target).isidentifier() for target in targets)
 

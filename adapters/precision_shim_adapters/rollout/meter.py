@@ -1,4 +1,4 @@
-"""Record the dtypes of weights for the rollout engine, to measure which updates rounding loses."""
+"""Record the dtypes of a rollout engine's weights, to measure the updates lost to rounding."""
 
 from __future__ import annotations
 

@@ -85,8 +85,8 @@ def name_engines_dtype(call: Call, model_dtype: Any) -> Any:
         try:
             call.arguments[MODEL_DTYPE] = named(model_dtype)
         except DtypeError:
-            # SkyRL 0.2's from_cli_overrides would catch a DtypeError and use the default dtype.
-            # Within from_cli_overrides, note_overrides therefore raises the DtypeError later.
+            # SkyRL 0.2's from_cli_overrides would catch a DtypeError and use the default dtype. If
+            # from_cli_overrides is running, note_overrides raises the DtypeError after it.
             if not _overriding.get():
                 raise
     result = call.proceed()

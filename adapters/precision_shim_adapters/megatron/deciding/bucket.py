@@ -1,8 +1,7 @@
 """Choose the gradient bucket's dtype so that it equals the dtype of the optimizer's main grads.
 
-The main grads have the bucket's dtype even if ``main_grads_dtype`` differs, because Megatron reads
-that field only in an assertion. A bucket is fp32 (``grad_reduce_in_fp32``) or has its parameters'
-dtype.
+Megatron reads ``main_grads_dtype`` only in an assertion: the main grads always have the bucket's
+dtype. A bucket is fp32 (``grad_reduce_in_fp32``) or has its parameters' dtype.
 """
 
 from __future__ import annotations

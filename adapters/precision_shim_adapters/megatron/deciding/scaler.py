@@ -24,8 +24,7 @@ _OWN = {"loss_scale_window": 1000.0, "growth_factor": 2.0, "backoff_factor": 0.5
 def scaler_fields(wishes: Wishes, asked: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     """Choose values for loss scaler fields that the user did not write in the OptimizerConfig.
 
-    The shim's settings in the framework's config override environment variables and the arguments
-    of ``install()``.
+    The framework's config overrides settings of ``install()`` and of environment variables.
 
     Raises:
         SettingsError: the initial loss scale is below the minimum.

@@ -71,8 +71,8 @@ class OptimizerRequest:
         declared: the dtype that the framework declares for the model; used only if the parameters'
             dtypes are mixed or unknown.
         asked: OptimizerConfig fields that the user wrote, with dtypes as ``torch.dtype``.
-        policy: ``"follow-model"``, ``"as-configured"`` or ``"guarded"`` (``"follow-model"``, except
-            that ``exp_avg_sq`` stays fp32 if bf16 rounding would stop its decay).
+        policy: one of ``"follow-model"``, ``"as-configured"`` and ``"guarded"`` (follow-model, but
+            ``exp_avg_sq`` stays fp32 if bf16 rounding would stop its decay).
         optimizer: Megatron's optimizer name.
         distributed: whether the distributed optimizer is used.
         support: the installed FusedAdam.
@@ -127,16 +127,16 @@ def obstacles(request: OptimizerRequest) -> list[str]:
     be precision-aware because they build no FusedAdam.
 
     With ``optimizer_cpu_offload`` the shim chooses no precision-aware optimizer, because Megatron
-    would not resume it exactly. If the optimizer is not precision-aware, a resume with CPU offload
-    fails with a KeyError. If the optimizer is precision-aware, a resume with CPU offload succeeds,
-    but step counts or masters differ from the checkpoint's (docs/megatron.md has the measurements).
-    The shim corrects step counts and masters, but a later resume without the shim would be silently
-    wrong. The audit measured the bytes per bf16 parameter on a (fake) GPU with all states offloaded
-    (DP is the data-parallel size):
+    would not resume this optimizer exactly. If the optimizer is not precision-aware, a resume with
+    CPU offload fails with a KeyError. If the optimizer is precision-aware, a resume with CPU
+    offload succeeds, but step counts or masters differ from the checkpoint's (docs/megatron.md has
+    the measurements). The shim corrects step counts and masters, but a later resume without the
+    shim would be silently wrong. The audit measured the bytes per bf16 parameter on a fake GPU with
+    all states offloaded (DP is the data-parallel size):
 
-    - An optimizer that is not precision-aware has 2 (weight), 4 (bucket) and 4/DP (master) bytes.
-    - A precision-aware optimizer with fp32 main grads has 2 (weight) and 4 (bucket) bytes.
-    - A precision-aware optimizer with bf16 main grads has 2 (weight) and 2 (bucket) bytes.
+    - An optimizer that is not precision-aware has 2 (weight) + 4 (bucket) + 4/DP (master) bytes.
+    - A precision-aware optimizer with fp32 main grads has 2 (weight) + 4 (bucket) bytes.
+    - A precision-aware optimizer with bf16 main grads has 2 (weight) + 2 (bucket) bytes.
 
     On the host, each kind of optimizer has 16/DP bytes per parameter. An optimizer that is not
     precision-aware computes the same steps, bit for bit, as a precision-aware optimizer with fp32
@@ -222,7 +222,7 @@ def _flags(dtype: torch.dtype | None) -> dict[str, Any]:
 def _restrict(
     row: dict[str, Any], request: OptimizerRequest, why: list[str], warnings: list[str]
 ) -> dict[str, Any]:
-    """Adapt a row of the dispatch table to the user's fields, the bucket and the FusedAdam."""
+    """Adapt a dispatch table's row to the user's fields, the bucket and the installed FusedAdam."""
     asked = request.asked
     moments = any(key in row for key in _MOMENTS)
     if asked.get("use_precision_aware_optimizer") is False:

@@ -136,8 +136,8 @@ class Planned:
 
     Attributes:
         plan: the result of ``plan_optimizer``.
-        dtype: the trainable parameters' dtype; the declared dtype if theirs is mixed or unknown.
-        asked: the user's fields, with dtype names coerced if ``dtype-coercion`` is in force.
+        dtype: the trainable parameters' dtype; if mixed or unknown, the declared dtype.
+        asked: the user's fields; if ``dtype-coercion`` is in force, dtype names are now dtypes.
         added: the fields that the framework or the shim adds; ``asked`` overrides them.
     """
 
@@ -192,8 +192,7 @@ def plan_wishes(
     dtype = model.single or wishes.declared
     policy = wishes.auto if now.states == "auto" else now.states
     if not now.dispatches:
-        # Without bf16-dispatch the shim sets no main grads' dtype, so the plan must assume none.
-        policy = "as-configured"
+        policy = "as-configured"  # plan no dtype for main grads, because the shim sets none
     native = dict(wishes.native.get(dtype, {})) if dtype is not None else {}
     if dtype is torch.float16:
         native = {**scaler_row(), **native}

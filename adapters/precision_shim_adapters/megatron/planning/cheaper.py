@@ -1,7 +1,7 @@
 """List settings that reduce a model's memory on Megatron, starting with the smallest sacrifice.
 
-``variants`` plans each entry of ``_STEPS`` as if the user had written its settings, with the rules
-that the training process uses, and omits illegal entries.
+``variants`` plans each entry of ``_STEPS`` as if the user had written its settings, with the
+training process's rules, and omits illegal entries.
 """
 
 from __future__ import annotations

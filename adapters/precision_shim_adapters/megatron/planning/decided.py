@@ -60,15 +60,14 @@ class Asked:
         key: the config's key of an optimizer field, for messages; ``{}`` stands for the field.
         bucket_key: the config's key of ``grad_reduce_in_fp32``.
         prefix: the prefix of a key that is set on the command line, such as ``"++"``.
-        parked: maps a config key to the components that the framework, because of this key, moves
-            to the host while they are unused.
+        parked: maps a config key to the components that this key makes the framework move to the
+            host while they are unused.
         place: name of a group of GPUs; models with the same ``place`` share these GPUs.
         bucket_keys: the keys of Megatron's DistributedDataParallelConfig that the user wrote.
         illegal: problems that the adapter found.
         notes: remarks about legal settings.
-        takes_name: function that returns whether the framework turns a dtype name into a dtype; the
-            framework refuses other names. If the framework passes all names to Megatron,
-            ``takes_name`` is ``None``.
+        takes_name: function that returns whether the framework accepts and converts a dtype name;
+            ``None`` if the framework passes all dtype names to Megatron.
     """
 
     wishes: Wishes
@@ -120,7 +119,7 @@ def support_of(version: str | None) -> FusedAdamSupport:
 
 
 def without_shim(support: FusedAdamSupport) -> InForce:
-    """An ``InForce`` without features, except ``coerces``, so that the plan parses dtype names."""
+    """An ``InForce`` with only the feature ``coerces``, so that the plan parses dtype names."""
     return InForce("as-configured", True, False, False, False, False, support)
 
 
@@ -129,7 +128,7 @@ Holds = Callable[[str, str], bool]
 
 
 def with_shim(settings: Settings, support: FusedAdamSupport, holds: Holds) -> InForce:
-    """The features in force with the shim on, always with ``coerces``, to parse dtype names.
+    """The features in force with the shim on, and always ``coerces``, to parse dtype names.
 
     ``problems_of`` reports dtype names that neither the framework nor the shim turns into dtypes.
     """

@@ -343,7 +343,7 @@ class StageCount:
 
     Attributes:
         dense: trained parameters whose optimizer states the data-parallel group shards.
-        experts: trained expert parameters, whose states the expert data-parallel group shards.
+        experts: parameters of experts, if a separate data-parallel group shards their states.
         frozen: parameters that are not trained; not counted in ``dense``.
     """
 

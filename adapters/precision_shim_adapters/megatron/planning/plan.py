@@ -1,4 +1,4 @@
-"""Compute the bytes of a model on Megatron from a framework's config, with the worker's rules.
+"""Compute a model's bytes on Megatron from a framework's config, with the training job's rules.
 
 An adapter reads its framework's config into a ``MegatronModel``. The module ``decided`` decides the
 model's settings, ``layout`` splits the model over the GPUs, and ``plan`` computes the bytes.
@@ -241,7 +241,7 @@ def _stays(asked: Asked, before: tuple[Stage, ...], after: tuple[Stage, ...]) ->
 
 
 def _traffic(stages_: tuple[Stage, ...]) -> dict[str, int]:
-    """Bytes of one reduce-scatter (gradients) and all-gather (weights or gradients), at most."""
+    """The busiest stage's bytes to reduce-scatter gradients and to all-gather ``_name_gathered``."""
     sums = [
         {
             "reduce_scatter": sum(ring(part, "grad_buckets") for part in stage.parts),

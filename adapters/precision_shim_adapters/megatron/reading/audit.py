@@ -67,7 +67,7 @@ def _wishes(build: Build | None) -> Wishes | None:
     """The settings of the model being built; ``None``, instead of an error, if unreadable."""
     try:
         return None if build is None else build.wishes
-    except Exception:  # the seams that wrap the optimizer report unreadable settings
+    except Exception:  # the seams that wrap the optimizer report that settings are unreadable
         return None
 
 

@@ -175,7 +175,7 @@ def defaults() -> Answer:
     needs=(_OPTIMIZER,),
 )
 def overflow() -> Answer:
-    """For an overflow Megatron returns ``(False, None, None)``, which frameworks cannot handle."""
+    """The shim replaces ``(False, None, None)``, which Megatron returns for an overflow."""
     from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
     steps: list[str] = []
@@ -371,7 +371,7 @@ def fp16_clipping() -> Answer:
     needs=(_BRIDGE,),
 )
 def bridge_configs() -> Answer:
-    """Bridge's configs need no seam: Megatron checks them, and the bucket has the model's dtype."""
+    """Bridge's configs need no seam: their bucket has the model's dtype; Megatron checks them."""
     from megatron.bridge.training.config import DistributedDataParallelConfig, OptimizerConfig
 
     with fused_adam():

@@ -56,7 +56,7 @@ def read_optimizers(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any]
     """Read Megatron's optimizers.
 
     Args:
-        chunks: the model's chunks; optional, because each optimizer also stores its parameters.
+        chunks: the model's chunks; may be empty, because each optimizer also stores parameters.
         optimizers: single optimizers, not chains.
     """
     readings = [_read(chunks, optimizer) for optimizer in optimizers]
@@ -131,7 +131,7 @@ def _read(chunks: Sequence[Any], optimizer: Any) -> Reading:
 
 
 def _pairs(optimizer: Any, inner: Any) -> Iterable[tuple[Any, Any]]:
-    """Pair model parameters with the inner optimizer's tensors, whose groups list fp32 first."""
+    """Pair parameters with the inner optimizer's tensors, whose groups list fp32 tensors first."""
     groups = inner.param_groups
     fp32 = getattr(optimizer, "model_fp32_groups", None)
     halves = getattr(optimizer, "model_float16_groups", None)

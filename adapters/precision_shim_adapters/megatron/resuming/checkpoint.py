@@ -3,12 +3,12 @@
 ``DistributedOptimizer`` reads and writes a parameter's states with the same two methods in every
 sharding type. On a save, the shim converts a precision-aware optimizer's int16 remainder to the
 fp32 master weight that an unpatched Megatron expects. On a load, the shim splits the master weight
-into parameter and remainder again. If the user's config turns on the precision-aware optimizer, an
-unpatched Megatron expects remainders. In the two sharding types that store a dtype for each state,
-the shim saves the user's remainders unchanged, because Megatron can read them. In two sharding
-types the checkpoint's keys contain the bucket's dtype. The shim writes the keys that a job without
-the shim would write. The shim compares wanted with stored dtypes in ``dist_checkpointing.load``:
-only this function receives tensors and directory before Megatron reads a tensor.
+into parameter and remainder again. If the user's config turns on the precision-aware optimizer,
+even an unpatched Megatron expects remainders. In the two sharding types that store a dtype for each
+state, the shim saves the user's remainders unchanged, because Megatron can read them. In two
+sharding types the checkpoint's keys contain the bucket's dtype. The shim writes the keys that a job
+without the shim would write. The shim compares wanted with stored dtypes in
+``dist_checkpointing.load``: only here are tensors and directory known before Megatron reads them.
 
 The shim refuses to load fp32 moments that would be rounded to bf16. The shim also refuses to load
 remainders whose int16 bits an unpatched Megatron has cast to floating-point numbers.

@@ -3,8 +3,8 @@
 ``HybridDeviceOptimizer`` has inner optimizers, which update copies of the parameters with torch's
 AdamW on the host and with FusedAdam on the GPU. ``HybridDeviceOptimizer`` has no states before its
 first step, so ``DistributedOptimizer.load_state_dict`` makes states with ``dummy_step``, a step on
-random gradients. Megatron then loads a checkpoint into the outer optimizer's states. megatron-core
-0.15 to 0.19 silently fails to copy all loaded states to the inner optimizers:
+random gradients. Megatron then loads a checkpoint into the outer optimizer's states. Megatron 0.15
+to 0.19 silently does not copy some of the loaded states to the inner optimizers:
 
 - With ``dp_reshardable`` (which 0.15 cannot save), AdamW's step counts are 1 after a resume.
 - With ``dp_zero_gather_scatter``, the parameters' copies keep the values from ``dummy_step``.
@@ -13,10 +13,10 @@ random gradients. Megatron then loads a checkpoint into the outer optimizer's st
   as the first step after the checkpoint.
 - If no state is on the host, Megatron saves no step count, and FusedAdam counts from 1 again.
 
-SkyRL patches Megatron in its own processes to correct AdamW's step counts with ``dp_reshardable``.
+SkyRL itself corrects AdamW's step counts with ``dp_reshardable``, but only in its own processes.
 
-Delete this module when Megatron's own resume is exact: tests/audit/test_offload_resume.py then
-fails.
+Delete this module when tests/audit/test_offload_resume.py fails because Megatron's own resume is
+exact.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def hand_count_over(call: Call) -> Any:
 def save_count(call: Call) -> Any:
     """Save the step count of FusedAdam's groups if no state is on the host.
 
-    If an optimizer is not precision-aware, the shim saves no step count: Megatron's load would end
-    with a KeyError, and SkyRL's patches correct a load only if the checkpoint has no step count.
+    If an optimizer is not precision-aware, the shim saves no step count, because Megatron's load of
+    the step count would end with a KeyError. SkyRL's patches act only if no step count was saved.
     """
     result = call.proceed()
     inner, config = call.instance.optimizer, call.instance.config

@@ -148,7 +148,7 @@ def split_states(call: Call, model_param: Any, tensors: Any) -> Any:
         _fit_master(optimizer, _shard_of(optimizer, model_param), tensors)
     # FusedAdam scales the passed tensor in place.
     before = tensors["param"].clone() if _keeps_scaled_masters(optimizer, model_param) else None
-    # Two sharding types load with autograd on; torch then refuses in-place writes to fp32 shards.
+    # In two sharding types Megatron loads with autograd on, so torch refuses to write fp32 shards.
     with torch.no_grad():
         result = call.proceed()
     if before is not None:
