@@ -72,7 +72,7 @@ class OptimizerRequest:
             dtypes are mixed or unknown.
         asked: OptimizerConfig fields that the user wrote, with dtypes as ``torch.dtype``.
         policy: one of ``"follow-model"``, ``"as-configured"`` and ``"guarded"`` (follow-model, but
-            ``exp_avg_sq`` stays fp32 if bf16 rounding would stop its decay).
+            ``exp_avg_sq`` stays fp32 if rounding to bf16 would stop its decay).
         optimizer: Megatron's optimizer name.
         distributed: whether the distributed optimizer is used.
         support: the installed FusedAdam.

@@ -241,7 +241,7 @@ def _stays(asked: Asked, before: tuple[Stage, ...], after: tuple[Stage, ...]) ->
 
 
 def _traffic(stages_: tuple[Stage, ...]) -> dict[str, int]:
-    """The busiest stage's bytes to reduce-scatter gradients and to all-gather ``_name_gathered``."""
+    """The busiest stage's bytes to reduce-scatter gradients and all-gather ``_name_gathered``."""
     sums = [
         {
             "reduce_scatter": sum(ring(part, "grad_buckets") for part in stage.parts),
