@@ -1,9 +1,9 @@
 """Adapter for Megatron-core trainers without their own adapter, enabled as ``megatron``.
 
-For the audit, dtype names and fp16, the seams patch Megatron's own classes. This adapter reads no
-trainer's config, so it cannot distinguish a user's values from defaults. The adapter therefore adds
-no low-precision states, and a skipped step returns Megatron's own result. The adapter's own seams
-do nothing while another adapter's framework builds a model.
+The seams for the audit, for dtype names and for fp16 patch Megatron's own classes. This adapter
+reads no trainer's config, so it cannot distinguish a user's values from defaults. The adapter
+therefore adds no low-precision states. For a skipped step, Megatron's return values stay unchanged.
+The adapter's own seams do nothing while another adapter's framework builds a model.
 
 Each module of the package ``megatron`` states its own condition for deletion.
 """

@@ -50,7 +50,7 @@ def is_master(key: str) -> bool:
 
 
 def fill_part(unit: Unit, part: Part) -> None:
-    """Add the tensors and facts of a Megatron distributed checkpoint to a ``Part``."""
+    """Add the tensors and settings of a Megatron distributed checkpoint to a ``Part``."""
     for key, tensor in unit.tensors.items():
         part.add(_component_of(key), tensor)
         dtypes = DTYPES_IN_KEY.search(key) if is_optimizers(key) else None

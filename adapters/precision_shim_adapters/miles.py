@@ -1,13 +1,13 @@
 """Adapter for miles on Megatron-core: optimizer states, fp16, and a count of skipped steps.
 
-miles began as a copy of slime and, like slime, prepares its gradients twice in a step. Unlike
+miles began as a copy of slime and, like slime, calls ``prepare_grads`` twice in a step. Unlike
 slime, miles may have no optimizer, returns three values from a step, and reports a skipped step
 with a grad norm of 0.0.
 
 The shim patches neither Muon nor the optimizers of several LoRA adapters. Other functions of miles
-make Muon and the LoRA optimizers, and never in fp16.
+make Muon and the LoRA optimizers, which never train in fp16.
 
-Delete this module when miles prepares its gradients once, and reports loss scale and skipped steps.
+Delete this module when miles calls ``prepare_grads`` once, and reports loss scale and skips.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def read(args: Any, role: str) -> Wishes:
 
 @seam(f"{MODEL}:setup_model_and_optimizer", BUILDING, why="makes bucket and optimizer", **HERE)
 def build(call: Call, args: Any, role: str = "actor") -> Any:
-    """Record that miles builds a model, and the function that reads the model's flags."""
+    """While miles builds a model, store a function that reads its flags into ``Wishes``."""
     with megatron.building("miles", lambda: read(args, role)):
         return call.proceed()
 

@@ -7,8 +7,8 @@ scale is 2**32, so a job's first steps are skipped. The gradients of an fp16 mod
 fp16 unless the user writes ``--accumulate_allreduce_grads_in_fp32``.
 
 ``args.loss_scale`` is ms-swift's weighting of tokens, not Megatron's loss scale, so the adapter
-never reads it. The adapter does not change ms-swift's trainers on transformers.
-Delete the adapter when ms-swift's Megatron trainers accept a skipped step.
+never reads it. The adapter does not patch ms-swift's trainers for Hugging Face's library
+transformers. Delete the adapter when ms-swift's Megatron trainers accept a skipped step.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def coerced(value: Any) -> Any:
     relies_on=("prepare_model", "get_optimizer_and_scheduler"),
 )
 def build(call: Call, args: Any) -> None:
-    """Record that ms-swift builds a model, and the function that reads ms-swift's arguments."""
+    """While ms-swift builds a model, store a function that reads its arguments into ``Wishes``."""
     with megatron.building("ms-swift", lambda: read(args)):
         call.proceed()
 
@@ -105,7 +105,7 @@ def settle(call: Call, config: Any, model_chunks: Any) -> Any:
     relies_on=("reduce_max_stat_across_model_parallel_group",),
 )
 def step(call: Call) -> Any:
-    """Treat an overflow as a skipped step with norm NaN; ms-swift then steps no scheduler."""
+    """Treat an overflow as a skipped step with norm NaN; ms-swift then steps no LR scheduler."""
     with megatron.skipping(succeeds=False):
         return call.proceed()
 
@@ -135,7 +135,7 @@ ADAPTER = Adapter.of(
 
 
 def foretell(part: Part, here: Here) -> Outcome:
-    """Predict how ms-swift would resume; ``here.config`` has fields of ms-swift's arguments."""
+    """Predict how a job with ms-swift's arguments in ``here.config`` would resume a checkpoint."""
     where = f"{versioned('ms-swift', 'swift')}, megatron's arguments"
     wishes = resuming.assume_wishes(part, here, where, "model")
     return resuming.foretell("ms-swift", part, here, wishes)

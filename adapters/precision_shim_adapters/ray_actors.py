@@ -81,8 +81,8 @@ def _imitate(beneath: Callable[..., Any], method: Callable[..., Any]) -> Callabl
 
     if inspect.iscoroutinefunction(method):
         call = call_async
+    # Leave out ``__wrapped__``, because Ray would follow it and pickle the framework's method, too.
     functools.update_wrapper(call, beneath)
-    # Ray would follow ``__wrapped__`` and pickle the framework's method with the class.
     del call.__wrapped__  # type: ignore[attr-defined]
     call.__signature__ = inspect.signature(beneath)  # type: ignore[attr-defined]
     return call

@@ -1,4 +1,4 @@
-"""Check that a framework's files are unchanged, so that their values count as defaults."""
+"""Check that a framework's files are unedited: values in edited files may be the user's own."""
 
 from __future__ import annotations
 

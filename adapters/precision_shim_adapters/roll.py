@@ -60,7 +60,7 @@ def read(strategy: Any) -> Wishes:
 
 @seam(f"{STRATEGY}.initialize", BUILDING, why="makes bucket and optimizer", **HERE)
 def build(call: Call) -> Any:
-    """Record that ROLL builds a model, and the function that reads the model's config."""
+    """While ROLL builds a model, store a function that reads ROLL's config into ``Wishes``."""
     with megatron.building("roll", lambda: read(call.instance)):
         return call.proceed()
 

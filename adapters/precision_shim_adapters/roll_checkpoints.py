@@ -20,7 +20,7 @@ from precision_shim.errors import CheckpointUnreadableError
 from .megatron_checkpoints import fill_part as fill_with_states
 
 FSDP2 = "fsdp2"
-"""Name of the group of the seams for ROLL on FSDP2."""
+"""The group name (see ``Seam``) of the seams for ROLL on FSDP2."""
 
 
 def fill_part(unit: Unit, part: Part) -> None:

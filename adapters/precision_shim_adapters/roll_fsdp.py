@@ -1,10 +1,10 @@
-"""ROLL on FSDP2 in fp16: complete scaled steps, count skipped steps, save the scaler.
+"""ROLL on FSDP2 in fp16: step the scheduler after scaled steps, count skips, save the scaler.
 
 ROLL scales its loss with torch's GradScaler. With a scaler, ROLL's loop neither steps the LR
 scheduler nor clears the gradients, so the gradients add up over all steps. ROLL does not save the
 scaler in checkpoints. On a resume, ROLL silently does not load the checkpoint's moments.
 
-Delete this module when ROLL completes a scaled step like any other step, and saves its scaler.
+Delete this module when ROLL saves its scaler, and a scaler no longer changes ROLL's loop.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def training_of(strategy: Any) -> ScaledTraining | None:
 
 @seam(f"{STRATEGY}.train_step", why="leaves a scaled step unfinished", **HERE)
 def step(call: Call) -> Any:
-    """Complete each scaled step; report loss scale and skips, and NaN as a skipped step's norm."""
+    """Step the scheduler after scaled steps; report scale and skips, and norm NaN for each skip."""
     strategy = call.instance
     training = training_of(strategy)
     if training is None:
@@ -81,8 +81,8 @@ def step(call: Call) -> Any:
 def _ended(strategy: Any, training: ScaledTraining) -> Iterator[None]:
     """Step the scheduler and clear the gradients after a scaled step, unless ROLL does so.
 
-    When ROLL scales the next loss, or when the call ends, an unchanged ``scheduler.last_epoch``
-    shows that ROLL's own loop has not stepped the scheduler.
+    If ``scheduler.last_epoch`` is unchanged since ``scaler.update`` when ROLL scales the next loss,
+    or when ``train_step`` returns, ROLL itself has not stepped the scheduler.
     """
     scaler, scheduler = strategy.scaler, strategy.scheduler
     at: list[int] = []
@@ -124,7 +124,7 @@ def _ended(strategy: Any, training: ScaledTraining) -> Iterator[None]:
     **HERE,
 )
 def save(call: Call, checkpoint_dir: Any) -> Any:
-    """Write the scaler's state, with a record of ROLL's checkpoint files, beside the checkpoint."""
+    """Save the scaler's state, and a list of ROLL's checkpoint files, beside the checkpoint."""
     strategy = call.instance
     training = training_of(strategy) if hasattr(strategy, "scaler") else None
     if training is None:

@@ -3,8 +3,8 @@
 NeMo-RL's workers are Ray actors. While a worker's module is imported, ``@ray.remote`` copies the
 worker's methods, and a decorator makes Ray pickle the method ``train`` by value. If the shim
 patches a worker's module or class after the import, Ray's actor does not change. The shim therefore
-replaces the actor class in its module by an actor class made from a subclass, with the same name
-and options. To change a function that a worker calls, the shim patches the module that defines the
+makes a new actor class, with the same name and options, from a subclass of the worker, and replaces
+the original. To change a function that a worker calls, the shim patches the module that defines the
 function.
 
 In NeMo-RL 0.6 and later, the plain class from which Ray made the actor class is importable. The

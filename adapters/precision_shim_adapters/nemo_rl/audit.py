@@ -111,7 +111,7 @@ def look_at(call: Call) -> Any:
     optional=True,
 )
 def report_lost_updates(call: Call, eval_mode: Any = False) -> Any:
-    """Add the shares of updates lost to rounding to the metrics of a worker's ``train``.
+    """Add the fractions of weight updates that are lost to rounding to the metrics of ``train``.
 
     NeMo-RL reports only the lists in ``all_mb_metrics``, and sums most lists over micro-batches and
     ranks. The shim therefore adds each share of lost updates once per call of ``train``, on rank 0.
@@ -126,7 +126,7 @@ def report_lost_updates(call: Call, eval_mode: Any = False) -> Any:
 
 
 def _tell_meter(worker: Any) -> None:
-    """Record the dtypes in which a policy sends weights to the rollout, for the lost-update meter.
+    """Record the dtypes of the weights for the rollout, to measure updates lost to rounding.
 
     A value model has no rollout. DTensor workers first cast weights to the policy's dtype, and
     merge LoRA while sending. Megatron workers send their parameters unchanged.

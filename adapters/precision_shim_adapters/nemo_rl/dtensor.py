@@ -158,7 +158,7 @@ def build(call: Call, weights_path: Any, optimizer_path: Any) -> None:
 
 
 def group_of(name: str, *, second: bool) -> str:
-    """The group of the seams on a model's DTensor workers.
+    """The group name (see ``Seam``) of all seams on a model's DTensor workers.
 
     Args:
         name: the model's key in the config, ``"policy"`` or ``"value"``.
@@ -213,7 +213,7 @@ def train(call: Call, loss_fn: Any, eval_mode: Any = False) -> Any:
 
 @seam(
     at=[
-        # Require the worker's module, because another kind of worker uses the same function.
+        # Do not patch ``clip`` if an optional worker's module is missing: other workers call it.
         each.at(
             each.clip,
             *((each.module,) if each.optional else ()),

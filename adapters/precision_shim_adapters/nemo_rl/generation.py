@@ -103,7 +103,7 @@ def ask_new(call: Call) -> Any:
 
 @seam(feature=FEATURE, at=_methods(SYNC, *_SYNCS), why=INHERITED, delete_when=_DELETE)
 def ask_after_sync(call: Call) -> Any:
-    """Query a worker's engine again after some of the weight syncs."""
+    """After each weight sync that the audit selects (``is_due``), query the worker's engine."""
     done = call.proceed()
     _ask(call.instance, _engine_of(call.instance, AskedWorker) if done else None, sync=True)
     return done

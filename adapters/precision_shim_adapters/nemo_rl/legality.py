@@ -60,7 +60,7 @@ def names(
 def torch_optimizer(section: Mapping[str, Any], key: str, subject: str) -> Iterator[Problem]:
     """Yield a problem if NeMo-RL cannot find or construct a DTensor worker's optimizer."""
     optimizer = section.get("optimizer") or {}
-    if optimizer.get("name") is None:  # no name, or a reference that this machine cannot resolve
+    if optimizer.get("name") is None:  # the optimizer's name is missing or an unresolved reference
         return
     place = f"{key}.optimizer.name"
     module, _, name = str(optimizer["name"]).rpartition(".")

@@ -8,11 +8,11 @@ NeMo-RL's code turns on Megatron-Bridge's NaN check of gradients; no config key 
 The function that makes a worker's model and optimizer receives the policy and Bridge's config. The
 shim patches the model-building function because Ray pickles it by reference, unlike a worker's
 methods. The seam on Megatron's DDP reads the live parameters. Bridge's ``setup_optimizer`` makes
-every kind of optimizer from the OptimizerConfig. The backend coerces dtype names when Megatron
-validates the OptimizerConfig. Megatron-Bridge 0.4 validates the config when it makes the config;
-later versions validate it in ``finalize()``. A worker's ``validate()`` calls ``finalize()`` before
-the build starts. The shim does not patch the conversion of a Hugging Face checkpoint, because the
-conversion trains nothing.
+every kind of optimizer from the OptimizerConfig. The shim turns dtype names into dtypes when
+Megatron validates the OptimizerConfig. Megatron-Bridge 0.4 validates the config when it makes the
+config; later versions validate it in ``finalize()``. A worker's ``validate()`` calls ``finalize()``
+before the build starts. The shim does not patch the conversion of a Hugging Face checkpoint,
+because the conversion trains nothing.
 
 NeMo-RL accepts a step that Megatron skipped. A skipped step's missing grad norm makes a policy
 worker's ``train`` fail, and a value worker reports the norm as 0. For a skipped step the shim
@@ -120,8 +120,8 @@ def worker_build(
 
 def _build_model(call: Call, policy_cfg: Any, ddp_config: Any, subject: str, trains: bool) -> Any:
     fsdp = bool(getattr(ddp_config, "use_megatron_fsdp", False))
-    # Up to NeMo-RL 0.5 the worker builds the reference model in ``__init__``, which no seam can
-    # patch, because Ray pickles it by value. The reference's DDP has the policy's DDP config.
+    # Up to NeMo-RL 0.5 a worker's ``__init__`` builds the reference model; no seam can patch this
+    # method, because Ray pickles it by value. The reference's DDP has the policy's DDP config.
     megatron.expect_reference(
         ddp_config, FRAMEWORK, partial(read_wishes, policy_cfg, "reference", fsdp, False)
     )

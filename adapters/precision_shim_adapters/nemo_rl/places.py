@@ -17,10 +17,11 @@ class Worker:
     Attributes:
         module: the worker's module.
         name: the name of the actor class.
-        group: the group of the worker's seams.
-        clip: the first function that reads a DTensor worker's gradients.
+        group: the group name (see ``Seam``) of all seams on the worker.
+        clip: the first function that reads a DTensor worker's gradients; its seam unscales them.
         optional: whether NeMo-RL may lack this worker.
-        only_if, unless: see ``Seam``.
+        only_if: see ``Seam``.
+        unless: see ``Seam``.
     """
 
     module: str
@@ -43,11 +44,11 @@ class Worker:
 
     @property
     def metrics(self) -> str:
-        """The group of the seams that only report metrics."""
+        """The group name (see ``Seam``) of the seams that only report the worker's metrics."""
         return self.group if self.group.endswith("metrics") else f"{self.group} metrics"
 
     def at(self, target: str, *only_if: str, **others: Any) -> dict[str, Any]:
-        """The arguments of ``seam`` for one target on this worker.
+        """The arguments for ``seam`` to patch one function that this worker defines or calls.
 
         Args:
             target: see ``Seam``.
@@ -74,7 +75,7 @@ class Worker:
 
         Args:
             method: a symbol of the plain class; versions without a plain class lack the symbol.
-            relies_on: names in the actor class's own source, in versions without a plain class.
+            relies_on: names that the actor class's source must have, if there is no plain class.
         """
         target, optional = f"{self.module}:{self.name}", self.optional
         return (
@@ -123,7 +124,7 @@ _GROUPS = {name: worker.group for worker in DTENSOR for name in (worker.name, f"
 
 
 def group_at(instance: Any) -> str:
-    """The group of the seams on a DTensor worker; empty for other workers."""
+    """The group name (see ``Seam``) of the seams on a DTensor worker; empty for other workers."""
     names = (kind.__name__ for kind in type(instance).__mro__)
     return next((_GROUPS[name] for name in names if name in _GROUPS), "")
 

@@ -259,7 +259,7 @@ def _models(job: Job, config: Mapping[str, Any], world: int) -> Iterator[Plannab
     for key, subject in _ROLES.items():
         section = config.get(key)
         if isinstance(section, Mapping) and section.get("model_name"):
-            if teachers:  # a job with teachers has no rollout: the student stays on its GPUs
+            if teachers:  # without a rollout, a job with teachers never offloads its student
                 section = {**section, "generation": None}
             yield _model(job, section, key, subject, world)
     for place, section in enumerate(teachers):

@@ -70,7 +70,7 @@ def actor_classes() -> Answer:
 
 
 def _parameters(method: Any) -> tuple[str, ...]:
-    """A method's parameters after ``self``, read from inside a decorator that hides them."""
+    """A method's parameters after ``self``, even if a decorator hides the method's signature."""
     cells = [cell.cell_contents for cell in method.__closure__ or ()]
     inner = next((inside for inside in cells if inspect.isfunction(inside)), method)
     return tuple(inspect.signature(inner).parameters)[1:]

@@ -16,7 +16,7 @@ _SECOND = ("model", "optim")
 
 
 def megatron(part: Part, here: Here) -> Outcome:
-    """Predict the resume on Megatron; ``here.config`` has ``megatron_cfg.optimizer`` fields."""
+    """Predict how a job with ``here.config`` as ``megatron_cfg.optimizer`` would resume."""
     fields = megatrons.assume_fields(part, here)
     ddp = {megatrons.BUCKET: fields.pop(megatrons.BUCKET)} if megatrons.BUCKET in fields else {}
     config = {

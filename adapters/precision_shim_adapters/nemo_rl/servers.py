@@ -59,7 +59,7 @@ def ask_new(call: Call) -> None:
     optional=True,
 )
 def ask_after_sync(call: Call, tags: Any = None) -> Any:
-    """Query the servers again after some of the weight syncs."""
+    """After each weight sync that the audit selects (``is_due``), query the servers again."""
     result = call.proceed()
     if tags == _LAST:
         _ask(call.instance, count_sync(call.instance))

@@ -2,8 +2,8 @@
 
 An adapter reads its framework's config into an ``Engine`` object for the trainer and for each other
 engine. In the driver, before the framework requests GPUs, the adapter calls ``settle``.
-``engine_name`` converts a user's dtype to the engine's dtype name. The backend does not change vLLM
-or SGLang.
+``engine_name`` converts a user's dtype to the engine's dtype name. The shim does not patch vLLM or
+SGLang.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Compute the LM head in fp32 in the trainer and in the rollout engine, or in neither.
 
-``PRECISION_SHIM_HEAD=fp32`` requests fp32. In the driver, the adapter describes the LM head of each
-engine as a ``Head`` and calls ``settle_heads``, which writes the engines' keys. The trainer's key
-is ``head_dtype``, vLLM's own name, among the overrides of the model's HF config. The trainer's
-workers read ``head_dtype`` and change the LM head; ``compute_in_fp32`` changes torch's ``Linear``.
+``PRECISION_SHIM_HEAD=fp32`` requests fp32. In the driver, the adapter describes each engine's LM
+head as a ``Head``; ``settle_heads`` writes the heads' dtypes into the config. The trainer's key is
+``head_dtype``, vLLM's own name, among the overrides of the model's HF config. The trainer's workers
+read ``head_dtype`` and change the LM head; ``compute_in_fp32`` changes torch's ``Linear``.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def of_rollout(backend: str, options: Mapping[str, Any], place: str, quantised: 
         backend: ``"vllm"`` or ``"sglang"``.
         options: the engine's options, as the config passes them to the engine.
         place: the config key of the options.
-        quantised: the key of a quantisation that sets ``hf_overrides``; the shim would replace it.
+        quantised: the key of a quantisation whose ``hf_overrides`` the shim would overwrite.
     """
     if backend not in _OPTIONS:
         return Head("rollout", refusal=f"the shim does not set the LM head of {backend}")
@@ -114,7 +114,7 @@ def _is_float32(written: object) -> bool:
 
 
 def _lacks(backend: str, option: _Option) -> tuple[str, bool]:
-    """Why an engine ignores an option for its LM head, and whether the engine is installed."""
+    """Return why an engine ignores ``option``, or ``""``, and whether the engine is installed."""
     symbol = look(option.place)
     if option.name in symbol.names:
         return "", True
@@ -158,7 +158,7 @@ def settle_heads(where: str, read: Read, write: Callable[[Head], None] | None) -
     Args:
         where: framework and version, such as ``"verl 0.9.1"``.
         read: see ``Read``; called only if the user asked for fp32.
-        write: function that writes one head's key; ``None`` after the framework copied the config.
+        write: sets a head's config key; ``None`` if the framework has already copied the config.
 
     Raises:
         UnsupportedPrecisionError: in strict mode, an engine cannot compute its LM head in fp32.
@@ -182,7 +182,7 @@ def settle_heads(where: str, read: Read, write: Callable[[Head], None] | None) -
 
 
 def verdict_of(heads: Sequence[Head], stay: Sequence[Head]) -> tuple[str, str]:
-    """The decision's text and reason; see ``settle_heads``."""
+    """Describe the choice that ``settle_heads`` makes for the LM heads, and the reason for it."""
     if stay:
         reasons = "; ".join(f"{head.subject}: {_reason(head)}" for head in stay)
         return "each engine's own dtype", f"{SETTING} is refused: {reasons}"
@@ -252,7 +252,7 @@ def is_marked(overrides: object) -> bool:
 def compute_in_fp32(model: torch.nn.Module, where: str) -> None:
     """Make a Hugging Face model compute its LM head in fp32.
 
-    The LM head multiplies as vLLM's and SGLang's LM heads do. Input and weight are rounded to the
+    The LM head rounds as vLLM's and SGLang's LM heads do. Input and weight are rounded to the
     model's compute dtype; the product and the logits are fp32.
 
     Args:
@@ -263,8 +263,8 @@ def compute_in_fp32(model: torch.nn.Module, where: str) -> None:
         UnsupportedPrecisionError: the LM head is no plain linear layer.
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
-    # A subclass of Linear with its own product, such as a quantised layer, would lose that product.
     if getattr(type(head), "forward", None) is not torch.nn.Linear.forward:
+        # The shim must not replace a subclass's own ``forward``, such as a quantised layer's.
         raise UnsupportedPrecisionError(
             f"{where}: {SETTING}: the LM head of {type(model).__name__} is a "
             f"{type(head).__name__}, and the shim computes only a torch.nn.Linear in fp32. Unset "

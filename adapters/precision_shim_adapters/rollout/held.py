@@ -40,7 +40,7 @@ class Whose:
 
     Attributes:
         framework: the framework's name.
-        subject: ``"rollout"``, or another model that the engine runs.
+        subject: the role of the engine's model in the job, such as ``"rollout"``.
         name: the engine's name among the job's engines.
     """
 

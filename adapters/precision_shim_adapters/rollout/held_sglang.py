@@ -165,7 +165,7 @@ def _with(known: Held, answers: Sequence[Any]) -> Held:
 
 
 async def _answer(asked: Awaitable[Any]) -> Any:
-    """Return an engine's answer; after a timeout a task still awaits SGLang's late answer."""
+    """Return an engine's answer, or raise on a timeout; a task still receives the late answer."""
     task = asyncio.ensure_future(asked)
     _asking.add(task)
     task.add_done_callback(_asking.discard)

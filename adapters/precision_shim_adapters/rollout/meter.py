@@ -1,4 +1,4 @@
-"""Record, for the lost-update meter, the dtypes in which the rollout engine receives weights."""
+"""Record the dtypes of a rollout engine's weights, to measure the updates lost to rounding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from precision_shim.updates import meters
 
 
 def tell_meter(optimizer: Any, *names: str, merged: bool = False) -> None:
-    """Record, for the lost-update meter, how the rollout engine receives an optimizer's weights.
+    """Record the dtypes in which the rollout engine receives the weights that an optimizer updates.
 
     Args:
         optimizer: the optimizer of a framework, Megatron or torch; ``None`` if nothing is trained.

@@ -25,7 +25,7 @@ FOLLOWED = "PRECISION_SHIM_ROLLOUT=follow"
 
 
 def follows(trainer: Engine, other: Engine, model_type: str, rollout: object) -> str:
-    """The dtype name that ``PRECISION_SHIM_ROLLOUT`` writes to an engine's key; empty for none.
+    """The dtype name that ``PRECISION_SHIM_ROLLOUT`` requires in an engine's key; empty if none.
 
     Args:
         trainer: the trained policy.

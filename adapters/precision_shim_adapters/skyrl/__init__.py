@@ -1,14 +1,14 @@
 """The adapter for SkyRL, and the reasons for its choice of seams.
 
 SkyRL's ``init_megatron_optim_config`` receives neither the model nor its dtype. SkyRL chooses the
-bucket's dtype earlier, in ``make_megatron_module``. The shim makes one plan for optimizer and
-bucket. A seam on ``MegatronPolicyWorkerBase.init_model``, which builds model and optimizer, records
-the build. A seam on Megatron's DDP reads the live parameters. The shim adds its values to the
-kwargs that override SkyRL's own values in the OptimizerConfig. The user's values override the
-shim's values. While SkyRL builds its config dataclasses, the shim marks the values that the user
-wrote; the workers receive the marks with the config. The shim also marks the inference engines'
-``model_dtype``. The driver compares ``model_dtype`` with the policy's dtype when SkyRL validates
-the config.
+bucket's dtype in ``make_megatron_module``, before it calls ``init_megatron_optim_config``. The shim
+makes one plan for optimizer and bucket. While ``MegatronPolicyWorkerBase.init_model`` builds model
+and optimizer, its seam stores a function that reads SkyRL's config. A seam on Megatron's DDP reads
+the live parameters. The shim adds its values to the kwargs that override SkyRL's own values in the
+OptimizerConfig. The user's values override the shim's values. While SkyRL builds its config
+dataclasses, the shim marks the values that the user wrote; the workers receive the marks with the
+config. The shim also marks the inference engines' ``model_dtype``. The driver compares
+``model_dtype`` with the policy's dtype when SkyRL validates the config.
 
 On FSDP the shim patches SkyRL's strategy object for loss scaling. For policy and critic, the
 strategy object makes the optimizer, runs the backward pass, clips gradients, steps and saves.
@@ -16,8 +16,8 @@ strategy object makes the optimizer, runs the backward pass, clips gradients, st
 The shim patches neither vLLM nor the computations of SkyRL's JAX backend. In an inference server
 the audit queries vLLM's engine through the engine's public methods.
 
-Delete this package when SkyRL dispatches on the model's dtype, distinguishes written values from
-defaults, and scales fp16 losses.
+Delete this package when SkyRL sets optimizer fields by the model's dtype, distinguishes written
+values from defaults, and scales fp16 losses.
 """
 
 from __future__ import annotations

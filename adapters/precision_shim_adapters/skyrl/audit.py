@@ -59,7 +59,7 @@ def train_model(call: Call) -> Any:
     optional=True,
 )
 def report_lost_updates(call: Call) -> Any:
-    """Add the shares of updates lost to rounding to the metrics of a forward-backward pass."""
+    """Add the fractions of weight updates lost to rounding to ``forward_backward``'s metrics."""
     output = call.proceed()
     add_figures(output, meters.metrics(getattr(call.instance, "optimizer", None)))
     return output
@@ -75,7 +75,7 @@ def report_lost_updates(call: Call) -> Any:
     optional=True,
 )
 async def know_rollout(call: Call, inference_engine_cfg: Any) -> Any:
-    """Record the dtypes in which the inference engines receive weights, for meter and audit."""
+    """Record the inference engines' weight dtypes, for the audit and the count of lost updates."""
     worker = call.instance
     model = getattr(getattr(worker.cfg, "policy", None), "model", None)
     path = str(getattr(model, "path", "") or "")

@@ -34,7 +34,7 @@ _SECTIONS = (INFERENCE, "generator")
 """Sections in which overrides may have ``model_dtype``; ``generator`` only up to SkyRL 0.2."""
 
 ROLLOUT = "rollout"
-"""The group of the seams on the inference engines' config."""
+"""The group name (see ``Seam``) of the seams on the inference engines' config."""
 
 _WRITTEN = "_precision_shim_written"
 
@@ -85,8 +85,8 @@ def name_engines_dtype(call: Call, model_dtype: Any) -> Any:
         try:
             call.arguments[MODEL_DTYPE] = named(model_dtype)
         except DtypeError:
-            # Within from_cli_overrides SkyRL 0.2 would catch this ValueError and use the default
-            # dtype. For calls within from_cli_overrides, note_overrides raises the error later.
+            # SkyRL 0.2's from_cli_overrides would catch a DtypeError and use the default dtype. If
+            # from_cli_overrides is running, note_overrides raises the DtypeError after it.
             if not _overriding.get():
                 raise
     result = call.proceed()
@@ -173,7 +173,7 @@ def note_overrides(call: Call, args: Any) -> Any:
 
 
 def note_command_line(config: Any, words: list[str]) -> None:
-    """Mark a config's values from a command line, if no seam ran while SkyRL built the config.
+    """Mark values that a command line set in a config, if no seam ran while SkyRL built it.
 
     Args:
         config: the config that ``from_cli_overrides`` made from ``words``.
@@ -241,13 +241,13 @@ def named(value: Any, section: str = INFERENCE, key: str = MODEL_DTYPE) -> str:
     Args:
         value: the value that the user wrote.
         section: the config's section.
-        key: the dtype's key in the section.
+        key: the key within ``section`` whose value is the dtype.
 
     Raises:
         DtypeError: the value names no dtype that an engine computes in.
     """
     if isinstance(value, str) and value in ENGINE_NAMES.values():
-        return value  # an early return, because ``versioned`` takes milliseconds
+        return value  # return early, because a call of ``versioned`` takes milliseconds
     return engine_name(value, f"{section}.{key}", versioned("skyrl"))
 
 

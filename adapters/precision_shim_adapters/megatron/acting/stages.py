@@ -1,7 +1,7 @@
 """Read the trainable dtypes of all pipeline stages of a model, so that stages plan equal dtypes.
 
 The first and the last stage each have a copy of tied embeddings, and add up the copies' gradients.
-If only the last stage had further fp32 parameters, only the last stage's bucket would be fp32.
+If only the last stage had fp32 parameters, its bucket would be fp32, but the first stage's bf16.
 Gradients in an fp32 bucket and gradients in a bf16 bucket cannot be added.
 """
 

@@ -1,4 +1,4 @@
-"""Make the states of Megatron optimizers that never stepped, because a checkpoint needs states.
+"""Create the states that Megatron optimizers need in order to be saved before their first step.
 
 Delete this module when Megatron saves an optimizer without states.
 """
@@ -16,11 +16,11 @@ from ...fp16.states import states_of_no_step
 
 
 def make_states(optimizers: Iterable[Any]) -> None:
-    """Make the states of optimizers that have never stepped.
+    """Create the states of optimizers that have never stepped.
 
     Megatron cannot save an optimizer without states, so a job whose first steps are all skipped
-    would fail at its first checkpoint. (Without CPU offload, torch's Adam gets no states, because
-    Megatron cannot load any checkpoint of torch's Adam.)
+    would fail at its first checkpoint. (Without CPU offload, this function skips torch's Adam,
+    whose checkpoints Megatron cannot load anyway.)
 
     Args:
         optimizers: Megatron's optimizers, without chained optimizers.

@@ -1,6 +1,6 @@
 """Choose the gradient bucket's dtype so that it equals the dtype of the optimizer's main grads.
 
-Megatron reads ``main_grads_dtype`` only in an assertion, and the main grads have the bucket's
+Megatron reads ``main_grads_dtype`` only in an assertion: the main grads always have the bucket's
 dtype. A bucket is fp32 (``grad_reduce_in_fp32``) or has its parameters' dtype.
 """
 

@@ -88,7 +88,7 @@ def check_dtypes(config: Mapping[str, Any], support: FusedAdamSupport, *, where:
     """Raise an error if a field has an illegal dtype; ignore values that are not dtypes.
 
     Args:
-        config: maps fields to values, with dtype names already coerced.
+        config: maps fields to values; dtype names have already become ``torch.dtype``.
         support: the installed FusedAdam.
         where: framework and version, for the message.
 
@@ -127,7 +127,7 @@ def not_precision_aware(config: Mapping[str, Any]) -> list[tuple[str, str, str]]
     """List the fields that Megatron refuses in a config that is not precision-aware.
 
     Args:
-        config: maps fields to values, with dtype names already coerced.
+        config: maps fields to values; dtype names have already become ``torch.dtype``.
 
     Returns:
         One tuple for each refused field: the field's name, the problem and the remedy.

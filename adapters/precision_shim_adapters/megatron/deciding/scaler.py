@@ -24,7 +24,7 @@ _OWN = {"loss_scale_window": 1000.0, "growth_factor": 2.0, "backoff_factor": 0.5
 def scaler_fields(wishes: Wishes, asked: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     """Choose values for loss scaler fields that the user did not write in the OptimizerConfig.
 
-    The shim's settings in the framework's config override ``install()`` and environment variables.
+    The framework's config overrides settings of ``install()`` and of environment variables.
 
     Raises:
         SettingsError: the initial loss scale is below the minimum.
@@ -58,7 +58,7 @@ def factors_set(settings: Settings) -> dict[str, float]:
 def describe_scaler(
     first: float, interval: float, factors: Mapping[str, float], ours: Mapping[str, float]
 ) -> tuple[str, str]:
-    """The text and the reason of the decision about a loss scaler.
+    """Describe a model's dynamic loss scaler, and the reason for its values, in words.
 
     Args:
         first: the initial loss scale.
@@ -83,7 +83,7 @@ def unscaled(where: str, fp16: object, bf16: object) -> str:
 def foreseen(
     wishes: Wishes, asked: Mapping[str, Any], settings: Settings
 ) -> tuple[str, str] | None:
-    """Predict the decision about a loss scaler; ``None`` for a static loss scale.
+    """Describe the loss scaler that a planned job will have; ``None`` if its scale is static.
 
     Raises:
         SettingsError: see ``scaler_fields``.

@@ -68,16 +68,16 @@ class OptimizerRequest:
 
     Attributes:
         model: the trainable parameters.
-        declared: the dtype that the framework declares for the model; sets the flags ``bf16`` and
-            ``fp16`` if the parameters' dtypes are mixed or unknown.
+        declared: the dtype that the framework declares for the model; used only if the parameters'
+            dtypes are mixed or unknown.
         asked: OptimizerConfig fields that the user wrote, with dtypes as ``torch.dtype``.
-        policy: one of ``"follow-model"``, ``"guarded"`` (the same, but ``exp_avg_sq`` stays fp32 if
-            it could not decay in bf16) and ``"as-configured"``.
+        policy: one of ``"follow-model"``, ``"as-configured"`` and ``"guarded"`` (follow-model, but
+            ``exp_avg_sq`` stays fp32 if rounding to bf16 would stop its decay).
         optimizer: Megatron's optimizer name.
         distributed: whether the distributed optimizer is used.
         support: the installed FusedAdam.
         blockers: the framework's reasons why the precision-aware optimizer cannot run.
-        native: fields that the framework sets by itself; all other sources override them.
+        native: fields that the framework sets by itself; the shim's and the user's override them.
         aligned: whether the gradient bucket will have the dtype of the chosen main grads.
         fp32_bucket_written: whether the bucket stays fp32 because the user's config requires it.
         whole_masters: whether checkpoints will contain whole fp32 masters even if the optimizer
@@ -126,17 +126,17 @@ def obstacles(request: OptimizerRequest) -> list[str]:
     Megatron's condition on fp8 recipes. Megatron's layer-wise optimizer and Megatron's FSDP cannot
     be precision-aware because they build no FusedAdam.
 
-    ``optimizer_cpu_offload`` is a reason because Megatron does not resume CPU offload exactly. If
-    the optimizer is not precision-aware, a resume with CPU offload fails with a KeyError. If the
-    optimizer is precision-aware, a resume with CPU offload succeeds, but step counts or masters
-    differ from the checkpoint's (docs/megatron.md has the measurements). The shim corrects step
-    counts and masters, but without the shim a resume with CPU offload would be silently wrong. The
-    audit measured the bytes per bf16 parameter (with a fake GPU, all states offloaded; DP is the
-    data-parallel size):
+    With ``optimizer_cpu_offload`` the shim chooses no precision-aware optimizer, because Megatron
+    would not resume this optimizer exactly. If the optimizer is not precision-aware, a resume with
+    CPU offload fails with a KeyError. If the optimizer is precision-aware, a resume with CPU
+    offload succeeds, but step counts or masters differ from the checkpoint's (docs/megatron.md has
+    the measurements). The shim corrects step counts and masters, but a later resume without the
+    shim would be silently wrong. The audit measured the bytes per bf16 parameter on a fake GPU with
+    all states offloaded (DP is the data-parallel size):
 
-    - An optimizer that is not precision-aware has 2 + 4 (bucket) + 4/DP (master) bytes on the GPU.
-    - A precision-aware optimizer with fp32 main grads has 2 + 4 (bucket) bytes on the GPU.
-    - A precision-aware optimizer with bf16 main grads has 2 + 2 (bucket) bytes on the GPU.
+    - An optimizer that is not precision-aware has 2 (weight) + 4 (bucket) + 4/DP (master) bytes.
+    - A precision-aware optimizer with fp32 main grads has 2 (weight) + 4 (bucket) bytes.
+    - A precision-aware optimizer with bf16 main grads has 2 (weight) + 2 (bucket) bytes.
 
     On the host, each kind of optimizer has 16/DP bytes per parameter. An optimizer that is not
     precision-aware computes the same steps, bit for bit, as a precision-aware optimizer with fp32
@@ -222,7 +222,7 @@ def _flags(dtype: torch.dtype | None) -> dict[str, Any]:
 def _restrict(
     row: dict[str, Any], request: OptimizerRequest, why: list[str], warnings: list[str]
 ) -> dict[str, Any]:
-    """Change or remove a table row's fields that cannot run or conflict with the user's fields."""
+    """Adapt a dispatch table's row to the user's fields, the bucket and the installed FusedAdam."""
     asked = request.asked
     moments = any(key in row for key in _MOMENTS)
     if asked.get("use_precision_aware_optimizer") is False:
@@ -242,7 +242,7 @@ def _restrict(
     if blocked:
         if not asked.get("use_precision_aware_optimizer"):
             why.append(f"precision-aware optimizer cannot run: {'; '.join(blocked)}: fp32 states")
-        # The user's fields stay; if the fields cannot run, a seam raises an error later.
+        # Keep the user's fields; if Megatron would refuse them, a seam raises an error later.
         return _without_precision_aware(row, asked)
     if "exp_avg_sq_dtype" in row and "exp_avg_sq_dtype" not in asked:
         _guard_second_moment(row, request, why, warnings)
@@ -292,15 +292,15 @@ def _restrict_capturable(row: dict[str, Any], request: OptimizerRequest, why: li
 def _without_precision_aware(row: dict[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in row.items() if key not in PRECISION_AWARE_FIELDS}
     kept.pop("store_param_remainders", None)
-    # Write ``use_precision_aware_optimizer=False``, because verl's fp16 branch always writes True.
-    # Leave the field out if the user's dtypes need the precision-aware optimizer.
+    # Write ``use_precision_aware_optimizer=False``, because verl writes True for any fp16 model.
+    # If the user's dtypes need the precision-aware optimizer, do not turn it off.
     if all(_as_dtype(asked.get(key, FP32)) is FP32 for key in NEED_PRECISION_AWARE):
         kept["use_precision_aware_optimizer"] = False
     return kept
 
 
 def _as_dtype(value: object) -> object:
-    """Turn a dtype name into a dtype, because the feature ``dtype-coercion`` may be off."""
+    """Turn a dtype name into a dtype; with ``dtype-coercion`` off, fields still contain names."""
     return parse_dtype(value) if isinstance(value, str) else value
 
 

@@ -14,7 +14,7 @@ def note_told(config: Any, *codes: str) -> None:
 
     Args:
         config: the OptimizerConfig; kept by a weak reference only.
-        codes: codes of the audit's problems.
+        codes: the codes with which the audit would report the problems.
     """
     key = id(config)
     reference, known = _told.get(key, (None, set()))

@@ -1,4 +1,4 @@
-"""The settings of a framework and its user for Megatron's optimizer, and the plan made from them.
+"""The optimizer settings that a framework and its user choose for Megatron, and the resulting plan.
 
 An adapter reads its framework's config into one record, ``Wishes``. ``plan_wishes`` makes a plan
 from a ``Wishes``, the trainable parameters and the features in force. Equal ``Wishes`` give the
@@ -51,7 +51,7 @@ FUSED_ADAM_ARGUMENTS = (
 
 @dataclass(frozen=True)
 class Wishes:
-    """The settings of a framework and its user for one model, as an adapter reads them.
+    """The settings that a framework and its user choose for one model, as an adapter reads them.
 
     ``asked`` contains only the fields that the user wrote, without defaults of a config class.
 
@@ -132,12 +132,12 @@ class InForce:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, and the OptimizerConfig fields that apply it.
+    """A plan, and the OptimizerConfig fields that follow from it.
 
     Attributes:
-        plan: the plan that the rules made.
-        dtype: the model's dtype, or the declared dtype.
-        asked: the user's fields, with dtype names coerced if ``dtype-coercion`` is in force.
+        plan: the result of ``plan_optimizer``.
+        dtype: the trainable parameters' dtype; if mixed or unknown, the declared dtype.
+        asked: the user's fields; if ``dtype-coercion`` is in force, dtype names are now dtypes.
         added: the fields that the framework or the shim adds; ``asked`` overrides them.
     """
 
@@ -180,19 +180,19 @@ def plan_wishes(
 ) -> Planned:
     """Plan a model's optimizer; a pure function.
 
-    The shim sets ``main_grads_dtype`` to the bucket's dtype, because the optimizer reads gradients
-    in the bucket's dtype, whatever ``main_grads_dtype`` is.
+    The optimizer reads gradients in the bucket's dtype even if ``main_grads_dtype`` differs, so the
+    shim sets ``main_grads_dtype`` to the bucket's dtype.
 
     Raises:
         DtypeError: the user wrote an unknown dtype name or an illegal dtype.
     """
     asked = coerce_written(wishes.asked, wishes.where, now)
     if asked.get("fp16") and asked.get("bf16"):
-        asked["bf16"] = False  # if fp16 and bf16 are both set, fp16 stays
+        asked["bf16"] = False  # if fp16 and bf16 are both set, keep only fp16
     dtype = model.single or wishes.declared
     policy = wishes.auto if now.states == "auto" else now.states
     if not now.dispatches:
-        policy = "as-configured"  # the bucket must not match dtypes that the shim does not set
+        policy = "as-configured"  # plan no dtype for main grads, because the shim sets none
     native = dict(wishes.native.get(dtype, {})) if dtype is not None else {}
     if dtype is torch.float16:
         native = {**scaler_row(), **native}
@@ -258,7 +258,7 @@ def coerce_written(
 def fused_adam_support() -> FusedAdamSupport:
     """Inspect the FusedAdam that Megatron's precision-aware optimizer would use."""
     try:
-        # Megatron's own check imports FusedAdam from the same module.
+        # Megatron's OptimizerConfig, too, inspects the FusedAdam of this TransformerEngine module.
         from transformer_engine.pytorch.optimizers import FusedAdam
     except ImportError:
         return FusedAdamSupport()

@@ -1,7 +1,7 @@
 """List settings that reduce a model's memory on Megatron, starting with the smallest sacrifice.
 
-Each entry of ``_STEPS`` is planned as if the user had written its settings, so the worker's rules
-decide which entries are legal.
+``variants`` plans each entry of ``_STEPS`` as if the user had written its settings, with the
+training process's rules, and omits illegal entries.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The settings of one model of a planned job on Megatron, and the shim's decisions about the model.
 
-The shim's decisions in a plan come from the worker's own functions. ``plan_wishes`` decides the
-optimizer's config, and ``deciding.bucket`` decides the gradient bucket. ``reader.read_wanted``
-returns the dtypes of the tensors that Megatron makes from the decided config.
+A plan calls the same functions as a training process. ``plan_wishes`` decides the optimizer's
+config, and ``deciding.bucket`` decides the gradient bucket. ``reader.read_wanted`` returns the
+dtypes of the tensors that Megatron makes from the decided config.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ class Asked:
         key: the config's key of an optimizer field, for messages; ``{}`` stands for the field.
         bucket_key: the config's key of ``grad_reduce_in_fp32``.
         prefix: the prefix of a key that is set on the command line, such as ``"++"``.
-        parked: maps a config key to the components that the key moves to the host while they are
-            unused.
+        parked: maps a config key to the components that this key makes the framework move to the
+            host while they are unused.
         place: name of a group of GPUs; models with the same ``place`` share these GPUs.
         bucket_keys: the keys of Megatron's DistributedDataParallelConfig that the user wrote.
         illegal: problems that the adapter found.
         notes: remarks about legal settings.
-        takes_name: function that returns whether the framework turns a dtype name into a dtype; the
-            framework refuses other names. ``None`` if the framework passes all names to Megatron.
+        takes_name: function that returns whether the framework accepts and converts a dtype name;
+            ``None`` if the framework passes all dtype names to Megatron.
     """
 
     wishes: Wishes
@@ -113,13 +113,13 @@ def support_of(version: str | None) -> FusedAdamSupport:
     if version is None:
         return NEWEST
     known = release(version)
-    # Every release from about 1.13 has the arguments that Megatron needs. Whether bf16 moments are
-    # legal depends on the release (``FusedAdamSupport.bf16_moments``).
+    # TransformerEngine from about 1.13 has the arguments that Megatron needs. Whether bf16 moments
+    # are legal depends on the release (``FusedAdamSupport.bf16_moments``).
     return FusedAdamSupport(known, True, "") if known else NEWEST
 
 
 def without_shim(support: FusedAdamSupport) -> InForce:
-    """The features in force with the shim off; ``coerces`` is true so that dtype names are read."""
+    """An ``InForce`` with only the feature ``coerces``, so that the plan parses dtype names."""
     return InForce("as-configured", True, False, False, False, False, support)
 
 
@@ -128,7 +128,7 @@ Holds = Callable[[str, str], bool]
 
 
 def with_shim(settings: Settings, support: FusedAdamSupport, holds: Holds) -> InForce:
-    """The features in force with the shim on; ``coerces`` is true so that dtype names are read.
+    """The features in force with the shim on, and always ``coerces``, to parse dtype names.
 
     ``problems_of`` reports dtype names that neither the framework nor the shim turns into dtypes.
     """

@@ -343,7 +343,7 @@ class StageCount:
 
     Attributes:
         dense: trained parameters whose optimizer states the data-parallel group shards.
-        experts: parameters of experts that have a data-parallel group of their own.
+        experts: parameters of experts, if a separate data-parallel group shards their states.
         frozen: parameters that are not trained; not counted in ``dense``.
     """
 

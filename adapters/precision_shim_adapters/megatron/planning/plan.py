@@ -1,4 +1,4 @@
-"""Compute the bytes of a model on Megatron from a framework's config, with the worker's rules.
+"""Compute a model's bytes on Megatron from a framework's config, with the training job's rules.
 
 An adapter reads its framework's config into a ``MegatronModel``. The module ``decided`` decides the
 model's settings, ``layout`` splits the model over the GPUs, and ``plan`` computes the bytes.
@@ -148,7 +148,7 @@ def plan_model(
     holds: Holds,
     megatron: tuple[int, ...] | None = None,
 ) -> tuple[ModelPlan | None, list[Problem]]:
-    """Plan a model; the plan is ``None`` if the config's problems make counting impossible.
+    """Plan a model; the plan is ``None`` if the config's problems prevent counting the bytes.
 
     Args:
         asked: the model.
@@ -241,7 +241,7 @@ def _stays(asked: Asked, before: tuple[Stage, ...], after: tuple[Stage, ...]) ->
 
 
 def _traffic(stages_: tuple[Stage, ...]) -> dict[str, int]:
-    """Bytes of one reduce-scatter of the gradients and one all-gather, in the busiest stage."""
+    """The busiest stage's bytes to reduce-scatter gradients and all-gather ``_name_gathered``."""
     sums = [
         {
             "reduce_scatter": sum(ring(part, "grad_buckets") for part in stage.parts),
@@ -280,12 +280,12 @@ def _decisions(asked: Asked, side: Side, settings: Settings, holds: Holds) -> li
 
 
 def _fp16(side: Side) -> bool:
-    """Whether an fp16 model's OptimizerConfig has ``fp16=True``: then Megatron makes a scaler."""
+    """Whether an fp16 model's config has ``fp16=True``, so that Megatron makes a loss scaler."""
     return bool(side.fields.get("fp16", True))
 
 
 def _of_another_model(asked: Asked, side: Side) -> list[str]:
-    """List notes if the user's OptimizerConfig is meant for parameters of another dtype."""
+    """Return notes if the user wrote an OptimizerConfig for parameters of another dtype."""
     wishes, fields = asked.wishes, side.planned.asked
     flagged = torch.float16 if fields.get("fp16") else None
     if flagged is None and fields.get("bf16"):

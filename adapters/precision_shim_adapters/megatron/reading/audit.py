@@ -1,8 +1,8 @@
 """The seams that audit Megatron's optimizers automatically.
 
-``get_megatron_optimizer`` has no seam, because frameworks have copies of this function, and the
-copies make no chained optimizer. In megatron-core 0.13 to 0.19 every optimizer has one of the three
-classes that this module patches.
+No seam patches ``get_megatron_optimizer`` or ``ChainedOptimizer``, because frameworks have their
+own copies of ``get_megatron_optimizer``, which make no chained optimizer. In megatron-core 0.13 to
+0.19 every optimizer has one of the three classes that this module patches.
 
 Delete this module when Megatron reports which precision its optimizers really have.
 """
@@ -64,10 +64,10 @@ def look_at(call: Call) -> Any:
 
 
 def _wishes(build: Build | None) -> Wishes | None:
-    """The settings of a model's build; ``None``, instead of an error, if they cannot be read."""
+    """The settings of the model being built; ``None``, instead of an error, if unreadable."""
     try:
         return None if build is None else build.wishes
-    except Exception:  # the seams that wrap the optimizer report the error
+    except Exception:  # the seams that wrap the optimizer report that settings are unreadable
         return None
 
 

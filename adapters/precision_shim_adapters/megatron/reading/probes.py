@@ -1,4 +1,4 @@
-"""Probes that check the rules' assumptions about Megatron-core against the installed version."""
+"""Probes that check whether the installed Megatron behaves as the shim's code assumes."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def defaults() -> Answer:
     needs=(_OPTIMIZER,),
 )
 def overflow() -> Answer:
-    """The shim changes ``(False, None, None)`` to values that the framework can handle."""
+    """The shim replaces ``(False, None, None)``, which Megatron returns for an overflow."""
     from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
     steps: list[str] = []
@@ -197,7 +197,7 @@ def overflow() -> Answer:
     needs=("megatron.core.optimizer.grad_scaler",),
 )
 def dynamic_scaler() -> Answer:
-    """The shim reads the scale from the device only if the scale's tensor is a new object."""
+    """The shim reads the scale from the device only after Megatron replaced the scale's tensor."""
     from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
     from precision_shim.testing.megatron_cpu import cuda_means_cpu
@@ -344,7 +344,7 @@ def main_grads() -> Answer:
     needs=("megatron.core.optimizer.clip_grads",),
 )
 def fp16_clipping() -> Answer:
-    """The shim raises an error for clipped fp16 gradients when the optimizer is built."""
+    """When the optimizer is built, the shim raises an error if fp16 gradients would be clipped."""
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
     from precision_shim.testing.megatron_cpu import megatron_on_cpu
@@ -371,7 +371,7 @@ def fp16_clipping() -> Answer:
     needs=(_BRIDGE,),
 )
 def bridge_configs() -> Answer:
-    """Megatron-Bridge's bucket has the model's dtype; dtype coercion needs no further seam."""
+    """Bridge's configs need no seam: their bucket has the model's dtype; Megatron checks them."""
     from megatron.bridge.training.config import DistributedDataParallelConfig, OptimizerConfig
 
     with fused_adam():

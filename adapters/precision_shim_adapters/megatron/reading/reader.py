@@ -1,8 +1,8 @@
 """Read Megatron's optimizers for the audit, even if the shim is off, without importing Megatron.
 
 Megatron's three optimizer classes store parameters differently. ``DistributedOptimizer`` stores
-shards of its buffers. ``Float16OptimizerWithFloat16Params`` stores groups and their fp32 copies.
-``FP32Optimizer`` stores only the parameters of its inner optimizer.
+shards of its buffers. ``Float16OptimizerWithFloat16Params`` stores groups of 16-bit parameters, and
+fp32 copies of these. ``FP32Optimizer`` stores only the parameters of its inner optimizer.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def read_optimizers(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any]
     """Read Megatron's optimizers.
 
     Args:
-        chunks: the model's chunks; may be empty, because an optimizer has its own parameters.
+        chunks: the model's chunks; may be empty, because each optimizer also stores parameters.
         optimizers: single optimizers, not chains.
     """
     readings = [_read(chunks, optimizer) for optimizer in optimizers]
@@ -131,7 +131,7 @@ def _read(chunks: Sequence[Any], optimizer: Any) -> Reading:
 
 
 def _pairs(optimizer: Any, inner: Any) -> Iterable[tuple[Any, Any]]:
-    """Pair model parameters with the inner optimizer's tensors; a group has fp32 tensors first."""
+    """Pair parameters with the inner optimizer's tensors, whose groups list fp32 tensors first."""
     groups = inner.param_groups
     fp32 = getattr(optimizer, "model_fp32_groups", None)
     halves = getattr(optimizer, "model_float16_groups", None)
@@ -174,8 +174,7 @@ def _read_states(reading: Reading, inner: Any, pairs: Sequence[tuple[Any, Any]])
         read_inner(reading, each)
     told = reading.foretold
     if beneath and told.exp_avg is not None and told.exp_avg_sq is not None:
-        # The inner optimizers make states for the parameters' copies, but callers pass the
-        # parameters.
+        # The inner optimizers have states for copies of the parameters: map parameters to copies.
         first, second = told.exp_avg, told.exp_avg_sq
         reading.foretold = replace(
             told,
@@ -233,7 +232,7 @@ def read_wanted(field: Callable[[str], Any]) -> Wanted:
 
     def get(name: str, default: Any) -> Any:
         value = field(name)
-        if isinstance(value, str):  # the value is a name if dtype-coercion is not in force
+        if isinstance(value, str):  # dtype names stay strings if dtype-coercion is not in force
             value = parse_dtype(value) or value
         return default if value is None else value
 

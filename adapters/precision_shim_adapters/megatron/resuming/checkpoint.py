@@ -1,17 +1,17 @@
 """Write and read Megatron's optimizer checkpoints in an unpatched Megatron's format.
 
-For every sharding type, ``DistributedOptimizer`` reads and writes one parameter's states with one
-pair of methods. On a save, the shim converts a precision-aware optimizer's int16 remainder to the
+``DistributedOptimizer`` reads and writes a parameter's states with the same two methods in every
+sharding type. On a save, the shim converts a precision-aware optimizer's int16 remainder to the
 fp32 master weight that an unpatched Megatron expects. On a load, the shim splits the master weight
-into parameter and remainder again. If the user's own config is precision-aware, an unpatched
-Megatron expects remainders. In the two sharding types that store a dtype for each state, the shim
-saves the user's remainders unchanged, because Megatron can read them. In two sharding types the
-checkpoint's keys contain the bucket's dtype. The shim writes the keys that a job without the shim
-would write. The shim compares dtypes in ``dist_checkpointing.load``, because only this function
-receives the wanted tensors and the directory before Megatron reads a tensor.
+into parameter and remainder again. If the user's config turns on the precision-aware optimizer,
+even an unpatched Megatron expects remainders. In the two sharding types that store a dtype for each
+state, the shim saves the user's remainders unchanged, because Megatron can read them. In two
+sharding types the checkpoint's keys contain the bucket's dtype. The shim writes the keys that a job
+without the shim would write. The shim compares wanted with stored dtypes in
+``dist_checkpointing.load``: only here are tensors and directory known before Megatron reads them.
 
 The shim refuses to load fp32 moments that would be rounded to bf16. The shim also refuses to load
-remainders that an unpatched Megatron has already written as numbers.
+remainders whose int16 bits an unpatched Megatron has cast to floating-point numbers.
 
 Upstream: https://github.com/NVIDIA/Megatron-LM/issues/4222 (remainders cannot be loaded again),
 https://github.com/NVIDIA/Megatron-LM/issues/2576 (the ``padding`` entry). Delete this module when
@@ -112,7 +112,7 @@ def note_precision_aware(config: Any, *, by_user: bool) -> None:
     for name in _OWN:
         value = getattr(config, name, None)
         if isinstance(value, float):
-            own = value * 1.0  # a new float object; float() would return the old object
+            own = value * 1.0  # creates a new float object, which float(value) would not
             _own_floats[id(own)] = own
             setattr(config, name, own)
 
@@ -141,7 +141,7 @@ def refuse_torchs_adam(
     third sharding type keeps the optimizer's old step count.
 
     Raises:
-        CheckpointLayoutError: the job loads torch's Adam, or saves it in strict mode.
+        CheckpointLayoutError: the job loads states of torch's Adam, or saves them in strict mode.
     """
     optimizer = call.instance
     kind = sharding_type or (metadata or {}).get("distrib_optim_sharding_type", "the default")
@@ -169,7 +169,7 @@ def _steps_with_torchs_adam(optimizer: Any) -> bool:
 
 
 def _unpatched_grad_dtype(optimizer: Any) -> Callable[[torch.dtype], torch.dtype] | None:
-    """Return a function that maps a parameter's dtype to its bucket's dtype without the shim."""
+    """Return a function from a parameter's dtype to the bucket's dtype in an unpatched job."""
     for chunk in optimizer.model_chunks:
         if chunk in bucket_without_shim:
             in_fp32 = bucket_without_shim[chunk]
@@ -339,7 +339,7 @@ def compare_layouts(call: Call, sharded_state_dict: Any, checkpoint_dir: Any) ->
 
 
 def _stored_dtypes(directory: str) -> dict[str, torch.dtype]:
-    """Map a checkpoint's tensor keys to dtypes; Megatron reads metadata in remote storage."""
+    """Map a checkpoint's tensor keys to dtypes; if no local file has them, Megatron reads them."""
     path = Path(directory, METADATA)
     if not path.is_file():
         from megatron.core.dist_checkpointing import load_tensors_metadata

@@ -98,11 +98,11 @@ def assume_fields(part: Part, here: Here) -> dict[str, Any]:
 
 
 def assume_wishes(part: Part, here: Here, where: str, subject: str) -> Wishes:
-    """Assume a job's settings, for a framework whose config has Megatron's own field names.
+    """Derive the ``Wishes`` of a resuming job whose config has Megatron's own field names.
 
     Args:
         part: the checkpoint.
-        here: the environment; ``here.config`` has fields of Megatron's OptimizerConfig, and may
+        here: the job's settings; ``here.config`` has fields of Megatron's OptimizerConfig, and may
             have ``grad_reduce_in_fp32``.
         where: framework and config key, for messages.
         subject: the model's name, such as ``"actor"``.
@@ -131,7 +131,7 @@ def foretell(
     Args:
         framework: the job's framework.
         part: the checkpoint.
-        here: the environment.
+        here: the job's settings.
         wishes: the settings in the job's config.
         mends_offload: whether the framework itself, such as SkyRL, patches Megatron's load of an
             optimizer for CPU offload.

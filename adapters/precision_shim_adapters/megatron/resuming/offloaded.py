@@ -3,8 +3,8 @@
 ``HybridDeviceOptimizer`` has inner optimizers, which update copies of the parameters with torch's
 AdamW on the host and with FusedAdam on the GPU. ``HybridDeviceOptimizer`` has no states before its
 first step, so ``DistributedOptimizer.load_state_dict`` makes states with ``dummy_step``, a step on
-random gradients. Megatron then loads a checkpoint into the outer optimizer's states. Without a
-warning, megatron-core 0.15 to 0.19 does not copy all loaded states to the inner optimizers:
+random gradients. Megatron then loads a checkpoint into the outer optimizer's states. Megatron 0.15
+to 0.19 silently does not copy some of the loaded states to the inner optimizers:
 
 - With ``dp_reshardable`` (which 0.15 cannot save), AdamW's step counts are 1 after a resume.
 - With ``dp_zero_gather_scatter``, the parameters' copies keep the values from ``dummy_step``.
@@ -13,10 +13,10 @@ warning, megatron-core 0.15 to 0.19 does not copy all loaded states to the inner
   as the first step after the checkpoint.
 - If no state is on the host, Megatron saves no step count, and FusedAdam counts from 1 again.
 
-SkyRL itself corrects AdamW's step counts with ``dp_reshardable``, in its own process.
+SkyRL itself corrects AdamW's step counts with ``dp_reshardable``, but only in its own processes.
 
-Delete this module when Megatron's own resume is exact, which makes
-tests/audit/test_offload_resume.py fail.
+Delete this module when tests/audit/test_offload_resume.py fails because Megatron's own resume is
+exact.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def save_count(call: Call) -> Any:
     """Save the step count of FusedAdam's groups if no state is on the host.
 
     If an optimizer is not precision-aware, the shim saves no step count, because Megatron's load of
-    the step count would end with a KeyError. SkyRL's patches correct only a load without a count.
+    the step count would end with a KeyError. SkyRL's patches act only if no step count was saved.
     """
     result = call.proceed()
     inner, config = call.instance.optimizer, call.instance.config
@@ -148,7 +148,7 @@ def load_what_is_stepped(call: Call, state_dict: Any) -> Any:
     inner = call.instance.optimizer
     if not _offloads(inner):
         return result
-    # If a checkpoint has no step count, another kind of optimizer saved it before its first step.
+    # A checkpoint without step count was saved without CPU offload, before the first step.
     count = float(next(iter(counts), 0))
     for state in inner.state.values():
         if isinstance(state.get("step"), torch.Tensor):

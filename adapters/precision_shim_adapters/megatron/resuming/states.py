@@ -1,8 +1,8 @@
 """Save and load one parameter's states in Megatron's optimizer checkpoints.
 
-For every sharding type, ``DistributedOptimizer`` reads and writes a parameter's master weights and
-moments with one pair of methods. The docstring of ``checkpoint`` explains how and why the shim
-converts master weights. Three properties of Megatron and TransformerEngine prevent an exact resume:
+``DistributedOptimizer`` reads and writes a parameter's states with the same two methods in every
+sharding type. The docstring of ``checkpoint`` explains how and why the shim converts master
+weights. Three properties of Megatron and TransformerEngine prevent an exact resume:
 
 - FusedAdam keeps int16 remainders under the name ``master_param``.
 - FusedAdam fills the master weights of an fp32 parameter once and never updates them.
@@ -118,7 +118,7 @@ def join_states(call: Call, model_param: Any) -> Any:
     "_get_model_param_range_map",
 )
 def split_states(call: Call, model_param: Any, tensors: Any) -> Any:
-    """Convert loaded master weights to the optimizer's form; refuse states that would change.
+    """Convert loaded master weights to the optimizer's form; refuse states that would be rounded.
 
     Raises:
         CheckpointLayoutError: the checkpoint's states would be rounded, or are remainders that
@@ -148,7 +148,7 @@ def split_states(call: Call, model_param: Any, tensors: Any) -> Any:
         _fit_master(optimizer, _shard_of(optimizer, model_param), tensors)
     # FusedAdam scales the passed tensor in place.
     before = tensors["param"].clone() if _keeps_scaled_masters(optimizer, model_param) else None
-    # Autograd is on while Megatron loads two sharding types: torch refuses writes to fp32 shards.
+    # In two sharding types Megatron loads with autograd on, so torch refuses to write fp32 shards.
     with torch.no_grad():
         result = call.proceed()
     if before is not None:
