@@ -1,7 +1,11 @@
-"""The ranks of ``test_repeated.py``: two stages of a pipeline, or two data-parallel ranks."""
+"""The ranks of ``test_repeated.py``: two stages of a pipeline, or two data-parallel ranks.
+
+Those of ``test_stages.py`` are here, too.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from typing import Any
@@ -16,7 +20,7 @@ from precision_shim.testing import (
     stand_in_transformer_engine,
     tiny_gpt,
 )
-from precision_shim_adapters.megatron import metrics
+from precision_shim_adapters.megatron import Wishes, building, metrics
 
 from ..rank_server import Launch, look_ahead
 
@@ -30,8 +34,8 @@ def prepare() -> None:
     look_ahead("megatron")
 
 
-def run(launch: Launch) -> dict[str, Any]:
-    """Run a rank: train with an exception on rank 1, and without; returns what differs."""
+def run(launch: Launch) -> Any:
+    """Run a rank from its start to its end."""
     torch.set_num_threads(1)
     with (
         stand_in_transformer_engine(),
@@ -43,22 +47,48 @@ def run(launch: Launch) -> dict[str, Any]:
         precision_shim.install(
             frameworks="megatron", features="fp16-scaling", strict=True, export=False
         )
-        right, made = _Stage(launch.options), _Stage(launch.options)
-        expected = [right.step(number) for number in range(3)]
-        found = [made.step(0)]
-        made.backward(1)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            found += [made.interrupted(launch.options["place"], launch.rank == 1)]
-        found += [made.step(2)]
-        precision_shim.uninstall()
-        return {
-            "equal": all(map(torch.equal, right.parameters(), made.parameters())),
-            "expected": expected,
-            "found": found,
-            "states": [right.state(), made.state()],
-            "said": [str(one.message) for one in said if "without new" in str(one.message)],
-        }
+        try:
+            return {"repeated": repeated, "fsdp": fsdp}[launch.case](launch)
+        finally:
+            precision_shim.uninstall()
+
+
+def repeated(launch: Launch) -> dict[str, Any]:
+    """Train with an exception on rank 1, and without; returns what differs."""
+    right, made = _Stage(launch.options), _Stage(launch.options)
+    expected = [right.step(number) for number in range(3)]
+    found = [made.step(0)]
+    made.backward(1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found += [made.interrupted(launch.options["place"], launch.rank == 1)]
+    found += [made.step(2)]
+    return {
+        "equal": all(map(torch.equal, right.parameters(), made.parameters())),
+        "expected": expected,
+        "found": found,
+        "states": [right.state(), made.state()],
+        "said": [str(one.message) for one in said if "without new" in str(one.message)],
+    }
+
+
+def fsdp(launch: Launch) -> bool:
+    """Build Megatron-FSDP's stage of a model whose last stage trains only fp32 parameters.
+
+    Returns ``check_for_nan_in_grad``. A CPU runs the ``__init__`` of Megatron-FSDP in part only.
+    """
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
+    config = DistributedDataParallelConfig(check_for_nan_in_grad=True)
+    dtype = (torch.float16, torch.float32)[launch.rank]
+    made = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    with (
+        building("megatron", lambda: Wishes(asked={"fp16": True})),
+        contextlib.suppress(Exception),
+    ):
+        made.__init__(object(), config, torch.nn.Linear(2, 2, dtype=dtype))  # type: ignore[misc]
+    return bool(vars(made)["ddp_config"].check_for_nan_in_grad)
 
 
 class _Stage:
