@@ -113,6 +113,25 @@ def test_a_chain(
         assert all(map(torch.equal, right.parameters(), made.parameters()))
 
 
+@pytest.mark.parametrize("place", ["copy of the second", "check of the second"])
+def test_an_overflow_counts_in_all_parts_of_a_chain(on: On, one_process: Any, place: str) -> None:
+    """The trainer repeats only ``prepare_grads``, and skips the step by ``zero_grad``."""
+    on(features="fp16-scaling")
+    right, made = (Trainer.of(build(hysteresis=2), 2) for _ in range(2))
+    for trainer in (right, made):
+        trainer.plain(0)
+        trainer.backward(1, OVERFLOW)
+    owner, name, after = place_of(made, place)
+    with failing(owner, name, after=after):
+        made.optimizer.prepare_grads()
+    for trainer in (right, made):
+        assert trainer.optimizer.prepare_grads()
+        trainer.optimizer.zero_grad()
+    assert state(right) == state(made)
+    assert right.plain(2) == made.plain(2)
+    assert state(right) == state(made)
+
+
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     with rank_server("tests.megatron_alone.repeated_ranks", tmp_path_factory.mktemp("r")) as ranks:

@@ -187,9 +187,12 @@ def interrupt(optimizer: Any) -> None:
 
 
 def keep(optimizer: Any, answer: Answer) -> None:
-    """Keep the result of an optimizer's ``prepare_grads``."""
+    """Keep the result of an optimizer's ``prepare_grads``; an overflow of a chain is all parts'."""
     answers[optimizer] = answer
     _unscaled.pop(optimizer, None)
+    for part in answer.parts:
+        if part is not None:
+            part.interrupted, part.found = False, part.found or answer.found
 
 
 def finish(optimizer: Any) -> None:
