@@ -20,7 +20,7 @@ from precision_shim.adapting import Call, seam
 from precision_shim.scaling import ScalerSettings
 
 from .fp16 import FEATURE, ScaledTraining
-from .fp16.files import files_of_rank
+from .fp16.files import files_of_rank, save_after
 from .fp16.states import make_missing_states
 from .fp16.stepping import note_skip
 from .roll_checkpoints import FSDP2, has_states
@@ -120,11 +120,14 @@ def _ended(strategy: Any, training: ScaledTraining) -> Iterator[None]:
 @seam(
     f"{BASE}._save_checkpoint_with_dcp",
     why="ROLL uploads when this returns",
-    relies_on=("checkpoint_future",),
+    relies_on=("checkpoint_future", "_get_dcp_process_group"),
     **HERE,
 )
 def save(call: Call, checkpoint_dir: Any) -> Any:
-    """Save the scaler's state, and a list of ROLL's checkpoint files, beside the checkpoint."""
+    """Save the scaler's state, and a list of ROLL's checkpoint files, beside the checkpoint.
+
+    If ROLL saves in the background, the state is written after ROLL's files and before the upload.
+    """
     strategy = call.instance
     training = training_of(strategy) if hasattr(strategy, "scaler") else None
     if training is None:
@@ -132,8 +135,11 @@ def save(call: Call, checkpoint_dir: Any) -> Any:
     make_missing_states(strategy.optimizer)
     result = call.proceed()
     place = os.path.dirname(checkpoint_dir)
-    in_background = strategy.checkpoint_future is not None
-    training.save(place, None if in_background else files_of_rank(place, written=True))
+    if strategy.checkpoint_future is None:
+        training.save(place, files_of_rank(place, written=True))
+    else:
+        group = strategy._get_dcp_process_group()  # ROLL waits for this save before the next
+        strategy.checkpoint_future = save_after(strategy.checkpoint_future, training, place, group)
     return result
 
 

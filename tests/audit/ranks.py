@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -257,14 +258,16 @@ def flat(launch: Launch) -> dict[str, Any]:
         "gloo", init_method=f"file://{launch.store}", world_size=launch.world, rank=launch.rank
     )
     found = {}
-    for name, original, strategy in (
-        ("flat", False, ShardingStrategy.FULL_SHARD),
-        ("original", True, ShardingStrategy.FULL_SHARD),
-        ("not sharded", False, ShardingStrategy.NO_SHARD),
+    for name, original, strategy, width in (
+        ("flat", False, ShardingStrategy.FULL_SHARD, 8),
+        ("original", True, ShardingStrategy.FULL_SHARD, 8),
+        ("not sharded", False, ShardingStrategy.NO_SHARD, 8),
+        ("padded", False, ShardingStrategy.FULL_SHARD, 7),  # an odd number of parameters
+        ("padded originals", True, ShardingStrategy.FULL_SHARD, 7),
     ):
         torch.manual_seed(7)
         model = FullyShardedDataParallel(
-            torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)),
+            torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, width)),
             device_id=torch.device("cpu"),
             use_orig_params=original,
             sharding_strategy=strategy,
@@ -273,6 +276,12 @@ def flat(launch: Launch) -> dict[str, Any]:
         model(torch.ones(2, 8)).sum().backward()
         optimizer.step()
         found[name] = precision_shim.audit(model, optimizer, group=dist.group.WORLD).to_dict()
+        if name == "padded":
+            for kind in (torch.optim.AdamW, functools.partial(torch.optim.SGD, momentum=0.9)):
+                optimizer = kind(model.parameters(), lr=1e-3)
+                model(torch.ones(2, 8)).sum().backward()
+                optimizer.step()
+                found[type(optimizer).__name__] = str(precision_shim.audit(model, optimizer))
     return found
 
 

@@ -189,8 +189,31 @@ def test_hybrid_shards_are_counted_without_their_copies(run_ranks: Ranks) -> Non
             assert held in row.split()
 
 
-def test_fsdp1_is_read_by_its_shards(run_ranks: Ranks) -> None:
-    for rank in run_ranks("flat"):
+@pytest.fixture(scope="module")
+def flat(run_ranks: Ranks) -> list[Any]:
+    return run_ranks("flat")
+
+
+def test_fsdp1s_padding_is_not_counted(flat: list[Any]) -> None:
+    for name in ("padded", "padded originals"):
+        parts = [rank[name]["parts"][0] for rank in flat]
+        assert [part["parameters"] for part in parts] == [135, 135]
+        assert sum(part["owned"] for part in parts) == 135
+        for part in parts:
+            for component in ("params", "exp_avg", "exp_avg_sq"):
+                assert part["components"][component]["bytes"] == 4 * part["owned"], component
+
+
+def test_each_rank_has_all_step_counts(flat: list[Any]) -> None:
+    """And a share of the momentum of SGD, which the row ``other`` has, too."""
+    for rank in flat:
+        for name, held in (("AdamW", "whole"), ("SGD", "1/2")):
+            (row,) = (row.split() for row in rank[name].splitlines() if " other " in row)
+            assert held in row, name
+
+
+def test_fsdp1_is_read_by_its_shards(flat: list[Any]) -> None:
+    for rank in flat:
         for name, shards in (("flat", 2), ("original", 2), ("not sharded", 1)):
             audit = rank[name]
             assert (audit["ok"], audit["complete"]) == (True, True), name

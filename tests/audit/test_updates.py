@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -133,6 +134,22 @@ def test_what_it_is_for() -> None:
     for one in shares.values():
         assert one["updates_lost"] < 0.05
         assert one["updates_lost_rollout"] > 0.5  # only the rollout's copies lose updates
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_an_infinite_weight_loses_nothing_to_rounding(kind: Any) -> None:
+    weight = torch.nn.Parameter(torch.tensor([1.0, math.inf, -math.inf, 2.0]))
+    optimizer = kind([weight], lr=0.5)
+    watch = precision_shim.watch_updates(torch.nn.ParameterList([weight]), optimizer, every=1)
+    for _ in range(3):
+        weight.grad = torch.ones(4)
+        if optimizer.state.get(weight):
+            optimizer.state[weight]["exp_avg_sq"][3] = math.inf
+        optimizer.step()
+    (group,) = watch.figures()[0]["groups"]
+    assert (group["weights"]["updates"], group["weights"]["lost"]) == (2, 0)
+    if kind is torch.optim.AdamW:
+        assert group["exp_avg_sq"]["lost"] == 0
 
 
 def rollout_share(*dtypes: torch.dtype, model: Any = None) -> tuple[float, str]:

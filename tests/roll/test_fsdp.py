@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from collections.abc import Callable
@@ -177,16 +178,19 @@ def test_a_resume_is_exact(on: On, tmp_path: Path, last: bool, overflows: set[in
 
 
 @pytest.mark.usefixtures("torchs_own_check")
-def test_a_state_of_another_save_is_told(on: On, tmp_path: Path) -> None:
+@pytest.mark.parametrize("last", [True, False], ids=["last", "in-the-background"])
+def test_a_state_of_another_save_is_told(on: On, tmp_path: Path, last: bool) -> None:
     """A second save without the shim leaves the first save's scaler state in the directory."""
     saved = tmp_path / "saved"
     on()
     trainer = Trainer.of(tmp_path)
     trainer.step(0)
-    trainer.save(saved)
+    trainer.save(saved, last=last)
+    named = json.loads((saved / FILE_NAME).read_text())["files"]
+    assert sorted(named) == ["dcp/.metadata", "dcp/__0_0.distcp"]
     precision_shim.uninstall()
     trainer.step(1)
-    trainer.save(saved)
+    trainer.save(saved, last=last)
     on()
     with pytest.raises(precision_shim.ScalerCheckpointError, match="of another save"):
         Trainer.of(tmp_path).load(saved)

@@ -5,6 +5,7 @@ A case returns what its test compares, with tensors as bits.
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import time
@@ -23,8 +24,17 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from precision_shim.errors import ScalerCheckpointError
-from precision_shim.scaling import LossScaler, ScalerSettings, agree, load, record_of, save
+from precision_shim.scaling import (
+    FILE_NAME,
+    LossScaler,
+    ScalerSettings,
+    agree,
+    load,
+    record_of,
+    save,
+)
 from precision_shim_adapters.fp16 import ScaledTraining
+from precision_shim_adapters.fp16.files import files_of_rank, save_after
 
 from .hand_written import Loop
 
@@ -291,6 +301,29 @@ def in_a_group(directory):
     except ScalerCheckpointError as error:
         told = str(error)
     return {"lines": lines, "scale": scaler.get_scale(), "told": told}
+
+
+def in_background(directory):
+    """Save in the background, and train on with collectives meanwhile; returns the record."""
+    job, group = Job(), dist.new_group(backend="gloo")
+    job.train(range(3))
+    training = ScaledTraining("tests", "model", job.scaler)
+    scale = job.scaler.get_scale()
+    saved = dcp.async_save(
+        {"model": job.model.state_dict()}, checkpoint_id=directory / "dcp", process_group=group
+    )
+    saved = save_after(saved, training, str(directory), group)
+    job.train(range(3, 6))
+    saved.result()
+    assert job.scaler.get_scale() != scale
+    dist.barrier()
+    other = LossScaler(SETTINGS, device="cpu")
+    lines = load(directory, other, files=files_of_rank(str(directory)))
+    assert other.get_scale() == scale
+    return {
+        "files": sorted(json.loads((directory / FILE_NAME).read_text())["files"]),
+        "said": lines,
+    }
 
 
 def nan_on_one_rank(directory):

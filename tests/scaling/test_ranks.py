@@ -134,6 +134,13 @@ def test_ranks_that_read_a_record_each_agree_or_all_of_them_stop(run_ranks):
         assert rank["damaged"] == "rank 1 is damaged"
 
 
+def test_a_save_in_the_background_names_all_ranks_files(run_ranks):
+    """The state is that of the call, and not of the training that continues meanwhile."""
+    for found in run_ranks("in_background"):
+        assert found["files"] == ["dcp/.metadata", "dcp/__0_0.distcp", "dcp/__1_0.distcp"]
+        assert found["said"] == []
+
+
 def test_the_first_rank_of_a_group_writes_and_reads_for_it(run_ranks, tmp_path):
     (tmp_path / "taken").write_text("in the way")
     first, *others = run_ranks("in_a_group", world=3, folder=tmp_path)

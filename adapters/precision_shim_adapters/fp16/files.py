@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from precision_shim import scaling
 from precision_shim.precision.belonging import files_beneath
 from precision_shim.scaling import Files
+
+from .training import ScaledTraining
 
 
 def files_of_rank(path: str, *, written: bool = False) -> Files:
@@ -26,3 +31,34 @@ def files_of_rank(path: str, *, written: bool = False) -> Files:
         return dict(list(files.items())[rank::ranks])
     mine = (f"__{rank}_", ".metadata") if rank == 0 else (f"__{rank}_",)
     return {name: place for name, place in files.items() if Path(name).name.startswith(mine)}
+
+
+def save_after(saved: Future[Any], training: ScaledTraining, path: str, group: Any) -> Future[Any]:
+    """Write the scaler's present state when a save in the background has ended.
+
+    Every rank calls ``save_after``.
+
+    Args:
+        saved: the framework's save.
+        training: has the scaler.
+        path: the checkpoint's directory; the state is bound to the files that this rank writes.
+        group: a process group of all ranks that nothing else uses until the result has ended.
+
+    Returns:
+        A future for the framework instead of ``saved``, which ends when the state is written.
+    """
+    record, ended = scaling.record_of(training.scaler), Future[Any]()
+
+    def end(saved: Future[Any]) -> None:
+        try:
+            result = saved.result()
+            if training.scaler.is_enabled():
+                files = files_of_rank(path, written=True)
+                training.write(lambda: scaling.save_record(path, record, group, files))
+        except BaseException as error:  # whoever waits for the save gets it
+            ended.set_exception(error)
+        else:
+            ended.set_result(result)
+
+    saved.add_done_callback(end)
+    return ended

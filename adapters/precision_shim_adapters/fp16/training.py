@@ -304,10 +304,13 @@ class ScaledTraining:
             directory: the checkpoint's directory.
             files: this rank's files in ``directory``, see ``scaling.save``.
         """
-        if not self.scaler.is_enabled():
-            return
+        if self.scaler.is_enabled():
+            self.write(lambda: scaling.save(directory, self.scaler, files=files))
+
+    def write(self, write: Callable[[], object]) -> None:
+        """Call a function that writes the scaler's file, and treat its error as ``save`` does."""
         try:
-            scaling.save(directory, self.scaler, files=files)
+            write()
         except ScalerCheckpointError as error:
             if current_settings().strict:
                 raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +11,10 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ..errors import AuditError
 from ..precision.dtypes import name_of
-from .reading import Reading, local, plain, unique
+from .reading import Owned, Reading, local, plain, unique
 from .record import COMPONENTS, OF_MODEL, AuditComponent
+
+_NO_PADDING: Mapping[int, int] = {}
 
 
 class Counter:
@@ -30,12 +32,18 @@ class Counter:
     def _storages(self, tensor: torch.Tensor) -> list[tuple[torch.Tensor, Any]]:
         return [(piece, piece.untyped_storage()) for piece in plain(tensor)]
 
-    def count(self, tensors: Iterable[torch.Tensor], more: Iterable[torch.Tensor] = ()) -> Measured:
+    def count(
+        self,
+        tensors: Iterable[torch.Tensor],
+        more: Iterable[torch.Tensor] = (),
+        padding: Mapping[int, int] = _NO_PADDING,
+    ) -> Measured:
         """Count the tensors whose storages were not counted for an earlier component.
 
         Args:
             tensors: tensors whose elements and storages are counted.
             more: further tensors; only their storages are counted, padding included.
+            padding: number of elements of a tensor that are padding, by the tensor's ``id``.
         """
         found = Measured()
         for tensor in unique(tensors):
@@ -45,17 +53,18 @@ class Counter:
                     "through the model first."
                 )
             numel = local(tensor).numel()
+            padded = padding.get(id(tensor), 0)
             if not numel and tensor.numel():  # a DTensor without elements on this rank
                 found.dtypes.add(tensor.dtype)
             storages = self._storages(tensor) if numel else []
             if not storages or any(storage._cdata in self._before for _, storage in storages):
                 continue
-            found.elements += numel
+            found.elements += numel - padded
             for piece, storage in storages:
                 found.dtypes.add(piece.dtype)
                 found.devices.add(piece.device.type)
                 if storage.nbytes():  # frameworks resize storages of offloaded tensors to 0
-                    found.bytes += piece.numel() * piece.element_size()
+                    found.bytes += (piece.numel() - padded) * piece.element_size()
                 self._add(piece, storage, found)
         for tensor in more:
             for piece, storage in self._storages(tensor):
@@ -103,7 +112,7 @@ def measure(readings: Sequence[Reading]) -> tuple[list[dict[str, Measured]], int
     for component in COMPONENTS:
         counter.next_component()
         for reading, counts in zip(readings, found, strict=True):
-            counts[component] = counter.count(*_tensors(reading, component))
+            counts[component] = counter.count(*_tensors(reading, component), reading.padding)
     return found, counter.host
 
 
@@ -165,4 +174,12 @@ def is_sharded(reading: Reading, name: str) -> bool:
     """Whether a component is sharded over the ranks of the data-parallel group."""
     if name in OF_MODEL:
         return reading.params_sharded and name != "grad_buckets"
+    if name == "other":  # each rank has all step counts and scales
+        owned = ((state, tensor) for state in reading.owned for tensor in state.other)
+        return reading.sharded and any(_is_of_shard(tensor, state) for state, tensor in owned)
     return reading.sharded
+
+
+def _is_of_shard(tensor: torch.Tensor, state: Owned) -> bool:
+    """Whether a state has a value for each of the parameter's elements, such as a momentum."""
+    return tensor.dim() > 0 and local(tensor).numel() == local(state.stepped).numel()

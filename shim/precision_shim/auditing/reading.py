@@ -151,6 +151,10 @@ class Reading:
         wanted: the dtypes that the optimizer's config sets; ``None`` without a config.
         whole_sizes: maps the ``id`` of each shard in ``trainable`` to the parameter's number of
             elements before sharding.
+        padding: maps the ``id`` of a tensor of FSDP1 (a flat parameter's shard, its gradient or a
+            state) to the number of its elements that are padding.
+        rounds_up_and_down: whether the optimizer rounds bf16 weights stochastically, so that small
+            updates change the weights on average.
         steppers: the torch optimizers within the optimizer; a step of the first torch optimizer
             counts as the optimizer's step.
     """
@@ -177,6 +181,8 @@ class Reading:
     stateless: bool = False
     wanted: Wanted | None = None
     whole_sizes: dict[int, int] = field(default_factory=dict)
+    padding: dict[int, int] = field(default_factory=dict)
+    rounds_up_and_down: bool = False
     steppers: list[Any] = field(default_factory=list)
 
     @property
@@ -194,7 +200,10 @@ class Reading:
     @property
     def owned_parameters(self) -> int:
         """Number of trainable parameters that the optimizer updates on this rank."""
-        return sum(local(state.stepped).numel() for state in self.owned)
+        return sum(
+            local(state.stepped).numel() - self.padding.get(id(state.stepped), 0)
+            for state in self.owned
+        )
 
     @property
     def scaler_name(self) -> str | None:

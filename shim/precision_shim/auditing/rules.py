@@ -220,6 +220,8 @@ def notes(reading: Reading, part: AuditPart, where: str) -> Iterator[Finding]:
     bare = [state for state in reading.owned if state.dtype in SIXTEEN_BIT and not state.masters]
     told = reading.foretold.master
     bare = [state for state in bare if state.has_state or told is None or told(state.dtype) is None]
+    if reading.rounds_up_and_down:
+        bare = [state for state in bare if state.dtype is not torch.bfloat16]
     if reading.wanted is None and bare:
         yield tell(
             "no-master",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,7 @@ def read_torch(
         reading.sharded = reading.params_sharded = reading.shards > 1
         reading.data_parallel_size = _data_parallel_size(chunks, meshes or params)
         reading.gradients = [grad for p in params for grad in gradients_of(p)]
+        reading.padding = _padding_of(reading, _flat_padding(chunks))
         read_inner(reading, optimizer)
         reading.copies_later = reading.foretold.exp_avg is not None
         readings.append(reading)
@@ -82,6 +83,8 @@ def read_inner(reading: Reading, optimizer: torch.optim.Optimizer) -> None:
         for value in scales.values()
         if isinstance(value, torch.Tensor)
     ]
+    # torchao's optimizers
+    reading.rounds_up_and_down = bool(vars(optimizer).get("bf16_stochastic_round"))
     # Add tensors in the optimizer's attributes (an overflow flag) and its groups (a tensor lr).
     reading.other += tensors_of(optimizer)
     reading.other += [
@@ -180,6 +183,33 @@ def _flat_shards(chunks: Sequence[torch.nn.Module]) -> dict[int, tuple[int, int]
         found[id(flat)] = (sum(shape.numel() for shape in shapes), shards)
         for parameter, shape in zip(getattr(flat, "_params", None) or (), shapes, strict=False):
             found[id(parameter)] = (shape.numel(), shards)
+    return found
+
+
+def _flat_padding(chunks: Sequence[torch.nn.Module]) -> dict[int, int]:
+    """Map the ``id`` of each flat parameter of FSDP1 to its padding on this rank, in elements.
+
+    FSDP1 pads for alignment and for equal shards. The names are private to torch: see
+    ``_flat_shards``.
+    """
+    found: dict[int, int] = {}
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        flat = getattr(vars(module).get("_handle"), "flat_param", None)
+        infos = getattr(flat, "_shard_param_infos", None)
+        if flat is not None and infos is not None:
+            real = sum(getattr(info, "numel_in_shard", None) or 0 for info in infos)
+            found[id(flat)] = flat.numel() - real
+    return found
+
+
+def _padding_of(reading: Reading, flat: Mapping[int, int]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for state in reading.owned:
+        padded = flat.get(id(state.stepped), 0)
+        values = (state.exp_avg, state.exp_avg_sq, *state.other, *gradients_of(state.stepped))
+        for tensor in (state.stepped, *values) if padded else ():
+            if tensor is not None and tensor.numel() == state.stepped.numel():
+                found[id(tensor)] = padded
     return found
 
 

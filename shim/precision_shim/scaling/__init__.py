@@ -7,7 +7,7 @@ nothing.
 from __future__ import annotations
 
 from ..precision.scaler_record import ScalerSettings
-from .checkpoint import FILE_NAME, Files, agree, load, other_save, save
+from .checkpoint import FILE_NAME, Files, agree, load, other_save, save, save_record
 from .record import (
     FORMAT,
     BoundWhenPickled,
@@ -39,5 +39,6 @@ __all__ = [
     "record_of",
     "restore",
     "save",
+    "save_record",
     "to_tensor",
 ]

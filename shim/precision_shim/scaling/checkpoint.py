@@ -25,9 +25,9 @@ from torch.amp.grad_scaler import GradScaler
 from ..errors import ScalerCheckpointError, ScalerOfAnotherSaveError
 from ..precision.belonging import fingerprints, foreign
 from ..precision.scaler_record import FILE_NAME, parse, read_record, state_of
-from .record import record_of, restore
+from .record import bind, record_of, restore
 
-__all__ = ["FILE_NAME", "Files", "agree", "load", "save"]
+__all__ = ["FILE_NAME", "Files", "agree", "load", "save", "save_record"]
 
 Files = Mapping[str, "str | os.PathLike[str]"]
 """Maps a file's name in a checkpoint to the path of this rank's file."""
@@ -59,10 +59,25 @@ def save(
         ScalerCheckpointError: the state cannot be written, or one of ``files`` cannot be read;
             raised on every rank.
     """
+    return save_record(directory, record_of(scaler), group, files)
+
+
+def save_record(
+    directory: str | os.PathLike[str],
+    record: Mapping[str, Any],
+    group: dist.ProcessGroup | None = None,
+    files: Files | None = None,
+) -> Path:
+    """Write a record of ``record_of`` as ``save`` does, for a framework that saves in background.
+
+    Raises:
+        ScalerCheckpointError: see ``save``.
+    """
     path = Path(directory) / FILE_NAME
     bound, failure = _fingerprints_of_all(path, files, group)
     if not failure and _is_first(group):
-        text = json.dumps(record_of(scaler, bound), indent=1, sort_keys=True) + "\n"
+        whole = record if bound is None else bind(record, bound)
+        text = json.dumps(whole, indent=1, sort_keys=True) + "\n"
         try:
             _write(path, text)
         except OSError as error:

@@ -87,6 +87,12 @@ def record_of(scaler: GradScaler, files: Mapping[str, str] | None = None) -> dic
     return record
 
 
+def bind(record: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]:
+    """Return a record that lists the fingerprints of the files that are saved with it."""
+    bound = {**record, "files": dict(files)}
+    return {**bound, "digest": digest_of(bound)}
+
+
 class BoundWhenPickled(OrderedDict[str, Any]):
     """A record that, when pickled, adds the fingerprints of the other files of the same save.
 

@@ -209,13 +209,17 @@ class Meter:
         sampled = self._read_sample(optimizer, group, tensors)
         ideal = self._rule.ideal(optimizer, group, sampled)
         has_second = ideal.exp_avg_sq is not None
+        # No rounding loses the update of an infinite number.
+        decays = None
+        if ideal.exp_avg_sq is not None:
+            decays = (ideal.exp_avg_sq < 0) & sampled.states["exp_avg_sq"].isfinite()
         return _Before(
             number,
             tensors,
             copy,
-            ideal.update != 0,
+            (ideal.update != 0) & sampled.weights.isfinite(),
             sampled.weights,
-            ideal.exp_avg_sq < 0 if ideal.exp_avg_sq is not None else None,
+            decays,
             sampled.states["exp_avg_sq"] if has_second else None,
             self._rollout(tensors, copy, sampled.weights),
             group["lr"],

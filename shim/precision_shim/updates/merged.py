@@ -105,7 +105,8 @@ class Merged:
         before, self._before = self._before, []
         for sample in before:
             product, copies = self._read(sample.layer, sample.rows, sample.columns)
-            changed = product != sample.product
+            base = local(sample.layer.base).detach()[sample.rows, sample.columns]
+            changed = (product != sample.product) & base.isfinite()
             stale = (changed & (copies == sample.copies)).sum()
             chain = (sample.layer.base.dtype, *self._dtypes)
             kept = chain[1:] if chain[0] in (chain[1], torch.float32) else chain

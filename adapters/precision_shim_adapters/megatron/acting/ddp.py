@@ -156,13 +156,14 @@ def _one_bucket_for_all(build: Build, choice: BucketChoice, present: bool) -> Bu
     delete_when="Megatron's check asks whether the loss scale is dynamic",
     optional=True,
 )
-def build_fsdp(call: Call, ddp_config: Any, module: Any) -> Any:
+def build_fsdp(call: Call, ddp_config: Any, module: Any, pg_collection: Any = None) -> Any:
     """Turn off Megatron-FSDP's NaN check of gradients; the buckets' dtype does not change."""
     build = build_around(ddp_config)
     if build is None:
         return call.proceed()
+    model = over_stages(trainable_dtypes(module.parameters()), pg_collection)
     changed = copy.copy(ddp_config)
-    _let_overflows_pass(build, build.wishes, changed, trainable_dtypes(module.parameters()))
+    _let_overflows_pass(build, build.wishes, changed, model)
     if changed != ddp_config:
         call.arguments["ddp_config"] = changed
     return call.proceed()

@@ -43,7 +43,23 @@ from precision_shim.scaling import SkipCounter
 from ..deciding.scaler import describe_scaler, factors_set
 from ..deciding.wishes import GROUP, SCALING
 from .build import current_build, megatron_label
-from .scaled import is_asked, sees_losses, tell_unscaled
+from .repeated import (
+    Answer,
+    answers,
+    are_uneven,
+    finish,
+    forget,
+    interrupt,
+    is_repeated,
+    is_stale,
+    keep,
+    put_back,
+    syncs_of,
+    take_again,
+    tell_used,
+    unchain,
+)
+from .scaled import tell_unscaled
 from .unstepped import make_states
 
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
@@ -58,14 +74,8 @@ def dynamic_scalers(optimizer: Any) -> list[Any]:
     """
     from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
-    scalers = (getattr(inner, "grad_scaler", None) for inner in _unchain(optimizer))
+    scalers = (getattr(inner, "grad_scaler", None) for inner in unchain(optimizer))
     return [scaler for scaler in scalers if isinstance(scaler, DynamicGradScaler)]
-
-
-def _unchain(optimizer: Any) -> list[Any]:
-    if not hasattr(optimizer, "chained_optimizers"):
-        return [optimizer]
-    return [leaf for inner in optimizer.chained_optimizers for leaf in _unchain(inner)]
 
 
 _read: weakref.WeakKeyDictionary[Any, tuple[torch.Tensor, float]] = weakref.WeakKeyDictionary()
@@ -110,7 +120,7 @@ _accounts: weakref.WeakKeyDictionary[Any, Account] = weakref.WeakKeyDictionary()
 
 def _account(optimizer: Any) -> Account | None:
     """An optimizer's ``Account``, or else the first ``Account`` of the optimizers in a chain."""
-    known = (_accounts.get(inner) for inner in (optimizer, *_unchain(optimizer)))
+    known = (_accounts.get(inner) for inner in (optimizer, *unchain(optimizer)))
     return next((account for account in known if account is not None), None)
 
 
@@ -174,9 +184,9 @@ def answer_step(optimizer: Any, step: Callable[[], Any]) -> Any:
     try:
         result = step()
     except BaseException:
-        _interrupt(optimizer)
+        interrupt(optimizer)
         raise
-    _forget(optimizer)
+    finish(optimizer)
     if succeeds is None or not dynamic_scalers(optimizer):
         return result
     successful, grad_norm, zeros = result
@@ -230,17 +240,18 @@ def keep_one_scale(call: Call) -> Any:
     scalers = dynamic_scalers(call.instance)
     if len(scalers) < 2:
         return call.proceed()
-    first = scalers[0]
+    first, uneven = scalers[0], are_uneven(call.instance)
     before = first.state_dict()
     for other in scalers[1:]:
         apart = _trackers(other) != _trackers(first) or scale_of(other) != scale_of(first)
-        if apart:
+        if apart and not uneven:
             warn(
                 f"{megatron_label()}: the optimizers of one model have different loss "
                 f"scales ({scale_of(first):g} and {scale_of(other):g}), as a checkpoint of an "
                 "unpatched Megatron may hold them. The loss was scaled with the first: all "
                 "continue with it."
             )
+        if apart:
             other.load_state_dict(before)
     found_inf = call.proceed()
     if found_inf:
@@ -254,61 +265,16 @@ def _trackers(scaler: Any) -> tuple[Any, ...]:
     return tuple(value for key, value in sorted(scaler.state_dict().items()) if key != "scale")
 
 
-@dataclass(eq=False)
-class _Answer:
-    """The result of a call of ``prepare_grads``; ``parts`` has the results of a chain's optimizers.
-
-    ``before`` is the first scaler's state before the call; ``after`` is the first scaler's scale
-    after the call. ``interrupted`` is true if an exception ended the step.
-    """
-
-    found: bool
-    parts: list[_Answer | None]
-    before: dict[str, Any]
-    after: torch.Tensor
-    interrupted: bool = False
-
-
-_answers: weakref.WeakKeyDictionary[Any, _Answer] = weakref.WeakKeyDictionary()
-"""Maps an optimizer with prepared, unused gradients to its ``_Answer``: ``prepare_once`` writes
-entries, ``_forget`` deletes them."""
-
 _in_chain: ContextVar[bool] = ContextVar("precision_shim_in_chain", default=False)
 """True while a chain of optimizers prepares gradients, so that only the chain counts the step."""
 
 
-def _parts(optimizer: Any) -> list[_Answer | None]:
+def _parts(optimizer: Any) -> list[Answer | None]:
     return [
-        _answers.get(inner)
-        for inner in _unchain(optimizer)
+        answers.get(inner)
+        for inner in unchain(optimizer)
         if inner is not optimizer and dynamic_scalers(inner)
     ]
-
-
-def _forget(optimizer: Any) -> None:
-    """Delete ``_Answer``s; undo the growth trackers' count of a step that an exception ended."""
-    for inner in _unchain(optimizer):  # the ``_Answer`` of a chain needs its parts' ``_Answer``s
-        answer = _answers.pop(inner, None)
-        if answer is None or not answer.interrupted or answer.found:
-            continue
-        if inner.grad_scaler.scale is answer.after:  # no checkpoint was loaded since
-            inner.grad_scaler.load_state_dict(answer.before)
-
-
-def _interrupt(optimizer: Any) -> None:
-    """Keep the ``_Answer``s of an interrupted step, because a trainer may repeat the step."""
-    for inner in _unchain(optimizer):
-        if inner in _answers:
-            _answers[inner].interrupted = True
-    if not sees_losses():
-        _forget(optimizer)
-
-
-def _is_stale(optimizer: Any) -> bool:
-    """Whether a loss was scaled after an exception ended a step, so that ``_Answer``s are stale."""
-    return is_asked(_unchain(optimizer)) and any(
-        inner in _answers and _answers[inner].interrupted for inner in _unchain(optimizer)
-    )
 
 
 @seam(
@@ -337,26 +303,31 @@ def prepare_once(call: Call) -> Any:
     scalers = dynamic_scalers(optimizer)
     if not scalers:
         return call.proceed()
-    if _is_stale(optimizer):
-        _forget(optimizer)
-    known = _answers.get(optimizer)
+    alone = not _in_chain.get()
+    if alone and is_stale(optimizer):
+        forget(optimizer)
+    known = answers.get(optimizer)
     if known is not None and known.parts == _parts(optimizer):
-        return known.found
-    scale, alone = scale_of(scalers[0]), not _in_chain.get()
-    before = scalers[0].state_dict()
+        return take_again(optimizer, known)
+    put_back(optimizer)
+    scale, repeated = scale_of(scalers[0]), is_repeated(optimizer)
+    before, number = scalers[0].state_dict(), syncs_of(optimizer)
     token = _in_chain.set(True)
     try:
         found = call.proceed()
+    except BaseException:
+        interrupt(optimizer)
+        raise
     finally:
         _in_chain.reset(token)
-    _answers[optimizer] = _Answer(found, _parts(optimizer), before, scalers[0].scale)
+    keep(optimizer, Answer(found, _parts(optimizer), before, scalers[0].scale, number))
     if alone:
-        if scale != 1.0:
-            tell_unscaled(_unchain(optimizer))
+        if scale != 1.0 and not repeated:
+            tell_unscaled(unchain(optimizer))
         account = _accounts.setdefault(optimizer, Account())
         account.scale = scale
         if found:
-            make_states(_unchain(optimizer))
+            make_states(unchain(optimizer))
         account.counter.note(found, scale)
     return found
 
@@ -370,9 +341,14 @@ def prepare_once(call: Call) -> Any:
     optional=True,
 )
 def forget_used(call: Call) -> Any:
-    """Delete the stored result of ``prepare_grads`` when the optimizer has stepped."""
+    """Mark gradients as used when the optimizer has stepped, and do not step with them again."""
+    known = answers.get(call.instance)
+    if known is not None and known.used:
+        tell_used(known)
+        return True
     result = call.proceed()
-    _answers.pop(call.instance, None)
+    if known is not None:
+        known.used = True
     return result
 
 
@@ -389,7 +365,7 @@ def forget_used(call: Call) -> Any:
 )
 def forget_answer(call: Call) -> Any:
     """Delete the stored result of ``prepare_grads``, so that the next gradients are prepared."""
-    _forget(call.instance)
+    forget(call.instance)
     return call.proceed()
 
 

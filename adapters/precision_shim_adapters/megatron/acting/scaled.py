@@ -50,6 +50,11 @@ def is_asked(optimizers: Iterable[Any]) -> bool:
     return any(optimizer in _asked for optimizer in optimizers)
 
 
+def forget_asked(optimizers: Iterable[Any]) -> None:
+    """Forget that the scales of optimizers were read, so that the next loss is noticed."""
+    _asked.difference_update(optimizers)
+
+
 def sees_losses() -> bool:
     """Whether every rank scales a loss; in a pipeline, only the last stage's ranks do."""
     from megatron.core import parallel_state

@@ -1,0 +1,299 @@
+"""Keep what a step has done with its gradients, so that a step can be repeated after an exception.
+
+Megatron's ``prepare_grads`` unscales gradients in place and moves the loss scaler. If an exception
+ends a step, a trainer may call ``step`` again with the same gradients. Then ``prepare_once`` and
+``forget_used`` in ``overflow`` must not do again what is done. The exception may come on one rank,
+while other ranks complete their step: a rank that repeats must call the same collectives as they.
+
+So each rank decides by the number of its gradient syncs: as long as no new gradients were made, a
+step is a repetition. Only if no sync was seen, such as in a model without Megatron's DDP, a rank
+decides by whether a loss was scaled.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import Call, seam, warn
+
+from ..deciding.wishes import GROUP, SCALING
+from .build import megatron_label
+from .scaled import forget_asked, is_asked, sees_losses
+
+_OPTIMIZER = "megatron.core.optimizer.optimizer"
+_FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp"
+
+
+@dataclass(eq=False)
+class Answer:
+    """The result of an optimizer's ``prepare_grads``.
+
+    Attributes:
+        found: whether it found an overflow.
+        parts: the ``Answer``s of a chain's optimizers.
+        before: the first scaler's state before.
+        after: this scaler's scale after.
+        number: the number of gradient syncs before.
+        interrupted: whether an exception ended the step.
+        used: whether the optimizer has stepped.
+        put_back: whether the scaler is back at its state before, to be moved again.
+    """
+
+    found: bool
+    parts: list[Answer | None]
+    before: dict[str, Any]
+    after: torch.Tensor
+    number: int
+    interrupted: bool = False
+    used: bool = False
+    put_back: bool = False
+
+
+@dataclass(eq=False)
+class _Unscaled:
+    """The gradients of an unfinished ``prepare_grads``.
+
+    Attributes:
+        next: those that Megatron unscales next.
+        done: those that Megatron has unscaled.
+        number: the number of gradient syncs before.
+    """
+
+    next: list[torch.Tensor]
+    done: list[torch.Tensor]
+    number: int
+    interrupted: bool = True
+    used: bool = False
+
+
+answers: weakref.WeakKeyDictionary[Any, Answer] = weakref.WeakKeyDictionary()
+"""Maps an optimizer to the ``Answer`` for its latest gradients: ``prepare_once`` writes entries,
+``forget`` deletes them."""
+
+_unscaled: weakref.WeakKeyDictionary[Any, _Unscaled] = weakref.WeakKeyDictionary()
+"""Maps an optimizer to its ``_Unscaled``: ``unscale_once`` writes entries."""
+
+_uneven: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Optimizers of chains of which an exception left the scalers of some moved and of others not."""
+
+_syncs: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""Counts the gradient syncs of each DDP: ``note_gradients`` writes entries."""
+
+
+def unchain(optimizer: Any) -> list[Any]:
+    """The optimizers chained in an optimizer, or the optimizer itself."""
+    if not hasattr(optimizer, "chained_optimizers"):
+        return [optimizer]
+    return [leaf for inner in optimizer.chained_optimizers for leaf in unchain(inner)]
+
+
+@seam(
+    feature=SCALING,
+    at=[
+        "megatron.core.distributed.distributed_data_parallel:"
+        "DistributedDataParallel.finish_grad_sync",
+        f"{_FSDP}:MegatronFSDP.finish_grad_sync",
+    ],
+    group=GROUP,
+    why="every stage of a pipeline calls it for each batch, and no repeated step does",
+    delete_when="Megatron's step() can be repeated after an exception",
+    optional=True,
+)
+def note_gradients(call: Call) -> Any:
+    """Note that there are new gradients."""
+    _syncs[call.instance] = _syncs.get(call.instance, 0) + 1
+    return call.proceed()
+
+
+def syncs_of(optimizer: Any) -> int:
+    """The number of gradient syncs of an optimizer's model, or of all if the model is unknown."""
+    chunks = getattr(optimizer, "model_chunks", None)
+    if not chunks:
+        return sum(_syncs.values())
+    # Megatron-FSDP's own class is the module of the class that Megatron's optimizer knows.
+    return sum(
+        _syncs.get(one, 0) for chunk in chunks for one in (chunk, getattr(chunk, "module", None))
+    )
+
+
+def _are_many() -> bool:
+    return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+
+
+def is_stale(optimizer: Any) -> bool:
+    """Whether an optimizer's gradients are others than those that are known."""
+    leaves = unchain(optimizer)
+    return any(
+        _is_over(known, syncs_of(leaf), leaves)
+        for leaf in leaves
+        for known in (answers.get(leaf), _unscaled.get(leaf))
+        if known is not None
+    )
+
+
+def _is_over(known: Answer | _Unscaled, number: int, leaves: list[Any]) -> bool:
+    if known.number != number:
+        return True
+    stopped = known.interrupted
+    if known.used and not stopped and (number == 0 or not _are_many()):
+        return True
+    return number == 0 and stopped and is_asked(leaves)
+
+
+def is_repeated(optimizer: Any) -> bool:
+    """Whether an exception ended a step of an optimizer, and its gradients are still the same."""
+    return any(
+        leaf in _unscaled or (leaf in answers and answers[leaf].interrupted)
+        for leaf in unchain(optimizer)
+    )
+
+
+def forget(optimizer: Any) -> None:
+    """Delete what is known of gradients that are gone.
+
+    On one rank, a step that an exception ended does not count for the growth tracker. Of several
+    ranks, others may have completed that step, and all have to keep one scale.
+    """
+    for inner in unchain(optimizer):  # the ``Answer`` of a chain needs its parts' ``Answer``s
+        _unscaled.pop(inner, None)
+        answer = answers.pop(inner, None)
+        if answer is None or not answer.interrupted or answer.found or _are_many():
+            continue
+        _put_back(inner, answer)
+
+
+def _put_back(optimizer: Any, answer: Answer) -> None:
+    if optimizer.grad_scaler.scale is answer.after:  # no checkpoint was loaded since
+        optimizer.grad_scaler.load_state_dict(answer.before)
+        answer.put_back = True
+
+
+def interrupt(optimizer: Any) -> None:
+    """Keep what is known of a step that an exception ended, because a trainer may repeat it."""
+    leaves = [leaf for leaf in unchain(optimizer) if _is_dynamic(leaf)]
+    prepared = [leaf for leaf in leaves if leaf in answers]
+    if prepared or any(leaf in _unscaled for leaf in leaves):
+        forget_asked(leaves)
+    if 0 < len(prepared) < len(leaves):
+        _uneven.update(leaves)
+    for leaf in prepared:
+        answers[leaf].interrupted = True
+    if not sees_losses() and any(syncs_of(leaf) == 0 for leaf in leaves):
+        forget(optimizer)
+
+
+def keep(optimizer: Any, answer: Answer) -> None:
+    """Keep the result of an optimizer's ``prepare_grads``; an overflow of a chain is all parts'."""
+    answers[optimizer] = answer
+    _unscaled.pop(optimizer, None)
+    for part in answer.parts:
+        if part is not None:
+            part.interrupted, part.found = False, part.found or answer.found
+
+
+def finish(optimizer: Any) -> None:
+    """Forget a completed step, except that another rank may have to repeat it."""
+    for leaf in unchain(optimizer):
+        if leaf not in answers:
+            continue
+        answers[leaf].interrupted = False
+        if not _are_many() or syncs_of(leaf) == 0:
+            del answers[leaf]
+
+
+def put_back(chain: Any) -> None:
+    """Put scalers back that an unfinished ``prepare_grads`` of a chain has moved.
+
+    All scalers of the chain are equal then, and ``take_again`` moves these again.
+    """
+    leaves = unchain(chain)
+    if _uneven.intersection(leaves):
+        for leaf in leaves:
+            if leaf in answers:
+                _put_back(leaf, answers[leaf])
+
+
+def are_uneven(chain: Any) -> bool:
+    """Whether an exception let the scalers of a chain drift apart; once only."""
+    leaves = unchain(chain)
+    uneven = bool(_uneven.intersection(leaves))
+    _uneven.difference_update(leaves)
+    return uneven
+
+
+def take_again(optimizer: Any, answer: Answer) -> bool:
+    """The known result of an optimizer's ``prepare_grads``; moves a scaler that was put back."""
+    if answer.put_back:
+        optimizer.grad_scaler.update(answer.found)
+        answer.after, answer.put_back = optimizer.grad_scaler.scale, False
+    return answer.found
+
+
+def tell_used(answer: Answer) -> None:
+    """Warn that a step without new gradients changes nothing, unless an exception ended it here."""
+    if not answer.interrupted:
+        warn(
+            f"{megatron_label()}: step() was called again without new gradients; this rank has "
+            "already stepped with them, and does not step again, because another rank may repeat "
+            "a step that an exception ended."
+        )
+
+
+def _is_dynamic(optimizer: Any) -> bool:
+    from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+
+    return isinstance(getattr(optimizer, "grad_scaler", None), DynamicGradScaler)
+
+
+@seam(
+    feature=SCALING,
+    at=[
+        f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params._collect_main_grad_data_for_unscaling",
+        "megatron.core.optimizer.distrib_optimizer:"
+        "DistributedOptimizer._collect_main_grad_data_for_unscaling",
+    ],
+    group=GROUP,
+    why="the gradients that are unscaled next",
+    delete_when="Megatron's step() can be repeated after an exception",
+    optional=True,
+)
+def unscale_once(call: Call) -> Any:
+    """Leave out gradients that an unfinished ``prepare_grads`` has already unscaled.
+
+    Those that are infinite stay in, so that the overflow is found again.
+    """
+    gradients = call.proceed()
+    if gradients is None or not _is_dynamic(call.instance):
+        return gradients
+    number, before = syncs_of(call.instance), _unscaled.get(call.instance)
+    done = before.done if before is not None and before.number == number else []
+    places = {one.data_ptr() for one in done}
+    left = [
+        one for one in gradients if one.data_ptr() not in places or not one.isfinite().all().item()
+    ]
+    _unscaled[call.instance] = _Unscaled(left, done, number)
+    return left
+
+
+@seam(
+    feature=SCALING,
+    at=[
+        f"{_OPTIMIZER}:MegatronOptimizer.get_grad_stats_parallel_group",
+        "megatron.core.optimizer.distrib_optimizer:"
+        "DistributedOptimizer.get_grad_stats_parallel_group",
+    ],
+    group=GROUP,
+    why="Megatron asks for the group after it has unscaled, before it asks the other ranks",
+    delete_when="Megatron's step() can be repeated after an exception",
+    optional=True,
+)
+def note_unscaled(call: Call) -> Any:
+    """Note that the gradients from ``unscale_once`` are unscaled."""
+    known = _unscaled.get(call.instance)
+    if known is not None:
+        known.done, known.next = [*known.done, *known.next], []
+    return call.proceed()

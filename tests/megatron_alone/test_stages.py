@@ -1,0 +1,13 @@
+"""The stages of a pipeline decide alike, in Megatron-FSDP too."""
+
+from __future__ import annotations
+
+import pytest
+
+from ..rank_server import rank_server
+
+
+def test_megatron_fsdp(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The NaN check would end the job on the stage that has no fp16 parameters."""
+    with rank_server("tests.megatron_alone.repeated_ranks", tmp_path_factory.mktemp("r")) as launch:
+        assert launch("fsdp", stages=2) == [False, False]
