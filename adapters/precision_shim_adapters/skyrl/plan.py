@@ -25,10 +25,18 @@ from precision_shim.precision.dtypes import name_of
 
 from ..fp16 import FEATURE
 from ..fp16.plan import ShardedModel, scaling
+from ..megatron import DISPATCH
 from ..megatron.planning.plan import MegatronModel
 from ..megatron.planning.sizes import UNEVEN, read_sizes
 from ..rollout import FEATURE as AGREEMENT
-from ..rollout import engine_name, follows, problems_of, problems_of_heads, wire_problems
+from ..rollout import (
+    checkpoint_dtype,
+    engine_name,
+    follows,
+    problems_of,
+    problems_of_heads,
+    wire_problems,
+)
 from . import fsdp, head, legality, megatron, sides
 from .config import INFERENCE, ROLLOUT, note_command_line
 
@@ -263,9 +271,9 @@ def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) ->
         trains=role == "policy",
     )
     where = f"trainer.{role}.megatron_config"
-    checkpoint = sides.checkpoint_dtype(job.options.model or str(section.model.path or ""))
+    checkpoint = checkpoint_dtype(job.options.model or str(section.model.path or ""))
     provider = megatron.foreseen_provider(
-        trainer, role, checkpoint, obeyed=job.in_force(megatron.DISPATCH, "megatron")
+        trainer, role, checkpoint, obeyed=job.in_force(DISPATCH, "megatron")
     )
     foreseen = sides.megatron_dtype(trainer, role, job.in_force, job.options.model or "")
     dtype = foreseen or wishes.declared or torch.bfloat16

@@ -127,7 +127,7 @@ def _no_numbers(asked: Asked) -> list[Problem]:
     Examples are the text ``'0.95'`` and ``null``.
     """
     written = asked.wishes.asked
-    names = (*NUMBERS, "loss_scale")
+    names: tuple[str, ...] = (*NUMBERS, "loss_scale")
     names += ("optimizer_offload_fraction",) * bool(written.get(_OFFLOAD))
     if asked.dtype is torch.float16 or written.get("fp16"):
         names += SCALER * (not written.get("loss_scale"))
