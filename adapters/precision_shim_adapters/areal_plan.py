@@ -13,9 +13,10 @@ import torch
 
 from precision_shim.adapting import versioned
 from precision_shim.errors import PlanError
+from precision_shim.planning.calling import call_quietly
 from precision_shim.planning.command import Job, syntax_of
 from precision_shim.planning.request import Request
-from precision_shim.planning.values import no_adapters, said
+from precision_shim.planning.values import no_adapters
 
 from .areal import STATES, read
 from .megatron import PRECISION_AWARE
@@ -62,15 +63,16 @@ def load(job: Job) -> Any:
             f"{versioned('areal')}, {job.target}: it has no load_expr_config(args, CLASS) with a "
             "class of AReaL's, which says what its config is. Plan the job from a script that has."
         )
-    try:
+
+    def parse() -> Any:
         config, _ = cli_args.parse_cli_args(list(job.arguments))
-        return OmegaConf.to_object(
-            cli_args.to_structured_cfg(config, config_cls=getattr(cli_args, name))
-        )
-    except (Exception, SystemExit) as error:  # hydra, omegaconf and argparse raise various errors
-        raise PlanError(
-            f"{versioned('areal')}, {job.target}: {said(error)}. Correct the command line."
-        ) from error
+        made = cli_args.to_structured_cfg(config, config_cls=getattr(cli_args, name))
+        return OmegaConf.to_object(made)
+
+    def refuse(why: str) -> PlanError:
+        return PlanError(f"{versioned('areal')}, {job.target}: {why}. Correct the command line.")
+
+    return call_quietly(parse, refuse)
 
 
 def _class_of(job: Job) -> str:

@@ -13,10 +13,11 @@ import torch
 
 from precision_shim.adapting import versioned
 from precision_shim.errors import PlanError
+from precision_shim.planning.calling import call_quietly
 from precision_shim.planning.command import Job
 from precision_shim.planning.request import Request
 from precision_shim.planning.shapes import Model
-from precision_shim.planning.values import no_adapters, number, said
+from precision_shim.planning.values import no_adapters, number
 from precision_shim.precision.dtypes import parse_dtype
 
 from .megatron.planning.plan import MegatronModel
@@ -87,17 +88,21 @@ def _parsed(job: Job) -> tuple[Any, type]:
         raise PlanError(
             f"{_where()}, {words[1]}: arguments in a file are not planned. Write them in the line."
         )
-    try:
+
+    def parse() -> tuple[Any, list[str], type]:
         from swift.megatron import arguments
         from transformers import HfArgumentParser
 
         kind = getattr(arguments, _CLASSES[words[0]])
-        found, unknown = HfArgumentParser(kind).parse_known_args(words[1:])
-    except (Exception, SystemExit) as error:  # the import may raise any error
-        raise PlanError(
-            f"{_where()}, {job.target}: its arguments cannot be read: {said(error)}. Run the plan "
-            "in the environment of the job, and correct the line."
-        ) from error
+        return *HfArgumentParser(kind).parse_known_args(words[1:]), kind
+
+    def refuse(why: str) -> PlanError:
+        return PlanError(
+            f"{_where()}, {job.target}: its arguments cannot be read: {why}. Run the plan in the "
+            "environment of the job, and correct the line."
+        )
+
+    found, unknown, kind = call_quietly(parse, refuse)
     if unknown:
         raise PlanError(f"{_where()}: it does not know {', '.join(unknown)}. Correct the line.")
     return found, kind

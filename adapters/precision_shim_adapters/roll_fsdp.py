@@ -35,7 +35,7 @@ HERE: dict[str, Any] = {
     "optional": True,
     "delete_when": "ROLL ends a scaled step as it ends any other, and saves its scaler",
 }
-_OWN = "ROLL's own scaler, counted and kept with the checkpoints"
+OWN = "ROLL's own scaler, counted and kept with the checkpoints"
 
 
 @seam(f"{STRATEGY}.initialize", why="makes the scaler", relies_on=("scaler", "scheduler"), **HERE)
@@ -48,7 +48,7 @@ def make(call: Call) -> Any:
             "roll",
             strategy.worker_config.name,
             device=next(strategy.model.parameters()).device.type,
-            because=_OWN,
+            because=OWN,
             framework_default=ScalerSettings(),
             drives=False,
         ).keep(strategy, "scaler")

@@ -1,4 +1,4 @@
-"""Plan ROLL's jobs on Megatron from their launch lines, with ROLL's own config classes.
+"""Plan ROLL's jobs on Megatron and FSDP2 from their launch lines, with ROLL's own config classes.
 
 ROLL's start scripts compose a config with Hydra and convert it to a config class. The plan finds
 the class in the script, and makes the config as the script does. The plan reads each worker's
@@ -13,7 +13,7 @@ import contextlib
 import importlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,11 +28,13 @@ from precision_shim.planning.command import Job, syntax_of
 from precision_shim.planning.request import Request
 from precision_shim.planning.values import no_adapters
 
+from . import roll_fsdp_plan
 from .megatron.planning.plan import MegatronModel
 from .megatron.planning.sizes import read_sizes
 from .roll import read
 
 _TRAINS = "megatron_train"
+_STRATEGIES = f"strategy_name={_TRAINS} or {roll_fsdp_plan.TRAINS}"
 _WORKERS = ("actor_train", "student_train", "student", "sft_train", "critic")
 
 
@@ -41,22 +43,48 @@ def plan_job(job: Job) -> Request:
 
     Raises:
         PlanError: the script, its config or a model cannot be read, a model has LoRA, or a model is
-            not on Megatron.
+            neither on Megatron nor on FSDP2.
     """
     script = job.source.resolve() if job.source else None  # before the directory changes
     with _untouched():
         config = _called(job, lambda: _load(job, script))
         workers = list(_workers(job, config))
-    models = tuple(_model(job, *one) for one in workers)
+    models = tuple(
+        roll_fsdp_plan.model(job, name, worker, _where())
+        if args is None
+        else _model(job, name, worker, args)
+        for name, worker, args in workers
+    )
     if not models:
         raise PlanError(
-            f"{_where()}, {job.target}: none of {', '.join(_WORKERS)} has strategy_name={_TRAINS}: "
-            f"planned are models on Megatron. Write {_TRAINS}."
+            f"{_where()}, {job.target}: none of {', '.join(_WORKERS)} has {_STRATEGIES}: planned "
+            "are models on Megatron and on FSDP2. Write one of them."
         )
-    notes = ["not counted: reference and reward models, and what workers keep in the host's memory"]
+    notes = ["not counted: what workers keep in the host's memory", *_not_planned(config)]
     version = _where().partition(" ")[2] or None
-    world = max(one.sizes.world for one in models)
-    return Request("roll", version, world, models, megatron=True, notes=tuple(notes))
+    world = max(worker.world_size for _, worker, _ in workers)
+    on_megatron = any(isinstance(model, MegatronModel) for model in models)
+    return Request("roll", version, world, models, megatron=on_megatron, notes=tuple(notes))
+
+
+def _not_planned(config: Any) -> Iterator[str]:
+    """Yield a note for each model of the job that is not trained and that the plan leaves out."""
+    if getattr(config, "enable_reference", True):
+        several = getattr(config, "_reference_configs", {})  # one of each teacher
+        found = several if len(several) > 1 else {"reference": None}
+        yield from _left_out("the reference model", found, config)
+    several = getattr(config, "rewards", None) or {}
+    rewards = {f"rewards.{key}": worker for key, worker in several.items()}
+    yield from _left_out("a reward model", rewards or {"reward": None}, config)
+    yield from _left_out("the teacher model", {"teacher": None}, config)
+
+
+def _left_out(what: str, found: Mapping[str, Any], config: Any) -> Iterator[str]:
+    for key, given in found.items():
+        worker: Any = given or getattr(config, key, None)
+        strategy = getattr(worker, "strategy_args", None)
+        if strategy is not None and worker.device_mapping:
+            yield f"not counted: {what} ({key}), on the GPUs {worker.device_mapping}"
 
 
 def _where() -> str:
@@ -64,7 +92,7 @@ def _where() -> str:
 
 
 def _workers(job: Job, config: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name, the config and the Megatron arguments of each worker that trains."""
+    """Yield the name, the config and, on Megatron, the arguments of each worker that trains."""
     seen = []
     for name in _WORKERS:
         worker = getattr(config, name, None)
@@ -74,17 +102,19 @@ def _workers(job: Job, config: Any) -> Iterator[tuple[str, Any, Any]]:
         seen.append(id(worker))  # in distillation, actor_train and student_train are one worker
         if name == "critic" and getattr(config, "adv_estimator", "gae") != "gae":
             continue  # ROLL makes no critic then
-        if strategy.strategy_name != _TRAINS:
+        sharded = strategy.strategy_name == roll_fsdp_plan.TRAINS
+        if strategy.strategy_name != _TRAINS and not sharded:
             raise PlanError(
                 f"{_where()}, {name}.strategy_args.strategy_name={strategy.strategy_name!r}: "
-                f"planned are models on Megatron. Write {_TRAINS}."
+                f"planned are models on Megatron and on FSDP2. Write {_STRATEGIES}."
             )
         if worker.model_args.lora_target:
             raise no_adapters(
                 f"{_where()}, {name}.model_args.lora_target", f"{name} without lora_target"
             )
         worker.name = worker.name or name
-        yield name, worker, _called(job, partial(_arguments, worker, config))
+        args = None if sharded else _called(job, partial(_arguments, worker, config))
+        yield name, worker, args
 
 
 def _model(job: Job, name: str, worker: Any, args: Any) -> MegatronModel:

@@ -86,6 +86,8 @@ def test_what_is_not_planned_is_said(
         assert (code, f"actor.backend='{wrong}': AReaL cannot read it" in said) == (2, True)
     code, said = plan(capsys, *line, "actor.no_such_key=1")
     assert (code, "no_such_key" in said) == (2, True)
+    code, said = plan(capsys, *line[:2], "actor.dtype=fp16")
+    assert (code, "the following arguments are required: --config. Correct" in said) == (2, True)
     (tmp_path / "gsm8k_rl.py").write_text("import areal\n")
     code, said = plan(capsys, *line)
     assert (code, "load_expr_config" in said) == (2, True)

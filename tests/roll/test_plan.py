@@ -13,6 +13,7 @@ import torch
 
 import precision_shim
 from precision_shim.cli import main
+from precision_shim.precision.dtypes import CANONICAL
 
 from . import jobs
 from .driving import Trainer
@@ -81,9 +82,59 @@ def test_plan_and_worker_decide_alike(
     assert {key: planned[key] for key in both} == {key: done[key] for key in both}
 
 
+def sharded(**written: Any) -> dict[str, Any]:
+    return jobs.config(strategy="fsdp2_train", **written)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "fp32"])
+def test_a_job_on_fsdp2(
+    plan: Any, on: Callable[..., Any], one_process: None, tmp_path: Path, dtype: str
+) -> None:
+    from . import sharded as live
+
+    code, found = plan(sharded(fsdp_size=4, param_dtype=dtype))
+    (actor,) = found["models"]
+    assert (code, actor["layout"]) == (0, {"fsdp": 4, "replicas": 2, "tp": 1})
+    assert found["megatron_core"] is None
+    on()
+    strategy = live.Trainer.of(tmp_path / "model", dtype).strategy
+    assert CANONICAL[actor["computes"]] is strategy.param_dtype
+    assert CANONICAL[actor["reduces"]] is strategy.reduce_dtype
+    # ROLL loads the parameters in the same dtype; the tests' model is made without it.
+    assert strategy.worker_config.model_args.compute_dtype is strategy.param_dtype
+    held = actor["after"][0]["parts"][0]["components"]
+    assert held["exp_avg"]["dtypes"] == held["params"]["dtypes"] == [actor["computes"]]
+    done = [one.chosen for one in precision_shim.status().decisions]
+    assert [one["chosen"] for one in actor["decisions"]] == done
+
+
+def test_what_fsdp2_refuses(plan: Any) -> None:
+    for written, code in (({"param_dtype": "fp61"}, "dtype"), ({"fsdp_size": 3}, "world-size")):
+        status, found = plan(sharded(**written))
+        assert (status, [one["code"] for one in found["problems"]]) == (1, [code])
+    values = sharded(fsdp_size=1)
+    values["actor_train"]["model_args"]["ulysses_size"] = 2
+    status, found = plan(values)
+    assert (status, found["problems"][0]["key"].endswith(".fsdp_size")) == (1, True)
+
+
+def test_models_that_are_not_counted_are_named(plan: Any) -> None:
+    values = jobs.config()
+    infer = {"strategy_args": {"strategy_name": "hf_infer"}, "device_mapping": "list(range(0,8))"}
+    values["reference"] = {**values["reference"], **infer}
+    code, found = plan(values)
+    assert (code, [one for one in found["notes"] if "(reference)" in one]) == (
+        0,
+        ["not counted: the reference model (reference), on the GPUs [0, 1, 2, 3, 4, 5, 6, 7]"],
+    )
+    code, found = plan({**values, "enable_reference": False, "init_kl_coef": 0.0})
+    assert not any("reference" in one for one in found["notes"])
+
+
 def test_what_is_not_planned_is_said(plan: Any, tmp_path: Path) -> None:
     for values, said in (
-        (jobs.config(strategy="fsdp2_train"), "planned are models on Megatron"),
+        (jobs.config(strategy="hf_infer"), "planned are models on Megatron and on FSDP2"),
+        (jobs.config(strategy="fsdp2_train", ep_size=2), "ep_size=2"),
         (jobs.config(no_such_key=1), "no_such_key"),
         ({**jobs.config(), "actor_train": {"strategy_args": {"strategy_name": "none"}}}, "none"),
         ({**jobs.config(), "rollout_batch_size": 63}, "63"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,6 +39,8 @@ FSDP = (
     Key(f"{_MIXED}.reduce_dtype"),
     Key(f"{_POLICY}.optimizer_config.adam_betas", ("[0.9,0.95]",), ()),
 )
+_OPTIMIZER = ("lr", "weight_decay", "max_grad_norm", "num_warmup_steps")
+_TRANSFORMER = f"{_POLICY}.megatron_config.transformer_config_kwargs"
 _KWARGS = f"{_POLICY}.megatron_config.optimizer_config_kwargs"
 _BUCKET = f"{_POLICY}.megatron_config.ddp_config"
 MEGATRON = (
@@ -71,7 +74,7 @@ def on_fsdp(drawn: Drawn, checkpoint: Path) -> Verdict:
     module = getattr(worker.model, "model", worker.model)
     for one in module.parameters():
         one.grad = torch.ones_like(one)
-    worker.optimizer.step()
+    worker.strategy.optimizer_step(worker.optimizer, worker.model, worker.scheduler)
     scaler = scaler_of(worker.strategy)
     return Verdict(
         computes=name_of(module._get_fsdp_state()._mp_policy.param_dtype),
@@ -141,15 +144,53 @@ def test_an_fp32_model_with_the_precision_aware_optimizer(
         {f"{_KWARGS}.optimizer": "adamw"},
         {f"{_KWARGS}.optimizer_cpu_offload": "true", f"{_KWARGS}.optimizer_offload_fraction": "x"},
         {f"{_KWARGS}.params_dtype": "fp32"},
+        {f"{_KWARGS}.params_dtype": "null"},
+        {f"{_KWARGS}.adam_beta1": "null"},
+        {f"{_KWARGS}.adam_beta2": "null"},
+        {f"{_KWARGS}.adam_eps": "null"},
+        {f"{_KWARGS}.clip_grad": "null"},
+        {f"{_KWARGS}.weight_decay": "null"},
+        {f"{_KWARGS}.lr": "null"},
+        {f"{_KWARGS}.decoupled_lr": "abc"},
+        {f"{_KWARGS}.loss_scale": "abc"},
+        {
+            f"{_KWARGS}.optimizer_cpu_offload": "true",
+            f"{_KWARGS}.optimizer_offload_fraction": "null",
+        },
+        {f"{_KWARGS}.exp_avg_dtype": "null"},
+        {f"{_KWARGS}.main_grads_dtype": "null"},
+        {f"{_KWARGS}.main_grads_dtype": "null", f"{_KWARGS}.use_precision_aware_optimizer": "true"},
+        {f"{_KWARGS}.fp16": "true"},
+        {f"{_KWARGS}.fp16": "true", "trainer.bf16": "false"},
+        {f"{_KWARGS}.fp16": "true", f"{_KWARGS}.initial_loss_scale": "512"},
+        {f"{_KWARGS}.fp16": "true", f"{_KWARGS}.initial_loss_scale": "abc"},
+        {f"{_KWARGS}.fp16": "true", f"{_KWARGS}.hysteresis": "null"},
+        {f"{_KWARGS}.fp16": "true", f"{_KWARGS}.loss_scale": "512"},
         {f"{_POLICY}.optimizer_config.adam_betas": "[0.9]"},
         {f"{_POLICY}.optimizer_config.adam_betas": "null"},
+        *({f"{_POLICY}.optimizer_config.{name}": "abc"} for name in (*_OPTIMIZER, "scheduler")),
+        *({f"{_POLICY}.optimizer_config.{name}": "null"} for name in (*_OPTIMIZER, "scheduler")),
+        {f"{_POLICY}.optimizer_config.lr": "-1"},
+        {f"{_POLICY}.optimizer_config.max_grad_norm": "null", f"{_KWARGS}.clip_grad": "1.0"},
+        {f"{_POLICY}.optimizer_config": "null"},
+        {f"{_POLICY}.megatron_config": "null"},
+        {f"{_POLICY}.megatron_config.ddp_config": "null"},
+        {f"{_POLICY}.megatron_config.tensor_model_parallel_size": "null"},
+        {f"{_POLICY}.megatron_config.expert_tensor_parallel_size": "null"},
+        {f"{_TRANSFORMER}.num_layers": "abc"},
+        {f"{_TRANSFORMER}.num_layers": "null"},
+        {f"{_TRANSFORMER}.num_layers": "1"},
+        {f"{_TRANSFORMER}.fp16": "true"},
+        {f"{_TRANSFORMER}.fp16": "true", "trainer.bf16": "false"},
+        {f"{_TRANSFORMER}.fp16": "true", f"{_TRANSFORMER}.bf16": "false"},
+        {f"{_TRANSFORMER}.bf16": "true", "trainer.bf16": "false"},
     ],
     ids=str,
 )
 def test_values_of_another_kind_on_megatron(
     fused_adam: str, checkpoints: dict[str, Path], written: dict[str, str]
 ) -> None:
-    one = Drawn(written)
+    one = Drawn({**written, f"{_POLICY}.model.path": str(checkpoints["bfloat16"])})
     worker = by_worker(lambda: on_megatron(one, checkpoints["bfloat16"]), one.settings)
     hold([one], plan_of("megatron", "--transformer-engine", fused_adam), [worker])
 
@@ -157,6 +198,45 @@ def test_values_of_another_kind_on_megatron(
 @pytest.mark.parametrize(
     "written",
     [
+        {f"{_KWARGS}.adam_beta2": "abc"},
+        {f"{_KWARGS}.adam_beta2": "null"},
+        {f"{_KWARGS}.fp16": "true", f"{_KWARGS}.initial_loss_scale": "abc"},
+        {f"{_KWARGS}.fp16": "true", f"{_KWARGS}.loss_scale_window": "null"},
+    ],
+    ids=str,
+)
+def test_the_worker_names_the_key_of_a_value_that_it_computes_with(
+    fused_adam: str, checkpoints: dict[str, Path], written: dict[str, str]
+) -> None:
+    one = Drawn(written)
+    worker = by_worker(lambda: on_megatron(one, checkpoints["bfloat16"]), one.settings)
+    name = list(written)[-1].rpartition(".")[2]
+    assert re.fullmatch(
+        rf"SettingsError: skyrl [\d.]+, optimizer_config_kwargs: {name}=('abc'|None) is no number; "
+        "allowed: a number [^.]+. Write one, without quotes, or leave it out.",
+        worker.refused,
+    ), worker
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        *({f"{_POLICY}.optimizer_config.{name}": "abc"} for name in (*_OPTIMIZER, "scheduler")),
+        *({f"{_POLICY}.optimizer_config.{name}": "null"} for name in (*_OPTIMIZER, "scheduler")),
+        {f"{_POLICY}.optimizer_config.lr": "-1"},
+        {f"{_POLICY}.optimizer_config.adam_betas": "[0.9,1.5]"},
+        {f"{_POLICY}.optimizer_config.scheduler": "linear"},
+        {
+            f"{_POLICY}.optimizer_config.scheduler": "constant",
+            f"{_POLICY}.optimizer_config.num_warmup_steps": "null",
+        },
+        {f"{_POLICY}.optimizer_config": "null"},
+        *(
+            {f"{_POLICY}.fsdp_config.reshard_after_forward": value}
+            for value in ("abc", "null", "0.5", "1", "2", "false")
+        ),
+        {f"{_POLICY}.fsdp_config.wrap_policy": "abc"},
+        {f"{_POLICY}.fsdp_config.wrap_policy": "null"},
         {f"{_POLICY}.optimizer_config.adam_betas": "[0.9]"},
         {f"{_POLICY}.fsdp_config.fsdp_size": "0"},
         {f"{_POLICY}.fsdp_config.fsdp_size": "abc"},

@@ -55,7 +55,7 @@ def in_words(
 ) -> str:
     """Describe a scaler's settings, for the text of a decision."""
     return (
-        f"from {init_scale:g}, growth x{growth_factor:g} after {growth_interval:g} steps, "
+        f"from {init_scale:.10g}, growth x{growth_factor:g} after {growth_interval:g} steps, "
         f"backoff x{backoff_factor:g}"
     )
 

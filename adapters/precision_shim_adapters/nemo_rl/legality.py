@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import look, versioned
-from precision_shim.planning.record import Problem
+from precision_shim.planning.record import Problem, unknown_keys
+from precision_shim.planning.values import said
 
 from ..fp16.plan import of_torch
 from ..megatron import PRECISION_AWARE
@@ -43,9 +44,7 @@ def names(
         fields: keys within the section; nested keys have dots.
     """
     for field in fields:
-        value: Any = section
-        for part in field.split("."):
-            value = value.get(part, _ABSENT) if isinstance(value, Mapping) else _ABSENT
+        value = _found(section, field)
         if value is not _ABSENT and (not isinstance(value, str) or value not in DTYPES):
             yield Problem(
                 "dtype",
@@ -75,6 +74,113 @@ def torch_optimizer(section: Mapping[str, Any], key: str, subject: str) -> Itera
             f"{versioned(FRAMEWORK)}: {place}={optimizer['name']!r} is no class with its module",
             "Write one, such as torch.optim.AdamW.",
         )
+
+
+_NULLS: Mapping[bool, tuple[str, ...]] = {
+    True: (
+        *("megatron_cfg.optimizer", "megatron_cfg.scheduler"),
+        *("megatron_cfg.distributed_data_parallel_config", "megatron_cfg.peft"),
+        *(f"megatron_cfg.{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model")),
+        "megatron_cfg.context_parallel_size",
+    ),
+    False: (
+        *("optimizer", "optimizer.name", "optimizer.kwargs", "scheduler"),
+        *("dtensor_cfg.tensor_parallel_size", "dtensor_cfg.context_parallel_size"),
+        *("dtensor_cfg.lora_cfg", "sequence_packing", "tokenizer"),
+    ),
+}
+"""The keys that NeMo-RL's workers read without a check for ``null``, on Megatron and on DTensor."""
+
+_SINCE = {
+    "megatron_cfg.peft": (f"{SETUP}:setup_model_and_optimizer", "peft"),
+    "dtensor_cfg.lora_cfg": ("nemo_rl.models.policy.lm_policy:Policy.__init__", "lora_cfg"),
+}
+"""The function and the word in it by which a version is known to read a key of ``_NULLS``."""
+
+_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+"""Megatron's ``lr_decay_style``."""
+
+_BRIDGE = "megatron.bridge.training.config:SchedulerConfig.__init__"
+_CORE = "megatron.training.config.training_config:SchedulerConfig.__init__"
+
+
+def of_sections(section: Mapping[str, Any], key: str, unresolved: Iterable[str]) -> list[Problem]:
+    """List problems of a trained model's sections that are ``null`` or of another kind.
+
+    Args:
+        section: the config section of a policy or a value model.
+        key: the section's key in the config, which is the model's name.
+        unresolved: the keys that cannot be resolved on this machine, and are ``None``.
+    """
+    on_megatron = bool((section.get("megatron_cfg") or {}).get("enabled"))
+    problems = [
+        Problem("missing", key, f"{key}.{field}", f"{_who()} needs a value here", "Write one.")
+        for field in _NULLS[on_megatron]
+        if _found(section, field) is None
+        and f"{key}.{field}" not in unresolved
+        and (field not in _SINCE or _SINCE[field][1] in look(_SINCE[field][0]).names)
+    ]
+    if on_megatron:
+        problems += _of_scheduler(section["megatron_cfg"].get("scheduler"), key, unresolved)
+    elif not any(f"{name}.".startswith(f"{key}.scheduler.") for name in unresolved):
+        problems += _of_torch_scheduler(section.get("scheduler"), key)
+    return problems
+
+
+def _of_torch_scheduler(scheduler: Any, subject: str) -> Iterator[Problem]:
+    """Yield a problem for each of torch's schedulers that a DTensor worker cannot make."""
+    key = f"{subject}.scheduler"
+    if scheduler is None:
+        return
+    for one in [scheduler] if isinstance(scheduler, Mapping | str) else scheduler:
+        entry = one if isinstance(one, Mapping) else {}
+        name = str(entry.get("name", ""))
+        if not name:
+            if "milestones" not in entry:
+                message = f"{one!r} has neither name nor milestones"
+                yield Problem("key", subject, key, message, "Write a scheduler's name and kwargs.")
+            continue
+        module, _, kind = name.rpartition(".")
+        if module != "torch.optim.lr_scheduler":
+            continue
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        try:
+            getattr(torch.optim.lr_scheduler, kind)(optimizer, **entry["kwargs"])
+        except Exception as error:  # torch raises various errors
+            yield Problem("number", subject, key, f"{name}: {said(error)}", "Correct it.")
+
+
+def _who() -> str:
+    return f"{versioned(FRAMEWORK)}: its worker"
+
+
+def _found(section: Mapping[str, Any], field: str) -> Any:
+    value: Any = section
+    for part in field.split("."):
+        value = value.get(part, _ABSENT) if isinstance(value, Mapping) else _ABSENT
+    return value
+
+
+def _of_scheduler(scheduler: object, subject: str, unresolved: Iterable[str]) -> Iterator[Problem]:
+    """Yield a problem for each value with which Megatron-Bridge makes no scheduler."""
+    key = f"{subject}.megatron_cfg.scheduler"
+    if scheduler is None:
+        return
+    if not isinstance(scheduler, Mapping):
+        yield Problem("key", subject, key, f"{scheduler!r} has no keys", "Write a section.")
+        return
+    known = look(_BRIDGE).parameters or look(_CORE).parameters
+    names = list(map(str, scheduler))
+    yield from unknown_keys(names, known, subject, f"{key}.{{}}", "Megatron's SchedulerConfig")
+    for name in ("start_weight_decay", "end_weight_decay", "lr_warmup_init", "lr_warmup_iters"):
+        value = scheduler.get(name, 0)
+        if not isinstance(value, int | float) and f"{key}.{name}" not in unresolved:
+            message = f"{value!r} is no number"
+            yield Problem("number", subject, f"{key}.{name}", message, "Write a number.")
+    style = scheduler.get("lr_decay_style", _STYLES[0])
+    if style not in _STYLES and f"{key}.lr_decay_style" not in unresolved:
+        message = f"Megatron has no {style!r}; allowed: {', '.join(_STYLES)}"
+        yield Problem("number", subject, f"{key}.lr_decay_style", message, "Write one of them.")
 
 
 def of_megatron(section: Mapping[str, Any], key: str, subject: str) -> Iterator[Problem]:

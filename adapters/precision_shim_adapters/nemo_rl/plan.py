@@ -55,6 +55,10 @@ def plan_job(job: Job) -> Request:
     world = _gpus(config)
     models = tuple(_models(job, config, world))
     problems, notes = _both_sides(job, config)
+    for key in _ROLES:
+        section = config.get(key)
+        if key != "teacher" and isinstance(section, Mapping) and section.get("model_name"):
+            problems += legality.of_sections(section, key, unresolved)
     return Request(
         FRAMEWORK,
         version_of(FRAMEWORK, ("nemo_rl",)),

@@ -200,8 +200,10 @@ def _keep_overrides(config: Any, given: Any) -> None:
         megatron = getattr(getattr(config.trainer, role), "megatron_config", None)
         if megatron is None:
             continue
-        if OmegaConf.select(overrides, f"{base}.ddp_config.{BUCKET}") is None:
-            _leave_to_class(megatron.ddp_config, BUCKET)
+        ddp_config = getattr(megatron, "ddp_config", None)  # null in the user's config
+        written = OmegaConf.select(overrides, f"{base}.ddp_config.{BUCKET}") is not None
+        if ddp_config is not None and not written:
+            _leave_to_class(ddp_config, BUCKET)
         if _WRITTEN in vars(megatron):
             vars(megatron)[_WRITTEN] = _keys(OmegaConf.select(overrides, f"{base}.{KWARGS}"))
 

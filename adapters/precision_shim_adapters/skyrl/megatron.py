@@ -403,12 +403,21 @@ def foreseen_dtype(trainer: Any, role: str, checkpoint: str, *, obeyed: bool) ->
     bf16 = bool(trainer.bf16)
     if not checkpoint and not bf16 and not written.get("fp16"):
         return None
+    return _dtype_of(foreseen_provider(trainer, role, checkpoint, obeyed=obeyed), bf16)
+
+
+def foreseen_provider(trainer: Any, role: str, checkpoint: str, *, obeyed: bool) -> Any:
+    """The provider's ``bf16``, ``fp16`` and ``params_dtype`` in a worker, before Megatron checks.
+
+    ``foreseen_dtype`` has the arguments.
+    """
+    written = getattr(trainer, role).megatron_config.transformer_config_kwargs or {}
     provider = SimpleNamespace(
         bf16=checkpoint == "bf16",
         fp16=checkpoint == "fp16",
         params_dtype=CANONICAL.get(checkpoint, torch.float32),
     )
     if obeyed:
-        _obey(provider, bf16=bf16)
+        _obey(provider, bf16=bool(trainer.bf16))
     vars(provider).update({key: written[key] for key in ("fp16", "bf16") if key in written})
-    return _dtype_of(provider, bf16)
+    return provider

@@ -25,11 +25,19 @@ from precision_shim.precision.dtypes import name_of
 
 from ..fp16 import FEATURE
 from ..fp16.plan import ShardedModel, scaling
+from ..megatron import DISPATCH
 from ..megatron.planning.plan import MegatronModel
 from ..megatron.planning.sizes import UNEVEN, read_sizes
 from ..rollout import FEATURE as AGREEMENT
-from ..rollout import engine_name, follows, problems_of, problems_of_heads, wire_problems
-from . import fsdp, head, megatron, sides
+from ..rollout import (
+    checkpoint_dtype,
+    engine_name,
+    follows,
+    problems_of,
+    problems_of_heads,
+    wire_problems,
+)
+from . import fsdp, head, legality, megatron, sides
 from .config import INFERENCE, ROLLOUT, note_command_line
 
 _NO_TRAINER = ("main_generate", "serve")
@@ -179,6 +187,11 @@ def _check_sections(trainer: Any) -> None:
         PlanError: a section has no keys.
     """
     found = {"placement": trainer.placement}
+    if trainer.strategy == "megatron":
+        found |= {
+            f"{role}.megatron_config": getattr(trainer, role).megatron_config
+            for role in ("policy", "ref")
+        }
     for role in ("policy", "ref", "critic"):
         fsdp_config = getattr(trainer, role).fsdp_config
         found[f"{role}.fsdp_config"] = fsdp_config
@@ -188,15 +201,6 @@ def _check_sections(trainer: Any) -> None:
     for key, section in found.items():
         if not hasattr(section, "__dict__"):
             raise no_section(section, f"trainer.{key}", _where())
-
-
-def _wrong_betas(trainer: Any, role: str) -> list[Problem]:
-    betas = getattr(getattr(trainer, role).optimizer_config, "adam_betas", (0.9, 0.999))
-    pair = isinstance(betas, list | tuple) and len(betas) == 2
-    if pair and all(isinstance(beta, int | float) for beta in betas):
-        return []
-    key = f"trainer.{role}.optimizer_config.adam_betas"
-    return [Problem("number", role, key, f"{betas!r} is no pair of numbers", "Write two numbers.")]
 
 
 def _models(job: Job, trainer: Any, world: int) -> Iterator[Plannable]:
@@ -215,11 +219,13 @@ def _models(job: Job, trainer: Any, world: int) -> Iterator[Plannable]:
         path = section.model.path or trainer.policy.model.path
         model = job.model(path)
         gpus = _gpus(trainer, role, world)
-        wrong = [] if role == "ref" else _wrong_betas(trainer, role)
+        on_megatron = strategy == "megatron" and role != "critic"
+        trains = role != "ref"
+        wrong = [*legality.of_optimizer(trainer, role, on_megatron=on_megatron)] * trains
         if wrong:
             yield Illegal(role, tuple(wrong), _place(trainer, role))
             continue
-        if strategy == "megatron" and role != "critic":
+        if on_megatron:
             yield _on_megatron(job, trainer, role, model, gpus)
         else:
             yield _on_fsdp(job, trainer, role, model, gpus)
@@ -263,6 +269,10 @@ def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) ->
         trains=role == "policy",
     )
     where = f"trainer.{role}.megatron_config"
+    checkpoint = checkpoint_dtype(job.options.model or str(section.model.path or ""))
+    provider = megatron.foreseen_provider(
+        trainer, role, checkpoint, obeyed=job.in_force(DISPATCH, "megatron")
+    )
     foreseen = sides.megatron_dtype(trainer, role, job.in_force, job.options.model or "")
     dtype = foreseen or wishes.declared or torch.bfloat16
     return MegatronModel(
@@ -278,13 +288,15 @@ def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) ->
             within_names=("virtual", *UNEVEN),
         ),
         dtype,
-        bucket_in_fp32=bool(config.ddp_config.grad_reduce_in_fp32),
+        bucket_in_fp32=bool(getattr(config.ddp_config, "grad_reduce_in_fp32", False)),
         frozen=is_router if getattr(config, "freeze_moe_router", False) else (lambda name: False),
         key=f"{where}.optimizer_config_kwargs.{{}}",
         bucket_key=f"{where}.ddp_config.grad_reduce_in_fp32",
         parked=_find_parked(trainer, role),
         place=_place(trainer, role),
         takes_name=megatron.takes_name if megatron.coerces_itself() else None,
+        illegal=tuple(legality.of_transformer(config, role, provider)),
+        notes=tuple(legality.notes_of_transformer(config, role, checkpoint)),
     )
 
 
@@ -319,6 +331,9 @@ def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Pla
         if shards == 0
         else []
     )
+    if not illegal:
+        every = shards if 0 < shards < world else world
+        illegal = [*legality.of_fsdp(config, role, every)]
     try:
         mixed = fsdp.mixed_dtypes(config, f"trainer.{role}.fsdp_config")
     except DtypeError as error:

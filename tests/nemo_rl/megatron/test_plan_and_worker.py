@@ -185,6 +185,22 @@ def test_names_where_they_are_not_coerced(
         {"policy.optimizer.name": "AdamW"},
         {"policy.optimizer.kwargs.nonsense": "1"},
         {"policy.optimizer.name": "torch.optim.Adam"},
+        {"policy.optimizer.name": "null"},
+        {"policy.optimizer": "null"},
+        {"policy.optimizer.kwargs": "null"},
+        {"policy.optimizer.kwargs.lr": "abc"},
+        {"policy.optimizer.kwargs.lr": "null"},
+        {"policy.optimizer.kwargs.betas": "[0.9,1.5]"},
+        {"policy.optimizer.kwargs.foreach": "abc"},
+        {"policy.scheduler": "null"},
+        {"policy.scheduler": "abc"},
+        {"policy.scheduler": "{name:torch.optim.lr_scheduler.ConstantLR,kwargs:{factor:7}}"},
+        {"policy.scheduler": "{name:torch.optim.lr_scheduler.ConstantLR,kwargs:{factor:0.5}}"},
+        {"policy.scheduler": "{name:torch.optim.lr_scheduler.NoSuchLR,kwargs:{}}"},
+        {"policy.dtensor_cfg.tensor_parallel_size": "null"},
+        {"policy.dtensor_cfg.lora_cfg": "null"},
+        {"policy.sequence_packing": "null"},
+        {"policy.dynamic_batching": "null"},
     ],
     ids=str,
 )
@@ -196,10 +212,30 @@ def test_the_optimizer_of_a_dtensor_worker(
     hold([drawn], plan_of(file), [worker])
 
 
-def test_a_text_where_megatrons_optimizer_has_a_number(
-    cpu: None, fused_adam: str, model: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    "names",
+    [
+        {f"{_OPTIMIZER}.adam_beta2": "abc"},
+        {f"{_OPTIMIZER}.adam_beta2": "null"},
+        {f"{_OPTIMIZER}.weight_decay": "null"},
+        {f"{_OPTIMIZER}.exp_avg_dtype": "null"},
+        {f"{_OPTIMIZER}.fp16": "true", f"{_OPTIMIZER}.bf16": "false"},
+        {_OPTIMIZER: "null"},
+        {_BUCKET: "null"},
+        *({f"policy.megatron_cfg.{name}": "null"} for name in ("scheduler", "peft")),
+        {"policy.megatron_cfg.tensor_model_parallel_size": "null"},
+        {"policy.megatron_cfg.scheduler": "abc"},
+        {"policy.megatron_cfg.scheduler.nonsense": "1"},
+        {"policy.megatron_cfg.scheduler.lr_decay_style": "abc"},
+        {"policy.megatron_cfg.scheduler.lr_warmup_iters": "abc"},
+        {"policy.megatron_cfg.scheduler.start_weight_decay": "null"},
+        {"policy.megatron_cfg.scheduler.lr_decay_iters": "null"},
+    ],
+    ids=str,
+)
+def test_values_of_another_kind_on_megatron(
+    cpu: None, fused_adam: str, model: Path, tmp_path: Path, names: dict[str, str]
 ) -> None:
-    file = written(support.policy_config(model), tmp_path)
-    drawn = Drawn({f"{_OPTIMIZER}.adam_beta2": "abc"})
+    drawn, file = Drawn(names), written(support.policy_config(model), tmp_path)
     worker = by_worker(lambda: on_megatron(drawn, file, tmp_path / "converted"), {})
     hold([drawn], plan_of(file, "--transformer-engine", fused_adam), [worker])

@@ -37,6 +37,7 @@ from precision_shim.precision.model import TrainableDtypes, trainable_dtypes
 from precision_shim_adapters.megatron.deciding.legality import check_dtypes, not_precision_aware
 
 from ..buffers import grad_buffers
+from ..deciding.numbers import SCALER, check_numbers
 from ..deciding.scaler import scaler_fields, unscaled
 from ..deciding.told import note_told
 from ..deciding.wishes import (
@@ -170,7 +171,8 @@ def settle(build: Build, *, native: bool = False) -> Settled:
     Raises:
         DtypeError: the user wrote an unknown dtype name, an illegal dtype, or a dtype that is
             legal only with the precision-aware optimizer.
-        SettingsError: the initial loss scale is below the scaler's minimum.
+        SettingsError: the initial loss scale is below the scaler's minimum, or a value that the
+            shim computes with is no number.
     """
     wishes = build.wishes
     dtype: torch.dtype | None = None
@@ -189,7 +191,10 @@ def settle(build: Build, *, native: bool = False) -> Settled:
             warn(f"{build.framework} {wishes.subject}: {made.bucket_warning}.")
     else:
         asked = coerce_written(wishes.asked, wishes.where)
-    if in_force(build.framework, SCALING, GROUP) and build.dtype is torch.float16:
+    fp16, scales = build.dtype is torch.float16, in_force(build.framework, SCALING, GROUP)
+    if scales and (fp16 or asked.get("fp16")) and not asked.get("loss_scale"):
+        check_numbers(asked, SCALER, wishes.where)
+    if scales and fp16:
         added.update(scaler_fields(wishes, asked, current_settings()))
     if in_force(build.framework, "dtype-coercion", GROUP) and not wishes.precision_aware_by_itself:
         _refuse_low({**added, **asked}, f"{wishes.where}, {megatron_label()}")

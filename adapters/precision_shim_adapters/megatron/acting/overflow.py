@@ -386,16 +386,16 @@ def take_settings(
     growth_interval: float,
 ) -> Any:
     """Make a scaler with the factors that the user set, and report its settings as a decision."""
-    factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
     taken = factors_set(current_settings())
+    factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor, **taken}
     call.arguments.update(taken)
-    factors.update(taken)
     build = current_build()
+    dtype = None if build is None else build.dtype
     decide(
         build.framework if build is not None else "megatron",
         build.wishes.subject if build is not None else "direct caller",
         SCALING,
-        *describe_scaler(initial_scale, growth_interval, factors, taken),
+        *describe_scaler(initial_scale, growth_interval, factors, taken, dtype),
     )
     return call.proceed()
 

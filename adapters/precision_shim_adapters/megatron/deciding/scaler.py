@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from precision_shim.adapting import Settings, parse_settings
 from precision_shim.errors import SettingsError
+from precision_shim.precision.dtypes import name_of
 
 from ...fp16.settings import in_words
 from .wishes import Wishes, scaler_row
@@ -16,6 +19,9 @@ FIELDS = {"loss_scale_init": "initial_loss_scale", "growth_interval": "loss_scal
 
 FACTORS = ("growth_factor", "backoff_factor")
 """Settings of the shim that are no fields of a config, but arguments of Megatron's scaler."""
+
+OWN_INITIAL = 2.0**32
+"""Megatron's own initial loss scale, which stays unless the model is fp16."""
 
 _OWN = {"loss_scale_window": 1000.0, "growth_factor": 2.0, "backoff_factor": 0.5}
 """Values that megatron-core 0.16 to 0.19 has in OptimizerConfig or passes to DynamicGradScaler."""
@@ -56,7 +62,11 @@ def factors_set(settings: Settings) -> dict[str, float]:
 
 
 def describe_scaler(
-    first: float, interval: float, factors: Mapping[str, float], ours: Mapping[str, float]
+    first: float,
+    interval: float,
+    factors: Mapping[str, float],
+    ours: Mapping[str, float],
+    dtype: torch.dtype | None = None,
 ) -> tuple[str, str]:
     """Describe a model's dynamic loss scaler, and the reason for its values, in words.
 
@@ -65,8 +75,12 @@ def describe_scaler(
         interval: the growth interval in steps.
         factors: growth factor and backoff factor.
         ours: the factors that come from the shim's settings.
+        dtype: the model's dtype; ``None`` for fp16.
     """
-    because = "the model is fp16" + (f"; {', '.join(ours)} by the shim's settings" if ours else "")
+    because = f"the model is {name_of(dtype or torch.float16)}"
+    if dtype not in (None, torch.float16):
+        because += ", but the OptimizerConfig has fp16=True"
+    because += f"; {', '.join(ours)} by the shim's settings" if ours else ""
     words = in_words(first, factors["growth_factor"], interval, factors["backoff_factor"])
     return f"Megatron's dynamic loss scaler {words}", because
 
@@ -94,4 +108,32 @@ def foreseen(
     ours = factors_set(settings)
     return describe_scaler(
         float(made["initial_loss_scale"]), float(made["loss_scale_window"]), {**_OWN, **ours}, ours
+    )
+
+
+def foreseen_alone(
+    fields: Mapping[str, Any], settings: Settings, dtype: torch.dtype
+) -> tuple[str, str] | None:
+    """Predict the decision about Megatron's loss scaler for a model that is not fp16.
+
+    Megatron makes the scaler by ``fp16`` of the OptimizerConfig. The shim chooses the scaler's
+    initial loss scale and growth interval only for an fp16 model.
+
+    Args:
+        fields: the fields of Megatron's OptimizerConfig.
+        settings: the shim's settings.
+        dtype: the model's dtype.
+
+    Returns:
+        The decision; ``None`` for a static loss scale.
+    """
+    if fields.get("loss_scale"):
+        return None
+    ours = factors_set(settings)
+    return describe_scaler(
+        float(fields.get("initial_loss_scale", OWN_INITIAL)),
+        float(fields.get("loss_scale_window", _OWN["loss_scale_window"])),
+        {**_OWN, **ours},
+        ours,
+        dtype,
     )

@@ -23,6 +23,7 @@ from precision_shim_adapters.megatron.deciding.legality import (
     check_dtypes,
     release,
 )
+from precision_shim_adapters.megatron.deciding.numbers import BETA2, check_numbers
 from precision_shim_adapters.megatron.deciding.table import (
     ROWS,
     OptimizerPlan,
@@ -185,8 +186,10 @@ def plan_wishes(
 
     Raises:
         DtypeError: the user wrote an unknown dtype name or an illegal dtype.
+        SettingsError: the user's ``adam_beta2`` is no number.
     """
     asked = coerce_written(wishes.asked, wishes.where, now)
+    check_numbers(asked, (BETA2,), wishes.where)
     if asked.get("fp16") and asked.get("bf16"):
         asked["bf16"] = False  # if fp16 and bf16 are both set, keep only fp16
     dtype = model.single or wishes.declared

@@ -240,6 +240,8 @@ def problems_of(
         report("precision-aware", PRECISION_AWARE, support.problem, "Leave it out.")
     for name, message, remedy in not_precision_aware(fields):
         report("dtype", name, message, remedy)
+    if not aware and fields.get("main_grads_dtype", asked.dtype) is None:
+        report("dtype", "main_grads_dtype", "None is no dtype", "Write fp32, or leave it out.")
     narrow = asked.dtype is torch.float16 and not side.bucket.grad_reduce_in_fp32
     if aware and narrow and fields.get("clip_grad", 1.0):
         report(

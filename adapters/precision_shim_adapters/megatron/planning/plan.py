@@ -32,7 +32,8 @@ from precision_shim_adapters.megatron.deciding.legality import (
     release,
 )
 
-from ..deciding.scaler import foreseen, unscaled
+from ..deciding.numbers import NUMBERS, SCALER, not_numbers
+from ..deciding.scaler import OWN_INITIAL, foreseen, foreseen_alone, unscaled
 from ..deciding.wishes import (
     ALIGNMENT,
     DISPATCH,
@@ -57,7 +58,6 @@ from .layout import StageCount
 _MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 CONFIG = "megatron.core.optimizer.optimizer_config:OptimizerConfig"
 DDP = "megatron.core.distributed.distributed_data_parallel_config:DistributedDataParallelConfig"
-_NUMBERS = ("lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
 _OFFLOAD = "optimizer_cpu_offload"
 _LOW = ("main_grads_dtype", "main_params_dtype", *_MOMENTS)
 
@@ -114,14 +114,20 @@ def _no_names(asked: Asked) -> list[Problem]:
             "Write a name, such as fp32 or bf16.",
         )
         for name, value in asked.wishes.asked.items()
-        if name in _LOW and value is not None and not isinstance(value, str | torch.dtype)
+        if name in _LOW
+        and not isinstance(value, str | torch.dtype)
+        # ``problems_of`` reports a null of ``main_grads_dtype``, which Megatron may leave unread.
+        and not (value is None and name == "main_grads_dtype")
     ]
 
 
 def _no_numbers(asked: Asked) -> list[Problem]:
-    """List Adam's hyperparameters that are not numbers, such as the string ``'0.95'``."""
+    """List values of Adam and the loss scaler that are not numbers, such as ``'0.95'`` or ``null``."""
     written = asked.wishes.asked
-    names = (*_NUMBERS, *(("optimizer_offload_fraction",) * bool(written.get(_OFFLOAD))))
+    names: tuple[str, ...] = (*NUMBERS, "loss_scale")
+    names += ("optimizer_offload_fraction",) * bool(written.get(_OFFLOAD))
+    if asked.dtype is torch.float16 or written.get("fp16"):
+        names += SCALER * (not written.get("loss_scale"))
     return [
         Problem(
             "number",
@@ -130,8 +136,7 @@ def _no_numbers(asked: Asked) -> list[Problem]:
             f"{asked.wishes.where}: {name}={written[name]!r} is no number",
             "Write a number, without quotes.",
         )
-        for name in names
-        if not isinstance(written.get(name), int | float | None)
+        for name in not_numbers(written, names)
     ]
 
 
@@ -270,6 +275,9 @@ def _decisions(asked: Asked, side: Side, settings: Settings, holds: Holds) -> li
         dtype = "fp32" if in_fp32 else name_of(asked.dtype)
         chosen = f"gradient bucket {dtype} (grad_reduce_in_fp32={in_fp32})"
         decisions.append(Decided(ALIGNMENT, chosen, side.bucket.because))
+    if holds(SCALING, GROUP) and asked.dtype is not torch.float16 and side.fields.get("fp16"):
+        alone = foreseen_alone(side.fields, settings, asked.dtype)
+        decisions += [Decided(SCALING, *alone)] if alone is not None else []
     if holds(SCALING, GROUP) and asked.dtype is torch.float16:
         scaler = foreseen(asked.wishes, side.planned.asked, settings)
         if scaler is not None:
@@ -296,11 +304,17 @@ def _of_another_model(asked: Asked, side: Side) -> list[str]:
             f"expected {name_of(flagged)}, found {name_of(asked.dtype)}: the OptimizerConfig is "
             "for another model: set its bf16, fp16 and params_dtype to what the model is"
         )
-    written = fields.get("params_dtype")
-    if "params_dtype" not in wishes.unchecked and written not in (None, asked.dtype):
+    if flagged is torch.float16 and asked.dtype is not flagged and not fields.get("loss_scale"):
+        first = fields.get("initial_loss_scale", OWN_INITIAL)
         notes.append(
-            f"the OptimizerConfig is for {name_of(written)} parameters, the trainable parameters "
-            f"are {name_of(asked.dtype)}"
+            f"fp16=True: Megatron scales this {name_of(asked.dtype)} model's loss too, from "
+            f"{first:.10g} (initial_loss_scale), with the shim and without it"
+        )
+    written = fields.get("params_dtype", asked.dtype)
+    if "params_dtype" not in wishes.unchecked and written is not asked.dtype:
+        notes.append(
+            f"the OptimizerConfig is for {written and name_of(written)} parameters, the trainable "
+            f"parameters are {name_of(asked.dtype)}"
         )
     return notes
 
