@@ -122,7 +122,7 @@ def _no_names(asked: Asked) -> list[Problem]:
 
 
 def _no_numbers(asked: Asked) -> list[Problem]:
-    """List Adam's and the loss scaler's values that are no numbers, such as ``'0.95'`` or ``null``."""
+    """List values of Adam and the loss scaler that are not numbers, such as a string or null."""
     written = asked.wishes.asked
     names: tuple[str, ...] = (*NUMBERS, "loss_scale")
     names += ("optimizer_offload_fraction",) * bool(written.get(_OFFLOAD))
