@@ -1,7 +1,6 @@
 """Plan SkyRL's jobs from their command line, with SkyRL's own config loader.
 
-The loader needs no torch. The plan reads the optimizer's settings with ``megatron.of_config``, a
-function that a worker also calls.
+The loader needs no torch. Plan and worker read optimizer settings with ``megatron.of_config``.
 """
 
 from __future__ import annotations

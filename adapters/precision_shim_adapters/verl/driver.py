@@ -3,8 +3,8 @@
 Every entry point of verl first calls ``auto_set_device`` on its config. ``auto_set_device`` runs in
 the driver, before Ray starts a worker, and while Hydra still has the user's overrides. A program
 that itself calls ``run_ppo`` skips ``auto_set_device``, so the shim also compares the dtypes in
-``validate_config``. Up to 0.8, verl calls ``validate_config`` in its task runner, a Ray actor. A
-user's own driver may call neither of the two, so the actor's workers compare the dtypes again.
+``validate_config``, which verl up to 0.8 calls in a Ray actor. A user's own driver may call neither
+``auto_set_device`` nor ``validate_config``, so the actor's workers compare the dtypes again.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def write_key(config: Any, key: str, value: object) -> None:
 
 
 def _find_written() -> sides.Written:
-    """Make a function that returns whether the user wrote a key; without Hydra, it says yes."""
+    """Make a function that returns whether the user wrote a key; without Hydra, always true."""
     from hydra.core.hydra_config import HydraConfig
 
     if not HydraConfig.initialized():

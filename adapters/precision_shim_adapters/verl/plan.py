@@ -1,7 +1,7 @@
 """Plan verl's jobs from their Hydra YAML and overrides.
 
 Hydra composes the config that the entry point's decorator names, without an import of verl.
-The plan reads the optimizer's settings with ``megatron.of_configs``, as a worker does.
+Plan and worker read optimizer settings with ``megatron.of_configs``.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ generator unchanged.
 
 verl does not cast the weights of the Megatron, VeOmni and Automodel engines, of 0.7.1's legacy
 workers, or of the FSDP engine in 0.9 and later without merged LoRA. With the delta checkpoint
-engine every engine of verl rounds to bf16, and verl's receiver in vLLM accepts only bf16. When
-the delta checkpoint engine sends weights from FSDP to SGLang, the shim rounds them to the rollout's
-dtype. For all other engines, the shim raises or warns with the message of ``refuses_delta``.
+engine every engine of verl rounds to bf16, and verl's receiver in vLLM accepts only bf16. When the
+delta checkpoint engine sends weights from FSDP to SGLang, the shim rounds them to the rollout's
+dtype. Between other engines, the shim refuses a delta, or warns (``refuses_delta``).
 """
 
 from __future__ import annotations
