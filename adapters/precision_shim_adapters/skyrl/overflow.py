@@ -169,7 +169,7 @@ def keep_last(call: Call, metrics: Any) -> Any:
 
 
 class _Bf16Sized(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    """A proxy for Megatron-Bridge that returns fp16 weights as bf16 views, which are as large."""
+    """A proxy for Megatron-Bridge that returns fp16 weights as bf16 views, equally large."""
 
     def get_conversion_tasks(self, *args: Any, **kwargs: Any) -> Any:
         return [_resize(task) for task in self.__wrapped__.get_conversion_tasks(*args, **kwargs)]
@@ -195,7 +195,7 @@ def _resize(task: Any) -> Any:
 def size_fp16(call: Call) -> Any:
     """Make the weight extractor, whose table of sizes lacks fp16, use bf16's size for fp16.
 
-    The extractor never sends the bf16 views, because ``_init_param_buckets`` stores only indices,
+    The weight extractor sends no bf16 views, because ``_init_param_buckets`` stores only indices,
     and each transfer reads the weights again.
     """
     extractor = call.instance

@@ -103,7 +103,7 @@ def _where() -> str:
 
 
 def load(job: Job) -> tuple[Any, list[str], list[Problem]]:
-    """Load a job's config, and mark the user's values; return also unknown keys and DtypeErrors.
+    """Load a job's config, and record the user's keys; return also unknown keys and DtypeErrors.
 
     Only a user's own entry point may have overrides that SkyRL does not define. If the shim is on
     in this process, SkyRL's loader raises a DtypeError for a wrong ``model_dtype``. ``load``

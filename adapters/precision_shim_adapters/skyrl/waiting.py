@@ -5,7 +5,7 @@ LoRA adapter trains, SkyRL stores the gradients of each other LoRA adapter until
 step. A backward pass multiplies gradients by the loss scale, and the step divides them by the loss
 scale. Before a LoRA adapter's step, an overflow of another LoRA adapter may change the loss scale.
 The shim therefore records the loss scale of stored gradients. When SkyRL copies stored gradients
-back, the shim multiplies them by the current loss scale and divides them by the recorded one.
+back, the shim multiplies them by the ratio of the current loss scale to the recorded loss scale.
 
 Delete this module when SkyRL stores gradients unscaled, or with their loss scale.
 """

@@ -110,8 +110,8 @@ def clip(call: Call, parameters: Any, max_norm: Any) -> Any:
     overflow = scaler.overflow if isinstance(scaler, LossScaler) else None
     if overflow is None:
         return norm
-    # Newer versions of Trainer assert a finite norm before the step. If gradients overflowed,
-    # return 0, computed on the device so that the CPU need not wait. The metrics report NaN.
+    # Newer Trainers assert a finite norm before the step. If gradients overflowed, return the norm
+    # 0, computed on the device, so the CPU need not wait. The metrics report NaN for a skipped step.
     return torch.where(overflow.to(norm.device, non_blocking=True), torch.zeros_like(norm), norm)
 
 

@@ -2,7 +2,7 @@
 
 torchtitan's RL package has no reference model and no teacher. ``Controller`` is the driver, and has
 the whole config before it starts the processes of the trainer and of the generators. The trainer
-rounds the weights that it sends once, to the generator's dtype, its argument ``generator_dtype``.
+receives the generator's dtype (``generator_dtype``), and sends its weights rounded once to it.
 In a generator, vLLM runs torchtitan's own model, and so accepts float16 for each ``model_type``.
 """
 

@@ -2,9 +2,9 @@
 
 Every entry point of verl first calls ``auto_set_device`` on its config. ``auto_set_device`` runs in
 the driver, before Ray starts a worker, and while Hydra still has the user's overrides. A program
-that itself calls ``run_ppo`` skips ``auto_set_device``, so the shim also compares the dtypes in
-``validate_config``, which verl up to 0.8 calls in a Ray actor. A user's own driver may call neither
-``auto_set_device`` nor ``validate_config``, so the actor's workers compare the dtypes again.
+that itself calls ``run_ppo`` skips ``auto_set_device``. The shim therefore also compares the dtypes
+in ``validate_config``, which verl up to 0.8 calls in a Ray actor. A user's own driver may call
+neither ``auto_set_device`` nor ``validate_config``, so the actor's workers compare dtypes again.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def has_fields() -> bool:
 
 
 def _opt_in(optim_config: Any, fields: bool) -> dict[str, Any]:
-    """Read verl 0.9's fields for the states' dtypes from the config; names become dtypes.
+    """Read verl 0.9's fields for the states' dtypes, and convert dtype names to dtypes.
 
     Before 0.9, verl adds no field for the states' dtypes to the config, so the user wrote every
     such field in the config. From 0.9, the default of ``use_precision_aware_optimizer`` is

@@ -12,7 +12,7 @@ verl does not cast the weights of the Megatron, VeOmni and Automodel engines, of
 workers, or of the FSDP engine in 0.9 and later without merged LoRA. With the delta checkpoint
 engine every engine of verl rounds to bf16, and verl's receiver in vLLM accepts only bf16. When the
 delta checkpoint engine sends weights from FSDP to SGLang, the shim rounds them to the rollout's
-dtype. Between other engines, the shim refuses a delta, or warns (``refuses_delta``).
+dtype. Between other engines, the shim refuses delta transfers, or warns (``refuses_delta``).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def announce(call: Call) -> Any:
 
 
 def _tell_meter(engine: Any, *before: str) -> None:
-    """Record for the meter that weights are rounded to ``before``, then to the rollout's dtype."""
+    """Tell the lost-update meter that weights round to ``before``, then to the rollout's dtype."""
     lora = getattr(getattr(engine, "model_config", None), "lora", None) or {}
     merged = bool(lora.get("merge"))
     if merged and not hasattr(engine, "_merged_lora_per_tensor_param"):
@@ -349,7 +349,7 @@ def refuses_delta(rollout: Any, strategy: str) -> tuple[str, bool]:
         return "", False
     vllm = engine == "vllm"
     if vllm and not look(f"{_VLLM_DELTA}:VerlDeltaIPCWeightTransferEngine").found:
-        return "", False  # verl before 0.9.1 itself refuses delta with vLLM
+        return "", False  # verl before 0.9.1 itself refuses the delta engine with vLLM
     if not vllm and strategy in ("fsdp", "fsdp2"):
         return "", False
     what = (
