@@ -111,7 +111,7 @@ def clip(call: Call, parameters: Any, max_norm: Any) -> Any:
     if overflow is None:
         return norm
     # Newer Trainers assert a finite norm before the step. If gradients overflowed, return the norm
-    # 0, computed on the device, so the CPU need not wait. The metrics report NaN for a skipped step.
+    # 0, computed on the device so that no CPU waits. The metrics report NaN for a skipped step.
     return torch.where(overflow.to(norm.device, non_blocking=True), torch.zeros_like(norm), norm)
 
 
