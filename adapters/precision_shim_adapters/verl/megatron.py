@@ -234,7 +234,8 @@ def configure(
 ) -> Any:
     """Set the fields of verl's OptimizerConfig that depend on the model's dtype.
 
-    verl calls ``init_megatron_optim_config`` for each trained model, after the DDP is built.
+    verl calls ``init_megatron_optim_config`` for each trained model, after the DDP is built. The
+    shim makes verl before 0.9 accept the argument ``bf16``, too.
     """
     flagged = torch.float16 if fp16 else torch.bfloat16 if bf16 else torch.float32
     build = megatron.current_build("verl")
