@@ -200,8 +200,8 @@ def _name(strategy: Any, what: str) -> str:
 def _files(strategy: Any, directory: Any) -> Files:
     """The files that SkyRL writes on this rank before the scaler's state.
 
-    SkyRL overwrites a checkpoint's files in place, so a job killed between two files leaves files
-    of two saves. A scaler's record ignores a remote checkpoint's files, whose paths are not local.
+    SkyRL overwrites a checkpoint's files in place, so a job killed during a save leaves a mixture
+    of old and new files. The scaler's state has no fingerprints of a remote checkpoint's files.
     """
     names = [_name(strategy, what) for what in ("model", "optim")]
     return {name: os.path.join(str(directory), name) for name in names}

@@ -1,7 +1,7 @@
 """SkyRL: compute the LM head in fp32 in policy, reference model and inference engines.
 
 For an fp32 LM head, the driver writes a key into ``model_config_kwargs``, which override the HF
-config. On Megatron, SkyRL reads only the part ``model_config`` of ``model_config_kwargs``.
+config. On Megatron, SkyRL reads only the key ``model_config`` inside ``model_config_kwargs``.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _with(section: Mapping[str, Any], names: list[str], value: object) -> dict[s
 
 
 def _without_mark(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove the driver's mark from the overrides; SkyRL would save the mark in the HF config."""
+    """Remove the key for an fp32 LM head, which SkyRL would otherwise save in the HF config."""
     return {name: value for name, value in overrides.items() if name != FIELD}
 
 

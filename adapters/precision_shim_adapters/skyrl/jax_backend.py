@@ -1,4 +1,4 @@
-"""Warn of fp16 on SkyRL's JAX backend, because the shim scales only losses of torch.
+"""Warn of fp16 on SkyRL's JAX backend, because the shim scales only losses computed in torch.
 
 The JAX backend trains LoRA adapters in the dtype of the checkpoint's own config; SkyRL has no key
 for the dtype.

@@ -41,7 +41,7 @@ _PACKING = ("use_sample_packing", "remove_microbatch_padding")
 
 
 def native_coercion(symbol: Symbol, settings: Settings) -> str | None:
-    """Return a remark if SkyRL itself turns dtype names into dtypes, as SkyRL 0.3 does."""
+    """Return a reason to skip the seam if SkyRL itself converts dtype names (since 0.3)."""
     if "coerce_optimizer_dtype_kwargs" in symbol.names:
         return (
             "SkyRL coerces optimizer_config_kwargs; what the installed TransformerEngine rules out "
@@ -67,7 +67,7 @@ def takes_name(name: str) -> bool:
 
 
 def _read_asked(optim_config: Any, kwargs: Any, written: frozenset[str] | None) -> dict[str, Any]:
-    """The OptimizerConfig fields that the user wrote; ``written``: the user's keys, if known."""
+    """Return the OptimizerConfig fields that the user wrote, and ``optim_config``'s Adam beta2."""
     asked = {} if kwargs is None else {str(key): kwargs[key] for key in kwargs}
     # Count SkyRL's default use_precision_aware_optimizer=False as the user's value only if the user
     # wrote it, or if the user's keys are not known.
@@ -81,7 +81,7 @@ def _read_asked(optim_config: Any, kwargs: Any, written: frozenset[str] | None) 
 
 
 def _of_caller(optim_config: Any, kwargs: Any) -> Wishes:
-    """Read the ``Wishes`` of a caller outside SkyRL's workers; its fp16 overrides SkyRL's bf16."""
+    """Read settings if no SkyRL worker builds the model; ``fp16`` in ``kwargs`` overrides bf16."""
     asked = _read_asked(optim_config, kwargs, None)
     flagged = torch.bfloat16 if asked.get("bf16", True) else torch.float32
     return Wishes(
@@ -93,7 +93,7 @@ def _of_caller(optim_config: Any, kwargs: Any) -> Wishes:
 
 
 def of_worker(worker: Any, ddp_config: Any) -> Wishes:
-    """Read the ``Wishes`` of a worker that already has its model provider."""
+    """Read the settings for a worker's model; the worker must already have its model provider."""
     return of_config(
         worker.cfg,
         _role(worker),
@@ -106,7 +106,7 @@ def of_worker(worker: Any, ddp_config: Any) -> Wishes:
 def of_config(
     trainer: Any, role: str, ddp_config: Any, *, heads: int | None, adapters: bool = False
 ) -> Wishes:
-    """Read one model's ``Wishes`` from a trainer's config.
+    """Read one model's settings from a trainer's config.
 
     Args:
         trainer: the trainer's config.
@@ -133,11 +133,11 @@ def of_config(
         subject=role,
         asked=asked,
         declared=torch.bfloat16 if trainer.bf16 else torch.float32,
-        # Keep the user's own use_precision_aware_optimizer=True, even if SkyRL raises an error.
+        # Keep use_precision_aware_optimizer=True if the user wrote it; SkyRL may raise an error.
         blockers=() if asked.get(PRECISION_AWARE) else tuple(blockers),
         optimizer=str(getattr(optim_config, "optimizer", "adam")),
         bucket_in_fp32=bucket,
-        # SkyRL's dataclass has no ``check_for_nan_in_grad``; only a caller's mapping can have it.
+        # Only a mapping, not SkyRL's dataclass, can have the key ``check_for_nan_in_grad``.
         nan_check_written=by_mapping and "check_for_nan_in_grad" in ddp_config,
     )
 
@@ -235,14 +235,14 @@ def worker_build(call: Call) -> Any:
     optional=True,
 )
 def module_build(call: Call, ddp_config: Any) -> Any:
-    """Record that SkyRL builds a model, even if the caller is not ``init_model``."""
+    """Record that a model is being built, also when code other than ``init_model`` builds it."""
     worker = call.instance
     provider = worker.provider
     changes = any(
         in_force("skyrl", feature, "megatron") for feature in (DISPATCH, ALIGNMENT, SCALING)
     )
     if (
-        changes  # with only the feature ``audit``, change nothing
+        changes  # if ``audit`` is the only feature, change nothing
         and provider.fp16
         and provider.pipeline_dtype is torch.float32
         and not worker.cfg.bf16
@@ -255,7 +255,7 @@ def module_build(call: Call, ddp_config: Any) -> Any:
 
 @dataclasses.dataclass
 class _Flag:
-    """The value of ``trainer.bf16``, and the checkpoint's dtype if ``follow_flag`` replaced it."""
+    """Stores ``trainer.bf16``, and the checkpoint's dtype if ``follow_flag`` set another dtype."""
 
     bf16: bool
     over: torch.dtype | None = None
@@ -277,8 +277,8 @@ _flag: ContextVar[_Flag | None] = ContextVar("precision_shim_skyrl_flag", defaul
 def note_flag(call: Call, bf16: Any) -> Any:
     """Pass ``bf16`` to ``follow_flag``, which sets the dtype of a worker's model.
 
-    The shim reports the dtype after ``init_configs``, in which ``transformer_config_kwargs`` may
-    override the dtype.
+    The shim reports the dtype after ``init_configs`` has returned, because within ``init_configs``
+    the user's ``transformer_config_kwargs`` may override the dtype.
     """
     flag = _Flag(bool(bf16))
     token = _flag.set(flag)
@@ -357,8 +357,8 @@ def follow_flag(call: Call) -> Any:
     Megatron-Bridge sets the provider's dtype to the checkpoint's dtype. Without this seam,
     ``bf16=false`` has no effect on a bf16 checkpoint, and ``bf16=true`` contradicts an fp16
     checkpoint. An fp16 checkpoint with ``bf16=false`` stays fp16. Megatron-Bridge 0.6 and later
-    applies ``bf16`` when it builds the parameters. With Megatron-Bridge before 0.6, a user's own
-    ``fp16=true`` contradicts a bf16 checkpoint.
+    applies ``bf16`` when it builds the parameters. For a bf16 checkpoint with ``bf16=true``, a
+    user's own ``fp16=true`` ends in Megatron's error that fp16 and bf16 exclude each other.
     """
     provider = call.proceed()
     flag = _flag.get()
@@ -388,13 +388,13 @@ def _obey(provider: Any, *, bf16: bool) -> torch.dtype | None:
 
 
 def foreseen_dtype(trainer: Any, role: str, checkpoint: str, *, obeyed: bool) -> torch.dtype | None:
-    """The dtype that a worker's model will have, from the job's config.
+    """Predict from the job's config the dtype that a worker's model will have.
 
     Args:
         trainer: the trainer's config.
         role: the model's key in the config, ``"policy"`` or ``"ref"``.
         checkpoint: canonical name of the checkpoint's dtype; empty if it is not known.
-        obeyed: whether ``follow_flag`` is in force in the worker.
+        obeyed: whether the shim's patch ``follow_flag`` is applied in the worker.
 
     Returns:
         The dtype; ``None`` if it depends on a checkpoint that is not on this machine.

@@ -110,7 +110,7 @@ def report_to_client(call: Call, model_id: Any) -> Any:
     norm = output.metrics.get(_TINKERS_NORM)
     if norm is None or not math.isnan(norm):
         return output
-    role_of = getattr(call.instance, "_get_role", None)  # SkyRL 0.2 has only a policy
+    role_of = getattr(call.instance, "_get_role", None)  # in SkyRL 0.2 every model is a policy
     role = role_of(model_id) if role_of is not None else "policy"
     if role in _scaled.get(call.instance._dispatch, ()):
         del output.metrics[_TINKERS_NORM]
@@ -144,7 +144,7 @@ def add_figures(output: Any, figures: dict[str, float]) -> None:
 
 
 def _figures_in(output: Any) -> dict[str, Any]:
-    """A worker's metrics, in SkyRL 0.2 the output itself, in 0.3 the output's field ``metrics``."""
+    """Return a worker's metrics, which SkyRL 0.2 outputs directly, and 0.3 in field ``metrics``."""
     figures = output if isinstance(output, dict) else getattr(output, "metrics", None)
     return {} if figures is None else figures
 
@@ -169,7 +169,7 @@ def keep_last(call: Call, metrics: Any) -> Any:
 
 
 class _Bf16Sized(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    """A proxy of Megatron-Bridge that returns fp16 weights as views in bf16, of the same size."""
+    """A proxy for Megatron-Bridge that returns fp16 weights as bf16 views, equally large."""
 
     def get_conversion_tasks(self, *args: Any, **kwargs: Any) -> Any:
         return [_resize(task) for task in self.__wrapped__.get_conversion_tasks(*args, **kwargs)]
@@ -195,8 +195,8 @@ def _resize(task: Any) -> Any:
 def size_fp16(call: Call) -> Any:
     """Make the weight extractor, whose table of sizes lacks fp16, use bf16's size for fp16.
 
-    The weight extractor stores only indices from ``_init_param_buckets``, and reads the weights
-    again for each transfer.
+    The weight extractor sends no bf16 views, because ``_init_param_buckets`` stores only indices,
+    and each transfer reads the weights again.
     """
     extractor = call.instance
     bridge = extractor.bridge

@@ -1,7 +1,6 @@
 """Plan SkyRL's jobs from their command line, with SkyRL's own config loader.
 
-The loader needs no torch. ``skyrl.megatron`` reads the optimizer's ``Wishes`` from the config, as
-in a worker.
+The loader needs no torch. Plan and worker read optimizer settings with ``megatron.of_config``.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ def _where() -> str:
 
 
 def load(job: Job) -> tuple[Any, list[str], list[Problem]]:
-    """Load a job's config with the user's values marked; return also unknown keys and problems.
+    """Load a job's config, and record the user's keys; return also unknown keys and DtypeErrors.
 
     Only a user's own entry point may have overrides that SkyRL does not define. If the shim is on
     in this process, SkyRL's loader raises a DtypeError for a wrong ``model_dtype``. ``load``
@@ -301,7 +300,7 @@ def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) ->
 
 
 def _together(trainer: Any, role: str) -> str:
-    """The config key that makes a model share its GPUs; empty if the model has its own GPUs."""
+    """The config key that puts a model on other models' GPUs; empty for a model with own GPUs."""
     if trainer.placement.colocate_all:
         return "colocate_all"
     shares = role in ("policy", "ref") and trainer.placement.colocate_policy_ref
@@ -325,7 +324,7 @@ def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Pla
     key = f"trainer.{role}"
     shards = number(config.fsdp_size, f"{key}.fsdp_config.fsdp_size", _where())
     sequence = getattr(section, "sequence_parallel_size", 1)
-    # SkyRL reads a negative fsdp_size as all GPUs, and divides by any other fsdp_size.
+    # SkyRL reads a negative fsdp_size as all GPUs, and divides their number by any other value.
     illegal = (
         [Problem("size", role, f"{key}.fsdp_config.fsdp_size", "0 GPUs", "Write -1 for all.")]
         if shards == 0

@@ -12,7 +12,7 @@ from .fsdp import GROUP
 
 
 def megatron(part: Part, here: Here) -> Outcome:
-    """Predict the resume on Megatron; ``here.config`` has the ``optimizer_config_kwargs``."""
+    """Predict how a job with ``optimizer_config_kwargs`` in ``here.config`` resumes on Megatron."""
     wishes = megatrons.assume_wishes(part, here, f"skyrl, {KWARGS}", part.subject or "policy")
     return megatrons.foretell("skyrl", part, here, wishes, mends_offload=True)
 

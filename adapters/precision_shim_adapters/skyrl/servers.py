@@ -3,8 +3,7 @@
 An inference server is a Ray actor that serves vLLM's HTTP endpoints and endpoints of SkyRL. SkyRL
 adds its endpoints in a method that receives the engine, before the server starts. In SkyRL 0.4 and
 later each weight sync ends with a request to vLLM's ``/finish_weight_update``. Before SkyRL 0.4,
-the request that ends a weight sync only names a method in its body, and the shim does not query the
-servers.
+only a request's body shows that a sync ends; the shim reads no bodies, so it queries no servers.
 """
 
 from __future__ import annotations

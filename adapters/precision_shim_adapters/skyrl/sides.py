@@ -146,7 +146,7 @@ def _on_fsdp(trainer: Any, role: str, in_force: InForce) -> Engine:
 
 
 def not_compared(config: Any) -> tuple[str, str]:
-    """The text and reason of the decision for a policy whose dtype is not known."""
+    """The text and the reason that the shim reports if the policy's dtype is not known."""
     return (
         "not compared with the policy",
         f"trainer.bf16={config.trainer.bf16}, and the dtype of the checkpoint decides, which is "
@@ -291,7 +291,7 @@ def wires_of(config: Any) -> list[Wire]:
 
 
 def asked_of(engines: Any) -> tuple[str, str]:
-    """The config's dtype name for all inference engines, and its key; no name if engines differ.
+    """The name and config key of the engines' dtype; the name is empty if their dtypes differ.
 
     Args:
         engines: the section ``generator.inference_engine``.
@@ -321,14 +321,14 @@ def way_of_weights(engines: Any, path: str) -> tuple[str, ...]:
 
 
 def dtypes_of_locations(locations: Mapping[str, Any]) -> frozenset[str]:
-    """Canonical names of the dtypes in a base checkpoint, from SkyRL's own index of its files."""
+    """Canonical names of a base checkpoint's dtypes, read from SkyRL's index of the checkpoint."""
     return frozenset(
         OF_HEADER[location.dtype] for location in locations.values() if location.dtype in OF_HEADER
     )
 
 
 def delta_wires(computes: set[str], stored: frozenset[str]) -> list[Wire]:
-    """Return a ``Wire`` for each pair of an engine's dtype and a base checkpoint's dtype.
+    """Describe each transfer (``Wire``) from a dtype of the base checkpoint to an engine's dtype.
 
     The receiver of a delta sync changes bytes in a copy of the base checkpoint. In a delta sync,
     SkyRL therefore sends the weights in the dtypes of the checkpoint's files and ignores

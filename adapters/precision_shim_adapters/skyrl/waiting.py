@@ -1,11 +1,11 @@
-"""SkyRL's store of LoRA adapters in fp16: rescale stored gradients if the loss scale changes.
+"""In fp16, rescale gradients in SkyRL's store of LoRA adapters when the loss scale changes.
 
 The LoRA adapters of one Megatron worker share the worker's optimizer and loss scaler. While one
-adapter trains, SkyRL stores the gradients of the other adapters until their own step. A backward
-pass multiplies gradients by the loss scale, and the step divides them by the loss scale. Between an
-adapter's backward pass and its step, another adapter's overflow may change the loss scale. The shim
-therefore records the loss scale of stored gradients. When SkyRL copies stored gradients back, the
-shim multiplies the gradients by the current loss scale and divides them by the recorded loss scale.
+LoRA adapter trains, SkyRL stores the gradients of each other LoRA adapter until that adapter's
+step. A backward pass multiplies gradients by the loss scale, and the step divides them by the loss
+scale. Before a LoRA adapter's step, an overflow of another LoRA adapter may change the loss scale.
+The shim therefore records the loss scale of stored gradients. When SkyRL copies stored gradients
+back, the shim multiplies them by the ratio of the current loss scale to the recorded loss scale.
 
 Delete this module when SkyRL stores gradients unscaled, or with their loss scale.
 """
@@ -52,10 +52,10 @@ for ``park`` and ``unpark``, to whose functions SkyRL passes no optimizer."""
     **_HERE,
 )
 def keep(call: Call, slot: Any, model_chunks: Any, optimizer: Any) -> Any:
-    """Record the loss scale of the gradients that SkyRL copies into an adapter's slot."""
+    """Record the loss scale of the gradients that SkyRL stores for a LoRA adapter."""
     _optimizers[call.instance] = weakref.ref(optimizer)
     result = call.proceed()
-    if _any_gradients(model_chunks):  # without live gradients the store does not change the slot
+    if _any_gradients(model_chunks):  # if the model has no gradients, SkyRL stores none
         _note(call.instance, slot)
     return result
 
@@ -68,7 +68,7 @@ def keep(call: Call, slot: Any, model_chunks: Any, optimizer: Any) -> Any:
     **_HERE,
 )
 def bring_back(call: Call, slot: Any, model_chunks: Any, optimizer: Any) -> Any:
-    """Rescale to the current loss scale gradients that SkyRL copies out of an adapter's slot."""
+    """When SkyRL copies a LoRA adapter's gradients back, rescale them to the current loss scale."""
     _optimizers[call.instance] = weakref.ref(optimizer)
     result = call.proceed()
     _rescale(call.instance, slot, model_chunks)
@@ -101,7 +101,7 @@ def park(call: Call, model_chunks: Any) -> Any:
     **_HERE,
 )
 def unpark(call: Call, model_chunks: Any) -> Any:
-    """Rescale to the current loss scale the gradients that SkyRL copies back after an offload."""
+    """When SkyRL copies gradients back after an offload, rescale them to the current loss scale."""
     store = call.instance
     parked = store._grads_parked
     result = call.proceed()

@@ -7,8 +7,8 @@ gradients, and step the same class of optimizer container. The RL trainer comput
 replaced. In pre-training the shim scales only losses inside ``Trainer.train_step``, since other
 code builds a ``Trainer`` and runs its own loop.
 
-For ``optim_step``, a Monarch object, and for the attention, which dynamo compiles, the seams
-replace the function and use no wrapt wrapper.
+The seams replace ``optim_step`` and the attention without a wrapt wrapper, because ``optim_step``
+is a Monarch object, and dynamo compiles the attention.
 
 The shim does not patch the experts' grouped matrix products, which torchtitan computes in bfloat16
 in training and in its generator. ``PolicyTrainer.push_model_state_dict`` needs no patch, because it

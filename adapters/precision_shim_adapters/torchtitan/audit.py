@@ -1,4 +1,4 @@
-"""Audit torchtitan's two trainers, and add the shares of lost updates to their metrics."""
+"""Audit torchtitan's two trainers; report as metrics which share of updates rounding loses."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def _see(trainer: Any, subject: str) -> None:
         FRAMEWORK,
         subject,
         trainer.optimizers,
-        # A skipped step calls the container's step but no inner optimizer's step. Inner optimizers
-        # step in order, so all of them have states after the last inner optimizer has stepped.
+        # When a step is skipped, the container's ``step`` runs, but no inner optimizer's ``step``.
+        # Inner optimizers step in order, so each has states after the last of them has stepped.
         inner=optimizers[-1],
         model=trainer.model_parts,
         scaler=scaler,

@@ -124,7 +124,7 @@ def _open_metadata(checkpoint: str) -> Any:
     **SCALED,
 )
 def state_dict(call: Call) -> Any:
-    """Add the scaler's record to the trainer's state; during a load, zeros of the record's size."""
+    """Add the scaler's record to the trainer's state; during a load, add a placeholder of zeros."""
     state = call.proceed()
     training = ScaledTraining.of(call.instance)
     if training is None:

@@ -24,7 +24,7 @@ def remake(
         endpoint: an endpoint made by Monarch's ``concurrent_endpoint``.
         act: computes the new endpoint's result from the actor and from a function that calls the
             old endpoint's method.
-        marks: attributes to set on the new endpoint, besides the old endpoint's ``UNSCALES``.
+        marks: attributes to set on the new endpoint; ``UNSCALES`` is copied from the old one.
 
     Raises:
         SeamError: the endpoint was not made by ``concurrent_endpoint``.

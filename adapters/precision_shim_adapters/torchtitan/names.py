@@ -114,7 +114,7 @@ def parse_args(call: Call) -> Any:
 def any_name() -> Iterator[None]:
     """Make tyro accept any string for a dtype; ``build_training`` checks the name later.
 
-    ``any_name`` changes annotations of ``TrainingConfig``; tyro does not read the fields' types.
+    tyro reads ``TrainingConfig.__annotations__``, not the types in the dataclass's fields.
     """
     import tyro
     from torchtitan.config.configs import TrainingConfig

@@ -72,13 +72,13 @@ def _has_scaler(target: str) -> bool:
 
 
 def native_rl(symbol: Symbol, settings: Any) -> str | None:
-    """Return a remark if the RL trainer's ``optim_step`` has a scaler; no version has one yet."""
+    """Return a reason to skip the seam if ``optim_step`` has a scaler; no version has one yet."""
     scaler = _has_scaler(f"{POLICY}.optim_step")
     return "torchtitan's RL trainer has a loss scaler of its own" if scaler else None
 
 
 def native_pretraining(symbol: Symbol, settings: Any) -> str | None:
-    """Return a remark if ``Trainer.train_step`` has a scaler; no version has one yet."""
+    """Return a reason to skip the seam if ``train_step`` has a scaler; no version has one yet."""
     scaler = _has_scaler(f"{TRAINER}.train_step")
     return "torchtitan's Trainer has a loss scaler of its own" if scaler else None
 

@@ -19,7 +19,7 @@ _RL = "torchtitan.experiments.rl.actors.trainer"
 
 
 class _Step:
-    """A stand-in for a trainer of one layer, which records the calls of torchtitan's step."""
+    """A fake trainer with one layer; ``called`` lists what torchtitan's step called."""
 
     def __init__(self) -> None:
         self.called: list[str] = []

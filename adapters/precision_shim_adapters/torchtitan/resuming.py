@@ -13,6 +13,6 @@ _POLICYS = "train_state.policy_version"
 
 
 def dcp(part: Part, here: Here) -> Outcome:
-    """Predict the resume from a distributed checkpoint; the key ``_POLICYS`` marks an RL job."""
+    """Predict the resume; a checkpoint that has the key ``_POLICYS`` is from an RL job."""
     rl = any(_POLICYS in unit.tensors or _POLICYS in unit.objects for unit in part.units)
     return torchs.foretell("torchtitan", part, here, RL if rl else PRETRAINING)

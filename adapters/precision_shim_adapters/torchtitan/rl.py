@@ -83,7 +83,7 @@ def _list_overridden(trainer: Any, name: str) -> list[str]:
     **ON_RL,
 )
 def build_trainer(call: Call, config: Any) -> None:
-    """Build a trainer; store its ``ScaledTraining`` on the optimizers once they exist."""
+    """Build a trainer; then store its loss-scaling object, if it has one, on its optimizers."""
     call.proceed()
     training = ScaledTraining.of(call.instance)
     if training is None:

@@ -36,7 +36,7 @@ def make(trainer: Any, subject: str) -> ScaledTraining:
 
     Args:
         trainer: a ``PolicyTrainer`` or a ``Trainer``.
-        subject: the model's name in decisions.
+        subject: the model's name in the shim's reports.
     """
     refuse_float16_states(trainer.config.training)
     return ScaledTraining.make(
@@ -53,7 +53,7 @@ def leave(name: str, own: Iterable[str], instead: str) -> None:
     Args:
         name: the name of the trainer's class.
         own: the trainer's methods that are not torchtitan's.
-        instead: the message's alternative to training in bfloat16.
+        instead: what the message recommends besides training in bfloat16.
 
     Raises:
         UnsupportedPrecisionError: strict mode is on.
@@ -87,7 +87,7 @@ def scale_innermost(trainer: Any, attach: Callable[[torch.Tensor], None]) -> Non
 
 
 def ready(training: ScaledTraining, trainer: Any) -> None:
-    """Store a ``ScaledTraining`` on the optimizers; report the dtypes of attention and experts."""
+    """Store the loss-scaling object on the optimizers; report attention's and experts' dtypes."""
     for optimizer in trainer.optimizers:
         training.keep(optimizer)
     attention.tell(training.subject, trainer.model_parts)
@@ -110,8 +110,8 @@ def clip(call: Call, parameters: Any, max_norm: Any) -> Any:
     overflow = scaler.overflow if isinstance(scaler, LossScaler) else None
     if overflow is None:
         return norm
-    # Newer versions of Trainer assert a finite norm before the step. Return a norm of 0 for an
-    # overflow, without a copy from the device. The metrics report NaN for a skipped step.
+    # Newer Trainers assert a finite norm before the step. If gradients overflowed, return the norm
+    # 0, computed on the device so that no CPU waits. The metrics report NaN for a skipped step.
     return torch.where(overflow.to(norm.device, non_blocking=True), torch.zeros_like(norm), norm)
 
 

@@ -2,8 +2,8 @@
 
 torchtitan's RL package has no reference model and no teacher. ``Controller`` is the driver, and has
 the whole config before it starts the processes of the trainer and of the generators. The trainer
-sends its weights in the generator's dtype, rounded once, and therefore also reads the generator's
-key. In a generator, vLLM runs torchtitan's own model, and accepts its ``model_type`` in float16.
+receives the generator's dtype (``generator_dtype``), and sends its weights rounded once to it.
+In a generator, vLLM runs torchtitan's own model, and so accepts float16 for each ``model_type``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def coerce_generator(config: Any) -> None:
     """
     value = config.model_dtype
     name = _name(value, (AUTO,))
-    if name != value:  # keep an equal string, which may be a mark of ``unwritten``
+    if name != value:  # if equal, keep the old object, which ``unwritten`` may have made
         config.model_dtype = name
 
 
@@ -130,7 +130,7 @@ def _word(arguments: Sequence[str], option: str) -> str:
 
 @contextmanager
 def marked() -> Iterator[None]:
-    """In a plan, mark as unwritten the values that the seams would mark in a job."""
+    """In a plan, mark dtypes that the user did not write, as the seams mark them in a job."""
     from torchtitan.config import ConfigManager
     from torchtitan.experiments.rl.actors.generator import VLLMGenerator
 
@@ -266,7 +266,7 @@ def build_policy_trainer(call: Call, config: Any, generator_dtype: Any) -> None:
     optional=True,
 )
 def load_config(call: Call, args: Any) -> Any:
-    """If ``PRECISION_SHIM_ROLLOUT=follow`` is set, mark a dtype that the user did not write."""
+    """If ``PRECISION_SHIM_ROLLOUT=follow``, mark a generator dtype that the user did not write."""
     config = call.proceed()
     if current_settings()["rollout"] == "follow":
         mark_released(config[0], args)

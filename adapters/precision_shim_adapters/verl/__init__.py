@@ -1,11 +1,10 @@
 """The adapter for verl, and the reasons for its choice of seams.
 
-In the workers of verl 0.7.1 and the engines of verl 0.8, one function decides the bucket's dtype,
-and another function later makes the optimizer's config. The shim must decide bucket and config in
-one plan, and therefore wraps the function that makes bucket and config
-(``MegatronEngine.initialize``, or a legacy worker's build method). The function
-``init_megatron_optim_config`` of verl still runs. The shim adds its values to
-``override_optimizer_config``; the user's values override the shim's.
+In verl 0.7.1's workers and verl 0.8's engines, one function sets the gradient bucket's dtype, and a
+later function makes the optimizer's config. The shim must choose the bucket's dtype and the config
+together. The shim therefore wraps ``MegatronEngine.initialize``, or a legacy worker's build method,
+which makes both bucket and config. The function ``init_megatron_optim_config`` of verl still runs.
+The shim adds its values to ``override_optimizer_config``; the user's values override the shim's.
 
 The shim deliberately changes the states of Megatron's optimizers only. The states of torch's AdamW
 have the parameters' dtype.

@@ -1,7 +1,7 @@
 """Audit verl's optimizer on FSDP after verl has built model and optimizer.
 
-This module also reports the lost updates of verl 0.7.1's legacy workers. For verl's engines, the
-module ``metrics`` reports the lost updates.
+This module also reports which share of updates rounding loses in the legacy workers of verl 0.7.1;
+for verl's engines, the module ``metrics`` does so.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def legacy(call: Call) -> Any:
     **_LEGACY,
 )
 def legacy_rollout(call: Call) -> Any:
-    """Pass the dtype of verl 0.7.1's rollout to the meter of lost updates and to the audit."""
+    """Record the dtype of verl 0.7.1's rollout, for the lost-update meter and for the audit."""
     result = call.proceed()
     worker = call.instance
     lora = worker.config.model.get("lora_rank", 0) or worker.config.model.get("lora_adapter_path")
@@ -121,7 +121,7 @@ def legacy_rollout(call: Call) -> Any:
     **_LEGACY,
 )
 def legacy_lost_updates(call: Call) -> Any:
-    """Add the shares of lost updates to the metrics that a legacy worker of verl 0.7.1 returns."""
+    """Add to a legacy worker's metrics the shares of updates that rounding loses (verl 0.7.1)."""
     result = call.proceed()
     kind = "actor" if hasattr(call.instance, "actor_optimizer") else "critic"
     result.update(meters.metrics(getattr(call.instance, f"{kind}_optimizer"), f"{kind}/"))

@@ -29,7 +29,7 @@ _OPTIMIZER = "optim"
 
 
 def check_fp16(config: Any, section: str = "engine_config") -> None:
-    """Raise if an engine's config has float16 beside settings that exclude float16.
+    """Raise if an engine's config combines float16 with settings that do not allow float16.
 
     Args:
         config: an engine's config whose ``mp_param_dtype`` is float16.
@@ -68,7 +68,7 @@ def check_fp16(config: Any, section: str = "engine_config") -> None:
     **on(AUTOMODEL),
 )
 def check(call: Call, engine_config: Any) -> Any:
-    """Refuse settings that exclude float16; by default, make the output float16, too.
+    """Refuse settings that do not allow float16; replace the default output dtype, bf16, by fp16.
 
     Raises:
         DtypeError: see ``check_fp16``.

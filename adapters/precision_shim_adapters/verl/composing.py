@@ -21,7 +21,7 @@ SEARCH_PATH = "hydra.searchpath"
 
 @dataclass(frozen=True)
 class Asked:
-    """The arguments of a launch line that Hydra reads.
+    """The arguments that Hydra reads from a job's launch command.
 
     Attributes:
         path: the directory of the config, or ``pkg://`` and a package's name.

@@ -1,10 +1,10 @@
 """Compare in verl's driver the dtypes in which actor, reference model and rollout compute.
 
 Every entry point of verl first calls ``auto_set_device`` on its config. ``auto_set_device`` runs in
-the driver, before Ray starts a worker, and while Hydra still has the user's overrides. If a program
-calls ``run_ppo`` without verl's entry point, verl calls ``validate_config``; up to 0.8 this call is
-in the task runner. A user's own driver for verl's trainer may call neither ``auto_set_device`` nor
-``validate_config``, so the actor's workers compare the dtypes again.
+the driver, before Ray starts a worker, and while Hydra still has the user's overrides. A program
+that itself calls ``run_ppo`` skips ``auto_set_device``. The shim therefore also compares the dtypes
+in ``validate_config``, which verl up to 0.8 calls in a Ray actor. A user's own driver may call
+neither ``auto_set_device`` nor ``validate_config``, so the actor's workers compare dtypes again.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def write_key(config: Any, key: str, value: object) -> None:
 
 
 def _find_written() -> sides.Written:
-    """Find the keys that the user wrote; assume every key if Hydra composed no config here."""
+    """Make a function that returns whether the user wrote a key; without Hydra, always true."""
     from hydra.core.hydra_config import HydraConfig
 
     if not HydraConfig.initialized():

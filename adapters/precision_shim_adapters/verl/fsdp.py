@@ -52,13 +52,13 @@ _OWN = "verl's own scaler, counted and kept with the checkpoints"
 
 
 def no_legacy_workers(symbol: Symbol, settings: Any) -> str | None:
-    """Return a remark for verl 0.8 and later, which has no legacy workers."""
+    """Return a reason to skip the seam in verl 0.8 and later, which has no legacy workers."""
     critic = look(f"{CRITIC}.update_critic")
     return None if critic.found else "this version has no legacy FSDP workers"
 
 
 def group_of(asked: object = None) -> str:
-    """The group of the seams on the workers that train a PPO job's models.
+    """The group of seams, on the engine or on legacy workers, that a PPO job's training uses.
 
     Args:
         asked: the job's ``trainer.use_legacy_worker_impl``; ``None`` if the config lacks it.
@@ -171,12 +171,12 @@ def build_critic(call: Call) -> Any:
 
 
 def _instead_of(own: Any, owner: Any) -> None:
-    if type(own) is ShardedGradScaler:  # a subclass of ShardedGradScaler is the user's choice
+    if type(own) is ShardedGradScaler:  # keep the user's own subclass of ShardedGradScaler
         make(owner, own, _OWN)
 
 
 def scaled_because() -> str:
-    """Why the shim scales fp16 models of the installed verl, for the command ``plan``."""
+    """The reason, for the command ``plan``, why the shim scales the loss of fp16 models."""
     made = look(f"{SHARDED}._build_fsdp_module")
     return _OWN if "ShardedGradScaler" in made.names else "fp16 parameters"
 
@@ -191,7 +191,7 @@ def make(owner: Any, own: Any, because: str, *, drives: bool = False) -> None:
 
     Args:
         owner: the engine, or the legacy actor or critic.
-        own: verl's own scaler, whose settings are the default, or ``None``.
+        own: verl's own scaler, or ``None``; its settings are the new scaler's defaults.
         because: why the shim scales the loss.
         drives: whether the shim, not verl's own loop, scales the loss and steps.
     """
@@ -226,7 +226,7 @@ def training_of(owner: Any) -> ScaledTraining | None:
 def keep_at_optimizer(worker: Any) -> None:
     """Store a legacy worker's ``ScaledTraining`` on its optimizer, for the checkpoint manager."""
     training = training_of(worker)
-    if training is not None:  # the checkpoint manager has the optimizer, not the worker
+    if training is not None:  # the checkpoint manager stores the optimizer, but no worker
         training.keep(optimizer_of(worker))
 
 
@@ -334,7 +334,7 @@ def of_legacy_autocast(config: Any, section: str = "fsdp_config") -> torch.dtype
 
 
 def find_ignored(config: Any, computes: torch.dtype) -> list[str]:
-    """Remarks on dtype keys that verl's FSDP ignores, for a worker and for a plan.
+    """Return warnings about dtype keys that verl's FSDP ignores, for a worker and for a plan.
 
     Args:
         config: an engine's config.

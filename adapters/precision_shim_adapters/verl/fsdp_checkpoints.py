@@ -34,7 +34,7 @@ _NAMES = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
 
 
 def native_checkpoint(symbol: Symbol, settings: Any) -> str | None:
-    """Return a remark if verl's checkpoint manager has a scaler; no version has one yet."""
+    """Return a reason to skip the seam if verl itself saves a scaler; no version does so yet."""
     manager = look(f"{_MANAGER}.save_checkpoint")
     return "verl keeps the scaler in its checkpoints" if "scaler" in manager.names else None
 
@@ -116,7 +116,7 @@ def _goes_with(manager: Any, path: Any, training: ScaledTraining, contents: Any)
 
 @contextlib.contextmanager
 def _near(path: str, delete: bool) -> Any:
-    """Yield the checkpoint's directory; if it is remote, on rank 0 the local copy's directory."""
+    """On rank 0, copy a remote scaler file and yield the copy's directory; else yield ``path``."""
     from verl.utils.fs import copy_to_local, is_non_local
 
     if not is_non_local(path) or (dist.is_initialized() and dist.get_rank() != 0):

@@ -21,7 +21,7 @@ from .fsdp import (
 
 
 def native_loop(symbol: Symbol, settings: Any) -> str | None:
-    """Return a remark for verl 0.8 and later, whose engine scales the loss in its own loop."""
+    """Return a reason to skip the seam if verl's loop itself scales the loss (since 0.8)."""
     return "verl scales the loss in its own loop" if "scaler" in symbol.names else None
 
 
@@ -63,7 +63,7 @@ def update_policy(call: Call) -> Any:
     **ON_LEGACY,
 )
 def update_critic(call: Call) -> Any:
-    """Make the critic's ``ScaledTraining`` current for ``scale_value_loss``; add scaler metrics."""
+    """Let ``scale_value_loss`` scale the critic's loss in an update; add the scaler's metrics."""
     training = training_of(call.instance)
     if training is None or not training.drives:
         return call.proceed()

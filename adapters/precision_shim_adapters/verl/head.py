@@ -68,7 +68,7 @@ def read_heads(config: Mapping[str, Any], in_force: InForce) -> list[Head]:
         f"{ROLLOUT}.{quantised}" if quantised else "",
     )
     if backend == "sglang" and _adapts_in_sglang(model):
-        # With LoRA, SGLang's LM head multiplies before SGLang reads enable_fp32_lm_head.
+        # With a LoRA adapter on the LM head, SGLang ignores enable_fp32_lm_head.
         refusal = "SGLang puts a LoRA adapter on its LM head, which then computes in 16 bits"
         remedy = f"Name the modules in {MODEL}.target_modules, or write {MODEL}.lora.merge=True"
         head = Head("rollout", head.key, refusal=refusal, remedy=remedy)
@@ -85,9 +85,9 @@ def _adapts_in_sglang(model: Mapping[str, Any]) -> bool:
 
 
 def _overrides(model: Mapping[str, Any], *, nested: bool) -> tuple[str, object]:
-    """Key and values of the HF config's overrides; 0.7.1's Megatron workers read only a part."""
+    """Return the config section whose values override the HF config: its key, and its values."""
     place, overrides = f"{MODEL}.override_config", model.get("override_config") or {}
-    if nested or "model_config" in overrides:
+    if nested or "model_config" in overrides:  # 0.7.1's Megatron workers read only model_config
         return f"{place}.model_config", overrides.get("model_config")
     return place, overrides
 
@@ -107,7 +107,7 @@ def _refuses(model: Mapping[str, Any], role: Mapping[str, Any], strategy: str, s
 
 
 def _take_mark(overrides: Any, *configs: Any) -> bool:
-    """Whether the driver marked a model; removes the mark from its HF configs, which verl saves."""
+    """Return whether the driver set the fp32 head's key; delete the key, which verl would save."""
     inner = overrides.get("model_config", overrides) if hasattr(overrides, "get") else None
     if not is_marked(inner):
         return False

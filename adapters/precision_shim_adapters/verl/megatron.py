@@ -48,22 +48,22 @@ def _dispatches_itself(has_opt_in: bool, settings: Settings) -> bool:
 
 
 def native_dispatch(symbol: Symbol, settings: Settings) -> str | None:
-    """Return a remark if verl 0.9 itself sets the states' dtypes, except under ``follow-model``."""
+    """Return a reason to skip the seam in verl 0.9, but not for optimizer_states=follow-model."""
     if _dispatches_itself("bf16" in symbol.parameters, settings):
         return "verl dispatches on the dtype and has the opt-in in its own optimizer config"
     return None
 
 
 def native_fields(symbol: Symbol, settings: Settings) -> str | None:
-    """Return a remark if McoreOptimizerConfig has verl 0.9's fields for the states' dtypes."""
+    """Return a reason to skip the seam if verl's dataclass has fields for the states' dtypes."""
     if "use_precision_aware_optimizer" in symbol.parameters:
         return "verl's optimizer config has the fields"
     return None
 
 
 def native_bucket(symbol: Symbol, settings: Settings) -> str | None:
-    """Describe how verl 0.9 itself sets the bucket's dtype; 0.9.0 and 0.9.1 set it differently."""
-    if "use_low_precision_main_grads" in symbol.names:
+    """Return, as text for ``status()``, how verl 0.9 itself sets the gradient bucket's dtype."""
+    if "use_low_precision_main_grads" in symbol.names:  # since 0.9.1
         return (
             "verl aligns the bucket with the fields of its optimizer config; it ignores "
             "override_optimizer_config and the fp16 engine, and the shim aligns the DDP for these"
@@ -93,7 +93,7 @@ def has_fields() -> bool:
 
 
 def _opt_in(optim_config: Any, fields: bool) -> dict[str, Any]:
-    """The config's values of verl 0.9's fields for the states' dtypes, with dtype names coerced.
+    """Read verl 0.9's fields for the states' dtypes, and convert dtype names to dtypes.
 
     Before 0.9, verl adds no field for the states' dtypes to the config, so the user wrote every
     such field in the config. From 0.9, the default of ``use_precision_aware_optimizer`` is
@@ -120,7 +120,7 @@ def read_wishes(
     Args:
         optim_config: verl's optimizer config, or ``None``.
         ddp_config: the user's ``override_ddp_config``.
-        known: further attributes of ``Wishes``.
+        known: values of other fields of the returned ``Wishes``.
     """
     written, fields = ddp_config or {}, has_fields()
     bucket = bool(written["grad_reduce_in_fp32"]) if "grad_reduce_in_fp32" in written else None
@@ -130,7 +130,7 @@ def read_wishes(
         auto="as-configured" if fields else "guarded",
         native={
             torch.float16: ROWS[torch.float16]
-        },  # verl's fp16 branch sets the fields of the table's fp16 row
+        },  # verl itself sets these fields for an fp16 model
         opt_in=_opt_in(optim_config, fields),
         reads_opt_in=fields,
         optimizer=str(_read(optim_config, "optimizer", "adam")),
@@ -156,7 +156,7 @@ def of_configs(config: Any, optim_config: Any, **known: Any) -> Wishes:
     Args:
         config: the engine's config.
         optim_config: the optimizer's config.
-        known: the attributes ``subject``, ``declared`` and ``trains`` of ``Wishes``.
+        known: the returned object's fields ``subject``, ``declared`` and ``trains``.
     """
     blockers = []
     if _read(config, "use_megatron_fsdp", False):
@@ -232,9 +232,10 @@ def configure(
     bf16: Any = True,
     use_distributed_optimizer: Any = True,
 ) -> Any:
-    """Fit verl's OptimizerConfig to the model's dtype; accept ``bf16=`` in every verl version.
+    """Set the fields of verl's OptimizerConfig that depend on the model's dtype.
 
-    verl calls ``init_megatron_optim_config`` for each trained model, after the DDP is built.
+    verl calls ``init_megatron_optim_config`` for each trained model, after the DDP is built. The
+    shim makes verl before 0.9 accept the argument ``bf16``, too.
     """
     flagged = torch.float16 if fp16 else torch.bfloat16 if bf16 else torch.float32
     build = megatron.current_build("verl")
@@ -316,7 +317,7 @@ def spell_fields(call: Call) -> Any:
     optional=True,
 )
 def engine_build(call: Call) -> Any:
-    """Record that an engine builds its model and optimizer, once per worker."""
+    """Record that an engine builds its model and optimizer; each worker builds only once."""
     with building("verl", lambda: of_engine(call.instance)):
         return call.proceed()
 
@@ -375,7 +376,7 @@ def legacy_build(call: Call, optim_config: Any, override_ddp_config: Any) -> Any
     delete_when="make_megatron_module aligns the bucket itself",
 )
 def direct_build(call: Call, override_ddp_config: Any) -> Any:
-    """Record a ``Build`` for callers outside verl's engines; keep an engine's current ``Build``."""
+    """Record that a model is being built, unless an engine or worker already recorded this."""
     with building("verl", lambda: read_wishes(None, override_ddp_config)):
         return call.proceed()
 

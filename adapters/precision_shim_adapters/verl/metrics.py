@@ -1,4 +1,4 @@
-"""Add loss scale and skipped steps in fp16, and the share of lost updates, to verl's metrics.
+"""Add to verl's metrics the loss scale and skipped steps of fp16, and the updates lost to rounding.
 
 The seams in this module apply to every engine of verl. The legacy workers of 0.7.1 have their own
 dicts of metrics; the seams on the workers' steps add the values to these dicts.
@@ -45,7 +45,7 @@ def of_engine(engine: Any) -> dict[str, float]:
 def report(call: Call) -> Any:
     """Add the loss scaler's metrics next to the grad norm, after each batch of a training worker.
 
-    The shim adds the scaler's metrics only after the batch, because verl would gather earlier
+    The shim adds the scaler's metrics only after the batch, because during a batch verl gathers all
     metrics over the data-parallel ranks. Gathering turns a number into a list, and
     ``train_mini_batch`` fails on a list.
     """
@@ -56,7 +56,7 @@ def report(call: Call) -> Any:
 
 @seam(feature="audit", delete_when=_LOST, **_OUTPUT)
 def report_lost_updates(call: Call) -> Any:
-    """Add the shares of lost updates, if ``PRECISION_SHIM_WATCH_UPDATES`` is set."""
+    """Add the shares of updates lost to rounding, if ``PRECISION_SHIM_WATCH_UPDATES`` is set."""
     result = call.proceed()
     _add(result, meters.metrics(getattr(call.instance.engine, "optimizer", None)))
     return result
@@ -81,7 +81,7 @@ def report_step(call: Call) -> Any:
 
 @seam(feature="audit", delete_when=_LOST, **_STEP)
 def report_lost_updates_of_step(call: Call) -> Any:
-    """Add the shares of lost updates to the result of a Tinker client's step."""
+    """Add the shares of updates lost to rounding to the result of a Tinker client's step."""
     result = call.proceed()
     if "grad_norm" in result:
         result.update(meters.metrics(getattr(call.instance.engine, "optimizer", None)))

@@ -1,7 +1,7 @@
 """Plan verl's jobs from their Hydra YAML and overrides.
 
 Hydra composes the config that the entry point's decorator names, without an import of verl.
-``verl.megatron`` reads the optimizer's settings from the composed config, as in a worker.
+Plan and worker read optimizer settings with ``megatron.of_configs``.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _read_by_ppo(config: Mapping[str, Any]) -> list[str]:
 def _tell_missing(
     config: Mapping[str, Any], missing: Sequence[str], problems: Sequence[Problem]
 ) -> list[str]:
-    """Make the note about keys with ``???``, except keys with a problem or in an unused section."""
+    """Write a note on required keys without a value, except in ``problems`` or unused sections."""
     told = {problem.key for problem in problems}
     reward = _of(_of(config, "reward"), "reward.reward_model")
     unused: tuple[str, ...] = () if _has_critic(config) else ("critic.",)
@@ -146,7 +146,7 @@ def _gpus(config: Mapping[str, Any]) -> int:
     trainer = _of(config, "trainer")
     for key in ("n_gpus_per_node", "nnodes"):
         value = trainer.get(key)
-        if isinstance(value, str):  # a product with a string would repeat the string
+        if isinstance(value, str):  # Python would compute "8" * 2 as "88"
             raise PlanError(
                 f"{_where()}, trainer.{key}={value!r}: a text, expected a number. Write it without "
                 "quotes; of a variable: '${oc.decode:${oc.env:NAME}}' with its quotes."
@@ -183,10 +183,10 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Section:
-    """One model's sections of the config; a model without an optimizer is not trained.
+    """One model's sections of the config; ``optim`` is ``None`` for a model that is not trained.
 
-    ``sequence`` is the size of Ulysses' sequence parallelism in the role's section; newer configs
-    have Ulysses' size in the engine's section.
+    ``sequence`` is the size of Ulysses' sequence parallelism from the model's own section; newer
+    configs set this size in the engine's section instead.
     """
 
     at: _Place
@@ -400,7 +400,7 @@ def _sharded(job: Job, section: _Section, model: Model, value: bool) -> Plannabl
     sizes: dict[str, Any] = {
         name: _number(engine, key, -1 if name == "shards" else 1) for name, key in keys.items()
     }
-    if section.sequence > 1:  # verl prefers the role's older key if its value is not 1
+    if section.sequence > 1:  # verl reads the engine's Ulysses size only if the older key is 1
         sizes["context"] = section.sequence
     name = str((optim or {}).get("optimizer") or (optim or {}).get("name") or "AdamW")
     of_fsdp = strategy in ("fsdp", "fsdp2")

@@ -26,9 +26,9 @@ class Sharded:
         stored: dtype of the parameters.
         compute: dtype in which the parameters are gathered.
         reduce: dtype of the gradients while they are reduced.
-        because: why the shim scales an fp16 model.
+        because: why the shim scales an fp16 model's loss.
         group: the group of the seams that scale the model's loss.
-        sizes: maps fields of ``ShardedModel`` to the section's keys.
+        sizes: maps a field of ``ShardedModel`` to the key that sets it in the engine's section.
         note: why the engine does not compute in float16 although the config has float16.
     """
 
@@ -56,7 +56,7 @@ def read_sharded(
 
     Raises:
         DtypeError: verl does not accept a dtype, or cannot train in the dtype.
-        PlanError: the engine is sharded in a way that the plan cannot count.
+        PlanError: the plan cannot compute the engine's parallelism, or cannot find its dtype.
     """
     for degree in ("expert_parallel_size", "ep_size", "pipeline_parallel_size", "pp_size"):
         if (engine.get(degree) or 1) != 1:

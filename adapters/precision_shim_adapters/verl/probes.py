@@ -1,4 +1,4 @@
-"""Probes: check the rules' assumptions about verl against the installed version."""
+"""Probes that check the shim's assumptions about the installed verl."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def overflow() -> Answer:
     needs=(_OPTIMIZER,),
 )
 def fp16_row() -> Answer:
-    """The shim expects that verl itself sets the fields of the dispatch table's fp16 row."""
+    """The shim relies on verl to set the OptimizerConfig fields that an fp16 model needs."""
     made, row = _optimizer_config(fp16=True), ROWS[torch.float16]
     return Answer(dict(row), {name: getattr(made, name, "no such field") for name in row})
 
@@ -86,7 +86,7 @@ def overrides() -> Answer:
     needs=(_OPTIMIZER,),
 )
 def opt_in() -> Answer:
-    """If verl itself chooses states by the model's dtype, the shim does not change the config."""
+    """If verl itself sets the optimizer states' dtypes, the shim does not change the config."""
     from verl.utils.megatron.optimizer import init_megatron_optim_config
 
     made = _optimizer_config(_OPT_IN)
@@ -108,7 +108,7 @@ def opt_in() -> Answer:
     needs=(_ENGINE,),
 )
 def alignment() -> Answer:
-    """When verl builds a DDP, the shim aligns the buckets that verl itself does not align."""
+    """The shim gives the gradient bucket the main grads' dtype if verl itself does not do so."""
     from omegaconf import OmegaConf
     from verl.workers.engine.megatron.transformer_impl import MegatronEngine
 
@@ -177,7 +177,7 @@ class _Calls:
     needs=(_FSDP,),
 )
 def fsdp_step() -> Answer:
-    """The loop of verl 0.8 uses the shim's scaler; verl 0.7 skips steps with an infinite norm."""
+    """verl 0.8 steps with the shim's scaler; verl 0.7 itself skips a step with infinite norm."""
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
     scales = "scaler" in look(f"{_FSDP}:FSDPEngine.optimizer_step").names

@@ -13,7 +13,7 @@ from .megatron import read_wishes
 
 
 def megatron(part: Part, here: Here) -> Outcome:
-    """Predict a resume on Megatron; ``here.config`` has ``override_optimizer_config``'s fields."""
+    """Predict how a job with the optimizer fields in ``here.config`` resumes on Megatron."""
     fields = megatrons.assume_fields(part, here)
     fields.pop(WORKERS, None)
     bucket = {megatrons.BUCKET: fields.pop(megatrons.BUCKET)} if megatrons.BUCKET in fields else {}
@@ -27,9 +27,9 @@ def megatron(part: Part, here: Here) -> Outcome:
 
 
 def fsdp(part: Part, here: Here) -> Outcome:
-    """Predict a resume on FSDP; ``here.config`` may have 0.7's ``use_legacy_worker_impl``."""
+    """Predict how a job with 0.7's ``use_legacy_worker_impl`` in its config resumes on FSDP."""
     asked = (here.config or {}).get(WORKERS)
-    # A PPO job's directories have the models' names; an SFT job has one model, on verl's engine.
+    # An SFT job, whose directory names no model, trains on the engine, never on legacy workers.
     group = group_of(asked) if part.subject else ENGINE
     return torchs.foretell("verl", part, here, group)
 

@@ -34,7 +34,7 @@ def unknown(
         section: a section with hydra's ``_target_``; without ``_target_``, any key is allowed.
         key: the config's key of the section; may be empty.
         subject: the model's name, such as ``"actor"``.
-        dispatches: whether ``bf16-dispatch``, which adds fields to older versions, is in force.
+        dispatches: whether the feature ``bf16-dispatch``, which adds fields before verl 0.9, is on.
     """
     name = str(section.get("_target_", "")).rpartition(".")[2]
     known = set(_fields(name))

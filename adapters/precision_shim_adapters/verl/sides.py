@@ -100,7 +100,7 @@ def read_sides(config: Mapping[str, Any], written: Written) -> Sides | None:
 
 
 def unknown_engine(job: Sides) -> tuple[str, str]:
-    """The decision's text and reason if the actor's dtype is unknown."""
+    """The text and the reason that the shim reports if the actor's dtype is unknown."""
     reason = f"the shim does not know what verl's {job.strategy} engine computes in"
     return "not compared with the actor", reason
 
@@ -207,7 +207,7 @@ def _reference(
 
 
 def asked_dtype(section: Mapping[str, Any], place: str) -> tuple[str, str]:
-    """Return a rollout's dtype name, as ``engine_name`` returns it, and the dtype's config key.
+    """Return a rollout's dtype, in the engine's spelling, and the config key that sets it.
 
     Args:
         section: a rollout's section.
@@ -263,7 +263,7 @@ def _teachers(config: Mapping[str, Any], written: Written) -> Iterator[Engine]:
         inference = _section(teacher, "inference") if isinstance(teacher, Mapping) else {}
         if inference:
             place = f"distillation.teacher_models.{name}.inference"
-            # By default, a teacher's dtype refers to the rollout's dtype.
+            # In verl's YAML, a teacher's dtype is a reference to the rollout's dtype.
             mine = written(f"{place}.dtype") or written(f"{ROLLOUT}.dtype")
             engine = _of_rollout(inference, f"teacher {name}", place, written)
             yield replace(engine, written=engine.written or mine)

@@ -10,9 +10,9 @@ generator unchanged.
 
 verl does not cast the weights of the Megatron, VeOmni and Automodel engines, of 0.7.1's legacy
 workers, or of the FSDP engine in 0.9 and later without merged LoRA. With the delta checkpoint
-engine every engine of verl rounds to bf16, and verl's receiver in vLLM accepts only bf16. With the
-delta checkpoint engine the shim corrects the weights that the FSDP engine sends to SGLang; in other
-cases the shim raises or warns (``refuses_delta``).
+engine every engine of verl rounds to bf16, and verl's receiver in vLLM accepts only bf16. When the
+delta checkpoint engine sends weights from FSDP to SGLang, the shim rounds them to the rollout's
+dtype. Between other engines, the shim refuses delta transfers, or warns (``refuses_delta``).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def announce(call: Call) -> Any:
 
 
 def _tell_meter(engine: Any, *before: str) -> None:
-    """Pass the dtypes to which weights are rounded, ``before`` and the rollout's, to the meter."""
+    """Tell the lost-update meter that weights round to ``before``, then to the rollout's dtype."""
     lora = getattr(getattr(engine, "model_config", None), "lora", None) or {}
     merged = bool(lora.get("merge"))
     if merged and not hasattr(engine, "_merged_lora_per_tensor_param"):
@@ -152,7 +152,7 @@ def send_titan(call: Call) -> Any:
 
 
 def _to_mend(engine: Any, stream: Any) -> bool:
-    """Whether a stream is verl's unstarted generator that rounds to bf16 against the config."""
+    """Whether verl's unstarted generator rounds to bf16 although the config sets another dtype."""
     name, key = _asked.get(engine, (_BF16, ""))
     if name == _BF16 or not _rounds(stream):
         return False
@@ -248,7 +248,7 @@ def _merged(engine: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor
                     yield name, param.detach().clone()
                     continue
                 whole = _whole(param, device, dtype)
-                # Clone, because verl restores the base weights when it removes the adapters.
+                # Clone the weight: verl later restores the unmerged weight in the same memory.
                 yield name, whole.clone() if _shares(whole, param) else whole
     finally:
         if engine._is_offload_param:
@@ -273,7 +273,7 @@ def checkpoint_engine(call: Call) -> Any:
     Raises:
         DtypeError: no engine computes in the rollout's dtype or in the user's ``rollout_dtype``.
         UnsupportedPrecisionError: the delta checkpoint engine cannot send the rollout's dtype to
-            vLLM; in strict mode also to SGLang, which accepts the weights rounded to bf16.
+            vLLM. For SGLang, which accepts bf16 weights, the shim raises only in strict mode.
     """
     worker = call.instance
     if "actor" not in worker.role:
@@ -338,7 +338,7 @@ def refuses_delta(rollout: Any, strategy: str) -> tuple[str, bool]:
         strategy: the job's ``actor_rollout_ref.actor.strategy``.
 
     Returns:
-        The message, and whether the job cannot run at all.
+        The message, and whether the job must end even without strict mode.
 
     Raises:
         DtypeError: no engine computes in the rollout's dtype.
@@ -349,7 +349,7 @@ def refuses_delta(rollout: Any, strategy: str) -> tuple[str, bool]:
         return "", False
     vllm = engine == "vllm"
     if vllm and not look(f"{_VLLM_DELTA}:VerlDeltaIPCWeightTransferEngine").found:
-        return "", False  # verl before 0.9.1 itself raises an error for vLLM
+        return "", False  # verl before 0.9.1 itself refuses the delta engine with vLLM
     if not vllm and strategy in ("fsdp", "fsdp2"):
         return "", False
     what = (
