@@ -1,13 +1,14 @@
-"""slime on Megatron-core: optimizer states as its flags ask, fp16, and counted skipped steps.
+"""slime on Megatron-core: set states by slime's flags, train in fp16, count skipped steps.
 
 slime checks for an overflow with ``prepare_grads()`` and then calls ``step()``, which prepares the
-gradients again. The backend makes the second preparation do nothing. slime parses Megatron's own
-flags, so the shim adds low-precision states only where ``PRECISION_SHIM_OPTIMIZER_STATES`` asks for
-them.
+gradients again. The backend makes the second ``prepare_grads()`` do nothing. slime parses
+Megatron's own flags, so the shim adds low-precision states only if the user sets
+``PRECISION_SHIM_OPTIMIZER_STATES`` to do so.
 
-Not touched: slime's SGLang engines, and its loss, which Megatron scales (``grad_scale_func``).
+The shim patches neither slime's SGLang engines nor slime's loss, which Megatron scales through
+``grad_scale_func``.
 
-Delete when: slime prepares its gradients once, and reports loss scale and skipped steps.
+Delete this file when slime prepares its gradients once, and reports loss scale and skipped steps.
 """
 
 from __future__ import annotations
@@ -25,27 +26,27 @@ MAKE = "megatron.core.optimizer:get_megatron_optimizer"
 USED = f"{MODEL}:get_megatron_optimizer"
 HERE: dict[str, Any] = {
     "group": GROUP,
-    "optional": True,  # another project on PyPI has a package of this name
+    "optional": True,  # another PyPI project also has a package named slime
     "delete_when": "slime prepares its gradients once, and reports skipped steps",
 }
 
 
 def read(args: Any, role: str) -> Wishes:
-    """Read what the flags of one role ask for."""
+    """Read one model's optimizer settings from slime's flags; ``role`` is the model's name."""
     blockers = ["slime's stateless Adam keeps no moments"] if args.use_stateless_adam else []
     return megatron.wishes_of_flags(args, f"{versioned('slime')}, flags", role, blockers)
 
 
 @seam(f"{MODEL}:setup_model_and_optimizer", BUILDING, why="makes bucket and optimizer", **HERE)
 def build(call: Call, args: Any, role: str = "actor") -> Any:
-    """Record that a model is being built, and how to read its flags."""
+    """Record that a model is being built, with a function that reads its settings."""
     with megatron.building("slime", lambda: read(args, role)):
         return call.proceed()
 
 
 @seam(megatron.CONFIG_INIT, SETTLING, why="slime makes its config inline", **HERE)
 def configure(call: Call) -> Any:
-    """Put the settled fields into slime's config."""
+    """Write the OptimizerConfig fields that the shim chose into slime's config."""
     return megatron.fill_inline(call, "slime")
 
 
