@@ -24,8 +24,8 @@ from .table import verdict
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "proof.md"
 NOT_RUN = (
-    "Nobody has run this benchmark on a GPU yet. Every figure in these docs comes from a CPU, where a "
-    "stand-in replaces TransformerEngine's FusedAdam."
+    "Nobody has run this benchmark on a GPU yet. Every figure in these docs comes from a CPU, where "
+    "a stand-in replaces TransformerEngine's FusedAdam."
 )
 ABOUT = """\
 `python -m benchmarks.gpu` measures every claim of this project on one GPU, with the real
@@ -47,14 +47,14 @@ PyPI has only the source of `transformer-engine-torch`. `tox run -e te` compiles
 which it needs no GPU, and puts the wheel into `.tox/transformer-engine/`. To install this wheel,
 add `--find-links .tox/transformer-engine` to the first command.
 
-If the machine with the GPU has no network, pack everything that the proof needs into files on another
-machine, copy these files into one folder, and unpack them there:
+If the machine with the GPU has no network, pack everything that the proof needs into files on
+another machine, copy these files into one folder, and unpack them there:
 
     python benchmarks/gpu/bundle.py build/gpu-bundle            # on the machine with a network
     sh build/gpu-bundle/unpack.sh build/gpu-bundle /tmp/proof   # on the machine with the GPU
 
-`--parts memory,3` runs only the part named `memory` and part number 3. `--minutes` limits the time of a
-run; parts for which no time is left are listed as not run. With the files of several runs, the
+`--parts memory,3` runs only the part named `memory` and part number 3. `--minutes` limits the time
+of a run; parts for which no time is left are listed as not run. With the files of several runs, the
 report shows each part's figures from the last of the files that have this part.
 
 | exit status | |

@@ -179,8 +179,8 @@ def _of_scheduler(scheduler: object, subject: str, unresolved: Iterable[str]) ->
             yield Problem("number", subject, f"{key}.{name}", message, "Write a number.")
     style = scheduler.get("lr_decay_style", _STYLES[0])
     if style not in _STYLES and f"{key}.lr_decay_style" not in unresolved:
-        message = f"Megatron has no {style!r}; allowed: {', '.join(_STYLES)}"
-        yield Problem("number", subject, f"{key}.lr_decay_style", message, "Write one of them.")
+        allowed = f"{style!r} is none of {', '.join(_STYLES)}"
+        yield Problem("number", subject, f"{key}.lr_decay_style", allowed, "Write one of them.")
 
 
 def of_megatron(section: Mapping[str, Any], key: str, subject: str) -> Iterator[Problem]:
