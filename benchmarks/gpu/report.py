@@ -24,8 +24,8 @@ from .table import verdict
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "proof.md"
 NOT_RUN = (
-    "Nobody has run this benchmark on a GPU yet. Every figure in these docs comes from a CPU, where "
-    "a stand-in replaces TransformerEngine's FusedAdam."
+    "Nobody has run this benchmark on a GPU yet. Every figure in these docs comes from a CPU, "
+    "where a stand-in replaces TransformerEngine's FusedAdam."
 )
 ABOUT = """\
 `python -m benchmarks.gpu` measures every claim of this project on one GPU, with the real
