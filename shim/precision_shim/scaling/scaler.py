@@ -180,6 +180,7 @@ class LossScaler(ShardedGradScaler):
         """Divide the gradients by the scale, and test whether a rank has a non-finite gradient."""
         if not self._enabled or self._repeats(optimizer, OptState.UNSCALED, OptState.STEPPED):
             return
+        self._done = False
         self._make_ready()
         if dist.is_available() and dist.is_initialized():
             super().unscale_(optimizer)

@@ -288,6 +288,27 @@ def test_a_step_that_an_exception_follows_is_not_taken_again(weight):
     assert training.scaler.counter.steps == 2
 
 
+def test_a_rank_without_a_loss_repeats_its_step():
+    """Such as a stage of a pipeline: only the last stage scales a loss."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer, training = torch.optim.SGD([parameter], lr=1.0), make()
+
+    def step(fails):
+        with training.one_step(optimizer):
+            if fails:
+                raise RuntimeError("out of memory")
+            optimizer.step()
+
+    for number in range(1, 3):
+        parameter.grad = torch.full((3,), training.scaler.get_scale())
+        if number == 2:
+            with pytest.raises(RuntimeError, match="out of memory"):
+                step(fails=True)
+        step(fails=False)
+        assert torch.equal(parameter, torch.full((3,), 1.0 - number))
+        assert training.scaler.counter.steps == number
+
+
 def test_a_loop_with_the_scaler_in_it_goes_on_after_an_exception():
     """torch's scaler raises an error for each later step: it takes them for a second one."""
     parameter = torch.nn.Parameter(torch.ones(3))
