@@ -272,6 +272,17 @@ def test_losses_and_norms_are_unscaled(fsdp_ranks: Ranks) -> None:
         assert reported == pytest.approx(by_hand, rel=2.0**-10)
 
 
+@pytest.mark.skipif(not OWN_SCALER, reason="0.7.1 computes under a bfloat16 autocast")
+@pytest.mark.parametrize("place", ["norm", "update", "scale", "end"])
+def test_a_repeated_step_is_exact(fsdp_ranks: Ranks, place: str) -> None:
+    """An exception ends a step before or after the update; torch's scaler refuses to repeat it."""
+    for one in fsdp_ranks("repeated", place=place):
+        straight, repeated = one["norms"]
+        assert straight[1] == "nan"
+        assert repeated == straight
+        assert one["states"][0] == one["states"][1]
+
+
 def test_small_gradients_survive(fsdp_ranks: Ranks) -> None:
     assert_survive(fsdp_ranks("underflow", role="engine"))
 

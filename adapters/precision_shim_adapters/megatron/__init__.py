@@ -39,7 +39,14 @@ SEAMS = collect(
 )
 """The seams on Megatron's own functions; an adapter passes ``SEAMS`` to ``collect``."""
 
-PATHS = {**checkpoint.PATHS, **ddp.PATHS, **masters.PATHS, **offloaded.PATHS, **audit.PATHS}
+PATHS = {
+    **checkpoint.PATHS,
+    **ddp.PATHS,
+    **repeated.PATHS,
+    **masters.PATHS,
+    **offloaded.PATHS,
+    **audit.PATHS,
+}
 """Maps each group of ``SEAMS`` to its name for users; an adapter adds the adapter's own groups."""
 
 __all__ = [

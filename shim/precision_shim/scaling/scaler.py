@@ -94,6 +94,7 @@ class LossScaler(ShardedGradScaler):
         self._last_scale: float | None = None
         self._overflow: bool | None = None
         self._interrupted: torch.optim.Optimizer | None = None
+        self._done = False  # whether the step of the last loss is complete
         super().__init__(
             device=device,
             init_scale=self.settings.init_scale,
@@ -171,12 +172,15 @@ class LossScaler(ShardedGradScaler):
 
     def is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether this step's gradients have been unscaled, or the scaler is disabled."""
-        return not self._enabled or self._stage(optimizer) is not OptState.READY
+        if not self._enabled or self._has_done(optimizer):
+            return True
+        return self._stage(optimizer) is not OptState.READY
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by the scale, and test whether a rank has a non-finite gradient."""
-        if not self._enabled:
+        if not self._enabled or self._repeats(optimizer, OptState.UNSCALED, OptState.STEPPED):
             return
+        self._done = False
         self._make_ready()
         if dist.is_available() and dist.is_initialized():
             super().unscale_(optimizer)
@@ -198,6 +202,8 @@ class LossScaler(ShardedGradScaler):
         """Take the optimizer's step, or skip it if a gradient of any rank is not finite."""
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
+        if self._repeats(optimizer, OptState.STEPPED):
+            return None
         self.unscale_once(optimizer)
         before, self._overflow = self._overflow, None
         with _as_others(optimizer):
@@ -224,9 +230,13 @@ class LossScaler(ShardedGradScaler):
         Raises:
             LossScaleError: ``max_skips`` steps in a row were skipped.
         """
+        if self._interrupted is not None and self._has_done(self._interrupted):
+            return
         super().update(new_scale)
+        self._interrupted = None
         if not self._enabled:
             return
+        self._done = True
         assert self._scale is not None
         self._scale.clamp_(min=self._min_scale, max=MAX_SCALE)
         overflow, self._overflow = self._overflow, None
@@ -296,7 +306,21 @@ class LossScaler(ShardedGradScaler):
         """
         self._interrupted = optimizer
 
+    def _repeats(self, optimizer: torch.optim.Optimizer, *stages: OptState) -> bool:
+        """Whether a framework's loop repeats a step that an exception ended in one of the stages.
+
+        torch's scaler would raise an error.
+        """
+        if self._has_done(optimizer):
+            return True
+        return self._interrupted is optimizer and self._stage(optimizer) in stages
+
+    def _has_done(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an exception came after a step that was complete, and no loss since then."""
+        return self._done and self._interrupted is optimizer
+
     def _forget_interrupted(self) -> None:
+        self._done = False
         if self._interrupted is not None:
             self.forget(self._interrupted)
 

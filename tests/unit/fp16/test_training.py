@@ -253,6 +253,62 @@ def test_a_step_that_is_tried_again_after_an_exception_is_unscaled_once():
     assert torch.equal(parameter, torch.zeros(3))
 
 
+@pytest.mark.parametrize("weight", [1.0, math.inf], ids=["finite", "overflow"])
+def test_a_step_that_an_exception_follows_is_not_taken_again(weight):
+    """The trainer repeats it without another backward pass; the next loss begins another step."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer, training = torch.optim.SGD([parameter], lr=1.0), make()
+
+    def backward(weight):
+        optimizer.zero_grad()
+        loss = parameter.sum() * weight
+        training.attach(loss)
+        loss.backward()
+
+    def step(fails):
+        with training.one_step(optimizer):
+            norm = torch.nn.utils.clip_grad_norm_([parameter], 10.0)
+            optimizer.step()
+            if fails:
+                raise RuntimeError("out of memory")
+        return training.norm(float(norm))
+
+    backward(weight)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        step(fails=True)
+    left = float(weight == math.inf)
+    scale = training.scaler.get_scale()
+    for _ in range(2):
+        assert math.isnan(step(fails=False)) == bool(left)
+        assert torch.equal(parameter, torch.full((3,), left))
+        assert (training.scaler.counter.steps, training.scaler.get_scale()) == (1, scale)
+    backward(1.0)
+    assert step(fails=False) == pytest.approx(math.sqrt(3))
+    assert torch.equal(parameter, torch.full((3,), left - 1.0))
+    assert training.scaler.counter.steps == 2
+
+
+def test_a_rank_without_a_loss_repeats_its_step():
+    """Such as a stage of a pipeline: only the last stage scales a loss."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer, training = torch.optim.SGD([parameter], lr=1.0), make()
+
+    def step(fails):
+        with training.one_step(optimizer):
+            if fails:
+                raise RuntimeError("out of memory")
+            optimizer.step()
+
+    for number in range(1, 3):
+        parameter.grad = torch.full((3,), training.scaler.get_scale())
+        if number == 2:
+            with pytest.raises(RuntimeError, match="out of memory"):
+                step(fails=True)
+        step(fails=False)
+        assert torch.equal(parameter, torch.full((3,), 1.0 - number))
+        assert training.scaler.counter.steps == number
+
+
 def test_a_loop_with_the_scaler_in_it_goes_on_after_an_exception():
     """torch's scaler raises an error for each later step: it takes them for a second one."""
     parameter = torch.nn.Parameter(torch.ones(3))

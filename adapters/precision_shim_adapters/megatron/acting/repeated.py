@@ -20,9 +20,13 @@ import torch
 
 from precision_shim.adapting import Call, seam, warn
 
-from ..deciding.wishes import GROUP, SCALING
+from ..deciding.wishes import SCALING
 from .build import megatron_label
 from .scaled import forget_asked, is_asked, sees_losses
+
+_REPEATS = "megatron-repeats"
+PATHS = {_REPEATS: "Megatron (repeated steps)"}
+"""Maps the group of these seams to its name for users."""
 
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp"
@@ -98,7 +102,7 @@ def unchain(optimizer: Any) -> list[Any]:
         "DistributedDataParallel.finish_grad_sync",
         f"{_FSDP}:MegatronFSDP.finish_grad_sync",
     ],
-    group=GROUP,
+    group=_REPEATS,
     why="every stage of a pipeline calls it for each batch, and no repeated step does",
     delete_when="Megatron's step() can be repeated after an exception",
     optional=True,
@@ -256,7 +260,7 @@ def _is_dynamic(optimizer: Any) -> bool:
         "megatron.core.optimizer.distrib_optimizer:"
         "DistributedOptimizer._collect_main_grad_data_for_unscaling",
     ],
-    group=GROUP,
+    group=_REPEATS,
     why="the gradients that are unscaled next",
     delete_when="Megatron's step() can be repeated after an exception",
     optional=True,
@@ -286,7 +290,7 @@ def unscale_once(call: Call) -> Any:
         "megatron.core.optimizer.distrib_optimizer:"
         "DistributedOptimizer.get_grad_stats_parallel_group",
     ],
-    group=GROUP,
+    group=_REPEATS,
     why="Megatron asks for the group after it has unscaled, before it asks the other ranks",
     delete_when="Megatron's step() can be repeated after an exception",
     optional=True,
