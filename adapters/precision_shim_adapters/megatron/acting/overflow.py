@@ -281,7 +281,10 @@ def _parts(optimizer: Any) -> list[Answer | None]:
     feature=SCALING,
     at=[
         f"{_OPTIMIZER}:ChainedOptimizer.prepare_grads",
-        f"{_OPTIMIZER}:MixedPrecisionOptimizer.prepare_grads",
+        {
+            "target": f"{_OPTIMIZER}:MixedPrecisionOptimizer.prepare_grads",
+            "relies_on": ("step_with_ready_grads", "grad_scaler"),
+        },
     ],
     group=GROUP,
     why="step() calls it again after trainers that ask for an overflow first, and each call "
