@@ -26,8 +26,8 @@ def make_missing_states(optimizer: Optimizer) -> None:
 def states_of_no_step(optimizer: Optimizer, initialize: Callable[[], Any]) -> Any:
     """Make the states of an optimizer without states, with a step count of 0.
 
-    torch's distributed checkpoint and torchtitan make missing states by a step on zero gradients,
-    count this step, and make no states if gradients are set. Without this function, a checkpoint
+    To make missing states, torch's distributed checkpoint and torchtitan step on zero gradients;
+    the step counts are then 1. If parameters have gradients, both make no states. Without this function, a checkpoint
     that is saved after only skipped steps would not resume exactly, or not load.
 
     Args:

@@ -92,7 +92,7 @@ def of_torch_optimizer(optim: Mapping[str, Any], key: str, subject: str) -> Iter
 def of_megatron(
     engine: Mapping[str, Any], optim: Mapping[str, Any], keys: tuple[str, str], subject: str
 ) -> Iterator[Problem]:
-    """List dtypes of verl's Megatron engine and optimizer that verl's own checks refuse.
+    """Yield a problem for each dtype in a Megatron config that verl's own checks refuse.
 
     Args:
         engine: the engine's section.

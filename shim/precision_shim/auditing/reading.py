@@ -38,7 +38,7 @@ class Wanted:
         masters: maps a 16-bit dtype of parameters to the dtype of their masters; empty if not set.
         exp_avg: dtype of the first moment.
         exp_avg_sq: dtype of the second moment.
-        remedies: maps a problem's code to a remedy for the problem's message. Placeholders in a
+        remedies: maps a problem's code to the remedy that its message ends with. Placeholders in a
             remedy are ``{wanted}`` (expected dtype), ``{source}``, ``{component}`` (the moment),
             ``{optimizer}`` (its class) and ``{params}`` (dtypes of parameters without masters). A
             key such as ``"main-grads-dtype fp32"`` (code, expected dtype) overrides the code alone.

@@ -17,7 +17,7 @@ NARROWER = ("bf16",)
 
 
 def how_read(stored: str, wanted: str, *, master: bool) -> str:
-    """Return how a load converts a tensor of a checkpoint to the live optimizer's dtype.
+    """Return how loading converts a checkpoint's tensor to the live optimizer's dtype.
 
     Args:
         stored: the tensor's dtype in the checkpoint.

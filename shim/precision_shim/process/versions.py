@@ -58,7 +58,7 @@ def judge_version(
     *,
     closely: bool = False,
 ) -> tuple[bool, str]:
-    """Return whether a version is tested, and how its code differs from recorded versions.
+    """Return whether a version is tested, and how its code differs from tested versions.
 
     Args:
         adapter: the framework's adapter.

@@ -1,8 +1,8 @@
 """The seam engine declares, checks, applies, undoes and reports patches of any framework.
 
 The engine contains nothing specific to precision or to a framework. An adapter marks its functions
-with ``seam`` (``_seam``). A marked function receives a ``Call`` and the symbol's arguments for its
-other parameters (``_call``). ``_source`` describes a symbol from source code, without an import;
+with the decorator ``seam``, which ``_seam`` defines. A marked function receives a ``Call``, defined
+in ``_call``, and the symbol's arguments. ``_source`` describes a symbol from source code, without an import;
 ``_plan`` decides by such descriptions which symbols to patch. ``_wrapper`` defines the object that
 replaces a wrapped symbol; ``_sites`` stores the patched symbols and undoes the patches. ``_engine``
 combines these modules. ``precision_shim.upstream`` reports the changes in a framework's release.

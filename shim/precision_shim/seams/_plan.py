@@ -80,7 +80,7 @@ class Plan:
 def list_unchecked(adapter: Adapter, features: Iterable[str]) -> tuple[Row, ...]:
     """Return unchecked rows for the installed version's seams: each is ``pending`` or ``off``.
 
-    Of the frameworks' source, only the symbols in ``only_if`` and ``unless`` are read.
+    The function reads no source code of a framework, except symbols in ``only_if`` and ``unless``.
     """
     on, there = frozenset(features), cache(is_there)
     return tuple(

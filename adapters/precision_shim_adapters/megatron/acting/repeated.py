@@ -177,7 +177,7 @@ def _put_back(optimizer: Any, answer: Answer) -> None:
 
 
 def interrupt(optimizer: Any) -> None:
-    """Keep what is known of a step that an exception ended, because a trainer may repeat it."""
+    """Mark the records of a step that an exception ended: a trainer may repeat the step."""
     leaves = [leaf for leaf in unchain(optimizer) if _is_dynamic(leaf)]
     prepared = [leaf for leaf in leaves if leaf in answers]
     if prepared or any(leaf in _unscaled for leaf in leaves):
