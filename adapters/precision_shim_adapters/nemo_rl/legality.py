@@ -13,6 +13,7 @@ from precision_shim.planning.values import said
 
 from ..fp16.plan import of_torch
 from ..megatron import PRECISION_AWARE
+from ..megatron.deciding.numbers import STYLES
 from .dtensor import FRAMEWORK
 from .places import POLICIES, SETUP
 
@@ -97,9 +98,6 @@ _SINCE = {
 }
 """The function and the word in it by which a version is known to read a key of ``_NULLS``."""
 
-_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
-"""Megatron's ``lr_decay_style``."""
-
 _BRIDGE = "megatron.bridge.training.config:SchedulerConfig.__init__"
 _CORE = "megatron.training.config.training_config:SchedulerConfig.__init__"
 
@@ -177,9 +175,9 @@ def _of_scheduler(scheduler: object, subject: str, unresolved: Iterable[str]) ->
         if not isinstance(value, int | float) and f"{key}.{name}" not in unresolved:
             message = f"{value!r} is no number"
             yield Problem("number", subject, f"{key}.{name}", message, "Write a number.")
-    style = scheduler.get("lr_decay_style", _STYLES[0])
-    if style not in _STYLES and f"{key}.lr_decay_style" not in unresolved:
-        message = f"Megatron has no {style!r}; allowed: {', '.join(_STYLES)}"
+    style = scheduler.get("lr_decay_style", STYLES[0])
+    if style not in STYLES and f"{key}.lr_decay_style" not in unresolved:
+        message = f"Megatron has no {style!r}; allowed: {', '.join(STYLES)}"
         yield Problem("number", subject, f"{key}.lr_decay_style", message, "Write one of them.")
 
 

@@ -11,6 +11,8 @@ from precision_shim.adapting import versioned
 from precision_shim.planning.record import Problem
 from precision_shim.planning.values import no_section, said
 
+from ..fp16.legality import of_reshard, of_wrap_policy, refusal
+
 SCHEDULER = "constant_with_warmup"
 """SkyRL's default scheduler, and the only one on Megatron."""
 
@@ -78,11 +80,9 @@ def _made_by_torch(values: dict[str, Any], role: str, place: str) -> Iterator[Pr
     """Yield a problem for each value with which torch's AdamW or the scheduler is not made."""
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     for name, argument in (("lr", "lr"), ("weight_decay", "weight_decay"), ("adam_betas", "betas")):
-        given: dict[str, Any] = {argument: values[name]} if name in values else {}
-        try:
-            torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], **given)
-        except Exception as error:  # torch raises various errors
-            yield Problem("number", role, f"{place}.{name}", said(error), "Correct it.")
+        error = refusal(torch.optim.AdamW, argument, values[name]) if name in values else None
+        if error is not None:
+            yield Problem("number", role, f"{place}.{name}", error, "Correct it.")
     kind, warm = values.get("scheduler", SCHEDULER), values.get("num_warmup_steps", 0)
     if kind == SCHEDULER and isinstance(warm, int | float):
         return
@@ -92,9 +92,9 @@ def _made_by_torch(values: dict[str, Any], role: str, place: str) -> Iterator[Pr
         get_scheduler(kind, optimizer, num_warmup_steps=warm, num_training_steps=_STEPS)
     except ImportError:
         return
-    except Exception as error:  # transformers raises various errors
+    except Exception as refused:  # transformers raises various errors
         name = "scheduler" if isinstance(warm, int | float) else "num_warmup_steps"
-        yield Problem("number", role, f"{place}.{name}", said(error), "Correct it.")
+        yield Problem("number", role, f"{place}.{name}", said(refused), "Correct it.")
 
 
 def of_fsdp(config: Any, role: str, shards: int) -> Iterator[Problem]:
@@ -105,20 +105,10 @@ def of_fsdp(config: Any, role: str, shards: int) -> Iterator[Problem]:
         role: the model's key in the config.
         shards: the number of ranks over which a parameter is sharded.
     """
-    key = f"trainer.{role}.fsdp_config.reshard_after_forward"
-    value = getattr(config, "reshard_after_forward", None)
-    if value is not None and not isinstance(value, bool):
-        if not isinstance(value, int):
-            message = f"{value!r}: torch takes a bool, or the number of ranks to reshard to"
-            yield Problem("size", role, key, message, "Write true or false.")
-        elif value < 1 or shards % value:
-            message = f"{value} is no divisor of the {shards} ranks of a shard group"
-            yield Problem("size", role, key, message, "Write true or false, or a divisor.")
-    wrap = getattr(config, "wrap_policy", {})
-    if not hasattr(wrap, "get"):
-        key = f"trainer.{role}.fsdp_config.wrap_policy"
-        message = f"{wrap!r}: expected a section with keys"
-        yield Problem("key", role, key, message, "Leave it out, or write its keys.")
+    key = f"trainer.{role}.fsdp_config"
+    reshard = getattr(config, "reshard_after_forward", None)
+    yield from of_reshard(reshard, f"{key}.reshard_after_forward", role, shards)
+    yield from of_wrap_policy(getattr(config, "wrap_policy", {}), f"{key}.wrap_policy", role)
 
 
 def of_transformer(config: Any, role: str, provider: Any) -> Iterator[Problem]:
