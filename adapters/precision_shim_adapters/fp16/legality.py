@@ -23,18 +23,18 @@ def of_reshard(value: object, key: str, subject: str, shards: int) -> Iterator[P
     if value is None or isinstance(value, bool):
         return
     if not isinstance(value, int):
-        message = f"{value!r}: torch takes a bool, or the number of ranks to reshard to"
-        yield Problem("size", subject, key, message, "Write true or false.")
+        fault = f"{value!r}: torch takes a bool, or the number of ranks to reshard to"
+        yield Problem("size", subject, key, fault, "Write true or false.")
     elif value < 1 or shards % value:
-        message = f"{value} is no divisor of the {shards} ranks of a shard group"
-        yield Problem("size", subject, key, message, "Write true or false, or a divisor.")
+        fault = f"{value} is no divisor of the {shards} ranks of a shard group"
+        yield Problem("size", subject, key, fault, "Write true or false, or a divisor.")
 
 
 def of_wrap_policy(value: object, key: str, subject: str) -> Iterator[Problem]:
     """Yield a problem if a ``wrap_policy`` has no keys."""
     if not hasattr(value, "get"):
-        message = f"{value!r}: expected a section with keys"
-        yield Problem("key", subject, key, message, "Leave it out, or write its keys.")
+        fault = f"{value!r}: expected a section with keys"
+        yield Problem("key", subject, key, fault, "Leave it out, or write its keys.")
 
 
 def refusal(kind: Callable[..., Any], argument: str, value: object) -> str | None:

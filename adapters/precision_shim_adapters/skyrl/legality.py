@@ -53,8 +53,8 @@ def of_optimizer(trainer: Any, role: str, *, on_megatron: bool) -> Iterator[Prob
     pair = isinstance(betas, list | tuple) and len(betas) == 2
     if not (pair and all(isinstance(beta, int | float) for beta in betas)):
         key = f"{place}.adam_betas"
-        message = f"{betas!r} is no pair of numbers"
-        yield Problem("number", role, key, message, "Write two numbers.")
+        fault = f"{betas!r} is no pair of numbers"
+        yield Problem("number", role, key, fault, "Write two numbers.")
     elif on_megatron:
         yield from _scheduled_by_megatron(values, role, place)
     else:
@@ -68,8 +68,8 @@ def _no_number(role: str, key: str, value: object) -> Problem:
 def _scheduled_by_megatron(values: dict[str, Any], role: str, place: str) -> Iterator[Problem]:
     """Yield a problem for each value that Megatron's scheduler refuses with an assertion."""
     if values.get("scheduler", SCHEDULER) != SCHEDULER:
-        message = f"{values['scheduler']!r}: on Megatron SkyRL has {SCHEDULER} only"
-        yield Problem("number", role, f"{place}.scheduler", message, f"Write {SCHEDULER}.")
+        fault = f"{values['scheduler']!r}: on Megatron SkyRL has {SCHEDULER} only"
+        yield Problem("number", role, f"{place}.scheduler", fault, f"Write {SCHEDULER}.")
     least = "Write 0 or more."
     for name in ("lr", "weight_decay"):
         if values[name] < 0:
@@ -136,8 +136,8 @@ def of_transformer(config: Any, role: str, provider: Any) -> Iterator[Problem]:
     for name in _LAYERS:
         value = written.get(name, 1)
         if not (isinstance(value, int) or (value is None and name not in _LAYERS[:3])):
-            message = f"{value!r} is no whole number"
-            yield Problem("number", role, f"{place}.{name}", message, "Write a whole number.")
+            fault = f"{value!r} is no whole number"
+            yield Problem("number", role, f"{place}.{name}", fault, "Write a whole number.")
 
 
 def notes_of_transformer(config: Any, role: str, checkpoint: str) -> Iterator[str]:

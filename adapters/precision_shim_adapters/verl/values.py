@@ -95,16 +95,16 @@ def _no_numbers(role: Role, names: Collection[str], *, null: bool = False) -> It
     for name in names:
         value = role.optim.get(name, 0)
         if not isinstance(value, int | float) and not (null and value is None):
-            key, message = f"{role.optim_key}.{name}", f"{value!r} is no number"
-            yield Problem("number", role.subject, key, message, "Write a number.")
+            key, fault = f"{role.optim_key}.{name}", f"{value!r} is no number"
+            yield Problem("number", role.subject, key, fault, "Write a number.")
 
 
 def _not_among(role: Role, name: str, allowed: Collection[str]) -> Iterator[Problem]:
     value = role.optim.get(name, next(iter(allowed)))
     if value not in allowed:
-        message = f"{value!r} is not known; allowed: {', '.join(allowed)}"
+        fault = f"{value!r} is not known; allowed: {', '.join(allowed)}"
         key = f"{role.optim_key}.{name}"
-        yield Problem("number", role.subject, key, message, "Write one of them.")
+        yield Problem("number", role.subject, key, fault, "Write one of them.")
 
 
 def _on_megatron(role: Role) -> Iterator[Problem]:
@@ -118,8 +118,8 @@ def _on_megatron(role: Role) -> Iterator[Problem]:
     for name in ("lr", "weight_decay"):
         value = optim.get(name, 0)
         if isinstance(value, int | float) and value < 0:
-            key, message = f"{role.optim_key}.{name}", f"{value} is below 0"
-            yield Problem("number", role.subject, key, message, "Write 0 or more.")
+            key, fault = f"{role.optim_key}.{name}", f"{value} is below 0"
+            yield Problem("number", role.subject, key, fault, "Write 0 or more.")
     yield from _not_among(role, "lr_decay_style", STYLES)
     yield from _not_among(role, "weight_decay_incr_style", _INCREASES)
 
@@ -130,8 +130,8 @@ def _on_fsdp(role: Role) -> Iterator[Problem]:
     name, place = optim.get("optimizer", "AdamW"), optim.get("optimizer_impl", "torch.optim")
     for word, value in (("optimizer", name), ("optimizer_impl", place)):
         if value is None:
-            key, message = f"{role.optim_key}.{word}", "None names no optimizer"
-            yield Problem("key", role.subject, key, message, "Write a name, or leave it out.")
+            key, fault = f"{role.optim_key}.{word}", "None names no optimizer"
+            yield Problem("key", role.subject, key, fault, "Write a name, or leave it out.")
     kind = getattr(torch.optim, str(name), None) if place == "torch.optim" else None
     known = inspect.signature(kind).parameters if inspect.isclass(kind) else ()
     for argument in ("lr", "weight_decay", "betas"):
@@ -158,8 +158,8 @@ def _sharded(role: Role) -> Iterator[Problem]:
     engine, key = role.engine, role.engine_key
     shards = engine.get("fsdp_size", -1)
     if shards is None or shards == 0:
-        message = f"{shards!r}: verl divides the GPUs by it"
-        yield Problem("size", role.subject, f"{key}.fsdp_size", message, "Write -1 for all.")
+        fault = f"{shards!r}: verl divides the GPUs by it"
+        yield Problem("size", role.subject, f"{key}.fsdp_size", fault, "Write -1 for all.")
     elif isinstance(shards, int) and role.strategy != "fsdp":
         ranks = shards if 0 < shards < role.world else role.world
         reshard = f"{key}.reshard_after_forward"
