@@ -51,8 +51,8 @@ def model(job: Job, name: str, worker: Any, where: str) -> Plannable:
     shards = number(config.get("fsdp_size", 1), f"{section}.fsdp_size", where)
     context = number(worker.model_args.ulysses_size or 1, f"{name}.model_args.ulysses_size", where)
     if shards < context:
-        key, message = f"{section}.fsdp_size", f"{shards} is less than ulysses_size={context}"
-        illegal.append(Problem("size", name, key, message, f"Write at least {context}."))
+        key, fault = f"{section}.fsdp_size", f"{shards} is less than ulysses_size={context}"
+        illegal.append(Problem("size", name, key, fault, f"Write at least {context}."))
     compute = _read(config, "param_dtype", torch.bfloat16)
     stored = _read(config, "param_dtype", torch.float32)
     scaled = scaling(
@@ -93,8 +93,8 @@ def _wrong_dtype(config: Any, name: str, section: str, key: str) -> list[Problem
     dtype = _parsed(value)
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
         return []
-    message = f"{value!r} names no dtype that ROLL takes; allowed: {', '.join(_NAMES)}"
-    return [Problem("dtype", name, f"{section}.{key}", message, "Write one of them.")]
+    fault = f"{value!r} names no dtype that ROLL takes; allowed: {', '.join(_NAMES)}"
+    return [Problem("dtype", name, f"{section}.{key}", fault, "Write one of them.")]
 
 
 def _read(config: Any, key: str, default: torch.dtype) -> str:

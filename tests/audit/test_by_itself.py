@@ -39,6 +39,13 @@ def inner(optimizer: Any) -> Any:
     return getattr(optimizer, "chained_optimizers", [optimizer])[0].optimizer
 
 
+def stepped() -> Any:
+    """A model and its optimizer after one step; ``status()`` forgets optimizers that are gone."""
+    made = builds.make(HONEST)
+    builds.step(*made)
+    return made
+
+
 def test_before_and_after_the_first_step(
     shim: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,8 +108,10 @@ def test_no_step_is_changed(shim: Any) -> None:
 def test_optimizers_that_others_make(shim: Any) -> None:
     """ROLL uses its own copy of get_megatron_optimizer, which does not chain optimizers."""
     shim()
-    for name in ("bf16, not distributed", "fp32, not distributed", "fp32"):
-        builds.step(*builds.make(builds.HONEST[name]))
+    names = ("bf16, not distributed", "fp32, not distributed", "fp32")
+    several = [builds.make(builds.HONEST[name]) for name in names]  # status() forgets those gone
+    for made in several:
+        builds.step(*made)
     kinds = [one.parts[0].optimizer for one in precision_shim.status().audit]
     assert kinds == ["Float16OptimizerWithFloat16Params", "FP32Optimizer", "DistributedOptimizer"]
     assert all(one.ok and one.complete for one in precision_shim.status().audit)
@@ -147,7 +156,8 @@ def test_what_the_user_wrote_does_not_raise(shim: Any) -> None:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         patch.setattr(DistributedDataParallel, "__init__", note)
-        builds.make(LYING)
+        made = builds.make(LYING)
+    assert made
     assert any("main-grads-dtype" in str(one.message) for one in caught)
     assert [one.ok for one in precision_shim.status().audit] == [False]
 
@@ -165,7 +175,8 @@ def test_a_directory_that_cannot_be_written_costs_the_file(shim: Any, tmp_path: 
     (tmp_path / "file").write_text("")
     shim(settings={"audit_dir": tmp_path / "file" / "audits"})
     with pytest.warns(PrecisionShimWarning, match="the audit was not written"):
-        builds.step(*builds.make(HONEST))
+        made = stepped()
+    assert made
     assert [one.complete for one in precision_shim.status().audit] == [True]
 
 
@@ -174,8 +185,9 @@ def test_a_directory_that_cannot_be_written_is_one_warning_with_a_remedy(shim: A
     shim(settings={"audit_dir": "/proc/self"})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        builds.step(*builds.make(HONEST))
-        builds.step(*builds.make(HONEST))
+        several = [builds.make(HONEST) for _ in range(2)]
+        for made in several:
+            builds.step(*made)
     (told,) = [str(one.message) for one in caught if one.category is PrecisionShimWarning]
     assert told.startswith("PRECISION_SHIM_AUDIT_DIR=/proc/self: the audit was not written: ")
     assert ".audit-" not in told, "the name of a temporary file, another one each time"

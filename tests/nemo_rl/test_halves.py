@@ -69,6 +69,8 @@ def test_what_a_worker_sends(
     sent, own = half.sent["weights"], half.own["weights"]
     assert (half.asked, half.key) == ("float16", "policy.generation.vllm_cfg.precision")
     assert half.subject == "policy"
+    # On one rank NeMo-RL's second worker computes under autocast, which the record cannot know.
+    assert half.computes == {"float16": "fp16", "bfloat16": "bf16"}[dtype] * (kind != "v2")
     assert sent.dtypes.keys() == {"fp16" if dtype == "float16" else "bf16"}
     assert own.dtypes.keys() == {"fp32"}
     assert sum(sent.dtypes.values()) >= sum(own.dtypes.values())

@@ -44,7 +44,8 @@ def test_megatron_worker(fused_adam: str, checkpoints: dict[str, Path], shim: An
     rate = "trainer.policy.optimizer_config.lr=6e-6"
     plain = train(build(checkpoints["bfloat16"], rate))
     shim(settings={"watch_updates": 1})
-    said = train(build(checkpoints["bfloat16"], rate))
+    worker = build(checkpoints["bfloat16"], rate)
+    said = train(worker)
     hold(said)
     assert [norm for _, norm in said] == [norm for _, norm in plain]
     assert said[-1][0]["updates_lost"] < said[-1][0]["updates_lost_rollout"]
@@ -54,7 +55,8 @@ def test_megatron_worker(fused_adam: str, checkpoints: dict[str, Path], shim: An
 def test_fsdp_worker(cpu: None, checkpoints: dict[str, Path], shim: Any, role: str) -> None:
     plain = train(fsdp_worker(role, checkpoints["float32"], None))
     shim(settings={"watch_updates": 1})
-    said = train(fsdp_worker(role, checkpoints["float32"], None))
+    worker = fsdp_worker(role, checkpoints["float32"], None)
+    said = train(worker)
     hold(said)
     assert [norm for _, norm in said] == [norm for _, norm in plain]
 

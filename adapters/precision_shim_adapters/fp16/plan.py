@@ -32,11 +32,11 @@ from precision_shim.planning.record import (
 from precision_shim.planning.request import Rules, Variant
 from precision_shim.planning.shapes import Model
 from precision_shim.planning.text import list_parked
-from precision_shim.planning.values import said
 from precision_shim.scaling import ScalerSettings
 
 from ..megatron.planning.layout import rank_numel
 from ..megatron.planning.sizes import Sizes
+from .legality import refusal
 from .settings import chosen, settings_for
 from .training import FEATURE
 
@@ -156,21 +156,10 @@ def of_torch(
     known = [parameter for parameter in inspect.signature(kind).parameters if parameter != "params"]
     yield from unknown_keys(list(map(str, written)), known, subject, keys[1], f"torch.optim.{name}")
     for argument, value in written.items():
-        error = _refusal(kind, argument, value) if argument in known else None
+        error = refusal(kind, argument, value) if argument in known else None
         if error is not None:
             key = keys[1].format(argument)
             yield Problem("number", subject, key, f"torch.optim.{name}: {error}", "Correct it.")
-
-
-def _refusal(kind: Callable[..., Any], argument: str, value: object) -> str | None:
-    """Why a class of ``torch.optim`` refuses an argument; ``None`` if it does not."""
-    if isinstance(value, str) and value.startswith("torch."):
-        return None  # a name that the framework may replace by the dtype
-    try:
-        kind([torch.nn.Parameter(torch.zeros(1))], **{argument: value})
-    except Exception as error:  # torch raises various errors
-        return said(error)
-    return None
 
 
 def plan_sharded(asked: ShardedModel) -> tuple[ModelPlan | None, list[Problem]]:

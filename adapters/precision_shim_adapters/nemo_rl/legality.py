@@ -13,6 +13,7 @@ from precision_shim.planning.values import said
 
 from ..fp16.plan import of_torch
 from ..megatron import PRECISION_AWARE
+from ..megatron.deciding.numbers import STYLES
 from .dtensor import FRAMEWORK
 from .places import POLICIES, SETUP
 
@@ -97,9 +98,6 @@ _SINCE = {
 }
 """The function and the word in it by which a version is known to read a key of ``_NULLS``."""
 
-_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
-"""Megatron's ``lr_decay_style``."""
-
 _BRIDGE = "megatron.bridge.training.config:SchedulerConfig.__init__"
 _CORE = "megatron.training.config.training_config:SchedulerConfig.__init__"
 
@@ -137,8 +135,8 @@ def _of_torch_scheduler(scheduler: Any, subject: str) -> Iterator[Problem]:
         name = str(entry.get("name", ""))
         if not name:
             if "milestones" not in entry:
-                message = f"{one!r} has neither name nor milestones"
-                yield Problem("key", subject, key, message, "Write a scheduler's name and kwargs.")
+                fault = f"{one!r} has neither name nor milestones"
+                yield Problem("key", subject, key, fault, "Write a scheduler's name and kwargs.")
             continue
         module, _, kind = name.rpartition(".")
         if module != "torch.optim.lr_scheduler":
@@ -175,12 +173,12 @@ def _of_scheduler(scheduler: object, subject: str, unresolved: Iterable[str]) ->
     for name in ("start_weight_decay", "end_weight_decay", "lr_warmup_init", "lr_warmup_iters"):
         value = scheduler.get(name, 0)
         if not isinstance(value, int | float) and f"{key}.{name}" not in unresolved:
-            message = f"{value!r} is no number"
-            yield Problem("number", subject, f"{key}.{name}", message, "Write a number.")
-    style = scheduler.get("lr_decay_style", _STYLES[0])
-    if style not in _STYLES and f"{key}.lr_decay_style" not in unresolved:
-        allowed = f"{style!r} is none of {', '.join(_STYLES)}"
-        yield Problem("number", subject, f"{key}.lr_decay_style", allowed, "Write one of them.")
+            fault = f"{value!r} is no number"
+            yield Problem("number", subject, f"{key}.{name}", fault, "Write a number.")
+    style = scheduler.get("lr_decay_style", STYLES[0])
+    if style not in STYLES and f"{key}.lr_decay_style" not in unresolved:
+        fault = f"Megatron has no {style!r}; allowed: {', '.join(STYLES)}"
+        yield Problem("number", subject, f"{key}.lr_decay_style", fault, "Write one of them.")
 
 
 def of_megatron(section: Mapping[str, Any], key: str, subject: str) -> Iterator[Problem]:

@@ -11,6 +11,8 @@ from precision_shim.adapting import versioned
 from precision_shim.planning.record import Problem
 from precision_shim.planning.values import no_section, said
 
+from ..fp16.legality import of_reshard, of_wrap_policy, refusal
+
 SCHEDULER = "constant_with_warmup"
 """SkyRL's default scheduler, and the only one on Megatron."""
 
@@ -51,8 +53,8 @@ def of_optimizer(trainer: Any, role: str, *, on_megatron: bool) -> Iterator[Prob
     pair = isinstance(betas, list | tuple) and len(betas) == 2
     if not (pair and all(isinstance(beta, int | float) for beta in betas)):
         key = f"{place}.adam_betas"
-        message = f"{betas!r} is no pair of numbers"
-        yield Problem("number", role, key, message, "Write two numbers.")
+        fault = f"{betas!r} is no pair of numbers"
+        yield Problem("number", role, key, fault, "Write two numbers.")
     elif on_megatron:
         yield from _scheduled_by_megatron(values, role, place)
     else:
@@ -66,8 +68,8 @@ def _no_number(role: str, key: str, value: object) -> Problem:
 def _scheduled_by_megatron(values: dict[str, Any], role: str, place: str) -> Iterator[Problem]:
     """Yield a problem for each value that Megatron's scheduler refuses with an assertion."""
     if values.get("scheduler", SCHEDULER) != SCHEDULER:
-        message = f"{values['scheduler']!r}: on Megatron SkyRL has {SCHEDULER} only"
-        yield Problem("number", role, f"{place}.scheduler", message, f"Write {SCHEDULER}.")
+        fault = f"{values['scheduler']!r}: on Megatron SkyRL has {SCHEDULER} only"
+        yield Problem("number", role, f"{place}.scheduler", fault, f"Write {SCHEDULER}.")
     least = "Write 0 or more."
     for name in ("lr", "weight_decay"):
         if values[name] < 0:
@@ -78,11 +80,9 @@ def _made_by_torch(values: dict[str, Any], role: str, place: str) -> Iterator[Pr
     """Yield a problem for each value with which torch's AdamW or the scheduler is not made."""
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     for name, argument in (("lr", "lr"), ("weight_decay", "weight_decay"), ("adam_betas", "betas")):
-        given: dict[str, Any] = {argument: values[name]} if name in values else {}
-        try:
-            torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], **given)
-        except Exception as error:  # torch raises various errors
-            yield Problem("number", role, f"{place}.{name}", said(error), "Correct it.")
+        error = refusal(torch.optim.AdamW, argument, values[name]) if name in values else None
+        if error is not None:
+            yield Problem("number", role, f"{place}.{name}", error, "Correct it.")
     kind, warm = values.get("scheduler", SCHEDULER), values.get("num_warmup_steps", 0)
     if kind == SCHEDULER and isinstance(warm, int | float):
         return
@@ -92,9 +92,9 @@ def _made_by_torch(values: dict[str, Any], role: str, place: str) -> Iterator[Pr
         get_scheduler(kind, optimizer, num_warmup_steps=warm, num_training_steps=_STEPS)
     except ImportError:
         return
-    except Exception as error:  # transformers raises various errors
+    except Exception as refused:  # transformers raises various errors
         name = "scheduler" if isinstance(warm, int | float) else "num_warmup_steps"
-        yield Problem("number", role, f"{place}.{name}", said(error), "Correct it.")
+        yield Problem("number", role, f"{place}.{name}", said(refused), "Correct it.")
 
 
 def of_fsdp(config: Any, role: str, shards: int) -> Iterator[Problem]:
@@ -105,20 +105,10 @@ def of_fsdp(config: Any, role: str, shards: int) -> Iterator[Problem]:
         role: the model's key in the config.
         shards: the number of ranks over which a parameter is sharded.
     """
-    key = f"trainer.{role}.fsdp_config.reshard_after_forward"
-    value = getattr(config, "reshard_after_forward", None)
-    if value is not None and not isinstance(value, bool):
-        if not isinstance(value, int):
-            message = f"{value!r}: torch takes a bool, or the number of ranks to reshard to"
-            yield Problem("size", role, key, message, "Write true or false.")
-        elif value < 1 or shards % value:
-            message = f"{value} is no divisor of the {shards} ranks of a shard group"
-            yield Problem("size", role, key, message, "Write true or false, or a divisor.")
-    wrap = getattr(config, "wrap_policy", {})
-    if not hasattr(wrap, "get"):
-        key = f"trainer.{role}.fsdp_config.wrap_policy"
-        message = f"{wrap!r}: expected a section with keys"
-        yield Problem("key", role, key, message, "Leave it out, or write its keys.")
+    key = f"trainer.{role}.fsdp_config"
+    reshard = getattr(config, "reshard_after_forward", None)
+    yield from of_reshard(reshard, f"{key}.reshard_after_forward", role, shards)
+    yield from of_wrap_policy(getattr(config, "wrap_policy", {}), f"{key}.wrap_policy", role)
 
 
 def of_transformer(config: Any, role: str, provider: Any) -> Iterator[Problem]:
@@ -146,8 +136,8 @@ def of_transformer(config: Any, role: str, provider: Any) -> Iterator[Problem]:
     for name in _LAYERS:
         value = written.get(name, 1)
         if not (isinstance(value, int) or (value is None and name not in _LAYERS[:3])):
-            message = f"{value!r} is no whole number"
-            yield Problem("number", role, f"{place}.{name}", message, "Write a whole number.")
+            fault = f"{value!r} is no whole number"
+            yield Problem("number", role, f"{place}.{name}", fault, "Write a whole number.")
 
 
 def notes_of_transformer(config: Any, role: str, checkpoint: str) -> Iterator[str]:

@@ -219,8 +219,9 @@ def _models(job: Job, trainer: Any, world: int) -> Iterator[Plannable]:
         model = job.model(path)
         gpus = _gpus(trainer, role, world)
         on_megatron = strategy == "megatron" and role != "critic"
-        trains = role != "ref"
-        wrong = [*legality.of_optimizer(trainer, role, on_megatron=on_megatron)] * trains
+        wrong = []
+        if role != "ref":
+            wrong += legality.of_optimizer(trainer, role, on_megatron=on_megatron)
         if wrong:
             yield Illegal(role, tuple(wrong), _place(trainer, role))
             continue

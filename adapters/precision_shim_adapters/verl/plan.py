@@ -32,7 +32,7 @@ from ..megatron.planning.plan import MegatronModel
 from ..megatron.planning.sizes import read_sizes
 from ..resolving import tell_missing, tell_unresolved
 from ..rollout import FEATURE, problems_of, problems_of_heads
-from . import driver, fsdp, megatron, sections, sides, sync
+from . import driver, fsdp, megatron, sections, sides, sync, values
 from .composing import SEARCH_PATH, compose, named_config
 from .head import read_heads
 from .planned import Sharded, read_sharded
@@ -59,13 +59,22 @@ def plan_job(job: Job) -> Request:
     if _SHARED in config:
         world, key = _gpus(config), "trainer.n_gpus_per_node x trainer.nnodes"
         problems = list(sections.missing(missing, _read_by_ppo(config)))
+        keys = (f"{_SHARED}.actor", "critic") if _has_critic(config) else (f"{_SHARED}.actor",)
+        roles = [values.trained(config, role, world) for role in keys]
+        for role in () if problems else roles:
+            values.check_sections(role, unresolved)
         models = () if problems else tuple(_of_ppo(job, config, world, key))
         if not problems:
             problems, notes = _both_sides(job, config)
+            problems += [found for role in roles for found in values.problems(role, unresolved)]
     elif "engine" in config and "optim" in config:
         world, key = _processes(job, config)
         problems = list(sections.missing(missing, ("engine", "optim", "model")))
+        engine, optim = config["engine"], config["optim"]
+        one = values.Role("actor", _strategy(engine), optim, "optim", engine, "engine", world)
+        values.check_sections(one, unresolved)
         models = () if problems else (_of_sft(job, config, world, key),)
+        problems += values.problems(one, unresolved)
     else:
         raise PlanError(
             f"{_where()}, {job.target}: its config trains no model: expected actor_rollout_ref, or "
@@ -234,8 +243,6 @@ def _has_critic(config: Mapping[str, Any]) -> bool:
 
 def _of_sft(job: Job, config: Mapping[str, Any], world: int, key: str) -> Plannable:
     engine = config["engine"]
-    target = str(engine.get("_target_", ""))
-    strategy = str(engine.get("strategy") or ("megatron" if "Mcore" in target else "fsdp"))
     at = _Place("actor", "", world, key)
     optim = config["optim"]
     illegal = [
@@ -244,9 +251,17 @@ def _of_sft(job: Job, config: Mapping[str, Any], world: int, key: str) -> Planna
         for problem in sections.unknown(part, name, "actor", dispatches=_dispatches(job))
     ]
     section = _Section(
-        at, "engine", strategy, engine, optim, config["model"], illegal=tuple(illegal)
+        at, "engine", _strategy(engine), engine, optim, config["model"], illegal=tuple(illegal)
     )
     return _model(job, section)
+
+
+def _strategy(engine: Any) -> str:
+    """The strategy of a fine-tuning job's engine."""
+    if not isinstance(engine, Mapping):
+        return ""
+    target = str(engine.get("_target_", ""))
+    return str(engine.get("strategy") or ("megatron" if "Mcore" in target else "fsdp"))
 
 
 def _section(job: Job, at: _Place, role: Mapping[str, Any], model: Mapping[str, Any]) -> _Section:

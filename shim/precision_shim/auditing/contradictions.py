@@ -55,7 +55,9 @@ def contradictions(sent: Sequence[Sent], held: Sequence[Held]) -> Iterator[Contr
 
 
 def _once(sent: Sequence[Sent]) -> Iterable[Sent]:
-    return {(record.asked, record.key, record.head): record for record in sent}.values()
+    return {
+        (record.asked, record.key, record.head, record.computes): record for record in sent
+    }.values()
 
 
 def computes(sent: Sent, rollouts: Sequence[Held]) -> set[str]:
@@ -78,7 +80,7 @@ def _engine_dtype(ask: Sent, engine: Held) -> Iterator[Contradiction]:
 
 
 def _head_dtype(one: Sent, engine: Held) -> Iterator[Contradiction]:
-    """Yield a contradiction if only the trainer computes its LM head in fp32."""
+    """Yield a contradiction if only one side computes its LM head in fp32."""
     if one.head and engine.head and engine.head != one.head:
         yield Contradiction(
             "head-dtype",
@@ -86,6 +88,14 @@ def _head_dtype(one: Sent, engine: Held) -> Iterator[Contradiction]:
             f"the {one.subject} computes its LM head in {one.head}, and the engine in "
             f"{engine.head}, so the two round logits differently. Unset PRECISION_SHIM_HEAD, or "
             f"let {engine.engine} compute its head in {one.head}.",
+        )
+    if one.computes and not one.head and engine.head == "fp32" and engine.computes != "fp32":
+        yield Contradiction(
+            "head-dtype",
+            _who(engine),
+            f"the engine computes its LM head in fp32, and the {one.subject} in {one.computes}, so "
+            f"the two round logits differently. Let {engine.engine} compute its head in the "
+            "model's dtype, or set PRECISION_SHIM_HEAD=fp32.",
         )
 
 

@@ -44,10 +44,12 @@ class Weights:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Weights:
         """Make a ``Weights`` from the result of ``dataclasses.asdict``."""
-        exact = values["exact"]
+        exact = None if values["exact"] is None else float(values["exact"])
+        if exact is not None and not 0 <= exact <= 1:  # NaN is not, either
+            raise ValueError(f"exact is {exact}, expected a share from 0 to 1")
         return cls(
             {str(name): int(count) for name, count in values["dtypes"].items()},
-            None if exact is None else float(exact),
+            exact,
             int(values["sampled"]),
         )
 
@@ -72,6 +74,7 @@ class Sent:
         quantised: names of the layers that were sent in 8 bits.
         not_asked: why the framework's engines cannot report their weights; empty if they can.
         head: empty, or ``"fp32"`` if the shim made the trainer compute its LM head in fp32.
+        computes: ``"fp16"`` or ``"bf16"`` if the trainer is known to compute in it; else empty.
     """
 
     framework: str
@@ -88,6 +91,7 @@ class Sent:
     quantised: tuple[str, ...] = ()
     not_asked: str = ""
     head: str = ""
+    computes: str = ""
 
     @property
     def stem(self) -> str:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from .record import Audit
 
 _audits: dict[int, Audit] = {}
+_owners: dict[int, weakref.ref[Any]] = {}
+"""Weak references to the audited optimizers, or to the models of frozen placeholders."""
+
 _not_written: dict[int, str] = {}
 _undo: list[Callable[[], object]] = []
 _names: Counter[str] = Counter()
@@ -36,6 +39,11 @@ def name(stem: str) -> str:
 def put(of: int, audit: Audit) -> None:
     """Store an optimizer's audit; it replaces the optimizer's previous audit."""
     _audits[of] = audit
+
+
+def belongs(of: int, owner: weakref.ref[Any]) -> None:
+    """Record whose audit a number stands for; the audit ends with its owner."""
+    _owners[of] = owner
 
 
 def of(number: int) -> Audit | None:
@@ -74,7 +82,14 @@ def at_clear(undo: Callable[[], object]) -> None:
 
 
 def audits() -> list[Audit]:
-    """Return each optimizer's latest audit, in the order in which optimizers were first audited."""
+    """Return the latest audit of each optimizer that was not garbage-collected, the oldest first.
+
+    Forgets the audits of the others.
+    """
+    for number, owner in list(_owners.items()):
+        if owner() is None:
+            _owners.pop(number, None)
+            _audits.pop(number, None)
     return list(_audits.values())
 
 
@@ -83,6 +98,7 @@ def clear() -> None:
     while _undo:
         _undo.pop()()
     _audits.clear()
+    _owners.clear()
     _not_written.clear()
     _names.clear()
     _models.clear()

@@ -19,6 +19,7 @@ import torch
 from ..precision.dtypes import name_of
 from ..process.session import current_settings
 from ..reporting import journal as _journal
+from ..updates.copies import mixed_dtype
 from ..updates.measuring import tell
 from ..updates.sampling import MOST_ELEMENTS, MOST_TENSORS, Sample, few
 from . import files, halves, kept
@@ -26,7 +27,7 @@ from .contradictions import contradictions
 from .halves import ADAPTERS, BASE, Sent, Weights
 from .layers import HEAD_MARK
 from .looking import rank_of_job
-from .reading import local
+from .reading import SIXTEEN_BIT, local
 from .torch_reader import shards_by_gathered
 
 AT = (1, 2, 8, 64, 512, 4096)
@@ -176,6 +177,7 @@ class _Looker:
         self._every = 1
         self._failed = False
         self._head = ""
+        self._computes = ""
 
     def begin(self) -> None:
         self._guard(self._look_at_own)
@@ -209,6 +211,9 @@ class _Looker:
         self._every = max(1, len(named) // MOST_TENSORS)
         for module in (module for chunk in self._chunks for module in chunk.modules()):
             self._head = vars(module).get(HEAD_MARK, self._head)
+        held = {parameter.dtype for name, parameter in named.values() if _group_of(name) == BASE}
+        computes = mixed_dtype(self._chunks) or (held.pop() if len(held) == 1 else None)
+        self._computes = name_of(computes) if computes in SIXTEEN_BIT else ""
         groups: dict[str, list[torch.Tensor]] = {}
         found: dict[str, _Group] = {}
         for name, parameter in named.values():
@@ -252,6 +257,7 @@ class _Looker:
             quantised=tuple(self._quantised),
             not_asked=asked.not_asked,
             head=self._head,
+            computes=self._computes,
         )
         write(sent)
         if rank == 0:

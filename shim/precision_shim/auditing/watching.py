@@ -68,6 +68,7 @@ def watch(
     watcher = _Watcher(
         (framework, subject), optimizer, model=model, scaler=scaler, by_user=by_user, told=told
     )
+    watcher.keep_while(stepped)
     if stepped is not None and current_settings()["watch_updates"]:
         watcher.watch_updates(current_settings()["watch_updates"])
     audit = watcher.look()
@@ -122,6 +123,12 @@ class _Watcher:
         self._number = kept.number()
         self._stem = ""
         self._said_figures = False
+
+    def keep_while(self, stepped: torch.optim.Optimizer | None) -> None:
+        """Keep the audit for ``status()`` while an optimizer exists, or else a frozen model."""
+        owner = self._model[:1] if stepped is None else [weakref.ref(stepped)]
+        for ref in owner:
+            kept.belongs(self._number, ref)
 
     def look(self, last: bool = False) -> Audit | None:
         """Make, store, write and report an audit; return ``None`` if the audit failed."""

@@ -95,6 +95,11 @@ def _parameters(model: Any) -> list[torch.Tensor]:
 
 def _compute_dtype(model: Any) -> torch.dtype:
     """Return FSDP's 16-bit compute dtype, or else bf16, the default of rollout engines."""
+    return mixed_dtype(model) or torch.bfloat16
+
+
+def mixed_dtype(model: Any) -> torch.dtype | None:
+    """Return the 16-bit dtype of FSDP's mixed precision; ``None`` without one."""
     for module in (module for chunk in _chunks(model) for module in chunk.modules()):
         state = getattr(module, "_get_fsdp_state", None)  # FSDP2 has no public name for its state
         policy = getattr(state(), "_mp_policy", None) if callable(state) else None
@@ -102,4 +107,4 @@ def _compute_dtype(model: Any) -> torch.dtype:
             dtype = getattr(mixed, "param_dtype", None)
             if dtype in SIXTEEN_BIT:
                 return dtype  # type: ignore[no-any-return]
-    return torch.bfloat16
+    return None

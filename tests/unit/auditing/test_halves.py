@@ -119,6 +119,11 @@ def test_a_head_in_fp32_on_one_side_alone(sender: str, engine: str) -> None:
     several = [replace(RIGHT, head=sender), replace(RIGHT, head=sender, rank=1)]
     expected = ["head-dtype"] * ((sender, engine) == ("fp32", "fp16"))
     assert codes(several, replace(ENGINE, head=engine)) == expected
+    # The trainer may compute in fp32 as a whole, unless the record says otherwise.
+    several = [replace(one, computes="fp16") for one in several]
+    expected += ["head-dtype"] * ((sender, engine) == ("", "fp32"))
+    assert codes(several, replace(ENGINE, head=engine)) == expected
+    assert codes(several, replace(ENGINE, head="fp32", computes="fp32")) == ["engine-dtype"]
 
 
 def test_layers_in_another_dtype_than_the_engine_computes_in() -> None:
@@ -446,6 +451,19 @@ def test_the_command_on_an_engine_that_may_not_answer(
     status, said = audit(tmp_path, capsys)
     assert status == 1
     assert "x.rollout.json: JSONDecodeError" in said
+
+
+@pytest.mark.parametrize("share", ["NaN", "Infinity", "-0.5", "1.5", "1e999"])
+@pytest.mark.parametrize("one", [RIGHT, ENGINE], ids=lambda one: type(one).__name__)
+def test_a_share_that_is_none_is_damage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], one: halves.Half, share: str
+) -> None:
+    halves.write(str(tmp_path), one)
+    (path,) = tmp_path.iterdir()
+    path.write_text(path.read_text().replace('"exact": 0.125', f'"exact": {share}'))
+    status, said = audit(tmp_path, capsys)
+    assert status == 1
+    assert f"{path.name}: ValueError: exact is {float(share)}, expected a share" in said
 
 
 def test_a_sample_of_some_weights_is_shown_and_judges_nothing(

@@ -43,6 +43,38 @@ def test_an_audit_that_fails_costs_the_audit(shim: Any) -> None:
     assert kept.audits() == []
 
 
+def test_the_audit_of_an_optimizer_that_is_gone_is_forgotten(shim: Any) -> None:
+    shim()
+    (_, first), second = made(), made()
+    for optimizer in (first, second[1]):
+        watching.watch("verl", "actor", optimizer)
+    assert len(precision_shim.status().audit) == 2
+    del first, optimizer
+    gc.collect()
+    (left,) = precision_shim.status().audit
+    step(*second)
+    (later,) = precision_shim.status().audit
+    assert (left.before_step, later.before_step) == (True, False)
+
+
+def test_the_audit_of_a_frozen_model_is_kept_while_the_model_is(shim: Any) -> None:
+    class Placeholder:
+        """Stands for the optimizer of a model that is not trained."""
+
+        param_groups: tuple[()] = ()
+
+    shim()
+    model, placeholder = made()[0].requires_grad_(False), Placeholder()
+    watching.watch("verl", "ref", placeholder, model=model)
+    number = len(kept.audits())
+    del placeholder
+    gc.collect()
+    assert len(kept.audits()) == number
+    del model
+    gc.collect()
+    assert kept.audits() == []
+
+
 @pytest.mark.filterwarnings("error")
 def test_under_warnings_as_errors_it_is_said_and_not_raised(
     shim: Any, capsys: pytest.CaptureFixture[str]

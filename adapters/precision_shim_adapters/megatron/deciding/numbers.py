@@ -16,6 +16,9 @@ NUMBERS = (
 )
 BETA2 = "adam_beta2"
 SCALER = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+"""``lr_decay_style`` of Megatron's scheduler."""
+
 MAY_BE_NULL = ("weight_decay", "decoupled_lr", "loss_scale")
 """Megatron's scheduler overwrites ``weight_decay`` before the first step."""
 

@@ -1,0 +1,48 @@
+"""Check values that torch's ``fully_shard``, optimizers and schedulers refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from precision_shim.planning.record import Problem
+from precision_shim.planning.values import said
+
+
+def of_reshard(value: object, key: str, subject: str, shards: int) -> Iterator[Problem]:
+    """Yield a problem if ``fully_shard`` refuses a value of ``reshard_after_forward``.
+
+    Args:
+        value: the value; ``None`` and booleans are legal.
+        key: the value's key in the job's config.
+        subject: the model's name.
+        shards: the number of ranks over which a parameter is sharded.
+    """
+    if value is None or isinstance(value, bool):
+        return
+    if not isinstance(value, int):
+        fault = f"{value!r}: torch takes a bool, or the number of ranks to reshard to"
+        yield Problem("size", subject, key, fault, "Write true or false.")
+    elif value < 1 or shards % value:
+        fault = f"{value} is no divisor of the {shards} ranks of a shard group"
+        yield Problem("size", subject, key, fault, "Write true or false, or a divisor.")
+
+
+def of_wrap_policy(value: object, key: str, subject: str) -> Iterator[Problem]:
+    """Yield a problem if a ``wrap_policy`` has no keys."""
+    if not hasattr(value, "get"):
+        fault = f"{value!r}: expected a section with keys"
+        yield Problem("key", subject, key, fault, "Leave it out, or write its keys.")
+
+
+def refusal(kind: Callable[..., Any], argument: str, value: object) -> str | None:
+    """Why a class of ``torch.optim`` refuses an argument; ``None`` if it does not."""
+    if isinstance(value, str) and value.startswith("torch."):
+        return None  # a name that the framework may replace by the dtype
+    try:
+        kind([torch.nn.Parameter(torch.zeros(1))], **{argument: value})
+    except Exception as error:  # torch raises various errors
+        return said(error)
+    return None
