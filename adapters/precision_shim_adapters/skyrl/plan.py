@@ -222,7 +222,7 @@ def _models(job: Job, trainer: Any, world: int) -> Iterator[Plannable]:
         model = job.model(path)
         gpus = _gpus(trainer, role, world)
         on_megatron = strategy == "megatron" and role != "critic"
-        wrong = []
+        wrong: list[Problem] = []
         if role != "ref":
             wrong += legality.of_optimizer(trainer, role, on_megatron=on_megatron)
         if wrong:
