@@ -6,6 +6,7 @@ Adam computes with ``NUMBERS`` at each step, and Megatron's loss scaler is made 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 from precision_shim.errors import SettingsError
@@ -29,7 +30,7 @@ def not_numbers(fields: Mapping[str, Any], names: tuple[str, ...]) -> list[str]:
         name
         for name in names
         if name in fields
-        and not isinstance(fields[name], int | float)
+        and not isinstance(fields[name], Real)
         and not (fields[name] is None and name in MAY_BE_NULL)
     ]
 
