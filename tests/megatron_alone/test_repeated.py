@@ -74,8 +74,11 @@ PLACES = (
 
 
 @pytest.mark.parametrize("weight", [1.0, OVERFLOW], ids=["finite", "overflow"])
-@pytest.mark.parametrize("again", ["the step", "the batch"])
-@pytest.mark.parametrize("fp32_bucket", [True, False], ids=["fp32-bucket", "fp16-bucket"])
+@pytest.mark.parametrize(
+    ("again", "fp32_bucket"),
+    [("the step", True), ("the step", False), ("the batch", True)],
+    ids=["the step", "the step, fp16 bucket", "the batch"],
+)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_chain(
     on: On, one_process: Any, place: str, fp32_bucket: bool, again: str, weight: float

@@ -125,6 +125,7 @@ OF_ANY_ENGINE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "written",
     [
@@ -150,6 +151,7 @@ def test_values_of_another_kind_on_megatron(
     hold([drawn], plan_of(*ON_MEGATRON, version=fused_adam), [worker])
 
 
+@pytest.mark.slow
 def test_values_of_another_kind_on_fsdp(engines: Ranks) -> None:
     place = f"{ACTOR}.fsdp_config"
     lines = [

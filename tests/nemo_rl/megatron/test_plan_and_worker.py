@@ -178,6 +178,7 @@ def test_names_where_they_are_not_coerced(
     hold([drawn], plan_of(file, "--transformer-engine", fused_adam), [worker])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [
@@ -212,6 +213,7 @@ def test_the_optimizer_of_a_dtensor_worker(
     hold([drawn], plan_of(file), [worker])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [
