@@ -200,7 +200,7 @@ def test_megatrons_scaler_is_foreseen_with_the_users_values() -> None:
     made, _ = plan_model(asked, resolve(environ=variables), NEWEST)
     assert made is not None
     (told,) = [one for one in made.decisions if one.feature == "fp16-scaling"]
-    assert told.chosen.endswith("from 1.04858e+06, growth x4 after 1000 steps, backoff x0.5")
+    assert told.chosen.endswith("from 1048576, growth x4 after 1000 steps, backoff x0.5")
     assert told.because == "the model is fp16; growth_factor by the shim's settings"
 
 
