@@ -19,7 +19,7 @@ from .fp16.plan import ShardedModel, scaling
 
 TRAINS = "fsdp2_train"
 _NAMES = ("bf16", "bfloat16", "fp16", "float16", "half", "fp32", "float32", "float")
-"""The names that ROLL takes in any case; it looks up every other name in torch."""
+"""Dtype names that ROLL accepts in upper or lower case; it looks up other names in torch."""
 
 
 def model(job: Job, name: str, worker: Any, where: str) -> Plannable:
@@ -64,7 +64,7 @@ def model(job: Job, name: str, worker: Any, where: str) -> Plannable:
         job.model(worker.model_args.model_name_or_path),
         worker.world_size,
         stored,
-        shards=shards if shards > 1 else 0,  # ROLL takes 1 for all ranks
+        shards=shards if shards > 1 else 0,  # for ROLL, 1 means all ranks
         context=context,
         compute=compute,
         reduce=_read(config, "reduce_dtype", torch.float32),

@@ -101,7 +101,7 @@ def _workers(job: Job, config: Any) -> Iterator[tuple[str, Any, Any]]:
             continue
         seen.append(id(worker))  # in distillation, actor_train and student_train are one worker
         if name == "critic" and getattr(config, "adv_estimator", "gae") != "gae":
-            continue  # ROLL makes no critic then
+            continue  # without GAE, ROLL makes no critic
         sharded = strategy.strategy_name == roll_fsdp_plan.TRAINS
         if strategy.strategy_name != _TRAINS and not sharded:
             raise PlanError(

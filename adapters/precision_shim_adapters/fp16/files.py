@@ -55,7 +55,7 @@ def save_after(saved: Future[Any], training: ScaledTraining, path: str, group: A
             if training.scaler.is_enabled():
                 files = files_of_rank(path, written=True)
                 training.write(lambda: scaling.save_record(path, record, group, files))
-        except BaseException as error:  # whoever waits for the save gets it
+        except BaseException as error:  # the future raises it
             ended.set_exception(error)
         else:
             ended.set_result(result)

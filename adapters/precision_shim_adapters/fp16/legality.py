@@ -38,7 +38,7 @@ def of_wrap_policy(value: object, key: str, subject: str) -> Iterator[Problem]:
 
 
 def refusal(kind: Callable[..., Any], argument: str, value: object) -> str | None:
-    """Why a class of ``torch.optim`` refuses an argument; ``None`` if it does not."""
+    """Why a class of ``torch.optim`` refuses an argument; ``None`` if it accepts it."""
     if isinstance(value, str) and value.startswith("torch."):
         return None  # a name that the framework may replace by the dtype
     try:

@@ -1,4 +1,4 @@
-"""Check the values of a SkyRL model's config that SkyRL's loader takes as they are."""
+"""Check the values of a SkyRL model's config that SkyRL's loader does not check."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _scheduled_by_megatron(values: dict[str, Any], role: str, place: str) -> Ite
 
 
 def _made_by_torch(values: dict[str, Any], role: str, place: str) -> Iterator[Problem]:
-    """Yield a problem for each value with which torch's AdamW or the scheduler is not made."""
+    """Yield a problem for each value that torch's AdamW or the scheduler refuses."""
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     for name, argument in (("lr", "lr"), ("weight_decay", "weight_decay"), ("adam_betas", "betas")):
         error = refusal(torch.optim.AdamW, argument, values[name]) if name in values else None
@@ -141,7 +141,7 @@ def of_transformer(config: Any, role: str, provider: Any) -> Iterator[Problem]:
 
 
 def notes_of_transformer(config: Any, role: str, checkpoint: str) -> Iterator[str]:
-    """Yield what the plan does not know of ``transformer_config_kwargs``.
+    """Yield a note for each ``transformer_config_kwargs`` value that the plan cannot check.
 
     Args:
         config: the role's ``megatron_config``.

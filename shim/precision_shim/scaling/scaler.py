@@ -309,14 +309,14 @@ class LossScaler(ShardedGradScaler):
     def _repeats(self, optimizer: torch.optim.Optimizer, *stages: OptState) -> bool:
         """Whether a framework's loop repeats a step that an exception ended in one of the stages.
 
-        torch's scaler would raise an error.
+        torch's scaler would raise an error in a repeated step.
         """
         if self._has_done(optimizer):
             return True
         return self._interrupted is optimizer and self._stage(optimizer) in stages
 
     def _has_done(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an exception came after a step that was complete, and no loss since then."""
+        """Whether an exception came after a complete step, and no loss was scaled since."""
         return self._done and self._interrupted is optimizer
 
     def _forget_interrupted(self) -> None:

@@ -1,13 +1,13 @@
 """Keep what a step has done with its gradients, so that a step can be repeated after an exception.
 
 Megatron's ``prepare_grads`` unscales gradients in place and moves the loss scaler. If an exception
-ends a step, a trainer may call ``step`` again with the same gradients. Then ``prepare_once`` and
-``forget_used`` in ``overflow`` must not do again what is done. The exception may come on one rank,
-while other ranks complete their step: a rank that repeats must call the same collectives as they.
+ends a step, a trainer may call ``step`` again with the same gradients. In a repeated step,
+``prepare_once`` and ``forget_used`` in ``overflow`` must not unscale, count or step a second time.
+The exception may come on one rank, while other ranks complete their step. A rank that repeats the
+step must call the same collectives as the other ranks.
 
-So each rank decides by the number of its gradient syncs: as long as no new gradients were made, a
-step is a repetition. Only if no sync was seen, such as in a model without Megatron's DDP, a rank
-decides by whether a loss was scaled.
+Each rank therefore counts its gradient syncs: a step without a new sync is a repetition. In a model
+without gradient syncs (without Megatron's DDP), a step without a newly scaled loss is a repetition.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class _Unscaled:
     """The gradients of an unfinished ``prepare_grads``.
 
     Attributes:
-        next: those that Megatron unscales next.
-        done: those that Megatron has unscaled.
+        next: gradients that Megatron unscales next.
+        done: gradients that Megatron has unscaled.
         number: the number of gradient syncs before.
     """
 
@@ -82,7 +82,7 @@ _unscaled: weakref.WeakKeyDictionary[Any, _Unscaled] = weakref.WeakKeyDictionary
 """Maps an optimizer to its ``_Unscaled``: ``unscale_once`` writes entries."""
 
 _uneven: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Optimizers of chains of which an exception left the scalers of some moved and of others not."""
+"""Optimizers of chains in which an exception came after only some scalers were updated."""
 
 _syncs: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """Counts the gradient syncs of each DDP: ``note_gradients`` writes entries."""
@@ -129,7 +129,7 @@ def _are_many() -> bool:
 
 
 def is_stale(optimizer: Any) -> bool:
-    """Whether an optimizer's gradients are others than those that are known."""
+    """Whether an optimizer has new gradients since its ``Answer`` or ``_Unscaled`` was stored."""
     leaves = unchain(optimizer)
     return any(
         _is_over(known, syncs_of(leaf), leaves)
@@ -157,7 +157,7 @@ def is_repeated(optimizer: Any) -> bool:
 
 
 def forget(optimizer: Any) -> None:
-    """Delete what is known of gradients that are gone.
+    """Delete the ``Answer`` and ``_Unscaled`` of an optimizer's former gradients.
 
     On one rank, a step that an exception ended does not count for the growth tracker. Of several
     ranks, others may have completed that step, and all have to keep one scale.
@@ -191,7 +191,7 @@ def interrupt(optimizer: Any) -> None:
 
 
 def keep(optimizer: Any, answer: Answer) -> None:
-    """Keep the result of an optimizer's ``prepare_grads``; an overflow of a chain is all parts'."""
+    """Keep the result of ``prepare_grads``; mark a chain's overflow in all its parts."""
     answers[optimizer] = answer
     _unscaled.pop(optimizer, None)
     for part in answer.parts:
@@ -212,7 +212,7 @@ def finish(optimizer: Any) -> None:
 def put_back(chain: Any) -> None:
     """Put scalers back that an unfinished ``prepare_grads`` of a chain has moved.
 
-    All scalers of the chain are equal then, and ``take_again`` moves these again.
+    All scalers of the chain are then equal. ``take_again`` later updates the restored scalers.
     """
     leaves = unchain(chain)
     if _uneven.intersection(leaves):
@@ -268,7 +268,7 @@ def _is_dynamic(optimizer: Any) -> bool:
 def unscale_once(call: Call) -> Any:
     """Leave out gradients that an unfinished ``prepare_grads`` has already unscaled.
 
-    Those that are infinite stay in, so that the overflow is found again.
+    Gradients that are not finite stay in, so that Megatron finds the overflow again.
     """
     gradients = call.proceed()
     if gradients is None or not _is_dynamic(call.instance):
