@@ -96,8 +96,10 @@ _SINCE = {
     "megatron_cfg.peft": (f"{SETUP}:setup_model_and_optimizer", "peft"),
     "dtensor_cfg.lora_cfg": ("nemo_rl.models.policy.lm_policy:Policy.__init__", "lora_cfg"),
 }
-"""Maps a key of ``_NULLS`` to a function and a name. A version reads the key if its function has the
-name."""
+"""Maps a key of ``_NULLS`` to a function and a name.
+
+A version of NeMo-RL reads the key if its function contains the name.
+"""
 
 _BRIDGE = "megatron.bridge.training.config:SchedulerConfig.__init__"
 _CORE = "megatron.training.config.training_config:SchedulerConfig.__init__"
