@@ -696,3 +696,17 @@ def test_torchtitans_adapters_are_refused() -> None:
     spec = model_registry("debugmodel", converters=[adapters])
     with pytest.raises(PlanError, match="LoRA adapters, which are not planned"):
         built(spec)
+
+
+@needs("verl")
+@pytest.mark.parametrize("place", ["fsdp_config", "model.fsdp_config"])
+def test_verls_critic_is_checked_where_the_release_has_its_engine(place: str) -> None:
+    """verl 0.7.1 has the critic's FSDP section in ``critic.model``."""
+    from precision_shim_adapters.verl import values
+
+    section: dict[str, object] = {"wrap_policy": None}
+    for name in reversed(place.split(".")):
+        section = {name: section}
+    role = values.trained({"critic": section}, "critic", 8)
+    (found,) = values.problems(role, ())
+    assert found.key == f"critic.{place}.wrap_policy"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,6 +36,26 @@ def of_wrap_policy(value: object, key: str, subject: str) -> Iterator[Problem]:
     if not hasattr(value, "get"):
         fault = f"{value!r}: expected a section with keys"
         yield Problem("key", subject, key, fault, "Leave it out, or write its keys.")
+
+
+def of_arguments(
+    name: str, written: Mapping[str, Any], key: str, subject: str
+) -> Iterator[Problem]:
+    """Yield a problem for each argument that a class of ``torch.optim`` refuses.
+
+    Args:
+        name: the name of the class, which exists.
+        written: the arguments in the job's config; unknown names are left out.
+        key: config key of an argument, with ``{}`` for its name.
+        subject: the model's name.
+    """
+    kind = getattr(torch.optim, name)
+    known = inspect.signature(kind).parameters
+    for argument, value in written.items():
+        error = refusal(kind, argument, value) if argument in known else None
+        if error is not None:
+            fault = f"torch.optim.{name}: {error}"
+            yield Problem("number", subject, key.format(argument), fault, "Correct it.")
 
 
 def refusal(kind: Callable[..., Any], argument: str, value: object) -> str | None:

@@ -36,7 +36,7 @@ from precision_shim.scaling import ScalerSettings
 
 from ..megatron.planning.layout import rank_numel
 from ..megatron.planning.sizes import Sizes
-from .legality import refusal
+from .legality import of_arguments
 from .settings import chosen, settings_for
 from .training import FEATURE
 
@@ -155,11 +155,7 @@ def of_torch(
         return
     known = [parameter for parameter in inspect.signature(kind).parameters if parameter != "params"]
     yield from unknown_keys(list(map(str, written)), known, subject, keys[1], f"torch.optim.{name}")
-    for argument, value in written.items():
-        error = refusal(kind, argument, value) if argument in known else None
-        if error is not None:
-            key = keys[1].format(argument)
-            yield Problem("number", subject, key, f"torch.optim.{name}: {error}", "Correct it.")
+    yield from of_arguments(name, written, keys[1], subject)
 
 
 def plan_sharded(asked: ShardedModel) -> tuple[ModelPlan | None, list[Problem]]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import look, versioned
-from precision_shim.planning.record import Problem, unknown_keys
+from precision_shim.planning.record import Problem, no_number, unknown_keys
 from precision_shim.planning.values import said
 
 from ..fp16.plan import of_torch
@@ -176,8 +176,7 @@ def _of_scheduler(scheduler: object, subject: str, unresolved: Iterable[str]) ->
     for name in ("start_weight_decay", "end_weight_decay", "lr_warmup_init", "lr_warmup_iters"):
         value = scheduler.get(name, 0)
         if not isinstance(value, int | float) and f"{key}.{name}" not in unresolved:
-            fault = f"{value!r} is no number"
-            yield Problem("number", subject, f"{key}.{name}", fault, "Write a number.")
+            yield no_number(value, subject, f"{key}.{name}")
     style = scheduler.get("lr_decay_style", STYLES[0])
     if style not in STYLES and f"{key}.lr_decay_style" not in unresolved:
         fault = f"Megatron has no {style!r}; allowed: {', '.join(STYLES)}"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import versioned
-from precision_shim.planning.record import Problem
+from precision_shim.planning.record import Problem, no_number
 from precision_shim.planning.values import no_section, said
 
 from ..fp16.legality import of_reshard, of_wrap_policy, refusal
@@ -47,7 +47,7 @@ def of_optimizer(trainer: Any, role: str, *, on_megatron: bool) -> Iterator[Prob
         value = values[name]
         over = name == "max_grad_norm" and "clip_grad" in (kwargs or {})
         if not (isinstance(value, int | float) or over):
-            yield _no_number(role, f"{place}.{name}", value)
+            yield no_number(value, role, f"{place}.{name}")
             return
     betas = values.get("adam_betas", (0.9, 0.999))
     pair = isinstance(betas, list | tuple) and len(betas) == 2
@@ -59,10 +59,6 @@ def of_optimizer(trainer: Any, role: str, *, on_megatron: bool) -> Iterator[Prob
         yield from _scheduled_by_megatron(values, role, place)
     else:
         yield from _made_by_torch(values, role, place)
-
-
-def _no_number(role: str, key: str, value: object) -> Problem:
-    return Problem("number", role, key, f"{value!r} is no number", "Write a number.")
 
 
 def _scheduled_by_megatron(values: dict[str, Any], role: str, place: str) -> Iterator[Problem]:

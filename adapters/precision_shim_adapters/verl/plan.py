@@ -265,16 +265,8 @@ def _strategy(engine: Any) -> str:
 
 
 def _section(job: Job, at: _Place, role: Mapping[str, Any], model: Mapping[str, Any]) -> _Section:
-    strategy = str(role.get("strategy") or "fsdp")
-    inner = role.get("model")
-    # Two releases of verl moved the critic's FSDP section.
-    own = ("megatron", "veomni", "torchtitan")
-    names = (strategy,) if strategy in own else ("fsdp_config", "fsdp")
-    places = {name: role.get(name) for name in names}
-    if isinstance(inner, Mapping):
-        places["model.fsdp_config"] = inner.get("fsdp_config")
-    name = next((name for name, section in places.items() if section), names[0])
-    engine = mapping(places[name] or {}, f"{at.key}.{name}", _where())
+    strategy, name, found = values.engine_of(role)
+    engine = mapping(found or {}, f"{at.key}.{name}", _where())
     optim = None if at.subject == "ref" else _of(role, f"{at.key}.optim")
     sequence = _number(role, f"{at.key}.ulysses_sequence_parallel_size")
     key = f"{at.key}.{name}"

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import versioned
-from precision_shim.planning.record import Problem
+from precision_shim.planning.record import Problem, no_number
 from precision_shim.planning.values import no_section
 
-from ..fp16.legality import of_reshard, of_wrap_policy, refusal
+from ..fp16.legality import of_arguments, of_reshard, of_wrap_policy
 from ..megatron.deciding.numbers import STYLES
 
 _ON_FSDP = ("fsdp", "fsdp2", "fsdp_turbo")
+_OWN_SECTION = ("megatron", "veomni", "torchtitan")
 _SCHEDULES = ("constant", "cosine")
 _INCREASES = ("constant", "linear", "cosine")
 
@@ -47,16 +48,28 @@ class Role:
     world: int
 
 
+def engine_of(role: Mapping[str, Any]) -> tuple[str, str, Any]:
+    """Return a role's strategy, the key of its engine's section, and the section.
+
+    Two releases of verl moved the critic's FSDP section. A section that is left out is ``{}``.
+    """
+    strategy, absent = str(role.get("strategy") or "fsdp"), dict[str, Any]()
+    names = (strategy,) if strategy in _OWN_SECTION else ("fsdp_config", "fsdp")
+    places = {name: role.get(name, absent) for name in names}
+    inner = role.get("model")
+    if isinstance(inner, Mapping):
+        places["model.fsdp_config"] = inner.get("fsdp_config", absent)
+    name = next((name for name, section in places.items() if section), names[0])
+    return strategy, name, places[name]
+
+
 def trained(config: Mapping[str, Any], key: str, world: int) -> Role:
     """Read the section of a model that a PPO job trains, such as ``critic``."""
     section: Any = config
     for word in key.split("."):
         section = section.get(word) or {}
-    strategy = str(section.get("strategy") or "fsdp")
-    name = "fsdp_config" if strategy in _ON_FSDP else strategy
-    subject = key.rpartition(".")[2]
-    absent: dict[str, Any] = {}
-    optim, engine = section.get("optim", absent), section.get(name, absent)
+    strategy, name, engine = engine_of(section)
+    subject, optim = key.rpartition(".")[2], section.get("optim", {})
     return Role(subject, strategy, optim, f"{key}.optim", engine, f"{key}.{name}", world)
 
 
@@ -95,8 +108,7 @@ def _no_numbers(role: Role, names: Collection[str], *, null: bool = False) -> It
     for name in names:
         value = role.optim.get(name, 0)
         if not isinstance(value, int | float) and not (null and value is None):
-            key, fault = f"{role.optim_key}.{name}", f"{value!r} is no number"
-            yield Problem("number", role.subject, key, fault, "Write a number.")
+            yield no_number(value, role.subject, f"{role.optim_key}.{name}")
 
 
 def _not_among(role: Role, name: str, allowed: Collection[str]) -> Iterator[Problem]:
@@ -132,17 +144,9 @@ def _on_fsdp(role: Role) -> Iterator[Problem]:
         if value is None:
             key, fault = f"{role.optim_key}.{word}", "None names no optimizer"
             yield Problem("key", role.subject, key, fault, "Write a name, or leave it out.")
-    kind = getattr(torch.optim, str(name), None) if place == "torch.optim" else None
-    known = inspect.signature(kind).parameters if inspect.isclass(kind) else ()
-    for argument in ("lr", "weight_decay", "betas"):
-        if kind is None or argument not in optim or argument not in known:
-            continue
-        error = refusal(kind, argument, optim[argument])
-        if error is not None:
-            key = f"{role.optim_key}.{argument}"
-            yield Problem(
-                "number", role.subject, key, f"torch.optim.{name}: {error}", "Correct it."
-            )
+    if place == "torch.optim" and inspect.isclass(getattr(torch.optim, str(name), None)):
+        passed = {key: optim[key] for key in ("lr", "weight_decay", "betas") if key in optim}
+        yield from of_arguments(str(name), passed, f"{role.optim_key}.{{}}", role.subject)
     yield from _no_numbers(role, ("lr_warmup_steps",))
     warm = optim.get("lr_warmup_steps", -1)
     if isinstance(warm, int | float) and warm <= 0:

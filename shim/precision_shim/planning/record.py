@@ -155,6 +155,17 @@ def whole_heads(subject: str, key: str, name: str, heads: int, ways: int) -> lis
     return [Problem("heads", subject, key, what, remedy)] if heads % ways else []
 
 
+def no_number(value: object, subject: str, key: str) -> Problem:
+    """Return the problem of a value that has to be a number.
+
+    Args:
+        value: the value in the job's config.
+        subject: name of the model.
+        key: the value's key in the job's config.
+    """
+    return Problem("number", subject, key, f"{value!r} is no number", "Write a number.")
+
+
 def unknown_keys(
     written: Iterable[str], known: Collection[str], subject: str, key: str, whose: str
 ) -> list[Problem]:

@@ -28,6 +28,12 @@ _REPEATS = "megatron-repeats"
 PATHS = {_REPEATS: "Megatron (repeated steps)"}
 """Maps the group of these seams to its name for users."""
 
+_HERE: dict[str, Any] = {
+    "feature": SCALING,
+    "group": _REPEATS,
+    "optional": True,
+    "delete_when": "Megatron's step() can be repeated after an exception",
+}
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp"
 
@@ -70,8 +76,6 @@ class _Unscaled:
     next: list[torch.Tensor]
     done: list[torch.Tensor]
     number: int
-    interrupted: bool = True
-    used: bool = False
 
 
 answers: weakref.WeakKeyDictionary[Any, Answer] = weakref.WeakKeyDictionary()
@@ -96,16 +100,13 @@ def unchain(optimizer: Any) -> list[Any]:
 
 
 @seam(
-    feature=SCALING,
     at=[
         "megatron.core.distributed.distributed_data_parallel:"
         "DistributedDataParallel.finish_grad_sync",
         f"{_FSDP}:MegatronFSDP.finish_grad_sync",
     ],
-    group=_REPEATS,
     why="every stage of a pipeline calls it for each batch, and no repeated step does",
-    delete_when="Megatron's step() can be repeated after an exception",
-    optional=True,
+    **_HERE,
 )
 def note_gradients(call: Call) -> Any:
     """Note that there are new gradients."""
@@ -131,21 +132,18 @@ def _are_many() -> bool:
 def is_stale(optimizer: Any) -> bool:
     """Whether an optimizer has new gradients since its ``Answer`` or ``_Unscaled`` was stored."""
     leaves = unchain(optimizer)
-    return any(
-        _is_over(known, syncs_of(leaf), leaves)
-        for leaf in leaves
-        for known in (answers.get(leaf), _unscaled.get(leaf))
-        if known is not None
-    )
+    return any(_is_over(leaf, leaves) for leaf in leaves)
 
 
-def _is_over(known: Answer | _Unscaled, number: int, leaves: list[Any]) -> bool:
-    if known.number != number:
+def _is_over(leaf: Any, leaves: list[Any]) -> bool:
+    number, answer, unscaled = syncs_of(leaf), answers.get(leaf), _unscaled.get(leaf)
+    if any(known is not None and known.number != number for known in (answer, unscaled)):
         return True
-    stopped = known.interrupted
-    if known.used and not stopped and (number == 0 or not _are_many()):
+    stopped = unscaled is not None or (answer is not None and answer.interrupted)
+    if number == 0 and stopped and is_asked(leaves):
         return True
-    return number == 0 and stopped and is_asked(leaves)
+    completed = answer is not None and answer.used and not answer.interrupted
+    return completed and (number == 0 or not _are_many())
 
 
 def is_repeated(optimizer: Any) -> bool:
@@ -254,16 +252,13 @@ def _is_dynamic(optimizer: Any) -> bool:
 
 
 @seam(
-    feature=SCALING,
     at=[
         f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params._collect_main_grad_data_for_unscaling",
         "megatron.core.optimizer.distrib_optimizer:"
         "DistributedOptimizer._collect_main_grad_data_for_unscaling",
     ],
-    group=_REPEATS,
     why="the gradients that are unscaled next",
-    delete_when="Megatron's step() can be repeated after an exception",
-    optional=True,
+    **_HERE,
 )
 def unscale_once(call: Call) -> Any:
     """Leave out gradients that an unfinished ``prepare_grads`` has already unscaled.
@@ -284,16 +279,13 @@ def unscale_once(call: Call) -> Any:
 
 
 @seam(
-    feature=SCALING,
     at=[
         f"{_OPTIMIZER}:MegatronOptimizer.get_grad_stats_parallel_group",
         "megatron.core.optimizer.distrib_optimizer:"
         "DistributedOptimizer.get_grad_stats_parallel_group",
     ],
-    group=_REPEATS,
     why="Megatron asks for the group after it has unscaled, before it asks the other ranks",
-    delete_when="Megatron's step() can be repeated after an exception",
-    optional=True,
+    **_HERE,
 )
 def note_unscaled(call: Call) -> Any:
     """Note that the gradients from ``unscale_once`` are unscaled."""
