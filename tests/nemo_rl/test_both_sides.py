@@ -592,7 +592,9 @@ def test_an_fp32_head_is_refused(
     given, told = watched(lambda: set_up(config, monkeypatch, tmp_path))
     (refusal,) = told
     assert "PRECISION_SHIM_HEAD=fp32 is refused" in refusal
-    assert not given["vllm_kwargs"]["hf_overrides"]
+    section = "vllm_cfg" if Version("0.6") > NEMO_RL else "vllm_kwargs"
+    assert not given[section]["hf_overrides"]
+    assert not (given.get("vllm_kwargs") or {}).get("hf_overrides")
     monkeypatch.setenv("PRECISION_SHIM_HEAD", "fp32")
     capsys.readouterr()  # NeMo-RL has printed its config
     found = planned(capsys, checkout / GRPO, "policy.precision=bfloat16")["problems"]
