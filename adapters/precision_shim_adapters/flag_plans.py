@@ -15,6 +15,7 @@ import sys
 import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -44,6 +45,12 @@ _BEFORE = (
 )
 """Flags that slime reads before all other flags, with a separate parser."""
 
+_LESS = (
+    *("only_train_params_name_list", "freeze_params_name_list", "use_stateless_adam"),
+    *("stream_optimizer_state_to_disk", "debug_disable_optimizer"),
+)
+"""Flags with which a GPU keeps fewer tensors than the plan counts."""
+
 
 def plan_job(job: Job) -> Request:
     """Read a launch line of slime's or miles' ``train.py``.
@@ -63,6 +70,9 @@ def plan_job(job: Job) -> Request:
     notes = ["not counted: what a model keeps in the host's memory while other models use the GPUs"]
     if args.kl_coef != 0 or args.use_kl_loss:
         notes.append("not counted: the reference model, whose weights are in the host's memory")
+    less = [f"--{name.replace('_', '-')}" for name in _LESS if getattr(args, name, None)]
+    if less:
+        notes.append(f"counted as without {', '.join(less)}, so the bytes are an upper bound")
     if unknown:
         notes.append(f"no parser of {where} reads {', '.join(unknown)}: it has no effect")
     version = where.partition(" ")[2] or None
@@ -132,6 +142,7 @@ def _parsed(job: Job) -> tuple[Namespace, list[str]]:
                 f"{versioned(job.framework)}: it does not know {', '.join(unknown)}. Correct the "
                 "line."
             )
+        _called(job, lambda: _read_file(own, args))
         _called(job, lambda: theirs.validate_args(args))
     return args, unknown
 
@@ -148,6 +159,13 @@ def _parse_miles(own: Any, theirs: Any, add: Callable[..., Any]) -> Namespace:
     args.rank, args.world_size = 0, args.actor_num_nodes * args.actor_num_gpus_per_node
     found: Namespace = theirs.set_default_megatron_args(args)
     return found
+
+
+def _read_file(own: Any, args: Namespace) -> None:
+    """Set the flags in the YAML file of ``--custom-config-path``, as both trainers do."""
+    if args.custom_config_path:
+        read = getattr(own, "resolve_file_arg", lambda path: Path(path).read_text())  # miles has it
+        vars(args).update(own.yaml.safe_load(read(args.custom_config_path)) or {})
 
 
 def _of_another_parser(flag: str) -> bool:

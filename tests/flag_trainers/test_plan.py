@@ -84,6 +84,41 @@ def test_slimes_file_of_flags_for_a_role(
     assert [one["layout"]["tp"] for one in found["models"]] == [1, 2]
 
 
+def test_the_file_of_further_flags(
+    capsys: pytest.CaptureFixture[str], line: list[str], tmp_path: Path
+) -> None:
+    """The file sets flags after the parsers and before Megatron's validation."""
+    file = tmp_path / "custom.yaml"
+    given = ("--custom-config-path", str(file))
+    file.write_text(
+        "{use_precision_aware_optimizer: true, exp_avg_dtype: bf16, main_grads_dtype: fp32}"
+    )
+    code, found = plan(capsys, *line, *given)
+    assert (code, found["models"]) == (0, plan(capsys, *line, *STATES)[1]["models"])
+    file.write_text("{use_precision_aware_optimizer: true, exp_avg_dtype: bf17}")
+    code, said = plan(capsys, *line, *given)
+    assert (code, "bf17" in said) == (2, True)
+    file.write_text("lr: 1e-5")  # a string for YAML
+    code, found = plan(capsys, *line, *given)
+    assert code != 0
+    file.unlink()
+    code, said = plan(capsys, *line, *given)
+    assert (code, "custom.yaml" in said) == (2, True)
+
+
+def test_what_keeps_fewer_tensors_is_said(
+    capsys: pytest.CaptureFixture[str], line: list[str], name: str
+) -> None:
+    flags = {
+        "slime": ("--use-stateless-adam", "--no-save-optim", "--freeze-params-name-list", "x"),
+        "miles": ("--debug-disable-optimizer",),
+    }[name]
+    code, found = plan(capsys, *line, *flags)
+    assert code == 0
+    (note,) = [one for one in found["notes"] if "upper bound" in one]
+    assert all(flag in note for flag in flags if flag.startswith("--") and "save" not in flag)
+
+
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize(
     "flags", [(), ("--fp16",), STATES, ("--fp16", "--loss-scale", "128")], ids=str
