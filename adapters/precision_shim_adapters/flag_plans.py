@@ -143,7 +143,8 @@ def _parsed(job: Job) -> tuple[Namespace, list[str]]:
                 "line."
             )
         _called(job, lambda: _read_file(own, args))
-        _called(job, lambda: theirs.validate_args(args))
+        with _without_gpu():
+            _called(job, lambda: theirs.validate_args(args))
     return args, unknown
 
 
@@ -158,7 +159,24 @@ def _parse_miles(own: Any, theirs: Any, add: Callable[..., Any]) -> Namespace:
     args = theirs.parse_args(extra_args_provider=add, ignore_unknown_args=True)
     args.rank, args.world_size = 0, args.actor_num_nodes * args.actor_num_gpus_per_node
     found: Namespace = theirs.set_default_megatron_args(args)
+    if "train" in own._resolve_ft_components(found):
+        found.indep_dp = found.save_local_weight_checksum = found.enable_witness = True
+    if found.indep_dp:  # each replica is a job of its own, whose states are not sharded
+        found.world_size = own.compute_megatron_world_size_except_dp(found)
     return found
+
+
+@contextlib.contextmanager
+def _without_gpu() -> Iterator[None]:
+    """Without a GPU here, validate as for Blackwell: Megatron asks the GPU if TP or CP is on."""
+    import torch
+
+    if torch.cuda.is_available():
+        yield
+        return
+    place = "megatron.training.arguments.get_device_arch_version"
+    with mock.patch(place, return_value=10, create=True):
+        yield
 
 
 def _read_file(own: Any, args: Namespace) -> None:

@@ -54,6 +54,8 @@ def test_a_job_is_planned(capsys: pytest.CaptureFixture[str], line: list[str], n
     # What was imported without SGLang is forgotten: the trainer may import it again, with SGLang.
     mine = {one for one in set(sys.modules) - before if one.partition(".")[0] in (name, "sglang")}
     assert mine == set()
+    code, found = plan(capsys, *line, "--tensor-model-parallel-size", "2")
+    assert (code, found["models"][0]["layout"]["tp"]) == (0, 2)  # no GPU here
     code, found = plan(capsys, *line, "--tensor-model-parallel-size", "3")
     assert code != 0
 
@@ -117,6 +119,17 @@ def test_what_keeps_fewer_tensors_is_said(
     assert code == 0
     (note,) = [one for one in found["notes"] if "upper bound" in one]
     assert all(flag in note for flag in flags if flag.startswith("--") and "save" not in flag)
+
+
+def test_miles_replicas_that_are_jobs_of_their_own(
+    capsys: pytest.CaptureFixture[str], line: list[str], name: str
+) -> None:
+    if name != "miles":
+        pytest.skip("only miles has replicas that are jobs of their own")
+    size = ("--tensor-model-parallel-size", "2")
+    for flags in (("--indep-dp",), ("--use-fault-tolerance", "--ft-components", "train")):
+        code, found = plan(capsys, *line, *size, *flags)
+        assert (code, found["world_size"], found["models"][0]["layout"]["dp"]) == (0, 2, 1)
 
 
 @pytest.mark.usefixtures("one_process")
