@@ -443,6 +443,16 @@ def test_nemo_rl(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     assert whole["data_parallel_size"] == 16
     twice = 2 * part["components"]["exp_avg"]["bytes"]
     assert whole["components"]["exp_avg"]["bytes"] == pytest.approx(twice, abs=2)
+    alone = (
+        "cluster.gpus_per_node=1",
+        "cluster.num_nodes=1",
+        "++policy.dtensor_cfg.cpu_offload=true",
+    )
+    for second in (True, False):
+        _, plan = planned(capsys, "--", *words, *off, *alone, f"++policy.dtensor_cfg._v2={second}")
+        keys = {one["key"] for one in plan["problems"]}
+        refused = second and Version(version("nemo-rl")) >= Version("0.6.0rc0")
+        assert ("policy.dtensor_cfg.cpu_offload" in keys) == refused
     context = "++policy.dtensor_cfg.context_parallel_size=3"
     code, plan = planned(capsys, "--", *words, *off, context)
     assert (code, [one["code"] for one in plan["problems"]]) == (1, ["world-size"])
@@ -652,6 +662,7 @@ def test_torchtitan_alone_refuses_them_with_its_own_words(
             "parallelism.tensor_parallel_degree=3",
             ("heads", "parallelism.tensor_parallel_degree"),
         ),
+        (8, "training.local_batch_size=0", ("size", "training.local_batch_size")),
         (
             8,
             "parallelism.expert_parallel_degree=3",

@@ -77,6 +77,16 @@ def torch_optimizer(section: Mapping[str, Any], key: str, subject: str) -> Itera
         )
 
 
+def offload(section: Mapping[str, Any], key: str, subject: str, world: int) -> Iterator[Problem]:
+    """Yield a problem if the second DTensor worker refuses offload to the CPU on one GPU."""
+    refuses = "NotImplementedError" in look(f"{_AUTOMODEL}:setup_distributed").names
+    cfg = section["dtensor_cfg"]
+    if world == 1 and cfg.get("_v2") and cfg.get("cpu_offload") and refuses:
+        place = f"{key}.dtensor_cfg.cpu_offload"
+        fault = f"{_who()} refuses {place}=true on one GPU"
+        yield Problem("flags", subject, place, fault, f"Write {place}: false.")
+
+
 _NULLS: Mapping[bool, tuple[str, ...]] = {
     True: (
         *("megatron_cfg.optimizer", "megatron_cfg.scheduler"),
@@ -101,6 +111,7 @@ _SINCE = {
 A version of NeMo-RL reads the key if its function contains the name.
 """
 
+_AUTOMODEL = "nemo_rl.models.automodel.setup"
 _BRIDGE = "megatron.bridge.training.config:SchedulerConfig.__init__"
 _CORE = "megatron.training.config.training_config:SchedulerConfig.__init__"
 

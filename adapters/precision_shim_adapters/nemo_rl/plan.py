@@ -353,6 +353,7 @@ def _on_dtensor(
     _refuse_adapters(f"{key}.dtensor_cfg.lora_cfg", (cfg.get("lora_cfg") or {}).get("enabled"))
     trains = not subject.startswith("teacher")
     illegal = tuple(legality.names(section, key, subject, ("precision",)))
+    illegal += tuple(legality.offload(section, key, subject, world))
     if trains:
         illegal += tuple(legality.torch_optimizer(section, key, subject))
     if illegal:

@@ -77,6 +77,8 @@ def plan_job(job: Job) -> Request:
         return Request("torchtitan", version, world, (), problems=tuple(wrong))
     world, shards = _world(job, parallel)
     wrong = [*_apart(subject, prefix, parallel, world), *_dtypes(job, subject, config, trainer)]
+    if trainer is config and training.local_batch_size < 1:
+        wrong.append(too_small(subject, "training.local_batch_size", training.local_batch_size))
     notes: list[str] = []
     if trainer is not config and not any(problem.code == "dtype" for problem in wrong):
         problems, notes = _both_sides(job, config)

@@ -144,7 +144,7 @@ class Problem:
 
 
 def too_small(subject: str, key: str, value: int, more: str = "") -> Problem:
-    """Return a problem for a config value below 1 that sets a number of GPUs."""
+    """Return a problem for a config value below 1, such as a number of GPUs."""
     return Problem("size", subject, key, f"{value} is less than 1", f"Write at least 1{more}.")
 
 
