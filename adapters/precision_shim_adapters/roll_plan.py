@@ -151,7 +151,7 @@ def _load(job: Job, script: Path | None) -> Any:
     parser.add_argument("--config_name", default="sppo_config")
     given = parser.parse_args(list(job.arguments))
     GlobalHydra.instance().clear()
-    where = str(folder / given.config_path)  # Hydra's ``initialize`` joins the same paths
+    where = str(folder / given.config_path)  # Hydra's ``initialize`` joins these two paths, too
     with initialize_config_dir(where, job_name="app", version_base=None):
         composed = compose(config_name=given.config_name)
     return from_dict(data_class=kind, data=OmegaConf.to_container(composed, resolve=True))

@@ -1,4 +1,4 @@
-"""Code that adapters share for fp16 with a torch optimizer; each model has a ``ScaledTraining``.
+"""Code for fp16 with a torch optimizer, used by several adapters; one ``ScaledTraining`` per model.
 
 An adapter's seams wrap the framework's functions that make the optimizer, compute the loss, step,
 and write or read checkpoints. Each seam calls a method of the model's ``ScaledTraining``.

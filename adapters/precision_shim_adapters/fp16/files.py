@@ -39,7 +39,7 @@ def save_after(saved: Future[Any], training: ScaledTraining, path: str, group: A
     Every rank calls ``save_after``.
 
     Args:
-        saved: the framework's save.
+        saved: the future of the framework's save.
         training: has the scaler.
         path: the checkpoint's directory; the state is bound to the files that this rank writes.
         group: a process group of all ranks that nothing else uses until the result has ended.
@@ -55,7 +55,7 @@ def save_after(saved: Future[Any], training: ScaledTraining, path: str, group: A
             if training.scaler.is_enabled():
                 files = files_of_rank(path, written=True)
                 training.write(lambda: scaling.save_record(path, record, group, files))
-        except BaseException as error:  # the future raises it
+        except BaseException as error:  # the future raises the error
             ended.set_exception(error)
         else:
             ended.set_result(result)

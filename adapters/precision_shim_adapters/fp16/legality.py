@@ -44,7 +44,7 @@ def of_arguments(
     """Yield a problem for each argument that a class of ``torch.optim`` refuses.
 
     Args:
-        name: the name of the class, which exists.
+        name: the name of a class that ``torch.optim`` has.
         written: the arguments in the job's config; unknown names are left out.
         key: config key of an argument, with ``{}`` for its name.
         subject: the model's name.

@@ -108,7 +108,7 @@ _SINCE = {
 }
 """Maps a key of ``_NULLS`` to a function and a name.
 
-A version of NeMo-RL reads the key if its function contains the name.
+A version of NeMo-RL reads the key if the key's function there contains the key's name.
 """
 
 _AUTOMODEL = "nemo_rl.models.automodel.setup"

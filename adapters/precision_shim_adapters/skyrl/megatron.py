@@ -409,7 +409,7 @@ def foreseen_dtype(trainer: Any, role: str, checkpoint: str, *, obeyed: bool) ->
 def foreseen_provider(trainer: Any, role: str, checkpoint: str, *, obeyed: bool) -> Any:
     """The provider's ``bf16``, ``fp16`` and ``params_dtype`` in a worker, before Megatron checks.
 
-    ``foreseen_dtype`` has the arguments.
+    The docstring of ``foreseen_dtype`` describes the arguments.
     """
     written = getattr(trainer, role).megatron_config.transformer_config_kwargs or {}
     provider = SimpleNamespace(

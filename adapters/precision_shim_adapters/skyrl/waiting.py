@@ -26,7 +26,7 @@ from ..megatron.buffers import grad_buffers
 from .megatron import TRAIN
 
 GROUP = "megatron adapters"
-"""The group of the seams at the store."""
+"""The group of the seams at SkyRL's store of LoRA adapters."""
 
 _STORE = f"{TRAIN}.workers.megatron.adapter_store:AdapterStore"
 _HERE: dict[str, Any] = {

@@ -84,7 +84,7 @@ def at_clear(undo: Callable[[], object]) -> None:
 def audits() -> list[Audit]:
     """Return the latest audit of each optimizer that was not garbage-collected, the oldest first.
 
-    Forgets the audits of the others.
+    Forgets the audits of all other optimizers.
     """
     for number, owner in list(_owners.items()):
         if owner() is None:

@@ -74,7 +74,7 @@ class AuditPart:
         name: one of ``"model"``, ``"dense"`` and ``"experts"`` (experts have their
             own data-parallel group). A second part of the same name gets a number: ``"model 2"``.
         optimizer: name of the optimizer's class.
-        data_parallel_size: number of ranks in the part's data-parallel group.
+        data_parallel_size: number of data-parallel ranks that share this part of the model.
         parameters: number of the model's parameters that the optimizer trains.
         owned: number of trained parameters whose states this rank stores.
         scaler: class name of the loss scaler, or ``None``.

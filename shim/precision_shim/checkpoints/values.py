@@ -16,7 +16,7 @@ from .tensors import Tensor, item_size
 __all__ = ["are_numbers", "narrower", "samples"]
 
 _LEAST = 64 << 10
-"""Minimum number of bytes to read from each piece."""
+"""Minimum number of bytes to read from each piece of a tensor."""
 
 
 _PIECES = 512

@@ -137,7 +137,7 @@ def read_launch_line(
         options: the options that the user gives in addition to the command.
 
     Raises:
-        PlanError: no word is an entry point of a framework.
+        PlanError: no word of the command line is an entry point of a framework.
     """
     environ = {}
     by_package = {

@@ -34,7 +34,7 @@ _PACKED = re.compile(r"(_packed|qweight|qzeros|_blocks)$")
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter, or the equal parameters of several experts.
+    """A parameter, or parameters of several experts that have the same shape.
 
     Attributes:
         name: the parameter's name in transformers, with ``*`` in place of an expert's number.

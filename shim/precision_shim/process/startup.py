@@ -1,4 +1,4 @@
-"""Start-up in a process whose environment switches the shim on: wait for a framework's import.
+"""Start-up: an import hook in a process whose environment switches the shim on.
 
 Every process of a cluster may inherit ``PRECISION_SHIM``, pip and compile workers included. The
 file ``zz_precision_shim.pth`` therefore only executes ``zz_precision_shim.py``, whose finder waits
@@ -32,7 +32,7 @@ _waiting: "Watcher | None" = None
 
 
 def init() -> None:
-    """Wait for a framework's import if the environment switches the shim on; once per process."""
+    """Install an import hook if the environment switches the shim on; once per process."""
     global _called, _waiting
     try:
         # A second thread that imports a framework waits here until the shim is in place.

@@ -73,7 +73,7 @@ class Site:
 
 
 class Sites:
-    """All symbols that an engine has patched. Callers must hold the engine's lock."""
+    """All symbols that an engine has patched. Callers must hold the lock of the seam engine."""
 
     def __init__(self) -> None:
         """Start with no patched symbols at all."""
@@ -101,7 +101,7 @@ class Sites:
             self._rebuild(site)
 
     def take_out(self, group: Group) -> None:
-        """Remove a group's layers, except those that another group needs."""
+        """Remove a group's wrappers, except those that another group needs."""
         for site in list(self._sites):
             for layer in list(site.layers):
                 layer.groups.discard(group)

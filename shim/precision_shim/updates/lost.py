@@ -131,7 +131,7 @@ def share(figures: Iterable[Figures], name: str) -> float | None:
 
 
 def metrics(figures: Sequence[Figures], prefix: str = "") -> dict[str, float]:
-    """Return the measured shares, keyed by their names in a framework's metrics."""
+    """Return the measured shares of lost updates, keyed by their names in a framework's metrics."""
     shares = {name: share(figures, name) for name in METRICS}
     return {
         f"{prefix}{METRICS[name]}": share for name, share in shares.items() if share is not None

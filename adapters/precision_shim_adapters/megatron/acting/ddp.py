@@ -35,7 +35,7 @@ _FSDP = "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParal
 
 _told: weakref.WeakKeyDictionary[Any, torch.dtype] = weakref.WeakKeyDictionary()
 """Maps a DDP module, if the user configured its bucket's dtype, to the dtype of the main grads that
-``build_ddp`` compared with the bucket's dtype. ``optimizer.check`` reads the entries."""
+``build_ddp`` compared with the bucket's dtype. ``optimizer.check`` reads this mapping."""
 
 
 def find_noted_dtype(chunk: Any) -> torch.dtype | None:

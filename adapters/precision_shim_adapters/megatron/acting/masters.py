@@ -126,7 +126,7 @@ def reload_masters(framework: str, subject: str, optimizer: Any) -> None:
 
 
 def _each(optimizer: Any) -> Iterator[Any]:
-    """Yield the single optimizers of a chain and its inner chains, if they have parameters."""
+    """Yield each optimizer with parameters in a chain, and in the chains within this chain."""
     # Megatron's layer-wise optimizer is a chain within a chain. Reading ``optimizer`` of a chain of
     # several optimizers raises an error.
     chained = getattr(optimizer, "chained_optimizers", None)

@@ -255,7 +255,7 @@ def keep_one_scale(call: Call) -> Any:
             other.load_state_dict(before)
     found_inf = call.proceed()
     if found_inf:
-        for scaler in scalers:  # scalers that found no overflow must count one, too
+        for scaler in scalers:  # scalers that found no overflow must count the overflow, too
             scaler.load_state_dict(before)
             scaler.update(True)
     return found_inf

@@ -43,7 +43,7 @@ class Answer:
     """The result of an optimizer's ``prepare_grads``.
 
     Attributes:
-        found: whether it found an overflow.
+        found: whether ``prepare_grads`` found an overflow.
         parts: the ``Answer``s of a chain's optimizers.
         before: the first scaler's state before.
         after: this scaler's scale after.
