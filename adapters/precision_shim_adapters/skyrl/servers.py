@@ -43,7 +43,7 @@ class AskAfterSync:
     Args:
         app: the application that the middleware wraps.
         engine: the server's engine.
-        whose: framework and role of the engine.
+        whose: framework, role and name of the engine.
     """
 
     def __init__(self, app: Any, engine: Any, whose: Whose) -> None:

@@ -101,7 +101,7 @@ class Sites:
             self._rebuild(site)
 
     def take_out(self, group: Group) -> None:
-        """Remove a group's wrappers, except those that another group needs."""
+        """Remove a group's layers, except those that another group needs."""
         for site in list(self._sites):
             for layer in list(site.layers):
                 layer.groups.discard(group)
