@@ -31,6 +31,9 @@ from .megatron.resuming import foretelling as resuming
 ENGINE = "areal.engine.megatron_engine"
 STATES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 _SCALER = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+OF_ADAM = {"optimizer": "type", "adam_beta2": "beta2", "clip_grad": "gradient_clipping"}
+"""Maps fields of Megatron's OptimizerConfig to keys of AReaL's ``optimizer`` section."""
+KEYS = {**OF_ADAM, **{name: name for name in _SCALER}}
 
 
 def read(engine: Any) -> Wishes:
@@ -38,7 +41,8 @@ def read(engine: Any) -> Wishes:
     ours, theirs = engine.optimizer_config, engine.mcore_config
     asked: dict[str, Any] = {}
     if ours is not None:
-        asked = {"optimizer": ours.type, "adam_beta2": ours.beta2, **_written(ours, _SCALER)}
+        asked = {name: getattr(ours, key) for name, key in OF_ADAM.items()}
+        asked.update(_written(ours, _SCALER))
     asked.update(_written(theirs, (megatron.PRECISION_AWARE, *STATES)))
     if theirs.fp8_config is not None:
         asked["fp8_recipe"] = theirs.fp8_config.recipe

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,15 +16,18 @@ from precision_shim.adapting import versioned
 from precision_shim.errors import PlanError
 from precision_shim.planning.calling import call_quietly
 from precision_shim.planning.command import Job, syntax_of
+from precision_shim.planning.record import Problem
 from precision_shim.planning.request import Request
 from precision_shim.planning.values import no_adapters
 
-from .areal import STATES, read
+from .areal import KEYS, STATES, read
 from .megatron import PRECISION_AWARE
+from .megatron.deciding.numbers import STYLES
 from .megatron.planning.plan import MegatronModel
 from .megatron.planning.sizes import Sizes
 
 _ROLES = ("actor", "critic", "ref")
+_STYLES = tuple(style for style in STYLES if style != "WSD")  # AReaL passes no steps of WSD
 
 
 def plan_job(job: Job) -> Request:
@@ -38,7 +42,9 @@ def plan_job(job: Job) -> Request:
         f"without the shim AReaL keeps whole fp32 master weights, also where {PRECISION_AWARE} is "
         "on: 2 bytes per parameter more than such a model is counted here",
     )
-    aware = any(model.wishes.precision_aware_by_itself for model in models)
+    aware = any(
+        model.wishes.precision_aware_by_itself and model.dtype is torch.bfloat16 for model in models
+    )
     version = versioned("areal").partition(" ")[2] or None
     world = models[0].sizes.world
     return Request("areal", version, world, models, megatron=True, notes=notes if aware else ())
@@ -127,7 +133,28 @@ def _models(job: Job, config: Any) -> Iterator[MegatronModel]:
             bucket_key=f"{role}.megatron.ddp.grad_reduce_in_fp32",
             place=str(getattr(strategy, "target", None) or role),
             takes_name=lambda name: isinstance(getattr(torch, name, None), torch.dtype),
+            keys={name: f"{role}.optimizer.{key}" for name, key in KEYS.items()},
+            known=vars(section.megatron),
+            prefix="++",
+            illegal=tuple(_illegal(section, role)),
         )
+
+
+def _illegal(section: Any, role: str) -> Iterator[Problem]:
+    """Yield a problem for each value with which AReaL's engine makes no optimizer or scheduler."""
+    ours, where = section.optimizer, f"{role}.optimizer"
+    if ours is None:
+        return
+    if not section.megatron.ddp.use_distributed_optimizer:
+        key = f"{role}.megatron.ddp.use_distributed_optimizer"
+        fault = "AReaL's checkpoints need the distributed optimizer"
+        yield Problem("flags", role, key, fault, "Write true, or leave it out.")
+    if not 0 <= ours.lr < math.inf:
+        fault = f"Megatron's scheduler refuses {ours.lr}"
+        yield Problem("number", role, f"{where}.lr", fault, "Write a number from 0.")
+    if ours.lr_scheduler_type not in _STYLES:
+        fault = f"AReaL cannot use {ours.lr_scheduler_type!r}; allowed: {', '.join(_STYLES)}"
+        yield Problem("number", role, f"{where}.lr_scheduler_type", fault, "Write one of them.")
 
 
 def _as_engine(section: Any) -> Any:

@@ -32,6 +32,8 @@ TRAINER = "swift.megatron.trainers.base"
 METRICS = "ms-swift metrics"
 STATES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 _FIELDS = (megatron.PRECISION_AWARE, *STATES, "optimizer_cpu_offload", "optimizer_cuda_graph")
+_ALWAYS = ("optimizer", "adam_beta2", "clip_grad", "optimizer_offload_fraction")
+"""Arguments whose default may differ from the default of Megatron's OptimizerConfig."""
 
 
 def read(args: Any, kind: Any = None) -> Wishes:
@@ -51,7 +53,7 @@ def read(args: Any, kind: Any = None) -> Wishes:
     return Wishes(
         where=f"{versioned('ms-swift', 'swift')}, megatron's arguments",
         subject="model",
-        asked={**asked, "optimizer": args.optimizer, "adam_beta2": args.adam_beta2},
+        asked={**asked, **{name: getattr(args, name) for name in _ALWAYS}},
         declared=args.torch_dtype,
         native={torch.float16: {"fp16": True}},
         blockers=("Megatron-FSDP keeps gradients and states in its own buffers",)

@@ -30,6 +30,7 @@ _CLASSES = {
     "rlhf": "MegatronRLHFArguments",
 }
 _GPUS = "NPROC_PER_NODE"
+_ADAPTERS = ("adapters", "ref_adapters", "mcore_adapter", "mcore_ref_adapter")
 
 
 def plan_job(job: Job) -> Request:
@@ -43,6 +44,9 @@ def plan_job(job: Job) -> Request:
     where = _where()
     if args.tuner_type != "full":
         raise no_adapters(f"{where}, --tuner_type {args.tuner_type}", "--tuner_type full")
+    for name in _ADAPTERS:  # with any of them ms-swift turns "full" into "lora"
+        if getattr(args, name, None):
+            raise no_adapters(f"{where}, --{name}", f"without --{name}")
     if args.use_megatron_fsdp:
         raise PlanError(
             f"{where}, --use_megatron_fsdp: it is not planned. Plan the job without it."
@@ -57,13 +61,12 @@ def plan_job(job: Job) -> Request:
     planned = MegatronModel(
         read(args, kind),
         model,
-        read_sizes(
-            world, _GPUS, "megatron", vars(args), sequence_parallel=bool(args.sequence_parallel)
-        ),
+        read_sizes(world, _GPUS, "--", vars(args), sequence_parallel=bool(args.sequence_parallel)),
         args.torch_dtype,
         bucket_in_fp32=bool(args.accumulate_allreduce_grads_in_fp32),
         key="--{}",
         bucket_key="--accumulate_allreduce_grads_in_fp32",
+        known=vars(args),
     )
     others = [name for name in ("ref_model", "teacher_model") if getattr(args, name, None)]
     notes = [f"not counted: the model of --{name}" for name in others]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from precision_shim.cli import main
 
+from ..plan.models import QWEN25_7B
 from .cpu import ARGUMENTS, import_trainer
 
+ADAPTERS = ("adapters", "ref_adapters", "mcore_adapter", "mcore_ref_adapter")
 LINE = ("PRECISION_SHIM=1", "NPROC_PER_NODE=8", "megatron", "sft", "--model", "none")
 
 
@@ -44,6 +47,7 @@ def test_a_job_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
         (("--exp_avg_dtype", "bf17"), "invalid choice: 'bf17'"),
         (("--lr", "abc"), "argument --lr: invalid float value: 'abc'"),
         (("--tuner_type", "lora"), "LoRA"),
+        *(((f"--{name}", "none"), f"--{name}: LoRA") for name in ADAPTERS),
         (("--use_megatron_fsdp", "true"), "use_megatron_fsdp"),
     ],
 )
@@ -83,3 +87,64 @@ def test_both_16_bit_dtypes(capsys: pytest.CaptureFixture[str]) -> None:
 def test_arguments_in_a_file_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     code, text = plan(capsys, "megatron", "sft", "job.yaml")
     assert (code, "job.yaml" in text) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("share", "host"), [((), 16), (("--optimizer_offload_fraction", "0.5"), 8)], ids=str
+)
+def test_the_offloaded_share(
+    capsys: pytest.CaptureFixture[str], share: tuple[str, ...], host: int
+) -> None:
+    from swift.megatron.arguments import MegatronSftArguments
+
+    assert MegatronSftArguments.optimizer_offload_fraction == 1.0  # in Megatron alone it is 0
+    code, found = plan(
+        capsys, "NPROC_PER_NODE=1", *LINE[2:], "--optimizer_cpu_offload", "true", *share
+    )
+    assert code == 0
+    (part,) = found["models"][0]["after"][0]["parts"]
+    assert sum(one["host"] for one in part["components"].values()) == host * 10**9
+
+
+def test_fp16_gradients_that_are_not_clipped(capsys: pytest.CaptureFixture[str]) -> None:
+    narrow = ("--torch_dtype", "float16", "--use_precision_aware_optimizer", "true")
+    line = ("PRECISION_SHIM_FEATURES=-grad-bucket-alignment", *LINE, *narrow)
+    assert [plan(capsys, *line, "--clip_grad", clip)[0] for clip in ("1", "0")] == [1, 0]
+
+
+def test_the_layers_of_the_first_and_the_last_stage(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN25_7B))
+
+    def planned(*words: str) -> tuple[int, Any]:
+        with pytest.raises(SystemExit) as end:
+            main(["plan", "--model", str(tmp_path), "--json", "--", *LINE, *words])
+        return int(str(end.value)), json.loads(capsys.readouterr().out)
+
+    def stages(found: Any) -> list[int]:
+        (model,) = found["models"]
+        return [stage["parts"][0]["parameters"] for stage in model["before"]]
+
+    halves = ("--pipeline_model_parallel_size", "2")
+    first = ("--decoder_first_pipeline_num_layers", "4")
+    (_, even), (code, uneven) = planned(*halves), planned(*halves, *first)
+    assert code == 0
+    layer = (stages(even)[0] - stages(uneven)[0]) // 10  # 14 layers on each of two stages, then 4
+    assert stages(uneven)[1] - stages(even)[1] == 10 * layer > 0
+    code, found = planned("--pipeline_model_parallel_size", "0")
+    assert [one["key"] for one in found["problems"]] == ["--pipeline_model_parallel_size"]
+
+
+@pytest.mark.parametrize("memory", ["3.4", "2.6"])
+def test_ms_swift_takes_the_lines_that_a_search_finds(
+    capsys: pytest.CaptureFixture[str], memory: str
+) -> None:
+    options = ["--parameters", "500M", "--transformer-engine", "2.11.0"]
+    with pytest.raises(SystemExit):
+        main(["plan", *options, "--search", "--gpu-memory", memory, "--", *LINE])
+    lines = capsys.readouterr().out.splitlines()
+    found = [one.strip() for one in lines if one.startswith("    --")]
+    assert found, lines
+    code, _ = plan(capsys, *LINE, *found)
+    assert code == 0

@@ -192,7 +192,7 @@ def settle(build: Build, *, native: bool = False) -> Settled:
     else:
         asked = coerce_written(wishes.asked, wishes.where)
     fp16, scales = build.dtype is torch.float16, in_force(build.framework, SCALING, GROUP)
-    if scales and (fp16 or asked.get("fp16")) and not asked.get("loss_scale"):
+    if (fp16 or asked.get("fp16")) and not asked.get("loss_scale"):
         check_numbers(asked, SCALER, wishes.where)
     if scales and fp16:
         added.update(scaler_fields(wishes, asked, current_settings()))

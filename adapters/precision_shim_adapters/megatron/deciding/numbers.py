@@ -24,19 +24,22 @@ MAY_BE_NULL = ("weight_decay", "decoupled_lr", "loss_scale")
 """Megatron's scheduler overwrites ``weight_decay`` before the first step."""
 
 
-def not_numbers(fields: Mapping[str, Any], names: tuple[str, ...]) -> list[str]:
-    """List the fields that are written and whose values are no numbers."""
+def refused_numbers(fields: Mapping[str, Any], names: tuple[str, ...]) -> list[str]:
+    """List the written fields whose values are no numbers, or not above 0 for the loss scaler.
+
+    Megatron's loss scaler ends the job at a bare assertion if a value is not above 0.
+    """
     return [
         name
         for name in names
         if name in fields
-        and not isinstance(fields[name], Real)
         and not (fields[name] is None and name in MAY_BE_NULL)
+        and (not isinstance(fields[name], Real) or (name in SCALER and not float(fields[name]) > 0))
     ]
 
 
 def check_numbers(fields: Mapping[str, Any], names: tuple[str, ...], where: str) -> None:
-    """Raise if a field that the shim computes with is no number.
+    """Raise if ``refused_numbers`` lists a field.
 
     Args:
         fields: fields of Megatron's OptimizerConfig that the user wrote.
@@ -44,11 +47,11 @@ def check_numbers(fields: Mapping[str, Any], names: tuple[str, ...], where: str)
         where: framework, version and key, for the message.
 
     Raises:
-        SettingsError: a field's value is no number.
+        SettingsError: a field's value is no number, or not above 0 for the loss scaler.
     """
-    for name in not_numbers(fields, names):
+    for name in refused_numbers(fields, names):
         allowed = "from 0 up to, but not including, 1" if name == BETA2 else "above 0"
         raise SettingsError(
-            f"{where}: {name}={fields[name]!r} is no number; allowed: a number {allowed}. Write "
-            "one, without quotes, or leave it out."
+            f"{where}: {name}={fields[name]!r} is no number that is allowed; allowed: a number "
+            f"{allowed}. Write one, without quotes, or leave it out."
         )

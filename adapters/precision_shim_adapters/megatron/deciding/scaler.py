@@ -43,7 +43,7 @@ def scaler_fields(wishes: Wishes, asked: Mapping[str, Any], settings: Settings) 
     fields = {key: value for key, value in fields.items() if key not in asked}
     first, least = ({**asked, **fields}[key] for key in ("initial_loss_scale", "min_loss_scale"))
     dynamic = not asked.get("loss_scale")
-    if dynamic and "initial_loss_scale" in fields and least is not None and first < least:
+    if dynamic and least is not None and first < least:
         place, key, way = wishes.where, "initial_loss_scale", "Write a higher one"
         if "loss_scale_init" in block:
             place, key, way = wishes.scaler_where, "loss_scale_init", "Raise it"

@@ -23,6 +23,9 @@ from ..deciding.wishes import PRECISION_AWARE
 from .decided import Asked, Holds, problems_of, side, with_shim
 
 _Model = TypeVar("_Model", bound=Asked)
+_BUCKET = "grad_reduce_in_fp32"
+_MEGATRONS_DEFAULT = "store_param_remainders"
+"""A field that is on in Megatron's OptimizerConfig unless the user turns it off."""
 
 _STEPS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     (
@@ -95,7 +98,10 @@ def variants(
             continue
         if problems_of(other, made, support, holds=holds):
             continue
-        lines = tuple(_line(asked, key, value) for key, value in fields.items())
+        lacking = () if asked.known is None else fields.keys() - {*asked.known, _BUCKET}
+        if set(lacking) - {_MEGATRONS_DEFAULT}:
+            continue
+        lines = tuple(_line(asked, *item) for item in fields.items() if item[0] not in lacking)
         cheaper.append((gives_up, lines, other))
     return cheaper
 
@@ -113,9 +119,8 @@ def _makes_sense(asked: Asked, fields: Mapping[str, Any], support: FusedAdamSupp
 
 
 def _line(asked: Asked, field: str, value: object) -> str:
-    key = asked.bucket_key if field == "grad_reduce_in_fp32" else asked.key.format(field)
     text = str(value).lower() if isinstance(value, bool) else str(value)
-    return f"{asked.prefix}{key}={text}"
+    return f"{asked.prefix}{asked.key_of(field)}={text}"
 
 
 def change(asked: _Model, **fields: Any) -> _Model:

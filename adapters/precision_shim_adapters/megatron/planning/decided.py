@@ -68,6 +68,8 @@ class Asked:
         notes: remarks about legal settings.
         takes_name: function that returns whether the framework accepts and converts a dtype name;
             ``None`` if the framework passes all dtype names to Megatron.
+        keys: maps optimizer fields to config keys that ``key`` does not give.
+        known: the optimizer fields that the framework's config has; ``None`` for all.
     """
 
     wishes: Wishes
@@ -86,11 +88,19 @@ class Asked:
     illegal: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
     takes_name: Callable[[str], bool] | None = None
+    keys: Mapping[str, str] = field(default_factory=dict)
+    known: Collection[str] | None = None
 
     @property
     def subject(self) -> str:
         """The model's name."""
         return self.wishes.subject
+
+    def key_of(self, name: str) -> str:
+        """The config's key of an optimizer field or of ``grad_reduce_in_fp32``."""
+        if name == "grad_reduce_in_fp32":
+            return self.bucket_key
+        return self.keys.get(name) or self.key.format(name)
 
 
 @dataclass(frozen=True)
@@ -222,8 +232,7 @@ def problems_of(
     subject = asked.wishes.subject
 
     def report(code: str, field: str, message: str, remedy: str) -> None:
-        key = asked.bucket_key if field == "grad_reduce_in_fp32" else asked.key.format(field)
-        problems.append(Problem(code, subject, key, message, remedy))
+        problems.append(Problem(code, subject, asked.key_of(field), message, remedy))
 
     aware = bool(fields.get(PRECISION_AWARE))
     _refuse_others(asked, fields)
@@ -264,7 +273,7 @@ def _texts(asked: Asked) -> Iterator[Problem]:
             yield Problem(
                 "dtype",
                 asked.wishes.subject,
-                asked.key.format(field_),
+                asked.key_of(field_),
                 f"{asked.wishes.where}: {field_}={value!r} is not turned into a dtype, as "
                 f"{COERCION} is not in force for this job",
                 f"Leave it out, or let the shim's {COERCION} act in the job.",

@@ -32,7 +32,7 @@ from precision_shim_adapters.megatron.deciding.legality import (
     release,
 )
 
-from ..deciding.numbers import NUMBERS, SCALER, not_numbers
+from ..deciding.numbers import NUMBERS, SCALER, refused_numbers
 from ..deciding.scaler import OWN_INITIAL, foreseen, foreseen_alone, unscaled
 from ..deciding.wishes import (
     ALIGNMENT,
@@ -109,7 +109,7 @@ def _no_names(asked: Asked) -> list[Problem]:
         Problem(
             "dtype",
             asked.wishes.subject,
-            asked.key.format(name),
+            asked.key_of(name),
             f"{asked.wishes.where}: {name}={value!r} is no name of a dtype",
             "Write a name, such as fp32 or bf16.",
         )
@@ -122,7 +122,7 @@ def _no_names(asked: Asked) -> list[Problem]:
 
 
 def _no_numbers(asked: Asked) -> list[Problem]:
-    """List values of Adam and the loss scaler that are not numbers, such as a string or null."""
+    """List values that Adam or the loss scaler refuses, such as a string, null or 0."""
     written = asked.wishes.asked
     names: tuple[str, ...] = (*NUMBERS, "loss_scale")
     names += ("optimizer_offload_fraction",) * bool(written.get(_OFFLOAD))
@@ -132,11 +132,11 @@ def _no_numbers(asked: Asked) -> list[Problem]:
         Problem(
             "number",
             asked.wishes.subject,
-            asked.key.format(name),
-            f"{asked.wishes.where}: {name}={written[name]!r} is no number",
-            "Write a number, without quotes.",
+            asked.key_of(name),
+            f"{asked.wishes.where}: {name}={written[name]!r} is no number that is allowed",
+            f"Write a number{' above 0' if name in SCALER else ''}, without quotes.",
         )
-        for name in not_numbers(written, names)
+        for name in refused_numbers(written, names)
     ]
 
 
@@ -174,7 +174,7 @@ def plan_model(
     try:
         sides = [side(asked, without_shim(support)), side(asked, on)]
     except DtypeError as error:
-        key = asked.key.format(error.key or "dtype")
+        key = asked.key_of(error.key or "dtype")
         return None, [*problems, Problem.of(error, subject, key)]
     if asked.wishes.trains:
         problems += problems_of(asked, sides[1], support, holds=holds)

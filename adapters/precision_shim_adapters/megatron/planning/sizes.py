@@ -91,6 +91,12 @@ FIELDS = {
 }
 """Maps the attributes of ``Sizes`` to their names in Megatron's and every framework's config."""
 
+_FLAGS = {
+    "first": "decoder_first_pipeline_num_layers",
+    "last": "decoder_last_pipeline_num_layers",
+}
+"""The names that Megatron's command line has for fields of its transformer config."""
+
 UNEVEN = ("first", "last", "count_embedding", "count_loss", "stages")
 """Attributes of ``Sizes`` for fields of Megatron's transformer config. Some frameworks nest these
 fields in a section."""
@@ -111,18 +117,20 @@ def read_sizes(
     Args:
         world: number of GPUs.
         world_key: the config's key of the number of GPUs.
-        key: the config's key of the section.
+        key: the config's key of the section, or ``--`` for command-line arguments.
         section: the section.
         sequence_parallel: whether sequence parallelism is on.
         within: the key of a nested section, if there is one.
         within_names: names of the sizes that are read from the nested section.
     """
     inner = (section.get(within) if within else None) or {}
-    values, keys = {}, {"world": world_key, "sequence_parallel": f"{key}.sequence_parallel"}
-    for name, field_ in FIELDS.items():
+    key = key if key == "--" else f"{key}."
+    values, keys = {}, {"world": world_key, "sequence_parallel": f"{key}sequence_parallel"}
+    fields = {**FIELDS, **{name: flag for name, flag in _FLAGS.items() if flag in section}}
+    for name, field_ in fields.items():
         there = bool(within) and name in within_names
         value = (inner if there else section).get(field_)
-        keys[name] = f"{key}.{within}.{field_}" if there else f"{key}.{field_}"
+        keys[name] = f"{key}{within}.{field_}" if there else f"{key}{field_}"
         if value is not None:
             values[name] = value
     return Sizes(world, sequence_parallel=sequence_parallel, keys=keys, **values)
