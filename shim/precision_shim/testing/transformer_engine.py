@@ -17,13 +17,15 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
 import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -34,7 +36,6 @@ __all__ = ["StandIn", "real_transformer_engine", "stand_in_transformer_engine"]
 
 _LEAF = "transformer_engine.pytorch.optimizers"
 _MARK = "__precision_shim_stand_in__"
-_MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -127,13 +128,16 @@ def stand_in_transformer_engine(version: str | None = None) -> Iterator[StandIn]
         version = DEFAULT_VERSION if version is None else version
         stand_in = StandIn(version, fused_adam_for(version), "stand-in")
 
-    undo = _Undo()
     leaf = _leaf(stand_in)
-    try:
-        undo.set_item(sys.modules, _LEAF, leaf)
+    with ExitStack() as undo:
+        if _LEAF in sys.modules:
+            undo.callback(sys.modules.__setitem__, _LEAF, sys.modules[_LEAF])
+        else:
+            undo.callback(sys.modules.pop, _LEAF, None)
+        sys.modules[_LEAF] = leaf
         parent = sys.modules.get("transformer_engine.pytorch")
         if parent is not None:
-            undo.set_attr(parent, "optimizers", leaf)
+            undo.enter_context(mock.patch.object(parent, "optimizers", leaf, create=True))
         patches = _megatron_patches(stand_in)
         for name, patch in patches.items():
             module = sys.modules.get(name)
@@ -141,10 +145,8 @@ def stand_in_transformer_engine(version: str | None = None) -> Iterator[StandIn]
                 patch(module, undo)
         finder = _AfterImport(patches, undo, leaf)
         sys.meta_path.insert(0, finder)
-        undo.call(lambda: sys.meta_path.remove(finder))
+        undo.callback(sys.meta_path.remove, finder)
         yield stand_in
-    finally:
-        undo.everything()
 
 
 def _leaf(stand_in: StandIn) -> types.ModuleType:
@@ -170,18 +172,12 @@ def _check_with(real_adam: type[Any], version: str) -> type[FusedAdam]:
         base.__init__(self, params, *args, **kwargs)
 
     # Megatron reads the signature to find out which arguments the class accepts.
-    __init__.__signature__ = _signature(real_init)  # type: ignore[attr-defined]
+    __init__.__signature__ = inspect.signature(real_init)  # type: ignore[attr-defined]
     members = {"__init__": __init__, "te_version": version, "__doc__": base.__doc__}
     return type("FusedAdam", (base,), members)
 
 
-def _signature(function: Callable[..., Any]) -> Any:
-    import inspect
-
-    return inspect.signature(function)
-
-
-_Patch = Callable[[types.ModuleType, "_Undo"], None]
+_Patch = Callable[[types.ModuleType, ExitStack], None]
 
 
 def _megatron_patches(stand_in: StandIn) -> dict[str, _Patch]:
@@ -207,17 +203,17 @@ def _megatron_patches(stand_in: StandIn) -> dict[str, _Patch]:
     }
 
     def with_values(new: dict[str, Any]) -> _Patch:
-        def patch(module: types.ModuleType, undo: _Undo) -> None:
+        def patch(module: types.ModuleType, undo: ExitStack) -> None:
             for name, value in new.items():
                 if hasattr(module, name):
-                    undo.set_attr(module, name, value)
+                    undo.enter_context(mock.patch.object(module, name, value))
 
         return patch
 
-    def version_cache(module: types.ModuleType, undo: _Undo) -> None:
+    def version_cache(module: types.ModuleType, undo: ExitStack) -> None:
         parse = getattr(module, "PkgVersion", None)
         if parse is not None and hasattr(module, "_te_version"):
-            undo.set_attr(module, "_te_version", parse(stand_in.version))
+            undo.enter_context(mock.patch.object(module, "_te_version", parse(stand_in.version)))
 
     patches = {name: with_values(new) for name, new in values.items()}
     patches["megatron.core.utils"] = version_cache
@@ -231,7 +227,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     the same values as without the stand-in. Undoing the patch restores the module's own values.
     """
 
-    def __init__(self, patches: dict[str, _Patch], undo: _Undo, leaf: types.ModuleType) -> None:
+    def __init__(self, patches: dict[str, _Patch], undo: ExitStack, leaf: types.ModuleType) -> None:
         self._patches = patches
         self._undo = undo
         self._leaf = leaf
@@ -290,40 +286,3 @@ class _PatchingLoader(importlib.abc.Loader):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
-
-
-class _Undo:
-    def __init__(self) -> None:
-        self._steps: list[Callable[[], None]] = []
-
-    def call(self, step: Callable[[], None]) -> None:
-        self._steps.append(step)
-
-    def set_attr(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute, even an inherited or missing one; ``_Undo.everything`` restores it."""
-        before = vars(owner).get(name, _MISSING)
-
-        def back() -> None:
-            if before is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
-
-        setattr(owner, name, value)
-        self._steps.append(back)
-
-    def set_item(self, mapping: dict[str, Any], key: str, value: Any) -> None:
-        before = mapping.get(key, _MISSING)
-
-        def back() -> None:
-            if before is _MISSING:
-                mapping.pop(key, None)
-            else:
-                mapping[key] = before
-
-        mapping[key] = value
-        self._steps.append(back)
-
-    def everything(self) -> None:
-        while self._steps:
-            self._steps.pop()()
