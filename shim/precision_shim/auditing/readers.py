@@ -7,7 +7,7 @@ own optimizers.
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -53,8 +53,7 @@ def read_optimizers(
     readings: list[Reading] = []
     for place, several in groups.items():
         if place:
-            module, _, name = place.partition(":")
-            readings += getattr(importlib.import_module(module), name)(chunks, several)
+            readings += pkgutil.resolve_name(place)(chunks, several)
         else:
             readings += read_torch(chunks, several, scaler)
     if not readings:

@@ -7,7 +7,7 @@ The adapter whose seams load a kind of checkpoint also predicts the resume, by t
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import pkgutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -117,9 +117,8 @@ def foretell(part: Part, here: Here) -> Outcome:
     place = row.resuming.get(part.kind)
     if place is None:
         return Outcome(NOT_HERE, f"{part.framework} resumes from no such files")
-    module, _, name = place.partition(":")
     try:
-        outcome: Outcome = getattr(importlib.import_module(module), name)(part, here)
+        outcome: Outcome = pkgutil.resolve_name(place)(part, here)
     except PrecisionShimError as error:  # the installed packages do not support a config value
         return Outcome(FAILS, str(error).rstrip("."))
     return outcome

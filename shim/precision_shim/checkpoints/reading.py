@@ -6,8 +6,8 @@ fp32 masters are really remainders (int16 low bits), and whether fp32 moments we
 
 from __future__ import annotations
 
-import importlib
 import math
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
@@ -65,7 +65,7 @@ def _sort(part: Part) -> None:
     readers = checkpoint_readers(part.framework)
     for unit in part.units:
         place = readers.get(unit.kind)
-        take = _resolve(place) if place else _take
+        take = pkgutil.resolve_name(place) if place else _take
         take(unit, part)
     for directory, kind in part.beside:
         if not part.held.get(PARAMS):
@@ -73,12 +73,6 @@ def _sort(part: Part) -> None:
             _take(part.weights[-1], part)
     part.scaler = _scaler_of(part)
     _look_at_values(part)
-
-
-def _resolve(place: str) -> Callable[[Unit, Part], None]:
-    module, _, name = place.partition(":")
-    reader: Callable[[Unit, Part], None] = getattr(importlib.import_module(module), name)
-    return reader
 
 
 _OPTIMIZERS = ("optim", "optimizer", "optimizers")
@@ -224,8 +218,7 @@ def _look_at_values(part: Part) -> None:
     masters = set(part.dtypes(MASTER))
     if not masters:
         part.masters = NONE
-        return _look_at_moments(part)
-    if masters == {"int16"}:
+    elif masters == {"int16"}:
         part.masters = REMAINDERS
     elif find_spec("torch") is None:
         part.masters = UNKNOWN
@@ -235,10 +228,6 @@ def _look_at_values(part: Part) -> None:
 
         numbers = are_numbers(part, _SAMPLE)
         part.masters = UNKNOWN if numbers is None else NUMBERS if numbers else WHOLE
-    return _look_at_moments(part)
-
-
-def _look_at_moments(part: Part) -> None:
     if find_spec("torch") is None:
         return
     from .values import narrower

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -255,24 +256,13 @@ class Archive:
             raise CheckpointUnreadableError(f"{self.path}: its record {name!r} {fault}.")
         if known and self._little and _is_contiguous(shape, stride):
             size = item_size(dtype)
-            parts = (_Piece(self, label[2], start * size, elements * size),)
+            parts = (partial(self._piece, label[2], start * size, elements * size),)
         return Tensor(".".join(map(str, keys)), dtype, elements, parts)
 
-    def content(self, key: str, start: int, count: int) -> bytes:
-        """Read ``count`` bytes of the archive's storage ``key``, beginning at byte ``start``."""
+    def _piece(self, key: str, start: int, size: int, most: int) -> bytes:
+        """Read at most ``most`` of the ``size`` bytes at byte ``start`` of the storage ``key``."""
         with self._open() as archive:
-            return self._member(archive, f"{self._root}data/{key}", start, count)
-
-
-@dataclass(frozen=True)
-class _Piece:
-    archive: Archive
-    key: str
-    start: int
-    size: int
-
-    def __call__(self, most: int) -> bytes:
-        return self.archive.content(self.key, self.start, min(most, self.size))
+            return self._member(archive, f"{self._root}data/{key}", start, min(most, size))
 
 
 def _reach(shape: tuple[int, ...], stride: Any) -> int:

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from ..errors import CheckpointUnreadableError
@@ -330,7 +331,7 @@ def _read_header(path: Path) -> dict[str, Tensor]:
             dtype = dtype_name(f"{_KINDS[match[1]]}{match[2]}" if match else code.lower())
             if not 0 <= start <= stop:
                 raise ValueError(f"{name} ends before it begins")
-            at = _Range(path, begin + start, stop - start)
+            at = partial(_read_range, path, begin + start, stop - start)
             tensors[name] = Tensor(name, dtype, count_of(entry["shape"]), (at,))
             if stop - start < tensors[name].bytes and dtype in SIZES:
                 raise ValueError(f"{name} has {stop - start} bytes of {tensors[name].bytes}")
@@ -347,13 +348,7 @@ def _read_header(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-@dataclass(frozen=True)
-class _Range:
-    path: Path
-    start: int
-    size: int
-
-    def __call__(self, most: int) -> bytes:
-        with self.path.open("rb") as file:
-            file.seek(self.start)
-            return file.read(min(most, self.size))
+def _read_range(path: Path, start: int, size: int, most: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(min(most, size))
