@@ -11,7 +11,7 @@ from ..errors import AuditError, DtypeError
 from ..precision.dtypes import accepted_names, name_of, parse_dtype
 from ..precision.moments import second_moment_can_decay
 from ..updates import lost, meters
-from .reading import SIXTEEN_BIT, Owned, Reading
+from .reading import SIXTEEN_BIT, Owned, Reading, Wanted
 from .record import COMPONENTS, AuditPart, Finding
 
 NOTHING = "none"
@@ -83,16 +83,16 @@ def problems(
                 "fp16 gradients vanish without one",
             )
         return
-    checks: dict[str, Callable[[], Iterable[tuple[str, str, str, str, str]]]] = {
-        "grad_buckets": lambda: _main_grads(reading),
-        "exp_avg": lambda: _moment(reading, "exp_avg"),
-        "exp_avg_sq": lambda: _moment(reading, "exp_avg_sq"),
-        "master": lambda: _masters(reading),
-        "params": lambda: _params(reading),
+    checks = {
+        "grad_buckets": _main_grads(reading, wanted),
+        "exp_avg": _moment(reading, wanted, "exp_avg"),
+        "exp_avg_sq": _moment(reading, wanted, "exp_avg_sq"),
+        "master": _masters(reading, wanted),
+        "params": _params(reading, wanted),
     }
-    for component, check in checks.items():
+    for component, found_there in checks.items():
         if component not in expected:
-            for finding in check():
+            for finding in found_there:
                 yield tell(*finding)
     if part.scaler is None and _is_fp16(reading):
         yield tell(
@@ -104,7 +104,7 @@ def problems(
         )
 
 
-def _teller(part: str | None, where: str) -> Callable[..., Finding]:
+def _teller(part: str, where: str) -> Callable[..., Finding]:
     def tell(code: str, component: str | None, expected: str, found: str, remedy: str) -> Finding:
         place = ", ".join(word for word in (where, part, component) if word)
         message = f"{place}: expected {expected}, found {found}: {remedy}."
@@ -124,9 +124,8 @@ def _is_fp16(reading: Reading) -> bool:
 _Told = Iterator[tuple[str, str, str, str, str]]
 
 
-def _main_grads(reading: Reading) -> _Told:
-    wanted = reading.wanted
-    if wanted is None or wanted.main_grads is None:
+def _main_grads(reading: Reading, wanted: Wanted) -> _Told:
+    if wanted.main_grads is None:
         return
     # The gradients of fp32 parameters are fp32, regardless of the config.
     wrong = {
@@ -142,25 +141,22 @@ def _main_grads(reading: Reading) -> _Told:
         yield "main-grads-dtype", "grad_buckets", due, _names(wrong), remedy
 
 
-def _moment(reading: Reading, component: str) -> _Told:
-    wanted: torch.dtype | None = getattr(reading.wanted, component)
-    if wanted is None or reading.wanted is None:
+def _moment(reading: Reading, wanted: Wanted, component: str) -> _Told:
+    dtype: torch.dtype | None = getattr(wanted, component)
+    if dtype is None:
         return
     states = (getattr(state, component) for state in reading.owned)
     found = {value.dtype for value in states if value is not None} | reading.later(component)
-    wrong = found - {wanted}
+    wrong = found - {dtype}
     if wrong:
-        due = name_of(wanted)
-        remedy = reading.wanted.remedy(
+        due = name_of(dtype)
+        remedy = wanted.remedy(
             "moment-dtype", due, component=component, optimizer=reading.optimizer
         )
         yield "moment-dtype", component, due, _names(wrong), remedy
 
 
-def _masters(reading: Reading) -> _Told:
-    wanted = reading.wanted
-    if wanted is None or not wanted.masters:
-        return
+def _masters(reading: Reading, wanted: Wanted) -> _Told:
     told = reading.foretold.master
     lacking: list[Owned] = []
     wrong: dict[tuple[str, str], None] = {}
@@ -193,9 +189,8 @@ def _masters(reading: Reading) -> _Told:
         yield ("master-dtype", "master", due_name, found_name, remedy)
 
 
-def _params(reading: Reading) -> _Told:
-    wanted = reading.wanted
-    if wanted is None or wanted.params is None:
+def _params(reading: Reading, wanted: Wanted) -> _Told:
+    if wanted.params is None:
         return
     found = {
         parameter.dtype for parameter in reading.trainable if parameter.dtype.is_floating_point
