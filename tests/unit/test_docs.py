@@ -78,12 +78,10 @@ def test_a_start_page_is_two_screens() -> None:
 
 PASSED_ON = {
     "precision_shim/reporting/journal.py": "what it is given",
-    "precision_shim/process/session.py": "errors of settings and seams, and the doctor's problems",
     "precision_shim/process/settings.py": "the error of a value, behind the argument that has it",
     "precision_shim/adapting.py": "what an adapter gives it, and the errors of settings",
     "precision_shim/auditing/sending.py": "what is wrong with a wire: docs/audit.md has it",
     "precision_shim/auditing/watching.py": "the audit's problems, which docs/audit.md has",
-    "precision_shim/updates/measuring.py": "notes of lost updates: docs/lost-updates.md has them",
     "precision_shim/checkpoints/checking.py": "the first of the files that are damaged",
     "precision_shim/checkpoints/finding.py": "what stands at a path instead of a checkpoint",
     "precision_shim/checkpoints/tensors.py": "what a reader found damaged",

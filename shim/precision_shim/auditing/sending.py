@@ -20,7 +20,6 @@ from ..precision.dtypes import name_of
 from ..process.session import current_settings
 from ..reporting import journal as _journal
 from ..updates.copies import mixed_dtype
-from ..updates.measuring import tell
 from ..updates.sampling import MOST_ELEMENTS, MOST_TENSORS, Sample, few
 from . import files, halves, kept
 from .contradictions import contradictions
@@ -199,7 +198,9 @@ class _Looker:
         except Exception as error:  # a failed audit must not end the training run
             self._failed = True
             who = " ".join(self._names)
-            tell(f"{who}: the weights that are sent to the rollout are not audited: {error!r}")
+            _journal.tell(
+                f"{who}: the weights that are sent to the rollout are not audited: {error!r}"
+            )
 
     def _look_at_own(self) -> None:
         gathered = shards_by_gathered(self._chunks)
@@ -274,7 +275,7 @@ def write(half: halves.Half) -> None:
     try:
         halves.write(directory, half)
     except OSError as error:
-        tell(files.not_written(directory, error))
+        _journal.tell(files.not_written(directory, error))
 
 
 def job() -> str:

@@ -13,7 +13,7 @@ from ..errors import InconsistentPrecisionError
 from ..process.session import current_settings
 from ..reporting import journal as _journal
 from ..updates import lost
-from ..updates.measuring import Meter, tell
+from ..updates.measuring import Meter
 from ..updates.watch import attach
 from . import files, kept
 from .looking import look
@@ -148,7 +148,7 @@ class _Watcher:
                 whole=False,
             )
         except Exception as error:  # a failed audit must not end the training run
-            self._tell(f"the audit of {type(optimizer).__name__} failed: {error!r}")
+            _journal.tell(f"the audit of {type(optimizer).__name__} failed: {error!r}")
             return None
         kept.put(self._number, audit)
         self._write(audit)
@@ -173,7 +173,7 @@ class _Watcher:
                     on_figures=self.take_figures,
                 )
         except Exception as error:  # a failed measurement must not end the training run
-            self._tell(f"{framework} {subject}: lost updates are not measured: {error!r}")
+            _journal.tell(f"{framework} {subject}: lost updates are not measured: {error!r}")
 
     def take_figures(self, meter: Meter) -> None:
         """Put a meter's measurements into the stored audit; print only the first measurements."""
@@ -228,8 +228,4 @@ class _Watcher:
         except OSError as error:
             problem = files.not_written(directory, error)
             kept.written(self._number, problem)
-            self._tell(problem)
-
-    @staticmethod
-    def _tell(text: str) -> None:
-        tell(text)
+            _journal.tell(problem)

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from ..auditing import kept
-from ..errors import PrecisionShimError, PrecisionShimWarning, SeamError, SettingsError
+from ..errors import PrecisionShimError, SeamError, SettingsError
 from ..reporting import journal as _journal
 from ..reporting.record import FrameworkStatus, SeamStatus, Status
 from ..seams import Adapter, Engine
@@ -378,16 +377,8 @@ def _summary(seams: Iterable[SeamStatus]) -> str:
 
 
 def _fault(framework: str, error: PrecisionShimError) -> None:
-    _report(str(error))
-
-
-def _report(text: str) -> None:
-    # Under the warning filter "error", a report must not make a framework's import fail, or stop
-    # uninstall() halfway.
-    try:
-        _journal.warn(text, stacklevel=None)
-    except PrecisionShimWarning:
-        _journal.say(text)
+    # Under the warning filter "error", a warning would make a framework's import fail.
+    _journal.tell(str(error))
 
 
 def _say_nothing(framework: str, error: PrecisionShimError) -> None:
@@ -407,7 +398,7 @@ def _retire(session: _Session) -> None:
     _journal.clear()
     kept.clear()
     for text in _left_behind:
-        _report(text)
+        _journal.tell(text)  # a warning as an error would stop uninstall() halfway
 
 
 def _given_environment() -> dict[str, str]:
@@ -429,14 +420,3 @@ def _export(session: _Session, resolved: Settings) -> None:
         before = session.exported.get(variable, (os.environ.get(variable), ""))[0]
         session.exported[variable] = before, value
         os.environ[variable] = value
-
-
-__all__ = [
-    "Any",
-    "current_settings",
-    "in_force",
-    "install",
-    "start",
-    "status",
-    "uninstall",
-]

@@ -60,6 +60,14 @@ def warn(message: str, stacklevel: int | None = 2) -> None:
             raise
 
 
+def tell(text: str) -> None:
+    """Warn the user; if a filter turns warnings into errors, only print the text."""
+    try:
+        warn(text, stacklevel=None)
+    except PrecisionShimWarning:
+        say(text)
+
+
 def clear() -> None:
     """Drop decisions and warnings, for a new ``install()`` and for tests."""
     with _lock:

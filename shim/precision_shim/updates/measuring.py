@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from ..errors import PrecisionShimWarning
 from ..precision.dtypes import name_of
 from ..reporting import journal as _journal
 from . import lost, meters
@@ -150,7 +149,7 @@ class Meter:
         self._say(f"lost updates are not measured: {reason}")
 
     def _say(self, what: str) -> None:
-        tell(f"{', '.join(self.names)}: {what}")
+        _journal.tell(f"{', '.join(self.names)}: {what}")
 
     def _look_before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self.unmeasured or torch.compiler.is_compiling() or _captures():
@@ -208,11 +207,11 @@ class Meter:
     ) -> _Before:
         sampled = self._read_sample(optimizer, group, tensors)
         ideal = self._rule.ideal(optimizer, group, sampled)
-        has_second = ideal.exp_avg_sq is not None
         # No rounding loses the update of an infinite number.
-        decays = None
+        decays = second = None
         if ideal.exp_avg_sq is not None:
-            decays = (ideal.exp_avg_sq < 0) & sampled.states["exp_avg_sq"].isfinite()
+            second = sampled.states["exp_avg_sq"]
+            decays = (ideal.exp_avg_sq < 0) & second.isfinite()
         return _Before(
             number,
             tensors,
@@ -220,7 +219,7 @@ class Meter:
             (ideal.update != 0) & sampled.weights.isfinite(),
             sampled.weights,
             decays,
-            sampled.states["exp_avg_sq"] if has_second else None,
+            second,
             self._rollout(tensors, copy, sampled.weights),
             group["lr"],
         )
@@ -366,7 +365,7 @@ class Meter:
         for group, (*_, message) in lost.findings(figures.to_dict(), part, where):
             if group not in self._warned:
                 self._warned.add(group)
-                tell(message)
+                _journal.tell(message)
 
 
 def _captures() -> bool:
@@ -407,11 +406,3 @@ def _count_copied(rows: Sequence[tuple[list[float], _Counted]]) -> Count | None:
         return None
     updates, stale = (sum(int(numbers[column]) for numbers, _ in copied) for column in (0, 4))
     return Count(_join(row.copy for _, row in copied), updates, stale)
-
-
-def tell(text: str) -> None:
-    """Warn the user; if a filter turns warnings into errors, only print the text."""
-    try:
-        _journal.warn(text, stacklevel=None)
-    except PrecisionShimWarning:
-        _journal.say(text)
