@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,7 +110,15 @@ def read_record(record: object, where: str) -> ScalerRecord:
     if not digest or record.get("digest") != digest:
         raise bad_record(where, "its content does not match its digest: the file is damaged")
     positive, whole = _number(above=0.0), _count(0)
-    read = _Reader(record, where)
+
+    def read(part: str, name: str, check: Callable[[Any], bool], allowed: str) -> Any:
+        inner = record.get(part) if part else record
+        value = inner.get(name) if isinstance(inner, Mapping) else None
+        if not check(value):
+            full = f"{part}.{name}" if part else name
+            raise bad_record(where, f"{full} is {value!r}; allowed: {allowed}")
+        return value
+
     scale = read("state", "scale", positive, "a finite float32 > 0")
     least = read("settings", "min_scale", positive, "a finite float32 > 0")
     if version > 1 and least > scale:
@@ -218,19 +226,6 @@ def lower_tracker(tracker: int, growth_interval: float) -> tuple[int, str]:
     if tracker <= most:
         return tracker, ""
     return most, f"growth tracker {most} and not {tracker}: it grows next step"
-
-
-class _Reader:
-    def __init__(self, record: Mapping[str, Any], where: str) -> None:
-        self._record, self._where = record, where
-
-    def __call__(self, part: str, name: str, check: Any, allowed: str) -> Any:
-        inner = self._record.get(part) if part else self._record
-        value = inner.get(name) if isinstance(inner, Mapping) else None
-        if not check(value):
-            full = f"{part}.{name}" if part else name
-            raise bad_record(self._where, f"{full} is {value!r}; allowed: {allowed}")
-        return value
 
 
 def _number(above: float, below: float = math.inf) -> Any:
