@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..errors import PlanError
 from ..process.foreseen import Foreseen
@@ -19,22 +19,11 @@ from . import shapes
 from .shapes import Model
 
 if TYPE_CHECKING:
+    from ..process.framework import Framework
     from ..process.settings import Settings
 
 _COMMAND = re.compile(r"[A-Za-z][\w-]*")
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
-
-
-class Known(Protocol):
-    """The fields of a framework's registry entry that this module reads."""
-
-    @property
-    def framework(self) -> str:
-        """The framework's name."""
-
-    @property
-    def packages(self) -> tuple[str, ...]:
-        """The framework's top-level packages."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +115,7 @@ class Job:
 
 
 def read_launch_line(
-    words: Sequence[str], known: Iterable[Known], settings: Settings, options: Options
+    words: Sequence[str], known: Iterable[Framework], settings: Settings, options: Options
 ) -> Job:
     """Find a job's framework and target in its launch command.
 

@@ -250,24 +250,21 @@ def refusals(name: str, seams: Iterable[SeamStatus]) -> list[str]:
     return texts
 
 
-def seams(
-    known: Sequence[SeamStatus], shown: Mapping[str, str] | None = None, indent: int = 2
-) -> Iterator[str]:
+def seams(known: Sequence[SeamStatus], shown: Mapping[str, str] | None = None) -> Iterator[str]:
     """Yield the table of seams: state, target, path, reason, why, upstream link, when to delete.
 
     Args:
         known: the seams.
         shown: words to show in place of some states' names.
-        indent: indentation of the features' names.
     """
     words = shown or {}
     for feature in dict.fromkeys(seam.feature for seam in known):
-        yield " " * indent + feature
+        yield f"  {feature}"
         for seam in known:
             if seam.feature != feature:
                 continue
             state = words.get(seam.state, seam.state)
-            yield from fold(f"{state:<8} {seam.target}", indent + 2, indent + 4)
+            yield from fold(f"{state:<8} {seam.target}", 4, 6)
             for label, text in (
                 ("on: ", seam.path),
                 ("", seam.reason),
@@ -276,7 +273,7 @@ def seams(
                 ("delete when: ", seam.delete_when),
             ):
                 if text:
-                    yield from fold(label + text, indent + 11, indent + 13)
+                    yield from fold(label + text, 13, 15)
 
 
 def _headline(status: Status) -> str:

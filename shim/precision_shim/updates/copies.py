@@ -66,7 +66,10 @@ def copies_of(reading: Reading, stepper: torch.optim.Optimizer, model: Any) -> C
     """
     by_tensor = {id(parameter.stepped): parameter for parameter in reading.owned}
     in_model = {p.dtype for p in (*reading.trainable, *_parameters(model))} & set(SIXTEEN_BIT)
-    otherwise = next(iter(in_model)) if len(in_model) == 1 else _compute_dtype(model)
+    if len(in_model) == 1:
+        (otherwise,) = in_model
+    else:  # rollout engines compute in bf16 by default
+        otherwise = mixed_dtype(model) or torch.bfloat16
     names = ((name, p) for chunk in _chunks(model) for name, p in chunk.named_parameters())
     kept = {id(p) for name, p in names if _KEPT.search(name)}
     own = [
@@ -91,11 +94,6 @@ def _chunks(model: Any) -> list[torch.nn.Module]:
 
 def _parameters(model: Any) -> list[torch.Tensor]:
     return [p for chunk in _chunks(model) for p in chunk.parameters() if p.requires_grad]
-
-
-def _compute_dtype(model: Any) -> torch.dtype:
-    """Return FSDP's 16-bit compute dtype, or else bf16, the default of rollout engines."""
-    return mixed_dtype(model) or torch.bfloat16
 
 
 def mixed_dtype(model: Any) -> torch.dtype | None:
