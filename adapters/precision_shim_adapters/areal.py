@@ -1,8 +1,8 @@
 """precision_shim for AReaL: dtype names, dtypes of the optimizer's states, and fp16.
 
 AReaL's MegatronEngine sets the dtypes of the optimizer's states after Megatron has validated its
-OptimizerConfig. Fields that the validation derives from these dtypes are therefore wrong: with
-``adam_bf16`` the optimizer keeps fp32 master weights beside the parameters. AReaL's loss scaler
+OptimizerConfig. Fields that the validation derives from the states' dtypes are therefore wrong:
+with ``adam_bf16`` the optimizer keeps fp32 masters beside the parameters. AReaL's loss scaler
 settings do not reach Megatron. AReaL's engine itself multiplies its loss by ``get_loss_scale()``
 and accepts a skipped step.
 
@@ -106,7 +106,7 @@ def build(call: Call) -> None:
     aliases=(f"{ENGINE}:get_megatron_optimizer",),
 )
 def settle(call: Call, config: Any, model_chunks: Any) -> Any:
-    """Set the fields that the shim chose on a copy of the config, and validate the copy again."""
+    """Copy the config, set the fields that the shim chose, and validate the copy."""
     return megatron.settle_made(call, "areal", config, model_chunks, stale=True)
 
 

@@ -1,6 +1,6 @@
 """Plan slime's and miles' jobs from their launch lines, with the trainers' own parsers.
 
-Both trainers read their own flags, Megatron's training flags and SGLang's flags. The plan ignores
+slime and miles read their own flags, Megatron's training flags and SGLang's flags. The plan ignores
 SGLang's flags, because they do not concern the trainer and SGLang needs a GPU's packages.
 """
 
@@ -33,7 +33,7 @@ from .megatron.planning.plan import MegatronModel
 from .megatron.planning.sizes import read_sizes
 
 _READ: dict[str, Callable[[Any, str], Wishes]] = {"slime": slime.read, "miles": miles.read}
-"""The functions that read the flags, in the worker as well."""
+"""The functions that read the flags in the plan and in the worker."""
 
 _LEFT_OUT = ("sglang", "sglang_router")
 _ROLLOUT = ("--sglang-", "--router-", "--eval-sglang-")
@@ -168,7 +168,7 @@ def _parse_miles(own: Any, theirs: Any, add: Callable[..., Any]) -> Namespace:
 
 @contextlib.contextmanager
 def _without_gpu() -> Iterator[None]:
-    """Without a GPU here, validate as for Blackwell: Megatron asks the GPU if TP or CP is on."""
+    """On a machine without a GPU, make Megatron's validation of TP and CP see a Blackwell GPU."""
     import torch
 
     if torch.cuda.is_available():
@@ -180,7 +180,7 @@ def _without_gpu() -> Iterator[None]:
 
 
 def _read_file(own: Any, args: Namespace) -> None:
-    """Set the flags in the YAML file of ``--custom-config-path``, as both trainers do."""
+    """Read further flags from the YAML file of ``--custom-config-path``, as slime and miles do."""
     if args.custom_config_path:
         read = getattr(own, "resolve_file_arg", lambda path: Path(path).read_text())  # miles has it
         vars(args).update(own.yaml.safe_load(read(args.custom_config_path)) or {})
@@ -233,7 +233,7 @@ class _Module(ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds SGLang's packages, all empty."""
+    """Imports an empty module in place of each package of SGLang."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name.partition(".")[0] in _LEFT_OUT:

@@ -10,8 +10,8 @@ MEGATRON_EFFECTS = (
     "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
     "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__",
 )
-"""Megatron's functions that raise an adapter's faults in strict mode. If a third party's adapter
-cannot be loaded, only these functions raise the adapter's faults."""
+"""Megatron's functions that raise an error in strict mode if an adapter has a fault. If a third
+party's adapter cannot be loaded, only these functions raise its import error."""
 
 MEGATRON = Backend(
     config=Config(
@@ -213,7 +213,7 @@ AREAL = Framework(
     effects=MEGATRON_EFFECTS,
     probes=PROBES[:1],
     checkpoints=Checkpoints(
-        steps=r"epoch\d+epochstep\d+globalstep(\d+)",  # recover_checkpoint has no step
+        steps=r"epoch\d+epochstep\d+globalstep(\d+)",  # recover_checkpoint/ has no number
         resuming={"megatron": "precision_shim_adapters.areal:foretell"},
     ),
     plan="precision_shim_adapters.areal_plan:plan_job",

@@ -34,9 +34,9 @@ KEYED = ("dp_reshardable", "dp_zero_gather_scatter")
 
 OFFLOADED = "offload_fraction"
 """Key of the fraction of states on the host, which only param groups of Megatron's optimizer for
-CPU offload have. With this key ``fill_part`` stores two facts. ``counted``: whether all groups have
-a step count. ``names_classes``: whether a ``common.pt`` contains the param groups; torch refuses to
-load the classes that such a file names."""
+CPU offload have. If groups have this key, ``fill_part`` also stores ``counted`` (whether all these
+groups have a step count) and ``names_classes`` (whether a ``common.pt`` contains such groups: torch
+refuses to load this ``common.pt``, because its pickle names classes)."""
 
 
 def is_optimizers(key: str) -> bool:

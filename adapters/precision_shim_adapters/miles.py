@@ -47,7 +47,7 @@ def read(args: Any, role: str) -> Wishes:
 
 @seam(f"{MODEL}:setup_model_and_optimizer", BUILDING, why="makes bucket and optimizer", **HERE)
 def build(call: Call, args: Any, role: str = "actor") -> Any:
-    """While miles builds a model, store a function that reads its flags into ``Wishes``."""
+    """Record that miles builds a model, with a function that reads miles' flags."""
     with megatron.building("miles", lambda: read(args, role)):
         return call.proceed()
 

@@ -1,10 +1,10 @@
 """Adapter for ms-swift on Megatron: optimizer states, gradient bucket and fp16.
 
 ms-swift's Megatron trainers scale their loss, but fail at the first overflow, because ms-swift
-always turns on the DDP's check of gradients. A skipped step makes ms-swift's trainers fail, too,
-because they convert the step's gradient norm, which is ``None``, to a tensor. The initial loss
-scale is 2**32, so a job's first steps are skipped. The gradients of an fp16 model are summed in
-fp16 unless the user writes ``--accumulate_allreduce_grads_in_fp32``.
+always turns on the DDP's check of gradients. Without this check the first skipped step would end
+the job, because the trainers convert the step's gradient norm, which is ``None``, to a tensor. The
+initial loss scale is 2**32, so a job's first steps are skipped. The gradients of an fp16 model are
+summed in fp16 unless the user writes ``--accumulate_allreduce_grads_in_fp32``.
 
 ``args.loss_scale`` is ms-swift's weighting of tokens, not Megatron's loss scale, so the adapter
 never reads it. The adapter does not patch ms-swift's trainers for Hugging Face's library
@@ -78,7 +78,7 @@ def coerced(value: Any) -> Any:
     relies_on=("prepare_model", "get_optimizer_and_scheduler"),
 )
 def build(call: Call, args: Any) -> None:
-    """While ms-swift builds a model, store a function that reads its arguments into ``Wishes``."""
+    """Record that ms-swift builds a model, with a function that reads ms-swift's arguments."""
     with megatron.building("ms-swift", lambda: read(args)):
         call.proceed()
 

@@ -44,7 +44,7 @@ def plan_job(job: Job) -> Request:
     where = _where()
     if args.tuner_type != "full":
         raise no_adapters(f"{where}, --tuner_type {args.tuner_type}", "--tuner_type full")
-    for name in _ADAPTERS:  # with any of them ms-swift turns "full" into "lora"
+    for name in _ADAPTERS:  # with one of these flags ms-swift trains LoRA
         if getattr(args, name, None):
             raise no_adapters(f"{where}, --{name}", f"without --{name}")
     if args.use_megatron_fsdp:

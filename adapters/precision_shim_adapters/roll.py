@@ -6,8 +6,8 @@ optimizer's dtypes. ROLL's offload packs all states of an optimizer into one buf
 which would round low-precision states. The shim therefore leaves the optimizer states of ROLL's
 jobs fp32.
 
-The shim patches neither the rollout engines nor mcore_adapter's own trainer, which scales its loss.
-``roll_fsdp`` patches ROLL on FSDP2.
+The shim does not patch the rollout engines. The shim does not patch mcore_adapter's own trainer,
+because this trainer scales the loss. ``roll_fsdp`` patches ROLL on FSDP2.
 
 Delete this module when ROLL scales its loss on Megatron, and accepts and reports a skipped step.
 """
@@ -60,7 +60,7 @@ def read(strategy: Any) -> Wishes:
 
 @seam(f"{STRATEGY}.initialize", BUILDING, why="makes bucket and optimizer", **HERE)
 def build(call: Call) -> Any:
-    """While ROLL builds a model, store a function that reads ROLL's config into ``Wishes``."""
+    """Record that ROLL builds a model, with a function that reads ROLL's config."""
     with megatron.building("roll", lambda: read(call.instance)):
         return call.proceed()
 

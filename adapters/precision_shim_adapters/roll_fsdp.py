@@ -63,7 +63,7 @@ def training_of(strategy: Any) -> ScaledTraining | None:
 
 @seam(f"{STRATEGY}.train_step", why="leaves a scaled step unfinished", **HERE)
 def step(call: Call) -> Any:
-    """Step the scheduler after scaled steps; report scale and skips, and norm NaN for each skip."""
+    """Step the scheduler after scaled steps; report scale and skips, and a skipped norm as NaN."""
     strategy = call.instance
     training = training_of(strategy)
     if training is None:
@@ -81,8 +81,8 @@ def step(call: Call) -> Any:
 def _ended(strategy: Any, training: ScaledTraining) -> Iterator[None]:
     """Step the scheduler and clear the gradients after a scaled step, unless ROLL does so.
 
-    If ``scheduler.last_epoch`` is unchanged since ``scaler.update`` when ROLL scales the next loss,
-    or when ``train_step`` returns, ROLL itself has not stepped the scheduler.
+    ``update`` stores ``scheduler.last_epoch``. ``end`` compares the stored value when ROLL scales
+    the next loss or when ``train_step`` returns: if equal, ROLL has not stepped the scheduler.
     """
     scaler, scheduler = strategy.scaler, strategy.scheduler
     at: list[int] = []

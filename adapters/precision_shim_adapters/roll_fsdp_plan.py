@@ -64,7 +64,7 @@ def model(job: Job, name: str, worker: Any, where: str) -> Plannable:
         job.model(worker.model_args.model_name_or_path),
         worker.world_size,
         stored,
-        shards=shards if shards > 1 else 0,  # for ROLL, 1 means all ranks
+        shards=shards if shards > 1 else 0,  # fsdp_size=1 means all ranks
         context=context,
         compute=compute,
         reduce=_read(config, "reduce_dtype", torch.float32),

@@ -45,7 +45,7 @@ def plan_job(job: Job) -> Request:
         PlanError: the script, its config or a model cannot be read, a model has LoRA, or a model is
             neither on Megatron nor on FSDP2.
     """
-    script = job.source.resolve() if job.source else None  # before the directory changes
+    script = job.source.resolve() if job.source else None  # resolve before the ``os.chdir``
     with _untouched():
         config = _called(job, lambda: _load(job, script))
         workers = list(_workers(job, config))
@@ -70,7 +70,7 @@ def plan_job(job: Job) -> Request:
 def _not_planned(config: Any) -> Iterator[str]:
     """Yield a note for each model of the job that is not trained and that the plan leaves out."""
     if getattr(config, "enable_reference", True):
-        several = getattr(config, "_reference_configs", {})  # one of each teacher
+        several = getattr(config, "_reference_configs", {})  # one for each teacher
         found = several if len(several) > 1 else {"reference": None}
         yield from _left_out("the reference model", found, config)
     several = getattr(config, "rewards", None) or {}

@@ -10,7 +10,7 @@ import torch
 class _Autocast:
     """A hook that switches the autocast region around a module's forward pass from bf16 to fp16.
 
-    The framework computes the loss in the same autocast region, and torch refuses to combine fp16
+    The framework also computes the loss in this autocast region, and torch refuses to combine fp16
     tensors under a bf16 autocast. The switch to fp16 lasts until the autocast region ends; then the
     framework's ``with`` block restores the former autocast dtype.
     """

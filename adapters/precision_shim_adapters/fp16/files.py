@@ -40,12 +40,14 @@ def save_after(saved: Future[Any], training: ScaledTraining, path: str, group: A
 
     Args:
         saved: the future of the framework's save.
-        training: has the scaler.
+        training: the ``ScaledTraining`` that has the scaler.
         path: the checkpoint's directory; the state is bound to the files that this rank writes.
-        group: a process group of all ranks that nothing else uses until the result has ended.
+        group: a process group of all ranks; nothing else may use the group until the returned
+            future has ended.
 
     Returns:
-        A future for the framework instead of ``saved``, which ends when the state is written.
+        A future that ends when the scaler's state is written; the framework must wait for it
+            instead of for ``saved``.
     """
     record, ended = scaling.record_of(training.scaler), Future[Any]()
 
@@ -55,7 +57,7 @@ def save_after(saved: Future[Any], training: ScaledTraining, path: str, group: A
             if training.scaler.is_enabled():
                 files = files_of_rank(path, written=True)
                 training.write(lambda: scaling.save_record(path, record, group, files))
-        except BaseException as error:  # the future raises the error
+        except BaseException as error:  # ``ended`` raises the error
             ended.set_exception(error)
         else:
             ended.set_result(result)

@@ -139,7 +139,8 @@ def of_torch(
     Args:
         name: the name of a class of ``torch.optim``.
         written: the optimizer's further arguments in the job's config.
-        keys: config keys of the optimizer's name and of an argument, with ``{}`` for its name.
+        keys: config key of the optimizer's name, and config key of an argument, in which ``{}``
+            stands for the argument's name.
         subject: which model.
     """
     kind = getattr(torch.optim, name, None)

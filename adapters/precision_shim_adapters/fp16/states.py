@@ -27,9 +27,9 @@ def states_of_no_step(optimizer: Optimizer, initialize: Callable[[], Any]) -> An
     """Make the states of an optimizer without states, with a step count of 0.
 
     To make missing states, torch's distributed checkpoint and torchtitan step on zero gradients;
-    the step counts are then 1. If parameters have gradients, both make no states. Without this
-    function, a checkpoint that is saved after only skipped steps would not resume exactly, or not
-    load.
+    the step counts are then 1. If parameters have gradients, torch and torchtitan make no states.
+    Without this function, a checkpoint that is saved after only skipped steps would not resume
+    exactly, or would not load.
 
     Args:
         optimizer: an optimizer without states.

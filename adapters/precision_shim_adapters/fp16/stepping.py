@@ -43,14 +43,14 @@ class ScaledLoss(wrapt.ObjectProxy):  # type: ignore[type-arg]
 
 @contextmanager
 def steps_through(function: Callable[..., Any], optimizer: Optimizer) -> Iterator[None]:
-    """Replace ``optimizer.step`` by a function while a framework's loop runs.
+    """Replace ``optimizer.step`` by ``function`` while a framework's loop runs.
 
-    Within the replacing function, ``optimizer.step`` is the optimizer's own step, which a scaler
-    can call. Leave the context when the loop ends, because torch's distributed checkpoints step the
-    optimizer on dummy gradients.
+    If ``function`` calls ``optimizer.step``, for example through a scaler, the optimizer's own step
+    runs. Outside the loop ``optimizer.step`` must not be replaced, because torch's distributed
+    checkpoints call ``optimizer.step`` with dummy gradients.
     """
-    # The LR scheduler has put a step-counting wrapper on the optimizer: call this wrapper, and
-    # restore it afterwards.
+    # An LR scheduler stores a step-counting wrapper as ``optimizer.step``: call the wrapper, and
+    # store it again at the end.
     before = vars(optimizer).get("step")
     own = optimizer.step
     inside = False
@@ -80,9 +80,8 @@ def note_skip(optimizer: Optimizer, inner: Sequence[Optimizer], *args: Any, **kw
     """Produce a step's side effects for a skipped step, without changing parameters or moments.
 
     The LR schedule advances, and torch must not warn that the scheduler stepped before the
-    optimizer. A container of optimizers runs its ``step`` even for a skipped step, because its step
-    hooks may have state that no checkpoint has. During the container's step, the inner optimizers'
-    steps do nothing.
+    optimizer. If ``optimizer`` is a container of optimizers, its ``step`` runs, because its step
+    hooks may have state that no checkpoint has. Meanwhile the inner optimizers' steps do nothing.
 
     Args:
         optimizer: the optimizer whose step was skipped.

@@ -25,7 +25,7 @@ from .stepping import ScaledLoss, has_gradients, note_skip, steps_through
 FEATURE = "fp16-scaling"
 
 _ATTRIBUTE = "_precision_shim_training"
-"""Attribute in which ``keep`` stores a ``ScaledTraining`` on its owner; ``of`` reads it."""
+"""Name of the attribute that ``keep`` sets on a framework's object, and that ``of`` reads."""
 
 _current: ContextVar[ScaledTraining | None] = ContextVar("precision_shim_training", default=None)
 """The ``ScaledTraining`` in progress: set by ``in_progress``, read by ``current``."""
@@ -35,11 +35,11 @@ class ScaledTraining:
     """Training with loss scaling of one model that has a torch optimizer.
 
     When the framework makes the optimizer, an adapter calls ``make`` and ``keep``. When the
-    framework computes the loss, the adapter calls ``attach`` or ``scaled``. The adapter runs a
-    function that clips and steps once within ``one_step``. The adapter runs a loop of several steps
-    within ``several_steps``, and calls ``before_clipping`` before each clipping. For the metrics,
-    the adapter calls ``norm`` and ``metrics``. At checkpoints, the adapter calls ``save`` and
-    ``restore``, or ``record`` and ``restore_record``.
+    framework computes the loss, the adapter calls ``attach`` or ``scaled``. While a function of the
+    framework clips and steps once, the adapter enters ``one_step``. While a loop of the framework
+    steps several times, the adapter enters ``several_steps``, and calls ``before_clipping`` before
+    each clipping. For the metrics, the adapter calls ``norm`` and ``metrics``. At checkpoints, the
+    adapter calls ``save`` and ``restore``, or ``record`` and ``restore_record``.
 
     If the framework's own loop scales, unscales and steps, ``drives`` is false, and the shim's
     methods for scaling, unscaling and stepping do nothing.
@@ -92,10 +92,11 @@ class ScaledTraining:
         return cls(framework, subject, scaler, drives=drives)
 
     def keep(self, owner: Any, attribute: str = "") -> ScaledTraining:
-        """Store this object on an owner (worker, engine, strategy, optimizer); ``of`` returns it.
+        """Store this object as an attribute of a framework's object; ``of`` returns it.
 
         Args:
-            owner: an object that a seam receives; call ``keep`` once for each such object.
+            owner: a framework's object (worker, engine, strategy or optimizer) that a seam
+                receives; call ``keep`` once for each such object.
             attribute: the owner's attribute for the framework's own scaler, if any; the framework's
                 loop then uses the shim's scaler.
         """
@@ -116,8 +117,8 @@ class ScaledTraining:
     ) -> ScaledTraining | None:
         """The ``ScaledTraining`` of an owner whose attribute contains the framework's loss scaler.
 
-        If the user set the attribute, or the framework made the scaler before ``install()``, the
-        shim only reports and saves the scaler.
+        If the attribute contains a scaler that the user made, or that the framework made before
+        ``install()``, the shim only reports and saves this scaler.
         """
         scaler = getattr(owner, attribute, None)
         kept = cls.of(owner)
@@ -129,7 +130,7 @@ class ScaledTraining:
 
     @staticmethod
     def current() -> ScaledTraining | None:
-        """The ``ScaledTraining`` in progress, for functions that receive no owner."""
+        """The ``ScaledTraining`` of the innermost ``in_progress``, or ``None``."""
         return _current.get()
 
     @contextmanager
@@ -282,7 +283,7 @@ class ScaledTraining:
         """``loss_scale`` and ``skipped_steps`` for a framework's metrics.
 
         ``loss_scale`` is the scale of the last step; ``skipped_steps`` counts from the job's first
-        step, across resumes. Without the shim's own scaler there is only ``loss_scale``.
+        step, across resumes. If the scaler is not the shim's, the result has only ``loss_scale``.
         """
         if not self.scaler.is_enabled():
             return {}
@@ -369,7 +370,7 @@ class ScaledTraining:
                 record.
             where: the file, for messages.
             otherwise: a sentence that tells the user how to continue with a fresh scaler, or empty.
-                The sentence must not advise to delete the file, which has more than the record.
+                Do not write "delete the file": the file has more than the record.
             files: this rank's files, to compare with the files that the record names.
 
         Raises:

@@ -1,9 +1,10 @@
 """Compute the LM head in fp32 in the trainer and in the rollout engine, or in neither.
 
 ``PRECISION_SHIM_HEAD=fp32`` requests fp32. In the driver, the adapter describes each engine's LM
-head as a ``Head``; ``settle_heads`` writes the heads' dtypes into the config. The trainer's key is
-``head_dtype``, vLLM's own name, among the overrides of the model's HF config. The trainer's workers
-read ``head_dtype`` and change the LM head; ``compute_in_fp32`` changes torch's ``Linear``.
+head as a ``Head``; ``settle_heads`` writes the heads' dtypes into the config. For the trainer,
+``settle_heads`` adds ``head_dtype`` (vLLM's name) to the overrides of the model's HF config. The
+trainer's workers read ``head_dtype`` and change the LM head; ``compute_in_fp32`` changes torch's
+``Linear``.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def ask(engine: Any, whose: Whose, sync: int = 0) -> Held:
 
 
 async def ask_async(engine: Any, whose: Whose, sync: int = 0) -> Held:
-    """Read an ``AsyncLLM`` as ``ask`` reads an ``LLM``."""
+    """Read an ``AsyncLLM``, whose calls are asynchronous; for the arguments see ``ask``."""
     known = _of_config(engine, whose, sync)
     try:
         answer = engine.collective_rpc(_CALL, TIMEOUT_S, (read_model,))
@@ -87,7 +87,7 @@ async def audit_async(engine: Any, whose: Whose, sync: int = 0) -> None:
 
 
 def is_due(sync: int) -> bool:
-    """Whether the audit reads an engine after this weight sync; sync 0 is the engine's start."""
+    """Whether the audit reads an engine after weight sync ``sync``; 0 means the engine's start."""
     return sending.is_wanted() and (not sync or sync in sending.AT)
 
 

@@ -138,7 +138,7 @@ def _of_arguments(known: Held, state: Mapping[str, Any]) -> Held:
         computes="" if dtype == "auto" else dtype_name(dtype),
         quantization=str(state["quantization"] or ""),
         kv_cache=str(state["kv_cache_dtype"]),
-        # With a LoRA adapter on the LM head, SGLang multiplies before it reads the fp32 option.
+        # With a LoRA adapter on the LM head, SGLang computes the logits without the fp32 option.
         head="fp32" if state.get(_HEAD) and not state.get("enable_lora") else "",
     )
 
@@ -155,7 +155,7 @@ def _why_no_weights(known: Held, state: Mapping[str, Any], models: Sequence[str]
 
 
 def _with(known: Held, answers: Sequence[Any]) -> Held:
-    """Add to a record the share of values that are exact in bf16, over all replicas' answers."""
+    """Add to a record the share of weight values, from all answers, that are exact in bf16."""
     if None in answers or [] in answers:
         return replace(known, not_answered=f"SGLang has not found {', '.join(NAMES)}")
     counts = [count_exact(torch.tensor(answer)) for answer in answers]

@@ -33,7 +33,7 @@ def ignored_layers(quant_config: Any) -> list[str] | None:
 
 
 def _targets_kinds(quant_config: Any) -> bool:
-    """Whether compressed-tensors targets classes; ``ignore`` then lists all unquantised layers."""
+    """Whether a quantisation config targets layer classes, so that its ``ignore`` is complete."""
     targets = getattr(quant_config, "target_scheme_map", None)
     return isinstance(targets, Mapping) and all(str(target).isidentifier() for target in targets)
 
@@ -90,7 +90,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def count_exact(parameter: torch.Tensor) -> torch.Tensor:
-    """Return two counts of sampled values in fp16's normal range: those exact in bf16, and all."""
+    """Sample values in fp16's normal range; return how many are exact in bf16, and how many all."""
     flat = parameter.detach().reshape(-1)
     wide = flat[:: flat.numel() // MOST_ELEMENTS | 1].float()
     normal = wide.abs() >= 2.0**-14

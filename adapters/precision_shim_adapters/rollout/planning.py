@@ -21,7 +21,7 @@ def problems_of(
     on: bool,
     model_type: str = "",
 ) -> tuple[list[Problem], list[str]]:
-    """Return the warnings of ``settle`` as problems, and one note on each engine but the trainer.
+    """Return the warnings of ``settle`` as problems, and one note for each engine in ``others``.
 
     Args:
         where: framework and version.

@@ -1,4 +1,4 @@
-"""Copy the trainer's dtype to other engines if the user asked for it, and report differences."""
+"""Copy the trainer's dtype to a job's other engines on request, and report different dtypes."""
 
 from __future__ import annotations
 

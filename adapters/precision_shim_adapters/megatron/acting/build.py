@@ -62,16 +62,16 @@ class Build:
         return self.seen.single or self.wishes.declared
 
     def plan(self, model: TrainableDtypes | None = None) -> Planned:
-        """Decide the optimizer's dtypes from the parameters' dtypes in ``model``, or in ``seen``.
+        """Decide the optimizer's dtypes from the dtypes in ``model`` (default: in ``seen``).
 
         Raises:
             DtypeError: see ``plan_wishes``.
         """
         known = self.seen if model is None else model
         now = in_force_now(self.framework)
-        # Decide again only if a further chunk has other dtypes, or if an import after the DDP's
-        # construction switched features on or off. If all parameters have one dtype, the number of
-        # parameters does not affect the decision.
+        # Use the last plan until a chunk has other dtypes, or until an import after the DDP's
+        # construction switches features on or off. If all parameters have one dtype, the number
+        # of parameters does not affect the plan.
         made_for = known.single or known, self.distributed, now
         if self._planned is None or self._planned[0] != made_for:
             made = plan_wishes(self.wishes, known, now, distributed=self.distributed)
@@ -98,8 +98,7 @@ def building(framework: str, read: Callable[[], Wishes]) -> Iterator[Build]:
     """Record that a framework is building a model; if nested, yield the outer record.
 
     Put ``building`` around the function that builds DDP and optimizer, or around both functions if
-    there are two. The backend's seams that act while a model is built do nothing outside
-    ``building``.
+    there are two. Outside ``building``, the backend's seams for building a model do nothing.
 
     Args:
         framework: the framework's name.

@@ -34,8 +34,8 @@ PATHS = {"megatron-fsdp": "Megatron-FSDP (overflows)"}
 _FSDP = "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel.__init__"
 
 _told: weakref.WeakKeyDictionary[Any, torch.dtype] = weakref.WeakKeyDictionary()
-"""Maps a DDP module, if the user configured its bucket's dtype, to the dtype of the main grads that
-``build_ddp`` compared with the bucket's dtype. ``optimizer.check`` reads this mapping."""
+"""Maps a DDP module, whose bucket dtype the user set, to the main grads' dtype: ``build_ddp`` has
+compared both dtypes and writes the entry, ``optimizer.check`` reads the entry."""
 
 
 def find_noted_dtype(chunk: Any) -> torch.dtype | None:
@@ -99,7 +99,7 @@ def build_ddp(
 
 
 def _align(build: Build, wishes: Wishes, config: Any, model: TrainableDtypes) -> torch.dtype | None:
-    """Fit the bucket's dtype to the main grads; return their dtype if the user set the bucket's."""
+    """Set the bucket's dtype; return the main grads' dtype if the user's bucket dtype stays."""
     if not in_force(build.framework, ALIGNMENT, GROUP):
         return None
     plan = build.plan(model).plan

@@ -2,8 +2,8 @@
 
 Dtypes are coerced in ``__post_init__``, which also runs for a subclass of OptimizerConfig and for a
 later validation. Each framework has its own function that fills the config; the framework's adapter
-calls ``settle`` in a seam at this function. A seam at the function that makes the optimizer calls
-``check``. The shim deliberately does not patch Megatron's own ``get_megatron_optimizer``.
+calls ``settle`` in a seam at this function, and ``check`` in a seam at the function that makes the
+optimizer. The shim deliberately does not patch Megatron's own ``get_megatron_optimizer``.
 
 Delete this module when OptimizerConfig accepts dtype names, and Megatron's DDP reads
 ``main_grads_dtype``.
@@ -131,11 +131,11 @@ class Settled:
     """The fields for a framework's OptimizerConfig.
 
     Attributes:
-        dtype: the model's dtype; ``None`` if the shim does not choose the fields by the dtype.
+        dtype: the model's dtype; ``None`` if the shim does not choose fields by the model's dtype.
         asked: the fields that the user wrote.
         added: the fields that the shim adds; ``asked`` overrides ``added``.
-        by_user: whether the user's config alone makes the optimizer precision-aware; ``None`` if
-            the shim does not choose the fields by the dtype.
+        by_user: whether the optimizer is precision-aware without the shim, too; ``None`` if the
+            shim does not choose fields by the model's dtype.
     """
 
     dtype: torch.dtype | None
@@ -165,7 +165,7 @@ def settle(build: Build, *, native: bool = False) -> Settled:
     acts if it is in force.
 
     Args:
-        build: the ``Build`` in progress, or a ``Build`` made from a direct caller's settings.
+        build: the ``Build`` in progress, or a ``Build`` that the caller made.
         native: whether the framework itself chooses the fields by the model's dtype.
 
     Raises:
@@ -202,7 +202,7 @@ def settle(build: Build, *, native: bool = False) -> Settled:
 
 
 def with_fields(config: Any, fields: Mapping[str, Any]) -> Any:
-    """Copy an OptimizerConfig with other field values and validate the copy again.
+    """Copy an OptimizerConfig with other field values, and validate the copy.
 
     Returns the same object if no value differs. Adapters call ``with_fields`` if the
     framework makes the config before the model.
@@ -232,7 +232,7 @@ def check_again(config: Any) -> None:
 
 
 def settle_made(call: Call, framework: str, config: Any, model: Any, *, stale: bool = False) -> Any:
-    """Set the fields from ``settle`` on a copy of the OptimizerConfig that a framework made.
+    """Copy the framework's OptimizerConfig, set the fields from ``settle``, and make the optimizer.
 
     The seam of a function that has a parameter ``config`` calls ``settle_made``. Outside the
     context manager ``building``, ``settle_made`` does nothing.

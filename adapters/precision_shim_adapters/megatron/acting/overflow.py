@@ -119,7 +119,7 @@ _accounts: weakref.WeakKeyDictionary[Any, Account] = weakref.WeakKeyDictionary()
 
 
 def _account(optimizer: Any) -> Account | None:
-    """An optimizer's ``Account``, or else the first ``Account`` of the optimizers in a chain."""
+    """An optimizer's ``Account``; for a chain without one, its first optimizer's ``Account``."""
     known = (_accounts.get(inner) for inner in (optimizer, *unchain(optimizer)))
     return next((account for account in known if account is not None), None)
 
@@ -142,7 +142,7 @@ def skipping(*, succeeds: bool) -> Iterator[None]:
 
 
 def answer_skips(optimizer: Any, *, succeeds: bool) -> None:
-    """Make each skipped step of an optimizer return a success flag, for code without ``skipping``.
+    """Set the success flag that an optimizer's skipped steps return outside ``skipping``.
 
     Args:
         optimizer: an optimizer from Megatron's ``get_megatron_optimizer``.
@@ -190,8 +190,8 @@ def answer_step(optimizer: Any, step: Callable[[], Any]) -> Any:
     if succeeds is None or not dynamic_scalers(optimizer):
         return result
     successful, grad_norm, zeros = result
-    # megatron-core 0.18 also returns False, but with the norm, for a step whose gradient norm
-    # exceeds a threshold. For an overflow, megatron-core returns None as the norm.
+    # megatron-core 0.18 also returns False if the gradient norm exceeds a threshold. Only for an
+    # overflow does megatron-core return None as the norm.
     if successful or grad_norm is not None:
         return result
     return succeeds, math.nan, zeros

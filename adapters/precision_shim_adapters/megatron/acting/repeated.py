@@ -1,13 +1,14 @@
 """Keep what a step has done with its gradients, so that a step can be repeated after an exception.
 
-Megatron's ``prepare_grads`` unscales gradients in place and moves the loss scaler. If an exception
-ends a step, a trainer may call ``step`` again with the same gradients. In a repeated step,
-``prepare_once`` and ``forget_used`` in ``overflow`` must not unscale, count or step a second time.
-The exception may come on one rank, while other ranks complete their step. A rank that repeats the
-step must call the same collectives as the other ranks.
+Megatron's ``prepare_grads`` unscales gradients in place and updates the loss scaler. If an
+exception ends a step, a trainer may call ``step`` again with the same gradients. In a repeated
+step, ``prepare_once`` and ``forget_used`` in ``overflow`` must not unscale, count or step a second
+time. The exception may come on one rank, while other ranks complete their step. A rank that repeats
+the step must call the same collectives as the other ranks.
 
-Each rank therefore counts its gradient syncs: a step without a new sync is a repetition. In a model
-without gradient syncs (without Megatron's DDP), a step without a newly scaled loss is a repetition.
+Each rank therefore counts its gradient syncs. If a rank has synced no gradients since the last
+step, the next step repeats the last step. Only Megatron's DDP syncs gradients. In a model that has
+no DDP, a step repeats the last step if the trainer has not scaled a new loss.
 """
 
 from __future__ import annotations
@@ -45,12 +46,13 @@ class Answer:
     Attributes:
         found: whether ``prepare_grads`` found an overflow.
         parts: the ``Answer``s of a chain's optimizers.
-        before: the first scaler's state before.
-        after: this scaler's scale after.
-        number: the number of gradient syncs before.
+        before: the first scaler's state before ``prepare_grads``.
+        after: the first scaler's scale after ``prepare_grads``.
+        number: the number of gradient syncs before ``prepare_grads``.
         interrupted: whether an exception ended the step.
         used: whether the optimizer has stepped.
-        put_back: whether the scaler is back at its state before, to be moved again.
+        put_back: whether the state ``before`` was restored, so that a repeated step must update the
+            scaler again.
     """
 
     found: bool
@@ -65,12 +67,12 @@ class Answer:
 
 @dataclass(eq=False)
 class _Unscaled:
-    """The gradients of an unfinished ``prepare_grads``.
+    """The gradients of a ``prepare_grads`` that an exception ended, or that still runs.
 
     Attributes:
         next: gradients that Megatron unscales next.
         done: gradients that Megatron has unscaled.
-        number: the number of gradient syncs before.
+        number: the number of gradient syncs before ``prepare_grads``.
     """
 
     next: list[torch.Tensor]
@@ -109,17 +111,17 @@ def unchain(optimizer: Any) -> list[Any]:
     **_HERE,
 )
 def note_gradients(call: Call) -> Any:
-    """Note that there are new gradients."""
+    """Count a gradient sync."""
     _syncs[call.instance] = _syncs.get(call.instance, 0) + 1
     return call.proceed()
 
 
 def syncs_of(optimizer: Any) -> int:
-    """The number of gradient syncs of an optimizer's model, or of all if the model is unknown."""
+    """Count the gradient syncs of an optimizer's model; if the model is unknown, of all models."""
     chunks = getattr(optimizer, "model_chunks", None)
     if not chunks:
         return sum(_syncs.values())
-    # Megatron-FSDP's own class is the module of the class that Megatron's optimizer knows.
+    # With Megatron-FSDP, a chunk is a wrapper; ``note_gradients`` counts the syncs of its module.
     return sum(
         _syncs.get(one, 0) for chunk in chunks for one in (chunk, getattr(chunk, "module", None))
     )
@@ -157,8 +159,8 @@ def is_repeated(optimizer: Any) -> bool:
 def forget(optimizer: Any) -> None:
     """Delete the ``Answer`` and ``_Unscaled`` of an optimizer's former gradients.
 
-    On one rank, a step that an exception ended does not count for the growth tracker. Of several
-    ranks, others may have completed that step, and all have to keep one scale.
+    On one rank, a step that an exception ended does not count for the growth tracker. With several
+    ranks the step counts, because other ranks may have completed it, and all ranks need one scale.
     """
     for inner in unchain(optimizer):  # the ``Answer`` of a chain needs its parts' ``Answer``s
         _unscaled.pop(inner, None)
@@ -169,7 +171,7 @@ def forget(optimizer: Any) -> None:
 
 
 def _put_back(optimizer: Any, answer: Answer) -> None:
-    if optimizer.grad_scaler.scale is answer.after:  # no checkpoint was loaded since
+    if optimizer.grad_scaler.scale is answer.after:  # no load has replaced the scale
         optimizer.grad_scaler.load_state_dict(answer.before)
         answer.put_back = True
 
@@ -189,7 +191,7 @@ def interrupt(optimizer: Any) -> None:
 
 
 def keep(optimizer: Any, answer: Answer) -> None:
-    """Keep the result of ``prepare_grads``; mark a chain's overflow in all its parts."""
+    """Store an ``Answer``; an overflow in a chain counts for each of the chain's optimizers."""
     answers[optimizer] = answer
     _unscaled.pop(optimizer, None)
     for part in answer.parts:
@@ -198,7 +200,10 @@ def keep(optimizer: Any, answer: Answer) -> None:
 
 
 def finish(optimizer: Any) -> None:
-    """Forget a completed step, except that another rank may have to repeat it."""
+    """Delete the ``Answer`` of a completed step, unless another rank may have to repeat the step.
+
+    A DDP's next gradient sync makes a kept ``Answer`` stale.
+    """
     for leaf in unchain(optimizer):
         if leaf not in answers:
             continue
@@ -208,9 +213,9 @@ def finish(optimizer: Any) -> None:
 
 
 def put_back(chain: Any) -> None:
-    """Put scalers back that an unfinished ``prepare_grads`` of a chain has moved.
+    """Restore the scalers that a chain's ``prepare_grads`` updated before an exception ended it.
 
-    All scalers of the chain are then equal. ``take_again`` later updates the restored scalers.
+    Restoring makes all scalers of the chain equal. ``take_again`` later updates them again.
     """
     leaves = unchain(chain)
     if _uneven.intersection(leaves):
@@ -220,7 +225,7 @@ def put_back(chain: Any) -> None:
 
 
 def are_uneven(chain: Any) -> bool:
-    """Whether an exception let the scalers of a chain drift apart; once only."""
+    """Whether an exception came after updates of only some scalers; reset for the next call."""
     leaves = unchain(chain)
     uneven = bool(_uneven.intersection(leaves))
     _uneven.difference_update(leaves)
@@ -228,7 +233,7 @@ def are_uneven(chain: Any) -> bool:
 
 
 def take_again(optimizer: Any, answer: Answer) -> bool:
-    """The known result of an optimizer's ``prepare_grads``; moves a scaler that was put back."""
+    """Return the stored result of ``prepare_grads``; update a restored scaler again."""
     if answer.put_back:
         optimizer.grad_scaler.update(answer.found)
         answer.after, answer.put_back = optimizer.grad_scaler.scale, False
@@ -236,7 +241,7 @@ def take_again(optimizer: Any, answer: Answer) -> bool:
 
 
 def tell_used(answer: Answer) -> None:
-    """Warn that a step without new gradients changes nothing, unless an exception ended it here."""
+    """Warn about a step without new gradients, unless an exception ended a step on this rank."""
     if not answer.interrupted:
         warn(
             f"{megatron_label()}: step() was called again without new gradients; this rank has "
@@ -261,9 +266,9 @@ def _is_dynamic(optimizer: Any) -> bool:
     **_HERE,
 )
 def unscale_once(call: Call) -> Any:
-    """Leave out gradients that an unfinished ``prepare_grads`` has already unscaled.
+    """Omit gradients that an interrupted ``prepare_grads`` has already unscaled.
 
-    Gradients that are not finite stay in, so that Megatron finds the overflow again.
+    The result still has the gradients with inf or NaN, so that Megatron finds the overflow again.
     """
     gradients = call.proceed()
     if gradients is None or not _is_dynamic(call.instance):
@@ -288,7 +293,7 @@ def unscale_once(call: Call) -> Any:
     **_HERE,
 )
 def note_unscaled(call: Call) -> Any:
-    """Note that the gradients from ``unscale_once`` are unscaled."""
+    """Record that Megatron has unscaled the gradients from ``unscale_once``."""
     known = _unscaled.get(call.instance)
     if known is not None:
         known.done, known.next = [*known.done, *known.next], []

@@ -1,10 +1,10 @@
 """Check that a loss is scaled once, because Megatron always divides fp16 gradients by the scale.
 
-A trainer scales its loss through ``grad_scale_func`` of the model's config, through ``scale_loss``
-or by a product with ``get_loss_scale()``. All three ways call ``get_loss_scale``. If a trainer does
-not scale its loss, the gradients become too small, because the optimizer still divides them by the
-loss scale. If a trainer scales its loss twice, the gradients become too large. The reported loss
-shows neither a missing nor a double scaling.
+A trainer scales its loss with ``grad_scale_func`` of the model's config, with ``scale_loss`` or
+with a product with ``get_loss_scale()``. Like the product, ``grad_scale_func`` and ``scale_loss``
+call ``get_loss_scale``. If a trainer does not scale its loss, the gradients become too small,
+because the optimizer still divides them by the loss scale. If a trainer scales its loss twice, the
+gradients become too large. The reported loss is the same in both cases.
 
 Delete this module when Megatron's ``prepare_grads`` checks whether the loss was scaled.
 """
@@ -51,7 +51,7 @@ def is_asked(optimizers: Iterable[Any]) -> bool:
 
 
 def forget_asked(optimizers: Iterable[Any]) -> None:
-    """Forget that the scales of optimizers were read, so that the next loss is noticed."""
+    """Forget that the scales of optimizers were read, so that ``is_asked`` shows the next read."""
     _asked.difference_update(optimizers)
 
 
@@ -116,7 +116,7 @@ def refuse_scaled_twice(call: Call, loss: Any) -> Any:
 def _is_scaled(loss: Any, scale: torch.Tensor) -> bool:
     """Whether one of the last operations on a loss multiplied the loss by the scale's tensor."""
     node = getattr(loss, "grad_fn", None)
-    for _ in range(8):  # the last 8 operations include mean, weighting and cast, not the model's
+    for _ in range(8):  # enough for mean, weighting and cast, too few to search the model
         if node is None:
             return False
         if node.name().startswith("MulBackward"):

@@ -25,9 +25,9 @@ MAY_BE_NULL = ("weight_decay", "decoupled_lr", "loss_scale")
 
 
 def refused_numbers(fields: Mapping[str, Any], names: tuple[str, ...]) -> list[str]:
-    """List the written fields whose values are no numbers, or not above 0 for the loss scaler.
+    """List the fields whose values are not numbers, and the loss scaler's fields that are <= 0.
 
-    Megatron's loss scaler ends the job at a bare assertion if a value is not above 0.
+    If a value is <= 0, Megatron's loss scaler ends the job at an assertion without a message.
     """
     return [
         name
@@ -47,7 +47,7 @@ def check_numbers(fields: Mapping[str, Any], names: tuple[str, ...], where: str)
         where: framework, version and key, for the message.
 
     Raises:
-        SettingsError: a field's value is no number, or not above 0 for the loss scaler.
+        SettingsError: a value is not a number, or a value of the loss scaler is <= 0.
     """
     for name in refused_numbers(fields, names):
         allowed = "from 0 up to, but not including, 1" if name == BETA2 else "above 0"

@@ -116,8 +116,8 @@ def foreseen_alone(
 ) -> tuple[str, str] | None:
     """Predict the decision about Megatron's loss scaler for a model that is not fp16.
 
-    Megatron makes the scaler by ``fp16`` of the OptimizerConfig. The shim chooses the scaler's
-    initial loss scale and growth interval only for an fp16 model.
+    Megatron makes the scaler if the OptimizerConfig has ``fp16=True``. The shim chooses the
+    scaler's initial loss scale and growth interval only for an fp16 model.
 
     Args:
         fields: the fields of Megatron's OptimizerConfig.
@@ -125,7 +125,7 @@ def foreseen_alone(
         dtype: the model's dtype.
 
     Returns:
-        The decision; ``None`` for a static loss scale.
+        The scaler's values and the reason, in words; ``None`` for a static loss scale.
     """
     if fields.get("loss_scale"):
         return None

@@ -34,7 +34,7 @@ from precision_shim_adapters.megatron.deciding.table import (
 from ..resuming.checkpoint import STATES
 
 GROUP = "megatron"
-"""The group of the backend's seams, and of the adapters' seams that the backend's seams need."""
+"""The group of the backend's main seams, and of the adapters' seams that call the backend."""
 
 DISPATCH, ALIGNMENT, SCALING = "bf16-dispatch", "grad-bucket-alignment", "fp16-scaling"
 COERCION, AUDIT = "dtype-coercion", "audit"

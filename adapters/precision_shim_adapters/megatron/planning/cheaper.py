@@ -1,7 +1,7 @@
-"""List settings that reduce a model's memory on Megatron, starting with the smallest sacrifice.
+"""List settings that reduce a model's memory on Megatron, and what each setting costs the user.
 
-``variants`` plans each entry of ``_STEPS`` as if the user had written its settings, with the
-training process's rules, and omits illegal entries.
+``variants`` plans the model once for each entry of ``_STEPS``, as if the user had written the
+entry's settings. ``variants`` omits entries that are illegal in the training process.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ _STEPS: tuple[tuple[str, Mapping[str, Any]], ...] = (
         },
     ),
 )
-"""Each step's sacrifice in words, and its settings. The step with the least sacrifice is first."""
+"""Each entry: what the user gives up, in words, and the settings to write. The entry that gives up
+least is first."""
 
 
 def variants(
@@ -79,8 +80,8 @@ def variants(
     """Copy a model with cheaper settings, once for each legal entry of ``_STEPS``.
 
     Returns:
-        One tuple for each legal entry: its sacrifice in words, the config lines to write, and the
-            changed model.
+        One tuple for each legal entry: what the user gives up, in words, the config lines to write,
+            and the changed model.
     """
     if not asked.wishes.trains:
         return []

@@ -60,15 +60,15 @@ class Asked:
         key: the config's key of an optimizer field, for messages; ``{}`` stands for the field.
         bucket_key: the config's key of ``grad_reduce_in_fp32``.
         prefix: the prefix of a key that is set on the command line, such as ``"++"``.
-        parked: maps a config key to the components that this key makes the framework move to the
-            host while they are unused.
+        parked: maps a config key to components; if the key is on, the framework moves the
+            components to the host while they are unused.
         place: name of a group of GPUs; models with the same ``place`` share these GPUs.
         bucket_keys: the keys of Megatron's DistributedDataParallelConfig that the user wrote.
         illegal: problems that the adapter found.
         notes: remarks about legal settings.
         takes_name: function that returns whether the framework accepts and converts a dtype name;
             ``None`` if the framework passes all dtype names to Megatron.
-        keys: maps optimizer fields to config keys that ``key`` does not give.
+        keys: maps an optimizer field to its config key, if the key differs from ``key``.
         known: the optimizer fields that the framework's config has; ``None`` for all.
     """
 
@@ -129,7 +129,7 @@ def support_of(version: str | None) -> FusedAdamSupport:
 
 
 def without_shim(support: FusedAdamSupport) -> InForce:
-    """An ``InForce`` with only the feature ``coerces``, so that the plan parses dtype names."""
+    """The ``InForce`` without the shim; ``coerces`` is true, because a plan parses dtype names."""
     return InForce("as-configured", True, False, False, False, False, support)
 
 
@@ -138,7 +138,7 @@ Holds = Callable[[str, str], bool]
 
 
 def with_shim(settings: Settings, support: FusedAdamSupport, holds: Holds) -> InForce:
-    """The features in force with the shim on, and always ``coerces``, to parse dtype names.
+    """The ``InForce`` with the shim; ``coerces`` is true, because a plan parses dtype names.
 
     ``problems_of`` reports dtype names that neither the framework nor the shim turns into dtypes.
     """

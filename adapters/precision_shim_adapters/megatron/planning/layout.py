@@ -295,10 +295,10 @@ _COLUMN = (
     *("in_proj", "in_proj_qkvz", "in_proj_qkv", "in_proj_ba", "in_proj_z"),
     *("in_proj_a", "in_proj_b"),
 )
-"""Layers whose outputs tensor parallelism splits, with their biases."""
+"""Column-parallel layers: tensor parallelism splits the outputs of the weight, and the bias."""
 
 _ROW = ("o_proj", "wo", "down_proj", "fc2", "w2", "c_proj", "out_proj", "dense")
-"""Layers whose inputs tensor parallelism splits; their biases stay whole."""
+"""Row-parallel layers: tensor parallelism splits the inputs of the weight; the bias stays whole."""
 
 _VOCABULARY = (
     *("embed_tokens", "wte", "tok_embeddings", "word_embeddings", "embeddings", "embed_in"),

@@ -116,7 +116,7 @@ def _no_names(asked: Asked) -> list[Problem]:
         for name, value in asked.wishes.asked.items()
         if name in _LOW
         and not isinstance(value, str | torch.dtype)
-        # ``problems_of`` reports a null of ``main_grads_dtype``, which Megatron may leave unread.
+        # Not ``main_grads_dtype=None``: ``problems_of`` reports it if Megatron reads the field.
         and not (value is None and name == "main_grads_dtype")
     ]
 
@@ -246,7 +246,7 @@ def _stays(asked: Asked, before: tuple[Stage, ...], after: tuple[Stage, ...]) ->
 
 
 def _traffic(stages_: tuple[Stage, ...]) -> dict[str, int]:
-    """The busiest stage's bytes to reduce-scatter gradients and all-gather ``_name_gathered``."""
+    """Bytes per step of reduce-scatter and of all-gather in the stage that transfers most bytes."""
     sums = [
         {
             "reduce_scatter": sum(ring(part, "grad_buckets") for part in stage.parts),
@@ -260,7 +260,7 @@ def _traffic(stages_: tuple[Stage, ...]) -> dict[str, int]:
 
 
 def _name_gathered(part_: Part) -> str:
-    """Name the all-gathered tensors: parameters, or gradients if states are not sharded."""
+    """The component that is all-gathered: parameters, or gradients if states are not sharded."""
     shared = any(part_.components[name].sharded for name in part_.components.keys() & {"exp_avg"})
     return "params" if shared else "grad_buckets"
 

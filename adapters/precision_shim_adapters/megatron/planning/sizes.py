@@ -98,8 +98,8 @@ _FLAGS = {
 """The names that Megatron's command line has for fields of its transformer config."""
 
 UNEVEN = ("first", "last", "count_embedding", "count_loss", "stages")
-"""Attributes of ``Sizes`` for fields of Megatron's transformer config. Some frameworks nest these
-fields in a section."""
+"""Attributes of ``Sizes`` whose config keys some frameworks nest in a section, because they are
+fields of Megatron's transformer config."""
 
 
 def read_sizes(

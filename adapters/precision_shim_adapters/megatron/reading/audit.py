@@ -1,8 +1,8 @@
 """The seams that audit Megatron's optimizers automatically.
 
-No seam patches ``get_megatron_optimizer`` or ``ChainedOptimizer``, because frameworks have their
-own copies of ``get_megatron_optimizer``, which make no chained optimizer. In megatron-core 0.13 to
-0.19 every optimizer has one of the three classes that this module patches.
+No seam patches ``get_megatron_optimizer`` or ``ChainedOptimizer``, because some frameworks have
+their own copy of ``get_megatron_optimizer`` that makes no ``ChainedOptimizer``. In megatron-core
+0.13 to 0.19 every optimizer has one of the three classes that this module patches.
 
 Delete this module when Megatron reports which precision its optimizers really have.
 """

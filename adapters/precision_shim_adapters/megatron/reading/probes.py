@@ -121,7 +121,7 @@ def states_need_it() -> Answer:
     needs=(_CONFIG,),
 )
 def fp8_recipes() -> Answer:
-    """The shim keeps fp32 states with an fp8 recipe other than delayed."""
+    """The shim keeps fp32 states if the fp8 recipe is not ``delayed``."""
     found = {}
     for recipe in ("delayed", "tensorwise"):
         with fused_adam():
@@ -371,7 +371,7 @@ def fp16_clipping() -> Answer:
     needs=(_BRIDGE,),
 )
 def bridge_configs() -> Answer:
-    """Bridge's configs need no seam: their bucket has the model's dtype; Megatron checks them."""
+    """Megatron-Bridge needs no seam: the bucket has the model's dtype, Megatron checks configs."""
     from megatron.bridge.training.config import DistributedDataParallelConfig, OptimizerConfig
 
     with fused_adam():

@@ -88,7 +88,7 @@ def _read(chunks: Sequence[Any], optimizer: Any) -> Reading:
     reading = Reading(
         "megatron-core", "model", kind, scaler=getattr(optimizer, "grad_scaler", None)
     )
-    reading.other += tensors_of(optimizer)  # such as the overflow flag
+    reading.other += tensors_of(optimizer)  # tensors such as the overflow flag
     if reading.scaler is not None:
         reading.other += tensors_of(reading.scaler)
     config = getattr(optimizer, "config", None)
@@ -131,7 +131,7 @@ def _read(chunks: Sequence[Any], optimizer: Any) -> Reading:
 
 
 def _pairs(optimizer: Any, inner: Any) -> Iterable[tuple[Any, Any]]:
-    """Pair parameters with the inner optimizer's tensors, whose groups list fp32 tensors first."""
+    """Pair each parameter with its tensor in the inner optimizer's groups (fp32 tensors first)."""
     groups = inner.param_groups
     fp32 = getattr(optimizer, "model_fp32_groups", None)
     halves = getattr(optimizer, "model_float16_groups", None)

@@ -8,7 +8,8 @@ even an unpatched Megatron expects remainders. In the two sharding types that st
 state, the shim saves the user's remainders unchanged, because Megatron can read them. In two
 sharding types the checkpoint's keys contain the bucket's dtype. The shim writes the keys that a job
 without the shim would write. The shim compares wanted with stored dtypes in
-``dist_checkpointing.load``: only here are tensors and directory known before Megatron reads them.
+``dist_checkpointing.load``, because this function has the wanted tensors and the checkpoint's
+directory before Megatron reads a tensor.
 
 The shim refuses to load fp32 moments that would be rounded to bf16. The shim also refuses to load
 remainders whose int16 bits an unpatched Megatron has cast to floating-point numbers.
@@ -85,8 +86,8 @@ _ADDED = "_precision_shim_added"
 ``pickle`` keep the attribute, although it is no dataclass field."""
 
 _OWN = ("adam_eps", "sgd_momentum")
-"""Fields whose floats the shim replaces by new, equal objects in a config with ``_ADDED``. A copy
-by ``dataclasses.replace`` lacks ``_ADDED``; the shim recognizes the copy by its floats' ``id``."""
+"""Fields in which a config with ``_ADDED`` has float objects that only the shim made. A copy by
+``dataclasses.replace`` lacks ``_ADDED``, but has the same objects: their ``id`` marks the copy."""
 
 _own_floats: dict[int, float] = {}
 """Maps the ``id`` of each new float in an ``_OWN`` field to the float: written by
@@ -104,7 +105,7 @@ def note_precision_aware(config: Any, *, by_user: bool) -> None:
 
     Args:
         config: Megatron's OptimizerConfig; the optimizer receives this object or a copy of it.
-        by_user: whether the user's config alone makes ``config`` precision-aware.
+        by_user: whether ``config`` is precision-aware without the shim, too.
     """
     if not config.use_precision_aware_optimizer or by_user:
         return
@@ -118,7 +119,7 @@ def note_precision_aware(config: Any, *, by_user: bool) -> None:
 
 
 def is_added_by_shim(config: Any) -> bool:
-    """Whether an OptimizerConfig, or a copy's original, is precision-aware only due to the shim."""
+    """Whether only the shim made a config, or the config of which it is a copy, precision-aware."""
     values = (getattr(config, name, None) for name in _OWN)
     return hasattr(config, _ADDED) or any(
         isinstance(value, float) and _own_floats.get(id(value)) is value for value in values
@@ -231,10 +232,10 @@ def name_bucket_of_unpatched(call: Call) -> Any:
     "model_chunks",
 )
 def write_as_unpatched(call: Call, is_loading: bool) -> Any:
-    """Write the keys of an unpatched job, in the sharding types that can store remainders.
+    """Write the keys that an unpatched job would write; save its remainders unchanged.
 
-    A save keeps the remainders if the user's config alone is precision-aware. A load requests whole
-    fp32 master weights; ``compare_layouts`` later compares this request with the checkpoint.
+    A save writes remainders only if the optimizer is precision-aware without the shim, too. A load
+    requests whole fp32 masters; ``compare_layouts`` compares this request with the checkpoint.
     """
     by_user = not is_added_by_shim(call.instance.config)
     written = as_they_are.set(by_user and not is_loading)
@@ -276,8 +277,8 @@ def name_live_bucket(call: Call, state_dict: Any) -> Any:
     "gbuf_ranges",
 )
 def name_live_bucket_dp_zero(call: Call, state_dict: Any) -> Any:
-    """Act as ``name_live_bucket`` for ``dp_zero_gather_scatter``; some ranks receive no state."""
-    if state_dict is not None:
+    """Write the live bucket's dtypes into a loaded state of ``dp_zero_gather_scatter``."""
+    if state_dict is not None:  # some ranks receive no state
         state = call.arguments["state_dict"] = dict(state_dict)
         for index, ranges in enumerate(call.instance.gbuf_ranges):
             stored = state.get(index)
@@ -339,7 +340,7 @@ def compare_layouts(call: Call, sharded_state_dict: Any, checkpoint_dir: Any) ->
 
 
 def _stored_dtypes(directory: str) -> dict[str, torch.dtype]:
-    """Map a checkpoint's tensor keys to dtypes; if no local file has them, Megatron reads them."""
+    """Map a checkpoint's tensor keys to dtypes; without a local file, use Megatron's own reader."""
     path = Path(directory, METADATA)
     if not path.is_file():
         from megatron.core.dist_checkpointing import load_tensors_metadata

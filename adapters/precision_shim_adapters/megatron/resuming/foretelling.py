@@ -51,8 +51,8 @@ other than tensors."""
 _OFFLOAD, _SHARE = "optimizer_cpu_offload", "optimizer_offload_fraction"
 
 _STEPPED = ".master_param"
-"""Suffix of keys in ``dp_reshardable`` checkpoints for copies of the parameters. Only an optimizer
-for CPU offload that is not precision-aware has and updates such copies of the parameters."""
+"""Suffix of keys in ``dp_reshardable`` checkpoints for the parameters' copies that an optimizer for
+CPU offload updates; a precision-aware optimizer has no such keys."""
 
 BUCKET = "grad_reduce_in_fp32"
 """The field of Megatron's DDP config with which a job may set the bucket's dtype."""
@@ -192,7 +192,7 @@ def _live(wishes: Wishes, part: Part, here: Here, holds: Any) -> Live:
 
 
 def _cannot_count(part: Part, live: Live, shimmed: bool, mended: bool) -> Outcome | None:
-    """The outcome if a load with CPU offload fails or finds no step count; else ``None``."""
+    """The outcome if CPU offload makes the load fail or lose the step count; else ``None``."""
     written = OFFLOADED in part.facts
     uncounted = written and not part.facts["counted"]
     plain = live.on_host is not None and not live.asked_aware

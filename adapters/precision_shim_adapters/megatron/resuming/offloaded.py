@@ -8,9 +8,9 @@ to 0.19 silently does not copy some of the loaded states to the inner optimizers
 
 - With ``dp_reshardable`` (which 0.15 cannot save), AdamW's step counts are 1 after a resume.
 - With ``dp_zero_gather_scatter``, the parameters' copies keep the values from ``dummy_step``.
-- With every sharding type, each step overwrites the inner optimizers' groups with the loaded groups
-  and their step count. FusedAdam stores its step count in its groups, so FusedAdam counts each step
-  as the first step after the checkpoint.
+- With every sharding type, each step overwrites the inner optimizers' groups with the loaded
+  groups. FusedAdam keeps its step count in its groups, so at every step FusedAdam's step count is
+  the checkpoint's step count plus 1.
 - If no state is on the host, Megatron saves no step count, and FusedAdam counts from 1 again.
 
 SkyRL itself corrects AdamW's step counts with ``dp_reshardable``, but only in its own processes.
@@ -32,7 +32,7 @@ from ...megatron_checkpoints import OFFLOADED
 from ..deciding.wishes import DISPATCH, SCALING
 
 FEATURES = (DISPATCH, SCALING)
-"""Features that need this file's seams to resume exactly. The seams act if one feature is on."""
+"""Features that need this file's seams to resume exactly; the seams act if at least one is on."""
 
 GROUP = "megatron offloaded states"
 PATHS = {GROUP: "Megatron (resume of an offloaded optimizer)"}
@@ -148,7 +148,7 @@ def load_what_is_stepped(call: Call, state_dict: Any) -> Any:
     inner = call.instance.optimizer
     if not _offloads(inner):
         return result
-    # A checkpoint without step count was saved without CPU offload, before the first step.
+    # The saved optimizer had no CPU offload (see above): without a step count it had not stepped.
     count = float(next(iter(counts), 0))
     for state in inner.state.values():
         if isinstance(state.get("step"), torch.Tensor):

@@ -6,11 +6,11 @@ weights. Three properties of Megatron and TransformerEngine prevent an exact res
 
 - FusedAdam keeps int16 remainders under the name ``master_param``.
 - FusedAdam fills the master weights of an fp32 parameter once and never updates them.
-- Megatron finds a parameter's states by the parameter's position in its group. In a group with both
-  fp32 and 16-bit parameters, Megatron numbers positions in one order and fills them in another.
+- Megatron finds a parameter's states by the parameter's number in its group. If a group has both
+  fp32 and 16-bit parameters, Megatron numbers them in another order than the group has.
 
-Delete this module when ``checkpoint`` can be deleted, and Megatron numbers positions in the order
-in which it fills them.
+Delete this module when ``checkpoint`` can be deleted, and Megatron numbers a group's parameters in
+the group's order.
 """
 
 from __future__ import annotations
@@ -69,18 +69,18 @@ def _shard_of(optimizer: Any, model_param: Any) -> Any:
     "shard_float16_params_this_group",
 )
 def place_fp32_first(call: Call) -> Any:
-    """Number a group's positions in the order in which Megatron fills them: fp32 shards first.
+    """Number a group's parameters in the order that the group has: fp32 shards first.
 
-    Megatron numbers the positions in the order of its buffers, and so mistakes one parameter's
-    states for another's. In Megatron's order a save fails with an error about sizes, or exchanges
-    the states of two parameters of the same size.
+    Megatron itself numbers the parameters in the order of its buffers, and so mistakes one
+    parameter's states for another's. Without this seam a save fails with an error about sizes, or
+    exchanges the states of two parameters of the same size.
     """
     known, ranges = result = call.proceed()
     places = {}
     for index, group in enumerate(ranges):
         ordered = sorted(group["params"], key=lambda param: param.dtype is not torch.float32)
         places.update({parameter: (index, place) for place, parameter in enumerate(ordered)})
-    # Keep Megatron's order of the keys, because other code of Megatron iterates over the map.
+    # Keep the order of the keys in ``known``, because other code of Megatron iterates over it.
     return {parameter: places[parameter] for parameter in known}, *result[1:]
 
 
@@ -121,8 +121,8 @@ def split_states(call: Call, model_param: Any, tensors: Any) -> Any:
     """Convert loaded master weights to the optimizer's form; refuse states that would be rounded.
 
     Raises:
-        CheckpointLayoutError: the checkpoint's states would be rounded, or are remainders that
-            were stored as numbers.
+        CheckpointLayoutError: a state would be rounded, or the master weights are int16 remainders
+            that Megatron has cast to floating-point numbers.
     """
     optimizer = call.instance
     # Up to Megatron 0.16, dp_reshardable also passes a bool 'padding', which FusedAdam rejects.
@@ -194,7 +194,8 @@ def _fit_master(optimizer: Any, shard: Any, tensors: dict[str, Any]) -> None:
     if value.dtype is torch.int16 and master.dtype is not torch.int16:
         tensors["param"] = join_master(shard.detach(), value.to(shard.device))
     elif value.dtype is not torch.int16 and master.dtype is torch.int16:
-        # Write the parameter, too. FusedAdam rounds ties away from zero; Megatron rounds to even.
+        # Overwrite the parameter, which Megatron rounds with ties to even: the remainder belongs to
+        # a parameter that is rounded as FusedAdam does, with ties away from zero.
         rounded, tensors["param"] = split_master(value.float().to(shard.device))
         shard.data.copy_(rounded)
 
