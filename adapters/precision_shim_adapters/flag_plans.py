@@ -168,7 +168,7 @@ def _parse_miles(own: Any, theirs: Any, add: Callable[..., Any]) -> Namespace:
 
 @contextlib.contextmanager
 def _without_gpu() -> Iterator[None]:
-    """On a machine without a GPU, make Megatron's validation of TP and CP see a Blackwell GPU."""
+    """On a machine without a GPU, report a Blackwell GPU to Megatron's checks of TP and CP."""
     import torch
 
     if torch.cuda.is_available():

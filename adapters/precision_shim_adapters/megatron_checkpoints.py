@@ -34,9 +34,9 @@ KEYED = ("dp_reshardable", "dp_zero_gather_scatter")
 
 OFFLOADED = "offload_fraction"
 """Key of the fraction of states on the host, which only param groups of Megatron's optimizer for
-CPU offload have. If groups have this key, ``fill_part`` also stores ``counted`` (whether all these
-groups have a step count) and ``names_classes`` (whether a ``common.pt`` contains such groups: torch
-refuses to load this ``common.pt``, because its pickle names classes)."""
+CPU offload have. From groups with this key ``fill_part`` derives ``counted`` (whether all of these
+groups have a step count) and ``names_classes`` (whether a ``common.pt`` has such groups; torch
+refuses to load the classes that its pickle names)."""
 
 
 def is_optimizers(key: str) -> bool:

@@ -1,7 +1,7 @@
 """Adapter for ms-swift on Megatron: optimizer states, gradient bucket and fp16.
 
 ms-swift's Megatron trainers scale their loss, but fail at the first overflow, because ms-swift
-always turns on the DDP's check of gradients. Without this check the first skipped step would end
+always turns on the DDP's check of gradients. With the check off, the first skipped step would end
 the job, because the trainers convert the step's gradient norm, which is ``None``, to a tensor. The
 initial loss scale is 2**32, so a job's first steps are skipped. The gradients of an fp16 model are
 summed in fp16 unless the user writes ``--accumulate_allreduce_grads_in_fp32``.
@@ -107,7 +107,7 @@ def settle(call: Call, config: Any, model_chunks: Any) -> Any:
     relies_on=("reduce_max_stat_across_model_parallel_group",),
 )
 def step(call: Call) -> Any:
-    """Treat an overflow as a skipped step with norm NaN; ms-swift then steps no LR scheduler."""
+    """Treat an overflow as a skipped step with norm NaN; ms-swift then omits the scheduler step."""
     with megatron.skipping(succeeds=False):
         return call.proceed()
 

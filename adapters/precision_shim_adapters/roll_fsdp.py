@@ -81,8 +81,8 @@ def step(call: Call) -> Any:
 def _ended(strategy: Any, training: ScaledTraining) -> Iterator[None]:
     """Step the scheduler and clear the gradients after a scaled step, unless ROLL does so.
 
-    ``update`` stores ``scheduler.last_epoch``. ``end`` compares the stored value when ROLL scales
-    the next loss or when ``train_step`` returns: if equal, ROLL has not stepped the scheduler.
+    ``scaler.update`` stores ``scheduler.last_epoch``. If ``last_epoch`` has the stored value when
+    ROLL scales the next loss or ends ``train_step``, ROLL has not stepped the scheduler.
     """
     scaler, scheduler = strategy.scaler, strategy.scheduler
     at: list[int] = []

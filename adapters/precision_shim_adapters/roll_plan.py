@@ -70,7 +70,7 @@ def plan_job(job: Job) -> Request:
 def _not_planned(config: Any) -> Iterator[str]:
     """Yield a note for each model of the job that is not trained and that the plan leaves out."""
     if getattr(config, "enable_reference", True):
-        several = getattr(config, "_reference_configs", {})  # one for each teacher
+        several = getattr(config, "_reference_configs", {})  # a reference model for each teacher
         found = several if len(several) > 1 else {"reference": None}
         yield from _left_out("the reference model", found, config)
     several = getattr(config, "rewards", None) or {}

@@ -39,7 +39,7 @@ def read(args: Any, role: str) -> Wishes:
 
 @seam(f"{MODEL}:setup_model_and_optimizer", BUILDING, why="makes bucket and optimizer", **HERE)
 def build(call: Call, args: Any, role: str = "actor") -> Any:
-    """Record that slime builds a model, with a function that reads slime's flags."""
+    """Record that a model is being built, with a function that reads its settings."""
     with megatron.building("slime", lambda: read(args, role)):
         return call.proceed()
 

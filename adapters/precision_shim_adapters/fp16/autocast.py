@@ -10,9 +10,9 @@ import torch
 class _Autocast:
     """A hook that switches the autocast region around a module's forward pass from bf16 to fp16.
 
-    The framework also computes the loss in this autocast region, and torch refuses to combine fp16
-    tensors under a bf16 autocast. The switch to fp16 lasts until the autocast region ends; then the
-    framework's ``with`` block restores the former autocast dtype.
+    The framework also computes the loss in the forward pass's autocast region, and torch refuses to
+    combine fp16 tensors under a bf16 autocast. The switch to fp16 lasts until the autocast region
+    ends; then the framework's ``with`` block restores the former autocast dtype.
     """
 
     def __init__(self, device: str) -> None:
@@ -27,7 +27,7 @@ class _Autocast:
 
 
 def autocast_in_fp16(module: torch.nn.Module, device: str) -> None:
-    """Switch every bfloat16 autocast region in which a module runs to float16.
+    """Switch bfloat16 autocast regions to float16 when a module runs in them.
 
     Args:
         module: the model that the framework calls.

@@ -41,7 +41,7 @@ def save_after(saved: Future[Any], training: ScaledTraining, path: str, group: A
     Args:
         saved: the future of the framework's save.
         training: the ``ScaledTraining`` that has the scaler.
-        path: the checkpoint's directory; the state is bound to the files that this rank writes.
+        path: the checkpoint's directory; the state's record lists the files that this rank writes.
         group: a process group of all ranks; nothing else may use the group until the returned
             future has ended.
 

@@ -58,7 +58,7 @@ def foretell(framework: str, part: Part, here: Here, group: str) -> Outcome:
 
 
 def foretell_scaler(framework: str, part: Part, here: Here, shimmed: bool) -> Outcome | None:
-    """Predict how the loss scaler would resume; ``None`` if exactly, or if no scaler is needed."""
+    """Predict how the loss scaler would resume; ``None`` if exact, or if no scaler is needed."""
     scaler = part.scaler
     if scaler.state == "none":
         asked = parse_dtype(str((here.config or {}).get("precision", "")))

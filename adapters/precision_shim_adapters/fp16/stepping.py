@@ -81,7 +81,7 @@ def note_skip(optimizer: Optimizer, inner: Sequence[Optimizer], *args: Any, **kw
 
     The LR schedule advances, and torch must not warn that the scheduler stepped before the
     optimizer. If ``optimizer`` is a container of optimizers, its ``step`` runs, because its step
-    hooks may have state that no checkpoint has. Meanwhile the inner optimizers' steps do nothing.
+    hooks may have state that no checkpoint has; the inner optimizers' steps then do nothing.
 
     Args:
         optimizer: the optimizer whose step was skipped.

@@ -90,7 +90,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def count_exact(parameter: torch.Tensor) -> torch.Tensor:
-    """Sample values in fp16's normal range; return how many are exact in bf16, and how many all."""
+    """Sample values in fp16's normal range; count those exact in bf16, and count all."""
     flat = parameter.detach().reshape(-1)
     wide = flat[:: flat.numel() // MOST_ELEMENTS | 1].float()
     normal = wide.abs() >= 2.0**-14

@@ -1,4 +1,4 @@
-"""Keep what a step has done with its gradients, so that a step can be repeated after an exception.
+"""Record what a step did with its gradients, so that the step can be repeated after an exception.
 
 Megatron's ``prepare_grads`` unscales gradients in place and updates the loss scaler. If an
 exception ends a step, a trainer may call ``step`` again with the same gradients. In a repeated
@@ -7,8 +7,8 @@ time. The exception may come on one rank, while other ranks complete their step.
 the step must call the same collectives as the other ranks.
 
 Each rank therefore counts its gradient syncs. If a rank has synced no gradients since the last
-step, the next step repeats the last step. Only Megatron's DDP syncs gradients. In a model that has
-no DDP, a step repeats the last step if the trainer has not scaled a new loss.
+step, the next step repeats the last step. A model without Megatron's DDP or FSDP has no gradient
+syncs; its next step repeats the last step if the trainer has not scaled a new loss.
 """
 
 from __future__ import annotations
@@ -200,10 +200,7 @@ def keep(optimizer: Any, answer: Answer) -> None:
 
 
 def finish(optimizer: Any) -> None:
-    """Delete the ``Answer`` of a completed step, unless another rank may have to repeat the step.
-
-    A DDP's next gradient sync makes a kept ``Answer`` stale.
-    """
+    """Delete the ``Answer`` of a completed step, unless another rank may repeat the step."""
     for leaf in unchain(optimizer):
         if leaf not in answers:
             continue
@@ -215,7 +212,7 @@ def finish(optimizer: Any) -> None:
 def put_back(chain: Any) -> None:
     """Restore the scalers that a chain's ``prepare_grads`` updated before an exception ended it.
 
-    Restoring makes all scalers of the chain equal. ``take_again`` later updates them again.
+    Restoring makes all scalers of the chain equal. ``take_again`` repeats the scalers' updates.
     """
     leaves = unchain(chain)
     if _uneven.intersection(leaves):
@@ -225,7 +222,7 @@ def put_back(chain: Any) -> None:
 
 
 def are_uneven(chain: Any) -> bool:
-    """Whether an exception came after updates of only some scalers; reset for the next call."""
+    """Whether an exception came after only some scalers of a chain were updated; then forget it."""
     leaves = unchain(chain)
     uneven = bool(_uneven.intersection(leaves))
     _uneven.difference_update(leaves)

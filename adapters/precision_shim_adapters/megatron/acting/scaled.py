@@ -1,10 +1,10 @@
 """Check that a loss is scaled once, because Megatron always divides fp16 gradients by the scale.
 
-A trainer scales its loss with ``grad_scale_func`` of the model's config, with ``scale_loss`` or
-with a product with ``get_loss_scale()``. Like the product, ``grad_scale_func`` and ``scale_loss``
-call ``get_loss_scale``. If a trainer does not scale its loss, the gradients become too small,
-because the optimizer still divides them by the loss scale. If a trainer scales its loss twice, the
-gradients become too large. The reported loss is the same in both cases.
+A trainer scales its loss with ``grad_scale_func`` of the model's config, with ``scale_loss``, or by
+multiplying the loss by ``get_loss_scale()``. ``grad_scale_func`` and ``scale_loss`` also call
+``get_loss_scale``. If a trainer does not scale its loss, the gradients become too small, because
+the optimizer still divides them by the loss scale. If a trainer scales its loss twice, the
+gradients become too large. The reported loss shows no sign of these errors.
 
 Delete this module when Megatron's ``prepare_grads`` checks whether the loss was scaled.
 """
@@ -116,7 +116,7 @@ def refuse_scaled_twice(call: Call, loss: Any) -> Any:
 def _is_scaled(loss: Any, scale: torch.Tensor) -> bool:
     """Whether one of the last operations on a loss multiplied the loss by the scale's tensor."""
     node = getattr(loss, "grad_fn", None)
-    for _ in range(8):  # enough for mean, weighting and cast, too few to search the model
+    for _ in range(8):  # mean, weighting and cast are among the last 8 operations
         if node is None:
             return False
         if node.name().startswith("MulBackward"):

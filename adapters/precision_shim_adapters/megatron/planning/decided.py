@@ -68,7 +68,7 @@ class Asked:
         notes: remarks about legal settings.
         takes_name: function that returns whether the framework accepts and converts a dtype name;
             ``None`` if the framework passes all dtype names to Megatron.
-        keys: maps an optimizer field to its config key, if the key differs from ``key``.
+        keys: maps optimizer fields to config keys that do not follow the pattern ``key``.
         known: the optimizer fields that the framework's config has; ``None`` for all.
     """
 

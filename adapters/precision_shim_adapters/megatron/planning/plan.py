@@ -116,7 +116,7 @@ def _no_names(asked: Asked) -> list[Problem]:
         for name, value in asked.wishes.asked.items()
         if name in _LOW
         and not isinstance(value, str | torch.dtype)
-        # Not ``main_grads_dtype=None``: ``problems_of`` reports it if Megatron reads the field.
+        # ``problems_of`` reports ``main_grads_dtype=None``, unless Megatron ignores the field.
         and not (value is None and name == "main_grads_dtype")
     ]
 

@@ -86,8 +86,8 @@ _ADDED = "_precision_shim_added"
 ``pickle`` keep the attribute, although it is no dataclass field."""
 
 _OWN = ("adam_eps", "sgd_momentum")
-"""Fields in which a config with ``_ADDED`` has float objects that only the shim made. A copy by
-``dataclasses.replace`` lacks ``_ADDED``, but has the same objects: their ``id`` marks the copy."""
+"""Fields of a config with ``_ADDED`` in which the shim stores new float objects of equal value. A
+copy by ``dataclasses.replace`` lacks ``_ADDED``, but has the new objects: ``id`` finds the copy."""
 
 _own_floats: dict[int, float] = {}
 """Maps the ``id`` of each new float in an ``_OWN`` field to the float: written by
@@ -119,7 +119,7 @@ def note_precision_aware(config: Any, *, by_user: bool) -> None:
 
 
 def is_added_by_shim(config: Any) -> bool:
-    """Whether only the shim made a config, or the config of which it is a copy, precision-aware."""
+    """Whether a config (or its original, for a copy) is precision-aware only due to the shim."""
     values = (getattr(config, name, None) for name in _OWN)
     return hasattr(config, _ADDED) or any(
         isinstance(value, float) and _own_floats.get(id(value)) is value for value in values
@@ -232,7 +232,7 @@ def name_bucket_of_unpatched(call: Call) -> Any:
     "model_chunks",
 )
 def write_as_unpatched(call: Call, is_loading: bool) -> Any:
-    """Write the keys that an unpatched job would write; save its remainders unchanged.
+    """Write the keys and remainders that the same job would write without the shim.
 
     A save writes remainders only if the optimizer is precision-aware without the shim, too. A load
     requests whole fp32 masters; ``compare_layouts`` compares this request with the checkpoint.

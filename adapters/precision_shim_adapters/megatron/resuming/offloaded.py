@@ -148,7 +148,7 @@ def load_what_is_stepped(call: Call, state_dict: Any) -> Any:
     inner = call.instance.optimizer
     if not _offloads(inner):
         return result
-    # The saved optimizer had no CPU offload (see above): without a step count it had not stepped.
+    # The saved optimizer had no CPU offload: if it has no step count, it had not stepped.
     count = float(next(iter(counts), 0))
     for state in inner.state.values():
         if isinstance(state.get("step"), torch.Tensor):

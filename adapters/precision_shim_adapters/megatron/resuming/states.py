@@ -7,7 +7,7 @@ weights. Three properties of Megatron and TransformerEngine prevent an exact res
 - FusedAdam keeps int16 remainders under the name ``master_param``.
 - FusedAdam fills the master weights of an fp32 parameter once and never updates them.
 - Megatron finds a parameter's states by the parameter's number in its group. If a group has both
-  fp32 and 16-bit parameters, Megatron numbers them in another order than the group has.
+  fp32 and 16-bit parameters, the numbers do not follow the order of the group's parameters.
 
 Delete this module when ``checkpoint`` can be deleted, and Megatron numbers a group's parameters in
 the group's order.
@@ -69,7 +69,7 @@ def _shard_of(optimizer: Any, model_param: Any) -> Any:
     "shard_float16_params_this_group",
 )
 def place_fp32_first(call: Call) -> Any:
-    """Number a group's parameters in the order that the group has: fp32 shards first.
+    """Number a group's parameters in the group's order: fp32 shards first.
 
     Megatron itself numbers the parameters in the order of its buffers, and so mistakes one
     parameter's states for another's. Without this seam a save fails with an error about sizes, or
