@@ -63,7 +63,7 @@ def training_of(strategy: Any) -> ScaledTraining | None:
 
 @seam(f"{STRATEGY}.train_step", why="leaves a scaled step unfinished", **HERE)
 def step(call: Call) -> Any:
-    """Step the scheduler after scaled steps; report scale and skips, and a skipped norm as NaN."""
+    """Step the scheduler after scaled steps; report scale, skips, and a skipped step's norm NaN."""
     strategy = call.instance
     training = training_of(strategy)
     if training is None:

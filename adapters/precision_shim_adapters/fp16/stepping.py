@@ -77,7 +77,7 @@ def steps_through(function: Callable[..., Any], optimizer: Optimizer) -> Iterato
 
 
 def note_skip(optimizer: Optimizer, inner: Sequence[Optimizer], *args: Any, **kwargs: Any) -> None:
-    """Produce a step's side effects for a skipped step, without changing parameters or moments.
+    """For a skipped step, produce the side effects of a step, but change no parameter or moment.
 
     The LR schedule advances, and torch must not warn that the scheduler stepped before the
     optimizer. If ``optimizer`` is a container of optimizers, its ``step`` runs, because its step

@@ -370,7 +370,7 @@ class ScaledTraining:
                 record.
             where: the file, for messages.
             otherwise: a sentence that tells the user how to continue with a fresh scaler, or empty.
-                Do not write "delete the file": the file has more than the record.
+                Do not advise to delete a file of the framework that contains more than the record.
             files: this rank's files, to compare with the files that the record names.
 
         Raises:

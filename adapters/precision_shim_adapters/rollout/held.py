@@ -75,13 +75,13 @@ async def ask_async(engine: Any, whose: Whose, sync: int = 0) -> Held:
 
 
 def audit(engine: Any, whose: Whose, sync: int = 0) -> None:
-    """Write an ``LLM``'s or ``LLMEngine``'s audit record, if one is due after this weight sync."""
+    """Write the audit record of an engine that ``ask`` reads, if due after weight sync ``sync``."""
     if is_due(sync):
         sending.write(ask(engine, whose, sync))
 
 
 async def audit_async(engine: Any, whose: Whose, sync: int = 0) -> None:
-    """Write an ``AsyncLLM``'s audit record, if one is due after this weight sync."""
+    """Write an ``AsyncLLM``'s audit record if one is due after weight sync ``sync``."""
     if is_due(sync):
         sending.write(await ask_async(engine, whose, sync))
 

@@ -42,13 +42,13 @@ _asking: set[Any] = set()
 
 
 async def audit_manager(manager: Any, whose: Whose, sync: int = 0) -> None:
-    """Write a ``TokenizerManager``'s audit record, if one is due after this weight sync."""
+    """Write a ``TokenizerManager``'s audit record if one is due after weight sync ``sync``."""
     if is_due(sync):
         sending.write(await ask_manager(manager, whose, sync))
 
 
 def audit_server(url: str, whose: Whose, sync: int = 0) -> None:
-    """Write the audit record of an HTTP server's engine, if one is due after this weight sync."""
+    """Write the audit record of a server's engine if one is due after weight sync ``sync``."""
     if is_due(sync):
         sending.write(ask_server(url, whose, sync))
 

@@ -77,7 +77,7 @@ class OptimizerRequest:
         distributed: whether the distributed optimizer is used.
         support: the installed FusedAdam.
         blockers: the framework's reasons why the precision-aware optimizer cannot run.
-        native: fields that the framework sets by itself; the shim's and the user's override them.
+        native: fields that the framework sets by itself; the shim and the user override them.
         aligned: whether the gradient bucket will have the dtype of the chosen main grads.
         fp32_bucket_written: whether the bucket stays fp32 because the user's config requires it.
         whole_masters: whether checkpoints will contain whole fp32 masters even if the optimizer

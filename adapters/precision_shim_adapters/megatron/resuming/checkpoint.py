@@ -87,7 +87,7 @@ _ADDED = "_precision_shim_added"
 
 _OWN = ("adam_eps", "sgd_momentum")
 """Fields of a config with ``_ADDED`` in which the shim stores new float objects of equal value. A
-copy by ``dataclasses.replace`` lacks ``_ADDED``, but has the new objects: ``id`` finds the copy."""
+copy by ``dataclasses.replace`` lacks ``_ADDED``, but contains these objects, which identify it."""
 
 _own_floats: dict[int, float] = {}
 """Maps the ``id`` of each new float in an ``_OWN`` field to the float: written by
@@ -134,7 +134,7 @@ def is_added_by_shim(config: Any) -> bool:
 def refuse_torchs_adam(
     call: Call, is_loading: bool, metadata: Any = None, sharding_type: Any = None
 ) -> Any:
-    """On a save, warn that Megatron cannot load the states of torch's Adam; refuse a load.
+    """On a save, warn that Megatron cannot load the states of torch's Adam; on a load, raise.
 
     If neither TransformerEngine nor Apex is installed, Megatron uses torch's Adam. Megatron's load
     asserts that a new optimizer has one step count, but torch's Adam has no step count before its
