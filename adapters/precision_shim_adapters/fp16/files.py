@@ -46,8 +46,7 @@ def save_after(saved: Future[Any], training: ScaledTraining, path: str, group: A
             future has ended.
 
     Returns:
-        A future that ends when the scaler's state is written; the framework must wait for it
-            instead of for ``saved``.
+        A future that ends when the scaler's state is written; it replaces ``saved``.
     """
     record, ended = scaling.record_of(training.scaler), Future[Any]()
 

@@ -139,8 +139,7 @@ def of_torch(
     Args:
         name: the name of a class of ``torch.optim``.
         written: the optimizer's further arguments in the job's config.
-        keys: config key of the optimizer's name, and config key of an argument, in which ``{}``
-            stands for the argument's name.
+        keys: config keys of the optimizer's name and of an argument (``{}``: the argument's name).
         subject: which model.
     """
     kind = getattr(torch.optim, name, None)

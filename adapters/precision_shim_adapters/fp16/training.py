@@ -95,8 +95,7 @@ class ScaledTraining:
         """Store this object as an attribute of a framework's object; ``of`` returns it.
 
         Args:
-            owner: a framework's object (worker, engine, strategy or optimizer) that a seam
-                receives; call ``keep`` once for each such object.
+            owner: a worker, engine, strategy or optimizer that a seam receives.
             attribute: the owner's attribute for the framework's own scaler, if any; the framework's
                 loop then uses the shim's scaler.
         """

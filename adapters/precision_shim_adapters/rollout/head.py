@@ -3,8 +3,7 @@
 ``PRECISION_SHIM_HEAD=fp32`` requests fp32. In the driver, the adapter describes each engine's LM
 head as a ``Head``; ``settle_heads`` writes the heads' dtypes into the config. For the trainer,
 ``settle_heads`` adds ``head_dtype`` (vLLM's name) to the overrides of the model's HF config. The
-trainer's workers read ``head_dtype`` and change the LM head; ``compute_in_fp32`` changes torch's
-``Linear``.
+trainer's workers read ``head_dtype``; ``compute_in_fp32`` then changes torch's ``Linear``.
 """
 
 from __future__ import annotations

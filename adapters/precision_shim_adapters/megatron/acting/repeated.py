@@ -51,8 +51,7 @@ class Answer:
         number: the number of gradient syncs before ``prepare_grads``.
         interrupted: whether an exception ended the step.
         used: whether the optimizer has stepped.
-        put_back: whether the state ``before`` was restored, so that a repeated step must update the
-            scaler again.
+        put_back: whether the state ``before`` was restored; a repeated step updates the scaler.
     """
 
     found: bool

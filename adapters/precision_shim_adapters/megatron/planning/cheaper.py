@@ -70,8 +70,7 @@ _STEPS: tuple[tuple[str, Mapping[str, Any]], ...] = (
         },
     ),
 )
-"""Each entry: what the user gives up, in words, and the settings to write. The entry that gives up
-least is first."""
+"""Each entry: what the user gives up (the least first), in words, and the settings to write."""
 
 
 def variants(
@@ -80,8 +79,7 @@ def variants(
     """Copy a model with cheaper settings, once for each legal entry of ``_STEPS``.
 
     Returns:
-        One tuple for each legal entry: what the user gives up, in words, the config lines to write,
-            and the changed model.
+        One tuple for each legal entry: what the user gives up, the config lines, the changed model.
     """
     if not asked.wishes.trains:
         return []

@@ -8,8 +8,7 @@ even an unpatched Megatron expects remainders. In the two sharding types that st
 state, the shim saves the user's remainders unchanged, because Megatron can read them. In two
 sharding types the checkpoint's keys contain the bucket's dtype. The shim writes the keys that a job
 without the shim would write. The shim compares wanted with stored dtypes in
-``dist_checkpointing.load``, because this function has the wanted tensors and the checkpoint's
-directory before Megatron reads a tensor.
+``dist_checkpointing.load``, which has the wanted tensors and the directory before Megatron reads.
 
 The shim refuses to load fp32 moments that would be rounded to bf16. The shim also refuses to load
 remainders whose int16 bits an unpatched Megatron has cast to floating-point numbers.
