@@ -27,7 +27,7 @@ from .megatron.planning.plan import MegatronModel
 from .megatron.planning.sizes import Sizes
 
 _ROLES = ("actor", "critic", "ref")
-_STYLES = tuple(style for style in STYLES if style != "WSD")  # AReaL passes no steps of WSD
+_STYLES = tuple(style for style in STYLES if style != "WSD")  # AReaL passes no wsd_decay_steps
 
 
 def plan_job(job: Job) -> Request:

@@ -63,7 +63,7 @@ class ShardedModel:
         offload: whether parameters, gradients and states are in the host's memory.
         gathers: how often a step gathers the parameters.
         value_head: whether the output layer is a value head with one output.
-        keys: maps ``world``, ``shards``, ``tensor`` and ``optimizer`` to config keys, for messages.
+        keys: maps names of these attributes to config keys, for messages.
         decisions: the shim's decisions about this model.
         parked: maps a config key to the components that the key moves to the host while they are
             unused.

@@ -45,7 +45,7 @@ def settings_for(
             values[name] = getattr(framework_default, name)
         else:
             values[name] = shim[variable]
-    # An initial loss scale below the default minimum becomes the minimum.
+    # The user may set an initial loss scale below the default minimum: lower the minimum, too.
     least = min(ScalerSettings.min_scale, values["init_scale"])
     return ScalerSettings(**values, min_scale=least, chosen=frozenset(chosen))
 

@@ -36,8 +36,8 @@ _MAKE = "megatron.core.optimizer:_get_megatron_optimizer_based_on_param_groups"
 def start_lower(call: Call, initial_scale: float, min_scale: float, growth_interval: float) -> Any:
     """Lower Megatron's default initial loss scale, at which the first 25 steps would be skipped.
 
-    Megatron's default is 2**32. With Megatron's hysteresis of 2, the first overflow does not change
-    the scale. Every further overflow halves the scale, so 25 skips in a row reach 2**8.
+    Megatron's initial loss scale is 2**32. With Megatron's hysteresis of 2, the first overflow does
+    not change the scale. Every further overflow halves it, so 25 skips in a row reach 2**8.
     """
     if current_build() is not None:
         return call.proceed()
