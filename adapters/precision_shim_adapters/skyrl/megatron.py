@@ -357,8 +357,8 @@ def follow_flag(call: Call) -> Any:
     Megatron-Bridge sets the provider's dtype to the checkpoint's dtype. Without this seam,
     ``bf16=false`` has no effect on a bf16 checkpoint, and ``bf16=true`` contradicts an fp16
     checkpoint. An fp16 checkpoint with ``bf16=false`` stays fp16. Megatron-Bridge 0.6 and later
-    applies ``bf16`` when it builds the parameters. For a bf16 checkpoint with ``bf16=true``, a
-    user's own ``fp16=true`` ends in Megatron's error that fp16 and bf16 exclude each other.
+    applies ``bf16`` when it builds the parameters. With a bf16 checkpoint and ``bf16=true``,
+    Megatron raises an error if the user also sets ``fp16=true``.
     """
     provider = call.proceed()
     flag = _flag.get()
@@ -407,7 +407,7 @@ def foreseen_dtype(trainer: Any, role: str, checkpoint: str, *, obeyed: bool) ->
 
 
 def foreseen_provider(trainer: Any, role: str, checkpoint: str, *, obeyed: bool) -> Any:
-    """The provider's ``bf16``, ``fp16`` and ``params_dtype`` in a worker, before Megatron checks.
+    """Predict ``bf16``, ``fp16`` and ``params_dtype`` of the model provider in a worker.
 
     The docstring of ``foreseen_dtype`` describes the arguments.
     """

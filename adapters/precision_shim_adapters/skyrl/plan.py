@@ -114,8 +114,8 @@ def load(job: Job) -> tuple[Any, list[str], list[Problem]]:
     """Load a job's config, and record the user's keys; return also unknown keys and DtypeErrors.
 
     Only a user's own entry point may have overrides that SkyRL does not define. If the shim is on
-    in this process, SkyRL's loader raises a DtypeError for a wrong ``model_dtype``. ``load``
-    returns such a DtypeError as a problem.
+    in this process, SkyRL's loader raises a DtypeError for a wrong ``model_dtype``, which ``load``
+    returns as a problem.
 
     Raises:
         PlanError: SkyRL cannot load the config.

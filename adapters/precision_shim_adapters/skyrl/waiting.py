@@ -36,12 +36,12 @@ _HERE: dict[str, Any] = {
     "optional": True,
 }
 _SCALE = "_precision_shim_scale"
-"""Name of the attribute with the loss scale of a slot's gradients. ``_note`` writes the attribute,
-``_rescale`` reads it. (A slot has no hash, so a mapping cannot have slots as keys.)"""
+"""Name of the attribute with the gradients' loss scale, on a LoRA adapter's slot in SkyRL's store.
+(A slot has no hash, so a mapping cannot have slots as keys.)"""
 
 _optimizers: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-"""Maps a store to the optimizer of its LoRA adapters. ``keep`` and ``bring_back`` write the entries
-for ``park`` and ``unpark``, to whose functions SkyRL passes no optimizer."""
+"""Maps SkyRL's store of LoRA adapters to the adapters' optimizer, which SkyRL does not pass to
+``park_grads`` and ``unpark_grads``."""
 
 
 @seam(

@@ -100,7 +100,7 @@ def _files(manager: Any, path: str, loaded: Any = ()) -> Files:
         place = os.path.join(path, name)
         if not remote:
             files[name] = place
-        elif part in loaded:  # returns verl's existing local copy
+        elif part in loaded:  # ``copy_to_local`` returns the copy that verl has made
             files[name] = copy_to_local(place)
     return files
 
