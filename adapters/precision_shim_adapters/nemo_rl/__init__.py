@@ -7,9 +7,9 @@ makes a new actor class, with the same name and options, from a subclass of the 
 the original. To change a function that a worker calls, the shim patches the module that defines the
 function.
 
-NeMo-RL 0.6 and later exports the class that ``ray.remote`` decorates, and other workers inherit
-from this class (``worker_extension_cls_fqn``, quantized workers), so the shim patches its methods
-as well.
+If NeMo-RL (0.6 and later) exports the class that ``ray.remote`` decorates, the shim also patches
+the methods of this class, because other workers inherit from it (``worker_extension_cls_fqn``,
+quantized workers).
 
 The shim deliberately does not patch ``begin_train_step`` and ``finish_train_step``, which only
 Megatron workers of NeMo-RL's newest commit have. With ``begin_train_step``, a Megatron worker's

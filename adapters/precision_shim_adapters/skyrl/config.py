@@ -4,7 +4,7 @@ A SkyRL config built from a command line or a YAML does not show which values th
 SkyRL builds a config dataclass, the shim therefore records in the instance's ``__dict__`` which
 values the user wrote. Workers receive this record, because a pickle has the ``__dict__``.
 
-The shim deletes ``grad_reduce_in_fp32`` and ``model_dtype`` from a ``__dict__`` if the user did not
+The shim deletes ``grad_reduce_in_fp32`` and ``model_dtype`` from an instance if the user did not
 write them. A read of a deleted attribute returns the class's default; an assignment sets the
 attribute again. For ``optimizer_config_kwargs``, to which SkyRL 0.3 and later adds default keys,
 the shim stores the user's keys in an attribute that is no dataclass field.
@@ -85,7 +85,7 @@ def name_engines_dtype(call: Call, model_dtype: Any) -> Any:
             call.arguments[MODEL_DTYPE] = named(model_dtype)
         except DtypeError:
             # SkyRL 0.2's from_cli_overrides would catch a DtypeError and use the default dtype. If
-            # from_cli_overrides is running, note_overrides raises the DtypeError after it.
+            # from_cli_overrides is running, note_overrides raises the DtypeError later.
             if not _overriding.get():
                 raise
     result = call.proceed()

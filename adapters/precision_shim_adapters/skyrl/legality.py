@@ -29,7 +29,7 @@ _PARALLEL = ("tensor_model", "pipeline_model", "context", "expert_model")
 
 
 def of_optimizer(trainer: Any, role: str, *, on_megatron: bool) -> Iterator[Problem]:
-    """Yield a problem for each optimizer setting of a trained model that would end the job.
+    """For a trained model, yield a problem for each optimizer setting that would end the job.
 
     Raises:
         PlanError: the optimizer's section has no keys.

@@ -143,7 +143,7 @@ def add_figures(output: Any, figures: dict[str, float]) -> None:
 
 
 def _figures_in(output: Any) -> dict[str, Any]:
-    """Return a worker's metrics, which SkyRL 0.2 outputs directly, and 0.3 in field ``metrics``."""
+    """Return a worker's metrics: in SkyRL 0.2 the output itself, from 0.3 its field ``metrics``."""
     figures = output if isinstance(output, dict) else getattr(output, "metrics", None)
     return {} if figures is None else figures
 

@@ -346,7 +346,7 @@ def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Pla
         role,
         model,
         world,
-        "bf16" if low else "fp32",  # SkyRL loads a trained model in fp32, also with trainer.bf16
+        "bf16" if low else "fp32",  # SkyRL loads a trained model in fp32, even with trainer.bf16
         shards=shards,
         context=number(sequence, f"{key}.sequence_parallel_size", _where()),
         compute=compute,

@@ -81,8 +81,8 @@ def _name(value: Any, also: Sequence[str]) -> Any:
 def unwritten(name: str) -> str:
     """Return a string object that equals a dtype's name and marks a value as unwritten.
 
-    A dtype name that the user wrote on the command line or in Python code is never this string
-    object. tyro and ``dataclasses.replace`` do not copy strings.
+    The result is never the string object of a user's own dtype name, and tyro and
+    ``dataclasses.replace`` do not copy strings.
     """
     return _UNWRITTEN.setdefault(name, name[:1] + name[1:])
 

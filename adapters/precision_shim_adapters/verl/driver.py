@@ -52,7 +52,7 @@ def name_dtype(call: Call) -> Any:
     """
     config, where = call.instance, versioned("verl")
     # Assign by ``object.__setattr__``, because the dataclass is frozen.
-    if config.dtype is not None:  # for a dtype of None, the engine chooses
+    if config.dtype is not None:  # If the dtype is None, the engine chooses.
         object.__setattr__(config, "dtype", engine_name(config.dtype, "rollout.dtype", where))
     kwargs = {}
     for name, inner in (config.engine_kwargs or {}).items():
