@@ -2,7 +2,7 @@
 
 A SkyRL config built from a command line or a YAML does not show which values the user wrote. While
 SkyRL builds a config dataclass, the shim therefore records in the instance's ``__dict__`` which
-values the user wrote. Workers receive this record, because a pickle has the ``__dict__``.
+values the user wrote. Workers receive a pickled config, and a pickle keeps each ``__dict__``.
 
 The shim deletes ``grad_reduce_in_fp32`` and ``model_dtype`` from an instance if the user did not
 write them. A read of a deleted attribute returns the class's default; an assignment sets the
@@ -199,7 +199,7 @@ def _keep_overrides(config: Any, given: Any) -> None:
         megatron = getattr(getattr(config.trainer, role), "megatron_config", None)
         if megatron is None:
             continue
-        ddp_config = getattr(megatron, "ddp_config", None)  # null in the user's config
+        ddp_config = getattr(megatron, "ddp_config", None)  # the user may write null
         written = OmegaConf.select(overrides, f"{base}.ddp_config.{BUCKET}") is not None
         if ddp_config is not None and not written:
             _leave_to_class(ddp_config, BUCKET)

@@ -81,7 +81,7 @@ def _read_asked(optim_config: Any, kwargs: Any, written: frozenset[str] | None) 
 
 
 def _of_caller(optim_config: Any, kwargs: Any) -> Wishes:
-    """Read settings if no SkyRL worker builds the model; ``fp16`` in ``kwargs`` overrides bf16."""
+    """Read settings for a caller that is no SkyRL worker; ``fp16`` in ``kwargs`` overrides bf16."""
     asked = _read_asked(optim_config, kwargs, None)
     flagged = torch.bfloat16 if asked.get("bf16", True) else torch.float32
     return Wishes(
@@ -235,7 +235,7 @@ def worker_build(call: Call) -> Any:
     optional=True,
 )
 def module_build(call: Call, ddp_config: Any) -> Any:
-    """Record that a model is being built, also when code other than ``init_model`` builds it."""
+    """Record that a model is being built, even if code other than ``init_model`` builds it."""
     worker = call.instance
     provider = worker.provider
     changes = any(

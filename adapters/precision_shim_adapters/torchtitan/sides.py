@@ -79,21 +79,21 @@ def _name(value: Any, also: Sequence[str]) -> Any:
 
 
 def unwritten(name: str) -> str:
-    """Return a string object that equals a dtype's name and marks a value as unwritten.
+    """Return a string object that equals a dtype's name and marks it as not written by the user.
 
-    The result is never the string object of a user's own dtype name, and tyro and
-    ``dataclasses.replace`` do not copy strings.
+    The returned object is never the user's own string. tyro and ``dataclasses.replace`` do not copy
+    strings.
     """
     return _UNWRITTEN.setdefault(name, name[:1] + name[1:])
 
 
 def is_written(value: object) -> bool:
-    """Whether the user wrote a value; true unless the shim marked the value as unwritten."""
+    """Whether the user wrote a value; false only for string objects from ``unwritten``."""
     return not (isinstance(value, str) and _UNWRITTEN.get(value) is value)
 
 
 def mark_released(config: Any, arguments: Sequence[str]) -> None:
-    """Mark the generator's dtype as unwritten if torchtitan's own config function set it.
+    """Mark the generator's dtype as not the user's if torchtitan's own config function set it.
 
     Args:
         config: the result of torchtitan's config function, before command-line options change it.

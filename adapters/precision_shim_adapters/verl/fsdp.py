@@ -40,7 +40,7 @@ ENGINE, LEGACY = "fsdp engine", "legacy fsdp workers"
 """The groups of the seams on verl's FSDP engine and on verl's legacy FSDP workers."""
 
 WORKERS = "use_legacy_worker_impl"
-"""Key of the section ``trainer`` in verl 0.7 that chooses between engine and legacy workers."""
+"""Key in the section ``trainer`` of verl 0.7; its value selects the engine or legacy workers."""
 
 _SCALER = "scaler"
 """Name of the attribute with the scaler, on verl's engines and on 0.7.1's actor."""

@@ -27,7 +27,7 @@ from .fsdp import ON_ENGINE, ON_LEGACY, SHARDED, no_legacy_workers, training_of
 _MANAGER = "verl.utils.checkpoint.fsdp_checkpoint_manager:FSDPCheckpointManager"
 
 _CONTENTS = ("optimizer", "extra")
-"""Parts of verl's checkpoints; the shim saves the scaler's state if verl saves one of these."""
+"""The shim saves the scaler's state if verl saves one of these parts of its checkpoint."""
 
 _NAMES = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
 """Maps the parts of verl's checkpoints to the prefixes of a rank's file names."""

@@ -1,7 +1,8 @@
 """verl: compute the LM head in fp32 in actor, reference model and rollout.
 
 For actor and reference model, the key for an fp32 LM head is in ``override_config``, which verl
-copies into the model's HF config. For the rollout, the key is in ``engine_kwargs``.
+copies into the model's HF config. For the rollout, the key for an fp32 LM head is in
+``engine_kwargs``.
 """
 
 from __future__ import annotations

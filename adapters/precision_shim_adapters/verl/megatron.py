@@ -120,7 +120,7 @@ def read_wishes(
     Args:
         optim_config: verl's optimizer config, or ``None``.
         ddp_config: the user's ``override_ddp_config``.
-        known: values of other fields of the returned ``Wishes``.
+        known: further fields of the returned ``Wishes``, with their values.
     """
     written, fields = ddp_config or {}, has_fields()
     bucket = bool(written["grad_reduce_in_fp32"]) if "grad_reduce_in_fp32" in written else None
