@@ -325,7 +325,7 @@ def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Pla
     key = f"trainer.{role}"
     shards = number(config.fsdp_size, f"{key}.fsdp_config.fsdp_size", _where())
     sequence = getattr(section, "sequence_parallel_size", 1)
-    # SkyRL reads a negative fsdp_size as all GPUs, and divides their number by any other value.
+    # SkyRL divides the number of GPUs by fsdp_size, and reads a negative fsdp_size as all GPUs.
     illegal = (
         [Problem("size", role, f"{key}.fsdp_config.fsdp_size", "0 GPUs", "Write -1 for all.")]
         if shards == 0

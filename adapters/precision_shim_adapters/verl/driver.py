@@ -167,7 +167,7 @@ def write_key(config: Any, key: str, value: object) -> None:
 
 
 def _find_written() -> sides.Written:
-    """Make a function that returns whether the user wrote a key; without Hydra, always true."""
+    """Make a function that returns whether the user wrote a key; without Hydra, it returns True."""
     from hydra.core.hydra_config import HydraConfig
 
     if not HydraConfig.initialized():
