@@ -199,7 +199,7 @@ def _keep_overrides(config: Any, given: Any) -> None:
         megatron = getattr(getattr(config.trainer, role), "megatron_config", None)
         if megatron is None:
             continue
-        ddp_config = getattr(megatron, "ddp_config", None)  # the user may write null
+        ddp_config = getattr(megatron, "ddp_config", None)  # ``ddp_config`` may be null
         written = OmegaConf.select(overrides, f"{base}.ddp_config.{BUCKET}") is not None
         if ddp_config is not None and not written:
             _leave_to_class(ddp_config, BUCKET)
