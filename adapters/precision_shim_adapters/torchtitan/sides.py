@@ -208,7 +208,7 @@ def build_generator(call: Call, config: Any) -> Any:
     optional=True,
 )
 def build_controller(call: Call, config: Any) -> Any:
-    """Compare trainer and generator; ``PRECISION_SHIM_ROLLOUT=follow`` sets the generator's dtype.
+    """Compare the dtypes of trainer and generator before the controller starts their processes.
 
     Raises:
         DtypeError: the generator's dtype is unknown, or ``auto``.
