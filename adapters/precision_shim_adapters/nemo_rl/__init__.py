@@ -7,9 +7,9 @@ makes a new actor class, with the same name and options, from a subclass of the 
 the original. To change a function that a worker calls, the shim patches the module that defines the
 function.
 
-In NeMo-RL 0.6 and later, the plain class from which Ray made the actor class is importable. The
-shim patches the plain class's methods as well, for workers that inherit from the plain class under
-other names (``worker_extension_cls_fqn``, quantized workers).
+If NeMo-RL (0.6 and later) exports the class that ``ray.remote`` decorates, the shim also patches
+the methods of this class, because other workers inherit from it (``worker_extension_cls_fqn``,
+quantized workers).
 
 The shim deliberately does not patch ``begin_train_step`` and ``finish_train_step``, which only
 Megatron workers of NeMo-RL's newest commit have. With ``begin_train_step``, a Megatron worker's

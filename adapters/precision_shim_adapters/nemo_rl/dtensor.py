@@ -213,7 +213,7 @@ def train(call: Call, loss_fn: Any, eval_mode: Any = False) -> Any:
 
 @seam(
     at=[
-        # Do not patch ``clip`` if an optional worker's module is missing: other workers call it.
+        # If an optional worker is missing, do not patch its ``clip``, which other workers call too.
         each.at(
             each.clip,
             *((each.module,) if each.optional else ()),

@@ -1,8 +1,8 @@
 """NeMo-RL: query the generation workers' vLLM engines for their dtypes, for the audit.
 
 A generation worker is a Ray actor that runs vLLM's ``LLM`` or ``AsyncLLM``. The shim replaces a
-worker's actor class by an actor class with a mixin. In NeMo-RL 0.7 and later, the shim also patches
-the methods of the importable plain class, from which the quantised workers inherit.
+worker's actor class by an actor class with a mixin. In NeMo-RL 0.7 and later, quantised workers
+inherit from the class that ``ray.remote`` decorates, so the shim also patches that class's methods.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SYNCS = ("update_weights_via_ipc_zmq", "update_weights_from_collective")
 
 
 def _methods(worker: Worker, *names: str) -> list[dict[str, Any]]:
-    """The seam targets for methods of the plain class, in versions that export this class."""
+    """The arguments for ``seam`` to patch methods of ``worker.beneath``, if NeMo-RL exports it."""
     return [
         worker.at(f"{worker.beneath}.{name}", worker.beneath, relies_on=("llm",), optional=True)
         for name in names

@@ -1,7 +1,7 @@
 """NeMo-RL: audit the weights that a policy sends to the rollout.
 
 Each worker, on DTensor or on Megatron, passes its stream of weights to one of three functions. The
-shim patches the three functions, because an actor ignores patches of the actor's own methods.
+shim patches the functions that receive weights, because a Ray actor ignores patches of its methods.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def torch_optimizer(section: Mapping[str, Any], key: str, subject: str) -> Itera
 
 
 def offload(section: Mapping[str, Any], key: str, subject: str, world: int) -> Iterator[Problem]:
-    """Yield a problem if the second DTensor worker refuses offload to the CPU on one GPU."""
+    """Yield a problem if the v2 DTensor worker refuses offload to the CPU on one GPU."""
     cfg = section["dtensor_cfg"]
     if world > 1 or not (cfg.get("_v2") and cfg.get("cpu_offload")):
         return
@@ -107,10 +107,8 @@ _SINCE = {
     "megatron_cfg.peft": (f"{SETUP}:setup_model_and_optimizer", "peft"),
     "dtensor_cfg.lora_cfg": ("nemo_rl.models.policy.lm_policy:Policy.__init__", "lora_cfg"),
 }
-"""Maps a key of ``_NULLS`` to a function and a name.
-
-A version of NeMo-RL reads the key if the key's function there contains the key's name.
-"""
+"""Maps a key of ``_NULLS`` to a function of NeMo-RL, and to a name that the function's source has
+only in versions that read the key."""
 
 _AUTOMODEL = "nemo_rl.models.automodel.setup"
 _BRIDGE = "megatron.bridge.training.config:SchedulerConfig.__init__"
@@ -118,7 +116,7 @@ _CORE = "megatron.training.config.training_config:SchedulerConfig.__init__"
 
 
 def of_sections(section: Mapping[str, Any], key: str, unresolved: Iterable[str]) -> list[Problem]:
-    """List problems of a trained model's sections that are ``null`` or of another kind.
+    """List problems with a trained model's ``null`` keys and with its learning rate scheduler.
 
     Args:
         section: the config section of a policy or a value model.
@@ -175,7 +173,7 @@ def _found(section: Mapping[str, Any], field: str) -> Any:
 
 
 def _of_scheduler(scheduler: object, subject: str, unresolved: Iterable[str]) -> Iterator[Problem]:
-    """Yield a problem for each value with which Megatron-Bridge makes no scheduler."""
+    """Yield a problem for each scheduler setting that Megatron-Bridge refuses."""
     key = f"{subject}.megatron_cfg.scheduler"
     if scheduler is None:
         return

@@ -5,14 +5,14 @@ regards each optimizer field of a policy config as written by the user. NeMo-RL'
 nearly all fields, including ``grad_reduce_in_fp32``, for which NeMo-RL's code has no default.
 NeMo-RL's code turns on Megatron-Bridge's NaN check of gradients; no config key turns on this check.
 
-The function that makes a worker's model and optimizer receives the policy and Bridge's config. The
-shim patches the model-building function because Ray pickles it by reference, unlike a worker's
-methods. The seam on Megatron's DDP reads the live parameters. Bridge's ``setup_optimizer`` makes
-every kind of optimizer from the OptimizerConfig. The shim turns dtype names into dtypes when
-Megatron validates the OptimizerConfig. Megatron-Bridge 0.4 validates the config when it makes the
-config; later versions validate it in ``finalize()``. A worker's ``validate()`` calls ``finalize()``
-before the build starts. The shim does not patch the conversion of a Hugging Face checkpoint,
-because the conversion trains nothing.
+The shim patches the function that builds a worker's model and optimizer from the policy config and
+Bridge's config, because Ray pickles this function by reference, unlike a worker's methods. The seam
+on Megatron's DDP reads the live parameters. Bridge's ``setup_optimizer`` makes every kind of
+optimizer from the OptimizerConfig. The shim turns dtype names into dtypes when Megatron validates
+the OptimizerConfig. Megatron-Bridge 0.4 validates the config when it makes the config; later
+versions validate it in ``finalize()``. A worker's ``validate()`` calls ``finalize()`` before the
+build starts. The shim does not patch the conversion of a Hugging Face checkpoint, because the
+conversion trains nothing.
 
 NeMo-RL accepts a step that Megatron skipped. A skipped step's missing grad norm makes a policy
 worker's ``train`` fail, and a value worker reports the norm as 0. For a skipped step the shim
@@ -89,8 +89,7 @@ _BUILD: dict[str, Any] = {
     "relies_on": ("get_model", "setup_optimizer", "ddp", "optimizer"),
     "optional": True,
 }
-"""Arguments of the seams on the function that makes model and optimizer. Ray pickles this function
-by reference."""
+"""Arguments of the seams on the function that builds model and optimizer."""
 
 
 @seam(at=[{"target": target, "only_if": (target,)} for target in INLINE], **_BUILD)

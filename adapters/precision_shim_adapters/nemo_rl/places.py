@@ -18,7 +18,7 @@ class Worker:
         module: the worker's module.
         name: the name of the actor class.
         group: the group name (see ``Seam``) of all seams on the worker.
-        clip: the first function that reads a DTensor worker's gradients; its seam unscales them.
+        clip: the function before which the shim unscales a DTensor worker's gradients.
         optional: whether NeMo-RL may lack this worker.
         only_if: see ``Seam``.
         unless: see ``Seam``.
@@ -34,7 +34,7 @@ class Worker:
 
     @property
     def beneath(self) -> str:
-        """The plain class from which Ray made the actor class; older NeMo-RL has no name for it."""
+        """Symbol of the class that ``ray.remote`` decorates; older NeMo-RL does not export it."""
         return f"{self.module}:{self.name}Impl"
 
     @property
@@ -64,18 +64,16 @@ class Worker:
         }
 
     def method(self, name: str, **others: Any) -> dict[str, Any]:
-        """A target for a method of ``beneath``, in versions that have the method; see ``at``."""
+        """The arguments for ``seam`` to patch a method of ``beneath``, if the method exists."""
         target = f"{self.beneath}.{name}"
         return self.at(target, target, **others)
 
     def actor_class(self, method: str, *relies_on: str) -> tuple[dict[str, Any], ...]:
         """The targets of the seams on an actor class, for all versions of NeMo-RL.
 
-        Only some versions export the plain class, without Ray's decorator.
-
         Args:
-            method: a symbol of the plain class; versions without a plain class lack the symbol.
-            relies_on: names that the actor class's source must have, if there is no plain class.
+            method: ``beneath``, or a method of ``beneath``; only some versions export ``beneath``.
+            relies_on: names that the actor class's source must have, if ``method`` is missing.
         """
         target, optional = f"{self.module}:{self.name}", self.optional
         return (
@@ -86,7 +84,7 @@ class Worker:
 
 INHERITED = "workers under other names inherit from this class"
 EXPORTED = "the actor class, as NeMo-RL looks it up by name and Ray exports it"
-"""The ``why`` of seams on an actor class's base (``INHERITED``) and on the class (``EXPORTED``)."""
+"""The ``why`` of seams on ``Worker.beneath`` (``INHERITED``) and actor classes (``EXPORTED``)."""
 
 
 _CLIP_V1 = "nemo_rl.models.dtensor.parallelize:get_grad_norm"
@@ -102,7 +100,7 @@ _V2 = ("DTensorPolicyWorkerV2", V2)
 _V2_OLD = f"{_OLD}.dtensor_policy_worker_v2"
 _V2_NEW = f"{_NEW}.dtensor_policy_worker_v2"
 _CLIPS_AS_BEFORE = f"{_V2_NEW}:DTensorPolicyWorkerV2 mentions get_grad_norm"
-"""A condition that held for weeks before 0.5: the V2 worker had moved, but clipped as in 0.4."""
+"""A condition: the V2 worker is in its new module, but clips gradients with 0.4's function."""
 
 DTENSOR = (
     Worker(_V1_OLD, *_V1, only_if=(_V1_OLD,)),
@@ -149,4 +147,4 @@ ASYNC = Worker(
 
 SETUP = "nemo_rl.models.megatron.setup"
 INLINE = tuple(f"{module}:setup_megatron_model" for module in POLICIES)
-"""Until NeMo-RL 0.5, the function that makes model and optimizer in the policy worker's module."""
+"""The policy worker module's own function that builds model and optimizer, until NeMo-RL 0.5."""

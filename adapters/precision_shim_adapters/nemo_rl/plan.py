@@ -134,8 +134,8 @@ def load(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
 
 
 def _find_named(job: Job) -> tuple[Path, list[str]]:
-    """The path of a job's config file, and the job's overrides."""
-    parser = argparse.ArgumentParser(add_help=False)  # as in NeMo-RL's examples
+    """The path of a job's config file, and its overrides, parsed as in NeMo-RL's examples."""
+    parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--config", default="")
     named, overrides = parser.parse_known_args(list(job.arguments))
     overrides = [word for word in overrides if not _is_option(word, job.source)]
@@ -184,7 +184,7 @@ _SECTIONS = (
         )
     ),
 )
-"""The config's sections that the plan reads, each after the section that it is in."""
+"""The config's sections that the plan reads; an outer section precedes its inner sections."""
 
 
 def _check_sections(config: Mapping[str, Any], unresolved: Sequence[str]) -> None:

@@ -1,8 +1,8 @@
 """NeMo-RL: query the generation workers' SGLang servers for their dtypes, for the audit.
 
 A generation worker starts SGLang's HTTP server in a separate process. The shim queries the servers
-from the driver, which has their URLs. Each weight sync also ends in the driver, with a call that
-makes the servers allocate their KV caches again.
+from the driver, which has their URLs. The driver also makes the last call of each weight sync,
+which tells the servers to allocate their KV caches again.
 """
 
 from __future__ import annotations

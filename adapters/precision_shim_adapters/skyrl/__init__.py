@@ -6,9 +6,9 @@ makes one plan for optimizer and bucket. While ``MegatronPolicyWorkerBase.init_m
 and optimizer, its seam stores a function that reads SkyRL's config. A seam on Megatron's DDP reads
 the live parameters. The shim adds its values to the kwargs that override SkyRL's own values in the
 OptimizerConfig. The user's values override the shim's values. While SkyRL builds its config
-dataclasses, the shim marks the values that the user wrote; the workers receive the marks with the
-config. The shim also marks the inference engines' ``model_dtype``. The driver compares
-``model_dtype`` with the policy's dtype when SkyRL validates the config.
+dataclasses, the shim records which values the user wrote; the workers receive this record with the
+config. When SkyRL validates the config, the driver compares the inference engines' ``model_dtype``
+with the policy's dtype.
 
 On FSDP the shim patches SkyRL's strategy object for loss scaling. For policy and critic, the
 strategy object makes the optimizer, runs the backward pass, clips gradients, steps and saves.

@@ -1,14 +1,13 @@
 """SkyRL's config: distinguish the user's values from the defaults of the dataclasses.
 
-A SkyRL config built from a command line or a YAML does not show which values the user wrote. The
-shim therefore marks the user's values while SkyRL builds the dataclasses. Copies and pickles must
-keep the shim's marks, because workers receive a pickled config. The result of
-``dataclasses.asdict`` must not contain the shim's marks.
+A SkyRL config built from a command line or a YAML does not show which values the user wrote. While
+SkyRL builds a config dataclass, the shim therefore records in the instance's ``__dict__`` which
+values the user wrote. Workers receive a pickled config, and a pickle keeps each ``__dict__``.
 
-If the user did not write ``grad_reduce_in_fp32`` or ``model_dtype``, the shim deletes the
-instance's attribute. A read of a deleted attribute returns the class's default; an assignment sets
-the attribute again. The shim also marks the user's keys of ``optimizer_config_kwargs``, to which
-SkyRL 0.3 and later adds default keys.
+The shim deletes ``grad_reduce_in_fp32`` and ``model_dtype`` from an instance if the user did not
+write them. A read of a deleted attribute returns the class's default; an assignment sets the
+attribute again. For ``optimizer_config_kwargs``, to which SkyRL 0.3 and later adds default keys,
+the shim stores the user's keys in an attribute that is no dataclass field.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ BUCKET = "grad_reduce_in_fp32"
 KWARGS = "optimizer_config_kwargs"
 MODEL_DTYPE = "model_dtype"
 INFERENCE = "generator.inference_engine"
-"""The config section of the inference engines. The section has the key ``model_dtype``."""
+"""The config section of the inference engines, with the key ``model_dtype``."""
 
 _SECTIONS = (INFERENCE, "generator")
 """Sections in which overrides may have ``model_dtype``; ``generator`` only up to SkyRL 0.2."""
@@ -75,7 +74,7 @@ def leave_default_to_class(call: Call, grad_reduce_in_fp32: Any) -> Any:
     delete_when=f"{_DELETE}, and SkyRL takes all spellings of a dtype",
 )
 def name_engines_dtype(call: Call, model_dtype: Any) -> Any:
-    """Replace the user's ``model_dtype`` by the engine's dtype name, and mark the key as written.
+    """Replace the user's ``model_dtype`` by the engine's dtype name, or delete SkyRL's default.
 
     Raises:
         DtypeError: the value names no dtype that an engine computes in.
@@ -86,7 +85,7 @@ def name_engines_dtype(call: Call, model_dtype: Any) -> Any:
             call.arguments[MODEL_DTYPE] = named(model_dtype)
         except DtypeError:
             # SkyRL 0.2's from_cli_overrides would catch a DtypeError and use the default dtype. If
-            # from_cli_overrides is running, note_overrides raises the DtypeError after it.
+            # from_cli_overrides is running, note_overrides raises the DtypeError later.
             if not _overriding.get():
                 raise
     result = call.proceed()
@@ -103,7 +102,7 @@ def name_engines_dtype(call: Call, model_dtype: Any) -> Any:
     delete_when=_DELETE,
 )
 def note_written_kwargs(call: Call, optimizer_config_kwargs: Any) -> Any:
-    """Mark the optimizer settings that the user wrote in a YAML or in code."""
+    """Record which optimizer settings the user wrote in a YAML or in code."""
     # Read the keys before the call, which in SkyRL 0.3 and later adds defaults to the dict.
     written = _keys(call.arguments.get(KWARGS))
     result = call.proceed()
@@ -150,11 +149,11 @@ def note_old_style(call: Call) -> Any:
     relies_on=("from_cli",),
 )
 def note_overrides(call: Call, args: Any) -> Any:
-    """Mark the settings that the user wrote as overrides on a command line.
+    """Record which settings the user wrote as overrides on a command line.
 
     SkyRL merges old-style overrides into a YAML that contains every default, so the shim reads the
-    user's keys from the overrides. Without a base YAML, the seams on ``__init__`` set the right
-    marks, even for a user's own config class.
+    user's keys from the overrides. Without a base YAML, the seams on ``__init__`` record the user's
+    values, even for a user's own config class.
 
     Raises:
         DtypeError: the value of ``model_dtype`` is no dtype that an engine computes in.
@@ -173,7 +172,7 @@ def note_overrides(call: Call, args: Any) -> Any:
 
 
 def note_command_line(config: Any, words: list[str]) -> None:
-    """Mark values that a command line set in a config, if no seam ran while SkyRL built it.
+    """Record which values of a config come from a command line, even if the shim is off.
 
     Args:
         config: the config that ``from_cli_overrides`` made from ``words``.
@@ -200,7 +199,7 @@ def _keep_overrides(config: Any, given: Any) -> None:
         megatron = getattr(getattr(config.trainer, role), "megatron_config", None)
         if megatron is None:
             continue
-        ddp_config = getattr(megatron, "ddp_config", None)  # null in the user's config
+        ddp_config = getattr(megatron, "ddp_config", None)  # ``ddp_config`` may be null
         written = OmegaConf.select(overrides, f"{base}.ddp_config.{BUCKET}") is not None
         if ddp_config is not None and not written:
             _leave_to_class(ddp_config, BUCKET)
@@ -254,6 +253,6 @@ def named(value: Any, section: str = INFERENCE, key: str = MODEL_DTYPE) -> str:
 
 
 def written_kwargs(megatron_config: Any) -> frozenset[str] | None:
-    """The user's keys of ``optimizer_config_kwargs``; ``None`` if the shim has not marked them."""
+    """The user's keys of ``optimizer_config_kwargs``; ``None`` if the shim did not record them."""
     written = getattr(megatron_config, "__dict__", {}).get(_WRITTEN)
     return None if written is None else frozenset(written)

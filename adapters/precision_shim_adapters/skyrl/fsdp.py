@@ -29,7 +29,7 @@ CLIENT_KEY = "precision_shim_scaler"
 """The key of the scaler's state in a checkpoint's ``client_state``."""
 
 AUTOCAST = ("autocast to fp16", "it follows param_dtype")
-"""Choice and reason of the decision on SkyRL's autocast if the shim scales the loss."""
+"""The decision on SkyRL's autocast, and its reason, if the shim scales the loss."""
 
 _STRATEGY = "skyrl.backends.skyrl_train.distributed.fsdp_strategy:FSDPStrategy"
 _WORKERS = "skyrl.backends.skyrl_train.workers.worker"

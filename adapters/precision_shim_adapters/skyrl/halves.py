@@ -46,7 +46,7 @@ _stored: WeakKeyDictionary[Any, torch.dtype] = WeakKeyDictionary()
     optional=True,
 )
 def wrap(call: Call, source: Any) -> None:
-    """Record that a weight source wraps ``source``; SkyRL sends only the wrapper's weights."""
+    """Record that another weight source wraps ``source``, so that the audit ignores ``source``."""
     _wrapped.add(source)
     call.proceed()
 

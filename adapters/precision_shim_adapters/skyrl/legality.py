@@ -17,19 +17,19 @@ SCHEDULER = "constant_with_warmup"
 """SkyRL's default scheduler, and the only one on Megatron."""
 
 _STEPS = 100
-"""A number of training steps for making a scheduler."""
+"""The arbitrary number of training steps with which the plan makes a scheduler."""
 
 _LAYERS = (
     *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "num_query_groups"),
     *("kv_channels", "num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk"),
 )
-"""The sizes of the model in Megatron's transformer config; the first three may not be null."""
+"""The sizes of the model in Megatron's transformer config; the first three must not be null."""
 
 _PARALLEL = ("tensor_model", "pipeline_model", "context", "expert_model")
 
 
 def of_optimizer(trainer: Any, role: str, *, on_megatron: bool) -> Iterator[Problem]:
-    """Yield a problem for each value of a trained model's optimizer with which no job can step.
+    """For a trained model, yield a problem for each optimizer setting that would end the job.
 
     Raises:
         PlanError: the optimizer's section has no keys.

@@ -81,7 +81,7 @@ def _read_asked(optim_config: Any, kwargs: Any, written: frozenset[str] | None) 
 
 
 def _of_caller(optim_config: Any, kwargs: Any) -> Wishes:
-    """Read settings if no SkyRL worker builds the model; ``fp16`` in ``kwargs`` overrides bf16."""
+    """Read settings for a caller that is no SkyRL worker; ``fp16`` in ``kwargs`` overrides bf16."""
     asked = _read_asked(optim_config, kwargs, None)
     flagged = torch.bfloat16 if asked.get("bf16", True) else torch.float32
     return Wishes(
@@ -235,7 +235,7 @@ def worker_build(call: Call) -> Any:
     optional=True,
 )
 def module_build(call: Call, ddp_config: Any) -> Any:
-    """Record that a model is being built, also when code other than ``init_model`` builds it."""
+    """Record that a model is being built, even if code other than ``init_model`` builds it."""
     worker = call.instance
     provider = worker.provider
     changes = any(
@@ -357,8 +357,8 @@ def follow_flag(call: Call) -> Any:
     Megatron-Bridge sets the provider's dtype to the checkpoint's dtype. Without this seam,
     ``bf16=false`` has no effect on a bf16 checkpoint, and ``bf16=true`` contradicts an fp16
     checkpoint. An fp16 checkpoint with ``bf16=false`` stays fp16. Megatron-Bridge 0.6 and later
-    applies ``bf16`` when it builds the parameters. For a bf16 checkpoint with ``bf16=true``, a
-    user's own ``fp16=true`` ends in Megatron's error that fp16 and bf16 exclude each other.
+    applies ``bf16`` when it builds the parameters. With a bf16 checkpoint and ``bf16=true``,
+    Megatron raises an error if the user also sets ``fp16=true``.
     """
     provider = call.proceed()
     flag = _flag.get()
@@ -407,7 +407,7 @@ def foreseen_dtype(trainer: Any, role: str, checkpoint: str, *, obeyed: bool) ->
 
 
 def foreseen_provider(trainer: Any, role: str, checkpoint: str, *, obeyed: bool) -> Any:
-    """The provider's ``bf16``, ``fp16`` and ``params_dtype`` in a worker, before Megatron checks.
+    """Predict ``bf16``, ``fp16`` and ``params_dtype`` of the model provider in a worker.
 
     The docstring of ``foreseen_dtype`` describes the arguments.
     """

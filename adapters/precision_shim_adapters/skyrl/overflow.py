@@ -2,7 +2,7 @@
 
 SkyRL ignores the success flag of Megatron's ``step``, and omits a grad norm of None from its
 metrics. SkyRL's metrics therefore do not show a skipped step. The shim reports a skipped step with
-grad norm NaN. SkyRL's learning rate scheduler counts skipped steps, also with the shim.
+grad norm NaN. Even with the shim, SkyRL's learning rate scheduler counts skipped steps.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from .megatron import TRAIN, WORKER
 _TINKERS_NORM = "skyrl.ai/grad_norm"
 _SCALE, _SKIPPED = "loss_scale", "skipped_steps"
 _scaled: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
-"""Maps a driver's ``WorkerDispatch`` to the models whose workers scale the loss: ``note_scaled``
-writes entries, ``report_to_client`` reads them."""
+"""Maps a driver's ``WorkerDispatch`` to the models whose workers scale the loss."""
 
 _log = logging.getLogger("precision_shim")
 
@@ -110,7 +109,7 @@ def report_to_client(call: Call, model_id: Any) -> Any:
     norm = output.metrics.get(_TINKERS_NORM)
     if norm is None or not math.isnan(norm):
         return output
-    role_of = getattr(call.instance, "_get_role", None)  # in SkyRL 0.2 every model is a policy
+    role_of = getattr(call.instance, "_get_role", None)  # SkyRL 0.2 has no ``_get_role``
     role = role_of(model_id) if role_of is not None else "policy"
     if role in _scaled.get(call.instance._dispatch, ()):
         del output.metrics[_TINKERS_NORM]
@@ -144,7 +143,7 @@ def add_figures(output: Any, figures: dict[str, float]) -> None:
 
 
 def _figures_in(output: Any) -> dict[str, Any]:
-    """Return a worker's metrics, which SkyRL 0.2 outputs directly, and 0.3 in field ``metrics``."""
+    """Return a worker's metrics: in SkyRL 0.2 the output itself, from 0.3 its field ``metrics``."""
     figures = output if isinstance(output, dict) else getattr(output, "metrics", None)
     return {} if figures is None else figures
 
@@ -169,7 +168,7 @@ def keep_last(call: Call, metrics: Any) -> Any:
 
 
 class _Bf16Sized(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    """A proxy for Megatron-Bridge that returns fp16 weights as bf16 views, equally large."""
+    """A proxy for Megatron-Bridge that returns fp16 weights as bf16 views of the same size."""
 
     def get_conversion_tasks(self, *args: Any, **kwargs: Any) -> Any:
         return [_resize(task) for task in self.__wrapped__.get_conversion_tasks(*args, **kwargs)]

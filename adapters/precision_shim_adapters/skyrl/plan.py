@@ -114,8 +114,8 @@ def load(job: Job) -> tuple[Any, list[str], list[Problem]]:
     """Load a job's config, and record the user's keys; return also unknown keys and DtypeErrors.
 
     Only a user's own entry point may have overrides that SkyRL does not define. If the shim is on
-    in this process, SkyRL's loader raises a DtypeError for a wrong ``model_dtype``. ``load``
-    returns such a DtypeError as a problem.
+    in this process, SkyRL's loader raises a DtypeError for a wrong ``model_dtype``, which ``load``
+    returns as a problem.
 
     Raises:
         PlanError: SkyRL cannot load the config.
@@ -325,7 +325,7 @@ def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Pla
     key = f"trainer.{role}"
     shards = number(config.fsdp_size, f"{key}.fsdp_config.fsdp_size", _where())
     sequence = getattr(section, "sequence_parallel_size", 1)
-    # SkyRL reads a negative fsdp_size as all GPUs, and divides their number by any other value.
+    # SkyRL divides the number of GPUs by fsdp_size, and reads a negative fsdp_size as all GPUs.
     illegal = (
         [Problem("size", role, f"{key}.fsdp_config.fsdp_size", "0 GPUs", "Write -1 for all.")]
         if shards == 0
@@ -346,7 +346,7 @@ def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Pla
         role,
         model,
         world,
-        "bf16" if low else "fp32",  # SkyRL loads a trained model in fp32, also with trainer.bf16
+        "bf16" if low else "fp32",  # SkyRL loads a trained model in fp32, even with trainer.bf16
         shards=shards,
         context=number(sequence, f"{key}.sequence_parallel_size", _where()),
         compute=compute,

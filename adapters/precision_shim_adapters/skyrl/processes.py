@@ -45,9 +45,9 @@ def renew_actor_class(call: Call) -> Any:
     """Make the actor class again, with the shim's patches, before SkyRL starts a group of workers.
 
     SkyRL's modules call ``ray.remote`` on their last lines, before the shim patches the modules.
-    Ray would pickle the methods of the old actor class by value, because the methods' names now
-    refer to patched methods. With the old actor class, workers would run unpatched methods even if
-    the shim patched the workers' own modules.
+    Ray would pickle the methods of SkyRL's own actor class by value, because the methods' names now
+    refer to patched methods. With SkyRL's own actor class, workers would run unpatched methods even
+    if the shim patched the workers' own modules.
     """
     call.instance.ray_actor_type = _renew(call.instance.ray_actor_type)
     return call.proceed()

@@ -66,7 +66,7 @@ def hand_on_names(call: Call, cfg: Any) -> Any:
     aliases=("skyrl.train.utils:validate_cfg", f"{_ENTRYPOINTS}.main_base:validate_cfg"),
 )
 def compare(call: Call, cfg: Any) -> Any:
-    """Compare models' dtypes; ``PRECISION_SHIM_ROLLOUT=follow`` sets all to the policy's dtype.
+    """Compare the dtypes of a training job's policy, reference model and inference engines.
 
     Raises:
         DtypeError: a key's value is no dtype name.

@@ -146,7 +146,7 @@ def _on_fsdp(trainer: Any, role: str, in_force: InForce) -> Engine:
 
 
 def not_compared(config: Any) -> tuple[str, str]:
-    """The text and the reason that the shim reports if the policy's dtype is not known."""
+    """The decision that the shim reports, and its reason, if the policy's dtype is not known."""
     return (
         "not compared with the policy",
         f"trainer.bf16={config.trainer.bf16}, and the dtype of the checkpoint decides, which is "
@@ -328,7 +328,7 @@ def dtypes_of_locations(locations: Mapping[str, Any]) -> frozenset[str]:
 
 
 def delta_wires(computes: set[str], stored: frozenset[str]) -> list[Wire]:
-    """Describe each transfer (``Wire``) from a dtype of the base checkpoint to an engine's dtype.
+    """Make a ``Wire`` for each pair of a base checkpoint's dtype and an engine's dtype.
 
     The receiver of a delta sync changes bytes in a copy of the base checkpoint. In a delta sync,
     SkyRL therefore sends the weights in the dtypes of the checkpoint's files and ignores

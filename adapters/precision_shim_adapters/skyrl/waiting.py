@@ -1,11 +1,11 @@
 """In fp16, rescale gradients in SkyRL's store of LoRA adapters when the loss scale changes.
 
 The LoRA adapters of one Megatron worker share the worker's optimizer and loss scaler. While one
-LoRA adapter trains, SkyRL stores the gradients of each other LoRA adapter until that adapter's
-step. A backward pass multiplies gradients by the loss scale, and the step divides them by the loss
-scale. Before a LoRA adapter's step, an overflow of another LoRA adapter may change the loss scale.
-The shim therefore records the loss scale of stored gradients. When SkyRL copies stored gradients
-back, the shim multiplies them by the ratio of the current loss scale to the recorded loss scale.
+LoRA adapter trains, SkyRL stores the gradients of all other LoRA adapters. A backward pass
+multiplies gradients by the loss scale, and the step divides them by the loss scale. Before a LoRA
+adapter's step, an overflow of another LoRA adapter may change the loss scale. The shim therefore
+records the loss scale of stored gradients. When SkyRL copies stored gradients back, the shim
+multiplies them by the ratio of the current loss scale to the recorded loss scale.
 
 Delete this module when SkyRL stores gradients unscaled, or with their loss scale.
 """
@@ -36,12 +36,12 @@ _HERE: dict[str, Any] = {
     "optional": True,
 }
 _SCALE = "_precision_shim_scale"
-"""Name of the attribute with the loss scale of a slot's gradients. ``_note`` writes the attribute,
-``_rescale`` reads it. (A slot has no hash, so a mapping cannot have slots as keys.)"""
+"""Name of the attribute with the gradients' loss scale, on a LoRA adapter's slot in SkyRL's store.
+(A slot has no hash, so a mapping cannot have slots as keys.)"""
 
 _optimizers: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-"""Maps a store to the optimizer of its LoRA adapters. ``keep`` and ``bring_back`` write the entries
-for ``park`` and ``unpark``, to whose functions SkyRL passes no optimizer."""
+"""Maps SkyRL's store of LoRA adapters to the adapters' optimizer, which SkyRL does not pass to
+``park_grads`` and ``unpark_grads``."""
 
 
 @seam(

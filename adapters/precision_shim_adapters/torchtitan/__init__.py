@@ -12,8 +12,8 @@ is a Monarch object, and dynamo compiles the attention.
 
 The shim does not patch the experts' grouped matrix products, which torchtitan computes in bfloat16
 in training and in its generator. ``PolicyTrainer.push_model_state_dict`` needs no patch, because it
-casts the state dict that it sends. The shim only warns of trainers with their own loop (Flux,
-TorchFT, Forge, the graph trainer).
+casts the state dict that it sends. For trainers with their own loop (Flux, TorchFT, Forge, the
+graph trainer), the shim only warns.
 
 Delete this package when torchtitan scales the loss of float16 training and saves the scaler.
 """

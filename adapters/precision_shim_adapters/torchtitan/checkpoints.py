@@ -73,7 +73,7 @@ def _size_of_record(checkpoint: str, where: str) -> tuple[int, ...] | None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             box = [_look(checkpoint, where)]
-        except ScalerCheckpointError as error:  # raised below, after the broadcast
+        except ScalerCheckpointError as error:  # all ranks raise the error after the broadcast
             box = [str(error)]
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(box, src=0)

@@ -2,8 +2,8 @@
 
 torchtitan compares dtype names as strings, and looks them up in a dict of three names. The shim
 replaces a dtype name when torchtitan builds a config. Other code may assign a dtype name later, so
-the shim checks dtype names again when a trainer receives the config. ``sides`` replaces the
-generator's name.
+the shim checks dtype names again when a trainer receives the config. The module ``sides`` replaces
+the dtype name in a generator's config.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ FORGE = "forge"
 NAMES = "names"
 ROLLOUT = "rollout"
 COMMAND_LINE = "command line"
-"""Names of the groups."""
+"""Names of the groups of torchtitan's seams."""
 
 POLICY = "torchtitan.experiments.rl.actors.trainer:PolicyTrainer"
 GENERATORS = "torchtitan.experiments.rl.actors.generator:VLLMGenerator"
@@ -90,7 +90,7 @@ BOTH = (ON_RL, ON_PRETRAINING)
 
 
 def of_both(method: str) -> list[dict[str, Any]]:
-    """The seam targets for a method that both trainers have."""
+    """The seam targets for a method that ``PolicyTrainer`` and ``Trainer`` both have."""
     return [
         {"target": f"{POLICY}.{method}", "optional": True, **ON_RL},
         {"target": f"{TRAINER}.{method}", **ON_PRETRAINING},

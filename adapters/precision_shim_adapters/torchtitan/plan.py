@@ -42,8 +42,7 @@ _DEGREES = (
     "expert_parallel_degree",
 )
 _EXPERTS = ".routed_experts."
-"""Part of the names of torchtitan's weights of routed experts; a weight's dimension 0 counts
-them."""
+"""Part of the names of routed experts' weights, whose dimension 0 is the number of experts."""
 _FRAME = re.compile(r"[\u2500-\u257f]+|-{3,}")
 """Matches the frame that tyro draws around a message."""
 
@@ -273,7 +272,7 @@ def _name(value: object) -> str:
 
 
 def _optimizer(config: Any) -> str:
-    """Name of the first optimizer that is not Adam; if all are Adam, of the first optimizer."""
+    """Name of the first optimizer that is not Adam; the first name if all are Adam."""
     names = [
         str(named)
         for group in getattr(config, "param_groups", None) or ()

@@ -29,8 +29,7 @@ _LOOP = (
     "_forward_backward_body",
     "pp_forward_backward_step",
 )
-"""The methods that compute losses and step. If a subclass overrides one, the shim scales no
-loss."""
+"""``Trainer``'s methods for losses and steps; if a subclass overrides one, no loss is scaled."""
 
 
 @seam(
@@ -72,7 +71,7 @@ def build(call: Call, config: Any) -> None:
 
 
 def _has_our_loop(trainer: Any) -> bool:
-    """Whether a trainer has the loop of ``Trainer``; warn (strict: raise) of another loop."""
+    """Whether a trainer inherits the loop of ``Trainer``; if not, warn (strict: raise)."""
     from torchtitan.trainer import Trainer
 
     kind = type(trainer)

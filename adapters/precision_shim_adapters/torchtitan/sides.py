@@ -2,7 +2,7 @@
 
 torchtitan's RL package has no reference model and no teacher. ``Controller`` is the driver, and has
 the whole config before it starts the processes of the trainer and of the generators. The trainer
-receives the generator's dtype (``generator_dtype``), and sends its weights rounded once to it.
+receives the generator's dtype as ``generator_dtype``, and sends weights rounded once to this dtype.
 In a generator, vLLM runs torchtitan's own model, and so accepts float16 for each ``model_type``.
 """
 
@@ -40,7 +40,7 @@ _MODULES = (
 """Names under which torchtitan searches the module of ``--module``, in torchtitan's order."""
 
 _UNWRITTEN: dict[str, str] = {}
-"""Maps a dtype's name to an equal string object that the shim made; see ``unwritten``."""
+"""Maps a dtype's name to the string object that ``unwritten`` returns for this name."""
 
 
 def coerce_generator(config: Any) -> None:
@@ -51,7 +51,7 @@ def coerce_generator(config: Any) -> None:
     """
     value = config.model_dtype
     name = _name(value, (AUTO,))
-    if name != value:  # if equal, keep the old object, which ``unwritten`` may have made
+    if name != value:  # keep a string object from ``unwritten``
         config.model_dtype = name
 
 
@@ -79,22 +79,21 @@ def _name(value: Any, also: Sequence[str]) -> Any:
 
 
 def unwritten(name: str) -> str:
-    """Return a string that equals a dtype's name and marks a value as not written by the user.
+    """Return a string object that equals a dtype's name and marks it as not written by the user.
 
-    The mark is the identity of the string object. An equal name from the command line or from
-    Python code is another string object. Both tyro and ``dataclasses.replace`` return the marked
-    string object, not a copy.
+    The returned object is never the user's own string. tyro and ``dataclasses.replace`` do not copy
+    strings.
     """
     return _UNWRITTEN.setdefault(name, name[:1] + name[1:])
 
 
 def is_written(value: object) -> bool:
-    """Whether the user wrote a value; true unless the shim marked the value as unwritten."""
+    """Whether the user wrote a value; false only for string objects from ``unwritten``."""
     return not (isinstance(value, str) and _UNWRITTEN.get(value) is value)
 
 
 def mark_released(config: Any, arguments: Sequence[str]) -> None:
-    """Mark the generator's dtype as unwritten if torchtitan's own config function set it.
+    """Mark the generator's dtype as not the user's if torchtitan's own config function set it.
 
     Args:
         config: the result of torchtitan's config function, before command-line options change it.
@@ -107,7 +106,7 @@ def mark_released(config: Any, arguments: Sequence[str]) -> None:
 
 
 def _is_released(arguments: Sequence[str]) -> bool:
-    """Whether the config function's file is unchanged since torchtitan's release."""
+    """Whether the file of the job's config function is unchanged since torchtitan's release."""
     name = _word(arguments, "--module").strip()
     modules = (sys.modules.get(place.format(name)) for place in _MODULES if name)
     module = next((imported for imported in modules if imported is not None), None)
@@ -153,7 +152,7 @@ def marked() -> Iterator[None]:
 
 
 def engines(training: Any, model_dtype: Any) -> tuple[Engine, Engine] | None:
-    """The dtypes of trainer and generator; ``None`` if one of the two is not known.
+    """The dtypes of trainer and generator; ``None`` if either dtype is not known.
 
     Args:
         training: the trainer's ``TrainingConfig``.
@@ -209,7 +208,7 @@ def build_generator(call: Call, config: Any) -> Any:
     optional=True,
 )
 def build_controller(call: Call, config: Any) -> Any:
-    """Compare trainer and generator; ``PRECISION_SHIM_ROLLOUT=follow`` sets the generator's dtype.
+    """Compare the dtypes of trainer and generator before the controller starts their processes.
 
     Raises:
         DtypeError: the generator's dtype is unknown, or ``auto``.
@@ -266,7 +265,7 @@ def build_policy_trainer(call: Call, config: Any, generator_dtype: Any) -> None:
     optional=True,
 )
 def load_config(call: Call, args: Any) -> Any:
-    """If ``PRECISION_SHIM_ROLLOUT=follow``, mark a generator dtype that the user did not write."""
+    """Load a job's config; if ``PRECISION_SHIM_ROLLOUT=follow``, call ``mark_released``."""
     config = call.proceed()
     if current_settings()["rollout"] == "follow":
         mark_released(config[0], args)

@@ -1,7 +1,6 @@
 """Audit verl's optimizer on FSDP after verl has built model and optimizer.
 
-This module also reports which share of updates rounding loses in the legacy workers of verl 0.7.1;
-for verl's engines, the module ``metrics`` does so.
+For verl 0.7.1's legacy workers, this module also reports which share of updates rounding loses.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _DEFAULT = "bf16"
 """verl's default of ``mp_output_dtype``, in verl's dataclass and in verl's YAML."""
 
 _OPTIMIZER = "optim"
-"""Directory of Automodel's checkpoint with the optimizer's files and the scaler's file."""
+"""Directory in Automodel's checkpoint for the optimizer's files and the scaler's file."""
 
 
 def check_fp16(config: Any, section: str = "engine_config") -> None:

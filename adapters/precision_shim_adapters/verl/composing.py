@@ -49,7 +49,7 @@ def _where() -> str:
 def compose(
     job: Job, unresolved: list[str] | None = None, missing: list[str] | None = None
 ) -> dict[str, Any]:
-    """Compose the config of a job, with the overrides.
+    """Compose a job's config, and apply the overrides of the job's command line.
 
     Args:
         job: the job.

@@ -52,7 +52,7 @@ def name_dtype(call: Call) -> Any:
     """
     config, where = call.instance, versioned("verl")
     # Assign by ``object.__setattr__``, because the dataclass is frozen.
-    if config.dtype is not None:  # For None the engine chooses.
+    if config.dtype is not None:  # If the dtype is None, the engine chooses.
         object.__setattr__(config, "dtype", engine_name(config.dtype, "rollout.dtype", where))
     kwargs = {}
     for name, inner in (config.engine_kwargs or {}).items():
@@ -82,7 +82,7 @@ def name_dtype(call: Call) -> Any:
     delete_when="verl compares them",
 )
 def compare_engines(call: Call, config: Any) -> Any:
-    """Compare engines' dtypes; ``PRECISION_SHIM_ROLLOUT=follow`` sets all to the actor's dtype.
+    """Compare the dtypes of a job's actor, reference model and rollout in the driver.
 
     Raises:
         DtypeError: a key's value is no dtype name.
@@ -129,7 +129,7 @@ def _compare(config: Any) -> None:
     relies_on=("role", "config"),
 )
 def compare_in_worker(call: Call) -> Any:
-    """Compare the engines' dtypes on an actor's rank 0; in strict mode, on all ranks.
+    """Compare a job's dtypes in the actor's workers: on rank 0, or in strict mode on all ranks.
 
     Raises:
         DtypeError: a key's value is no dtype name.
@@ -167,7 +167,7 @@ def write_key(config: Any, key: str, value: object) -> None:
 
 
 def _find_written() -> sides.Written:
-    """Make a function that returns whether the user wrote a key; without Hydra, always true."""
+    """Make a function that returns whether the user wrote a key; without Hydra, it returns True."""
     from hydra.core.hydra_config import HydraConfig
 
     if not HydraConfig.initialized():

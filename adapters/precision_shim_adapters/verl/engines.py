@@ -51,7 +51,7 @@ SINCE = {
     TITAN: (f"{TITAN}.__init__ mentions ParamGroupConfig",),  # 0.9.0
     TURBO: ("verl.workers.engine.fsdp.fsdp_turbo_impl",),  # 0.9.1
 }
-"""Maps an engine to conditions that hold in exactly the verl versions that the shim can scale."""
+"""Maps an engine to conditions; if all of them hold, the shim can scale the engine's fp16 loss."""
 
 _WHEN = "the engine scales fp16 losses"
 
@@ -242,7 +242,7 @@ REFUSED = {
     TITAN: "its torchtitan engine makes no loss scaler, and no torchtitan that it works with was "
     "released; the shim scales that of torchtitan 0.3.0",
 }
-"""Maps an engine to the shim's reason to refuse it in a verl older than the entry in ``SINCE``."""
+"""Maps an engine to the reason for refusing fp16 if a condition in ``SINCE`` does not hold."""
 
 
 def refusal(engine: str) -> str:
@@ -266,7 +266,7 @@ def refusal(engine: str) -> str:
     optional=True,
 )
 def refuse_fp16(call: Call, engine_config: Any) -> Any:
-    """Warn (raise in strict mode) if an older verl's engine is configured for float16."""
+    """Warn (strict: raise) if an engine whose loss the shim cannot scale is set to float16."""
     if not asks_fp16(engine_config) or getattr(engine_config, "forward_only", False):
         return call.proceed()
     kinds = {base.__name__ for base in type(call.instance).__mro__}

@@ -40,10 +40,10 @@ ENGINE, LEGACY = "fsdp engine", "legacy fsdp workers"
 """The groups of the seams on verl's FSDP engine and on verl's legacy FSDP workers."""
 
 WORKERS = "use_legacy_worker_impl"
-"""Key of the section ``trainer`` in verl 0.7 that chooses between engine and legacy workers."""
+"""Key in the section ``trainer`` of verl 0.7; its value selects the engine or legacy workers."""
 
 _SCALER = "scaler"
-"""Attribute of the scaler that verl's training loop uses, in verl's engines and 0.7.1's actor."""
+"""Name of the attribute with the scaler, on verl's engines and on 0.7.1's actor."""
 
 VERLS_SCALER = ScalerSettings()
 """The settings of verl's own scaler: torch's defaults, and a growth interval of 400."""
@@ -176,7 +176,7 @@ def _instead_of(own: Any, owner: Any) -> None:
 
 
 def scaled_because() -> str:
-    """The reason, for the command ``plan``, why the shim scales the loss of fp16 models."""
+    """Why the shim scales the loss of an fp16 model, as the command ``plan`` reports it."""
     made = look(f"{SHARDED}._build_fsdp_module")
     return _OWN if "ShardedGradScaler" in made.names else "fp16 parameters"
 
@@ -224,9 +224,9 @@ def training_of(owner: Any) -> ScaledTraining | None:
 
 
 def keep_at_optimizer(worker: Any) -> None:
-    """Store a legacy worker's ``ScaledTraining`` on its optimizer, for the checkpoint manager."""
+    """Store a worker's ``ScaledTraining`` on the optimizer, which the checkpoint manager has."""
     training = training_of(worker)
-    if training is not None:  # the checkpoint manager stores the optimizer, but no worker
+    if training is not None:
         training.keep(optimizer_of(worker))
 
 

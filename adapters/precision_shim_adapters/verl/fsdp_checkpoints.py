@@ -27,7 +27,7 @@ from .fsdp import ON_ENGINE, ON_LEGACY, SHARDED, no_legacy_workers, training_of
 _MANAGER = "verl.utils.checkpoint.fsdp_checkpoint_manager:FSDPCheckpointManager"
 
 _CONTENTS = ("optimizer", "extra")
-"""Parts of verl's checkpoints; the shim saves the scaler's state if verl saves one of these."""
+"""The shim saves the scaler's state if verl saves one of these parts of its checkpoint."""
 
 _NAMES = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
 """Maps the parts of verl's checkpoints to the prefixes of a rank's file names."""
@@ -100,7 +100,7 @@ def _files(manager: Any, path: str, loaded: Any = ()) -> Files:
         place = os.path.join(path, name)
         if not remote:
             files[name] = place
-        elif part in loaded:  # returns verl's existing local copy
+        elif part in loaded:  # ``copy_to_local`` returns the copy that verl has made
             files[name] = copy_to_local(place)
     return files
 

@@ -63,7 +63,7 @@ def update_policy(call: Call) -> Any:
     **ON_LEGACY,
 )
 def update_critic(call: Call) -> Any:
-    """Let ``scale_value_loss`` scale the critic's loss in an update; add the scaler's metrics."""
+    """In a critic's update, let ``scale_value_loss`` scale the loss; add the scaler's metrics."""
     training = training_of(call.instance)
     if training is None or not training.drives:
         return call.proceed()

@@ -38,7 +38,7 @@ _senders: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """Maps an actor's engine to the checkpoint engine that sends its weights, if there is one."""
 
 _legacy: list[str] = []
-"""The module of this process's legacy worker with an actor; empty in other processes."""
+"""The module of this process's legacy worker, if the worker trains an actor; otherwise empty."""
 
 
 def tell_asked(rollout: Any) -> None:

@@ -1,7 +1,8 @@
 """verl: compute the LM head in fp32 in actor, reference model and rollout.
 
-The LM head's key for actor and reference model is in ``override_config``, which verl copies into
-the model's HF config. The LM head's key for the rollout is in ``engine_kwargs``.
+For actor and reference model, the key for an fp32 LM head is in ``override_config``, which verl
+copies into the model's HF config. For the rollout, the key for an fp32 LM head is in
+``engine_kwargs``.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def _dispatches_itself(has_opt_in: bool, settings: Settings) -> bool:
 
 
 def native_dispatch(symbol: Symbol, settings: Settings) -> str | None:
-    """Return a reason to skip the seam in verl 0.9, but not for optimizer_states=follow-model."""
+    """Return a reason to skip the seam in verl 0.9, unless ``optimizer_states=follow-model``."""
     if _dispatches_itself("bf16" in symbol.parameters, settings):
         return "verl dispatches on the dtype and has the opt-in in its own optimizer config"
     return None
@@ -120,7 +120,7 @@ def read_wishes(
     Args:
         optim_config: verl's optimizer config, or ``None``.
         ddp_config: the user's ``override_ddp_config``.
-        known: values of other fields of the returned ``Wishes``.
+        known: further fields of the returned ``Wishes``, with their values.
     """
     written, fields = ddp_config or {}, has_fields()
     bucket = bool(written["grad_reduce_in_fp32"]) if "grad_reduce_in_fp32" in written else None
@@ -156,7 +156,7 @@ def of_configs(config: Any, optim_config: Any, **known: Any) -> Wishes:
     Args:
         config: the engine's config.
         optim_config: the optimizer's config.
-        known: the returned object's fields ``subject``, ``declared`` and ``trains``.
+        known: values of the ``Wishes`` fields ``subject``, ``declared`` and ``trains``.
     """
     blockers = []
     if _read(config, "use_megatron_fsdp", False):
@@ -179,8 +179,8 @@ class _WithOverrides(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """verl's optimizer config with another ``override_optimizer_config``.
 
     verl's configs are frozen dataclasses, which cannot be changed, or OmegaConf nodes, which cannot
-    contain a ``torch.dtype``. ``_WithOverrides`` reads all other keys from the caller's object,
-    which stays unchanged.
+    contain a ``torch.dtype``. All keys but ``override_optimizer_config`` come from the caller's
+    object, which stays unchanged.
     """
 
     def __init__(self, wrapped: Any, overrides: Mapping[str, Any]) -> None:
@@ -404,4 +404,4 @@ NATIVE = Seam(
     native=native_bucket,
     optional=True,
 )
-"""verl's own alignment, for ``status()``."""
+"""The seam that reports in ``status()`` how verl 0.9 itself sets the gradient bucket's dtype."""

@@ -105,7 +105,7 @@ def _read_by_ppo(config: Mapping[str, Any]) -> list[str]:
 def _tell_missing(
     config: Mapping[str, Any], missing: Sequence[str], problems: Sequence[Problem]
 ) -> list[str]:
-    """Write a note on required keys without a value, except in ``problems`` or unused sections."""
+    """Write a note on keys with ``???``, except keys in ``problems`` and in unused sections."""
     told = {problem.key for problem in problems}
     reward = _of(_of(config, "reward"), "reward.reward_model")
     unused: tuple[str, ...] = () if _has_critic(config) else ("critic.",)
@@ -322,7 +322,7 @@ def _on_megatron(section: _Section, model: Model, value: bool) -> Plannable:
             declared=parse_dtype(str(engine.get("dtype") or "bfloat16")),
             trains=trains,
         )
-    except DtypeError as error:  # verl's own checks may have reported this field
+    except DtypeError as error:  # ``of_megatron`` may have reported the dtype
         known = any(problem.code == "dtype" for problem in illegal)
         illegal += [] if known else [Problem.of(error, subject, error.key)]
         return Illegal(subject, tuple(illegal))
@@ -353,8 +353,8 @@ def _on_megatron(section: _Section, model: Model, value: bool) -> Plannable:
 def _bucket(section: _Section, wishes: Wishes) -> bool:
     """verl's value of ``grad_reduce_in_fp32`` if the user wrote none.
 
-    verl's ``get_model`` and mbridge write True; Megatron-Bridge's default is False. In verl 0.9 and
-    later, the engine derives ``grad_reduce_in_fp32`` from the optimizer's fields.
+    verl's ``get_model`` and mbridge set ``grad_reduce_in_fp32`` to True, Megatron-Bridge to False.
+    In verl 0.9 and later, the engine derives ``grad_reduce_in_fp32`` from the optimizer's fields.
     """
     aware = bool(wishes.opt_in.get(PRECISION_AWARE))
     low = wishes.opt_in.get("main_grads_dtype", torch.float32) is not torch.float32
@@ -407,7 +407,7 @@ def _sharded(job: Job, section: _Section, model: Model, value: bool) -> Plannabl
     sizes: dict[str, Any] = {
         name: _number(engine, key, -1 if name == "shards" else 1) for name, key in keys.items()
     }
-    if section.sequence > 1:  # verl reads the engine's Ulysses size only if the older key is 1
+    if section.sequence > 1:  # the model's own Ulysses size overrides the engine's
         sizes["context"] = section.sequence
     name = str((optim or {}).get("optimizer") or (optim or {}).get("name") or "AdamW")
     of_fsdp = strategy in ("fsdp", "fsdp2")

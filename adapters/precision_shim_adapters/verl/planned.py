@@ -50,7 +50,7 @@ def read_sharded(
         strategy: verl's name of the engine.
         engine: the engine's section.
         key: the config's key of the engine's section.
-        group: the group of the seams on the workers, if the engine is FSDP.
+        group: ``fsdp.ENGINE`` or ``fsdp.LEGACY``; read only if the engine is FSDP.
         subject: the model's name, such as ``"actor"``.
         trains: whether the model has an optimizer.
 

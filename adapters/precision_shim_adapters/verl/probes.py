@@ -108,7 +108,7 @@ def opt_in() -> Answer:
     needs=(_ENGINE,),
 )
 def alignment() -> Answer:
-    """The shim gives the gradient bucket the main grads' dtype if verl itself does not do so."""
+    """If verl does not set the bucket's dtype, the shim gives the bucket the main grads' dtype."""
     from omegaconf import OmegaConf
     from verl.workers.engine.megatron.transformer_impl import MegatronEngine
 

@@ -29,7 +29,7 @@ def megatron(part: Part, here: Here) -> Outcome:
 def fsdp(part: Part, here: Here) -> Outcome:
     """Predict how a job with 0.7's ``use_legacy_worker_impl`` in its config resumes on FSDP."""
     asked = (here.config or {}).get(WORKERS)
-    # An SFT job, whose directory names no model, trains on the engine, never on legacy workers.
+    # A checkpoint whose directory names no model is from an SFT job, which uses only the engine.
     group = group_of(asked) if part.subject else ENGINE
     return torchs.foretell("verl", part, here, group)
 

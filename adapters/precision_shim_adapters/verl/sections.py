@@ -34,7 +34,7 @@ def unknown(
         section: a section with hydra's ``_target_``; without ``_target_``, any key is allowed.
         key: the config's key of the section; may be empty.
         subject: the model's name, such as ``"actor"``.
-        dispatches: whether the feature ``bf16-dispatch``, which adds fields before verl 0.9, is on.
+        dispatches: whether the shim adds verl 0.9's dtype fields to ``McoreOptimizerConfig``.
     """
     name = str(section.get("_target_", "")).rpartition(".")[2]
     known = set(_fields(name))
@@ -79,7 +79,7 @@ def _fields(name: str) -> tuple[str, ...]:
 
 
 def of_torch_optimizer(optim: Mapping[str, Any], key: str, subject: str) -> Iterator[Problem]:
-    """List problems with an optimizer's name or arguments, which torch would refuse."""
+    """Yield a problem if torch refuses the optimizer's name or one of its arguments."""
     place = str(optim.get("optimizer_impl") or "torch.optim")
     name = str(optim.get("optimizer") or "AdamW")
     if place != "torch.optim":

@@ -100,7 +100,7 @@ def read_sides(config: Mapping[str, Any], written: Written) -> Sides | None:
 
 
 def unknown_engine(job: Sides) -> tuple[str, str]:
-    """The text and the reason that the shim reports if the actor's dtype is unknown."""
+    """The decision that the shim reports, and its reason, if the actor's dtype is not known."""
     reason = f"the shim does not know what verl's {job.strategy} engine computes in"
     return "not compared with the actor", reason
 

@@ -9,10 +9,10 @@ verl's generator, which would run collective operations. For a bf16 rollout the 
 generator unchanged.
 
 verl does not cast the weights of the Megatron, VeOmni and Automodel engines, of 0.7.1's legacy
-workers, or of the FSDP engine in 0.9 and later without merged LoRA. With the delta checkpoint
-engine every engine of verl rounds to bf16, and verl's receiver in vLLM accepts only bf16. When the
-delta checkpoint engine sends weights from FSDP to SGLang, the shim rounds them to the rollout's
-dtype. Between other engines, the shim refuses delta transfers, or warns (``refuses_delta``).
+workers, or of the FSDP engine in 0.9 and later without merged LoRA. For a delta sync, every
+training engine of verl rounds to bf16, and verl's receiver in vLLM accepts only bf16. For a delta
+sync from FSDP to SGLang, the shim rounds the weights to the rollout's dtype. For a delta sync to
+vLLM, or without FSDP, the shim refuses rollout dtypes other than bf16, or warns.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def _with_experts(
 
 
 def _merged(engine: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights, gathered while LoRA is merged into them, as verl's generator does."""
+    """Merge LoRA into the weights, and yield the merged weights, as verl's generator does."""
     verl: Any = importlib.import_module(f"{_IMPL}.fsdp.transformer_impl")
     module, device = engine.module, verl.get_device_id()
     inner = getattr(module, "_fsdp_wrapped_module", module)
@@ -375,7 +375,7 @@ def _give(engine: Any, rollout: Any, rounds: bool) -> str:
     name, key = asked_dtype(rollout, _ROLLOUT)
     if written is not None:
         own = engine_name(written, at, versioned("verl"), also=())
-        engine.rollout_dtype = getattr(torch, own)  # Tensor.to refuses a name
+        engine.rollout_dtype = getattr(torch, own)  # ``Tensor.to`` raises for a string
         if name not in (own, AUTO):
             warn(
                 f"{versioned('verl')}: {at}={own}, but {key}={name}: the weights are rounded to "

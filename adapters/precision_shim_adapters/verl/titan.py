@@ -68,7 +68,7 @@ def build(call: Call, engine_config: Any) -> Any:
     **on(TITAN),
 )
 def compute_in_fp16(call: Call, config: Any) -> Any:
-    """Set float16 in the config of a trainer that ``build`` makes; no other trainer uses it."""
+    """Set float16 in the trainer's config if ``build`` makes the trainer."""
     if _in_fp16.get():
         config.training.mixed_precision_param = "float16"
     return call.proceed()

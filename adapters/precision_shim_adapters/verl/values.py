@@ -1,6 +1,6 @@
 """Check the values of an optimizer's and an engine's section that verl passes on without a check.
 
-Every check is for a key that the section has. verl's older versions lack some of the keys.
+The plan checks only keys that a section has, because verl's older versions lack some of the keys.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def check_sections(role: Role, unresolved: Collection[str]) -> None:
 
 
 def problems(role: Role, unresolved: Collection[str]) -> Iterator[Problem]:
-    """Yield a problem for each value with which verl's worker fails.
+    """Yield a problem for each value that makes verl's worker fail.
 
     Args:
         role: the model.
