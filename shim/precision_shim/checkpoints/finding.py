@@ -167,7 +167,7 @@ def _go_on(path: Path) -> str:
 
 
 def _step_before(path: Path) -> Path | None:
-    """Return the step before a run's last step, or before the step whose directory has ``path``."""
+    """Return the step before the step that contains ``path`` (for a run: before its last step)."""
     try:
         whole = _last_step(path.absolute()) or path.absolute()
         for parent in (whole, *whole.parents):

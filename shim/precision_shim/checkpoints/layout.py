@@ -141,7 +141,7 @@ class Outcome:
 
 
 def halves(part: Part) -> Outcome | None:
-    """Return the outcome if the optimizer states or the weights are missing; otherwise ``None``."""
+    """Return how a resume ends without optimizer states or weights; ``None`` if both exist."""
     if not part.has_states:
         return Outcome(FRESH, "it has no optimizer states: the optimizer begins anew")
     if not part.held.get(PARAMS):
