@@ -24,7 +24,7 @@ _MOST = 20_000
 """Maximum number of directories in which a model's files are searched."""
 
 _ORDER = (MEGATRON, DCP, SHARDS, SAFETENSORS)
-"""If a model's directory has several kinds of files, the first kind in this list has the states."""
+"""Kinds of files, from the most to the least likely to contain a model's optimizer states."""
 
 
 def find(path: Path, framework: str | None = None) -> list[Part]:

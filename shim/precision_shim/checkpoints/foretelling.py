@@ -39,8 +39,8 @@ class Here:
     Attributes:
         on: whether the shim is on.
         settings: the shim's settings.
-        config: the job's values of the optimizer's fields and of the fields that ``Config.beside``
-            names; ``None`` if the job's config is not known.
+        config: the job's config: the fields of the optimizer, and the fields in ``Config.beside``;
+            ``None`` if the job's config is not known.
         instead: fields that override fields of ``config``, even if ``config`` is ``None``.
     """
 
@@ -55,7 +55,7 @@ class Here:
 
     @classmethod
     def now(cls, config: Mapping[str, Any] | None = None) -> Here:
-        """Return the environment of this process if the shim is installed, or of a child process.
+        """Return this process's environment if the shim is installed, else a child process's.
 
         Raises:
             SettingsError: a variable has an invalid value.

@@ -27,7 +27,7 @@ MEGATRON, DCP, SHARDS, SAFETENSORS = "megatron", "dcp", "shards", "safetensors"
 _RANK_FILE = re.compile(r"(?P<what>\w+)_world_size_(?P<world>\d+)_rank_(?P<rank>\d+)\.pt")
 _COMMON_STATE = "common_state/shard_0_1"
 """Key of Megatron's common state in ``.metadata`` since megatron-core 0.19; earlier versions write
-``common.pt``. See ``load_common_state_dict`` in its ``dist_checkpointing/serialization.py``."""
+``common.pt`` (``load_common_state_dict`` in Megatron's ``dist_checkpointing/serialization.py``)."""
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _HARMLESS = re.compile(
@@ -263,7 +263,7 @@ def _read_shards(unit: Unit) -> None:
         )
     (unit.world_size,) = worlds
     for what, by_rank in files.items():
-        # A file's name may claim any number of ranks: do not build a list of that length.
+        # A file's name may claim any number of ranks: do not build a list with an item per rank.
         lacking = next((rank for rank in range(unit.world_size) if rank not in by_rank), None)
         if lacking is not None:
             raise CheckpointUnreadableError(

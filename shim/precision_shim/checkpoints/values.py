@@ -88,7 +88,7 @@ def _param_of(
         content = weight.parts[number](size)
         if dtype is not None and len(content) == size:
             return torch.frombuffer(bytearray(content), dtype=dtype)
-    # With this substitute, masters count as remainders if all are whole and some exceed [-1, 1].
+    # With this result, looks_like_remainders is true if all masters are whole and some exceed 1.
     return value.clamp(-1.0, 1.0)
 
 

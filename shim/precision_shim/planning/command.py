@@ -164,10 +164,7 @@ def read_launch_line(
 
 
 def _target(words: Sequence[str], place: int) -> tuple[str, Path | None, int]:
-    """Return the target (module or script) at ``place``, its file, and the index of its arguments.
-
-    The target is empty if there is none at ``place``.
-    """
+    """Return the target (module or script) at ``place``, its file, and its arguments' index."""
     word = words[place]
     if word in ("-m", "--module") and place + 1 < len(words):
         module = words[place + 1]

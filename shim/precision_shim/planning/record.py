@@ -173,7 +173,7 @@ def unknown_keys(
 
     Args:
         written: the keys that the job's config sets.
-        known: the allowed keys; empty if they are not known, to return no ``Problem``.
+        known: the allowed keys; if ``known`` is empty, the function returns no ``Problem``.
         subject: name of the model.
         key: path of a key in the job's config, with ``{}`` in place of the key's name.
         whose: the config that allows the keys, such as ``"Megatron's OptimizerConfig"``.

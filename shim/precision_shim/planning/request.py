@@ -50,7 +50,7 @@ class Plannable(Protocol):
         """Plan the model; the plan is ``None`` if a problem makes counting impossible."""
 
     def variants(self, job: Job, rules: Rules) -> Sequence[Variant]:
-        """Return variants of the model that need less memory, by growing loss of precision."""
+        """Return variants that need less memory, in the order of their loss of precision."""
 
     def on(self, world: int) -> Plannable:
         """Return this model for a job on ``world`` GPUs."""

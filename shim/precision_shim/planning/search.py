@@ -22,8 +22,8 @@ class Found:
         gives_up: text on the loss of precision; empty if the job fits with its own settings.
         lines: the settings, as lines to paste.
         plan: the plan with the found settings; ``None`` if no legal settings make the job fit.
-        fewest: the smallest number of GPUs on which the job fits; ``None`` if the search found
-            none. The settings are the found ones or, if ``plan`` is ``None``, the last legal ones.
+        fewest: the smallest number of GPUs on which the job fits with these settings (if ``plan``
+            is ``None``, with the last legal settings); ``None`` if the search found no number.
     """
 
     gives_up: str
@@ -33,7 +33,7 @@ class Found:
 
 
 def search(job: Job, request: Request, rules: Rules, memory: float) -> Found:
-    """Try settings in the order of their loss of precision; return the first that fit in memory.
+    """Try settings in the order of their loss of precision, until the job fits in memory.
 
     Args:
         job: the launch command.

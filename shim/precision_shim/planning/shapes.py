@@ -74,7 +74,7 @@ class Model:
         return sum(weight.numel for weight in self.weights)
 
     def number(self, *keys: str) -> int:
-        """Return the first value under ``keys`` that is a whole number except 0; 0 if none is."""
+        """Return the first nonzero whole number under ``keys``; 0 if there is none."""
         for key in keys:
             if count := _whole(self.config.get(key)):
                 return count
@@ -190,7 +190,7 @@ def header(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def fewest_experts(config: Mapping[str, Any]) -> int:
-    """Return the smallest number of experts that a model with this config can be built with.
+    """Return the smallest number of experts with which a model of this config can be built.
 
     A router needs at least as many experts as it selects for a token. A grouped router needs at
     least two experts in each group.

@@ -74,7 +74,7 @@ def files_beneath(directory: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def foreign(bound: Mapping[str, str], prints: Mapping[str, str]) -> list[str]:
-    """Return the names of files that the record lacks, or lists with another fingerprint.
+    """Return the names of files of another save: the record lacks them or has other fingerprints.
 
     Names of deleted files are not returned, because users may delete optimizer states.
 

@@ -46,7 +46,7 @@ def save(
     renaming, the file of an earlier save remains; a hidden temporary file may remain too.
 
     Args:
-        directory: this rank's path of the checkpoint's directory; rank 0 creates a missing one.
+        directory: this rank's path of the checkpoint's directory; rank 0 creates the directory.
         scaler: a ``LossScaler``, or a framework's own GradScaler.
         group: the calling ranks; ``None`` for all ranks.
         files: this rank's files in the checkpoint; ``load`` checks that they are of the same save

@@ -275,7 +275,7 @@ class LossScaler(ShardedGradScaler):
         self.counter = SkipCounter(self.settings.max_skips)
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update the scale after a framework's own loop took a step, or skipped a non-finite step.
+        """Update the scale after a framework's loop took a step, or skipped it as non-finite.
 
         ``settle`` is for a loop that tests the norm of the unscaled gradients itself and cannot
         call this scaler's ``step``. A framework's loop calls ``unscale_once`` before each step, and

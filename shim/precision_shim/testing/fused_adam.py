@@ -64,12 +64,12 @@ class FusedAdam(StoredStates):
         fp32, bf16, fp16 or uint8 (the bits of fp8 e4m3). Each fp16 or uint8 tensor has one fp32
         scale.
     ``master_param``
-        only with ``master_weights``: fp32, or fp16 with one fp32 scale. For a bf16 parameter with
-        ``store_param_remainders``, int16 (see :func:`split_master`). An fp32 parameter also has a
+        only with ``master_weights``: fp32; fp16 with one fp32 scale; or int16 for a bf16 parameter
+        with ``store_param_remainders`` (see :func:`split_master`). An fp32 parameter also has a
         master, which is filled once and never updated.
 
-    Steps are counted per parameter group (``group["step"]``), not per parameter. A group without
-    parameters counts its steps in TransformerEngine 2.19 and later.
+    Steps are counted per parameter group (``group["step"]``), not per parameter. TransformerEngine
+    2.19 and later count steps for groups without parameters, too.
 
     Args:
         params: parameters or parameter groups.
@@ -80,7 +80,7 @@ class FusedAdam(StoredStates):
         amsgrad: never supported.
         bias_correction: divide the moments by ``1 - beta ** step``.
         adam_w_mode: decoupled weight decay.
-        capturable: True raises TransformerEngine's error, or NotImplementedError if it is legal.
+        capturable: True raises an error, because the stand-in does not support CUDA graphs.
         master_weights: store a master copy of 16-bit parameters.
         master_weight_dtype: fp32 or fp16; ignored without ``master_weights``.
         exp_avg_dtype: fp32, bf16, fp16 or uint8 (fp8).
@@ -379,8 +379,8 @@ def fused_adam_for(version: str) -> type[FusedAdam]:
 
     TransformerEngine 2.1 and later have remainders; before 2.1 the constructor lacks the argument
     ``store_param_remainders``, and ``initialize_state`` has one parameter. TransformerEngine 2.3
-    and later accept bf16 moments. Releases from 2.14 on accept two bf16 moments with
-    ``capturable``. From 2.19 on, groups without parameters count their steps.
+    and later accept bf16 moments. TransformerEngine 2.14 and later accept two bf16 moments with
+    ``capturable``. TransformerEngine 2.19 and later count steps for groups without parameters, too.
 
     Args:
         version: a TransformerEngine version, 1.13 or newer.

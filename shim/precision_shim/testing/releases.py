@@ -80,7 +80,7 @@ def refuse_capturable(
     asked_remainders: bool,
     remainders: bool,
 ) -> None:
-    """Raise the version's error for ``capturable=True``, or ``NotImplementedError`` if it is legal.
+    """Raise the version's error for ``capturable=True``, or else ``NotImplementedError``.
 
     Args:
         version: a TransformerEngine version.

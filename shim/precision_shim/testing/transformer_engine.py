@@ -2,8 +2,8 @@
 
 Megatron-core's precision-aware optimizer needs only the class ``FusedAdam`` of TransformerEngine.
 :func:`stand_in_transformer_engine` provides this class inside its context. There is **no** stand-in
-for TransformerEngine's layers, such as ``TELinear``. If ``transformer_engine`` is not installed,
-Megatron's layer specs, attention and fp8 code still find no TransformerEngine.
+for TransformerEngine's layers, such as ``TELinear``: Megatron's layer specs, attention and fp8 code
+find TransformerEngine only if it is installed.
 
 Only the leaf module ``transformer_engine.pytorch.optimizers`` is put into ``sys.modules``. Python's
 ``from a.b.c import x`` searches ``sys.modules`` for ``a.b.c`` first and does not import the
@@ -45,8 +45,8 @@ class StandIn:
     Attributes:
         version: the TransformerEngine version that Megatron finds.
         fused_adam: the class that replaces ``FusedAdam``.
-        checked_by: the ``FusedAdam`` whose constructor checks the arguments:
-            ``"transformer_engine"`` for the real, installed class, or ``"stand-in"``.
+        checked_by: whose constructor checks the arguments, ``"transformer_engine"`` (the real one)
+            or ``"stand-in"``.
     """
 
     version: str

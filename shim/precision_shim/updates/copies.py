@@ -18,8 +18,8 @@ Chain = tuple[torch.dtype, ...]
 """The dtypes to which a number is rounded, one after the other."""
 
 _KEPT = re.compile(r"(^|\.)((gate|router)\.[^.]+|e_score_correction_bias|A_log|dt_bias)$")
-"""Matches the names of router and state-space parameters. Engines keep these parameters in fp32 for
-many models, whatever the engine's dtype is."""
+"""Matches the names of router and state-space parameters, which engines keep in fp32 for many
+models, whatever the engine's dtype is."""
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,7 @@ def _percent(count: Mapping[str, Any]) -> str:
 def findings(
     updates: Mapping[str, Any], part: str, where: str, masters: Collection[str] = ()
 ) -> Iterator[tuple[int, tuple[str, str | None, str | None, str, str, str]]]:
-    """Yield the number of each group that lost most of its updates, with fields for a ``Finding``.
+    """Yield the index of each group that lost most of its updates, with fields for a ``Finding``.
 
     Args:
         updates: the result of ``Figures.to_dict``.

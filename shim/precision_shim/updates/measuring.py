@@ -228,7 +228,7 @@ class Meter:
         self, optimizer: Any, group: Mapping[str, Any], tensors: Sequence[tuple[Any, Taken]]
     ) -> Sampled:
         rule = self._rule
-        scale = getattr(optimizer, "grad_scale", None)  # GradScaler sets it for a fused step
+        scale = getattr(optimizer, "grad_scale", None)  # set by GradScaler for a fused step
         gradients, steps = [], []
         states: dict[str, list[torch.Tensor]] = {name: [] for name in rule.states(group)}
         for parameter, at in tensors:

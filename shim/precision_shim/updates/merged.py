@@ -48,7 +48,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class _Before:
-    """Sampled positions of a layer, with B@A and the rollout copies there before a step."""
+    """A layer's values of B@A and of the rollout copies before a step, at sampled positions."""
 
     layer: Layer
     rows: torch.Tensor
@@ -96,7 +96,7 @@ class Merged:
         return reason
 
     def compare(self) -> Iterator[tuple[Any, torch.Tensor, torch.Tensor, int, Any]]:
-        """Compute the rollout copies after the step, and count the unchanged ones of each layer.
+        """Compute the rollout copies after the step, and count each layer's unchanged copies.
 
         Yields:
             For each layer: device, number of changed elements of B@A (a tensor), number of changed

@@ -22,7 +22,7 @@ from ..precision.dtypes import name_of
 from ..precision.remainders import join_master
 
 _SCALED = (torch.float16, torch.uint8)
-"""State dtypes with a scale: FusedAdam stores such a state divided by its scale."""
+"""The dtypes of states that FusedAdam stores divided by a scale."""
 
 
 class UnknownRuleError(Exception):
@@ -213,7 +213,7 @@ class Taken:
 
     Args:
         indices: positions of the elements in this rank's shard; ``None`` for all elements.
-        count: number of the elements.
+        count: number of sampled elements.
     """
 
     def __init__(self, indices: torch.Tensor | None, count: int) -> None:

@@ -60,7 +60,7 @@ def watch_updates(
     weights. When a later step begins, the figures of a measurement become available in the returned
     object and in ``audit(model, optimizer)``. Some frameworks' adapters also report the figures in
     the framework's metrics. The meter warns if a group loses more than half of its updates. A meter
-    changes no step's result, and the host does not wait for a device.
+    does not change the result of a step, and the host does not wait for a device.
 
     ``precision_shim.uninstall()`` and the returned object's ``remove()`` remove the hooks. A second
     call of ``watch_updates`` for an optimizer changes only ``every`` and, if given, ``rollout``.
