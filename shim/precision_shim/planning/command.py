@@ -53,8 +53,8 @@ class Job:
         framework: name of the framework.
         target: the module after ``-m``, or the script.
         source: the target's file; ``None`` if the file is not on this machine.
-        launcher: the words before the target.
-        arguments: the words after the target.
+        launcher: the command's words before ``target``.
+        arguments: the command's words after ``target``.
         environ: the variables that the command sets.
         settings: the shim's settings.
         options: the options that the user gives in addition to the command.

@@ -112,7 +112,7 @@ def attach(
     subject: str = "",
     on_figures: Callable[[Meter], None] | None = None,
 ) -> Meter | None:
-    """Attach a meter to the torch optimizer in a ``Reading``; ``None`` if it has no optimizer.
+    """Attach a meter to the torch optimizer of a ``Reading``; ``None`` if there is no optimizer.
 
     Args:
         reading: the optimizer's ``Reading``.
