@@ -22,7 +22,7 @@ from .tensors import check_archive
 __all__ = ["MOST", "Checked", "File", "check", "percent", "size_text"]
 
 MOST = 256 << 20
-"""Without ``--full``, maximum number of bytes that checksums cover; small files come first."""
+"""Without ``--full``, maximum number of bytes whose checksums are computed, smallest file first."""
 
 _ARCHIVES = 4096
 """Without ``--full``, maximum number of archives that are opened to compare checksums."""
@@ -30,7 +30,7 @@ _ARCHIVES = 4096
 _KNOWN = re.compile(
     r"\.metadata|metadata\.json|.*\.(distcp|safetensors)|model\.safetensors\.index\.json"
 )
-"""Matches the names of files other than archives that the checkpoint doctor reads."""
+"""Matches names of files that the checkpoint doctor reads, except ``*.pt`` files."""
 
 _NAMED = 4
 """Maximum number of file names in a line of text."""
@@ -45,7 +45,7 @@ class File:
     Attributes:
         path: the file.
         size: the file's size in bytes.
-        held: the spans of bytes with a correct checksum.
+        held: the spans of bytes whose checksum is correct.
         unread: the spans of bytes for which no checksum was computed.
         ours: whether the checkpoint doctor reads files of this kind.
     """
@@ -57,7 +57,7 @@ class File:
     ours: bool = True
 
     def bytes(self, state: str) -> int:
-        """Return how many bytes have a check state (``"checked"`` or a key of ``_SAID``)."""
+        """Return the number of bytes with ``state``: ``"checked"`` or a key of ``_SAID``."""
         held, unread = (sum(b - a for a, b in spans) for spans in (self.held, self.unread))
         if not self.ours:
             return self.size if state == "not_looked_at" else 0
@@ -99,11 +99,11 @@ class Checked:
         return sum(file.size for file in self.files)
 
     def bytes(self, state: str) -> int:
-        """Return how many bytes of all files have the given check state."""
+        """Return the number of bytes that ``state`` describes in all files; see ``File.bytes``."""
         return sum(file.bytes(state) for file in self.files)
 
     def share(self, state: str) -> float:
-        """Return the share of all bytes that have the given check state."""
+        """Return ``bytes(state)`` divided by the size of all files."""
         return self.bytes(state) / max(1, self.size)
 
     def name(self, file: File) -> str:
@@ -134,7 +134,7 @@ class Checked:
                 )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return how many bytes have each check state, in total and by file, in a form for JSON."""
+        """Return the number of bytes by state, in total and by file, in a form for JSON."""
         told: dict[str, Any] = {"count": len(self.files), "bytes": self.size}
         for state in ("checked", *_SAID):
             told[state] = {

@@ -24,7 +24,7 @@ _MOST = 20_000
 """Maximum number of directories in which a model's files are searched."""
 
 _ORDER = (MEGATRON, DCP, SHARDS, SAFETENSORS)
-"""If a model's directory has several kinds of files, the first kind in this list has the states."""
+"""Kinds of files, from the most to the least likely to contain a model's optimizer states."""
 
 
 def find(path: Path, framework: str | None = None) -> list[Part]:
@@ -167,7 +167,7 @@ def _go_on(path: Path) -> str:
 
 
 def _step_before(path: Path) -> Path | None:
-    """Return the step before a run's last step, or before the step whose directory has ``path``."""
+    """Return the step before the step that contains ``path`` (for a run: before its last step)."""
     try:
         whole = _last_step(path.absolute()) or path.absolute()
         for parent in (whole, *whole.parents):

@@ -39,8 +39,8 @@ class Here:
     Attributes:
         on: whether the shim is on.
         settings: the shim's settings.
-        config: the job's values of the optimizer's fields and of the fields that ``Config.beside``
-            names; ``None`` if the job's config is not known.
+        config: the job's config: the fields of the optimizer, and the fields in ``Config.beside``;
+            ``None`` if the job's config is not known.
         instead: fields that override fields of ``config``, even if ``config`` is ``None``.
     """
 
@@ -55,7 +55,7 @@ class Here:
 
     @classmethod
     def now(cls, config: Mapping[str, Any] | None = None) -> Here:
-        """Return this process's environment; if the shim is not installed here, a child process's.
+        """Return this process's environment if the shim is installed, else a child process's.
 
         Raises:
             SettingsError: a variable has an invalid value.
@@ -75,11 +75,11 @@ class Here:
         return dataclasses.replace(self, **changes)
 
     def in_force(self, framework: str, feature: str, group: str) -> bool:
-        """Whether a feature would work in the framework's code that a group of seams patches."""
+        """Whether the seams of ``group`` would make ``feature`` work in this environment."""
         return self.on and self._foreseen.in_force(framework, feature, group)
 
     def only_framework(self, kind: str) -> str:
-        """Return the only installed framework that resumes ``kind``; empty for none or several."""
+        """Return the one installed framework that loads ``kind`` files; empty for 0 or several."""
         known = records()
         installed = [
             name

@@ -102,7 +102,7 @@ class Part:
 
     @property
     def params_dtype(self) -> str | None:
-        """The dtype of the parameters; ``None`` if the parameters have no dtype or several."""
+        """The floating dtype of the parameters; ``None`` for several dtypes or no parameters."""
         floating = [dtype for dtype in self.dtypes(PARAMS) if dtype[:2] in ("fp", "bf")]
         known = self.facts.get("params")
         return known or (floating[0] if len(floating) == 1 else None)
@@ -123,12 +123,12 @@ class Outcome:
     """The predicted result of resuming one model.
 
     Attributes:
-        verdict: one of these words. ``"exact"``: nothing changes. ``"refused"``: the shim raises an
-            error before training goes on. ``"misread"``: the framework loads wrong values without
-            an error. ``"fails"``: the framework raises an error. ``"starts anew"``: the loss scale
-            or the optimizer states are reset. ``"not here"``: this environment cannot resume the
-            model.
-        because: the reason, in one sentence.
+        verdict: the result in short. ``"exact"``: nothing changes. ``"refused"``: the shim raises
+            an error before training goes on. ``"misread"``: the framework loads wrong values
+            without an error. ``"fails"``: the framework raises an error. ``"starts anew"``: the
+            loss scale or the optimizer states are reset. ``"not here"``: this environment cannot
+            resume the model.
+        because: one sentence on the reason for ``verdict``.
     """
 
     verdict: str
@@ -141,7 +141,7 @@ class Outcome:
 
 
 def halves(part: Part) -> Outcome | None:
-    """Return the outcome if the optimizer states or the weights are missing; otherwise ``None``."""
+    """Return how a resume ends without optimizer states or weights; ``None`` if both exist."""
     if not part.has_states:
         return Outcome(FRESH, "it has no optimizer states: the optimizer begins anew")
     if not part.held.get(PARAMS):

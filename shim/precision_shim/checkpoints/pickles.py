@@ -103,7 +103,7 @@ _PLAIN = {
         for kind in (set, frozenset, tuple, list, bytes, bytearray)
     },
 }
-"""The only callables that ``_plain`` calls: types of plain data. ``_plain`` imports no name."""
+"""The only callables that ``_plain`` calls: types of plain data."""
 
 _KEY = 64
 """Maximum number of values in a key: hashing visits a value once for each reference to it."""
@@ -230,7 +230,7 @@ class _Machine:
         self.stack.append(Made(by, tuple(arguments)))
 
     def _call(self, by: Any, arguments: Any) -> None:
-        if not isinstance(arguments, tuple):  # pickle accepts only tuples
+        if not isinstance(arguments, tuple):  # pickle calls only with a tuple
             raise ValueError("it would call something with arguments that are none")
         if isinstance(by, Name):
             self.called.add(by.path)
@@ -362,7 +362,7 @@ def dicts_in(
 
     Args:
         tree: the content, from ``read_pickle``.
-        leave: function that returns whether to skip the values within a dict.
+        leave: function that returns whether to skip the values of the given dict.
     """
     waiting, seen = [tree], set()
     while waiting:

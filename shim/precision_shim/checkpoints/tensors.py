@@ -205,7 +205,7 @@ class Archive:
         """Yield (keys, tensor) for each tensor in ``tree`` (default: the archive's tree)."""
         seen: set[int] = set()
         waiting: list[tuple[tuple[Any, ...], Any]] = [((), self.tree if tree is None else tree)]
-        inside: set[int] = set()  # ids of values in a ``Made``; they get the keys of the ``Made``
+        inside: set[int] = set()  # ids of a ``Made``'s values, which get the ``Made``'s keys
         while waiting:
             keys, node = waiting.pop()
             if isinstance(node, Made):

@@ -26,8 +26,8 @@ MEGATRON, DCP, SHARDS, SAFETENSORS = "megatron", "dcp", "shards", "safetensors"
 
 _RANK_FILE = re.compile(r"(?P<what>\w+)_world_size_(?P<world>\d+)_rank_(?P<rank>\d+)\.pt")
 _COMMON_STATE = "common_state/shard_0_1"
-"""Key of the common state in megatron-core 0.19 and later; 0.18 and earlier write ``common.pt``.
-See ``load_common_state_dict`` in megatron-core's ``dist_checkpointing/serialization.py``."""
+"""Key of Megatron's common state in ``.metadata`` since megatron-core 0.19; earlier versions write
+``common.pt`` (``load_common_state_dict`` in Megatron's ``dist_checkpointing/serialization.py``)."""
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _HARMLESS = re.compile(
@@ -57,7 +57,7 @@ class Unit:
         world_size: number of ranks if each rank wrote files of its own; otherwise ``None``.
         archives: file, offset and length of each archive of ``torch.save``; a length of ``None``
             means the rest of the file.
-        lacking: the kinds of files in ``_TOGETHER`` that are missing.
+        lacking: the kinds in ``_TOGETHER`` of which the directory has no file.
     """
 
     kind: str
@@ -246,7 +246,7 @@ class _Place:
 
 
 _TOGETHER = ("model", "optim", "extra_state")
-"""Kinds of files that verl and SkyRL write for each rank. A job's config may exclude a kind."""
+"""Kinds of files that verl and SkyRL write for each rank, unless a job's config excludes some."""
 
 
 def _read_shards(unit: Unit) -> None:
@@ -263,7 +263,7 @@ def _read_shards(unit: Unit) -> None:
         )
     (unit.world_size,) = worlds
     for what, by_rank in files.items():
-        # A file's name may claim any number of ranks: do not build a list of that length.
+        # A file's name may claim any number of ranks: do not build a list with an item per rank.
         lacking = next((rank for rank in range(unit.world_size) if rank not in by_rank), None)
         if lacking is not None:
             raise CheckpointUnreadableError(

@@ -24,7 +24,7 @@ _PIECES = 512
 
 _ALIGNED = 64
 """Megatron aligns each parameter in a bucket to a multiple of this many elements. Megatron also
-stores the padding between parameters: pieces with fewer elements and without parameter values."""
+stores the padding between parameters, in pieces with fewer elements than this."""
 
 
 def samples(tensors: Sequence[Tensor], most: int) -> Iterator[tuple[Tensor, int, torch.Tensor]]:
@@ -88,8 +88,7 @@ def _param_of(
         content = weight.parts[number](size)
         if dtype is not None and len(content) == size:
             return torch.frombuffer(bytearray(content), dtype=dtype)
-    # Compared with masters clamped to [-1, 1], only whole numbers beyond 1 look like remainders,
-    # and hardly any weight is a whole number beyond 1.
+    # With this result, looks_like_remainders is true if all masters are whole and some exceed 1.
     return value.clamp(-1.0, 1.0)
 
 

@@ -34,7 +34,7 @@ def call_quietly(call: Callable[[], T], refuse: Callable[[str], PlanError]) -> T
             return call()
     except PlanError:
         raise
-    except (Exception, SystemExit) as error:  # parsers exit, config classes raise various errors
+    except (Exception, SystemExit) as error:  # argparse raises SystemExit, config classes any error
         lines = printed.getvalue().strip().splitlines()
         why = lines[-1] if isinstance(error, SystemExit) and lines else said(error)
         raise refuse(why) from error

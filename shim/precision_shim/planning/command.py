@@ -53,8 +53,8 @@ class Job:
         framework: name of the framework.
         target: the module after ``-m``, or the script.
         source: the target's file; ``None`` if the file is not on this machine.
-        launcher: the words before the target.
-        arguments: the words after the target.
+        launcher: the command's words before ``target``.
+        arguments: the command's words after ``target``.
         environ: the variables that the command sets.
         settings: the shim's settings.
         options: the options that the user gives in addition to the command.
@@ -72,7 +72,7 @@ class Job:
     off: str = ""
 
     def model(self, name: object, overrides: Mapping[str, Any] | None = None) -> Model:
-        """Return the parameters' names and shapes of a model in the job's config.
+        """Return a model of the job, with the names and shapes of the model's parameters.
 
         Args:
             name: a directory, or the name of a Hugging Face hub model that is in the local cache.
@@ -87,7 +87,7 @@ class Job:
         return shapes.read_model(directory, overrides)
 
     def in_force(self, feature: str, group: str) -> bool:
-        """Whether a feature would work in the job's code that a group of seams patches."""
+        """Whether the seams of ``group`` would make ``feature`` work in this job."""
         return not self.off and self._foreseen.in_force(self.framework, feature, group)
 
     @cached_property
@@ -121,7 +121,7 @@ def read_launch_line(
 
     Args:
         words: the command; it may begin with variables, launchers and ``--``.
-        known: the known frameworks.
+        known: the frameworks to which the target may belong.
         settings: the shim's settings.
         options: the options that the user gives in addition to the command.
 
@@ -164,7 +164,7 @@ def read_launch_line(
 
 
 def _target(words: Sequence[str], place: int) -> tuple[str, Path | None, int]:
-    """Return the module or script at index ``place``, its file, and its first argument's index."""
+    """Return the target (module or script) at ``place``, its file, and its arguments' index."""
     word = words[place]
     if word in ("-m", "--module") and place + 1 < len(words):
         module = words[place + 1]
@@ -175,12 +175,12 @@ def _target(words: Sequence[str], place: int) -> tuple[str, Path | None, int]:
             word,
             path if os.path.isfile(path) else None,
             place + 1,
-        )  # isfile is False for an overlong name
+        )  # Path.is_file raises an error for an overlong name
     return "", None, place
 
 
 def _console_script(word: str, by_package: Mapping[str, str]) -> str:
-    """Return the module that a framework's installed command runs; empty for any other word."""
+    """Return the module that ``word`` runs if it is a framework's command; otherwise empty."""
     if not _COMMAND.fullmatch(word):
         return ""
     for script in importlib.metadata.entry_points(group="console_scripts", name=word):

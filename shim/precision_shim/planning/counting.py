@@ -128,8 +128,8 @@ def _at_step(share: Share, precision: Precision) -> dict[str, Held]:
 def _offload(share: Share, precision: Precision, held: dict[str, Held]) -> dict[str, Held]:
     """Move a share of the states to the host's memory, and add host copies of their gradients.
 
-    For each offloaded parameter, Megatron's HybridDeviceOptimizer stores an fp32 master, gradient
-    and two moments on the host (16 bytes). The states that stay on the GPU are unchanged.
+    For each offloaded parameter, Megatron's HybridDeviceOptimizer stores master, gradient and two
+    moments on the host, all in fp32. The states that stay on the GPU are unchanged.
     """
     gone = round(share.trainable * precision.offloaded)
     moved = Share(gone, group=share.group, states_sharded=share.states_sharded)
@@ -144,7 +144,7 @@ def _offload(share: Share, precision: Precision, held: dict[str, Held]) -> dict[
 
 
 def _replace(held: Held, share: Share, left: int, there: Held, gone: int) -> Held:
-    """Return ``held`` minus ``left`` parameters on the GPU, plus ``there`` on the host."""
+    """Return ``held`` without ``left`` parameters on the GPU, and with ``there`` on the host."""
     numel = share.trainable or 1
     stays = held.group_bytes * (numel - left) // numel
     total = stays + there.group_bytes

@@ -32,7 +32,7 @@ def draw(plan: Plan, path: Path, memory: float | None = None) -> None:
         memory: memory of a GPU, in GB of 2^30 bytes, drawn as a line.
 
     Raises:
-        PlanError: the file's name has a different ending, matplotlib is missing, or writing failed.
+        PlanError: the file's name has another ending, matplotlib is missing, or writing failed.
     """
     if path.suffix.lower() not in SUFFIXES:
         raise PlanError(f"--plot {path}: expected a name that ends in {' or '.join(SUFFIXES)}.")

@@ -79,8 +79,8 @@ class Stage:
     def totals(self) -> dict[str, int]:
         """The bytes of all parts together, for one GPU.
 
-        The keys are ``host`` (in the host's memory), ``gpu`` (on the GPU), and ``bytes`` (the sum
-        of both). The key ``peak`` is for bytes on the GPU while the optimizer steps.
+        The keys are ``host`` (in the host's memory), ``gpu`` (on the GPU), ``bytes`` (``host`` plus
+        ``gpu``), and ``peak`` (on the GPU while the optimizer steps).
         """
         held = [component for part in self.parts for component in part.components.values()]
         every, host = sum(size.bytes for size in held), sum(size.host for size in held)
@@ -138,25 +138,25 @@ class Problem:
 
     @classmethod
     def of(cls, error: DtypeError, subject: str, key: str) -> Problem:
-        """Turn an error about a dtype into a problem; the error's last sentence is the remedy."""
+        """Make a ``Problem`` of an error about a dtype; the error's last sentence is the remedy."""
         message, _, remedy = str(error).rpartition(". ")
         return cls("dtype", subject, key, message or remedy, remedy if message else "")
 
 
 def too_small(subject: str, key: str, value: int, more: str = "") -> Problem:
-    """Return a problem for a config value below 1, such as a number of GPUs."""
+    """Return a ``Problem`` that reports a config value below 1, such as 0 GPUs."""
     return Problem("size", subject, key, f"{value} is less than 1", f"Write at least 1{more}.")
 
 
 def whole_heads(subject: str, key: str, name: str, heads: int, ways: int) -> list[Problem]:
-    """Return a problem if tensor parallelism cannot split the attention heads; otherwise ``[]``."""
+    """Return a ``Problem`` if tensor parallelism cannot split the attention heads; else ``[]``."""
     what = f"{name} of {heads} cannot be split {ways} ways"
     remedy = f"Take a divisor of {heads}."
     return [Problem("heads", subject, key, what, remedy)] if heads % ways else []
 
 
 def no_number(value: object, subject: str, key: str) -> Problem:
-    """Return the problem of a value that has to be a number.
+    """Return a ``Problem`` that reports a value that is no number.
 
     Args:
         value: the value in the job's config.
@@ -169,14 +169,14 @@ def no_number(value: object, subject: str, key: str) -> Problem:
 def unknown_keys(
     written: Iterable[str], known: Collection[str], subject: str, key: str, whose: str
 ) -> list[Problem]:
-    """Return a problem for each key that does not exist.
+    """Return a ``Problem`` for each key of ``written`` that is not in ``known``.
 
     Args:
-        written: names of keys in the job's config.
-        known: the existing names; empty if the existing names are not known.
+        written: the keys that the job's config sets.
+        known: the allowed keys; if ``known`` is empty, the function returns no ``Problem``.
         subject: name of the model.
-        key: path of the keys in the job's config, with ``{}`` in place of the name.
-        whose: the config that the names belong to, such as ``"Megatron's OptimizerConfig"``.
+        key: path of a key in the job's config, with ``{}`` in place of the key's name.
+        whose: the config that allows the keys, such as ``"Megatron's OptimizerConfig"``.
     """
     return [
         Problem(

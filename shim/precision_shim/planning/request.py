@@ -25,7 +25,7 @@ class Variant:
     """A model with precision settings that differ from the job's config.
 
     Attributes:
-        gives_up: the precision that the settings give up, in words.
+        gives_up: text on the loss of precision with these settings.
         lines: the settings as lines to paste (config keys or environment variables).
         model: the model with the variant's settings.
     """
@@ -36,7 +36,7 @@ class Variant:
 
 
 class Plannable(Protocol):
-    """A model of a job whose config was read."""
+    """A model of a job, as an adapter read it from the job's config."""
 
     @property
     def subject(self) -> str:
@@ -50,15 +50,15 @@ class Plannable(Protocol):
         """Plan the model; the plan is ``None`` if a problem makes counting impossible."""
 
     def variants(self, job: Job, rules: Rules) -> Sequence[Variant]:
-        """Return variants of the model in cheaper precisions, the least loss of precision first."""
+        """Return variants that need less memory, in the order of their loss of precision."""
 
     def on(self, world: int) -> Plannable:
-        """Return the same model on another number of GPUs."""
+        """Return this model for a job on ``world`` GPUs."""
 
 
 @dataclass(frozen=True)
 class Illegal:
-    """A model whose bytes cannot be counted, because problems make its dtypes unknown.
+    """A model whose bytes cannot be counted, because illegal values make its dtypes unknown.
 
     Attributes:
         subject: name of the model.
@@ -85,15 +85,15 @@ class Illegal:
 
 @dataclass(frozen=True)
 class Request:
-    """A job whose config was read.
+    """A job, as an adapter read it from the job's config.
 
     Attributes:
         framework: the framework's name.
         version: the framework's version.
         world_size: number of GPUs that train.
         models: the models that use memory of the GPUs that train.
-        megatron: whether a model is trained with Megatron.
-        problems: illegal values in the job's config that concern no single model.
+        megatron: whether Megatron trains a model of the job.
+        problems: illegal config values of the whole job; each model has its own list.
         notes: remarks for the user.
     """
 
@@ -131,7 +131,7 @@ def make(job: Job, request: Request, rules: Rules) -> Plan:
 
 
 def _tell_off(job: Job) -> list[str]:
-    """Return a note that the kill switch is set; empty if it is not."""
+    """Return a note if ``PRECISION_SHIM`` switches the shim off; otherwise an empty list."""
     if not job.off:
         return []
     return [

@@ -19,11 +19,11 @@ class Found:
     """The result of a search.
 
     Attributes:
-        gives_up: the precision that the settings give up; empty if the job fits unchanged.
+        gives_up: text on the loss of precision; empty if the job fits with its own settings.
         lines: the settings, as lines to paste.
         plan: the plan with the found settings; ``None`` if no legal settings make the job fit.
-        fewest: the smallest number of GPUs on which the job fits, with the found or else the last
-            legal settings; ``None`` if none was found.
+        fewest: the smallest number of GPUs on which the job fits with these settings (if ``plan``
+            is ``None``, with the last legal settings); ``None`` if the search found no number.
     """
 
     gives_up: str
@@ -33,7 +33,7 @@ class Found:
 
 
 def search(job: Job, request: Request, rules: Rules, memory: float) -> Found:
-    """Return the first legal settings with which the job fits, the least loss of precision first.
+    """Try settings in the order of their loss of precision, until the job fits in memory.
 
     Args:
         job: the launch command.
@@ -58,7 +58,7 @@ def search(job: Job, request: Request, rules: Rules, memory: float) -> Found:
 
 
 def _candidates(job: Job, request: Request, rules: Rules) -> Iterator[Sequence[Variant]]:
-    """Yield the unchanged models, then combinations of the models' variants, cheapest last."""
+    """Yield the unchanged models, then combinations of variants with growing loss of precision."""
     choices = [[Variant("", (), model), *model.variants(job, rules)] for model in request.models]
     ranks = [range(len(choice)) for choice in choices]
     for numbers in sorted(
@@ -68,12 +68,13 @@ def _candidates(job: Job, request: Request, rules: Rules) -> Iterator[Sequence[V
 
 
 def fewest(job: Job, request: Request, rules: Rules, memory: float) -> int | None:
-    """Return the smallest tried number of GPUs with enough memory; only data parallelism changes.
+    """Return the smallest number of GPUs on which the job fits; ``None`` if the search finds none.
 
-    Models that share no GPUs with the first model keep their number of GPUs.
+    The search changes only data parallelism. Models that share no GPUs with the first model keep
+    their number of GPUs.
 
-    More ranks never need more memory per GPU. The search therefore doubles the number of GPUs until
-    the job fits, and then halves the number while the job fits.
+    More ranks never increase the memory per GPU. The search therefore doubles the number of GPUs
+    until the job fits, and then halves the number while the job fits.
     """
 
     def fits(world: int) -> bool:
@@ -93,7 +94,7 @@ def fewest(job: Job, request: Request, rules: Rules, memory: float) -> int | Non
         return None
     while world % 2 == 0 and fits(world // 2):
         world //= 2
-    # Also try some numbers of GPUs between world // 2 and world.
+    # Halving skips numbers between world // 2 and world: try the multiples of world // 16.
     step = max(world // 16, 1)
     smaller = [
         number for number in range(world // 2 + 1, world) if number % step == 0 and fits(number)

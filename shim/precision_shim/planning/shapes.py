@@ -74,7 +74,7 @@ class Model:
         return sum(weight.numel for weight in self.weights)
 
     def number(self, *keys: str) -> int:
-        """Return the first value under ``keys`` that is a whole number other than 0, or else 0."""
+        """Return the first nonzero whole number under ``keys``; 0 if there is none."""
         for key in keys:
             if count := _whole(self.config.get(key)):
                 return count
@@ -103,7 +103,7 @@ def read_model(directory: Path, overrides: Mapping[str, Any] | None = None) -> M
     headers = list(_headers(directory)) if _is_whole(directory) else []
     if not headers or any(_PACKED.search(header.name) for header in headers):
         return from_config(whole, str(directory / "config.json"))
-    # If the config lacks the key, a model counts as tied if its files have no output layer.
+    # Without tie_word_embeddings, a model counts as tied if its files have no output layer.
     without = not any(_OUTPUT.search(header.name) for header in headers)
     tied = bool(config.get("tie_word_embeddings", without))
     several = len({header.name for header in headers}) > 1
@@ -164,7 +164,7 @@ def _headers(directory: Path) -> Iterator[Weight]:
     counted: dict[tuple[str, tuple[int, ...]], int] = {}
     for path in sorted(directory.glob("*.safetensors")):
         if path.name.startswith(("consolidated", "adapter")):
-            continue  # "consolidated*" repeats the weights renamed; "adapter*" has LoRA weights
+            continue  # "consolidated*" has the weights under other names; "adapter*" has LoRA
         for name, shape in header(path):
             key = (_EXPERT.sub(".experts.*.", name), shape)
             counted[key] = counted.get(key, 0) + 1
@@ -190,7 +190,7 @@ def header(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def fewest_experts(config: Mapping[str, Any]) -> int:
-    """Return the smallest number of experts that a model with this config can be built with.
+    """Return the smallest number of experts with which a model of this config can be built.
 
     A router needs at least as many experts as it selects for a token. A grouped router needs at
     least two experts in each group.
@@ -241,7 +241,7 @@ def _with_experts(config: Mapping[str, Any], few: int) -> dict[str, Any]:
 
 
 def _repeat(weight: Weight, few: int, experts: int) -> Weight:
-    """Change a parameter's shape or count from ``few`` experts to ``experts``."""
+    """Scale a parameter's shape or count in a model of ``few`` experts up to ``experts``."""
     shape = weight.shape
     if ".experts." in weight.name and shape and shape[0] == few and "*" not in weight.name:
         return replace(weight, shape=(experts, *shape[1:]))

@@ -121,7 +121,7 @@ def _model(model: ModelPlan, memory: float | None) -> list[str]:
 
 
 def group_stages(model: ModelPlan) -> list[tuple[list[int], Stage, Stage]]:
-    """Group pipeline stages by equal tables; return each group's stage numbers and first stage."""
+    """Group the pipeline stages with equal tables; return each group's numbers and first stage."""
     groups: dict[str, tuple[list[int], Stage, Stage]] = {}
     for before, after in zip(model.before, model.after, strict=True):
         shown = str(_stage([], before, after, 1, None))

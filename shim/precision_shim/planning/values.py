@@ -12,7 +12,7 @@ from ..errors import PlanError
 
 
 def number(value: object, key: str, where: str) -> int:
-    """Read a value that has to be a whole number.
+    """Return a config value as a whole number.
 
     Args:
         value: the value in the config.
@@ -33,7 +33,7 @@ def number(value: object, key: str, where: str) -> int:
 
 
 def mapping(value: object, key: str, where: str) -> Mapping[str, Any]:
-    """Read a value that has to be a mapping.
+    """Return a config value that must be a mapping.
 
     Args:
         value: the value in the config.
@@ -57,7 +57,7 @@ def no_section(value: object, key: str, where: str) -> PlanError:
 
 
 def number_of(section: Mapping[str, Any], key: str, where: str, default: int = 1) -> int:
-    """Return the number under the last part of the dotted ``key``; the default if it is missing.
+    """Return the number under the last part of the dotted ``key``; ``default`` if there is none.
 
     Raises:
         PlanError: the value is not a whole number.

@@ -19,14 +19,14 @@ CANONICAL: Mapping[str, str] = {name: canonical for canonical, name in ENGINE_NA
 """The inverse of ``ENGINE_NAMES``."""
 
 AUTO, FP8 = "auto", "fp8"
-"""Values that name no dtype: ``AUTO`` means the checkpoint's dtype, ``FP8`` weights in fp8."""
+"""``Engine.computes`` is ``AUTO`` for the checkpoint's dtype, and ``FP8`` for weights in fp8."""
 
 NO_FP16 = ("gemma2", "gemma3", "gemma3_text", "glm4", "plamo2")
 """``model_type`` of each model that vLLM refuses to run in fp16, because its activations overflow:
 ``_FLOAT16_NOT_SUPPORTED_MODELS`` in vLLM's ``config/model.py``."""
 
 _OF_FP32 = {"vllm": "bf16", "sglang": "fp16"}
-"""Maps an engine to its dtype for ``auto`` and an fp32 checkpoint, for vLLM on a GPU with bf16."""
+"""The dtype that an engine's ``auto`` means for an fp32 checkpoint (vLLM: on a GPU with bf16)."""
 
 
 @dataclass(frozen=True)
@@ -55,16 +55,16 @@ class Engine:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of comparing a trainer with one other engine.
+    """The result of comparing a trainer with another engine of its job.
 
     Attributes:
-        engine: the other engine.
-        agrees: whether both engines compute in the same dtype.
-        lost: whether the user has to change the config, because the other engine cannot run the
-            model in fp16, or may compute in bf16 while the trainer computes in fp16.
-        chosen: both dtypes, in words.
-        because: the reason, in words.
-        remedy: the config line that makes both engines agree; empty if no config line can.
+        engine: the engine that is compared with the trainer.
+        agrees: whether the engine and the trainer compute in the same dtype.
+        lost: whether the user must change the config: the engine cannot run the model in fp16, or
+            the trainer computes in fp16 and the engine may compute in bf16.
+        chosen: text on the dtypes of the engine and the trainer.
+        because: text on the reason for ``agrees`` and ``lost``.
+        remedy: the config line that gives the engine the trainer's dtype; empty if none can.
     """
 
     engine: Engine
@@ -137,14 +137,14 @@ def resolve_auto(engine: Engine, backend: str, checkpoint: str, model_type: str 
 
 
 def refuses_fp16(dtype: str, subject: str, model_type: str) -> str:
-    """Return why vLLM refuses to start a rollout in fp16; empty if it does not refuse."""
+    """Return the reason if vLLM refuses to start a rollout in fp16; otherwise empty."""
     if dtype != "fp16" or subject != "rollout" or model_type not in NO_FP16:
         return ""
     return f"vLLM refuses to run {model_type} in fp16"
 
 
 def rounds(sent: str, computes: str) -> bool:
-    """Whether sending the weights rounds them more than the engine's own dtype would.
+    """Whether the dtype of the transfer rounds weights more than the engine's compute dtype does.
 
     Args:
         sent: canonical name of the dtype in which the weights are transferred.

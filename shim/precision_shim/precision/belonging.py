@@ -1,7 +1,7 @@
 """Check whether a loss scaler's saved state and a checkpoint's files are from the same save.
 
 The check compares the files' fingerprints. A fingerprint depends only on a file's content, not on
-times, inode or path. A copy on another file system therefore has the same fingerprint. The module
+times, inode or path. A file's copy on another file system has the same fingerprint. The module
 unpickles nothing, and does not read all of a file larger than 256 KiB. Needs no torch.
 """
 
@@ -74,9 +74,9 @@ def files_beneath(directory: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def foreign(bound: Mapping[str, str], prints: Mapping[str, str]) -> list[str]:
-    """Return names of files from another save: absent or with another fingerprint in the record.
+    """Return the names of files of another save: the record lacks them or has other fingerprints.
 
-    Missing files are not returned: users may copy only the weights, or delete optimizer states.
+    Names of deleted files are not returned, because users may delete optimizer states.
 
     Args:
         bound: the fingerprints in the record.

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 REMAINDERS = "int16"
-"""The dtype of remainders."""
+"""The dtype of remainders, which are the low bits of fp32 masters."""
 
 NARROWER = ("bf16",)
-"""dtypes that store a moment without a scale, so that a load from fp32 may round its values."""
+"""dtypes that store a moment without a scale; loading an fp32 moment may round its values."""
 
 
 def how_read(stored: str, wanted: str, *, master: bool) -> str:

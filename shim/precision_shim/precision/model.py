@@ -27,7 +27,7 @@ class TrainableDtypes:
 
     @property
     def single(self) -> torch.dtype | None:
-        """The trainable parameters' dtype; ``None`` for no parameter, several dtypes, or fp8."""
+        """The dtype of all trainable parameters; ``None`` for several, fp8 or no parameters."""
         return next(iter(self.counts)) if len(self.counts) == 1 and not self.fp8 else None
 
     def __add__(self, other: TrainableDtypes) -> TrainableDtypes:

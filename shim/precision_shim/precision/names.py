@@ -17,7 +17,7 @@ ALIASES: Mapping[str, str] = {
     "float8": "fp8",
     "uint8": "fp8",
 }
-"""Maps a config's spelling of a dtype to its canonical name; only verl spells ``16`` and ``32``."""
+"""Maps a dtype's name in a config to its canonical name; only verl's configs use 16 and 32."""
 
 SHORT: Mapping[str, str] = {
     **{alias: name for alias, name in ALIASES.items() if alias.isidentifier() and name != "fp8"},

@@ -45,10 +45,10 @@ def join_master(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
 
     Args:
         param: bf16, any shape.
-        remainder: int16, the same shape.
+        remainder: int16, of the shape of ``param``.
 
     Returns:
-        fp32, the same shape.
+        fp32, of the shape of ``param``.
 
     Raises:
         TypeError: an argument has a wrong dtype.
@@ -72,8 +72,8 @@ def looks_like_remainders(master: torch.Tensor, param: Callable[[], torch.Tensor
     """Whether fp32 "masters" are really int16 remainders (low bits) that were converted to floats.
 
     Megatron stores remainders under the master's name, and torch's distributed checkpoint casts
-    remainders on load: -12345 silently becomes -12345.0. A true master is close to its parameter,
-    and practically never consists of whole numbers alone.
+    remainders on load: -12345 silently becomes -12345.0. An fp32 master is close to its parameter,
+    and hardly ever has only whole numbers.
 
     Args:
         master: the loaded master weights, floating point, any shape.
@@ -85,7 +85,7 @@ def looks_like_remainders(master: torch.Tensor, param: Callable[[], torch.Tensor
     value = master.detach().float().flatten()
     if not bool(torch.equal(value, value.round())) or float(value.abs().max()) > 32768.0:
         return False
-    # True masters of norms, biases and new LoRA layers may also be whole: all zeros or all ones.
+    # fp32 masters of norms, biases and new LoRA layers may also be whole: all 0 or all 1.
     here = param().detach().float().flatten().to(value.device)
     return not bool(torch.allclose(value, here, rtol=2.0**-7, atol=2.0**-24))
 

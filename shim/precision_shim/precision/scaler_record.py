@@ -198,7 +198,7 @@ def choose_values(
                 f"{name} {getattr(mine, name):g}, as set here, and not {values[name]:g} of {where}"
             )
             values[name] = getattr(mine, name)
-    # Use the lower of the saved min_scale and this process's, so as not to raise the saved scale.
+    # Use the lower of the saved and the process's min_scale: a higher bound could raise the scale.
     values["min_scale"] = min(saved.settings.min_scale, mine.min_scale)
     if values["min_scale"] != saved.settings.min_scale:
         lines.append(

@@ -46,14 +46,14 @@ def save(
     renaming, the file of an earlier save remains; a hidden temporary file may remain too.
 
     Args:
-        directory: this rank's path of the checkpoint's directory; rank 0 creates a missing one.
+        directory: this rank's path of the checkpoint's directory; rank 0 creates the directory.
         scaler: a ``LossScaler``, or a framework's own GradScaler.
         group: the calling ranks; ``None`` for all ranks.
         files: this rank's files in the checkpoint; ``load`` checks that they are of the same save
-            as the state. ``None`` to skip the check.
+            as the state. With ``None``, ``load`` checks no files.
 
     Returns:
-        Path of the file.
+        Path of the scaler's file.
 
     Raises:
         ScalerCheckpointError: the state cannot be written, or one of ``files`` cannot be read;
@@ -68,7 +68,7 @@ def save_record(
     group: dist.ProcessGroup | None = None,
     files: Files | None = None,
 ) -> Path:
-    """Write a record of ``record_of`` as ``save`` does, for a framework that saves in background.
+    """Write a record like ``save``, for a framework that saves in the background.
 
     Raises:
         ScalerCheckpointError: see ``save``.
@@ -198,7 +198,7 @@ def agree(problem: str, record: object, where: str, another: str = "") -> str:
         another: the result of ``other_save`` on this rank.
 
     Returns:
-        The argument ``another`` of the first rank that has a non-empty one; else ``""``.
+        The first message in the ranks' arguments ``another``; empty if all are empty.
 
     Raises:
         ScalerCheckpointError: a rank has a ``problem`` (the message is the first problem), or the

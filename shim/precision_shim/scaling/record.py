@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 _BYTES = 2048
-"""Size of a scaler record as a tensor, in bytes: three times the size of a present record."""
+"""Size of a record's tensor, in bytes; a record without ``files`` needs less than a third of it."""
 
 
 def record_of(scaler: GradScaler, files: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -96,9 +96,9 @@ def bind(record: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]:
 class BoundWhenPickled(OrderedDict[str, Any]):
     """A record that, when pickled, adds the fingerprints of the other files of the same save.
 
-    ``BoundWhenPickled`` is for a framework that requests the record before all files of a save are
-    written, and pickles the record into the last file. The record is pickled as an ``OrderedDict``,
-    which a process without the shim can read.
+    ``BoundWhenPickled`` is for a framework that requests the record while a save is still writing
+    files, and pickles the record into the save's last file. The record is pickled as an
+    ``OrderedDict``, which a process without the shim can read.
 
     Args:
         record: from ``record_of``.
@@ -125,8 +125,8 @@ def restore(scaler: GradScaler, record: object, where: str) -> tuple[str, ...]:
     """Restore a scaler to a record's state.
 
     The record supplies scale, growth tracker, counters and settings, except a growth interval or
-    factors that the user of this process set. ``min_scale`` becomes the lower of the saved and the
-    present value.
+    factors that the user set in this process. ``min_scale`` becomes the lower of the saved value
+    and this process's value.
 
     Args:
         scaler: a ``LossScaler``, or a framework's own GradScaler.

@@ -18,13 +18,13 @@ from .skips import SkipCounter
 
 MAX_SCALE = 2.0**126
 """Upper bound of the loss scale; the bound's reciprocal is float32's smallest normal number. If all
-GRPO rewards are equal, the gradients are zero and never overflow. Without a bound the scale would
-then grow to inf, and 0 x inf would make all later gradients NaN."""
+GRPO rewards are equal, the gradients are zero and never overflow: without a bound the scale would
+grow to inf. An infinite scale makes all later gradients NaN (0 x inf)."""
 
 
 @contextmanager
 def _as_others(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Make GradScaler step every optimizer in the same way, even one that unscales by itself.
+    """Make GradScaler step all optimizers alike, even an optimizer that unscales gradients itself.
 
     Before the step, the gradients were unscaled (for clipping), and all ranks' overflow flags were
     summed. TransformerEngine's FusedAdam would unscale the gradients a second time
@@ -252,7 +252,7 @@ class LossScaler(ShardedGradScaler):
         """Restore scale, growth tracker and settings, as GradScaler does, and ``min_scale``.
 
         If the state has no ``min_scale`` (like GradScaler's state), the settings' ``min_scale`` is
-        used. If ``min_scale`` is above the state's scale, it is lowered to that scale.
+        used. A ``min_scale`` above the state's scale is lowered to the state's scale.
         """
         super().load_state_dict(state_dict)
         if self._enabled:
@@ -261,7 +261,7 @@ class LossScaler(ShardedGradScaler):
         self._last_scale = None
 
     def reset(self) -> None:
-        """Start over with the settings' initial scale and empty counters."""
+        """Reset the scale to the settings' initial scale, and all counters to 0."""
         self.load_state_dict(
             {
                 "scale": self.settings.init_scale,
@@ -275,7 +275,7 @@ class LossScaler(ShardedGradScaler):
         self.counter = SkipCounter(self.settings.max_skips)
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update the scale after a framework's own loop took a step, or skipped a non-finite step.
+        """Update the scale after a framework's loop took a step, or skipped it as non-finite.
 
         ``settle`` is for a loop that tests the norm of the unscaled gradients itself and cannot
         call this scaler's ``step``. A framework's loop calls ``unscale_once`` before each step, and
@@ -291,7 +291,7 @@ class LossScaler(ShardedGradScaler):
         self.update()
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
-        """Drop the state of a step that an exception ended; the next step must not use it."""
+        """Drop the stage and the overflow flags of a step that an exception ended."""
         self._interrupted = None
         if not self._enabled:
             return
@@ -307,7 +307,7 @@ class LossScaler(ShardedGradScaler):
         self._interrupted = optimizer
 
     def _repeats(self, optimizer: torch.optim.Optimizer, *stages: OptState) -> bool:
-        """Whether a framework's loop repeats a step that an exception ended in one of the stages.
+        """Whether a loop repeats a step that reached one of ``stages`` before an exception.
 
         torch's scaler would raise an error in a repeated step.
         """
@@ -316,7 +316,7 @@ class LossScaler(ShardedGradScaler):
         return self._interrupted is optimizer and self._stage(optimizer) in stages
 
     def _has_done(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an exception came after a complete step, and no loss was scaled since."""
+        """Whether an exception followed a complete step, and no loss has been scaled since."""
         return self._done and self._interrupted is optimizer
 
     def _forget_interrupted(self) -> None:

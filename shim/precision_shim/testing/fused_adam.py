@@ -9,10 +9,10 @@ stored values to nearest.
 
 The stand-in differs from TransformerEngine:
 
-* Speed and memory are not those of the CUDA kernels. The stand-in has temporary fp32 tensors for
-  one parameter at a time, TransformerEngine for a whole parameter group.
+* Speed and memory are not those of the CUDA kernels. The stand-in makes temporary fp32 tensors for
+  one parameter at a time; TransformerEngine makes them for a whole parameter group.
 * The last bit of an update may differ, because a GPU compiler may contract ``a * b + c``.
-* CUDA graphs are missing: ``capturable=True`` raises an error after TransformerEngine's checks.
+* ``capturable=True`` (for CUDA graphs) raises an error after TransformerEngine's own checks.
 * fp8 *parameters* (``Float8Tensor`` and its relatives) and DTensor states are not supported.
 * The layout of fp8 *moments* is one byte per element plus one scale. TransformerEngine's
   ``Float8Tensor`` may also contain a transposed copy.
@@ -61,15 +61,15 @@ class FusedAdam(StoredStates):
     State per parameter (``optimizer.state[param]``), each of the parameter's shape:
 
     ``exp_avg``, ``exp_avg_sq``
-        fp32, bf16, fp16 with one fp32 scale per tensor, or uint8 (the bits of fp8 e4m3)
-        with one fp32 scale per tensor.
+        fp32, bf16, fp16 or uint8 (the bits of fp8 e4m3). Each fp16 or uint8 tensor has one fp32
+        scale.
     ``master_param``
-        only with ``master_weights``: fp32; fp16 with a scale; or, with ``store_param_remainders``
-        and a bf16 parameter, int16 (see :func:`split_master`). An fp32 parameter also has a master,
-        which is filled once and never updated.
+        only with ``master_weights``: fp32; fp16 with one fp32 scale; or int16 for a bf16 parameter
+        with ``store_param_remainders`` (see :func:`split_master`). An fp32 parameter also has a
+        master, which is filled once and never updated.
 
-    Steps are counted per parameter group (``group["step"]``), not per parameter. A group without
-    parameters counts its steps in TransformerEngine 2.19 and later.
+    Steps are counted per parameter group (``group["step"]``), not per parameter. TransformerEngine
+    2.19 and later count steps for groups without parameters, too.
 
     Args:
         params: parameters or parameter groups.
@@ -80,7 +80,7 @@ class FusedAdam(StoredStates):
         amsgrad: never supported.
         bias_correction: divide the moments by ``1 - beta ** step``.
         adam_w_mode: decoupled weight decay.
-        capturable: checked as in TransformerEngine, then refused, because CUDA graphs are missing.
+        capturable: True raises an error, because the stand-in does not support CUDA graphs.
         master_weights: store a master copy of 16-bit parameters.
         master_weight_dtype: fp32 or fp16; ignored without ``master_weights``.
         exp_avg_dtype: fp32, bf16, fp16 or uint8 (fp8).
@@ -248,7 +248,7 @@ class FusedAdam(StoredStates):
                 )
             half_precisions.add(param.dtype)
             ready.append((param, grad))
-        # The kernels accept one list of 16-bit parameters, all of the same dtype.
+        # TransformerEngine's kernels accept one list of 16-bit parameters, all of the same dtype.
         if {torch.float16, torch.bfloat16} <= half_precisions:
             raise RuntimeError(
                 "FusedAdam (stand-in): fp16 and bf16 parameters cannot share a parameter group."
@@ -379,8 +379,8 @@ def fused_adam_for(version: str) -> type[FusedAdam]:
 
     TransformerEngine 2.1 and later have remainders; before 2.1 the constructor lacks the argument
     ``store_param_remainders``, and ``initialize_state`` has one parameter. TransformerEngine 2.3
-    and later accept bf16 moments. Releases from 2.14 on accept two bf16 moments with
-    ``capturable``. From 2.19 on, groups without parameters count their steps.
+    and later accept bf16 moments. TransformerEngine 2.14 and later accept two bf16 moments with
+    ``capturable``. TransformerEngine 2.19 and later count steps for groups without parameters, too.
 
     Args:
         version: a TransformerEngine version, 1.13 or newer.

@@ -92,7 +92,7 @@ class MeasuredBytes:
 
     @property
     def per_parameter(self) -> float:
-        """Bytes per trainable parameter as with data-parallel size 1, padding excluded.
+        """Bytes per trainable parameter for a data-parallel size of 1, without padding.
 
         Each kind's bytes are divided by the parameters that this rank's model or optimizer has, so
         sharding does not change the quotient. ``frozen`` and ``other`` are left out, because their

@@ -164,7 +164,7 @@ def cuda_means_cpu() -> Iterator[None]:
     ``pin_memory()`` return the tensor itself. ``Tensor.type()`` returns a GPU's names, such as
     ``torch.cuda.FloatTensor``, because Megatron's optimizers compare these names. Streams, events,
     ``synchronize`` and seed functions do nothing, and ``torch.cuda.current_device()`` is 0.
-    ``torch.cuda.is_available()`` is unchanged. Can be nested.
+    ``torch.cuda.is_available()`` is unchanged. The context can be nested.
 
     The device names are mapped in the calling thread only (a ``TorchFunctionMode``); the
     functions of ``torch.cuda`` are patched in the whole process.
@@ -196,9 +196,9 @@ def _patch(owner: Any, values: dict[str, Any]) -> Iterator[None]:
 def megatron_on_cpu() -> Iterator[None]:
     """Let the real Megatron-core build and train models on a CPU, inside the context.
 
-    Includes :func:`cuda_means_cpu`. ``fork`` of Megatron's tracker of CUDA random numbers does
-    nothing, so set ``use_cpu_initialization`` and use no dropout, as :func:`tiny_gpt` does.
-    Compiled functions run uncompiled.
+    Includes :func:`cuda_means_cpu`. Megatron's ``CudaRNGStatesTracker.fork`` does nothing, so set
+    ``use_cpu_initialization`` and use no dropout, as :func:`tiny_gpt` does. ``torch.compile`` has
+    no effect.
 
     Raises:
         ImportError: megatron-core is not installed.
@@ -327,7 +327,7 @@ def tiny_gpt(
 
     Raises:
         ImportError: megatron-core is not installed.
-        ValueError: ``dtype`` is another dtype.
+        ValueError: ``dtype`` is not bf16, fp16 or fp32.
     """
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"tiny_gpt: dtype must be bf16, fp16 or fp32, got {dtype}")

@@ -1,7 +1,7 @@
 """Rules on the arguments of ``FusedAdam`` in each TransformerEngine release, for the stand-in.
 
-Each function has a TransformerEngine version as argument and needs no optimizer. The docstring of
-``fused_adam`` names the sources of the rules.
+Each function has a TransformerEngine version as argument and needs no optimizer. The module
+docstring of ``fused_adam`` lists the releases from whose source the rules were read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def release_of(version: str) -> tuple[int, int]:
 
 
 def at_least(version: str, release: tuple[int, int]) -> bool:
-    """Whether a version belongs to ``release`` or a newer release."""
+    """Whether a version is ``release`` or newer, such as ``"2.3.1"`` for ``(2, 3)``."""
     return release_of(version) >= release
 
 
@@ -80,7 +80,7 @@ def refuse_capturable(
     asked_remainders: bool,
     remainders: bool,
 ) -> None:
-    """Raise an error for ``capturable=True``, as the TransformerEngine version does.
+    """Raise the version's error for ``capturable=True``, or else ``NotImplementedError``.
 
     Args:
         version: a TransformerEngine version.

@@ -1,6 +1,6 @@
 """How the stand-in for ``FusedAdam`` stores its states: dtypes, scales, remainders, state dicts.
 
-The docstring of ``fused_adam`` lists the stand-in's differences and its sources.
+The module docstring of ``fused_adam`` lists the differences from TransformerEngine.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class StoredStates(torch.optim.Optimizer):
     def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
         """Return one state of ``param`` as fp32, with its scale applied.
 
-        An fp32 state is returned itself, not as a copy. For a remainder the int16 tensor is
-        returned, **not** the master; :func:`join_master` rebuilds the master.
+        For an fp32 state the stored tensor is returned, not a copy. For a remainder the int16
+        tensor is returned, **not** the master; :func:`join_master` rebuilds the master.
 
         Args:
             param: a parameter of this optimizer.
@@ -59,7 +59,7 @@ class StoredStates(torch.optim.Optimizer):
 
         Raises:
             KeyError: the state does not exist.
-            AssertionError: the stored tensor's dtype is not the one that the optimizer declares.
+            AssertionError: the stored tensor does not have the dtype in ``name_to_dtype_map``.
         """
         stored = self.state[param][state_name]
         dtype = self.name_to_dtype_map[state_name]
@@ -88,7 +88,7 @@ class StoredStates(torch.optim.Optimizer):
             unscaled_state: fp32 (int16 for a remainder), of the parameter's shape.
 
         Raises:
-            AssertionError: ``unscaled_state`` has another dtype.
+            AssertionError: ``unscaled_state`` is not fp32 (int16 for a remainder).
         """
         remainder = self._keeps_remainder(param, state_name)
         expected = torch.int16 if remainder else torch.float32
@@ -186,12 +186,12 @@ class StoredStates(torch.optim.Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load groups and states; each state is rounded to this optimizer's dtype for the state.
+        """Load groups and states as TransformerEngine does, and round the states to their dtypes.
 
         A state that this optimizer does not store as a remainder is first cast to fp32, **whatever
         its dtype**. Even another optimizer's int16 remainder is loaded without an error, as a
         master with wrong values (whole numbers). Loading an fp32 master raises an AssertionError if
-        this optimizer stores remainders. TransformerEngine's ``load_state_dict`` does the same.
+        this optimizer stores remainders.
 
         Args:
             state_dict: the result of :meth:`state_dict`.

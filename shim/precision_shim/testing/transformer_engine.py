@@ -2,8 +2,8 @@
 
 Megatron-core's precision-aware optimizer needs only the class ``FusedAdam`` of TransformerEngine.
 :func:`stand_in_transformer_engine` provides this class inside its context. There is **no** stand-in
-for TransformerEngine's layers, such as ``TELinear``. If ``transformer_engine`` is not installed,
-Megatron's layer specs, attention and fp8 code still find no TransformerEngine.
+for TransformerEngine's layers, such as ``TELinear``: Megatron's layer specs, attention and fp8 code
+find TransformerEngine only if it is installed.
 
 Only the leaf module ``transformer_engine.pytorch.optimizers`` is put into ``sys.modules``. Python's
 ``from a.b.c import x`` searches ``sys.modules`` for ``a.b.c`` first and does not import the
@@ -40,13 +40,13 @@ _MARK = "__precision_shim_stand_in__"
 
 @dataclass(frozen=True)
 class StandIn:
-    """The stand-in that is in force inside :func:`stand_in_transformer_engine`.
+    """What Megatron finds inside the context of :func:`stand_in_transformer_engine`.
 
     Attributes:
         version: the TransformerEngine version that Megatron finds.
         fused_adam: the class that replaces ``FusedAdam``.
-        checked_by: which constructor checks the arguments; ``"transformer_engine"`` means that of
-            the installed, real ``FusedAdam``, and ``"stand-in"`` means the stand-in's.
+        checked_by: whose constructor checks the arguments, ``"transformer_engine"`` (the real one)
+            or ``"stand-in"``.
     """
 
     version: str
@@ -105,19 +105,18 @@ def stand_in_transformer_engine(version: str | None = None) -> Iterator[StandIn]
     real constructor checks the arguments. The real constructor receives a temporary CPU parameter.
     All other methods are the stand-in's, because the real ``step()`` needs a GPU.
     :attr:`StandIn.checked_by` names the constructor that checks the arguments. If TransformerEngine
-    is installed, Megatron also imports its layers, which have no stand-in.
+    is installed, Megatron also imports TransformerEngine's layers, which have no stand-in.
 
     Args:
-        version: 1.13 or newer; the stand-in follows this release's rules, such as bf16 moments in
-            2.3 and later. None means the installed version, or 2.11.0 if TransformerEngine is not
-            installed.
+        version: the TransformerEngine release whose rules the stand-in follows, 1.13 or newer. None
+            means the installed version, or 2.11.0 if TransformerEngine is not installed.
 
     Yields:
         A :class:`StandIn`.
 
     Raises:
         ValueError: there is no stand-in for ``version``.
-        RuntimeError: a stand-in is already in force.
+        RuntimeError: the context of another stand-in has not ended.
     """
     if getattr(sys.modules.get(_LEAF), _MARK, False):
         raise RuntimeError("a stand-in for TransformerEngine is already in force")
@@ -184,9 +183,9 @@ def _megatron_patches(stand_in: StandIn) -> dict[str, _Patch]:
     """Return the patches of Megatron modules that bind TransformerEngine's names at import.
 
     The patches were made from the source of megatron-core 0.15.3, 0.16.1, 0.18.2 and 0.19.0. Names
-    that a Megatron version lacks are not added to this version's modules. Other Megatron modules
-    either import TransformerEngine's optimizers at each use, or need kernels (``multi_tensor_*``),
-    which have no stand-in.
+    that a Megatron version lacks are not added to this version's modules. All further Megatron
+    modules stay unpatched: they import the optimizers at each use, or need TransformerEngine's
+    kernels (``multi_tensor_*``), which have no stand-in.
     """
     values: dict[str, dict[str, Any]] = {
         "megatron.core.optimizer": {

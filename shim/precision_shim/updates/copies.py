@@ -18,8 +18,8 @@ Chain = tuple[torch.dtype, ...]
 """The dtypes to which a number is rounded, one after the other."""
 
 _KEPT = re.compile(r"(^|\.)((gate|router)\.[^.]+|e_score_correction_bias|A_log|dt_bias)$")
-"""Matches the names of router and state-space parameters. Engines keep these parameters in fp32 for
-many models, whatever the engine's dtype is."""
+"""Matches the names of router and state-space parameters, which engines keep in fp32 for many
+models, whatever the engine's dtype is."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Copies:
     Attributes:
         own: for each parameter of each group, a tuple with its 16-bit dtype in the model. ``own``
             has ``()`` for an fp32 parameter, ``None`` for a parameter without a known copy.
-        otherwise: the dtype of an fp32 parameter's copy if the rollout's dtype is not known.
+        otherwise: the assumed dtype of an fp32 parameter's copy if the engine's dtype is unknown.
         merged: the ``Merged`` that samples elements of the matrices into which LoRA is merged.
     """
 
@@ -38,7 +38,7 @@ class Copies:
     merged: Merged
 
     def chain(self, group: int, place: int, rollout: Rollout | None) -> Chain | None:
-        """Return the dtypes that a rollout copy is rounded to, in order; ``None`` if no copy."""
+        """Return the dtypes that a rollout copy is rounded to, in order; ``None`` if unknown."""
         try:
             own = self.own[group][place]
         except IndexError:  # the group or parameter was added after attach()
@@ -57,10 +57,10 @@ def named(chain: Chain) -> str:
 
 
 def copies_of(reading: Reading, stepper: torch.optim.Optimizer, model: Any) -> Copies:
-    """Return a model's properties that determine the copies of an optimizer's weights.
+    """Return the ``Copies`` that tells how rollout engines round an optimizer's weights.
 
     Args:
-        reading: the optimizer's reading.
+        reading: the optimizer's ``Reading``.
         stepper: the torch optimizer within the framework's optimizer.
         model: the model's modules, or ``None``.
     """
@@ -97,7 +97,7 @@ def _parameters(model: Any) -> list[torch.Tensor]:
 
 
 def mixed_dtype(model: Any) -> torch.dtype | None:
-    """Return the 16-bit dtype of FSDP's mixed precision; ``None`` without one."""
+    """Return the 16-bit dtype of FSDP's mixed precision; ``None`` without mixed precision."""
     for module in (module for chunk in _chunks(model) for module in chunk.modules()):
         state = getattr(module, "_get_fsdp_state", None)  # FSDP2 has no public name for its state
         policy = getattr(state(), "_mp_policy", None) if callable(state) else None

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 CODE = "updates-lost"
-"""Code of the note that most of a parameter group's updates are lost."""
+"""The audit's code for the loss of most updates of a parameter group."""
 
 UNMEASURED = "updates-not-measured"
-"""Code of the note that the meter does not know an optimizer's update rule."""
+"""The audit's code for an optimizer whose update rule the meter does not know."""
 
 TOO_MANY = 0.5
 """The meter warns if the share of lost updates of the stored weights is above this value."""
@@ -115,7 +115,7 @@ def share(figures: Iterable[Figures], name: str) -> float | None:
     """Return the share of lost updates over several optimizers, weighted by each group's elements.
 
     Args:
-        figures: the optimizers' figures.
+        figures: the ``Figures`` of each optimizer.
         name: see ``Figures.share``.
     """
     updates = lost = 0.0
@@ -173,7 +173,7 @@ def _percent(count: Mapping[str, Any]) -> str:
 def findings(
     updates: Mapping[str, Any], part: str, where: str, masters: Collection[str] = ()
 ) -> Iterator[tuple[int, tuple[str, str | None, str | None, str, str, str]]]:
-    """Yield the number of each group that lost most of its updates, with fields for a ``Finding``.
+    """Yield the index of each group that lost most of its updates, with fields for a ``Finding``.
 
     Args:
         updates: the result of ``Figures.to_dict``.

@@ -51,7 +51,7 @@ class _Before:
 
 @dataclass(frozen=True)
 class _Counted:
-    """The parameter group, sample size and dtypes that one row of counts is for.
+    """Describes one row of counts: its parameter group, sample size and dtypes.
 
     Attributes:
         group: number of the group; ``None`` for matrices that LoRA is merged into.
@@ -68,7 +68,7 @@ class _Counted:
 
 @dataclass(frozen=True)
 class _Pending:
-    """Counts that are being copied to the host.
+    """Counts of lost updates, which are being copied to the host.
 
     Attributes:
         arriving: for each device, the host tensor that receives the counts, the event recorded
@@ -207,7 +207,7 @@ class Meter:
     ) -> _Before:
         sampled = self._read_sample(optimizer, group, tensors)
         ideal = self._rule.ideal(optimizer, group, sampled)
-        # No rounding loses the update of an infinite number.
+        # Leave out infinite numbers: an update cannot change them, even without rounding.
         decays = second = None
         if ideal.exp_avg_sq is not None:
             second = sampled.states["exp_avg_sq"]
@@ -228,7 +228,7 @@ class Meter:
         self, optimizer: Any, group: Mapping[str, Any], tensors: Sequence[tuple[Any, Taken]]
     ) -> Sampled:
         rule = self._rule
-        scale = getattr(optimizer, "grad_scale", None)  # a fused step itself unscales gradients
+        scale = getattr(optimizer, "grad_scale", None)  # set by GradScaler for a fused step
         gradients, steps = [], []
         states: dict[str, list[torch.Tensor]] = {name: [] for name in rule.states(group)}
         for parameter, at in tensors:
@@ -293,7 +293,7 @@ class Meter:
             if device.type != "cpu":
                 there = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
                 counts = there.copy_(counts, non_blocking=True)
-                module = getattr(torch, device.type)  # torch.cuda, or another device's module
+                module = getattr(torch, device.type)  # such as torch.cuda
                 event = module.Event()
                 event.record(module.current_stream(device))
             arriving.append((counts, event, about))
@@ -376,7 +376,7 @@ def _captures() -> bool:
 
 def _plain(args: Any, kwargs: Any) -> bool:
     """Whether the step has neither closure nor scaler (both change gradients within the step)."""
-    given = (*args[1:], *kwargs.values())  # the optimizer comes first
+    given = (*args[1:], *kwargs.values())  # args[0] is the optimizer
     return all(value is None for value in given)
 
 

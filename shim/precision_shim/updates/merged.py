@@ -36,7 +36,7 @@ class Layer:
         a: the factor A, which is applied to the input first.
         b: the factor B.
         scale: the number that multiplies the product B@A.
-        product: the dtype in which the framework computes the product.
+        product: the dtype in which the framework computes B@A.
     """
 
     base: torch.Tensor
@@ -48,7 +48,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class _Before:
-    """A layer before a step: the sampled positions, with product and copies at these positions."""
+    """A layer's values of B@A and of the rollout copies before a step, at sampled positions."""
 
     layer: Layer
     rows: torch.Tensor
@@ -72,7 +72,7 @@ class Merged:
         self._said = False
 
     def take(self, rollout: Rollout) -> str:
-        """Compute the copies before a step, if LoRA is merged for the rollout engine.
+        """Compute the sampled elements of the rollout copies before a step, if LoRA is merged.
 
         Args:
             rollout: how the weights reach the rollout engine.
@@ -96,11 +96,11 @@ class Merged:
         return reason
 
     def compare(self) -> Iterator[tuple[Any, torch.Tensor, torch.Tensor, int, Any]]:
-        """Compute the copies after the step, and yield each layer's counts as tensors.
+        """Compute the rollout copies after the step, and count each layer's unchanged copies.
 
         Yields:
-            For each layer: device, number of changed elements of B@A, number of these with an
-            unchanged copy, number of sampled elements, dtypes of the copy.
+            For each layer: device, number of changed elements of B@A (a tensor), number of changed
+            elements with an unchanged copy (a tensor), sample size, dtypes of the copy.
         """
         before, self._before = self._before, []
         for sample in before:
@@ -145,7 +145,7 @@ class Merged:
 
 
 def lora_layers(chunks: Sequence[torch.nn.Module]) -> tuple[list[Layer], str]:
-    """Return the LoRA layers whose merged weights can be computed, and the reason to skip another.
+    """Return the LoRA layers that can be measured, and a reason why a layer cannot be measured.
 
     Args:
         chunks: a model's modules.
@@ -165,7 +165,7 @@ def lora_layers(chunks: Sequence[torch.nn.Module]) -> tuple[list[Layer], str]:
 
 
 def _of_peft(module: Any) -> Layer | str:
-    """Return the ``Layer`` of a LoRA module of peft, or the reason why no copy can be computed."""
+    """Return the ``Layer`` of a LoRA module of peft, or the reason why it cannot be measured."""
     active = [name for name in module.active_adapters if name in module.lora_A]
     if len(active) != 1 or getattr(module, "merged_adapters", None):
         return "a layer has another number of active LoRA adapters than one, or a merged one"
@@ -183,7 +183,7 @@ def _of_peft(module: Any) -> Layer | str:
 
 
 def _of_automodel(module: Any) -> Layer | str:
-    """Return the ``Layer`` of NeMo Automodel's LoRA; it multiplies in the base weight's dtype."""
+    """Return the ``Layer`` of Automodel's LoRA, whose ``product`` is the base weight's dtype."""
     base, scale = getattr(module, "weight", None), getattr(module, "scale", None)
     a, b = (getattr(adapter, "weight", None) for adapter in (module.lora_A, module.lora_B))
     known = isinstance(scale, (int, float)) and not getattr(module, "use_dora", False)

@@ -75,7 +75,7 @@ def count() -> int:
 def metrics(optimizer: Any, prefix: str = "") -> dict[str, float]:
     """Return the latest shares of an optimizer's lost updates, for a framework's metrics.
 
-    Reads nothing from a device. The result is empty if there is no meter or no measurement yet.
+    The function reads nothing from a device. The result is empty before the first measurement.
 
     Args:
         optimizer: a framework's, Megatron's (chained or single) or torch's optimizer, or ``None``.

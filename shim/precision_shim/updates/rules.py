@@ -22,7 +22,7 @@ from ..precision.dtypes import name_of
 from ..precision.remainders import join_master
 
 _SCALED = (torch.float16, torch.uint8)
-"""State dtypes with a scale: FusedAdam stores such a state divided by its scale."""
+"""The dtypes of states that FusedAdam stores divided by a scale."""
 
 
 class UnknownRuleError(Exception):
@@ -141,7 +141,7 @@ class Rule:
         return None if gradient is None or gradient.is_sparse else gradient
 
     def steps_ever(self, optimizer: Any, parameter: torch.Tensor) -> bool:
-        """Whether the optimizer ever updates a parameter; no step updates a frozen parameter.
+        """Whether the optimizer updates a parameter at any step; false for a frozen parameter.
 
         Megatron's masters require no gradient, but Megatron sets their gradient before each step.
         """
@@ -213,21 +213,21 @@ class Taken:
 
     Args:
         indices: positions of the elements in this rank's shard; ``None`` for all elements.
-        count: number of the elements.
+        count: number of sampled elements.
     """
 
     def __init__(self, indices: torch.Tensor | None, count: int) -> None:
         self.indices, self.count = indices, count
 
     def raw(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of the elements in their stored dtype."""
+        """Return a copy of the sampled elements of a tensor, in the tensor's dtype."""
         flat = local(tensor).detach().reshape(-1)
         return flat.clone() if self.indices is None else flat.index_select(0, self.indices)
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the elements in fp64, which represents all smaller dtypes exactly."""
+        """Return the sampled elements in fp64, which represents all smaller dtypes exactly."""
         return self.raw(tensor).double()
 
     def ones(self, like: torch.Tensor) -> torch.Tensor:
-        """Return ones in fp64, one per element, on the device of ``like``."""
+        """Return ones in fp64, one per sampled element, on the device of ``like``."""
         return torch.ones(self.count, dtype=torch.float64, device=local(like).device)

@@ -14,7 +14,7 @@ MOST_ELEMENTS = 1 << 18
 """Maximum number of measured elements on a rank, over all its optimizers together."""
 
 MOST_TENSORS = 512
-"""Maximum number of measured tensors per optimizer: a tensor costs about twenty small kernels."""
+"""Maximum number of measured tensors per optimizer; each launches about twenty small kernels."""
 
 
 def allot(sizes: Sequence[int], budget: int) -> list[int]:

@@ -60,7 +60,7 @@ def watch_updates(
     weights. When a later step begins, the figures of a measurement become available in the returned
     object and in ``audit(model, optimizer)``. Some frameworks' adapters also report the figures in
     the framework's metrics. The meter warns if a group loses more than half of its updates. A meter
-    changes no step's result, and the host does not wait for a device.
+    does not change the result of a step, and the host does not wait for a device.
 
     ``precision_shim.uninstall()`` and the returned object's ``remove()`` remove the hooks. A second
     call of ``watch_updates`` for an optimizer changes only ``every`` and, if given, ``rollout``.
@@ -79,7 +79,7 @@ def watch_updates(
 
     Raises:
         AuditError: model or optimizer cannot be read.
-        DtypeError: ``rollout`` names no dtype.
+        DtypeError: ``rollout`` is not fp32, bf16 or fp16.
         SettingsError: the argument ``every`` is not a whole number of at least 1.
     """
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
@@ -112,12 +112,12 @@ def attach(
     subject: str = "",
     on_figures: Callable[[Meter], None] | None = None,
 ) -> Meter | None:
-    """Attach a meter to the torch optimizer in a ``Reading``; return ``None`` if there is none.
+    """Attach a meter to the torch optimizer of a ``Reading``; ``None`` if there is no optimizer.
 
     Args:
-        reading: the optimizer's reading.
+        reading: the optimizer's ``Reading``.
         every: number of steps from one measurement to the next.
-        model: the model's modules; their LoRA layers and compute dtype determine the copies.
+        model: the model's modules, whose LoRA layers and compute dtype determine rollout copies.
         framework: see ``looking.look``.
         subject: the model's name, such as ``"actor"``.
         on_figures: function that is called with the meter when the meter has new figures.

@@ -37,7 +37,7 @@ def _code(found: Definition) -> list[str]:
 def _code_lines(
     lines: list[str], numbers: range, left_out: set[int], inside: set[int], indent: int
 ) -> Iterator[str]:
-    """Yield all lines but docstrings, and but comments and empty lines outside of strings."""
+    """Yield the lines that have code or are inside a string other than a docstring."""
     for number in numbers:
         line = lines[number - 1].rstrip()
         bare = line.lstrip()

@@ -15,7 +15,7 @@ from typing import Any
 from ..seams._source import definition
 
 _NOT_READ = {
-    "ctx",  # ``ctx`` (load or store) is already determined by a node's position in the tree.
+    "ctx",  # A node's position in the tree determines ``ctx`` (load or store).
     "kind",  # ``kind`` distinguishes u"" from "", which are equal.
     "annotation",
     "returns",
@@ -78,7 +78,7 @@ def _walk(node: ast.AST, in_class: bool) -> Iterator[str]:
 
 def _field(name: str, value: Any, in_class: bool) -> Iterator[str]:
     if value is None or value == []:
-        return  # fields that later Pythons add are empty for code that older Pythons can parse
+        return  # newer Pythons add fields, which are empty for code of older Pythons
     yield name
     if isinstance(value, ast.AST):
         yield from _walk(value, in_class)
@@ -88,7 +88,7 @@ def _field(name: str, value: Any, in_class: bool) -> Iterator[str]:
             if isinstance(item, ast.AST):
                 if not is_remark(item):
                     yield from _walk(item, in_class)
-            else:  # a None among dict keys or keyword defaults, or a name in a global statement
+            else:  # no node: None (Dict.keys, arguments.kw_defaults) or a name (Global.names)
                 yield repr(item)
         yield "]"
     else:
@@ -96,7 +96,7 @@ def _field(name: str, value: Any, in_class: bool) -> Iterator[str]:
 
 
 def _f_string(node: ast.JoinedStr, in_class: bool) -> Iterator[str]:
-    """Yield an f-string's strings to hash, joining text that Python versions split differently."""
+    """Yield an f-string's strings to hash; join adjacent text, as Pythons split it differently."""
     text = ""
     for part in _parts(node.values):
         if isinstance(part, str):

@@ -1,4 +1,4 @@
-"""Predict the shim's effect on a framework from source; the framework need not be installed."""
+"""Predict the shim's effect on a framework by reading its source, even if it is not installed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["foresee", "inapplicable"]
 
 
 def inapplicable(name: str, seam: SeamStatus) -> str:
-    """Return the message that a seam was refused, so its feature cannot be applied."""
+    """Return a message about a refused seam, whose feature cannot be applied."""
     where = f" ({seam.path})" if seam.path else ""
     return f"{name}: {seam.feature}{where} cannot be applied: {seam.reason}"
 
@@ -26,7 +26,7 @@ def foresee(
     settings: Settings,
     versions: Callable[[str, Iterable[str]], str | None],
 ) -> tuple[FrameworkStatus, list[str]]:
-    """Return a framework's predicted status for the source being read, and messages on problems.
+    """Predict a framework's status from the current ``Source``; also return messages on problems.
 
     Args:
         entry: the framework.
@@ -47,7 +47,7 @@ def foresee(
     except PrecisionShimError as error:
         return FrameworkStatus(version, "refused", reason=str(error)), [str(error)]
     tested, reason = judge_version(adapter, version, versions, closely=True)
-    # A seam with a declared refusal is no problem: it only reports why a feature is impossible.
+    # Skip each seam that has a ``refusal``: it only reports why a feature is impossible.
     broken: dict[tuple[str, str], SeamStatus] = {}
     for seam in seams:
         if seam.state == "refused" and not seam.refusal:

@@ -1,7 +1,7 @@
 """Probes run a framework to test a rule's assumptions about the framework's behaviour.
 
-A comparison of names shows that a symbol is gone, but not that an assertion was removed while its
-identifiers stayed in the source. A probe is a small function that runs the framework's code, on a
+A comparison of names finds a removed symbol, but not a removed assertion whose identifiers are
+still elsewhere in the source. A probe is a small function that runs the framework's code, on a
 CPU and in a short time, and reports the framework's behaviour.
 """
 

@@ -57,7 +57,7 @@ def write(record: Record, path: Path) -> None:
 
 
 def add(record: Record, distribution: str, version: str, digests: Mapping[str, str]) -> None:
-    """Add the symbols of one version to a record, replacing earlier digests of that version.
+    """Add the symbols of one version to a record, and remove the version's earlier digests.
 
     Args:
         record: the record, which is changed in place.
@@ -241,14 +241,14 @@ def describe_differences(
 
 
 def same_as(adapter: Adapter, distribution: str) -> str:
-    """Return the recorded version whose symbols all equal the current ``Source``'s, or ``""``."""
+    """Return the recorded version whose code equals the current ``Source``'s code, or ``""``."""
     targets = targets_by_distribution(adapter).get(distribution, ())
     alike = compare(shipped(), distribution, _digests_here(distribution, targets))
     return alike.version if alike.same else ""
 
 
 def _digests_here(distribution: str, targets: Iterable[str]) -> dict[str, str]:
-    """Return the current digests of recorded symbols; a third party's adapter may wrap others."""
+    """Return the current digests of those ``targets`` that the record has."""
     known = shipped().get(distribution, {})
     return {target: digest(target) for target in targets if target in known}
 
@@ -258,11 +258,10 @@ def missed(
 ) -> Callable[[str], str]:
     """Return a function that maps an absent symbol to a recorded version that has it, or to ``""``.
 
-    The returned function reads one recorded version: the newest that is not newer than the
-    installed version. A symbol that upstream added after the installed version, or removed before
-    it, is not reported as missing. If the installed version is unknown, the function reads a
-    recorded version whose symbols all equal the installed symbols. If no recorded version's symbols
-    all equal the installed ones, no symbol is reported as missing.
+    The returned function looks in one recorded version, the newest up to the installed version. For
+    a symbol that upstream added later or removed earlier, the function returns ``""``. If the
+    installed version is unknown, the function looks in the recorded version whose code equals the
+    installed code, and returns ``""`` if there is no such version.
 
     Args:
         adapter: the adapter whose symbols may be missing.

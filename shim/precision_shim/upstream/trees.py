@@ -116,9 +116,9 @@ class Tree:
         return bool(self._place(package))
 
     def owns(self, module: str) -> bool:
-        """Whether a module is read only from the tree, because the tree has the module's package.
+        """Whether the tree has the module's package, so that no other source is read for it.
 
-        A folder without ``__init__.py`` is no package here: several distributions may share it.
+        A folder without ``__init__.py`` does not count, as several distributions may share it.
         """
         parts = module.split(".")
         return any(self._place(".".join(parts[:depth])) for depth in range(1, len(parts) + 1))
@@ -169,7 +169,7 @@ class _Over:
 
 
 def over(tree: Tree) -> Source:
-    """Return a source that reads a tree, and the installed packages for other modules."""
+    """Return a source that reads modules from a tree, or else from the installed packages."""
     return _Over(tree, Installed())
 
 
