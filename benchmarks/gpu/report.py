@@ -24,7 +24,7 @@ from .table import verdict
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "proof.md"
 NOT_RUN = (
-    "Nobody has run this benchmark on a GPU yet. Every figure in these docs comes from a CPU, "
+    "Nobody has run `benchmarks.gpu` on a GPU yet. Every figure in these docs comes from a CPU, "
     "where a stand-in replaces TransformerEngine's FusedAdam."
 )
 ABOUT = """\
@@ -45,7 +45,7 @@ repository:
 
 PyPI has only the source of `transformer-engine-torch`. `tox run -e te` compiles a wheel, for
 which it needs no GPU, and puts the wheel into `.tox/transformer-engine/`. To install this wheel,
-add `--find-links .tox/transformer-engine` to the first command.
+add `--find-links .tox/transformer-engine` to the `pip` command above.
 
 If the machine with the GPU has no network, pack everything that the proof needs into files on
 another machine, copy these files into one folder, and unpack them there:
@@ -54,8 +54,8 @@ another machine, copy these files into one folder, and unpack them there:
     sh build/gpu-bundle/unpack.sh build/gpu-bundle /tmp/proof   # on the machine with the GPU
 
 `--parts memory,3` runs only the part named `memory` and part number 3. `--minutes` limits the time
-of a run; parts for which no time is left are listed as not run. With the files of several runs, the
-report shows each part's figures from the last of the files that have this part.
+of a run; parts for which no time is left are listed as not run. If you pass `proof.json` files of
+several runs, the report takes each part's figures from the last file that has the part.
 
 | exit status | |
 |---|---|
@@ -65,9 +65,9 @@ report shows each part's figures from the last of the files that have this part.
 | 3 | nothing failed, but a part did not run |
 
 `--dry-run` runs every part on a CPU, with tiny models and the stand-in for FusedAdam in
-`precision_shim.testing`. The figures of a dry run say nothing about a GPU. The tests make a dry
-run. On a machine with a GPU, the tests in `tests/gpu/` also run each part for real, and fail if one
-of its checks does not hold.
+`precision_shim.testing`. The figures of a dry run say nothing about a GPU. On a CPU, the tests in
+`tests/gpu/` make a dry run. On a machine with a GPU, these tests run each part of the proof, and
+fail if a check of the part fails.
 """
 COMPONENTS = ("params", "grad_buckets", "grad_copies", "master", "exp_avg", "exp_avg_sq")
 _VERDICTS = {True: "holds", False: "**does not hold**", None: "not judged"}
