@@ -127,8 +127,8 @@ def compare(audits: Iterable[tuple[str, Audit]]) -> list[Comparison]:
             part,
             found,
             worlds[whose],
-            # A rank with an audit of another optimizer of the model is not missing: its
-            # pipeline stage may have no layers for this optimizer.
+            # A pipeline stage may have no layers for one of the model's optimizers: a rank is
+            # missing only if it has no audit of any optimizer.
             tuple(sorted(set(range(worlds[whose])) - present[whose])),
         )
         for (whose, part), found in sorted(groups.items())

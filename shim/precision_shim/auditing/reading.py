@@ -40,8 +40,9 @@ class Wanted:
         exp_avg_sq: dtype of the second moment.
         remedies: maps a problem's code to the remedy that its message ends with. Placeholders in a
             remedy are ``{wanted}`` (expected dtype), ``{source}``, ``{component}`` (the moment),
-            ``{optimizer}`` (its class) and ``{params}`` (dtypes of parameters without masters). A
-            key such as ``"main-grads-dtype fp32"`` (code, expected dtype) overrides the code alone.
+            ``{optimizer}`` (its class) and ``{params}`` (dtypes of parameters without masters). For
+            a remedy that depends on the expected dtype, the key is the code and the dtype, such as
+            ``"main-grads-dtype fp32"``.
     """
 
     source: str
@@ -109,11 +110,11 @@ class Foretold:
     """The dtypes that an optimizer declares for states that its first step will create.
 
     Attributes:
-        exp_avg: function from the tensor that the optimizer updates to the dtype of its first
-            moment; ``None`` if the optimizer declares no dtype.
+        exp_avg: function that returns the dtype of the first moment, given the tensor that the
+            optimizer updates; ``None`` if the optimizer declares no dtype.
         exp_avg_sq: like ``exp_avg``, for the second moment.
-        master: function from a parameter's dtype to the dtype of its master; ``None`` if the
-            optimizer makes no masters.
+        master: function that returns the dtype of a master, given the parameter's dtype; ``None``
+            if the optimizer makes no masters.
     """
 
     exp_avg: Callable[[torch.Tensor], torch.dtype | None] | None = None
@@ -214,7 +215,7 @@ class Reading:
         return type(self.scaler).__name__
 
     def later(self, component: str) -> set[torch.dtype]:
-        """Return the dtypes of a component's missing states, which the first step will create."""
+        """Return the dtypes of a component's states that a later step will create."""
         waiting = [state for state in self.owned if not state.has_state]
         if len(waiting) < len(self.owned):  # after a step: FSDP1 makes no gradient for empty shards
             waiting = [state for state in waiting if local(state.stepped).numel()]

@@ -84,9 +84,9 @@ def observe(
     then: torch.dtype | None = None,
     pairs: Callable[[T], Named] | None = None,
 ) -> Iterable[T]:
-    """Return a stream with the same weights, and audit the weights at the weight syncs in ``AT``.
+    """Return a stream of the unchanged ``items``, and audit their weights at the syncs in ``AT``.
 
-    Without ``PRECISION_SHIM_AUDIT_DIR``, or at syncs not in ``AT``, return ``items`` itself.
+    If ``PRECISION_SHIM_AUDIT_DIR`` is unset or ``AT`` lacks the sync, the result is ``items``.
 
     Args:
         items: the stream.
@@ -286,7 +286,7 @@ def job() -> str:
             return ""
         context = ray.get_runtime_context()
         return f"{context.get_job_id()} of {context.gcs_address}"
-    except Exception:  # a Ray of another version
+    except Exception:  # a version of Ray without these functions
         return ""
 
 

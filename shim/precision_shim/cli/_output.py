@@ -10,7 +10,8 @@ import sys
 __all__ = ["READER_GONE", "show", "write"]
 
 READER_GONE = 141
-"""Exit status if the reader of the output has ended, such as ``head``; in shells, SIGPIPE."""
+"""Exit status if the program that reads the output, such as ``head``, has ended; shells use 141 for
+SIGPIPE."""
 
 _STYLES = {
     r"^[^\s:].*$": "bold",
@@ -48,7 +49,7 @@ def write(text: str) -> None:
     """Print a text to the standard output; if printing fails, end without a traceback.
 
     Raises:
-        SystemExit: the reader of the output has ended, or the output cannot be written.
+        SystemExit: the program that reads the output has ended, or the output cannot be written.
     """
     try:
         print(_printable(text), flush=True)

@@ -37,7 +37,7 @@ class _Session:
         self.settings = settings
         self.known = known
         self.fault = fault
-        """The error of a strict start with bad settings; raised when a feature takes effect."""
+        """An invalid setting's error in strict mode; building an optimizer or a DDP raises it."""
         self.awake: dict[str, Adapter] = {}
         self.broken: dict[str, PrecisionShimError] = {}
         self.standing: dict[str, tuple[bool, str]] = {}
@@ -138,7 +138,7 @@ def install(
             variable is unset.
         frameworks: names of frameworks. ``None`` means the value of ``PRECISION_SHIM_FRAMEWORKS``,
             or all frameworks except ``megatron`` if the variable is unset.
-        strict: whether a refused seam raises an error. ``None``: only under
+        strict: whether a refused seam raises an error; ``None`` means only under
             ``PRECISION_SHIM=strict``.
         settings: values keyed by the variables' lower-case names without the prefix, such as
             ``{"optimizer_states": "follow-model"}``.
@@ -215,7 +215,8 @@ def start(*, export: bool = False) -> None:
     """Install at a process's start, with settings from environment variables; never raises.
 
     If a setting is invalid, ``start`` prints one line to stderr, and patches no seam. In strict
-    mode, building an optimizer or a DDP (``Framework.effects``) raises the setting's error.
+    mode the invalid setting raises an error when an optimizer or a DDP is built
+    (``Framework.effects``).
 
     Args:
         export: as in ``install()``; true if ``PRECISION_SHIM`` may be unset in this process.
@@ -272,7 +273,7 @@ def _give_up_in_child() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_give_up_in_child)  # runs after each Lock's handler
+    os.register_at_fork(after_in_child=_give_up_in_child)  # runs after the locks' fork handlers
 
 
 def status() -> Status:
@@ -398,11 +399,11 @@ def _retire(session: _Session) -> None:
     _journal.clear()
     kept.clear()
     for text in _left_behind:
-        _journal.tell(text)  # a warning as an error would stop uninstall() halfway
+        _journal.tell(text)  # an error would stop uninstall() halfway
 
 
 def _given_environment() -> dict[str, str]:
-    """The environment without ``install()``'s exports, which a second ``install()`` replaces."""
+    """Return the environment without the variables that an earlier ``install()`` exported."""
     environ = dict(os.environ)
     for variable, (before, ours) in (_current.exported if _current is not None else {}).items():
         if environ.get(variable) == ours:

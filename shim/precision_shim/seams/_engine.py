@@ -4,7 +4,7 @@ When the first target module of an adapter is imported, the engine checks all se
 against the source (``_plan``). In each group of a feature the engine patches either all seams
 (``_sites``) or none. A seam whose module is not imported yet is patched when the module is
 imported. If an imported module differs from the checked source, the engine undoes all patches of
-the group.
+the seam's group.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Engine:
 
         Args:
             features: names of the features in force; seams of other features are not patched.
-            settings: passed to native probes; the engine itself does not read the settings.
+            settings: passed to ``Seam.native``; the engine itself does not read the settings.
             strict: whether calls that build optimizers or DDPs (``effects``) raise seam errors.
             on_fault: called with the framework's name and the error, once per refused group.
             describe: function that returns a framework's name and version, for messages.
@@ -79,7 +79,7 @@ class Engine:
         self._live = True
 
     def add(self, adapter: Adapter) -> None:
-        """Add an adapter, if it is new: patch its loaded modules and wait for its other modules."""
+        """Patch each seam of a new adapter, now or when the seam's module is imported."""
         with _lock:
             if adapter.framework in self._known or not self._live:
                 return
@@ -152,9 +152,10 @@ class Engine:
     def _on_arrival(self, module: str) -> None:
         done: set[str] = set()
         while True:
-            # First add the layers that raise errors (innermost), because patching may fail.
+            # First wrap the functions in ``effects``: in strict mode they raise an error if
+            # patching fails.
             self._trip(module)
-            # Search again each time: a wrapper's module may import a framework and add an adapter.
+            # Patching may import a framework and so add an adapter: search ``_known`` again.
             framework = next((name for name in self._known if name not in done), None)
             if framework is None:
                 return
@@ -212,7 +213,7 @@ class Engine:
         except Exception as error:  # a broken adapter must not break the framework's import
             self._refuse(row.group, [f"{seam.target}: {error}"])
             return
-        if not self._live:  # put() forked: in this child process, the patches are already undone
+        if not self._live:  # put() forked, and this child undid the patches
             return
         unreached = self._sites.reach(site, seam.aliases)
         # A seam with ``refusal`` is patched too: its wrapper reports why the feature is impossible.

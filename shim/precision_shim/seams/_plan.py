@@ -37,7 +37,7 @@ class Row:
     symbol: Symbol | None = None
 
     def status(self, adapter: Adapter) -> SeamStatus:
-        """Return the row in the form that ``status()`` shows."""
+        """Return the seam and its state in the form that ``status()`` shows."""
         seam = self.seam
         return SeamStatus(
             seam.target,
@@ -59,7 +59,7 @@ class Plan:
 
     Attributes:
         adapter: the adapter.
-        rows: one row for each seam of the installed version, in the order of the table.
+        rows: one ``Row`` for each seam of the installed version, in the order of ``Adapter.seams``.
         refused: the refused groups, each with the reasons.
     """
 
@@ -78,7 +78,7 @@ class Plan:
 
 
 def list_unchecked(adapter: Adapter, features: Iterable[str]) -> tuple[Row, ...]:
-    """Return unchecked rows for the installed version's seams: each is ``pending`` or ``off``.
+    """Return the installed version's seams as ``Row`` objects in the state ``pending`` or ``off``.
 
     The function reads no source code of a framework, except symbols in ``only_if`` and ``unless``.
     """
@@ -104,8 +104,8 @@ def is_there(condition: str) -> bool:
 
 
 Missed = Callable[[Adapter], Callable[[str], str]]
-"""A function of an adapter that returns another function. The returned function's argument is a
-missing target; its result is a version that has the target (``"verl 0.9.1"``), or ``""``."""
+"""Returns, for an adapter, a function that maps a missing target to a version that has the target
+(``"verl 0.9.1"``), or to ``""``."""
 
 
 def nothing_missed(adapter: Adapter) -> Callable[[str], str]:
@@ -147,10 +147,10 @@ def check(
 def _find_moved(
     adapter: Adapter, features: Iterable[str], rows: Iterable[Row], had: Callable[[str], str]
 ) -> Iterator[Row]:
-    """Yield rows for seams with unmet conditions, if no other seam finds their symbol.
+    """Yield a ``Row`` for each seam with an unmet condition whose symbol no other seam finds.
 
     With ``only_if`` and ``unless`` an adapter declares a symbol's places in different versions. If
-    no seam finds the symbol, the symbol's group must not lose the seam silently.
+    no seam finds the symbol, the symbol's group must be refused, not patched without the symbol.
     """
     on = frozenset(features)
     stand = {id(row.seam) for row in rows}
@@ -165,7 +165,7 @@ def _find_moved(
 
 
 def _last(seam: Seam) -> str:
-    """Return the last part of a symbol's dotted name; symbols that share a wrapper differ in it."""
+    """Return the last part of a symbol's dotted name, such as ``"step"`` of ``"Actor.step"``."""
     return seam.attribute.rpartition(".")[2]
 
 
@@ -190,7 +190,7 @@ def _refuse_halves(
 
 
 def _judge(row: Row, settings: object) -> str:
-    """Set a row's state from source; return the reason to refuse the row's group, or ``""``."""
+    """Set a seam's state from source; return the reason to refuse the seam's group, or ``""``."""
     seam, symbol = row.seam, look(row.seam.target)
     row.symbol = symbol
     if not symbol.module_found and seam.optional:

@@ -32,7 +32,7 @@ class Symbol:
     Attributes:
         target: ``"module:attribute"``.
         module_found: whether the module's file was found.
-        found: whether the symbol is defined in that file.
+        found: whether the symbol is defined in the module's file.
         parameters: names of the symbol's parameters; for a dataclass's generated ``__init__`` the
             fields, including the fields of bases in the same file.
         positional: the parameters of a function that may be passed by position.
@@ -94,8 +94,9 @@ def find_spec(name: str) -> ModuleSpec | None:
     """Find a module's spec without importing its parents (``importlib.util`` imports them).
 
     Our finders are skipped, because a lookup must not load an adapter. Finders of wrapt, or of
-    another package's copy of wrapt, are skipped because they find no module themselves. Finders of
-    wrapt would import the parents, and lose the hooks of a module that its parent imports.
+    another package's copy of wrapt, are skipped because they find no module themselves. A finder of
+    wrapt would import the module's parents; if a parent imported the module, wrapt would lose the
+    module's hooks.
     """
     path: Sequence[str] | None = None
     spec: ModuleSpec | None = None

@@ -73,7 +73,7 @@ class SeamWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         for kind in getattr(owner, "__mro__", ()):
             if any(value is self for value in vars(kind).values()):
                 return kind
-        return owner  # another wrapper called this one, with the defining class as ``owner``
+        return owner  # another tool's wrapper called __get__() with the defining class as ``owner``
 
     def __copy__(self) -> SeamWrapper:
         return self  # like a plain function, which copy.copy() does not copy
