@@ -23,7 +23,7 @@ class Contradiction:
 
     Attributes:
         code: kind of contradiction, such as ``"bf16-wire"``; docs/audit.md lists all codes.
-        who: rank of the trainer's process, or name of the engine, that has the contradiction.
+        who: rank of the trainer's process or name of the engine with the contradiction.
         message: text with the expectation, the finding and a remedy.
     """
 

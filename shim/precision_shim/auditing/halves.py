@@ -74,7 +74,7 @@ class Sent:
         quantised: names of the layers that were sent in 8 bits.
         not_asked: why the framework's engines cannot report their weights; empty if they can.
         head: empty, or ``"fp32"`` if the shim made the trainer compute its LM head in fp32.
-        computes: ``"fp16"`` or ``"bf16"`` if the trainer is known to compute in it; else empty.
+        computes: the trainer's compute dtype, ``"fp16"`` or ``"bf16"``; empty if it is not known.
     """
 
     framework: str

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _audits: dict[int, Audit] = {}
 _owners: dict[int, weakref.ref[Any]] = {}
-"""Weak references to the audited optimizers; for a frozen model without one, to the model."""
+"""Weak reference to each audited optimizer, or to a frozen model that has no optimizer."""
 
 _not_written: dict[int, str] = {}
 _undo: list[Callable[[], object]] = []
@@ -82,7 +82,7 @@ def at_clear(undo: Callable[[], object]) -> None:
 
 
 def audits() -> list[Audit]:
-    """Return each optimizer's latest audit, oldest first, except of optimizers that are gone."""
+    """Return the latest audit of each optimizer that still exists, the oldest first."""
     for number, owner in list(_owners.items()):
         if owner() is None:
             _owners.pop(number, None)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 HEAD_MARK = "precision_shim_computes"
-"""Attribute of an LM head that the shim changed: canonical name of the dtype it computes in."""
+"""Attribute that the shim adds to a changed LM head: canonical name of the head's compute dtype."""
 
 MATRICES = ("attention", "mlp", "experts", "embedding", "head")
 """Kinds of layers whose weights an engine either quantises or keeps in its compute dtype."""

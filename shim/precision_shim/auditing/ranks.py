@@ -61,7 +61,7 @@ class Comparison:
         differ: for each rank outside the majority, maps each differing key to the majority's value
             and the rank's value.
         missing: ranks without an audit.
-        problems: the ranks with each problem, by the problem's text.
+        problems: maps a problem's text to the ranks that have the problem.
         before_step: ranks whose audit was made before the first step.
         without_some: ranks whose audit, made after the first step, lacks some parameters' states.
     """

@@ -124,7 +124,7 @@ def _kind(thing: Any) -> str:
 def _give_the_rest(
     chunks: Sequence[torch.nn.Module], readings: Sequence[Reading], whole: bool
 ) -> None:
-    """Add the model's parameters and tensors that no ``Reading`` contains to the first ``Reading``.
+    """Add the rest of the model's parameters and tensors to the first ``Reading``.
 
     If ``whole`` is false, no trainable parameters are added: another optimizer may train them.
     """

@@ -40,9 +40,8 @@ class Wanted:
         exp_avg_sq: dtype of the second moment.
         remedies: maps a problem's code to the remedy that its message ends with. Placeholders in a
             remedy are ``{wanted}`` (expected dtype), ``{source}``, ``{component}`` (the moment),
-            ``{optimizer}`` (its class) and ``{params}`` (dtypes of parameters without masters). For
-            a remedy that depends on the expected dtype, the key is the code and the dtype, such as
-            ``"main-grads-dtype fp32"``.
+            ``{optimizer}`` (its class) and ``{params}`` (dtypes of parameters without masters). The
+            remedy for one expected dtype has a key such as ``"main-grads-dtype fp32"``.
     """
 
     source: str
@@ -67,7 +66,7 @@ class Owned:
     Attributes:
         dtype: dtype of the parameter in the model.
         stepped: the tensor that the optimizer updates: the parameter's shard or master.
-        masters: a master copy, or its 16 low bits (a remainder), which a bf16 parameter lacks.
+        masters: the master copy, or only its 16 low bits if a bf16 parameter has the high bits.
         exp_avg: first moment.
         exp_avg_sq: second moment.
         other: state tensors other than masters and moments.

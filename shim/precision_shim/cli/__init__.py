@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _open_closed_streams() -> None:
-    """Discard the command's output if a daemon, for example, started it with closed streams.
+    """Discard the output if the command was started with closed streams, as by a daemon.
 
     With ``run``, the job inherits the closed streams.
     """

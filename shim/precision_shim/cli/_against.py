@@ -305,7 +305,7 @@ def _sight(target: str) -> _Sight:
 def _change(
     distribution: str, target: str, basis: str, old: _Sight, new: _Sight
 ) -> SymbolChange | None:
-    """Compare ``new`` with the old symbol's digest, ``basis``; ``None`` if neither exists."""
+    """Compare ``new`` with the old symbol's digest, ``basis``; ``None`` if both are missing."""
     if new.found is None:
         return SymbolChange(target, "gone", []) if basis else None
     there = digest_of(new.found.node)

@@ -10,8 +10,7 @@ import sys
 __all__ = ["READER_GONE", "show", "write"]
 
 READER_GONE = 141
-"""Exit status if the program that reads the output, such as ``head``, has ended; shells use 141 for
-SIGPIPE."""
+"""Exit status, as of SIGPIPE in a shell, if the program that reads the output has ended."""
 
 _STYLES = {
     r"^[^\s:].*$": "bold",

@@ -135,8 +135,8 @@ class _Before(_Calling):
             watcher.callback(name)
             module = sys.modules.get(name)
             if module is not None:
-                # The callback has imported the module. Return it, because importlib no longer
-                # searches sys.modules and would run the module's code a second time.
+                # The callback has imported the module. Return this module, because importlib does
+                # not search sys.modules again and would run the module's code a second time.
                 self._there = module, module.__spec__
                 return module
             # Search again: importlib would skip finders that the callback inserted at the front.

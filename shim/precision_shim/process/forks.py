@@ -2,9 +2,9 @@
 
 A forked child has only one thread: the work of the parent's other threads stays incomplete, and
 their locks stay locked. A fork therefore waits at most ``PATIENCE`` seconds until no other thread
-holds one of the shim's locks. The limit prevents a deadlock: a thread with a lock may wait for an
-import in the forking thread. If any thread still holds a lock of the shim at the fork,
-``interrupted`` makes the child undo incomplete patching. The child gets new locks.
+holds one of the shim's locks. A fork's wait is limited to prevent a deadlock: a thread with a lock
+may wait for an import in the forking thread. If any thread still holds a lock of the shim at the
+fork, ``interrupted`` makes the child undo incomplete patching. The child gets new locks.
 """
 
 import _frozen_importlib

@@ -194,8 +194,8 @@ class Config(_Record):
         name: what users call this config.
         place: the function whose parameters are the config's fields, as
             ``"module:Class.__init__"``.
-        fields: fields that a resume may depend on, and the only fields that the shim accepts if the
-            backend is not installed.
+        fields: fields that a resume may depend on. If the backend is not installed, the shim
+            accepts only these fields.
         beside: fields of other configs that a resume also depends on.
         numbers: the fields whose values are numbers.
         remedies: field values that may make a resume exact, in the order in which to try them.

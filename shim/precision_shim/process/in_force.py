@@ -58,8 +58,7 @@ def in_force(
 def refused_groups(seams: Iterable[SeamStatus]) -> frozenset[tuple[str, str]]:
     """Return the pairs of feature and group in which a seam cannot be patched.
 
-    Seams with ``refusal`` are left out, because their wrappers only report that a feature is
-    impossible.
+    A seam with ``refusal`` is left out, because it only reports that a feature is impossible.
     """
     return frozenset(
         (seam.feature, seam.group) for seam in seams if seam.state == "refused" and not seam.refusal

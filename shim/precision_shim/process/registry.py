@@ -115,7 +115,7 @@ def shared() -> "dict[str, str]":
 
 
 def audit_readers(*, third_party: bool = True) -> "dict[str, str]":
-    """Map each package of optimizer classes to the ``"module:function"`` that reads optimizers."""
+    """Map each package of optimizers to the ``"module:function"`` that reads these optimizers."""
     theirs = records().values() if third_party else ()
     told = [
         *(adapter.audit_readers for adapter in theirs),

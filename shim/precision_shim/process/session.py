@@ -215,8 +215,7 @@ def start(*, export: bool = False) -> None:
     """Install at a process's start, with settings from environment variables; never raises.
 
     If a setting is invalid, ``start`` prints one line to stderr, and patches no seam. In strict
-    mode the invalid setting raises an error when an optimizer or a DDP is built
-    (``Framework.effects``).
+    mode the error is raised when an optimizer or a DDP is built (``Framework.effects``).
 
     Args:
         export: as in ``install()``; true if ``PRECISION_SHIM`` may be unset in this process.
@@ -242,10 +241,10 @@ def uninstall() -> None:
     """Remove every patch and restore each patched namespace.
 
     Objects already built (optimizers, scalers) keep the precision they were built with. Save a
-    checkpoint before this call, because later checkpoints are written without the shim. Variables
-    that ``install()`` exported are set to their earlier values, and the audit and
-    ``watch_updates()`` stop. If another tool has wrapped one of our wrappers, ours stays but only
-    calls the original, and a warning names the symbol.
+    checkpoint before ``uninstall()``, because later checkpoints are written without the shim.
+    Variables that ``install()`` exported are set to their earlier values, and the audit and
+    ``watch_updates()`` stop. If another tool has wrapped one of our wrappers, our wrapper stays but
+    only calls the original, and a warning names the symbol.
     """
     global _current, _bad_start
     with _lock:
@@ -399,7 +398,7 @@ def _retire(session: _Session) -> None:
     _journal.clear()
     kept.clear()
     for text in _left_behind:
-        _journal.tell(text)  # an error would stop uninstall() halfway
+        _journal.tell(text)  # does not raise, as that would stop uninstall() halfway
 
 
 def _given_environment() -> dict[str, str]:

@@ -1,8 +1,7 @@
 """The table of all settings, each with its variable, default and parser.
 
 Arguments of ``install()`` override variables, variables override defaults, and ``PRECISION_SHIM=0``
-(the operator's kill switch) overrides everything. Each setting has one parser for arguments and
-variables.
+(the operator's kill switch) overrides everything. Arguments and variables have the same parser.
 """
 
 from __future__ import annotations
@@ -356,7 +355,7 @@ def resolve(
     named: tuple[str, ...] | None
     raw = frameworks if frameworks is not None else env.get(f"{PREFIX}_FRAMEWORKS", "")
     source = where["frameworks"] if frameworks is not None else f"{PREFIX}_FRAMEWORKS"
-    named = tuple(dict.fromkeys(_words(raw, source))) or None  # no name: all frameworks
+    named = tuple(dict.fromkeys(_words(raw, source))) or None  # the user named none
     known = tuple(known_frameworks)
     for name in named or ():
         if known and name not in known:

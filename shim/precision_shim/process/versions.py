@@ -65,8 +65,7 @@ def judge_version(
         version: the framework's version.
         versions: function that returns the version of a backend's distribution, like
             ``version_of``.
-        closely: whether to compare code with ``symbols.json`` even if ``symbols.json`` lists
-            ``version``.
+        closely: whether to compare code with ``symbols.json`` even if that file lists ``version``.
     """
     from ..upstream import symbols as _symbols
 

@@ -1,7 +1,7 @@
 """Store the shim's choices (``Decision``) for ``status()``, and print each on rank 0's stderr.
 
-A process in which the shim chooses nothing prints nothing: pip, compile workers and inference
-engines may inherit the shim's environment variables.
+Until the shim makes a choice, it prints nothing: pip, compile workers and inference engines may
+inherit the shim's environment variables.
 """
 
 from __future__ import annotations

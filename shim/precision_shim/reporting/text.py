@@ -39,8 +39,7 @@ _AHEAD = {
     "pending": "would be in force",
     "partly pending": "would be in force beside {name}'s own",
 }
-"""Words for verdicts in ``precision-shim doctor``, where ``pending`` means: a job would be
-patched."""
+"""Words of ``precision-shim doctor``, where ``pending`` means that a job would be patched."""
 
 
 def screen(status: Status) -> str:
@@ -212,8 +211,7 @@ def _together(states: Sequence[str]) -> str:
 def refusals(name: str, seams: Iterable[SeamStatus]) -> list[str]:
     """Return the reasons why seams were refused, each reason once, and the remedies.
 
-    Seams with ``refusal`` are left out, because their wrappers only report that a feature is
-    impossible.
+    A seam with ``refusal`` is left out, because it only reports that a feature is impossible.
     """
     seams = list(seams)
     subjects: dict[str, dict[tuple[str, str], None]] = {}
@@ -317,7 +315,7 @@ def _key(decision: Decision) -> tuple[str, str, str]:
 def _fit(
     blocks: Sequence[list[str]], room: int, *, left_out: int = 0, turn: bool = False
 ) -> list[str]:
-    """Return at most ``room`` lines of the first blocks; ``turn`` shows these blocks in reverse."""
+    """Return at most ``room`` lines of the first blocks; ``turn`` reverses these blocks."""
     room = max(room, 2)
     kept = list(blocks)
     while kept and _length(kept) + bool(left_out or len(kept) < len(blocks)) > room:

@@ -152,8 +152,8 @@ class Engine:
     def _on_arrival(self, module: str) -> None:
         done: set[str] = set()
         while True:
-            # First wrap the functions in ``effects``: in strict mode they raise an error if
-            # patching fails.
+            # First wrap the functions in ``effects``, which in strict mode raise any error of
+            # patching.
             self._trip(module)
             # Patching may import a framework and so add an adapter: search ``_known`` again.
             framework = next((name for name in self._known if name not in done), None)

@@ -124,7 +124,7 @@ def check(
     Args:
         adapter: the adapter.
         features: names of the features in force; seams of other features are ``off``.
-        settings: passed to native probes; no other code reads the settings.
+        settings: passed to ``Seam.native``; no other code reads the settings.
         missed: called for optional or conditional seams whose symbol does not exist in the source.
     """
     had = missed(adapter)

@@ -1,7 +1,7 @@
 """How an adapter declares a seam: with a decorator on the function that wraps a symbol.
 
 ``seam(...)`` marks a function, as pluggy's ``hookimpl`` does; ``collect(...)`` makes an adapter's
-table from the marks. A wrapped symbol must have all parameters of the marked function (except the
+table from these marks. A wrapped symbol must have all parameters of the marked function (except the
 first), so the declaration does not list them.
 """
 
@@ -29,7 +29,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Takes = ParamSpec("Takes")
 
 REQUIRED = inspect.Parameter.empty
-"""Stands for a missing default: the symbol must have this parameter of the wrapper."""
+"""In place of a default in ``Seam.reads``: the symbol must have this parameter."""
 
 _MARK = "_precision_shim_seams"
 _CONDITION = re.compile(r"[\w.]+(:[\w.]+( mentions \w+)?)?")
@@ -91,8 +91,8 @@ class Seam(_Fields):
             the symbol. Conditions are tested at the framework's import, never earlier.
         unless: conditions in the form of ``only_if``; the seam is left out if any of them is met.
         unbound: must be true if the symbol is a classmethod or a staticmethod and ``wrapper`` reads
-            ``call.instance``, which is then the class or ``None``. Without ``unbound=True`` such a
-            seam is refused, because upstream may have turned a method into a class- or
+            ``call.instance``, which is then the class or ``None``. Without ``unbound=True`` the
+            shim refuses the seam, because upstream may have turned a method into a class- or
             staticmethod.
     """
 
@@ -139,7 +139,7 @@ class Seam(_Fields):
 
     @property
     def name(self) -> str:
-        """``"module:function"`` of the wrapper, or else of the probe, for messages."""
+        """``"module:function"`` of the wrapper (without a wrapper: of ``native``), for messages."""
         return name_of(self.wrapper or self.native or self.target)
 
     @cached_property
@@ -194,9 +194,8 @@ class Adapter:
         paths: maps a group to what users call the part of the framework that the group patches,
             such as ``{"fsdp": "FSDP engine"}``. A group that is not in ``paths`` is shown under its
             own name. A group that only supports other groups has a name that ends in brackets, such
-            as ``"FSDP engine (metrics)"``. ``details()`` shows all names; ``str(status())`` leaves
-            out names with brackets unless the group was refused or the installed version has no
-            other group of the feature.
+            as ``"FSDP engine (metrics)"``. ``str(status())`` shows a name with brackets only if the
+            group was refused or the feature has no other group.
         probes: names of modules whose functions test whether the framework behaves as the shim's
             rules on precision assume; imported only to run these tests.
         plan: the ``"module:function"`` that finds out a job's models from the launch command, for
@@ -204,8 +203,8 @@ class Adapter:
         checkpoints: the names of the framework's checkpoints, and the functions that predict if a
             resume is exact, for ``precision-shim checkpoint``.
         audit_readers: maps the top-level package of an optimizer's class to the
-            ``"module:function"`` that reads such optimizers for the audit. An optimizer of a
-            package that is not in ``audit_readers`` is read like torch's own.
+            ``"module:function"`` that reads the package's optimizers for the audit. An optimizer of
+            a package that is not in ``audit_readers`` is read like torch's own.
         checkpoint_readers: maps a kind of checkpoint files to the ``"module:function"`` that
             assigns their tensors to components.
     """

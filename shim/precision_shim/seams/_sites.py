@@ -16,12 +16,11 @@ _ABSENT = object()
 
 @dataclass
 class Layer:
-    """A symbol's wrapper, and the groups of seams that need it (without any, it does nothing).
+    """A wrapper of a symbol; the wrapper does nothing unless a group of seams needs it.
 
     Attributes:
         key: identifies this wrapper among the symbol's wrappers; several features may share one.
-        function: the wrapper in wrapt's form; with ``replaces``, the function that makes the
-            replacement.
+        function: the wrapper in wrapt's form; with ``replaces``, makes the symbol's replacement.
         owner: marks the wrapped symbol as ours and names the adapter.
         groups: the groups of seams that need the wrapper.
         replaces: whether ``function`` makes a replacement for the symbol.
@@ -178,7 +177,7 @@ class Sites:
     def reach_copies(self) -> None:
         """Replace old values of symbols in modules that copied them (``from ... import``).
 
-        Call ``reach_copies`` once for all changed sites, because it reads every name of every
+        Call ``reach_copies`` once for all changed symbols, because it reads every name of every
         module. Old values to which nothing refers are skipped.
         """
         gone = {key: self._displaced[key] for key in _find_held(self._displaced)}
@@ -220,7 +219,8 @@ def _sweep(gone: Mapping[int, tuple[Any, Any]]) -> None:
     """Replace each old value in ``gone`` by its new value, in all modules."""
     for module in list(sys.modules.values()):
         names = _contents(module)
-        # Most modules contain no old value, and this test is 20 times faster than the loop below.
+        # Most modules contain no old value, and comparing ids is 20 times faster than the loop
+        # below.
         if gone.keys().isdisjoint(map(id, list(names.values()))):
             continue
         for name, value in list(names.items()):

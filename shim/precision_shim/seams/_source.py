@@ -94,9 +94,8 @@ def find_spec(name: str) -> ModuleSpec | None:
     """Find a module's spec without importing its parents (``importlib.util`` imports them).
 
     Our finders are skipped, because a lookup must not load an adapter. Finders of wrapt, or of
-    another package's copy of wrapt, are skipped because they find no module themselves. A finder of
-    wrapt would import the module's parents; if a parent imported the module, wrapt would lose the
-    module's hooks.
+    another package's copy of wrapt, are skipped because they find no module themselves. wrapt's
+    finders would also import the parents, and drop the hooks of a module that a parent imports.
     """
     path: Sequence[str] | None = None
     spec: ModuleSpec | None = None
