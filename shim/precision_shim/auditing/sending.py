@@ -1,9 +1,9 @@
 """Audit the weights sent to the rollout: their dtypes, and the share that bf16 represents exactly.
 
-An adapter wraps the framework's stream of weights in ``observe``. The audit changes neither
-the tensors in the stream nor their order or timing. At the weight syncs in ``AT``,
-sampled elements are compared on the device with their rounding to bf16. After an audited sync the
-host reads two numbers for each group of tensors. The audit of sent weights adds no collective.
+An adapter wraps the framework's stream of weights in ``observe``. The audit changes neither the
+tensors in the stream nor their order or timing. At the weight syncs in ``AT``, the device compares
+sampled elements with the same elements rounded to bf16. After an audited sync the host reads two
+numbers for each group of tensors. The audit of sent weights adds no collective.
 """
 
 from __future__ import annotations

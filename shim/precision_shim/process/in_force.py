@@ -56,7 +56,7 @@ def in_force(
 
 
 def refused_groups(seams: Iterable[SeamStatus]) -> frozenset[tuple[str, str]]:
-    """Return the pairs of feature and group in which a seam cannot be patched.
+    """Return the pairs of a feature and a group of seams in which a seam cannot be patched.
 
     A seam with ``refusal`` is left out, because it only reports that a feature is impossible.
     """

@@ -41,7 +41,7 @@ class _Session:
         self.awake: dict[str, Adapter] = {}
         self.broken: dict[str, PrecisionShimError] = {}
         self.standing: dict[str, tuple[bool, str]] = {}
-        """Cache of ``judge_version``, which reads source code, by framework."""
+        """Caches the result of ``judge_version``, which reads source code, for each framework."""
         self.exported: dict[str, tuple[str | None, str]] = {}
         """Maps an exported variable to its value before ``install()`` and its exported value."""
         self.engine = Engine(
@@ -325,7 +325,7 @@ def _why_off() -> str:
 
 
 def in_force(framework: str, feature: str, group: str) -> bool:
-    """Whether, in this process, a framework's feature is on and the given group is not refused."""
+    """Whether a framework's feature is on in this process and its group of seams is not refused."""
     session = _current
     return (
         session is not None
@@ -398,7 +398,7 @@ def _retire(session: _Session) -> None:
     _journal.clear()
     kept.clear()
     for text in _left_behind:
-        _journal.tell(text)  # does not raise, as that would stop uninstall() halfway
+        _journal.tell(text)  # raises no error, which would stop uninstall() halfway
 
 
 def _given_environment() -> dict[str, str]:

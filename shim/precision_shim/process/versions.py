@@ -81,7 +81,7 @@ def tell_missed(
     adapter: Adapter,
     versions: Callable[[str, Iterable[str]], str | None] | None = None,
 ) -> Callable[[str], str]:
-    """Return a function that maps a missing symbol to a version with it (see ``_plan.Missed``)."""
+    """Return a function from a missing symbol to a version that has the symbol, or ``""``."""
     from ..upstream import symbols as _symbols
 
     known = _symbols.missed(adapter, versions or version_of)

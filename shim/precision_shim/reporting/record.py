@@ -24,8 +24,8 @@ class Decision:
 
     Attributes:
         framework: the framework's name.
-        subject: the object of the decision, such as ``"actor"`` or ``"critic"``.
-        feature: the feature that made the decision.
+        subject: the part of the job that the choice concerns, such as ``"actor"`` or ``"rollout"``.
+        feature: the feature for which the shim made the choice.
         chosen: the choice, in words.
         because: the reason, in words.
     """

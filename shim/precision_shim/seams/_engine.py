@@ -60,7 +60,8 @@ class Engine:
             features: names of the features in force; seams of other features are not patched.
             settings: passed to ``Seam.native``; the engine itself does not read the settings.
             strict: whether calls that build optimizers or DDPs (``effects``) raise seam errors.
-            on_fault: called with the framework's name and the error, once per refused group.
+            on_fault: called with the framework's name and the error, once per refused group of
+                seams.
             describe: function that returns a framework's name and version, for messages.
             missed: see ``check``.
         """
@@ -274,12 +275,12 @@ class Engine:
             return tuple(row.status(known.adapter) for row in known.rows)
 
     def faults(self, framework: str) -> tuple[PrecisionShimError, ...]:
-        """Return the errors of a framework's refused groups, oldest first."""
+        """Return the errors of a framework's refused groups of seams, oldest first."""
         with _lock:
             return tuple(self._faults.get(framework, ()))
 
     def is_refused(self, framework: str, feature: str, group: str) -> bool:
-        """Whether a group of a feature was refused for a framework."""
+        """Whether a feature's group of seams was refused for a framework."""
         with _lock:
             return (framework, feature, group) in self._refused
 

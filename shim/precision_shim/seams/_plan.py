@@ -15,7 +15,7 @@ from ._seam import Adapter, Seam, name_of
 from ._source import Symbol, look
 
 Group = tuple[str, str, str]
-"""Framework, feature and name of a group. The engine patches all seams of a group, or none."""
+"""Framework, feature and name of a group of seams. The engine patches all of them or none."""
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Plan:
     Attributes:
         adapter: the adapter.
         rows: one ``Row`` for each seam of the installed version, in the order of ``Adapter.seams``.
-        refused: the refused groups, each with the reasons.
+        refused: maps each refused group of seams to the reasons.
     """
 
     adapter: Adapter
@@ -172,10 +172,10 @@ def _last(seam: Seam) -> str:
 def _refuse_halves(
     rows: Iterable[Row], problems: dict[Group, list[str]], had: Callable[[str], str]
 ) -> None:
-    """Add a problem for each group that lost a module upstream, but still has other symbols.
+    """Add a problem for each group of seams that lost a module upstream but has other symbols.
 
-    No problem is added if a version never had an optional module, or if upstream removed all of a
-    group's symbols. If upstream removed only some of the symbols, the group would be half patched.
+    Otherwise the shim would patch only the rest of the group. No problem is added if no version had
+    the optional module, or if upstream removed all of the group's symbols.
     """
     stays = {row.group for row in rows if row.state == "pending" and not row.seam.refusal}
     for row in rows:

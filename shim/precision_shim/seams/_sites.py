@@ -192,7 +192,7 @@ class Sites:
 
 
 def locate(target: str) -> tuple[Any, str, Any]:
-    """Return a target's parent object, its name in this parent, and its raw value there."""
+    """Return a symbol's parent object, and the symbol's name and raw value in this parent."""
     module, _, attribute = target.partition(":")
     parent: Any = sys.modules[module]
     *path, name = attribute.split(".")

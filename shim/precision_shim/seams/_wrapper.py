@@ -68,8 +68,7 @@ class SeamWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
 
     def _definer(self, owner: Any) -> Any:
         # For ``Class.method(obj)``, wrapt treats ``obj`` as ``self`` only if ``obj`` is an instance
-        # of ``owner``. A wrapper's first access may be through a subclass, and a later access
-        # through another subclass.
+        # of ``owner``. Several subclasses may access one inherited wrapper.
         for kind in getattr(owner, "__mro__", ()):
             if any(value is self for value in vars(kind).values()):
                 return kind
