@@ -1,7 +1,7 @@
 """Decide whether a feature is in force for a framework; no other module decides this.
 
 In a worker, the shim has recorded which groups of seams it could not patch. The commands doctor,
-plan and checkpoint predict these groups of seams from source (``Foreseen``).
+plan and checkpoint predict from source which groups of seams cannot be patched.
 """
 
 from __future__ import annotations

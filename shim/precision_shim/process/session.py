@@ -1,6 +1,6 @@
 """``install()``, ``uninstall()`` and ``status()``, which share one session per process.
 
-Data flows in one direction: settings -> engine -> adapter -> rules -> decision -> status.
+Data flows in one direction: settings -> seam engine -> adapter -> rules -> decision -> status.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _lock = _forks.Lock()
 
 
 class _Session:
-    """The state of one ``install()``: settings, engine, and the adapters of imported frameworks."""
+    """State of one ``install()``: settings, seam engine, and adapters of imported frameworks."""
 
     def __init__(
         self, settings: Settings, known: Mapping[str, Framework], fault: SettingsError | None = None
@@ -325,7 +325,7 @@ def _why_off() -> str:
 
 
 def in_force(framework: str, feature: str, group: str) -> bool:
-    """Whether a framework's feature is on in this process and its group of seams is not refused."""
+    """Whether a framework's feature is on in this process and the group of seams is not refused."""
     session = _current
     return (
         session is not None
@@ -390,7 +390,7 @@ def _retire(session: _Session) -> None:
     _left_behind[:] = session.engine.remove()
     for variable, (before, ours) in session.exported.items():
         if os.environ.get(variable) != ours:
-            continue  # other code has set the variable since: leave it
+            continue  # other code has set the variable since
         if before is None:
             os.environ.pop(variable, None)
         else:

@@ -1,8 +1,8 @@
 """The table of all settings, each with its variable, default and parser.
 
 Arguments of ``install()`` override variables, variables override defaults, and ``PRECISION_SHIM=0``
-(the operator's kill switch) overrides everything. A setting's argument and variable have the same
-parser.
+(the operator's kill switch) overrides everything. The same parser reads a setting's argument and
+variable.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The engine that patches the seams of adapters as their target modules are imported.
 
 When the first target module of an adapter is imported, the engine checks all seams of the adapter
-against the source (``_plan``). In each group of a feature the engine patches either all seams
+against the source (``_plan``). In each group of seams the engine patches either all seams
 (``_sites``) or none. A seam whose module is not imported yet is patched when the module is
 imported. If an imported module differs from the checked source, the engine undoes all patches of
 the seam's group.
@@ -28,7 +28,7 @@ from ._sites import Layer, Sites, locate
 from ._source import Symbol
 
 _lock = Lock()
-"""The lock that all engines share; a process has only one engine at a time."""
+"""The lock of all seam engines; a process has only one seam engine at a time."""
 
 
 @dataclass
@@ -41,7 +41,8 @@ class _Known:
 class Engine:
     """Patches the seams of adapters, and undoes the patches.
 
-    Thread-safe. An engine raises no error within an import, but passes every error to ``on_fault``.
+    Thread-safe. A seam engine raises no error within an import, but passes every error to
+    ``on_fault``.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Engine:
         describe: Callable[[Adapter], str],
         missed: Missed = nothing_missed,
     ) -> None:
-        """Make an engine that has patched nothing yet.
+        """Make a seam engine that has patched nothing yet.
 
         Args:
             features: names of the features in force; seams of other features are not patched.
@@ -104,9 +105,9 @@ class Engine:
     def catch_up(self) -> None:
         """Wait for target modules that other threads are importing, and patch these modules.
 
-        The engine's watcher misses imports that began before the watcher was in place. The engine
-        does not wait for an import that never completes because of a fork. The caller must hold no
-        lock that a module's code may need.
+        ``Watcher`` misses imports that began before the ``Watcher`` was in place. ``catch_up`` does
+        not wait for an import that never completes because of a fork. The caller must hold no lock
+        that a module's code may need.
         """
         with _lock:
             slow = [
@@ -231,7 +232,7 @@ class Engine:
                     continue
                 try:
                     site = self._sites.at(target)
-                except Exception:  # this version has no such symbol
+                except Exception:  # this version lacks the symbol
                     continue
                 key = f"fault:{framework}"
                 if site.layer(key) is None:

@@ -15,12 +15,12 @@ from ._seam import Adapter, Seam, name_of
 from ._source import Symbol, look
 
 Group = tuple[str, str, str]
-"""Framework, feature and name of a group of seams. The engine patches all of them or none."""
+"""Framework, feature and name of a group of seams, of which the seam engine patches all or none."""
 
 
 @dataclass
 class Row:
-    """One seam of an adapter, and its state, which the engine updates.
+    """One seam of an adapter, and the seam's state, which the seam engine updates.
 
     Attributes:
         group: the seam's group, which is patched or refused as a whole.
@@ -55,7 +55,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """The actions that the engine would take for an adapter.
+    """The actions that the seam engine would take for an adapter.
 
     Attributes:
         adapter: the adapter.

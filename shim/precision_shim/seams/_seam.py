@@ -29,7 +29,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Takes = ParamSpec("Takes")
 
 REQUIRED = inspect.Parameter.empty
-"""In place of a default in ``Seam.reads``: the symbol must have this parameter."""
+"""Value in ``Seam.reads`` for parameters without a default; a symbol must have these parameters."""
 
 _MARK = "_precision_shim_seams"
 _CONDITION = re.compile(r"[\w.]+(:[\w.]+( mentions \w+)?)?")
@@ -76,8 +76,8 @@ class Seam(_Fields):
         relies_on: identifiers on which the wrapper relies; the source of the symbol (for a method:
             of its class) must contain them.
         aliases: copies of the symbol that other modules made by ``from ... import``, each as
-            ``"module:attribute"``. If these modules are imported before ``install()``,
-            ``install()`` replaces their copies.
+            ``"module:attribute"``. ``install()`` also replaces copies in modules that are already
+            imported.
         native: function that tests whether the installed framework has the feature itself.
         optional: whether a missing module makes the seam ``absent`` instead of ``refused``.
         refusal: why the feature is impossible at this symbol. With ``refusal``, the wrapper only
@@ -189,7 +189,7 @@ class Adapter:
             is the innermost wrapper.
         effects: functions that build an optimizer or a DDP, as ``"module:attribute"``. In strict
             mode, calls of the functions in ``effects`` raise the error of a refused seam or of a
-            broken adapter; imports raise no such error. The engine skips a function that the
+            broken adapter; imports do not raise this error. The engine skips a function that the
             installed version lacks.
         paths: maps a group to what users call the part of the framework that the group patches,
             such as ``{"fsdp": "FSDP engine"}``. A group that is not in ``paths`` is shown under its

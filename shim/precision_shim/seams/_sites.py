@@ -19,7 +19,7 @@ class Layer:
     """A wrapper of a symbol; the wrapper does nothing unless a group of seams needs it.
 
     Attributes:
-        key: identifies this wrapper among the symbol's wrappers; several features may share one.
+        key: identifies the wrapper among a symbol's wrappers; features may share a wrapper.
         function: the wrapper in wrapt's form; with ``replaces``, makes the symbol's replacement.
         owner: marks the wrapped symbol as ours and names the adapter.
         groups: the groups of seams that need the wrapper.
@@ -64,7 +64,7 @@ class Site:
     aliases: set[str] = field(default_factory=set)
 
     def holds(self) -> bool:
-        """Whether the symbol still has the value that the engine assigned to it."""
+        """Whether the symbol still has the value that the shim assigned to it."""
         return vars(self.parent).get(self.name) is self.top
 
     def layer(self, key: object) -> Layer | None:

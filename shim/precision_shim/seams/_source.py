@@ -1,4 +1,4 @@
-"""Describe a symbol from its source file, without importing its module or that module's parents.
+"""Describe a symbol from its source file, without importing the module or the module's parents.
 
 ``look`` reads the installed packages; inside ``with looking_at(...)`` it reads another ``Source``.
 """
