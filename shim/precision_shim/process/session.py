@@ -240,11 +240,11 @@ def start(*, export: bool = False) -> None:
 def uninstall() -> None:
     """Remove every patch and restore each patched namespace.
 
-    Objects already built (optimizers, scalers) keep the precision they were built with. Save a
-    checkpoint before ``uninstall()``, because later checkpoints are written without the shim.
-    Variables that ``install()`` exported are set to their earlier values, and the audit and
-    ``watch_updates()`` stop. If another tool has wrapped one of our wrappers, our wrapper stays but
-    only calls the original, and a warning names the symbol.
+    Optimizers and scalers that are already built keep their precision. Save a checkpoint before
+    ``uninstall()``, because later checkpoints are written without the shim. Variables that
+    ``install()`` exported are set to their earlier values, and the audit and ``watch_updates()``
+    stop. If another tool has wrapped one of our wrappers, our wrapper stays but only calls the
+    original, and a warning names the symbol.
     """
     global _current, _bad_start
     with _lock:

@@ -3,7 +3,7 @@
 The seam engine contains nothing specific to precision or to a framework. An adapter marks its
 functions with the decorator ``seam``, which ``_seam`` defines. A marked function receives a
 ``Call``, defined in ``_call``, and the symbol's arguments. ``_source`` describes a symbol from
-source code, without an import; ``_plan`` decides by such descriptions which symbols to patch.
+source code, without an import; ``_plan`` decides by these descriptions which symbols to patch.
 ``_wrapper`` defines the object that replaces a wrapped symbol; ``_sites`` stores the patched
 symbols and undoes the patches. ``_engine`` combines all other modules of this package.
 ``precision_shim.upstream`` reports the changes in a framework's release.

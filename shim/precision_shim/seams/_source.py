@@ -175,7 +175,8 @@ class Definition(NamedTuple):
 
 
 def definition(target: str) -> Definition | None:
-    """Return the definition of the symbol that ``look`` finds; ``None`` if there is none."""
+    """Return the definition of the symbol that ``look`` finds; ``None`` if ``look`` finds no
+    symbol."""
     if not look(target).found:
         return None
     module, _, attribute = target.partition(":")
@@ -259,7 +260,7 @@ def _defaults(scope: ast.AST) -> Iterator[tuple[str, Any]]:
 
 
 def _member(scope: ast.AST, name: str) -> ast.AST | None:
-    # At run time the last definition of a name is in effect. Search inside if, try and with, too.
+    # At run time the last definition of a name is in effect, which may be inside if, try or with.
     member: ast.AST | None = None
     pending = list(getattr(scope, "body", ()))
     while pending:
