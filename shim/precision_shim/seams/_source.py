@@ -175,8 +175,7 @@ class Definition(NamedTuple):
 
 
 def definition(target: str) -> Definition | None:
-    """Return the definition of the symbol that ``look`` finds; ``None`` if ``look`` finds no
-    symbol."""
+    """Return the definition of a symbol; ``None`` if ``look`` does not find the symbol."""
     if not look(target).found:
         return None
     module, _, attribute = target.partition(":")
