@@ -80,7 +80,7 @@ def _engine_dtype(ask: Sent, engine: Held) -> Iterator[Contradiction]:
 
 
 def _head_dtype(one: Sent, engine: Held) -> Iterator[Contradiction]:
-    """Yield a contradiction if only the trainer or only the engine has an LM head in fp32."""
+    """Yield a contradiction if only the trainer or only the engine runs its LM head in fp32."""
     if one.head and engine.head and engine.head != one.head:
         yield Contradiction(
             "head-dtype",

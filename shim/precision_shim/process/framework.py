@@ -34,7 +34,7 @@ class Checkpoints(_Record):
             these files is exact.
         fields: fields of the framework's own config that a resume may depend on, each with its
             allowed values; the first value is the default.
-        fields_are: the name of the config that has ``fields``, for messages about ``--config``.
+        fields_are: description of ``fields`` for the help of ``--config``; may be empty.
     """
 
     steps: str

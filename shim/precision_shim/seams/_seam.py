@@ -203,8 +203,8 @@ class Adapter:
         checkpoints: the names of the framework's checkpoints, and the functions that predict if a
             resume is exact, for ``precision-shim checkpoint``.
         audit_readers: maps the top-level package of an optimizer's class to the
-            ``"module:function"`` that reads the package's optimizers for the audit. An optimizer of
-            a package that is not in ``audit_readers`` is read like torch's own.
+            ``"module:function"`` that reads the package's optimizers for the audit. The shim itself
+            reads subclasses of ``torch.optim.Optimizer``.
         checkpoint_readers: maps a kind of checkpoint files to the ``"module:function"`` that
             assigns their tensors to components.
     """
