@@ -10,11 +10,11 @@ from .halves import BASE, ROLLOUT, Held, Sent, Weights
 from .layers import MATRICES, holds_a_word_of, is_named, joined, kind_of
 
 OWN_AT_MOST, SENT_AT_LEAST = 0.98, 0.999
-"""Thresholds for the share of weights that bf16 represents exactly. The audit reports a rounding to
-bf16 if the share is below ``OWN_AT_MOST`` before sending and above ``SENT_AT_LEAST`` afterwards."""
+"""The audit reports a rounding to bf16 if bf16 represents less than ``OWN_AT_MOST`` of the weights
+exactly before sending, and more than ``SENT_AT_LEAST`` of the weights afterwards."""
 
 LEAST_SAMPLE = 256
-"""Minimum number of sampled elements from which the audit computes a share."""
+"""Minimum number of sampled elements with which the audit can detect a rounding to bf16."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Contradiction:
 
     Attributes:
         code: kind of contradiction, such as ``"bf16-wire"``; docs/audit.md lists all codes.
-        who: rank of the trainer's process, or name of the engine, that has the contradiction.
+        who: rank of the trainer's process or name of the engine with the contradiction.
         message: text with the expectation, the finding and a remedy.
     """
 
@@ -49,7 +49,7 @@ def contradictions(sent: Sequence[Sent], held: Sequence[Held]) -> Iterator[Contr
         for engine in rollouts:
             yield from _received(record, engine)
             yield from _sent_in_8_bits(record, engine)
-    for engine in held:  # both checks need no trainer, so they run for engines of any model
+    for engine in held:  # including engines of models other than the trained policy
         yield from _held_dtype(engine)
         yield from _left_out(engine)
 
@@ -80,7 +80,7 @@ def _engine_dtype(ask: Sent, engine: Held) -> Iterator[Contradiction]:
 
 
 def _head_dtype(one: Sent, engine: Held) -> Iterator[Contradiction]:
-    """Yield a contradiction if only one side computes its LM head in fp32."""
+    """Yield a contradiction if only the trainer or only the engine runs its LM head in fp32."""
     if one.head and engine.head and engine.head != one.head:
         yield Contradiction(
             "head-dtype",

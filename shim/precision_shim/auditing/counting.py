@@ -43,7 +43,7 @@ class Counter:
         Args:
             tensors: tensors whose elements and storages are counted.
             more: further tensors; only their storages are counted, padding included.
-            padding: number of elements of a tensor that are padding, by the tensor's ``id``.
+            padding: maps a tensor's ``id`` to the number of the tensor's elements that are padding.
         """
         found = Measured()
         for tensor in unique(tensors):
@@ -107,8 +107,8 @@ def measure(readings: Sequence[Reading]) -> tuple[list[dict[str, Measured]], int
     """
     counter = Counter()
     found: list[dict[str, Measured]] = [{} for _ in readings]
-    # The outer loop is over components, so that a storage that two components share counts for the
-    # first.
+    # The outer loop is over components: a storage that two components share counts for the first
+    # component.
     for component in COMPONENTS:
         counter.next_component()
         for reading, counts in zip(readings, found, strict=True):
@@ -181,5 +181,5 @@ def is_sharded(reading: Reading, name: str) -> bool:
 
 
 def _is_of_shard(tensor: torch.Tensor, state: Owned) -> bool:
-    """Whether a state has a value for each of the parameter's elements, such as a momentum."""
+    """Whether a state, such as a momentum, has a value for each element of the parameter."""
     return tensor.dim() > 0 and local(tensor).numel() == local(state.stepped).numel()

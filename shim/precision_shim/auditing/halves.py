@@ -21,8 +21,8 @@ BASE, ADAPTERS = "weights", "adapters"
 """The two groups of tensors: LoRA's adapters, and all other weights."""
 
 ROLLOUT = "rollout"
-"""The audit's subject for engines that generate with the trained policy. Engines of other models
-have another subject."""
+"""The audit's subject for engines that generate with the trained policy. For an engine of another
+model, such as a teacher, the subject is that model's name."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Weights:
     def of(cls, values: Mapping[str, Any]) -> Weights:
         """Make a ``Weights`` from the result of ``dataclasses.asdict``."""
         exact = None if values["exact"] is None else float(values["exact"])
-        if exact is not None and not 0 <= exact <= 1:  # NaN is not, either
+        if exact is not None and not 0 <= exact <= 1:  # also refuses NaN
             raise ValueError(f"exact is {exact}, expected a share from 0 to 1")
         return cls(
             {str(name): int(count) for name, count in values["dtypes"].items()},
@@ -74,7 +74,7 @@ class Sent:
         quantised: names of the layers that were sent in 8 bits.
         not_asked: why the framework's engines cannot report their weights; empty if they can.
         head: empty, or ``"fp32"`` if the shim made the trainer compute its LM head in fp32.
-        computes: ``"fp16"`` or ``"bf16"`` if the trainer is known to compute in it; else empty.
+        computes: the trainer's compute dtype, ``"fp16"`` or ``"bf16"``; empty if it is not known.
     """
 
     framework: str

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _audits: dict[int, Audit] = {}
 _owners: dict[int, weakref.ref[Any]] = {}
-"""Weak references to the audited optimizers, or to the models of frozen placeholders."""
+"""Weak reference to each audited optimizer, or to a frozen model that has no optimizer."""
 
 _not_written: dict[int, str] = {}
 _undo: list[Callable[[], object]] = []
@@ -42,7 +42,7 @@ def put(of: int, audit: Audit) -> None:
 
 
 def belongs(of: int, owner: weakref.ref[Any]) -> None:
-    """Record whose audit a number stands for; the audit ends with its owner."""
+    """Delete the audit with this number when its optimizer or frozen model is garbage-collected."""
     _owners[of] = owner
 
 
@@ -82,10 +82,7 @@ def at_clear(undo: Callable[[], object]) -> None:
 
 
 def audits() -> list[Audit]:
-    """Return the latest audit of each optimizer that was not garbage-collected, the oldest first.
-
-    Forgets the audits of all other optimizers.
-    """
+    """Return the latest audit of each optimizer that still exists, the oldest first."""
     for number, owner in list(_owners.items()):
         if owner() is None:
             _owners.pop(number, None)

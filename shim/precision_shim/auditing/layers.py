@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 HEAD_MARK = "precision_shim_computes"
-"""Attribute of an LM head that the shim changed: canonical name of the dtype it computes in."""
+"""Attribute that the shim adds to a changed LM head: canonical name of the head's compute dtype."""
 
 MATRICES = ("attention", "mlp", "experts", "embedding", "head")
 """Kinds of layers whose weights an engine either quantises or keeps in its compute dtype."""
@@ -60,8 +60,8 @@ def is_named(layer: str, ignored: Sequence[str]) -> bool:
 
     Args:
         layer: the layer's name.
-        ignored: the list's entries. An entry is a name, a dot-separated component of a name, a
-            pattern with ``*``, or a regular expression that begins with ``re:``.
+        ignored: the entries of the ignore list. An entry is a name, a dot-separated component of a
+            name, a pattern with ``*``, or a regular expression that begins with ``re:``.
     """
     return any(_names(entry, name) for entry in ignored for name in _spellings(layer))
 
@@ -80,7 +80,7 @@ def _names(entry: str, name: str) -> bool:
 
 
 def holds_a_word_of(layer: str, ignored: Sequence[str]) -> str:
-    """Return the first list entry that is a substring of a layer's name; empty if none is."""
+    """Return the first entry of an ignore list that is a substring of a layer's name, or ``""``."""
     for entry in ignored:
         if not entry.startswith("re:") and any(entry in name for name in _spellings(layer)):
             return entry

@@ -40,7 +40,7 @@ def audit(
         scaler: the loss scaler of torch optimizers; a Megatron optimizer has its own loss scaler.
         expected: dtype names by component, such as ``dict(exp_avg="bf16")``; each name overrides
             the dtype in the optimizer's config.
-        group: a process group whose ranks are compared; all its ranks must call ``audit``.
+        group: a process group whose ranks are compared; all ranks of the group must call ``audit``.
 
     Returns:
         The audit of this rank.

@@ -83,7 +83,7 @@ class Pair:
 
 
 def _by_name(records: Iterable[tuple[int | str, str, str]]) -> dict[int | str, str]:
-    """Map ranks and engine names to records' texts; put the model's name before repeated names."""
+    """Map each rank or engine to its record's text; a model's name distinguishes equal names."""
     every = list(records)
     times = Counter(name for name, _, _ in every)
     return {

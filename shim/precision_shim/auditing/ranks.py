@@ -61,7 +61,7 @@ class Comparison:
         differ: for each rank outside the majority, maps each differing key to the majority's value
             and the rank's value.
         missing: ranks without an audit.
-        problems: the ranks with each problem, by the problem's text.
+        problems: maps a problem's text to the ranks that have the problem.
         before_step: ranks whose audit was made before the first step.
         without_some: ranks whose audit, made after the first step, lacks some parameters' states.
     """
@@ -127,8 +127,8 @@ def compare(audits: Iterable[tuple[str, Audit]]) -> list[Comparison]:
             part,
             found,
             worlds[whose],
-            # A rank with an audit of another optimizer of the model is not missing: its
-            # pipeline stage may have no layers for this optimizer.
+            # A pipeline stage may have no layers for one of the model's optimizers: a rank is
+            # missing only if it has no audit of any optimizer.
             tuple(sorted(set(range(worlds[whose])) - present[whose])),
         )
         for (whose, part), found in sorted(groups.items())

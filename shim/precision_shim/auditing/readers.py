@@ -38,7 +38,7 @@ def read_optimizers(
     """
     chunks = _chunks(model)
     optimizers = unique(_each(optimizer))
-    if scaler is not None and not hasattr(scaler, "__dict__"):  # such as a bare number
+    if scaler is not None and not hasattr(scaler, "__dict__"):  # a number is no scaler
         raise AuditError(
             f"audit(scaler=...): {_kind(scaler)} is no loss scaler; allowed: an object such as "
             "torch.amp.GradScaler(), or None."
@@ -124,7 +124,7 @@ def _kind(thing: Any) -> str:
 def _give_the_rest(
     chunks: Sequence[torch.nn.Module], readings: Sequence[Reading], whole: bool
 ) -> None:
-    """Add to the first ``Reading`` the model's parameters and tensors that no ``Reading`` contains.
+    """Add the rest of the model's parameters and tensors to the first ``Reading``.
 
     If ``whole`` is false, no trainable parameters are added: another optimizer may train them.
     """

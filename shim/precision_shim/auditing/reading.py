@@ -40,8 +40,8 @@ class Wanted:
         exp_avg_sq: dtype of the second moment.
         remedies: maps a problem's code to the remedy that its message ends with. Placeholders in a
             remedy are ``{wanted}`` (expected dtype), ``{source}``, ``{component}`` (the moment),
-            ``{optimizer}`` (its class) and ``{params}`` (dtypes of parameters without masters). A
-            key such as ``"main-grads-dtype fp32"`` (code, expected dtype) overrides the code alone.
+            ``{optimizer}`` (its class) and ``{params}`` (dtypes of parameters without masters). The
+            remedy for one expected dtype has a key such as ``"main-grads-dtype fp32"``.
     """
 
     source: str
@@ -66,7 +66,7 @@ class Owned:
     Attributes:
         dtype: dtype of the parameter in the model.
         stepped: the tensor that the optimizer updates: the parameter's shard or master.
-        masters: a master copy, or its 16 low bits (a remainder), which a bf16 parameter lacks.
+        masters: the master copy, or only its 16 low bits if a bf16 parameter has the high bits.
         exp_avg: first moment.
         exp_avg_sq: second moment.
         other: state tensors other than masters and moments.
@@ -109,11 +109,11 @@ class Foretold:
     """The dtypes that an optimizer declares for states that its first step will create.
 
     Attributes:
-        exp_avg: function from the tensor that the optimizer updates to the dtype of its first
-            moment; ``None`` if the optimizer declares no dtype.
+        exp_avg: function that returns the dtype of the first moment, given the tensor that the
+            optimizer updates; ``None`` if the optimizer declares no dtype.
         exp_avg_sq: like ``exp_avg``, for the second moment.
-        master: function from a parameter's dtype to the dtype of its master; ``None`` if the
-            optimizer makes no masters.
+        master: function that returns the dtype of a master, given the parameter's dtype; ``None``
+            if the optimizer makes no masters.
     """
 
     exp_avg: Callable[[torch.Tensor], torch.dtype | None] | None = None
@@ -214,7 +214,7 @@ class Reading:
         return type(self.scaler).__name__
 
     def later(self, component: str) -> set[torch.dtype]:
-        """Return the dtypes of a component's missing states, which the first step will create."""
+        """Return the dtypes of a component's states that a later step will create."""
         waiting = [state for state in self.owned if not state.has_state]
         if len(waiting) < len(self.owned):  # after a step: FSDP1 makes no gradient for empty shards
             waiting = [state for state in waiting if local(state.stepped).numel()]

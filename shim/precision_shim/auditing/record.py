@@ -22,7 +22,7 @@ COMPONENTS = (
 first of these kinds."""
 
 OF_MODEL = ("params", "frozen", "grad_buckets")
-"""Components of the model. All other components are sharded like the optimizer states."""
+"""Components of the model, whose bytes are divided by the number of all trained parameters."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -34,7 +34,7 @@ _MOST_RANKS = 1 << 20
 lists each rank without a file."""
 
 SOME = "without the states of parameters that had no gradient"
-"""What an audit after the first step says if it is not complete."""
+"""Text for an audit that was made after the first step and lacks some states."""
 
 _TITLES = ("component", "dtypes", "B/param", "bytes", "allocated", "held", "on", "state")
 _INDENT = "  "
@@ -102,7 +102,7 @@ class Finding:
 
     Attributes:
         code: kind of finding, such as ``"main-grads-dtype"``; docs/audit.md lists all codes.
-        part: name of the part, or ``None`` if the finding concerns all parts.
+        part: name of the ``AuditPart``, or ``None`` if the finding concerns all parts of the audit.
         component: name of the component, or ``None``.
         expected: the expected value, such as ``"fp32"``.
         found: the value found.

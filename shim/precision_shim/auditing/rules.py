@@ -68,7 +68,7 @@ def problems(
     for component, dtype in expected.items():
         held = part.components[component]
         if held.state == "later" and not held.dtypes:
-            continue  # unknown before the first step
+            continue  # the dtypes are unknown before the first step
         if held.dtypes != (dtype,) and (held.dtypes or reading.owned):
             found = "+".join(held.dtypes) or NOTHING
             yield tell("unexpected-dtype", component, dtype, found, "as audit(expected=...) has it")

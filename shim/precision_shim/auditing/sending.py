@@ -1,9 +1,9 @@
 """Audit the weights sent to the rollout: their dtypes, and the share that bf16 represents exactly.
 
-An adapter wraps the framework's stream of weights in ``observe``. The audit changes neither
-the tensors in the stream nor their order or timing. At the weight syncs in ``AT``,
-sampled elements are compared on the device with their rounding to bf16. After an audited sync the
-host reads two numbers for each group of tensors. The audit of sent weights adds no collective.
+An adapter wraps the framework's stream of weights in ``observe``. The audit changes neither the
+tensors in the stream nor their order or timing. At the weight syncs in ``AT``, the device compares
+sampled elements with the same elements rounded to bf16. After an audited sync the host reads two
+numbers for each group of tensors. The audit of sent weights adds no collective.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ def observe(
     then: torch.dtype | None = None,
     pairs: Callable[[T], Named] | None = None,
 ) -> Iterable[T]:
-    """Return a stream with the same weights, and audit the weights at the weight syncs in ``AT``.
+    """Return a stream of the unchanged ``items``, and audit their weights at the syncs in ``AT``.
 
-    Without ``PRECISION_SHIM_AUDIT_DIR``, or at syncs not in ``AT``, return ``items`` itself.
+    If ``PRECISION_SHIM_AUDIT_DIR`` is unset or ``AT`` lacks the sync, the result is ``items``.
 
     Args:
         items: the stream.
@@ -286,7 +286,7 @@ def job() -> str:
             return ""
         context = ray.get_runtime_context()
         return f"{context.get_job_id()} of {context.gcs_address}"
-    except Exception:  # a Ray of another version
+    except Exception:  # a version of Ray without these functions
         return ""
 
 

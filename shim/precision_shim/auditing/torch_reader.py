@@ -85,7 +85,7 @@ def read_inner(reading: Reading, optimizer: torch.optim.Optimizer) -> None:
     ]
     # torchao's optimizers
     reading.rounds_up_and_down = bool(vars(optimizer).get("bf16_stochastic_round"))
-    # Add tensors in the optimizer's attributes (an overflow flag) and its groups (a tensor lr).
+    # An optimizer's attributes (an overflow flag) and parameter groups (an lr) may be tensors.
     reading.other += tensors_of(optimizer)
     reading.other += [
         value for group in groups for value in group.values() if isinstance(value, torch.Tensor)
@@ -131,7 +131,7 @@ def _divides(placement: Any) -> bool:
 
 
 def _shards(parameter: Any) -> int:
-    """Return the number of a DTensor's shards over all mesh dimensions but model-parallel ones."""
+    """Return the number of a DTensor's shards, not counting model-parallel mesh dimensions."""
     mesh = parameter.device_mesh
     names = mesh.mesh_dim_names or (None,) * mesh.ndim
     return math.prod(
@@ -189,8 +189,8 @@ def _flat_shards(chunks: Sequence[torch.nn.Module]) -> dict[int, tuple[int, int]
 def _flat_padding(chunks: Sequence[torch.nn.Module]) -> dict[int, int]:
     """Map the ``id`` of each flat parameter of FSDP1 to its padding on this rank, in elements.
 
-    FSDP1 pads for alignment and for equal shards. The names are private to torch: see
-    ``_flat_shards``.
+    FSDP1 pads for alignment and for equal shards. The padding has only private names in torch: if
+    torch changes these names, the result is empty.
     """
     found: dict[int, int] = {}
     for module in (module for chunk in chunks for module in chunk.modules()):

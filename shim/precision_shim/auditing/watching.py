@@ -125,7 +125,7 @@ class _Watcher:
         self._said_figures = False
 
     def keep_while(self, stepped: torch.optim.Optimizer | None) -> None:
-        """Keep the audit for ``status()`` while an optimizer exists, or else a frozen model."""
+        """Keep the audit until the optimizer (or the frozen model) is garbage-collected."""
         owner = self._model[:1] if stepped is None else [weakref.ref(stepped)]
         for ref in owner:
             kept.belongs(self._number, ref)

@@ -4,8 +4,8 @@ Each sub-command is a module of this package. The module's function ``register(c
 parser and sets ``command``, a function from the parsed arguments to the exit status. Only a
 running command imports torch, frameworks or matplotlib.
 
-``demo`` runs only from a clone, and needs the packages of an optional extra. All other commands
-need only the packages of the base install.
+``demo`` runs only from a clone, and needs the packages of an optional extra. Every command except
+``demo`` needs only the packages of the base install.
 """
 
 from __future__ import annotations
@@ -141,9 +141,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _open_closed_streams() -> None:
-    """Discard a command's output if the caller, such as a daemon, closed the output streams.
+    """Discard the output if the command was started with closed streams, as by a daemon.
 
-    The job that ``run`` starts still inherits the closed streams.
+    With ``run``, the job inherits the closed streams.
     """
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115

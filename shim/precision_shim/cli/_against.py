@@ -212,7 +212,7 @@ def report(path: Path, framework: str | None = None) -> list[Report]:
     packages = [package for entry in asked for package in entry.packages]
     tree = open_tree(path, (*packages, *_registry.shared()))
     held = [entry for entry in asked if any(tree.has(name) for name in entry.packages)]
-    if not held:  # no framework in ``path``: check ``framework``, or else all installed frameworks
+    if not held:  # ``path`` has only a backend: check ``framework``, or all installed frameworks
         held = [
             entry
             for entry in asked
@@ -237,7 +237,7 @@ def _judge(entry: Framework, tree: Tree) -> Report:
     # Load the adapter within looking_at(), because an adapter may read source while it is loaded.
     with looking_at(source):
         there, problems = foresee(entry, settings, versions)
-        if there.version is None:  # ``path`` contains a backend, but no framework
+        if there.version is None:  # ``path`` has only a backend, such as Megatron-core
             problems = []
         adapter = entry.load()
         owned = {
@@ -305,7 +305,7 @@ def _sight(target: str) -> _Sight:
 def _change(
     distribution: str, target: str, basis: str, old: _Sight, new: _Sight
 ) -> SymbolChange | None:
-    """Compare ``new`` with the old symbol's digest, ``basis``; ``None`` if neither exists."""
+    """Compare ``new`` with the old symbol's digest, ``basis``; ``None`` if both are missing."""
     if new.found is None:
         return SymbolChange(target, "gone", []) if basis else None
     there = digest_of(new.found.node)
@@ -344,7 +344,7 @@ def _package(distribution: str, entry: Framework) -> str:
 
 def _because(seams: Iterable[SeamStatus], feature: str, path: str) -> str:
     seams_there = [seam for seam in seams if (seam.feature, seam.path) == (feature, path)]
-    # Prefer refused seams' reasons: a seam that the framework makes unnecessary has a reason, too.
+    # Prefer refused seams, because seams in the state ``native`` or ``absent`` have reasons, too.
     refused = [there for there in seams_there if there.state == "refused"]
     reasons = [there.reason for there in refused or seams_there]
     own = [reason for reason in reasons if reason and not reason.startswith("refused whole")]

@@ -10,7 +10,7 @@ import sys
 __all__ = ["READER_GONE", "show", "write"]
 
 READER_GONE = 141
-"""Exit status if the reader of the output has ended, such as ``head``; in shells, SIGPIPE."""
+"""Exit status, as of SIGPIPE in a shell, if the program that reads the output has ended."""
 
 _STYLES = {
     r"^[^\s:].*$": "bold",
@@ -48,7 +48,7 @@ def write(text: str) -> None:
     """Print a text to the standard output; if printing fails, end without a traceback.
 
     Raises:
-        SystemExit: the reader of the output has ended, or the output cannot be written.
+        SystemExit: the program that reads the output has ended, or the output cannot be written.
     """
     try:
         print(_printable(text), flush=True)

@@ -128,7 +128,7 @@ def _without_run(words: list[str]) -> list[str]:
     given = build_parser(["run"]).parse_args(options)
     command = given.job[1:] if given.job[:1] == ["--"] else given.job
     named = dict(word.split("=", 1) for word in front if word.startswith(f"{_settings.PREFIX}="))
-    if _settings.switch({**os.environ, **named}) == "off":  # then ``run`` sets nothing
+    if _settings.switch({**os.environ, **named}) == "off":  # off, so ``run`` sets no variables
         return [*front, *command]
     ours = _run.variables(
         features=given.features,

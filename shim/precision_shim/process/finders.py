@@ -58,7 +58,7 @@ class Watcher:
     def find_spec(
         self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
-        """Let the other finders find the module, and wrap its loader so that the callback runs."""
+        """Search all finders except this one; make the module's loader run the callback."""
         if name not in self._names:
             return None
         spec = self.find_elsewhere(name, path, target)
@@ -74,7 +74,7 @@ class Watcher:
     def find_elsewhere(
         self, name: str, path: "Sequence[str] | None", target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
-        """Return the other finders' spec; ``None`` in a nested search for the same name."""
+        """Search all finders except this; return ``None`` in a nested search for the same name."""
         busy: set[str] = self._busy.__dict__.setdefault("names", set())
         if name in busy:
             return None
@@ -135,8 +135,8 @@ class _Before(_Calling):
             watcher.callback(name)
             module = sys.modules.get(name)
             if module is not None:
-                # The callback has imported the module. importlib has already searched sys.modules,
-                # and would run the code in a second module: return the first module.
+                # The callback has imported the module. Return this module, because importlib does
+                # not search sys.modules again and would run the module's code a second time.
                 self._there = module, module.__spec__
                 return module
             # Search again: importlib would skip finders that the callback inserted at the front.

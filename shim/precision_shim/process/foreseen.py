@@ -37,7 +37,7 @@ class Foreseen:
         return refused is None or (feature, group) in refused
 
     def _read_refused(self, framework: str) -> frozenset[tuple[str, str]] | None:
-        """Return the refused groups; ``None`` (all groups) if the adapter cannot be loaded."""
+        """Return the refused groups of seams; ``None`` (all) if the adapter cannot be loaded."""
         try:
             adapter = entries()[framework].load()
         except SeamError:

@@ -1,11 +1,10 @@
 """Locks that stay usable after a fork: the forking thread acquires them before it forks.
 
-``logging`` does the same. A forked child has only one thread: the work of the parent's other
-threads stays incomplete, and their locks stay locked. A fork therefore waits at most ``PATIENCE``
-seconds until no other thread holds one of the shim's locks. A fork's wait is limited because
-another thread may itself wait for an import in the forking thread. If any thread still holds a lock
-of the shim at the fork, ``interrupted`` makes the child undo incomplete patching. The child gets
-new locks.
+A forked child has only one thread: the work of the parent's other threads stays incomplete, and
+their locks stay locked. A fork therefore waits at most ``PATIENCE`` seconds until no other thread
+holds one of the shim's locks. A fork's wait is limited to prevent a deadlock: a thread with a lock
+may wait for an import in the forking thread. If any thread still holds a lock of the shim at the
+fork, ``interrupted`` makes the child undo incomplete patching. The child gets new locks.
 """
 
 import _frozen_importlib
@@ -36,7 +35,7 @@ class Lock:
         """
         self._patching = patching
         self.patched: tuple[ModuleSpec | None, int] = None, 0
-        """Spec of the module last patched during its import, and id of the importing thread."""
+        """Spec of the last module that the import hook patched, and id of the importing thread."""
         if patching:
             # At a fork, the handler that was registered last runs first. Import logging first,
             # because an import under our lock may need logging's lock. If a fork held logging's
@@ -92,7 +91,7 @@ class Lock:
 
 
 def is_cut_off(module: str) -> bool:
-    """Whether an import never completes because its thread exists only in the parent process.
+    """Whether a module's import never completes because its thread exists only in the parent.
 
     Args:
         module: the module's name.

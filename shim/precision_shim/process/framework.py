@@ -34,7 +34,7 @@ class Checkpoints(_Record):
             these files is exact.
         fields: fields of the framework's own config that a resume may depend on, each with its
             allowed values; the first value is the default.
-        fields_are: what users call the config with ``fields``, in messages about ``--config``.
+        fields_are: description of ``fields`` for the help of ``--config``; may be empty.
     """
 
     steps: str
@@ -194,8 +194,8 @@ class Config(_Record):
         name: what users call this config.
         place: the function whose parameters are the config's fields, as
             ``"module:Class.__init__"``.
-        fields: fields that a resume may depend on, and the only fields that the shim accepts if the
-            backend is not installed.
+        fields: fields that a resume may depend on. If the backend is not installed, the shim
+            accepts only these fields.
         beside: fields of other configs that a resume also depends on.
         numbers: the fields whose values are numbers.
         remedies: field values that may make a resume exact, in the order in which to try them.
@@ -234,9 +234,8 @@ class Backend(_Record):
     Attributes:
         config: the config of the backend's optimizer.
         limits: the ``"module:function"`` that returns the text that ``precision-shim doctor``
-            prints about the installed TransformerEngine. The function's arguments are a framework's
-            name and seams, TransformerEngine's version, and the reason why TransformerEngine cannot
-            be imported.
+            prints about the installed TransformerEngine, given a framework's name and seams,
+            TransformerEngine's version, and the reason why TransformerEngine cannot be imported.
         shared: the backend's packages that contain seams, each with its distribution's name.
         audit_readers, checkpoint_readers: see ``seams.Adapter``.
     """

@@ -1,7 +1,7 @@
 """Decide whether a feature is in force for a framework; no other module decides this.
 
-In a worker, the seam engine has recorded the refused groups of seams. The commands doctor, plan and
-checkpoint predict from source which groups the engine would refuse (``Foreseen``).
+In a worker, the shim has recorded which groups of seams it could not patch. The commands doctor,
+plan and checkpoint predict from source which groups of seams cannot be patched.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def asked_for(settings: Settings, framework: str) -> bool:
 
 
 def offered(known: Mapping[str, Framework], settings: Settings | None) -> dict[str, Framework]:
-    """Return the frameworks to report: those without ``by_name``, or named by ``settings``."""
+    """Return the frameworks to report; a ``by_name`` framework only if ``settings`` names it."""
     return {
         name: entry
         for name, entry in known.items()
@@ -56,9 +56,9 @@ def in_force(
 
 
 def refused_groups(seams: Iterable[SeamStatus]) -> frozenset[tuple[str, str]]:
-    """Return the pairs of feature and group in which a seam cannot be patched.
+    """Return the pairs of a feature and a group of seams in which a seam cannot be patched.
 
-    A seam with ``refusal`` does not count: its wrapper only reports that a feature is impossible.
+    A seam with ``refusal`` is left out, because it only reports that a feature is impossible.
     """
     return frozenset(
         (seam.feature, seam.group) for seam in seams if seam.state == "refused" and not seam.refusal

@@ -18,7 +18,7 @@ def meant(name: str, known: "Collection[str]") -> str:
         name: the unknown name.
         known: the known names.
     """
-    from difflib import get_close_matches  # late: start-up imports this module
+    from difflib import get_close_matches  # imported here, because start-up must be fast
 
     near = get_close_matches(name, known, n=1)
     return f"did you mean {near[0]}?" if near else ""

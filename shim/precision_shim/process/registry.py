@@ -1,10 +1,10 @@
 """The known adapters: our own from a table, third parties' from entry points.
 
 An entry point of the group ``precision_shim.adapters`` has the framework's name and refers to a
-``seams.Adapter`` object. The table of our adapters is ``precision_shim_adapters.frameworks``, which
-no other module of the core imports. In a worker the shim imports an adapter only when one of the
-framework's packages is imported. ``records()`` imports third parties' adapters immediately.
-Start-up calls ``packages()``, so this module imports nothing slow at its top.
+``seams.Adapter`` object. The table of our adapters is ``precision_shim_adapters.frameworks``; in
+``precision_shim`` only this module imports the table. In a worker the shim imports an adapter only
+when one of the framework's packages is imported. ``records()`` imports third parties' adapters
+immediately. Start-up calls ``packages()``, so this module imports nothing slow at its top.
 """
 
 from .framework import Backend, Checkpoints, Framework
@@ -115,7 +115,7 @@ def shared() -> "dict[str, str]":
 
 
 def audit_readers(*, third_party: bool = True) -> "dict[str, str]":
-    """Map each package of optimizer classes to the ``"module:function"`` that reads optimizers."""
+    """Map each package of optimizers to the ``"module:function"`` that reads these optimizers."""
     theirs = records().values() if third_party else ()
     told = [
         *(adapter.audit_readers for adapter in theirs),

@@ -1,6 +1,6 @@
 """``install()``, ``uninstall()`` and ``status()``, which share one session per process.
 
-Data flows in one direction: settings -> engine -> adapter -> rules -> decision -> status.
+Data flows in one direction: settings -> seam engine -> adapter -> rules -> decision -> status.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _lock = _forks.Lock()
 
 
 class _Session:
-    """The state of one ``install()``: settings, engine, and the adapters of imported frameworks."""
+    """State of one ``install()``: settings, seam engine, and adapters of imported frameworks."""
 
     def __init__(
         self, settings: Settings, known: Mapping[str, Framework], fault: SettingsError | None = None
@@ -37,11 +37,11 @@ class _Session:
         self.settings = settings
         self.known = known
         self.fault = fault
-        """The error of a strict start with bad settings; raised when a feature takes effect."""
+        """An invalid setting's error in strict mode; building an optimizer or a DDP raises it."""
         self.awake: dict[str, Adapter] = {}
         self.broken: dict[str, PrecisionShimError] = {}
         self.standing: dict[str, tuple[bool, str]] = {}
-        """Cache of ``judge_version``, which reads source code, by framework."""
+        """Caches the result of ``judge_version``, which reads source code, for each framework."""
         self.exported: dict[str, tuple[str | None, str]] = {}
         """Maps an exported variable to its value before ``install()`` and its exported value."""
         self.engine = Engine(
@@ -138,7 +138,7 @@ def install(
             variable is unset.
         frameworks: names of frameworks. ``None`` means the value of ``PRECISION_SHIM_FRAMEWORKS``,
             or all frameworks except ``megatron`` if the variable is unset.
-        strict: whether a refused seam raises an error. ``None``: only under
+        strict: whether a refused seam raises an error; ``None`` means only under
             ``PRECISION_SHIM=strict``.
         settings: values keyed by the variables' lower-case names without the prefix, such as
             ``{"optimizer_states": "follow-model"}``.
@@ -215,7 +215,7 @@ def start(*, export: bool = False) -> None:
     """Install at a process's start, with settings from environment variables; never raises.
 
     If a setting is invalid, ``start`` prints one line to stderr, and patches no seam. In strict
-    mode, building an optimizer or a DDP (``Framework.effects``) raises the setting's error.
+    mode the error is raised when an optimizer or a DDP is built (``Framework.effects``).
 
     Args:
         export: as in ``install()``; true if ``PRECISION_SHIM`` may be unset in this process.
@@ -240,11 +240,11 @@ def start(*, export: bool = False) -> None:
 def uninstall() -> None:
     """Remove every patch and restore each patched namespace.
 
-    Objects already built (optimizers, scalers) keep the precision they were built with. Save a
-    checkpoint before this call, because later checkpoints are written without the shim. Variables
-    that ``install()`` exported are set to their earlier values, and the audit and
-    ``watch_updates()`` stop. If another tool has wrapped one of our wrappers, ours stays but only
-    calls the original, and a warning names the symbol.
+    Optimizers and scalers that are already built keep their precision. Save a checkpoint before
+    ``uninstall()``, because later checkpoints are written without the shim. Variables that
+    ``install()`` exported are set to their earlier values, and the audit and ``watch_updates()``
+    stop. If another tool has wrapped one of our wrappers, our wrapper stays but only calls the
+    original, and a warning names the symbol.
     """
     global _current, _bad_start
     with _lock:
@@ -272,7 +272,7 @@ def _give_up_in_child() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_give_up_in_child)  # runs after each Lock's handler
+    os.register_at_fork(after_in_child=_give_up_in_child)  # runs after the locks' fork handlers
 
 
 def status() -> Status:
@@ -325,7 +325,7 @@ def _why_off() -> str:
 
 
 def in_force(framework: str, feature: str, group: str) -> bool:
-    """Whether, in this process, a framework's feature is on and the given group is not refused."""
+    """Whether a framework's feature is on in this process and the group of seams is not refused."""
     session = _current
     return (
         session is not None
@@ -390,7 +390,7 @@ def _retire(session: _Session) -> None:
     _left_behind[:] = session.engine.remove()
     for variable, (before, ours) in session.exported.items():
         if os.environ.get(variable) != ours:
-            continue  # other code has set the variable since: leave it
+            continue  # other code has set the variable since
         if before is None:
             os.environ.pop(variable, None)
         else:
@@ -398,11 +398,11 @@ def _retire(session: _Session) -> None:
     _journal.clear()
     kept.clear()
     for text in _left_behind:
-        _journal.tell(text)  # a warning as an error would stop uninstall() halfway
+        _journal.tell(text)  # raises no error, which would stop uninstall() halfway
 
 
 def _given_environment() -> dict[str, str]:
-    """The environment without ``install()``'s exports, which a second ``install()`` replaces."""
+    """Return the environment without the variables that an earlier ``install()`` exported."""
     environ = dict(os.environ)
     for variable, (before, ours) in (_current.exported if _current is not None else {}).items():
         if environ.get(variable) == ours:

@@ -1,7 +1,8 @@
 """The table of all settings, each with its variable, default and parser.
 
 Arguments of ``install()`` override variables, variables override defaults, and ``PRECISION_SHIM=0``
-(the operator's kill switch) overrides everything. The same parser reads arguments and variables.
+(the operator's kill switch) overrides everything. The same parser reads a setting's argument and
+variable.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ class Settings:
         values: the parsed value of every setting, by name.
         origin: maps a setting's name to ``"argument"``, ``"variable"`` or ``"default"``.
         features: names of the features in force.
-        frameworks: names of the frameworks that the user named, or ``None`` for all.
+        frameworks: the frameworks that the user named; ``None`` if the user named none.
         strict: whether a refused seam raises an error.
         given: the arguments of ``install()`` as environment variables, for child processes.
     """
@@ -225,7 +226,7 @@ def check_variables(environ: Mapping[str, str]) -> None:
 
 
 def _nearest(name: str, known: Iterable[str]) -> list[str]:
-    from difflib import get_close_matches  # only an error needs it
+    from difflib import get_close_matches  # slow, and needed only for an error
 
     # Compare without the common prefix, which would make any two names look alike.
     rest = {variable.removeprefix(f"{PREFIX}_"): variable for variable in known}
@@ -250,7 +251,7 @@ BY_CALL: Mapping[str, str] = {
 def parse_features(
     value: str | Iterable[str], variable: str = f"{PREFIX}_FEATURES"
 ) -> tuple[str, ...]:
-    """Parse a list of features; ``-name`` excludes a feature, from all features if it comes first.
+    """Parse a list of features; ``-name`` excludes a feature (as first entry: from all features).
 
     Raises:
         SettingsError: a name is unknown.
@@ -306,7 +307,7 @@ def resolve(
         settings: values keyed by the variables' lower-case names without the prefix.
         known_frameworks: allowed names of frameworks; empty to allow any.
         environ: the environment; ``None`` for the process's environment.
-        where: what messages call the arguments ``features``, ``frameworks`` and ``settings``.
+        where: names for the arguments ``features``, ``frameworks`` and ``settings`` in messages.
 
     Raises:
         SettingsError: an argument or a variable has an unknown name or an invalid value.
@@ -355,7 +356,7 @@ def resolve(
     named: tuple[str, ...] | None
     raw = frameworks if frameworks is not None else env.get(f"{PREFIX}_FRAMEWORKS", "")
     source = where["frameworks"] if frameworks is not None else f"{PREFIX}_FRAMEWORKS"
-    named = tuple(dict.fromkeys(_words(raw, source))) or None  # no name: all frameworks
+    named = tuple(dict.fromkeys(_words(raw, source))) or None  # the user named none
     known = tuple(known_frameworks)
     for name in named or ():
         if known and name not in known:

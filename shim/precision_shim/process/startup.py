@@ -55,7 +55,7 @@ def init() -> None:
 
 
 def take_over(name: str, target: "ModuleType | None" = None) -> "ModuleSpec | None":
-    """Replace the start-up file's finder with a ``Watcher``, and look up ``name`` with it."""
+    """Replace the start-up file's finder with a ``Watcher``, which then looks up ``name``."""
     init()
     first = _first()
     if first is not None:
@@ -128,7 +128,7 @@ def say(line: str) -> None:
     """Write one line to stderr, not to ``logging``, which a framework may reconfigure later.
 
     If writing to stderr fails, the line is lost and no error is raised. Writing fails if stderr is
-    ``None`` (under pythonw and some daemons) or closed, or if its disk is full.
+    ``None`` (under pythonw and some daemons), closed, or a file on a full disk.
     """
     try:
         if sys.stderr is not None:

@@ -65,7 +65,7 @@ def judge_version(
         version: the framework's version.
         versions: function that returns the version of a backend's distribution, like
             ``version_of``.
-        closely: whether to compare code with ``symbols.json`` even if the file lists the version.
+        closely: whether to compare code with ``symbols.json`` even if that file lists ``version``.
     """
     from ..upstream import symbols as _symbols
 
@@ -81,7 +81,7 @@ def tell_missed(
     adapter: Adapter,
     versions: Callable[[str, Iterable[str]], str | None] | None = None,
 ) -> Callable[[str], str]:
-    """Return a function that maps a missing symbol to a version with it (see ``_plan.Missed``)."""
+    """Return a function from a missing symbol to a version that has the symbol, or ``""``."""
     from ..upstream import symbols as _symbols
 
     known = _symbols.missed(adapter, versions or version_of)

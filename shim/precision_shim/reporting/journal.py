@@ -1,7 +1,7 @@
-"""Record the process's decisions for ``status()``, and print each as a line on rank 0's stderr.
+"""Store the shim's choices (``Decision``) for ``status()``, and print each on rank 0's stderr.
 
-A process without decisions prints nothing: pip, compile workers and inference engines may inherit
-the shim's environment variables.
+Until the shim makes a choice, it prints nothing: pip, compile workers and inference engines may
+inherit the shim's environment variables.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _lock = Lock(patching=False)
 _decisions: list[Decision] = []
 _warned: set[str] = set()
 verbosity = "info"
-"""How much is logged: ``quiet``, ``info`` or ``debug``. The session sets the value."""
+"""How much is logged: ``quiet``, ``info`` or ``debug``; set by ``install()``."""
 
 
 def record(decision: Decision) -> None:
-    """Store and print a decision, unless another model chunk's equal decision is stored."""
+    """Store and print a choice of the shim; do nothing if the same choice is already stored."""
     with _lock:
         if decision in _decisions:
             return
@@ -39,7 +39,7 @@ def announce(line: str) -> None:
 
 
 def decisions() -> tuple[Decision, ...]:
-    """Return the decisions of this process so far, oldest first."""
+    """Return the shim's choices in this process, oldest first."""
     with _lock:
         return tuple(_decisions)
 
@@ -51,7 +51,7 @@ def warn(message: str, stacklevel: int | None = 2) -> None:
             return
         _warned.add(message)
     try:
-        if stacklevel is None:  # within an import, the source line would be importlib's
+        if stacklevel is None:  # during an import, the line shown would be importlib's
             warnings.warn_explicit(message, PrecisionShimWarning, "<precision_shim>", 1)
         else:
             warnings.warn(message, PrecisionShimWarning, stacklevel=stacklevel + 1)

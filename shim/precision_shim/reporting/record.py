@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from ..auditing.record import Audit
 
 STATES = ("absent", "pending", "wrapped", "native", "refused", "off")
-"""States of a seam and of a framework. ``absent``: not installed. ``pending``: its module is not
-yet imported. ``wrapped``: patched. ``native``: the framework has the feature itself. ``refused``:
-could not be patched. ``off``: not enabled by the settings."""
+"""States of a seam and of a framework: ``absent`` (not installed), ``pending`` (the module is not
+yet imported), ``wrapped`` (patched), ``native`` (the framework has the feature itself), ``refused``
+(could not be patched) and ``off`` (not enabled by the settings)."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Decision:
 
     Attributes:
         framework: the framework's name.
-        subject: the object of the decision, such as ``"actor"`` or ``"critic"``.
-        feature: the feature that made the decision.
+        subject: the part of the job that the choice concerns, such as ``"actor"`` or ``"rollout"``.
+        feature: the feature for which the shim made the choice.
         chosen: the choice, in words.
         because: the reason, in words.
     """
@@ -109,7 +109,7 @@ class Status:
         features: names of the features in force.
         settings: the values of all settings and of ``strict``, by their lower-case names.
         frameworks: the frameworks' states, by name.
-        decisions: the decisions, oldest first.
+        decisions: the shim's choices, oldest first.
         notes: further messages to the user, such as the reason why nothing was installed.
         given: names of the settings that the user set; all other settings have their defaults.
         audit: the latest automatic audit of each optimizer.

@@ -20,10 +20,10 @@ _COLUMN = 25  # The column at which the text after a feature's name begins.
 _LEAST = 6  # Minimum number of lines for decisions, however long the problems are.
 _AUDITS = 5  # Maximum number of lines for audits.
 _MORE = "status().details()"
-_WITH_OTHERS = "refused whole, because: "  # Begins a reason that another seam of the group caused.
+_WITH_OTHERS = "refused whole, because: "  # prefix of a reason caused by another seam
 
 AT_WORK = ("pending", "partly pending", "wrapped", "partly", "native")
-"""Verdicts on a path that mean that the feature is in force on this path, or will be."""
+"""Verdicts that mean that a feature is or will be in force in one part of a framework."""
 
 _WORDS = {
     "wrapped": "in force",
@@ -39,7 +39,7 @@ _AHEAD = {
     "pending": "would be in force",
     "partly pending": "would be in force beside {name}'s own",
 }
-"""``precision-shim doctor``'s words for verdicts; its ``pending`` means: a job would be patched."""
+"""Words of ``precision-shim doctor``, where ``pending`` means that a job would be patched."""
 
 
 def screen(status: Status) -> str:
@@ -146,7 +146,7 @@ def framework(
     lines = fold(headline(name, status, ahead=ahead), 0, 2)
     if status.reason and not (
         status.state == "refused" and not status.seams
-    ):  # else listed as a problem
+    ):  # without seams, the reason is listed as a problem
         lines += fold(status.reason, 2, 4)
     asked = set(features)
     known = {seam.feature for seam in status.seams}
@@ -161,14 +161,14 @@ def framework(
 
 
 def _feature(name: str, seams: Sequence[SeamStatus], ahead: bool) -> str:
-    """Return as text in which parts of a framework a feature is in force, pending or refused."""
+    """Return the parts of a framework in which a feature is in force, pending or refused."""
     states: dict[str, list[str]] = {}
     for seam in seams:
         states.setdefault(seam.path, []).append(_state(seam))
     verdicts = {path: _together(several) for path, several in states.items()}
     main = {path: verdict for path, verdict in verdicts.items() if not path.endswith(")")}
     if any(verdict != "absent" for verdict in main.values()):
-        # A path whose name has brackets, such as "FSDP engine (metrics)", is shown only if refused.
+        # Show a name with brackets, such as "FSDP engine (metrics)", only if that part is refused.
         shown = main | {path: v for path, v in verdicts.items() if v == "refused"}
     else:
         shown = verdicts
@@ -183,7 +183,7 @@ def _feature(name: str, seams: Sequence[SeamStatus], ahead: bool) -> str:
 
 
 def verdicts(seams: Iterable[SeamStatus]) -> dict[tuple[str, str], str]:
-    """Return a verdict, as one word, for each feature and path."""
+    """Return a one-word verdict for each pair of a feature and a part of the framework."""
     states: dict[tuple[str, str], list[str]] = {}
     for seam in seams:
         states.setdefault((seam.feature, seam.path), []).append(_state(seam))
@@ -211,14 +211,14 @@ def _together(states: Sequence[str]) -> str:
 def refusals(name: str, seams: Iterable[SeamStatus]) -> list[str]:
     """Return the reasons why seams were refused, each reason once, and the remedies.
 
-    Seams with ``refusal`` are left out: their wrappers only report that a feature is impossible.
+    A seam with ``refusal`` is left out, because it only reports that a feature is impossible.
     """
     seams = list(seams)
     subjects: dict[str, dict[tuple[str, str], None]] = {}
     features: dict[str, None] = {}
     for seam in seams:
         if seam.state == "refused" and not seam.refusal:
-            # The engine joins several problems of one seam into one text: split them.
+            # One seam's reason may be several problems, joined by ``seams._plan.refusal``.
             for reason in seam.reason.removeprefix(_WITH_OTHERS).split("; "):
                 subjects.setdefault(reason, {})[seam.path, seam.feature] = None
             features[seam.feature] = None
@@ -255,7 +255,7 @@ def seams(known: Sequence[SeamStatus], shown: Mapping[str, str] | None = None) -
 
     Args:
         known: the seams.
-        shown: words to show in place of some states' names.
+        shown: maps a seam's state, such as ``"pending"``, to the word to show for this state.
     """
     words = shown or {}
     for feature in dict.fromkeys(seam.feature for seam in known):
@@ -296,7 +296,7 @@ def _problems(status: Status) -> list[str]:
 
 
 def _decisions(decisions: Sequence[Decision], room: int) -> list[str]:
-    """Return all decisions if there is room; else the latest decision per subject and feature."""
+    """Return all decisions as lines; if there is no room, the latest per subject and feature."""
     kept: Sequence[Decision] = decisions
     if _length(fold(str(decision), 2, 4) for decision in decisions) > room:
         newest = {
@@ -315,7 +315,7 @@ def _key(decision: Decision) -> tuple[str, str, str]:
 def _fit(
     blocks: Sequence[list[str]], room: int, *, left_out: int = 0, turn: bool = False
 ) -> list[str]:
-    """Return the first blocks' lines, at most ``room``; ``turn`` reverses the blocks' order."""
+    """Return at most ``room`` lines of the first blocks; ``turn`` reverses these blocks."""
     room = max(room, 2)
     kept = list(blocks)
     while kept and _length(kept) + bool(left_out or len(kept) < len(blocks)) > room:

@@ -1,12 +1,12 @@
 """The seam engine declares, checks, applies, undoes and reports patches of any framework.
 
-The engine contains nothing specific to precision or to a framework. An adapter marks its functions
-with the decorator ``seam``, which ``_seam`` defines. A marked function receives a ``Call``, defined
-in ``_call``, and the symbol's arguments. ``_source`` describes a symbol from source code, without
-an import; ``_plan`` decides by such descriptions which symbols to patch. ``_wrapper`` defines the
-object that replaces a wrapped symbol; ``_sites`` stores the patched symbols and undoes the patches.
-``_engine`` combines these modules. ``precision_shim.upstream`` reports the changes in a framework's
-release.
+The seam engine contains nothing specific to precision or to a framework. An adapter marks its
+functions with the decorator ``seam``, which ``_seam`` defines. A marked function receives a
+``Call``, defined in ``_call``, and the symbol's arguments. ``_source`` describes a symbol from
+source code, without an import; ``_plan`` decides by these descriptions which symbols to patch.
+``_wrapper`` defines the object that replaces a wrapped symbol; ``_sites`` stores the patched
+symbols and undoes the patches. ``_engine`` combines all other modules of this package.
+``precision_shim.upstream`` reports the changes in a framework's release.
 
 Each name in ``__all__`` is loaded on first use: code that only reads seams does not import wrapt.
 """

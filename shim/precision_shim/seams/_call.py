@@ -1,4 +1,4 @@
-"""Call a wrapper with a ``Call`` and the symbol's arguments for the wrapper's other parameters.
+"""Call a wrapper with a ``Call`` and with the symbol's arguments that the wrapper reads.
 
 ``prepare`` reads a symbol's signature once, when the symbol is patched, not at each call.
 """
@@ -122,7 +122,7 @@ class Call:
         if values is None:
             values = self._arguments = dict(zip(self._names(), self._args, strict=False))
             if self._kwargs:
-                if not values.keys().isdisjoint(self._kwargs):  # passed twice: mostly an error
+                if not values.keys().isdisjoint(self._kwargs):  # an argument is passed twice
                     self._twice = {k: v for k, v in self._kwargs.items() if k in values}
                 values.update((k, v) for k, v in self._kwargs.items() if k not in self._twice)
         return values

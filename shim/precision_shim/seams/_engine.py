@@ -1,10 +1,10 @@
 """The engine that patches the seams of adapters as their target modules are imported.
 
 When the first target module of an adapter is imported, the engine checks all seams of the adapter
-against the source (``_plan``). In each group of a feature the engine patches either all seams
+against the source (``_plan``). In each group of seams the engine patches either all seams
 (``_sites``) or none. A seam whose module is not imported yet is patched when the module is
 imported. If an imported module differs from the checked source, the engine undoes all patches of
-the group.
+the seam's group.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ._sites import Layer, Sites, locate
 from ._source import Symbol
 
 _lock = Lock()
-"""The lock that all engines share; a process has only one engine at a time."""
+"""The lock of all seam engines; a process has only one seam engine at a time."""
 
 
 @dataclass
@@ -41,7 +41,8 @@ class _Known:
 class Engine:
     """Patches the seams of adapters, and undoes the patches.
 
-    Thread-safe. An engine raises no error within an import, but passes every error to ``on_fault``.
+    Thread-safe. A seam engine raises no error within an import, but passes every error to
+    ``on_fault``.
     """
 
     def __init__(
@@ -54,13 +55,14 @@ class Engine:
         describe: Callable[[Adapter], str],
         missed: Missed = nothing_missed,
     ) -> None:
-        """Make an engine that has patched nothing yet.
+        """Make a seam engine that has patched nothing yet.
 
         Args:
             features: names of the features in force; seams of other features are not patched.
-            settings: passed to native probes; the engine itself does not read the settings.
+            settings: passed to ``Seam.native``; the engine itself does not read the settings.
             strict: whether calls that build optimizers or DDPs (``effects``) raise seam errors.
-            on_fault: called with the framework's name and the error, once per refused group.
+            on_fault: called with the framework's name and the error, once per refused group of
+                seams.
             describe: function that returns a framework's name and version, for messages.
             missed: see ``check``.
         """
@@ -79,7 +81,7 @@ class Engine:
         self._live = True
 
     def add(self, adapter: Adapter) -> None:
-        """Add an adapter, if it is new: patch its loaded modules and wait for its other modules."""
+        """Patch each seam of a new adapter, now or when the seam's module is imported."""
         with _lock:
             if adapter.framework in self._known or not self._live:
                 return
@@ -103,9 +105,9 @@ class Engine:
     def catch_up(self) -> None:
         """Wait for target modules that other threads are importing, and patch these modules.
 
-        The engine's watcher misses imports that began before the watcher was in place. The engine
-        does not wait for an import that never completes because of a fork. The caller must hold no
-        lock that a module's code may need.
+        ``Watcher`` misses imports that began before the ``Watcher`` was in place. ``catch_up`` does
+        not wait for an import that never completes because of a fork. The caller must hold no lock
+        that a module's code may need.
         """
         with _lock:
             slow = [
@@ -152,9 +154,10 @@ class Engine:
     def _on_arrival(self, module: str) -> None:
         done: set[str] = set()
         while True:
-            # First add the layers that raise errors (innermost), because patching may fail.
+            # First wrap the functions in ``effects``, which in strict mode raise any error of
+            # patching.
             self._trip(module)
-            # Search again each time: a wrapper's module may import a framework and add an adapter.
+            # Patching may import a framework and so add an adapter: search ``_known`` again.
             framework = next((name for name in self._known if name not in done), None)
             if framework is None:
                 return
@@ -212,7 +215,7 @@ class Engine:
         except Exception as error:  # a broken adapter must not break the framework's import
             self._refuse(row.group, [f"{seam.target}: {error}"])
             return
-        if not self._live:  # put() forked: in this child process, the patches are already undone
+        if not self._live:  # put() forked, and this child undid the patches
             return
         unreached = self._sites.reach(site, seam.aliases)
         # A seam with ``refusal`` is patched too: its wrapper reports why the feature is impossible.
@@ -229,7 +232,7 @@ class Engine:
                     continue
                 try:
                     site = self._sites.at(target)
-                except Exception:  # this version has no such symbol
+                except Exception:  # this version lacks the symbol
                     continue
                 key = f"fault:{framework}"
                 if site.layer(key) is None:
@@ -273,12 +276,12 @@ class Engine:
             return tuple(row.status(known.adapter) for row in known.rows)
 
     def faults(self, framework: str) -> tuple[PrecisionShimError, ...]:
-        """Return the errors of a framework's refused groups, oldest first."""
+        """Return the errors of a framework's refused groups of seams, oldest first."""
         with _lock:
             return tuple(self._faults.get(framework, ()))
 
     def is_refused(self, framework: str, feature: str, group: str) -> bool:
-        """Whether a group of a feature was refused for a framework."""
+        """Whether a feature's group of seams was refused for a framework."""
         with _lock:
             return (framework, feature, group) in self._refused
 

@@ -15,12 +15,12 @@ from ._seam import Adapter, Seam, name_of
 from ._source import Symbol, look
 
 Group = tuple[str, str, str]
-"""Framework, feature and name of a group. The engine patches all seams of a group, or none."""
+"""Framework, feature and name of a group of seams, of which the seam engine patches all or none."""
 
 
 @dataclass
 class Row:
-    """One seam of an adapter, and its state, which the engine updates.
+    """One seam of an adapter, and the seam's state, which the seam engine updates.
 
     Attributes:
         group: the seam's group, which is patched or refused as a whole.
@@ -37,7 +37,7 @@ class Row:
     symbol: Symbol | None = None
 
     def status(self, adapter: Adapter) -> SeamStatus:
-        """Return the row in the form that ``status()`` shows."""
+        """Return the seam and its state in the form that ``status()`` shows."""
         seam = self.seam
         return SeamStatus(
             seam.target,
@@ -55,12 +55,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """The actions that the engine would take for an adapter.
+    """The actions that the seam engine would take for an adapter.
 
     Attributes:
         adapter: the adapter.
-        rows: one row for each seam of the installed version, in the order of the table.
-        refused: the refused groups, each with the reasons.
+        rows: one ``Row`` for each seam of the installed version, in the order of ``Adapter.seams``.
+        refused: maps each refused group of seams to the reasons.
     """
 
     adapter: Adapter
@@ -78,7 +78,7 @@ class Plan:
 
 
 def list_unchecked(adapter: Adapter, features: Iterable[str]) -> tuple[Row, ...]:
-    """Return unchecked rows for the installed version's seams: each is ``pending`` or ``off``.
+    """Return the installed version's seams as ``Row`` objects in the state ``pending`` or ``off``.
 
     The function reads no source code of a framework, except symbols in ``only_if`` and ``unless``.
     """
@@ -104,8 +104,8 @@ def is_there(condition: str) -> bool:
 
 
 Missed = Callable[[Adapter], Callable[[str], str]]
-"""A function of an adapter that returns another function. The returned function's argument is a
-missing target; its result is a version that has the target (``"verl 0.9.1"``), or ``""``."""
+"""Returns, for an adapter, a function that maps a missing target to a version that has the target
+(``"verl 0.9.1"``), or to ``""``."""
 
 
 def nothing_missed(adapter: Adapter) -> Callable[[str], str]:
@@ -124,7 +124,7 @@ def check(
     Args:
         adapter: the adapter.
         features: names of the features in force; seams of other features are ``off``.
-        settings: passed to native probes; no other code reads the settings.
+        settings: passed to ``Seam.native``; no other code reads the settings.
         missed: called for optional or conditional seams whose symbol does not exist in the source.
     """
     had = missed(adapter)
@@ -147,10 +147,10 @@ def check(
 def _find_moved(
     adapter: Adapter, features: Iterable[str], rows: Iterable[Row], had: Callable[[str], str]
 ) -> Iterator[Row]:
-    """Yield rows for seams with unmet conditions, if no other seam finds their symbol.
+    """Yield a ``Row`` for each seam with an unmet condition whose symbol no other seam finds.
 
     With ``only_if`` and ``unless`` an adapter declares a symbol's places in different versions. If
-    no seam finds the symbol, the symbol's group must not lose the seam silently.
+    no seam finds the symbol, the symbol's group must be refused, not patched without the symbol.
     """
     on = frozenset(features)
     stand = {id(row.seam) for row in rows}
@@ -165,17 +165,17 @@ def _find_moved(
 
 
 def _last(seam: Seam) -> str:
-    """Return the last part of a symbol's dotted name; symbols that share a wrapper differ in it."""
+    """Return the last part of a symbol's dotted name, such as ``"step"`` of ``"Actor.step"``."""
     return seam.attribute.rpartition(".")[2]
 
 
 def _refuse_halves(
     rows: Iterable[Row], problems: dict[Group, list[str]], had: Callable[[str], str]
 ) -> None:
-    """Add a problem for each group that lost a module upstream, but still has other symbols.
+    """Add a problem for each group of seams that lost a module upstream but has other symbols.
 
-    No problem is added if a version never had an optional module, or if upstream removed all of a
-    group's symbols. If upstream removed only some of the symbols, the group would be half patched.
+    Otherwise the shim would patch only the rest of the group. No problem is added if no version had
+    the optional module, or if upstream removed all of the group's symbols.
     """
     stays = {row.group for row in rows if row.state == "pending" and not row.seam.refusal}
     for row in rows:
@@ -190,7 +190,7 @@ def _refuse_halves(
 
 
 def _judge(row: Row, settings: object) -> str:
-    """Set a row's state from source; return the reason to refuse the row's group, or ``""``."""
+    """Set a seam's state from source; return the reason to refuse the seam's group, or ``""``."""
     seam, symbol = row.seam, look(row.seam.target)
     row.symbol = symbol
     if not symbol.module_found and seam.optional:

@@ -1,7 +1,7 @@
 """How an adapter declares a seam: with a decorator on the function that wraps a symbol.
 
 ``seam(...)`` marks a function, as pluggy's ``hookimpl`` does; ``collect(...)`` makes an adapter's
-table from the marks. A wrapped symbol must have all parameters of the marked function (except the
+table from these marks. A wrapped symbol must have all parameters of the marked function (except the
 first), so the declaration does not list them.
 """
 
@@ -29,7 +29,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Takes = ParamSpec("Takes")
 
 REQUIRED = inspect.Parameter.empty
-"""Marks a parameter without a default, which the symbol must have."""
+"""Value in ``Seam.reads`` for parameters without a default; a symbol must have these parameters."""
 
 _MARK = "_precision_shim_seams"
 _CONDITION = re.compile(r"[\w.]+(:[\w.]+( mentions \w+)?)?")
@@ -59,9 +59,9 @@ class Seam(_Fields):
     """The declaration that the shim patches one symbol of a framework for one feature.
 
     Installer, uninstaller, status, documentation and tests all read ``Seam`` objects, which
-    ``seam`` makes. If the framework itself has the feature, no function wraps a symbol, and the
-    adapter makes the ``Seam`` itself. An adapter also makes a ``Seam`` for a function that wraps
-    different symbols in different frameworks.
+    ``seam`` makes. If the framework itself has the feature, there is no wrapper, and the adapter
+    calls ``Seam(...)``. An adapter also calls ``Seam(...)`` for a function that wraps different
+    symbols in different frameworks.
 
     Attributes:
         target: the symbol, in the module that *defines* it, as ``"module:attribute"`` or
@@ -76,8 +76,8 @@ class Seam(_Fields):
         relies_on: identifiers on which the wrapper relies; the source of the symbol (for a method:
             of its class) must contain them.
         aliases: copies of the symbol that other modules made by ``from ... import``, each as
-            ``"module:attribute"``. If the other modules are imported first, ``install()`` replaces
-            their copies of the original symbol.
+            ``"module:attribute"``. ``install()`` also replaces copies in modules that are already
+            imported.
         native: function that tests whether the installed framework has the feature itself.
         optional: whether a missing module makes the seam ``absent`` instead of ``refused``.
         refusal: why the feature is impossible at this symbol. With ``refusal``, the wrapper only
@@ -92,7 +92,7 @@ class Seam(_Fields):
         unless: conditions in the form of ``only_if``; the seam is left out if any of them is met.
         unbound: must be true if the symbol is a classmethod or a staticmethod and ``wrapper`` reads
             ``call.instance``, which is then the class or ``None``. Without ``unbound=True`` the
-            check refuses such a wrapper, because upstream may have turned a method into a class- or
+            shim refuses the seam, because upstream may have turned a method into a class- or
             staticmethod.
     """
 
@@ -139,7 +139,7 @@ class Seam(_Fields):
 
     @property
     def name(self) -> str:
-        """``"module:function"`` of the wrapper, or else of the probe, for messages."""
+        """``"module:function"`` of the wrapper (without a wrapper: of ``native``), for messages."""
         return name_of(self.wrapper or self.native or self.target)
 
     @cached_property
@@ -189,13 +189,13 @@ class Adapter:
             is the innermost wrapper.
         effects: functions that build an optimizer or a DDP, as ``"module:attribute"``. In strict
             mode, calls of the functions in ``effects`` raise the error of a refused seam or of a
-            broken adapter; imports raise no such error. The engine skips a function that the
+            broken adapter; imports do not raise this error. The engine skips a function that the
             installed version lacks.
         paths: maps a group to what users call the part of the framework that the group patches,
-            such as ``{"fsdp": "FSDP engine"}``. A group without an entry is shown under its own
-            name. A name that ends in brackets, such as ``"FSDP engine (metrics)"``, is for a group
-            that only supports other groups. ``details()`` always shows a name with brackets;
-            ``str(status())`` shows it only if its group was refused or no other name exists.
+            such as ``{"fsdp": "FSDP engine"}``. A group that is not in ``paths`` is shown under its
+            own name. A group that only supports other groups has a name that ends in brackets, such
+            as ``"FSDP engine (metrics)"``. ``str(status())`` shows a name with brackets only if the
+            group was refused or the feature has no other group.
         probes: names of modules whose functions test whether the framework behaves as the shim's
             rules on precision assume; imported only to run these tests.
         plan: the ``"module:function"`` that finds out a job's models from the launch command, for
@@ -203,8 +203,8 @@ class Adapter:
         checkpoints: the names of the framework's checkpoints, and the functions that predict if a
             resume is exact, for ``precision-shim checkpoint``.
         audit_readers: maps the top-level package of an optimizer's class to the
-            ``"module:function"`` that reads such optimizers for the audit. All other optimizers are
-            read like torch's own.
+            ``"module:function"`` that reads the package's optimizers for the audit. The shim itself
+            reads subclasses of ``torch.optim.Optimizer``.
         checkpoint_readers: maps a kind of checkpoint files to the ``"module:function"`` that
             assigns their tensors to components.
     """

@@ -1,4 +1,4 @@
-"""Store each patched symbol with its wrappers (layers), and undo the patches."""
+"""Store each patched symbol with its wrappers, and undo the patches."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _ABSENT = object()
 
 @dataclass
 class Layer:
-    """One wrapper of a symbol, and the groups that need it; an unneeded wrapper changes nothing.
+    """A wrapper of a symbol; the wrapper does nothing unless a group of seams needs it.
 
     Attributes:
-        key: the wrapper, which identifies the layer within its site; several features may share it.
-        function: the wrapper in wrapt's form; for a replacement, the function that makes it.
+        key: identifies the wrapper among a symbol's wrappers; features may share a wrapper.
+        function: the wrapper in wrapt's form; with ``replaces``, makes the symbol's replacement.
         owner: marks the wrapped symbol as ours and names the adapter.
-        groups: the groups that need the layer.
+        groups: the groups of seams that need the wrapper.
         replaces: whether ``function`` makes a replacement for the symbol.
         made: the replaced value and its replacement, which is made only once.
     """
@@ -35,11 +35,11 @@ class Layer:
     made: tuple[Any, Any] | None = None
 
     def is_live(self) -> bool:
-        """Whether a group needs the layer; tested at each call: callers may store old wrappers."""
+        """Whether a group needs the wrapper; tested at each call: callers may store wrappers."""
         return bool(self.groups)
 
     def over(self, below: Any, target: str) -> Any:
-        """Return the symbol or inner wrapper ``below``, wrapped or replaced by this layer."""
+        """Return ``below``, the symbol or an inner wrapper, wrapped or replaced."""
         if not self.replaces:
             return SeamWrapper(
                 below, self.function, target=target, owner=self.owner, enabled=self.is_live
@@ -51,7 +51,7 @@ class Layer:
 
 @dataclass
 class Site:
-    """A patched symbol: its original value, its layers (innermost first), and its current value."""
+    """A patched symbol with its original value, wrappers (innermost first) and current value."""
 
     target: str
     parent: Any
@@ -64,11 +64,11 @@ class Site:
     aliases: set[str] = field(default_factory=set)
 
     def holds(self) -> bool:
-        """Whether the symbol still has the value that the engine assigned to it."""
+        """Whether the symbol still has the value that the shim assigned to it."""
         return vars(self.parent).get(self.name) is self.top
 
     def layer(self, key: object) -> Layer | None:
-        """Return the layer with this key, or ``None``."""
+        """Return the symbol's wrapper with this key, or ``None``."""
         return next((layer for layer in self.layers if layer.key == key), None)
 
 
@@ -79,10 +79,10 @@ class Sites:
         """Start with no patched symbols at all."""
         self._sites: list[Site] = []
         self._displaced: dict[int, tuple[Any, Site]] = {}
-        """Maps the ``id`` of a site's former value to the value and the site."""
+        """Maps the ``id`` of a symbol's earlier value to this value and the symbol's ``Site``."""
 
     def at(self, target: str) -> Site:
-        """Return the site of a target; make a new one if another tool has wrapped our wrapper."""
+        """Return a symbol's ``Site``; make a new one if another tool has wrapped our wrapper."""
         parent, name, raw = locate(target)
         for site in self._sites:
             if site.parent is parent and site.name == name and site.holds():
@@ -92,7 +92,7 @@ class Sites:
         return site
 
     def put(self, site: Site, new: Layer) -> None:
-        """Add a layer around a site's other layers, or merge it into the layer of the same key."""
+        """Add an outermost wrapper, or add its groups to the symbol's wrapper of the same key."""
         layer = site.layer(new.key)
         if layer is not None:
             layer.groups |= new.groups
@@ -101,7 +101,7 @@ class Sites:
             self._rebuild(site)
 
     def take_out(self, group: Group) -> None:
-        """Remove a group's layers, except those that another group needs."""
+        """Remove a group's wrappers, except wrappers that another group needs."""
         for site in list(self._sites):
             for layer in list(site.layers):
                 layer.groups.discard(group)
@@ -110,7 +110,7 @@ class Sites:
                     self._rebuild(site)
 
     def forget(self, module: str) -> None:
-        """Mark a module's sites as stale if a second run of its code overwrote our patches."""
+        """Mark symbols as stale if their module's code ran again and overwrote our patches."""
         for site in self._sites:
             if site.target.partition(":")[0] == module and not site.holds():
                 site.stale = True
@@ -142,13 +142,13 @@ class Sites:
         return left
 
     def _rebuild(self, site: Site) -> None:
-        """Rebuild a site's layers over its original value; ``reach_copies`` then updates copies."""
+        """Wrap a symbol's original value in the wrappers anew; ``reach_copies`` updates copies."""
         if not site.holds():
             return
         before, top = site.top, site.raw
         for layer in site.layers:
             top = layer.over(top, site.target)
-        if site.top is not before:  # layer.over() forked: in this child process, patches are undone
+        if site.top is not before:  # over() forked, and this child undid the patches
             return
         if top is not before:
             setattr(site.parent, site.name, top)
@@ -177,7 +177,7 @@ class Sites:
     def reach_copies(self) -> None:
         """Replace old values of symbols in modules that copied them (``from ... import``).
 
-        Call ``reach_copies`` once for all changed sites, because it reads every name of every
+        Call ``reach_copies`` once for all changed symbols, because it reads every name of every
         module. Old values to which nothing refers are skipped.
         """
         gone = {key: self._displaced[key] for key in _find_held(self._displaced)}
@@ -192,7 +192,7 @@ class Sites:
 
 
 def locate(target: str) -> tuple[Any, str, Any]:
-    """Return a target's parent object, its name in this parent, and its raw value there."""
+    """Return a symbol's parent object, and the symbol's name and raw value in this parent."""
     module, _, attribute = target.partition(":")
     parent: Any = sys.modules[module]
     *path, name = attribute.split(".")
@@ -207,7 +207,7 @@ def locate(target: str) -> tuple[Any, str, Any]:
 def _find_held(displaced: Mapping[int, tuple[Any, Any]]) -> list[int]:
     """Return the ids of those objects in ``displaced`` to which other code still refers.
 
-    Nearly always the result is empty, and the modules need not be searched.
+    An empty result, by far the most frequent, saves a slow search of all modules.
     """
     pairs: list[tuple[Any, Any]] = [(object(), None), *displaced.values()]
     # A reference count above that of the new ``object()`` means that other code has the object.
@@ -216,11 +216,11 @@ def _find_held(displaced: Mapping[int, tuple[Any, Any]]) -> list[int]:
 
 
 def _sweep(gone: Mapping[int, tuple[Any, Any]]) -> None:
-    """Replace former values by their successors in all modules that copied them."""
+    """Replace each old value in ``gone`` by its new value, in all modules."""
     for module in list(sys.modules.values()):
         names = _contents(module)
-        # This test of ids is 20 times faster than the loop, and hardly any of 200,000 names
-        # matches.
+        # Most modules contain no old value, and comparing ids is 20 times faster than the loop
+        # below.
         if gone.keys().isdisjoint(map(id, list(names.values()))):
             continue
         for name, value in list(names.items()):

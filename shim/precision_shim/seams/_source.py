@@ -1,4 +1,4 @@
-"""Describe a symbol from its source file, without importing its module or that module's parents.
+"""Describe a symbol from its source file, without importing the module or the module's parents.
 
 ``look`` reads the installed packages; inside ``with looking_at(...)`` it reads another ``Source``.
 """
@@ -32,7 +32,7 @@ class Symbol:
     Attributes:
         target: ``"module:attribute"``.
         module_found: whether the module's file was found.
-        found: whether the symbol is defined in that file.
+        found: whether the symbol is defined in the module's file.
         parameters: names of the symbol's parameters; for a dataclass's generated ``__init__`` the
             fields, including the fields of bases in the same file.
         positional: the parameters of a function that may be passed by position.
@@ -94,8 +94,8 @@ def find_spec(name: str) -> ModuleSpec | None:
     """Find a module's spec without importing its parents (``importlib.util`` imports them).
 
     Our finders are skipped, because a lookup must not load an adapter. Finders of wrapt, or of
-    another package's copy of wrapt, are skipped because they find no module themselves. Finders of
-    wrapt would import the parents, and lose the hooks of a module that its parent imports.
+    another package's copy of wrapt, are skipped because they find no module themselves. wrapt's
+    finders would also import the parents, and drop the hooks of a module that a parent imports.
     """
     path: Sequence[str] | None = None
     spec: ModuleSpec | None = None
@@ -175,7 +175,7 @@ class Definition(NamedTuple):
 
 
 def definition(target: str) -> Definition | None:
-    """Return the definition of the symbol that ``look`` finds; ``None`` if there is none."""
+    """Return the definition of a symbol; ``None`` if ``look`` does not find the symbol."""
     if not look(target).found:
         return None
     module, _, attribute = target.partition(":")
@@ -259,7 +259,7 @@ def _defaults(scope: ast.AST) -> Iterator[tuple[str, Any]]:
 
 
 def _member(scope: ast.AST, name: str) -> ast.AST | None:
-    # At run time the last definition of a name is in effect. Search inside if, try and with, too.
+    # At run time the last definition of a name is in effect, which may be inside if, try or with.
     member: ast.AST | None = None
     pending = list(getattr(scope, "body", ()))
     while pending:

@@ -59,21 +59,20 @@ class SeamWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         if not (static or plain):
             return super().__get__(instance, owner)
         # ``Class.method`` must be the same object at each access, as a plain function is. Ray
-        # treats the returned object as a function when it lists an actor's methods. If a function's
-        # name did not refer to the returned object, cloudpickle would pickle the function by value,
-        # without our wrapper.
+        # treats ``Class.method`` as a function when Ray lists an actor's methods. If the function's
+        # name refers to another object, cloudpickle pickles the function by value, without our
+        # wrapper.
         if self._self_unbound is None:
             self._self_unbound = super().__get__(None, self._definer(owner))
         return self._self_unbound
 
     def _definer(self, owner: Any) -> Any:
-        # For ``Class.method(obj)``, wrapt treats ``obj`` as ``self`` only if it is an instance of
-        # ``owner``. A wrapper's first access may be through a subclass, and a later access through
-        # another subclass.
+        # For ``Class.method(obj)``, wrapt treats ``obj`` as ``self`` only if ``obj`` is an instance
+        # of ``owner``. Several subclasses may access one inherited wrapper.
         for kind in getattr(owner, "__mro__", ()):
             if any(value is self for value in vars(kind).values()):
                 return kind
-        return owner  # another wrapper called this one, with the defining class as ``owner``
+        return owner  # another tool's wrapper called __get__() with the defining class as ``owner``
 
     def __copy__(self) -> SeamWrapper:
         return self  # like a plain function, which copy.copy() does not copy

@@ -1,8 +1,8 @@
 """Carriers pass the shim's environment variables to processes that do not inherit them.
 
-Each carrier is a module named after the package that it patches, with two functions. ``enter()``
-patches the package, now or when it is imported; ``leave()`` removes the patch. Neither function
-imports the package, and a second call of either function does nothing.
+Each carrier is a module named after the package that it patches, such as ``ray``. A carrier's
+``enter()`` patches that package, now or when the package is imported; ``leave()`` removes the
+patch. ``enter()`` and ``leave()`` do not import the package, and a second call does nothing.
 """
 
 import sys

@@ -2,14 +2,14 @@
 
 A raylet keeps the environment that it inherited at its start. A variable that is set later, or on
 another node, does not reach the raylet's workers. This module therefore wraps ``ray.init`` and
-merges the variables into the job's ``runtime_env["env_vars"]``. The module leaves out variables
-that the runtime_env of the caller or of ``ray job submit`` already contains. Ray raises an error
-for a key that both ``ray.init`` and ``ray job submit`` set, even to equal values. A setup hook of
-Ray's workers is not used, because it fails in a worker environment without this package. Ray
-accepts only one such hook, which the user may need.
+merges the shim's variables into the job's ``runtime_env["env_vars"]``. The module leaves out
+variables that the runtime_env of the caller or of ``ray job submit`` already contains. Ray raises
+an error for a key that both ``ray.init`` and ``ray job submit`` set, even to equal values. A setup
+hook of Ray's workers is not used, because it fails in a worker environment without this package.
+Ray also accepts only one setup hook, and the user may need it.
 
-The module does not use the seam engine. The engine would need 200 ms in each of Ray's agents and
-workers to import wrapt and to parse the 4,000 lines of ``ray._private.worker``. The wrapper of
+This module does not use ``precision_shim.seams``, which would need 200 ms in each of Ray's agents
+and workers to import wrapt and to parse the 4,000 lines of ``ray._private.worker``. The wrapper of
 ``ray.init`` is a plain function, which is pickled by reference.
 """
 
@@ -47,7 +47,7 @@ def enter() -> None:
 
 
 def leave() -> None:
-    """Restore ``ray.init``; if another tool wrapped our wrapper, ours only calls ``ray.init``."""
+    """Restore ``ray.init``; if another tool wrapped our wrapper, ours calls only ``ray.init``."""
     global _watcher, _original, _ours
     if _watcher is not None:
         _watcher.remove()
