@@ -142,7 +142,7 @@ def default_bucket() -> Answer:
 
     from precision_shim.testing.megatron_cpu import megatron_on_cpu, model_parallel, tiny_gpt
 
-    # verl before 0.9 compares with a member of ModelType that megatron-core 0.17 removed.
+    # verl before 0.9 reads a member of ModelType that megatron-core 0.17 removed.
     kinds = SimpleNamespace(
         encoder_or_decoder=ModelType.encoder_or_decoder, encoder_and_decoder=object()
     )

@@ -232,7 +232,7 @@ class _Place:
 
     @property
     def is_archive(self) -> bool:
-        # Pieces that torch compressed, and safetensors files, are no archives of ``torch.save``.
+        # ``torch.save`` writes archives; compressed tensors and safetensors are none.
         return not self.transformed and self.path.suffix != ".safetensors"
 
     def archive(self) -> Archive:

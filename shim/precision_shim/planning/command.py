@@ -52,7 +52,7 @@ class Job:
     Attributes:
         framework: name of the framework.
         target: the module after ``-m``, or the script.
-        source: the target's file; ``None`` if the file is not on this machine.
+        source: the file of ``target``; ``None`` if the file is not on this machine.
         launcher: the command's words before ``target``.
         arguments: the command's words after ``target``.
         environ: the variables that the command sets.

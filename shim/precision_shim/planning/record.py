@@ -175,7 +175,7 @@ def unknown_keys(
         written: the keys that the job's config sets.
         known: the allowed keys; if ``known`` is empty, the function returns no ``Problem``.
         subject: name of the model.
-        key: path of a key in the job's config, with ``{}`` in place of the key's name.
+        key: the config key in messages, such as ``"actor.optim.{}"``; a key's name replaces ``{}``.
         whose: the config that allows the keys, such as ``"Megatron's OptimizerConfig"``.
     """
     return [

@@ -53,7 +53,7 @@ class Plannable(Protocol):
         """Return variants that need less memory, in the order of their loss of precision."""
 
     def on(self, world: int) -> Plannable:
-        """Return this model for a job on ``world`` GPUs."""
+        """Return a copy of this model with ``world`` as the job's number of GPUs."""
 
 
 @dataclass(frozen=True)

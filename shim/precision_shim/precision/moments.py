@@ -8,8 +8,8 @@ change ``1 - beta2`` is at most half an ulp (2^-9 to 2^-8 of ``v``), rounding re
 from __future__ import annotations
 
 SECOND_MOMENT_LIMIT = 2.0**-8
-"""``1 - beta2`` must exceed this value if the second moment is in bf16. The limit is the largest
-half ulp of bf16, relative to the rounded value."""
+"""``1 - beta2`` must exceed this value if the second moment is in bf16. If a decay is
+smaller, rounding to bf16 restores the old value: half an ulp of bf16 is at most 2^-8 of a value."""
 
 
 def second_moment_can_decay(beta2: float) -> bool:

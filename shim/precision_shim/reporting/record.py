@@ -86,7 +86,7 @@ class FrameworkStatus:
         version: the framework's version; ``None`` if the framework is not installed.
         state: one of ``STATES``.
         seams: the framework's seams; empty until the framework's adapter is loaded.
-        reason: why the framework has this state; may be empty.
+        reason: why ``state`` has its value; may be empty.
         tested: whether the version is a tested version; ``None`` while this is unknown.
     """
 

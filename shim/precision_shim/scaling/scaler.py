@@ -44,9 +44,9 @@ def _as_others(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 def _shards(optimizer: torch.optim.Optimizer) -> Any:
     """Return the optimizer's parameters, with this rank's shard in place of each DTensor gradient.
 
-    For DTensors, torch would sum overflow flags over each DTensor's mesh, before the scaler sums
-    the flags over all ranks. The sum over a mesh cannot mix DTensors with plain gradients. For
-    gradients on the CPU, the mesh may have no backend that can sum (NCCL sums only on GPUs).
+    Given DTensors, torch sums the overflow flags over each DTensor's mesh. That sum cannot mix
+    DTensors with plain gradients, and for gradients on the CPU the mesh may have no backend that
+    can sum (NCCL sums only on GPUs). The scaler itself sums the flags over all ranks afterwards.
     """
 
     def shard(parameter: torch.Tensor) -> Any:

@@ -174,8 +174,8 @@ def _refuse_halves(
 ) -> None:
     """Add a problem for each group of seams that lost a module upstream but has other symbols.
 
-    Otherwise the shim would patch only the rest of the group. No problem is added if no version had
-    the optional module, or if upstream removed all of the group's symbols.
+    Without the problem, the shim would patch only the symbols that are left. No problem is added if
+    no version had the optional module, or if upstream removed all of the group's symbols.
     """
     stays = {row.group for row in rows if row.state == "pending" and not row.seam.refusal}
     for row in rows:
@@ -208,7 +208,7 @@ def _judge(row: Row, settings: object) -> str:
         return f"{seam.target}: {name_of(seam.native)} failed: {error!r}"
     if native:
         row.state, row.reason = "native", native
-    elif seam.wrapper is None:  # the framework has the feature itself only in other versions
+    elif seam.wrapper is None:  # only other versions of the framework have the feature
         row.state = "absent"
     else:
         row.reason = seam.refusal

@@ -23,7 +23,7 @@ METRICS = {
     "exp_avg_sq": "updates_lost_exp_avg_sq",
     "rollout": "updates_lost_rollout",
 }
-"""Maps each measured share to its name in a framework's metrics."""
+"""Maps the place where updates are lost to the name of their share in a framework's metrics."""
 
 _TITLES = {"weights": "stored weights", "exp_avg_sq": "second moment", "rollout": "rollout copies"}
 _SHOWN = 8  # maximum number of parameter groups in a table; Megatron makes up to six

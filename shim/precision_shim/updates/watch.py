@@ -55,12 +55,13 @@ def watch_updates(
 
     At every ``every``-th step, each meter uses a fixed sample of each parameter group (at most 2^18
     elements on a rank, over all optimizers). The meter counts the elements whose update was not
-    zero but whose stored value did not change. Separate counts cover the weights that the optimizer
-    updates (masters if any), decreases of ``exp_avg_sq``, and the rollout engines' copies of the
-    weights. When a later step begins, the figures of a measurement become available in the returned
-    object and in ``audit(model, optimizer)``. Some frameworks' adapters also report the figures in
-    the framework's metrics. The meter warns if a group loses more than half of its updates. A meter
-    does not change the result of a step, and the host does not wait for a device.
+    zero but whose stored value did not change. The meter counts these elements separately for the
+    weights that the optimizer updates (masters if any), for decreases of ``exp_avg_sq``, and for
+    the rollout engines' copies of the weights. When a later step begins, the figures of a
+    measurement become available in the returned object and in ``audit(model, optimizer)``. Some
+    frameworks' adapters also report the figures in the framework's metrics. The meter warns if a
+    group loses more than half of its updates. A meter does not change the result of a step, and
+    the host does not wait for a device.
 
     ``precision_shim.uninstall()`` and the returned object's ``remove()`` remove the hooks. A second
     call of ``watch_updates`` for an optimizer changes only ``every`` and, if given, ``rollout``.
@@ -117,7 +118,7 @@ def attach(
     Args:
         reading: the optimizer's ``Reading``.
         every: number of steps from one measurement to the next.
-        model: the model's modules, whose LoRA layers and compute dtype determine rollout copies.
+        model: the model's modules; the meter reads their LoRA layers and their compute dtype.
         framework: see ``looking.look``.
         subject: the model's name, such as ``"actor"``.
         on_figures: function that is called with the meter when the meter has new figures.

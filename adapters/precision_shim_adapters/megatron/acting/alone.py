@@ -37,7 +37,8 @@ def start_lower(call: Call, initial_scale: float, min_scale: float, growth_inter
     """Lower Megatron's default initial loss scale, at which the first 25 steps would be skipped.
 
     Megatron's initial loss scale is 2**32. With Megatron's hysteresis of 2, the first overflow does
-    not change the scale. Every further overflow halves it, so 25 skips in a row reach 2**8.
+    not change the scale. Every further overflow halves the scale, so 25 skips in a row lower it to
+    2**8.
     """
     if current_build() is not None:
         return call.proceed()

@@ -2,8 +2,8 @@
 
 Each framework has a function that moves Megatron's optimizer states to the CPU during generation.
 The framework's function moves only states whose names are in the function's list. A precision-aware
-optimizer keeps its fp32 master weights beside the moments, as ``master_param``. If a framework's
-list lacks ``master_param``, 4 bytes per parameter stay on the GPU.
+optimizer keeps its fp32 master weights beside the moments, as ``master_param``. If the function's
+list lacks ``master_param``, the master weights stay on the GPU: 4 bytes per parameter.
 
 Delete this module when each framework's list has ``master_param`` (verl's list has it from 0.9).
 """
@@ -24,7 +24,7 @@ def seams(module: str, importers: tuple[str, ...], why: str, delete_when: str) -
 
     Args:
         module: the module with ``offload_megatron_optimizer`` and ``load_megatron_optimizer``.
-        importers: modules that import the two functions with ``from ... import``.
+        importers: modules that have ``from ... import`` of the two offload functions.
         why: see ``Seam``.
         delete_when: see ``Seam``.
     """

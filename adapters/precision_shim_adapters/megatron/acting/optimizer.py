@@ -166,7 +166,7 @@ def settle(build: Build, *, native: bool = False) -> Settled:
 
     Args:
         build: the ``Build`` in progress, or a ``Build`` that the caller made.
-        native: whether the framework itself chooses the fields by the model's dtype.
+        native: whether the framework itself sets the optimizer's dtypes by the model's dtype.
 
     Raises:
         DtypeError: the user wrote an unknown dtype name, an illegal dtype, or a dtype that is

@@ -1,6 +1,6 @@
 """Create the states that Megatron optimizers need in order to be saved before their first step.
 
-Delete this module when Megatron saves an optimizer without states.
+Delete this module when Megatron can save an optimizer that has no states yet.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Carriers pass the shim's environment variables to processes that do not inherit them.
 
 Each carrier is a module named after the package that it patches, such as ``ray``. A carrier's
-``enter()`` patches that package, now or when the package is imported; ``leave()`` removes the
-patch. ``enter()`` and ``leave()`` do not import the package, and a second call does nothing.
+``enter()`` patches the carrier's package, now or when the package is imported; ``leave()`` removes
+the patch. ``enter()`` and ``leave()`` do not import the package, and a second call does nothing.
 """
 
 import sys
