@@ -1,0 +1,50 @@
+"""A driver like torchtitan's controller: a trainer and a generator in processes of Monarch's.
+
+The trainer steps and sends its weights over TorchStore; the generator's own loop pulls them. Prints
+the actors' results as one line of JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from typing import Any
+
+from .monarch_driver import prepare
+
+
+async def main(folder: str, trained: str, generated: str) -> dict[str, Any]:
+    from monarch.actor import this_host
+
+    from . import cpu
+
+    cpu.answer_for_gpus()
+    from .monarch_generator import Generator, Trainer
+    from .monarch_store import start
+
+    host = this_host()
+    mesh = host.spawn_procs(per_host={"gpus": 1}, bootstrap=prepare, name="trainer")
+    trainer = mesh.spawn("trainer", Trainer, cpu.policy_config(folder, trained), folder, generated)
+    processes = host.spawn_procs(per_host={"gpus": 1}, bootstrap=prepare, name="generator")
+    settings = Generator.Config(model_dtype=generated)
+    settings.debug.enable_structured_logging = False
+    generator = processes.spawn("generator", Generator, settings, folder)
+    await start(mesh)
+
+    await generator.start_engine_loop.call()
+    for version in (1, 2):
+        await trainer.forward_backward.call([cpu.microbatch(version)], 4 * cpu.LENGTH)
+        await trainer.optim_step.call()
+        await trainer.push_model_state_dict.call()
+        await generator.pull_model_state_dict.call(version)
+    ((_, sent),) = list((await trainer.look.call()).items())
+    ((_, found),) = list((await generator.look.call()).items())
+    await generator.close.call()
+    return {"sent": sent, **found}
+
+
+if __name__ == "__main__":
+    print(json.dumps(asyncio.run(main(*sys.argv[1:]))), flush=True)
+    os._exit(0)  # Monarch's shutdown can be slow

@@ -1,0 +1,91 @@
+"""Trainer and generator in two processes of Monarch's: the weights that arrive, and the audit.
+
+Only vLLM's engine is a stand-in (``monarch_generator``); it needs CUDA here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from precision_shim.auditing import halves
+from precision_shim.cli import main
+
+from .test_monarch import ROOT
+
+pytestmark = pytest.mark.slow
+
+
+def run(folder: Path, trainer: str, generator: str, **variables: str) -> dict[str, Any]:
+    """What ``monarch_sync_driver`` prints after two steps and two weight syncs."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PRECISION_SHIM")}
+    # Without the source tree on the path, the installed package is tested.
+    environment.pop("PYTHONPATH", None)
+    driver = "tests.torchtitan.monarch_sync_driver"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", driver, str(folder), trainer, generator],
+        cwd=ROOT,
+        env={**environment, "OMP_NUM_THREADS": "1", **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    assert lines, done.stdout[-3000:] + done.stderr[-3000:]
+    return dict(json.loads(lines[-1]))
+
+
+def holds_rounded(found: dict[str, Any], dtype: torch.dtype) -> bool:
+    """Whether the engine holds each of the trainer's fp32 weights, rounded once."""
+    assert found["sent"].keys() == found["weights"].keys()
+    return all(
+        torch.equal(torch.tensor(one).to(dtype).float(), torch.tensor(found["weights"][name]))
+        for name, one in found["sent"].items()
+    )
+
+
+@pytest.mark.parametrize(
+    ("generator", "own"), [("half", "float16"), (" BF16", "bfloat16")], ids=["fp16", "bf16"]
+)
+def test_names_weights_and_audit(
+    start_up_file: None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    generator: str,
+    own: str,
+) -> None:
+    folder = tmp_path / "audit"
+    found = run(
+        tmp_path, "float16", generator, PRECISION_SHIM="1", PRECISION_SHIM_AUDIT_DIR=str(folder)
+    )
+    dtype: torch.dtype = getattr(torch, own)
+    assert (found["enabled"], found["dtype"], found["version"]) == (True, own, 2)
+    assert found["held"] == [str(dtype)]
+    assert holds_rounded(found, dtype)
+    halves_found = [half for _, half in halves.read(str(folder))]
+    (sent,) = [half for half in halves_found if isinstance(half, halves.Sent)]
+    (held,) = [half for half in halves_found if isinstance(half, halves.Held)]
+    assert (sent.asked, sent.computes, sent.sync) == (own, "fp16", 2)
+    assert (held.name, held.sync) == ("generator, rank 0", 2)
+    names = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+    assert held.kinds["mlp"].keys() == sent.sent["weights"].dtypes.keys() == {names[dtype]}
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", str(folder)])
+    said = capsys.readouterr().out
+    other = dtype != torch.float16
+    assert ended.value.code == int(other), said
+    assert ("contradiction, generator, rank 0: rollout-dtype" in said) == other
+
+
+def test_without_the_variable(start_up_file: None, tmp_path: Path) -> None:
+    found = run(tmp_path, "bfloat16", "float16")
+    assert not found["enabled"]
+    assert holds_rounded(found, torch.float16)
