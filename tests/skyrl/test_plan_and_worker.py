@@ -212,8 +212,8 @@ def test_the_worker_names_the_key_of_a_value_that_it_computes_with(
     worker = by_worker(lambda: on_megatron(one, checkpoints["bfloat16"]), one.settings)
     name = list(written)[-1].rpartition(".")[2]
     assert re.fullmatch(
-        rf"SettingsError: skyrl [\d.]+, optimizer_config_kwargs: {name}=('abc'|None) is no number "
-        "that is allowed; allowed: a number [^.]+. Write one, without quotes, or leave it out.",
+        rf"SettingsError: skyrl [\d.]+, optimizer_config_kwargs: {name}=('abc'|None) is not "
+        "allowed; allowed: a number [^.]+. Write one, without quotes, or leave it out.",
         worker.refused,
     ), worker
 

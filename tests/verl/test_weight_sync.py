@@ -315,7 +315,8 @@ def test_the_audit_has_what_was_sent_beside_the_trainers_own(
     (warned,) = [one for one in ranks[0]["wire"]["said"] if "bf16-wire" in one]
     assert "something rounds them to bf16 before they are sent" in warned
     assert len([one for one in ranks[0]["alone"]["said"] if "weights-dtype" in one]) == ROUNDS
-    codes = {"wire": "bf16-wire", **({"alone": "weights-dtype"} if ROUNDS else {})}
+    codes = {"wire": "bf16-wire", "bf16": "rollout-dtype"}
+    codes |= {"alone": "weights-dtype"} if ROUNDS else {}
     for name, folder in folders.items():
         with pytest.raises(SystemExit) as ended:
             main(["audit", str(folder)])

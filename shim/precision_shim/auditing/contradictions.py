@@ -45,6 +45,8 @@ def contradictions(sent: Sequence[Sent], held: Sequence[Held]) -> Iterator[Contr
             yield from _engine_dtype(ask, engine)
             yield from _head_dtype(ask, engine)
     for record in sent:
+        if not rollouts and CANONICAL.get(record.asked) == "bf16" and not record.quantised:
+            yield from _rollout_dtype(record, record.rank)
         yield from _of_wire(record, rollouts)
         for engine in rollouts:
             yield from _received(record, engine)
@@ -76,6 +78,21 @@ def _engine_dtype(ask: Sent, engine: Held) -> Iterator[Contradiction]:
             f"{ask.key}={ask.asked}, but the engine computes in {engine.computes}: something goes "
             f"over the key on the way to {engine.engine}. Look for a second dtype among the "
             "engine's own arguments.",
+        )
+    elif engine.computes == "bf16" and not engine.quantization:
+        yield from _rollout_dtype(ask, _who(engine))
+
+
+def _rollout_dtype(ask: Sent, who: int | str) -> Iterator[Contradiction]:
+    """Yield a contradiction if the trainer of a bf16 rollout is known to compute in fp16."""
+    if ask.computes == "fp16":
+        key = f" ({ask.key}=float16)" if ask.key else ""
+        yield Contradiction(
+            "rollout-dtype",
+            who,
+            f"the {ask.subject} computes in fp16, and the rollout in bf16, so the two round "
+            "differently, and the mismatch that fp16 removes stays. Let the rollout compute in "
+            f"fp16{key}, or train in bf16.",
         )
 
 

@@ -86,6 +86,32 @@ def test_a_dtype_that_goes_over_the_key() -> None:
     assert found.message.startswith("rollout.dtype=float16, but the engine computes in fp32")
 
 
+@pytest.mark.parametrize("asked", ["bfloat16", "auto", "float16", "fp8", ""])
+@pytest.mark.parametrize("trainer", ["fp16", "bf16", ""])
+def test_a_bf16_rollout_beside_an_fp16_trainer(trainer: str, asked: str) -> None:
+    sent = replace(RIGHT, asked=asked, computes=trainer, sent={BASE: weights("bf16", 1.0)})
+    engine = replace(ENGINE, computes="bf16", kinds={}, weights=None)
+    expected = ["rollout-dtype"] * (trainer == "fp16")
+    # Another dtype than the key's is a contradiction of its own.
+    assert codes(sent, engine) == (["engine-dtype"] if asked == "float16" else expected)
+    assert "rollout-dtype" not in codes(sent, replace(engine, quantization="fp8"))
+    assert "rollout-dtype" not in codes(sent, replace(engine, computes="fp32"))
+    # Without an engine's answer, only its key tells in which dtype it computes.
+    alone = contradictions([sent, replace(sent, rank=1)], [])
+    named = [one.who for one in alone if one.code == "rollout-dtype"]
+    assert named == [0, 1] * (trainer == "fp16" and asked == "bfloat16")
+    in_8_bits = replace(sent, quantised=("model.layers.0.mlp.up_proj",))
+    assert "rollout-dtype" not in codes(in_8_bits)
+
+
+def test_the_remedy_names_the_rollouts_key() -> None:
+    sent = replace(RIGHT, asked="bfloat16", computes="fp16", sent={BASE: weights("bf16", 1.0)})
+    (found,) = contradictions([sent], [])
+    assert "Let the rollout compute in fp16 (rollout.dtype=float16)" in found.message
+    (found,) = contradictions([replace(sent, key="")], [])
+    assert "Let the rollout compute in fp16, or train in bf16." in found.message
+
+
 @pytest.mark.parametrize("held", [(), ENGINE])
 @pytest.mark.parametrize("asked", ["float16", "float32"])
 def test_weights_in_bf16(held: Any, asked: str) -> None:
