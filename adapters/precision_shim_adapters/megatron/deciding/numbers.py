@@ -34,7 +34,7 @@ def refused_numbers(fields: Mapping[str, Any], names: tuple[str, ...]) -> list[s
         for name in names
         if name in fields
         and not (fields[name] is None and name in MAY_BE_NULL)
-        and (not isinstance(fields[name], Real) or (name in SCALER and not float(fields[name]) > 0))
+        and (not isinstance(fields[name], Real) or (name in SCALER and not fields[name] > 0))
     ]
 
 
@@ -52,6 +52,6 @@ def check_numbers(fields: Mapping[str, Any], names: tuple[str, ...], where: str)
     for name in refused_numbers(fields, names):
         allowed = "from 0 up to, but not including, 1" if name == BETA2 else "above 0"
         raise SettingsError(
-            f"{where}: {name}={fields[name]!r} is no number that is allowed; allowed: a number "
-            f"{allowed}. Write one, without quotes, or leave it out."
+            f"{where}: {name}={fields[name]!r} is not allowed; allowed: a number {allowed}. Write "
+            "one, without quotes, or leave it out."
         )

@@ -133,7 +133,7 @@ def _no_numbers(asked: Asked) -> list[Problem]:
             "number",
             asked.wishes.subject,
             asked.key_of(name),
-            f"{asked.wishes.where}: {name}={written[name]!r} is no number that is allowed",
+            f"{asked.wishes.where}: {name}={written[name]!r} is not allowed",
             f"Write a number{' above 0' if name in SCALER else ''}, without quotes.",
         )
         for name in refused_numbers(written, names)
