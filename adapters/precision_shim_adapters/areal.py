@@ -23,7 +23,7 @@ from precision_shim.checkpoints.foretelling import Here
 from precision_shim.checkpoints.layout import Outcome, Part
 from precision_shim.precision.dtypes import coerce_dtype
 
-from . import megatron
+from . import areal_sides, megatron
 from .frameworks import AREAL
 from .megatron import ALIGNMENT, BUILDING, DISPATCH, GROUP, SCALING, SETTLING, Wishes
 from .megatron.resuming import foretelling as resuming
@@ -125,8 +125,8 @@ def step(call: Call) -> dict[str, float]:
 
 ADAPTER = Adapter.of(
     AREAL,
-    seams=collect(*megatron.SEAMS, name_dtypes, build, settle, step),
-    paths={**megatron.PATHS, GROUP: "MegatronEngine"},
+    seams=collect(*megatron.SEAMS, name_dtypes, build, settle, step, areal_sides),
+    paths={**megatron.PATHS, GROUP: "MegatronEngine", areal_sides.GROUP: "driver (both sides)"},
 )
 
 

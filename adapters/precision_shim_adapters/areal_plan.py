@@ -13,18 +13,20 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import versioned
-from precision_shim.errors import PlanError
+from precision_shim.errors import DtypeError, PlanError
 from precision_shim.planning.calling import call_quietly
 from precision_shim.planning.command import Job, syntax_of
 from precision_shim.planning.record import Problem
 from precision_shim.planning.request import Request
 from precision_shim.planning.values import no_adapters
 
+from . import areal_sides
 from .areal import KEYS, STATES, read
 from .megatron import PRECISION_AWARE
 from .megatron.deciding.numbers import STYLES
 from .megatron.planning.plan import MegatronModel
 from .megatron.planning.sizes import Sizes
+from .rollout import FEATURE, model_type, problems_of, problems_of_heads
 
 _ROLES = ("actor", "critic", "ref")
 _STYLES = tuple(style for style in STYLES if style != "WSD")  # AReaL passes no wsd_decay_steps
@@ -36,22 +38,50 @@ def plan_job(job: Job) -> Request:
     Raises:
         PlanError: the config or a model cannot be read, or a model has LoRA or is not on Megatron.
     """
-    config = load(job)
+    written, merged, config = load(job)
     models = tuple(_models(job, config))
-    notes = (
-        f"without the shim AReaL keeps whole fp32 master weights, also where {PRECISION_AWARE} is "
-        "on: 2 bytes per parameter more than such a model is counted here",
-    )
+    problems, notes = _both_sides(job, written, merged)
     aware = any(
         model.wishes.precision_aware_by_itself and model.dtype is torch.bfloat16 for model in models
     )
+    if aware:
+        notes.append(
+            f"without the shim AReaL keeps whole fp32 master weights, also where {PRECISION_AWARE} "
+            "is on: 2 bytes per parameter more than such a model is counted here"
+        )
     version = versioned("areal").partition(" ")[2] or None
     world = models[0].sizes.world
-    return Request("areal", version, world, models, megatron=True, notes=notes if aware else ())
+    return Request(
+        "areal",
+        version,
+        world,
+        models,
+        megatron=True,
+        problems=tuple(problems),
+        notes=tuple(notes),
+    )
 
 
-def load(job: Job) -> Any:
+def _both_sides(job: Job, written: Any, merged: Any) -> tuple[list[Problem], list[str]]:
+    """Predict the report of the job's driver on the dtypes of trainer and rollout."""
+    try:
+        both = areal_sides.engines(written, merged)
+    except DtypeError as error:
+        return [Problem.of(error, "rollout", error.key)], []
+    if both is None:
+        return [], []
+    on = job.in_force(FEATURE, areal_sides.GROUP)
+    kind, where = model_type(str(merged.actor.path)), versioned("areal")
+    problems, notes = problems_of_heads(where, areal_sides.heads, job.settings, on=on)
+    found, told = problems_of(where, *both, job.settings, on=on, model_type=kind)
+    return [*found, *problems], [*told, *notes]
+
+
+def load(job: Job) -> tuple[Any, Any, Any]:
     """Load a job's config as the class that the job's script passes to ``load_expr_config``.
+
+    Returns:
+        The user's values as OmegaConf's config; these values with AReaL's defaults; AReaL's object.
 
     Raises:
         PlanError: the config cannot be loaded, or the script is not on this machine.
@@ -70,10 +100,10 @@ def load(job: Job) -> Any:
             "class of AReaL's, which says what its config is. Plan the job from a script that has."
         )
 
-    def parse() -> Any:
-        config, _ = cli_args.parse_cli_args(list(job.arguments))
-        made = cli_args.to_structured_cfg(config, config_cls=getattr(cli_args, name))
-        return OmegaConf.to_object(made)
+    def parse() -> tuple[Any, Any, Any]:
+        written, _ = cli_args.parse_cli_args(list(job.arguments))
+        merged = cli_args.to_structured_cfg(written, config_cls=getattr(cli_args, name))
+        return written, merged, OmegaConf.to_object(merged)
 
     def refuse(why: str) -> PlanError:
         return PlanError(f"{versioned('areal')}, {job.target}: {why}. Correct the command line.")

@@ -7,6 +7,7 @@ The plan does not run the arguments' ``__post_init__``, which needs GPUs and a m
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from precision_shim.adapting import versioned
 from precision_shim.errors import PlanError
 from precision_shim.planning.calling import call_quietly
 from precision_shim.planning.command import Job
+from precision_shim.planning.record import Problem
 from precision_shim.planning.request import Request
 from precision_shim.planning.shapes import Model
 from precision_shim.planning.values import no_adapters, number
@@ -67,6 +69,7 @@ def plan_job(job: Job) -> Request:
         key="--{}",
         bucket_key="--accumulate_allreduce_grads_in_fp32",
         known=vars(args),
+        illegal=tuple(_illegal(args)),
     )
     others = [name for name in ("ref_model", "teacher_model") if getattr(args, name, None)]
     notes = [f"not counted: the model of --{name}" for name in others]
@@ -74,6 +77,15 @@ def plan_job(job: Job) -> Request:
         notes.append("not counted: the reference model, whose parameters lie beside the model's")
     version = where.partition(" ")[2] or None
     return Request("ms-swift", version, world, (planned,), megatron=True, notes=tuple(notes))
+
+
+def _illegal(args: Any) -> Iterator[Problem]:
+    """Yield a problem if ms-swift's trainer cannot make its rollout engine."""
+    kind = getattr(args, "rlhf_type", None)
+    generates = kind == "grpo" or (kind == "gkd" and args.lmbda != 0)
+    if generates and args.use_vllm and args.vllm_mode is None:
+        fault = "ms-swift's trainer makes no rollout without it"
+        yield Problem("flags", "model", "--vllm_mode", fault, "Write colocate or server.")
 
 
 def _where() -> str:

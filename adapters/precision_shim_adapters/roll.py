@@ -20,7 +20,7 @@ import torch
 
 from precision_shim.adapting import Adapter, Call, collect, seam, versioned
 
-from . import megatron, roll_fsdp
+from . import megatron, roll_fsdp, roll_sides
 from .frameworks import ROLL
 from .megatron import ALIGNMENT, BUILDING, GROUP, SCALING, SETTLING, Wishes
 
@@ -101,7 +101,13 @@ def step(call: Call) -> dict[str, Any]:
 ADAPTER = Adapter.of(
     ROLL,
     seams=megatron.where_present(
-        collect(*megatron.SEAMS, build, scale, configure, check, step, roll_fsdp), module=MODULE
+        collect(*megatron.SEAMS, build, scale, configure, check, step, roll_fsdp, roll_sides),
+        module=MODULE,
     ),
-    paths={**megatron.PATHS, GROUP: "Megatron", roll_fsdp.GROUP: "FSDP2"},
+    paths={
+        **megatron.PATHS,
+        GROUP: "Megatron",
+        roll_fsdp.GROUP: "FSDP2",
+        roll_sides.GROUP: "driver (both sides)",
+    },
 )

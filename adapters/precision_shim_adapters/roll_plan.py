@@ -25,13 +25,15 @@ from precision_shim.adapting import versioned
 from precision_shim.errors import PlanError
 from precision_shim.planning.calling import call_quietly
 from precision_shim.planning.command import Job, syntax_of
+from precision_shim.planning.record import Problem
 from precision_shim.planning.request import Request
 from precision_shim.planning.values import no_adapters
 
-from . import roll_fsdp_plan
+from . import roll_fsdp_plan, roll_sides
 from .megatron.planning.plan import MegatronModel
 from .megatron.planning.sizes import read_sizes
 from .roll import read
+from .rollout import FEATURE, model_type, problems_of, problems_of_heads
 
 _TRAINS = "megatron_train"
 _STRATEGIES = f"strategy_name={_TRAINS} or {roll_fsdp_plan.TRAINS}"
@@ -64,7 +66,28 @@ def plan_job(job: Job) -> Request:
     version = _where().partition(" ")[2] or None
     world = max(worker.world_size for _, worker, _ in workers)
     on_megatron = any(isinstance(model, MegatronModel) for model in models)
-    return Request("roll", version, world, models, megatron=on_megatron, notes=tuple(notes))
+    problems, told = _both_sides(job, config)
+    return Request(
+        "roll",
+        version,
+        world,
+        models,
+        megatron=on_megatron,
+        problems=tuple(problems),
+        notes=(*notes, *told),
+    )
+
+
+def _both_sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
+    """Predict the report of the job's driver on the dtypes of trainer, reference and rollout."""
+    both = roll_sides.engines(config)
+    if both is None:
+        return [], []
+    on = job.in_force(FEATURE, roll_sides.GROUP)
+    kind, where = model_type(roll_sides.path_of(config)), versioned("roll")
+    problems, notes = problems_of_heads(where, roll_sides.heads, job.settings, on=on)
+    found, told = problems_of(where, *both, job.settings, on=on, model_type=kind)
+    return [*found, *problems], [*told, *notes]
 
 
 def _not_planned(config: Any) -> Iterator[str]:

@@ -24,6 +24,8 @@ actor:
   dtype: bfloat16
   optimizer: {type: adam, gradient_clipping: 1.0}
 rollout: {backend: "sglang:d4p1t1", experiment_name: tests, trial_name: one}
+sglang: {dtype: "${actor.dtype}"}
+vllm: {dtype: "${actor.dtype}"}
 train_dataset: {batch_size: 256, path: none, type: rl}
 cluster: {fileroot: none}
 saver: {experiment_name: tests, trial_name: one, fileroot: none}
@@ -50,7 +52,9 @@ def loaded(settings: tuple[str, ...], folder: Path) -> Any:
 
 @pytest.mark.parametrize("job", JOBS, ids=str)
 def test_a_job_passes_areals_validation(job: Job, tmp_path: Path) -> None:
-    actor = loaded(job.settings, tmp_path).actor
+    config = loaded(job.settings, tmp_path)
+    actor = config.actor
+    assert config.sglang.dtype == config.vllm.dtype == actor.dtype
     written = (job.value("actor.optimizer.type"), job.value("actor.dtype"))
     assert any(written)
     assert actor.optimizer.type == (written[0] or "adam")

@@ -156,7 +156,7 @@ def test_values_that_areals_engine_refuses(
     assert code == 1
     assert [one["key"] for one in found["problems"]] == [f"actor.{key}"]
     with pytest.raises(Exception, match=r"^$|distributed optimizer|decay style"):
-        engine(on_cpu, made[0].actor)
+        engine(on_cpu, made[0][2].actor)
 
 
 def test_fp16_gradients_that_are_not_clipped(

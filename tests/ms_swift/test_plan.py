@@ -148,3 +148,25 @@ def test_ms_swift_takes_the_lines_that_a_search_finds(
     assert found, lines
     code, _ = plan(capsys, *LINE, *found)
     assert code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        (("grpo",), True),
+        (("grpo", "--vllm_mode", "colocate"), False),
+        (("grpo", "--vllm_mode", "server"), False),
+        (("gkd",), True),
+        (("gkd", "--lmbda", "0"), False),
+        (("gkd", "--use_vllm", "false"), False),
+        (("dpo",), False),
+    ],
+)
+def test_a_job_without_the_mode_of_its_rollout(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], refused: bool
+) -> None:
+    """``test_pages.py`` shows what ms-swift's trainer does without the mode."""
+    line = ("PRECISION_SHIM=1", "NPROC_PER_NODE=8", "megatron", "rlhf", "--model", "none")
+    code, found = plan(capsys, *line, "--rlhf_type", *words)
+    assert code == int(refused), found
+    assert [one["key"] for one in found["problems"]] == ["--vllm_mode"] * refused

@@ -23,7 +23,7 @@ def config(dtype: str = "bf16", strategy: str = "megatron_train", **written: Any
     """The keys of ROLL's example that matter here.
 
     Args:
-        dtype: the actor's ``model_args.dtype``.
+        dtype: ``model_args.dtype`` of the actor, the rollout and the reference model.
         strategy: the actor's strategy.
         written: more keys of the actor's ``strategy_config``.
     """
@@ -45,6 +45,7 @@ def config(dtype: str = "bf16", strategy: str = "megatron_train", **written: Any
             "device_mapping": eight,
         },
         "actor_infer": {
+            "model_args": {"dtype": dtype},
             "strategy_args": infer,
             "device_mapping": eight,
             "generating_args": {"num_return_sequences": 1},

@@ -92,7 +92,9 @@ def test_a_job_on_fsdp2(
 ) -> None:
     from . import sharded as live
 
-    code, found = plan(sharded(fsdp_size=4, param_dtype=dtype))
+    values = sharded(fsdp_size=4, param_dtype=dtype)
+    values["actor_infer"]["model_args"]["dtype"] = "fp16"
+    code, found = plan(values)
     (actor,) = found["models"]
     assert (code, actor["layout"]) == (0, {"fsdp": 4, "replicas": 2, "tp": 1})
     assert found["megatron_core"] is None

@@ -33,7 +33,7 @@ def follows(trainer: Engine, other: Engine, model_type: str, rollout: object) ->
         model_type: the model's type in its HF config; empty if unknown.
         rollout: the value of ``PRECISION_SHIM_ROLLOUT``.
     """
-    asked = rollout == "follow" and not other.written and other.key
+    asked = rollout == "follow" and other.follows and not other.written and other.key
     if not asked or other.computes in (trainer.computes, FP8):
         return ""
     if refuses_fp16(trainer.computes, other.subject, model_type):
@@ -111,7 +111,7 @@ def _way_out(trainer: Engine, verdict: Verdict, rollout: object) -> str:
     if not verdict.remedy:
         subject = verdict.engine.subject
         return f"Train in bf16 ({trainer.key}), and let the {subject} compute in bf16."
-    if rollout == "follow":
+    if rollout == "follow" or not verdict.engine.follows:
         return f"Write {verdict.remedy}."
     first = "leave the key out and " if verdict.engine.written else ""
     return f"Write {verdict.remedy}, or {first}set {FOLLOWED}."

@@ -42,6 +42,7 @@ class Engine:
         because: why the engine does not compute in the dtype that ``key`` sets; empty if it does.
         prefix: text before the key on the framework's command line, such as Hydra's "++".
         values: maps each allowed dtype's canonical name to the key's value for this dtype.
+        follows: whether ``PRECISION_SHIM_ROLLOUT=follow`` can set the key.
     """
 
     subject: str
@@ -51,6 +52,7 @@ class Engine:
     because: str = ""
     prefix: str = ""
     values: Mapping[str, str] = field(default_factory=lambda: ENGINE_NAMES, hash=False)
+    follows: bool = True
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,111 @@
+"""The dtypes in which the trainer, the reference model and the rollout of an AReaL job compute.
+
+AReaL's launchers and training scripts merge the user's config with AReaL's defaults before they
+start an engine. The shim compares the dtypes in the merged config.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from precision_shim.adapting import Call, seam, versioned
+from precision_shim.precision.dtypes import name_of, parse_dtype
+
+from .rollout import (
+    AUTO,
+    CANONICAL,
+    FEATURE,
+    SETTING,
+    Engine,
+    Head,
+    checkpoint_dtype,
+    engine_name,
+    model_type,
+    resolve_auto,
+    settle,
+    settle_heads,
+)
+
+GROUP = "rollout"
+_BACKENDS = ("sglang", "vllm")
+
+
+def engines(written: Any, config: Any) -> tuple[Engine, list[Engine]] | None:
+    """Read the trainer and the other engines; ``None`` if the job has no trainer with a dtype.
+
+    Args:
+        written: the OmegaConf config with the user's values alone.
+        config: the OmegaConf config that also has AReaL's defaults. The rollout's dtype name is
+            replaced by the name that SGLang and vLLM accept.
+
+    Raises:
+        DtypeError: the rollout's dtype is unknown.
+    """
+    from omegaconf import OmegaConf
+
+    def engine(subject: str, key: str) -> Engine | None:
+        dtype = parse_dtype(str(OmegaConf.select(config, key)))
+        found = OmegaConf.select(written, key)
+        return None if dtype is None else Engine(subject, name_of(dtype), key, found is not None)
+
+    trainer = engine("actor", "actor.dtype")
+    if trainer is None:
+        return None
+    others = []
+    if (OmegaConf.select(config, "actor.kl_ctl") or 0) > 0:
+        others.append(engine("ref", "ref.dtype"))
+    others.append(engine("teacher", "teacher.train.dtype"))
+    backend = str(OmegaConf.select(config, "rollout.backend"))
+    others += [
+        _rollout(name, written, config)
+        for name in _BACKENDS
+        if backend.startswith(name) and OmegaConf.select(config, name) is not None
+    ]
+    return trainer, [other for other in others if other is not None]
+
+
+def heads() -> list[Head]:
+    """The LM head of the trainer, which the shim does not change."""
+    return [Head("actor", SETTING, refusal="the shim does not change the LM heads of AReaL")]
+
+
+def _rollout(backend: str, written: Any, config: Any) -> Engine:
+    from omegaconf import OmegaConf
+
+    key = f"{backend}.dtype"
+    section = config[backend]
+    section.dtype = engine_name(section.dtype, key, versioned("areal"), (AUTO,))
+    computes = CANONICAL.get(section.dtype, AUTO)
+    engine = Engine("rollout", computes, key, OmegaConf.select(written, key) is not None)
+    path = str(OmegaConf.select(config, "actor.path"))
+    return resolve_auto(engine, backend, checkpoint_dtype(path), model_type(path))
+
+
+@seam(
+    "areal.api.cli_args:to_structured_cfg",
+    FEATURE,
+    group=GROUP,
+    why="has the user's values and the whole config, before an engine starts",
+    delete_when="AReaL compares the dtypes of trainer and rollout",
+    optional=True,
+)
+def merge(call: Call, cfg: Any) -> Any:
+    """Compare trainer and rollout; ``PRECISION_SHIM_ROLLOUT=follow`` sets the unwritten dtypes.
+
+    Raises:
+        DtypeError: the rollout's dtype is unknown.
+        UnsupportedPrecisionError: strict mode is on, and only the trainer computes in float16, or
+            the user asks for an LM head in fp32.
+    """
+    config = call.proceed()
+    both = engines(cfg, config)
+    if both is not None:
+        from omegaconf import OmegaConf
+
+        def write(engine: Engine, name: str) -> None:
+            OmegaConf.update(config, engine.key, name)
+
+        settle_heads(versioned("areal"), heads, None)
+        path = str(OmegaConf.select(config, "actor.path"))
+        settle(versioned("areal"), *both, write, model_type(path))
+    return config

@@ -1,0 +1,195 @@
+"""The dtypes of AReaL's trainer and rollout: the driver's report, the plan, the engine's arguments.
+
+The configs go through AReaL's own command line and merge, up to the command that starts SGLang.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import precision_shim
+from precision_shim.errors import (
+    DtypeError,
+    PrecisionShimWarning,
+    UnsupportedPrecisionError,
+)
+
+from .test_pages import YAML
+from .test_plan import line, plan
+
+__all__ = ["line"]
+
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+PAIRS = [(trainer, rollout) for trainer in DTYPES for rollout in DTYPES]
+FOLLOW = {"rollout": "follow"}
+LOST = ("fp16", "bf16")
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Callable[..., Any]:
+    """Merges a config as AReaL's launchers and scripts do; the YAML sets no rollout dtype."""
+    (tmp_path / "job.yaml").write_text("\n".join(YAML.replace("sglang: {", "#").splitlines()))
+
+    def merged(*words: str) -> Any:
+        from areal.api.cli_args import GRPOConfig, parse_cli_args, to_structured_cfg
+        from omegaconf import OmegaConf
+
+        written, _ = parse_cli_args(["--config", str(tmp_path / "job.yaml"), *words])
+        return OmegaConf.to_object(to_structured_cfg(written, config_cls=GRPOConfig))
+
+    return merged
+
+
+def arguments(config: Any, backend: str = "sglang") -> str:
+    """The dtype in the command that starts the rollout's server."""
+    from areal.api import cli_args
+
+    if backend == "vllm":
+        kind, more = cli_args.vLLMConfig, {"vllm_config": config.vllm, "pp_size": 1}
+    else:
+        kind, more = cli_args.SGLangConfig, {"sglang_config": config.sglang, "base_gpu_id": 0}
+    with pytest.MonkeyPatch.context() as patch:  # AReaL asks for SGLang's version
+        patch.setattr(cli_args.pkg_version, "is_version_greater_or_equal", lambda *_: True)
+        return str(kind.build_args(tp_size=1, **more)["dtype"])
+
+
+def watched(act: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """Call a function; returns its result and the shim's warnings during the call."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = act()
+    ours = (one for one in caught if issubclass(one.category, PrecisionShimWarning))
+    return found, [str(one.message) for one in ours]
+
+
+def decided(subject: str = "rollout") -> list[str]:
+    return [
+        one.chosen
+        for one in precision_shim.status().decisions
+        if (one.framework, one.subject, one.feature) == ("areal", subject, "rollout-agreement")
+    ]
+
+
+def both(trainer: str, rollout: str, backend: str = "sglang") -> list[str]:
+    words = [f"actor.dtype={DTYPES[trainer]}", f"++{backend}.dtype={rollout}"]
+    return [*words, f"rollout.backend={backend}:d4p1t1"]
+
+
+@pytest.mark.parametrize("backend", ["sglang", "vllm"])
+@pytest.mark.parametrize(("trainer", "rollout"), PAIRS)
+def test_the_driver_tells(
+    shim: Any, job: Callable[..., Any], trainer: str, rollout: str, backend: str
+) -> None:
+    shim(frameworks="areal")
+    config, told = watched(lambda: job(*both(trainer, rollout, backend)))
+    same = trainer == rollout
+    text = f"{rollout}, as the actor" if same else f"{rollout} beside the actor's {trainer}"
+    assert decided() == [text]
+    assert len(told) == ((trainer, rollout) == LOST)
+    for text in told:
+        assert text.startswith("areal 1.0.4: the actor computes in fp16 (actor.dtype), the rollout")
+        assert f"Write {backend}.dtype=float16, or leave the key out and set" in text
+    assert arguments(config, backend) == DTYPES[rollout]
+    assert watched(lambda: job(*both(trainer, rollout, backend)))[1] == []  # said once
+    assert len(decided()) == 1  # AReaL merges the config in several places
+
+
+@pytest.mark.parametrize(("trainer", "rollout"), PAIRS)
+def test_strict(shim: Any, job: Callable[..., Any], trainer: str, rollout: str) -> None:
+    shim(frameworks="areal", strict=True)
+    if (trainer, rollout) == LOST:
+        with pytest.raises(UnsupportedPrecisionError, match=r"Write sglang\.dtype=float16"):
+            job(*both(trainer, rollout))
+    else:
+        job(*both(trainer, rollout))
+
+
+@pytest.mark.parametrize("trainer", DTYPES)
+def test_follow_sets_what_the_user_did_not_write(
+    shim: Any, job: Callable[..., Any], trainer: str
+) -> None:
+    shim(frameworks="areal", settings=FOLLOW, strict=True)
+    config = job(f"actor.dtype={DTYPES[trainer]}")
+    assert arguments(config) == DTYPES[trainer]
+    assert decided() == [f"{trainer}, as the actor"]
+
+
+def test_follow_leaves_what_the_user_wrote(shim: Any, job: Callable[..., Any]) -> None:
+    shim(frameworks="areal", settings=FOLLOW)
+    config, (told,) = watched(lambda: job("actor.dtype=float16", "++sglang.dtype=bfloat16"))
+    assert "Write sglang.dtype=float16." in told
+    assert arguments(config) == "bfloat16"
+
+
+def test_the_reference_model(shim: Any, job: Callable[..., Any]) -> None:
+    shim(frameworks="areal")
+    ref = "{backend: 'megatron:d4', experiment_name: a, trial_name: b, dtype: bfloat16}"
+    words = [*both("fp16", "fp16"), f"+ref={ref}"]
+    _, (told,) = watched(lambda: job(*words, "++actor.kl_ctl=0.1"))
+    assert "the ref in bf16 (ref.dtype" in told
+    assert watched(lambda: job(*words, "++actor.kl_ctl=0.0"))[1] == []  # AReaL makes no reference
+
+
+def test_names(shim: Any, job: Callable[..., Any]) -> None:
+    shim(frameworks="areal", strict=True)
+    assert arguments(job("actor.dtype=float16", "++sglang.dtype=Half")) == "float16"
+    with pytest.raises(DtypeError, match=r"areal 1\.0\.4: sglang\.dtype='bf17' is no dtype"):
+        job("++sglang.dtype=bf17")
+    assert arguments(job("++sglang.dtype=auto")) == "auto"
+
+
+def test_an_lm_head_in_fp32_is_refused(
+    shim: Any, job: Callable[..., Any], line: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shim(frameworks="areal", settings={"head": "fp32"})
+    _, (told,) = watched(job)
+    assert told.startswith("areal 1.0.4: PRECISION_SHIM_HEAD=fp32 is refused")
+    assert told.endswith("The shim changes no LM head. Unset PRECISION_SHIM_HEAD.")
+    code, found = plan(capsys, "PRECISION_SHIM=1", "PRECISION_SHIM_HEAD=fp32", *line)
+    assert (code, [one["code"] for one in found["problems"]]) == (1, ["lm-head"])
+
+
+def test_off_nothing_is_said(shim: Any, job: Callable[..., Any]) -> None:
+    shim(frameworks="areal", features="-rollout-agreement", settings=FOLLOW)
+    config, told = watched(lambda: job("actor.dtype=float16"))
+    assert (arguments(config), told, decided()) == ("bfloat16", [], [])
+
+
+def test_a_job_without_a_rollout(shim: Any, tmp_path: Path) -> None:
+    from areal.api.cli_args import SFTConfig, parse_cli_args, to_structured_cfg
+
+    shim(frameworks="areal", strict=True)
+    (tmp_path / "job.yaml").write_text(YAML)
+    words = ["--config", str(tmp_path / "job.yaml"), "~rollout", "~sglang", "~vllm"]
+    written, _ = parse_cli_args([*words, "actor.dtype=float16"])
+    to_structured_cfg(written, config_cls=SFTConfig)
+    assert decided() == []
+
+
+@pytest.mark.parametrize(("trainer", "rollout"), PAIRS)
+def test_the_plan_says_the_same(
+    capsys: pytest.CaptureFixture[str], line: list[str], trainer: str, rollout: str
+) -> None:
+    code, found = plan(capsys, "PRECISION_SHIM=1", *line, *both(trainer, rollout))
+    problems = [one for one in found["problems"] if one["code"] == "rollout-dtype"]
+    lost = (trainer, rollout) == LOST
+    assert (code, len(problems)) == (int(lost), int(lost))
+    assert [one["key"] for one in problems] == ["sglang.dtype"] * lost
+    assert any(one.startswith(f"rollout: rollout-agreement: {rollout}") for one in found["notes"])
+
+
+def test_the_plan_follows(capsys: pytest.CaptureFixture[str], line: list[str]) -> None:
+    bare = Path(line[-1])
+    bare.write_text(YAML.replace("sglang: {", "#"))
+    code, found = plan(capsys, "PRECISION_SHIM=1", *line, "actor.dtype=float16")
+    assert [one["code"] for one in found["problems"]] == ["rollout-dtype"]
+    follow = "PRECISION_SHIM_ROLLOUT=follow"
+    code, found = plan(capsys, "PRECISION_SHIM=1", follow, *line, "actor.dtype=float16")
+    assert (code, found["problems"]) == (0, [])
+    code, found = plan(capsys, "PRECISION_SHIM=1", *line, "++sglang.dtype=bf17")
+    assert [(one["code"], one["key"]) for one in found["problems"]] == [("dtype", "sglang.dtype")]
