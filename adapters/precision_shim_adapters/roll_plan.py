@@ -14,6 +14,7 @@ import importlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,9 +31,11 @@ from precision_shim.planning.request import Request
 from precision_shim.planning.values import no_adapters
 
 from . import roll_fsdp_plan, roll_sides
+from .megatron.planning.layout import number_of_layers
 from .megatron.planning.plan import MegatronModel
-from .megatron.planning.sizes import read_sizes
+from .megatron.planning.sizes import FIELDS, Sizes, read_sizes
 from .roll import read
+from .roll_legality import of_ends, of_megatron
 from .rollout import FEATURE, model_type, problems_of, problems_of_heads
 
 _TRAINS = "megatron_train"
@@ -142,23 +145,63 @@ def _workers(job: Job, config: Any) -> Iterator[tuple[str, Any, Any]]:
 
 def _model(job: Job, name: str, worker: Any, args: Any) -> MegatronModel:
     section = f"{name}.strategy_args.strategy_config"
+    model, sizes = job.model(worker.model_args.model_name_or_path), _sizes(name, worker, args)
+    layers = number_of_layers(model) if model.config else 0
     return MegatronModel(
         read(SimpleNamespace(megatron_train_args=args, worker_config=worker)),
-        job.model(worker.model_args.model_name_or_path),
-        read_sizes(
-            worker.world_size,
-            f"{name}.device_mapping",
-            section,
-            vars(args),
-            sequence_parallel=bool(args.sequence_parallel),
-        ),
+        model,
+        sizes,
         torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32,
         bucket_in_fp32=bool(args.accumulate_allreduce_grads_in_fp32),
-        value_head=name == "critic",
         key=f"{section}.{{}}",
         bucket_key=f"{section}.accumulate_allreduce_grads_in_fp32",
         place=str(worker.device_mapping),
+        illegal=(*of_megatron(name, worker, args), *of_ends(sizes, layers, name)),
+        notes=(*_unread(section, args), *roll_fsdp_plan.frozen(name, worker)),
     )
+
+
+def _sizes(name: str, worker: Any, args: Any) -> Sizes:
+    """Read the sizes: ``additional_configs`` has each size that ``strategy_config`` leaves out."""
+    section = f"{name}.strategy_args.strategy_config"
+    own = {field: value for field, value in vars(args).items() if value is not None}
+    more = {key: value for key, value in (args.additional_configs or {}).items() if key not in own}
+    sizes = read_sizes(
+        worker.world_size,
+        f"{name}.device_mapping",
+        section,
+        {**more, **own},
+        sequence_parallel=bool(args.sequence_parallel),
+    )
+    keys = {
+        size: f"{section}.additional_configs.{field}" if field in more else sizes.keys[size]
+        for size, field in FIELDS.items()
+        if field in more or size not in ("first", "last")  # ROLL cannot load such stages
+    }
+    # mcore_adapter turns sequence parallelism on where expert parallelism needs it.
+    both = sizes.tensor != 1 and sizes.expert != 1
+    return replace(
+        sizes,
+        sequence_parallel=sizes.sequence_parallel or both,
+        keys={**{key: sizes.keys[key] for key in ("world", "sequence_parallel")}, **keys},
+    )
+
+
+def _unread(section: str, args: Any) -> Iterator[str]:
+    """Yield a note for each setting that ROLL drops, or that changes bytes not counted here."""
+    more = sorted(set(args.additional_configs or {}) - set(FIELDS.values()))
+    if more:
+        words = ", ".join(map(str, more))
+        yield f"not planned: {section}.additional_configs ({words}): the bytes are those without"
+    if args.optimizer_cpu_offload:
+        yield f"{section}.optimizer_cpu_offload: ROLL does not pass it to Megatron: no offload"
+    if args.fp8 or args.fp8_param:
+        yield (
+            f"not planned: {section}.fp8 and fp8_param: fp8 copies of the weights are not counted, "
+            "and where the weights are fp8 the shim adds nothing"
+        )
+    if args.mtp_num_layers:
+        yield f"not counted: {section}.mtp_num_layers: the layers that predict further tokens"
 
 
 def _load(job: Job, script: Path | None) -> Any:

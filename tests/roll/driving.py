@@ -74,15 +74,13 @@ def worker(**config: Any) -> Any:
         "lr_scheduler_type": "linear",
         "report_to": [],
         "use_cpu": True,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.999,
+        "weight_decay": 0.0,
         **config.pop("training_args", {}),
     }
     training_args = SimpleNamespace(
-        **values,
-        to_dict=lambda: dict(values),
-        adam_beta1=0.9,
-        adam_beta2=0.999,
-        weight_decay=0.0,
-        get_warmup_steps=lambda steps: 0,
+        **values, to_dict=lambda: dict(values), get_warmup_steps=lambda steps: 0
     )
     return SimpleNamespace(
         rank_info=SimpleNamespace(dp_rank=0, dp_size=1, tp_size=1, cp_size=1),

@@ -24,7 +24,7 @@ from .driving import NAME, Loss, batch, worker
 MODULE = "roll.distributed.strategy.fsdp2_strategy"
 
 
-def _tiny() -> Any:
+def tiny() -> Any:
     transformers = importlib.import_module("transformers")
     return transformers.LlamaConfig(
         vocab_size=32,
@@ -44,19 +44,21 @@ class Trainer:
     strategy: Any
 
     @classmethod
-    def of(cls, directory: Path, dtype: str = "float16", **config: Any) -> Trainer:
+    def of(
+        cls, directory: Path, dtype: str | None = "float16", ulysses: Any = 1, **config: Any
+    ) -> Trainer:
         """Build a model as ROLL does; the model's config is written into ``directory``."""
         module = importlib.import_module(MODULE)
         transformers = importlib.import_module("transformers")
-        _tiny().save_pretrained(directory)
+        tiny().save_pretrained(directory)
         one = worker(param_dtype=dtype, **config)
         one.pipeline_config.seed = 0
         vars(one.worker_config.model_args).update(
-            ulysses_size=1, model_name_or_path=str(directory), model_config_kwargs={}
+            ulysses_size=ulysses, model_name_or_path=str(directory), model_config_kwargs={}
         )
         strategy = module.FSDP2TrainStrategy(one)
         with _answered(module):
-            strategy.initialize(lambda **ignored: transformers.LlamaForCausalLM(_tiny()))
+            strategy.initialize(lambda **ignored: transformers.LlamaForCausalLM(tiny()))
         strategy.tokenizer = SimpleNamespace(save_pretrained=lambda directory: None)
         return cls(strategy)
 

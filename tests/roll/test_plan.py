@@ -28,12 +28,16 @@ def plan(
     """Plans a job with the given config; returns the exit status, and the plan or the error."""
     monkeypatch.chdir(tmp_path)
 
-    def planned(values: dict[str, Any], *words: str) -> tuple[int, Any]:
+    def planned(
+        values: dict[str, Any],
+        *words: str,
+        options: tuple[str, ...] = ("--parameters", "1B"),
+    ) -> tuple[int, Any]:
         script = jobs.write(tmp_path, values)
         capsys.readouterr()
         given = ("PRECISION_SHIM=1", "python", script.name, *(words or jobs.WHERE))
         with pytest.raises(SystemExit) as end:
-            main(["plan", "--parameters", "1B", "--json", "--", *given])
+            main(["plan", *options, "--json", "--", *given])
         said = capsys.readouterr()
         print(said.err)  # shown if the test fails
         return int(str(end.value)), json.loads(said.out) if said.out else said.err
@@ -56,11 +60,15 @@ def test_a_job_is_planned(plan: Any) -> None:
 
 def test_a_critic(plan: Any) -> None:
     values = jobs.config()
-    critic = {**values["actor_train"], "device_mapping": "list(range(8,16))"}
+    critic = {**sharded()["actor_train"], "device_mapping": "list(range(8,16))"}
+    critic["model_args"] = {"model_type": "auto_token_classification"}
     code, found = plan({**values, "adv_estimator": "gae", "critic": critic})
     assert code == 0
     assert [one["subject"] for one in found["models"]] == ["actor_train", "critic"]
     assert len({one["place"] for one in found["models"]}) == 2
+    critic["model_args"] = {"model_type": "trl"}
+    code, found = plan({**values, "adv_estimator": "gae", "critic": critic})
+    assert (code, any("value head" in one for one in found["models"][1]["notes"])) == (0, True)
     _, found = plan({**values, "critic": critic})  # ROLL makes no critic for this estimator
     assert [one["subject"] for one in found["models"]] == ["actor_train"]
 

@@ -160,7 +160,7 @@ def _pipeline_remedy(sizes: Sizes, layers: int) -> str:
         return f"Correct {sizes.key('stages')}, or leave it out."
     rest = layers % sizes.pipeline
     ends = ""
-    if rest and sizes.pipeline > 1:
+    if rest and sizes.pipeline > 1 and "last" in sizes.keys:
         each = layers // (sizes.pipeline - 1)
         last = layers - each * (sizes.pipeline - 1)
         if last > 0:
