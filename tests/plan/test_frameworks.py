@@ -710,14 +710,44 @@ def test_torchtitans_adapters_are_refused() -> None:
 
 
 @needs("verl")
+@pytest.mark.parametrize("value", ["${oc.env:SET_IN_THE_JOB_ALONE}", "abc", "null"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "actor_rollout_ref.actor.optim",
+        "actor_rollout_ref.actor.fsdp_config",
+        "actor_rollout_ref.ref.fsdp_config",
+        "critic.optim",
+        "critic.model",
+    ],
+)
+def test_verls_sections_without_keys(
+    capsys: pytest.CaptureFixture[str], key: str, value: str
+) -> None:
+    """A section that only the job can resolve is left out; any other without keys is an error."""
+    models = ("algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=true")
+    line = (*VERL, *models, f"{key}={value}")
+    if "$" in value:
+        _, plan = planned(capsys, "--parameters", "1M", "--", *line)
+        assert subjects(plan) == ["actor", "ref", "critic"]
+        assert any(note.startswith("not resolved") and key in note for note in plan["notes"])
+        return
+    with pytest.raises(SystemExit) as end:
+        main(["plan", "--parameters", "1M", "--", *line])
+    assert end.value.code == 2
+    assert f"{key}={None if value == 'null' else value!r}" in capsys.readouterr().err
+
+
+@needs("verl")
 @pytest.mark.parametrize("place", ["fsdp_config", "model.fsdp_config"])
 def test_verls_critic_is_checked_where_the_release_has_its_engine(place: str) -> None:
     """verl 0.7.1 has the critic's FSDP section in ``critic.model``."""
-    from precision_shim_adapters.verl import values
+    from precision_shim_adapters.verl import sections, values
 
     section: dict[str, object] = {"wrap_policy": None}
     for name in reversed(place.split(".")):
         section = {name: section}
-    role = values.trained({"critic": section}, "critic", 8)
+    at = sections.Place("critic", "critic", 8, "trainer.nnodes")
+    role = sections.of_role(at, section, {}, (), dispatches=True)
     (found,) = values.problems(role, ())
     assert found.key == f"critic.{place}.wrap_policy"

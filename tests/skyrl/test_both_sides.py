@@ -796,3 +796,46 @@ def test_the_delta_sync_under_strict(
         lambda: received(checkpoints["bfloat16"], weights, torch.float16, tmp_path)
     )
     assert len(messages) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "rounded"),
+    [
+        ((f"{OVER}.kv_cache_dtype=fp8",), "fp8 KV cache"),
+        ((f"{OVER}.kv_cache_dtype=float16",), "float16 KV cache"),
+        ((f"{OVER}.quantization=bitsandbytes",), "bitsandbytes weights"),
+        ((f"{OVER}.kv_cache_dtype=auto",), ""),
+        ((f"{OVER}.kv_cache_dtype=bfloat16",), ""),
+        ((f"{OVER}.kv_cache_dtype=null", f"{OVER}.quantization=null"), ""),
+    ],
+)
+def test_what_the_engine_keeps_in_fewer_bits(
+    shim: Any, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], rounded: str
+) -> None:
+    from skyrl.backends.skyrl_train.inference_servers.utils import build_vllm_cli_args
+
+    shim()
+    line = on_fsdp("bf16", NO_REF, *words)
+    made = vars(build_vllm_cli_args(validated(*line)))
+    for word in words:
+        key, _, value = word.partition("=")
+        assert str(made[key.rpartition(".")[2]]) == {"null": "None"}.get(value, value)
+    with_it = f"bf16 with {rounded} beside the policy's bf16"
+    assert told() == {"rollout": with_it if rounded else "bf16, as the policy"}
+    assert planned(capsys, *line) == ([], notes_of_decisions())
+
+
+@since_0_4
+@pytest.mark.parametrize("value", ["null", "abc"])
+def test_engine_kwargs_without_keys(
+    skyrl: None, capsys: pytest.CaptureFixture[str], value: str
+) -> None:
+    from skyrl.backends.skyrl_train.inference_servers.utils import build_vllm_cli_args
+
+    words = on_fsdp("bf16", NO_REF, f"{OVER}={value}")
+    with pytest.raises(TypeError):
+        build_vllm_cli_args(validated(*words))
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--parameters", "1M", "--", "python3", "-m", ENTRY, *words])
+    assert ended.value.code == 2
+    assert f"{OVER}=" in capsys.readouterr().err

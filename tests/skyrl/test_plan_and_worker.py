@@ -177,6 +177,8 @@ def test_an_fp32_model_with_the_precision_aware_optimizer(
         {f"{_POLICY}.megatron_config.ddp_config": "null"},
         {f"{_POLICY}.megatron_config.tensor_model_parallel_size": "null"},
         {f"{_POLICY}.megatron_config.expert_tensor_parallel_size": "null"},
+        *({key: "abc"} for key in (_TRANSFORMER, _KWARGS)),
+        {_KWARGS: "null"},
         {f"{_TRANSFORMER}.num_layers": "abc"},
         {f"{_TRANSFORMER}.num_layers": "null"},
         {f"{_TRANSFORMER}.num_layers": "1"},
@@ -242,6 +244,8 @@ def test_the_worker_names_the_key_of_a_value_that_it_computes_with(
         {f"{_POLICY}.fsdp_config.fsdp_size": "abc"},
         {f"{_POLICY}.fsdp_config": "null"},
         {f"{_MIXED}": "abc"},
+        *({f"{_POLICY}.model": value} for value in ("abc", "null")),
+        {"trainer.ref.model": "null"},
     ],
     ids=str,
 )

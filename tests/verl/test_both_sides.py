@@ -242,6 +242,65 @@ def test_quantised_and_refused(tmp_path: Path) -> None:
     assert start([*words, *sglang]).told == ()
 
 
+VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
+
+
+@pytest.mark.parametrize(
+    ("words", "rounded"),
+    [
+        ([f"{ROLLOUT}.quantization=torchao"], "torchao weights"),
+        ([f"+{VLLM}.quantization=awq"], "awq weights"),
+        ([f"+{VLLM}.kv_cache_dtype=fp8"], "fp8 KV cache"),
+        ([f"+{VLLM}.kv_cache_dtype=float16"], "float16 KV cache"),
+        (
+            [f"+{VLLM}.kv_cache_dtype=fp8_e4m3", f"{ROLLOUT}.quantization=torchao"],
+            "fp8_e4m3 KV cache and torchao weights",
+        ),
+        ([f"+{VLLM}.kv_cache_dtype=auto"], ""),
+        ([f"+{VLLM}.kv_cache_dtype=bfloat16"], ""),
+        ([f"+{VLLM}.kv_cache_dtype=null"], ""),
+        (
+            [f"{ROLLOUT}.name=sglang", f"+{ROLLOUT}.engine_kwargs.sglang.torchao_config=fp8wo"],
+            "fp8wo weights",
+        ),
+    ],
+)
+def test_what_the_engine_keeps_in_fewer_bits(words: list[str], rounded: str) -> None:
+    made = start([*side("actor", "bf16"), *words])
+    with_it = f"bf16 with {rounded} beside the actor's bf16"
+    assert made.chosen == {"rollout": with_it if rounded else "bf16, as the actor"}
+    assert made.told == ()
+
+
+@pytest.mark.parametrize(
+    "word", ["engine_kwargs=null", "engine_kwargs=abc", "engine_kwargs.vllm=abc"]
+)
+def test_the_plan_refuses_engine_kwargs_without_keys(
+    capsys: pytest.CaptureFixture[str], word: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(
+            ["plan", "--parameters", "1B", "--", *LINE, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.{word}"]
+        )
+    assert ended.value.code == 2
+    assert f"{ROLLOUT}.{word.partition('=')[0]}=" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("backend", ["vllm", "sglang"])
+@pytest.mark.parametrize("value", ["fp8", "torchao", "awq", "FP8", "null"])
+def test_the_plan_takes_the_quantisations_that_verls_server_takes(
+    capsys: pytest.CaptureFixture[str], backend: str, value: str
+) -> None:
+    words = [f"{ROLLOUT}.name={backend}", f"{ROLLOUT}.quantization={value}"]
+    with pytest.raises(SystemExit):
+        main(["plan", "--json", "--parameters", "1B", "--", *LINE, *words])
+    problems = json.loads(capsys.readouterr().out)["problems"]
+    taken = ("fp8", "torchao", "null") if backend == "vllm" else ("fp8", "null")
+    assert [one["key"] for one in problems] == [f"{ROLLOUT}.quantization"] * (value not in taken)
+    for one in problems:
+        assert f"{value!r}: its {backend} server refuses it; allowed: fp8" in one["message"]
+
+
 def test_a_rollout_without_a_dtype_lets_the_engine_choose() -> None:
     made = start([*side("actor", "fp16"), f"{ROLLOUT}.dtype=null"])
     assert made.rollout is None

@@ -35,7 +35,8 @@ def on_megatron(drawn: Drawn, checkpoint: Path) -> Verdict:
     from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
     role = actor_of(line(drawn, *ON_MEGATRON))
-    object.__setattr__(role.engine, "override_transformer_config", dict(CPU_FIELDS))
+    fields = {**role.engine.override_transformer_config, **CPU_FIELDS}
+    object.__setattr__(role.engine, "override_transformer_config", fields)
     engine = MegatronEngineWithLMHead(
         model_config=HFModelConfig(path=str(checkpoint), use_remove_padding=False),
         engine_config=role.engine,
@@ -140,6 +141,7 @@ OF_ANY_ENGINE = [
         {f"{_STATES}.fp16": "true"},
         {_STATES: "abc"},
         {f"{ACTOR}.megatron": "null"},
+        *({f"{ACTOR}.megatron.override_transformer_config": value} for value in ("null", "abc")),
     ],
     ids=str,
 )
@@ -159,8 +161,9 @@ def test_values_of_another_kind_on_fsdp(engines: Ranks) -> None:
         *({f"{_OPTIM}.betas": value} for value in ("abc", "[0.9]", "[0.9,1.5]")),
         {f"{_OPTIM}.lr_scheduler_type": "abc"},
         {f"{_OPTIM}.warmup_style": "cosine"},
-        {f"{_OPTIM}.optimizer": "null"},
-        {f"{_OPTIM}.optimizer_impl": "null"},
+        *({f"{_OPTIM}.optimizer": value} for value in ("null", "''", "NoSuch")),
+        *({f"{_OPTIM}.optimizer_impl": value} for value in ("null", "''", "torch.optimm", "a.b")),
+        *({f"{_OPTIM}.optimizer_impl": value} for value in ("torch", "torch.optim.adamw")),
         {f"{_STATES}.eps": "null"},
         {_STATES: "abc"},
         *({f"{place}.reshard_after_forward": value} for value in ("abc", "2", "1", "null")),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from precision_shim.adapting import look
 from precision_shim.planning.record import Problem
 from precision_shim.planning.values import said
 
@@ -36,6 +38,30 @@ def of_wrap_policy(value: object, key: str, subject: str) -> Iterator[Problem]:
     if not hasattr(value, "get"):
         fault = f"{value!r}: expected a section with keys"
         yield Problem("key", subject, key, fault, "Leave it out, or write its keys.")
+
+
+def of_class(
+    module: str, name: str, keys: tuple[str, str], subject: str, where: str
+) -> Iterator[Problem]:
+    """Yield a problem if an optimizer's module is not on this machine, or lacks the class.
+
+    A module that nobody imported yet is looked for without an import. Its classes are not checked.
+
+    Args:
+        module: the module's name.
+        name: the name of the class.
+        keys: config keys of the module and of the class; they may be the same.
+        subject: the model's name.
+        where: framework and version.
+    """
+    imported = sys.modules.get(module)
+    if imported is None and not look(f"{module}:{name}").module_found:
+        fault = f"{where}: {keys[0]}: no module {module!r} on this machine; its worker imports it"
+        remedy = "Write a module such as torch.optim, or install the package."
+        yield Problem("key", subject, keys[0], fault, remedy)
+    elif imported is not None and not hasattr(imported, name):
+        fault = f"{where}: {keys[1]}={name!r}: {keys[0]} names {module}, which has no such class"
+        yield Problem("key", subject, keys[1], fault, "Write the name of a class in it.")
 
 
 def of_arguments(

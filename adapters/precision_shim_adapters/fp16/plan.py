@@ -216,11 +216,14 @@ def problems(asked: ShardedModel) -> list[Problem]:
         return told
     product = asked.tensor * asked.context * asked.replicas
     if asked.world % product:
+        # The key of a group that alone fits no number of whole copies, if there is one.
+        alone = [key for key in groups if asked.world % getattr(asked, key)]
         report(
             "world-size",
-            "world",
-            f"{asked.world} GPUs are not a multiple of {product}, which is tensor {asked.tensor} x "
-            f"context {asked.context} x replicas {asked.replicas}",
+            alone[0] if alone else "world",
+            f"{asked.world} GPUs ({asked.keys.get('world', 'world')}) are not a multiple of "
+            f"{product}, which is tensor {asked.tensor} x context {asked.context} x replicas "
+            f"{asked.replicas}",
             "Take a multiple of it, or smaller groups.",
         )
         return told

@@ -11,6 +11,7 @@ from precision_shim.adapting import look, versioned
 from precision_shim.planning.record import Problem, no_number, unknown_keys
 from precision_shim.planning.values import said
 
+from ..fp16.legality import of_class
 from ..fp16.plan import of_torch
 from ..megatron import PRECISION_AWARE
 from ..megatron.deciding.numbers import STYLES
@@ -30,13 +31,16 @@ _CHECKS = (
 )
 """NeMo-RL's functions that check the optimizer's flags, in NeMo-RL 0.5 and later."""
 _ABSENT = object()
+_POLICY = "nemo_rl.models.policy"
 _FLAGS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def names(
     section: Mapping[str, Any], key: str, subject: str, fields: Iterable[str]
 ) -> Iterator[Problem]:
-    """Yield a problem for each present key whose value is not one of NeMo-RL's dtype names.
+    """Yield a problem for each key whose value is not one of NeMo-RL's dtype names.
+
+    Only ``precision`` has to be there.
 
     Args:
         section: the config section of a policy, a value model or a teacher.
@@ -45,7 +49,7 @@ def names(
         fields: keys within the section; nested keys have dots.
     """
     for field in fields:
-        value = _found(section, field)
+        value = section.get(field) if field == "precision" else _found(section, field)
         if value is not _ABSENT and (not isinstance(value, str) or value not in DTYPES):
             yield Problem(
                 "dtype",
@@ -75,6 +79,8 @@ def torch_optimizer(section: Mapping[str, Any], key: str, subject: str) -> Itera
             f"{versioned(FRAMEWORK)}: {place}={optimizer['name']!r} is no class with its module",
             "Write one, such as torch.optim.AdamW.",
         )
+    else:
+        yield from of_class(module, name, (place, place), subject, versioned(FRAMEWORK))
 
 
 def offload(section: Mapping[str, Any], key: str, subject: str, world: int) -> Iterator[Problem]:
@@ -88,10 +94,31 @@ def offload(section: Mapping[str, Any], key: str, subject: str, world: int) -> I
         yield Problem("flags", subject, place, fault, f"Write {place}: false.")
 
 
+_LATER = (
+    *("moe_enable_deepep", "moe_token_dispatcher_type", "moe_shared_expert_overlap"),
+    *("bias_activation_fusion", "gradient_accumulation_fusion", "use_fused_weighted_squared_relu"),
+)
+"""Keys of ``megatron_cfg`` that older versions of NeMo-RL lack."""
+
+_MEGATRON = (
+    *("activation_checkpointing", "apply_rope_fusion", "freeze_moe_router", "pipeline_dtype"),
+    *("moe_permute_fusion", "moe_router_bias_update_rate", "moe_router_dtype", "train_iters"),
+    *("moe_router_load_balancing_type", "sequence_parallel", "context_parallel_size"),
+    *(f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert")),
+    *(f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")),
+    *("expert_tensor_parallel_size", *_LATER),
+)
+_OPTIMIZER = ("use_distributed_optimizer", "optimizer_cpu_offload", "optimizer_offload_fraction")
+_BUCKET = "megatron_cfg.distributed_data_parallel_config"
+_DDP = (
+    *("grad_reduce_in_fp32", "overlap_grad_reduce", "overlap_param_gather"),
+    "data_parallel_sharding_strategy",
+)
+
 _NULLS: Mapping[bool, tuple[str, ...]] = {
     True: (
         *("megatron_cfg.optimizer", "megatron_cfg.scheduler"),
-        *("megatron_cfg.distributed_data_parallel_config", "megatron_cfg.peft"),
+        *(_BUCKET, "megatron_cfg.peft"),
         *(f"megatron_cfg.{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model")),
         "megatron_cfg.context_parallel_size",
     ),
@@ -103,12 +130,36 @@ _NULLS: Mapping[bool, tuple[str, ...]] = {
 }
 """The keys that NeMo-RL's workers read without a check for ``null``, on Megatron and on DTensor."""
 
-_SINCE = {
-    "megatron_cfg.peft": (f"{SETUP}:setup_model_and_optimizer", "peft"),
-    "dtensor_cfg.lora_cfg": ("nemo_rl.models.policy.lm_policy:Policy.__init__", "lora_cfg"),
+_NEEDED: Mapping[bool, tuple[str, ...]] = {
+    True: (
+        *("train_global_batch_size", "offload_optimizer_for_logprob"),
+        *(f"megatron_cfg.{name}" for name in ("optimizer", "scheduler", *_MEGATRON)),
+        *(f"megatron_cfg.optimizer.{name}" for name in ("lr", "min_lr", *_OPTIMIZER)),
+        *(f"megatron_cfg.scheduler.{end}_weight_decay" for end in ("start", "end")),
+        *(f"{_BUCKET}{name}" for name in ("", *(f".{field}" for field in _DDP))),
+    ),
+    False: (
+        *("optimizer", "optimizer.name", "optimizer.kwargs", "max_grad_norm"),
+        *("sequence_packing", "sequence_packing.enabled", "tokenizer", "tokenizer.name"),
+        *("dtensor_cfg.cpu_offload", "dtensor_cfg.sequence_parallel"),
+        *("dtensor_cfg.tensor_parallel_size", "dtensor_cfg.context_parallel_size"),
+    ),
 }
-"""Maps a key of ``_NULLS`` to a function of NeMo-RL, and to a name that the function's source has
-only in versions that read the key."""
+"""The keys that NeMo-RL reads without a default for a worker on Megatron and on DTensor."""
+
+_SINCE = {
+    **{f"megatron_cfg.{name}": (f"{_POLICY}:MegatronConfig", name) for name in _LATER},
+    "offload_optimizer_for_logprob": (
+        f"{SETUP}:validate_and_set_config",
+        "offload_optimizer_for_logprob",
+    ),
+    "megatron_cfg.peft": (f"{SETUP}:setup_model_and_optimizer", "peft"),
+    "dtensor_cfg.lora_cfg": (f"{_POLICY}.lm_policy:Policy.__init__", "lora_cfg"),
+}
+"""Maps a key of ``_NULLS`` or ``_NEEDED`` to a symbol and a name.
+
+A version of NeMo-RL reads the key if the key's symbol there contains the name.
+"""
 
 _AUTOMODEL = "nemo_rl.models.automodel.setup"
 _BRIDGE = "megatron.bridge.training.config:SchedulerConfig.__init__"
@@ -116,7 +167,7 @@ _CORE = "megatron.training.config.training_config:SchedulerConfig.__init__"
 
 
 def of_sections(section: Mapping[str, Any], key: str, unresolved: Iterable[str]) -> list[Problem]:
-    """List problems with a trained model's ``null`` keys and with its learning rate scheduler.
+    """List problems with a trained model's keys, missing or ``null``, and with its LR scheduler.
 
     Args:
         section: the config section of a policy or a value model.
@@ -124,13 +175,16 @@ def of_sections(section: Mapping[str, Any], key: str, unresolved: Iterable[str])
         unresolved: the keys that cannot be resolved on this machine, and are ``None``.
     """
     on_megatron = bool((section.get("megatron_cfg") or {}).get("enabled"))
-    problems = [
-        Problem("missing", key, f"{key}.{field}", f"{_who()} needs a value here", "Write one.")
-        for field in _NULLS[on_megatron]
-        if _found(section, field) is None
-        and f"{key}.{field}" not in unresolved
-        and (field not in _SINCE or _SINCE[field][1] in look(_SINCE[field][0]).names)
-    ]
+    told, unknown = list[str](), tuple(f"{name}." for name in unresolved)
+    for nothing, fields in ((None, _NULLS), (_ABSENT, _NEEDED)):
+        for field in fields[on_megatron]:
+            within = f"{key}.{field}.".startswith((*unknown, *(f"{name}." for name in told)))
+            target, name = _SINCE.get(field, ("", ""))
+            read = not target or name in look(target).names
+            if _found(section, field) is nothing and read and not within:
+                told.append(f"{key}.{field}")
+    fault = f"{_who()} needs a value here"
+    problems = [Problem("missing", key, place, fault, "Write one.") for place in told]
     if on_megatron:
         problems += _of_scheduler(section["megatron_cfg"].get("scheduler"), key, unresolved)
     elif not any(f"{name}.".startswith(f"{key}.scheduler.") for name in unresolved):
@@ -197,7 +251,7 @@ def of_megatron(section: Mapping[str, Any], key: str, subject: str) -> Iterator[
     """Yield a problem for each optimizer flag that NeMo-RL refuses because of ``precision``."""
     if not any("use_precision_aware_optimizer" in look(function).names for function in _CHECKS):
         return  # NeMo-RL 0.4 checks no flags
-    dtype = DTYPES[section.get("precision", "bfloat16")]
+    dtype = DTYPES[section["precision"]]
     optimizer = section["megatron_cfg"].get("optimizer") or {}
     place = f"{key}.megatron_cfg.optimizer"
     if all(optimizer.get(flag, False) for flag in _FLAGS.values()):
@@ -231,3 +285,39 @@ def of_megatron(section: Mapping[str, Any], key: str, subject: str) -> Iterator[
             f"{key}.precision={section.get('precision')} and {PRECISION_AWARE}=true",
             f"Write {place}.{flag}: true and {place}.{other}: false.",
         )
+
+
+def of_generation(config: Mapping[str, Any], unresolved: Iterable[str]) -> Iterator[Problem]:
+    """Yield a problem for each dtype in vLLM's section that NeMo-RL's GRPO refuses.
+
+    Args:
+        config: the job's config.
+        unresolved: the keys that cannot be resolved on this machine, and are ``None``.
+    """
+    policy, place = config["policy"], "policy.generation.vllm_cfg"
+    generation = policy.get("generation") or {}
+    names_read = look("nemo_rl.algorithms.grpo:setup").names
+    if "grpo" not in config or generation.get("backend") != "vllm":
+        return
+    vllm = generation.get("vllm_cfg") or {}
+    is_fp8, cache = vllm.get("precision") == "fp8", str(vllm.get("kv_cache_dtype"))
+    correction = "use_importance_sampling_correction"
+    faults: list[tuple[str, str, str]] = []
+    if is_fp8 and correction in names_read and not (config.get("loss_fn") or {}).get(correction):
+        fault = f"{place}.precision=fp8 needs loss_fn.{correction}=true"
+        faults.append((f"loss_fn.{correction}", fault, "Write true."))
+    if "kv_cache_dtype" in names_read:
+        key = f"{place}.kv_cache_dtype"
+        if vllm.get("kv_cache_dtype") is None and key not in unresolved:
+            faults.append((key, f"{key} is missing, and has no default", "Write auto."))
+        elif cache.startswith("fp8") and not is_fp8:
+            fault = f"{key}={cache} needs {place}.precision=fp8"
+            faults.append((key, fault, f"Write auto, or {place}.precision=fp8."))
+        elif cache.startswith("fp8") and (policy.get("dtensor_cfg") or {}).get("enabled"):
+            fault = f"{key}={cache} is refused beside policy.dtensor_cfg.enabled=true"
+            faults.append((key, fault, "Write auto, or train on Megatron."))
+        elif is_fp8 and cache not in ("auto", "fp8", "fp8_e4m3"):
+            fault = f"{key}={cache!r}: its worker takes auto, fp8 or fp8_e4m3"
+            faults.append((key, fault, "Write one of them."))
+    for key, fault, remedy in faults:
+        yield Problem("flags", "rollout", key, f"{versioned(FRAMEWORK)}: {fault}", remedy)

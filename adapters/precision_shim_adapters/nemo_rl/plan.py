@@ -55,6 +55,7 @@ def plan_job(job: Job) -> Request:
     world = _gpus(config)
     models = tuple(_models(job, config, world))
     problems, notes = _both_sides(job, config)
+    problems += legality.of_generation(config, unresolved)
     for key in _ROLES:
         section = config.get(key)
         if key != "teacher" and isinstance(section, Mapping) and section.get("model_name"):
@@ -358,7 +359,7 @@ def _on_dtensor(
         illegal += tuple(legality.torch_optimizer(section, key, subject))
     if illegal:
         return Illegal(subject, illegal)
-    precision = legality.DTYPES[section.get("precision", "bfloat16")]
+    precision = legality.DTYPES[section["precision"]]
     scaled: tuple[Decided, ...] = ()
     if trains:
         scaled = scaling(

@@ -32,6 +32,7 @@ from ..rollout import (
     resolve_auto,
     settle,
     settle_heads,
+    with_rounded,
 )
 from .dtensor import FRAMEWORK
 from .legality import DTYPES
@@ -154,19 +155,25 @@ def _rollout(generation: Mapping[str, Any], trainer: Engine) -> Iterator[Engine]
     name, field = _SECTIONS.get(backend, ("", ""))
     if not name:
         return
-    quantised = str((generation.get("vllm_kwargs") or {}).get("quantization") or "")
-    if name == "vllm_cfg" and FP8 in quantised:
-        at = f"{PLACE}.vllm_kwargs.quantization"
+    section, at = generation.get(name) or {}, f"{PLACE}.{name}"
+    options = {"kv_cache_dtype": section.get("kv_cache_dtype")}
+    if name == "vllm_cfg":  # without fp8 weights NeMo-RL passes vLLM no kv_cache_dtype of its own
+        options, at = generation.get("vllm_kwargs") or {}, f"{PLACE}.vllm_kwargs"
+    quantised = str(options.get("quantization") or "")
+    if FP8 in quantised:
+        at = f"{at}.quantization"
         yield Engine("rollout", FP8, at, because=f"{at}={quantised}")
         return
-    key, value = f"{PLACE}.{name}.{field}", (generation.get(name) or {}).get(field)
+    key, value = f"{PLACE}.{name}.{field}", section.get(field)
     if value is None:
         if name == "sglang_cfg" and name in generation:  # NeMo-RL passes SGLang no dtype
-            yield Engine("rollout", AUTO, key, written=False, because=f"{key} is left out")
+            own = Engine("rollout", AUTO, key, written=False, because=f"{key} is left out")
+            yield with_rounded(own, options, at)
         return
     read = engine_name(value, key, versioned(FRAMEWORK), (AUTO, FP8))
     because = f"{key}=fp8, beside which NeMo-RL gives vLLM bfloat16" if read == FP8 else ""
-    yield Engine("rollout", CANONICAL.get(read, read), key, because=because)
+    own = Engine("rollout", CANONICAL.get(read, read), key, because=because)
+    yield with_rounded(own, options, at)
 
 
 def asked_of(policy: Mapping[str, Any]) -> tuple[str, str] | None:

@@ -26,7 +26,7 @@ from .head import (
 )
 from .meter import tell_meter
 from .model_type import OF_HEADER, checkpoint_dtype, model_type, stored_dtypes
-from .names import engine_name
+from .names import engine_name, with_rounded
 from .planning import problems_of
 from .telling import FEATURE, follows, settle
 from .wire import Wire, tell_of_wires, wire_problems
@@ -62,4 +62,5 @@ __all__ = [
     "tell_meter",
     "tell_of_wires",
     "wire_problems",
+    "with_rounded",
 ]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from precision_shim.errors import DtypeError
-from precision_shim.precision.agreement import ENGINE_NAMES
+from precision_shim.precision.agreement import AUTO, ENGINE_NAMES, Engine
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
 
@@ -44,3 +46,26 @@ def engine_name(value: object, key: str, where: str, also: Sequence[str] = ("aut
             key=key,
         )
     return name
+
+
+def with_rounded(engine: Engine, options: Mapping[str, Any], place: str) -> Engine:
+    """Add what vLLM's or SGLang's options keep in fewer bits than the engine's dtype.
+
+    Args:
+        engine: the engine as its dtype's key describes it.
+        options: the engine's options, as the config passes them to the engine.
+        place: the config key of the options.
+    """
+    found = [engine.rounded] if engine.rounded[0] else []
+    kinds = {"quantization": "weights", "torchao_config": "weights", "kv_cache_dtype": "KV cache"}
+    for name, what in kinds.items():
+        value = options.get(name)
+        dtype = parse_dtype(str(value))
+        wide = ("fp32", engine.computes) if name == "kv_cache_dtype" else ()
+        if value in (None, "", AUTO) or (dtype is not None and name_of(dtype) in wide):
+            continue
+        found.append((f"{value} {what}", f"{place}.{name}={value}"))
+    if not found:
+        return engine
+    whats, keys = zip(*found, strict=True)
+    return replace(engine, rounded=(" and ".join(whats), ", ".join(keys)))

@@ -6,8 +6,8 @@ The loader needs no torch. Plan and worker read optimizer settings with ``megatr
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,7 @@ from ..rollout import (
 from . import fsdp, head, legality, megatron, sides
 from .config import INFERENCE, ROLLOUT, note_command_line
 
+_ROLES = ("policy", "ref", "critic")
 _NO_TRAINER = ("main_generate", "serve")
 """Suffixes in the names of SkyRL's entry points that train no model."""
 
@@ -51,7 +52,7 @@ def plan_job(job: Job) -> Request:
     """
     config, passed_over, wrong = load(job)
     trainer = config.trainer
-    _check_sections(trainer)
+    _check_sections(config)
     world = _count(trainer.placement, "policy")
     models = tuple(_models(job, trainer, world))
     problems, told = (wrong, []) if wrong else _sides(job, config)
@@ -145,6 +146,7 @@ def load(job: Job) -> tuple[Any, list[str], list[Problem]]:
             text = " ".join(str(error).split())
             unknown = [] if job.target.startswith("skyrl.") else _unknown(text, words)
             if not unknown:
+                _check_written(configs, job, words)
                 raise PlanError(
                     f"{_where()}, {job.target}: {said(error)}. Correct the command line."
                 ) from error
@@ -179,27 +181,46 @@ def _load(configs: Any, job: Job, words: list[str]) -> Any:
     return config
 
 
-def _check_sections(trainer: Any) -> None:
+def _check_written(configs: Any, job: Job, words: Sequence[str]) -> None:
+    """Check that words which set a section of SkyRL's config give the section keys.
+
+    Raises:
+        PlanError: a section has no keys.
+    """
+    import yaml
+
+    defaults = configs.SFTConfig() if _tunes(job) else configs.SkyRLTrainConfig()
+    for word in words:
+        key, _, text = word.partition("=")
+        section, value = _found(defaults, key), yaml.safe_load(text)
+        if (is_dataclass(section) or isinstance(section, dict)) and not isinstance(value, dict):
+            raise no_section(value, key, _where())
+
+
+def _check_sections(config: Any) -> None:
     """Check that sections have keys; SkyRL's loader accepts a string or ``None`` as a section.
 
     Raises:
         PlanError: a section has no keys.
     """
-    found = {"placement": trainer.placement}
-    if trainer.strategy == "megatron":
-        found |= {
-            f"{role}.megatron_config": getattr(trainer, role).megatron_config
-            for role in ("policy", "ref")
-        }
-    for role in ("policy", "ref", "critic"):
-        fsdp_config = getattr(trainer, role).fsdp_config
-        found[f"{role}.fsdp_config"] = fsdp_config
-        mixed = getattr(fsdp_config, "mixed_precision", None)
-        if mixed is not None:
-            found[f"{role}.fsdp_config.mixed_precision"] = mixed
-    for key, section in found.items():
-        if not hasattr(section, "__dict__"):
-            raise no_section(section, f"trainer.{key}", _where())
+    keys = ["placement", "critic", "critic.model"]
+    keys += [f"{role}.fsdp_config" for role in _ROLES]
+    if config.trainer.strategy == "megatron":
+        keys += [f"{role}.megatron_config" for role in ("policy", "ref")]
+    may_be_null = [f"trainer.{role}.fsdp_config.mixed_precision" for role in _ROLES]
+    may_be_null += [f"{INFERENCE}.{section}" for section in sides.OVER[1:]]
+    keys = [f"trainer.{key}" for key in keys] + [f"{INFERENCE}.{sides.OVER[0]}"]
+    for key in keys + may_be_null:
+        section = _found(config, key)
+        null = section is None and key in may_be_null
+        if not (null or hasattr(section, "__dict__") or isinstance(section, dict)):
+            raise no_section(section, key, _where())
+
+
+def _found(section: Any, key: str) -> Any:
+    for name in key.split("."):
+        section = getattr(section, name, None)
+    return section
 
 
 def _models(job: Job, trainer: Any, world: int) -> Iterator[Plannable]:

@@ -27,13 +27,14 @@ from ..rollout import (
     model_type,
     resolve_auto,
     stored_dtypes,
+    with_rounded,
 )
 from . import fsdp, megatron
 from .config import INFERENCE, MODEL_DTYPE, model_dtype_is_written, named
 
 KEY = f"{INFERENCE}.{MODEL_DTYPE}"
 
-_OVER = ("engine_init_kwargs", "prefill_init_kwargs", "decode_init_kwargs")
+OVER = ("engine_init_kwargs", "prefill_init_kwargs", "decode_init_kwargs")
 """Sections that override SkyRL's engine settings; before 0.4 SkyRL has only the section
 ``engine_init_kwargs``."""
 
@@ -182,15 +183,15 @@ def _over_own(own: Engine, section: str, values: Mapping[str, Any]) -> Engine:
     quantization = str(values.get("quantization") or "")
     if FP8 in quantization:
         return Engine("rollout", FP8, "", because=f"{section}.quantization={quantization}")
-    if "dtype" not in values:
-        return own
-    dtype = _canonical(named(values["dtype"], section, "dtype"))
-    return Engine("rollout", dtype, f"{section}.dtype")
+    if "dtype" in values:
+        dtype = _canonical(named(values["dtype"], section, "dtype"))
+        own = Engine("rollout", dtype, f"{section}.dtype")
+    return with_rounded(own, values, section)
 
 
 def overriding(engines: Any) -> dict[str, Mapping[str, Any]]:
     """The config sections whose values override SkyRL's own values for some or all engines."""
-    first, *roles = _OVER
+    first, *roles = OVER
     by_role = getattr(engines, "enable_pd", False) and any(
         getattr(engines, role, None) for role in roles
     )

@@ -7,7 +7,6 @@ Plan and worker read optimizer settings with ``megatron.of_configs``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,6 +35,7 @@ from . import driver, fsdp, megatron, sections, sides, sync, values
 from .composing import SEARCH_PATH, compose, named_config
 from .head import read_heads
 from .planned import Sharded, read_sharded
+from .sections import Place, Section
 
 _ENGINES = ("megatron", "fsdp", "fsdp2", "fsdp_turbo", "veomni", "automodel", "torchtitan")
 _SHARED = "actor_rollout_ref"
@@ -59,27 +59,21 @@ def plan_job(job: Job) -> Request:
     if _SHARED in config:
         world, key = _gpus(config), "trainer.n_gpus_per_node x trainer.nnodes"
         problems = list(sections.missing(missing, _read_by_ppo(config)))
-        keys = (f"{_SHARED}.actor", "critic") if _has_critic(config) else (f"{_SHARED}.actor",)
-        roles = [values.trained(config, role, world) for role in keys]
-        for role in () if problems else roles:
-            values.check_sections(role, unresolved)
-        models = () if problems else tuple(_of_ppo(job, config, world, key))
-        if not problems:
-            problems, notes = _both_sides(job, config)
-            problems += [found for role in roles for found in values.problems(role, unresolved)]
+        found = [] if problems else list(_of_ppo(job, config, world, key, unresolved))
     elif "engine" in config and "optim" in config:
         world, key = _processes(job, config)
         problems = list(sections.missing(missing, ("engine", "optim", "model")))
-        engine, optim = config["engine"], config["optim"]
-        one = values.Role("actor", _strategy(engine), optim, "optim", engine, "engine", world)
-        values.check_sections(one, unresolved)
-        models = () if problems else (_of_sft(job, config, world, key),)
-        problems += values.problems(one, unresolved)
+        read = partial(sections.of_tuning, unresolved=unresolved, dispatches=_dispatches(job))
+        found = [] if problems else [read(Place("actor", "", world, key), config)]
     else:
         raise PlanError(
             f"{_where()}, {job.target}: its config trains no model: expected actor_rollout_ref, or "
             "model, engine and optim. Plan the job that trains."
         )
+    models = tuple(_model(job, one) for one in found)
+    if _SHARED in config and not problems:
+        problems, notes = _both_sides(job, config, unresolved)
+    problems += [fault for one in found if one.trains for fault in values.problems(one, unresolved)]
     return Request(
         "verl",
         version_of("verl", ("verl",)),
@@ -113,8 +107,14 @@ def _tell_missing(
     return tell_missing([key for key in missing if key not in told and not key.startswith(unused)])
 
 
-def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
+def _both_sides(
+    job: Job, config: Mapping[str, Any], unresolved: Sequence[str]
+) -> tuple[list[Problem], list[str]]:
     """Predict the report of ``driver.compare_engines`` about actor, reference and rollout."""
+    rollout = _of(_of(config, _SHARED), sides.ROLLOUT)
+    kwargs = f"{sides.ROLLOUT}.engine_kwargs"
+    over = sections.with_keys(rollout.get("engine_kwargs", {}), kwargs, unresolved)
+    _of(over, f"{kwargs}.{rollout.get('name')}")
     asked = named_config(job)
     own = all(sides.is_verls(source) for source in asked.sources) and not any(
         override.startswith(SEARCH_PATH) for override in asked.overrides
@@ -128,12 +128,15 @@ def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], lis
     if both is None:
         return [], []
     on = job.in_force(FEATURE, driver.GROUP)
+    fault, remedy = sides.refuses_quantization(rollout)
+    key = f"{sides.ROLLOUT}.quantization"
+    refused = [Problem("flags", "rollout", key, fault, remedy)] if fault else []
     heads = problems_of_heads(
         versioned("verl"), partial(read_heads, config, job.in_force), job.settings, on=on
     )
     if both.trainer is None:
         unknown = "rollout: {}: {} ({})".format(FEATURE, *sides.unknown_engine(both))
-        return heads[0], [unknown, *heads[1]]
+        return [*refused, *heads[0]], [unknown, *heads[1]]
     problems, notes = problems_of(
         versioned("verl"),
         both.trainer,
@@ -142,13 +145,12 @@ def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], lis
         on=on,
         model_type=both.model_type,
     )
-    rollout = _of(_of(config, _SHARED), sides.ROLLOUT)
     refusal, _ = sync.refuses_delta(rollout, both.strategy)
     if refusal:
         message, _, remedy = refusal.rpartition(". ")
         key = f"{sides.ROLLOUT}.checkpoint_engine.backend"
         problems.append(Problem("rollout-dtype", "rollout", key, message, remedy))
-    return [*problems, *heads[0]], [*notes, *heads[1]]
+    return [*refused, *problems, *heads[0]], [*notes, *heads[1]]
 
 
 def _gpus(config: Mapping[str, Any]) -> int:
@@ -181,52 +183,22 @@ def _processes(job: Job, config: Mapping[str, Any]) -> tuple[int, str]:
     return _gpus(config), "trainer.n_gpus_per_node x trainer.nnodes"
 
 
-@dataclass(frozen=True)
-class _Place:
-    subject: str
-    key: str
-    world: int
-    world_key: str
-    group: str = fsdp.ENGINE
-
-
-@dataclass(frozen=True)
-class _Section:
-    """One model's sections of the config; ``optim`` is ``None`` for a model that is not trained.
-
-    ``sequence`` is the size of Ulysses' sequence parallelism from the model's own section; newer
-    configs set this size in the engine's section instead.
-    """
-
-    at: _Place
-    engine_key: str
-    strategy: str
-    engine: Mapping[str, Any]
-    optim: Mapping[str, Any] | None
-    model: Mapping[str, Any]
-    sequence: int = 1
-    illegal: tuple[Problem, ...] = ()
-
-    @property
-    def optim_key(self) -> str:
-        return f"{self.at.key}.optim" if self.at.key else "optim"
-
-
-def _of_ppo(job: Job, config: Mapping[str, Any], world: int, key: str) -> Iterator[Plannable]:
+def _of_ppo(
+    job: Job, config: Mapping[str, Any], world: int, key: str, unresolved: Sequence[str]
+) -> Iterator[Section]:
     shared = _of(config, _SHARED)
     actor = mapping(shared.get("actor"), f"{_SHARED}.actor", _where())
-    model = mapping(shared.get("model"), f"{_SHARED}.model", _where())
+    model = sections.with_keys(shared.get("model"), f"{_SHARED}.model", unresolved)
     ref, critic = _of(shared, f"{_SHARED}.ref"), _of(config, "critic")
     group = fsdp.group_of(_of(config, "trainer").get(fsdp.WORKERS))
-    at = _Place("actor", f"{_SHARED}.actor", world, key, group)
-    yield _model(job, _section(job, at, actor, model))
+    read = partial(sections.of_role, unresolved=unresolved, dispatches=_dispatches(job))
+    yield read(Place("actor", f"{_SHARED}.actor", world, key, group), actor, model)
     if _has_reference(config):
         merged = {**ref, "strategy": ref.get("strategy") or actor.get("strategy")}
-        at = _Place("ref", f"{_SHARED}.ref", world, key)
-        yield _model(job, _section(job, at, merged, model))
+        yield read(Place("ref", f"{_SHARED}.ref", world, key), merged, model)
     if _has_critic(config):
-        at = _Place("critic", "critic", world, key, group)
-        yield _model(job, _section(job, at, critic, _of(critic, "critic.model")))
+        inner = sections.with_keys(critic.get("model"), "critic.model", unresolved)
+        yield read(Place("critic", "critic", world, key, group), critic, inner)
 
 
 def _has_reference(config: Mapping[str, Any]) -> bool:
@@ -241,41 +213,6 @@ def _has_critic(config: Mapping[str, Any]) -> bool:
     )
 
 
-def _of_sft(job: Job, config: Mapping[str, Any], world: int, key: str) -> Plannable:
-    engine = config["engine"]
-    at = _Place("actor", "", world, key)
-    optim = config["optim"]
-    illegal = [
-        problem
-        for name, part in (("engine", engine), ("optim", optim))
-        for problem in sections.unknown(part, name, "actor", dispatches=_dispatches(job))
-    ]
-    section = _Section(
-        at, "engine", _strategy(engine), engine, optim, config["model"], illegal=tuple(illegal)
-    )
-    return _model(job, section)
-
-
-def _strategy(engine: Any) -> str:
-    """The strategy of a fine-tuning job's engine."""
-    if not isinstance(engine, Mapping):
-        return ""
-    target = str(engine.get("_target_", ""))
-    return str(engine.get("strategy") or ("megatron" if "Mcore" in target else "fsdp"))
-
-
-def _section(job: Job, at: _Place, role: Mapping[str, Any], model: Mapping[str, Any]) -> _Section:
-    strategy, name, found = values.engine_of(role)
-    engine = mapping(found or {}, f"{at.key}.{name}", _where())
-    optim = None if at.subject == "ref" else _of(role, f"{at.key}.optim")
-    sequence = _number(role, f"{at.key}.ulysses_sequence_parallel_size")
-    key = f"{at.key}.{name}"
-    # verl renames keys of a reference model's section before it makes a dataclass of the section.
-    place, checked = (key, engine) if at.subject == "ref" else (at.key, role)
-    illegal = tuple(sections.unknown(checked, place, at.subject, dispatches=_dispatches(job)))
-    return _Section(at, key, strategy, engine, optim, model, sequence, illegal)
-
-
 def _dispatches(job: Job) -> bool:
     return job.in_force(DISPATCH, GROUP)
 
@@ -286,7 +223,7 @@ def _lora(model: Mapping[str, Any]) -> int:
     return _number(model, "model.lora_rank", 0) or _number(inner, "model.lora.rank", 0)
 
 
-def _model(job: Job, section: _Section) -> Plannable:
+def _model(job: Job, section: Section) -> Plannable:
     if section.strategy not in _ENGINES:
         raise PlanError(
             f"{_where()}, {section.at.key or 'engine'}.strategy={section.strategy!r}: planned are "
@@ -309,18 +246,17 @@ def _model(job: Job, section: _Section) -> Plannable:
     return _sharded(job, section, shapes, value)
 
 
-def _on_megatron(section: _Section, model: Model, value: bool) -> Plannable:
+def _on_megatron(section: Section, model: Model, value: bool) -> Plannable:
     engine, optim = section.engine, section.optim
-    subject, trains = section.at.subject, section.optim is not None
-    keys = section.engine_key, section.optim_key
-    illegal = [*section.illegal, *sections.of_megatron(engine, optim or {}, keys, subject)]
+    subject, keys = section.at.subject, (section.engine_key, section.optim_key)
+    illegal = [*section.illegal, *sections.of_megatron(engine, optim, keys, subject)]
     try:
         wishes = megatron.of_configs(
             engine,
-            optim or {},
+            optim,
             subject=subject,
             declared=parse_dtype(str(engine.get("dtype") or "bfloat16")),
-            trains=trains,
+            trains=section.trains,
         )
     except DtypeError as error:  # ``of_megatron`` may have reported the dtype
         known = any(problem.code == "dtype" for problem in illegal)
@@ -350,7 +286,7 @@ def _on_megatron(section: _Section, model: Model, value: bool) -> Plannable:
     )
 
 
-def _bucket(section: _Section, wishes: Wishes) -> bool:
+def _bucket(section: Section, wishes: Wishes) -> bool:
     """verl's value of ``grad_reduce_in_fp32`` if the user wrote none.
 
     verl's ``get_model`` and mbridge set ``grad_reduce_in_fp32`` to True, Megatron-Bridge to False.
@@ -367,7 +303,7 @@ def _bucket(section: _Section, wishes: Wishes) -> bool:
     return not (engine.get("use_mbridge") and engine.get("vanilla_mbridge") is False)
 
 
-def _find_parked(section: _Section) -> dict[str, tuple[str, ...]]:
+def _find_parked(section: Section) -> dict[str, tuple[str, ...]]:
     """The components that verl moves to the host's memory while a model is not used."""
     return {
         f"{section.engine_key}.{key}": components
@@ -379,11 +315,11 @@ def _find_parked(section: _Section) -> dict[str, tuple[str, ...]]:
     }
 
 
-def _sharded(job: Job, section: _Section, model: Model, value: bool) -> Plannable:
+def _sharded(job: Job, section: Section, model: Model, value: bool) -> Plannable:
     engine, optim = section.engine, section.optim
-    subject, trains, strategy = section.at.subject, optim is not None, section.strategy
+    subject, trains, strategy = section.at.subject, section.trains, section.strategy
     illegal = [*section.illegal]
-    if optim is not None and strategy not in ("veomni", "torchtitan"):
+    if trains and strategy not in ("veomni", "torchtitan"):
         illegal += sections.of_torch_optimizer(optim, section.optim_key, subject)
     try:
         sharded = read_sharded(
@@ -409,7 +345,7 @@ def _sharded(job: Job, section: _Section, model: Model, value: bool) -> Plannabl
     }
     if section.sequence > 1:  # the model's own Ulysses size overrides the engine's
         sizes["context"] = section.sequence
-    name = str((optim or {}).get("optimizer") or (optim or {}).get("name") or "AdamW")
+    name = str(optim.get("optimizer") or optim.get("name") or "AdamW")
     of_fsdp = strategy in ("fsdp", "fsdp2")
     return ShardedModel(
         section.at.subject,

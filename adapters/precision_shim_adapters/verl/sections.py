@@ -1,4 +1,4 @@
-"""Check the sections of verl's config for keys that their dataclasses lack.
+"""Read a model's sections of verl's config, and check them for keys that their dataclasses lack.
 
 In a worker, hydra would raise a TypeError for a key that the dataclass lacks. The shim reads the
 dataclasses' fields from verl's source.
@@ -6,23 +6,163 @@ dataclasses' fields from verl's source.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from precision_shim.adapting import look, versioned
 from precision_shim.planning.record import Problem, unknown_keys
+from precision_shim.planning.values import mapping, number_of
 from precision_shim.precision.dtypes import parse_dtype
 from precision_shim_adapters.megatron.deciding.table import PRECISION_AWARE_FIELDS
 
 from ..fp16.plan import of_torch
 from ..resolving import MISSING
+from . import fsdp
 from .megatron import has_fields
 
 _PACKAGE = "verl.workers.config"
 _MODULES = ("engine", "optimizer", "actor", "critic")
 _HYDRAS = ("_target_", "_convert_", "_recursive_", "_partial_")
+_OWN_SECTION = ("megatron", "veomni", "torchtitan")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model is in the config, and on how many GPUs.
+
+    Attributes:
+        subject: the model's name, such as ``"actor"``.
+        key: the config key of the model's section; empty in a fine-tuning job.
+        world: number of GPUs.
+        world_key: the config key of the number of GPUs.
+        group: the group of the seams on the model's workers, if the engine is FSDP.
+    """
+
+    subject: str
+    key: str
+    world: int
+    world_key: str
+    group: str = fsdp.ENGINE
+
+
+@dataclass(frozen=True)
+class Section:
+    """The sections of one model.
+
+    Attributes:
+        at: the model's place in the config.
+        engine_key: the config key of the engine's section.
+        strategy: the engine's strategy.
+        engine: the engine's section.
+        optim: the optimizer's section; empty for a model that is not trained.
+        model: the section that describes the model.
+        sequence: the size of Ulysses' sequence parallelism from the model's own section; newer
+            configs set this size in the engine's section instead.
+        illegal: the problems with keys that verl does not know.
+    """
+
+    at: Place
+    engine_key: str
+    strategy: str
+    engine: Mapping[str, Any]
+    optim: Mapping[str, Any]
+    model: Mapping[str, Any]
+    sequence: int = 1
+    illegal: tuple[Problem, ...] = ()
+
+    @property
+    def trains(self) -> bool:
+        """Whether the job trains the model."""
+        return self.at.subject != "ref"
+
+    @property
+    def optim_key(self) -> str:
+        """The config key of the optimizer's section."""
+        return f"{self.at.key}.optim" if self.at.key else "optim"
+
+
+def of_role(
+    at: Place,
+    role: Mapping[str, Any],
+    model: Mapping[str, Any],
+    unresolved: Collection[str],
+    *,
+    dispatches: bool,
+) -> Section:
+    """Read the section of a PPO job's model.
+
+    Two releases of verl moved the critic's FSDP section.
+
+    Args:
+        at: the model's place in the config.
+        role: the model's section.
+        model: the section that describes the model.
+        unresolved: see ``with_keys``.
+        dispatches: see ``unknown``.
+
+    Raises:
+        PlanError: a section has no keys.
+    """
+    strategy = str(role.get("strategy") or "fsdp")
+    names = (strategy,) if strategy in _OWN_SECTION else ("fsdp_config", "fsdp")
+    places = {name: role.get(name, {}) for name in names}
+    inner = role.get("model")
+    if isinstance(inner, Mapping):
+        places["model.fsdp_config"] = inner.get("fsdp_config", {})
+    name = next((name for name, found in places.items() if found), names[0])
+    key, trains = f"{at.key}.{name}", at.subject != "ref"
+    engine = _engine(places[name], key, unresolved)
+    optim = _optim(role.get("optim", {}), f"{at.key}.optim", unresolved) if trains else {}
+    sequence = number_of(role, f"{at.key}.ulysses_sequence_parallel_size", versioned("verl"))
+    # verl renames keys of a reference model's section before it makes a dataclass of the section.
+    place, checked = (at.key, role) if trains else (key, engine)
+    illegal = tuple(unknown(checked, place, at.subject, dispatches=dispatches))
+    return Section(at, key, strategy, engine, optim, model, sequence, illegal)
+
+
+def of_tuning(
+    at: Place, config: Mapping[str, Any], unresolved: Collection[str], *, dispatches: bool
+) -> Section:
+    """Read the sections of a fine-tuning job; for the arguments and errors see ``of_role``."""
+    engine = _engine(config["engine"], "engine", unresolved)
+    model = with_keys(config.get("model"), "model", unresolved)
+    optim = _optim(config["optim"], "optim", unresolved)
+    target = str(engine.get("_target_", ""))
+    strategy = str(engine.get("strategy") or ("megatron" if "Mcore" in target else "fsdp"))
+    illegal = [
+        *unknown(engine, "engine", at.subject, dispatches=dispatches),
+        *unknown(optim, "optim", at.subject, dispatches=dispatches),
+    ]
+    return Section(at, "engine", strategy, engine, optim, model, illegal=tuple(illegal))
+
+
+def with_keys(section: object, key: str, unresolved: Collection[str]) -> Mapping[str, Any]:
+    """Return a section; one that cannot be resolved on this machine counts as empty.
+
+    Args:
+        section: the value in the config.
+        key: the section's key.
+        unresolved: the keys that cannot be resolved, and whose value is ``None``.
+
+    Raises:
+        PlanError: the section has no keys.
+    """
+    return {} if key in unresolved else mapping(section, key, versioned("verl"))
+
+
+def _engine(section: object, key: str, unresolved: Collection[str]) -> Mapping[str, Any]:
+    engine, inner = with_keys(section, key, unresolved), "override_transformer_config"
+    with_keys(engine.get(inner, {}), f"{key}.{inner}", unresolved)
+    return engine
+
+
+def _optim(section: object, key: str, unresolved: Collection[str]) -> Mapping[str, Any]:
+    optim, inner = with_keys(section, key, unresolved), "override_optimizer_config"
+    with_keys(optim.get(inner) or {}, f"{key}.{inner}", unresolved)
+    return optim
 
 
 def unknown(

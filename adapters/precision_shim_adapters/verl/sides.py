@@ -17,10 +17,26 @@ from precision_shim.adapting import look, versioned
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
 from ..released import are_released
-from ..rollout import AUTO, FP8, Engine, checkpoint_dtype, engine_name, model_type, resolve_auto
+from ..rollout import (
+    AUTO,
+    FP8,
+    Engine,
+    checkpoint_dtype,
+    engine_name,
+    model_type,
+    resolve_auto,
+    with_rounded,
+)
 from . import fsdp, head
 
 ROLLOUT = "actor_rollout_ref.rollout"
+_SERVERS = {
+    "vllm": "verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer.launch_server",
+    "sglang": "verl.workers.rollout.sglang_rollout.async_sglang_server:"
+    "SGLangHttpServer.launch_server",
+}
+"""verl's functions that check a rollout's ``quantization``."""
+
 _MATRIX_PRODUCTS = "the dtype of verl's autocast, in which the matrix products run"
 
 _ENGINE = {
@@ -243,13 +259,37 @@ def rollout_dtype(shared: Any) -> str:
 def _of_rollout(section: Mapping[str, Any], subject: str, place: str, written: Written) -> Engine:
     asked, key = asked_dtype(section, place)
     inner = _section(_section(section, "engine_kwargs"), str(section.get("name") or ""))
-    quantised = str(inner.get("quantization") or section.get("quantization") or "")
+    over = f"{place}.engine_kwargs.{section.get('name')}"
+    at, options = (over, inner) if inner.get("quantization") else (place, section)
+    quantised = str(options.get("quantization") or "")
     if FP8 in quantised:
-        return Engine(subject, FP8, key, because=f"{place}.quantization={quantised}")
+        return Engine(subject, FP8, key, because=f"{at}.quantization={quantised}")
     dtype = None if asked == AUTO else parse_dtype(asked)
     prefix = "++" if "engine_kwargs" in key else ""
     computes = AUTO if dtype is None else name_of(dtype)
-    return Engine(subject, computes, key, written(key), prefix=prefix)
+    engine = Engine(subject, computes, key, written(key), prefix=prefix)
+    engine = with_rounded(engine, {**inner, "quantization": None}, over)
+    return with_rounded(engine, {"quantization": quantised}, at)
+
+
+def refuses_quantization(rollout: Mapping[str, Any]) -> tuple[str, str]:
+    """Return why verl's server refuses the rollout's ``quantization``, and the remedy, or ``""``.
+
+    With QAT, verl's server ignores ``quantization``.
+    """
+    value, name = rollout.get("quantization"), str(rollout.get("name"))
+    trained = name == "vllm" and _section(rollout, "qat").get("enable")
+    if value is None or trained or name not in _SERVERS:
+        return "", ""
+    server = look(_SERVERS[name])
+    known = [word for word in ("fp8", "torchao", "ascend") if word in server.names]
+    if value in known or not known:
+        return "", ""
+    key, allowed = f"{ROLLOUT}.quantization", ", ".join(known)
+    return (
+        f"{versioned('verl')}: {key}={value!r}: its {name} server refuses it; allowed: {allowed}",
+        f"Write one of them, or {ROLLOUT}.engine_kwargs.{name}.quantization",
+    )
 
 
 def _teachers(config: Mapping[str, Any], written: Written) -> Iterator[Engine]:

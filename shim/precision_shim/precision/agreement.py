@@ -43,6 +43,8 @@ class Engine:
         prefix: text before the key on the framework's command line, such as Hydra's "++".
         values: maps each allowed dtype's canonical name to the key's value for this dtype.
         follows: whether ``PRECISION_SHIM_ROLLOUT=follow`` can set the key.
+        rounded: what the engine keeps in fewer bits than ``computes``, such as its KV cache, and
+            the config key; empty if it is nothing.
     """
 
     subject: str
@@ -53,6 +55,7 @@ class Engine:
     prefix: str = ""
     values: Mapping[str, str] = field(default_factory=lambda: ENGINE_NAMES, hash=False)
     follows: bool = True
+    rounded: tuple[str, str] = ("", "")
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,20 @@ def compare(trainer: Engine, other: Engine, model_type: str = "") -> Verdict:
         other: the rollout, the reference model or a teacher.
         model_type: the model's type in its HF config; empty if it is not known.
     """
+    found = _compare(trainer, other, model_type)
+    what, key = other.rounded
+    if not what or found.chosen == other.computes:  # vLLM refuses the model, or nothing is rounded
+        return found
+    computes = "the checkpoint's dtype" if other.computes == AUTO else other.computes
+    return replace(
+        found,
+        agrees=False,
+        chosen=f"{computes} with {what} beside the {trainer.subject}'s {trainer.computes}",
+        because=f"{found.because}; {key}: the engine rounds once more, so its probabilities differ",
+    )
+
+
+def _compare(trainer: Engine, other: Engine, model_type: str) -> Verdict:
     whose, dtype = f"the {trainer.subject}'s {trainer.computes}", other.computes
     source = other.because or other.key
     value = other.values.get(trainer.computes, "")

@@ -52,6 +52,19 @@ def test_an_engine_without_a_key_has_no_line_to_write() -> None:
     assert found.because.startswith("it autocasts: ")
 
 
+@pytest.mark.parametrize(("trainer", "other"), PAIRS)
+def test_an_engine_that_keeps_values_in_fewer_bits_never_agrees(trainer: str, other: str) -> None:
+    plain = engine("rollout", other)
+    found, before = (
+        compare(engine("actor", trainer), one)
+        for one in (engine("rollout", other, rounded=("fp8 KV cache", "cache=fp8")), plain)
+    )
+    assert not found.agrees
+    assert (found.lost, found.remedy) == (before.lost, before.remedy)
+    assert found.chosen.endswith(f"with fp8 KV cache beside the actor's {trainer}")
+    assert found.because.startswith(f"{before.because}; cache=fp8: ")
+
+
 @pytest.mark.parametrize("model_type", NO_FP16)
 def test_a_model_that_vllm_refuses_in_fp16(model_type: str) -> None:
     trainer = engine("actor", "fp16")
