@@ -70,6 +70,10 @@ class Asked:
             ``None`` if the framework passes all dtype names to Megatron.
         keys: maps optimizer fields to config keys that ``key`` does not give.
         known: the optimizer fields that the framework's config has; ``None`` for all.
+        write: function that adds optimizer fields to the job's own command line, and reads the line
+            again: it returns the added lines and the model; ``None`` if the framework refuses the
+            fields. Without it a line is ``key=value``.
+        one_line: whether a line sets a field of all models of the job.
     """
 
     wishes: Wishes
@@ -90,6 +94,8 @@ class Asked:
     takes_name: Callable[[str], bool] | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
     known: Collection[str] | None = None
+    write: Callable[[Mapping[str, Any]], tuple[tuple[str, ...], Any] | None] | None = None
+    one_line: bool = False
 
     @property
     def subject(self) -> str:
