@@ -139,7 +139,7 @@ def _fault_of_schedule(job: Job, args: Namespace) -> str:
     if getattr(args, "debug_disable_optimizer", False):
         return ""
     model = _imported(job, "backends.megatron_utils.model")
-    optimizer = SimpleNamespace(param_groups=[])
+    optimizer = SimpleNamespace(param_groups=[{}])
 
     def refuse(why: str) -> PlanError:
         return PlanError(why)

@@ -44,6 +44,8 @@ from ..deciding.wishes import (
 from ..reading import reader
 from .sizes import Sizes
 
+_FIRST_CHUNK = "overlap_param_gather_with_optimizer_step"
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -250,6 +252,14 @@ def problems_of(
             PRECISION_AWARE,
             "it needs the distributed optimizer",
             "Write use_distributed_optimizer: true, or leave it out.",
+        )
+    if fields.get(_FIRST_CHUNK) and (asked.sizes.virtual or 1) < 2:
+        report(
+            "layers",
+            _FIRST_CHUNK,
+            "Megatron ends in an IndexError, because each pipeline stage has one chunk: expected "
+            f"{asked.sizes.key('virtual')} of at least 2 chunks",
+            "Leave it out, or split the stages into chunks.",
         )
     if aware and support.problem:
         report("precision-aware", PRECISION_AWARE, support.problem, "Leave it out.")
