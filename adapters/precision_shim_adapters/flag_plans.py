@@ -1,55 +1,44 @@
-"""Plan slime's and miles' jobs from their launch lines, with the trainers' own parsers.
-
-slime and miles read their own flags, Megatron's training flags and SGLang's flags. The plan ignores
-SGLang's flags, because they do not concern the trainer and SGLang needs a GPU's packages.
-"""
+"""Plan slime's and miles' jobs from their launch lines, with the trainers' own parsers."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import importlib
-import importlib.abc
-import importlib.machinery
-import sys
-import warnings
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import ModuleType
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
-from unittest import mock
+
+import torch
 
 from precision_shim.adapting import versioned
 from precision_shim.errors import PlanError
-from precision_shim.planning.calling import call_quietly
 from precision_shim.planning.command import Job
+from precision_shim.planning.record import Problem
 from precision_shim.planning.request import Request
-from precision_shim.planning.values import no_adapters, said
+from precision_shim.planning.shapes import Model
+from precision_shim.planning.values import no_adapters
 
 from . import miles, slime
+from .flag_parsers import Parsed, parse
 from .megatron import Wishes
 from .megatron.planning.plan import MegatronModel
 from .megatron.planning.sizes import read_sizes
 
 _READ: dict[str, Callable[[Any, str], Wishes]] = {"slime": slime.read, "miles": miles.read}
-"""The functions that read the flags in the plan and in the worker."""
-
-_LEFT_OUT = ("sglang", "sglang_router")
-_ROLLOUT = ("--sglang-", "--router-", "--eval-sglang-")
-"""The beginnings of the flags that only SGLang reads."""
-
-_BEFORE = (
-    *("--train-backend", "--debug-rollout-only"),
-    *("--debug-train-only", "--load-debug-rollout-data"),
-)
-"""Flags that slime reads before all other flags, with a separate parser."""
+"""The functions that read the flags, in the worker as well."""
 
 _LESS = (
     *("only_train_params_name_list", "freeze_params_name_list", "use_stateless_adam"),
     *("stream_optimizer_state_to_disk", "debug_disable_optimizer"),
+    *("fp8_param_gather", "fp4_param_gather"),
 )
-"""Flags with which a GPU keeps fewer tensors than the plan counts."""
+"""Flags with which a GPU keeps fewer or smaller tensors than the plan counts."""
+
+_REFUSED = {
+    "use_megatron_fsdp": (False, None),
+    "use_torch_fsdp2": (False, None),
+    "num_distributed_optimizer_instances": (1, None),
+}
+"""Flags that the plan supports only with one of these values."""
 
 
 def plan_job(job: Job) -> Request:
@@ -59,202 +48,155 @@ def plan_job(job: Job) -> Request:
         PlanError: a parser refuses the line, the model cannot be read, or the plan does not support
             a flag.
     """
-    args, unknown = _parsed(job)
-    where = versioned(job.framework)
+    found = parse(job)
+    args, where = found.args, versioned(job.framework)
     if getattr(args, "lora_rank", 0) or getattr(args, "lora_adapter_path", None):
         raise no_adapters(f"{where}, --lora-rank", "--lora-rank 0")
-    roles = ["actor"]
-    if args.advantage_estimator == "ppo":
-        roles.append("critic")
-    models = tuple(_model(job, args, role) for role in roles)
-    notes = ["not counted: what a model keeps in the host's memory while other models use the GPUs"]
-    if args.kl_coef != 0 or args.use_kl_loss:
+    for name, planned in _REFUSED.items():
+        if (value := getattr(args, name, None)) not in planned:
+            raise PlanError(
+                f"{where}, {found.flag(name)}={value}: not planned, because it shards the states "
+                "in another way. Leave it out."
+            )
+    notes = [*found.notes]
+    if found.roles:
+        notes.append(
+            "not counted: what a model keeps in the host's memory while other models use the GPUs"
+        )
+    else:
+        notes.append("--debug-rollout-only: the job makes no model that is trained")
+    if found.roles and (args.kl_coef != 0 or args.use_kl_loss):
         notes.append("not counted: the reference model, whose weights are in the host's memory")
-    less = [f"--{name.replace('_', '-')}" for name in _LESS if getattr(args, name, None)]
+    less = [found.flag(name) for name in _LESS if getattr(args, name, None)]
     if less:
         notes.append(f"counted as without {', '.join(less)}, so the bytes are an upper bound")
-    if unknown:
-        notes.append(f"no parser of {where} reads {', '.join(unknown)}: it has no effect")
-    version = where.partition(" ")[2] or None
+    if found.unknown:
+        notes.append(f"no parser of {where} reads {', '.join(found.unknown)}: it has no effect")
     return Request(
-        job.framework, version, args.world_size, models, megatron=True, notes=tuple(notes)
+        job.framework,
+        where.partition(" ")[2] or None,
+        args.world_size,
+        tuple(_model(job, found, role) for role in found.roles),
+        megatron=True,
+        notes=tuple(notes),
     )
 
 
-def _model(job: Job, args: Namespace, role: str) -> MegatronModel:
-    args = _of_role(job, args, role)
+def _model(job: Job, found: Parsed, role: str) -> MegatronModel:
+    args = found.roles[role]
+    sizes = read_sizes(
+        args.world_size,
+        "--actor-num-gpus-per-node",
+        "--",
+        vars(args),
+        sequence_parallel=bool(args.sequence_parallel),
+    )
+    keys = {name: found.flag(key.removeprefix("--")) for name, key in sizes.keys.items()}
+    keys["virtual"] = found.flag("num_virtual_stages_per_pipeline_rank")
+    if args.num_layers_per_virtual_pipeline_stage:
+        keys["virtual"] = found.flag("num_layers_per_virtual_pipeline_stage")
+    dtype = args.params_dtype
+    if args.fp16 or args.bf16:  # Megatron's Float16Module reads these two
+        dtype = torch.float16 if args.fp16 else torch.bfloat16
+    model = job.model(args.hf_checkpoint)
     return MegatronModel(
         _READ[job.framework](args, role),
-        job.model(args.hf_checkpoint),
-        read_sizes(
-            args.world_size,
-            "--actor-num-gpus-per-node",
-            "--",
-            vars(args),
-            sequence_parallel=bool(args.sequence_parallel),
-        ),
-        args.params_dtype,
+        model,
+        replace(sizes, pads_vocabulary=True, keys={**keys, "world": sizes.keys["world"]}),
+        dtype,
         bucket_in_fp32=bool(args.accumulate_allreduce_grads_in_fp32),
         value_head=role == "critic",
-        key="--{}",
+        keys=found.flags,
         bucket_key="--accumulate-allreduce-grads-in-fp32",
         place="actor",
+        illegal=tuple(_illegal(found, args, role)),
+        notes=tuple(_another_model(found, args, model)),
+        known=found.flags.keys(),
+        write=lambda fields: _written(job, found, role, fields),
+        one_line=True,
     )
 
 
-def _of_role(job: Job, args: Namespace, role: str) -> Namespace:
-    """Return one role's flags; a slime job may have an extra file with each role's flags."""
-    path = getattr(args, "megatron_config_path", None)
-    args = copy.deepcopy(args)
-    if path is None:
-        return args
-    with _stand_ins(job.framework):
-        parser = importlib.import_module(f"{job.framework}.utils.arguments")
-        found: Namespace = _called(job, lambda: parser.parse_megatron_role_args(args, path, role))
-    return found
-
-
-def _parsed(job: Job) -> tuple[Namespace, list[str]]:
-    """Parse a job's flags; return the parsed flags and the flags that no parser knows."""
-    parsers: list[ArgumentParser] = []
-    words = ["train.py", *job.arguments]
-    with _stand_ins(job.framework), mock.patch.object(sys, "argv", words):
-        own = _imported(job, "utils.arguments")
-        theirs = _imported(job, "backends.megatron_utils.arguments")
-        provider = getattr(own, f"get_{job.framework}_extra_args_provider")()
-
-        def add(parser: ArgumentParser) -> ArgumentParser:
-            parsers.append(parser)
-            made: ArgumentParser = provider(parser)
-            return made
-
-        parse = {"slime": _parse_slime, "miles": _parse_miles}[job.framework]
-        args = _called(job, lambda: parse(own, theirs, add))
-        if getattr(args, "train_backend", "megatron") != "megatron":
-            raise PlanError(
-                f"{versioned(job.framework)}, --train-backend {args.train_backend}: planned are "
-                "models on Megatron. Write --train-backend megatron."
-            )
-        _, left = parsers[0].parse_known_args(list(job.arguments))
-        unknown = [one for one in left if one.startswith("--") and not _of_another_parser(one)]
-        if unknown and job.framework == "miles":
-            raise PlanError(
-                f"{versioned(job.framework)}: it does not know {', '.join(unknown)}. Correct the "
-                "line."
-            )
-        _called(job, lambda: _read_file(own, args))
-        with _without_gpu():
-            _called(job, lambda: theirs.validate_args(args))
-    return args, unknown
-
-
-def _parse_slime(own: Any, theirs: Any, add: Callable[..., Any]) -> Namespace:
-    before = vars(own._pre_parse_mode())
-    args: Namespace = theirs.megatron_parse_args(extra_args_provider=add, skip_hf_validate=True)
-    vars(args).update(before)
-    return args
-
-
-def _parse_miles(own: Any, theirs: Any, add: Callable[..., Any]) -> Namespace:
-    args = theirs.parse_args(extra_args_provider=add, ignore_unknown_args=True)
-    args.rank, args.world_size = 0, args.actor_num_nodes * args.actor_num_gpus_per_node
-    found: Namespace = theirs.set_default_megatron_args(args)
-    if "train" in own._resolve_ft_components(found):
-        found.indep_dp = found.save_local_weight_checksum = found.enable_witness = True
-    if found.indep_dp:  # each replica is a job of its own, whose states are not sharded
-        found.world_size = own.compute_megatron_world_size_except_dp(found)
-    return found
-
-
-@contextlib.contextmanager
-def _without_gpu() -> Iterator[None]:
-    """On a machine without a GPU, report a Blackwell GPU to Megatron's checks of TP and CP."""
-    import torch
-
-    if torch.cuda.is_available():
-        yield
-        return
-    place = "megatron.training.arguments.get_device_arch_version"
-    with mock.patch(place, return_value=10, create=True):
-        yield
-
-
-def _read_file(own: Any, args: Namespace) -> None:
-    """Read further flags from the YAML file of ``--custom-config-path``, as slime and miles do."""
-    if args.custom_config_path:
-        read = getattr(own, "resolve_file_arg", lambda path: Path(path).read_text())  # miles has it
-        vars(args).update(own.yaml.safe_load(read(args.custom_config_path)) or {})
-
-
-def _of_another_parser(flag: str) -> bool:
-    return flag.startswith(_ROLLOUT) or flag.partition("=")[0] in _BEFORE
-
-
-def _imported(job: Job, name: str) -> Any:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return importlib.import_module(f"{job.framework}.{name}")
-    except Exception as error:  # the import may raise any error
-        raise PlanError(
-            f"{versioned(job.framework)}, {job.target}: its arguments cannot be read: "
-            f"{said(error)}. Run the plan in the environment of the job."
-        ) from error
-
-
-def _called(job: Job, call: Callable[[], Any]) -> Any:
-    """Call a trainer's or Megatron's function; an error in the function raises ``PlanError``."""
-
-    def refuse(why: str) -> PlanError:
-        return PlanError(
-            f"{versioned(job.framework)}, {job.target}: {why}. Correct the command line."
+def _illegal(found: Parsed, args: Namespace, role: str) -> Iterator[Problem]:
+    """Yield the faults at which the trainer ends when it builds a model."""
+    if fault := found.schedule[role]:
+        yield Problem(
+            "number",
+            role,
+            "--lr",
+            f"Megatron cannot make the schedule of learning rate and weight decay: {fault}",
+            "Correct --lr, --min-lr, --weight-decay, or the flags that begin with --lr- .",
+        )
+    if not args.load and not args.pretrained_checkpoint:
+        yield Problem(
+            "missing",
+            role,
+            "--ref-load",
+            "no directory with weights: expected --load, --ref-load or --pretrained-checkpoint",
+            "Write one of them.",
+        )
+    if args.fp16 and args.bf16:
+        yield Problem(
+            "flags",
+            role,
+            "fp16",
+            "fp16 and bf16 are both true, and Megatron takes one of them",
+            "Write bf16: false in the same place, or --fp16 on the command line.",
+        )
+    if not isinstance(args.params_dtype, torch.dtype):
+        yield Problem(
+            "dtype",
+            role,
+            "params_dtype",
+            f"Megatron's layers take no name of a dtype, such as {args.params_dtype!r}",
+            "Leave it out, and write --fp16 on the command line for an fp16 model.",
+        )
+    if args.moe_use_upcycling:
+        yield Problem("flags", role, "--moe-use-upcycling", "it ends the job", "Leave it out.")
+    if getattr(args, "use_stateless_adam", False) and not args.no_save_optim:
+        yield Problem(
+            "flags",
+            role,
+            "--use-stateless-adam",
+            "it has no moments to save, and --no-save-optim is missing",
+            "Add --no-save-optim.",
         )
 
-    return call_quietly(call, refuse)
+
+def _another_model(found: Parsed, args: Namespace, model: Model) -> Iterator[str]:
+    """Yield a note for each size of ``config.json`` that the trainer's flags contradict.
+
+    The trainers build the model from the flags, and compare only some flags with ``config.json``.
+    """
+    heads = model.number("num_attention_heads")
+    if not heads:
+        return
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    for name, counted, built in (
+        ("num_query_groups", model.number("num_key_value_heads") or heads, groups),
+        ("num_experts", model.experts, args.num_experts or 0),
+        ("kv_channels", model.number("head_dim"), args.kv_channels),
+        ("mtp_num_layers", model.number("num_nextn_predict_layers"), args.mtp_num_layers or 0),
+    ):
+        if counted != built and (counted or name != "kv_channels"):
+            yield (
+                f"counted is the model of config.json, and the flags build another one: "
+                f"{found.flag(name)} {built}, in config.json {counted}"
+            )
 
 
-class _Nothing:
-    """Replaces any function or class of SGLang; a call does nothing and returns the replacement."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self
-
-
-class _Module(ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Nothing()
-
-
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports an empty module in place of each package of SGLang."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name.partition(".")[0] in _LEFT_OUT:
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec: Any) -> ModuleType:
-        return _Module(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None: ...
-
-
-@contextlib.contextmanager
-def _stand_ins(framework: str) -> Iterator[None]:
-    """Let a trainer's modules be imported without SGLang; on exit, unload the imported modules."""
-    before, finder = set(sys.modules), _Finder()
-    sys.meta_path.insert(0, finder)
+def _written(
+    job: Job, found: Parsed, role: str, fields: Mapping[str, Any]
+) -> tuple[tuple[str, ...], MegatronModel] | None:
+    """Write fields as flags and parse the longer line; ``None`` if the trainer refuses it."""
+    lines = [
+        found.flag(name) if name in found.switches else f"{found.flag(name)} {value}"
+        for name, value in fields.items()
+        if name in found.flags
+    ]
+    words = [word for line in lines for word in line.split()]
+    longer = replace(job, arguments=(*job.arguments, *words))
     try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)
-        for name in set(sys.modules) - before:
-            if name.partition(".")[0] in (framework, *_LEFT_OUT):
-                del sys.modules[name]
+        return tuple(lines), _model(longer, parse(longer), role)
+    except PlanError:
+        return None

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -17,7 +19,7 @@ from .driving import FLAGS, Trainer
 
 JOB = "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --hf-checkpoint none --num-rollout 3"
 OWN = [*JOB.split(), "--rollout-batch-size", "4", "--sglang-mem-fraction-static", "0.7"]
-OWN += ["--global-batch-size", "32"]
+OWN += ["--global-batch-size", "32", "--n-samples-per-prompt", "8", "--ref-load", "none"]
 pytestmark = pytest.mark.usefixtures("tokenizers")
 STATES = (
     "--use-precision-aware-optimizer",
@@ -122,10 +124,16 @@ def test_what_keeps_fewer_tensors_is_said(
 
 
 def test_miles_replicas_that_are_jobs_of_their_own(
-    capsys: pytest.CaptureFixture[str], line: list[str], name: str
+    capsys: pytest.CaptureFixture[str],
+    line: list[str],
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if name != "miles":
         pytest.skip("only miles has replicas that are jobs of their own")
+    manager = "nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager"
+    for place in accumulate(manager.split("."), "{}.{}".format):
+        monkeypatch.setitem(sys.modules, place, mock.MagicMock())
     size = ("--tensor-model-parallel-size", "2")
     for flags in (("--indep-dp",), ("--use-fault-tolerance", "--ft-components", "train")):
         code, found = plan(capsys, *line, *size, *flags)

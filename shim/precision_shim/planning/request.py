@@ -28,11 +28,13 @@ class Variant:
         gives_up: text on the loss of precision with these settings.
         lines: the settings as lines to paste (config keys or environment variables).
         model: the model with the variant's settings.
+        of_all: whether the lines change all models of the job.
     """
 
     gives_up: str
     lines: tuple[str, ...]
     model: Plannable
+    of_all: bool = False
 
 
 class Plannable(Protocol):

@@ -64,7 +64,9 @@ def _candidates(job: Job, request: Request, rules: Rules) -> Iterator[Sequence[V
     for numbers in sorted(
         product(*ranks), key=lambda numbers_of: (max(numbers_of, default=0), sum(numbers_of))
     ):
-        yield [options[number] for options, number in zip(choices, numbers, strict=True)]
+        chosen = [options[number] for options, number in zip(choices, numbers, strict=True)]
+        if not any(one.of_all for one in chosen) or len({one.lines for one in chosen}) == 1:
+            yield chosen
 
 
 def fewest(job: Job, request: Request, rules: Rules, memory: float) -> int | None:

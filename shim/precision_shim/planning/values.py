@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,8 +68,13 @@ def number_of(section: Mapping[str, Any], key: str, where: str, default: int = 1
 
 
 def said(error: BaseException) -> str:
-    """Return the type and message of an error in a framework's loader, on one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+    """Return the type and message of an error in a framework's loader, on one line.
+
+    If the error has no message, such as that of a bare ``assert``, the line of code stands for it.
+    """
+    text = " ".join(str(error).split())[:400]
+    places = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__}: {text or (places and places[-1].line) or ''}"
 
 
 def no_adapters(where: str, without: str) -> PlanError:

@@ -55,7 +55,7 @@ def wishes_of_flags(
             asked[field.name] = value
     # The two flags for the bucket's dtype are switches: a user can only turn them on.
     bucket = True if args.accumulate_allreduce_grads_in_fp32 else None
-    if getattr(args, "grad_reduce_in_bf16", False):
+    if bucket is None and getattr(args, "grad_reduce_in_bf16", False):
         bucket = False
     return Wishes(
         where=where,

@@ -38,7 +38,7 @@ from precision_shim_adapters.megatron.deciding.legality import check_dtypes, not
 
 from ..buffers import grad_buffers
 from ..deciding.numbers import SCALER, check_numbers
-from ..deciding.scaler import scaler_fields, unscaled
+from ..deciding.scaler import refuse_low, scaler_fields, unscaled
 from ..deciding.told import note_told
 from ..deciding.wishes import (
     ALIGNMENT,
@@ -191,11 +191,14 @@ def settle(build: Build, *, native: bool = False) -> Settled:
             warn(f"{build.framework} {wishes.subject}: {made.bucket_warning}.")
     else:
         asked = coerce_written(wishes.asked, wishes.where)
+    check_numbers(asked, ("loss_scale",), wishes.where)
     fp16, scales = build.dtype is torch.float16, in_force(build.framework, SCALING, GROUP)
     if (fp16 or asked.get("fp16")) and not asked.get("loss_scale"):
         check_numbers(asked, SCALER, wishes.where)
     if scales and fp16:
         added.update(scaler_fields(wishes, asked, current_settings()))
+    elif fp16 or asked.get("fp16"):
+        refuse_low({**added, **asked}, wishes.where)
     if in_force(build.framework, "dtype-coercion", GROUP) and not wishes.precision_aware_by_itself:
         _refuse_low({**added, **asked}, f"{wishes.where}, {megatron_label()}")
     return Settled(dtype, asked, added, by_user)

@@ -20,6 +20,10 @@ SCALER = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteres
 STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 """``lr_decay_style`` of Megatron's scheduler."""
 
+_SCALES = ("initial_loss_scale", "min_loss_scale", "loss_scale")
+_FP32 = (2.0**-149, (2 - 2.0**-23) * 2.0**127)
+"""The smallest and the largest positive number in fp32, in which a loss scaler stores its scale."""
+
 MAY_BE_NULL = ("weight_decay", "decoupled_lr", "loss_scale")
 """Megatron's scheduler overwrites ``weight_decay`` before the first step."""
 
@@ -27,15 +31,32 @@ MAY_BE_NULL = ("weight_decay", "decoupled_lr", "loss_scale")
 def refused_numbers(fields: Mapping[str, Any], names: tuple[str, ...]) -> list[str]:
     """List the fields whose values are not numbers, and the loss scaler's fields that are <= 0.
 
-    If a value is <= 0, Megatron's loss scaler ends the job at an assertion without a message.
+    If a value is <= 0, Megatron's loss scaler ends the job at an assertion without a message. A
+    scale that overflows or underflows in fp32 stays infinite or 0.
     """
     return [
         name
         for name in names
         if name in fields
         and not (fields[name] is None and name in MAY_BE_NULL)
-        and (not isinstance(fields[name], Real) or (name in SCALER and not fields[name] > 0))
+        and (not isinstance(fields[name], Real) or not _fits(name, fields[name]))
     ]
+
+
+def _fits(name: str, value: Any) -> bool:
+    if name in _SCALES:
+        return bool(_FP32[0] <= value <= _FP32[1]) or (name == "loss_scale" and value == 0)
+    return bool(value > 0) or name not in SCALER
+
+
+def allowed(name: str) -> str:
+    """The values that a field may have, in words."""
+    if name == BETA2:
+        return "a number from 0 up to, but not including, 1"
+    if name == "loss_scale":
+        return "0 for a dynamic loss scale, or a number above 0 and up to 3.4e38"
+    bound = " and up to 3.4e38" if name in _SCALES else ""
+    return f"a number above 0{bound}" if name in SCALER else "a number"
 
 
 def check_numbers(fields: Mapping[str, Any], names: tuple[str, ...], where: str) -> None:
@@ -47,11 +68,10 @@ def check_numbers(fields: Mapping[str, Any], names: tuple[str, ...], where: str)
         where: framework, version and key, for the message.
 
     Raises:
-        SettingsError: a value is not a number, or a value of the loss scaler is <= 0.
+        SettingsError: a value is not a number, or is one that the loss scaler cannot use.
     """
     for name in refused_numbers(fields, names):
-        allowed = "from 0 up to, but not including, 1" if name == BETA2 else "above 0"
         raise SettingsError(
-            f"{where}: {name}={fields[name]!r} is not allowed; allowed: a number {allowed}. Write "
+            f"{where}: {name}={fields[name]!r} is not allowed; allowed: {allowed(name)}. Write "
             "one, without quotes, or leave it out."
         )

@@ -20,8 +20,8 @@ FIELDS = {"loss_scale_init": "initial_loss_scale", "growth_interval": "loss_scal
 FACTORS = ("growth_factor", "backoff_factor")
 """Settings of the shim that are no fields of a config, but arguments of Megatron's scaler."""
 
-OWN_INITIAL = 2.0**32
-"""Megatron's own initial loss scale, which stays unless the model is fp16."""
+OWN_INITIAL, OWN_MINIMUM = 2.0**32, 1.0
+"""Megatron's own initial and smallest loss scale, which stay unless the model is fp16."""
 
 _OWN = {"loss_scale_window": 1000.0, "growth_factor": 2.0, "backoff_factor": 0.5}
 """Values that megatron-core 0.16 to 0.19 has in OptimizerConfig or passes to DynamicGradScaler."""
@@ -41,19 +41,39 @@ def scaler_fields(wishes: Wishes, asked: Mapping[str, Any], settings: Settings) 
         if name in block or settings.is_set(name):
             fields[field] = block.get(name, settings[name])
     fields = {key: value for key, value in fields.items() if key not in asked}
-    first, least = ({**asked, **fields}[key] for key in ("initial_loss_scale", "min_loss_scale"))
-    dynamic = not asked.get("loss_scale")
-    if dynamic and least is not None and first < least:
-        place, key, way = wishes.where, "initial_loss_scale", "Write a higher one"
-        if "loss_scale_init" in block:
-            place, key, way = wishes.scaler_where, "loss_scale_init", "Raise it"
-        elif settings.is_set("loss_scale_init"):
-            key, way = "PRECISION_SHIM_LOSS_SCALE_INIT", "Raise it"
+    place, key, way = wishes.where, "initial_loss_scale", "Write a higher one"
+    if "loss_scale_init" in block:
+        place, key, way = wishes.scaler_where, "loss_scale_init", "Raise it"
+    elif settings.is_set("loss_scale_init"):
+        key, way = "PRECISION_SHIM_LOSS_SCALE_INIT", "Raise it"
+    refuse_low({**asked, **fields}, place, key, way)
+    return fields
+
+
+def refuse_low(
+    fields: Mapping[str, Any],
+    where: str,
+    key: str = "initial_loss_scale",
+    way: str = "Write a higher one",
+) -> None:
+    """Refuse a dynamic loss scaler that begins below its minimum, a bare assertion in Megatron.
+
+    Args:
+        fields: fields of Megatron's OptimizerConfig.
+        where: framework, version and key, for the message.
+        key: the key of the initial loss scale.
+        way: how to raise the initial loss scale.
+
+    Raises:
+        SettingsError: the initial loss scale is below the minimum.
+    """
+    first = fields.get("initial_loss_scale", OWN_INITIAL)
+    least = fields.get("min_loss_scale", OWN_MINIMUM)
+    if not fields.get("loss_scale") and least is not None and first < least:
         raise SettingsError(
-            f"{place}: {key}={first:g} is below min_loss_scale={least:g} of Megatron's "
+            f"{where}: {key}={first:g} is below min_loss_scale={least:g} of Megatron's "
             f"OptimizerConfig. {way}, or lower min_loss_scale."
         )
-    return fields
 
 
 def factors_set(settings: Settings) -> dict[str, float]:

@@ -20,7 +20,7 @@ from precision_shim_adapters.megatron.deciding.legality import REMAINDERS_SINCE,
 from precision_shim_adapters.megatron.deciding.table import MEGATRON_BETA2
 
 from ..deciding.wishes import PRECISION_AWARE
-from .decided import Asked, Holds, problems_of, side, with_shim
+from .decided import Asked, Holds, Side, problems_of, side, with_shim
 
 _Model = TypeVar("_Model", bound=Asked)
 _BUCKET = "grad_reduce_in_fp32"
@@ -90,19 +90,33 @@ def variants(
         }
         if not _makes_sense(asked, fields, support):
             continue
+        lacking = set() if asked.known is None else fields.keys() - {*asked.known, _BUCKET}
+        if lacking - {_MEGATRONS_DEFAULT}:
+            continue
+        fields = {key: value for key, value in fields.items() if key not in lacking}
         other = change(asked, **fields)
+        now = with_shim(settings, support, holds)
         try:
-            made = side(other, with_shim(settings, support, holds))
+            made = side(other, now)
         except DtypeError:
             continue
         if problems_of(other, made, support, holds=holds):
             continue
-        lacking = () if asked.known is None else fields.keys() - {*asked.known, _BUCKET}
-        if set(lacking) - {_MEGATRONS_DEFAULT}:
+        if asked.write is None:
+            lines = tuple(_line(asked, *item) for item in fields.items())
+        elif (read := asked.write(fields)) and _same(side(read[1], now), made):
+            lines, other = read
+        else:  # the framework refuses the lines, or they do something else
             continue
-        lines = tuple(_line(asked, *item) for item in fields.items() if item[0] not in lacking)
         cheaper.append((gives_up, lines, other))
     return cheaper
+
+
+def _same(one: Side, other: Side) -> bool:
+    return (one.fields, one.bucket.grad_reduce_in_fp32) == (
+        other.fields,
+        other.bucket.grad_reduce_in_fp32,
+    )
 
 
 def _makes_sense(asked: Asked, fields: Mapping[str, Any], support: FusedAdamSupport) -> bool:

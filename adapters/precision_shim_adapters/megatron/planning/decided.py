@@ -44,6 +44,8 @@ from ..deciding.wishes import (
 from ..reading import reader
 from .sizes import Sizes
 
+_FIRST_CHUNK = "overlap_param_gather_with_optimizer_step"
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -70,6 +72,10 @@ class Asked:
             ``None`` if the framework passes all dtype names to Megatron.
         keys: maps optimizer fields to config keys that do not follow the pattern ``key``.
         known: the optimizer fields that the framework's config has; ``None`` for all.
+        write: function that adds optimizer fields to the job's own command line, and reads the line
+            again: it returns the added lines and the model; ``None`` if the framework refuses the
+            fields. Without it a line is ``key=value``.
+        one_line: whether a line sets a field of all models of the job.
     """
 
     wishes: Wishes
@@ -90,6 +96,8 @@ class Asked:
     takes_name: Callable[[str], bool] | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
     known: Collection[str] | None = None
+    write: Callable[[Mapping[str, Any]], tuple[tuple[str, ...], Any] | None] | None = None
+    one_line: bool = False
 
     @property
     def subject(self) -> str:
@@ -244,6 +252,14 @@ def problems_of(
             PRECISION_AWARE,
             "it needs the distributed optimizer",
             "Write use_distributed_optimizer: true, or leave it out.",
+        )
+    if fields.get(_FIRST_CHUNK) and (asked.sizes.virtual or 1) < 2:
+        report(
+            "layers",
+            _FIRST_CHUNK,
+            "Megatron ends in an IndexError, because each pipeline stage has one chunk: expected "
+            f"{asked.sizes.key('virtual')} of at least 2 chunks",
+            "Leave it out, or split the stages into chunks.",
         )
     if aware and support.problem:
         report("precision-aware", PRECISION_AWARE, support.problem, "Leave it out.")

@@ -128,7 +128,7 @@ def _check_widths(sizes: Sizes, model: Model, report: Report) -> None:
     for keys, ways, name in (
         (("intermediate_size",), sizes.tensor, "tensor"),
         (("moe_intermediate_size",), sizes.experts_tensor, "expert_tensor"),
-        (("vocab_size",), sizes.tensor, "tensor"),
+        (("vocab_size",), 1 if sizes.pads_vocabulary else sizes.tensor, "tensor"),
     ):
         width = model.number(*keys)
         if width % ways:

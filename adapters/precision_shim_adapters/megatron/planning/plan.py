@@ -32,8 +32,8 @@ from precision_shim_adapters.megatron.deciding.legality import (
     release,
 )
 
-from ..deciding.numbers import NUMBERS, SCALER, refused_numbers
-from ..deciding.scaler import OWN_INITIAL, foreseen, foreseen_alone, unscaled
+from ..deciding.numbers import NUMBERS, SCALER, allowed, refused_numbers
+from ..deciding.scaler import OWN_INITIAL, foreseen, foreseen_alone, refuse_low, unscaled
 from ..deciding.wishes import (
     ALIGNMENT,
     DISPATCH,
@@ -85,7 +85,7 @@ class MegatronModel(Asked):
         """See ``Plannable``."""
         support = support_of(rules.transformer_engine)
         return [
-            Variant(gives_up, lines, other)
+            Variant(gives_up, lines, other, self.one_line)
             for gives_up, lines, other in variants(self, job.settings, support, job.in_force)
         ]
 
@@ -134,7 +134,7 @@ def _no_numbers(asked: Asked) -> list[Problem]:
             asked.wishes.subject,
             asked.key_of(name),
             f"{asked.wishes.where}: {name}={written[name]!r} is not allowed",
-            f"Write a number{' above 0' if name in SCALER else ''}, without quotes.",
+            f"Write {allowed(name)}, without quotes.",
         )
         for name in refused_numbers(written, names)
     ]
@@ -275,10 +275,12 @@ def _decisions(asked: Asked, side: Side, settings: Settings, holds: Holds) -> li
         dtype = "fp32" if in_fp32 else name_of(asked.dtype)
         chosen = f"gradient bucket {dtype} (grad_reduce_in_fp32={in_fp32})"
         decisions.append(Decided(ALIGNMENT, chosen, side.bucket.because))
-    if holds(SCALING, GROUP) and asked.dtype is not torch.float16 and side.fields.get("fp16"):
-        alone = foreseen_alone(side.fields, settings, asked.dtype)
+    scales, is_fp16 = holds(SCALING, GROUP), asked.dtype is torch.float16
+    if side.fields.get("fp16") and not (scales and is_fp16):
+        refuse_low(side.fields, asked.wishes.where)
+        alone = foreseen_alone(side.fields, settings, asked.dtype) if scales else None
         decisions += [Decided(SCALING, *alone)] if alone is not None else []
-    if holds(SCALING, GROUP) and asked.dtype is torch.float16:
+    if scales and is_fp16:
         scaler = foreseen(asked.wishes, side.planned.asked, settings)
         if scaler is not None:
             fp16 = _fp16(side)

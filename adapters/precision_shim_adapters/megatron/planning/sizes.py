@@ -26,6 +26,8 @@ class Sizes:
         stages: a pipeline layout, as in Megatron's ``pipeline_model_parallel_layout``: a string of
             letters, or a list of layer names for each stage.
         sequence_parallel: whether sequence parallelism is on; ``None`` if unknown.
+        pads_vocabulary: whether the framework pads the vocabulary until tensor parallelism can
+            split it.
         keys: maps attribute names to config keys, for messages.
     """
 
@@ -42,6 +44,7 @@ class Sizes:
     count_loss: bool = False
     stages: str | Sequence[Sequence[str]] | None = None
     sequence_parallel: bool | None = None
+    pads_vocabulary: bool = False
     keys: Mapping[str, str] = field(default_factory=dict)
 
     @property
