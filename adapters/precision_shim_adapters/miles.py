@@ -13,6 +13,7 @@ Delete this module when miles calls ``prepare_grads`` once, and reports loss sca
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from precision_shim.adapting import Adapter, Call, collect, seam, versioned
@@ -42,7 +43,10 @@ def read(args: Any, role: str) -> Wishes:
     """Read one role's flags into ``Wishes``."""
     written = [name for name in NEED_MASTERS if getattr(args, name, False)]
     blockers = [f"miles' {name} reads Megatron's own fp32 masters" for name in written]
-    return megatron.wishes_of_flags(args, f"{versioned('miles')}, flags", role, blockers)
+    wishes = megatron.wishes_of_flags(args, f"{versioned('miles')}, flags", role, blockers)
+    if getattr(args, "debug_disable_optimizer", False):  # no flag of the optimizer has an effect
+        wishes = replace(wishes, asked={}, optimizer="adam")
+    return wishes
 
 
 @seam(f"{MODEL}:setup_model_and_optimizer", BUILDING, why="makes bucket and optimizer", **HERE)

@@ -94,7 +94,7 @@ class Trainer:
         vars(args).update(own)
         global_vars._GLOBAL_ARGS = args
         _tell_miles_of_its_ranks(name)
-        provider = tiny_gpt(args.params_dtype)
+        provider = tiny_gpt(args.params_dtype, fp16=args.fp16, bf16=args.bf16)
         torch.manual_seed(0)
         with mock.patch.object(module, "get_model_provider_func", return_value=provider):
             return cls(module, args, *module.setup_model_and_optimizer(args, role))
