@@ -7,6 +7,7 @@ The plan does not run the arguments' ``__post_init__``, which needs GPUs and a m
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from precision_shim.adapting import versioned
 from precision_shim.errors import PlanError
 from precision_shim.planning.calling import call_quietly
 from precision_shim.planning.command import Job
+from precision_shim.planning.record import Problem
 from precision_shim.planning.request import Request
 from precision_shim.planning.shapes import Model
 from precision_shim.planning.values import no_adapters, number
@@ -30,6 +32,7 @@ _CLASSES = {
     "rlhf": "MegatronRLHFArguments",
 }
 _GPUS = "NPROC_PER_NODE"
+_FREEZES = ("freeze_parameters", "freeze_parameters_regex", "freeze_parameters_ratio")
 _ADAPTERS = ("adapters", "ref_adapters", "mcore_adapter", "mcore_ref_adapter")
 
 
@@ -67,6 +70,8 @@ def plan_job(job: Job) -> Request:
         key="--{}",
         bucket_key="--accumulate_allreduce_grads_in_fp32",
         known=vars(args),
+        illegal=tuple(_illegal(args)),
+        notes=tuple(_unread(args)),
     )
     others = [name for name in ("ref_model", "teacher_model") if getattr(args, name, None)]
     notes = [f"not counted: the model of --{name}" for name in others]
@@ -74,6 +79,28 @@ def plan_job(job: Job) -> Request:
         notes.append("not counted: the reference model, whose parameters lie beside the model's")
     version = where.partition(" ")[2] or None
     return Request("ms-swift", version, world, (planned,), megatron=True, notes=tuple(notes))
+
+
+def _illegal(args: Any) -> Iterator[Problem]:
+    """Yield a problem for each value that ms-swift's ``__post_init__`` refuses."""
+    if 0 < args.freeze_parameters_ratio < 1 and (args.pipeline_model_parallel_size or 1) > 1:
+        key, fault = "--freeze_parameters_ratio", "ms-swift takes it on one pipeline stage only"
+        yield Problem("flags", "model", key, fault, "Leave it out.")
+
+
+def _unread(args: Any) -> Iterator[str]:
+    """Yield a note for each option that changes bytes and that the plan does not read."""
+    frozen = [name for name in _FREEZES if getattr(args, name)]
+    if frozen:
+        names = ", ".join(f"--{name}" for name in frozen)
+        yield f"{names}: frozen parameters are counted as trained: the bytes are an upper bound"
+    if args.megatron_extra_kwargs:
+        yield (
+            f"not planned: --megatron_extra_kwargs {args.megatron_extra_kwargs}: the bytes are "
+            "those without"
+        )
+    if args.fp8_format is not None and args.fp8_param_gather:
+        yield "not planned: --fp8_param_gather: fp8 weights are counted as 16-bit weights"
 
 
 def _where() -> str:

@@ -37,7 +37,7 @@ from precision_shim.precision.model import TrainableDtypes, trainable_dtypes
 from precision_shim_adapters.megatron.deciding.legality import check_dtypes, not_precision_aware
 
 from ..buffers import grad_buffers
-from ..deciding.numbers import SCALER, check_numbers
+from ..deciding.numbers import SCALER, STATIC, check_numbers
 from ..deciding.scaler import scaler_fields, unscaled
 from ..deciding.told import note_told
 from ..deciding.wishes import (
@@ -192,8 +192,8 @@ def settle(build: Build, *, native: bool = False) -> Settled:
     else:
         asked = coerce_written(wishes.asked, wishes.where)
     fp16, scales = build.dtype is torch.float16, in_force(build.framework, SCALING, GROUP)
-    if (fp16 or asked.get("fp16")) and not asked.get("loss_scale"):
-        check_numbers(asked, SCALER, wishes.where)
+    dynamic = (fp16 or asked.get("fp16")) and not asked.get(STATIC)
+    check_numbers(asked, SCALER if dynamic else (STATIC,), wishes.where)
     if scales and fp16:
         added.update(scaler_fields(wishes, asked, current_settings()))
     if in_force(build.framework, "dtype-coercion", GROUP) and not wishes.precision_aware_by_itself:

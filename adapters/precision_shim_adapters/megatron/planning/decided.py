@@ -34,6 +34,7 @@ from ..deciding.table import PRECISION_AWARE_FIELDS
 from ..deciding.wishes import (
     COERCION,
     GROUP,
+    OVERLAP,
     PRECISION_AWARE,
     InForce,
     Planned,
@@ -247,6 +248,14 @@ def problems_of(
         )
     if aware and support.problem:
         report("precision-aware", PRECISION_AWARE, support.problem, "Leave it out.")
+    one = (asked.sizes.virtual or 1) < 2 and not isinstance(asked.sizes.stages, str)
+    if fields.get(OVERLAP) and one:
+        report(
+            "flags",
+            OVERLAP,
+            "Megatron needs virtual pipeline stages for it: it ends at an IndexError without them",
+            "Leave it out.",
+        )
     for name, message, remedy in not_precision_aware(fields):
         report("dtype", name, message, remedy)
     if not aware and fields.get("main_grads_dtype", asked.dtype) is None:

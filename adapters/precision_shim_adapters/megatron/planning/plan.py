@@ -32,7 +32,7 @@ from precision_shim_adapters.megatron.deciding.legality import (
     release,
 )
 
-from ..deciding.numbers import NUMBERS, SCALER, refused_numbers
+from ..deciding.numbers import ABOVE, NUMBERS, SCALER, STATIC, refused_numbers
 from ..deciding.scaler import OWN_INITIAL, foreseen, foreseen_alone, unscaled
 from ..deciding.wishes import (
     ALIGNMENT,
@@ -124,17 +124,17 @@ def _no_names(asked: Asked) -> list[Problem]:
 def _no_numbers(asked: Asked) -> list[Problem]:
     """List values that Adam or the loss scaler refuses, such as a string, null or 0."""
     written = asked.wishes.asked
-    names: tuple[str, ...] = (*NUMBERS, "loss_scale")
+    names: tuple[str, ...] = (*NUMBERS, STATIC)
     names += ("optimizer_offload_fraction",) * bool(written.get(_OFFLOAD))
     if asked.dtype is torch.float16 or written.get("fp16"):
-        names += SCALER * (not written.get("loss_scale"))
+        names += SCALER * (not written.get(STATIC))
     return [
         Problem(
             "number",
             asked.wishes.subject,
             asked.key_of(name),
             f"{asked.wishes.where}: {name}={written[name]!r} is no number that is allowed",
-            f"Write a number{' above 0' if name in SCALER else ''}, without quotes.",
+            f"Write a number{f' {ABOVE},' * (name in (*SCALER, STATIC))} without quotes.",
         )
         for name in refused_numbers(written, names)
     ]
