@@ -26,6 +26,7 @@ from precision_shim.precision.dtypes import coerce_dtype
 from . import areal_sides, megatron
 from .frameworks import AREAL
 from .megatron import ALIGNMENT, BUILDING, DISPATCH, GROUP, SCALING, SETTLING, Wishes
+from .megatron.deciding.wishes import OVERLAP
 from .megatron.resuming import foretelling as resuming
 
 ENGINE = "areal.engine.megatron_engine"
@@ -43,7 +44,7 @@ def read(engine: Any) -> Wishes:
     if ours is not None:
         asked = {name: getattr(ours, key) for name, key in OF_ADAM.items()}
         asked.update(_written(ours, _SCALER))
-    asked.update(_written(theirs, (megatron.PRECISION_AWARE, *STATES)))
+    asked.update(_written(theirs, (megatron.PRECISION_AWARE, *STATES, OVERLAP)))
     if theirs.fp8_config is not None:
         asked["fp8_recipe"] = theirs.fp8_config.recipe
     ddp = _written(theirs.ddp, ("grad_reduce_in_fp32", "check_for_nan_in_grad"))

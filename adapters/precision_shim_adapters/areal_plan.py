@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +18,10 @@ from precision_shim.planning.calling import call_quietly
 from precision_shim.planning.command import Job, syntax_of
 from precision_shim.planning.record import Problem
 from precision_shim.planning.request import Request
+from precision_shim.planning.shapes import Model
 from precision_shim.planning.values import no_adapters
 
-from . import areal_sides
+from . import areal_sides, areal_stages
 from .areal import KEYS, STATES, read
 from .megatron import PRECISION_AWARE
 from .megatron.deciding.numbers import STYLES
@@ -141,21 +142,15 @@ def _models(job: Job, config: Any) -> Iterator[MegatronModel]:
             raise no_adapters(
                 f"{versioned('areal')}, {role}.use_lora=True", f"{role}.use_lora=false"
             )
-        sizes = allocation.parallel
+        model = job.model(section.path)
+        sizes, uncounted = _sizes(section, role, allocation.parallel), tuple[str, ...]()
+        if section.megatron.bridge_type == "mbridge":  # megatron-bridge splits evenly
+            sizes, uncounted = areal_stages.split(model, sizes)
         strategy = section.scheduling_strategy
         yield MegatronModel(
             replace(read(_as_engine(section)), subject=role),
-            job.model(section.path),
-            Sizes(
-                sizes.world_size,
-                tensor=sizes.tp_size,
-                pipeline=sizes.pp_size,
-                context=sizes.cp_size,
-                expert=sizes.ep_size,
-                expert_tensor=sizes.etp_size,
-                sequence_parallel=sizes.tp_size > 1,
-                keys=dict.fromkeys(vars(Sizes(1)), f"{role}.backend"),
-            ),
+            model,
+            sizes,
             _as_engine(section).dtype,
             bucket_in_fp32=section.megatron.ddp.grad_reduce_in_fp32,
             value_head=role == "critic",
@@ -166,12 +161,48 @@ def _models(job: Job, config: Any) -> Iterator[MegatronModel]:
             keys={name: f"{role}.optimizer.{key}" for name, key in KEYS.items()},
             known=vars(section.megatron),
             prefix="++",
-            illegal=tuple(_illegal(section, role)),
+            illegal=(*_illegal(section, role, sizes), *_wrong_fp8(section, role, model)),
+            notes=(*uncounted, *_fp8(section, role)),
         )
 
 
-def _illegal(section: Any, role: str) -> Iterator[Problem]:
+def _sizes(section: Any, role: str, parallel: Any) -> Sizes:
+    key = f"{role}.megatron.virtual_pipeline_parallel_size"
+    return Sizes(
+        parallel.world_size,
+        tensor=parallel.tp_size,
+        pipeline=parallel.pp_size,
+        context=parallel.cp_size,
+        expert=parallel.ep_size,
+        expert_tensor=parallel.etp_size,
+        virtual=max(section.megatron.virtual_pipeline_parallel_size, 1),
+        sequence_parallel=parallel.tp_size > 1,
+        keys={**dict.fromkeys(vars(Sizes(1)), f"{role}.backend"), "virtual": key},
+    )
+
+
+def _wrong_fp8(section: Any, role: str, model: Model) -> Iterator[Problem]:
+    """Yield a problem if a job trains in fp8 from weights that are not fp8."""
+    if section.megatron.fp8_config is None or not model.config:
+        return
+    found = model.config.get("quantization_config")
+    if not isinstance(found, Mapping) or found.get("quant_method") != "fp8":
+        key, fault = f"{role}.megatron.fp8_config", f"the weights have quantization_config={found}"
+        remedy = "Leave it out, or name a model with quant_method fp8."
+        yield Problem("dtype", role, key, f"AReaL needs fp8 weights for it; {fault}", remedy)
+
+
+def _fp8(section: Any, role: str) -> Iterator[str]:
+    if section.megatron.fp8_config is not None:
+        key = f"{role}.megatron.fp8_config"
+        yield f"{key}: not planned: fp8 weights are counted as {section.dtype} weights"
+
+
+def _illegal(section: Any, role: str, sizes: Sizes) -> Iterator[Problem]:
     """Yield a problem for each value with which AReaL's engine makes no optimizer or scheduler."""
+    if (sizes.virtual or 1) > 1 and sizes.pipeline == 1:
+        fault = f"{sizes.virtual}: AReaL needs more than one pipeline stage for it"
+        yield Problem("layers", role, sizes.key("virtual"), fault, "Leave it out.")
     ours, where = section.optimizer, f"{role}.optimizer"
     if ours is None:
         return

@@ -26,12 +26,16 @@ from precision_shim.precision.dtypes import coerce_dtype
 from . import megatron
 from .frameworks import MS_SWIFT
 from .megatron import ALIGNMENT, BUILDING, GROUP, SCALING, SETTLING, Wishes
+from .megatron.deciding.wishes import OVERLAP
 from .megatron.resuming import foretelling as resuming
 
 TRAINER = "swift.megatron.trainers.base"
 METRICS = "ms-swift metrics"
 STATES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-_FIELDS = (megatron.PRECISION_AWARE, *STATES, "optimizer_cpu_offload", "optimizer_cuda_graph")
+_FIELDS = (
+    *(megatron.PRECISION_AWARE, *STATES, "optimizer_cpu_offload", "optimizer_cuda_graph"),
+    OVERLAP,
+)
 _ALWAYS = ("optimizer", "adam_beta2", "clip_grad", "optimizer_offload_fraction")
 """Arguments whose default may differ from the default of Megatron's OptimizerConfig."""
 

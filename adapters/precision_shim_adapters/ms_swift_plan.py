@@ -32,6 +32,7 @@ _CLASSES = {
     "rlhf": "MegatronRLHFArguments",
 }
 _GPUS = "NPROC_PER_NODE"
+_FREEZES = ("freeze_parameters", "freeze_parameters_regex", "freeze_parameters_ratio")
 _ADAPTERS = ("adapters", "ref_adapters", "mcore_adapter", "mcore_ref_adapter")
 
 
@@ -70,6 +71,7 @@ def plan_job(job: Job) -> Request:
         bucket_key="--accumulate_allreduce_grads_in_fp32",
         known=vars(args),
         illegal=tuple(_illegal(args)),
+        notes=tuple(_unread(args)),
     )
     others = [name for name in ("ref_model", "teacher_model") if getattr(args, name, None)]
     notes = [f"not counted: the model of --{name}" for name in others]
@@ -80,12 +82,30 @@ def plan_job(job: Job) -> Request:
 
 
 def _illegal(args: Any) -> Iterator[Problem]:
-    """Yield a problem if ms-swift's trainer cannot make its rollout engine."""
+    """Yield a problem for each value that ms-swift's ``__post_init__`` or trainer refuses."""
     kind = getattr(args, "rlhf_type", None)
     generates = kind == "grpo" or (kind == "gkd" and args.lmbda != 0)
     if generates and args.use_vllm and args.vllm_mode is None:
         fault = "ms-swift's trainer makes no rollout without it"
         yield Problem("flags", "model", "--vllm_mode", fault, "Write colocate or server.")
+    if 0 < args.freeze_parameters_ratio < 1 and (args.pipeline_model_parallel_size or 1) > 1:
+        key, fault = "--freeze_parameters_ratio", "ms-swift takes it on one pipeline stage only"
+        yield Problem("flags", "model", key, fault, "Leave it out.")
+
+
+def _unread(args: Any) -> Iterator[str]:
+    """Yield a note for each option that changes bytes and that the plan does not read."""
+    frozen = [name for name in _FREEZES if getattr(args, name)]
+    if frozen:
+        names = ", ".join(f"--{name}" for name in frozen)
+        yield f"{names}: frozen parameters are counted as trained: the bytes are an upper bound"
+    if args.megatron_extra_kwargs:
+        yield (
+            f"not planned: --megatron_extra_kwargs {args.megatron_extra_kwargs}: the bytes are "
+            "those without"
+        )
+    if args.fp8_format is not None and args.fp8_param_gather:
+        yield "not planned: --fp8_param_gather: fp8 weights are counted as 16-bit weights"
 
 
 def _where() -> str:

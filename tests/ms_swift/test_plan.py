@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from precision_shim.cli import main
 
 from ..plan.models import QWEN25_7B
+from . import cpu
 from .cpu import ARGUMENTS, import_trainer
 
 ADAPTERS = ("adapters", "ref_adapters", "mcore_adapter", "mcore_ref_adapter")
@@ -170,3 +172,32 @@ def test_a_job_without_the_mode_of_its_rollout(
     code, found = plan(capsys, *line, "--rlhf_type", *words)
     assert code == int(refused), found
     assert [one["key"] for one in found["problems"]] == ["--vllm_mode"] * refused
+
+
+def test_a_parameter_gather_that_needs_virtual_stages(
+    capsys: pytest.CaptureFixture[str], on_cpu: Any
+) -> None:
+    name = "overlap_param_gather_with_optimizer_step"
+    code, found = plan(capsys, *LINE, f"--{name}", "true")
+    assert (code, [one["key"] for one in found["problems"]]) == (1, [f"--{name}"])
+    with pytest.raises(IndexError):
+        cpu.trainer(on_cpu, cpu.arguments(**{name: True}))
+    stages = ("--pipeline_model_parallel_size", "2", "--virtual_pipeline_model_parallel_size", "2")
+    assert plan(capsys, *LINE, f"--{name}", "true", *stages)[0] == 0
+
+
+def test_options_that_are_not_read_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--freeze_parameters_ratio", "0.5", "--megatron_extra_kwargs", '{"num_layers": 2}')
+    code, found = plan(
+        capsys, *LINE, *words, "--fp8_format", "hybrid", "--fp8_param_gather", "true"
+    )
+    said = " ".join(found["models"][0]["notes"])
+    names = ("freeze_parameters_ratio: frozen", "megatron_extra_kwargs", "fp8_param_gather")
+    assert (code, [name for name in names if f"--{name}" not in said]) == (0, [])
+    code, found = plan(capsys, *LINE, *words, "--pipeline_model_parallel_size", "2")
+    assert (code, found["problems"][0]["key"]) == (1, "--freeze_parameters_ratio")
+    from swift.megatron.arguments import megatron_args
+
+    given = SimpleNamespace(freeze_parameters_ratio=0.5, pipeline_model_parallel_size=2)
+    with pytest.raises(ValueError, match="freeze_parameters_ratio"):
+        megatron_args.MegatronTunerMixin.__post_init__(given)

@@ -76,6 +76,7 @@ BAD = [
     ("log", None, "quiet | info | debug"),
     ("loss_scale_init", 0, "> 0"),
     ("loss_scale_init", "-1", "> 0"),
+    ("loss_scale_init", "1e39", "< 3.4e+38"),
     ("loss_scale_init", "inf", "finite"),
     ("loss_scale_init", "nan", "finite"),
     ("loss_scale_init", 10**400, "finite"),

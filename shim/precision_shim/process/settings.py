@@ -39,6 +39,9 @@ def _choice(*allowed: str) -> Callable[[str, object], str]:
     return parse
 
 
+_LARGEST = 3.4e38  # a loss scale is an fp32 number
+
+
 def _number(low: float, *, above: bool, high: float = math.inf) -> Callable[[str, object], float]:
     def parse(name: str, value: object) -> float:
         bound = f"a finite number {'>' if above else '>='} {low:g}"
@@ -123,7 +126,7 @@ TABLE: Mapping[str, Setting] = {
         Setting("grad_bucket", "unless-set", _choice("unless-set", "align")),
         Setting("rollout", "tell", _choice("tell", "follow"), "rollout-agreement"),
         Setting("head", "as-configured", _choice("as-configured", "fp32"), "rollout-agreement"),
-        Setting("loss_scale_init", 65536.0, _number(0.0, above=True)),
+        Setting("loss_scale_init", 65536.0, _number(0.0, above=True, high=_LARGEST)),
         Setting("growth_interval", 400, _whole(1)),
         Setting("growth_factor", 2.0, _number(1.0, above=True)),
         Setting("backoff_factor", 0.5, _number(0.0, above=True, high=1.0)),

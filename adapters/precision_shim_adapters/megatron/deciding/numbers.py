@@ -17,14 +17,17 @@ NUMBERS = (
 )
 BETA2 = "adam_beta2"
 SCALER = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+STATIC = "loss_scale"
+"""Megatron's static loss scale; 0 and null mean a dynamic loss scale."""
+
 STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 """``lr_decay_style`` of Megatron's scheduler."""
 
-_SCALES = ("initial_loss_scale", "min_loss_scale", "loss_scale")
+_SCALES = ("initial_loss_scale", "min_loss_scale", STATIC)
 _FP32 = (2.0**-149, (2 - 2.0**-23) * 2.0**127)
 """The smallest and the largest positive number in fp32, in which a loss scaler stores its scale."""
 
-MAY_BE_NULL = ("weight_decay", "decoupled_lr", "loss_scale")
+MAY_BE_NULL = ("weight_decay", "decoupled_lr", STATIC)
 """Megatron's scheduler overwrites ``weight_decay`` before the first step."""
 
 
@@ -45,7 +48,7 @@ def refused_numbers(fields: Mapping[str, Any], names: tuple[str, ...]) -> list[s
 
 def _fits(name: str, value: Any) -> bool:
     if name in _SCALES:
-        return bool(_FP32[0] <= value <= _FP32[1]) or (name == "loss_scale" and value == 0)
+        return bool(_FP32[0] <= value <= _FP32[1]) or (name == STATIC and value == 0)
     return bool(value > 0) or name not in SCALER
 
 
@@ -53,7 +56,7 @@ def allowed(name: str) -> str:
     """The values that a field may have, in words."""
     if name == BETA2:
         return "a number from 0 up to, but not including, 1"
-    if name == "loss_scale":
+    if name == STATIC:
         return "0 for a dynamic loss scale, or a number above 0 and up to 3.4e38"
     bound = " and up to 3.4e38" if name in _SCALES else ""
     return f"a number above 0{bound}" if name in SCALER else "a number"

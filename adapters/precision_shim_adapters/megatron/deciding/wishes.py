@@ -42,6 +42,7 @@ BUILDING = (DISPATCH, ALIGNMENT, SCALING, AUDIT)
 """The features of seams that call ``building``; these features depend on the model being built."""
 
 PRECISION_AWARE = "use_precision_aware_optimizer"
+OVERLAP = "overlap_param_gather_with_optimizer_step"
 FUSED_ADAM_ARGUMENTS = (
     "master_weight_dtype",
     "exp_avg_dtype",

@@ -34,6 +34,7 @@ from ..deciding.table import PRECISION_AWARE_FIELDS
 from ..deciding.wishes import (
     COERCION,
     GROUP,
+    OVERLAP,
     PRECISION_AWARE,
     InForce,
     Planned,
@@ -43,8 +44,6 @@ from ..deciding.wishes import (
 )
 from ..reading import reader
 from .sizes import Sizes
-
-_FIRST_CHUNK = "overlap_param_gather_with_optimizer_step"
 
 
 @dataclass(frozen=True)
@@ -253,10 +252,11 @@ def problems_of(
             "it needs the distributed optimizer",
             "Write use_distributed_optimizer: true, or leave it out.",
         )
-    if fields.get(_FIRST_CHUNK) and (asked.sizes.virtual or 1) < 2:
+    one_chunk = (asked.sizes.virtual or 1) < 2 and not isinstance(asked.sizes.stages, str)
+    if fields.get(OVERLAP) and one_chunk:
         report(
             "layers",
-            _FIRST_CHUNK,
+            OVERLAP,
             "Megatron ends in an IndexError, because each pipeline stage has one chunk: expected "
             f"{asked.sizes.key('virtual')} of at least 2 chunks",
             "Leave it out, or split the stages into chunks.",
