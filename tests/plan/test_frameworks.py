@@ -335,6 +335,39 @@ SKYRL = ("uv", "run", "-m", "skyrl.train.entrypoints.main_base")
 
 
 @needs("skyrl")
+@pytest.mark.parametrize(
+    "word",
+    [
+        "trainer.policy.model=null",
+        "trainer.ref.model=abc",
+        "trainer.critic.model=null",
+        "trainer.critic=null",
+        "trainer.policy=null",
+        "trainer.policy.fsdp_config.mixed_precision=abc",
+    ],
+)
+def test_skyrls_sections_without_keys(capsys: pytest.CaptureFixture[str], word: str) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["plan", "--parameters", "1M", "--", *SKYRL, "trainer.strategy=fsdp", word])
+    key, _, value = word.partition("=")
+    assert end.value.code == 2
+    assert f"{key}={None if value == 'null' else value!r}" in capsys.readouterr().err
+
+
+@needs("skyrl")
+def test_a_group_that_does_not_divide_the_gpus_is_named_by_its_own_key(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    gpus = "trainer.placement.policy_num_gpus_per_node"
+    key = "trainer.policy.sequence_parallel_size"
+    words = ("trainer.strategy=fsdp", f"{gpus}=8", f"{key}=3")
+    code, plan = planned(capsys, "--parameters", "1M", "--", *SKYRL, *words)
+    (problem,) = plan["problems"]
+    assert (code, problem["key"]) == (1, key)
+    assert problem["message"].startswith(f"8 GPUs ({gpus}) are not a multiple of 3")
+
+
+@needs("skyrl")
 def test_skyrl(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     words = (
         *SKYRL,
@@ -383,19 +416,46 @@ NEMO_RL = """
 policy:
   model_name: {model}
   precision: bfloat16
-  dtensor_cfg: {{enabled: false, tensor_parallel_size: 2}}
-  optimizer: {{name: torch.optim.AdamW}}
+  train_global_batch_size: 32
+  offload_optimizer_for_logprob: false
+  max_grad_norm: 1.0
+  tokenizer: {{name: {model}}}
+  sequence_packing: {{enabled: false}}
+  dtensor_cfg: {{enabled: false, tensor_parallel_size: 2, context_parallel_size: 1,
+                cpu_offload: false, sequence_parallel: false}}
+  optimizer: {{name: torch.optim.AdamW, kwargs: {{}}}}
   megatron_cfg:
     enabled: true
+    activation_checkpointing: false
+    apply_rope_fusion: true
+    bias_activation_fusion: true
+    context_parallel_size: 1
+    freeze_moe_router: false
+    gradient_accumulation_fusion: false
+    moe_enable_deepep: false
+    moe_permute_fusion: false
+    moe_router_bias_update_rate: 0.0
+    moe_router_dtype: fp64
+    moe_router_load_balancing_type: none
+    moe_shared_expert_overlap: false
+    moe_token_dispatcher_type: alltoall
+    num_layers_in_first_pipeline_stage: null
+    num_layers_in_last_pipeline_stage: null
+    pipeline_dtype: bfloat16
+    train_iters: 100
+    use_fused_weighted_squared_relu: false
     tensor_model_parallel_size: 2
     pipeline_model_parallel_size: 2
     expert_model_parallel_size: 8
     expert_tensor_parallel_size: 2
     sequence_parallel: true
     optimizer: {{optimizer: adam, bf16: true, fp16: false, params_dtype: float32,
-                adam_beta2: 0.999, use_distributed_optimizer: true,
+                adam_beta2: 0.999, use_distributed_optimizer: true, lr: 1.0e-6, min_lr: 0.0,
+                optimizer_cpu_offload: false, optimizer_offload_fraction: 0.0,
                 use_precision_aware_optimizer: true}}
-    distributed_data_parallel_config: {{grad_reduce_in_fp32: false}}
+    scheduler: {{start_weight_decay: 0.1, end_weight_decay: 0.1}}
+    distributed_data_parallel_config: {{grad_reduce_in_fp32: false, overlap_grad_reduce: true,
+                overlap_param_gather: true, data_parallel_sharding_strategy: optim_grads_params}}
 cluster: {{gpus_per_node: 8, num_nodes: 8}}
 """
 

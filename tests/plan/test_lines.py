@@ -160,7 +160,15 @@ def main():
     return parse_hydra_overrides(load_config(args.config), overrides)
 """
 JOB = """
-policy: {{model_name: {model}, precision: bfloat16, dtensor_cfg: {{enabled: true}}}}
+policy:
+  model_name: {model}
+  precision: bfloat16
+  max_grad_norm: 1.0
+  tokenizer: {{name: {model}}}
+  sequence_packing: {{enabled: false}}
+  optimizer: {{name: torch.optim.AdamW, kwargs: {{}}}}
+  dtensor_cfg: {{enabled: true, tensor_parallel_size: 1, context_parallel_size: 1,
+                cpu_offload: false, sequence_parallel: false}}
 cluster: {{gpus_per_node: 8, num_nodes: 1}}
 """
 

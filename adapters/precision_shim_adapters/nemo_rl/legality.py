@@ -130,7 +130,7 @@ _NULLS: Mapping[bool, tuple[str, ...]] = {
 }
 """The keys that NeMo-RL's workers read without a check for ``null``, on Megatron and on DTensor."""
 
-_NEEDED: Mapping[bool, tuple[str, ...]] = {
+NEEDED: Mapping[bool, tuple[str, ...]] = {
     True: (
         *("train_global_batch_size", "offload_optimizer_for_logprob"),
         *(f"megatron_cfg.{name}" for name in ("optimizer", "scheduler", *_MEGATRON)),
@@ -156,7 +156,7 @@ _SINCE = {
     "megatron_cfg.peft": (f"{SETUP}:setup_model_and_optimizer", "peft"),
     "dtensor_cfg.lora_cfg": (f"{_POLICY}.lm_policy:Policy.__init__", "lora_cfg"),
 }
-"""Maps a key of ``_NULLS`` or ``_NEEDED`` to a symbol and a name.
+"""Maps a key of ``_NULLS`` or ``NEEDED`` to a symbol and a name.
 
 A version of NeMo-RL reads the key if the key's symbol there contains the name.
 """
@@ -176,7 +176,7 @@ def of_sections(section: Mapping[str, Any], key: str, unresolved: Iterable[str])
     """
     on_megatron = bool((section.get("megatron_cfg") or {}).get("enabled"))
     told, unknown = list[str](), tuple(f"{name}." for name in unresolved)
-    for nothing, fields in ((None, _NULLS), (_ABSENT, _NEEDED)):
+    for nothing, fields in ((None, _NULLS), (_ABSENT, NEEDED)):
         for field in fields[on_megatron]:
             within = f"{key}.{field}.".startswith((*unknown, *(f"{name}." for name in told)))
             target, name = _SINCE.get(field, ("", ""))

@@ -17,6 +17,7 @@ from precision_shim.planning.command import Options, read_launch_line
 from precision_shim.precision.dtypes import name_of
 from precision_shim.process import registry as _registry
 from precision_shim.process.settings import resolve
+from precision_shim_adapters.nemo_rl import legality
 from precision_shim_adapters.nemo_rl.plan import load
 
 from ...plan.verdicts import (
@@ -184,6 +185,9 @@ def test_names_where_they_are_not_coerced(
     [
         {"policy.optimizer.name": "torch.optim.Adamw"},
         {"policy.optimizer.name": "AdamW"},
+        {"policy.optimizer.name": "torch.optimm.AdamW"},
+        {"policy.optimizer.name": "no.such.AdamW"},
+        {"policy.optimizer.name": "torch.AdamW"},
         {"policy.optimizer.kwargs.nonsense": "1"},
         {"policy.optimizer.name": "torch.optim.Adam"},
         {"policy.optimizer.name": "null"},
@@ -211,6 +215,47 @@ def test_the_optimizer_of_a_dtensor_worker(
     drawn, file = Drawn(names), written(dtensor_config(model, "bfloat16", "v2"), tmp_path)
     worker = by_worker(lambda: on_dtensor(drawn, file), {})
     hold([drawn], plan_of(file), [worker])
+
+
+def without(section: dict[str, Any], key: str) -> dict[str, Any]:
+    """A copy of a config's section without one of its keys."""
+    left = json.loads(json.dumps(section))
+    *places, name = key.split(".")
+    inner = left
+    for place in places:
+        inner = inner[place]
+    del inner[name]
+    return dict(left)
+
+
+def named_missing(worker: Verdict, plan: Verdict, key: str) -> bool:
+    """Whether the worker refuses a config without the key, and the plan names the key."""
+    return bool(worker.refused) and f"policy.{key}" in plan.refused
+
+
+@pytest.mark.slow
+def test_keys_that_a_dtensor_worker_needs(model: Path, tmp_path: Path) -> None:
+    section = dtensor_config(model, "bfloat16", "v2")
+    in_driver = "dtensor_cfg.tensor_parallel_size"  # which ``Policy`` reads, and not the worker
+    for key in ("precision", *legality.NEEDED[False]):
+        file = written(without(section, key), tmp_path)
+        worker = by_worker(lambda file=file: on_dtensor(Drawn({}), file), {})
+        plan = plan_of(file)(Drawn({}))
+        assert named_missing(Verdict("read") if key == in_driver else worker, plan, key), key
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_keys_that_a_megatron_worker_needs(
+    cpu: None, fused_adam: str, model: Path, tmp_path: Path
+) -> None:
+    section, folder = support.policy_config(model), tmp_path / "converted"
+    by_worker(lambda: on_megatron(Drawn({}), written(section, tmp_path), folder), {})
+    for key in ("precision", *legality.NEEDED[True]):
+        file = written(without(section, key), tmp_path)
+        worker = by_worker(lambda file=file: on_megatron(Drawn({}), file, folder), {})
+        plan = plan_of(file, "--transformer-engine", fused_adam)(Drawn({}))
+        assert named_missing(worker, plan, key), key
 
 
 @pytest.mark.slow
