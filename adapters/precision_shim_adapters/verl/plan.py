@@ -160,7 +160,8 @@ def _gpus(config: Mapping[str, Any]) -> int:
         if isinstance(value, str):  # Python would compute "8" * 2 as "88"
             raise PlanError(
                 f"{_where()}, trainer.{key}={value!r}: a text, expected a number. Write it without "
-                "quotes; of a variable: '${oc.decode:${oc.env:NAME}}' with its quotes."
+                "quotes. To read it from an environment variable, write "
+                "'${oc.decode:${oc.env:NAME}}', with the quotes."
             )
     return _number(trainer, "trainer.n_gpus_per_node") * _number(trainer, "trainer.nnodes")
 
