@@ -286,6 +286,12 @@ def test_the_plan_refuses_engine_kwargs_without_keys(
     assert f"{ROLLOUT}.{word.partition('=')[0]}=" in capsys.readouterr().err
 
 
+def test_verls_own_defaults_have_no_unknown_key(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--json", "--parameters", "1B", "--", *LINE, f"{ROLLOUT}.name=vllm"])
+    assert (ended.value.code, json.loads(capsys.readouterr().out)["problems"]) == (0, [])
+
+
 @pytest.mark.parametrize("backend", ["vllm", "sglang"])
 @pytest.mark.parametrize("value", ["fp8", "torchao", "awq", "FP8", "null"])
 def test_the_plan_takes_the_quantisations_that_verls_server_takes(

@@ -25,6 +25,9 @@ from .megatron import has_fields
 
 _PACKAGE = "verl.workers.config"
 _MODULES = ("engine", "optimizer", "actor", "critic")
+_BASE = "verl.trainer.config.config:BaseModelConfig"
+"""A base of dataclasses in ``_PACKAGE``; ``look`` reads only bases in the dataclass's own file."""
+
 _HYDRAS = ("_target_", "_convert_", "_recursive_", "_partial_")
 _OWN_SECTION = ("megatron", "veomni", "torchtitan")
 
@@ -215,7 +218,11 @@ def _fields(name: str) -> tuple[str, ...]:
     if not name:
         return ()
     looks = (look(f"{_PACKAGE}.{module}:{name}.__init__") for module in _MODULES)
-    return next((symbol.parameters for symbol in looks if symbol.found), ())
+    symbol = next((symbol for symbol in looks if symbol.found), None)
+    if symbol is None:
+        return ()
+    inherited = look(f"{_BASE}.__init__").parameters if _BASE.split(":")[1] in symbol.names else ()
+    return (*symbol.parameters, *inherited)
 
 
 def of_torch_optimizer(optim: Mapping[str, Any], key: str, subject: str) -> Iterator[Problem]:
