@@ -36,7 +36,7 @@ def engines(config: Any) -> tuple[Engine, list[Engine]] | None:
         config: the config of a pipeline.
     """
     trainer = _engine(config, "actor_train", "actor")
-    if trainer is None or trainer.computes == AUTO:
+    if trainer is None:
         return None
     others = [_engine(config, "actor_infer", "rollout")]
     if getattr(config, "enable_reference", True):
@@ -68,7 +68,9 @@ def _engine(config: Any, key: str, subject: str) -> Engine | None:
     elif name.startswith("megatron"):
         values = {"fp16": worker.training_args.fp16, "bf16": worker.training_args.bf16, **given}
         written = "fp16" if values["fp16"] else "bf16" if values["bf16"] else "fp32"
-    dtype = parse_dtype(written)
+    dtype = parse_dtype(str(written))
+    if dtype is None and name not in _ENGINES:  # such as null, for the checkpoint's dtype
+        return None
     computes = AUTO if dtype is None else name_of(dtype)
     # ROLL's config does not show which values the user wrote.
     engine = Engine(subject, computes, where, follows=False, values=_NAMES)

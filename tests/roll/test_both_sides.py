@@ -134,6 +134,15 @@ def test_the_plan_refuses_an_lm_head_in_fp32(plan: Any, monkeypatch: pytest.Monk
     assert (code, [one["code"] for one in found["problems"]]) == (1, ["lm-head"])
 
 
+@pytest.mark.parametrize("dtype", [None, "float13"])
+def test_a_dtype_that_is_not_known_here_is_not_compared(shim: Any, start: Any, dtype: Any) -> None:
+    """ROLL takes the checkpoint's dtype for null, and the worker refuses a name that is none."""
+    shim(frameworks="roll", strict=True)
+    given = values("fp16", "bf16", "fsdp2_train")
+    given["actor_train"]["strategy_args"]["strategy_config"]["param_dtype"] = dtype
+    assert start(given) == decided() == []
+
+
 def test_off_nothing_is_said(shim: Any, start: Any) -> None:
     shim(frameworks="roll", features="-rollout-agreement")
     assert start(values("fp16", "bf16")) == decided() == []
