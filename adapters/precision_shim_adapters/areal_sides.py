@@ -28,15 +28,19 @@ from .rollout import (
 
 GROUP = "rollout"
 _BACKENDS = ("sglang", "vllm")
+_SECTIONS = {"SGLangConfig": "sglang", "vLLMConfig": "vllm"}
 
 
-def engines(written: Any, config: Any) -> tuple[Engine, list[Engine]] | None:
+def engines(
+    written: Any, config: Any, *, follows: bool = True
+) -> tuple[Engine, list[Engine]] | None:
     """Read the trainer and the other engines; ``None`` if the job has no trainer with a dtype.
 
     Args:
         written: the OmegaConf config with the user's values alone.
         config: the OmegaConf config that also has AReaL's defaults. The rollout's dtype name is
             replaced by the name that SGLang and vLLM accept.
+        follows: whether the rollout's engine is started from ``config``.
 
     Raises:
         DtypeError: the rollout's dtype is unknown.
@@ -57,7 +61,7 @@ def engines(written: Any, config: Any) -> tuple[Engine, list[Engine]] | None:
     others.append(engine("teacher", "teacher.train.dtype"))
     backend = str(OmegaConf.select(config, "rollout.backend"))
     others += [
-        _rollout(name, written, config)
+        _rollout(name, written, config, follows=follows)
         for name in _BACKENDS
         if backend.startswith(name) and OmegaConf.select(config, name) is not None
     ]
@@ -69,16 +73,21 @@ def heads() -> list[Head]:
     return [Head("actor", SETTING, refusal="the shim does not change the LM heads of AReaL")]
 
 
-def _rollout(backend: str, written: Any, config: Any) -> Engine:
+def _rollout(backend: str, written: Any, config: Any, *, follows: bool) -> Engine:
     from omegaconf import OmegaConf
 
     key = f"{backend}.dtype"
-    section = config[backend]
-    section.dtype = engine_name(section.dtype, key, versioned("areal"), (AUTO,))
-    computes = CANONICAL.get(section.dtype, AUTO)
-    engine = Engine("rollout", computes, key, OmegaConf.select(written, key) is not None)
+    computes = CANONICAL.get(_coerce(config[backend], key), AUTO)
+    is_written = OmegaConf.select(written, key) is not None
+    engine = Engine("rollout", computes, key, is_written, follows=follows)
     path = str(OmegaConf.select(config, "actor.path"))
     return resolve_auto(engine, backend, checkpoint_dtype(path), model_type(path))
+
+
+def _coerce(section: Any, key: str) -> str:
+    """Replace a section's dtype by the name that SGLang and vLLM accept, and return this name."""
+    section.dtype = engine_name(section.dtype, key, versioned("areal"), (AUTO,))
+    return str(section.dtype)
 
 
 @seam(
@@ -89,8 +98,11 @@ def _rollout(backend: str, written: Any, config: Any) -> Engine:
     delete_when="AReaL compares the dtypes of trainer and rollout",
     optional=True,
 )
-def merge(call: Call, cfg: Any) -> Any:
+def merge(call: Call, cfg: Any, config_cls: Any) -> Any:
     """Compare trainer and rollout; ``PRECISION_SHIM_ROLLOUT=follow`` sets the unwritten dtypes.
+
+    AReaL's SPMD launchers start the rollout's servers from processes that merge only the servers'
+    own section; there the shim only replaces the dtype's name.
 
     Raises:
         DtypeError: the rollout's dtype is unknown.
@@ -98,7 +110,13 @@ def merge(call: Call, cfg: Any) -> Any:
             the user asks for an LM head in fp32.
     """
     config = call.proceed()
-    both = engines(cfg, config)
+    server = _SECTIONS.get(config_cls.__name__)
+    if server is not None:
+        _coerce(config, f"{server}.dtype")
+        return config
+    from areal.utils.environ import is_single_controller
+
+    both = engines(cfg, config, follows=is_single_controller())
     if both is not None:
         from omegaconf import OmegaConf
 

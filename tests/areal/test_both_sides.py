@@ -126,6 +126,25 @@ def test_follow_leaves_what_the_user_wrote(shim: Any, job: Callable[..., Any]) -
     assert arguments(config) == "bfloat16"
 
 
+def test_the_servers_of_the_spmd_launchers(
+    shim: Any, job: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server's process merges only its own section, as ``launch_sglang_server`` does."""
+    shim(frameworks="areal", settings=FOLLOW)
+    from areal.api.cli_args import SGLangConfig, parse_cli_args, to_structured_cfg
+
+    monkeypatch.setenv("AREAL_SPMD_MODE", "1")
+    config, (told,) = watched(lambda: job("actor.dtype=float16"))
+    assert told.endswith("Write sglang.dtype=float16.")
+    assert arguments(config) == "bfloat16"
+    words = ["--config", str(tmp_path / "job.yaml"), "++sglang.dtype=FP16"]
+    written, _ = parse_cli_args(words)
+    assert to_structured_cfg(written.sglang, config_cls=SGLangConfig).dtype == "float16"
+    written.sglang.dtype = "bf17"
+    with pytest.raises(DtypeError, match=r"sglang\.dtype='bf17'"):
+        to_structured_cfg(written.sglang, config_cls=SGLangConfig)
+
+
 def test_the_reference_model(shim: Any, job: Callable[..., Any]) -> None:
     shim(frameworks="areal")
     ref = "{backend: 'megatron:d4', experiment_name: a, trial_name: b, dtype: bfloat16}"
