@@ -5,7 +5,6 @@ The configs go through AReaL's own command line and merge, up to the command tha
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,10 @@ import pytest
 import precision_shim
 from precision_shim.errors import (
     DtypeError,
-    PrecisionShimWarning,
     UnsupportedPrecisionError,
 )
 
+from ..shim_warnings import watched
 from .test_pages import YAML
 from .test_plan import line, plan
 
@@ -56,15 +55,6 @@ def arguments(config: Any, backend: str = "sglang") -> str:
     with pytest.MonkeyPatch.context() as patch:  # AReaL asks for SGLang's version
         patch.setattr(cli_args.pkg_version, "is_version_greater_or_equal", lambda *_: True)
         return str(kind.build_args(tp_size=1, **more)["dtype"])
-
-
-def watched(act: Callable[[], Any]) -> tuple[Any, list[str]]:
-    """Call a function; returns its result and the shim's warnings during the call."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = act()
-    ours = (one for one in caught if issubclass(one.category, PrecisionShimWarning))
-    return found, [str(one.message) for one in ours]
 
 
 def decided(subject: str = "rollout") -> list[str]:

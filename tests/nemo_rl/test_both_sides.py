@@ -11,8 +11,6 @@ import copy
 import functools
 import importlib
 import json
-import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,12 +24,12 @@ import precision_shim
 from precision_shim.cli import main
 from precision_shim.errors import (
     DtypeError,
-    PrecisionShimWarning,
     UnsupportedPrecisionError,
 )
 
 from ..rank_server import Ranks
 from ..ray_cluster import drive
+from ..shim_warnings import watched
 from . import test_pages as pages
 from .support import NEMO_RL
 from .test_pages import checkout  # noqa: F401
@@ -91,15 +89,6 @@ def decisions() -> list[tuple[str, str, str]]:
         for one in precision_shim.status().decisions
         if (one.framework, one.feature) == ("nemo-rl", "rollout-agreement")
     ]
-
-
-def watched(act: Callable[[], Any]) -> tuple[Any, list[str]]:
-    """Call a function; returns its result and the shim's warnings during the call."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = act()
-    ours = (one for one in caught if issubclass(one.category, PrecisionShimWarning))
-    return found, [str(one.message) for one in ours]
 
 
 def chosen(policy: str, other: str) -> str:

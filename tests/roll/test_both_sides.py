@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,9 @@ from typing import Any
 import pytest
 
 import precision_shim
-from precision_shim.errors import PrecisionShimWarning, UnsupportedPrecisionError
+from precision_shim.errors import UnsupportedPrecisionError
 
+from ..shim_warnings import watched
 from . import jobs
 from .test_plan import plan
 
@@ -66,13 +66,12 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str
 
     def started(given: dict[str, Any]) -> list[str]:
         config = from_dict(data_class=RLVRConfig, data=given)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+
+        def build() -> None:
             with pytest.raises(StopError):
                 base_pipeline.BasePipeline(config)
-        return [
-            str(one.message) for one in caught if issubclass(one.category, PrecisionShimWarning)
-        ]
+
+        return watched(build)[1]
 
     return started
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,11 +20,11 @@ import precision_shim
 from precision_shim.cli import main
 from precision_shim.errors import (
     DtypeError,
-    PrecisionShimWarning,
     UnsupportedPrecisionError,
 )
 
 from ..rank_server import Ranks
+from ..shim_warnings import watched
 from . import cpu
 from .test_pages import importable  # noqa: F401
 
@@ -145,15 +144,6 @@ def decisions() -> list[tuple[str, str]]:
         if (one.framework, one.subject, one.feature)
         == ("torchtitan", "rollout", "rollout-agreement")
     ]
-
-
-def watched(act: Callable[[], Any]) -> tuple[Any, list[str]]:
-    """Call a function; returns its result and the shim's warnings during the call."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = act()
-    ours = (one for one in caught if issubclass(one.category, PrecisionShimWarning))
-    return found, [str(one.message) for one in ours]
 
 
 def chosen(trainer: str, generator: str) -> str:

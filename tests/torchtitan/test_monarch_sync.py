@@ -5,10 +5,6 @@ Only vLLM's engine is a stand-in (``monarch_generator``); it needs CUDA here.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +14,15 @@ import torch
 from precision_shim.auditing import halves
 from precision_shim.cli import main
 
-from .test_monarch import ROOT
+from .test_monarch import drive
 
 pytestmark = pytest.mark.slow
 
 
 def run(folder: Path, trainer: str, generator: str, **variables: str) -> dict[str, Any]:
     """What ``monarch_sync_driver`` prints after two steps and two weight syncs."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PRECISION_SHIM")}
-    # Without the source tree on the path, the installed package is tested.
-    environment.pop("PYTHONPATH", None)
-    driver = "tests.torchtitan.monarch_sync_driver"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", driver, str(folder), trainer, generator],
-        cwd=ROOT,
-        env={**environment, "OMP_NUM_THREADS": "1", **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    assert lines, done.stdout[-3000:] + done.stderr[-3000:]
-    return dict(json.loads(lines[-1]))
+    words = (str(folder), trainer, generator)
+    return drive("monarch_sync_driver", *words, timeout=280, **variables)
 
 
 def holds_rounded(found: dict[str, Any], dtype: torch.dtype) -> bool:
