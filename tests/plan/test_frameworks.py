@@ -16,6 +16,7 @@ from packaging.version import Version
 
 from precision_shim.cli import main
 from precision_shim.errors import PlanError
+from precision_shim.planning.values import said
 
 from ..in_force import refused
 from .models import QWEN3_30B_A3B
@@ -368,12 +369,50 @@ def test_a_group_that_does_not_divide_the_gpus_is_named_by_its_own_key(
 
 
 @needs("skyrl")
+@pytest.mark.parametrize(
+    "word",
+    [
+        "trainer.placement.policy_num_gpus_per_node=8",  # beside one GPU of the engines
+        "trainer.train_batch_size=7",
+        "trainer.algorithm.advantage_estimator=mine",
+    ],
+)
+def test_what_skyrls_own_check_refuses(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, word: str
+) -> None:
+    """The plan refuses it too; for a user's program, which may not call the check, a note says it.
+
+    A user's program may also register an advantage estimator, for example.
+    """
+    from skyrl.train.config import SkyRLTrainConfig
+    from skyrl.train.utils.utils import validate_cfg
+
+    words = ("trainer.strategy=fsdp", word)
+    config = SkyRLTrainConfig.from_cli_overrides(list(words))
+    with monkeypatch.context() as patch:
+        patch.setenv("WANDB_API_KEY", "of SkyRL's default logger")
+        with pytest.raises((AssertionError, ValueError)) as refused:
+            validate_cfg(config)
+    code, plan = planned(capsys, "--parameters", "1M", "--", *SKYRL, *words)
+    (problem,) = plan["problems"]
+    assert (code, problem["code"], problem["key"]) == (1, "flags", "validate_cfg")
+    assert said(refused.value) in problem["message"]
+    script = tmp_path / "mine.py"
+    script.write_text("from skyrl.train.entrypoints.main_base import BasePPOExp\n")
+    code, plan = planned(capsys, "--parameters", "1M", "--", "python", str(script), *words)
+    assert (code, plan["problems"]) == (0, [])
+    (note,) = (one for one in plan["notes"] if one.startswith("validate_cfg: "))
+    assert said(refused.value) in note
+
+
+@needs("skyrl")
 def test_skyrl(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     words = (
         *SKYRL,
         "trainer.strategy=megatron",
         "trainer.placement.policy_num_nodes=8",
         "trainer.placement.policy_num_gpus_per_node=8",
+        "generator.inference_engine.num_engines=64",
         f"trainer.policy.model.path={model}",
         f"trainer.ref.model.path={model}",
         "trainer.algorithm.use_kl_loss=false",
@@ -422,7 +461,8 @@ policy:
   tokenizer: {{name: {model}}}
   sequence_packing: {{enabled: false}}
   dtensor_cfg: {{enabled: false, tensor_parallel_size: 2, context_parallel_size: 1,
-                cpu_offload: false, sequence_parallel: false}}
+                cpu_offload: false, sequence_parallel: false,
+                activation_checkpointing: false}}
   optimizer: {{name: torch.optim.AdamW, kwargs: {{}}}}
   megatron_cfg:
     enabled: true

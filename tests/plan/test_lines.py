@@ -168,7 +168,8 @@ policy:
   sequence_packing: {{enabled: false}}
   optimizer: {{name: torch.optim.AdamW, kwargs: {{}}}}
   dtensor_cfg: {{enabled: true, tensor_parallel_size: 1, context_parallel_size: 1,
-                cpu_offload: false, sequence_parallel: false}}
+                cpu_offload: false, sequence_parallel: false,
+                activation_checkpointing: false}}
 cluster: {{gpus_per_node: 8, num_nodes: 1}}
 """
 

@@ -142,6 +142,7 @@ NEEDED: Mapping[bool, tuple[str, ...]] = {
         *("optimizer", "optimizer.name", "optimizer.kwargs", "max_grad_norm"),
         *("sequence_packing", "sequence_packing.enabled", "tokenizer", "tokenizer.name"),
         *("dtensor_cfg.cpu_offload", "dtensor_cfg.sequence_parallel"),
+        "dtensor_cfg.activation_checkpointing",
         *("dtensor_cfg.tensor_parallel_size", "dtensor_cfg.context_parallel_size"),
     ),
 }

@@ -5,16 +5,20 @@ The loader needs no torch. Plan and worker read optimizer settings with ``megatr
 
 from __future__ import annotations
 
+import copy
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import is_dataclass, replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 
 from precision_shim.adapting import version_of
 from precision_shim.errors import DtypeError, PlanError
+from precision_shim.planning.calling import ask_framework
 from precision_shim.planning.command import Job, find_imported
 from precision_shim.planning.record import STATES, WEIGHTS, Decided, Problem
 from precision_shim.planning.request import Illegal, Plannable, Request
@@ -40,6 +44,7 @@ from . import fsdp, head, legality, megatron, sides
 from .config import INFERENCE, ROLLOUT, note_command_line
 
 _ROLES = ("policy", "ref", "critic")
+_PROGRAM = "skyrl.train.entrypoints.main_base"
 _NO_TRAINER = ("main_generate", "serve")
 """Suffixes in the names of SkyRL's entry points that train no model."""
 
@@ -71,7 +76,23 @@ def plan_job(job: Job) -> Request:
             ),
             *told,
         ),
+        ask=partial(_ask, job, config),
     )
+
+
+def _ask(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
+    """Call ``validate_cfg``, which SkyRL's training program calls first."""
+    if _tunes(job) or job.target.endswith(_NO_TRAINER):
+        return [], []
+
+    def check() -> Callable[[], object]:
+        from skyrl.train.utils.utils import validate_cfg
+
+        return partial(validate_cfg, copy.deepcopy(config))
+
+    # The plan needs no key of a logger's service.
+    with mock.patch.dict(os.environ, {"WANDB_API_KEY": "not needed", **job.environ}):
+        return ask_framework(check, "validate_cfg", _where(), is_own=job.target == _PROGRAM)
 
 
 def _sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:

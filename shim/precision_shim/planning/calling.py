@@ -8,7 +8,8 @@ from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from typing import TypeVar
 
-from ..errors import PlanError
+from ..errors import PlanError, PrecisionShimError
+from .record import Problem
 from .values import said
 
 T = TypeVar("T")
@@ -38,3 +39,38 @@ def call_quietly(call: Callable[[], T], refuse: Callable[[str], PlanError]) -> T
         lines = printed.getvalue().strip().splitlines()
         why = lines[-1] if isinstance(error, SystemExit) and lines else said(error)
         raise refuse(why) from error
+
+
+def ask_framework(
+    check: Callable[[], Callable[[], object]], name: str, where: str, *, is_own: bool = True
+) -> tuple[list[Problem], list[str]]:
+    """Call a framework's own check of a whole config, and return its refusal.
+
+    Args:
+        check: function that imports the check and returns it, bound to a copy of the config.
+        name: the check's name.
+        where: framework and version.
+        is_own: whether the framework's own program calls the check. A user's program may skip the
+            check, or register what the check looks for.
+
+    Returns:
+        Problems and notes. The refusal is a problem if ``is_own``, and otherwise a note.
+    """
+
+    def refuse(why: str) -> PlanError:
+        return PlanError(why)
+
+    try:
+        call = call_quietly(check, refuse)
+    except PlanError as error:
+        return [], [f"not called here: {where}'s {name}, which cannot be imported ({error})"]
+    try:
+        call_quietly(call, refuse)
+    except PlanError as error:
+        if isinstance(error.__cause__, PrecisionShimError):  # of the shim's seam; it is planned
+            return [], []
+        fault = f"{where} refuses the config: {error}"
+        if not is_own:
+            return [], [f"{name}: {fault}. Your own program may not call {name}"]
+        return [Problem("flags", "", name, fault, "Write the values that it asks for")], []
+    return [], []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -97,6 +97,8 @@ class Request:
         megatron: whether Megatron trains a model of the job.
         problems: illegal config values of the whole job; each model has its own list.
         notes: remarks for the user.
+        ask: function that calls the framework's own check of the whole config and returns problems
+            and notes; called only if the plan finds no problem. ``None`` if there is no such check.
     """
 
     framework: str
@@ -106,6 +108,7 @@ class Request:
     megatron: bool = False
     problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    ask: Callable[[], tuple[list[Problem], list[str]]] | None = None
 
 
 NOT_COUNTED = "activations, the rollout engine, CUDA's and NCCL's own memory are not counted"
@@ -120,6 +123,9 @@ def make(job: Job, request: Request, rules: Rules) -> Plan:
         problems += faults
         if model is not None:
             models.append(model)
+    told: list[str] = []
+    if not problems and request.ask is not None:
+        problems, told = request.ask()
     return Plan(
         request.framework,
         request.version,
@@ -128,7 +134,7 @@ def make(job: Job, request: Request, rules: Rules) -> Plan:
         request.world_size,
         tuple(_unique(problems)),
         tuple(models),
-        (*_tell_off(job), *request.notes, *_list_assumptions(request, rules), NOT_COUNTED),
+        (*_tell_off(job), *request.notes, *told, *_list_assumptions(request, rules), NOT_COUNTED),
     )
 
 
