@@ -140,13 +140,9 @@ def _fault_of_schedule(job: Job, args: Namespace) -> str:
         return ""
     model = _imported(job, "backends.megatron_utils.model")
     optimizer = SimpleNamespace(param_groups=[{}])
-
-    def refuse(why: str) -> PlanError:
-        return PlanError(why)
-
     try:
         make = model.get_optimizer_param_scheduler
-        call_quietly(lambda: make(copy.deepcopy(args), optimizer), refuse)
+        call_quietly(lambda: make(copy.deepcopy(args), optimizer), PlanError)
     except PlanError as error:
         return str(error)
     return ""

@@ -77,7 +77,6 @@ def test_a_start_page_is_two_screens() -> None:
 
 
 PASSED_ON = {
-    "precision_shim_adapters/flag_parsers.py": "a trainer's error, in a problem of the plan",
     "precision_shim/reporting/journal.py": "what it is given",
     "precision_shim/process/settings.py": "the error of a value, behind the argument that has it",
     "precision_shim/adapting.py": "what an adapter gives it, and the errors of settings",

@@ -56,21 +56,17 @@ def ask_framework(
     Returns:
         Problems and notes. The refusal is a problem if ``is_own``, and otherwise a note.
     """
-
-    def refuse(why: str) -> PlanError:
-        return PlanError(why)
-
     try:
-        call = call_quietly(check, refuse)
+        call = call_quietly(check, PlanError)
     except PlanError as error:
         return [], [f"not called here: {where}'s {name}, which cannot be imported ({error})"]
     try:
-        call_quietly(call, refuse)
+        call_quietly(call, PlanError)
     except PlanError as error:
         if isinstance(error.__cause__, PrecisionShimError):  # of the shim's seam; it is planned
             return [], []
         fault = f"{where} refuses the config: {error}"
         if not is_own:
             return [], [f"{name}: {fault}. Your own program may not call {name}"]
-        return [Problem("flags", "", name, fault, "Write the values that it asks for")], []
+        return [Problem("flags", "", name, fault, "Write the values that it asks for.")], []
     return [], []
