@@ -6,6 +6,7 @@ start an engine. The shim compares the dtypes in the merged config.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from precision_shim.adapting import Call, seam, versioned
@@ -28,6 +29,8 @@ from .rollout import (
 
 GROUP = "rollout"
 _BACKENDS = ("sglang", "vllm")
+_BF16_ADAM = "adam_bf16"
+"""AReaL's Megatron engine with this optimizer computes in bf16, whatever ``actor.dtype`` is."""
 _SECTIONS = {"SGLangConfig": "sglang", "vLLMConfig": "vllm"}
 
 
@@ -55,6 +58,10 @@ def engines(
     trainer = engine("actor", "actor.dtype")
     if trainer is None:
         return None
+    on_megatron = str(OmegaConf.select(config, "actor.backend")).startswith("megatron")
+    if on_megatron and OmegaConf.select(config, "actor.optimizer.type") == _BF16_ADAM:
+        because = f"actor.optimizer.type is {_BF16_ADAM}"
+        trainer = replace(trainer, computes="bf16", because=because)
     others = []
     if (OmegaConf.select(config, "actor.kl_ctl") or 0) > 0:
         others.append(engine("ref", "ref.dtype"))

@@ -116,6 +116,17 @@ def test_follow_leaves_what_the_user_wrote(shim: Any, job: Callable[..., Any]) -
     assert arguments(config) == "bfloat16"
 
 
+def test_adam_bf16_computes_in_bf16(shim: Any, job: Callable[..., Any]) -> None:
+    """As AReaL's Megatron engine does, which ``test_engine.py`` shows."""
+    shim(frameworks="areal", settings=FOLLOW)
+    words = ("actor.dtype=float16", "actor.optimizer.type=adam_bf16")
+    assert arguments(job(*words)) == "bfloat16"
+    assert decided() == ["bf16, as the actor"]
+    job(*words, "++sglang.dtype=float16")
+    assert decided()[-1] == "fp16 beside the actor's bf16"
+    assert arguments(job(words[0], words[1], "actor.backend=fsdp:d4p1t1")) == "float16"
+
+
 def test_the_servers_of_the_spmd_launchers(
     shim: Any, job: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,6 +61,12 @@ def test_adam_bf16_holds_what_its_config_says(on: On, on_cpu: Any) -> None:
     assert bytes_of(engine(on_cpu, config(optimizer=ADAM_BF16, **moments))) == 10  # the bucket, too
 
 
+def test_adam_bf16_trains_in_bf16(on_cpu: Any) -> None:
+    """What the comparison with the rollout says of it (``areal_sides``)."""
+    made = engine(on_cpu, config("float16", optimizer=ADAM_BF16))
+    assert {one.dtype for one in made.model[0].parameters()} == {torch.bfloat16}
+
+
 def test_what_was_asked_for_by_name_follows_the_model(on: On, on_cpu: Any) -> None:
     on(optimizer_states="follow-model")
     assert bytes_of(engine(on_cpu, config(optimizer={"beta2": 0.95}))) == 10
