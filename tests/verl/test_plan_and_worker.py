@@ -115,6 +115,21 @@ def test_on_fsdp(engines: Ranks, seed: int, count: int) -> None:
     assert len(ended) > 1, ended
 
 
+def test_moments_in_fp16(engines: Ranks) -> None:
+    """Parameters that are stored in fp16 have their moments in fp16, where AdamW's eps is 0."""
+    half = {
+        f"{ACTOR}.fsdp_config.{key}": "fp16"
+        for key in ("model_dtype", "mixed_precision.param_dtype")
+    }
+    eps = f"{_STATES}.eps"
+    drawn = [
+        Drawn(one) for one in (half, {**half, eps: "1e-7"}, {**half, f"{_STATES}.fused": "true"})
+    ]
+    (found,) = engines("verdicts", world=1, drawn=[asdict(one) for one in drawn])
+    assert hold(drawn, plan_of(*ON_FSDP), [Verdict(**one) for one in found])["refused"] == 1
+    assert "model_dtype=fp16" in plan_of(*ON_FSDP)(drawn[0]).refused
+
+
 _OPTIM = f"{ACTOR}.optim"
 OF_ANY_ENGINE = [
     *({f"{_OPTIM}.{name}": "abc"} for name in ("lr", "weight_decay", "lr_warmup_steps")),

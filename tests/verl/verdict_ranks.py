@@ -55,7 +55,7 @@ def _built(drawn: Drawn) -> Verdict:
     engine.initialize()
     for one in engine.module.parameters():
         one.grad = torch.ones_like(one)
-    engine.optimizer.step()
+    engine.optimizer_step()
     scaler = engine.scaler
     audit = precision_shim.audit(engine.module, engine.optimizer).to_dict()
     return Verdict(

@@ -16,10 +16,16 @@ from torch.optim import Optimizer
 
 from precision_shim import scaling
 from precision_shim.adapting import current_settings, decide, versioned, warn
-from precision_shim.errors import ScalerCheckpointError, ScalerOfAnotherSaveError, SeamError
+from precision_shim.errors import (
+    ScalerCheckpointError,
+    ScalerOfAnotherSaveError,
+    SeamError,
+    UnsupportedPrecisionError,
+)
 from precision_shim.scaling import FILE_NAME, Files, LossScaler, ScalerSettings
 
 from .settings import chosen, settings_for
+from .states import fault_of_moments
 from .stepping import ScaledLoss, has_gradients, note_skip, steps_through
 
 FEATURE = "fp16-scaling"
@@ -89,7 +95,17 @@ class ScaledTraining:
         settings = settings_for(configured, framework_default)
         decide(framework, subject, FEATURE, chosen(settings), because)
         scaler = LossScaler(settings, device=device, process_group=process_group)
-        return cls(framework, subject, scaler, drives=drives)
+        training = cls(framework, subject, scaler, drives=drives)
+        scaler.check_first(training._refuse_moments)
+        return training
+
+    def _refuse_moments(self, optimizer: Optimizer) -> None:
+        fault = fault_of_moments(optimizer)
+        if fault:
+            raise UnsupportedPrecisionError(
+                f"{self._where}: {self.subject}: {fault}. Keep the parameters in fp32, or set an "
+                "eps above 3e-8."
+            )
 
     def keep(self, owner: Any, attribute: str = "") -> ScaledTraining:
         """Store this object as an attribute of a framework's object; ``of`` returns it.

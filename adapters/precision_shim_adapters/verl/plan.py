@@ -348,6 +348,10 @@ def _sharded(job: Job, section: Section, model: Model, value: bool) -> Plannable
         sizes["context"] = section.sequence
     name = str(optim.get("optimizer") or optim.get("name") or "AdamW")
     of_fsdp = strategy in ("fsdp", "fsdp2")
+    name = "AdamW" if name == "adamw" else name
+    if trains and scaled and sharded.stored is torch.float16:
+        stored = f"{section.engine_key}.model_dtype"
+        illegal += sections.of_fp16_moments(optim, stored, name, subject)
     return ShardedModel(
         section.at.subject,
         model,
@@ -356,7 +360,7 @@ def _sharded(job: Job, section: Section, model: Model, value: bool) -> Plannable
         **sizes,
         compute=compute,
         reduce=name_of(sharded.reduce),
-        optimizer=("AdamW" if name == "adamw" else name) if trains else "",
+        optimizer=name if trains else "",
         decisions=scaled if trains else (),
         offload=bool(on_host) and not (trains and strategy == "fsdp"),
         value_head=value,

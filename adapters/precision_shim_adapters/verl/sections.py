@@ -19,6 +19,7 @@ from precision_shim.precision.dtypes import parse_dtype
 from precision_shim_adapters.megatron.deciding.table import PRECISION_AWARE_FIELDS
 
 from ..fp16.plan import of_torch
+from ..fp16.states import fault_of_eps
 from ..resolving import MISSING
 from . import fsdp
 from .megatron import has_fields
@@ -234,6 +235,27 @@ def of_torch_optimizer(optim: Mapping[str, Any], key: str, subject: str) -> Iter
     written = optim.get("override_optimizer_config") or {}
     keys = f"{key}.optimizer", f"{key}.override_optimizer_config.{{}}"
     yield from of_torch(name, written, keys, subject)
+
+
+def of_fp16_moments(
+    optim: Mapping[str, Any], stored: str, optimizer: str, subject: str
+) -> Iterator[Problem]:
+    """Yield a problem if torch's optimizer cannot step parameters that are stored in fp16.
+
+    Args:
+        optim: the optimizer's section.
+        stored: the config key of the parameters' dtype.
+        optimizer: class name of the optimizer.
+        subject: the model's name, such as ``"actor"``.
+    """
+    written = optim.get("override_optimizer_config") or {}
+    eps = written.get("eps", 1e-8)
+    if (optim.get("optimizer_impl") or "torch.optim") != "torch.optim" or written.get("fused"):
+        return
+    fault = fault_of_eps(optimizer, eps) if isinstance(eps, float) else ""
+    if fault:
+        fault = f"{versioned('verl')}: {stored}=fp16: {fault}"
+        yield Problem("dtype", subject, stored, fault, f"Set {stored}=fp32.")
 
 
 def of_megatron(

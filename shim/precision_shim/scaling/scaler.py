@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -95,6 +95,7 @@ class LossScaler(ShardedGradScaler):
         self._overflow: bool | None = None
         self._interrupted: torch.optim.Optimizer | None = None
         self._done = False  # whether the step of the last loss is complete
+        self._check: Callable[[torch.optim.Optimizer], None] | None = None
         super().__init__(
             device=device,
             init_scale=self.settings.init_scale,
@@ -103,6 +104,10 @@ class LossScaler(ShardedGradScaler):
             growth_interval=self.settings.growth_interval,
             process_group=process_group,
         )
+
+    def check_first(self, check: Callable[[torch.optim.Optimizer], None]) -> None:
+        """Call a function with the optimizer before the first step unscales its gradients."""
+        self._check = check
 
     @property
     def loss_scale(self) -> float:
@@ -180,6 +185,9 @@ class LossScaler(ShardedGradScaler):
         """Divide the gradients by the scale, and test whether a rank has a non-finite gradient."""
         if not self._enabled or self._repeats(optimizer, OptState.UNSCALED, OptState.STEPPED):
             return
+        if self._check is not None:
+            self._check(optimizer)
+            self._check = None
         self._done = False
         self._make_ready()
         if dist.is_available() and dist.is_initialized():

@@ -20,6 +20,7 @@ from precision_shim.errors import (
     ScalerCheckpointError,
     ScalerOfAnotherSaveError,
     SeamError,
+    UnsupportedPrecisionError,
 )
 from precision_shim.precision.scaler_record import digest_of
 from precision_shim.process.settings import resolve
@@ -699,3 +700,40 @@ def test_a_lower_first_scale_that_is_set_here_lowers_the_least_one_with_a_line()
     other.restore_record(one.record(), "there")
     assert decided("restored")[-1].endswith("least scale 0.5, as set here, and not 1 of there")
     assert stepped(other.scaler, True, True, True) == [1.0, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "fault"),
+    [
+        (torch.float16, {}, "its eps of 1e-08 is 0"),
+        (torch.float16, {"foreach": True, "eps": 2.9e-8}, "its eps of 2.9e-08 is 0"),
+        (torch.float16, {"eps": 3e-8}, ""),
+        (torch.float16, {"eps": 0.0}, ""),
+        (torch.float16, {"fused": True}, ""),
+        (torch.float32, {}, ""),
+        (torch.bfloat16, {}, ""),
+    ],
+)
+def test_moments_in_fp16(dtype, options, fault):
+    """What is refused makes a weight infinite in torch alone."""
+    weight = torch.nn.Parameter(torch.ones(4, dtype=dtype))
+    optimizer = torch.optim.AdamW([weight], lr=1e-6, **options)
+    training = ScaledTraining.make("toy", "model", device="cpu", because="a test")
+
+    def step():
+        training.attach(loss := (weight.float() * 1e-3).sum())
+        loss.backward()
+        with training.one_step(optimizer):
+            optimizer.step()
+
+    if not fault:
+        step()
+        assert weight.isfinite().all() or options.get("eps") == 0.0
+        return
+    with pytest.raises(UnsupportedPrecisionError, match=f"model: AdamW .*{fault}"):
+        step()
+    with pytest.raises(UnsupportedPrecisionError):  # also a second time
+        step()
+    weight.grad = torch.full_like(weight, 1e-3)
+    optimizer.step()
+    assert weight.isinf().all()
