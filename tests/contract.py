@@ -72,15 +72,18 @@ class Release(Contract):
     def test_the_record_of_symbols_is_current(self) -> None:
         symbols_in_record.hold(self.driver.framework)
 
+    @pytest.mark.slow
     def test_a_wheel_of_what_is_installed_is_read_and_not_run(self, tmp_path: Path) -> None:
         symbols_in_record.hold_as_a_wheel(self.driver.framework, tmp_path)
 
     def test_the_page_of_versions_is_current(self) -> None:
         versions_in_docs.hold(self.driver.framework)
 
+    @pytest.mark.slow
     def test_what_the_rules_assume_holds(self) -> None:
         probes_hold.hold(self.driver.framework)
 
+    @pytest.mark.slow
     def test_a_checkout_is_the_version_that_it_states(
         self, installed: Told, tmp_path: Path
     ) -> None:
@@ -130,6 +133,7 @@ class Wishes(Contract):
 class Job(Contract):
     """For a job, all commands agree on what is in force, and the example trains."""
 
+    @pytest.mark.slow
     def test_all_say_what_the_worker_says(self) -> None:
         assert disagreements(self.driver.framework) == []
 

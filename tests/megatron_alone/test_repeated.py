@@ -76,8 +76,11 @@ PLACES = (
 @pytest.mark.parametrize("weight", [1.0, OVERFLOW], ids=["finite", "overflow"])
 @pytest.mark.parametrize(
     ("again", "fp32_bucket"),
-    [("the step", True), ("the step", False), ("the batch", True)],
-    ids=["the step", "the step, fp16 bucket", "the batch"],
+    [
+        pytest.param("the step", True, id="the step"),
+        pytest.param("the step", False, id="the step, fp16 bucket", marks=pytest.mark.slow),
+        pytest.param("the batch", True, id="the batch", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("place", PLACES)
 def test_a_chain(
@@ -147,6 +150,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     [(2, True), (2, False), (1, False)],
     ids=["stages", "stages, whole states", "data-parallel"],
 )
+@pytest.mark.slow
 def test_several_ranks(launch: Ranks, stages: int, distributed: bool, place: str) -> None:
     """An exception ends a step on rank 1, rank 0 completes it, and both ranks call it again."""
     every = launch("repeated", stages=stages, distributed=distributed, place=place)

@@ -43,6 +43,7 @@ class TestRelease(contract.Release):
     driver = DRIVER
 
     @on_the_newest
+    @pytest.mark.slow
     def test_what_states_no_version_is_the_recorded_one_that_it_equals(
         self, installed: Told, tmp_path: Path
     ) -> None:
@@ -56,6 +57,7 @@ class TestRelease(contract.Release):
         assert len(told.problems) == len(installed.problems)
 
     @on_the_newest
+    @pytest.mark.slow
     def test_what_is_like_no_recorded_version_lacks_nothing(
         self, installed: Told, tmp_path: Path
     ) -> None:
@@ -76,6 +78,7 @@ class TestRelease(contract.Release):
         assert len(told.problems) == len(installed.problems)
 
     @on_the_newest
+    @pytest.mark.slow
     def test_a_checkout_before_another_that_is_installed(self, tmp_path: Path) -> None:
         """The version comes from the imported checkout, not from metadata elsewhere on the path."""
         place = next(Path(path, "nemo_rl") for path in sys.path if Path(path, "nemo_rl").is_dir())

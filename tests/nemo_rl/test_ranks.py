@@ -49,8 +49,11 @@ def trained(ranks: Ranks, model: Path, tmp_path_factory: pytest.TempPathFactory)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "dtensor",
-    [{}, {"cpu_offload": True}, {"tensor_parallel_size": 2}],
-    ids=["data parallel", "CPU offload", "tensor parallel"],
+    [
+        pytest.param({}, id="data parallel"),
+        pytest.param({"cpu_offload": True}, id="CPU offload", marks=pytest.mark.slow),
+        pytest.param({"tensor_parallel_size": 2}, id="tensor parallel", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_skip_together_and_resume(

@@ -124,7 +124,11 @@ def hold(
         pytest.fail(f'{end.kind}: {end.why}\nTo run it again: --pair "{pair}"', pytrace=False)
 
 
-MATRIX_ONLY = {"config-by-deepcopy", *(f"killed-at-{kill}" for kill in range(1, 13) if kill != 4)}
+MATRIX_ONLY = {
+    "config-by-deepcopy",
+    "saved-again-without-the-shim",
+    *(f"killed-at-{kill}" for kill in range(1, 13) if kill != 4),
+}
 """The known pairs that are marked slow, because other known pairs are similar."""
 
 

@@ -35,7 +35,14 @@ def outcome(worker: Any, folder: str, saved: Any, straight: Any, after: Any) -> 
 
 
 @pytest.mark.parametrize("aware", [True, False], ids=["precision-aware", "not precision-aware"])
-@pytest.mark.parametrize("share", [1.0, 0.5, 0.0], ids=["all", "half", "none"])
+@pytest.mark.parametrize(
+    "share",
+    [
+        pytest.param(1.0, id="all", marks=pytest.mark.slow),
+        pytest.param(0.5, id="half"),
+        pytest.param(0.0, id="none", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("reshardable", [False, True], ids=["dp_reshardable", "fully_reshardable"])
 def test_a_resume_is_exact_and_the_doctor_says_so(
     fused_adam: str,

@@ -31,6 +31,7 @@ def ours(caught: list[warnings.WarningMessage], text: str) -> int:
     return sum(one.category is PrecisionShimWarning and text in str(one.message) for one in caught)
 
 
+@pytest.mark.slow
 def test_alone_it_knows_whose_optimizer_it_is(fused_adam: str, checkpoint: Path, shim: Any) -> None:
     plain = build(checkpoint)
     shim(features=["audit"])

@@ -160,6 +160,7 @@ def by_plan(words: list[str]) -> dict[str, Any] | str:
 
 
 @pytest.mark.parametrize("line", LINES, ids=" ".join)
+@pytest.mark.slow
 def test_the_plan_reads_a_line_as_verl_does(
     here: Path, by_verl: dict[tuple[str, ...], Any], line: tuple[str, ...]
 ) -> None:
@@ -192,6 +193,7 @@ def test_a_config_may_refer_to_a_variable_of_the_line(here: Path) -> None:
     assert any("not resolved" in one for one in plan["notes"])
 
 
+@pytest.mark.slow
 def test_a_text_as_number_of_nodes_is_refused_as_by_verl(
     here: Path, by_verl: dict[tuple[str, ...], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,6 +83,7 @@ def test_without_transformer_engine_it_says_how_the_job_ends() -> None:
     assert "TransformerEngine is not installed" in ended
 
 
+@pytest.mark.slow
 def test_a_transformer_engine_that_is_too_old_is_named(tmp_path: Path) -> None:
     status, text, last = doctor(PYTHONPATH=installed(tmp_path, "2.2.0"))
     assert (status, last) == (0, "no problems, but the limits above")
@@ -91,6 +92,7 @@ def test_a_transformer_engine_that_is_too_old_is_named(tmp_path: Path) -> None:
     assert OPTIMIZER not in text
 
 
+@pytest.mark.slow
 def test_a_transformer_engine_that_cannot_be_imported_counts_as_none(tmp_path: Path) -> None:
     paths = installed(tmp_path, "2.11.0")
     broken = tmp_path / "transformer_engine" / "pytorch" / "__init__.py"
@@ -102,6 +104,7 @@ def test_a_transformer_engine_that_cannot_be_imported_counts_as_none(tmp_path: P
     )
 
 
+@pytest.mark.slow
 def test_with_one_that_is_new_enough_there_is_nothing_to_say(tmp_path: Path) -> None:
     status, text, last = doctor(PYTHONPATH=installed(tmp_path, "2.11.0"))
     assert (status, last) == (0, "no problems")
@@ -109,6 +112,7 @@ def test_with_one_that_is_new_enough_there_is_nothing_to_say(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("features", "says"), [("all", True), ("-bf16-dispatch", False)])
+@pytest.mark.slow
 def test_only_where_the_shim_dispatches(features: str, says: bool) -> None:
     variables = {} if features == "all" else {"PRECISION_SHIM_FEATURES": features}
     assert (OPTIMIZER in doctor(**variables)[1]) is says

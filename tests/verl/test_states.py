@@ -121,6 +121,7 @@ def test_on_two_ranks(megatron_ranks: Ranks) -> None:
 # -- stages of a pipeline ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_tied_embeddings_beside_fp32_parameters(megatron_ranks: Ranks) -> None:
     """Both stages' buckets have one dtype, or the stages could not add their copies' gradients."""
     first, last = megatron_ranks("tied_embeddings")

@@ -85,6 +85,7 @@ def one_rank(launch: Ranks) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_verl_rounds_to_bf16_on_the_way_without_the_shim(two_ranks: Any) -> None:
     for rank in two_ranks:
         assert rank["off"]["is"] == [f"trainer in {'bf16' if ROUNDS else 'fp32'}"]
