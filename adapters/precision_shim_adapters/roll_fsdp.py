@@ -1,19 +1,23 @@
-"""ROLL on FSDP2 in fp16: step the scheduler after scaled steps, count skips, save the scaler.
+"""ROLL on FSDP2 in fp16: keep fp32 parameters, end each scaled step, count skips, save the scaler.
 
 ROLL scales its loss with torch's GradScaler. With a scaler, ROLL's loop neither steps the LR
 scheduler nor clears the gradients, so the gradients add up over all steps. ROLL does not save the
-scaler in checkpoints. On a resume, ROLL silently does not load the checkpoint's moments.
+scaler in checkpoints. On a resume, ROLL silently does not load the checkpoint's moments. ROLL also
+keeps the parameters in fp16, where AdamW's eps of 1e-8 is zero: the first step divides by zero.
 
-Delete this module when ROLL saves its scaler, and a scaler no longer changes ROLL's loop.
+Delete this module when ROLL keeps fp32 parameters, saves its scaler, and a scaler no longer changes
+ROLL's loop.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from precision_shim.adapting import Call, seam
@@ -33,14 +37,20 @@ HERE: dict[str, Any] = {
     "feature": FEATURE,
     "group": GROUP,
     "optional": True,
-    "delete_when": "ROLL ends a scaled step as it ends any other, and saves its scaler",
+    "delete_when": "ROLL keeps fp32 parameters, ends a scaled step as any other, saves its scaler",
 }
-OWN = "ROLL's own scaler, counted and kept with the checkpoints"
+OWN = "ROLL's own scaler, counted and kept with the checkpoints; AdamW updates fp32 parameters"
 
 
-@seam(f"{STRATEGY}.initialize", why="makes the scaler", relies_on=("scaler", "scheduler"), **HERE)
-def make(call: Call) -> Any:
-    """Replace ROLL's scaler by a scaler that skips a step on all ranks and that can be saved."""
+@seam(
+    f"{STRATEGY}.initialize",
+    why="loads the model, makes the scaler",
+    relies_on=("model_provider", "scaler", "scheduler"),
+    **HERE,
+)
+def make(call: Call, model_provider: Any) -> Any:
+    """Load fp32 parameters; replace ROLL's scaler by one that skips on all ranks and is saved."""
+    call.arguments["model_provider"] = _loading_fp32(model_provider)
     result = call.proceed()
     strategy = call.instance
     if type(strategy.scaler) is ShardedGradScaler:  # keep a user's own subclass
@@ -53,6 +63,21 @@ def make(call: Call) -> Any:
             drives=False,
         ).keep(strategy, "scaler")
     return result
+
+
+def _loading_fp32(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Let ROLL's function load an fp16 model in fp32; FSDP2 still computes in fp16.
+
+    With LoRA the base model stays fp16, because peft keeps the trained adapters in fp32.
+    """
+
+    def provide(*, model_args: Any, **given: Any) -> Any:
+        if model_args.compute_dtype is torch.float16 and model_args.lora_target is None:
+            model_args = copy.copy(model_args)
+            model_args.compute_dtype = torch.float32
+        return own(model_args=model_args, **given)
+
+    return provide
 
 
 def training_of(strategy: Any) -> ScaledTraining | None:

@@ -76,10 +76,11 @@ def model(job: Job, name: str, worker: Any, where: str) -> Plannable:
     illegal += _wrong_heads(counted, context, name, split)
     compute = _read(config, "param_dtype", torch.bfloat16)
     reduced = config.get("reduce_dtype", torch.float32) is not None  # null: in the compute dtype
-    stored = _read(config, "param_dtype", torch.float32)
+    alone = _read(config, "param_dtype", torch.float32)
     scaled = scaling(
         job, compute, roll_fsdp.GROUP, roll_fsdp.OWN, framework_default=ScalerSettings()
     )
+    stored = "fp32" if scaled else alone
     low = f"{section}.param_dtype: ROLL keeps parameters and moments in {stored}, without a master"
     head = worker.model_args.model_type if name == "critic" else None
     return ShardedModel(
@@ -87,6 +88,7 @@ def model(job: Job, name: str, worker: Any, where: str) -> Plannable:
         counted,
         worker.world_size,
         stored,
+        alone=alone,
         shards=shards if shards > 1 else 0,  # fsdp_size=1 means all ranks
         context=context,
         compute=compute,

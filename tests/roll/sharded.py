@@ -45,9 +45,28 @@ class Trainer:
 
     @classmethod
     def of(
-        cls, directory: Path, dtype: str | None = "float16", ulysses: Any = 1, **config: Any
+        cls,
+        directory: Path,
+        dtype: str | None = "float16",
+        ulysses: Any = 1,
+        *,
+        stored: torch.dtype | None = None,
+        **config: Any,
     ) -> Trainer:
-        """Build a model as ROLL does; the model's config is written into ``directory``."""
+        """Build a model as ROLL does; the model's config is written into ``directory``.
+
+        Args:
+            directory: the model's.
+            dtype: ROLL's ``param_dtype``.
+            ulysses: ROLL's ``ulysses_size``.
+            stored: dtype of the parameters, if it is not the one in which ROLL loads a model.
+            config: more keys of ROLL's ``strategy_config``.
+        """
+
+        def provide(model_args: Any, **ignored: Any) -> Any:
+            kept = stored or model_args.compute_dtype or torch.float32
+            return transformers.LlamaForCausalLM(tiny()).to(kept)
+
         module = importlib.import_module(MODULE)
         transformers = importlib.import_module("transformers")
         tiny().save_pretrained(directory)
@@ -58,7 +77,7 @@ class Trainer:
         )
         strategy = module.FSDP2TrainStrategy(one)
         with _answered(module):
-            strategy.initialize(lambda **ignored: transformers.LlamaForCausalLM(tiny()))
+            strategy.initialize(provide)
         strategy.tokenizer = SimpleNamespace(save_pretrained=lambda directory: None)
         return cls(strategy)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,9 +44,54 @@ def test_unpatched_a_scaled_step_is_left_unfinished(tmp_path: Path) -> None:
     assert trainer.step(1)["grad_norm"] != ended.step(1)["grad_norm"]
 
 
+def finite(trainer: Trainer) -> list[bool]:
+    """For each parameter, whether all of its numbers are finite."""
+    return [bool(one.isfinite().all()) for one in trainer.parameters()]
+
+
+def test_unpatched_fp16_parameters_do_not_survive_a_step(tmp_path: Path) -> None:
+    """In fp16 the eps of AdamW is zero, and so is the second moment of a small gradient."""
+    trainer = Trainer.of(tmp_path).with_rolls_own_scaler()
+    assert all(finite(trainer))
+    trainer.step(0)
+    trainer.end_by_hand()
+    assert not all(finite(trainer))
+    assert math.isnan(trainer.step(1)["grad_norm"])
+
+
+def test_the_parameters_are_fp32(on: On, tmp_path: Path) -> None:
+    """The shim lets ROLL load an fp16 model in fp32; FSDP2 still computes in fp16."""
+    on()
+    trainer = Trainer.of(tmp_path)
+    assert trainer.strategy.fsdp_config["mp_policy"].param_dtype is torch.float16
+    assert trainer.strategy.worker_config.model_args.compute_dtype is torch.float16
+    computed = []
+    layer = trainer.strategy.model.model.layers[0].mlp.down_proj
+    layer.register_forward_hook(lambda layer, given, result: computed.append(result.dtype))
+    norms = [trainer.step(number)["grad_norm"] for number in range(2)]
+    assert set(computed) == {torch.float16}
+    assert {one.dtype for one in trainer.parameters()} == {torch.float32}
+    assert {one.dtype for one in trainer.moments()} == {torch.float32}
+    assert all(map(math.isfinite, norms))
+    assert all(finite(trainer))
+
+
+def test_with_lora_the_base_model_is_loaded_as_before(on: On, tmp_path: Path) -> None:
+    """peft itself keeps the trained adapters in fp32."""
+    on()
+    loading = sys.modules["precision_shim_adapters.roll_fsdp"]._loading_fp32
+    for target, dtype in ((["q_proj"], torch.float16), (None, torch.float32)):
+        given = SimpleNamespace(compute_dtype=torch.float16, lora_target=target)
+        assert loading(lambda *, model_args: model_args.compute_dtype)(model_args=given) is dtype
+        assert given.compute_dtype is torch.float16
+
+
 def test_each_step_ends(on: On, tmp_path: Path) -> None:
-    """The training equals ROLL's own loop and scaler, with the step ended by hand, bit for bit."""
-    plain = Trainer.of(tmp_path).with_rolls_own_scaler()
+    """The training equals ROLL's own loop and scaler, with the step ended by hand, bit for bit.
+
+    In both trainings the parameters are fp32.
+    """
+    plain = Trainer.of(tmp_path, stored=torch.float32).with_rolls_own_scaler()
     right = []
     for number in range(3):
         right.append(plain.step(number)["grad_norm"])
@@ -153,7 +200,8 @@ def test_the_scaler_is_saved_and_restored(on: On, tmp_path: Path, last: bool) ->
     precision_shim.uninstall()
     without = Trainer.of(tmp_path)
     without.load(saved)
-    assert same(trainer, without)
+    rounded = [one.half() for one in trainer.parameters()]
+    assert all(map(torch.equal, rounded, without.parameters()))
     assert not without.strategy.optimizer.state  # ROLL leaves the moments out
     assert ask(tmp_path, "roll").outcome.verdict == "starts anew"
 

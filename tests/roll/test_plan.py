@@ -107,13 +107,18 @@ def test_a_job_on_fsdp2(
     assert (code, actor["layout"]) == (0, {"fsdp": 4, "replicas": 2, "tp": 1})
     assert found["megatron_core"] is None
     on()
-    strategy = live.Trainer.of(tmp_path / "model", dtype).strategy
+    trainer = live.Trainer.of(tmp_path / "model", dtype)
+    strategy = trainer.strategy
     assert CANONICAL[actor["computes"]] is strategy.param_dtype
     assert CANONICAL[actor["reduces"]] is strategy.reduce_dtype
-    # ROLL loads the parameters in the same dtype; the tests' model is made without it.
-    assert strategy.worker_config.model_args.compute_dtype is strategy.param_dtype
-    held = actor["after"][0]["parts"][0]["components"]
-    assert held["exp_avg"]["dtypes"] == held["params"]["dtypes"] == [actor["computes"]]
+    # ROLL loads the parameters in the same dtype, the shim in fp32.
+    (kept,) = {one.dtype for one in trainer.parameters()}
+    for side, expected in (("before", strategy.param_dtype), ("after", kept)):
+        held = actor[side][0]["parts"][0]["components"]
+        for component in ("exp_avg", "params"):
+            (name,) = held[component]["dtypes"]
+            assert CANONICAL[name] is expected, (side, component)
+    assert kept is (strategy.param_dtype if dtype != "float16" else torch.float32)
     done = [one.chosen for one in precision_shim.status().decisions]
     assert [one["chosen"] for one in actor["decisions"]] == done
 

@@ -1,7 +1,7 @@
 """Compute the memory that models on FSDP or DTensor need with torch's optimizers.
 
-The plan shows the same bytes with and without the shim: the shim adds only the few numbers of an
-fp16 model's loss scaler.
+The plan shows the same bytes with and without the shim, unless the shim stores the parameters in
+another dtype: beside that, the shim adds only the few numbers of an fp16 model's loss scaler.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class ShardedModel:
         model: names and shapes of the model's weights.
         world: number of GPUs.
         dtype: canonical name of the dtype in which the parameters are stored.
+        alone: the same without the shim; empty if the shim does not change it.
         shards: number of ranks that share a copy of a parameter; 0 to compute it from ``replicas``.
         tensor: size of tensor parallelism.
         context: number of context-parallel ranks; parameters are sharded over these ranks as well.
@@ -76,6 +77,7 @@ class ShardedModel:
     model: Model
     world: int
     dtype: str
+    alone: str = ""
     shards: int = 0
     tensor: int = 1
     context: int = 1
@@ -174,10 +176,8 @@ def plan_sharded(asked: ShardedModel) -> tuple[ModelPlan | None, list[Problem]]:
     problems_found = [*asked.illegal, *problems(asked)]
     if problems_found:
         return None, problems_found
-    whole = part("model", _share(asked), _precision(asked), asked.optimizer)
-    if asked.offload:
-        whole = _on_host(whole)
-    stages = (Stage(0, (whole,)),)
+    after = _stages(asked)
+    before = _stages(replace(asked, dtype=asked.alone)) if asked.alone else after
     traffic = _traffic(asked)
     moved = [name for components in asked.parked.values() for name in components]
     return (
@@ -187,17 +187,22 @@ def plan_sharded(asked: ShardedModel) -> tuple[ModelPlan | None, list[Problem]]:
             layout(asked),
             asked.decisions,
             {"before": traffic, "after": traffic},
-            stages,
-            stages,
-            (*asked.notes, *list_parked(stages, asked.parked)),
+            before,
+            after,
+            (*asked.notes, *list_parked(after, asked.parked)),
             asked.model.source,
-            dict.fromkeys(("before", "after"), staying(stages, moved)),
+            {"before": staying(before, moved), "after": staying(after, moved)},
             asked.place,
             asked.compute,
             asked.reduce if asked.optimizer else "",
         ),
         problems_found,
     )
+
+
+def _stages(asked: ShardedModel) -> tuple[Stage, ...]:
+    whole = part("model", _share(asked), _precision(asked), asked.optimizer)
+    return (Stage(0, (_on_host(whole) if asked.offload else whole,)),)
 
 
 def problems(asked: ShardedModel) -> list[Problem]:
