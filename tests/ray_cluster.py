@@ -6,9 +6,13 @@ prints its result in one line that begins with ``FOUND``.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import subprocess
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +78,38 @@ def drive(
     return found
 
 
+@contextlib.contextmanager
+def older(num_cpus: int, **options: Any) -> Iterator[None]:
+    """A cluster that was started before the driver's job, without the shim's variables.
+
+    ``RAY_ADDRESS`` names it, so that a framework's own ``ray.init`` connects to it.
+
+    Args:
+        num_cpus: number of CPUs.
+        **options: of ``ray.init``, ready for JSON.
+    """
+    # Ray would count only GPUs that this variable names.
+    but = ("PRECISION_SHIM", "CUDA_VISIBLE_DEVICES")
+    cluster = subprocess.Popen(
+        [sys.executable, "-m", __name__, json.dumps({"num_cpus": num_cpus, **options})],
+        env={name: value for name, value in os.environ.items() if not name.startswith(but)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert cluster.stdin is not None
+    assert cluster.stdout is not None
+    try:
+        lines = (line for line in cluster.stdout if line.startswith("ADDRESS "))
+        os.environ["RAY_ADDRESS"] = next(lines).split()[1]
+        yield
+    finally:
+        os.environ.pop("RAY_ADDRESS", None)
+        cluster.stdin.close()
+        cluster.wait(timeout=120)
+        cluster.stdout.close()
+
+
 def start(num_cpus: int, **options: Any) -> None:
     """Start the cluster; the driver calls this function."""
     import ray
@@ -87,3 +123,16 @@ def start(num_cpus: int, **options: Any) -> None:
         _temp_dir=tempfile.mkdtemp(prefix="ray", dir="/tmp"),
         **options,
     )
+
+
+def _wait(options: dict[str, Any]) -> None:
+    import ray
+
+    start(**options)
+    print("ADDRESS", ray.get_runtime_context().gcs_address, flush=True)
+    sys.stdin.read()
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    _wait(json.loads(sys.argv[1]))

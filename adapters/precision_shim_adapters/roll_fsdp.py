@@ -68,7 +68,7 @@ def make(call: Call, model_provider: Any) -> Any:
 def _loading_fp32(own: Callable[..., Any]) -> Callable[..., Any]:
     """Let ROLL's function load an fp16 model in fp32; FSDP2 still computes in fp16.
 
-    With LoRA the base model stays fp16, because peft keeps the trained adapters in fp32.
+    With LoRA the base model stays fp16, because peft by default keeps the adapters in fp32.
     """
 
     def provide(*, model_args: Any, **given: Any) -> Any:

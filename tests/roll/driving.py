@@ -1,19 +1,15 @@
 """Drives ROLL's strategies on a CPU: their own ``initialize``, ``train_step`` and checkpoints.
 
 ROLL's strategies, optimizer and offload are real, and so is mcore_adapter's ``VirtualModels``. The
-tests provide the model (a tiny GPT), the tokenizer, and the worker around a strategy, which would
-need a Ray cluster with GPUs. ``_Absent`` replaces packages that ROLL imports and no test calls.
+tests provide the model (a tiny GPT), the tokenizer, and the worker around a strategy.
+``workers.py`` drives ROLL's own workers in a Ray cluster.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.abc
-import importlib.machinery
 import math
-import sys
-import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,40 +21,15 @@ import torch
 
 from precision_shim.testing import tiny_gpt
 
+from . import absent
+
 OVERFLOW = 1e30
 NAME = "actor_train"
-ABSENT = ("PIL", "transfer_queue", "opentelemetry", "grpc", "pybase64")
-"""ROLL's workers use these packages for queues, tracing and images, but not for training."""
-
-
-class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the packages of ``ABSENT``; every name in them is a mock."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: Any = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name.partition(".")[0] in ABSENT:
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        module = types.ModuleType(spec.name)
-        module.__getattr__ = _mocked  # type: ignore[method-assign]
-        return module
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        pass
-
-
-def _mocked(name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return mock.MagicMock(name=name)
 
 
 def stand_in_for_absent() -> None:
     """Make ROLL importable until the process ends."""
-    sys.meta_path.append(_Absent())
+    absent.stand_in()
     platform = importlib.import_module("roll.platforms").current_platform
     type(platform).empty_cache = staticmethod(lambda: None)  # torch.cpu has none
 

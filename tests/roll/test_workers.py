@@ -1,0 +1,100 @@
+"""ROLL's own workers in a real local Ray cluster on a CPU, which ROLL's own pipeline starts.
+
+Nothing in the driver calls ``install()``: the installed package's start-up file and the variable
+bring the shim into the driver, and from there into the actors of a cluster that knew no variable.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..rank_server import Ranks, rank_server
+from ..ray_cluster import drive
+
+HERE = Path(__file__).parent
+DRIVER = HERE / "ray_driver.py"
+pytestmark = pytest.mark.usefixtures("start_up_file")
+SCALES = {
+    "fsdp2_train": [1024, 1024, 512, 256, 256],
+    "megatron_train": [1024, 1024, 1024, 512, 512],  # halved after a second overflow
+}
+KEYS = ("actor_train/loss_scale", "actor_train/skipped_steps")
+ONLY_STATUS = """#!/bin/sh
+# ROLL asks whether a cluster runs. If none did, ROLL would start one, and at its end kill every
+# Ray cluster of this machine (ray stop --force).
+test "$1" = status
+"""
+
+
+@pytest.fixture(scope="module")
+def drivers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Starts drivers of Ray clusters."""
+    folder = tmp_path_factory.mktemp("roll-drivers")
+    with rank_server("tests.verl.ray_processes", folder) as ranks:
+        yield ranks
+
+
+def driven(drivers: Ranks, folder: Path, strategy: str, **variables: str) -> dict[str, Any]:
+    (folder / "bin").mkdir()
+    command = folder / "bin" / "ray"
+    command.write_text(ONLY_STATUS)
+    command.chmod(0o755)
+    path = os.pathsep.join((str(command.parent), os.environ["PATH"]))
+    sites = (HERE / "site",)
+    return drive(
+        drivers, DRIVER, strategy, folder, paths=sites, timeout=900, PATH=path, **variables
+    )
+
+
+def column(found: dict[str, Any], key: str) -> list[Any]:
+    return [step.get(key) for step in found["steps"]]
+
+
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("strategy", SCALES)
+def test_rolls_own_job_trains_and_skips(drivers: Ranks, tmp_path: Path, strategy: str) -> None:
+    variables = {"PRECISION_SHIM": "1", "PRECISION_SHIM_LOSS_SCALE_INIT": "1024"}
+    found = driven(drivers, tmp_path, strategy, **variables)
+    worker, reference = found["actor_train"], found["reference"]
+    assert len({found["pid"], worker["pid"], reference["pid"]}) == 3
+    # The driver has compared the dtypes of all workers.
+    bf16 = "bf16 beside the actor's fp16"
+    assert found["driver"] == {f"{one}: rollout-agreement": bf16 for one in ("ref", "rollout")}
+    # The strategy that the worker calls is patched.
+    module = {"fsdp2_train": "fsdp2", "megatron_train": "megatron"}[strategy]
+    kind = {"fsdp2_train": "FSDP2", "megatron_train": "Megatron"}[strategy]
+    for name in ("initialize", "train_step"):
+        place = f"roll.distributed.strategy.{module}_strategy:{kind}TrainStrategy.{name}"
+        assert place in worker["wrapped"]
+    assert reference["wrapped"] == []
+    # The second and the third step overflow.
+    assert column(found, KEYS[0]) == SCALES[strategy]
+    assert column(found, KEYS[1]) == [0, 1, 2, 2, 2]
+    norms = column(found, "actor_train/grad_norm")
+    assert [math.isnan(one) for one in norms] == [False, True, True, False, False]
+    assert all(map(math.isfinite, column(found, "actor/loss")[3:]))
+    first, *skipped, last = worker["digests"]
+    assert len({first, last, *skipped}) == 3
+    assert len(skipped) == 3  # before the two steps that are skipped, and after
+    assert worker["finite"]
+    if strategy == "fsdp2_train":
+        assert worker["dtypes"] == ["torch.float32"]
+        assert reference["shim"] == []
+        assert "precision_shim_scaler.json" in found["saved"]
+
+
+@pytest.mark.timeout(1000)
+def test_without_the_variable_nothing_is_there(drivers: Ranks, tmp_path: Path) -> None:
+    found = driven(drivers, tmp_path, "fsdp2_train")
+    assert found["driver"] == {}
+    assert found["actor_train"]["shim"] == []
+    assert all(key not in step for key in KEYS for step in found["steps"])
+    # ROLL alone keeps fp16 parameters, and divides by their zero second moments.
+    assert found["actor_train"]["dtypes"] == ["torch.float16"]
+    assert not found["actor_train"]["finite"]
