@@ -100,8 +100,13 @@ def cluster(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def running(log):
-    """Start a Ray cluster on free ports, because another cluster may run on this machine."""
+def running(log, patience=180):
+    """Start a Ray cluster on free ports, because another cluster may run on this machine.
+
+    Args:
+        log: the file for Ray's output.
+        patience: the seconds after which a cluster that has not started is an error.
+    """
     names = (
         *("port", "dashboard-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port"),
         *("runtime-env-agent-port", "metrics-export-port"),
@@ -123,7 +128,7 @@ def running(log):
             command, env=environment(), stdout=output, stderr=output, start_new_session=True
         )
         try:
-            deadline = time.monotonic() + 180
+            deadline = time.monotonic() + patience
             while not is_up(made, log):
                 assert process.poll() is None, log.read_text()[-2000:]
                 assert time.monotonic() < deadline, log.read_text()[-2000:]

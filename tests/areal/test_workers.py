@@ -51,7 +51,7 @@ critic:
 HALVE = "++actor.optimizer.hysteresis=1"
 """Each skipped step halves the scale; by default every second one does."""
 LOCAL = ("scheduler.type=local", "actor.backend=megatron:d1")
-pytestmark = [pytest.mark.usefixtures("start_up_file"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.usefixtures("start_up_file"), pytest.mark.timeout(1200)]
 
 
 def run(
@@ -167,7 +167,7 @@ def test_the_launcher(tmp_path: Path) -> None:
 def test_the_ray_scheduler(tmp_path: Path) -> None:
     """The cluster was started without the variable; AReaL leaves ``ray.init`` to Ray."""
     words = ("scheduler.type=ray", "actor.backend=megatron:d1", HALVE)
-    with running(tmp_path / "ray.log") as cluster:
+    with running(tmp_path / "ray.log", patience=300) as cluster:
         on = {"PRECISION_SHIM": "1", "RAY_ADDRESS": cluster.gcs, "RAY_AUTH_MODE": "disabled"}
         assert_trained(*run(tmp_path, *words, **on))
 
