@@ -5,23 +5,31 @@ Megatron is real, and so are the engine's ``__init__``, ``initialize``, ``_creat
 
 Stand-ins: a tiny GPT of Megatron's, in a DDP of the engine's config, replaces the model that
 mbridge builds of TransformerEngine's layers. The tests have no tokenizer, no lock and no device.
-The tests make the calls of ``train_batch`` without its packed sequences, which need flash-attn.
+The tests in this process make the calls of ``train_batch`` without its packed sequences, which need
+flash-attn. The engine in a worker process of AReaL's (``stay_on_cpu``) runs ``train_batch`` itself;
+the model reads the packed sequences of a micro-batch as one sequence.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import sys
 import types
 from typing import Any
 
 import pytest
 import torch
 
-from precision_shim.testing import tiny_gpt
+from precision_shim.testing import megatron_on_cpu, stand_in_transformer_engine, tiny_gpt
+from precision_shim.testing.megatron_cpu import _CudaMeansCpu
 
 from ..megatron_bridge import import_with_placeholders
 
 MODULE = "areal.engine.megatron_engine"
+METHODS = ("__init__", "initialize", "optimizer_step")
+"""The methods of the engine that the shim wraps."""
+
 OVERFLOW = 1e30
 
 
@@ -44,6 +52,12 @@ def _model(hf_config: Any, tf_config: Any, mcore_config: Any, **others: Any) -> 
 
     torch.manual_seed(0)
     model = hf_config.provider()
+    own = model.forward
+
+    def forward(*args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)  # Megatron's own attention refuses packed sequences
+
+    model.forward = forward
     if tf_config.params_dtype is not torch.float32:
         model = Float16Module(tf_config, model)
     ddp_config = DistributedDataParallelConfig(**dataclasses.asdict(mcore_config.ddp))
@@ -56,15 +70,11 @@ def _configs(path: str, dtype: torch.dtype, **others: Any) -> tuple[Any, Any]:
     return types.SimpleNamespace(provider=provider, model_type="tiny"), config
 
 
-@pytest.fixture
-def on_cpu(one_process: Any, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """AReaL's engine module with the stand-ins in place."""
+def _stand_in(patch: pytest.MonkeyPatch) -> types.ModuleType:
+    """Import AReaL's engine module and put the stand-ins in place."""
     module = import_engine()
     for name, value in {
         "torch": _Torch("torch"),
-        "current_platform": types.SimpleNamespace(
-            set_device=lambda _: None, set_numa_affinity=lambda _: None
-        ),
         "DistributedLock": lambda _: None,
         "load_hf_tokenizer": lambda _: None,
         "make_hf_and_mcore_config": _configs,
@@ -74,12 +84,60 @@ def on_cpu(one_process: Any, monkeypatch: pytest.MonkeyPatch) -> types.ModuleTyp
         "make_mcore_model": _model,
         "get_seed": lambda: 0,
     }.items():
-        monkeypatch.setattr(module, name, value)
+        patch.setattr(module, name, value)
     for name in ("_build_hf_mcore_bridge", "_load_model_from_hf"):
-        monkeypatch.setattr(module.MegatronEngine, name, lambda *_: None)
+        patch.setattr(module.MegatronEngine, name, lambda *_: None)
+    return module
+
+
+@pytest.fixture
+def on_cpu(one_process: Any, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """AReaL's engine module with the stand-ins in place."""
+    module = _stand_in(monkeypatch)
     for name, value in {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     return module
+
+
+def stay_on_cpu() -> None:
+    """Put the stand-ins in place in a process of a job, and never take them out.
+
+    AReaL's RPC server imports the engine in one thread and calls it in another; device names are
+    replaced for each thread separately, so the first call replaces them again.
+    """
+    stack = contextlib.ExitStack()
+    module = _stand_in(pytest.MonkeyPatch())
+    stack.enter_context(stand_in_transformer_engine())
+    stack.enter_context(megatron_on_cpu())
+    make_groups = module.MegatronEngine.create_process_group
+
+    def create_process_group(self: Any, *args: Any, **kwargs: Any) -> None:
+        stack.enter_context(_CudaMeansCpu())
+        make_groups(self, *args, **kwargs)
+
+    module.MegatronEngine.create_process_group = create_process_group
+    module.MegatronEngine.seen_by_the_test = seen
+    _kept.append(stack)
+
+
+_kept: list[contextlib.ExitStack] = []
+
+
+def seen(made: Any) -> dict[str, Any]:
+    """What an engine's process has of the shim."""
+    import precision_shim
+
+    module = sys.modules[MODULE]
+    places = {
+        **{name: vars(module.MegatronEngine)[name] for name in METHODS},
+        "get_megatron_optimizer": module.get_megatron_optimizer,
+    }
+    status = precision_shim.status()
+    return {
+        "enabled": status.enabled,
+        "patched": [name for name, one in places.items() if hasattr(one, "_self_precision_shim")],
+        "decided": [f"{one.feature}: {one.chosen}" for one in status.decisions],
+    }
 
 
 def config(
