@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import sys
 import types
 from functools import partial
@@ -61,8 +62,6 @@ def on_cpu(one_process: Any, monkeypatch: pytest.MonkeyPatch) -> types.ModuleTyp
     module = import_trainer()
     monkeypatch.setattr(module, "get_mcore_model", _models)
     monkeypatch.setattr(module, "warmup_jit_function", lambda *_: None)
-    trainer = module.BaseMegatronTrainer
-    monkeypatch.setattr(trainer, "_prepare_peft_model", lambda self, models: models)
     return module
 
 
@@ -74,6 +73,7 @@ def enter() -> None:
     module.warmup_jit_function = lambda *_: None
     for one in (module, sys.modules[RLHF]):
         one.get_mcore_model = _models
+    gc.freeze()  # ms-swift collects garbage in each step
 
 
 class _Bridge:

@@ -198,7 +198,7 @@ def ray(folder: Path, model: Path, **variables: str) -> Job:
     return Job(folder, "rlhf", "--use_ray", "true", "--config", str(config), **RAY, **variables)
 
 
-@pytest.fixture(scope="module", params=[torchrun, ray])
+@pytest.fixture(scope="module", params=[torchrun, pytest.param(ray, marks=pytest.mark.slow)])
 def started(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Job]]:
