@@ -119,9 +119,11 @@ def _parsed(job: Job) -> tuple[Any, type]:
             f"{_where()}, {' '.join(words[:1]) or job.target}: planned are megatron "
             f"{', '.join(_CLASSES)}. Write one of them."
         )
-    if words[1:] and words[1].endswith((".yaml", ".yml", ".json")):
+    place = words.index("--config") + 1 if "--config" in words else 1
+    if words[place:] and words[place].endswith((".yaml", ".yml", ".json")):
         raise PlanError(
-            f"{_where()}, {words[1]}: arguments in a file are not planned. Write them in the line."
+            f"{_where()}, {words[place]}: arguments in a file are not planned. "
+            "Write them in the line."
         )
 
     def parse() -> tuple[Any, list[str], type]:

@@ -7,13 +7,19 @@ real, too.
 
 Stand-ins: a tiny GPT of Megatron's replaces the model that mcore-bridge builds of
 TransformerEngine's layers. No weights are loaded, and no compiled functions are warmed up.
-Arguments are made without ``__post_init__``, which looks for a model and for GPUs. Batches are
-random tokens.
+
+``on_cpu`` has the stand-ins for a test's own process. There arguments are made without
+``__post_init__``, which looks for a model and for GPUs, and batches are random tokens. ``enter``
+puts the stand-ins in place in a process that ms-swift has started. There arguments, pipeline,
+dataset and batches are ms-swift's own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
+import sys
 import types
 from functools import partial
 from typing import Any
@@ -21,13 +27,15 @@ from typing import Any
 import pytest
 import torch
 
-from precision_shim.testing import tiny_gpt
+from precision_shim.testing import megatron_on_cpu, tiny_gpt
 
 from ..megatron_bridge import import_with_placeholders
 
 MODULE = "swift.megatron.trainers.base"
 ARGUMENTS = "swift.megatron.arguments"
+RLHF = "swift.megatron.trainers.rlhf_mixin"
 OVERFLOW = 1e30
+_FOR_GOOD = contextlib.ExitStack()
 
 
 def import_trainer(*others: str) -> types.ModuleType:
@@ -54,16 +62,34 @@ def on_cpu(one_process: Any, monkeypatch: pytest.MonkeyPatch) -> types.ModuleTyp
     module = import_trainer()
     monkeypatch.setattr(module, "get_mcore_model", _models)
     monkeypatch.setattr(module, "warmup_jit_function", lambda *_: None)
-    trainer = module.BaseMegatronTrainer
-    monkeypatch.setattr(trainer, "_prepare_peft_model", lambda self, models: models)
     return module
+
+
+def enter() -> None:
+    """Put the stand-ins in place for good, in a process that ms-swift has started."""
+    module = import_trainer(ARGUMENTS, RLHF)
+    _FOR_GOOD.enter_context(megatron_on_cpu())
+    vars(torch.cuda)["max_memory_reserved"] = lambda: 0
+    module.warmup_jit_function = lambda *_: None
+    for one in (module, sys.modules[RLHF]):
+        one.get_mcore_model = _models
+    gc.freeze()  # ms-swift collects garbage in each step
+
+
+class _Bridge:
+    """Stands in for mcore-bridge: there are no weights to load, and no engine takes them."""
+
+    def load_weights(self, *_: Any, **__: Any) -> None: ...
+
+    def export_weights(self, models: list[Any], **_: Any) -> Any:
+        return iter(models[0].state_dict().items())
 
 
 def _models(args: Any, _: Any) -> list[Any]:
     torch.manual_seed(0)
     provider = tiny_gpt(args.torch_dtype or torch.float32)
     model = provider()
-    model.config.bridge = None
+    model.config.bridge = _Bridge()
     return [model]
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
@@ -51,9 +49,6 @@ def test_a_grpo_job_names_the_mode_of_its_rollout(
     mode: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The method of ms-swift's trainer that makes its rollout engine, without a model."""
-    for name in ("dacite", "msgspec"):  # trl, which the trainer's module imports, needs them
-        if importlib.util.find_spec(name) is None:
-            monkeypatch.setitem(sys.modules, name, MagicMock())
     from swift.megatron.trainers import rollout_mixin
 
     class Made(Exception):  # noqa: N818
@@ -93,3 +88,19 @@ def test_a_job_that_ms_swift_does_not_take_is_noticed() -> None:
         parsed(JOBS[0], "--exp_avg_dtype", "bf17")
     with pytest.raises(AssertionError, match="no_such_key"):
         parsed(JOBS[0], "--no_such_key", "1")
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_with_ray_the_rollouts_dtype_is_a_key_of_its_own(tmp_path: Path, written: bool) -> None:
+    """What ms-swift's driver starts vLLM with: the page's config, and the same without the key."""
+    from swift.ray.megatron.driver_utils import merge_group_dict, parse_ray_yaml
+    from swift.ray.megatron.rollout.replica import VllmEngineConfig
+
+    page = (ROOT / "docs/start/ms-swift.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    config = tmp_path / "job.yaml"
+    config.write_text(text if written else text.replace("  dtype: float16\n", ""), encoding="utf-8")
+    _, groups, shared = parse_ray_yaml(config)
+    made = VllmEngineConfig.from_rollout_cfg(merge_group_dict(shared, groups["rollout"]))
+    assert shared["torch_dtype"] == "float16"
+    assert made.to_launch_kwargs("hybrid")["dtype"] == ("float16" if written else "auto")

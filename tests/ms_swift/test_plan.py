@@ -86,9 +86,12 @@ def test_both_16_bit_dtypes(capsys: pytest.CaptureFixture[str]) -> None:
     assert (code, "Leave one out" in text) == (2, True)
 
 
-def test_arguments_in_a_file_are_said(capsys: pytest.CaptureFixture[str]) -> None:
-    code, text = plan(capsys, "megatron", "sft", "job.yaml")
-    assert (code, "job.yaml" in text) == (2, True)
+@pytest.mark.parametrize("words", [("sft",), ("rlhf", "--use_ray", "true", "--config")], ids=str)
+def test_arguments_in_a_file_are_said(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    code, text = plan(capsys, "megatron", *words, "job.yaml")
+    assert (code, "job.yaml: arguments in a file" in text) == (2, True), text
 
 
 @pytest.mark.parametrize(
