@@ -23,7 +23,7 @@ from precision_shim.checkpoints.foretelling import Here
 from precision_shim.checkpoints.layout import Outcome, Part
 from precision_shim.precision.dtypes import coerce_dtype
 
-from . import megatron
+from . import megatron, ms_swift_sides
 from .frameworks import MS_SWIFT
 from .megatron import ALIGNMENT, BUILDING, GROUP, SCALING, SETTLING, Wishes
 from .megatron.deciding.wishes import OVERLAP
@@ -134,9 +134,14 @@ def report(call: Call, logs: dict[str, Any], prefix: str = "") -> Any:
 ADAPTER = Adapter.of(
     MS_SWIFT,
     seams=megatron.where_present(
-        collect(*megatron.SEAMS, build, settle, step, report), module=TRAINER
+        collect(*megatron.SEAMS, build, settle, step, report, ms_swift_sides), module=TRAINER
     ),
-    paths={**megatron.PATHS, GROUP: "Megatron trainers", METRICS: "Megatron trainers (metrics)"},
+    paths={
+        **megatron.PATHS,
+        GROUP: "Megatron trainers",
+        METRICS: "Megatron trainers (metrics)",
+        ms_swift_sides.GROUP: "Ray driver (both sides)",
+    },
 )
 
 

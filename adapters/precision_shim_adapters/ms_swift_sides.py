@@ -1,0 +1,100 @@
+"""The dtypes in which the trainer and the rollout of a Ray job of ms-swift compute.
+
+Without Ray, the rollout in the trainer's process takes the trainer's dtype. With Ray, ms-swift's
+driver starts vLLM with a key of its own, whose default is the checkpoint's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from precision_shim.adapting import Call, seam, versioned
+from precision_shim.precision.dtypes import name_of
+
+from .rollout import (
+    AUTO,
+    CANONICAL,
+    FEATURE,
+    SETTING,
+    Engine,
+    Head,
+    checkpoint_dtype,
+    engine_name,
+    model_type,
+    resolve_auto,
+    settle,
+    settle_heads,
+)
+
+GROUP = "rollout"
+_EXTRA = "vllm_engine_kwargs"
+"""The section whose keys override vLLM's arguments."""
+
+
+def heads() -> list[Head]:
+    """The LM head of the trainer, which the shim does not change."""
+    return [Head("model", SETTING, refusal="the shim does not change the LM heads of ms-swift")]
+
+
+def _where() -> str:
+    return versioned("ms-swift", "swift")
+
+
+def _engine(group: str, config: dict[str, Any]) -> Engine:
+    """Read a group of vLLM engines; its dtype name is replaced by the name that vLLM accepts.
+
+    Raises:
+        DtypeError: the group's dtype is unknown.
+    """
+    extra = config.get(_EXTRA)
+    inner = isinstance(extra, Mapping) and "dtype" in extra
+    section: Any = dict(extra) if inner else config
+    key = f"{group}.{_EXTRA}.dtype" if inner else f"{group}.dtype"
+    written = section.get("dtype")
+    name = AUTO
+    if written is not None:
+        name = section["dtype"] = engine_name(written, key, _where(), (AUTO,))
+        if inner:
+            config[_EXTRA] = section
+    path = str(config.get("model"))
+    engine = Engine(group, CANONICAL.get(name, AUTO), key, written is not None)
+    return resolve_auto(engine, "vllm", checkpoint_dtype(path), model_type(path))
+
+
+@seam(
+    "swift.ray.megatron.pipeline:MegatronRayPipeline._create_pools",
+    FEATURE,
+    group=GROUP,
+    why="has the config of all groups, before the driver asks Ray for GPUs",
+    delete_when="ms-swift gives the rollout the trainer's dtype",
+    relies_on=("group_cfgs", "group_gpus", "_data_info"),
+    optional=True,  # another project's package is also named swift
+)
+def compare(call: Call) -> None:
+    """Compare trainer, rollout and teacher; ``PRECISION_SHIM_ROLLOUT=follow`` writes the dtypes.
+
+    Raises:
+        DtypeError: the dtype of rollout or teacher is unknown.
+        UnsupportedPrecisionError: strict mode is on, and only the trainer computes in float16, or
+            the user asks for an LM head in fp32.
+    """
+    pipeline = call.instance
+    groups = {
+        group: pipeline.group_cfgs[group]
+        for group in ("rollout", "teacher")
+        if pipeline.group_gpus.get(group, 0) > 0
+    }
+    others = [_engine(group, config) for group, config in groups.items()]
+    args = pipeline._data_info.get("_driver_args")
+    dtype = getattr(args, "torch_dtype", None)
+    if others and dtype is not None:
+
+        def write(engine: Engine, name: str) -> None:
+            groups[engine.subject]["dtype"] = name
+
+        settle_heads(_where(), heads, None)
+        trainer = Engine("model", name_of(dtype), "torch_dtype")
+        kind = model_type(str(pipeline.group_cfgs["train"].get("model")))
+        settle(_where(), trainer, others, write, kind)
+    call.proceed()
