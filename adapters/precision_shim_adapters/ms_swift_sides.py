@@ -49,7 +49,7 @@ def _engine(group: str, config: dict[str, Any]) -> Engine:
     """
     extra = config.get(_EXTRA)
     inner = isinstance(extra, Mapping) and "dtype" in extra
-    section: Any = dict(extra) if inner else config
+    section = {**extra} if isinstance(extra, Mapping) and inner else config
     key = f"{group}.{_EXTRA}.dtype" if inner else f"{group}.dtype"
     written = section.get("dtype")
     name = AUTO
@@ -60,6 +60,16 @@ def _engine(group: str, config: dict[str, Any]) -> Engine:
     path = str(config.get("model"))
     engine = Engine(group, CANONICAL.get(name, AUTO), key, written is not None)
     return resolve_auto(engine, "vllm", checkpoint_dtype(path), model_type(path))
+
+
+def _trainer(args: Any) -> Engine | None:
+    """Read the trainer from the driver's own arguments; ``None`` if they name no dtype."""
+    dtype = getattr(args, "torch_dtype", None)
+    if dtype is None:
+        return None
+    # ms-swift also sets fp16 for torch_dtype=float32, unless the user wrote fp16 or bf16.
+    computes = "fp16" if args.fp16 else "bf16" if args.bf16 else name_of(dtype)
+    return Engine("model", computes, "torch_dtype")
 
 
 @seam(
@@ -86,15 +96,13 @@ def compare(call: Call) -> None:
         if pipeline.group_gpus.get(group, 0) > 0
     }
     others = [_engine(group, config) for group, config in groups.items()]
-    args = pipeline._data_info.get("_driver_args")
-    dtype = getattr(args, "torch_dtype", None)
-    if others and dtype is not None:
+    trainer = _trainer(pipeline._data_info.get("_driver_args"))
+    if others and trainer is not None:
 
         def write(engine: Engine, name: str) -> None:
             groups[engine.subject]["dtype"] = name
 
         settle_heads(_where(), heads, None)
-        trainer = Engine("model", name_of(dtype), "torch_dtype")
         kind = model_type(str(pipeline.group_cfgs["train"].get("model")))
         settle(_where(), trainer, others, write, kind)
     call.proceed()

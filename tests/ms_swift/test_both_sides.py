@@ -19,6 +19,7 @@ import precision_shim
 from precision_shim.errors import DtypeError, UnsupportedPrecisionError
 
 from ..shim_warnings import watched
+from .cpu import ARGUMENTS, import_trainer
 from .test_workers import arguments, model
 
 __all__ = ["model"]
@@ -36,6 +37,7 @@ class StopError(Exception):
 @pytest.fixture
 def drive(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Starts ms-swift's own driver up to its request for GPUs; returns it and our warnings."""
+    import_trainer(ARGUMENTS)
     from swift.ray.megatron import resource_pool
     from swift.ray.megatron.pipeline import MegatronRayPipeline
 
@@ -44,7 +46,7 @@ def drive(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Calla
 
     monkeypatch.setattr(resource_pool, "ResourcePoolManager", stop)
 
-    def started(trainer: str, **rollout: Any) -> tuple[Any, list[str]]:
+    def started(trainer: str, *, fp16: bool = False, **rollout: Any) -> tuple[Any, list[str]]:
         own = {
             "rlhf_type": "grpo",
             "torch_dtype": DTYPES[trainer],
@@ -58,8 +60,9 @@ def drive(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Calla
         config = tmp_path / "job.yaml"  # JSON is YAML
         config.write_text(json.dumps(written, default=str), encoding="utf-8")
         made = MegatronRayPipeline(str(config))
-        dtype = getattr(torch, DTYPES[trainer])
-        made._data_info = {"_driver_args": SimpleNamespace(torch_dtype=dtype)}
+        args = SimpleNamespace(torch_dtype=getattr(torch, DTYPES[trainer]))
+        args.fp16, args.bf16 = fp16 or trainer == "fp16", trainer == "bf16"
+        made._data_info = {"_driver_args": args}
 
         def build() -> None:
             with pytest.raises(StopError):
@@ -121,6 +124,12 @@ def test_strict_and_names(shim: Any, drive: Any) -> None:
     assert dtype_of(drive("fp16", dtype="Half")[0]) == "float16"
     over = {"dtype": "bf16", "vllm_engine_kwargs": {"dtype": "FP16"}}
     assert dtype_of(drive("fp16", **over)[0]) == "float16"
+
+
+def test_a_trainer_in_fp32_is_in_fp16_unless_the_user_forbids_it(shim: Any, drive: Any) -> None:
+    shim(frameworks="ms-swift")
+    (told,) = drive("fp32", fp16=True, dtype="bf16")[1]
+    assert "the model computes in fp16 (torch_dtype), the rollout in bf16" in told
 
 
 def test_off_nothing_is_said(shim: Any, drive: Any) -> None:

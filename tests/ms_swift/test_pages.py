@@ -99,7 +99,7 @@ def test_with_ray_the_rollouts_dtype_is_a_key_of_its_own(tmp_path: Path, written
     page = (ROOT / "docs/start/ms-swift.md").read_text(encoding="utf-8")
     (text,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     config = tmp_path / "job.yaml"
-    config.write_text(text if written else text.replace("  dtype: float16\n", ""), encoding="utf-8")
+    config.write_text(text if written else text.replace(", dtype: float16", ""), encoding="utf-8")
     _, groups, shared = parse_ray_yaml(config)
     made = VllmEngineConfig.from_rollout_cfg(merge_group_dict(shared, groups["rollout"]))
     assert shared["torch_dtype"] == "float16"
