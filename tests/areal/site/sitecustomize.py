@@ -23,5 +23,11 @@ def _name_device(name: str) -> None:
     sys.modules[name].CpuPlatform.device_control_env_var = "CUDA_VISIBLE_DEVICES"
 
 
+def _stay_here(name: str) -> None:
+    """AReaL looks for the route to an address on the internet, which a test machine may not have."""
+    sys.modules[name].gethostip = lambda *_, **__: "127.0.0.1"
+
+
 Watcher(_prepare, before=True).watch([ENGINE, LOGGER])
 Watcher(_name_device).watch(["areal.infra.platforms.cpu"])
+Watcher(_stay_here).watch(["areal.utils.network"])
