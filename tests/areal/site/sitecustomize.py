@@ -24,7 +24,7 @@ def _name_device(name: str) -> None:
 
 
 def _stay_here(name: str) -> None:
-    """AReaL looks for the route to an address on the internet, which a test machine may not have."""
+    """AReaL looks for a route to the internet, which a machine of the tests may not have."""
     sys.modules[name].gethostip = lambda *_, **__: "127.0.0.1"
 
 
