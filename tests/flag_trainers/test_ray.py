@@ -1,0 +1,82 @@
+"""slime's and miles' own actors in a real Ray cluster on a CPU, in the trainers' own actor group.
+
+Nothing in the driver calls ``install()``, and the cluster, which ran before the driver, has none of
+the shim's variables: what the driver's environment has reaches the actors only through Ray. Ray
+counts GPUs that do not exist.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..rank_server import rank_server
+from ..ray_cluster import ROOT, drive
+from ..tiny_models import VOCABULARY, make_checkpoint
+
+HERE = Path(__file__).parent
+PAGES = ROOT / "docs" / "start"
+FLAGS = f"""
+    --actor-num-nodes 1 --actor-num-gpus-per-node 1 --debug-train-only --distributed-backend gloo
+    --num-layers 2 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 --seq-length 64
+    --swiglu --normalization RMSNorm --norm-epsilon 1e-6 --untie-embeddings-and-output-weights
+    --vocab-size {VOCABULARY} --transformer-impl local --no-gradient-accumulation-fusion
+    --no-masked-softmax-fusion --no-rope-fusion --no-bias-swiglu-fusion
+    --custom-model-provider-path tests.flag_trainers.cpu.make_model --data-pad-size-multiplier 1
+    --micro-batch-size 2 --global-batch-size 4 --rollout-batch-size 4 --n-samples-per-prompt 1
+    --lr 0.01 --lr-decay-style constant --advantage-estimator grpo --disable-rewards-normalization
+    --disable-rollout-global-dataset --fp16 --hysteresis 1 --accumulate-allreduce-grads-in-fp32
+"""
+SCALE = 32768
+OVERFLOW = 1e30
+pytestmark = [pytest.mark.usefixtures("start_up_file"), pytest.mark.timeout(1000)]
+
+
+def steps(found: dict[str, Any]) -> list[dict[str, float]]:
+    """The figures that the trainer logs after each step."""
+    number = r"'train/(grad_norm|loss_scale|skipped_steps)': (nan|[-+.e\d]+)"
+    lines = [line for line in found["heard"] if line.startswith("step ")]
+    return [{key: float(value) for key, value in re.findall(number, line)} for line in lines]
+
+
+def promised(name: str) -> str:
+    """The line that rank 0 logs by the trainer's start page."""
+    page = (PAGES / f"{name}.md").read_text()
+    line = page[page.index(f"[precision_shim] {name} actor: fp16-scaling") :]
+    return " ".join(line[: line.index("\n\n")].split())
+
+
+def test_the_variable_reaches_the_actor(
+    name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Only the driver has the variable; an actor with a value of its own has no shim."""
+    model = str(make_checkpoint(tmp_path / "model"))
+    flags = [*FLAGS.split(), "--hf-checkpoint", model, "--ref-load", model]
+    out = ("--train-env-vars", '{"PRECISION_SHIM": "0"}', "--initial-loss-scale", str(SCALE))
+    jobs = {"on": ([1, OVERFLOW, 1], flags), "off": ([1, OVERFLOW], [*flags, *out])}
+    sites = (HERE / "site",)
+    with rank_server("tests.verl.ray_processes", tmp_path_factory.mktemp("drivers")) as ranks:
+        driver = (ranks, HERE / "ray_driver.py", name, tmp_path, json.dumps(jobs))
+        found = drive(*driver, paths=sites, timeout=900, PRECISION_SHIM="1")
+
+    on, off = found["on"], found["off"]
+    assert on["variables"]["PRECISION_SHIM"] == "1"
+    assert set(on["states"].values()) == {"wrapped"}
+    assert all(on["patched"].values()), on["patched"]
+    assert promised(name) in on["log"]
+    first, skipped, last = steps(on)
+    assert (first["loss_scale"], first["skipped_steps"]) == (SCALE, 0)
+    assert (skipped["loss_scale"], skipped["skipped_steps"]) == (SCALE, 1)
+    assert math.isnan(skipped["grad_norm"])
+    assert (last["loss_scale"], last["skipped_steps"]) == (SCALE / 2, 1)
+    assert math.isfinite(last["grad_norm"])
+
+    assert (off["shim"], off["variables"]["PRECISION_SHIM"]) == (False, "0")
+    unpatched, _ = steps(off)
+    assert all(set(step) == {"grad_norm"} for step in steps(off))
+    assert unpatched["grad_norm"] == pytest.approx(first["grad_norm"] / SCALE, rel=1e-2)
