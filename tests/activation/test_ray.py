@@ -28,7 +28,6 @@ from ..ray_cluster import PATIENT
 if importlib.util.find_spec("ray") is None:
     pytest.skip("needs ray", allow_module_level=True)
 
-CLIENT = importlib.util.find_spec("grpc") is not None
 DASHBOARD = importlib.util.find_spec("aiohttp_cors") is not None
 pytestmark = pytest.mark.usefixtures("start_up_file")
 ALL = [
@@ -100,17 +99,11 @@ def cluster(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def running(log, patience=180):
-    """Start a Ray cluster on free ports, because another cluster may run on this machine.
-
-    Args:
-        log: the file for Ray's output.
-        patience: the seconds after which a cluster that has not started is an error.
-    """
+def running(log):
+    """Start a Ray cluster on free ports, because another cluster may run on this machine."""
     names = (
-        *("port", "dashboard-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port"),
-        *("runtime-env-agent-port", "metrics-export-port"),
-        *(("ray-client-server-port",) if CLIENT else ()),
+        *("port", "dashboard-port", "ray-client-server-port", "dashboard-agent-listen-port"),
+        *("dashboard-agent-grpc-port", "runtime-env-agent-port", "metrics-export-port"),
     )
     ports = dict(zip(names, free_ports(len(names)), strict=True))
     made = Cluster(f"127.0.0.1:{ports['port']}", f"http://127.0.0.1:{ports['dashboard-port']}")
@@ -128,7 +121,7 @@ def running(log, patience=180):
             command, env=environment(), stdout=output, stderr=output, start_new_session=True
         )
         try:
-            deadline = time.monotonic() + patience
+            deadline = time.monotonic() + 180
             while not is_up(made, log):
                 assert process.poll() is None, log.read_text()[-2000:]
                 assert time.monotonic() < deadline, log.read_text()[-2000:]

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from .. import documented
-from ..activation.test_ray import running
+from ..ray_cluster import PATIENT, older
 from .cpu import METHODS
 from .test_pages import YAML
 
@@ -164,12 +164,13 @@ def test_the_launcher(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_ray_scheduler(tmp_path: Path) -> None:
+def test_the_ray_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cluster was started without the variable; AReaL leaves ``ray.init`` to Ray."""
+    for name, value in {**PATIENT, "RAY_AUTH_MODE": "disabled"}.items():
+        monkeypatch.setenv(name, value)
     words = ("scheduler.type=ray", "actor.backend=megatron:d1", HALVE)
-    with running(tmp_path / "ray.log", patience=300) as cluster:
-        on = {"PRECISION_SHIM": "1", "RAY_ADDRESS": cluster.gcs, "RAY_AUTH_MODE": "disabled"}
-        assert_trained(*run(tmp_path, *words, **on))
+    with older(num_cpus=4):
+        assert_trained(*run(tmp_path, *words, PRECISION_SHIM="1"))
 
 
 def test_env_vars_take_no_comma(tmp_path: Path) -> None:
