@@ -120,6 +120,8 @@ async def train(name: str, flags: list[str]) -> dict[str, Any]:
 
 def main(name: str, folder: Path, jobs: dict[str, Any]) -> dict[str, Any]:
     """Run one job after another in one driver; returns each job's report."""
+    import ray
+
     found = {}
     for job, (rewards, flags) in jobs.items():
         place = folder / job
@@ -128,6 +130,7 @@ def main(name: str, folder: Path, jobs: dict[str, Any]) -> dict[str, Any]:
         data = ["--load-debug-rollout-data", f"{place}/{{rollout_id}}.pt"]
         rollouts = ["--num-rollout", str(len(rewards))]
         found[job] = asyncio.run(train(name, [*flags, *data, *rollouts]))
+    ray.shutdown()
     return found
 
 
@@ -135,14 +138,11 @@ if __name__ == "__main__":
     from tests.ray_cluster import older
 
     name, place, jobs = sys.argv[1:]
-    status = 0
     with older(8, num_gpus=2):
         try:
             found = main(name, Path(place), json.loads(jobs))
             print("FOUND " + json.dumps(found), flush=True)
         except BaseException:
             traceback.print_exc()
-            status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+            sys.stderr.flush()
+            os._exit(1)
