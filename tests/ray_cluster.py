@@ -88,26 +88,34 @@ def older(num_cpus: int, **options: Any) -> Iterator[None]:
         num_cpus: number of CPUs.
         **options: of ``ray.init``, ready for JSON.
     """
-    # Ray would count only GPUs that this variable names.
+    for _ in range(3):  # on a busy machine a node may end because its agent starts too late
+        cluster, address = _started({"num_cpus": num_cpus, **options})
+        if address:
+            break
+        cluster.communicate(timeout=120)
+    assert address, "Ray has not started"
+    os.environ["RAY_ADDRESS"] = address
+    try:
+        yield
+    finally:
+        os.environ.pop("RAY_ADDRESS", None)
+        cluster.communicate(timeout=120)
+
+
+def _started(options: dict[str, Any]) -> tuple[subprocess.Popen[str], str]:
+    """Start a process with a cluster; returns it and the cluster's address, empty if it ended."""
+    # Ray would count only GPUs that CUDA_VISIBLE_DEVICES names.
     but = ("PRECISION_SHIM", "CUDA_VISIBLE_DEVICES")
     cluster = subprocess.Popen(
-        [sys.executable, "-m", __name__, json.dumps({"num_cpus": num_cpus, **options})],
+        [sys.executable, "-m", __name__, json.dumps(options)],
         env={name: value for name, value in os.environ.items() if not name.startswith(but)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert cluster.stdin is not None
     assert cluster.stdout is not None
-    try:
-        lines = (line for line in cluster.stdout if line.startswith("ADDRESS "))
-        os.environ["RAY_ADDRESS"] = next(lines).split()[1]
-        yield
-    finally:
-        os.environ.pop("RAY_ADDRESS", None)
-        cluster.stdin.close()
-        cluster.wait(timeout=120)
-        cluster.stdout.close()
+    lines = (line for line in cluster.stdout if line.startswith("ADDRESS "))
+    return cluster, next(lines, "ADDRESS").removeprefix("ADDRESS").strip()
 
 
 def start(num_cpus: int, **options: Any) -> None:
