@@ -77,6 +77,7 @@ def fault_of_moments(optimizer: Optimizer) -> str:
     faults = (
         fault_of_eps(type(optimizer).__name__, group["eps"])
         for group in optimizer.param_groups
-        if not group.get("fused") and any(one.dtype is torch.float16 for one in group["params"])
+        if not group.get("fused")
+        and any(one.requires_grad and one.dtype is torch.float16 for one in group["params"])
     )
     return next(filter(None, faults), "")

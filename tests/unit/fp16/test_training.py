@@ -717,7 +717,8 @@ def test_a_lower_first_scale_that_is_set_here_lowers_the_least_one_with_a_line()
 def test_moments_in_fp16(dtype, options, fault):
     """What is refused makes a weight infinite in torch alone."""
     weight = torch.nn.Parameter(torch.ones(4, dtype=dtype))
-    optimizer = torch.optim.AdamW([weight], lr=1e-6, **options)
+    frozen = torch.nn.Parameter(torch.ones(4, dtype=torch.float16), requires_grad=False)
+    optimizer = torch.optim.AdamW([weight, frozen], lr=1e-6, **options)
     training = ScaledTraining.make("toy", "model", device="cpu", because="a test")
 
     def step():
