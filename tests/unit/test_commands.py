@@ -192,6 +192,7 @@ MANIFEST = {
     "python -c pass": Held(why_not="what benchmarks/startup.py measures"),
     "ray job submit": Held(why_not=MENTION),
     "uv sync": Held(why_not=MENTION),
+    "python3 -m areal.infra.launcher...": Held("tests/areal/test_workers.py::test_the_launcher"),
     "uv run": Held(why_not=MENTION),
     "uv run examples/...": Held(why_not=MENTION),
 }
