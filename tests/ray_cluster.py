@@ -23,11 +23,14 @@ LOG = "TEST_RAY_LOG"
 """If this variable is set, the workers' output is shown."""
 
 
-PATIENT = {
+QUIET = {
+    "RAY_AUTH_MODE": "disabled",  # otherwise Ray writes a token to the user's home
+    "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_raylet_start_wait_time_s": "300",
     "RAY_worker_register_timeout_seconds": "300",
 }
-"""Ray's time limits for a busy machine of two cores, which needs more than Ray's default."""
+"""Ray's variables in a test: nothing is written or sent, and a busy machine of two cores, which
+needs more time than Ray's default, has it."""
 
 
 def drive(
@@ -56,9 +59,7 @@ def drive(
     }
     environment = {
         **inherited,
-        "RAY_AUTH_MODE": "disabled",  # otherwise Ray writes a token to the user's home
-        "RAY_USAGE_STATS_ENABLED": "0",
-        **PATIENT,
+        **QUIET,
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": os.pathsep.join(str(one) for one in (*paths, ROOT)),

@@ -16,22 +16,20 @@ from .rollout import (
     AUTO,
     CANONICAL,
     FEATURE,
-    SETTING,
     Engine,
-    Head,
-    checkpoint_dtype,
     engine_name,
     model_type,
-    resolve_auto,
+    resolve_by_model,
     settle,
     settle_heads,
+    unchanged_heads,
 )
 
 GROUP = "rollout"
-_BACKENDS = ("sglang", "vllm")
 _BF16_ADAM = "adam_bf16"
 """AReaL's Megatron engine with this optimizer computes in bf16, whatever ``actor.dtype`` is."""
 _SECTIONS = {"SGLangConfig": "sglang", "vLLMConfig": "vllm"}
+"""Maps the class of a server's section to the section's key, which is the backend's name."""
 
 
 def engines(
@@ -69,15 +67,14 @@ def engines(
     backend = str(OmegaConf.select(config, "rollout.backend"))
     others += [
         _rollout(name, written, config, follows=follows)
-        for name in _BACKENDS
+        for name in _SECTIONS.values()
         if backend.startswith(name) and OmegaConf.select(config, name) is not None
     ]
     return trainer, [other for other in others if other is not None]
 
 
-def heads() -> list[Head]:
-    """The LM head of the trainer, which the shim does not change."""
-    return [Head("actor", SETTING, refusal="the shim does not change the LM heads of AReaL")]
+heads = unchanged_heads("actor", "AReaL")
+"""Reads the LM head of the trainer."""
 
 
 def _rollout(backend: str, written: Any, config: Any, *, follows: bool) -> Engine:
@@ -88,7 +85,7 @@ def _rollout(backend: str, written: Any, config: Any, *, follows: bool) -> Engin
     is_written = OmegaConf.select(written, key) is not None
     engine = Engine("rollout", computes, key, is_written, follows=follows)
     path = str(OmegaConf.select(config, "actor.path"))
-    return resolve_auto(engine, backend, checkpoint_dtype(path), model_type(path))
+    return resolve_by_model(engine, backend, path)
 
 
 def _coerce(section: Any, key: str) -> str:

@@ -6,7 +6,6 @@ driver starts vLLM with a key of its own, whose default is the checkpoint's dtyp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from precision_shim.adapting import Call, seam, versioned
@@ -16,15 +15,13 @@ from .rollout import (
     AUTO,
     CANONICAL,
     FEATURE,
-    SETTING,
     Engine,
-    Head,
-    checkpoint_dtype,
     engine_name,
     model_type,
-    resolve_auto,
+    resolve_by_model,
     settle,
     settle_heads,
+    unchanged_heads,
 )
 
 GROUP = "rollout"
@@ -32,9 +29,8 @@ _EXTRA = "vllm_engine_kwargs"
 """The section whose keys override vLLM's arguments."""
 
 
-def heads() -> list[Head]:
-    """The LM head of the trainer, which the shim does not change."""
-    return [Head("model", SETTING, refusal="the shim does not change the LM heads of ms-swift")]
+heads = unchanged_heads("model", "ms-swift")
+"""Reads the LM head of the trainer."""
 
 
 def _where() -> str:
@@ -47,19 +43,16 @@ def _engine(group: str, config: dict[str, Any]) -> Engine:
     Raises:
         DtypeError: the group's dtype is unknown.
     """
-    extra = config.get(_EXTRA)
-    inner = isinstance(extra, Mapping) and "dtype" in extra
-    section = {**extra} if isinstance(extra, Mapping) and inner else config
-    key = f"{group}.{_EXTRA}.dtype" if inner else f"{group}.dtype"
+    section, key, extra = config, f"{group}.dtype", config.get(_EXTRA)
+    if isinstance(extra, dict) and "dtype" in extra:
+        section, key = extra, f"{group}.{_EXTRA}.dtype"
     written = section.get("dtype")
     name = AUTO
     if written is not None:
         name = section["dtype"] = engine_name(written, key, _where(), (AUTO,))
-        if inner:
-            config[_EXTRA] = section
     path = str(config.get("model"))
     engine = Engine(group, CANONICAL.get(name, AUTO), key, written is not None)
-    return resolve_auto(engine, "vllm", checkpoint_dtype(path), model_type(path))
+    return resolve_by_model(engine, "vllm", path)
 
 
 def _trainer(args: Any) -> Engine | None:

@@ -88,7 +88,7 @@ def model(job: Job, name: str, worker: Any, where: str) -> Plannable:
         counted,
         worker.world_size,
         stored,
-        alone=alone,
+        alone="" if alone == stored else alone,
         shards=shards if shards > 1 else 0,  # fsdp_size=1 means all ranks
         context=context,
         compute=compute,

@@ -14,14 +14,12 @@ from precision_shim.precision.dtypes import name_of, parse_dtype
 from .rollout import (
     AUTO,
     FEATURE,
-    SETTING,
     Engine,
-    Head,
-    checkpoint_dtype,
     model_type,
-    resolve_auto,
+    resolve_by_model,
     settle,
     settle_heads,
+    unchanged_heads,
 )
 
 GROUP = "rollout"
@@ -44,9 +42,8 @@ def engines(config: Any) -> tuple[Engine, list[Engine]] | None:
     return trainer, [other for other in others if other is not None]
 
 
-def heads() -> list[Head]:
-    """The LM head of the trainer, which the shim does not change."""
-    return [Head("actor", SETTING, refusal="the shim does not change the LM heads of ROLL")]
+heads = unchanged_heads("actor", "ROLL")
+"""Reads the LM head of the trainer."""
 
 
 def path_of(config: Any) -> str:
@@ -77,7 +74,7 @@ def _engine(config: Any, key: str, subject: str) -> Engine | None:
     if name not in _ENGINES:
         return engine
     path = str(worker.model_args.model_name_or_path)
-    return resolve_auto(engine, name, checkpoint_dtype(path), model_type(path))
+    return resolve_by_model(engine, name, path)
 
 
 @seam(

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 
-from ..ray_cluster import PATIENT
+from ..ray_cluster import QUIET
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("needs ray", allow_module_level=True)
@@ -74,9 +74,7 @@ def environment(**variables):
     inherited = {
         k: v for k, v in os.environ.items() if not k.startswith(("PRECISION_SHIM", "RAY_"))
     }
-    # Ray must neither send usage data nor write a token to the user's home.
-    quiet = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
-    return {**inherited, **quiet, **PATIENT, **variables}
+    return {**inherited, **QUIET, **variables}
 
 
 @dataclass

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from .. import documented
-from ..ray_cluster import PATIENT, older
+from ..ray_cluster import QUIET, older
 from .cpu import METHODS
 from .test_pages import YAML
 
@@ -166,7 +166,7 @@ def test_the_launcher(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_ray_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cluster was started without the variable; AReaL leaves ``ray.init`` to Ray."""
-    for name, value in {**PATIENT, "RAY_AUTH_MODE": "disabled"}.items():
+    for name, value in QUIET.items():
         monkeypatch.setenv(name, value)
     words = ("scheduler.type=ray", "actor.backend=megatron:d1", HALVE)
     with older(num_cpus=4):

@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 
 from ..documented import ROOT
-from ..ray_cluster import PATIENT
+from ..ray_cluster import QUIET
 from .cpu import OVERFLOW
 
 pytestmark = [pytest.mark.usefixtures("start_up_file"), pytest.mark.timeout(900)]
@@ -36,11 +36,9 @@ PLACE = Path(__file__).with_name("job")
 STEPS = 5
 FIRST = 32768.0
 RAY = {
-    **PATIENT,
+    **QUIET,
     "RAY_ADDRESS": "local",
     "RAY_OVERRIDE_RESOURCES": '{"GPU": 1, "CPU": 4}',
-    "RAY_AUTH_MODE": "disabled",  # otherwise Ray writes a token to the user's home
-    "RAY_USAGE_STATS_ENABLED": "0",
     "CUDA_VISIBLE_DEVICES": "0",  # Ray counts the GPUs that this variable names
 }
 

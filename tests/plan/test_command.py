@@ -15,7 +15,7 @@ from precision_shim.cli import plan as plan_command
 from precision_shim.errors import PlanError
 from precision_shim.planning import plot, shapes
 from precision_shim.planning.command import Job, Options, file_of, read_launch_line
-from precision_shim.planning.record import Plan
+from precision_shim.planning.record import Plan, Problem
 from precision_shim.planning.request import Request, Rules, make
 from precision_shim.planning.search import search
 from precision_shim.planning.text import GB, render, spans
@@ -275,6 +275,25 @@ def test_the_smallest_number_of_gpus_fits_and_half_of_it_does_not() -> None:
     for world, fits in ((32, True), (16, False)):
         made = make(job(LINE), request(asked(world), world=world), RULES)
         assert (not made.problems and made.peak() <= 24 * GB) is fits
+
+
+def test_the_framework_checks_the_written_config_alone() -> None:
+    """A search neither repeats the framework's check nor ends because of its answer."""
+    calls = []
+
+    def ask() -> tuple[list[Problem], list[str]]:
+        calls.append("asked")
+        return [Problem("flags", "", "check", "it refuses this", "Correct it.")], ["a note"]
+
+    checked = replace(request(asked()), ask=ask)
+    made = make(job(LINE), checked, RULES)
+    assert [one.code for one in made.problems] == ["flags"]
+    assert "a note" in made.notes
+    found = search(job(LINE), checked, RULES, 24 * GB)
+    assert (found.plan is not None, found.fewest) == (True, 32)
+    assert calls == ["asked"]
+    wrong = replace(checked, problems=(Problem("size", "", "tp", "it is 0", "Write 1."),))
+    assert [one.code for one in make(job(LINE), wrong, RULES).problems] == ["size"]
 
 
 def test_settings_that_are_not_legal_here_are_not_offered() -> None:

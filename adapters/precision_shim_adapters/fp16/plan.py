@@ -53,7 +53,7 @@ class ShardedModel:
         model: names and shapes of the model's weights.
         world: number of GPUs.
         dtype: canonical name of the dtype in which the parameters are stored.
-        alone: the same without the shim; empty if the shim does not change it.
+        alone: the same without the shim; empty if it is ``dtype``.
         shards: number of ranks that share a copy of a parameter; 0 to compute it from ``replicas``.
         tensor: size of tensor parallelism.
         context: number of context-parallel ranks; parameters are sharded over these ranks as well.

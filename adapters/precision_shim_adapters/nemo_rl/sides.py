@@ -30,6 +30,7 @@ from ..rollout import (
     engine_name,
     model_type,
     resolve_auto,
+    resolve_by_model,
     settle,
     settle_heads,
     with_rounded,
@@ -201,7 +202,7 @@ def rollout_dtype(policy: Mapping[str, Any]) -> str:
         return ""
     path, backend = str(policy.get("model_name") or ""), str(generation.get("backend"))
     for engine in _rollout(generation, Engine("policy", name_of(dtype), "policy.precision")):
-        return resolve_auto(engine, backend, checkpoint_dtype(path), model_type(path)).computes
+        return resolve_by_model(engine, backend, path).computes
     return ""
 
 

@@ -23,9 +23,16 @@ from .head import (
     of_trainer,
     problems_of_heads,
     settle_heads,
+    unchanged_heads,
 )
 from .meter import tell_meter
-from .model_type import OF_HEADER, checkpoint_dtype, model_type, stored_dtypes
+from .model_type import (
+    OF_HEADER,
+    checkpoint_dtype,
+    model_type,
+    resolve_by_model,
+    stored_dtypes,
+)
 from .names import engine_name, with_rounded
 from .planning import problems_of
 from .telling import FEATURE, follows, settle
@@ -56,11 +63,13 @@ __all__ = [
     "problems_of",
     "problems_of_heads",
     "resolve_auto",
+    "resolve_by_model",
     "settle",
     "settle_heads",
     "stored_dtypes",
     "tell_meter",
     "tell_of_wires",
+    "unchanged_heads",
     "wire_problems",
     "with_rounded",
 ]

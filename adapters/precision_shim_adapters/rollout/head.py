@@ -144,6 +144,17 @@ def of_trainer(subject: str, overrides: object, place: str, refusal: str = "") -
     return Head(subject, key, in_fp32)
 
 
+def unchanged_heads(subject: str, framework: str) -> Read:
+    """A function that reads the LM head of a framework's trainer, which the shim does not change.
+
+    Args:
+        subject: the trained model.
+        framework: the framework's name, for the refusal.
+    """
+    refusal = f"the shim does not change the LM heads of {framework}"
+    return lambda: [Head(subject, SETTING, refusal=refusal)]
+
+
 def names_head(*targets: str | Iterable[str] | None) -> bool:
     """Whether LoRA's target modules (names or a regular expression) include the LM head."""
     words: list[str] = []

@@ -9,7 +9,7 @@ from typing import Any
 from precision_shim.checkpoints.safetensors import read_header
 from precision_shim.errors import PlanError
 from precision_shim.planning.command import directory_of
-from precision_shim.precision.agreement import CANONICAL
+from precision_shim.precision.agreement import CANONICAL, Engine, resolve_auto
 
 OF_HEADER = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
 """Maps a dtype's name in a safetensors file to its canonical name."""
@@ -42,6 +42,17 @@ def checkpoint_dtype(path: str) -> str:
             if named is not None:
                 return CANONICAL.get(str(named).removeprefix("torch."), "")
     return ""
+
+
+def resolve_by_model(engine: Engine, backend: str, path: str) -> Engine:
+    """Resolve an engine's dtype ``"auto"`` by its model's ``config.json``; see ``resolve_auto``.
+
+    Args:
+        engine: the engine.
+        backend: ``"vllm"`` or ``"sglang"``.
+        path: see ``model_type``.
+    """
+    return resolve_auto(engine, backend, checkpoint_dtype(path), model_type(path))
 
 
 def stored_dtypes(path: str) -> frozenset[str]:

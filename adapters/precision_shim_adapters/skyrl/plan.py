@@ -60,7 +60,8 @@ def plan_job(job: Job) -> Request:
     _check_sections(config)
     world = _count(trainer.placement, "policy")
     models = tuple(_models(job, trainer, world))
-    problems, told = (wrong, []) if wrong else _sides(job, config)
+    rolls_out = not (_tunes(job) or job.target.endswith(_NO_TRAINER))
+    problems, told = (wrong, []) if wrong or not rolls_out else _sides(job, config)
     return Request(
         "skyrl",
         version_of("skyrl", ("skyrl",)),
@@ -76,14 +77,12 @@ def plan_job(job: Job) -> Request:
             ),
             *told,
         ),
-        ask=partial(_ask, job, config),
+        ask=partial(_ask, job, config) if rolls_out else None,
     )
 
 
 def _ask(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
     """Call ``validate_cfg``, which SkyRL's training program calls first."""
-    if _tunes(job) or job.target.endswith(_NO_TRAINER):
-        return [], []
 
     def check() -> Callable[[], object]:
         from skyrl.train.utils.utils import validate_cfg
@@ -97,8 +96,6 @@ def _ask(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
 
 def _sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
     """Predict the driver's report on the dtypes of policy, reference model and engines."""
-    if _tunes(job) or job.target.endswith(_NO_TRAINER):
-        return [], []
     on = job.in_force(AGREEMENT, ROLLOUT)
     directory = job.options.model or ""
     try:

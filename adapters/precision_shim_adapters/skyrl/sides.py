@@ -25,7 +25,7 @@ from ..rollout import (
     Wire,
     checkpoint_dtype,
     model_type,
-    resolve_auto,
+    resolve_by_model,
     stored_dtypes,
     with_rounded,
 )
@@ -159,7 +159,7 @@ def _rollouts(config: Any, directory: str = "") -> Iterator[Engine]:
     path = directory or str(config.trainer.policy.model.path)
     backend = str(config.generator.inference_engine.backend)
     for engine in _read_asked(config.generator.inference_engine):
-        yield resolve_auto(engine, backend, checkpoint_dtype(path), model_type(path))
+        yield resolve_by_model(engine, backend, path)
 
 
 def _read_asked(engines: Any) -> Iterator[Engine]:
@@ -312,10 +312,7 @@ def way_of_weights(engines: Any, path: str) -> tuple[str, ...]:
         path: the policy's model.
     """
     backend, sent = str(engines.backend), _canonical(named(engines.model_dtype))
-    computes = {
-        resolve_auto(engine, backend, checkpoint_dtype(path), model_type(path)).computes
-        for engine in _read_asked(engines)
-    }
+    computes = {resolve_by_model(engine, backend, path).computes for engine in _read_asked(engines)}
     if len(computes) > 1 or engines.weight_sync_backend == "delta":
         return (AUTO,)  # a delta sync sends weights in the base checkpoint's dtypes
     return (sent, *computes)

@@ -25,6 +25,7 @@ from ..rollout import (
     engine_name,
     model_type,
     resolve_auto,
+    resolve_by_model,
     with_rounded,
 )
 from . import fsdp, head
@@ -253,7 +254,7 @@ def rollout_dtype(shared: Any) -> str:
     section, path = shared.rollout, str(getattr(shared.model, "path", "") or "")
     engine = _of_rollout(section, "rollout", ROLLOUT, lambda key: True)
     backend = str(section.get("name"))
-    return resolve_auto(engine, backend, checkpoint_dtype(path), model_type(path)).computes
+    return resolve_by_model(engine, backend, path).computes
 
 
 def _of_rollout(section: Mapping[str, Any], subject: str, place: str, written: Written) -> Engine:

@@ -41,6 +41,7 @@ def search(job: Job, request: Request, rules: Rules, memory: float) -> Found:
         rules: the package versions whose rules apply.
         memory: memory of a GPU, in bytes.
     """
+    request = replace(request, ask=None)  # the check reads the written config, not a variant
     last: Request | None = None
     for variants in _candidates(job, request, rules):
         changed = replace(request, models=tuple(variant.model for variant in variants))
