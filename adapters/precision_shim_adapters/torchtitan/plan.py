@@ -100,7 +100,6 @@ def plan_job(job: Job) -> Request:
         optimizer=_optimizer(trainer.optimizer),
         decisions=scaling(job, compute, group, BECAUSE),
         offload=bool(training.enable_cpu_offload),
-        gathers=1 if parallel.fsdp_reshard_after_forward == "never" else 2,
         keys={name: prefix + key for name, key in _KEYS.items()},
     )
     return Request(

@@ -272,7 +272,6 @@ def _on_megatron(section: Section, model: Model, value: bool) -> Plannable:
             section.at.world_key,
             section.engine_key,
             engine,
-            sequence_parallel=bool(engine.get("sequence_parallel", True)),
             within="override_transformer_config",
         ),
         wishes.declared or torch.bfloat16,
