@@ -16,6 +16,7 @@ from precision_shim.planning import plot, shapes
 from precision_shim.planning.command import Job, Options, file_of, read_launch_line
 from precision_shim.planning.record import Plan
 from precision_shim.planning.request import Request, Rules, make
+from precision_shim.planning.search import render as render_search
 from precision_shim.planning.search import search
 from precision_shim.planning.text import GB, render
 from precision_shim.process.settings import resolve
@@ -108,10 +109,21 @@ def test_variables_in_front_count() -> None:
 # -- names and shapes --------------------------------------------------------------------------
 
 
+def test_transformers_builds_the_model_without_weights(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    config = {**QWEN3_30B_A3B, "num_hidden_layers": 2, "num_experts": 16}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = shapes.read_model(tmp_path)
+    assert found.parameters == mixture(config).parameters
+    assert (found.experts, found.tied) == (16, False)
+    tied = shapes.read_model(tmp_path, {"tie_word_embeddings": True})
+    assert tied.tied
+    assert tied.parameters == found.parameters - config["vocab_size"] * config["hidden_size"]
+
+
 def test_experts_that_are_no_number_are_none() -> None:
     model = shapes.Model((), {"moe_num_experts": [64, 64], "num_experts": "many"})
     assert model.experts == 0
-    assert shapes.fewest_experts({"moe_top_k": [6, 6], "n_group": None}) == 1
     with pytest.raises(PlanError, match="transformers cannot"):
         shapes.from_config({"model_type": "nothing", "moe_num_experts": [64, 64]}, "config.json")
 
@@ -196,20 +208,30 @@ def test_a_picture(tmp_path: Path, suffix: str) -> None:
 
 def test_the_search_gives_up_no_more_than_it_has_to() -> None:
     def of(memory: float) -> Any:
-        return search(job(LINE), request(asked()), RULES, memory * GB)
+        (found,) = search(job(LINE), request(asked()), RULES, memory * GB)
+        return found
 
-    assert (of(13.0).lines, of(13.0).gives_up) == ((), "")
+    assert (of(13.0).fits, of(13.0).lines, of(13.0).gives_up) == (True, (), "")
     first = of(12.0)
     assert first.lines == (
         "optim.use_precision_aware_optimizer=true",
         "optim.store_param_remainders=true",
     )
-    assert first.plan is not None
-    assert first.plan.peak() <= 12 * GB
     lower = of(9.5)
-    assert "grad_reduce_in_fp32=false" in lower.lines
-    nothing = of(3.0)
-    assert nothing.plan is None
+    assert "optim.main_grads_dtype=bf16" in lower.lines
+    written = asked().changed(
+        use_precision_aware_optimizer=True, main_grads_dtype="bf16", grad_reduce_in_fp32=False
+    )
+    assert plan_models(written).models[0].peak <= 9.5 * GB
+    assert not of(3.0).fits
+
+
+def test_each_model_is_searched_by_itself() -> None:
+    found = search(job(LINE), request(asked(), asked(trains=False)), RULES, 12.0 * GB)
+    assert [(one.fits, bool(one.lines)) for one in found] == [(True, True), (True, False)]
+    said = " ".join(" ".join(render_search(found, 12.0 * GB)).split())
+    assert "search: actor fits 12 GB with these lines optim.use_precision" in said
+    assert said.endswith("models that are on the same GPUs at the same time add up")
 
 
 def test_settings_that_are_not_legal_here_are_not_offered() -> None:
@@ -221,31 +243,6 @@ def test_settings_that_are_not_legal_here_are_not_offered() -> None:
     late = asked(asked={"adam_beta2": 0.95})
     lines = [line for one in late.variants(job(LINE), RULES) for line in one.lines]
     assert "optim.exp_avg_sq_dtype=bf16" in lines
-
-
-def test_models_on_other_gpus_are_not_added() -> None:
-    job_ = job(LINE)
-    first, second = asked(), replace(asked(32), place="others")
-    together = make(job_, request(first, replace(second, place="")), RULES)
-    apart = make(job_, request(first, second), RULES)
-    alone = [make(job_, request(one), RULES).peak() for one in (first, second)]
-    assert apart.peak() == max(alone)
-    assert together.peak() == sum(alone)
-    assert "on the same GPUs" in render(apart)
-    assert "on the same GPUs" not in render(together)
-
-
-def test_models_are_together_unless_the_framework_moves_them() -> None:
-    one = plan_models().peak()
-    both = plan_models(asked(), asked())
-    assert both.peak() == 2 * one
-    everything = ("params", "frozen", "master", "exp_avg", "exp_avg_sq")
-    away = replace(asked(), parked={"offload": everything})
-    apart = plan_models(asked(), away)
-    assert apart.models[1].stays == {"before": 0, "after": 0}
-    assert apart.peak() == 2 * one  # the other model's step, while this model stays in memory
-    assert plan_models(away, away).peak() == one
-    assert "all models" in render(both, 20.0)
 
 
 # -- the command -------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from precision_shim.planning.record import (
     Part,
     Problem,
     Stage,
-    staying,
     unknown_keys,
 )
 from precision_shim.planning.request import Rules, Variant
@@ -171,7 +170,6 @@ def plan_sharded(asked: ShardedModel) -> tuple[ModelPlan | None, list[Problem]]:
         return None, list(asked.illegal)
     whole = part("model", _share(asked), _precision(asked), asked.optimizer)
     stages = (Stage(0, (_on_host(whole) if asked.offload else whole,)),)
-    moved = [name for components in asked.parked.values() for name in components]
     shards = _shards(asked)
     return (
         ModelPlan(
@@ -187,8 +185,6 @@ def plan_sharded(asked: ShardedModel) -> tuple[ModelPlan | None, list[Problem]]:
             stages,
             asked.notes,
             asked.model.source,
-            dict.fromkeys(("before", "after"), staying(stages, moved)),
-            asked.place,
             asked.compute,
             asked.reduce if asked.optimizer else "",
         ),

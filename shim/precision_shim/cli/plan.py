@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -209,18 +209,17 @@ def _show(asked: argparse.Namespace, job: Job, request: Request, rules: Rules) -
 
     plan = make(job, request, rules)
     memory = (asked.gpu_memory or 0) * text.GB
-    found = search(job, request, rules, memory) if asked.search else None
+    found = search(job, request, rules, memory) if asked.search else []
     if asked.plot:
         plot.draw(plan, Path(asked.plot), asked.gpu_memory)
     if asked.json:
         values = plan.to_dict()
-        if found is not None:
-            fits = found.plan is not None
-            values["search"] = {"fits": fits, "gives_up": found.gives_up, "lines": found.lines}
+        if asked.search:
+            values["search"] = [asdict(one) for one in found]
         write(json.dumps(values, indent=1))
     else:
         blocks = [text.render(plan, asked.gpu_memory)]
-        if found is not None:
-            blocks.append(render(found, memory, request))
+        if asked.search:
+            blocks.append("\n".join(render(found, memory)))
         show("\n\n".join(blocks))
     return 1 if plan.problems else 0

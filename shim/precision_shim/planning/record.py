@@ -6,7 +6,7 @@ compared with the audits of all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -82,27 +82,6 @@ class Stage:
         every, host = sum(size.bytes for size in held), sum(size.host for size in held)
         top = sum(size.bytes for part in self.parts for size in part.at_step.values())
         return {"bytes": every, "host": host, "gpu": every - host, "peak": every - host + top}
-
-
-def staying(stages: Sequence[Stage], moved: Iterable[str]) -> int:
-    """Return the largest number of bytes on a GPU while some components are on the host.
-
-    Args:
-        stages: the pipeline stages.
-        moved: the components on the host; if ``"params"`` is moved, the gradients are released.
-    """
-    gone = set(moved)
-    if "params" in gone:
-        gone |= {"grad_buckets", "grad_copies"}
-    return max(
-        sum(
-            held.bytes - held.host
-            for part in stage.parts
-            for name, held in part.components.items()
-            if name not in gone
-        )
-        for stage in stages
-    )
 
 
 @dataclass(frozen=True)
@@ -205,9 +184,6 @@ class ModelPlan:
         after: the pipeline stages with the shim.
         notes: remarks on legal settings.
         source: the file or directory from which names and shapes were read.
-        stays: for ``before`` and ``after``, the bytes that the model keeps on a GPU while another
-            model of the job runs.
-        place: models with the same ``place`` share their GPUs.
         computes: dtype of the parameters while a layer computes.
         reduces: dtype in which gradients are reduced; empty for Megatron, and without an optimizer.
     """
@@ -220,8 +196,6 @@ class ModelPlan:
     after: tuple[Stage, ...]
     notes: tuple[str, ...] = ()
     source: str = ""
-    stays: Mapping[str, int] = field(default_factory=dict)
-    place: str = ""
     computes: str = ""
     reduces: str = ""
 
@@ -229,6 +203,11 @@ class ModelPlan:
     def fullest(self) -> int:
         """Number of the pipeline stage whose GPUs need the most memory with the shim."""
         return max(self.after, key=lambda stage: stage.totals["peak"]).stage
+
+    @property
+    def peak(self) -> int:
+        """The largest number of bytes on a GPU with the shim, while the optimizer steps."""
+        return self.after[self.fullest].totals["peak"]
 
 
 @dataclass(frozen=True)
@@ -264,14 +243,3 @@ class Plan:
                 for shown, stage in zip(model[side], stages, strict=True):
                     shown["totals"] = stage.totals
         return told
-
-    def peak(self, side: str = "after") -> int:
-        """Return the largest number of bytes on a GPU while a model of the job takes a step."""
-        most = 0
-        for model in self.models:
-            top = max(stage.totals["peak"] for stage in getattr(model, side))
-            others = (
-                other for other in self.models if other is not model and other.place == model.place
-            )
-            most = max(most, top + sum(other.stays.get(side, 0) for other in others))
-        return most

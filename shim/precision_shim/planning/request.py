@@ -42,10 +42,6 @@ class Plannable(Protocol):
     def subject(self) -> str:
         """Name of the model, such as ``"actor"``."""
 
-    @property
-    def place(self) -> str:
-        """Models with the same ``place`` share their GPUs."""
-
     def plan(self, job: Job, rules: Rules) -> tuple[ModelPlan | None, list[Problem]]:
         """Plan the model; the plan is ``None`` if a problem makes counting impossible."""
 

@@ -1,33 +1,34 @@
-"""Find precision settings with which a job fits in memory."""
+"""Find for each model of a job the precision settings with which it fits in memory."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from itertools import product
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from .command import Job
-from .record import Plan
-from .request import Request, Rules, Variant, make
+from .request import Plannable, Request, Rules, Variant
 from .text import GB, fold
 
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search.
+    """The result of a search for one model.
 
     Attributes:
-        gives_up: text on the loss of precision; empty if the job fits with its own settings.
+        subject: name of the model.
+        fits: whether legal settings were found with which the model fits.
+        gives_up: text on the loss of precision; empty if the model fits with its own settings.
         lines: the settings, as lines to paste.
-        plan: the plan with the found settings; ``None`` if no legal settings make the job fit.
     """
 
+    subject: str
+    fits: bool
     gives_up: str = ""
     lines: tuple[str, ...] = ()
-    plan: Plan | None = None
 
 
-def search(job: Job, request: Request, rules: Rules, memory: float) -> Found:
-    """Try settings in the order of their loss of precision, until the job fits in memory.
+def search(job: Job, request: Request, rules: Rules, memory: float) -> list[Found]:
+    """Try settings in the order of their loss of precision, until each model fits in memory.
 
     Args:
         job: the launch command.
@@ -35,38 +36,36 @@ def search(job: Job, request: Request, rules: Rules, memory: float) -> Found:
         rules: the package versions whose rules apply.
         memory: memory of a GPU, in bytes.
     """
-    choices = [[Variant("", (), model), *model.variants(job, rules)] for model in request.models]
-    ranks = product(*(range(len(choice)) for choice in choices))
-    for numbers in sorted(ranks, key=lambda ranked: (max(ranked, default=0), sum(ranked))):
-        chosen = [options[number] for options, number in zip(choices, numbers, strict=True)]
-        changed = replace(request, models=tuple(variant.model for variant in chosen))
-        plan = make(job, changed, rules)
-        if not plan.problems and plan.peak() <= memory:
-            lines = dict.fromkeys(line for variant in chosen for line in variant.lines)
-            losses = dict.fromkeys(variant.gives_up for variant in chosen if variant.gives_up)
-            return Found("; ".join(losses), tuple(lines), plan)
-    return Found()
+
+    def fits(model: Plannable) -> bool:
+        plan, problems = model.plan(job, rules)
+        return plan is not None and not problems and plan.peak <= memory
+
+    found = []
+    for model in request.models:
+        choices = [Variant("", (), model), *model.variants(job, rules)]
+        chosen = next((choice for choice in choices if fits(choice.model)), None)
+        settings = () if chosen is None else (chosen.gives_up, chosen.lines)
+        found.append(Found(model.subject, chosen is not None, *settings))
+    return found
 
 
-def render(searched: Found, memory: float, request: Request) -> str:
-    """Return the result of a search as text.
+def render(searched: list[Found], memory: float) -> Iterator[str]:
+    """Yield the lines of a search's result.
 
     Args:
-        searched: the result.
+        searched: the result for each model.
         memory: memory of a GPU, in bytes.
-        request: the job's models.
     """
     gigabytes = memory / GB
-    if searched.plan is None:
-        return (
-            f"search: no precision settings that are legal here fit {request.world_size} GPUs of "
-            f"{gigabytes:g} GB"
-        )
-    if not searched.lines:
-        return f"search: it fits {gigabytes:g} GB as it is"
-    lines = [
-        f"search: it fits {gigabytes:g} GB with these lines",
-        *(f"    {line}" for line in searched.lines),
-        *fold(f"which give up {searched.gives_up}"),
-    ]
-    return "\n".join(lines)
+    for found in searched:
+        if not found.fits:
+            yield f"search: {found.subject}: no legal precision settings fit {gigabytes:g} GB"
+        elif not found.lines:
+            yield f"search: {found.subject} fits {gigabytes:g} GB as it is"
+        else:
+            yield f"search: {found.subject} fits {gigabytes:g} GB with these lines"
+            yield from (f"    {line}" for line in found.lines)
+            yield from fold(f"which give up {found.gives_up}")
+    if len(searched) > 1:
+        yield from fold("note: models that are on the same GPUs at the same time add up")

@@ -10,7 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,9 @@ from typing import Any
 from ..errors import PlanError
 from .values import said
 
-EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+_EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 """Keys under which a Hugging Face config may have the number of routed experts."""
 
-_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k_experts")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _ROUTER = re.compile(r"\.(gate|router|router\.layer|gate\.wg|router\.classifier)\.(weight|bias)$")
 
@@ -74,7 +73,7 @@ class Model:
     @property
     def experts(self) -> int:
         """Number of routed experts of a layer; 0 for a dense model."""
-        return self.number(*EXPERT_COUNTS)
+        return self.number(*_EXPERT_COUNTS)
 
 
 def read_model(directory: Path, overrides: Mapping[str, Any] | None = None) -> Model:
@@ -107,25 +106,18 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return dict(config)
 
 
-def fewest_experts(config: Mapping[str, Any]) -> int:
-    """Return the smallest number of experts with which a model of this config can be built.
-
-    A router needs at least as many experts as it selects for a token. A grouped router needs at
-    least two experts in each group.
-    """
-    top = max((_whole(config.get(key)) for key in _PER_TOKEN), default=0) or 1
-    groups = _whole(config.get("n_group")) or 1
-    each = max(-(-top // groups), 2 if groups > 1 else 1)
-    return groups * each
-
-
 def _whole(value: object) -> int:
     """Return a config's value if it is a whole number; 0 for other values, such as a list."""
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
+def is_router(name: str) -> bool:
+    """Whether a parameter belongs to a router, by its name."""
+    return bool(_ROUTER.search(name))
+
+
 def from_config(config: Mapping[str, Any], where: str) -> Model:
-    """Build a model with few experts on torch's meta device, and scale the counts to all experts.
+    """Build a model on torch's meta device.
 
     Args:
         config: the Hugging Face config.
@@ -134,50 +126,13 @@ def from_config(config: Mapping[str, Any], where: str) -> Model:
     Raises:
         PlanError: transformers cannot build the model.
     """
-    text = text_config(config)
-    experts = max((_whole(text.get(key)) for key in EXPERT_COUNTS), default=0)
-    few = min(fewest_experts(text), experts)
-    weights, tied = _build_on_meta(
-        _with_experts(config, few) if few < experts else dict(config), where
-    )
-    if few < experts:
-        weights = [_repeat(weight, few, experts) for weight in weights]
-    return Model(tuple(weights), text, f"{where}, built on the meta device", tied)
-
-
-def _with_experts(config: Mapping[str, Any], few: int) -> dict[str, Any]:
-    changed = dict(config)
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            changed[key] = _with_experts(value, few)
-        elif key in EXPERT_COUNTS and _whole(value):
-            changed[key] = few
-    return changed
-
-
-def _repeat(weight: Weight, few: int, experts: int) -> Weight:
-    """Scale a parameter's shape or count in a model of ``few`` experts up to ``experts``."""
-    if ".experts.*." in weight.name:
-        return replace(weight, repeated=weight.repeated * experts // few)
-    if weight.shape[:1] == (few,) and (".experts." in weight.name or is_router(weight.name)):
-        return replace(weight, shape=(experts, *weight.shape[1:]))
-    return weight
-
-
-def is_router(name: str) -> bool:
-    """Whether a parameter belongs to a router, by its name."""
-    return bool(_ROUTER.search(name))
-
-
-def _build_on_meta(config: dict[str, Any], where: str) -> tuple[list[Weight], bool]:
-    """Return the parameters of a model on the meta device, and whether its output layer is tied."""
-    kind = str(config.pop("model_type", ""))
-    config.pop("quantization_config", None)
+    written = {key: value for key, value in config.items() if key != "quantization_config"}
+    kind = str(written.pop("model_type", ""))
     try:
         import torch
         from transformers import AutoConfig
 
-        made = AutoConfig.for_model(kind, **config)
+        made = AutoConfig.for_model(kind, **written)
         with torch.device("meta"):
             model = _class_of(made).from_config(made)
     except Exception as error:  # transformers is missing, or its code for a model fails
@@ -189,9 +144,10 @@ def _build_on_meta(config: dict[str, Any], where: str) -> tuple[list[Weight], bo
         (_EXPERT.sub(".experts.*.", name), tuple(parameter.shape))
         for name, parameter in model.named_parameters()
     )
+    weights = tuple(Weight(name, shape, number) for (name, shape), number in counted.items())
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     tied = output is not None and output.weight is embedding.weight
-    return [Weight(name, shape, number) for (name, shape), number in counted.items()], tied
+    return Model(weights, text_config(config), f"{where}, built on the meta device", tied)
 
 
 def _class_of(config: Any) -> Any:

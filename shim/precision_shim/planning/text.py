@@ -28,8 +28,6 @@ def render(plan: Plan, memory: float | None = None) -> str:
     verdict = f"{count} problem{'s' if count > 1 else ''}" if count else "legal"
     blocks = [[f"plan of {', '.join(words)}: {verdict}"]]
     blocks += [_model(model, memory) for model in plan.models]
-    if len(plan.models) > 1:
-        blocks.append(_together(plan, memory))
     if plan.problems:
         lines = ["illegal"]
         for problem in plan.problems:
@@ -39,19 +37,6 @@ def render(plan: Plan, memory: float | None = None) -> str:
     if plan.notes:
         blocks.append([line for note in plan.notes for line in fold(f"note: {note}")])
     return "\n\n".join("\n".join(block) for block in blocks)
-
-
-def _together(plan: Plan, memory: float | None) -> list[str]:
-    before, after = plan.peak("before"), plan.peak("after")
-    apart = len({model.place for model in plan.models}) > 1
-    where = " on the same GPUs" if apart else ""
-    lines = fold(
-        f"at most at a time, one model at its step and of the others{where} what stays: without "
-        f"{gigabytes(before)}, with {gigabytes(after)} GB"
-    )
-    if memory is not None:
-        lines += fold(f"left of {memory:g}: {_left(memory, before)}, {_left(memory, after)}")
-    return ["all models", *lines]
 
 
 def _left(memory: float, used: int) -> str:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from precision_shim.planning.shapes import Model, Weight, is_router
+from precision_shim.planning.shapes import Model, Weight
 
 from .sizes import Sizes
 
@@ -254,16 +254,3 @@ def _stage_outside(name: str, last: int) -> int:
     if _OTHER_MODEL.search(name):
         return 0
     return last if _word(name) in (*_LAST, "lm_head", "embed_out") else 0
-
-
-def unknown(model: Model) -> list[str]:
-    """List the text model's matrices that ``count`` does not split because no rule names them."""
-    names = []
-    for weight in model.weights:
-        word = _word(weight.name)
-        known = word in (*_COLUMN, *_ROW, *_VOCABULARY) or is_router(weight.name)
-        whole = "norm" in word or re.search(r"(_a_proj|with_mqa|shared_expert_gate|^gate$)$", word)
-        ours = not _OTHER_MODEL.search(weight.name) and not is_expert(weight.name)
-        if ours and len(weight.shape) > 1 and not known and not whole:
-            names.append(_LAYER.sub(".layers.N.", weight.name))
-    return sorted(set(names))

@@ -18,14 +18,7 @@ from precision_shim.adapting import Settings, look
 from precision_shim.errors import DtypeError, PlanError, SettingsError
 from precision_shim.planning.command import Job
 from precision_shim.planning.counting import Precision, Share, part
-from precision_shim.planning.record import (
-    Decided,
-    ModelPlan,
-    Problem,
-    Stage,
-    staying,
-    unknown_keys,
-)
+from precision_shim.planning.record import Decided, ModelPlan, Problem, Stage, unknown_keys
 from precision_shim.planning.request import Rules, Variant
 from precision_shim.planning.shapes import Model
 from precision_shim.precision.dtypes import name_of
@@ -230,7 +223,6 @@ def plan_model(
         asked.model, asked.sizes, frozen=asked.frozen, value_head=asked.value_head
     )
     before, after = (_stages(asked, side, counts, support) for side in sides)
-    moved = [name for components in asked.parked.values() for name in components]
     return (
         ModelPlan(
             asked.subject,
@@ -241,8 +233,6 @@ def plan_model(
             after,
             (*asked.notes, *_notes(asked, sides[1])),
             asked.model.source,
-            {"before": staying(before, moved), "after": staying(after, moved)},
-            asked.place,
             name_of(asked.dtype),
         ),
         problems,
@@ -521,9 +511,6 @@ def _notes(asked: MegatronModel, side: Side) -> Iterator[str]:
             f"not counted: {further} of the layers that predict further tokens, which the "
             "framework may build in the last stage"
         )
-    lacking = layout.unknown(asked.model)
-    if lacking and asked.sizes.tensor > 1:
-        yield f"counted whole on each GPU, not known how they split: {', '.join(lacking)}"
 
 
 def _of_another_model(asked: MegatronModel, side: Side) -> Iterator[str]:
