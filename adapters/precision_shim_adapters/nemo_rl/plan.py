@@ -314,7 +314,6 @@ def _on_megatron(
             "cluster.gpus_per_node x cluster.num_nodes",
             where,
             cfg,
-            sequence_parallel=bool(cfg.get("sequence_parallel")),
         ),
         wishes.declared or torch.bfloat16,
         bucket_in_fp32=bool(ddp.get("grad_reduce_in_fp32", False)),

@@ -244,7 +244,6 @@ def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) ->
             f"trainer.placement.{role}_num_gpus_per_node",
             where,
             vars(config),
-            sequence_parallel=True,  # SkyRL couples sequence parallelism to tensor parallelism
             within="transformer_config_kwargs",
             within_names=("virtual", *UNEVEN),
         ),

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from precision_shim.adapting import versioned
 from precision_shim.errors import PlanError
-from precision_shim.planning.command import Job, syntax_of
+from precision_shim.planning.command import Job
 from precision_shim.planning.values import said
 
 from ..resolving import plain
@@ -161,7 +161,8 @@ def named_config(job: Job) -> Asked:
 def _read_decorator(source: Path | None) -> tuple[str, str]:
     """The ``config_path`` and the ``config_name`` of an entry point; by default those of verl."""
     words = {"config_path": "config", "config_name": "ppo_trainer"}
-    for node in syntax_of(source):
+    tree = ast.parse("" if source is None else source.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "hydra.main":
             for keyword in node.keywords:
                 if keyword.arg in words and isinstance(keyword.value, ast.Constant):

@@ -201,7 +201,6 @@ def _on_megatron(
             *gpus,
             section.engine_key,
             engine,
-            sequence_parallel=bool(engine.get("sequence_parallel", True)),
             within="override_transformer_config",
         ),
         wishes.declared or torch.bfloat16,

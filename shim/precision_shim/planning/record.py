@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..errors import DtypeError
+from ..errors import PrecisionShimError
 from ..process.names import meant
 
 COMPONENTS = ("params", "frozen", "grad_buckets", "grad_copies", "master", "exp_avg", "exp_avg_sq")
@@ -29,8 +29,6 @@ class Held:
         bytes: mean size over the data-parallel group's ranks; includes bytes in the host's memory.
         group_bytes: the exact sum of the sizes over the data-parallel group.
         host: the number of ``bytes`` that are in the host's memory.
-        bytes_per_parameter: bytes per parameter of the model, or per owned parameter if the
-            states are sharded.
         sharded: whether the tensors are sharded over the group.
     """
 
@@ -38,7 +36,6 @@ class Held:
     bytes: int = 0
     group_bytes: int = 0
     host: int = 0
-    bytes_per_parameter: float = 0.0
     sharded: bool = False
 
 
@@ -54,8 +51,7 @@ class Part:
         parameters: number of trainable parameters of a rank's model.
         owned: mean number of parameters whose states a rank stores.
         components: the sizes of the components, by the names in ``COMPONENTS``.
-        at_step: the sizes of tensors that exist only while the optimizer steps (``grad_copies``
-            and ``unpacked`` moments).
+        at_step: the sizes of tensors that exist only while the optimizer steps (``grad_copies``).
     """
 
     name: str
@@ -123,7 +119,7 @@ class Problem:
     """An illegal value in the job's config.
 
     Attributes:
-        code: kind of problem, such as ``"heads"``; docs/plan.md lists all codes.
+        code: kind of problem, such as ``"dtype"``; docs/plan.md lists all codes.
         subject: name of the model with the problem; empty for the whole job.
         key: the config key.
         message: the value in the config, and the allowed values.
@@ -137,10 +133,10 @@ class Problem:
     remedy: str
 
     @classmethod
-    def of(cls, error: DtypeError, subject: str, key: str) -> Problem:
-        """Make a ``Problem`` of an error about a dtype; the error's last sentence is the remedy."""
+    def of(cls, error: PrecisionShimError, subject: str, key: str, code: str = "dtype") -> Problem:
+        """Make a ``Problem`` of a worker's error; the error's last sentence is the remedy."""
         message, _, remedy = str(error).rpartition(". ")
-        return cls("dtype", subject, key, message or remedy, remedy if message else "")
+        return cls(code, subject, key, message or remedy, remedy if message else "")
 
 
 def too_small(subject: str, key: str, value: int, more: str = "") -> Problem:
@@ -205,8 +201,6 @@ class ModelPlan:
         parameters: number of parameters of the whole model.
         layout: how the model is distributed over the GPUs.
         decisions: the shim's choices.
-        traffic: for ``before`` and ``after``, the bytes that a GPU sends in a step for
-            ``reduce_scatter`` and ``all_gather``.
         before: the pipeline stages without the shim.
         after: the pipeline stages with the shim.
         notes: remarks on legal settings.
@@ -222,7 +216,6 @@ class ModelPlan:
     parameters: int
     layout: Mapping[str, Any]
     decisions: tuple[Decided, ...]
-    traffic: Mapping[str, Mapping[str, int]]
     before: tuple[Stage, ...]
     after: tuple[Stage, ...]
     notes: tuple[str, ...] = ()
@@ -231,6 +224,11 @@ class ModelPlan:
     place: str = ""
     computes: str = ""
     reduces: str = ""
+
+    @property
+    def fullest(self) -> int:
+        """Number of the pipeline stage whose GPUs need the most memory with the shim."""
+        return max(self.after, key=lambda stage: stage.totals["peak"]).stage
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -28,13 +28,11 @@ class Variant:
         gives_up: text on the loss of precision with these settings.
         lines: the settings as lines to paste (config keys or environment variables).
         model: the model with the variant's settings.
-        of_all: whether the lines change all models of the job.
     """
 
     gives_up: str
     lines: tuple[str, ...]
     model: Plannable
-    of_all: bool = False
 
 
 class Plannable(Protocol):
@@ -53,9 +51,6 @@ class Plannable(Protocol):
 
     def variants(self, job: Job, rules: Rules) -> Sequence[Variant]:
         """Return variants that need less memory, in the order of their loss of precision."""
-
-    def on(self, world: int) -> Plannable:
-        """Return a copy of this model with ``world`` as the job's number of GPUs."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +74,6 @@ class Illegal:
     def variants(self, job: Job, rules: Rules) -> Sequence[Variant]:
         """See ``Plannable``."""
         return ()
-
-    def on(self, world: int) -> Illegal:
-        """See ``Plannable``."""
-        return self
 
 
 @dataclass(frozen=True)
@@ -126,39 +117,26 @@ def make(job: Job, request: Request, rules: Rules) -> Plan:
     told: list[str] = []
     if not problems and request.ask is not None:
         problems, told = request.ask()
+    notes = [*request.notes, *told, NOT_COUNTED]
+    if request.megatron and rules.transformer_engine is None:
+        notes.insert(
+            -1,
+            "TransformerEngine is not installed here: the newest known rules hold; "
+            "--transformer-engine names another version",
+        )
+    if job.off:
+        notes.insert(
+            0,
+            f"PRECISION_SHIM={job.off} is set, so the shim does nothing in this job: both sides "
+            f"show what {job.framework} does alone. Unset it to see what the shim would do",
+        )
     return Plan(
         request.framework,
         request.version,
         rules.transformer_engine if request.megatron else None,
         rules.megatron_core if request.megatron else None,
         request.world_size,
-        tuple(_unique(problems)),
+        tuple(dict.fromkeys(problems)),
         tuple(models),
-        (*_tell_off(job), *request.notes, *told, *_list_assumptions(request, rules), NOT_COUNTED),
+        tuple(notes),
     )
-
-
-def _tell_off(job: Job) -> list[str]:
-    """Return a note if ``PRECISION_SHIM`` switches the shim off; otherwise an empty list."""
-    if not job.off:
-        return []
-    return [
-        f"PRECISION_SHIM={job.off} is set, so the shim does nothing in this job: both sides show "
-        f"what {job.framework} does alone. Unset it to see what the shim would do"
-    ]
-
-
-def _list_assumptions(request: Request, rules: Rules) -> list[str]:
-    if not request.megatron or rules.transformer_engine is not None:
-        return []
-    return [
-        "TransformerEngine is not installed here: the newest known rules hold; "
-        "--transformer-engine names another version"
-    ]
-
-
-def _unique(problems: Iterable[Problem]) -> list[Problem]:
-    unique: dict[tuple[str, str, str], Problem] = {}
-    for problem in problems:
-        unique.setdefault((problem.code, problem.key, problem.message), problem)
-    return list(unique.values())
