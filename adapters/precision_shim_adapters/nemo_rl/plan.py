@@ -19,7 +19,7 @@ from precision_shim.adapting import look, version_of
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.planning.command import Job
 from precision_shim.planning.record import STATES, WEIGHTS, Decided, Problem
-from precision_shim.planning.request import Illegal, Plannable, Request
+from precision_shim.planning.request import Plannable, Request, legal
 from precision_shim.planning.shapes import is_router
 from precision_shim.planning.values import mapping, no_adapters, number_of, said
 from precision_shim.precision.dtypes import name_of
@@ -220,13 +220,11 @@ def _models(job: Job, config: Mapping[str, Any], world: int) -> Iterator[Plannab
         named[f"teacher_{place}"] = f"teachers.{place}", section
     for subject, (key, section) in named.items():
         if subject == "policy" or section.get("model_name"):
-            yield _model(job, section, key, subject, world)
+            yield legal(subject, partial(_model, job, section, key, subject, world))
 
 
 def _model(job: Job, section: Mapping[str, Any], key: str, subject: str, world: int) -> Plannable:
-    wrong = _names(section, key, subject)
-    if wrong:
-        return Illegal(subject, tuple(wrong))
+    _check_names(section, key)
     if _of(section, f"{key}.megatron_cfg").get("enabled"):
         return _on_megatron(job, section, key, subject, world)
     if not _of(section, f"{key}.dtensor_cfg").get("enabled"):
@@ -237,24 +235,23 @@ def _model(job: Job, section: Mapping[str, Any], key: str, subject: str, world: 
     return _on_dtensor(job, section, key, subject, world)
 
 
-def _names(section: Mapping[str, Any], key: str, subject: str) -> list[Problem]:
-    """List the dtype keys of a model whose values are not NeMo-RL's dtype names."""
+def _check_names(section: Mapping[str, Any], key: str) -> None:
+    """Check the dtype keys of a model.
+
+    Raises:
+        DtypeError: a value is none of NeMo-RL's dtype names.
+    """
     megatron_cfg = _of(section, f"{key}.megatron_cfg")
     written = {"precision": section.get("precision")}
     if megatron_cfg.get("enabled") and "pipeline_dtype" in megatron_cfg:
         written["megatron_cfg.pipeline_dtype"] = megatron_cfg["pipeline_dtype"]
-    return [
-        Problem(
-            "dtype",
-            subject,
-            f"{key}.{field}",
-            f"{_where()}: {key}.{field}={value!r} names no dtype that NeMo-RL takes; allowed: "
-            f"{', '.join(DTYPES)}, spelled so",
-            f"Correct {key}.{field}.",
-        )
-        for field, value in written.items()
-        if not isinstance(value, str) or value not in DTYPES
-    ]
+    for field, value in written.items():
+        if not isinstance(value, str) or value not in DTYPES:
+            raise DtypeError(
+                f"{_where()}: {key}.{field}={value!r} names no dtype that NeMo-RL takes; allowed: "
+                f"{', '.join(DTYPES)}, spelled so. Correct {key}.{field}.",
+                key=f"{key}.{field}",
+            )
 
 
 def _flags(section: Mapping[str, Any], key: str, subject: str) -> Iterator[Problem]:

@@ -17,7 +17,7 @@ from precision_shim.adapting import version_of
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.planning.command import Job, find_imported
 from precision_shim.planning.record import STATES, WEIGHTS, Decided, Problem
-from precision_shim.planning.request import Illegal, Plannable, Request
+from precision_shim.planning.request import Plannable, Request, legal
 from precision_shim.planning.shapes import Model, is_router
 from precision_shim.planning.values import no_adapters, no_section, number, said
 from precision_shim.precision.dtypes import name_of
@@ -192,10 +192,9 @@ def _models(job: Job, trainer: Any, world: int) -> Iterator[Plannable]:
         model = job.model(path)
         shares = role == "policy" or trainer.placement.colocate_all
         gpus = world if shares else _count(trainer.placement, role)
-        if strategy == "megatron" and role != "critic":
-            yield _on_megatron(job, trainer, role, model, gpus)
-        else:
-            yield _on_fsdp(job, trainer, role, model, gpus)
+        read = _on_megatron if strategy == "megatron" and role != "critic" else _on_fsdp
+        place = _place(trainer, role)
+        yield legal(role, partial(read, job, trainer, role, model, gpus), place)
 
 
 def _roles(trainer: Any) -> list[str]:
@@ -215,7 +214,7 @@ def _count(place: Any, role: str) -> int:
     return counts[0] * counts[1]
 
 
-def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) -> MegatronModel:
+def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) -> Plannable:
     section = getattr(trainer, role)
     config = section.megatron_config
     heads = getattr(config, "mtp_num_layers", None)
@@ -315,10 +314,7 @@ def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Pla
     key = f"trainer.{role}"
     shards = number(config.fsdp_size, f"{key}.fsdp_config.fsdp_size", _where())
     sequence = getattr(section, "sequence_parallel_size", 1)
-    try:
-        mixed = fsdp.mixed_dtypes(config, f"trainer.{role}.fsdp_config")
-    except DtypeError as error:
-        return Illegal(role, (Problem.of(error, role, error.key),), _place(trainer, role))
+    mixed = fsdp.mixed_dtypes(config, f"trainer.{role}.fsdp_config")
     trains = role != "ref" and not getattr(section, "inference_only_init", False)
     compute = name_of(mixed["param_dtype"])
     scaled = scaling(job, compute, fsdp.GROUP, fsdp.scaled_because(role)) if trains else ()

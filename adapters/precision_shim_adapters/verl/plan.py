@@ -16,7 +16,7 @@ from precision_shim.adapting import look, version_of, versioned
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.planning.command import Job
 from precision_shim.planning.record import STATES, WEIGHTS, Decided, Problem
-from precision_shim.planning.request import Illegal, Plannable, Request
+from precision_shim.planning.request import Plannable, Request, legal
 from precision_shim.planning.shapes import Model
 from precision_shim.planning.values import mapping, no_adapters, number_of
 from precision_shim.precision.dtypes import name_of, parse_dtype
@@ -62,7 +62,7 @@ def plan_job(job: Job) -> Request:
             f"{_where()}, {job.target}: its config trains no model: expected actor_rollout_ref, or "
             "model, engine and optim. Plan the job that trains."
         )
-    models = tuple(_model(job, one, gpus) for one in found)
+    models = tuple(legal(one.subject, partial(_model, job, one, gpus)) for one in found)
     return Request(
         "verl",
         version_of("verl", ("verl",)),
@@ -168,32 +168,27 @@ def _model(job: Job, section: Section, gpus: tuple[int, str]) -> Plannable:
         if key not in ("moe_config", "attn_implementation", "model_config")
     }
     shapes = job.model(path, {k: v for k, v in overrides.items() if v is not None})
-    illegal = list(sections.unknown(section, dispatches=job.in_force(DISPATCH, GROUP)))
+    illegal = tuple(sections.unknown(section, dispatches=job.in_force(DISPATCH, GROUP)))
     if section.strategy == "megatron":
         return _on_megatron(section, shapes, gpus, illegal)
     return _sharded(job, section, shapes, gpus, illegal)
 
 
 def _on_megatron(
-    section: Section, model: Model, gpus: tuple[int, str], illegal: list[Problem]
+    section: Section, model: Model, gpus: tuple[int, str], illegal: tuple[Problem, ...]
 ) -> Plannable:
     engine, optim, subject = section.engine, section.optim, section.subject
     bucket_key = f"{section.engine_key}.override_ddp_config"
     inner(engine, f"{section.engine_key}.override_transformer_config")
     inner(optim, f"{section.optim_key}.override_optimizer_config")
-    illegal = [*illegal, *sections.of_megatron(section)]
-    try:
-        wishes = megatron.of_configs(
-            engine,
-            optim,
-            subject=subject,
-            declared=parse_dtype(str(engine.get("dtype") or "bfloat16")),
-            trains=section.trains,
-        )
-    except DtypeError as error:  # ``of_megatron`` may have reported the dtype
-        known = any(problem.code == "dtype" for problem in illegal)
-        illegal += [] if known else [Problem.of(error, subject, error.key)]
-        return Illegal(subject, tuple(illegal))
+    sections.check_megatron(section)
+    wishes = megatron.of_configs(
+        engine,
+        optim,
+        subject=subject,
+        declared=parse_dtype(str(engine.get("dtype") or "bfloat16")),
+        trains=section.trains,
+    )
     return MegatronModel(
         wishes,
         model,
@@ -211,7 +206,7 @@ def _on_megatron(
         bucket_keys=tuple(map(str, inner(engine, bucket_key))),
         prefix="++",  # Hydra's prefix that adds or overrides a key
         parked=_find_parked(section),
-        illegal=tuple(illegal),
+        illegal=illegal,
     )
 
 
@@ -245,13 +240,10 @@ def _find_parked(section: Section) -> dict[str, tuple[str, ...]]:
 
 
 def _sharded(
-    job: Job, section: Section, model: Model, gpus: tuple[int, str], illegal: list[Problem]
+    job: Job, section: Section, model: Model, gpus: tuple[int, str], illegal: tuple[Problem, ...]
 ) -> Plannable:
     engine, subject, trains = section.engine, section.subject, section.trains
-    try:
-        read = sections.read_sharded(section)
-    except DtypeError as error:
-        return Illegal(subject, (*illegal, Problem.of(error, subject, error.key)))
+    read = sections.read_sharded(section)
     # verl always keeps a forward-only model in the host's memory, even without ``param_offload``.
     forward_only = engine.get("forward_only", True) or engine.get("param_offload")
     on_host = engine.get("offload_policy") if trains else forward_only
@@ -268,7 +260,7 @@ def _sharded(
             notes += fsdp.find_ignored(engine, read.compute)
         notes += [read.note] if read.note else []
     if scaled and read.stored is torch.float16:
-        illegal = [*illegal, *sections.of_fp16_moments(section, name)]
+        sections.check_moments(section, name)
     keys = {size: f"{section.engine_key}.{key}" for size, key in read.sizes.items()}
     sizes: dict[str, Any] = {
         size: _number(engine, key, -1 if size == "shards" else 1) for size, key in keys.items()
@@ -289,6 +281,6 @@ def _sharded(
         value_head=subject == "critic",
         keys={"world": gpus[1], "optimizer": f"{section.optim_key}.optimizer", **keys},
         parked={} if on_host else _find_parked(section),
-        illegal=tuple(illegal),
+        illegal=illegal,
         notes=tuple(notes),
     )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import look, versioned
-from precision_shim.errors import PlanError
+from precision_shim.errors import DtypeError, PlanError
 from precision_shim.planning.record import Problem, unknown_keys
 from precision_shim.planning.values import mapping, number_of
 from precision_shim.precision.dtypes import parse_dtype
@@ -243,12 +243,15 @@ def _fields(name: str) -> tuple[str, ...]:
     return next((symbol.parameters for symbol in looks if name and symbol.found), ())
 
 
-def of_fp16_moments(section: Section, optimizer: str) -> Iterator[Problem]:
-    """Yield a problem if torch's optimizer cannot step parameters that are stored in fp16.
+def check_moments(section: Section, optimizer: str) -> None:
+    """Check that torch's optimizer can step parameters that are stored in fp16.
 
     Args:
         section: the model's sections.
         optimizer: class name of the optimizer.
+
+    Raises:
+        DtypeError: it cannot.
     """
     written = inner(section.optim, f"{section.optim_key}.override_optimizer_config")
     eps, stored = written.get("eps", 1e-8), f"{section.engine_key}.model_dtype"
@@ -257,22 +260,28 @@ def of_fp16_moments(section: Section, optimizer: str) -> Iterator[Problem]:
         return
     fault = fault_of_eps(optimizer, eps)
     if fault:
-        fault = f"{versioned('verl')}: {stored}=fp16: {fault}"
-        yield Problem("dtype", section.subject, stored, fault, f"Set {stored}=fp32.")
+        where = versioned("verl")
+        raise DtypeError(f"{where}: {stored}=fp16: {fault}. Set {stored}=fp32.", key=stored)
 
 
-def of_megatron(section: Section) -> Iterator[Problem]:
-    """Yield a problem for each dtype of a model on Megatron that verl's own checks refuse."""
-    wrong = []
+def check_megatron(section: Section) -> None:
+    """Check the dtypes that verl's own configs of a model on Megatron check.
+
+    Raises:
+        DtypeError: verl refuses a dtype.
+    """
     dtype = section.engine.get("dtype", "bfloat16")
     if dtype not in ("bfloat16", "float16"):
-        wrong.append((f"{section.engine_key}.dtype", dtype, "bfloat16 or float16"))
+        raise _refused(f"{section.engine_key}.dtype", dtype, "bfloat16 or float16")
     for name in PRECISION_AWARE_FIELDS[1:] if has_fields() else ():
-        value = section.optim.get(name)
+        value = section.optim.get(name, "fp32")
         # YAML reads verl's dtype name "32" as a number.
         known = parse_dtype(str(value)) if isinstance(value, int | str) else None
-        if name in section.optim and known not in (torch.float32, torch.bfloat16):
-            wrong.append((f"{section.optim_key}.{name}", value, "fp32 or bf16"))
-    for key, value, names in wrong:
-        fault = f"{versioned('verl')}: {key}={value!r}: its worker takes {names}"
-        yield Problem("dtype", section.subject, key, fault, f"Correct {key}.")
+        if known not in (torch.float32, torch.bfloat16):
+            raise _refused(f"{section.optim_key}.{name}", value, "fp32 or bf16")
+
+
+def _refused(key: str, value: object, allowed: str) -> DtypeError:
+    return DtypeError(
+        f"{versioned('verl')}: {key}={value!r}: its worker takes {allowed}. Correct {key}.", key=key
+    )
