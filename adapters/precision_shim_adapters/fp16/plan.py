@@ -6,14 +6,10 @@ model's loss scaler.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
-from precision_shim.adapting import meant
 from precision_shim.errors import PlanError
 from precision_shim.planning.command import Job
 from precision_shim.planning.counting import Precision, Share, part
@@ -23,7 +19,6 @@ from precision_shim.planning.record import (
     Part,
     Problem,
     Stage,
-    unknown_keys,
 )
 from precision_shim.planning.request import Rules, Variant
 from precision_shim.planning.shapes import Model
@@ -31,7 +26,6 @@ from precision_shim.scaling import ScalerSettings
 
 from ..megatron.planning import layout
 from ..megatron.planning.sizes import Sizes
-from .legality import of_arguments
 from .settings import chosen, settings_for
 from .training import FEATURE
 
@@ -118,33 +112,6 @@ def scaling(
         return ()
     made = settings_for(configured(), framework_default, job.settings)
     return (Decided(FEATURE, chosen(made), because),)
-
-
-def of_torch(
-    name: str, written: Mapping[str, Any], keys: tuple[str, str], subject: str
-) -> Iterator[Problem]:
-    """List problems of an optimizer's name or arguments that torch would refuse.
-
-    Args:
-        name: the name of a class of ``torch.optim``.
-        written: the optimizer's further arguments in the job's config.
-        keys: config keys of the optimizer's name and of an argument (``{}``: the argument's name).
-        subject: which model.
-    """
-    kind = getattr(torch.optim, name, None)
-    if not inspect.isclass(kind):
-        names = [word for word in dir(torch.optim) if inspect.isclass(getattr(torch.optim, word))]
-        yield Problem(
-            "key",
-            subject,
-            keys[0],
-            f"torch.optim has no {name!r}; {meant(name, names)}".rstrip("; ?"),
-            "Write the name of a class of torch.optim.",
-        )
-        return
-    known = [parameter for parameter in inspect.signature(kind).parameters if parameter != "params"]
-    yield from unknown_keys(list(map(str, written)), known, subject, keys[1], f"torch.optim.{name}")
-    yield from of_arguments(name, written, keys[1], subject)
 
 
 def plan_sharded(asked: ShardedModel) -> tuple[ModelPlan | None, list[Problem]]:

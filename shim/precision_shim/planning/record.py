@@ -118,29 +118,6 @@ class Problem:
         return cls(code, subject, key, message or remedy, remedy if message else "")
 
 
-def too_small(subject: str, key: str, value: int, more: str = "") -> Problem:
-    """Return a ``Problem`` that reports a config value below 1, such as 0 GPUs."""
-    return Problem("size", subject, key, f"{value} is less than 1", f"Write at least 1{more}.")
-
-
-def whole_heads(subject: str, key: str, name: str, heads: int, ways: int) -> list[Problem]:
-    """Return a ``Problem`` if tensor parallelism cannot split the attention heads; else ``[]``."""
-    what = f"{name} of {heads} cannot be split {ways} ways"
-    remedy = f"Take a divisor of {heads}."
-    return [Problem("heads", subject, key, what, remedy)] if heads % ways else []
-
-
-def no_number(value: object, subject: str, key: str) -> Problem:
-    """Return a ``Problem`` that reports a value that is no number.
-
-    Args:
-        value: the value in the job's config.
-        subject: name of the model.
-        key: the value's key in the job's config.
-    """
-    return Problem("number", subject, key, f"{value!r} is no number", "Write a number.")
-
-
 def unknown_keys(
     written: Iterable[str], known: Collection[str], subject: str, key: str, whose: str
 ) -> list[Problem]:

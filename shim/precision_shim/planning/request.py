@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from ..errors import DtypeError
 from .record import ModelPlan, Plan, Problem
 
 if TYPE_CHECKING:
@@ -72,6 +73,20 @@ class Illegal:
         return ()
 
 
+def legal(subject: str, read: Callable[[], Plannable], place: str = "") -> Plannable:
+    """Return the model that ``read`` returns, or an ``Illegal`` of the error that it raises.
+
+    Args:
+        subject: name of the model.
+        read: function that reads the model's config, and raises the worker's error.
+        place: see ``Plannable``.
+    """
+    try:
+        return read()
+    except DtypeError as error:
+        return Illegal(subject, (Problem.of(error, subject, error.key),), place)
+
+
 @dataclass(frozen=True)
 class Request:
     """A job, as an adapter read it from the job's config.
@@ -84,8 +99,6 @@ class Request:
         megatron: whether Megatron trains a model of the job.
         problems: illegal config values of the whole job; each model has its own list.
         notes: remarks for the user.
-        ask: function that calls the framework's own check of the whole config and returns problems
-            and notes; called only if the plan finds no problem. ``None`` if there is no such check.
     """
 
     framework: str
@@ -95,7 +108,6 @@ class Request:
     megatron: bool = False
     problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = field(default=())
-    ask: Callable[[], tuple[list[Problem], list[str]]] | None = None
 
 
 NOT_COUNTED = "activations, the rollout engine, CUDA's and NCCL's own memory are not counted"
@@ -110,10 +122,7 @@ def make(job: Job, request: Request, rules: Rules) -> Plan:
         problems += faults
         if model is not None:
             models.append(model)
-    told: list[str] = []
-    if not problems and request.ask is not None:
-        problems, told = request.ask()
-    notes = [*request.notes, *told, NOT_COUNTED]
+    notes = [*request.notes, NOT_COUNTED]
     if request.megatron and rules.transformer_engine is None:
         notes.insert(
             -1,
