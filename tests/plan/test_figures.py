@@ -114,7 +114,7 @@ def test_offload_leaves_parameters_and_gradients_and_says_what_the_host_needs() 
         (Sizes(96, tensor=3), "tensor: 32 attention heads cannot be split 3 ways"),
         (Sizes(64, pipeline=5), "world: 64 GPUs are no multiple of 5"),
         (Sizes(80, pipeline=5), "pipeline: 48 layers cannot be split into these 5 stages"),
-        (Sizes(64, expert=3), "expert: 64 GPUs are no multiple of 3, its expert groups' size"),
+        (Sizes(64, expert=3), "expert: 64 GPUs are no multiple of 3, which is expert tensor"),
         (Sizes(96, expert=3), "expert: 128 experts cannot be split 3 ways"),
         (Sizes(64, tensor=0), "tensor=0: expected a whole number, at least 1"),
         (Sizes(64, pipeline=2, stages="Et*3|t*40L"), "48 layers cannot be split"),

@@ -53,9 +53,6 @@ class ShardedModel:
         value_head: whether the output layer is a value head with one output.
         keys: maps names of these attributes to config keys, for messages.
         decisions: the shim's decisions about this model.
-        parked: maps a config key to the components that the key moves to the host while they are
-            unused.
-        place: name of a group of GPUs; models with the same ``place`` share these GPUs.
         illegal: problems that the adapter found.
         notes: remarks about legal settings.
     """
@@ -75,8 +72,6 @@ class ShardedModel:
     value_head: bool = False
     keys: Mapping[str, str] = field(default_factory=dict)
     decisions: tuple[Decided, ...] = ()
-    parked: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    place: str = ""
     illegal: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
 

@@ -18,7 +18,7 @@ import torch
 from precision_shim.adapting import look, version_of
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.planning.command import Job
-from precision_shim.planning.record import STATES, WEIGHTS, Decided, Problem
+from precision_shim.planning.record import Decided, Problem
 from precision_shim.planning.request import Plannable, Request, legal
 from precision_shim.planning.shapes import is_router
 from precision_shim.planning.values import mapping, no_adapters, number_of, said
@@ -319,18 +319,8 @@ def _on_megatron(
         key=f"{where}.optimizer.{{}}",
         bucket_key=f"{where}.distributed_data_parallel_config.grad_reduce_in_fp32",
         prefix="++",
-        parked=_find_parked(section, key),
         illegal=tuple(_flags(complete, key, subject)) if trains else (),
     )
-
-
-def _find_parked(section: Mapping[str, Any], key: str) -> dict[str, tuple[str, ...]]:
-    """The components that NeMo-RL offloads while the rollout or another model runs."""
-    if key.startswith("teachers."):
-        return {key: WEIGHTS + STATES}
-    place = f"{key}.generation.colocated"
-    shared = _of(_of(section, f"{key}.generation"), place).get("enabled")
-    return {f"{place}.enabled": WEIGHTS + STATES} if shared else {}
 
 
 def _on_dtensor(
@@ -375,5 +365,4 @@ def _on_dtensor(
             "optimizer": f"{key}.optimizer.name",
             **keys,
         },
-        parked={} if cfg.get("cpu_offload") else _find_parked(section, key),
     )

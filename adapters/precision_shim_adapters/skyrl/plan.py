@@ -16,7 +16,7 @@ import torch
 from precision_shim.adapting import version_of
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.planning.command import Job, find_imported
-from precision_shim.planning.record import STATES, WEIGHTS, Decided, Problem
+from precision_shim.planning.record import Decided, Problem
 from precision_shim.planning.request import Plannable, Request, legal
 from precision_shim.planning.shapes import Model, is_router
 from precision_shim.planning.values import no_adapters, no_section, number, said
@@ -193,8 +193,7 @@ def _models(job: Job, trainer: Any, world: int) -> Iterator[Plannable]:
         shares = role == "policy" or trainer.placement.colocate_all
         gpus = world if shares else _count(trainer.placement, role)
         read = _on_megatron if strategy == "megatron" and role != "critic" else _on_fsdp
-        place = _place(trainer, role)
-        yield legal(role, partial(read, job, trainer, role, model, gpus), place)
+        yield legal(role, partial(read, job, trainer, role, model, gpus))
 
 
 def _roles(trainer: Any) -> list[str]:
@@ -251,8 +250,6 @@ def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) ->
         frozen=is_router if getattr(config, "freeze_moe_router", False) else (lambda name: False),
         key=f"{where}.optimizer_config_kwargs.{{}}",
         bucket_key=f"{where}.ddp_config.grad_reduce_in_fp32",
-        parked=_find_parked(trainer, role),
-        place=_place(trainer, role),
         takes_name=megatron.takes_name if megatron.coerces_itself() else None,
         illegal=tuple(illegal),
         notes=tuple(notes),
@@ -289,25 +286,6 @@ def _flags(
     return [], []
 
 
-def _together(trainer: Any, role: str) -> str:
-    """The config key that puts a model on other models' GPUs; empty for a model with own GPUs."""
-    if trainer.placement.colocate_all:
-        return "colocate_all"
-    shares = role in ("policy", "ref") and trainer.placement.colocate_policy_ref
-    return "colocate_policy_ref" if shares else ""
-
-
-def _place(trainer: Any, role: str) -> str:
-    return _together(trainer, role) or role
-
-
-def _find_parked(trainer: Any, role: str) -> dict[str, tuple[str, ...]]:
-    """The components that SkyRL offloads while the rollout or another model runs."""
-    key = _together(trainer, role)
-    alone = key == "colocate_policy_ref" and "ref" not in _roles(trainer)
-    return {f"trainer.placement.{key}": WEIGHTS + STATES} if key and not alone else {}
-
-
 def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Plannable:
     section = getattr(trainer, role)
     config = section.fsdp_config
@@ -337,6 +315,4 @@ def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Pla
             "shards": f"trainer.{role}.fsdp_config.fsdp_size",
             "context": f"trainer.{role}.sequence_parallel_size",
         },
-        parked={} if config.cpu_offload else _find_parked(trainer, role),
-        place=_place(trainer, role),
     )

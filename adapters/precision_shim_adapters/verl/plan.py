@@ -15,7 +15,7 @@ import torch
 from precision_shim.adapting import look, version_of, versioned
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.planning.command import Job
-from precision_shim.planning.record import STATES, WEIGHTS, Decided, Problem
+from precision_shim.planning.record import Decided, Problem
 from precision_shim.planning.request import Plannable, Request, legal
 from precision_shim.planning.shapes import Model
 from precision_shim.planning.values import mapping, no_adapters, number_of
@@ -205,7 +205,6 @@ def _on_megatron(
         bucket_key=f"{bucket_key}.grad_reduce_in_fp32",
         bucket_keys=tuple(map(str, inner(engine, bucket_key))),
         prefix="++",  # Hydra's prefix that adds or overrides a key
-        parked=_find_parked(section),
         illegal=illegal,
     )
 
@@ -225,18 +224,6 @@ def _bucket(section: Section, wishes: Wishes) -> bool:
         return True
     engine = section.engine
     return not (engine.get("use_mbridge") and engine.get("vanilla_mbridge") is False)
-
-
-def _find_parked(section: Section) -> dict[str, tuple[str, ...]]:
-    """The components that verl moves to the host's memory while a model is not used."""
-    return {
-        f"{section.engine_key}.{key}": components
-        for key, components in (
-            ("param_offload", WEIGHTS),
-            ("optimizer_offload", STATES),
-        )
-        if section.engine.get(key)
-    }
 
 
 def _sharded(
@@ -280,7 +267,6 @@ def _sharded(
         offload=bool(on_host) and not (trains and section.strategy == "fsdp"),
         value_head=subject == "critic",
         keys={"world": gpus[1], "optimizer": f"{section.optim_key}.optimizer", **keys},
-        parked={} if on_host else _find_parked(section),
         illegal=illegal,
         notes=tuple(notes),
     )

@@ -16,9 +16,6 @@ from ..process.names import meant
 COMPONENTS = ("params", "frozen", "grad_buckets", "grad_copies", "master", "exp_avg", "exp_avg_sq")
 """The audit's components whose size is proportional to the parameters, in the audit's order."""
 
-WEIGHTS, STATES = ("params", "frozen"), ("master", "exp_avg", "exp_avg_sq")
-"""The two sets of components that a framework may offload to the host's memory."""
-
 
 @dataclass(frozen=True)
 class Held:

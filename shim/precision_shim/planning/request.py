@@ -57,12 +57,10 @@ class Illegal:
     Attributes:
         subject: name of the model.
         problems: the illegal values in the model's config.
-        place: see ``Plannable``.
     """
 
     subject: str
     problems: tuple[Problem, ...]
-    place: str = ""
 
     def plan(self, job: Job, rules: Rules) -> tuple[ModelPlan | None, list[Problem]]:
         """See ``Plannable``."""
@@ -73,18 +71,17 @@ class Illegal:
         return ()
 
 
-def legal(subject: str, read: Callable[[], Plannable], place: str = "") -> Plannable:
+def legal(subject: str, read: Callable[[], Plannable]) -> Plannable:
     """Return the model that ``read`` returns, or an ``Illegal`` of the error that it raises.
 
     Args:
         subject: name of the model.
         read: function that reads the model's config, and raises the worker's error.
-        place: see ``Plannable``.
     """
     try:
         return read()
     except DtypeError as error:
-        return Illegal(subject, (Problem.of(error, subject, error.key),), place)
+        return Illegal(subject, (Problem.of(error, subject, error.key),))
 
 
 @dataclass(frozen=True)

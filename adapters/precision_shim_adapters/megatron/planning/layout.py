@@ -42,12 +42,13 @@ def fault(sizes: Sizes, model: Model, *, heads_are_shared: bool = True) -> str:
 
 
 def _faults(sizes: Sizes, model: Model, shared: bool) -> Iterator[tuple[str, str]]:
-    for key, experts, product in (
-        ("world", "", sizes.tensor * sizes.pipeline * sizes.context),
-        ("expert", "expert ", sizes.experts_tensor * sizes.expert * sizes.pipeline),
-    ):
-        if sizes.world % product:
-            yield key, f"{sizes.world} GPUs are no multiple of {product}, its {experts}groups' size"
+    dense = sizes.tensor * sizes.pipeline * sizes.context
+    experts = sizes.experts_tensor * sizes.expert * sizes.pipeline
+    gpus = f"{sizes.world} GPUs are no multiple of"
+    if sizes.world % dense:
+        yield "world", f"{gpus} {dense}, which is tensor x pipeline x context"
+    if sizes.world % experts:
+        yield "expert", f"{gpus} {experts}, which is expert tensor x expert x pipeline"
     heads = model.number("num_attention_heads", "n_head")
     groups = model.number("num_key_value_heads") or heads
     if heads % sizes.tensor:

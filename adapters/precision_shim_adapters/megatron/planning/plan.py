@@ -9,7 +9,7 @@ bucket, and ``reader.read_wanted`` returns the dtypes of the tensors that Megatr
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -82,9 +82,6 @@ class MegatronModel:
         key: the config's key of an optimizer field, for messages; ``{}`` stands for the field.
         bucket_key: the config's key of ``grad_reduce_in_fp32``.
         prefix: the prefix of a key that is set on the command line, such as ``"++"``.
-        parked: maps a config key to components; if the key is on, the framework moves the
-            components to the host while they are unused.
-        place: name of a group of GPUs; models with the same ``place`` share these GPUs.
         bucket_keys: the keys of Megatron's DistributedDataParallelConfig that the user wrote.
         illegal: problems that the adapter found.
         notes: remarks about legal settings.
@@ -102,8 +99,6 @@ class MegatronModel:
     key: str = "{}"
     bucket_key: str = _BUCKET
     prefix: str = ""
-    parked: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    place: str = ""
     bucket_keys: Collection[str] = ()
     illegal: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
