@@ -148,7 +148,7 @@ def named_config(job: Job) -> Asked:
     path, name = _read_decorator(job.source)
     path = asked.config_path or path
     if not path.startswith("pkg://"):
-        beside = job.source.resolve().parent if job.source is not None else Path.cwd()
+        beside = job.source.parent.resolve() if job.source is not None else Path.cwd()
         path = os.path.normpath(beside / path)
     return Asked(
         path=path,
