@@ -5,7 +5,6 @@ The loader needs no torch. Plan and worker read optimizer settings with ``megatr
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
@@ -39,7 +38,6 @@ from ..rollout import (
 from . import fsdp, head, megatron, sides
 from .config import INFERENCE, ROLLOUT, note_command_line
 
-_ROLES = ("policy", "ref", "critic")
 _NO_TRAINER = ("main_generate", "serve")
 """Suffixes in the names of SkyRL's entry points that train no model."""
 
@@ -50,7 +48,7 @@ def plan_job(job: Job) -> Request:
     Raises:
         PlanError: the config or a model cannot be read.
     """
-    config, passed_over = load(job)
+    config = load(job)
     _check_sections(config, type(config)())
     trainer = config.trainer
     world = _count(trainer.placement, "policy")
@@ -59,9 +57,6 @@ def plan_job(job: Job) -> Request:
     notes: list[str] = []
     if not (_tunes(job) or job.target.endswith(_NO_TRAINER)):
         problems, notes = _sides(job, config)
-    if passed_over:
-        keys = ", ".join(passed_over)
-        notes.append(f"SkyRL itself does not know these, which {job.target} may: {keys}")
     return Request(
         "skyrl",
         version_of("skyrl", ("skyrl",)),
@@ -108,10 +103,8 @@ def _where() -> str:
     return f"skyrl {version_of('skyrl', ('skyrl',))}"
 
 
-def load(job: Job) -> tuple[Any, list[str]]:
-    """Load a job's config, and record the user's keys; return also the keys that SkyRL lacks.
-
-    Only a user's own entry point may have overrides that SkyRL does not define.
+def load(job: Job) -> Any:
+    """Load a job's config, and record the user's keys.
 
     Raises:
         PlanError: SkyRL cannot load the config.
@@ -119,25 +112,13 @@ def load(job: Job) -> tuple[Any, list[str]]:
     # A user's own entry point may have options that are not of the form KEY=VALUE.
     own = job.target.startswith("skyrl.")
     words = [word for word in job.arguments if own or "=" in word]
-    passed_over: list[str] = []
-    while True:
-        try:
-            return _load(job, words), passed_over
-        except Exception as error:  # omegaconf and SkyRL raise various errors
-            unknown = [] if own else _unknown(str(error), words)
-            if not unknown:
-                raise PlanError(
-                    f"{_where()}, {job.target}: {said(error)}. Correct the command line, or plan "
-                    "in the environment of the job."
-                ) from error
-        words = [word for word in words if word not in unknown]
-        passed_over += [word.partition("=")[0] for word in unknown]
-
-
-def _unknown(message: str, words: list[str]) -> list[str]:
-    match = re.search(r"Invalid fields \{(.*?)\}", message)
-    names = set(re.findall(r"'([^']+)'", match.group(1))) if match else set()
-    return [word for word in words if names & set(word.partition("=")[0].split("."))]
+    try:
+        return _load(job, words)
+    except Exception as error:  # omegaconf and SkyRL raise various errors
+        raise PlanError(
+            f"{_where()}, {job.target}: {said(error)}. Correct the command line, and leave out "
+            "keys that only your own program knows."
+        ) from error
 
 
 def _tunes(job: Job) -> bool:
