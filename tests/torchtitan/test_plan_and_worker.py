@@ -48,7 +48,7 @@ def on_fsdp(drawn: Drawn) -> Verdict:
         with contextlib.redirect_stderr(said):
             config = ConfigManager().parse_args(arguments(drawn))
     except SystemExit as ended:  # tyro exits if it refuses a word
-        raise ValueError(said.getvalue()) from ended
+        raise ValueError(said.getvalue().replace("-", "_")) from ended
     trainer = Trainer(config)
     (model,) = trainer.model_parts
     for one in model.parameters():

@@ -58,12 +58,6 @@ def plan_job(job: Job) -> Request:
     subject, prefix = ("policy", "trainer.") if trainer is not config else ("model", "")
     group = PRETRAINING if trainer is config else RL
     parallel, training = trainer.parallelism, trainer.training
-    if parallel.pipeline_parallel_degree > 1:
-        raise PlanError(
-            f"{_where()}, {prefix}parallelism.pipeline_parallel_degree="
-            f"{parallel.pipeline_parallel_degree}: pipelines are not planned. Plan one stage's "
-            "share with 1 on that many GPUs fewer."
-        )
     world, shards = _world(job, prefix, parallel)
     wrong = list(_dtypes(job, subject, config, trainer))
     notes: list[str] = []
@@ -204,6 +198,9 @@ def _world(job: Job, prefix: str, parallel: Any) -> tuple[int, int]:
     for key in _DEGREES:
         if getattr(parallel, key) < 1:
             raise _no_layout(prefix, parallel, key, "it is less than 1")
+    if parallel.pipeline_parallel_degree > 1:
+        fault = "pipelines are not planned; plan one stage's share with 1"
+        raise _no_layout(prefix, parallel, "pipeline_parallel_degree", fault)
     rest = parallel.tensor_parallel_degree * parallel.data_parallel_replicate_degree
     rest *= parallel.context_parallel_degree
     shards, world = parallel.data_parallel_shard_degree, _count_launched(job)
