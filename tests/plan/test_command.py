@@ -226,6 +226,19 @@ def test_the_search_gives_up_no_more_than_it_has_to() -> None:
     assert not of(3.0).fits
 
 
+def test_an_illegal_job_is_not_searched(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for beta2, searched in ((0.95, True), ("0.95", False)):
+        model = asked(asked={"adam_beta2": beta2})
+        read = job(LINE), request(model), RULES
+        monkeypatch.setattr(plan_command, "_read", lambda *ignored, read=read: read)
+        with pytest.raises(SystemExit) as end:
+            main(["plan", "--search", "--gpu-memory", "80", "--", *LINE])
+        assert end.value.code == int(not searched)
+        assert ("search: actor fits 80 GB" in capsys.readouterr().out) is searched
+
+
 def test_each_model_is_searched_by_itself() -> None:
     found = search(job(LINE), request(asked(), asked(trains=False)), RULES, 12.0 * GB)
     assert [(one.fits, bool(one.lines)) for one in found] == [(True, True), (True, False)]

@@ -209,17 +209,18 @@ def _show(asked: argparse.Namespace, job: Job, request: Request, rules: Rules) -
 
     plan = make(job, request, rules)
     memory = (asked.gpu_memory or 0) * text.GB
-    found = search(job, request, rules, memory) if asked.search else []
+    searches = asked.search and not plan.problems
+    found = search(job, request, rules, memory) if searches else []
     if asked.plot:
         plot.draw(plan, Path(asked.plot), asked.gpu_memory)
     if asked.json:
         values = plan.to_dict()
-        if asked.search:
+        if searches:
             values["search"] = [asdict(one) for one in found]
         write(json.dumps(values, indent=1))
     else:
         blocks = [text.render(plan, asked.gpu_memory)]
-        if asked.search:
+        if searches:
             blocks.append("\n".join(render(found, memory)))
         show("\n\n".join(blocks))
     return 1 if plan.problems else 0

@@ -16,9 +16,6 @@ SCALER = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteres
 STATIC = "loss_scale"
 """Megatron's static loss scale; 0 and null mean a dynamic loss scale."""
 
-STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
-"""``lr_decay_style`` of Megatron's scheduler."""
-
 _SCALES = ("initial_loss_scale", "min_loss_scale", STATIC)
 _FP32 = (2.0**-149, (2 - 2.0**-23) * 2.0**127)
 """The smallest and the largest positive number in fp32, in which a loss scaler stores its scale."""
