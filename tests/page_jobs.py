@@ -28,8 +28,6 @@ ENTRIES = {
     "sft": "ms-swift",  # behind its command megatron
     "rlhf": "ms-swift",
     "examples/start_rlvr_pipeline.py": "roll",
-    "slime/train.py": "slime",
-    "miles/train.py": "miles",
 }
 """Maps each entry point on the pages to its framework."""
 

@@ -34,7 +34,6 @@ STATES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_
 _SCALER = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 OF_ADAM = {"optimizer": "type", "adam_beta2": "beta2", "clip_grad": "gradient_clipping"}
 """Maps fields of Megatron's OptimizerConfig to keys of AReaL's ``optimizer`` section."""
-KEYS = {**OF_ADAM, **{name: name for name in _SCALER}}
 
 
 def read(engine: Any) -> Wishes:

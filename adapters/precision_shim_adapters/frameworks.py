@@ -162,7 +162,6 @@ ROLL = Framework(
         "roll.distributed.strategy.fsdp2_strategy:FSDP2TrainStrategy.setup_fsdp2_configuration",
     ),
     probes=PROBES,
-    plan="precision_shim_adapters.roll_plan:plan_job",
     checkpoints=Checkpoints(
         steps=r"checkpoint-(\d+)",
         resuming={
@@ -182,7 +181,6 @@ SLIME = Framework(
     tested=("0.3.1",),
     effects=MEGATRON_EFFECTS,
     probes=PROBES[:1],
-    plan="precision_shim_adapters.flag_plans:plan_job",
     checkpoints=Checkpoints(
         steps=r"iter_(\d+)",
         resuming={"megatron": "precision_shim_adapters.by_flags:slime"},
@@ -197,7 +195,6 @@ MILES = Framework(
     tested=("0.1.0",),
     effects=MEGATRON_EFFECTS,
     probes=PROBES[:1],
-    plan="precision_shim_adapters.flag_plans:plan_job",
     checkpoints=Checkpoints(
         steps=r"iter_(\d+)",
         resuming={"megatron": "precision_shim_adapters.by_flags:miles"},
@@ -216,7 +213,6 @@ AREAL = Framework(
         steps=r"epoch\d+epochstep\d+globalstep(\d+)",  # recover_checkpoint/ has no number
         resuming={"megatron": "precision_shim_adapters.areal:foretell"},
     ),
-    plan="precision_shim_adapters.areal_plan:plan_job",
 )
 
 MS_SWIFT = Framework(
@@ -231,7 +227,6 @@ MS_SWIFT = Framework(
         steps=r"checkpoint-(\d+)",
         resuming={"megatron": "precision_shim_adapters.ms_swift:foretell"},
     ),
-    plan="precision_shim_adapters.ms_swift_plan:plan_job",
 )
 
 ANY_MEGATRON = Framework(

@@ -40,14 +40,9 @@ _ALWAYS = ("optimizer", "adam_beta2", "clip_grad", "optimizer_offload_fraction")
 """Arguments whose default may differ from the default of Megatron's OptimizerConfig."""
 
 
-def read(args: Any, kind: Any = None) -> Wishes:
-    """Read the user's settings from ms-swift's arguments; a default value does not count as set.
-
-    Args:
-        args: ms-swift's arguments, or a namespace with their names.
-        kind: the class of the arguments; ``None`` for the class of ``args``.
-    """
-    defaults = {field.name: coerced(field.default) for field in dataclasses.fields(kind or args)}
+def read(args: Any) -> Wishes:
+    """Read the user's settings from ms-swift's arguments; a default value does not count as set."""
+    defaults = {field.name: coerced(field.default) for field in dataclasses.fields(args)}
     asked = {name: coerced(getattr(args, name)) for name in _FIELDS}
     asked = {name: value for name, value in asked.items() if value != defaults[name]}
     if args.fp8_format is not None:

@@ -5,44 +5,38 @@ A job's config may refer to variables or files that the machine running ``plan``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Keys = Mapping[str, Any]
 """Selects keys of a config: maps a key to a selection of its subkeys, or to ``True`` for all."""
 
 
-MISSING = "???"
-"""OmegaConf's value for a key that the job's user has to fill in."""
-
-
 def plain(
     made: Any,
     only: Keys | bool = True,
     unresolved: list[str] | None = None,
-    missing: Callable[[str], Any] = lambda key: None,
 ) -> Any:
-    """A config as plain data; a reference that cannot be resolved becomes ``None``.
+    """A config as plain data; ``???``, and a reference that cannot be resolved, become ``None``.
 
     Args:
         made: the config.
         only: the keys to read; resolving the whole config of a large job takes 50 ms.
         unresolved: a list; ``plain`` appends the keys that cannot be resolved.
-        missing: function that returns a replacement for the value ``MISSING`` of a given key.
     """
     from omegaconf import DictConfig, ListConfig
 
     if isinstance(made, ListConfig):
         places = [] if made._is_none() else range(len(made))
-        return [_at(made, place, True, unresolved, missing) for place in places]
+        return [_at(made, place, True, unresolved) for place in places]
     if not isinstance(made, DictConfig):
         return made
     if made._is_none() or made._is_missing():
         return None
     if isinstance(only, Mapping):
         there = [key for key in only if key in made]
-        return {key: _at(made, key, only[key], unresolved, missing) for key in there}
-    return {str(key): _at(made, key, True, unresolved, missing) for key in made}
+        return {key: _at(made, key, only[key], unresolved) for key in there}
+    return {str(key): _at(made, key, True, unresolved) for key in made}
 
 
 def tell_unresolved(keys: Sequence[str]) -> list[str]:
@@ -52,16 +46,6 @@ def tell_unresolved(keys: Sequence[str]) -> list[str]:
     return [
         f"not resolved on this machine, and read as left out: {_names(keys)}. "
         "Plan where the variables of the job are set"
-    ]
-
-
-def tell_missing(keys: Sequence[str]) -> list[str]:
-    """The plan's note about keys whose value is ``MISSING``; empty without such keys."""
-    if not keys:
-        return []
-    return [
-        f"{MISSING} means that you have to write a value: {_names(keys)}. A job that reads such a "
-        "key fails"
     ]
 
 
@@ -79,14 +63,13 @@ def _at(
     key: Any,
     only: Keys | bool,
     unresolved: list[str] | None,
-    missing: Callable[[str], Any],
 ) -> Any:
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
     try:
-        return plain(made[key], only, unresolved, missing)
+        return plain(made[key], only, unresolved)
     except MissingMandatoryValue:
-        return missing(str(made._get_full_key(key)))
+        return None
     except (OmegaConfBaseException, ValueError, TypeError, KeyError):
         if unresolved is not None:
             unresolved.append(str(made._get_full_key(key)))

@@ -1,4 +1,4 @@
-"""The dtypes of AReaL's trainer and rollout: the driver's report, the plan, the engine's arguments.
+"""The dtypes of AReaL's trainer and rollout: the driver's report, the engine's arguments.
 
 The configs go through AReaL's own command line and merge, up to the command that starts SGLang.
 """
@@ -19,9 +19,6 @@ from precision_shim.errors import (
 
 from ..shim_warnings import watched
 from .test_pages import YAML
-from .test_plan import line, plan
-
-__all__ = ["line"]
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 PAIRS = [(trainer, rollout) for trainer in DTYPES for rollout in DTYPES]
@@ -163,15 +160,11 @@ def test_names(shim: Any, job: Callable[..., Any]) -> None:
     assert arguments(job("++sglang.dtype=auto")) == "auto"
 
 
-def test_an_lm_head_in_fp32_is_refused(
-    shim: Any, job: Callable[..., Any], line: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_lm_head_in_fp32_is_refused(shim: Any, job: Callable[..., Any]) -> None:
     shim(frameworks="areal", settings={"head": "fp32"})
     _, (told,) = watched(job)
     assert told.startswith("areal 1.0.4: PRECISION_SHIM_HEAD=fp32 is refused")
     assert told.endswith("The shim changes no LM head. Unset PRECISION_SHIM_HEAD.")
-    code, found = plan(capsys, "PRECISION_SHIM=1", "PRECISION_SHIM_HEAD=fp32", *line)
-    assert (code, [one["code"] for one in found["problems"]]) == (1, ["lm-head"])
 
 
 def test_off_nothing_is_said(shim: Any, job: Callable[..., Any]) -> None:
@@ -189,27 +182,3 @@ def test_a_job_without_a_rollout(shim: Any, tmp_path: Path) -> None:
     written, _ = parse_cli_args([*words, "actor.dtype=float16"])
     to_structured_cfg(written, config_cls=SFTConfig)
     assert decided() == []
-
-
-@pytest.mark.parametrize(("trainer", "rollout"), PAIRS)
-def test_the_plan_says_the_same(
-    capsys: pytest.CaptureFixture[str], line: list[str], trainer: str, rollout: str
-) -> None:
-    code, found = plan(capsys, "PRECISION_SHIM=1", *line, *both(trainer, rollout))
-    problems = [one for one in found["problems"] if one["code"] == "rollout-dtype"]
-    lost = (trainer, rollout) == LOST
-    assert (code, len(problems)) == (int(lost), int(lost))
-    assert [one["key"] for one in problems] == ["sglang.dtype"] * lost
-    assert any(one.startswith(f"rollout: rollout-agreement: {rollout}") for one in found["notes"])
-
-
-def test_the_plan_follows(capsys: pytest.CaptureFixture[str], line: list[str]) -> None:
-    bare = Path(line[-1])
-    bare.write_text(YAML.replace("sglang: {", "#"))
-    code, found = plan(capsys, "PRECISION_SHIM=1", *line, "actor.dtype=float16")
-    assert [one["code"] for one in found["problems"]] == ["rollout-dtype"]
-    follow = "PRECISION_SHIM_ROLLOUT=follow"
-    code, found = plan(capsys, "PRECISION_SHIM=1", follow, *line, "actor.dtype=float16")
-    assert (code, found["problems"]) == (0, [])
-    code, found = plan(capsys, "PRECISION_SHIM=1", *line, "++sglang.dtype=bf17")
-    assert [(one["code"], one["key"]) for one in found["problems"]] == [("dtype", "sglang.dtype")]

@@ -61,6 +61,23 @@ def test_adam_bf16_holds_what_its_config_says(on: On, on_cpu: Any) -> None:
     assert bytes_of(engine(on_cpu, config(optimizer=ADAM_BF16, **moments))) == 10  # the bucket, too
 
 
+@pytest.mark.parametrize(("name", "value"), [("hysteresis", 0), ("initial_loss_scale", 1e39)])
+def test_numbers_that_megatrons_scaler_refuses(
+    on: On, on_cpu: Any, name: str, value: float
+) -> None:
+    on()
+    with pytest.raises(precision_shim.SettingsError, match=rf"areal 1\.0\.4.*{name}=.*above 0"):
+        engine(on_cpu, config("float16", optimizer={name: value}))
+
+
+def test_fp16_gradients_that_are_not_clipped(on: On, on_cpu: Any) -> None:
+    on()
+    asked = {"optimizer": {"gradient_clipping": 0.0}, "ddp": {"grad_reduce_in_fp32": False}}
+    with pytest.warns(precision_shim.PrecisionShimWarning, match="another dtype"):
+        made = engine(on_cpu, config("float16", use_precision_aware_optimizer=True, **asked))
+    assert train(made, 0)["update_successful"] == 1.0
+
+
 def test_adam_bf16_trains_in_bf16(on_cpu: Any) -> None:
     """What the comparison with the rollout says of it (``areal_sides``)."""
     made = engine(on_cpu, config("float16", optimizer=ADAM_BF16))

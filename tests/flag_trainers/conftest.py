@@ -69,13 +69,3 @@ def on(shim: Callable[..., Any], name: str) -> Callable[..., Any]:
         return status
 
     return install
-
-
-@pytest.fixture
-def tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module that a checkout of Megatron-LM has, and megatron-core's wheel lacks."""
-    package = "megatron.training.tokenizer"
-    found = types.ModuleType(f"{package}.tokenizer")
-    found._vocab_size_with_padding = lambda size, args: size  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
-    monkeypatch.setitem(sys.modules, found.__name__, found)

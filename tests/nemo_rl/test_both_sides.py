@@ -6,7 +6,6 @@ The configs of NeMo-RL's checkout pass through NeMo-RL's own loader, its own
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import importlib
@@ -589,38 +588,6 @@ def test_an_fp32_head_is_refused(
     capsys.readouterr()  # NeMo-RL has printed its config
     found = planned(capsys, checkout / GRPO, "policy.precision=bfloat16")["problems"]
     assert [f"{one['message']}. {one['remedy']}" for one in found] == [refusal]
-
-
-_VLLM = "policy.generation.vllm_cfg"
-_CACHE = f"{_VLLM}.kv_cache_dtype"
-_CORRECTED = "++loss_fn.use_importance_sampling_correction=true"
-
-
-@pytest.mark.skipif(Version("0.5") > NEMO_RL, reason="0.4 has no kv_cache_dtype")
-@pytest.mark.parametrize(
-    ("given", "key"),
-    [
-        ((f"{_VLLM}.precision=fp8",), "loss_fn.use_importance_sampling_correction"),
-        ((f"{_VLLM}.precision=fp8", _CORRECTED), ""),
-        ((f"++{_CACHE}=fp8",), _CACHE),
-        ((f"++{_CACHE}=fp8_e4m3", f"{_VLLM}.precision=fp8", _CORRECTED), _CACHE),  # on DTensor
-        ((f"++{_CACHE}=auto",), ""),
-        ((f"~{_CACHE}",), _CACHE),
-    ],
-)
-def test_the_plan_refuses_the_dtypes_of_vllm_that_grpo_refuses(
-    checkout: Path,  # noqa: F811
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    given: tuple[str, ...],
-    key: str,
-) -> None:
-    problems = planned(capsys, checkout / GRPO, *given)["problems"]
-    assert [one["key"] for one in problems] == ([key] if key else [])
-    ends = pytest.raises((AssertionError, KeyError)) if key else contextlib.nullcontext()
-    with ends:
-        set_up(read(checkout, GRPO, *given), monkeypatch, tmp_path)
 
 
 def test_the_plan_tells_what_vllm_keeps_in_fewer_bits(

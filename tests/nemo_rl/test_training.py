@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from typing import Any
 
 import pytest
 import torch
-from packaging.version import Version
 
 import precision_shim
 from precision_shim.errors import LossScaleError, PrecisionShimWarning, SeamError, SettingsError
 from precision_shim.scaling import LossScaler
-from precision_shim_adapters.nemo_rl import legality
 
-from .support import KINDS, NEMO_RL, batch, loss_for, parameters, policy_config, scaler_of
+from .support import KINDS, batch, loss_for, parameters, scaler_of
 
 pytestmark = pytest.mark.parametrize("kind", KINDS)
 
@@ -309,16 +306,3 @@ def test_a_worker_in_a_process_without_the_shim_says_so(kind, worker, shim) -> N
         ):
             assert figures(one.train(batch(), loss_for(kind))) == (None, None)
     assert plain(kind) is not made
-
-
-def test_offload_to_the_cpu_on_one_gpu(kind, worker, model) -> None:
-    """The workers behave as the plan says: legality.offload of the adapter."""
-    section = policy_config(model, "bfloat16", kind)["dtensor_cfg"] | {"cpu_offload": True}
-    problems = [*legality.offload({"dtensor_cfg": section}, "policy", "policy", 1)]
-    refuses = kind != "v1" and Version("0.6") <= NEMO_RL
-    assert [one.key for one in problems] == ["policy.dtensor_cfg.cpu_offload"] * refuses
-    with contextlib.ExitStack() as stack:
-        if refuses:
-            stack.enter_context(pytest.raises(NotImplementedError, match="single GPU"))
-        with worker(kind, "bfloat16", dtensor_cfg=section):
-            assert not refuses

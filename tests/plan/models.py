@@ -87,9 +87,9 @@ def mixture(config: dict[str, Any]) -> Model:
     return Model(tuple(weights), config)
 
 
-def plan_model(asked: Any, settings: Settings, support: Any) -> Any:
+def plan_model(asked: Any, settings: Settings, support: Any, megatron: Any = None) -> Any:
     """Plan a Megatron model of a verl job, with the features that would be in force here."""
     from precision_shim_adapters.megatron.planning import plan
 
     holds = partial(Foreseen(settings).in_force, "verl")
-    return plan.plan_model(asked, settings, support, holds=holds)
+    return plan.plan_model(asked, settings, support, holds=holds, megatron=megatron)

@@ -15,7 +15,7 @@ from precision_shim.process.settings import resolve
 from precision_shim_adapters.fp16.plan import ShardedModel, plan_sharded
 from precision_shim_adapters.megatron.deciding.legality import NEWEST
 from precision_shim_adapters.megatron.deciding.wishes import Wishes
-from precision_shim_adapters.megatron.planning.layout import count, problems
+from precision_shim_adapters.megatron.planning.layout import count, fault
 from precision_shim_adapters.megatron.planning.plan import MegatronModel
 from precision_shim_adapters.megatron.planning.sizes import Sizes
 
@@ -181,7 +181,7 @@ def test_parameters_of_a_rank_are_those_of_real_models(run_ranks: Ranks) -> None
     for name, case in CASES.items():
         model = shapes.from_config(case["hf"], name)
         sizes = sizes_of(case)
-        assert problems(sizes, model, "") == []
+        assert fault(sizes, model) == ""
         counted = count(model, sizes)
         ends = [[one.dense, one.experts] for one in (counted[0], counted[-1])]
         assert ends == real[name], name

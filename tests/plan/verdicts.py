@@ -23,7 +23,7 @@ NAMES = ("fp32", "bf16", "fp16", "float32", "bfloat16", "float16")
 ODD = ("half", "FP16", "torch.bfloat16", "16", "32")
 """Other spellings of dtypes, which some frameworks accept."""
 
-WRONG = ("fp61", "int8", "null", "true", "fp8", "''", "???")
+WRONG = ("fp61", "int8", "null", "true", "fp8", "''")
 DTYPES = (*NAMES, *NAMES, *ODD)
 
 
@@ -222,20 +222,42 @@ def ours() -> Iterator[list[str]]:
 
 
 def by_worker(
-    look: Callable[[], Verdict], settings: Mapping[str, str], **arguments: Any
+    look: Callable[[], Verdict], drawn: Drawn, *, named: str = "", **arguments: Any
 ) -> Verdict:
-    """The verdict of a worker that is built with the shim on, or why it is refused."""
+    """The verdict of a worker that is built with the shim on, or why it is refused.
+
+    Args:
+        look: builds the worker.
+        drawn: the config.
+        named: a regular expression that matches the framework's own errors about precision, which
+            name no key of ``drawn``.
+        arguments: further arguments of ``install``.
+
+    Raises:
+        Exception: an error that is neither the shim's nor about a key of ``drawn``.
+    """
     import precision_shim
 
-    precision_shim.install(settings={**settings, "log": "quiet"}, **arguments)
+    precision_shim.install(settings={**drawn.settings, "log": "quiet"}, **arguments)
     try:
         with ours() as said:
             found = look()
         return replace(found, told=said)
+    except precision_shim.PrecisionShimError as error:
+        return refused(error)
     except Exception as error:
-        return Verdict(f"{type(error).__name__}: {' '.join(str(error).split())}")
+        verdict = refused(error)
+        names = [re.escape(key.rpartition(".")[2]) for key in drawn.written]
+        if not re.search("|".join([*names, *filter(None, [named])]), verdict.refused):
+            raise
+        return verdict
     finally:
         precision_shim.uninstall()
+
+
+def refused(error: Exception) -> Verdict:
+    """The verdict of a worker that ended in an error."""
+    return Verdict(f"{type(error).__name__}: {' '.join(str(error).split())}")
 
 
 def hold(

@@ -1,20 +1,9 @@
-"""A job of ROLL's in a folder: a script like ROLL's own, and a config of its kind."""
+"""A config of a ROLL job, as ROLL's own example has it."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import yaml
-
-from precision_shim.planning import command
-from precision_shim.process.settings import resolve
-
-SCRIPT = """
-from dacite import from_dict
-from roll.pipeline.rlvr.rlvr_config import RLVRConfig
-config = from_dict(data_class=RLVRConfig, data={})
-"""
 WHERE = ("--config_path", "qwen2.5-7B-rlvr_megatron", "--config_name", "rlvr_config")
 """The config of ROLL's own example; ROLL's wheel lacks the example."""
 
@@ -52,17 +41,3 @@ def config(dtype: str = "bf16", strategy: str = "megatron_train", **written: Any
         },
         "reference": {"model_args": {"dtype": dtype}},
     }
-
-
-def write(folder: Path, values: dict[str, Any]) -> Path:
-    """Write script and config; returns the script."""
-    script, place = folder / "start_rlvr_pipeline.py", folder / WHERE[1]
-    place.mkdir(exist_ok=True)
-    script.write_text(SCRIPT)
-    (place / "rlvr_config.yaml").write_text(yaml.safe_dump(values))
-    return script
-
-
-def line(script: Path, *words: str) -> command.Job:
-    """The launch line as the plan's reader returns it."""
-    return command.Job("roll", str(script), script, (), words, {}, resolve(environ={}))

@@ -1,4 +1,4 @@
-"""The dtypes of ROLL's trainer, reference model and rollout: the pipeline's report, the plan."""
+"""The dtypes of ROLL's trainer, reference model and rollout: the pipeline's report."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ from precision_shim.errors import UnsupportedPrecisionError
 
 from ..shim_warnings import watched
 from . import jobs
-from .test_plan import plan
-
-__all__ = ["plan"]
 
 NAMES = ("fp16", "bf16", "fp32")
 PAIRS = [(trainer, rollout) for trainer in NAMES for rollout in NAMES]
@@ -127,12 +124,6 @@ def test_an_lm_head_in_fp32_is_refused(shim: Any, start: Any) -> None:
     assert told.endswith("The shim changes no LM head. Unset PRECISION_SHIM_HEAD.")
 
 
-def test_the_plan_refuses_an_lm_head_in_fp32(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PRECISION_SHIM_HEAD", "fp32")
-    code, found = plan(values("bf16", "bf16"))
-    assert (code, [one["code"] for one in found["problems"]]) == (1, ["lm-head"])
-
-
 @pytest.mark.parametrize("dtype", [None, "float13"])
 def test_a_dtype_that_is_not_known_here_is_not_compared(shim: Any, start: Any, dtype: Any) -> None:
     """ROLL takes the checkpoint's dtype for null, and the worker refuses a name that is none."""
@@ -145,14 +136,3 @@ def test_a_dtype_that_is_not_known_here_is_not_compared(shim: Any, start: Any, d
 def test_off_nothing_is_said(shim: Any, start: Any) -> None:
     shim(frameworks="roll", features="-rollout-agreement")
     assert start(values("fp16", "bf16")) == decided() == []
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("trainer", "rollout"), PAIRS)
-def test_the_plan_says_the_same(plan: Any, trainer: str, rollout: str, strategy: str) -> None:
-    code, found = plan(values(trainer, rollout, strategy))
-    problems = [one for one in found["problems"] if one["code"] == "rollout-dtype"]
-    lost = (trainer, rollout) == LOST
-    assert (code, len(problems)) == (int(lost), int(lost))
-    assert [one["key"] for one in problems] == ["actor_infer.model_args.dtype"] * lost
-    assert any(one.startswith(f"rollout: rollout-agreement: {rollout}") for one in found["notes"])

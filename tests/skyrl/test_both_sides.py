@@ -823,19 +823,3 @@ def test_what_the_engine_keeps_in_fewer_bits(
     with_it = f"bf16 with {rounded} beside the policy's bf16"
     assert told() == {"rollout": with_it if rounded else "bf16, as the policy"}
     assert planned(capsys, *line) == ([], notes_of_decisions())
-
-
-@since_0_4
-@pytest.mark.parametrize("value", ["null", "abc"])
-def test_engine_kwargs_without_keys(
-    skyrl: None, capsys: pytest.CaptureFixture[str], value: str
-) -> None:
-    from skyrl.backends.skyrl_train.inference_servers.utils import build_vllm_cli_args
-
-    words = on_fsdp("bf16", NO_REF, f"{OVER}={value}")
-    with pytest.raises(TypeError):
-        build_vllm_cli_args(validated(*words))
-    with pytest.raises(SystemExit) as ended:
-        main(["plan", "--parameters", "1M", "--", "python3", "-m", ENTRY, *words])
-    assert ended.value.code == 2
-    assert f"{OVER}=" in capsys.readouterr().err

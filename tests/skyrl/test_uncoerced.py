@@ -37,7 +37,7 @@ def test_names_where_they_are_not_coerced(
     out: dict[str, str],
 ) -> None:
     drawn = Drawn(written)
-    worker = by_worker(lambda: on_megatron(drawn, checkpoints["bfloat16"]), {}, **out)
+    worker = by_worker(lambda: on_megatron(drawn, checkpoints["bfloat16"]), drawn, **out)
     for name, value in out.items():
         monkeypatch.setenv(f"PRECISION_SHIM_{name.upper()}", value)
     hold([drawn], plan_of("megatron", "--transformer-engine", fused_adam), [worker])

@@ -18,7 +18,6 @@ import pytest
 
 from precision_shim.auditing import files
 from precision_shim.auditing.record import COMPONENTS, Audit, AuditComponent, AuditPart
-from precision_shim_adapters.frameworks import FRAMEWORKS
 
 from .. import page_jobs
 from ..documented import PAGES, ROOT, blocks, commands
@@ -158,7 +157,6 @@ MANIFEST = {
     "python tests/environments/record_symbols.py": Held(
         "tests/symbols_in_record.py", "it needs the environments of all versions"
     ),
-    "python -m tests.plan.examples FRAMEWORK CHECKOUT": Held(why_not=NETWORK),
     "python train.py ... --fp16": Held(
         "tests/flag_trainers/test_training.py",
         "it starts Ray workers on GPUs; the test executes their own steps",
@@ -206,8 +204,6 @@ JOBS = {
     "areal": "tests/areal/test_pages.py::test_a_job_passes_areals_validation",
     "ms-swift": "tests/ms_swift/test_pages.py::test_a_job_passes_ms_swifts_validation",
     "roll": "tests/roll/test_pages.py::test_a_job_passes_rolls_validation",
-    "slime": "tests/flag_trainers/test_pages.py::test_a_job_passes_its_trainers_validation",
-    "miles": "tests/flag_trainers/test_pages.py::test_a_job_passes_its_trainers_validation",
 }
 """Maps each framework to the test that validates its documented jobs with the framework."""
 
@@ -238,7 +234,7 @@ def test_what_holds_a_command_exists(pattern: str) -> None:
         assert not test or re.search(rf"^def {test}\(", text, re.MULTILINE), held.by
 
 
-@pytest.mark.parametrize("framework", [one.framework for one in FRAMEWORKS if one.plan])
+@pytest.mark.parametrize("framework", JOBS)
 def test_the_jobs_of_each_framework_are_validated(framework: str) -> None:
     file, _, test = JOBS[framework].partition("::")
     text = (ROOT / file).read_text(encoding="utf-8")

@@ -272,39 +272,10 @@ def test_what_the_engine_keeps_in_fewer_bits(words: list[str], rounded: str) -> 
     assert made.told == ()
 
 
-@pytest.mark.parametrize(
-    "word", ["engine_kwargs=null", "engine_kwargs=abc", "engine_kwargs.vllm=abc"]
-)
-def test_the_plan_refuses_engine_kwargs_without_keys(
-    capsys: pytest.CaptureFixture[str], word: str
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(
-            ["plan", "--parameters", "1B", "--", *LINE, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.{word}"]
-        )
-    assert ended.value.code == 2
-    assert f"{ROLLOUT}.{word.partition('=')[0]}=" in capsys.readouterr().err
-
-
 def test_verls_own_defaults_have_no_unknown_key(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["plan", "--json", "--parameters", "1B", "--", *LINE, f"{ROLLOUT}.name=vllm"])
     assert (ended.value.code, json.loads(capsys.readouterr().out)["problems"]) == (0, [])
-
-
-@pytest.mark.parametrize("backend", ["vllm", "sglang"])
-@pytest.mark.parametrize("value", ["fp8", "torchao", "awq", "FP8", "null"])
-def test_the_plan_takes_the_quantisations_that_verls_server_takes(
-    capsys: pytest.CaptureFixture[str], backend: str, value: str
-) -> None:
-    words = [f"{ROLLOUT}.name={backend}", f"{ROLLOUT}.quantization={value}"]
-    with pytest.raises(SystemExit):
-        main(["plan", "--json", "--parameters", "1B", "--", *LINE, *words])
-    problems = json.loads(capsys.readouterr().out)["problems"]
-    taken = ("fp8", "torchao", "null") if backend == "vllm" else ("fp8", "null")
-    assert [one["key"] for one in problems] == [f"{ROLLOUT}.quantization"] * (value not in taken)
-    for one in problems:
-        assert f"{value!r}: its {backend} server refuses it; allowed: fp8" in one["message"]
 
 
 def test_a_rollout_without_a_dtype_lets_the_engine_choose() -> None:

@@ -103,10 +103,6 @@ LINES = (
 )
 
 
-TEXT = (MEGATRON, *COMMON, "trainer.nnodes=${oc.env:NODES}")
-DECODED = (MEGATRON, *COMMON, "trainer.nnodes='${oc.decode:${oc.env:NODES}}'")
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("composing")
@@ -129,7 +125,7 @@ def in_full(line: tuple[str, ...], folder: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def by_verl(folder: Path) -> dict[tuple[str, ...], dict[str, Any] | str]:
     """Maps each line to the config that verl's ``main`` gets, or why there is none."""
-    lines = [in_full(line, folder) for line in LINES] + [list(TEXT), list(DECODED)]
+    lines = [in_full(line, folder) for line in LINES]
     known = [name for name in os.environ if not name.startswith("PRECISION_SHIM")]
     done = subprocess.run(
         [sys.executable, "-m", "tests.verl.composed_by_verl"],
@@ -139,7 +135,6 @@ def by_verl(folder: Path) -> dict[tuple[str, ...], dict[str, Any] | str]:
             **{name: os.environ[name] for name in known},
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             "HYDRA_FULL_ERROR": "1",
-            "NODES": "2",
         },
         capture_output=True,
         text=True,
@@ -147,7 +142,7 @@ def by_verl(folder: Path) -> dict[tuple[str, ...], dict[str, Any] | str]:
     )
     assert done.returncode == 0, done.stderr
     answers = json.loads(done.stdout.splitlines()[-1])
-    return dict(zip([*LINES, TEXT, DECODED], answers, strict=True))
+    return dict(zip(LINES, answers, strict=True))
 
 
 def by_plan(words: list[str]) -> dict[str, Any] | str:
@@ -193,14 +188,25 @@ def test_a_config_may_refer_to_a_variable_of_the_line(here: Path) -> None:
     assert any("not resolved" in one for one in plan["notes"])
 
 
-@pytest.mark.slow
-def test_a_text_as_number_of_nodes_is_refused_as_by_verl(
-    here: Path, by_verl: dict[tuple[str, ...], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NODES", "2")
-    job = ("python3", "-m", "verl.trainer.main_ppo")
-    assert "TypeError" in by_verl[TEXT]
-    code, _, said = planned(*job, *TEXT)
-    assert (code, "trainer.nnodes='2'" in said) == (2, True)
-    assert isinstance(by_verl[DECODED], dict)
-    assert planned(*job, *DECODED)[0] == 0
+def test_the_callers_hydra_stays_as_it_was(here: Path) -> None:
+    from hydra import compose as composed_by
+    from hydra import initialize_config_dir, version
+    from hydra.core.global_hydra import GlobalHydra
+
+    (here / "callers.yaml").write_text("mine: 1")
+    with initialize_config_dir(str(here), version_base="1.1"):
+        callers, base = GlobalHydra.instance().hydra, version.getbase()
+        assert isinstance(by_plan(["--config-dir=mine", *COMMON]), dict)
+        assert isinstance(by_plan(["actor_rollout_ref.nothing=1"]), str)
+        assert GlobalHydra.instance().hydra is callers
+        assert version.getbase() == base
+        assert composed_by("callers").mine == 1
+    assert not GlobalHydra.instance().is_initialized()
+
+
+@pytest.mark.parametrize("option", ["--cfg=job", "--multirun", "-m", "--hydra-help"])
+def test_options_that_start_no_single_job_are_refused(option: str) -> None:
+    code, _, said = planned("python3", "-m", "verl.trainer.main_ppo", option, MEGATRON)
+    assert code == 2
+    assert option.partition("=")[0] in said
+    assert "Correct the line." in said

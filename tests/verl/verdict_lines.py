@@ -39,9 +39,7 @@ FSDP = (
     Key(f"{_FSDP}.mixed_precision.param_dtype", ("fp16", "float16", "16")),
     Key(f"{_FSDP}.mixed_precision.reduce_dtype"),
     Key(f"{_FSDP}.mixed_precision.buffer_dtype"),
-    Key(f"{_OPTIM}.optimizer", ("AdamW", "Adam"), ("adamw",)),
-    Key(f"{_OVERRIDE}.eps", ("1e-6",), ()),
-    Key(f"{_OVERRIDE}.amsgrad", ("false",), ()),
+    Key(f"{_OPTIM}.optimizer", ("AdamW", "Adam"), ()),
 )
 _COMMON = (
     "trainer.nnodes=1",

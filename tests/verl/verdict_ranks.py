@@ -29,7 +29,7 @@ def run(launch: Launch) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{launch.store}", rank=0, world_size=1)
     drawn = [Drawn(**one) for one in launch.options["drawn"]]
-    found = [asdict(by_worker(lambda one=one: _built(one), one.settings)) for one in drawn]
+    found = [asdict(by_worker(lambda one=one: _built(one), one)) for one in drawn]
     dist.destroy_process_group()
     return found
 

@@ -16,8 +16,7 @@ from precision_shim.updates import meters
 from ..fp16 import ScaledTraining
 from ..ray_actors import put_in_front
 from ..rollout import tell_meter
-from .dtensor import TRAIN
-from .legality import DTYPES
+from .dtensor import DTYPES, TRAIN
 from .places import DTENSOR, EXPORTED, INHERITED, MEGATRON, VALUE_V2, group_at
 from .servers import why_not_asked
 from .sides import asked_of, rollout_dtype

@@ -33,6 +33,13 @@ from ..ray_actors import class_beneath, put_in_front
 from .places import DTENSOR, EXPORTED, INHERITED, V1, V2, VALUE_V2, group_at
 
 FRAMEWORK = "nemo-rl"
+DTYPES: Mapping[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+"""The dtype names that NeMo-RL accepts; for other names NeMo-RL raises KeyError or ValueError."""
+
 BLOCK = "precision_shim"
 """Key of the shim's optional block in the config of a policy or value model."""
 

@@ -8,34 +8,40 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from precision_shim.adapting import version_of
+from precision_shim.adapting import look, version_of
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.planning.command import Job
-from precision_shim.planning.record import STATES, WEIGHTS, Decided, Problem
-from precision_shim.planning.request import Illegal, Plannable, Request
+from precision_shim.planning.record import Decided, Problem
+from precision_shim.planning.request import Plannable, Request, legal
 from precision_shim.planning.shapes import is_router
 from precision_shim.planning.values import mapping, no_adapters, number_of, said
 from precision_shim.precision.dtypes import name_of
 
 from ..fp16.plan import ShardedModel, scaling
+from ..megatron import PRECISION_AWARE
 from ..megatron.planning.plan import MegatronModel
 from ..megatron.planning.sizes import read_sizes
-from ..resolving import MISSING, plain, tell_unresolved
+from ..resolving import plain, tell_unresolved
 from ..rollout import FEATURE, problems_of, problems_of_heads
-from . import dtensor, legality, megatron, sides
-from .dtensor import FRAMEWORK
+from . import dtensor, megatron, sides
+from .dtensor import DTYPES, FRAMEWORK
+from .places import POLICIES, SETUP
 
-_ROLES = {"policy": "policy", "value": "value", "teacher": "teacher"}
+_ROLES = ("policy", "value", "teacher")
+_CHECKS = (
+    f"{SETUP}:_validate_dtype_config",
+    *(f"{POLICIES[1]}:MegatronPolicyWorker{end}.__init__" for end in ("", "Impl")),
+)
+"""NeMo-RL's functions that check the optimizer's flags, in NeMo-RL 0.5 and later."""
+_FLAGS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _DEFAULT = re.compile(r"[\"']([\w./-]+\.ya?ml)[\"']")
-
-_OPTION = re.compile(r"add_argument\(\s*[\"'](--[\w-]+)[\"']")
 
 
 def plan_job(job: Job) -> Request:
@@ -46,20 +52,14 @@ def plan_job(job: Job) -> Request:
     """
     unresolved: list[str] = []
     config = load(job, unresolved)
-    if not config.get("policy") or not config.get("cluster"):
+    if not _of(config, "policy") or not config.get("cluster"):
         raise PlanError(
             f"{_where()}, {job.target}: its config trains no model: expected policy and cluster. "
             "Plan the job that trains."
         )
-    _check_sections(config, unresolved)
     world = _gpus(config)
     models = tuple(_models(job, config, world))
     problems, notes = _both_sides(job, config)
-    problems += legality.of_generation(config, unresolved)
-    for key in _ROLES:
-        section = config.get(key)
-        if key != "teacher" and isinstance(section, Mapping) and section.get("model_name"):
-            problems += legality.of_sections(section, key, unresolved)
     return Request(
         FRAMEWORK,
         version_of(FRAMEWORK, ("nemo_rl",)),
@@ -74,7 +74,7 @@ def plan_job(job: Job) -> Request:
 def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
     """Predict the driver's report on the dtypes of policy, rollout and teacher."""
     try:
-        generation = config["policy"].get("generation")
+        generation = _of(config["policy"], "policy.generation")
         if generation:
             sides.coerce_names(generation)
         both = sides.read_sides(config)
@@ -96,6 +96,12 @@ def _where() -> str:
     return f"nemo-rl {version_of(FRAMEWORK, ('nemo_rl',))}"
 
 
+def _of(section: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return the section under the last part of a key; one that is left out or null is empty."""
+    value = section.get(key.rpartition(".")[2])
+    return {} if value is None else mapping(value, key, _where())
+
+
 def load(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
     """Load a job's config, and apply its overrides.
 
@@ -106,32 +112,26 @@ def load(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
     Raises:
         PlanError: NeMo-RL cannot load the config.
     """
+    path, overrides = _find_named(job)
     try:
         from nemo_rl.utils import config as loader
         from omegaconf import OmegaConf
-    except ImportError as error:
-        raise PlanError(
-            f"{_where()}: its loader of configs cannot be imported ({error}). Install NeMo-RL here."
-        ) from error
-    path, overrides = _find_named(job)
-    register = getattr(loader, "register_omegaconf_resolvers", None)
-    if register is not None:
-        register()
-    else:  # up to NeMo-RL 0.5 each example registers the resolver ``mul``
-        OmegaConf.register_new_resolver("mul", lambda a, b: a * b, replace=True)
-    try:
+
+        register = getattr(loader, "register_omegaconf_resolvers", None)
+        if register is not None:
+            register()
+        else:  # up to NeMo-RL 0.5 each example registers the resolver ``mul``
+            OmegaConf.register_new_resolver("mul", lambda a, b: a * b, replace=True)
         made = loader.load_config(path)
         if overrides:
             made = loader.parse_hydra_overrides(made, overrides)
-        # NeMo-RL's entry points turn a config into plain data, in which MISSING is a string.
-        config = plain(made, unresolved=unresolved, missing=lambda key: MISSING)
+        config: dict[str, Any] = plain(made, unresolved=unresolved)
     except Exception as error:  # reading files, YAML, hydra and omegaconf raise various errors
         raise PlanError(
-            f"{_where()}, {path}: {said(error)}. Correct the override or the file."
+            f"{_where()}, {path}: {said(error)}. Correct the override or the file, or plan in the "
+            "environment of the job."
         ) from error
-    if not isinstance(config, dict):
-        raise PlanError(f"{_where()}, {path}: expected a mapping of keys. Correct the file.")
-    return {str(key): value for key, value in config.items()}
+    return config
 
 
 def _find_named(job: Job) -> tuple[Path, list[str]]:
@@ -139,7 +139,7 @@ def _find_named(job: Job) -> tuple[Path, list[str]]:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--config", default="")
     named, overrides = parser.parse_known_args(list(job.arguments))
-    overrides = [word for word in overrides if not _is_option(word, job.source)]
+    overrides = [word for word in overrides if not word.startswith("--")]  # of the job's script
     path = Path(named.config) if named.config else _default(job)
     if not path.is_file():
         raise PlanError(
@@ -147,14 +147,6 @@ def _find_named(job: Job) -> tuple[Path, list[str]]:
             "the directory that the job starts in."
         )
     return path, overrides
-
-
-def _is_option(word: str, source: Path | None) -> bool:
-    """Whether a word is an option of the job's own script; NeMo-RL refuses all other options."""
-    if not word.startswith("--"):
-        return False
-    declared = None if source is None else _OPTION.findall(source.read_text(encoding="utf-8"))
-    return declared is None or word.partition("=")[0] in declared
 
 
 def _default(job: Job) -> Path:
@@ -172,48 +164,9 @@ def _default(job: Job) -> Path:
     raise PlanError(f"{_where()}, {job.source}: names no config. Name the YAML with --config.")
 
 
-_SECTIONS = (
-    *("cluster", "data", "env", "env.reward_model", "on_policy_distillation"),
-    *(
-        f"{role}{inner}"
-        for role in _ROLES
-        for inner in (
-            *("", ".optimizer", ".precision_shim", ".generation", ".generation.colocated"),
-            *(".dtensor_cfg", ".dtensor_cfg.lora_cfg", ".megatron_cfg", ".megatron_cfg.peft"),
-            *(".megatron_cfg.fp8_cfg", ".megatron_cfg.optimizer", ".hf_config_overrides"),
-            *(".megatron_cfg.distributed_data_parallel_config", ".reward_model_cfg"),
-        )
-    ),
-)
-"""The config's sections that the plan reads; an outer section precedes its inner sections."""
-
-
-def _check_sections(config: Mapping[str, Any], unresolved: Sequence[str]) -> None:
-    """Check that each section of the config has keys; the config may leave sections out.
-
-    Args:
-        config: the job's config.
-        unresolved: the keys that cannot be resolved on this machine; a note of the plan names them.
-
-    Raises:
-        PlanError: a section has no keys, or the policy has no model.
-    """
-    for key in _SECTIONS:
-        value: Any = config
-        for word in key.split("."):
-            value = None if value is None else value.get(word)
-        if value is not None:
-            mapping(value, key, _where())
-    if not config["policy"].get("model_name") and "policy.model_name" not in unresolved:
-        raise PlanError(
-            f"{_where()}, policy.model_name={config['policy'].get('model_name')!r}: expected a "
-            "model. Write its directory or name, or plan where the variables of the job are set."
-        )
-
-
 def _gpus(config: Mapping[str, Any]) -> int:
     """The number of GPUs that train, without GPUs that only serve rollout, reward or teachers."""
-    cluster = config["cluster"]
+    cluster = _of(config, "cluster")
     each, nodes = (
         number_of(cluster, f"cluster.{key}", _where()) for key in ("gpus_per_node", "num_nodes")
     )
@@ -222,9 +175,9 @@ def _gpus(config: Mapping[str, Any]) -> int:
         each -= int(rewarding.get("gpus_per_node") or 0)
     else:
         nodes -= int(rewarding.get("num_nodes") or 0) + _count_teachers(config)
-    generation = (config["policy"].get("generation") or {}).get("colocated") or {}
-    if generation and not generation.get("enabled", True):
-        theirs = generation.get("resources") or {}
+    colocated = _of(_of(config["policy"], "policy.generation"), "policy.generation.colocated")
+    if not colocated.get("enabled", True):
+        theirs = _of(colocated, "policy.generation.colocated.resources")
         if nodes == 1 or not theirs.get("num_nodes"):
             each -= int(theirs.get("gpus_per_node") or 0)
         else:
@@ -234,20 +187,19 @@ def _gpus(config: Mapping[str, Any]) -> int:
 
 def _find_reward_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The resources of a reward model that runs as an environment; empty if the job has none."""
-    section = (config.get("env") or {}).get("reward_model") or {}
-    data = config.get("data") or {}
+    section, data = _of(_of(config, "env"), "env.reward_model"), _of(config, "data")
     # In NeMo-RL 0.5 ``env_name`` is in ``data``, in later versions in sections of ``data``. NeMo-RL
     # 0.4 has ``enabled`` in the reward model's section instead of ``env_name``.
     places = [data, *(data.get(name) for name in ("train", "validation", "default"))]
     names = [place.get("env_name") for place in places if isinstance(place, Mapping)]
     used = section.get("enabled") is True or "reward_model" in names
-    return (section.get("resources") or {}) if used else {}
+    return _of(section, "env.reward_model.resources") if used else {}
 
 
 def _count_teachers(config: Mapping[str, Any]) -> int:
     """The number of nodes that are reserved for the teachers of on-policy distillation."""
-    section = config.get("on_policy_distillation") or {}
-    apart = section.get("non_colocated_teachers") or {}
+    section = _of(config, "on_policy_distillation")
+    apart = _of(section, "on_policy_distillation.non_colocated_teachers")
     if not (section.get("enabled") and apart.get("enabled")):
         return 0
     default, own = apart.get("default_teacher_cfg") or {}, apart.get("teacher_overrides") or {}
@@ -261,23 +213,21 @@ def _count_teachers(config: Mapping[str, Any]) -> int:
 
 def _models(job: Job, config: Mapping[str, Any], world: int) -> Iterator[Plannable]:
     teachers = config.get("teachers") or []
-    for key, subject in _ROLES.items():
-        section = config.get(key)
-        if isinstance(section, Mapping) and section.get("model_name"):
-            if teachers:  # without a rollout, a job with teachers never offloads its student
-                section = {**section, "generation": None}
-            yield _model(job, section, key, subject, world)
+    named = {key: (key, _of(config, key)) for key in _ROLES}
+    if teachers:  # without a rollout, a job with teachers never offloads its student
+        named["policy"] = "policy", {**config["policy"], "generation": None}
     for place, section in enumerate(teachers):
-        if isinstance(section, Mapping) and section.get("model_name"):
-            yield _model(job, section, f"teachers.{place}", f"teacher_{place}", world)
+        named[f"teacher_{place}"] = f"teachers.{place}", section
+    for subject, (key, section) in named.items():
+        if subject == "policy" or section.get("model_name"):
+            yield legal(subject, partial(_model, job, section, key, subject, world))
 
 
 def _model(job: Job, section: Mapping[str, Any], key: str, subject: str, world: int) -> Plannable:
-    on_megatron = bool((section.get("megatron_cfg") or {}).get("enabled"))
-    if on_megatron:
+    _check_names(section, key)
+    if _of(section, f"{key}.megatron_cfg").get("enabled"):
         return _on_megatron(job, section, key, subject, world)
-    cfg = section.get("dtensor_cfg") or {}
-    if not cfg.get("enabled"):
+    if not _of(section, f"{key}.dtensor_cfg").get("enabled"):
         raise PlanError(
             f"{_where()}, {key}: neither megatron_cfg.enabled nor dtensor_cfg.enabled is true. "
             "Write one of them."
@@ -285,112 +235,134 @@ def _model(job: Job, section: Mapping[str, Any], key: str, subject: str, world: 
     return _on_dtensor(job, section, key, subject, world)
 
 
-def _refuse_adapters(key: str, switch: object) -> None:
-    if switch:
+def _check_names(section: Mapping[str, Any], key: str) -> None:
+    """Check the dtype keys of a model.
+
+    Raises:
+        DtypeError: a value is none of NeMo-RL's dtype names.
+    """
+    megatron_cfg = _of(section, f"{key}.megatron_cfg")
+    written = {"precision": section.get("precision")}
+    if megatron_cfg.get("enabled") and "pipeline_dtype" in megatron_cfg:
+        written["megatron_cfg.pipeline_dtype"] = megatron_cfg["pipeline_dtype"]
+    for field, value in written.items():
+        if not isinstance(value, str) or value not in DTYPES:
+            raise DtypeError(
+                f"{_where()}: {key}.{field}={value!r} names no dtype that NeMo-RL takes; allowed: "
+                f"{', '.join(DTYPES)}, spelled so. Correct {key}.{field}.",
+                key=f"{key}.{field}",
+            )
+
+
+def _flags(section: Mapping[str, Any], key: str, subject: str) -> Iterator[Problem]:
+    """Yield a problem for each optimizer flag that NeMo-RL refuses because of ``precision``."""
+    if not any(PRECISION_AWARE in look(function).names for function in _CHECKS):
+        return  # NeMo-RL 0.4 checks no flags
+    place, precision = f"{key}.megatron_cfg.optimizer", section["precision"]
+    optimizer = section["megatron_cfg"]["optimizer"]
+    needed = _FLAGS.get(DTYPES[precision])
+    written = [flag for flag in _FLAGS.values() if optimizer.get(flag)]
+    wrong = written if needed is None else written[1:]
+    if needed is not None and optimizer.get(PRECISION_AWARE) and needed not in written:
+        wrong = [needed]
+    values = f"bf16={'bf16' in written}, fp16={'fp16' in written}".lower()
+    for flag in wrong:
+        yield Problem(
+            "flags",
+            subject,
+            f"{place}.{flag}",
+            f"{_where()}: {values} beside {key}.precision={precision}",
+            "Write true for the flag of the precision, and false for the others.",
+        )
+
+
+def _refuse_adapters(key: str, section: Mapping[str, Any]) -> None:
+    if section.get("enabled"):
         raise no_adapters(f"{_where()}, {key}.enabled=true", f"{key}.enabled=false")
 
 
 def _on_megatron(
     job: Job, section: Mapping[str, Any], key: str, subject: str, world: int
 ) -> Plannable:
-    cfg = section["megatron_cfg"]
     where = f"{key}.megatron_cfg"
-    _refuse_adapters(f"{where}.peft", (cfg.get("peft") or {}).get("enabled"))
+    cfg = _of(section, where)
+    _refuse_adapters(f"{where}.peft", _of(cfg, f"{where}.peft"))
     trains = not subject.startswith("teacher")
-    ddp = cfg.get("distributed_data_parallel_config") or {}
-    fsdp = bool(ddp.get("use_custom_fsdp") or ddp.get("use_megatron_fsdp"))
-    if fsdp:
+    ddp = _of(cfg, f"{where}.distributed_data_parallel_config")
+    if ddp.get("use_custom_fsdp") or ddp.get("use_megatron_fsdp"):
         raise PlanError(
             f"{_where()}, {where}.distributed_data_parallel_config: Megatron-FSDP is not planned. "
             "Plan the job without it."
         )
-    complete = {**cfg, "optimizer": cfg.get("optimizer") or {}}
-    complete["distributed_data_parallel_config"] = ddp
-    names = ("precision", "megatron_cfg.pipeline_dtype")
-    illegal = [*legality.names(section, key, subject, names)]
-    if illegal:
-        return Illegal(subject, tuple(illegal))
-    illegal += legality.of_megatron(section, key, subject)
-    wishes = megatron.read_wishes(
-        {**section, "megatron_cfg": complete}, subject, megatron_fsdp=fsdp, trains=trains
-    )
-    frozen = is_router if cfg.get("freeze_moe_router") else (lambda name: False)
+    complete = {
+        **section,
+        "megatron_cfg": {
+            **cfg,
+            "optimizer": _of(cfg, f"{where}.optimizer"),
+            "distributed_data_parallel_config": ddp,
+        },
+    }
+    wishes = megatron.read_wishes(complete, subject, megatron_fsdp=False, trains=trains)
     return MegatronModel(
         wishes,
-        job.model(section["model_name"], section.get("hf_config_overrides")),
+        job.model(section.get("model_name"), section.get("hf_config_overrides")),
         read_sizes(
             world,
             "cluster.gpus_per_node x cluster.num_nodes",
             where,
             cfg,
-            sequence_parallel=bool(cfg.get("sequence_parallel")),
         ),
         wishes.declared or torch.bfloat16,
         bucket_in_fp32=bool(ddp.get("grad_reduce_in_fp32", False)),
-        frozen=frozen,
+        frozen=is_router if cfg.get("freeze_moe_router") else (lambda name: False),
         value_head=subject == "value",
         key=f"{where}.optimizer.{{}}",
         bucket_key=f"{where}.distributed_data_parallel_config.grad_reduce_in_fp32",
         prefix="++",
-        parked=_find_parked(section, key),
-        illegal=tuple(illegal) if trains else (),
-    )
-
-
-def _find_parked(section: Mapping[str, Any], key: str) -> dict[str, tuple[str, ...]]:
-    """The components that NeMo-RL offloads while the rollout or another model runs."""
-    shared = (section.get("generation") or {}).get("colocated") or {}
-    if key.startswith("teachers."):
-        return {key: WEIGHTS + STATES}
-    return (
-        {f"{key}.generation.colocated.enabled": WEIGHTS + STATES} if shared.get("enabled") else {}
+        illegal=tuple(_flags(complete, key, subject)) if trains else (),
     )
 
 
 def _on_dtensor(
     job: Job, section: Mapping[str, Any], key: str, subject: str, world: int
 ) -> Plannable:
-    cfg = section["dtensor_cfg"]
-    _refuse_adapters(f"{key}.dtensor_cfg.lora_cfg", (cfg.get("lora_cfg") or {}).get("enabled"))
+    where = f"{key}.dtensor_cfg"
+    cfg = _of(section, where)
+    _refuse_adapters(f"{where}.lora_cfg", _of(cfg, f"{where}.lora_cfg"))
     trains = not subject.startswith("teacher")
-    illegal = tuple(legality.names(section, key, subject, ("precision",)))
-    illegal += tuple(legality.offload(section, key, subject, world))
-    if trains:
-        illegal += tuple(legality.torch_optimizer(section, key, subject))
-    if illegal:
-        return Illegal(subject, illegal)
-    precision = legality.DTYPES[section["precision"]]
+    precision = name_of(DTYPES[section["precision"]])
     scaled: tuple[Decided, ...] = ()
     if trains:
         scaled = scaling(
             job,
-            name_of(precision),
+            precision,
             dtensor.group_of(subject, second=bool(cfg.get("_v2"))),
             dtensor.scaled_because(subject),
             configured=partial(dtensor.read_section, section, subject),
         )
-    name = str((section.get("optimizer") or {}).get("name") or "torch.optim.AdamW")
+    name = str(_of(section, f"{key}.optimizer").get("name") or "torch.optim.AdamW")
+    keys = {
+        "tensor": f"{where}.tensor_parallel_size",
+        "context": f"{where}.context_parallel_size",
+        "replicas": f"{where}.dp_replicate_size",
+    }
+    sizes: dict[str, Any] = {size: number_of(cfg, at, _where()) for size, at in keys.items()}
     return ShardedModel(
         subject,
-        job.model(section["model_name"], section.get("hf_config_overrides")),
+        job.model(section.get("model_name"), section.get("hf_config_overrides")),
         world,
         "fp32",  # NeMo-RL loads weights in float32, and computes in policy.precision
-        tensor=number_of(cfg, f"{key}.dtensor_cfg.tensor_parallel_size", _where()),
-        context=number_of(cfg, f"{key}.dtensor_cfg.context_parallel_size", _where()),
-        replicas=number_of(cfg, f"{key}.dtensor_cfg.dp_replicate_size", _where()),
-        compute=name_of(precision),
+        **sizes,
+        compute=precision,
         optimizer=name if trains else "",
         decisions=scaled,
         offload=bool(cfg.get("cpu_offload")),
         value_head=subject == "value"
-        or bool((section.get("reward_model_cfg") or {}).get("enabled")),
+        or bool(_of(section, f"{key}.reward_model_cfg").get("enabled")),
         keys={
             "world": "cluster.gpus_per_node x cluster.num_nodes",
-            "tensor": f"{key}.dtensor_cfg.tensor_parallel_size",
-            "context": f"{key}.dtensor_cfg.context_parallel_size",
-            "replicas": f"{key}.dtensor_cfg.dp_replicate_size",
             "shards": "cluster.gpus_per_node x cluster.num_nodes",
             "optimizer": f"{key}.optimizer.name",
+            **keys,
         },
-        parked={} if cfg.get("cpu_offload") else _find_parked(section, key),
     )

@@ -35,8 +35,7 @@ from ..rollout import (
     settle_heads,
     with_rounded,
 )
-from .dtensor import FRAMEWORK
-from .legality import DTYPES
+from .dtensor import DTYPES, FRAMEWORK
 
 GROUP = "rollout"
 PLACE = "policy.generation"

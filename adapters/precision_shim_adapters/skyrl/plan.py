@@ -5,23 +5,18 @@ The loader needs no torch. Plan and worker read optimizer settings with ``megatr
 
 from __future__ import annotations
 
-import copy
-import os
-import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import is_dataclass, replace
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 
 from precision_shim.adapting import version_of
 from precision_shim.errors import DtypeError, PlanError
-from precision_shim.planning.calling import ask_framework
 from precision_shim.planning.command import Job, find_imported
-from precision_shim.planning.record import STATES, WEIGHTS, Decided, Problem
-from precision_shim.planning.request import Illegal, Plannable, Request
+from precision_shim.planning.record import Decided, Problem
+from precision_shim.planning.request import Plannable, Request, legal
 from precision_shim.planning.shapes import Model, is_router
 from precision_shim.planning.values import no_adapters, no_section, number, said
 from precision_shim.precision.dtypes import name_of
@@ -40,11 +35,9 @@ from ..rollout import (
     problems_of_heads,
     wire_problems,
 )
-from . import fsdp, head, legality, megatron, sides
+from . import fsdp, head, megatron, sides
 from .config import INFERENCE, ROLLOUT, note_command_line
 
-_ROLES = ("policy", "ref", "critic")
-_PROGRAM = "skyrl.train.entrypoints.main_base"
 _NO_TRAINER = ("main_generate", "serve")
 """Suffixes in the names of SkyRL's entry points that train no model."""
 
@@ -55,13 +48,15 @@ def plan_job(job: Job) -> Request:
     Raises:
         PlanError: the config or a model cannot be read.
     """
-    config, passed_over, wrong = load(job)
+    config = load(job)
+    _check_sections(config, type(config)())
     trainer = config.trainer
-    _check_sections(config)
     world = _count(trainer.placement, "policy")
     models = tuple(_models(job, trainer, world))
-    rolls_out = not (_tunes(job) or job.target.endswith(_NO_TRAINER))
-    problems, told = (wrong, []) if wrong or not rolls_out else _sides(job, config)
+    problems: list[Problem] = []
+    notes: list[str] = []
+    if not (_tunes(job) or job.target.endswith(_NO_TRAINER)):
+        problems, notes = _sides(job, config)
     return Request(
         "skyrl",
         version_of("skyrl", ("skyrl",)),
@@ -69,29 +64,8 @@ def plan_job(job: Job) -> Request:
         models,
         megatron=any(isinstance(model, MegatronModel) for model in models),
         problems=tuple(problems),
-        notes=(
-            *(
-                f"SkyRL itself does not know these, which {job.target} may: "
-                f"{', '.join(passed_over)}"
-                for _ in passed_over[:1]
-            ),
-            *told,
-        ),
-        ask=partial(_ask, job, config) if rolls_out else None,
+        notes=tuple(notes),
     )
-
-
-def _ask(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
-    """Call ``validate_cfg``, which SkyRL's training program calls first."""
-
-    def check() -> Callable[[], object]:
-        from skyrl.train.utils.utils import validate_cfg
-
-        return partial(validate_cfg, copy.deepcopy(config))
-
-    # The plan needs no key of a logger's service.
-    with mock.patch.dict(os.environ, {"WANDB_API_KEY": "not needed", **job.environ}):
-        return ask_framework(check, "validate_cfg", _where(), is_own=job.target == _PROGRAM)
 
 
 def _sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
@@ -129,53 +103,22 @@ def _where() -> str:
     return f"skyrl {version_of('skyrl', ('skyrl',))}"
 
 
-def load(job: Job) -> tuple[Any, list[str], list[Problem]]:
-    """Load a job's config, and record the user's keys; return also unknown keys and DtypeErrors.
-
-    Only a user's own entry point may have overrides that SkyRL does not define. If the shim is on
-    in this process, SkyRL's loader raises a DtypeError for a wrong ``model_dtype``, which ``load``
-    returns as a problem.
+def load(job: Job) -> Any:
+    """Load a job's config, and record the user's keys.
 
     Raises:
         PlanError: SkyRL cannot load the config.
     """
-    try:
-        import skyrl.train.config as configs
-    except ImportError as error:
-        raise PlanError(
-            f"{_where()}: its config cannot be imported ({error}). Install SkyRL here."
-        ) from error
     # A user's own entry point may have options that are not of the form KEY=VALUE.
     own = job.target.startswith("skyrl.")
     words = [word for word in job.arguments if own or "=" in word]
-    passed_over: list[str] = []
-    wrong: list[Problem] = []
-    while True:
-        try:
-            return _load(configs, job, words), passed_over, wrong
-        except DtypeError as error:
-            kept = [word for word in words if word.partition("=")[0] != error.key]
-            if kept == words:
-                raise PlanError(f"{_where()}, {job.target}: {said(error)}") from error
-            words = kept
-            wrong.append(Problem.of(error, "rollout", error.key))
-            continue
-        except Exception as error:  # omegaconf and SkyRL raise various errors
-            text = " ".join(str(error).split())
-            unknown = [] if job.target.startswith("skyrl.") else _unknown(text, words)
-            if not unknown:
-                _check_written(configs, job, words)
-                raise PlanError(
-                    f"{_where()}, {job.target}: {said(error)}. Correct the command line."
-                ) from error
-        words = [word for word in words if word not in unknown]
-        passed_over += [word.partition("=")[0] for word in unknown]
-
-
-def _unknown(message: str, words: list[str]) -> list[str]:
-    match = re.search(r"Invalid fields \{(.*?)\}", message)
-    names = set(re.findall(r"'([^']+)'", match.group(1))) if match else set()
-    return [word for word in words if names & set(word.partition("=")[0].split("."))]
+    try:
+        return _load(job, words)
+    except Exception as error:  # omegaconf and SkyRL raise various errors
+        raise PlanError(
+            f"{_where()}, {job.target}: {said(error)}. Correct the command line, and leave out "
+            "keys that only your own program knows."
+        ) from error
 
 
 def _tunes(job: Job) -> bool:
@@ -185,60 +128,32 @@ def _tunes(job: Job) -> bool:
     return tunes or job.target.endswith("main_sft")
 
 
-def _load(configs: Any, job: Job, words: list[str]) -> Any:
+def _load(job: Job, words: list[str]) -> Any:
     if _tunes(job):
         from skyrl.train.config.sft_config import SFTConfig, build_skyrl_config_for_sft
 
-        tuned = SFTConfig.from_cli_overrides(words)
-        prefixed = [f"trainer.policy.{word}" for word in words]
-        config = build_skyrl_config_for_sft(tuned)
-        note_command_line(config, prefixed)
-        return config
-    config = configs.SkyRLTrainConfig.from_cli_overrides(words)
+        config = build_skyrl_config_for_sft(SFTConfig.from_cli_overrides(words))
+        words = [f"trainer.policy.{word}" for word in words]
+    else:
+        from skyrl.train.config import SkyRLTrainConfig
+
+        config = SkyRLTrainConfig.from_cli_overrides(words)
     note_command_line(config, words)
     return config
 
 
-def _check_written(configs: Any, job: Job, words: Sequence[str]) -> None:
-    """Check that words which set a section of SkyRL's config give the section keys.
-
-    Raises:
-        PlanError: a section has no keys.
-    """
-    import yaml
-
-    defaults = configs.SFTConfig() if _tunes(job) else configs.SkyRLTrainConfig()
-    for word in words:
-        key, _, text = word.partition("=")
-        section, value = _found(defaults, key), yaml.safe_load(text)
-        if (is_dataclass(section) or isinstance(section, dict)) and not isinstance(value, dict):
-            raise no_section(value, key, _where())
-
-
-def _check_sections(config: Any) -> None:
+def _check_sections(config: Any, defaults: Any, place: str = "") -> None:
     """Check that sections have keys; SkyRL's loader accepts a string or ``None`` as a section.
 
     Raises:
         PlanError: a section has no keys.
     """
-    keys = ["placement", "critic", "critic.model"]
-    keys += [f"{role}.fsdp_config" for role in _ROLES]
-    if config.trainer.strategy == "megatron":
-        keys += [f"{role}.megatron_config" for role in ("policy", "ref")]
-    may_be_null = [f"trainer.{role}.fsdp_config.mixed_precision" for role in _ROLES]
-    may_be_null += [f"{INFERENCE}.{section}" for section in sides.OVER[1:]]
-    keys = [f"trainer.{key}" for key in keys] + [f"{INFERENCE}.{sides.OVER[0]}"]
-    for key in keys + may_be_null:
-        section = _found(config, key)
-        null = section is None and key in may_be_null
-        if not (null or hasattr(section, "__dict__") or isinstance(section, dict)):
-            raise no_section(section, key, _where())
-
-
-def _found(section: Any, key: str) -> Any:
-    for name in key.split("."):
-        section = getattr(section, name, None)
-    return section
+    for field in fields(defaults):
+        section, default = getattr(config, field.name), getattr(defaults, field.name)
+        if is_dataclass(default) != is_dataclass(section) and default is not None:
+            raise no_section(section, f"{place}{field.name}", _where())
+        if is_dataclass(default):
+            _check_sections(section, default, f"{place}{field.name}.")
 
 
 def _models(job: Job, trainer: Any, world: int) -> Iterator[Plannable]:
@@ -256,18 +171,10 @@ def _models(job: Job, trainer: Any, world: int) -> Iterator[Plannable]:
             raise no_adapters(f"{_where()}, {key}={rank}", f"{key}=0")
         path = section.model.path or trainer.policy.model.path
         model = job.model(path)
-        gpus = _gpus(trainer, role, world)
-        on_megatron = strategy == "megatron" and role != "critic"
-        wrong: list[Problem] = []
-        if role != "ref":
-            wrong += legality.of_optimizer(trainer, role, on_megatron=on_megatron)
-        if wrong:
-            yield Illegal(role, tuple(wrong), _place(trainer, role))
-            continue
-        if on_megatron:
-            yield _on_megatron(job, trainer, role, model, gpus)
-        else:
-            yield _on_fsdp(job, trainer, role, model, gpus)
+        shares = role == "policy" or trainer.placement.colocate_all
+        gpus = world if shares else _count(trainer.placement, role)
+        read = _on_megatron if strategy == "megatron" and role != "critic" else _on_fsdp
+        yield legal(role, partial(read, job, trainer, role, model, gpus))
 
 
 def _roles(trainer: Any) -> list[str]:
@@ -279,13 +186,6 @@ def _roles(trainer: Any) -> list[str]:
     return roles
 
 
-def _gpus(trainer: Any, role: str, world: int) -> int:
-    place = trainer.placement
-    if place.colocate_all or role == "policy":
-        return world
-    return _count(place, role)
-
-
 def _count(place: Any, role: str) -> int:
     counts = [
         number(getattr(place, name, 1), f"trainer.placement.{name}", _where())
@@ -294,7 +194,7 @@ def _count(place: Any, role: str) -> int:
     return counts[0] * counts[1]
 
 
-def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) -> MegatronModel:
+def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) -> Plannable:
     section = getattr(trainer, role)
     config = section.megatron_config
     heads = getattr(config, "mtp_num_layers", None)
@@ -312,6 +212,7 @@ def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) ->
     provider = megatron.foreseen_provider(
         trainer, role, checkpoint, obeyed=job.in_force(DISPATCH, "megatron")
     )
+    illegal, notes = _flags(config, role, provider, checkpoint)
     foreseen = sides.megatron_dtype(trainer, role, job.in_force, job.options.model or "")
     dtype = foreseen or wishes.declared or torch.bfloat16
     return MegatronModel(
@@ -322,7 +223,6 @@ def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) ->
             f"trainer.placement.{role}_num_gpus_per_node",
             where,
             vars(config),
-            sequence_parallel=True,  # SkyRL couples sequence parallelism to tensor parallelism
             within="transformer_config_kwargs",
             within_names=("virtual", *UNEVEN),
         ),
@@ -331,31 +231,40 @@ def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) ->
         frozen=is_router if getattr(config, "freeze_moe_router", False) else (lambda name: False),
         key=f"{where}.optimizer_config_kwargs.{{}}",
         bucket_key=f"{where}.ddp_config.grad_reduce_in_fp32",
-        parked=_find_parked(trainer, role),
-        place=_place(trainer, role),
         takes_name=megatron.takes_name if megatron.coerces_itself() else None,
-        illegal=tuple(legality.of_transformer(config, role, provider)),
-        notes=tuple(legality.notes_of_transformer(config, role, checkpoint)),
+        illegal=tuple(illegal),
+        notes=tuple(notes),
     )
 
 
-def _together(trainer: Any, role: str) -> str:
-    """The config key that puts a model on other models' GPUs; empty for a model with own GPUs."""
-    if trainer.placement.colocate_all:
-        return "colocate_all"
-    shares = role in ("policy", "ref") and trainer.placement.colocate_policy_ref
-    return "colocate_policy_ref" if shares else ""
+def _flags(
+    config: Any, role: str, provider: Any, checkpoint: str
+) -> tuple[list[Problem], list[str]]:
+    """Check that Megatron is not told fp16 and bf16 at once.
 
-
-def _place(trainer: Any, role: str) -> str:
-    return _together(trainer, role) or role
-
-
-def _find_parked(trainer: Any, role: str) -> dict[str, tuple[str, ...]]:
-    """The components that SkyRL offloads while the rollout or another model runs."""
-    key = _together(trainer, role)
-    alone = key == "colocate_policy_ref" and "ref" not in _roles(trainer)
-    return {f"trainer.placement.{key}": WEIGHTS + STATES} if key and not alone else {}
+    Args:
+        config: the role's ``megatron_config``.
+        role: the model's key in the config.
+        provider: from ``megatron.foreseen_provider``.
+        checkpoint: canonical name of the checkpoint's dtype; empty if it is not known.
+    """
+    place = f"trainer.{role}.megatron_config.transformer_config_kwargs"
+    written = config.transformer_config_kwargs or {}
+    if provider.fp16 and provider.bf16:
+        key = f"{place}.fp16" if "fp16" in written else f"{place}.bf16"
+        fault = (
+            f"fp16={provider.fp16} and bf16={provider.bf16}: Megatron takes one of them, and the "
+            "other one comes from the checkpoint or trainer.bf16"
+        )
+        remedy = f"Leave it out, or write {place}.fp16 and {place}.bf16."
+        return [Problem("flags", role, key, fault, remedy)], []
+    if written.get("fp16") and "bf16" not in written and not checkpoint:
+        note = (
+            f"{place}.fp16: Megatron refuses it beside a bf16 checkpoint, and the checkpoint is "
+            f"not on this machine; {place}.bf16=false allows it"
+        )
+        return [], [note]
+    return [], []
 
 
 def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Plannable:
@@ -364,19 +273,7 @@ def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Pla
     key = f"trainer.{role}"
     shards = number(config.fsdp_size, f"{key}.fsdp_config.fsdp_size", _where())
     sequence = getattr(section, "sequence_parallel_size", 1)
-    # SkyRL divides the number of GPUs by fsdp_size, and reads a negative fsdp_size as all GPUs.
-    illegal = (
-        [Problem("size", role, f"{key}.fsdp_config.fsdp_size", "0 GPUs", "Write -1 for all.")]
-        if shards == 0
-        else []
-    )
-    if not illegal:
-        every = shards if 0 < shards < world else world
-        illegal = [*legality.of_fsdp(config, role, every)]
-    try:
-        mixed = fsdp.mixed_dtypes(config, f"trainer.{role}.fsdp_config")
-    except DtypeError as error:
-        return Illegal(role, (Problem.of(error, role, error.key),), _place(trainer, role))
+    mixed = fsdp.mixed_dtypes(config, f"trainer.{role}.fsdp_config")
     trains = role != "ref" and not getattr(section, "inference_only_init", False)
     compute = name_of(mixed["param_dtype"])
     scaled = scaling(job, compute, fsdp.GROUP, fsdp.scaled_because(role)) if trains else ()
@@ -399,7 +296,4 @@ def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Pla
             "shards": f"trainer.{role}.fsdp_config.fsdp_size",
             "context": f"trainer.{role}.sequence_parallel_size",
         },
-        parked={} if config.cpu_offload else _find_parked(trainer, role),
-        place=_place(trainer, role),
-        illegal=tuple(illegal),
     )

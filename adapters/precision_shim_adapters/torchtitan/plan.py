@@ -17,7 +17,7 @@ from typing import Any
 from precision_shim.adapting import version_of
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.planning.command import Job
-from precision_shim.planning.record import Problem, too_small, whole_heads
+from precision_shim.planning.record import Problem
 from precision_shim.planning.request import Request
 from precision_shim.planning.shapes import Model, Weight
 from precision_shim.precision.dtypes import name_of, parse_dtype
@@ -28,21 +28,16 @@ from . import head, names, sides
 from .places import NAMES, PRETRAINING, RL, ROLLOUT
 from .scaled import BECAUSE
 
+_DEGREES = (
+    *("data_parallel_replicate_degree", "tensor_parallel_degree"),
+    *("context_parallel_degree", "expert_parallel_degree"),
+)
 _KEYS = {
     "world": "parallelism",
     "shards": "parallelism.data_parallel_shard_degree",
     "tensor": "parallelism.tensor_parallel_degree",
     "optimizer": "optimizer",
 }
-_DEGREES = (
-    "data_parallel_replicate_degree",
-    "tensor_parallel_degree",
-    "context_parallel_degree",
-    "pipeline_parallel_degree",
-    "expert_parallel_degree",
-)
-_EXPERTS = ".routed_experts."
-"""Part of the names of routed experts' weights, whose dimension 0 is the number of experts."""
 _FRAME = re.compile(r"[\u2500-\u257f]+|-{3,}")
 """Matches the frame that tyro draws around a message."""
 
@@ -63,48 +58,37 @@ def plan_job(job: Job) -> Request:
     subject, prefix = ("policy", "trainer.") if trainer is not config else ("model", "")
     group = PRETRAINING if trainer is config else RL
     parallel, training = trainer.parallelism, trainer.training
-    if parallel.pipeline_parallel_degree > 1:
-        raise PlanError(
-            f"{_where()}, {prefix}parallelism.pipeline_parallel_degree="
-            f"{parallel.pipeline_parallel_degree}: pipelines are not planned. Plan one stage's "
-            "share with 1 on that many GPUs fewer."
-        )
-    version = version_of("torchtitan", ("torchtitan",))
-    wrong = list(_small(subject, prefix, parallel))
-    if wrong:
-        world = _count_launched(job) or 1
-        return Request("torchtitan", version, world, (), problems=tuple(wrong))
-    world, shards = _world(job, parallel)
-    wrong = [*_apart(subject, prefix, parallel, world), *_dtypes(job, subject, config, trainer)]
-    if trainer is config and training.local_batch_size < 1:
-        wrong.append(too_small(subject, "training.local_batch_size", training.local_batch_size))
+    world, shards = _world(job, prefix, parallel)
+    wrong = list(_dtypes(job, subject, config, trainer))
     notes: list[str] = []
-    if trainer is not config and not any(problem.code == "dtype" for problem in wrong):
-        problems, notes = _both_sides(job, config)
-        wrong += problems
-    if any(problem.code == "dtype" for problem in wrong):
-        return Request("torchtitan", version, world, (), problems=tuple(wrong))
-    model = _model(job, config)
-    wrong += _heads(subject, prefix, parallel, config, model)
-    wrong += _experts(subject, prefix, parallel, model)
-    compute = _name(training.mixed_precision_param)
-    asked = ShardedModel(
-        subject,
-        model,
-        world,
-        _name(training.dtype),
-        shards=shards,
-        tensor=parallel.tensor_parallel_degree,
-        compute=compute,
-        reduce=_name(training.mixed_precision_reduce),
-        optimizer=_optimizer(trainer.optimizer),
-        decisions=scaling(job, compute, group, BECAUSE),
-        offload=bool(training.enable_cpu_offload),
-        gathers=1 if parallel.fsdp_reshard_after_forward == "never" else 2,
-        keys={name: prefix + key for name, key in _KEYS.items()},
-    )
+    if trainer is not config and not wrong:
+        wrong, notes = _both_sides(job, config)
+    models = []
+    if not any(problem.code == "dtype" for problem in wrong):
+        model = _model(job, config)
+        _check_model(prefix, parallel, config, model, world)
+        asked = ShardedModel(
+            subject,
+            model,
+            world,
+            _name(training.dtype),
+            shards=shards,
+            tensor=parallel.tensor_parallel_degree,
+            compute=_name(training.mixed_precision_param),
+            reduce=_name(training.mixed_precision_reduce),
+            optimizer=_optimizer(trainer.optimizer),
+            decisions=scaling(job, _name(training.mixed_precision_param), group, BECAUSE),
+            offload=bool(training.enable_cpu_offload),
+            keys={name: prefix + key for name, key in _KEYS.items()},
+        )
+        models.append(asked)
     return Request(
-        "torchtitan", version, world, (asked,), problems=tuple(wrong), notes=tuple(notes)
+        "torchtitan",
+        version_of("torchtitan", ("torchtitan",)),
+        world,
+        tuple(models),
+        problems=tuple(wrong),
+        notes=tuple(notes),
     )
 
 
@@ -141,19 +125,6 @@ def _coerces(job: Job) -> bool:
     return job.in_force(names.FEATURE, NAMES)
 
 
-def _small(subject: str, prefix: str, parallel: Any) -> Iterator[Problem]:
-    """Yield a problem for each parallel degree below 1, which leaves the number of GPUs unknown."""
-    for name in _DEGREES:
-        value = getattr(parallel, name)
-        if value < 1:
-            key = f"{prefix}parallelism.{name}"
-            yield too_small(subject, key, value)
-    shards = parallel.data_parallel_shard_degree
-    if shards < 1 and shards != -1:
-        more = ", or -1 for all that are left"
-        yield too_small(subject, f"{prefix}{_KEYS['shards']}", shards, more)
-
-
 def _dtypes(job: Job, subject: str, config: Any, trainer: Any) -> Iterator[Problem]:
     """Replace dtype names by torchtitan's own, as in the job; yield a problem for unknown names."""
     if not _coerces(job):
@@ -186,60 +157,31 @@ def _both_sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
     return [*found, *problems], [*told, *notes]
 
 
-def _apart(subject: str, prefix: str, parallel: Any, world: int) -> Iterator[Problem]:
-    """Yield a problem if the parallel degrees do not multiply to the number of GPUs.
+def _check_model(prefix: str, parallel: Any, config: Any, model: Model, world: int) -> None:
+    """Check that the degrees split GPUs, experts and heads, which ``fp16.plan`` does not check.
 
-    ``fp16.plan.problems`` reports a number of GPUs that is no multiple of the degrees.
+    Raises:
+        PlanError: a degree does not divide a number.
     """
-    replicas, tensor = parallel.data_parallel_replicate_degree, parallel.tensor_parallel_degree
-    context, shards = parallel.context_parallel_degree, parallel.data_parallel_shard_degree
-    rest = replicas * context * tensor
-    if shards > 0 and world % rest == 0 and world != rest * shards:
-        yield Problem(
-            "world-size",
-            subject,
-            f"{prefix}{_KEYS['shards']}",
-            f"replicas {replicas} x shards {shards} x context {context} x tensor {tensor} make "
-            f"{rest * shards} GPUs, and the job has {world}",
-            f"Write {world // rest}, or -1 for all that are left.",
-        )
-    experts, within = parallel.expert_parallel_degree, world // replicas
-    if within % experts:
-        yield Problem(
-            "world-size",
-            subject,
-            f"{prefix}parallelism.expert_parallel_degree",
-            f"{within} GPUs of a replica are not a multiple of {experts}",
-            f"Take a divisor of {within}.",
-        )
+    heads, experts = "tensor_parallel_degree", "expert_parallel_degree"
+    within = world // parallel.data_parallel_replicate_degree
+    routed = [weight.shape[0] for weight in model.weights if ".routed_experts." in weight.name]
+    counts = [(experts, within, "GPUs of a replica")]
+    counts += [(experts, count, "experts") for count in (model.experts, *routed)]
+    if not model.config and config.model_spec is not None:
+        attention = getattr(config.model_spec.model, "first_attention", None)
+        for name in ("n_heads", "n_kv_heads"):
+            counts += [(heads, getattr(attention, name, None) or 0, name)]
+    for key, count, what in counts:
+        if count % getattr(parallel, key):
+            raise _no_layout(prefix, parallel, key, f"it does not divide {count} {what}")
 
 
-def _heads(
-    subject: str, prefix: str, parallel: Any, config: Any, model: Model
-) -> Iterator[Problem]:
-    if model.config or config.model_spec is None:
-        return
-    attention = getattr(config.model_spec.model, "first_attention", None)
-    for name in ("n_heads", "n_kv_heads"):
-        heads = getattr(attention, name, None)
-        if isinstance(heads, int):
-            ways, key = parallel.tensor_parallel_degree, f"{prefix}{_KEYS['tensor']}"
-            yield from whole_heads(subject, key, name, heads, ways)
-
-
-def _experts(subject: str, prefix: str, parallel: Any, model: Model) -> Iterator[Problem]:
-    ways = parallel.expert_parallel_degree
-    counts = {model.experts} if model.config else set()
-    counts |= {weight.shape[0] for weight in model.weights if _EXPERTS in weight.name}
-    for experts in sorted(counts):
-        if experts % ways:
-            yield Problem(
-                "experts",
-                subject,
-                f"{prefix}parallelism.expert_parallel_degree",
-                f"{experts} experts cannot be spread over {ways} ranks",
-                f"Take a divisor of {experts}.",
-            )
+def _no_layout(prefix: str, parallel: Any, key: str, fault: str) -> PlanError:
+    return PlanError(
+        f"{_where()}, {prefix}parallelism.{key}={getattr(parallel, key)}: the job's layout cannot "
+        f"be computed: {fault}. Write a size that goes."
+    )
 
 
 def _count_launched(job: Job) -> int | None:
@@ -247,21 +189,27 @@ def _count_launched(job: Job) -> int | None:
     return None if each is None else each * (job.launched("nnodes") or 1)
 
 
-def _world(job: Job, parallel: Any) -> tuple[int, int]:
-    """The number of GPUs of a job, and the number of ranks that shard a parameter."""
-    replicas, shards = (
-        parallel.data_parallel_replicate_degree,
-        parallel.data_parallel_shard_degree,
-    )
-    rest = parallel.tensor_parallel_degree * parallel.context_parallel_degree * replicas
-    world = _count_launched(job)
-    if world is not None:
-        if shards < 1:
-            shards = max(world // rest, 1)
-    else:
-        shards = max(shards, 1)
-        world = rest * shards
-    return world, shards * parallel.context_parallel_degree
+def _world(job: Job, prefix: str, parallel: Any) -> tuple[int, int]:
+    """The number of GPUs of a job, and the number of ranks that shard a parameter.
+
+    Raises:
+        PlanError: the degrees do not multiply to the number of GPUs.
+    """
+    for key in _DEGREES:
+        if getattr(parallel, key) < 1:
+            raise _no_layout(prefix, parallel, key, "it is less than 1")
+    if parallel.pipeline_parallel_degree > 1:
+        fault = "pipelines are not planned; plan one stage's share with 1"
+        raise _no_layout(prefix, parallel, "pipeline_parallel_degree", fault)
+    rest = parallel.tensor_parallel_degree * parallel.data_parallel_replicate_degree
+    rest *= parallel.context_parallel_degree
+    shards, world = parallel.data_parallel_shard_degree, _count_launched(job)
+    if shards < 1:
+        shards = 1 if world is None else max(world // rest, 1)
+    if world not in (None, rest * shards):
+        fault = f"the degrees multiply to {rest * shards} GPUs, and the job has {world}"
+        raise _no_layout(prefix, parallel, "data_parallel_shard_degree", fault)
+    return rest * shards, shards * parallel.context_parallel_degree
 
 
 def _name(value: object) -> str:

@@ -1,10 +1,14 @@
-"""Compose a verl job's config as Hydra does in verl's entry point, without importing verl."""
+"""Compose a verl job's config with Hydra's public API, as verl's entry point does, without verl."""
 
 from __future__ import annotations
 
+import argparse
 import ast
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,91 +46,112 @@ class Asked:
         return tuple(place for place in named if place)
 
 
-def _where() -> str:
-    return versioned("verl")
-
-
-def compose(
-    job: Job, unresolved: list[str] | None = None, missing: list[str] | None = None
-) -> dict[str, Any]:
+def compose(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
     """Compose a job's config, and apply the overrides of the job's command line.
 
     Args:
         job: the job.
         unresolved: see ``plain``.
-        missing: a list; ``compose`` appends the keys whose value is ``MISSING``.
 
     Raises:
         PlanError: hydra cannot compose the config.
     """
     asked = named_config(job)
-    from hydra import compose
-    from hydra._internal.hydra import Hydra
-    from hydra._internal.utils import create_config_search_path, validate_config_path
-    from hydra.core.config_search_path import SearchPathQuery
-    from hydra.core.global_hydra import GlobalHydra
-
-    packaged = asked.path.startswith("pkg://")
-    if not packaged and job.source is None and not os.path.isdir(asked.path):
-        raise PlanError(
-            f"{_where()}, {job.target}: there is no such module or file here; expected an entry "
-            "point of this version. Start from the directory that the job starts in."
-        )
-    for place in ("" if packaged else asked.path, asked.directory):
-        if place and not os.path.isdir(place):
+    for place in (asked.path, asked.directory):
+        if place and not place.startswith("pkg://") and not os.path.isdir(place):
             raise PlanError(
-                f"{_where()}: {place}: there is no such directory of configs; expected the one "
-                f"that {job.target} names. Start from the directory that the job starts in."
+                f"{versioned('verl')}, {job.target}: {place}: there is no such directory of "
+                "configs. Start from the directory that the job starts in."
             )
-    GlobalHydra.instance().clear()
     try:
-        validate_config_path(asked.path)
-        search = create_config_search_path(asked.path)
-        if asked.directory:
-            # Insert the directory where hydra.main inserts it: before structured configs.
-            anchor = SearchPathQuery(provider="schema")
-            search.prepend("command-line", f"file://{asked.directory}", anchor)
-        Hydra.create_main_hydra2("plan", search)
-        made = compose(asked.name, list(asked.overrides))
-        found = [] if missing is None else missing
-        config: dict[str, Any] = plain(made, unresolved=unresolved, missing=found.append)
+        from hydra import compose
+
+        with _initialized(asked):
+            made = compose(asked.name, list(asked.overrides))
+            config: dict[str, Any] = plain(made, unresolved=unresolved)
     except Exception as error:  # hydra and omegaconf have many exception classes
         raise PlanError(
-            f"{_where()}, {asked.path}/{asked.name.removesuffix('.yaml')}.yaml: {said(error)}. "
-            "Correct the override or the file."
+            f"{versioned('verl')}, {asked.path}/{asked.name.removesuffix('.yaml')}.yaml: "
+            f"{said(error)}. Correct the override or the file, or plan in the environment of the "
+            "job."
         ) from error
-    finally:
-        GlobalHydra.instance().clear()
     return config
 
 
-def named_config(job: Job) -> Asked:
-    """Read a launch line with Hydra's own parser, and read the entry point's decorator.
+@contextmanager
+def _initialized(asked: Asked) -> Iterator[None]:
+    """Initialize Hydra for a job's configs, and restore the caller's state of Hydra afterwards."""
+    from hydra import initialize_config_dir, initialize_config_module
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.plugins import Plugins
+    from hydra.version import VersionBase
 
-    Raises:
-        PlanError: hydra is not installed, or rejects the launch line.
-    """
+    added = _command_line()
+    Plugins.instance().register(added)
+    caller, base = GlobalHydra.instance(), VersionBase.instance()
+    before = caller.hydra, base.version_base
+    caller.clear()
     try:
-        from hydra._internal.utils import compute_search_path_dir, get_args_parser
-    except ImportError as error:
-        raise PlanError(
-            f"{_where()}: its configs need hydra ({error}). Install verl's requirements."
-        ) from error
-    parser = get_args_parser()
+        added.directory = asked.directory
+        if asked.path.startswith("pkg://"):
+            module = asked.path.removeprefix("pkg://")
+            initialized: Any = initialize_config_module(module, version_base=None)
+        else:
+            initialized = initialize_config_dir(asked.path, version_base=None)
+        with initialized:
+            yield
+    finally:
+        added.directory = ""
+        caller.hydra, base.version_base = before
+        GlobalHydra.set_instance(caller)
 
-    def refuse(message: str) -> NoReturn:
+
+@cache
+def _command_line() -> Any:
+    """A plugin that adds a directory of configs where ``hydra.main`` adds that of ``--config-dir``.
+
+    Hydra's registry of plugins keeps it. Without a directory it does nothing.
+    """
+    from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+    class CommandLine(SearchPathPlugin):  # type: ignore[misc]
+        directory = ""
+
+        def manipulate_search_path(self, search_path: Any) -> None:
+            if self.directory:
+                search_path.append("command-line", f"file://{self.directory}")
+
+    return CommandLine
+
+
+class _Parser(argparse.ArgumentParser):
+    """Parses the options of ``hydra.main`` that name a config."""
+
+    def error(self, message: str) -> NoReturn:
         raise PlanError(
-            f"{_where()}, {job.target}: hydra refuses the line: {message}. Write the overrides in "
-            "one row: hydra takes no override behind an option that stands behind others."
+            f"{versioned('verl')}, {self.prog}: the options of hydra that name no config are not "
+            f"planned, and overrides stand in one row: {message}. Correct the line."
         )
 
-    parser.error = refuse
+
+def named_config(job: Job) -> Asked:
+    """Read the options and overrides of a launch line, and the entry point's decorator.
+
+    Raises:
+        PlanError: the line has other options, or hydra would reject it.
+    """
+    parser = _Parser(job.target, add_help=False)
+    for option, short in (("path", "-cp"), ("name", "-cn"), ("dir", "-cd")):
+        parser.add_argument(f"--config-{option}", short, default="")
+    parser.add_argument("overrides", nargs="*")
     asked = parser.parse_args(list(job.arguments))
     path, name = _read_decorator(job.source)
-    beside = job.source if job.source is not None else Path.cwd() / "here.py"
-    found = compute_search_path_dir(str(beside), None, asked.config_path or path)
+    path = asked.config_path or path
+    if not path.startswith("pkg://"):
+        beside = job.source.parent.resolve() if job.source is not None else Path.cwd()
+        path = os.path.normpath(beside / path)
     return Asked(
-        path=str(found),
+        path=path,
         name=asked.config_name or name,
         overrides=tuple(asked.overrides),
         directory=os.path.abspath(asked.config_dir) if asked.config_dir else "",
@@ -134,15 +159,9 @@ def named_config(job: Job) -> Asked:
 
 
 def _read_decorator(source: Path | None) -> tuple[str, str]:
+    """The ``config_path`` and the ``config_name`` of an entry point; by default those of verl."""
     words = {"config_path": "config", "config_name": "ppo_trainer"}
-    if source is None:
-        return words["config_path"], words["config_name"]
-    try:
-        tree = ast.parse(source.read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError) as error:
-        raise PlanError(
-            f"{source}: cannot be read: {error}; expected Python. Repair it."
-        ) from error
+    tree = ast.parse("" if source is None else source.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "hydra.main":
             for keyword in node.keywords:

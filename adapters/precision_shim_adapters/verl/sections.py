@@ -1,55 +1,35 @@
-"""Read a model's sections of verl's config, and check them for keys that their dataclasses lack.
+"""Read the sections of a model's engine and optimizer in verl's config, and check their keys.
 
-In a worker, hydra would raise a TypeError for a key that the dataclass lacks. The shim reads the
-dataclasses' fields from verl's source.
+In a worker, hydra would raise a TypeError for a key that the section's dataclass lacks. The shim
+reads the dataclasses' fields from verl's source.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from precision_shim.adapting import look, versioned
+from precision_shim.errors import DtypeError, PlanError
 from precision_shim.planning.record import Problem, unknown_keys
 from precision_shim.planning.values import mapping, number_of
 from precision_shim.precision.dtypes import parse_dtype
 from precision_shim_adapters.megatron.deciding.table import PRECISION_AWARE_FIELDS
 
-from ..fp16.plan import of_torch
+from ..fp16.names import own_dtype
 from ..fp16.states import fault_of_eps
-from ..resolving import MISSING
-from . import fsdp
+from . import automodel, engines, fsdp, titan, veomni
 from .megatron import has_fields
 
 _PACKAGE = "verl.workers.config"
-_MODULES = ("engine", "optimizer", "actor", "critic")
-_BASE = "verl.trainer.config.config:BaseModelConfig"
-"""A base of dataclasses in ``_PACKAGE``; ``look`` reads only bases in the dataclass's own file."""
-
+_MODULES = ("engine", "optimizer")
 _HYDRAS = ("_target_", "_convert_", "_recursive_", "_partial_")
+_TURBOS = ("distributed", "fsdp_plan", "param_dtype")
+_AUTOMODEL = {"model_dtype": "fp32", "mp_param_dtype": "bf16", "mp_reduce_dtype": "fp32"}
 _OWN_SECTION = ("megatron", "veomni", "torchtitan")
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a model is in the config, and on how many GPUs.
-
-    Attributes:
-        subject: the model's name, such as ``"actor"``.
-        key: the config key of the model's section; empty in a fine-tuning job.
-        world: number of GPUs.
-        world_key: the config key of the number of GPUs.
-        group: the group of the seams on the model's workers, if the engine is FSDP.
-    """
-
-    subject: str
-    key: str
-    world: int
-    world_key: str
-    group: str = fsdp.ENGINE
 
 
 @dataclass(frozen=True)
@@ -57,239 +37,251 @@ class Section:
     """The sections of one model.
 
     Attributes:
-        at: the model's place in the config.
+        subject: the model's name, such as ``"actor"``.
         engine_key: the config key of the engine's section.
+        optim_key: the config key of the optimizer's section.
         strategy: the engine's strategy.
         engine: the engine's section.
         optim: the optimizer's section; empty for a model that is not trained.
         model: the section that describes the model.
         sequence: the size of Ulysses' sequence parallelism from the model's own section; newer
             configs set this size in the engine's section instead.
-        illegal: the problems with keys that verl does not know.
+        group: the group of the seams on the model's workers, if the engine is FSDP.
     """
 
-    at: Place
+    subject: str
     engine_key: str
+    optim_key: str
     strategy: str
     engine: Mapping[str, Any]
     optim: Mapping[str, Any]
     model: Mapping[str, Any]
     sequence: int = 1
-    illegal: tuple[Problem, ...] = ()
+    group: str = fsdp.ENGINE
 
     @property
     def trains(self) -> bool:
         """Whether the job trains the model."""
-        return self.at.subject != "ref"
+        return self.subject != "ref"
 
-    @property
-    def optim_key(self) -> str:
-        """The config key of the optimizer's section."""
-        return f"{self.at.key}.optim" if self.at.key else "optim"
+
+def inner(section: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return the section under the last part of a key; one that is left out or null is empty.
+
+    Args:
+        section: the section around it.
+        key: the config's key of the inner section.
+
+    Raises:
+        PlanError: the value is no section.
+    """
+    value = section.get(key.rpartition(".")[2])
+    return {} if value is None else mapping(value, key, versioned("verl"))
 
 
 def of_role(
-    at: Place,
-    role: Mapping[str, Any],
-    model: Mapping[str, Any],
-    unresolved: Collection[str],
-    *,
-    dispatches: bool,
+    subject: str, key: str, role: Mapping[str, Any], model: Mapping[str, Any], group: str
 ) -> Section:
-    """Read the section of a PPO job's model.
+    """Read the sections of a PPO job's model.
 
     Two releases of verl moved the critic's FSDP section.
 
     Args:
-        at: the model's place in the config.
+        subject: the model's name.
+        key: the config key of the model's section.
         role: the model's section.
         model: the section that describes the model.
-        unresolved: see ``with_keys``.
-        dispatches: see ``unknown``.
+        group: see ``Section``.
 
     Raises:
         PlanError: a section has no keys.
     """
     strategy = str(role.get("strategy") or "fsdp")
     names = (strategy,) if strategy in _OWN_SECTION else ("fsdp_config", "fsdp")
-    places = {name: role.get(name, {}) for name in names}
-    inner = role.get("model")
-    if isinstance(inner, Mapping):
-        places["model.fsdp_config"] = inner.get("fsdp_config", {})
-    name = next((name for name, found in places.items() if found), names[0])
-    key, trains = f"{at.key}.{name}", at.subject != "ref"
-    engine = _engine(places[name], key, unresolved)
-    optim = _optim(role.get("optim", {}), f"{at.key}.optim", unresolved) if trains else {}
-    sequence = number_of(role, f"{at.key}.ulysses_sequence_parallel_size", versioned("verl"))
-    # verl renames keys of a reference model's section before it makes a dataclass of the section.
-    place, checked = (at.key, role) if trains else (key, engine)
-    illegal = tuple(unknown(checked, place, at.subject, dispatches=dispatches))
-    return Section(at, key, strategy, engine, optim, model, sequence, illegal)
+    places = {f"{key}.{name}": inner(role, f"{key}.{name}") for name in names}
+    place = f"{key}.model.fsdp_config"
+    places[place] = inner(inner(role, f"{key}.model"), place)
+    engine_key = next((name for name, found in places.items() if found), f"{key}.{names[0]}")
+    optim = inner(role, f"{key}.optim") if subject != "ref" else {}
+    sequence = number_of(role, f"{key}.ulysses_sequence_parallel_size", versioned("verl"))
+    return Section(
+        subject,
+        engine_key,
+        f"{key}.optim",
+        strategy,
+        places[engine_key],
+        optim,
+        model,
+        sequence,
+        group,
+    )
 
 
-def of_tuning(
-    at: Place, config: Mapping[str, Any], unresolved: Collection[str], *, dispatches: bool
-) -> Section:
-    """Read the sections of a fine-tuning job; for the arguments and errors see ``of_role``."""
-    engine = _engine(config["engine"], "engine", unresolved)
-    model = with_keys(config.get("model"), "model", unresolved)
-    optim = _optim(config["optim"], "optim", unresolved)
+def of_tuning(config: Mapping[str, Any]) -> Section:
+    """Read the sections of a fine-tuning job; for the errors see ``of_role``."""
+    engine, optim, model = (inner(config, key) for key in ("engine", "optim", "model"))
     target = str(engine.get("_target_", ""))
     strategy = str(engine.get("strategy") or ("megatron" if "Mcore" in target else "fsdp"))
-    illegal = [
-        *unknown(engine, "engine", at.subject, dispatches=dispatches),
-        *unknown(optim, "optim", at.subject, dispatches=dispatches),
-    ]
-    return Section(at, "engine", strategy, engine, optim, model, illegal=tuple(illegal))
+    return Section("actor", "engine", "optim", strategy, engine, optim, model)
 
 
-def with_keys(section: object, key: str, unresolved: Collection[str]) -> Mapping[str, Any]:
-    """Return a section; one that cannot be resolved on this machine counts as empty.
+@dataclass(frozen=True)
+class Sharded:
+    """An engine's dtypes and sizes.
 
-    Args:
-        section: the value in the config.
-        key: the section's key.
-        unresolved: the keys that cannot be resolved, and whose value is ``None``.
+    Attributes:
+        stored: dtype of the parameters.
+        compute: dtype in which the parameters are gathered.
+        reduce: dtype of the gradients while they are reduced.
+        because: why the shim scales an fp16 model's loss.
+        group: the group of the seams that scale the model's loss.
+        sizes: maps a field of ``ShardedModel`` to the key that sets it in the engine's section.
+        note: why the engine does not compute in float16 although the config has float16.
+    """
+
+    stored: torch.dtype
+    compute: torch.dtype
+    because: str
+    group: str
+    reduce: torch.dtype = torch.float32
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    note: str = ""
+
+
+def read_sharded(section: Section) -> Sharded:
+    """Read the dtypes and sizes of a model on another engine than Megatron.
 
     Raises:
-        PlanError: the section has no keys.
+        DtypeError: verl does not accept a dtype, or cannot train in the dtype.
+        PlanError: the plan cannot compute the engine's parallelism, or cannot find its dtype.
     """
-    return {} if key in unresolved else mapping(section, key, versioned("verl"))
+    engine, key, strategy = section.engine, section.engine_key, section.strategy
+    for degree in ("expert_parallel_size", "ep_size", "pipeline_parallel_size", "pp_size"):
+        if (engine.get(degree) or 1) != 1:
+            raise PlanError(
+                f"{versioned('verl')}, {key}.{degree}={engine[degree]}: planned are data, tensor "
+                f"and context parallelism of its {strategy} engine. Set {key}.{degree}=1."
+            )
+    if strategy in ("veomni", "torchtitan"):
+        return _of_flag(engine, key, strategy)
+    if strategy == "automodel":
+        stored, compute, reduce = (
+            own_dtype(engine.get(name) or default, f"{key}.{name}", versioned("verl"))
+            for name, default in _AUTOMODEL.items()
+        )
+        if compute is torch.float16:
+            automodel.check_fp16(engine, key)
+        sizes = {"tensor": "tp_size", "context": "cp_size", "replicas": "dp_replicate_size"}
+        group = engines.GROUPS[engines.AUTOMODEL]
+        return Sharded(stored, compute, automodel.BECAUSE, group, reduce, sizes)
+    stored = fsdp.model_dtype({"forward_only": not section.trains, **engine}, key)
+    sizes = {"shards": "fsdp_size", "context": "ulysses_sequence_parallel_size"}
+    if strategy == "fsdp_turbo":
+        turbo: Any = engine.get("turbo_config")
+        for name in _TURBOS:
+            turbo = turbo.get(name) if isinstance(turbo, Mapping) else None
+        dtype = parse_dtype(str(turbo))
+        if dtype is None:
+            place = f"{key}.turbo_config.{'.'.join(_TURBOS)}"
+            raise PlanError(
+                f"{versioned('verl')}: {place}={turbo!r} is no dtype, and FSDP Turbo's default is "
+                f"not known here. Set {place}."
+            )
+        group = engines.GROUPS[engines.TURBO]
+        return Sharded(stored, dtype, engines.TURBO_BECAUSE, group, sizes=sizes)
+    mixed = fsdp.mixed_dtypes(engine, key)
+    compute = mixed.get("param_dtype", torch.bfloat16)
+    if section.group == fsdp.LEGACY and section.subject == "actor":
+        compute = fsdp.of_legacy_actor(engine, compute, key)
+    reduce = mixed.get("reduce_dtype", torch.float32)
+    return Sharded(stored, compute, fsdp.scaled_because(), section.group, reduce, sizes)
 
 
-def _engine(section: object, key: str, unresolved: Collection[str]) -> Mapping[str, Any]:
-    engine, inner = with_keys(section, key, unresolved), "override_transformer_config"
-    with_keys(engine.get(inner, {}), f"{key}.{inner}", unresolved)
-    return engine
+def _of_flag(engine: Mapping[str, Any], key: str, strategy: str) -> Sharded:
+    """Read an engine whose ``dtype`` is float16 or not: VeOmni or torchtitan."""
+    low, note = torch.bfloat16, ""
+    name = engines.VEOMNI if strategy == "veomni" else engines.TITAN
+    if engines.is_fp16(engine.get("dtype")):
+        why = engines.refusal(name)
+        low = torch.bfloat16 if why else torch.float16
+        note = f"dtype=float16 is not what it trains in, but bfloat16: {why}" if why else ""
+    group, stored = engines.GROUPS[name], torch.float32
+    if strategy == "torchtitan":
+        sizes = {
+            "shards": "data_parallel_shard_size",
+            "tensor": "tensor_parallel_size",
+            "context": "context_parallel_size",
+        }
+        return Sharded(stored, low, titan.BECAUSE, group, sizes=sizes, note=note)
+    if low is torch.float16:
+        veomni.check_fp16(engine, key)
+    if not engine.get("mixed_precision"):
+        stored = torch.bfloat16
+    sizes = {"shards": "fsdp_size", "context": "ulysses_parallel_size"}
+    return Sharded(stored, low, veomni.BECAUSE, group, sizes=sizes, note=note)
 
 
-def _optim(section: object, key: str, unresolved: Collection[str]) -> Mapping[str, Any]:
-    optim, inner = with_keys(section, key, unresolved), "override_optimizer_config"
-    with_keys(optim.get(inner) or {}, f"{key}.{inner}", unresolved)
-    return optim
-
-
-def unknown(
-    section: Mapping[str, Any], key: str, subject: str, *, dispatches: bool
-) -> Iterator[Problem]:
-    """List the keys of a section and its nested sections that verl's dataclasses lack.
+def unknown(section: Section, *, dispatches: bool) -> Iterator[Problem]:
+    """Yield a problem for each key of the engine or the optimizer that verl's dataclass lacks.
 
     Args:
-        section: a section with hydra's ``_target_``; without ``_target_``, any key is allowed.
-        key: the config's key of the section; may be empty.
-        subject: the model's name, such as ``"actor"``.
+        section: the model's sections; without hydra's ``_target_``, any key is allowed.
         dispatches: whether the shim adds verl 0.9's dtype fields to ``McoreOptimizerConfig``.
     """
-    name = str(section.get("_target_", "")).rpartition(".")[2]
-    known = set(_fields(name))
-    if name == "McoreOptimizerConfig" and dispatches:
-        known.update(PRECISION_AWARE_FIELDS)
-    yield from unknown_keys(
-        [known_key for known_key in section if known_key not in _HYDRAS],
-        known,
-        subject,
-        f"{key}.{{}}" if key else "{}",
-        f"{versioned('verl')}'s {name}",
-    )
-    for word, inner in section.items():
-        if isinstance(inner, Mapping) and "_target_" in inner:
-            inner_key = f"{key}.{word}" if key else str(word)
-            yield from unknown(inner, inner_key, subject, dispatches=dispatches)
-
-
-def missing(keys: Iterable[str], read: Sequence[str]) -> Iterator[Problem]:
-    """Yield a problem for each key with OmegaConf's ``???`` that verl certainly reads.
-
-    Args:
-        keys: the keys with ``???``.
-        read: keys that verl reads, and sections of which verl reads every key.
-    """
-    for key in keys:
-        if any(f"{key}.".startswith(f"{place}.") for place in read):
-            yield Problem(
-                "missing",
-                "",
-                key,
-                f"{versioned('verl')} reads it, and its value is {MISSING}, which ends the job",
-                "Write a value.",
-            )
+    for key, read in ((section.engine_key, section.engine), (section.optim_key, section.optim)):
+        name = str(read.get("_target_", "")).rpartition(".")[2]
+        known = set(_fields(name))
+        if name == "McoreOptimizerConfig" and dispatches:
+            known.update(PRECISION_AWARE_FIELDS)
+        written = [word for word in read if word not in _HYDRAS]
+        whose = f"{versioned('verl')}'s {name}"
+        yield from unknown_keys(written, known, section.subject, f"{key}.{{}}", whose)
 
 
 def _fields(name: str) -> tuple[str, ...]:
-    if not name:
-        return ()
     looks = (look(f"{_PACKAGE}.{module}:{name}.__init__") for module in _MODULES)
-    symbol = next((symbol for symbol in looks if symbol.found), None)
-    if symbol is None:
-        return ()
-    inherited = look(f"{_BASE}.__init__").parameters if _BASE.split(":")[1] in symbol.names else ()
-    return (*symbol.parameters, *inherited)
+    return next((symbol.parameters for symbol in looks if name and symbol.found), ())
 
 
-def of_torch_optimizer(optim: Mapping[str, Any], key: str, subject: str) -> Iterator[Problem]:
-    """Yield a problem if torch refuses the optimizer's name or one of its arguments."""
-    place = str(optim.get("optimizer_impl") or "torch.optim")
-    name = str(optim.get("optimizer") or "AdamW")
-    if place != "torch.optim":
-        return
-    written = optim.get("override_optimizer_config") or {}
-    keys = f"{key}.optimizer", f"{key}.override_optimizer_config.{{}}"
-    yield from of_torch(name, written, keys, subject)
-
-
-def of_fp16_moments(
-    optim: Mapping[str, Any], stored: str, optimizer: str, subject: str
-) -> Iterator[Problem]:
-    """Yield a problem if torch's optimizer cannot step parameters that are stored in fp16.
+def check_moments(section: Section, optimizer: str) -> None:
+    """Check that torch's optimizer can step parameters that are stored in fp16.
 
     Args:
-        optim: the optimizer's section.
-        stored: the config key of the parameters' dtype.
+        section: the model's sections.
         optimizer: class name of the optimizer.
-        subject: the model's name, such as ``"actor"``.
+
+    Raises:
+        DtypeError: it cannot.
     """
-    written = optim.get("override_optimizer_config") or {}
-    eps = written.get("eps", 1e-8)
-    if (optim.get("optimizer_impl") or "torch.optim") != "torch.optim" or written.get("fused"):
+    written = inner(section.optim, f"{section.optim_key}.override_optimizer_config")
+    eps, stored = written.get("eps", 1e-8), f"{section.engine_key}.model_dtype"
+    own = (section.optim.get("optimizer_impl") or "torch.optim") != "torch.optim"
+    if own or written.get("fused") or not isinstance(eps, float):
         return
-    fault = fault_of_eps(optimizer, eps) if isinstance(eps, float) else ""
+    fault = fault_of_eps(optimizer, eps)
     if fault:
-        fault = f"{versioned('verl')}: {stored}=fp16: {fault}"
-        yield Problem("dtype", subject, stored, fault, f"Set {stored}=fp32.")
+        where = versioned("verl")
+        raise DtypeError(f"{where}: {stored}=fp16: {fault}. Set {stored}=fp32.", key=stored)
 
 
-def of_megatron(
-    engine: Mapping[str, Any], optim: Mapping[str, Any], keys: tuple[str, str], subject: str
-) -> Iterator[Problem]:
-    """Yield a problem for each dtype in a Megatron config that verl's own checks refuse.
+def check_megatron(section: Section) -> None:
+    """Check the dtypes that verl's own configs of a model on Megatron check.
 
-    Args:
-        engine: the engine's section.
-        optim: the optimizer's section; empty for a model that is not trained.
-        keys: the config keys of the engine's section and of the optimizer's section.
-        subject: the model's name, such as ``"actor"``.
+    Raises:
+        DtypeError: verl refuses a dtype.
     """
-    allowed = ("bfloat16", "float16")
-    dtype = engine.get("dtype", "bfloat16")
-    if dtype not in allowed:
-        yield Problem(
-            "dtype",
-            subject,
-            f"{keys[0]}.dtype",
-            f"{versioned('verl')}: {keys[0]}.dtype={dtype!r}: its Megatron engine takes "
-            f"{' or '.join(allowed)}",
-            f"Correct {keys[0]}.dtype.",
-        )
-    for field in PRECISION_AWARE_FIELDS[1:] if has_fields() else ():
-        value = optim.get(field)
+    dtype = section.engine.get("dtype", "bfloat16")
+    if dtype not in ("bfloat16", "float16"):
+        raise _refused(f"{section.engine_key}.dtype", dtype, "bfloat16 or float16")
+    for name in PRECISION_AWARE_FIELDS[1:] if has_fields() else ():
+        value = section.optim.get(name, "fp32")
         # YAML reads verl's dtype name "32" as a number.
         known = parse_dtype(str(value)) if isinstance(value, int | str) else None
-        if field in optim and known not in (torch.float32, torch.bfloat16):
-            yield Problem(
-                "dtype",
-                subject,
-                f"{keys[1]}.{field}",
-                f"{versioned('verl')}: {keys[1]}.{field}={value!r}: its optimizer's config takes "
-                "fp32 or bf16",
-                f"Write one of them, or {keys[1]}.override_optimizer_config.{field}.",
-            )
+        if known not in (torch.float32, torch.bfloat16):
+            raise _refused(f"{section.optim_key}.{name}", value, "fp32 or bf16")
+
+
+def _refused(key: str, value: object, allowed: str) -> DtypeError:
+    return DtypeError(
+        f"{versioned('verl')}: {key}={value!r}: its worker takes {allowed}. Correct {key}.", key=key
+    )

@@ -10,10 +10,10 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .._about import __version__
 from . import add_command
@@ -21,7 +21,6 @@ from ._output import show, write
 
 if TYPE_CHECKING:
     from ..planning.command import Job
-    from ..planning.record import Plan
     from ..planning.request import Request, Rules
     from . import Commands
 
@@ -46,7 +45,7 @@ def register(commands: Commands) -> None:
         usage="precision-shim plan [options] [--] COMMAND ...",
     )
     parser.add_argument(
-        "--model", metavar="DIR", help="config.json, and weights if there are, of all its models"
+        "--model", metavar="DIR", help="the directory of config.json, of all its models"
     )
     parser.add_argument(
         "--parameters",
@@ -56,20 +55,39 @@ def register(commands: Commands) -> None:
     parser.add_argument(
         "--transformer-engine",
         metavar="V",
+        type=_version,
         help="the version whose rules to apply: the installed one, else the newest known",
     )
-    parser.add_argument("--megatron-core", metavar="V", help="the same for megatron-core")
     parser.add_argument(
-        "--gpu-memory", metavar="GB", type=float, help="the memory of a GPU, in GB of 2^30 bytes"
+        "--megatron-core", metavar="V", type=_version, help="the same for megatron-core"
+    )
+    parser.add_argument(
+        "--gpu-memory", metavar="GB", type=_memory, help="the memory of a GPU, in GB of 2^30 bytes"
     )
     parser.add_argument(
         "--search",
         action="store_true",
-        help="find the precision settings, and the number of GPUs, that fit --gpu-memory",
+        help="find the precision settings that fit --gpu-memory",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
     parser.add_argument("--plot", metavar="FILE", help="write stacked bars as .svg or .png")
     parser.add_argument("job", nargs=argparse.REMAINDER, metavar="COMMAND", help="the launch line")
+
+
+def _version(word: str) -> str:
+    if not word[:1].isdigit():
+        raise argparse.ArgumentTypeError(f"{word!r}: expected a version such as 2.14")
+    return word
+
+
+def _memory(word: str) -> float:
+    try:
+        memory = float(word)
+    except ValueError:
+        memory = math.nan
+    if not 0 < memory < math.inf:
+        raise argparse.ArgumentTypeError(f"{word!r}: expected GB, more than 0")
+    return memory
 
 
 def run(asked: argparse.Namespace) -> int:
@@ -80,13 +98,6 @@ def run(asked: argparse.Namespace) -> int:
     words = asked.job[1:] if asked.job[:1] == ["--"] else asked.job
     if not words:
         asked.parser.error("COMMAND is missing: which job is to be planned?")
-    if asked.gpu_memory is not None and not 0 < asked.gpu_memory < math.inf:
-        asked.parser.error(f"--gpu-memory {asked.gpu_memory}: expected GB, more than 0")
-    for option in ("transformer_engine", "megatron_core"):
-        version = getattr(asked, option)
-        if version is not None and not version[:1].isdigit():
-            name = option.replace("_", "-")
-            asked.parser.error(f"--{name} {version!r}: expected a version such as 2.14")
     if asked.search and asked.gpu_memory is None:
         asked.parser.error("--search needs --gpu-memory")
     _startup.stop()  # imports of frameworks must not install the shim in this process
@@ -95,10 +106,15 @@ def run(asked: argparse.Namespace) -> int:
         with redirect_stdout(sys.stderr):
             job, request, rules = _read(asked, _without_run(words))
         return _show(asked, job, request, rules)
-    except PrecisionShimError as error:
+    except (PrecisionShimError, OSError) as error:
         print(f"precision-shim plan: {error}", file=sys.stderr)
-    except Exception as error:
-        print(f"precision-shim plan: {_fault(error)}", file=sys.stderr)
+    except Exception:
+        traceback.print_exc()
+        print(
+            "precision-shim plan: the plan itself failed, which says nothing of the config. Report "
+            f"this line, the lines above it and the command (precision-shim {__version__}).",
+            file=sys.stderr,
+        )
     return 2
 
 
@@ -112,17 +128,14 @@ def _without_run(words: list[str]) -> list[str]:
     from . import build_parser
     from . import run as _run
 
-    place = next(
-        (
-            number
-            for number, (word, after) in enumerate(pairwise(words))
-            if after == "run" and Path(word).name in ("precision-shim", "precision_shim")
-        ),
-        None,
-    )
-    if place is None:
+    runs = [
+        place
+        for place, (word, after) in enumerate(pairwise(words))
+        if after == "run" and Path(word).name in ("precision-shim", "precision_shim")
+    ]
+    if not runs:
         return words
-    front, options = words[:place], words[place + 1 :]
+    front, options = words[: runs[0]], words[runs[0] + 1 :]
     if front[-1:] == ["-m"]:  # python -m precision_shim run
         front = front[:-2]
     given = build_parser(["run"]).parse_args(options)
@@ -139,22 +152,6 @@ def _without_run(words: list[str]) -> list[str]:
     return [*front, *(f"{name}={value}" for name, value in ours.items()), *command]
 
 
-def _fault(error: Exception) -> str:
-    """Return a message for an unexpected error, in a file or in the plan's own code."""
-    text = " ".join(str(error).split())[:300]
-    if isinstance(error, OSError) and error.filename is not None:
-        return (
-            f"{os.fsdecode(error.filename)}: {error.strerror or text}. Correct the path, or make "
-            "it accessible. This says nothing of the config."
-        )
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return (
-        f"the plan itself failed, which says nothing of the config: {type(error).__name__}: {text} "
-        f"(precision-shim {__version__}, {Path(frame.filename).name}:{frame.lineno}, "
-        f"{frame.line}). Report this line with the command."
-    )
-
-
 def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Rules]:
     from ..errors import PlanError
     from ..planning import command
@@ -165,17 +162,12 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
     from ..seams._wrapper import resolve
 
     entries = _registry.entries()
-    options = command.Options(
-        asked.model, asked.parameters, asked.transformer_engine, asked.megatron_core
-    )
+    options = command.Options(asked.model, asked.parameters)
     planned = [entry for entry in entries.values() if not entry.by_name]
-    job = command.read_launch_line(
-        words, planned, _settings.resolve(known_frameworks=entries), options
-    )
+    job = command.read_launch_line(words, planned, _settings.resolve(environ={}), options)
     environ = {**os.environ, **job.environ}
-    if job.environ:
-        settings = _settings.resolve(known_frameworks=entries, environ=environ)
-        job = command.read_launch_line(words, planned, settings, options)
+    settings = _settings.resolve(known_frameworks=entries, environ=environ)
+    job = replace(job, settings=settings)
     if _settings.switch(environ) == "off":
         job = replace(job, off=environ[_settings.PREFIX].strip())
     entry = entries[job.framework]
@@ -193,8 +185,8 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
     with _variables(job.environ):  # the config and the Hugging Face cache may depend on variables
         request = resolve(entry.plan)(job)
     rules = Rules(
-        asked.transformer_engine or _version("transformer-engine", "transformer_engine"),
-        asked.megatron_core or _version("megatron-core", "megatron"),
+        asked.transformer_engine or version_of("transformer-engine", ("transformer_engine",)),
+        asked.megatron_core or version_of("megatron-core", ("megatron",)),
     )
     return job, request, rules
 
@@ -210,38 +202,25 @@ def _variables(named: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _version(distribution: str, package: str) -> str | None:
-    from ..process.versions import version_of
-
-    return version_of(distribution, (package,))
-
-
 def _show(asked: argparse.Namespace, job: Job, request: Request, rules: Rules) -> int:
     from ..planning import plot, text
     from ..planning.request import make
     from ..planning.search import render, search
 
     plan = make(job, request, rules)
-    searched = search(job, request, rules, asked.gpu_memory * text.GB) if asked.search else None
+    memory = (asked.gpu_memory or 0) * text.GB
+    searches = asked.search and not plan.problems
+    found = search(job, request, rules, memory) if searches else []
     if asked.plot:
         plot.draw(plan, Path(asked.plot), asked.gpu_memory)
     if asked.json:
-        write(json.dumps(_json(plan, searched), indent=1))
+        values = plan.to_dict()
+        if searches:
+            values["search"] = [asdict(one) for one in found]
+        write(json.dumps(values, indent=1))
     else:
         blocks = [text.render(plan, asked.gpu_memory)]
-        if searched is not None:
-            blocks.append(render(searched, asked.gpu_memory * text.GB, request))
+        if searches:
+            blocks.append("\n".join(render(found, memory)))
         show("\n\n".join(blocks))
     return 1 if plan.problems else 0
-
-
-def _json(plan: Plan, told: Any) -> dict[str, Any]:
-    values = plan.to_dict()
-    if told is not None:
-        values["search"] = {
-            "fits": told.plan is not None,
-            "gives_up": told.gives_up,
-            "lines": list(told.lines),
-            "fewest_gpus": told.fewest,
-        }
-    return values

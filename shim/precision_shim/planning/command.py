@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.metadata
 import importlib.util
 import os
 import re
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from ..process.framework import Framework
     from ..process.settings import Settings
 
-_COMMAND = re.compile(r"[A-Za-z][\w-]*")
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 
 
@@ -33,16 +31,10 @@ class Options:
     Attributes:
         model: a model's directory, used instead of the model in the job's config.
         parameters: the model's size, such as ``"7.6B"``, used instead of a directory.
-        transformer_engine: the TransformerEngine version whose rules apply; ``None`` for the
-            installed version.
-        megatron_core: the Megatron-core version whose rules apply; ``None`` for the installed
-            version.
     """
 
     model: str | None = None
     parameters: str | None = None
-    transformer_engine: str | None = None
-    megatron_core: str | None = None
 
 
 @dataclass(frozen=True)
@@ -94,20 +86,19 @@ class Job:
     def _foreseen(self) -> Foreseen:
         return Foreseen(self.settings)
 
-    def launched(self, *names: str) -> int | None:
-        """Return the value of one of the launcher's options, such as ``--nproc-per-node``.
+    def launched(self, name: str) -> int | None:
+        """Return the value of one of the launcher's options, such as ``nproc-per-node``.
 
         Raises:
             PlanError: the value, such as torchrun's ``gpu`` (all GPUs of a machine), is no number.
         """
-        words = list(self.launcher)
-        for place, word in enumerate(words):
+        for word, after in zip(self.launcher, (*self.launcher[1:], ""), strict=True):
             key, equals, value = word.partition("=")
-            if key.lstrip("-").replace("_", "-") in names:
-                text = value if equals else (words[place + 1] if place + 1 < len(words) else "")
-                if not (most := text.rpartition(":")[2]).isdigit():
+            if key.lstrip("-").replace("_", "-") == name:
+                most = (value if equals else after).rpartition(":")[2]
+                if not most.isdigit():
                     raise PlanError(
-                        f"{key}={text}: the number of GPUs depends on the machine that the job "
+                        f"{key}={most}: the number of GPUs depends on the machine that the job "
                         "starts on. Write a number."
                     )
                 return int(most)
@@ -137,17 +128,16 @@ def read_launch_line(
         if assignment and not _is_script(word):
             environ[assignment.group(1)] = assignment.group(2)
             continue
-        target, source, behind = _target(words, place)
-        if not target:
-            target, source, behind = _console_script(word, by_package), None, place + 1
-        if not target:
+        module = words[place - 1] in ("-m", "--module") if place else False
+        if not module and not _is_script(word):
             continue
-        framework = _framework(target, source, by_package)
+        source = file_of(word) if module else (Path(word) if os.path.isfile(word) else None)
+        framework = _framework(word, source, by_package)
         if framework:
-            rest = tuple(words[behind:])
+            rest = tuple(words[place + 1 :])
             return Job(
                 framework,
-                target,
+                word,
                 source,
                 tuple(words[:place]),
                 rest[1:] if rest[:1] == ("--",) else rest,
@@ -158,35 +148,9 @@ def read_launch_line(
     names = ", ".join(sorted(set(by_package.values())))
     raise PlanError(
         f"{' '.join(words)!r}: no word of it is an entry point of a known framework ({names}): "
-        "expected a module behind -m, a script that imports one, or a command of its own. Write "
-        "the line that starts the job's Python."
+        "expected a module behind -m, or a script that imports one. Write the line that starts "
+        "the job's Python."
     )
-
-
-def _target(words: Sequence[str], place: int) -> tuple[str, Path | None, int]:
-    """Return the target (module or script) at ``place``, its file, and its arguments' index."""
-    word = words[place]
-    if word in ("-m", "--module") and place + 1 < len(words):
-        module = words[place + 1]
-        return module, file_of(module), place + 2
-    if _is_script(word):
-        path = Path(word)
-        return (
-            word,
-            path if os.path.isfile(path) else None,
-            place + 1,
-        )  # Path.is_file raises an error for an overlong name
-    return "", None, place
-
-
-def _console_script(word: str, by_package: Mapping[str, str]) -> str:
-    """Return the module that ``word`` runs if it is a framework's command; otherwise empty."""
-    if not _COMMAND.fullmatch(word):
-        return ""
-    for script in importlib.metadata.entry_points(group="console_scripts", name=word):
-        if script.module.partition(".")[0] in by_package:
-            return script.module
-    return ""
 
 
 def _is_script(word: str) -> bool:
@@ -221,24 +185,15 @@ def _framework(target: str, source: Path | None, by_package: Mapping[str, str]) 
     return next((by_package[part] for part in parts if part in by_package), None)
 
 
-def syntax_of(source: Path | None) -> list[ast.AST]:
-    """Return the nodes of a script's syntax tree; empty if there is no readable script."""
-    try:
-        tree = ast.parse(source.read_text(encoding="utf-8")) if source else None
-    except (OSError, ValueError, SyntaxError):
-        tree = None
-    return list(ast.walk(tree)) if tree else []
-
-
 def find_imported(source: Path) -> list[str]:
     """Return the modules that a file imports; empty if the file cannot be read."""
-    modules = []
-    for node in syntax_of(source):
-        if isinstance(node, ast.Import):
-            modules += [name.name for name in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            modules.append(node.module)
-    return modules
+    try:
+        nodes = list(ast.walk(ast.parse(source.read_text(encoding="utf-8"))))
+    except (OSError, ValueError, SyntaxError):
+        return []
+    modules = [name.name for node in nodes if isinstance(node, ast.Import) for name in node.names]
+    froms = [node for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+    return modules + [str(node.module) for node in froms]
 
 
 def directory_of(name: object) -> Path:

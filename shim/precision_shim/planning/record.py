@@ -6,18 +6,15 @@ compared with the audits of all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..errors import DtypeError
+from ..errors import PrecisionShimError
 from ..process.names import meant
 
 COMPONENTS = ("params", "frozen", "grad_buckets", "grad_copies", "master", "exp_avg", "exp_avg_sq")
 """The audit's components whose size is proportional to the parameters, in the audit's order."""
-
-WEIGHTS, STATES = ("params", "frozen"), ("master", "exp_avg", "exp_avg_sq")
-"""The two sets of components that a framework may offload to the host's memory."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +26,6 @@ class Held:
         bytes: mean size over the data-parallel group's ranks; includes bytes in the host's memory.
         group_bytes: the exact sum of the sizes over the data-parallel group.
         host: the number of ``bytes`` that are in the host's memory.
-        bytes_per_parameter: bytes per parameter of the model, or per owned parameter if the
-            states are sharded.
         sharded: whether the tensors are sharded over the group.
     """
 
@@ -38,7 +33,6 @@ class Held:
     bytes: int = 0
     group_bytes: int = 0
     host: int = 0
-    bytes_per_parameter: float = 0.0
     sharded: bool = False
 
 
@@ -54,8 +48,7 @@ class Part:
         parameters: number of trainable parameters of a rank's model.
         owned: mean number of parameters whose states a rank stores.
         components: the sizes of the components, by the names in ``COMPONENTS``.
-        at_step: the sizes of tensors that exist only while the optimizer steps (``grad_copies``
-            and ``unpacked`` moments).
+        at_step: the sizes of tensors that exist only while the optimizer steps (``grad_copies``).
     """
 
     name: str
@@ -88,27 +81,6 @@ class Stage:
         return {"bytes": every, "host": host, "gpu": every - host, "peak": every - host + top}
 
 
-def staying(stages: Sequence[Stage], moved: Iterable[str]) -> int:
-    """Return the largest number of bytes on a GPU while some components are on the host.
-
-    Args:
-        stages: the pipeline stages.
-        moved: the components on the host; if ``"params"`` is moved, the gradients are released.
-    """
-    gone = set(moved)
-    if "params" in gone:
-        gone |= {"grad_buckets", "grad_copies"}
-    return max(
-        sum(
-            held.bytes - held.host
-            for part in stage.parts
-            for name, held in part.components.items()
-            if name not in gone
-        )
-        for stage in stages
-    )
-
-
 @dataclass(frozen=True)
 class Decided:
     """A choice that the shim would make in the job, and the reason."""
@@ -123,7 +95,7 @@ class Problem:
     """An illegal value in the job's config.
 
     Attributes:
-        code: kind of problem, such as ``"heads"``; docs/plan.md lists all codes.
+        code: kind of problem, such as ``"dtype"``; docs/plan.md lists all codes.
         subject: name of the model with the problem; empty for the whole job.
         key: the config key.
         message: the value in the config, and the allowed values.
@@ -137,33 +109,10 @@ class Problem:
     remedy: str
 
     @classmethod
-    def of(cls, error: DtypeError, subject: str, key: str) -> Problem:
-        """Make a ``Problem`` of an error about a dtype; the error's last sentence is the remedy."""
+    def of(cls, error: PrecisionShimError, subject: str, key: str, code: str = "dtype") -> Problem:
+        """Make a ``Problem`` of a worker's error; the error's last sentence is the remedy."""
         message, _, remedy = str(error).rpartition(". ")
-        return cls("dtype", subject, key, message or remedy, remedy if message else "")
-
-
-def too_small(subject: str, key: str, value: int, more: str = "") -> Problem:
-    """Return a ``Problem`` that reports a config value below 1, such as 0 GPUs."""
-    return Problem("size", subject, key, f"{value} is less than 1", f"Write at least 1{more}.")
-
-
-def whole_heads(subject: str, key: str, name: str, heads: int, ways: int) -> list[Problem]:
-    """Return a ``Problem`` if tensor parallelism cannot split the attention heads; else ``[]``."""
-    what = f"{name} of {heads} cannot be split {ways} ways"
-    remedy = f"Take a divisor of {heads}."
-    return [Problem("heads", subject, key, what, remedy)] if heads % ways else []
-
-
-def no_number(value: object, subject: str, key: str) -> Problem:
-    """Return a ``Problem`` that reports a value that is no number.
-
-    Args:
-        value: the value in the job's config.
-        subject: name of the model.
-        key: the value's key in the job's config.
-    """
-    return Problem("number", subject, key, f"{value!r} is no number", "Write a number.")
+        return cls(code, subject, key, message or remedy, remedy if message else "")
 
 
 def unknown_keys(
@@ -205,15 +154,10 @@ class ModelPlan:
         parameters: number of parameters of the whole model.
         layout: how the model is distributed over the GPUs.
         decisions: the shim's choices.
-        traffic: for ``before`` and ``after``, the bytes that a GPU sends in a step for
-            ``reduce_scatter`` and ``all_gather``.
         before: the pipeline stages without the shim.
         after: the pipeline stages with the shim.
         notes: remarks on legal settings.
         source: the file or directory from which names and shapes were read.
-        stays: for ``before`` and ``after``, the bytes that the model keeps on a GPU while another
-            model of the job runs.
-        place: models with the same ``place`` share their GPUs.
         computes: dtype of the parameters while a layer computes.
         reduces: dtype in which gradients are reduced; empty for Megatron, and without an optimizer.
     """
@@ -222,15 +166,22 @@ class ModelPlan:
     parameters: int
     layout: Mapping[str, Any]
     decisions: tuple[Decided, ...]
-    traffic: Mapping[str, Mapping[str, int]]
     before: tuple[Stage, ...]
     after: tuple[Stage, ...]
     notes: tuple[str, ...] = ()
     source: str = ""
-    stays: Mapping[str, int] = field(default_factory=dict)
-    place: str = ""
     computes: str = ""
     reduces: str = ""
+
+    @property
+    def fullest(self) -> int:
+        """Number of the pipeline stage whose GPUs need the most memory with the shim."""
+        return max(self.after, key=lambda stage: stage.totals["peak"]).stage
+
+    @property
+    def peak(self) -> int:
+        """The largest number of bytes on a GPU with the shim, while the optimizer steps."""
+        return self.after[self.fullest].totals["peak"]
 
 
 @dataclass(frozen=True)
@@ -266,14 +217,3 @@ class Plan:
                 for shown, stage in zip(model[side], stages, strict=True):
                     shown["totals"] = stage.totals
         return told
-
-    def peak(self, side: str = "after") -> int:
-        """Return the largest number of bytes on a GPU while a model of the job takes a step."""
-        most = 0
-        for model in self.models:
-            top = max(stage.totals["peak"] for stage in getattr(model, side))
-            others = (
-                other for other in self.models if other is not model and other.place == model.place
-            )
-            most = max(most, top + sum(other.stays.get(side, 0) for other in others))
-        return most

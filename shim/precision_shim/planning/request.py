@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from ..errors import DtypeError
 from .record import ModelPlan, Plan, Problem
 
 if TYPE_CHECKING:
@@ -28,13 +29,11 @@ class Variant:
         gives_up: text on the loss of precision with these settings.
         lines: the settings as lines to paste (config keys or environment variables).
         model: the model with the variant's settings.
-        of_all: whether the lines change all models of the job.
     """
 
     gives_up: str
     lines: tuple[str, ...]
     model: Plannable
-    of_all: bool = False
 
 
 class Plannable(Protocol):
@@ -44,18 +43,11 @@ class Plannable(Protocol):
     def subject(self) -> str:
         """Name of the model, such as ``"actor"``."""
 
-    @property
-    def place(self) -> str:
-        """Models with the same ``place`` share their GPUs."""
-
     def plan(self, job: Job, rules: Rules) -> tuple[ModelPlan | None, list[Problem]]:
         """Plan the model; the plan is ``None`` if a problem makes counting impossible."""
 
     def variants(self, job: Job, rules: Rules) -> Sequence[Variant]:
         """Return variants that need less memory, in the order of their loss of precision."""
-
-    def on(self, world: int) -> Plannable:
-        """Return a copy of this model with ``world`` as the job's number of GPUs."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +57,10 @@ class Illegal:
     Attributes:
         subject: name of the model.
         problems: the illegal values in the model's config.
-        place: see ``Plannable``.
     """
 
     subject: str
     problems: tuple[Problem, ...]
-    place: str = ""
 
     def plan(self, job: Job, rules: Rules) -> tuple[ModelPlan | None, list[Problem]]:
         """See ``Plannable``."""
@@ -80,9 +70,18 @@ class Illegal:
         """See ``Plannable``."""
         return ()
 
-    def on(self, world: int) -> Illegal:
-        """See ``Plannable``."""
-        return self
+
+def legal(subject: str, read: Callable[[], Plannable]) -> Plannable:
+    """Return the model that ``read`` returns, or an ``Illegal`` of the error that it raises.
+
+    Args:
+        subject: name of the model.
+        read: function that reads the model's config, and raises the worker's error.
+    """
+    try:
+        return read()
+    except DtypeError as error:
+        return Illegal(subject, (Problem.of(error, subject, error.key),))
 
 
 @dataclass(frozen=True)
@@ -97,8 +96,6 @@ class Request:
         megatron: whether Megatron trains a model of the job.
         problems: illegal config values of the whole job; each model has its own list.
         notes: remarks for the user.
-        ask: function that calls the framework's own check of the whole config and returns problems
-            and notes; called only if the plan finds no problem. ``None`` if there is no such check.
     """
 
     framework: str
@@ -108,7 +105,6 @@ class Request:
     megatron: bool = False
     problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = field(default=())
-    ask: Callable[[], tuple[list[Problem], list[str]]] | None = None
 
 
 NOT_COUNTED = "activations, the rollout engine, CUDA's and NCCL's own memory are not counted"
@@ -123,42 +119,26 @@ def make(job: Job, request: Request, rules: Rules) -> Plan:
         problems += faults
         if model is not None:
             models.append(model)
-    told: list[str] = []
-    if not problems and request.ask is not None:
-        problems, told = request.ask()
+    notes = [*request.notes, NOT_COUNTED]
+    if request.megatron and rules.transformer_engine is None:
+        notes.insert(
+            -1,
+            "TransformerEngine is not installed here: the newest known rules hold; "
+            "--transformer-engine names another version",
+        )
+    if job.off:
+        notes.insert(
+            0,
+            f"PRECISION_SHIM={job.off} is set, so the shim does nothing in this job: both sides "
+            f"show what {job.framework} does alone. Unset it to see what the shim would do",
+        )
     return Plan(
         request.framework,
         request.version,
         rules.transformer_engine if request.megatron else None,
         rules.megatron_core if request.megatron else None,
         request.world_size,
-        tuple(_unique(problems)),
+        tuple(dict.fromkeys(problems)),
         tuple(models),
-        (*_tell_off(job), *request.notes, *told, *_list_assumptions(request, rules), NOT_COUNTED),
+        tuple(notes),
     )
-
-
-def _tell_off(job: Job) -> list[str]:
-    """Return a note if ``PRECISION_SHIM`` switches the shim off; otherwise an empty list."""
-    if not job.off:
-        return []
-    return [
-        f"PRECISION_SHIM={job.off} is set, so the shim does nothing in this job: both sides show "
-        f"what {job.framework} does alone. Unset it to see what the shim would do"
-    ]
-
-
-def _list_assumptions(request: Request, rules: Rules) -> list[str]:
-    if not request.megatron or rules.transformer_engine is not None:
-        return []
-    return [
-        "TransformerEngine is not installed here: the newest known rules hold; "
-        "--transformer-engine names another version"
-    ]
-
-
-def _unique(problems: Iterable[Problem]) -> list[Problem]:
-    unique: dict[tuple[str, str, str], Problem] = {}
-    for problem in problems:
-        unique.setdefault((problem.code, problem.key, problem.message), problem)
-    return list(unique.values())

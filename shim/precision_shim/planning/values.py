@@ -24,12 +24,10 @@ def number(value: object, key: str, where: str) -> int:
         PlanError: the value is not a whole number.
     """
     try:
-        if isinstance(value, int | str):
+        if isinstance(value, int | str | float) and int(value) == float(value):
             return int(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         pass
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
     raise PlanError(f"{where}, {key}={value!r}: expected a whole number. Write one.")
 
 

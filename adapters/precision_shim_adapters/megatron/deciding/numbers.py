@@ -1,6 +1,6 @@
 """Check the numbers in Megatron's OptimizerConfig, which takes any value and fails at a later step.
 
-Adam computes with ``NUMBERS`` at each step, and Megatron's loss scaler is made with ``SCALER``.
+The shim computes with ``BETA2``, and Megatron's loss scaler is made with ``SCALER``.
 """
 
 from __future__ import annotations
@@ -11,24 +11,14 @@ from typing import Any
 
 from precision_shim.errors import SettingsError
 
-NUMBERS = (
-    *("lr", "decoupled_lr", "weight_decay", "clip_grad"),
-    *("adam_beta1", "adam_beta2", "adam_eps"),
-)
 BETA2 = "adam_beta2"
 SCALER = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 STATIC = "loss_scale"
 """Megatron's static loss scale; 0 and null mean a dynamic loss scale."""
 
-STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
-"""``lr_decay_style`` of Megatron's scheduler."""
-
 _SCALES = ("initial_loss_scale", "min_loss_scale", STATIC)
 _FP32 = (2.0**-149, (2 - 2.0**-23) * 2.0**127)
 """The smallest and the largest positive number in fp32, in which a loss scaler stores its scale."""
-
-MAY_BE_NULL = ("weight_decay", "decoupled_lr", STATIC)
-"""Megatron's scheduler overwrites ``weight_decay`` before the first step."""
 
 
 def refused_numbers(fields: Mapping[str, Any], names: tuple[str, ...]) -> list[str]:
@@ -41,7 +31,7 @@ def refused_numbers(fields: Mapping[str, Any], names: tuple[str, ...]) -> list[s
         name
         for name in names
         if name in fields
-        and not (fields[name] is None and name in MAY_BE_NULL)
+        and not (fields[name] is None and name == STATIC)
         and (not isinstance(fields[name], Real) or not _fits(name, fields[name]))
     ]
 

@@ -10,162 +10,56 @@ than the middle stages, and a stage may consist of interleaved chunks.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from precision_shim.planning.record import Problem
-from precision_shim.planning.shapes import Model, Weight, is_router
+from precision_shim.planning.shapes import Model, Weight
 
-from .sizes import LEAST, Sizes, divisors
+from .sizes import Sizes
 
-Report = Callable[[str, str, str, str], None]
-"""A function that reports a problem; its arguments are code, key, message and remedy."""
-
-
-SHARED_HEADS_SINCE = (0, 16)
-"""The first megatron-core release in which several ranks may share a key-value head."""
+_LEAST = {
+    **dict.fromkeys(("world", "tensor", "pipeline", "context", "expert", "expert_tensor"), 1),
+    **{"virtual": 1, "first": 0, "last": 0},
+}
+"""The smallest value that Megatron accepts for each size."""
 
 
-def problems(
-    sizes: Sizes, model: Model, subject: str, megatron: tuple[int, ...] | None = None
-) -> list[Problem]:
-    """List the problems because of which Megatron refuses a model with these group sizes.
+def fault(sizes: Sizes, model: Model, *, heads_are_shared: bool = True) -> str:
+    """Return why a model cannot be split over the GPUs, with the config's key; empty if it can.
 
     Args:
         sizes: the sizes of the parallel groups.
         model: names and shapes.
-        subject: the model's name, for messages.
-        megatron: megatron-core's release; ``None`` for the newest known release.
+        heads_are_shared: whether several ranks may share a key-value head.
     """
-    told: list[Problem] = []
-
-    def report(code: str, key: str, message: str, remedy: str) -> None:
-        told.append(Problem(code, subject, sizes.key(key), message, remedy))
-
-    for name, least in LEAST.items():
+    for name, least in _LEAST.items():
         size = getattr(sizes, name)
-        if size is None or (type(size) is int and size >= least):
-            continue
-        found_here = f"{sizes.key(name)}={size!r}: expected a whole number, at least {least}"
-        report("size", name, found_here, f"Write {least} or more.")
-    if told:
-        return told
-    _check_world(sizes, report)
-    _check_heads(sizes, model, megatron, report)
-    _check_widths(sizes, model, report)
-    _check_layers(sizes, model, report)
-    return told
+        if size is not None and (type(size) is not int or size < least):
+            key = sizes.keys.get(name, name)
+            return f"{key}={size!r}: expected a whole number, at least {least}"
+    key, found = next(_faults(sizes, model, heads_are_shared), ("", ""))
+    return f"{sizes.keys.get(key, key)}: {found}" if found else ""
 
 
-def _check_world(sizes: Sizes, report: Report) -> None:
-    product = sizes.tensor * sizes.pipeline * sizes.context
-    if sizes.world % product:
-        report(
-            "world-size",
-            "world",
-            f"{sizes.world} GPUs are not a multiple of {product}, which is tensor {sizes.tensor} "
-            f"x pipeline {sizes.pipeline} x context {sizes.context}",
-            f"Take a multiple of {product} GPUs, or smaller groups.",
-        )
-    product = sizes.experts_tensor * sizes.expert * sizes.pipeline
-    if sizes.world % product:
-        report(
-            "world-size",
-            "expert",
-            f"{sizes.world} GPUs are not a multiple of {product}, which is expert tensor "
-            f"{sizes.experts_tensor} x expert {sizes.expert} x pipeline {sizes.pipeline}",
-            f"Take a multiple of {product} GPUs, or smaller groups.",
-        )
-
-
-def _check_heads(
-    sizes: Sizes, model: Model, megatron: tuple[int, ...] | None, report: Report
-) -> None:
-    shared = megatron is None or megatron >= SHARED_HEADS_SINCE
+def _faults(sizes: Sizes, model: Model, shared: bool) -> Iterator[tuple[str, str]]:
+    dense = sizes.tensor * sizes.pipeline * sizes.context
+    experts = sizes.experts_tensor * sizes.expert * sizes.pipeline
+    gpus = f"{sizes.world} GPUs are no multiple of"
+    if sizes.world % dense:
+        yield "world", f"{gpus} {dense}, which is tensor x pipeline x context"
+    if sizes.world % experts:
+        yield "expert", f"{gpus} {experts}, which is expert tensor x expert x pipeline"
     heads = model.number("num_attention_heads", "n_head")
     groups = model.number("num_key_value_heads") or heads
     if heads % sizes.tensor:
-        report(
-            "heads",
-            "tensor",
-            f"{heads} attention heads cannot be split {sizes.tensor} ways",
-            f"Take one of {divisors(heads)}.",
-        )
-    elif groups % sizes.tensor and (sizes.tensor % groups or not shared):
-        since = ".".join(map(str, SHARED_HEADS_SINCE))
-        report(
-            "heads",
-            "tensor",
-            f"{groups} key-value heads cannot be split {sizes.tensor} ways"
-            + (", nor shared evenly" if shared else f", nor shared before megatron-core {since}"),
-            f"Take a divisor{' or a multiple' if shared else ''} of {groups} that divides {heads}.",
-        )
-
-
-def _check_widths(sizes: Sizes, model: Model, report: Report) -> None:
-    experts = model.experts
-    if sizes.expert > 1 and not experts and model.config:
-        report(
-            "experts",
-            "expert",
-            f"{sizes.key('expert')}={sizes.expert}, and the model has no experts",
-            "Write 1.",
-        )
-    elif experts % sizes.expert:
-        report(
-            "experts",
-            "expert",
-            f"{experts} experts cannot be split {sizes.expert} ways",
-            f"Take one of {divisors(experts)}.",
-        )
-    if experts and sizes.tensor > 1 and sizes.sequence_parallel is False:
-        report(
-            "sequence-parallel",
-            "sequence_parallel",
-            f"experts with tensor parallelism of {sizes.tensor} need sequence parallelism",
-            f"Write {sizes.key('sequence_parallel')}: true.",
-        )
-    for keys, ways, name in (
-        (("intermediate_size",), sizes.tensor, "tensor"),
-        (("moe_intermediate_size",), sizes.experts_tensor, "expert_tensor"),
-        (("vocab_size",), 1 if sizes.pads_vocabulary else sizes.tensor, "tensor"),
-    ):
-        width = model.number(*keys)
-        if width % ways:
-            report(
-                "width",
-                name,
-                f"{keys[0]} of {width} cannot be split {ways} ways",
-                "Take a divisor of it.",
-            )
-
-
-def _check_layers(sizes: Sizes, model: Model, report: Report) -> None:
-    if not model.config:
-        return
-    layers = number_of_layers(model)
-    try:
-        layers_of_stages(sizes, layers)
-    except ValueError as error:
-        key = "pipeline"
-        if sizes.stages:
-            key = "stages"
-        elif sizes.virtual:
-            key = "virtual"
-        report("layers", key, str(error), _pipeline_remedy(sizes, layers))
-
-
-def _pipeline_remedy(sizes: Sizes, layers: int) -> str:
-    if sizes.stages:
-        return f"Correct {sizes.key('stages')}, or leave it out."
-    rest = layers % sizes.pipeline
-    ends = ""
-    if rest and sizes.pipeline > 1 and "last" in sizes.keys:
-        each = layers // (sizes.pipeline - 1)
-        last = layers - each * (sizes.pipeline - 1)
-        if last > 0:
-            ends = f", or {sizes.key('last')}: {last}"
-    return f"Take a divisor of {layers}{ends}."
+        yield "tensor", f"{heads} attention heads cannot be split {sizes.tensor} ways"
+    if groups % sizes.tensor and (sizes.tensor % groups or not shared):
+        yield "tensor", f"{groups} key-value heads cannot be split {sizes.tensor} ways"
+    if model.experts % sizes.expert:
+        yield "expert", f"{model.experts} experts cannot be split {sizes.expert} ways"
+    if model.config and not layers_of_stages(sizes, number_of_layers(model)):
+        layers = number_of_layers(model)
+        yield "pipeline", f"{layers} layers cannot be split into these {sizes.pipeline} stages"
 
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
@@ -188,103 +82,40 @@ def number_of_layers(model: Model) -> int:
 
 
 def layers_of_stages(sizes: Sizes, layers: int) -> list[list[int]]:
-    """The indices of the layers of each pipeline stage.
+    """The indices of the layers of each pipeline stage; empty if the layers cannot be split."""
+    lengths = _lengths(sizes, layers)
+    if sum(lengths) != layers or min(lengths) < 0 or len(lengths) % sizes.pipeline:
+        return []
+    stages: list[list[int]] = [[] for _ in range(sizes.pipeline)]
+    first = 0
+    for place, length in enumerate(lengths):
+        stages[place % sizes.pipeline] += range(first, first + length)
+        first += length
+    return stages
 
-    Raises:
-        ValueError: the layers cannot be split over the stages; the message has the reason.
-    """
+
+def _lengths(sizes: Sizes, layers: int) -> list[int]:
+    """Number of layers in each chunk of the stages, in the order of the layers."""
     if sizes.stages:
-        return _by_layout(sizes, layers)
-    chunks = sizes.virtual or 1
-    if chunks > 1 and sizes.pipeline == 1:
-        chunks = 1
-    numbers = _numbers(sizes, layers, chunks)
-    if min(min(number) for number in numbers) < 0 or sum(map(sum, numbers)) != layers:
-        raise ValueError(f"{layers} layers do not come out over {sizes.pipeline} stages")
-    stages: list[list[int]] = [[] for _ in range(sizes.pipeline)]
-    first = 0
-    for chunk in range(chunks):
-        for stage in range(sizes.pipeline):
-            count = numbers[stage][chunk]
-            stages[stage] += range(first, first + count)
-            first += count
-    return stages
+        return [place.count("t") for place in _places(sizes.stages)]
+    chunks = (sizes.virtual or 1) if sizes.pipeline > 1 else 1
+    both = ((0, sizes.first), (sizes.pipeline - 1, sizes.last))
+    ends = {stage: number for stage, number in both if number is not None}
+    counted = layers + sizes.count_embedding + sizes.count_loss - sum(ends.values())
+    each = counted // max(sizes.pipeline - len(ends), 1)
+    lengths = [ends.get(stage, each) // chunks for stage in range(sizes.pipeline)] * chunks
+    lengths[0] -= sizes.count_embedding
+    lengths[-1] -= sizes.count_loss
+    return lengths
 
 
-def _numbers(sizes: Sizes, layers: int, chunks: int) -> list[list[int]]:
-    per_stage = _per_stage(sizes, layers)
-    numbers = []
-    for stage, number in enumerate(per_stage):
-        if number % chunks:
-            raise ValueError(f"{number} layers of stage {stage} are not a multiple of {chunks}")
-        numbers.append([number // chunks] * chunks)
-    if sizes.count_embedding:
-        numbers[0][0] -= 1
-    if sizes.count_loss:
-        numbers[-1][-1] -= 1
-    return numbers
-
-
-def _per_stage(sizes: Sizes, layers: int) -> list[int]:
-    ends = (sizes.first, sizes.last)
-    if any(end is not None for end in ends):
-        if sizes.count_embedding or sizes.count_loss:
-            raise ValueError(
-                "layers of the first or last stage do not go with counting embedding or loss"
-            )
-        middle = sizes.pipeline - sum(end is not None for end in ends)
-        left = layers - sum(end or 0 for end in ends)
-        if middle < 0 or left < 0 or (middle and left % middle) or (not middle and left):
-            raise ValueError(f"{left} layers cannot be spread evenly over {middle} stages between")
-        counts = [left // middle if middle else 0] * sizes.pipeline
-        if sizes.first is not None:
-            counts[0] = sizes.first
-        if sizes.last is not None:
-            counts[-1] = sizes.last
-        return counts
-    counted = layers + sizes.count_embedding + sizes.count_loss
-    if counted % sizes.pipeline:
-        raise ValueError(f"{counted} layers cannot be spread evenly over {sizes.pipeline} stages")
-    return [counted // sizes.pipeline] * sizes.pipeline
-
-
-_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
-
-
-def _letters(layout: object) -> str:
-    """Convert a pipeline layout, written as letters or as lists of names, to letters."""
-    if isinstance(layout, str):
-        return layout.replace(",", "")
-    try:
-        places = [list(map(str, places_here)) for places_here in layout]  # type: ignore[attr-defined]
-        return "|".join("".join(_LETTERS[name] for name in place) for place in places)
-    except (TypeError, KeyError):
-        names = ", ".join(_LETTERS)
-        raise ValueError(
-            f"{layout!r}: expected letters, or for each stage a list of {names}"
-        ) from None
-
-
-def _by_layout(sizes: Sizes, layers: int) -> list[list[int]]:
-    text = _letters(sizes.stages)
-    text = re.sub(
-        r"\(([^)]+)\)\*(\d+)", lambda stages: stages.group(1) * int(stages.group(2)), text
-    )
-    text = re.sub(r"(.)\*(\d+)", lambda stages: stages.group(1) * int(stages.group(2)), text)
-    if set(text) - set("Etm L|"):
-        raise ValueError(f"{sizes.stages!r}: a layout has the letters E, t, m, L and | only")
-    places = text.split("|")
-    if len(places) % sizes.pipeline:
-        raise ValueError(f"{len(places)} places are not a multiple of {sizes.pipeline} stages")
-    if text.count("t") != layers:
-        raise ValueError(f"{text.count('t')} layers in the layout, {layers} in the model")
-    stages: list[list[int]] = [[] for _ in range(sizes.pipeline)]
-    first = 0
-    for number, place in enumerate(places):
-        count = place.count("t")
-        stages[number % sizes.pipeline] += range(first, first + count)
-        first += count
-    return stages
+def _places(layout: str | Sequence[Sequence[str]]) -> Sequence[str]:
+    """The chunks of a pipeline layout, each with a letter ``t`` for a layer."""
+    if not isinstance(layout, str):
+        return ["t" * list(place).count("decoder") for place in layout]
+    for part in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        layout = re.sub(part, lambda found: found.group(1) * int(found.group(2)), layout)
+    return layout.split("|")
 
 
 _COLUMN = (
@@ -424,16 +255,3 @@ def _stage_outside(name: str, last: int) -> int:
     if _OTHER_MODEL.search(name):
         return 0
     return last if _word(name) in (*_LAST, "lm_head", "embed_out") else 0
-
-
-def unknown(model: Model) -> list[str]:
-    """List the text model's matrices that ``count`` does not split because no rule names them."""
-    names = []
-    for weight in model.weights:
-        word = _word(weight.name)
-        known = word in (*_COLUMN, *_ROW, *_VOCABULARY) or is_router(weight.name)
-        whole = "norm" in word or re.search(r"(_a_proj|with_mqa|shared_expert_gate|^gate$)$", word)
-        ours = not _OTHER_MODEL.search(weight.name) and not is_expert(weight.name)
-        if ours and len(weight.shape) > 1 and not known and not whole:
-            names.append(_LAYER.sub(".layers.N.", weight.name))
-    return sorted(set(names))

@@ -25,9 +25,6 @@ class Sizes:
         count_loss: whether the output layer counts as a layer.
         stages: a pipeline layout, as in Megatron's ``pipeline_model_parallel_layout``: a string of
             letters, or a list of layer names for each stage.
-        sequence_parallel: whether sequence parallelism is on; ``None`` if unknown.
-        pads_vocabulary: whether the framework pads the vocabulary until tensor parallelism can
-            split it.
         keys: maps attribute names to config keys, for messages.
     """
 
@@ -43,8 +40,6 @@ class Sizes:
     count_embedding: bool = False
     count_loss: bool = False
     stages: str | Sequence[Sequence[str]] | None = None
-    sequence_parallel: bool | None = None
-    pads_vocabulary: bool = False
     keys: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -61,10 +56,6 @@ class Sizes:
     def experts_shared_by(self) -> int:
         """Number of ranks over which the states of experts are sharded."""
         return max(self.world // (self.experts_tensor * self.expert * self.pipeline), 1)
-
-    def key(self, name: str) -> str:
-        """The config key that sets a group size, for messages."""
-        return self.keys.get(name, name)
 
     def to_dict(self) -> dict[str, Any]:
         """The group sizes with their usual abbreviations as keys, for text and JSON."""
@@ -94,12 +85,6 @@ FIELDS = {
 }
 """Maps the attributes of ``Sizes`` to their names in Megatron's and every framework's config."""
 
-_FLAGS = {
-    "first": "decoder_first_pipeline_num_layers",
-    "last": "decoder_last_pipeline_num_layers",
-}
-"""The names that Megatron's command line has for fields of its transformer config."""
-
 UNEVEN = ("first", "last", "count_embedding", "count_loss", "stages")
 """Attributes of ``Sizes`` whose config keys some frameworks nest in a section, because they are
 fields of Megatron's transformer config."""
@@ -111,7 +96,6 @@ def read_sizes(
     key: str,
     section: Mapping[str, Any],
     *,
-    sequence_parallel: bool,
     within: str = "",
     within_names: Sequence[str] = UNEVEN,
 ) -> Sizes:
@@ -120,33 +104,17 @@ def read_sizes(
     Args:
         world: number of GPUs.
         world_key: the config's key of the number of GPUs.
-        key: the config's key of the section, or ``--`` for command-line arguments.
+        key: the config's key of the section.
         section: the section.
-        sequence_parallel: whether sequence parallelism is on.
         within: the key of a nested section, if there is one.
         within_names: names of the sizes that are read from the nested section.
     """
     inner = (section.get(within) if within else None) or {}
-    key = key if key == "--" else f"{key}."
-    values, keys = {}, {"world": world_key, "sequence_parallel": f"{key}sequence_parallel"}
-    fields = {**FIELDS, **{name: flag for name, flag in _FLAGS.items() if flag in section}}
-    for name, field_ in fields.items():
+    values, keys = {}, {"world": world_key}
+    for name, field_ in FIELDS.items():
         there = bool(within) and name in within_names
         value = (inner if there else section).get(field_)
-        keys[name] = f"{key}{within}.{field_}" if there else f"{key}{field_}"
+        keys[name] = f"{key}.{within}.{field_}" if there else f"{key}.{field_}"
         if value is not None:
             values[name] = value
-    return Sizes(world, sequence_parallel=sequence_parallel, keys=keys, **values)
-
-
-LEAST = {
-    **dict.fromkeys(("world", "tensor", "pipeline", "context", "expert", "expert_tensor"), 1),
-    **{"virtual": 1, "first": 0, "last": 0},
-}
-"""The smallest value that Megatron accepts for each size."""
-
-
-def divisors(number: int) -> str:
-    """List a number's divisors up to 512, for a message."""
-    numbers = [divisor for divisor in range(1, min(number, 512) + 1) if number % divisor == 0]
-    return ", ".join(map(str, numbers))
+    return Sizes(world, keys=keys, **values)
