@@ -19,7 +19,6 @@ from ..rollout import tell_meter
 from .dtensor import TRAIN
 from .legality import DTYPES
 from .places import DTENSOR, EXPORTED, INHERITED, MEGATRON, VALUE_V2, group_at
-from .servers import why_not_asked
 from .sides import asked_of, rollout_dtype
 
 FRAMEWORK = "nemo-rl"
@@ -52,10 +51,8 @@ def see(worker: Any) -> None:
 def _tell_audit(worker: Any) -> None:
     config = getattr(worker, "cfg", None)
     asked = asked_of(config) if isinstance(config, Mapping) else None
-    if asked is None or not isinstance(config, Mapping):
-        return
-    backend = str(config["generation"].get("backend"))
-    tell_asked(FRAMEWORK, *asked, why_not_asked(backend))
+    if asked is not None:
+        tell_asked(FRAMEWORK, *asked)
 
 
 class AuditedWorker:
