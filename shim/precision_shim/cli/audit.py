@@ -65,27 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
                 {
                     "ok": ok,
                     "broken": broken,
-                    "groups": [
-                        {
-                            "model": group.whose,
-                            "parts": group.part,
-                            "ok": group.ok,
-                            "world_size": group.world_size,
-                            "alike": list(group.alike),
-                            "differ": {
-                                rank: {
-                                    key: {"found": there, "elsewhere": here}
-                                    for key, (here, there) in what.items()
-                                }
-                                for rank, what in group.differ.items()
-                            },
-                            "missing": list(group.missing),
-                            "problems": {k: list(v) for k, v in group.problems.items()},
-                            "before_step": list(group.before_step),
-                            "without_some": list(group.without_some),
-                        }
-                        for group in compared
-                    ],
+                    "groups": [group.to_dict() for group in compared],
                     "rollouts": [each.to_dict() for each in sent],
                 },
                 indent=1,
