@@ -42,6 +42,11 @@ _watched: list[Watched] = []
 _undo: list[Callable[[], object]] = []
 _names: Counter[str] = Counter()
 
+rollouts: dict[str, tuple[str, str]] = {}
+"""The dtype that the job's config sets for a framework's rollout, and the dtype's key."""
+syncs: Counter[str] = Counter()
+"""Number of the weight syncs of each framework so far."""
+
 
 def add(watched: Watched) -> None:
     """Store an object, and forget the objects whose owners were garbage-collected."""
@@ -88,5 +93,5 @@ def clear() -> None:
     """Forget all audits and models, and call the functions registered with ``at_clear``."""
     while _undo:
         _undo.pop()()
-    _watched.clear()
-    _names.clear()
+    for each in (_watched, _names, rollouts, syncs):
+        each.clear()

@@ -39,22 +39,6 @@ T = TypeVar("T")
 Named = Iterable[tuple[str, Any]]
 
 
-@dataclass
-class _Rollout:
-    asked: str = ""
-    key: str = ""
-    syncs: int = 0
-
-
-_rollouts: dict[str, _Rollout] = {}
-
-
-def _rollout(framework: str) -> _Rollout:
-    if framework not in _rollouts:
-        kept.at_clear(_rollouts.clear)
-    return _rollouts.setdefault(framework, _Rollout())
-
-
 def tell_asked(framework: str, name: str, key: str) -> None:
     """Record the dtype that this job's config sets for the framework's rollout.
 
@@ -63,8 +47,7 @@ def tell_asked(framework: str, name: str, key: str) -> None:
         name: the dtype name that the engine receives; empty if it is not known.
         key: the config key of the rollout's dtype.
     """
-    known = _rollout(framework)
-    known.asked, known.key = name, key
+    kept.rollouts[framework] = name, key
 
 
 def is_wanted() -> bool:
@@ -97,14 +80,14 @@ def observe(
     """
     if not is_wanted():
         return items
-    known = _rollout(framework)
-    known.syncs += 1
-    if known.syncs not in AT:
+    kept.syncs[framework] += 1
+    sync = kept.syncs[framework]
+    if sync not in AT:
         return items
     if model is None:
         model = kept.model_of(framework, subject)
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
-    return _observed(items, _Looker(framework, subject, known.syncs, then, chunks), pairs)
+    return _observed(items, _Looker(framework, subject, sync, then, chunks), pairs)
 
 
 def _observed(
@@ -113,11 +96,7 @@ def _observed(
     looker.guard(looker.look_at_own)
     source = iter(items)
     try:
-        while True:
-            try:
-                item = next(source)
-            except StopIteration:
-                break
+        for item in source:
             named: Any = (item,) if pairs is None else pairs(item)
             for name, tensor in named:
                 looker.guard(looker.look_at, name, tensor)
@@ -229,13 +208,13 @@ class _Looker:
     def write(self) -> None:
         """Write the record into ``PRECISION_SHIM_AUDIT_DIR``, and warn of its contradictions."""
         framework, subject = self._names
-        rollout = _rollout(framework)
+        asked, key = kept.rollouts.get(framework, ("", ""))
         sent = Sent(
             framework=framework,
             subject=subject,
             rank=rank_of_job()[0],
-            asked=rollout.asked,
-            key=rollout.key,
+            asked=asked,
+            key=key,
             sync=self._sync,
             sent=self._sent.weights(),
             own=self._own.weights(),
