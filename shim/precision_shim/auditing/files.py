@@ -61,11 +61,12 @@ def write_whole(path: Path, text: str) -> None:
 def not_written(directory: str | os.PathLike[str], error: OSError) -> str:
     """Return the warning that audits are not written; its text names no optimizer and no step."""
     # str(error) would contain the temporary file's name, which differs each time.
-    return (
+    problem = (
         f"PRECISION_SHIM_AUDIT_DIR={directory}: the audit was not written: "
         f"{error.strerror or error}. Set PRECISION_SHIM_AUDIT_DIR to a directory that every rank "
         "may write to, or unset it. status() has the audit all the same."
     )
+    return problem
 
 
 def number(path: Path, audit: Audit) -> str:

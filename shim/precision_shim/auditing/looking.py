@@ -190,12 +190,12 @@ def _compare(found: Audit, group: Any) -> Audit:
         rank = min(differ)
         key, (expected, there) = next(iter(differ[rank].items()))
         named = ", ".join(map(str, sorted(differ)))
-        message = (
+        text = (
             f"{where_of('', found.framework)}: of {len(everyone)} ranks these differ from rank "
             f"{first}: {named}; {key} is {shown(expected)} on rank {first} and {shown(there)} on "
             f"rank {rank}. Give every rank the same config and environment."
         )
         as_on = f"as on rank {first}"
-        problems += (Finding("rank-differs", None, None, as_on, f"ranks {named}", message),)
+        problems += (Finding("rank-differs", None, None, as_on, f"ranks {named}", text),)
     ranks = {"compared": len(everyone), "differ": sorted(differ)}
     return replace(found, problems=problems, ranks=ranks)

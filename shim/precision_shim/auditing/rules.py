@@ -42,15 +42,10 @@ def parse_expected(expected: Mapping[str, Any] | None) -> dict[str, str]:
 
 
 def _canonical(dtype: object) -> str | None:
-    if isinstance(dtype, torch.dtype):
-        return name_of(dtype)
-    if not isinstance(dtype, str):
-        return None
-    known = parse_dtype(dtype)
-    if known is not None:
-        return name_of(known)
-    found = getattr(torch, dtype.strip().lower().removeprefix("torch."), None)
-    return name_of(found) if isinstance(found, torch.dtype) else None
+    if isinstance(dtype, str):
+        name = dtype.strip().lower().removeprefix("torch.")
+        dtype = parse_dtype(dtype) or getattr(torch, name, None)
+    return name_of(dtype) if isinstance(dtype, torch.dtype) else None
 
 
 def problems(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import add_command
 from ._output import show, write
@@ -34,7 +34,7 @@ def register(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Compare the audits, print the result, and return the exit status."""
     from ..auditing import files, halves
-    from ..auditing.ranks import compare
+    from ..auditing.ranks import Comparison, compare
     from ..auditing.record import Audit
 
     directory = arguments.directory
@@ -58,21 +58,15 @@ def run(arguments: argparse.Namespace) -> int:
     broken = {path.name: read for path, read in (*found, *weights) if isinstance(read, str)}
     compared = compare(audits)
     sent = halves.by_framework(each for _, each in weights if isinstance(each, halves.Sent))
-    ok = not broken and all(group.ok for group in (*compared, *sent))
+    every: list[Comparison | halves.WeightAudit] = [*compared, *sent]
+    ok = not broken and all(each.ok for each in every)
     if arguments.json:
-        write(
-            json.dumps(
-                {
-                    "ok": ok,
-                    "broken": broken,
-                    "groups": [group.to_dict() for group in compared],
-                    "rollouts": [each.to_dict() for each in sent],
-                },
-                indent=1,
-            )
-        )
+        told: dict[str, Any] = {"ok": ok, "broken": broken}
+        told["groups"] = [each.to_dict() for each in compared]
+        told["rollouts"] = [each.to_dict() for each in sent]
+        write(json.dumps(told, indent=1))
         return int(not ok)
-    blocks = ["\n".join(group.lines()) for group in (*compared, *sent)]
+    blocks = ["\n".join(each.lines()) for each in every]
     if broken:
         lines = (f"  {name}: {reason}" for name, reason in broken.items())
         blocks.append("\n".join(("not read, though named as audits", *lines)))
