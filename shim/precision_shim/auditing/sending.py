@@ -9,8 +9,8 @@ numbers for each group of tensors. The audit of sent weights adds no collective.
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -112,38 +112,36 @@ def _observed(
     looker.guard(looker.write)
 
 
-@dataclass
-class _Group:
-    elements: dict[str, int] = field(default_factory=dict)
-    counts: list[torch.Tensor] = field(default_factory=list)
-
-    def weights(self) -> Weights:
-        for device in {counter.device for counter in self.counts if counter.device.type == "cuda"}:
-            torch.cuda.synchronize(device)  # frameworks pack weights on their own CUDA streams
-        exact = sampled = 0
-        for device in {counter.device for counter in self.counts}:
-            mine = [counter for counter in self.counts if counter.device == device]
-            both = torch.stack(mine).sum(0).tolist()
-            exact, sampled = exact + both[0], sampled + both[1]
-        return Weights(self.elements, exact / sampled if sampled else None, sampled)
-
-
 class _Groups:
     """Statistics of tensors, by ``BASE`` and ``ADAPTERS``; samples one of ``every`` tensors."""
 
     def __init__(self, every: int = 1, then: torch.dtype | None = None) -> None:
         self._every, self._then = every, then
-        self._found: dict[str, _Group] = {}
+        self._elements: dict[str, Counter[str]] = {}
+        self._counts: dict[str, list[torch.Tensor]] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        group = self._found.setdefault(_group_of(name), _Group())
-        dtype = name_of(tensor.dtype)
-        group.elements[dtype] = group.elements.get(dtype, 0) + tensor.numel()
+        group = _group_of(name)
+        self._elements.setdefault(group, Counter())[name_of(tensor.dtype)] += tensor.numel()
         if zlib.crc32(name.encode()) % self._every == 0 and _can_be_sampled(tensor):
-            group.counts.append(_counts(_few(tensor), self._then))
+            self._counts.setdefault(group, []).append(_counts(_few(tensor), self._then))
 
     def weights(self) -> dict[str, Weights]:
-        return {name: group.weights() for name, group in self._found.items()}
+        found = {}
+        for group, elements in self._elements.items():
+            exact, sampled = _sum_of(self._counts.get(group, []))
+            found[group] = Weights(dict(elements), exact / sampled if sampled else None, sampled)
+        return found
+
+
+def _sum_of(counts: list[torch.Tensor]) -> tuple[int, int]:
+    exact = sampled = 0
+    for device in {pair.device for pair in counts}:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # frameworks pack weights on their own CUDA streams
+        both = torch.stack([pair for pair in counts if pair.device == device]).sum(0).tolist()
+        exact, sampled = exact + both[0], sampled + both[1]
+    return exact, sampled
 
 
 class _Looker:
