@@ -1,7 +1,6 @@
 """The one file of vLLM and of SGLang in which the shim looks for the option of an fp32 LM head.
 
-Neither engine is installed in the environments of the frameworks; `tests/vllm` and `tests/sglang`
-have the real ones.
+Neither engine is installed in the environments of the frameworks; `tests/vllm` has the real vLLM.
 """
 
 from __future__ import annotations

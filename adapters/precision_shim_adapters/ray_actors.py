@@ -21,13 +21,6 @@ def plain_class(actor_class: Any) -> Any:
     return getattr(modified, "__ray_actor_class__", None)
 
 
-def name_of_actor() -> str:
-    """The name of this process's Ray actor; empty without a name, or if Ray is not running."""
-    import ray
-
-    return str(ray.get_runtime_context().get_actor_name() or "") if ray.is_initialized() else ""
-
-
 def make_again(actor_class: Any, plain: Any) -> Any:
     """Make an actor class from a plain class, with the options of another actor class."""
     import ray
@@ -76,11 +69,6 @@ def _imitate(beneath: Callable[..., Any], method: Callable[..., Any]) -> Callabl
     def call(*args: Any, **kwargs: Any) -> Any:
         return method(*args, **kwargs)
 
-    async def call_async(*args: Any, **kwargs: Any) -> Any:
-        return await method(*args, **kwargs)
-
-    if inspect.iscoroutinefunction(method):
-        call = call_async
     # Leave out ``__wrapped__``, because Ray would follow it and pickle the framework's method, too.
     functools.update_wrapper(call, beneath)
     del call.__wrapped__  # type: ignore[attr-defined]

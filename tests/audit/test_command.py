@@ -8,11 +8,10 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from precision_shim.auditing import files, halves
+from precision_shim.auditing import files
 from precision_shim.auditing.ranks import numbers
 from precision_shim.auditing.record import (
     COMPONENTS,
@@ -210,62 +209,6 @@ def test_numbers() -> None:
     assert numbers([0, 1, 2, 5, 9, 8]) == "ranks 0-2, 5, 8-9"
 
 
-@pytest.mark.parametrize(
-    ("where", "value"),
-    [
-        (("framework",), None),
-        (("subject",), 5),
-        (("rank",), float("inf")),
-        (("parts", 0, "name"), ["model"]),
-        (("parts", 0, "scaler"), {"a": 1}),
-        (("parts", 0, "components", "params", "dtypes"), [None]),
-        (("problems", 0, "code"), []),
-        (("problems", 0, "message"), 5),
-    ],
-)
-def test_a_value_of_another_type_is_told_as_a_broken_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], where: tuple[str | int, ...], value: object
-) -> None:
-    put(tmp_path, audit_of(0))
-    problem = Finding("main-grads-dtype", "model", "grad_buckets", "fp32", "bf16", "a message")
-    values = replace(audit_of(1), problems=(problem,)).to_dict()
-    *path, last = where
-    inner: Any = values
-    for key in path:
-        inner = inner[key]
-    inner[last] = value
-    (tmp_path / f"damaged{files.SUFFIX}").write_text(json.dumps(values))
-    status, said, _ = command(capsys, tmp_path)
-    assert status == 1
-    assert "not read, though named as audits" in said
-    assert f"damaged{files.SUFFIX}: " in said
-
-
-def test_a_file_of_brackets_is_told_as_a_broken_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    put(tmp_path, audit_of(0))
-    (tmp_path / f"damaged{files.SUFFIX}").write_text("[" * 200_000)
-    (tmp_path / f"damaged{halves.SUFFIX}").write_text('{"half":' * 200_000)
-    status, said, _ = command(capsys, tmp_path)
-    assert status == 1
-    assert f"damaged{files.SUFFIX}: RecursionError" in said
-    assert f"damaged{halves.SUFFIX}: RecursionError" in said
-
-
-@pytest.mark.parametrize(
-    ("rank", "world"), [(0, 10**12), (3, 3), (-1, 4), (0, 0), (10**12, 10**12 + 1)]
-)
-def test_a_number_of_ranks_that_no_job_has(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], rank: int, world: int
-) -> None:
-    """A damaged number must not make the command list a million million missing ranks."""
-    put(tmp_path, replace(audit_of(0), rank=rank, world_size=world))
-    status, said, _ = command(capsys, tmp_path)
-    assert status == 1
-    assert f"ValueError: rank {rank} of {world} ranks: expected" in said
-
-
 def test_an_empty_directory_name_and_none_that_can_be_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -278,35 +221,6 @@ def test_an_empty_directory_name_and_none_that_can_be_read(
         status, _, told = command(capsys, folder)
         assert status == 2
         assert give in told
-
-
-def test_two_engines_of_one_name_are_both_in_the_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    engine = halves.Held("verl", halves.ROLLOUT, "server", "", "vllm 0.30.0", "qwen", "fp16")
-    halves.write(str(tmp_path), engine)
-    halves.write(str(tmp_path), replace(engine, subject="teacher", computes="bf16"))
-    halves.write(str(tmp_path), replace(engine, name="other"))
-    _, said, _ = command(capsys, tmp_path, "--json")
-    (both,) = json.loads(said)["rollouts"]
-    assert sorted(both["held"]) == ["other", "rollout, server", "teacher, server"]
-    assert "computes in bf16" in both["held"]["teacher, server"]
-    assert "computes in fp16" in both["held"]["rollout, server"]
-
-
-def test_a_file_of_a_newer_version_is_named_as_that(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    put(tmp_path, replace(audit_of(0), world_size=1))
-    engine = halves.Held("verl", halves.ROLLOUT, "server", "", "vllm 0.30.0", "qwen", "fp16")
-    halves.write(str(tmp_path), engine)
-    for path in tmp_path.iterdir():
-        values = json.loads(path.read_text())
-        (values["parts"][0] if "parts" in values else values)["novel"] = 1
-        path.write_text(json.dumps(values))
-    status, said, _ = command(capsys, tmp_path)
-    assert status == 1
-    assert said.count("ValueError: novel: not known to this precision_shim. A newer one wrote") == 2
 
 
 def test_a_file_of_an_older_version_is_read(

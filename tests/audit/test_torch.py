@@ -62,12 +62,12 @@ def test_the_keys_of_the_dict() -> None:
     found = precision_shim.audit(*trained(*adamw(torch.bfloat16)), expected={"master": "fp32"})
     values = found.to_dict()
     assert " ".join(values) == (
-        "framework subject rank world_size ok complete parts totals problems notes ranks"
+        "framework subject rank world_size parts totals problems notes ranks ok complete"
     )
     assert list(values["totals"]) == ["bytes", "allocated", "host", "cuda_allocated"]
     (part,) = values["parts"]
     assert " ".join(part) == (
-        "name optimizer data_parallel_size parameters owned scaler updates shards components"
+        "name optimizer data_parallel_size parameters owned scaler components updates shards"
     )
     assert " ".join(part["components"]) == (
         "params frozen grad_buckets grad_copies master exp_avg exp_avg_sq other"
@@ -196,8 +196,6 @@ def test_meta_tensors_take_no_memory() -> None:
         ({"optimizer": [object()]}, AuditError, "builtins.object"),
         ({"model": "gpt"}, AuditError, "builtins.str"),
         ({"model": None, "optimizer": None}, AuditError, "nothing to read"),
-        ({"model": torch.nn.LazyLinear(4)}, AuditError, "without a shape"),
-        ({"scaler": 65536}, AuditError, "builtins.int"),
         ({"expected": {"moments": "bf16"}}, AuditError, "'moments'"),
         ({"expected": {"exp_avg": "bf8"}}, DtypeError, "exp_avg='bf8'"),
         ({"expected": {"exp_avg": 16}}, DtypeError, "exp_avg=16"),

@@ -26,7 +26,7 @@ from .monarch_store import Store  # noqa: E402
 
 
 class Engine:
-    """Has the attributes of vLLM's ``LLMEngine`` that a generator and the shim use."""
+    """Has the attributes of vLLM's ``LLMEngine`` that a generator uses."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.arguments = arguments
@@ -36,14 +36,8 @@ class Engine:
         worker = SimpleNamespace(get_model=lambda: SimpleNamespace(model=self.model))
         self.model_executor = SimpleNamespace(driver_worker=worker)
         self.vllm_config = SimpleNamespace(
-            model_config=SimpleNamespace(model="a model", dtype=dtype, quantization=None),
-            cache_config=SimpleNamespace(cache_dtype="auto"),
             parallel_config=SimpleNamespace(data_parallel_size=1, data_parallel_rank=0),
         )
-
-    def collective_rpc(self, method: str, timeout: Any = None, args: Any = ()) -> Any:
-        assert method == "apply_model"
-        return [function(self.model) for function in args]
 
     def reset_prefix_cache(self, **given: Any) -> None: ...
 

@@ -14,9 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-import precision_shim
-from precision_shim.auditing import halves
-
 from ..tiny_models import make_checkpoint
 from .engines import read, share_on_bf16s_grid, ways
 
@@ -108,30 +105,3 @@ def test_its_engine_computes_in_the_precision_that_the_config_names(
     expected = every.gather(-1, answers["output_ids"][0, PROMPT:end, None])[:, 0]
     # A 16-bit engine differs by rounding; a shift by one token would make a far larger difference.
     assert (sampled - expected).abs().max() < every.std()
-
-
-def test_its_engine_is_asked_what_it_holds(
-    worker: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """After ``post_init``, which reads GPU name and NUMA node, the shim asks the engine."""
-    from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension
-
-    dtype, one = worker
-    monkeypatch.setattr(type(one), "report_device_id", lambda self: ["a CPU"])
-    monkeypatch.setattr(VllmInternalWorkerExtension, "bind_numa", lambda self: False)
-    precision_shim.install(settings={"audit_dir": str(tmp_path)}, export=False)
-    try:
-        one.post_init()
-    finally:
-        precision_shim.uninstall()
-    (held,) = [half for _, half in halves.read(str(tmp_path))]
-    assert isinstance(held, halves.Held)
-    short = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}[dtype]
-    assert (held.framework, held.subject, held.sync) == ("nemo-rl", "rollout", 0)
-    assert (held.computes, held.not_answered, held.kv_held) == (short, "", (short,))
-    (parameters,) = one.llm.collective_rpc(read)
-    assert {name for kind in held.kinds.values() for name in kind} == {short}
-    counted = sum(count for kind in held.kinds.values() for count in kind.values())
-    assert counted == sum(each.numel() for each in parameters.values())
-    assert held.weights is not None
-    assert (held.weights.exact == 1.0) is (dtype == "bfloat16")

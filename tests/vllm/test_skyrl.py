@@ -1,4 +1,4 @@
-"""SkyRL's delta sync into the real vLLM: the engine's weights, bit by bit, and its answers.
+"""SkyRL's delta sync into the real vLLM: the engine's weights, bit by bit.
 
 SkyRL's other syncs (nccl, ipc) need CUDA.
 """
@@ -6,16 +6,11 @@ SkyRL's other syncs (nccl, ipc) need CUDA.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from precision_shim.cli import main
-
 from ..rank_server import Ranks, rank_server
-from ..ray_cluster import drive
-from ..tiny_models import make_checkpoint
 
 JOBS = {
     "fp16 from fp32": {"stored": "float32", "dtype": "float16"},
@@ -61,40 +56,3 @@ def test_without_the_shim_the_engine_holds_the_same(launch: Ranks, found: dict[s
     job = "fp16 from bf16"
     (alone,) = launch("off", world=1, **{job: JOBS[job]})
     assert alone == {"engines": {job: found["engines"][job]}, "said": []}
-
-
-@pytest.mark.usefixtures("start_up_file")
-def test_its_own_server_tells_what_it_holds(
-    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In SkyRL's own Ray actor the audit records the server's weights before and after a sync."""
-    model, audits = make_checkpoint(tmp_path / "model", width=64), tmp_path / "audits"
-    with rank_server("tests.verl.ray_processes", tmp_path_factory.mktemp("driver")) as drivers:
-        done = drive(
-            drivers,
-            Path(__file__).with_name("skyrl_driver.py"),
-            model,
-            tmp_path,
-            "float16",
-            timeout=800,
-            CUDA_VISIBLE_DEVICES="0",  # Ray refuses its GPU, which is only a number, beside none
-            PRECISION_SHIM="1",
-            PRECISION_SHIM_AUDIT_DIR=str(audits),
-        )
-    assert done["tokens"] == 4
-    assert done["actor"]["process"] != done["process"]
-    assert set(done["actor"]["seams"].values()) == {"wrapped"}
-    before, after = done["held"]
-    for one, number in ((before, 0), (after, 1)):
-        assert (one["subject"], one["sync"], one["not_answered"]) == ("rollout", number, "")
-        assert (one["computes"], one["kv_held"]) == ("fp16", ["fp16"])
-        assert all(dtypes.keys() == {"fp16"} for dtypes in one["kinds"].values())
-    assert before["kinds"] == after["kinds"]
-    assert before["weights"]["exact"] != after["weights"]["exact"]
-    with pytest.raises(SystemExit) as ended:
-        main(["audit", str(audits)])
-    said = capsys.readouterr().out
-    assert ended.value.code == 0
-    assert "sent, rank 0: policy, sync 1; float16 asked" in said
-    assert f"held, {after['name']}: rollout, vllm 0.30.0" in said
-    assert "sync 1: exact in bf16: " in said

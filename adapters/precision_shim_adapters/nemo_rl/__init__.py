@@ -24,7 +24,7 @@ from precision_shim.adapting import Adapter, collect
 
 from .. import megatron as backend
 from ..frameworks import NEMO_RL
-from . import audit, dtensor, generation, halves, megatron, servers, sides
+from . import audit, dtensor, halves, megatron, sides
 
 ADAPTER = Adapter.of(
     NEMO_RL,
@@ -41,9 +41,7 @@ ADAPTER = Adapter.of(
         "dtensor value metrics": "DTensor v2 value workers (metrics)",
         sides.GROUP: "driver (both sides)",
         halves.GROUP: "all workers (audit of the weights to the rollout)",
-        generation.GROUP: "generation workers (audit of what vLLM holds)",
-        servers.GROUP: "driver (audit of what SGLang holds)",
     },
-    seams=collect(dtensor, backend.SEAMS, megatron, sides, audit, halves, generation, servers),
+    seams=collect(dtensor, backend.SEAMS, megatron, sides, audit, halves),
 )
 """NeMo-RL's adapter. If several seams have one target, the first seam is the innermost."""

@@ -18,7 +18,6 @@ from ..ray_actors import put_in_front
 from ..rollout import tell_meter
 from .dtensor import DTYPES, TRAIN
 from .places import DTENSOR, EXPORTED, INHERITED, MEGATRON, VALUE_V2, group_at
-from .servers import why_not_asked
 from .sides import asked_of, rollout_dtype
 
 FRAMEWORK = "nemo-rl"
@@ -51,10 +50,8 @@ def see(worker: Any) -> None:
 def _tell_audit(worker: Any) -> None:
     config = getattr(worker, "cfg", None)
     asked = asked_of(config) if isinstance(config, Mapping) else None
-    if asked is None or not isinstance(config, Mapping):
-        return
-    backend = str(config["generation"].get("backend"))
-    tell_asked(FRAMEWORK, *asked, why_not_asked(backend))
+    if asked is not None:
+        tell_asked(FRAMEWORK, *asked)
 
 
 class AuditedWorker:

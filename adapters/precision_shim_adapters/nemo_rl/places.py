@@ -138,13 +138,6 @@ MEGATRON = (
 )
 """All Megatron workers; a worker that NeMo-RL moved has one entry for each module."""
 
-_VLLM = "nemo_rl.models.generation.vllm"
-SYNC = Worker(f"{_VLLM}.vllm_worker", "VllmGenerationWorker", "vllm workers", optional=True)
-ASYNC = Worker(
-    f"{_VLLM}.vllm_worker_async", "VllmAsyncGenerationWorker", "vllm workers", optional=True
-)
-"""NeMo-RL's vLLM workers, importable since 0.7, with ``LLM`` (``SYNC``) or ``AsyncLLM``."""
-
 SETUP = "nemo_rl.models.megatron.setup"
 INLINE = tuple(f"{module}:setup_megatron_model" for module in POLICIES)
 """The policy worker module's own function that builds model and optimizer, until NeMo-RL 0.5."""

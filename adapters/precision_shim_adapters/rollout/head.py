@@ -16,10 +16,9 @@ import torch
 from torch.nn import functional
 
 from precision_shim.adapting import current_settings, decide, look, version_of, warn
-from precision_shim.auditing.layers import HEAD_MARK
 from precision_shim.errors import UnsupportedPrecisionError
 from precision_shim.planning.record import Problem
-from precision_shim.precision.lm_head import Head, refused
+from precision_shim.precision.lm_head import HEAD_MARK, Head, refused
 from precision_shim.process.settings import Settings
 
 from .telling import FEATURE

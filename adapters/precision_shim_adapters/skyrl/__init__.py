@@ -13,8 +13,7 @@ with the policy's dtype.
 On FSDP the shim patches SkyRL's strategy object for loss scaling. For policy and critic, the
 strategy object makes the optimizer, runs the backward pass, clips gradients, steps and saves.
 
-The shim patches neither vLLM nor the computations of SkyRL's JAX backend. In an inference server
-the audit queries vLLM's engine through the engine's public methods.
+The shim patches neither vLLM nor the computations of SkyRL's JAX backend.
 
 Delete this package when SkyRL sets optimizer fields by the model's dtype, distinguishes written
 values from defaults, and scales fp16 losses.
@@ -38,7 +37,6 @@ from . import (
     overflow,
     processes,
     rollout,
-    servers,
     waiting,
     weights,
 )
@@ -62,7 +60,6 @@ ADAPTER = Adapter.of(
         head.GROUP: "FSDP workers (LM head)",
         f"Megatron {head.GROUP}": "Megatron workers (LM head)",
         halves.GROUP: "all workers (audit of the weights to the inference engines)",
-        servers.GROUP: "inference servers (audit of what vLLM holds)",
         "rollout weight sync": "the driver, for the inference engines (the delta sync's sender)",
     },
     seams=collect(
@@ -85,7 +82,6 @@ ADAPTER = Adapter.of(
         head,
         audit,
         halves,
-        servers,
     ),
 )
 """SkyRL's adapter. If several seams have one target, the first seam is the innermost."""

@@ -13,7 +13,6 @@ from ..fp16 import ScaledTraining
 from ..rollout import tell_meter
 from .megatron import WORKER
 from .overflow import BASE, add_figures
-from .servers import why_not_asked
 from .sides import asked_of, way_of_weights
 
 
@@ -80,7 +79,7 @@ async def know_rollout(call: Call, inference_engine_cfg: Any) -> Any:
     model = getattr(getattr(worker.cfg, "policy", None), "model", None)
     path = str(getattr(model, "path", "") or "")
     if is_wanted():
-        tell_asked("skyrl", *asked_of(inference_engine_cfg), why_not_asked())
+        tell_asked("skyrl", *asked_of(inference_engine_cfg))
     names = way_of_weights(inference_engine_cfg, path)
     lora = getattr(getattr(model, "lora", None), "rank", 0)
     if lora and worker.cfg.strategy == "megatron":

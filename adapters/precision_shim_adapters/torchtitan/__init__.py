@@ -28,7 +28,6 @@ from .places import (
     ATTENTION,
     COMMAND_LINE,
     FORGE,
-    HELD,
     METRICS,
     NAMES,
     PRETRAINING,
@@ -44,7 +43,6 @@ ADAPTER = Adapter.of(
     paths={
         RL: "RL trainer",
         SENT: "RL trainer (audit of the weights to the generators)",
-        HELD: "RL generators (audit of what they hold)",
         RL_METRICS: "RL trainer (metrics)",
         PRETRAINING: "pre-training and SFT",
         METRICS: "pre-training and SFT (metrics)",

@@ -65,8 +65,6 @@ ADAPTER = Adapter.of(
         f"legacy Megatron {head.GROUP}": "legacy Megatron workers (LM head)",
         halves.SENT: "all engines (audit of the weights to the rollout)",
         f"legacy {halves.SENT}": "legacy workers (audit of the weights to the rollout)",
-        halves.HELD: "vLLM servers (audit)",
-        halves.HELD_SGLANG: "SGLang servers (audit)",
     },
     seams=collect(
         backend.SEAMS,

@@ -1,12 +1,9 @@
-"""Audit the weights that verl's actor sends, and the engines of verl's rollout servers.
+"""Audit the weights that verl's actor sends to the rollout.
 
 An actor's engine returns its weights as a generator that has not started, for verl's own weight
 sync and for a checkpoint engine. The legacy workers of 0.7.1 make the generator of weights inside a
 method, and pass it to the rollout's ``ServerAdapter``. The seams of this module run after the seams
 of ``sync``, and so read the weights that the shim sends.
-
-A rollout server is verl's own Ray actor around vLLM's ``AsyncLLM``, or around SGLang's
-``TokenizerManager`` and HTTP server.
 """
 
 from __future__ import annotations
@@ -18,19 +15,12 @@ import torch
 
 from precision_shim.adapting import Call, seam
 from precision_shim.auditing import sending
-from precision_shim.auditing.halves import ROLLOUT
 from precision_shim.errors import DtypeError
 
-from ..ray_actors import name_of_actor
-from ..rollout.held import Whose, audit_async, count_sync
-from ..rollout.held_sglang import audit_manager
 from . import sides, sync
 
-FEATURE, SENT, HELD, HELD_SGLANG = "audit", "weights audit", "vllm servers", "sglang servers"
+FEATURE, SENT = "audit", "weights audit"
 _ENGINES = "verl.workers.engine.{}.transformer_impl:{}.get_per_tensor_param"
-_SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer"
-_SGLANG = "verl.workers.rollout.sglang_rollout.async_sglang_server:SGLangHttpServer"
-_IF_SGLANG = f"{_SGLANG}.set_global_steps"
 _DELETE = "verl says which precision its rollouts have"
 _ADAPTER = "ServerAdapter.update_weights"
 
@@ -51,9 +41,7 @@ def tell_asked(rollout: Any) -> None:
         name, key = sides.asked_dtype(rollout, sides.ROLLOUT)
     except DtypeError:  # ``rollout-agreement`` has reported this dtype
         return
-    backend = str(rollout.get("name"))
-    reason = "" if backend in ("vllm", "sglang") else f"verl's servers of {backend} are not asked"
-    sending.tell_asked("verl", name, key, reason)
+    sending.tell_asked("verl", name, key)
 
 
 @seam(
@@ -143,91 +131,3 @@ def know_legacy_rollout(worker: Any) -> None:
     if sending.is_wanted():
         tell_asked(worker.config.rollout)
         _legacy[:] = [type(worker).__module__]
-
-
-@seam(
-    f"{_SERVER}.run_server",
-    FEATURE,
-    group=HELD,
-    only_if=(f"{_SERVER}.run_server",),  # before verl 0.7 a base class has run_server
-    why="has made vLLM's engine when it ends",
-    delete_when=_DELETE,
-    relies_on=("engine", "AsyncLLM"),
-    optional=True,
-)
-async def ask_new_server(call: Call) -> Any:
-    """Audit the engine of a new vLLM server."""
-    result = await call.proceed()
-    await _ask(call.instance)
-    return result
-
-
-@seam(
-    f"{_SERVER}.collective_rpc",
-    FEATURE,
-    group=HELD,
-    only_if=(f"{_SERVER}.run_server",),  # before verl 0.7 a base class has run_server
-    why="each weight sync begins with this call, which returns when the engine has the weights",
-    delete_when=_DELETE,
-    relies_on=("engine", "method"),
-    optional=True,
-)
-async def ask_after_sync(call: Call, method: Any) -> Any:
-    """Audit the engine of a vLLM server again after some of the weight syncs."""
-    result = await call.proceed()
-    if method == "update_weights_from_ipc":
-        await _ask(call.instance, count_sync(call.instance))
-    return result
-
-
-async def _ask(server: Any, sync: int = 0) -> None:
-    engine = getattr(server, "engine", None)  # only a server's first node has an engine
-    if engine is not None and sending.is_wanted():
-        await audit_async(engine, _whose(), sync)
-
-
-@seam(
-    f"{_SGLANG}.launch_server",
-    FEATURE,
-    group=HELD_SGLANG,
-    only_if=(_IF_SGLANG,),  # before 0.7 verl calls no server when a weight sync ends
-    why="has made SGLang's processes when it ends",
-    delete_when=_DELETE,
-    relies_on=("node_rank", "tokenizer_manager"),
-    optional=True,
-)
-async def ask_new_sglang_server(call: Call) -> Any:
-    """Audit the engine of a new SGLang server."""
-    result = await call.proceed()
-    await _ask_sglang(call.instance)
-    return result
-
-
-@seam(
-    _IF_SGLANG,
-    FEATURE,
-    group=HELD_SGLANG,
-    only_if=(_IF_SGLANG,),
-    why="each weight sync ends with this call, which the trainer waits for",
-    delete_when=_DELETE,
-    relies_on=("global_steps",),
-    optional=True,
-)
-async def ask_sglang_after_sync(call: Call) -> Any:
-    """Audit the engine of an SGLang server again after some of the weight syncs."""
-    result = await call.proceed()
-    await _ask_sglang(call.instance, count_sync(call.instance))
-    return result
-
-
-async def _ask_sglang(server: Any, sync: int = 0) -> None:
-    if server.node_rank == 0 and sending.is_wanted():  # only node 0 has a tokenizer manager
-        await audit_manager(server.tokenizer_manager, _whose(), sync)
-
-
-def _whose() -> Whose:
-    """Name this process's engine by its Ray actor, whose name is the same in each run."""
-    name = name_of_actor() or "server"
-    others = {"reward": "reward model", "teacher": "teacher"}
-    subject = next((long for short, long in others.items() if f"_{short}_" in name), ROLLOUT)
-    return Whose("verl", subject, name)

@@ -2,82 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from ..errors import AuditError
 from ..precision.dtypes import name_of
 from .reading import Owned, Reading, local, plain, unique
 from .record import COMPONENTS, OF_MODEL, AuditComponent
 
-_NO_PADDING: Mapping[int, int] = {}
-
-
-class Counter:
-    """Counts each storage once, for the first component that has a tensor in the storage."""
-
-    def __init__(self) -> None:
-        self._counted: set[int] = set()
-        self._before: set[int] = set()
-        self.host = 0
-
-    def next_component(self) -> None:
-        """Begin a new component; storages of earlier components are not counted again."""
-        self._before = set(self._counted)
-
-    def _storages(self, tensor: torch.Tensor) -> list[tuple[torch.Tensor, Any]]:
-        return [(piece, piece.untyped_storage()) for piece in plain(tensor)]
-
-    def count(
-        self,
-        tensors: Iterable[torch.Tensor],
-        more: Iterable[torch.Tensor] = (),
-        padding: Mapping[int, int] = _NO_PADDING,
-    ) -> Measured:
-        """Count the tensors whose storages were not counted for an earlier component.
-
-        Args:
-            tensors: tensors whose elements and storages are counted.
-            more: further tensors; only their storages are counted, padding included.
-            padding: maps a tensor's ``id`` to the number of the tensor's elements that are padding.
-        """
-        found = Measured()
-        for tensor in unique(tensors):
-            if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
-                raise AuditError(
-                    "audit(model=...): a lazy module has parameters without a shape. Pass a batch "
-                    "through the model first."
-                )
-            numel = local(tensor).numel()
-            padded = padding.get(id(tensor), 0)
-            if not numel and tensor.numel():  # a DTensor without elements on this rank
-                found.dtypes.add(tensor.dtype)
-            storages = self._storages(tensor) if numel else []
-            if not storages or any(storage._cdata in self._before for _, storage in storages):
-                continue
-            found.elements += numel - padded
-            for piece, storage in storages:
-                found.dtypes.add(piece.dtype)
-                found.devices.add(piece.device.type)
-                if storage.nbytes():  # frameworks resize storages of offloaded tensors to 0
-                    found.bytes += (piece.numel() - padded) * piece.element_size()
-                self._add(piece, storage, found)
-        for tensor in more:
-            for piece, storage in self._storages(tensor):
-                self._add(piece, storage, found)
-        return found
-
-    def _add(self, tensor: torch.Tensor, storage: Any, found: Measured) -> None:
-        if storage._cdata not in self._counted:
-            self._counted.add(storage._cdata)
-            size = 0 if tensor.device.type == "meta" else storage.nbytes()
-            found.allocated += size
-            if tensor.device.type == "cpu":
-                self.host += size
+_Tensors = Iterable[torch.Tensor]
 
 
 @dataclass
@@ -87,6 +21,7 @@ class Measured:
     Attributes:
         bytes: size of the elements, without padding.
         allocated: size of the storages.
+        host: size of the storages in the host's memory.
         elements: number of elements.
         dtypes: dtypes of the tensors.
         devices: device types of the tensors.
@@ -94,46 +29,78 @@ class Measured:
 
     bytes: int = 0
     allocated: int = 0
+    host: int = 0
     elements: int = 0
     dtypes: set[torch.dtype] = field(default_factory=set)
     devices: set[str] = field(default_factory=set)
 
 
-def measure(readings: Sequence[Reading]) -> tuple[list[dict[str, Measured]], int]:
-    """Count the tensors of all ``Reading`` objects; a shared storage counts once.
-
-    Returns:
-        ``measure`` returns the components of each ``Reading``, and the bytes allocated on the host.
-    """
-    counter = Counter()
+def measure(readings: Sequence[Reading]) -> list[dict[str, Measured]]:
+    """Count the components of each ``Reading``; a storage that several share counts once."""
     found: list[dict[str, Measured]] = [{} for _ in readings]
+    counted: set[int] = set()
     # The outer loop is over components: a storage that two components share counts for the first
     # component.
     for component in COMPONENTS:
-        counter.next_component()
-        for reading, counts in zip(readings, found, strict=True):
-            counts[component] = counter.count(*_tensors(reading, component), reading.padding)
-    return found, counter.host
+        before = set(counted)
+        for reading, sizes in zip(readings, found, strict=True):
+            tensors, more = _tensors(reading, component)
+            sizes[component] = size = Measured()
+            for tensor in unique(tensors):
+                _count(size, tensor, reading.padding.get(id(tensor), 0), before, counted)
+            for tensor in more:
+                for piece in plain(tensor):
+                    _count_storage(size, piece, counted)
+    return found
 
 
-def _tensors(
-    reading: Reading, component: str
-) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
+def _count(
+    size: Measured, tensor: torch.Tensor, padded: int, before: set[int], counted: set[int]
+) -> None:
+    """Add a tensor to a component, unless an earlier component has its storage."""
+    numel = local(tensor).numel()
+    if not numel:
+        if tensor.numel():  # a DTensor without elements on this rank
+            size.dtypes.add(tensor.dtype)
+        return
+    pieces = list(plain(tensor))
+    if any(piece.untyped_storage()._cdata in before for piece in pieces):
+        return
+    size.elements += numel - padded
+    for piece in pieces:
+        size.dtypes.add(piece.dtype)
+        size.devices.add(piece.device.type)
+        if piece.untyped_storage().nbytes():  # frameworks resize storages of offloaded tensors to 0
+            size.bytes += (piece.numel() - padded) * piece.element_size()
+        _count_storage(size, piece, counted)
+
+
+def _count_storage(size: Measured, piece: torch.Tensor, counted: set[int]) -> None:
+    storage = piece.untyped_storage()
+    if storage._cdata in counted:
+        return
+    counted.add(storage._cdata)
+    if piece.device.type == "meta":
+        return
+    size.allocated += storage.nbytes()
+    if piece.device.type == "cpu":
+        size.host += storage.nbytes()
+
+
+def _tensors(reading: Reading, component: str) -> tuple[_Tensors, _Tensors]:
+    """Return a component's tensors, and further tensors whose storages alone count."""
     owned = reading.owned
-    of_model: dict[str, tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]] = {
+    found: dict[str, tuple[_Tensors, _Tensors]] = {
         "params": (reading.trainable, reading.also_params),
         "frozen": (reading.frozen, ()),
         "grad_buckets": (reading.bucket_views, reading.buckets),
         "grad_copies": (reading.gradients, ()),
+        "master": ((tensor for state in owned for tensor in state.masters), ()),
+        "exp_avg": ((state.exp_avg for state in owned if state.exp_avg is not None), ()),
+        "exp_avg_sq": ((state.exp_avg_sq for state in owned if state.exp_avg_sq is not None), ()),
+        "other": ((*(tensor for state in owned for tensor in state.other), *reading.other), ()),
     }
-    if component in of_model:
-        return of_model[component]
-    if component == "master":
-        return (tensor for state in owned for tensor in state.masters), ()
-    if component == "other":
-        return (*(tensor for state in owned for tensor in state.other), *reading.other), ()
-    states = (getattr(state, component) for state in owned)
-    return (tensor for tensor in states if tensor is not None), ()
+    return found[component]
 
 
 def component_of(reading: Reading, name: str, found: Measured, covered: int) -> AuditComponent:
@@ -158,14 +125,13 @@ def component_of(reading: Reading, name: str, found: Measured, covered: int) -> 
         state = "live"
     else:
         state = "later" if copies else "none"
-    shown = sorted(found.devices)
     return AuditComponent(
         dtypes=tuple(sorted(map(name_of, found.dtypes | later))),
         bytes=found.bytes,
         allocated=found.allocated,
         bytes_per_parameter=found.bytes / covered if covered else 0.0,
         sharded=is_sharded(reading, name) and state != "none",
-        device="+".join(shown),
+        device="+".join(sorted(found.devices)),
         state=state,
     )
 

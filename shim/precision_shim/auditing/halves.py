@@ -1,28 +1,32 @@
-"""Records of the weights that a trainer sends to a rollout, and of the rollout engines' weights.
+"""Records of the weights that a trainer sends to its rollout, and what contradicts in them.
 
-``Sent`` describes the weights that a trainer's process sent to the rollout. ``Held`` describes the
-dtypes and weights that a rollout engine reports. ``sending`` makes a ``Sent`` from a stream of
-weights, and the adapters' package ``rollout`` makes a ``Held``. ``contradictions`` compares both.
+``sending`` makes a ``Sent`` in each process of the trainer, from a stream of weights and from the
+rollout's dtype in the framework's config. This module works without torch.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .files import read_files, refuse_newer, write_whole
+from ..precision.agreement import CANONICAL
+from .files import read_files, write_whole
+from .ranks import numbers
 
 SUFFIX = ".rollout.json"
 BASE, ADAPTERS = "weights", "adapters"
 """The two groups of tensors: LoRA's adapters, and all other weights."""
 
-ROLLOUT = "rollout"
-"""The audit's subject for engines that generate with the trained policy. For an engine of another
-model, such as a teacher, the subject is that model's name."""
+OWN_AT_MOST, SENT_AT_LEAST = 0.98, 0.999
+"""The audit reports a rounding to bf16 if bf16 represents less than ``OWN_AT_MOST`` of the weights
+exactly before sending, and more than ``SENT_AT_LEAST`` of the weights afterwards."""
+
+LEAST_SAMPLE = 256
+"""Minimum number of sampled elements with which the audit can detect a rounding to bf16."""
 
 
 @dataclass(frozen=True)
@@ -41,18 +45,6 @@ class Weights:
     exact: float | None = None
     sampled: int = 0
 
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Weights:
-        """Make a ``Weights`` from the result of ``dataclasses.asdict``."""
-        exact = None if values["exact"] is None else float(values["exact"])
-        if exact is not None and not 0 <= exact <= 1:  # also refuses NaN
-            raise ValueError(f"exact is {exact}, expected a share from 0 to 1")
-        return cls(
-            {str(name): int(count) for name, count in values["dtypes"].items()},
-            exact,
-            int(values["sampled"]),
-        )
-
 
 @dataclass(frozen=True)
 class Sent:
@@ -62,8 +54,6 @@ class Sent:
         framework: the framework's name.
         subject: name of the trained policy, such as ``"actor"``.
         rank: rank of the process.
-        world_size: number of ranks of the trainer.
-        job: a name that all processes of a Ray job share; empty without Ray.
         asked: the config's dtype name for the rollout; empty if it is not known.
         key: the config key of the rollout's dtype.
         sync: number of the weight sync, counted from 1.
@@ -71,8 +61,7 @@ class Sent:
         own: like ``sent``, for the trainer's own parameters; empty if they are not known.
         then: the dtype to which the framework rounds the tensors after the audit; empty if the
             framework does not round the tensors.
-        quantised: names of the layers that were sent in 8 bits.
-        not_asked: why the framework's engines cannot report their weights; empty if they can.
+        quantised: number of layers that were sent in 8 bits.
         head: empty, or ``"fp32"`` if the shim made the trainer compute its LM head in fp32.
         computes: the trainer's compute dtype, ``"fp16"`` or ``"bf16"``; empty if it is not known.
     """
@@ -80,128 +69,168 @@ class Sent:
     framework: str
     subject: str
     rank: int
-    world_size: int
-    job: str
     asked: str
     key: str
     sync: int
     sent: Mapping[str, Weights]
     own: Mapping[str, Weights]
     then: str = ""
-    quantised: tuple[str, ...] = ()
-    not_asked: str = ""
+    quantised: int = 0
     head: str = ""
     computes: str = ""
-
-    @property
-    def stem(self) -> str:
-        """The beginning of the record's file name."""
-        return f"{self.framework}.{self.subject}.sent.rank{self.rank}"
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Sent:
         """Make a ``Sent`` from the values in a JSON file."""
-        refuse_newer(cls, values)
         groups = {
-            side: {str(name): Weights.of(weights) for name, weights in values[side].items()}
+            side: {name: Weights(**weights) for name, weights in values[side].items()}
             for side in ("sent", "own")
         }
-        numbers = {name: int(values[name]) for name in ("rank", "world_size", "sync")}
-        quantised = tuple(map(str, values["quantised"]))
-        return cls(**{**values, **numbers, **groups, "quantised": quantised})
+        return cls(**{**values, **groups})
+
+    def contradictions(self) -> Iterator[tuple[str, str]]:
+        """Yield a code and a message for each contradiction with the rollout's configured dtype.
+
+        docs/audit.md lists all codes.
+        """
+        rollout = CANONICAL.get(self.asked)  # "auto" and NeMo-RL's "fp8" are not canonical names
+        if rollout == "bf16" and self.computes == "fp16" and not self.quantised:
+            key = f" ({self.key}=float16)" if self.key else ""
+            yield (
+                "rollout-dtype",
+                f"the {self.subject} computes in fp16, and the rollout in bf16, so the two round "
+                "differently, and the mismatch that fp16 removes stays. Let the rollout compute in "
+                f"fp16{key}, or train in bf16.",
+            )
+        if rollout not in ("fp16", "fp32"):
+            return
+        for group, weights in self.sent.items():
+            own = self.own.get(group)
+            if own is None:
+                continue
+            if _mostly_bf16(weights, self.then) and not _mostly_bf16(own):
+                by = " by the framework's sender" if self.then else ""
+                yield (
+                    "weights-dtype",
+                    f"{group} go out in bf16{by}, the engine computes in {rollout}, and the "
+                    f"trainer keeps them in {_dtypes(own)}: each sync rounds them to bf16. Let the "
+                    f"framework send {rollout}, or let the rollout compute in bf16.",
+                )
+            elif not self.quantised and _rounded(own, weights):
+                yield (
+                    "bf16-wire",
+                    f"bf16 represents all {group} that were sent exactly, but not the trainer's "
+                    f"own, and the engine computes in {rollout}: something rounds them to bf16 "
+                    "before they are sent, which no dtype shows. Look for a cast in the "
+                    "framework's weight sync.",
+                )
+
+    def __str__(self) -> str:
+        asked = f"{self.asked} asked ({self.key})" if self.asked else "dtype asked not known"
+        words = [f"{self.subject}, sync {self.sync}", asked]
+        then = f", then rounded to {self.then}" if self.then else ""
+        for group, weights in self.sent.items():
+            own = self.own.get(group, Weights())
+            words.append(
+                f"{group} in {_dtypes(weights)}{then}, exact in bf16: {_percent(weights.exact)}, "
+                f"of the trainer's own {_percent(own.exact)}"
+            )
+        if self.quantised:
+            words.append(f"{self.quantised} layers in 8 bits")
+        if self.head:
+            words.append(f"head computes in {self.head}")
+        return "; ".join(words)
 
 
 @dataclass(frozen=True)
-class Held:
-    """A rollout engine's report on its own dtypes and weights.
-
-    Attributes:
-        framework: the framework's name.
-        subject: the model's name, such as a teacher's; ``ROLLOUT`` for the trained policy.
-        name: the engine's name within the job, such as ``"replica 0"``.
-        job: see ``Sent``.
-        engine: the engine's name and version, such as ``"vllm 0.30.0"``.
-        model: path or name of the engine's model.
-        computes: canonical name of the engine's compute dtype.
-        quantization: name of the engine's quantisation; empty if there is none.
-        ignored: list of layers that the quantisation excludes; ``None`` if there is no list.
-        kv_cache: the configured dtype of the KV cache; ``"auto"`` for the engine's default.
-        head: compute dtype of the output head; empty if the engine does not report it.
-        sync: number of weight syncs before the report; 0 for a report at the engine's start.
-        kinds: number of elements of the engine's parameters, by kind of layer and dtype.
-        kv_held: dtypes of the KV cache's tensors.
-        quantised: names of the engine's quantised layers.
-        plain: names of the engine's linear layers and experts that are not quantised.
-        weights: statistics of the engine's unquantised parameters; ``None`` without a report.
-        sample: description of the parameters that ``weights`` covers; empty if it covers all
-            parameters.
-        not_answered: why the engine did not report its weights; empty if it did.
-    """
+class WeightAudit:
+    """The weights that the ranks of one framework's trainer sent."""
 
     framework: str
-    subject: str
-    name: str
-    job: str
-    engine: str
-    model: str
-    computes: str
-    quantization: str = ""
-    ignored: tuple[str, ...] | None = None
-    kv_cache: str = ""
-    head: str = ""
-    sync: int = 0
-    kinds: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    kv_held: tuple[str, ...] = ()
-    quantised: tuple[str, ...] = ()
-    plain: tuple[str, ...] = ()
-    weights: Weights | None = None
-    sample: str = ""
-    not_answered: str = ""
+    sent: tuple[Sent, ...]
 
     @property
-    def stem(self) -> str:
-        """The beginning of the record's file name."""
-        return f"{self.framework}.{self.subject}.held.{self.name}"
+    def contradictions(self) -> dict[tuple[str, str], list[int]]:
+        """Map each contradiction (code and message) to the ranks that have it."""
+        found: dict[tuple[str, str], list[int]] = {}
+        for record in self.sent:
+            for contradiction in record.contradictions():
+                found.setdefault(contradiction, []).append(record.rank)
+        return found
 
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Held:
-        """Make a ``Held`` from the values in a JSON file."""
-        refuse_newer(cls, values)
-        several = {
-            name: tuple(map(str, values[name])) for name in ("kv_held", "quantised", "plain")
+    @property
+    def ok(self) -> bool:
+        """Whether there is no contradiction."""
+        return not self.contradictions
+
+    def lines(self) -> list[str]:
+        """Return the records and contradictions as lines of text."""
+        lines = [f"{self.framework}, weights to the rollout"]
+        by_text: dict[str, list[int]] = {}
+        for record in self.sent:
+            by_text.setdefault(str(record), []).append(record.rank)
+        lines += [f"  sent, {numbers(ranks)}: {text}" for text, ranks in by_text.items()]
+        lines += [
+            f"  contradiction, {numbers(ranks)}: {code}: {message}"
+            for (code, message), ranks in self.contradictions.items()
+        ]
+        return lines
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a summary of records and contradictions in a form for JSON."""
+        return {
+            "framework": self.framework,
+            "ok": self.ok,
+            "sent": {record.rank: str(record) for record in self.sent},
+            "contradictions": [
+                {"code": code, "message": message, "ranks": ranks}
+                for (code, message), ranks in self.contradictions.items()
+            ],
         }
-        ignored, weights = values["ignored"], values["weights"]
-        return cls(
-            **{
-                **values,
-                **several,
-                "sync": int(values["sync"]),
-                "kinds": {
-                    str(kind): {str(name): int(count) for name, count in counts.items()}
-                    for kind, counts in values["kinds"].items()
-                },
-                "ignored": None if ignored is None else tuple(map(str, ignored)),
-                "weights": None if weights is None else Weights.of(weights),
-            }
-        )
 
 
-Half = Sent | Held
-_HALVES: dict[str, type[Sent] | type[Held]] = {"sent": Sent, "held": Held}
+def by_framework(records: Iterable[Sent]) -> list[WeightAudit]:
+    """Group the records by their framework, in order of the ranks."""
+    groups: dict[str, list[Sent]] = {}
+    for record in sorted(records, key=lambda record: (record.framework, record.rank)):
+        groups.setdefault(record.framework, []).append(record)
+    return [WeightAudit(framework, tuple(several)) for framework, several in groups.items()]
 
 
-def write(directory: str, half: Half) -> None:
-    """Write a ``Sent`` or a ``Held`` into a file; the file is replaced atomically.
+def write(directory: str, sent: Sent) -> None:
+    """Write a record into a file; the file is replaced atomically.
 
     Raises:
         OSError: the file cannot be written.
     """
-    kind = "sent" if isinstance(half, Sent) else "held"
-    name = re.sub(r"[^\w.+-]+", "-", half.stem)
-    text = json.dumps({"half": kind, **asdict(half)}, indent=1) + "\n"
-    write_whole(Path(directory) / f"{name}{SUFFIX}", text)
+    stem = f"{sent.framework}.{sent.subject}.sent.rank{sent.rank}"
+    name = re.sub(r"[^\w.+-]+", "-", stem)
+    write_whole(Path(directory) / f"{name}{SUFFIX}", json.dumps(asdict(sent), indent=1) + "\n")
 
 
-def read(directory: str) -> Iterator[tuple[Path, Half | str]]:
-    """Read the ``Sent`` and ``Held`` records in a directory; see ``read_files``."""
-    return read_files(directory, SUFFIX, lambda values: _HALVES[values.pop("half")].of(values))
+def read(directory: str) -> Iterator[tuple[Path, Sent | str]]:
+    """Read the records in a directory; see ``read_files``."""
+    return read_files(directory, SUFFIX, Sent.of)
+
+
+def _mostly_bf16(weights: Weights, then: str = "") -> bool:
+    if then:
+        return then == "bf16"
+    return 2 * weights.dtypes.get("bf16", 0) > sum(weights.dtypes.values())
+
+
+def _rounded(before: Weights, after: Weights) -> bool:
+    """Whether bf16 represents nearly all weights exactly after a transfer, but not before it."""
+    if before.exact is None or after.exact is None:
+        return False
+    if min(before.sampled, after.sampled) < LEAST_SAMPLE:
+        return False
+    return before.exact < OWN_AT_MOST and after.exact > SENT_AT_LEAST
+
+
+def _dtypes(weights: Weights) -> str:
+    return "+".join(sorted(weights.dtypes)) or "no dtype"
+
+
+def _percent(share: float | None) -> str:
+    return "not known" if share is None else f"{100 * share:.0f} %"

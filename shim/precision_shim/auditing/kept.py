@@ -1,33 +1,62 @@
-"""Store each optimizer's latest audit for ``status()``, and whether it was written to a file.
-
-The module also stores weak references to the audited models, which ``sending`` reads.
-"""
+"""The optimizers and models that are audited, with their latest audits, for ``status()``."""
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .record import Audit
 
-_audits: dict[int, Audit] = {}
-_owners: dict[int, weakref.ref[Any]] = {}
-"""Weak reference to each audited optimizer, or to a frozen model that has no optimizer."""
 
-_not_written: dict[int, str] = {}
+@dataclass(eq=False)
+class Watched:
+    """An optimizer, or a frozen model, that is audited.
+
+    Attributes:
+        framework: the framework's name; empty if it is not known.
+        subject: name of the model, such as ``"actor"``.
+        owner: the torch optimizer, or the frozen model; if it is garbage-collected, so is the
+            audit. ``None`` keeps the audit.
+        model: the model's modules.
+        audit: the latest audit.
+        not_written: why the latest audit was not written to a file; empty if it was.
+    """
+
+    framework: str
+    subject: str
+    owner: weakref.ref[Any] | None
+    model: list[weakref.ref[Any]]
+    audit: Audit | None = None
+    not_written: str = ""
+
+    def modules(self) -> list[Any]:
+        """Return the model's modules, except modules that were garbage-collected."""
+        return [module for ref in self.model if (module := ref()) is not None]
+
+
+_watched: list[Watched] = []
 _undo: list[Callable[[], object]] = []
 _names: Counter[str] = Counter()
-_models: dict[tuple[str, str], list[weakref.ref[Any]]] = {}
-_numbers = itertools.count()
+
+rollouts: dict[str, tuple[str, str]] = {}
+"""The dtype that the job's config sets for a framework's rollout, and the dtype's key."""
+syncs: Counter[str] = Counter()
+"""Number of the weight syncs of each framework so far."""
 
 
-def number() -> int:
-    """Return a new number that identifies an optimizer."""
-    return next(_numbers)
+def add(watched: Watched) -> None:
+    """Store an object, and forget the objects whose owners were garbage-collected."""
+    _watched[:] = [each for each in _watched if each.owner is None or each.owner() is not None]
+    _watched.append(watched)
+
+
+def has(owner: Any) -> bool:
+    """Whether an optimizer is audited already."""
+    return any(each.owner is not None and each.owner() is owner for each in _watched)
 
 
 def name(stem: str) -> str:
@@ -36,44 +65,23 @@ def name(stem: str) -> str:
     return stem if _names[stem] == 1 else f"{stem}-{_names[stem]}"
 
 
-def put(of: int, audit: Audit) -> None:
-    """Store an optimizer's audit; it replaces the optimizer's previous audit."""
-    _audits[of] = audit
-
-
-def belongs(of: int, owner: weakref.ref[Any]) -> None:
-    """Delete the audit with this number when its optimizer or frozen model is garbage-collected."""
-    _owners[of] = owner
-
-
-def of(number: int) -> Audit | None:
-    """Return an optimizer's latest audit, or ``None``."""
-    return _audits.get(number)
-
-
-def written(of: int, problem: str = "") -> None:
-    """Record that an optimizer's latest audit was written, or why writing it failed."""
-    _not_written[of] = problem
-
-
 def problems() -> list[str]:
     """Return the distinct reasons why audits were not written to ``PRECISION_SHIM_AUDIT_DIR``."""
-    return list(dict.fromkeys(filter(None, _not_written.values())))
-
-
-def put_model(framework: str, subject: str, model: Sequence[weakref.ref[Any]]) -> None:
-    """Store weak references to a model's modules, in place of an older model of the same name."""
-    if model:
-        _models[framework, subject] = list(model)
+    return list(dict.fromkeys(each.not_written for each in _watched if each.not_written))
 
 
 def model_of(framework: str, subject: str) -> list[Any]:
-    """Return the stored modules of a model, except modules that were garbage-collected."""
-    return [
-        optimizer
-        for ref in _models.get((framework, subject), ())
-        if (optimizer := ref()) is not None
-    ]
+    """Return the modules of the model of this name that was audited last."""
+    for each in reversed(_watched):
+        if (each.framework, each.subject) == (framework, subject) and each.model:
+            return each.modules()
+    return []
+
+
+def audits() -> list[Audit]:
+    """Return the latest audit of each optimizer that still exists, the oldest first."""
+    alive = (each for each in _watched if each.owner is None or each.owner() is not None)
+    return [each.audit for each in alive if each.audit is not None]
 
 
 def at_clear(undo: Callable[[], object]) -> None:
@@ -81,21 +89,9 @@ def at_clear(undo: Callable[[], object]) -> None:
     _undo.append(undo)
 
 
-def audits() -> list[Audit]:
-    """Return the latest audit of each optimizer that still exists, the oldest first."""
-    for number, owner in list(_owners.items()):
-        if owner() is None:
-            _owners.pop(number, None)
-            _audits.pop(number, None)
-    return list(_audits.values())
-
-
 def clear() -> None:
-    """Delete all audits and references, and call the functions registered with ``at_clear``."""
+    """Forget all audits and models, and call the functions registered with ``at_clear``."""
     while _undo:
         _undo.pop()()
-    _audits.clear()
-    _owners.clear()
-    _not_written.clear()
-    _names.clear()
-    _models.clear()
+    for each in (_watched, _names, rollouts, syncs):
+        each.clear()

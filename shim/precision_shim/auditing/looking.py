@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -50,7 +51,19 @@ def audit(
             or this rank is not in ``group``.
         DtypeError: a dtype name in ``expected`` is unknown.
     """
-    return look(model, optimizer, scaler=scaler, expected=expected, group=group)
+    if group is None:
+        return look(model, optimizer, scaler=scaler, expected=expected)
+    if torch.distributed.get_rank(group) < 0:
+        raise AuditError(
+            f"audit(group=...): rank {rank_of_job()[0]} is not in the group. Pass one that this "
+            "rank is in, or leave it out."
+        )
+    try:
+        found = look(model, optimizer, scaler=scaler, expected=expected)
+    except Exception as error:  # the other ranks are waiting in all_gather_object
+        _gather({_FAILED: f"{type(error).__name__}: {error}"}, group)
+        raise
+    return _compare(found, group)
 
 
 def look(
@@ -59,7 +72,6 @@ def look(
     *,
     scaler: Any = None,
     expected: Mapping[str, Any] | None = None,
-    group: Any = None,
     framework: str = "",
     subject: str = "",
     whole: bool = True,
@@ -71,54 +83,38 @@ def look(
         optimizer: see ``audit``.
         scaler: see ``audit``.
         expected: see ``audit``.
-        group: see ``audit``.
         framework: the framework's name; empty to use the name of the optimizer's package.
         subject: name of the model, such as ``"actor"``.
         whole: whether ``optimizer`` includes all of the model's optimizers.
     """
-    if group is not None and torch.distributed.get_rank(group) < 0:
-        raise AuditError(
-            f"audit(group=...): rank {rank_of_job()[0]} is not in the group. Pass one that this "
-            "rank is in, or leave it out."
-        )
-    try:
-        named = rules.parse_expected(expected)
-        readings = read_optimizers(model, optimizer, scaler, whole=whole)
-        measured, host = measure(readings)
-        parts = [_part(*pair) for pair in zip(readings, measured, strict=True)]
-        where = where_of(framework, readings[0].framework)
-        problems: list[Finding] = []
-        notes: list[Finding] = []
-        for number, (reading, part) in enumerate(zip(readings, parts, strict=True)):
-            due = named
-            if number:  # the first audit part has the model's frozen parameters and buffers
-                due = {
-                    name: dtype
-                    for name, dtype in named.items()
-                    if name not in ("frozen", "other") or part.components[name].dtypes
-                }
-            problems += rules.problems(reading, part, due, where)
-            notes += rules.notes(reading, part, where)
-    except Exception as error:
-        if group is not None:  # the other ranks are waiting in all_gather_object
-            _gather({_FAILED: f"{type(error).__name__}: {error}"}, group)
-        raise
-    ranks = None
-    if group is not None:
-        ranks, differing = _compare(parts, problems, group, where)
-        problems += differing
+    named = rules.parse_expected(expected)
+    readings = read_optimizers(model, optimizer, scaler, whole=whole)
+    measured = measure(readings)
+    parts = tuple(_part(*pair) for pair in zip(readings, measured, strict=True))
+    where = where_of(framework, readings[0].framework)
+    problems: list[Finding] = []
+    notes: list[Finding] = []
+    for reading, part in zip(readings, parts, strict=True):
+        due = named
+        if part is not parts[0]:  # the first has the model's frozen parameters and buffers
+            due = {
+                name: dtype
+                for name, dtype in named.items()
+                if name not in ("frozen", "other") or part.components[name].dtypes
+            }
+        problems += rules.problems(reading, part, due, where)
+        notes += rules.notes(reading, part, where)
     rank, world = rank_of_job()
-    return Audit(
-        framework=framework or readings[0].framework,
-        subject=subject,
-        rank=rank,
-        world_size=world,
-        parts=tuple(parts),
-        totals=_totals(measured, host),
-        problems=tuple(problems),
-        notes=tuple(notes),
-        ranks=ranks,
-    )
+    every = [size for sizes in measured for size in sizes.values()]
+    totals = {
+        "bytes": sum(size.bytes for size in every),
+        "allocated": sum(size.allocated for size in every),
+        "host": sum(size.host for size in every),
+        # torch's allocator counts allocated bytes on the host: reading the count accesses no GPU.
+        "cuda_allocated": int(torch.cuda.memory_allocated()),
+    }
+    who = framework or readings[0].framework
+    return Audit(who, subject, rank, world, parts, totals, tuple(problems), tuple(notes))
 
 
 def _part(reading: Reading, measured: Mapping[str, Measured]) -> AuditPart:
@@ -145,17 +141,6 @@ def _updates(reading: Reading) -> dict[str, Any] | None:
     """Return the latest measurements of an optimizer's updates lost to rounding, or ``None``."""
     meter = meters.of(reading.steppers[0]) if reading.steppers else None
     return None if meter is None or meter.figures is None else meter.figures.to_dict()
-
-
-def _totals(measured: Sequence[Mapping[str, Measured]], host: int) -> dict[str, int]:
-    every = [measured_bytes for counts in measured for measured_bytes in counts.values()]
-    return {
-        "bytes": sum(measured.bytes for measured in every),
-        "allocated": sum(measured.allocated for measured in every),
-        "host": host,
-        # torch's allocator counts allocated bytes on the host: reading the count accesses no GPU.
-        "cuda_allocated": int(torch.cuda.memory_allocated()),
-    }
 
 
 @functools.cache  # versions are read from files
@@ -189,10 +174,9 @@ def _gather(said: dict[str, Any], group: Any) -> list[tuple[int, dict[str, Any]]
     return everyone
 
 
-def _compare(
-    parts: Sequence[AuditPart], problems: Iterable[Finding], group: Any, where: str
-) -> tuple[dict[str, Any], list[Finding]]:
-    everyone = _gather(signature(parts, problems), group)
+def _compare(found: Audit, group: Any) -> Audit:
+    """Add to an audit how the group's ranks differ from its first rank."""
+    everyone = _gather(signature(found.parts, found.problems), group)
     for rank, statement in everyone:
         if _FAILED in statement:
             raise AuditError(
@@ -200,24 +184,18 @@ def _compare(
                 f"{statement[_FAILED]}"
             )
     (first, said), *others = everyone
-    differ = {rank: found for rank, statement in others if (found := unlike(said, statement))}
-    ranks: dict[str, Any] = {"compared": len(everyone), "differ": sorted(differ)}
-    findings = []
+    differ = {rank: what for rank, statement in others if (what := unlike(said, statement))}
+    problems = found.problems
     if differ:
         rank = min(differ)
-        key, (expected, found) = next(iter(differ[rank].items()))
-        others_named = ", ".join(map(str, sorted(differ)))
-        findings.append(
-            Finding(
-                "rank-differs",
-                None,
-                None,
-                f"as on rank {first}",
-                f"ranks {others_named}",
-                f"{where}: of {len(everyone)} ranks these differ from rank {first}: "
-                f"{others_named}; "
-                f"{key} is {shown(expected)} on rank {first} and {shown(found)} on rank {rank}. "
-                "Give every rank the same config and environment.",
-            )
+        key, (expected, there) = next(iter(differ[rank].items()))
+        named = ", ".join(map(str, sorted(differ)))
+        text = (
+            f"{where_of('', found.framework)}: of {len(everyone)} ranks these differ from rank "
+            f"{first}: {named}; {key} is {shown(expected)} on rank {first} and {shown(there)} on "
+            f"rank {rank}. Give every rank the same config and environment."
         )
-    return ranks, findings
+        as_on = f"as on rank {first}"
+        problems += (Finding("rank-differs", None, None, as_on, f"ranks {named}", text),)
+    ranks = {"compared": len(everyone), "differ": sorted(differ)}
+    return replace(found, problems=problems, ranks=ranks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,26 +55,44 @@ class Comparison:
         whose: framework and subject.
         part: names of the audit's parts, such as ``"dense+experts"``.
         world_size: number of ranks of the job.
-        alike: ranks whose audits agree with the majority's.
-        example: the audit of one rank in the majority.
+        audits: the audit of each rank that has one, by rank.
         differ: for each rank outside the majority, maps each differing key to the majority's value
             and the rank's value.
         missing: ranks without an audit.
-        problems: maps a problem's text to the ranks that have the problem.
-        before_step: ranks whose audit was made before the first step.
-        without_some: ranks whose audit, made after the first step, lacks some parameters' states.
     """
 
     whose: str
     part: str
     world_size: int
-    alike: tuple[int, ...]
-    example: Audit
+    audits: Mapping[int, Audit]
     differ: Mapping[int, Mapping[str, tuple[Any, Any]]]
     missing: tuple[int, ...]
-    problems: Mapping[str, tuple[int, ...]]
-    before_step: tuple[int, ...]
-    without_some: tuple[int, ...]
+
+    @property
+    def alike(self) -> list[int]:
+        """Ranks whose audits agree with the majority's."""
+        return [rank for rank in self.audits if rank not in self.differ]
+
+    @property
+    def problems(self) -> dict[str, list[int]]:
+        """Map each problem's text to the ranks that have the problem."""
+        found: dict[str, list[int]] = {}
+        for rank, audit in self.audits.items():
+            for problem in audit.problems:
+                found.setdefault(f"{problem.code}: {problem.message}", []).append(rank)
+        return found
+
+    @property
+    def before_step(self) -> list[int]:
+        """Ranks whose audit was made before the first step."""
+        return [rank for rank, audit in self.audits.items() if audit.before_step]
+
+    @property
+    def without_some(self) -> list[int]:
+        """Ranks whose audit, made after the first step, lacks some parameters' states."""
+        return [
+            rank for rank, audit in self.audits.items() if not (audit.complete or audit.before_step)
+        ]
 
     @property
     def ok(self) -> bool:
@@ -84,9 +101,10 @@ class Comparison:
 
     def lines(self) -> list[str]:
         """Return the comparison as lines of text."""
-        count = len(self.alike) + len(self.differ)
-        lines = [f"{self.whose}, {self.part}: {count} of {self.world_size} ranks"]
-        lines.append(f"  {numbers(self.alike)}: {self.example.brief()}")
+        lines = [f"{self.whose}, {self.part}: {len(self.audits)} of {self.world_size} ranks"]
+        alike = self.alike
+        example = max((self.audits[rank] for rank in alike), key=lambda audit: audit.complete)
+        lines.append(f"  {numbers(alike)}: {example.brief()}")
         by_what: dict[str, list[int]] = {}
         for rank, what in self.differ.items():
             text = "; ".join(
@@ -95,14 +113,37 @@ class Comparison:
             )
             by_what.setdefault(text, []).append(rank)
         lines += [f"  differs, {numbers(ranks)}: {text}" for text, ranks in by_what.items()]
-        if self.missing:
-            lines.append(f"  missing: {numbers(self.missing)}")
-        if self.before_step:
-            lines.append(f"  from before the first step: {numbers(self.before_step)}")
-        if self.without_some:
-            lines.append(f"  {SOME}: {numbers(self.without_some)}")
+        lines += [
+            f"  {text}: {numbers(ranks)}"
+            for text, ranks in (
+                ("missing", self.missing),
+                ("from before the first step", self.before_step),
+                (SOME, self.without_some),
+            )
+            if ranks
+        ]
         lines += [f"  problem, {numbers(some)}: {text}" for text, some in self.problems.items()]
         return lines
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the comparison in a form for JSON."""
+        return {
+            "model": self.whose,
+            "parts": self.part,
+            "ok": self.ok,
+            "world_size": self.world_size,
+            "alike": self.alike,
+            "differ": {
+                rank: {
+                    key: {"found": there, "elsewhere": here} for key, (here, there) in what.items()
+                }
+                for rank, what in self.differ.items()
+            },
+            "missing": list(self.missing),
+            "problems": self.problems,
+            "before_step": self.before_step,
+            "without_some": self.without_some,
+        }
 
 
 def compare(audits: Iterable[tuple[str, Audit]]) -> list[Comparison]:
@@ -114,7 +155,7 @@ def compare(audits: Iterable[tuple[str, Audit]]) -> list[Comparison]:
     groups: dict[tuple[str, str], dict[int, Audit]] = {}
     worlds: dict[str, int] = {}
     present: dict[str, set[int]] = {}
-    for number, audit in audits:
+    for number, audit in sorted(audits, key=lambda pair: pair[1].rank):
         whose = f"{audit.framework} {audit.subject}".strip()
         part = "+".join(part.name for part in audit.parts)
         part += f", optimizer {number}" if number else ""
@@ -122,11 +163,12 @@ def compare(audits: Iterable[tuple[str, Audit]]) -> list[Comparison]:
         worlds[whose] = max(worlds.get(whose, 0), audit.world_size)
         present.setdefault(whose, set()).add(audit.rank)
     return [
-        _compare(
+        Comparison(
             whose,
             part,
-            found,
             worlds[whose],
+            found,
+            _differing(found),
             # A pipeline stage may have no layers for one of the model's optimizers: a rank is
             # missing only if it has no audit of any optimizer.
             tuple(sorted(set(range(worlds[whose])) - present[whose])),
@@ -135,54 +177,29 @@ def compare(audits: Iterable[tuple[str, Audit]]) -> list[Comparison]:
     ]
 
 
-def _compare(
-    whose: str, part: str, found: Mapping[int, Audit], world: int, missing: tuple[int, ...]
-) -> Comparison:
-    ranks = sorted(found)
+def _differing(found: Mapping[int, Audit]) -> dict[int, dict[str, tuple[Any, Any]]]:
     said = {
         rank: {
             # An audit with another world size comes from an earlier job in the same directory.
-            "ranks of the job": found[rank].world_size,
-            **signature(found[rank].parts, found[rank].problems),
+            "ranks of the job": audit.world_size,
+            **signature(audit.parts, audit.problems),
         }
-        for rank in ranks
+        for rank, audit in found.items()
     }
-    most = _majority(said)
+    most = _majority(said.values())
     if all(unlike(most, statement) for statement in said.values()):
         # If no rank agrees with the majority on all keys, compare with the rank that differs least.
         most = min(said.values(), key=lambda statement: len(unlike(most, statement)))
-    differ = {rank: what for rank in ranks if (what := unlike(most, said[rank]))}
-    alike = tuple(rank for rank in ranks if rank not in differ)
-    problems: dict[str, list[int]] = {}
-    for rank in ranks:
-        for problem in found[rank].problems:
-            problems.setdefault(f"{problem.code}: {problem.message}", []).append(rank)
-    example = max((found[rank] for rank in alike), key=lambda audit: audit.complete)
-    return Comparison(
-        whose=whose,
-        part=part,
-        world_size=world,
-        alike=alike,
-        example=example,
-        differ=differ,
-        missing=missing,
-        problems={text: tuple(some) for text, some in problems.items()},
-        before_step=tuple(rank for rank in ranks if found[rank].before_step),
-        without_some=tuple(
-            rank for rank in ranks if not (found[rank].complete or found[rank].before_step)
-        ),
-    )
+    return {rank: what for rank, each in said.items() if (what := unlike(most, each))}
 
 
-def _majority(said: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+def _majority(said: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the most frequent value of each key; in a tie, the value of the lowest rank."""
-    votes: dict[str, Counter[str]] = {}
-    values: dict[tuple[str, str], Any] = {}
-    for statement in said.values():
+    votes: dict[str, dict[str, list[Any]]] = {}
+    for statement in said:
         for key, value in statement.items():
-            votes.setdefault(key, Counter())[shown(value)] += 1
-            values.setdefault((key, shown(value)), value)
-    return {key: values[key, counts.most_common(1)[0][0]] for key, counts in votes.items()}
+            votes.setdefault(key, {}).setdefault(shown(value), []).append(value)
+    return {key: max(by_value.values(), key=len)[0] for key, by_value in votes.items()}
 
 
 def numbers(ranks: Sequence[int]) -> str:

@@ -38,11 +38,6 @@ def read_optimizers(
     """
     chunks = _chunks(model)
     optimizers = unique(_each(optimizer))
-    if scaler is not None and not hasattr(scaler, "__dict__"):  # a number is no scaler
-        raise AuditError(
-            f"audit(scaler=...): {_kind(scaler)} is no loss scaler; allowed: an object such as "
-            "torch.amp.GradScaler(), or None."
-        )
     if not optimizers and not chunks:
         raise AuditError(
             "audit(None, None): there is nothing to read. Pass a module, an optimizer, or both."

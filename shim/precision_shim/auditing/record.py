@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 from ..updates import lost
@@ -29,14 +29,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 PER_PARAMETER = ("params", "grad_buckets", "grad_copies", "master", "exp_avg", "exp_avg_sq")
 """Components whose size is proportional to the number of trainable parameters."""
 
-_MOST_RANKS = 1 << 20
-"""Maximum number of a job's ranks; a larger number is from a damaged file. The command ``audit``
-lists each rank without a file."""
-
 SOME = "without the states of parameters that had no gradient"
 """Text for an audit that was made after the first step and lacks some states."""
 
 _TITLES = ("component", "dtypes", "B/param", "bytes", "allocated", "held", "on", "state")
+_NUMBERS = ("B/param", "bytes", "allocated")
 _INDENT = "  "
 
 
@@ -95,6 +92,21 @@ class AuditPart:
     updates: Mapping[str, Any] | None = None
     shards: int = 0
 
+    def brief(self) -> str:
+        """Return the dtypes in use, in one line."""
+        held = {name: "+".join(component.dtypes) for name, component in self.components.items()}
+        words = [f"{held['params'] or 'no'} parameters"]
+        words += [
+            f"{held[name]} {word}"
+            for name, word in (("grad_buckets", "buckets"), ("master", "masters"))
+            if held[name]
+        ]
+        if held["exp_avg"] or held["exp_avg_sq"]:
+            words.append(f"{held['exp_avg'] or 'no'}/{held['exp_avg_sq'] or 'no'} moments")
+        if self.scaler:
+            words.append(self.scaler)
+        return ", ".join(words)
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -144,7 +156,7 @@ class Audit:
     totals: Mapping[str, int]
     problems: tuple[Finding, ...] = ()
     notes: tuple[Finding, ...] = ()
-    ranks: Mapping[str, Any] | None = field(default=None)
+    ranks: Mapping[str, Any] | None = None
 
     @property
     def ok(self) -> bool:
@@ -172,58 +184,20 @@ class Audit:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the audit as dicts, lists, strings and numbers, which JSON can represent."""
-        return {
-            "framework": self.framework,
-            "subject": self.subject,
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "ok": self.ok,
-            "complete": self.complete,
-            "parts": [
-                {
-                    **{key: value for key, value in vars(part).items() if key != "components"},
-                    "components": {
-                        name: {**asdict(component), "dtypes": list(component.dtypes)}
-                        for name, component in part.components.items()
-                    },
-                }
-                for part in self.parts
-            ],
-            "totals": dict(self.totals),
-            "problems": [asdict(finding) for finding in self.problems],
-            "notes": [asdict(finding) for finding in self.notes],
-            "ranks": None if self.ranks is None else dict(self.ranks),
-        }
+        return {**_plain(self), "ok": self.ok, "complete": self.complete}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Audit:
-        """Make an audit from the result of ``to_dict``.
+        """Make an audit from the result of ``to_dict``, or from its JSON.
 
         Raises:
-            KeyError, TypeError, AttributeError, ValueError: the ``values`` describe no audit.
+            KeyError, TypeError, AttributeError: the ``values`` describe no audit.
         """
-        return cls(
-            framework=values["framework"],
-            subject=values["subject"],
-            **_ranks_of(values),
-            parts=tuple(
-                AuditPart(
-                    **{
-                        **part,
-                        "components": {
-                            name: AuditComponent(**{**entry, "dtypes": tuple(entry["dtypes"])})
-                            for name in COMPONENTS
-                            for entry in (part["components"][name],)
-                        },
-                    }
-                )
-                for part in values["parts"]
-            ),
-            totals=dict(values["totals"]),
-            problems=tuple(Finding(**finding) for finding in values["problems"]),
-            notes=tuple(Finding(**finding) for finding in values["notes"]),
-            ranks=values["ranks"],
-        )
+        given = {name: value for name, value in values.items() if name not in ("ok", "complete")}
+        for name in ("problems", "notes"):
+            given[name] = tuple(Finding(**finding) for finding in values[name])
+        given["parts"] = tuple(map(_part_of, values["parts"]))
+        return cls(**given)
 
     @property
     def headline(self) -> str:
@@ -238,21 +212,11 @@ class Audit:
 
     def brief(self) -> str:
         """Return the dtypes in use and the codes of problems and notes, in one line."""
-        parts = []
-        for part in self.parts:
-            held = {name: "+".join(component.dtypes) for name, component in part.components.items()}
-            words = [f"{held['params'] or 'no'} parameters"]
-            words += [
-                f"{held[name]} {word}"
-                for name, word in (("grad_buckets", "buckets"), ("master", "masters"))
-                if held[name]
-            ]
-            if held["exp_avg"] or held["exp_avg_sq"]:
-                words.append(f"{held['exp_avg'] or 'no'}/{held['exp_avg_sq'] or 'no'} moments")
-            if part.scaler:
-                words.append(part.scaler)
-            name = "" if len(self.parts) == 1 and part.name == "model" else f"{part.name}: "
-            parts.append(name + ", ".join(words))
+        parts = [
+            words if len(self.parts) == 1 and part.name == "model" else f"{part.name}: {words}"
+            for part in self.parts
+            for words in (part.brief(),)
+        ]
         codes = ", ".join(dict.fromkeys(finding.code for finding in self.problems))
         noted = ", ".join(dict.fromkeys(finding.code for finding in self.notes))
         verdict = f"problems: {codes}" if codes else "no problems"
@@ -277,45 +241,48 @@ class Audit:
         return "\n".join(lines)
 
 
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return _plain(vars(value))
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def _part_of(values: Mapping[str, Any]) -> AuditPart:
+    components = {
+        name: AuditComponent(**{**entry, "dtypes": tuple(entry["dtypes"])})
+        for name in COMPONENTS
+        for entry in (values["components"][name],)
+    }
+    return AuditPart(**{**values, "components": components})
+
+
 def _part(part: AuditPart) -> list[str]:
+    shown = {name: each for name, each in part.components.items() if each.state != "none"}
     rows: list[Sequence[str]] = [_TITLES]
-    per_parameter = 0.0
-    for name, component in part.components.items():
-        if component.state == "none":
-            continue
-        if name in PER_PARAMETER:
-            per_parameter += component.bytes_per_parameter
-        rows.append(
-            (
-                name,
-                "+".join(component.dtypes) or "?",
-                f"{component.bytes_per_parameter:.2f}" if name in PER_PARAMETER else "",
-                f"{component.bytes:,}",
-                f"{component.allocated:,}",
-                f"1/{part.shards or part.data_parallel_size}" if component.sharded else "whole",
-                component.device,
-                component.state,
-            )
-        )
-    figures = part.components.values()
-    rows.append(
+    rows += [
         (
-            "together",
-            "",
-            f"{per_parameter:.2f}",
-            f"{sum(component.bytes for component in figures):,}",
-            f"{sum(component.allocated for component in figures):,}",
-            "",
-            "",
-            "",
+            name,
+            "+".join(component.dtypes) or "?",
+            f"{component.bytes_per_parameter:.2f}" if name in PER_PARAMETER else "",
+            f"{component.bytes:,}",
+            f"{component.allocated:,}",
+            f"1/{part.shards or part.data_parallel_size}" if component.sharded else "whole",
+            component.device,
+            component.state,
         )
-    )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_TITLES))]
-    right = {2, 3, 4}
+        for name, component in shown.items()
+    ]
+    per_parameter = sum(c.bytes_per_parameter for name, c in shown.items() if name in PER_PARAMETER)
+    size = sum(component.bytes for component in shown.values())
+    allocated = sum(component.allocated for component in shown.values())
+    rows.append(("together", "", f"{per_parameter:.2f}", f"{size:,}", f"{allocated:,}", "", "", ""))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = (
         "  ".join(
-            text.rjust(width) if column in right else text.ljust(width)
-            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+            text.rjust(width) if title in _NUMBERS else text.ljust(width)
+            for title, text, width in zip(_TITLES, row, widths, strict=True)
         )
         for row in rows
     )
@@ -325,18 +292,3 @@ def _part(part: AuditPart) -> list[str]:
         *(f"{_INDENT}{line}".rstrip() for line in table),
         *(f"{_INDENT}{line}" for line in (lost.lines(part.updates) if part.updates else ())),
     ]
-
-
-def _ranks_of(values: Mapping[str, Any]) -> dict[str, int]:
-    """Read a rank's number and the number of ranks.
-
-    Raises:
-        ValueError: the rank or the number of ranks is impossible.
-    """
-    rank, world_size = int(values["rank"]), int(values["world_size"])
-    if not 0 <= rank < world_size <= _MOST_RANKS:
-        raise ValueError(
-            f"rank {rank} of {world_size} ranks: expected a number of ranks up to {_MOST_RANKS}, "
-            "and a lower rank"
-        )
-    return {"rank": rank, "world_size": world_size}

@@ -11,7 +11,7 @@ from ..errors import AuditError, DtypeError
 from ..precision.dtypes import accepted_names, name_of, parse_dtype
 from ..precision.moments import second_moment_can_decay
 from ..updates import lost, meters
-from .reading import SIXTEEN_BIT, Owned, Reading, Wanted
+from .reading import SIXTEEN_BIT, Reading, Wanted
 from .record import COMPONENTS, AuditPart, Finding
 
 NOTHING = "none"
@@ -42,15 +42,10 @@ def parse_expected(expected: Mapping[str, Any] | None) -> dict[str, str]:
 
 
 def _canonical(dtype: object) -> str | None:
-    if isinstance(dtype, torch.dtype):
-        return name_of(dtype)
-    if not isinstance(dtype, str):
-        return None
-    known = parse_dtype(dtype)
-    if known is not None:
-        return name_of(known)
-    found = getattr(torch, dtype.strip().lower().removeprefix("torch."), None)
-    return name_of(found) if isinstance(found, torch.dtype) else None
+    if isinstance(dtype, str):
+        name = dtype.strip().lower().removeprefix("torch.")
+        dtype = parse_dtype(dtype) or getattr(torch, name, None)
+    return name_of(dtype) if isinstance(dtype, torch.dtype) else None
 
 
 def problems(
@@ -73,34 +68,22 @@ def problems(
             found = "+".join(held.dtypes) or NOTHING
             yield tell("unexpected-dtype", component, dtype, found, "as audit(expected=...) has it")
     wanted = reading.wanted
-    if wanted is None:
-        if part.scaler is None and reading.scaler is not None and _is_fp16(reading):
-            yield tell(
-                "scaler-missing",
-                "params",
-                "a loss scaler that is on",
-                f"{type(reading.scaler).__name__}, turned off",
-                "fp16 gradients vanish without one",
-            )
+    if wanted is not None:
+        for code, component, due, found, words in _contradictions(reading, wanted):
+            if component not in expected:
+                yield tell(code, component, due, found, wanted.remedy(code, due, **words))
+    if part.scaler is not None or not _is_fp16(reading):
         return
-    checks = {
-        "grad_buckets": _main_grads(reading, wanted),
-        "exp_avg": _moment(reading, wanted, "exp_avg"),
-        "exp_avg_sq": _moment(reading, wanted, "exp_avg_sq"),
-        "master": _masters(reading, wanted),
-        "params": _params(reading, wanted),
-    }
-    for component, found_there in checks.items():
-        if component not in expected:
-            for finding in found_there:
-                yield tell(*finding)
-    if part.scaler is None and _is_fp16(reading):
+    if wanted is not None:
+        remedy = wanted.remedy("scaler-missing", "fp16")
+        yield tell("scaler-missing", "params", "a loss scaler", NOTHING, remedy)
+    elif reading.scaler is not None:
         yield tell(
             "scaler-missing",
             "params",
-            "a loss scaler",
-            NOTHING,
-            wanted.remedy("scaler-missing", "fp16"),
+            "a loss scaler that is on",
+            f"{type(reading.scaler).__name__}, turned off",
+            "fp16 gradients vanish without one",
         )
 
 
@@ -121,92 +104,63 @@ def _is_fp16(reading: Reading) -> bool:
     return any(parameter.dtype is torch.float16 for parameter in reading.trainable)
 
 
-_Told = Iterator[tuple[str, str, str, str, str]]
+_Contradiction = tuple[str, str, str, str, dict[str, str]]
+"""Code, component, expected dtype, found dtypes, and the words of the remedy."""
 
 
-def _main_grads(reading: Reading, wanted: Wanted) -> _Told:
-    if wanted.main_grads is None:
-        return
+def _contradictions(reading: Reading, wanted: Wanted) -> Iterator[_Contradiction]:
     # The gradients of fp32 parameters are fp32, regardless of the config.
-    wrong = {
+    gradients = {
         grad.dtype
         for p in reading.trainable
-        if (grad := getattr(p, "main_grad", None)) is not None
-        and p.dtype in SIXTEEN_BIT
-        and grad.dtype is not wanted.main_grads
+        if (grad := getattr(p, "main_grad", None)) is not None and p.dtype in SIXTEEN_BIT
     }
-    if wrong:
-        due = name_of(wanted.main_grads)
-        remedy = wanted.remedy("main-grads-dtype", due)
-        yield "main-grads-dtype", "grad_buckets", due, _names(wrong), remedy
-
-
-def _moment(reading: Reading, wanted: Wanted, component: str) -> _Told:
-    dtype: torch.dtype | None = getattr(wanted, component)
-    if dtype is None:
+    if wanted.main_grads is not None and gradients - {wanted.main_grads}:
+        found = _names(gradients - {wanted.main_grads})
+        yield "main-grads-dtype", "grad_buckets", name_of(wanted.main_grads), found, {}
+    for moment in ("exp_avg", "exp_avg_sq"):
+        due: torch.dtype | None = getattr(wanted, moment)
+        states = (getattr(state, moment) for state in reading.owned)
+        held = {value.dtype for value in states if value is not None} | reading.later(moment)
+        if due is not None and held - {due}:
+            words = {"component": moment, "optimizer": reading.optimizer}
+            yield "moment-dtype", moment, name_of(due), _names(held - {due}), words
+    yield from _masters(reading, wanted.masters)
+    if wanted.params is None:
         return
-    states = (getattr(state, component) for state in reading.owned)
-    found = {value.dtype for value in states if value is not None} | reading.later(component)
-    wrong = found - {dtype}
+    params = {p.dtype for p in reading.trainable if p.dtype.is_floating_point}
+    # A model may keep some parameters in fp32, such as a router's weights.
+    wrong = params - {wanted.params, torch.float32}
+    if wanted.params is not torch.float32 and params == {torch.float32}:
+        wrong = params
     if wrong:
-        due = name_of(dtype)
-        remedy = wanted.remedy(
-            "moment-dtype", due, component=component, optimizer=reading.optimizer
-        )
-        yield "moment-dtype", component, due, _names(wrong), remedy
+        yield "params-dtype", "params", name_of(wanted.params), _names(wrong), {}
 
 
-def _masters(reading: Reading, wanted: Wanted) -> _Told:
+def _masters(
+    reading: Reading, wanted: Mapping[torch.dtype, torch.dtype]
+) -> Iterator[_Contradiction]:
     told = reading.foretold.master
-    lacking: list[Owned] = []
+    lacking: list[torch.dtype] = []
     wrong: dict[tuple[str, str], None] = {}
     for state in reading.owned:
-        if state.dtype not in wanted.masters:
+        if state.dtype not in wanted:
             continue
-        due = wanted.masters[state.dtype]
-        found: torch.dtype | None
+        found: torch.dtype | None = None
         if state.masters:
             found = state.masters[0].dtype
         elif told is not None and not state.has_state:
             found = told(state.dtype)
-        else:
-            found = None
         if found is None:
-            lacking.append(state)
-        elif found is not due:
-            wrong[name_of(due), name_of(found)] = None
+            lacking.append(state.dtype)
+        elif found is not wanted[state.dtype]:
+            wrong[name_of(wanted[state.dtype]), name_of(found)] = None
     if lacking:
-        asked = _names(wanted.masters[state.dtype] for state in lacking)
-        yield (
-            "master-missing",
-            "master",
-            asked,
-            f"none for {len(lacking)} of {len(reading.owned)} tensors",
-            wanted.remedy("master-missing", asked, params=_names(state.dtype for state in lacking)),
-        )
-    for due_name, found_name in wrong:
-        remedy = wanted.remedy("master-dtype", due_name)
-        yield ("master-dtype", "master", due_name, found_name, remedy)
-
-
-def _params(reading: Reading, wanted: Wanted) -> _Told:
-    if wanted.params is None:
-        return
-    found = {
-        parameter.dtype for parameter in reading.trainable if parameter.dtype.is_floating_point
-    }
-    # A model may keep some parameters in fp32, such as a router's weights.
-    wrong = found - {wanted.params, torch.float32}
-    if wanted.params is not torch.float32 and found == {torch.float32}:
-        wrong = found
-    if wrong:
-        yield (
-            "params-dtype",
-            "params",
-            name_of(wanted.params),
-            _names(wrong),
-            wanted.remedy("params-dtype", name_of(wanted.params)),
-        )
+        due = _names(wanted[dtype] for dtype in lacking)
+        without = f"none for {len(lacking)} of {len(reading.owned)} tensors"
+        yield "master-missing", "master", due, without, {"params": _names(lacking)}
+    for due, held in wrong:
+        yield "master-dtype", "master", due, held, {}
 
 
 def notes(reading: Reading, part: AuditPart, where: str) -> Iterator[Finding]:

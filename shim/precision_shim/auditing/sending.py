@@ -8,29 +8,28 @@ numbers for each group of tensors. The audit of sent weights adds no collective.
 
 from __future__ import annotations
 
-import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
 
 from ..precision.dtypes import name_of
+from ..precision.lm_head import HEAD_MARK
 from ..process.session import current_settings
 from ..reporting import journal as _journal
-from ..updates.copies import mixed_dtype
-from ..updates.sampling import MOST_ELEMENTS, MOST_TENSORS, Sample, few
 from . import files, halves, kept
-from .contradictions import contradictions
 from .halves import ADAPTERS, BASE, Sent, Weights
-from .layers import HEAD_MARK
 from .looking import rank_of_job
 from .reading import SIXTEEN_BIT, local
-from .torch_reader import shards_by_gathered
+from .torch_reader import mixed_dtype, shards_by_gathered
 
 AT = (1, 2, 8, 64, 512, 4096)
 """Numbers of the weight syncs that are audited; the first sync is number 1."""
+
+MOST_TENSORS, MOST_ELEMENTS = 512, 512
+"""About the largest number of sampled tensors, and of sampled elements of a tensor."""
 
 _LEAST = 2.0**-14  # fp16's smallest normal number; most subnormal numbers are exact in bf16
 _WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -40,34 +39,15 @@ T = TypeVar("T")
 Named = Iterable[tuple[str, Any]]
 
 
-@dataclass
-class _Asked:
-    name: str = ""
-    key: str = ""
-    not_asked: str = ""
-    syncs: int = 0
-
-
-_rollouts: dict[str, _Asked] = {}
-
-
-def _rollout(framework: str) -> _Asked:
-    if framework not in _rollouts:
-        kept.at_clear(_rollouts.clear)
-    return _rollouts.setdefault(framework, _Asked())
-
-
-def tell_asked(framework: str, name: str, key: str, not_asked: str = "") -> None:
+def tell_asked(framework: str, name: str, key: str) -> None:
     """Record the dtype that this job's config sets for the framework's rollout.
 
     Args:
         framework: the framework's name.
         name: the dtype name that the engine receives; empty if it is not known.
         key: the config key of the rollout's dtype.
-        not_asked: why engines cannot report their weights; empty if they can.
     """
-    known = _rollout(framework)
-    known.name, known.key, known.not_asked = name, key, not_asked
+    kept.rollouts[framework] = name, key
 
 
 def is_wanted() -> bool:
@@ -100,101 +80,95 @@ def observe(
     """
     if not is_wanted():
         return items
-    known = _rollout(framework)
-    known.syncs += 1
-    if known.syncs not in AT:
+    kept.syncs[framework] += 1
+    sync = kept.syncs[framework]
+    if sync not in AT:
         return items
-    chunks = kept.model_of(framework, subject) if model is None else _several(model)
-    return _observed(items, _Looker(framework, subject, known.syncs, then, chunks), pairs)
+    if model is None:
+        model = kept.model_of(framework, subject)
+    chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+    return _observed(items, _Looker(framework, subject, sync, then, chunks), pairs)
 
 
 def _observed(
     items: Iterable[T], looker: _Looker, pairs: Callable[[T], Named] | None
 ) -> Iterator[T]:
-    looker.begin()
+    looker.guard(looker.look_at_own)
     source = iter(items)
     try:
-        while True:
-            try:
-                item = next(source)
-            except StopIteration:
-                break
+        for item in source:
             named: Any = (item,) if pairs is None else pairs(item)
             for name, tensor in named:
-                looker.see(name, tensor)
+                looker.guard(looker.look_at, name, tensor)
                 del tensor
             del named
             yield item
-            del (
-                item
-            )  # without ``del`` the item would stay in memory while the stream makes the next item
+            # Without ``del`` the item would stay in memory while the stream makes the next item.
+            del item
     finally:
         close = getattr(source, "close", None)
         if close is not None:
             close()
-    looker.end()
+    looker.guard(looker.write)
 
 
-def _several(model: Any) -> list[torch.nn.Module]:
-    return list(model) if isinstance(model, (list, tuple)) else [model]
+class _Groups:
+    """Statistics of tensors, by ``BASE`` and ``ADAPTERS``; samples one of ``every`` tensors."""
+
+    def __init__(self, every: int = 1, then: torch.dtype | None = None) -> None:
+        self._every, self._then = every, then
+        self._elements: dict[str, Counter[str]] = {}
+        self._counts: dict[str, list[torch.Tensor]] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        group = _group_of(name)
+        self._elements.setdefault(group, Counter())[name_of(tensor.dtype)] += tensor.numel()
+        if zlib.crc32(name.encode()) % self._every == 0 and _can_be_sampled(tensor):
+            self._counts.setdefault(group, []).append(_counts(_few(tensor), self._then))
+
+    def weights(self) -> dict[str, Weights]:
+        found = {}
+        for group, elements in self._elements.items():
+            exact, sampled = _sum_of(self._counts.get(group, []))
+            found[group] = Weights(dict(elements), exact / sampled if sampled else None, sampled)
+        return found
 
 
-@dataclass
-class _Group:
-    elements: dict[str, int] = field(default_factory=dict)
-    counts: list[torch.Tensor] = field(default_factory=list)
-
-    def add(self, tensor: torch.Tensor) -> None:
-        name = name_of(tensor.dtype)
-        self.elements[name] = self.elements.get(name, 0) + tensor.numel()
-
-    def weights(self) -> Weights:
-        for device in {counter.device for counter in self.counts if counter.device.type == "cuda"}:
+def _sum_of(counts: list[torch.Tensor]) -> tuple[int, int]:
+    exact = sampled = 0
+    for device in {pair.device for pair in counts}:
+        if device.type == "cuda":
             torch.cuda.synchronize(device)  # frameworks pack weights on their own CUDA streams
-        exact = sampled = 0
-        for device in {counter.device for counter in self.counts}:
-            mine = [counter for counter in self.counts if counter.device == device]
-            both = torch.stack(mine).sum(0).tolist()
-            exact, sampled = exact + both[0], sampled + both[1]
-        return Weights(self.elements, exact / sampled if sampled else None, sampled)
+        both = torch.stack([pair for pair in counts if pair.device == device]).sum(0).tolist()
+        exact, sampled = exact + both[0], sampled + both[1]
+    return exact, sampled
 
 
 class _Looker:
+    """Audits the weights of one sync."""
+
     def __init__(
         self,
         framework: str,
         subject: str,
         sync: int,
         then: torch.dtype | None,
-        chunks: Sequence[torch.nn.Module],
+        chunks: list[torch.nn.Module],
     ) -> None:
         self._names = (framework, subject)
         self._sync, self._then, self._chunks = sync, then, chunks
-        self._sent: dict[str, _Group] = {}
-        self._own: dict[str, Weights] = {}
-        self._quantised: list[str] = []
-        self._every = 1
+        self._sent, self._own = _Groups(), _Groups()
+        self._quantised = 0
         self._failed = False
-        self._head = ""
-        self._computes = ""
+        self._head = self._computes = ""
 
-    def begin(self) -> None:
-        self._guard(self._look_at_own)
-
-    def see(self, name: str, tensor: Any) -> None:
-        if isinstance(tensor, torch.Tensor):
-            self._guard(lambda: self._look_at(name, tensor))
-
-    def end(self) -> None:
-        self._guard(self._write)
-        self._chunks = ()
-
-    def _guard(self, act: Callable[[], None]) -> None:
+    def guard(self, act: Callable[..., None], *args: Any) -> None:
+        """Call a method; if it fails, warn once and audit nothing more."""
         if self._failed:
             return
         try:
             with torch.no_grad():
-                act()
+                act(*args)
         except Exception as error:  # a failed audit must not end the training run
             self._failed = True
             who = " ".join(self._names)
@@ -202,92 +176,59 @@ class _Looker:
                 f"{who}: the weights that are sent to the rollout are not audited: {error!r}"
             )
 
-    def _look_at_own(self) -> None:
+    def look_at_own(self) -> None:
+        """Read the trainer's own parameters."""
         gathered = shards_by_gathered(self._chunks)
-        named = {
-            id(parameter): (name, gathered.get(id(parameter), parameter))
+        named = [
+            (name, gathered.get(id(parameter), parameter))
             for chunk in self._chunks
             for name, parameter in chunk.named_parameters()
-        }
-        self._every = max(1, len(named) // MOST_TENSORS)
+        ]
+        every = max(1, len(named) // MOST_TENSORS)
+        self._sent, self._own = _Groups(every, self._then), _Groups(every)
+        for name, parameter in named:
+            self._own.add(name, parameter)
         for module in (module for chunk in self._chunks for module in chunk.modules()):
             self._head = vars(module).get(HEAD_MARK, self._head)
-        held = {parameter.dtype for name, parameter in named.values() if _group_of(name) == BASE}
+        held = {parameter.dtype for name, parameter in named if _group_of(name) == BASE}
         computes = mixed_dtype(self._chunks) or (held.pop() if len(held) == 1 else None)
         self._computes = name_of(computes) if computes in SIXTEEN_BIT else ""
-        groups: dict[str, list[torch.Tensor]] = {}
-        found: dict[str, _Group] = {}
-        for name, parameter in named.values():
-            group = _group_of(name)
-            found.setdefault(group, _Group()).add(parameter)
-            if _can_be_sampled(parameter):
-                groups.setdefault(group, []).append(parameter)
-        sample = Sample(list(groups.values()), MOST_ELEMENTS)
-        for group, taken in zip(groups, sample.taken, strict=True):
-            found[group].counts += [
-                _counts(take.raw(groups[group][place])) for place, take in taken.items()
-            ]
-        self._own = {group: counter.weights() for group, counter in found.items()}
 
-    def _look_at(self, name: str, tensor: torch.Tensor) -> None:
-        group = self._sent.setdefault(_group_of(name), _Group())
-        if tensor.element_size() == 1:
-            if name.endswith(".weight"):
-                self._quantised.append(name.removesuffix(".weight"))
+    def look_at(self, name: str, tensor: Any) -> None:
+        """Read a tensor that is sent."""
+        if not isinstance(tensor, torch.Tensor):
             return
-        group.add(tensor)
-        if zlib.crc32(name.encode()) % self._every == 0 and _can_be_sampled(tensor):
-            group.counts.append(_counts(few(tensor, MOST_ELEMENTS // MOST_TENSORS), self._then))
+        if tensor.element_size() == 1:
+            self._quantised += name.endswith(".weight")
+        else:
+            self._sent.add(name, tensor)
 
-    def _write(self) -> None:
+    def write(self) -> None:
+        """Write the record into ``PRECISION_SHIM_AUDIT_DIR``, and warn of its contradictions."""
         framework, subject = self._names
-        asked = _rollout(framework)
-        rank, world = rank_of_job()
+        asked, key = kept.rollouts.get(framework, ("", ""))
         sent = Sent(
             framework=framework,
             subject=subject,
-            rank=rank,
-            world_size=world,
-            job=job(),
-            asked=asked.name,
-            key=asked.key,
+            rank=rank_of_job()[0],
+            asked=asked,
+            key=key,
             sync=self._sync,
-            sent={group: counter.weights() for group, counter in self._sent.items()},
-            own=self._own,
+            sent=self._sent.weights(),
+            own=self._own.weights(),
             then="" if self._then is None else name_of(self._then),
-            quantised=tuple(self._quantised),
-            not_asked=asked.not_asked,
+            quantised=self._quantised,
             head=self._head,
             computes=self._computes,
         )
-        write(sent)
-        if rank == 0:
-            for contradiction in contradictions([sent], []):
-                _journal.warn(
-                    f"{framework} {subject}: {contradiction.code}: {contradiction.message}",
-                    stacklevel=None,
-                )
-
-
-def write(half: halves.Half) -> None:
-    """Write a ``Sent`` or ``Held`` into ``PRECISION_SHIM_AUDIT_DIR``; if writing fails, warn."""
-    directory = current_settings()["audit_dir"]
-    try:
-        halves.write(directory, half)
-    except OSError as error:
-        _journal.tell(files.not_written(directory, error))
-
-
-def job() -> str:
-    """Return a name that all processes of a Ray job share; empty without Ray."""
-    ray = sys.modules.get("ray")
-    try:
-        if ray is None or not ray.is_initialized():
-            return ""
-        context = ray.get_runtime_context()
-        return f"{context.get_job_id()} of {context.gcs_address}"
-    except Exception:  # a version of Ray without these functions
-        return ""
+        directory = current_settings()["audit_dir"]
+        try:
+            halves.write(directory, sent)
+        except OSError as error:
+            _journal.tell(files.not_written(directory, error))
+        if sent.rank == 0:
+            for code, message in sent.contradictions():
+                _journal.warn(f"{framework} {subject}: {code}: {message}", stacklevel=None)
 
 
 def _group_of(name: str) -> str:
@@ -300,7 +241,18 @@ def _can_be_sampled(tensor: torch.Tensor) -> bool:
     return plain and own.device.type != "meta" and own.numel() > 0
 
 
-def _counts(values: torch.Tensor, then: torch.dtype | None = None) -> torch.Tensor:
+def _few(tensor: torch.Tensor) -> torch.Tensor:
+    """Return evenly spaced elements of this rank's shard of a tensor, as a view."""
+    own = local(tensor).detach()
+    if own.is_contiguous():
+        # The distance between elements is odd: an even distance may be a multiple of the row
+        # length, so that all elements are from one column.
+        return own.view(-1)[:: own.numel() // MOST_ELEMENTS | 1]
+    side = max(1, round(MOST_ELEMENTS ** (1 / own.ndim)))
+    return own[tuple(slice(None, None, size // side | 1) for size in own.shape)].reshape(-1)
+
+
+def _counts(values: torch.Tensor, then: torch.dtype | None) -> torch.Tensor:
     """Count the values of magnitude ``_LEAST`` or more: first those exact in bf16, then all."""
     wide = (values if then is None else values.to(then)).float()
     normal = wide.abs() >= _LEAST

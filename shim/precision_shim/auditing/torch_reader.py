@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import inspect
 import math
-import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from .reading import Foretold, Owned, Reading, gradients_of, tensors_of, unique
+from .reading import SIXTEEN_BIT, Foretold, Owned, Reading, gradients_of, tensors_of, unique
 
 _MODEL_PARALLEL = ("tp", "pp", "cp", "sp", "ep")
 """Names of device mesh dimensions that divide the model instead of the data."""
@@ -31,6 +30,7 @@ def read_torch(
     """
     in_model = {id(p) for chunk in chunks for p in chunk.parameters()}
     in_model |= {id(shard) for shard in shards_by_gathered(chunks).values()}
+    flat = _flat_parameters(chunks)
     readings = []
     for optimizer in optimizers:
         params = unique(p for group in optimizer.param_groups for p in group["params"])
@@ -49,14 +49,13 @@ def read_torch(
             if not is_master:
                 reading.trainable.append(p)
         meshes = [p for p in params if _is_divided(p)]
-        flat = _flat_shards(chunks)
-        reading.whole_sizes = {id(p): flat[id(p)][0] for p in params if id(p) in flat}
-        in_flat = [flat[id(p)][1] for p in params if id(p) in flat]
+        reading.whole_sizes = {id(p): flat[id(p)].size for p in params if id(p) in flat}
+        in_flat = [flat[id(p)].shards for p in params if id(p) in flat]
         reading.shards = max([*map(_shards, meshes), *in_flat], default=1)
         reading.sharded = reading.params_sharded = reading.shards > 1
         reading.data_parallel_size = _data_parallel_size(chunks, meshes or params)
         reading.gradients = [grad for p in params for grad in gradients_of(p)]
-        reading.padding = _padding_of(reading, _flat_padding(chunks))
+        reading.padding = _padding_of(reading, flat)
         read_inner(reading, optimizer)
         reading.copies_later = reading.foretold.exp_avg is not None
         readings.append(reading)
@@ -163,16 +162,23 @@ def _data_parallel_size(
     return 1
 
 
-def _flat_shards(chunks: Sequence[torch.nn.Module]) -> dict[int, tuple[int, int]]:
-    """Map the ``id`` of each FSDP1 parameter to its size before sharding and its number of shards.
+class _Flat(NamedTuple):
+    """A parameter of FSDP1: its size before sharding, and its number of shards and of padding."""
 
-    FSDP1 replaces the parameters of a module by one flat parameter as large as this rank's shard.
-    With ``use_orig_params`` each parameter has the size of its part of the shard. The sizes before
-    sharding have only private names in torch: if torch changes these names, the result is empty.
+    size: int
+    shards: int
+    padding: int
+
+
+def _flat_parameters(chunks: Sequence[torch.nn.Module]) -> dict[int, _Flat]:
+    """Map the ``id`` of each FSDP1 parameter to its ``_Flat``.
+
+    FSDP1 replaces the parameters of a module by one flat parameter as large as this rank's shard,
+    padded for alignment and for equal shards. With ``use_orig_params`` each parameter has the size
+    of its part of the shard. torch has only private names for these figures: if torch changes the
+    names, the result is empty.
     """
-    found: dict[int, tuple[int, int]] = {}
-    if "torch.distributed.fsdp" not in sys.modules:
-        return found
+    found: dict[int, _Flat] = {}
     for module in (module for chunk in chunks for module in chunk.modules()):
         handle, group = (vars(module).get(name) for name in ("_handle", "process_group"))
         flat = getattr(handle, "flat_param", None)
@@ -180,37 +186,32 @@ def _flat_shards(chunks: Sequence[torch.nn.Module]) -> dict[int, tuple[int, int]
         if flat is None or shapes is None or group is None:
             continue
         shards = int(group.size()) if getattr(handle, "uses_sharded_strategy", True) else 1
-        found[id(flat)] = (sum(shape.numel() for shape in shapes), shards)
-        for parameter, shape in zip(getattr(flat, "_params", None) or (), shapes, strict=False):
-            found[id(parameter)] = (shape.numel(), shards)
-    return found
-
-
-def _flat_padding(chunks: Sequence[torch.nn.Module]) -> dict[int, int]:
-    """Map the ``id`` of each flat parameter of FSDP1 to its padding on this rank, in elements.
-
-    FSDP1 pads for alignment and for equal shards. The padding has only private names in torch: if
-    torch changes these names, the result is empty.
-    """
-    found: dict[int, int] = {}
-    for module in (module for chunk in chunks for module in chunk.modules()):
-        flat = getattr(vars(module).get("_handle"), "flat_param", None)
         infos = getattr(flat, "_shard_param_infos", None)
-        if flat is not None and infos is not None:
-            real = sum(getattr(info, "numel_in_shard", None) or 0 for info in infos)
-            found[id(flat)] = flat.numel() - real
+        real = [getattr(info, "numel_in_shard", None) or 0 for info in infos or ()]
+        padding = 0 if infos is None else flat.numel() - sum(real)
+        found[id(flat)] = _Flat(sum(shape.numel() for shape in shapes), shards, padding)
+        for parameter, shape in zip(getattr(flat, "_params", None) or (), shapes, strict=False):
+            found[id(parameter)] = _Flat(shape.numel(), shards, 0)
     return found
 
 
-def _padding_of(reading: Reading, flat: Mapping[int, int]) -> dict[int, int]:
+def _padding_of(reading: Reading, flat: Mapping[int, _Flat]) -> dict[int, int]:
     found: dict[int, int] = {}
     for state in reading.owned:
-        padded = flat.get(id(state.stepped), 0)
+        if id(state.stepped) not in flat or not flat[id(state.stepped)].padding:
+            continue
         values = (state.exp_avg, state.exp_avg_sq, *state.other, *gradients_of(state.stepped))
-        for tensor in (state.stepped, *values) if padded else ():
+        for tensor in (state.stepped, *values):
             if tensor is not None and tensor.numel() == state.stepped.numel():
-                found[id(tensor)] = padded
+                found[id(tensor)] = flat[id(state.stepped)].padding
     return found
+
+
+def _fsdp2_states(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, Any]]:
+    """Yield each module with its state of FSDP2, which has only a private name, or ``None``."""
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        state = getattr(module, "_get_fsdp_state", None)
+        yield module, state() if callable(state) else None
 
 
 def shards_by_gathered(chunks: Sequence[torch.nn.Module]) -> dict[int, torch.Tensor]:
@@ -221,18 +222,24 @@ def shards_by_gathered(chunks: Sequence[torch.nn.Module]) -> dict[int, torch.Ten
     these names, the result is empty.
     """
     found: dict[int, torch.Tensor] = {}
-    if "torch.distributed.fsdp" not in sys.modules:
-        return found
-    for module in (module for chunk in chunks for module in chunk.modules()):
-        state = getattr(module, "_get_fsdp_state", None)
-        state = state() if callable(state) else None
+    for _, state in _fsdp2_states(chunks):
         groups = getattr(state, "_fsdp_param_groups", None) or [
             getattr(state, "_fsdp_param_group", None)
         ]
-        for group in groups:
-            for parameter in getattr(group, "fsdp_params", ()):
-                whole = getattr(parameter, "_unsharded_param", None)
-                shard = getattr(parameter, "sharded_param", None)
-                if whole is not None and shard is not None:
-                    found[id(whole)] = shard
+        for parameter in (one for group in groups for one in getattr(group, "fsdp_params", ())):
+            whole = getattr(parameter, "_unsharded_param", None)
+            shard = getattr(parameter, "sharded_param", None)
+            if whole is not None and shard is not None:
+                found[id(whole)] = shard
     return found
+
+
+def mixed_dtype(chunks: Sequence[torch.nn.Module]) -> torch.dtype | None:
+    """Return the 16-bit dtype of FSDP's mixed precision; ``None`` without mixed precision."""
+    for module, state in _fsdp2_states(chunks):
+        policy = getattr(state, "_mp_policy", None)
+        for mixed in (policy, getattr(module, "mixed_precision", None)):
+            dtype = getattr(mixed, "param_dtype", None)
+            if dtype in SIXTEEN_BIT:
+                return dtype  # type: ignore[no-any-return]
+    return None

@@ -20,9 +20,6 @@ from .looking import look
 from .readers import read_optimizers
 from .record import Audit, Finding
 
-_watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""The inner torch optimizers that ``watch`` already watches."""
-
 
 def watch(
     framework: str,
@@ -58,45 +55,27 @@ def watch(
         InconsistentPrecisionError: the audit found a problem in strict mode.
     """
     stepped = optimizer if inner is None else inner
-    if isinstance(stepped, torch.optim.Optimizer):
-        if stepped in _watched:
-            return
-        _watched.add(stepped)
-        kept.at_clear(_watched.clear)
-    else:
+    if not isinstance(stepped, torch.optim.Optimizer):
         stepped = None  # a frozen model has a placeholder instead of an optimizer
+    elif kept.has(stepped):
+        return
     watcher = _Watcher(
-        (framework, subject), optimizer, model=model, scaler=scaler, by_user=by_user, told=told
+        framework,
+        subject,
+        optimizer,
+        stepped=stepped,
+        model=model,
+        scaler=scaler,
+        by_user=by_user,
+        told=told,
     )
-    watcher.keep_while(stepped)
+    kept.add(watcher.watched)
     if stepped is not None and current_settings()["watch_updates"]:
         watcher.watch_updates(current_settings()["watch_updates"])
     audit = watcher.look()
-    if stepped is None or audit is None or audit.complete:
-        return
-    done = False
-    steps = 0
-
-    def after_step(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        # Do not remove the hook here: torch is iterating over the hooks while it calls this hook.
-        nonlocal done, steps
-        if done:
-            return
-        steps += 1
-        if steps & (steps - 1):
-            return
-        # A step without any gradient makes no states: audit again after steps 2, 4, 8 and so on.
-        done = True
-        audit = watcher.look(last=steps == 1)
-        done = audit is None or not audit.before_step
-
-    def forget() -> None:
-        nonlocal done
-        done = True
-        handle.remove()
-
-    handle = stepped.register_step_post_hook(after_step)
-    kept.at_clear(forget)
+    if stepped is not None and audit is not None and not audit.complete:
+        handle = stepped.register_step_post_hook(watcher.after_step)
+        kept.at_clear(handle.remove)
 
 
 class _Watcher:
@@ -104,54 +83,58 @@ class _Watcher:
 
     def __init__(
         self,
-        names: tuple[str, str],
+        framework: str,
+        subject: str,
         optimizer: Any,
         *,
+        stepped: torch.optim.Optimizer | None,
         model: Any,
-        scaler: Callable[[], Any] | None,
-        by_user: Callable[[Finding], bool] | None,
-        told: Callable[[Finding], bool] | None,
+        scaler: Callable[[], Any] | None = None,
+        by_user: Callable[[Finding], bool] | None = None,
+        told: Callable[[Finding], bool] | None = None,
     ) -> None:
-        self._names = names
-        self._optimizer = weakref.ref(optimizer)
         several = model if isinstance(model, (list, tuple)) else [model]
-        self._model = [weakref.ref(module) for module in several if module is not None]
-        kept.put_model(*names, self._model)
+        modules = [weakref.ref(module) for module in several if module is not None]
+        owner = weakref.ref(stepped) if stepped is not None else next(iter(modules), None)
+        self.watched = kept.Watched(framework, subject, owner, modules)
+        self._optimizer = weakref.ref(optimizer)
         self._scaler = scaler
         self._by_user = by_user or (lambda _: False)
         self._told = told or (lambda _: False)
-        self._number = kept.number()
         self._stem = ""
+        self._steps = 0
+        self._done = False
         self._said_figures = False
 
-    def keep_while(self, stepped: torch.optim.Optimizer | None) -> None:
-        """Keep the audit until the optimizer (or the frozen model) is garbage-collected."""
-        owner = self._model[:1] if stepped is None else [weakref.ref(stepped)]
-        for ref in owner:
-            kept.belongs(self._number, ref)
+    def after_step(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        """Audit again after the steps 1, 2, 4, 8 and so on, until a step has made states."""
+        # Do not remove the hook here: torch is iterating over the hooks while it calls this hook.
+        self._steps += 1
+        if self._done or self._steps & (self._steps - 1):
+            return
+        self._done = True  # also if the audit raises
+        audit = self.look(last=self._steps == 1)
+        self._done = audit is None or not audit.before_step
 
     def look(self, last: bool = False) -> Audit | None:
         """Make, store, write and report an audit; return ``None`` if the audit failed."""
         optimizer = self._optimizer()
         if optimizer is None:
             return None
-        framework, subject = self._names
+        watched = self.watched
         try:
-            model = [module for ref in self._model if (module := ref()) is not None]
-            scaler = None if self._scaler is None else self._scaler()
             audit = look(
-                model or None,
+                watched.modules() or None,
                 optimizer,
-                scaler=scaler,
-                framework=framework,
-                subject=subject,
+                scaler=None if self._scaler is None else self._scaler(),
+                framework=watched.framework,
+                subject=watched.subject,
                 whole=False,
             )
         except Exception as error:  # a failed audit must not end the training run
             _journal.tell(f"the audit of {type(optimizer).__name__} failed: {error!r}")
             return None
-        kept.put(self._number, audit)
-        self._write(audit)
+        self._keep(audit)
         if last or audit.complete:
             who = f"{audit.framework} {audit.subject}".strip()
             _journal.announce(f"{who}: audit: {audit.brief()}")
@@ -160,8 +143,8 @@ class _Watcher:
 
     def watch_updates(self, every: int) -> None:
         """Attach a meter of updates lost to rounding; on failure, warn that nothing is measured."""
-        framework, subject = self._names
-        model = [module for ref in self._model if (module := ref()) is not None] or None
+        framework, subject = self.watched.framework, self.watched.subject
+        model = self.watched.modules() or None
         try:
             for reading in read_optimizers(model, self._optimizer(), whole=False):
                 attach(
@@ -177,7 +160,7 @@ class _Watcher:
 
     def take_figures(self, meter: Meter) -> None:
         """Put a meter's measurements into the stored audit; print only the first measurements."""
-        figures, audit = meter.figures, kept.of(self._number)
+        figures, audit = meter.figures, self.watched.audit
         if figures is None or audit is None:
             return
         part = meter.names[1]
@@ -195,8 +178,7 @@ class _Watcher:
         found = lost.findings(figures.to_dict(), part, meter.names[0], masters)
         notes += [Finding(*fields) for _, fields in found]
         audit = replace(audit, parts=tuple(parts), notes=tuple(notes))
-        kept.put(self._number, audit)
-        self._write(audit)
+        self._keep(audit)
         if not self._said_figures:
             self._said_figures = True
             who = f"{audit.framework} {audit.subject}".strip()
@@ -217,15 +199,16 @@ class _Watcher:
                 f"{audit.subject or 'audit'}: {problem.code}: {problem.message}", stacklevel=None
             )
 
-    def _write(self, audit: Audit) -> None:
+    def _keep(self, audit: Audit) -> None:
+        """Store an audit, and write it into ``PRECISION_SHIM_AUDIT_DIR``."""
+        self.watched.audit = audit
         directory = current_settings()["audit_dir"]
         if not directory:
             return
         self._stem = self._stem or kept.name(files.stem(audit))
         try:
             files.write(directory, self._stem, audit)
-            kept.written(self._number)
+            self.watched.not_written = ""
         except OSError as error:
-            problem = files.not_written(directory, error)
-            kept.written(self._number, problem)
-            _journal.tell(problem)
+            self.watched.not_written = files.not_written(directory, error)
+            _journal.tell(self.watched.not_written)

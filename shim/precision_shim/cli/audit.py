@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import add_command
 from ._output import show, write
@@ -17,8 +17,8 @@ _HELP = "Compare the audits that a job's ranks wrote into PRECISION_SHIM_AUDIT_D
 _MORE = (
     "Groups the ranks of each model and optimizer, and names those that differ, those that are "
     "missing, and what problems they have. Compares the weights that were sent to the rollout with "
-    "what its engines hold. Exit status 0: no rank is missing or differs, and there is no problem "
-    "and no contradiction; 1: there is one; 2: the directory has no audit."
+    "the dtype that the rollout was configured with. Exit status 0: no rank is missing or differs, "
+    "and there is no problem and no contradiction; 1: there is one; 2: the directory has no audit."
 )
 
 _GIVE = "Give the directory that PRECISION_SHIM_AUDIT_DIR named when the job ran."
@@ -34,8 +34,7 @@ def register(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Compare the audits, print the result, and return the exit status."""
     from ..auditing import files, halves
-    from ..auditing.pairing import pair
-    from ..auditing.ranks import compare
+    from ..auditing.ranks import Comparison, compare
     from ..auditing.record import Audit
 
     directory = arguments.directory
@@ -43,12 +42,12 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.parser.error(f"DIR is empty: is a variable not set? {_GIVE}")
     try:
         found = list(files.read_audits(directory))
-        sides = list(halves.read(directory))
+        weights = list(halves.read(directory))
     except OSError as error:
         why = error.strerror or error
         print(f"{directory}: cannot be read: {why}. {_GIVE}", file=sys.stderr)
         return 2
-    if not found and not sides:
+    if not found and not weights:
         print(
             f"{directory}: no audit here (*{files.SUFFIX}). {_GIVE} If the job has not run yet, "
             "set PRECISION_SHIM_AUDIT_DIR to this directory for the job.",
@@ -56,45 +55,18 @@ def run(arguments: argparse.Namespace) -> int:
         )
         return 2
     audits = [(files.number(path, read), read) for path, read in found if isinstance(read, Audit)]
-    broken = {path.name: read for path, read in (*found, *sides) if isinstance(read, str)}
+    broken = {path.name: read for path, read in (*found, *weights) if isinstance(read, str)}
     compared = compare(audits)
-    pairs = pair(half for _, half in sides if not isinstance(half, str))
-    ok = not broken and all(group.ok for group in compared) and all(both.ok for both in pairs)
+    sent = halves.by_framework(each for _, each in weights if isinstance(each, halves.Sent))
+    every: list[Comparison | halves.WeightAudit] = [*compared, *sent]
+    ok = not broken and all(each.ok for each in every)
     if arguments.json:
-        write(
-            json.dumps(
-                {
-                    "ok": ok,
-                    "broken": broken,
-                    "groups": [
-                        {
-                            "model": group.whose,
-                            "parts": group.part,
-                            "ok": group.ok,
-                            "world_size": group.world_size,
-                            "alike": list(group.alike),
-                            "differ": {
-                                rank: {
-                                    key: {"found": there, "elsewhere": here}
-                                    for key, (here, there) in what.items()
-                                }
-                                for rank, what in group.differ.items()
-                            },
-                            "missing": list(group.missing),
-                            "problems": {k: list(v) for k, v in group.problems.items()},
-                            "before_step": list(group.before_step),
-                            "without_some": list(group.without_some),
-                        }
-                        for group in compared
-                    ],
-                    "rollouts": [both.to_dict() for both in pairs],
-                },
-                indent=1,
-            )
-        )
+        told: dict[str, Any] = {"ok": ok, "broken": broken}
+        told["groups"] = [each.to_dict() for each in compared]
+        told["rollouts"] = [each.to_dict() for each in sent]
+        write(json.dumps(told, indent=1))
         return int(not ok)
-    blocks = ["\n".join(group.lines()) for group in compared]
-    blocks += ["\n".join(both.lines()) for both in pairs]
+    blocks = ["\n".join(each.lines()) for each in every]
     if broken:
         lines = (f"  {name}: {reason}" for name, reason in broken.items())
         blocks.append("\n".join(("not read, though named as audits", *lines)))

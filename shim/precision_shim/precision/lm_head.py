@@ -11,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+HEAD_MARK = "precision_shim_computes"
+"""Attribute that the shim adds to a changed LM head: canonical name of the head's compute dtype."""
+
 
 @dataclass(frozen=True)
 class Head:

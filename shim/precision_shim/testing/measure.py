@@ -133,7 +133,7 @@ def measure_bytes(model_chunks: Any, optimizer: Any) -> MeasuredBytes:
         :class:`MeasuredBytes` for this rank.
     """
     readings = read_optimizers(model_chunks, optimizer)
-    measured, _ = measure(readings)
+    measured = measure(readings)
     trainable = sum(reading.parameters for reading in readings)
     owned = sum(reading.owned_parameters for reading in readings)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..auditing.reading import SIXTEEN_BIT, Owned, Reading
+from ..auditing.torch_reader import mixed_dtype
 from ..precision.dtypes import name_of
 from .merged import Merged
 from .meters import Rollout
@@ -69,7 +70,7 @@ def copies_of(reading: Reading, stepper: torch.optim.Optimizer, model: Any) -> C
     if len(in_model) == 1:
         (otherwise,) = in_model
     else:  # rollout engines compute in bf16 by default
-        otherwise = mixed_dtype(model) or torch.bfloat16
+        otherwise = mixed_dtype(_chunks(model)) or torch.bfloat16
     names = ((name, p) for chunk in _chunks(model) for name, p in chunk.named_parameters())
     kept = {id(p) for name, p in names if _KEPT.search(name)}
     own = [
@@ -94,15 +95,3 @@ def _chunks(model: Any) -> list[torch.nn.Module]:
 
 def _parameters(model: Any) -> list[torch.Tensor]:
     return [p for chunk in _chunks(model) for p in chunk.parameters() if p.requires_grad]
-
-
-def mixed_dtype(model: Any) -> torch.dtype | None:
-    """Return the 16-bit dtype of FSDP's mixed precision; ``None`` without mixed precision."""
-    for module in (module for chunk in _chunks(model) for module in chunk.modules()):
-        state = getattr(module, "_get_fsdp_state", None)  # FSDP2 has no public name for its state
-        policy = getattr(state(), "_mp_policy", None) if callable(state) else None
-        for mixed in (policy, getattr(module, "mixed_precision", None)):
-            dtype = getattr(mixed, "param_dtype", None)
-            if dtype in SIXTEEN_BIT:
-                return dtype  # type: ignore[no-any-return]
-    return None

@@ -79,22 +79,6 @@ class Sample:
         return budget == self.budget and self._shapes == _shapes(groups, places)
 
 
-def few(tensor: torch.Tensor, most: int) -> torch.Tensor:
-    """Return evenly spaced elements of this rank's shard of a tensor, as a view.
-
-    Args:
-        tensor: any tensor.
-        most: maximum number of elements; only approximate if the tensor is not contiguous.
-    """
-    own = local(tensor).detach()
-    if own.is_contiguous():
-        # The distance between elements is odd: an even distance may be a multiple of the row
-        # length, so that all elements are from one column.
-        return own.view(-1)[:: own.numel() // most | 1]
-    side = max(1, round(most ** (1 / own.ndim)))
-    return own[tuple(slice(None, None, size // side | 1) for size in own.shape)].reshape(-1)
-
-
 def numel(parameter: torch.Tensor) -> int:
     """Return the number of a parameter's elements on this rank."""
     return local(parameter).numel()

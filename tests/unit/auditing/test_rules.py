@@ -41,7 +41,7 @@ def reading(*parameters: Any, wanted: Wanted | None = None, **fields: Any) -> Re
 
 
 def part(one: Reading) -> AuditPart:
-    (measured,), _ = counting.measure([one])
+    (measured,) = counting.measure([one])
     return looking._part(one, measured)
 
 

@@ -114,9 +114,7 @@ def test_a_stub_over_a_frozen_model_is_looked_at_once(shim: Any) -> None:
 def test_an_optimizer_that_is_gone_is_not_looked_at(shim: Any) -> None:
     shim()
     model, optimizer = made()
-    watcher = watching._Watcher(
-        ("verl", "actor"), optimizer, model=model, scaler=None, by_user=None, told=None
-    )
+    watcher = watching._Watcher("verl", "actor", optimizer, stepped=optimizer, model=model)
     del optimizer
     gc.collect()
     assert watcher.look() is None

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from precision_shim.auditing.layers import HEAD_MARK
 from precision_shim.errors import UnsupportedPrecisionError
+from precision_shim.precision.lm_head import HEAD_MARK
 
 _LAYER = "output_layer"
 
