@@ -23,7 +23,6 @@ from .layout import (
     EXP_AVG,
     EXP_AVG_SQ,
     MASTER,
-    NONE,
     NUMBERS,
     OTHER,
     PARAMS,
@@ -33,15 +32,13 @@ from .layout import (
     Part,
     Scaler,
 )
-from .pickles import dicts_in, is_small
-from .tensors import Archive, Tensor
+from .pickles import dicts_in
+from .tensors import Tensor
 from .units import Unit, read_unit
 
 __all__ = ["read_parts"]
 
 _RECORD_KEY = "precision_shim_scaler"
-_RECORD = 1 << 10
-"""Maximum number of values in a scaler's record; its text may have 1,024 bytes for each value."""
 _SAMPLE = 64 << 20
 """Maximum number of bytes that are read of a component; a smaller component is read whole."""
 
@@ -69,8 +66,7 @@ def _sort(part: Part) -> None:
         take(unit, part)
     for directory, kind in part.beside:
         if not part.held.get(PARAMS):
-            part.weights.append(read_unit(directory, kind))
-            _take(part.weights[-1], part)
+            _take(read_unit(directory, kind), part)
     part.scaler = _scaler_of(part)
     _look_at_values(part)
 
@@ -96,36 +92,27 @@ def _take(unit: Unit, part: Part) -> None:
 
 
 def _scaler_of(part: Part) -> Scaler:
-    directories = {unit.path for unit in part.units} | {part.path}
-    directories |= {unit.path / "optimizer" for unit in part.units}
-    directories |= {unit.path.parent for unit in part.units} | {part.path / "optimizer"}
-    for directory in sorted(directories):
+    places = {unit.path for unit in part.units} | {unit.path.parent for unit in part.units}
+    places |= {part.path, *(place / "optimizer" for place in (*places, part.path))}
+    for directory in sorted(places):
         file = directory / FILE_NAME
         if file.is_file():
             return _judge_file(file)
     for unit in part.units:
-        for key, tensor in unit.tensors.items():
+        for key in (*unit.tensors, *unit.objects):
             if key.rpartition(".")[2] == _RECORD_KEY:
-                return _judge_tensor(tensor, f"{unit.path} ({key})")
-        for key in unit.objects:
-            if key.rpartition(".")[2] == _RECORD_KEY:
-                where = f"{unit.path} ({key})"
-                return Scaler("damaged", where, "an object where a tensor of bytes was expected")
+                return _judge_tensor(unit.tensors.get(key), f"{unit.path} ({key})")
     records = [
-        (archive, record)
+        (archive.path, record)
         for unit in part.units
         for archive in unit.common
         for record in _records_in(archive.tree)
     ]
-    if records:
-        return _judge_all(records)
-    return _judge_native(part)
+    return _judge_all(records) if records else _judge_native(part)
 
 
 def _judge_file(file: Path) -> Scaler:
     try:
-        if file.stat().st_size > _RECORD << 10:
-            return Scaler("damaged", str(file), "it is too large for a record")
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         return Scaler("damaged", str(file), f"it cannot be read ({error})")
@@ -153,28 +140,25 @@ def _judge(make: Callable[[], object], where: str) -> Scaler:
     return Scaler("whole", where, text, saved)
 
 
-def _judge_tensor(tensor: Tensor, where: str) -> Scaler:
-    if tensor.dtype != "uint8":
-        return Scaler("damaged", where, f"a tensor of {tensor.dtype} where bytes were expected")
-    if tensor.elements > _RECORD << 10:
-        return Scaler("damaged", where, "it is too large for a record")
-    try:
-        content = b"".join(part(tensor.elements) for part in tensor.parts)
-    except CheckpointUnreadableError as error:
-        return Scaler("damaged", where, str(error).rstrip("."))
-    return _judge(lambda: parse_bytes(content, where), where)
+def _judge_tensor(tensor: Tensor | None, where: str) -> Scaler:
+    if tensor is None or tensor.dtype != "uint8":
+        what = "an object" if tensor is None else f"a tensor of {tensor.dtype}"
+        return Scaler("damaged", where, f"{what} where a tensor of bytes was expected")
+    content = b"".join(part(tensor.elements) for part in tensor.parts)
+    return _judge(partial(parse_bytes, content, where), where)
 
 
-def _judge_all(records: list[tuple[Archive, dict[str, Any]]]) -> Scaler:
-    judged = [_judge(partial(dict, record), str(archive.path)) for archive, record in records]
+def _judge_all(records: list[tuple[Path, dict[str, Any]]]) -> Scaler:
+    """Check the records in the ranks' own files, all of which a resume reads."""
+    judged = [_judge(partial(dict, record), str(file)) for file, record in records]
     broken = [verdict for verdict in judged if verdict.state != "whole"]
     if broken:
         return broken[0]
     if len({state_of(record) for _, record in records}) > 1:
         return Scaler("damaged", judged[0].where, "the ranks' files hold different states")
-    for (archive, _), verdict in zip(records, judged, strict=True):
+    for (file, _), verdict in zip(records, judged, strict=True):
         # Compare each record only with files that the record names and that exist.
-        beside = files_beneath(archive.path.parent)
+        beside = files_beneath(file.parent)
         named = verdict.saved.files or {}
         held = _check_save(verdict, {name: beside[name] for name in named if name in beside})
         if held.state != "whole":
@@ -188,7 +172,7 @@ def _records_in(tree: Any) -> Iterator[dict[str, Any]]:
 
     for node in filter(has_one, dicts_in(tree, leave=has_one)):
         record = node if node.get("kind") == KIND else node[_RECORD_KEY]
-        yield record if isinstance(record, dict) and is_small(record, _RECORD) else {}
+        yield record if isinstance(record, dict) else {}
 
 
 _NATIVE = ("scale", "growth_tracker", "hysteresis_tracker")
@@ -216,22 +200,17 @@ def _judge_native(part: Part) -> Scaler:
 
 def _look_at_values(part: Part) -> None:
     masters = set(part.dtypes(MASTER))
-    if not masters:
-        part.masters = NONE
-    elif masters == {"int16"}:
-        part.masters = REMAINDERS
-    elif find_spec("torch") is None:
-        part.masters = UNKNOWN
-        part.notes.append("torch is not installed here: no values were looked at")
-    else:
-        from .values import are_numbers
+    if masters:
+        part.masters = REMAINDERS if masters == {"int16"} else UNKNOWN
+    if find_spec("torch") is None:
+        if part.masters == UNKNOWN:
+            part.notes.append("torch is not installed here: no values were looked at")
+        return
+    from .values import are_numbers, narrower
 
+    if part.masters == UNKNOWN:
         numbers = are_numbers(part, _SAMPLE)
         part.masters = UNKNOWN if numbers is None else NUMBERS if numbers else WHOLE
-    if find_spec("torch") is None:
-        return
-    from .values import narrower
-
     part.moments = {
         name: narrower(part.held[name], _SAMPLE)
         for name in (EXP_AVG, EXP_AVG_SQ)

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .checking import MOST, Checked, check, percent, size_text
-from .finding import saying_how_to_go_on
 from .foretelling import Here, foretell, remedy
 from .layout import (
     COMPONENTS,
@@ -34,6 +32,16 @@ _KINDS = {
 _LABELS = {PARAMS: "parameters", MASTER: "masters"}
 
 
+def size_text(count: int) -> str:
+    """Return a number of bytes as text, such as ``"1.5 GiB"``."""
+    size, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
 @dataclass(frozen=True)
 class Examined:
     """One model of a checkpoint, and the predicted result of its resume.
@@ -41,14 +49,12 @@ class Examined:
     Attributes:
         part: the content of the model's files.
         outcome: predicted result of a resume in this environment.
-        checked: the model's files, and which of their bytes have a correct checksum.
         remedy: the setting that makes an inexact resume exact; empty if the resume is exact or no
             setting makes it exact.
     """
 
     part: Part
     outcome: Outcome
-    checked: Checked
     remedy: str = ""
 
     def lines(self) -> Iterator[str]:
@@ -71,12 +77,8 @@ class Examined:
         scaler = part.scaler
         told = f"{scaler.state}: {scaler.text}" if scaler.text else scaler.state
         rows.append(("loss scaler", told))
-        rows += self.checked.rows()
         rows += [("note", note) for note in part.notes]
-        told = f"{self.outcome.verdict}: {self.outcome.because}"
-        if self.outcome.exact and self.checked.share("checked") < 1:
-            told += f"; {percent(self.checked.share('checked'))} of the bytes were checked"
-        rows.append(("resumed here", told))
+        rows.append(("resumed here", f"{self.outcome.verdict}: {self.outcome.because}"))
         if self.outcome.verdict not in (EXACT, NOT_HERE):
             how = self.remedy or "no setting: begin from the weights, or take another checkpoint"
             rows.append(("exact with", how))
@@ -124,33 +126,27 @@ class Examined:
                 "because": self.outcome.because,
                 "exact_with": self.remedy or None,
             },
-            "files": self.checked.to_dict(),
             "notes": part.notes,
         }
 
 
-def examine(
-    path: str | Path, here: Here, framework: str | None = None, *, most: int | None = MOST
-) -> list[Examined]:
-    """Read and check a checkpoint, and predict how its resume ends.
+def examine(path: str | Path, here: Here, framework: str | None = None) -> list[Examined]:
+    """Read a checkpoint, and predict how its resume ends.
 
     Args:
         path: the directory of a run, of a step, of a model, or of the files themselves.
         here: the environment of the resume.
         framework: the framework that wrote the checkpoint. If ``framework`` is ``None``, infer it
             from directory names, or else use the only installed framework that can read the files.
-        most: maximum number of bytes that are compared with their checksums; ``None`` for all.
 
     Raises:
         CheckpointUnreadableError: there is no checkpoint, or it is incomplete or damaged.
     """
     examined = []
     for part in read_parts(path, framework):
-        with saying_how_to_go_on(Path(path)):
-            checked = check(part, most)
         if not part.framework:
             part.framework = here.only_framework(part.kind)
         outcome = foretell(part, here)
         how = "" if outcome.verdict in (EXACT, NOT_HERE) else remedy(part, here)
-        examined.append(Examined(part, outcome, checked, how))
+        examined.append(Examined(part, outcome, how))
     return examined

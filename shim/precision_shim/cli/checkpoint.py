@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 _HELP = "Tell what a checkpoint holds, and whether a resume here goes on exactly."
 _MORE = (
-    "Reads the files' metadata, a sample of the optimizer's values and, of the small files, all "
-    "that has a checksum; opens no pickle, builds no model and needs no GPU. It predicts a "
+    "Reads the files' metadata and a sample of the optimizer's values; runs nothing that a file "
+    "names, builds no model and needs no GPU. It predicts a "
     "resume in this environment: with the versions that are installed, and with PRECISION_SHIM and "
     "its settings. Give what your job's own config asks for with --config; without it the doctor "
     "assumes what the files show. Exit status 0: a resume goes on exactly; 1: it does not; 2: no "
@@ -38,11 +38,6 @@ def register(commands: Commands) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
     parser.add_argument(
-        "--full",
-        action="store_true",
-        help="read every byte that has a checksum; by default 256 MiB, the small files first",
-    )
-    parser.add_argument(
         "--framework", metavar="NAME", help="whose checkpoint it is, where that does not show"
     )
     parser.add_argument(
@@ -56,7 +51,6 @@ def register(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Examine the checkpoint, print the result, and return the exit status."""
-    from ..checkpoints.checking import MOST
     from ..checkpoints.foretelling import Here
     from ..checkpoints.report import examine
     from ..errors import CheckpointUnreadableError, DtypeError, SettingsError
@@ -76,8 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     except (DtypeError, SettingsError) as error:
         arguments.parser.error(str(error))
     try:
-        most = None if arguments.full else MOST
-        examined = examine(arguments.path, here, arguments.framework, most=most)
+        examined = examine(arguments.path, here, arguments.framework)
     except CheckpointUnreadableError as error:
         if arguments.json:
             write(json.dumps({"ok": False, "path": arguments.path, "unreadable": str(error)}))
