@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import CheckpointUnreadableError
@@ -13,7 +11,7 @@ from ..process.registry import checkpoints
 from .layout import Part
 from .units import DCP, MEGATRON, SAFETENSORS, SHARDS, kind_of, read_unit
 
-__all__ = ["find", "saying_how_to_go_on"]
+__all__ = ["NothingHereError", "find"]
 
 _GIVE = "Give the directory of a run, of a step, of a model, or of its files."
 
@@ -22,6 +20,10 @@ _DEPTH = 5
 
 _ORDER = (MEGATRON, DCP, SHARDS, SAFETENSORS)
 """Kinds of files, from the most to the least likely to contain a model's optimizer states."""
+
+
+class NothingHereError(CheckpointUnreadableError):
+    """A path contains no checkpoint."""
 
 
 def find(path: Path, framework: str | None = None) -> list[Part]:
@@ -33,25 +35,23 @@ def find(path: Path, framework: str | None = None) -> list[Part]:
             the directories' names.
 
     Raises:
-        CheckpointUnreadableError: the checkpoint is missing or incomplete; the message has a
-            remedy.
+        NothingHereError: there is no checkpoint.
+        CheckpointUnreadableError: the checkpoint is incomplete or damaged.
     """
     if not path.is_dir():
         what = "a file" if path.exists() else "there is no such directory"
-        raise CheckpointUnreadableError(f"{path}: {what}. {_GIVE}")
-    with saying_how_to_go_on(path):
-        step = _last_step(path)
-        top = step or path
-        found = _units_in(top, _DEPTH, set())
+        raise NothingHereError(f"{path}: {what}. {_GIVE}")
+    step = _last_step(path)
+    top = step or path
+    found = _units_in(top, _DEPTH, set())
     if not found:
-        raise CheckpointUnreadableError(f"{path}: {_what_is_there(top)}. {_GIVE}")
+        raise NothingHereError(f"{path}: {_what_is_there(top)}. {_GIVE}")
     notes = [f"the last of the steps there: {step.name}"] if step is not None else []
     whose = framework or _framework_of(top)
     parts: dict[Path, list[tuple[Path, str]]] = {}
     for directory, kind in found:
         parts.setdefault(_model_of(directory, top) or top, []).append((directory, kind))
-    with saying_how_to_go_on(path):
-        return [_part(whose, folder, units, notes) for folder, units in sorted(parts.items())]
+    return [_part(whose, folder, units, notes) for folder, units in sorted(parts.items())]
 
 
 def _part(framework: str, path: Path, found: list[tuple[Path, str]], notes: list[str]) -> Part:
@@ -92,25 +92,6 @@ def _last_step(path: Path) -> Path | None:
         if (match := re.fullmatch(row.steps, name)) and (path / name).is_dir()
     }
     return max(steps, key=lambda step: steps[step], default=None)
-
-
-@contextmanager
-def saying_how_to_go_on(path: Path) -> Iterator[None]:
-    """Context manager: append a remedy to the message of an error about a damaged checkpoint.
-
-    Raises:
-        CheckpointUnreadableError: a damaged or foreign file caused an error of any type.
-    """
-    try:
-        yield
-    except Exception as error:
-        what = f"{str(error).rstrip('.')}."
-        if not isinstance(error, CheckpointUnreadableError):
-            why = f"{type(error).__name__}: {error}"
-            what = f"{path}: a checkpoint in a form that is not known ({why})."
-        raise CheckpointUnreadableError(
-            f"{what} Take another checkpoint or bring what is damaged or missing back from a copy."
-        ) from error
 
 
 def _framework_of(path: Path) -> str:

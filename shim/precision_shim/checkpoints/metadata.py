@@ -47,13 +47,13 @@ class Stored:
     shape: tuple[int, ...] = ()
 
 
-def read_metadata(source: bytes | IO[bytes], where: str, named: set[str] | None = None) -> Made:
+def read_metadata(source: bytes | IO[bytes], where: str) -> Made:
     """Read a checkpoint's metadata; see ``read_pickle``.
 
     Raises:
         CheckpointUnreadableError: the file is incomplete, or is not a checkpoint's metadata.
     """
-    metadata = read_pickle(source, where, named)
+    metadata = read_pickle(source, where)
     if not isinstance(metadata, Made) or metadata.kind != f"{_METADATA}.Metadata":
         raise CheckpointUnreadableError(
             f"{where}: a pickle, but not the metadata of a distributed checkpoint."

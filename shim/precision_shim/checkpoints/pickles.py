@@ -82,13 +82,12 @@ class _Reader(pickle.Unpickler):
         return label  # torch.save's label of a storage: a tuple with its type and its file's name
 
 
-def read_pickle(source: bytes | IO[bytes], where: str, named: set[str] | None = None) -> Any:
+def read_pickle(source: bytes | IO[bytes], where: str) -> Any:
     """Read the first pickle of a file.
 
     Args:
         source: the file's bytes, or the open file.
         where: the file, for messages.
-        named: a set; this function adds all names that the pickle would import.
 
     Returns:
         The content: plain data, with a subclass of ``Made`` for each name, and an instance of the
@@ -105,8 +104,6 @@ def read_pickle(source: bytes | IO[bytes], where: str, named: set[str] | None = 
         raise CheckpointUnreadableError(f"{where}: no whole pickle ({error!r:.120}).") from None
     finally:
         copyreg.clear_extension_cache()  # the cache may have a stand-in
-        if named is not None:
-            named.update(reader.named)
 
 
 def dicts_in(

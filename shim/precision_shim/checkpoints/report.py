@@ -8,38 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from .foretelling import Here, foretell, remedy
-from .layout import (
-    COMPONENTS,
-    EXACT,
-    EXP_AVG,
-    EXP_AVG_SQ,
-    MASTER,
-    NOT_HERE,
-    PARAMS,
-    Outcome,
-    Part,
-)
+from .layout import COMPONENTS, EXACT, MASTER, NOT_HERE, Outcome, Part
 from .reading import read_parts
 
 __all__ = ["Examined", "examine"]
-
-_KINDS = {
-    "megatron": "Megatron's distributed checkpoint",
-    "dcp": "torch's distributed checkpoint",
-    "shards": "a file of each rank",
-    "safetensors": "safetensors",
-}
-_LABELS = {PARAMS: "parameters", MASTER: "masters"}
-
-
-def size_text(count: int) -> str:
-    """Return a number of bytes as text, such as ``"1.5 GiB"``."""
-    size, unit = float(count), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
 
 
 @dataclass(frozen=True)
@@ -59,45 +31,34 @@ class Examined:
 
     def lines(self) -> Iterator[str]:
         """Yield the result as lines of text."""
-        part = self.part
-        whose = " ".join(word for word in (part.framework, part.subject) if word)
+        part, unit = self.part, self.part.units[0]
+        whose = f"{part.framework} {part.subject}".strip()
         yield f"{part.path}" + (f": {whose}" if whose else "")
-        rows: list[tuple[str, str]] = []
-        sharding = part.facts.get("sharding")
-        ranks = part.units[0].world_size
-        written = _KINDS[part.kind]
-        written += f", {sharding}" if sharding else f", {ranks} ranks" if ranks else ""
-        rows.append(("written as", written))
-        for name in COMPONENTS:
-            dtypes = part.dtypes(name)
-            if dtypes:
-                rows.append((_LABELS.get(name, name), self._held(name, dtypes)))
-            elif name == MASTER:
-                rows.append((_LABELS[name], "none: the parameters are all there is"))
+        ranks = f"{unit.world_size} ranks" if unit.world_size else ""
+        written = [part.kind, part.facts.get("sharding"), ranks]
+        rows = [("written as", ", ".join(word for word in written if word))]
+        rows += [(name, self._held(name)) for name in COMPONENTS if part.held.get(name)]
         scaler = part.scaler
-        told = f"{scaler.state}: {scaler.text}" if scaler.text else scaler.state
-        rows.append(("loss scaler", told))
+        rows.append(("loss scaler", f"{scaler.state}: {scaler.text}".removesuffix(": ")))
         rows += [("note", note) for note in part.notes]
         rows.append(("resumed here", f"{self.outcome.verdict}: {self.outcome.because}"))
         if self.outcome.verdict not in (EXACT, NOT_HERE):
             how = self.remedy or "no setting: begin from the weights, or take another checkpoint"
             rows.append(("exact with", how))
-        width = max(len(name) for name, _ in rows)
         for name, text in rows:
-            yield f"  {name.ljust(width)}  {text}"
+            yield f"  {name.ljust(12)}  {text}"
 
-    def _held(self, name: str, dtypes: dict[str, int]) -> str:
+    def _held(self, name: str) -> str:
         part = self.part
-        what = ", ".join(dtypes)
-        if name == MASTER:
-            what = part.masters
-        elif name in (EXP_AVG, EXP_AVG_SQ) and part.moments.get(name):
+        dtypes = part.dtypes(name)
+        what = part.masters if name == MASTER else ", ".join(dtypes)
+        if part.moments.get(name):
             what += f", every value a {part.moments[name][0]} number"
-        return f"{what}: {sum(dtypes.values()):,} elements, {size_text(part.bytes(name))}"
+        return f"{what}: {sum(dtypes.values()):,} elements, {part.bytes(name):,} bytes"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result in a form for JSON."""
-        part = self.part
+        part, scaler = self.part, self.part.scaler
         return {
             "framework": part.framework,
             "subject": part.subject,
@@ -115,11 +76,7 @@ class Examined:
             },
             "masters": part.masters,
             "fits": {name: list(dtypes) for name, dtypes in part.moments.items()},
-            "scaler": {
-                "state": part.scaler.state,
-                "where": part.scaler.where,
-                "found": part.scaler.text,
-            },
+            "scaler": {"state": scaler.state, "where": scaler.where, "found": scaler.text},
             "resume": {
                 "exact": self.outcome.exact,
                 "verdict": self.outcome.verdict,

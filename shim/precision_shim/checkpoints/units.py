@@ -29,17 +29,6 @@ _COMMON_STATE = "common_state/shard_0_1"
 """Key of Megatron's common state in ``.metadata`` since megatron-core 0.19; earlier versions write
 ``common.pt`` (``load_common_state_dict`` in Megatron's ``dist_checkpointing/serialization.py``)."""
 
-_HARMLESS = re.compile(
-    r"torch\.(Size|device|bool|b?float\d+\w*|u?int\d+|complex\d+|strided)"
-    r"|torch\.serialization\._get_layout|torch\.distributed\.checkpoint\."
-    r"(metadata|filesystem|planner|storage|\w*hf_\w+|_fsspec_filesystem)\._?[A-Z]\w*"
-    r"|collections\.OrderedDict|(builtins|__builtin__)\.(set|frozenset|tuple|list|bytes|bytearray)"
-    r"|_codecs\.encode|pathlib\.(_local\.)?(Pure)?(Posix|Windows)?Path"
-    r"|megatron\.core\.dist_checkpointing\.(mapping|strategies\.\w+)\._?[A-Z]\w*"
-)
-"""The names that a distributed checkpoint's metadata may have. Whole names are compared, because
-other names within torch and pathlib give access to ``os.system``."""
-
 
 @dataclass
 class Unit:
@@ -105,20 +94,10 @@ def read_unit(path: Path, kind: str) -> Unit:
 
 def _read_distributed(unit: Unit) -> None:
     path = unit.path / NAME
-    named: set[str] = set()
-    with reading(path), path.open("rb") as file:
-        metadata = read_metadata(file, str(path), named)
-    foreign = sorted(name for name in named if not _HARMLESS.fullmatch(name))
-    if foreign:
-        raise CheckpointUnreadableError(
-            f"{path}: it would import {', '.join(foreign[:3])}, which no metadata of torch's does; "
-            "do not load it."
-        )
     with reading(path):
-        _take(unit, metadata)
+        _take(unit, read_metadata(path.read_bytes(), str(path)))
     common, within = unit.path / "common.pt", unit.objects.pop(_COMMON_STATE, None)
-    ours = unit.kind == MEGATRON or any(name.startswith("megatron.core.") for name in named)
-    if ours or within is not None:
+    if unit.kind == MEGATRON or within is not None:
         unit.kind = MEGATRON
         if not (unit.path / "metadata.json").is_file():
             raise CheckpointUnreadableError(f"{unit.path / 'metadata.json'}: it is missing.")
@@ -126,33 +105,33 @@ def _read_distributed(unit: Unit) -> None:
 
 
 def _take(unit: Unit, metadata: Made) -> None:
-    places: dict[str, list[tuple[Path, int, bool]]] = {}
+    places: dict[str, list[Callable[[], Archive]]] = {}
     ends: dict[Path, int] = {}
     for index, info in (metadata.get("storage_data") or {}).items():
         relative = Path(info.get("relative_path"))
         if relative.is_absolute() or ".." in relative.parts:
             raise ValueError("a piece lies in no file of this directory")
         file, end = unit.path / relative, info.get("offset") + info.get("length")
-        # torch.save writes archives; compressed tensors and safetensors are none.
-        archive = not info.get("transform_descriptors") and file.suffix != ".safetensors"
-        places.setdefault(index.get("fqn"), []).append((file, end, archive))
         ends[file] = max(ends.get(file, 0), end)
+        # torch.save writes archives; compressed tensors and safetensors are none.
+        if not info.get("transform_descriptors") and file.suffix != ".safetensors":
+            places.setdefault(index.get("fqn"), []).append(partial(Archive, file, end))
     for file, end in ends.items():
         with reading(file):
             size = file.stat().st_size
         if size < end:
             raise CheckpointUnreadableError(f"{file}: it has {size} bytes of {end}.")
     for key, entry in entries_of(metadata, str(unit.path / NAME)).items():
-        there = places.get(key, [])
+        there = places.get(key, ())
         if entry.dtype is not None:
-            parts = tuple(partial(_first_bytes, *at) for *at, archive in there if archive)
+            parts = tuple(partial(_first_bytes, archive) for archive in there)
             unit.tensors[key] = Tensor(key, entry.dtype, prod(entry.shape), parts)
         elif there:
-            unit.objects[key] = partial(Archive, *there[0][:2])
+            unit.objects[key] = there[0]
 
 
-def _first_bytes(path: Path, end: int, most: int) -> bytes:
-    [(_, tensor)] = Archive(path, end).tensors()
+def _first_bytes(archive: Callable[[], Archive], most: int) -> bytes:
+    [(_, tensor)] = archive().tensors()
     return tensor.parts[0](most)
 
 
@@ -161,37 +140,31 @@ _TOGETHER = ("model", "optim", "extra_state")
 
 
 def _read_shards(unit: Unit) -> None:
-    files: dict[str, dict[int, Path]] = {}
-    worlds: set[int] = set()
-    for path in sorted(unit.path.iterdir()):
-        match = _RANK_FILE.fullmatch(path.name)
-        if match:
-            worlds.add(int(match["world"]))
-            files.setdefault(match["what"], {})[int(match["rank"])] = path
+    matches = [match for path in unit.path.iterdir() if (match := _RANK_FILE.fullmatch(path.name))]
+    worlds = sorted({int(match["world"]) for match in matches})
     if len(worlds) > 1:
         raise CheckpointUnreadableError(
-            f"{unit.path}: it has files of jobs of {' and '.join(map(str, sorted(worlds)))} ranks."
+            f"{unit.path}: it has files of jobs of {' and '.join(map(str, worlds))} ranks."
         )
     [unit.world_size] = worlds
-    for what, by_rank in files.items():
-        lacking = next((rank for rank in range(unit.world_size) if rank not in by_rank), None)
-        if lacking is not None:
-            raise CheckpointUnreadableError(
-                f"{unit.path}: {what}_world_size_{unit.world_size}_rank_{lacking}.pt is missing."
-            )
-    unit.lacking = tuple(kind for kind in _TOGETHER if kind not in files)
-    for what, by_rank in sorted(files.items()):
-        for _, path in sorted(by_rank.items()):
-            archive = Archive(path)
-            if what == "extra_state":
-                unit.common.append(archive)
-                continue
-            for keys, tensor in archive.tensors():
-                name = ".".join(map(str, (what, *keys)))
-                # Each rank has a shard of the same tensor.
-                known = unit.tensors.get(name, Tensor(name, tensor.dtype, 0))
-                elements, parts = known.elements + tensor.elements, known.parts + tensor.parts
-                unit.tensors[name] = Tensor(name, tensor.dtype, elements, parts)
+    kinds = sorted({match["what"] for match in matches})
+    unit.lacking = tuple(kind for kind in _TOGETHER if kind not in kinds)
+    for what in kinds:
+        for rank in range(unit.world_size):
+            _read_shard(unit, what, unit.path / f"{what}_world_size_{worlds[0]}_rank_{rank}.pt")
+
+
+def _read_shard(unit: Unit, what: str, path: Path) -> None:
+    archive = Archive(path)
+    if what == "extra_state":
+        unit.common.append(archive)
+        return
+    for keys, tensor in archive.tensors():
+        name = ".".join(map(str, (what, *keys)))
+        # Each rank has a shard of the same tensor.
+        known = unit.tensors.get(name, Tensor(name, tensor.dtype, 0))
+        elements, parts = known.elements + tensor.elements, known.parts + tensor.parts
+        unit.tensors[name] = Tensor(name, tensor.dtype, elements, parts)
 
 
 _KINDS = {"F": "float", "BF": "bfloat", "I": "int", "U": "uint"}

@@ -41,7 +41,7 @@ def test_the_advice_on_a_damaged_checkpoint(tmp_path: Path, capsys: Any) -> None
     for path in (tmp_path, folder.parent, folder):
         assert run(path) == 2
         line = one_sentence(capsys)
-        assert f"{folder}: optim_world_size_2_rank_0.pt is missing." in line
+        assert f"{folder}/optim_world_size_2_rank_0.pt: it is missing." in line
         assert "Take another checkpoint" in line
 
 
@@ -59,7 +59,7 @@ def test_no_directory_above_the_checkpoint_is_listed(
             os, name, lambda path=".", own=own: (listed.append(Path(path)), own(path))[1]
         )
     assert run(place) == 2
-    assert "optim_world_size_2_rank_0.pt is missing" in one_sentence(capsys)
+    assert "optim_world_size_2_rank_0.pt: it is missing" in one_sentence(capsys)
     assert place in listed
     assert not set(listed) & set(place.parents)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copyreg
-import io
 import json
 import pickle
 import struct
 import sys
 import textwrap
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,10 +64,10 @@ Those that are refused by ``pickle`` itself are here to show that nothing ran be
 """
 
 
-def read(content: bytes, named: set[str] | None = None) -> Any:
+def read(content: bytes) -> Any:
     """Read a pickle; returns ``None`` if it is refused."""
     try:
-        return read_pickle(content, "here", named)
+        return read_pickle(content, "here")
     except CheckpointUnreadableError as error:
         assert str(error).startswith("here: no whole pickle")  # noqa: PT017
         return None
@@ -78,11 +77,9 @@ def read(content: bytes, named: set[str] | None = None) -> Any:
 def test_a_pickle_calls_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
     imported = set(sys.modules)
-    named: set[str] = set()
-    read(CALLING[name], named)
+    read(CALLING[name])
     assert list(tmp_path.iterdir()) == []
     assert set(sys.modules) == imported
-    assert named
 
 
 @pytest.mark.parametrize("name", ["REDUCE", "INST", "OBJ", "STACK_GLOBAL", "eval", "dropped"])
@@ -129,12 +126,6 @@ def test_pickles_that_pickle_does_not_take(name: str) -> None:
         read_pickle(BROKEN[name], "here")
 
 
-def test_a_file_of_very_many_ranks(tmp_path: Path, capsys: Any) -> None:
-    (tmp_path / "model_world_size_999999999999999_rank_0.pt").touch()
-    assert run(tmp_path) == 2
-    assert "rank_1.pt is missing" in one_sentence(capsys)
-
-
 def test_links_that_lead_back(tmp_path: Path, capsys: Any) -> None:
     for number in range(40):
         (tmp_path / f"link{number}").symlink_to(tmp_path, target_is_directory=True)
@@ -166,41 +157,12 @@ def test_a_piece_outside_of_the_directory(tmp_path: Path, capsys: Any, outside: 
     assert "no file of this directory" in one_sentence(capsys)
 
 
-PATHS = PurePath.__module__.encode()
-"""``pathlib``, or in Python 3.13 its inner module that imports ``os``."""
-
-
-@pytest.mark.parametrize(
-    "name",
-    [(PATHS, b"os.system"), (b"torch", b"os.system"), (b"torch.hub", b"load")],
-    ids=["pathlib", "torch", "torch.hub"],
-)
-def test_names_that_begin_harmlessly(
-    tmp_path: Path, capsys: Any, name: tuple[bytes, bytes]
-) -> None:
-    """pickle follows the dots in a name, whichever module the name begins with."""
-    folder = distributed(tmp_path / "saved")
-    named = b"".join(b"\x8c" + bytes([len(one)]) + one for one in name)
-    text = f"touch {tmp_path / 'done'}".encode()
-    call = named + b"\x93\x8c" + bytes([len(text)]) + text + b"\x85R"
-    whole = (folder / ".metadata").read_bytes()
-    head = pickle.dumps(None, 4)[:2]
-    # The call's result is dropped; the rest is the unchanged metadata.
-    harmful = head + call + b"0" + pickle.dumps(pickle.loads(whole), 3)[2:]
-    (folder / ".metadata").write_bytes(harmful)
-    assert run(folder) == 2
-    assert "do not load it" in one_sentence(capsys)
-    assert not (tmp_path / "done").exists()
-    if b"os.system" in name:
-        pickle.load(io.BytesIO(harmful))
-        assert (tmp_path / "done").exists()
-
-
 @pytest.mark.parametrize(
     ("states", "text"),
     [
-        ({"growth_tracker": "0"}, "no whole number"),
-        ({"hysteresis_tracker": [1]}, "no whole number"),
+        ({"growth_tracker": "0"}, "its growth_tracker is '0'"),
+        ({"hysteresis_tracker": None}, "its hysteresis_tracker is None"),
+        ({"scale": float("inf")}, "its scale is inf"),
     ],
 )
 def test_megatrons_scaler(tmp_path: Path, states: dict[str, Any], text: str) -> None:
