@@ -9,9 +9,10 @@ from pathlib import Path
 from ..errors import CheckpointUnreadableError
 from ..process.registry import checkpoints
 from .layout import Part
+from .tensors import reading
 from .units import DCP, MEGATRON, SAFETENSORS, SHARDS, kind_of, read_unit
 
-__all__ = ["NothingHereError", "find"]
+__all__ = ["read_units", "search"]
 
 _GIVE = "Give the directory of a run, of a step, of a model, or of its files."
 
@@ -22,45 +23,55 @@ _ORDER = (MEGATRON, DCP, SHARDS, SAFETENSORS)
 """Kinds of files, from the most to the least likely to contain a model's optimizer states."""
 
 
-class NothingHereError(CheckpointUnreadableError):
-    """A path contains no checkpoint."""
-
-
-def find(path: Path, framework: str | None = None) -> list[Part]:
-    """Find a checkpoint's models and read their files; in a run's directory, use the last step.
+def search(path: Path) -> tuple[Path, list[tuple[Path, str]]]:
+    """Search the directories that contain a checkpoint's files; in a run, in the last step only.
 
     Args:
         path: the directory of a run, of a step, of a model, or of the files themselves.
+
+    Returns:
+        The directory that was searched, and each directory with files, with the kind of the files.
+
+    Raises:
+        CheckpointUnreadableError: the checkpoint is missing or incomplete; the message has a
+            remedy.
+    """
+    if not path.is_dir():
+        raise CheckpointUnreadableError(f"{path}: there is no such directory. {_GIVE}")
+    with reading(path):
+        top = _last_step(path) or path
+        found = _units_in(top, _DEPTH, set())
+    if not found:
+        raise CheckpointUnreadableError(f"{top}: it has no checkpoint of a known kind. {_GIVE}")
+    return top, found
+
+
+def read_units(top: Path, found: list[tuple[Path, str]], framework: str | None) -> list[Part]:
+    """Read the files that were found, model by model.
+
+    Args:
+        top: the directory that was searched.
+        found: see ``search``.
         framework: the framework that wrote the checkpoint; ``None`` to infer the framework from
             the directories' names.
 
     Raises:
-        NothingHereError: there is no checkpoint.
         CheckpointUnreadableError: the checkpoint is incomplete or damaged.
     """
-    if not path.is_dir():
-        what = "a file" if path.exists() else "there is no such directory"
-        raise NothingHereError(f"{path}: {what}. {_GIVE}")
-    step = _last_step(path)
-    top = step or path
-    found = _units_in(top, _DEPTH, set())
-    if not found:
-        raise NothingHereError(f"{path}: {_what_is_there(top)}. {_GIVE}")
-    notes = [f"the last of the steps there: {step.name}"] if step is not None else []
     whose = framework or _framework_of(top)
     parts: dict[Path, list[tuple[Path, str]]] = {}
     for directory, kind in found:
         parts.setdefault(_model_of(directory, top) or top, []).append((directory, kind))
-    return [_part(whose, folder, units, notes) for folder, units in sorted(parts.items())]
+    return [_part(whose, folder, units) for folder, units in sorted(parts.items())]
 
 
-def _part(framework: str, path: Path, found: list[tuple[Path, str]], notes: list[str]) -> Part:
+def _part(framework: str, path: Path, found: list[tuple[Path, str]]) -> Part:
     kind = min((kind for _, kind in found), key=_ORDER.index)
     units = tuple(read_unit(folder, its) for folder, its in sorted(found) if its == kind)
     names = [path.name, *(parent.name for parent in path.parents)][: _DEPTH + 1]
     subject = next((name for name in names if name in _models()), "")
     beside = tuple(unit for unit in sorted(found) if unit[1] != kind)
-    return Part(framework, subject, path, units, kind, beside, notes=list(notes))
+    return Part(framework, subject, path, units, kind, beside)
 
 
 def _models() -> set[str]:
@@ -116,11 +127,3 @@ def _model_of(directory: Path, top: Path) -> Path | None:
         if parent == top:
             break
     return None
-
-
-def _what_is_there(path: Path) -> str:
-    inside = sorted(entry.name for entry in path.iterdir())
-    if not inside:
-        return "the directory is empty"
-    shown = ", ".join(inside[:4]) + (", ..." if len(inside) > 4 else "")
-    return f"no checkpoint of a kind that is known here (it has {shown})"

@@ -14,7 +14,7 @@ from ..errors import CheckpointUnreadableError
 from ..precision.names import SHORT
 from .pickles import Made, read_pickle
 
-__all__ = ["NAME", "Stored", "dtype_name", "entries_of", "read_entries", "read_metadata"]
+__all__ = ["NAME", "Stored", "dtype_name", "read_entries", "read_metadata"]
 
 NAME = ".metadata"
 """Name of the metadata file in a checkpoint's directory."""
@@ -47,20 +47,6 @@ class Stored:
     shape: tuple[int, ...] = ()
 
 
-def read_metadata(source: bytes | IO[bytes], where: str) -> Made:
-    """Read a checkpoint's metadata; see ``read_pickle``.
-
-    Raises:
-        CheckpointUnreadableError: the file is incomplete, or is not a checkpoint's metadata.
-    """
-    metadata = read_pickle(source, where)
-    if not isinstance(metadata, Made) or metadata.kind != f"{_METADATA}.Metadata":
-        raise CheckpointUnreadableError(
-            f"{where}: a pickle, but not the metadata of a distributed checkpoint."
-        )
-    return metadata
-
-
 def read_entries(source: bytes | IO[bytes], where: str) -> dict[str, Stored]:
     """Read the entries of all keys in a checkpoint.
 
@@ -71,15 +57,19 @@ def read_entries(source: bytes | IO[bytes], where: str) -> dict[str, Stored]:
     Raises:
         CheckpointUnreadableError: the file is incomplete, or is not a checkpoint's metadata.
     """
-    return entries_of(read_metadata(source, where), where)
+    return read_metadata(source, where)[1]
 
 
-def entries_of(metadata: Made, where: str) -> dict[str, Stored]:
-    """Return the entries of all keys; see ``read_entries``."""
+def read_metadata(source: bytes | IO[bytes], where: str) -> tuple[Made, dict[str, Stored]]:
+    """Return a checkpoint's metadata, and the entries of all keys; see ``read_entries``."""
+    metadata = read_pickle(source, where)
+    if not isinstance(metadata, Made) or metadata.kind != f"{_METADATA}.Metadata":
+        raise CheckpointUnreadableError(
+            f"{where}: a pickle, but not the metadata of a distributed checkpoint."
+        )
     try:
-        return {
-            key: _read_entry(entry) for key, entry in metadata.get("state_dict_metadata").items()
-        }
+        entries = metadata.get("state_dict_metadata").items()
+        return metadata, {key: _read_entry(entry) for key, entry in entries}
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise CheckpointUnreadableError(
             f"{where}: the metadata of a distributed checkpoint in a form that is not known "

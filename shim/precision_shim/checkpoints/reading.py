@@ -26,7 +26,7 @@ from ..precision.scaler_record import (
     state_of,
 )
 from ..process.registry import checkpoint_readers
-from .finding import NothingHereError, find
+from .finding import read_units, search
 from .layout import (
     EXP_AVG,
     EXP_AVG_SQ,
@@ -57,14 +57,15 @@ def read_parts(path: str | Path, framework: str | None = None) -> list[Part]:
     Raises:
         CheckpointUnreadableError: there is no checkpoint, or it is incomplete or damaged.
     """
+    top, found = search(Path(path))
     try:
-        parts = find(Path(path), framework)
+        parts = read_units(top, found, framework)
         for part in parts:
+            if top != Path(path):
+                part.notes.append(f"the last of the steps there: {top.name}")
             _sort(part)
         if not any(part.held for part in parts):
             raise CheckpointUnreadableError(f"{path}: its files hold no tensor.")
-    except NothingHereError:
-        raise
     except Exception as error:  # a damaged or foreign file may cause any error
         what = str(error)
         if not isinstance(error, CheckpointUnreadableError):

@@ -35,8 +35,8 @@ def reading(path: Path) -> Iterator[None]:
     except FileNotFoundError:
         raise CheckpointUnreadableError(f"{path}: it is missing.") from None
     except OSError as error:
-        why = error.strerror or error
-        raise CheckpointUnreadableError(f"{path}: it cannot be read ({why}).") from None
+        where, why = error.filename or path, error.strerror or error
+        raise CheckpointUnreadableError(f"{where}: it cannot be read ({why}).") from None
     except Exception as error:  # a damaged file may cause any error
         raise CheckpointUnreadableError(
             f"{path}: it is damaged, cut off, or in a form that is not known ({error!r:.120})."

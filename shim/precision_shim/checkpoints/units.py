@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 
 from ..errors import CheckpointUnreadableError
-from .metadata import NAME, dtype_name, entries_of, read_metadata
+from .metadata import NAME, Stored, dtype_name, read_metadata
 from .pickles import Made
 from .safetensors import read_header
 from .tensors import Archive, Tensor, reading
@@ -67,7 +67,8 @@ def kind_of(path: Path) -> str | None:
         return MEGATRON if names & {"common.pt", "metadata.json"} else DCP
     if "common.pt" in names or any(name.endswith(".distcp") for name in names):
         raise CheckpointUnreadableError(
-            f"{path}: it has no .metadata: saving did not end, or the file is lost."
+            f"{path}: it has no .metadata: saving did not end, or the file is lost. Take another "
+            "checkpoint."
         )
     if any(_RANK_FILE.fullmatch(name) for name in names):
         return SHARDS
@@ -95,7 +96,7 @@ def read_unit(path: Path, kind: str) -> Unit:
 def _read_distributed(unit: Unit) -> None:
     path = unit.path / NAME
     with reading(path):
-        _take(unit, read_metadata(path.read_bytes(), str(path)))
+        _take(unit, *read_metadata(path.read_bytes(), str(path)))
     common, within = unit.path / "common.pt", unit.objects.pop(_COMMON_STATE, None)
     if unit.kind == MEGATRON or within is not None:
         unit.kind = MEGATRON
@@ -104,7 +105,7 @@ def _read_distributed(unit: Unit) -> None:
         unit.common.append(Archive(common) if within is None else within())
 
 
-def _take(unit: Unit, metadata: Made) -> None:
+def _take(unit: Unit, metadata: Made, entries: dict[str, Stored]) -> None:
     places: dict[str, list[Callable[[], Archive]]] = {}
     ends: dict[Path, int] = {}
     for index, info in (metadata.get("storage_data") or {}).items():
@@ -121,7 +122,7 @@ def _take(unit: Unit, metadata: Made) -> None:
             size = file.stat().st_size
         if size < end:
             raise CheckpointUnreadableError(f"{file}: it has {size} bytes of {end}.")
-    for key, entry in entries_of(metadata, str(unit.path / NAME)).items():
+    for key, entry in entries.items():
         there = places.get(key, ())
         if entry.dtype is not None:
             parts = tuple(partial(_first_bytes, archive) for archive in there)

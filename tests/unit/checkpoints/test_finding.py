@@ -86,7 +86,9 @@ def test_a_directory_that_cannot_be_read(
 
     monkeypatch.setattr(Path, "resolve", denied)
     assert run(tmp_path / "run") == 2
-    assert f"Permission denied: '{tmp_path / 'run' / 'b'}'" in one_sentence(capsys)
+    assert f"{tmp_path / 'run' / 'b'}: it cannot be read (Permission denied)" in one_sentence(
+        capsys
+    )
 
 
 def test_a_path_that_is_empty(capsys: Any) -> None:

@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 
 from precision_shim.checkpoints.pickles import read_pickle
 from precision_shim.checkpoints.reading import read_parts
+from precision_shim.checkpoints.tensors import Tensor
+from precision_shim.checkpoints.values import samples
 from precision_shim.cli import main
 from precision_shim.cli.checkpoint import _config
 from precision_shim.scaling import FILE_NAME, save
@@ -345,15 +347,21 @@ def test_nothing_there(tmp_path: Path, capsys: Any) -> None:
     assert run(tmp_path / "nowhere") == 2
     assert "no such directory" in one_sentence(capsys)
     assert run(tmp_path) == 2
-    assert "empty" in one_sentence(capsys)
+    assert "no checkpoint" in one_sentence(capsys)
     file = tmp_path / "notes.txt"
     file.write_text("no checkpoint")
     assert run(file) == 2
-    assert "a file" in one_sentence(capsys)
-    assert run(tmp_path) == 2
-    assert "notes.txt" in one_sentence(capsys)
+    assert "no such directory" in one_sentence(capsys)
     assert run(tmp_path, "--json") == 2
     assert json.loads(capsys.readouterr().out)["ok"] is False
+
+
+def test_an_odd_share_of_the_sample_is_whole_elements() -> None:
+    ones = torch.ones(1000).numpy().tobytes()
+    tensors = [Tensor(str(i), "fp32", 1000, (lambda most: ones[:most],)) for i in range(3)]
+    found = [value for _, _, value in samples(tensors, 3 * ((64 << 10) + 3))]
+    assert all(torch.equal(value, torch.ones(1000)) for value in found)
+    assert len(found) == 3
 
 
 def test_another_programs_pickle(tmp_path: Path, capsys: Any) -> None:
