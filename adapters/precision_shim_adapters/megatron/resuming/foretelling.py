@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -72,6 +73,7 @@ class Live:
             optimizer for CPU offload.
         asked_aware: whether the config has ``use_precision_aware_optimizer``, even if CPU offload
             makes it ineffective.
+        torchs_adam: whether Megatron steps with torch's Adam, because there is no FusedAdam.
     """
 
     precision_aware: bool
@@ -81,6 +83,7 @@ class Live:
     problem: str = ""
     on_host: float | None = None
     asked_aware: bool = False
+    torchs_adam: bool = False
 
 
 def assume_fields(part: Part, here: Here) -> dict[str, Any]:
@@ -154,6 +157,12 @@ def foretell(
             )
     counting = any(holds(feature, offloaded.GROUP) for feature in offloaded.FEATURES)
     shimmed = holds(DISPATCH, STATES)
+    if live.torchs_adam and part.facts.get("sharding"):
+        return Outcome(
+            REFUSED if shimmed else FAILS,
+            "Megatron would step with torch's Adam, and cannot load its states: TransformerEngine "
+            "is not installed",
+        )
     return (
         _cannot_count(part, live, counting, mends_offload)
         or (None if counting else _judge_left_out(part, live, mends_offload))
@@ -188,7 +197,8 @@ def _live(wishes: Wishes, part: Part, here: Here, holds: Any) -> Live:
     )
     moments = {EXP_AVG: named("exp_avg_dtype"), EXP_AVG_SQ: named("exp_avg_sq_dtype")}
     problem = now.support.problem if aware else ""
-    return Live(aware, bool(remainders), moments, params, problem, on_host, asked_aware)
+    torchs = not offloads and now.support.version is None and find_spec("apex") is None
+    return Live(aware, bool(remainders), moments, params, problem, on_host, asked_aware, torchs)
 
 
 def _cannot_count(part: Part, live: Live, shimmed: bool, mended: bool) -> Outcome | None:
