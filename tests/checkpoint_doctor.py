@@ -9,6 +9,8 @@ from typing import Any
 from precision_shim.checkpoints.foretelling import Here
 from precision_shim.checkpoints.report import Examined, examine
 
+from .in_force import refused
+
 FP16 = {"precision": "fp16"}
 """The config of a job whose checkpoint may lack the loss scaler's record."""
 
@@ -35,6 +37,20 @@ def ask(
 
 def verdict(*arguments: Any, **named: Any) -> str:
     return ask(*arguments, **named).outcome.verdict
+
+
+def hold_groups(folder: Path, framework: str, groups: Mapping[str, bool]) -> None:
+    """The doctor requires exactly the seams for fp16 of the worker that wrote the files.
+
+    Args:
+        folder: a checkpoint that resumes exactly.
+        framework: whose it is.
+        groups: each group of seams, and whether the doctor requires it.
+    """
+    assert ask(folder, framework, FP16, on=True).outcome.exact
+    for group, required in groups.items():
+        with refused(framework, "fp16-scaling", group):
+            assert ask(folder, framework, FP16, on=True).outcome.exact is not required
 
 
 def told_by(outcome: str) -> str:

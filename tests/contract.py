@@ -6,7 +6,7 @@ the framework's :class:`Driver`, and fixtures for what only that framework has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,9 +22,7 @@ from . import (
     versions_in_docs,
 )
 from .checkouts import Told, as_checkout, as_installed
-from .checkpoint_damage import wrong_answers
-from .checkpoint_doctor import ask
-from .in_force import disagreements, refused
+from .in_force import disagreements
 from .rank_server import Ranks
 from .upstreams_own import Own
 from .wishes import Case, each_case, expected, outcome_in
@@ -141,49 +139,6 @@ class Job(Contract):
     def test_the_example_trains(self) -> None:
         said = examples_run.run(self.driver.example, self.driver.framework)
         assert said.count("step") >= 8
-
-
-@dataclass(frozen=True)
-class Saved:
-    """An undamaged checkpoint that the framework wrote and that resumes exactly.
-
-    Attributes:
-        folder: where it is.
-        config: the settings of the job that wrote the checkpoint.
-        groups: each group of seams for fp16, and whether the doctor requires it.
-    """
-
-    folder: Path
-    config: Mapping[str, Any]
-    groups: Mapping[str, bool]
-
-
-each_seed = pytest.mark.parametrize(
-    "seeds", [range(8), pytest.param(range(8, 58), marks=pytest.mark.slow)], ids=["few", "many"]
-)
-
-
-class Damage(Contract):
-    """The checkpoint doctor calls no damaged checkpoint exact without a caveat.
-
-    The fixture ``saved`` has a worker of the framework write a checkpoint.
-    """
-
-    @each_seed
-    def test_no_damage_goes_unsaid(self, saved: Saved, tmp_path: Path, seeds: range) -> None:
-        self.hold_groups(saved)
-        work = tmp_path / "damaged"
-        framework = self.driver.framework
-        assert not list(wrong_answers(saved.folder, framework, saved.config, work, seeds))
-
-    def hold_groups(self, saved: Saved) -> None:
-        """The doctor requires exactly the seams of the worker that wrote the files."""
-        framework = self.driver.framework
-        assert ask(saved.folder, framework, saved.config, on=True).outcome.exact
-        for group, asked_for in saved.groups.items():
-            with refused(framework, "fp16-scaling", group):
-                told = ask(saved.folder, framework, saved.config, on=True)
-            assert told.outcome.exact is not asked_for
 
 
 class Upstream(Contract):

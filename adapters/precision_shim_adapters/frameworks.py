@@ -83,7 +83,6 @@ VERL = Framework(
             "safetensors": "precision_shim_adapters.verl.resuming:distributed",
         },
         fields={"use_legacy_worker_impl": ("auto", "enable", "disable")},
-        fields_are="verl 0.7's use_legacy_worker_impl",
     ),
 )
 

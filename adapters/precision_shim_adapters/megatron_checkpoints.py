@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import struct
-from collections.abc import Iterator
 from typing import Any
 
 from precision_shim.checkpoints.layout import EXP_AVG, EXP_AVG_SQ, MASTER, OTHER, PARAMS, Part
-from precision_shim.checkpoints.pickles import Name, dicts_in
-from precision_shim.checkpoints.tensors import Archive, Tensor, dtype_name
+from precision_shim.checkpoints.metadata import dtype_name
+from precision_shim.checkpoints.pickles import dicts_in
+from precision_shim.checkpoints.tensors import Archive
 from precision_shim.checkpoints.units import Unit
 
 DTYPES_IN_KEY = re.compile(r"dtype_\((torch\.\w+), (torch\.\w+)\)")
@@ -56,8 +57,6 @@ def fill_part(unit: Unit, part: Part) -> None:
         dtypes = DTYPES_IN_KEY.search(key) if is_optimizers(key) else None
         if dtypes is not None:
             _note_dtypes(part, dtypes[1], dtypes[2])
-    for archive in unit.common:
-        _take_common(_common_of(archive.tree), part)
     archives = list(unit.common)
     for key, make in unit.objects.items():
         last = key.rpartition(".")[2].partition("/")[0]
@@ -65,17 +64,11 @@ def fill_part(unit: Unit, part: Part) -> None:
             _take_gathered(make(), part)
         elif is_optimizers(key) and last in ("optimizer", "grad_scaler"):
             archives.append(make())
-    for place, archive in enumerate(archives):
-        for betas in _values_of(archive.tree, "betas"):
-            if isinstance(betas, (tuple, list)) and len(betas) == 2:
-                part.facts["adam_beta2"] = float(betas[1])
-        for group in _dicts_with(archive.tree, OFFLOADED):
-            part.facts[OFFLOADED] = float(group[OFFLOADED])
-            part.facts["counted"] = part.facts.get("counted", True) and "step" in group
-            if place < len(unit.common) and isinstance(archive.tree, dict):
-                part.facts["names_classes"] = True
-        for state in _dicts_with(archive.tree, "growth_tracker"):
-            part.scalers.append({**state, "scale": _number(archive, state.get("scale"))})
+    for archive in archives:
+        common = archive in unit.common
+        if common and (sharding := _sharding_of(archive.tree)):
+            part.facts["sharding"] = sharding
+        _take_settings(archive, part, common=common)
 
 
 def _component_of(key: str) -> str:
@@ -88,20 +81,28 @@ def _component_of(key: str) -> str:
     return MASTER if is_master(key) else OTHER  # keys of one sharding type end in ".param"
 
 
-def _common_of(tree: Any) -> dict[Any, Any]:
-    """The common state's dict, which Megatron may have stored as the only element of a list."""
-    if isinstance(tree, list) and len(tree) == 1:
-        (tree,) = tree
-    return tree if isinstance(tree, dict) else {}
+def _sharding_of(tree: Any) -> str | None:
+    """Return the optimizer's own sharding type, or else that of the checkpoint's metadata."""
+    for name in ("param_state_sharding_type", "distrib_optim_sharding_type"):
+        for found in dicts_in(tree):
+            if isinstance(found.get(name), str):
+                sharding: str = found[name]
+                return sharding
+    return None
 
 
-def _take_common(tree: dict[Any, Any], part: Part) -> None:
-    sharding = (tree.get("content_metadata") or {}).get("distrib_optim_sharding_type")
-    if isinstance(sharding, str):
-        part.facts.setdefault("sharding", sharding)
-    for value in _values_of(tree.get("optimizer"), "param_state_sharding_type"):
-        if isinstance(value, str):
-            part.facts["sharding"] = value
+def _take_settings(archive: Archive, part: Part, *, common: bool) -> None:
+    """Add the settings in the common state, or in another object of the optimizer."""
+    for found in dicts_in(archive.tree):
+        if isinstance(found.get("betas"), (tuple, list)):
+            part.facts["adam_beta2"] = float(found["betas"][1])
+        if OFFLOADED in found:
+            part.facts[OFFLOADED] = float(found[OFFLOADED])
+            part.facts["counted"] = part.facts.get("counted", True) and "step" in found
+            if common and isinstance(archive.tree, dict):
+                part.facts["names_classes"] = True
+        if "growth_tracker" in found:
+            part.scalers.append({**found, "scale": _number(archive, found.get("scale"))})
 
 
 def _note_dtypes(part: Part, params: str, bucket: str) -> None:
@@ -113,25 +114,10 @@ def _take_gathered(archive: Archive, part: Part) -> None:
     """Add all ranks' states from one object of the form ``{index: {dtypes: {state: tensor}}}``."""
     for keys, tensor in archive.tensors():
         for key in keys:
-            if (
-                isinstance(key, tuple)
-                and len(key) == 2
-                and all(isinstance(name, Name) for name in key)
-            ):
-                _note_dtypes(part, key[0].path, key[1].path)
-        component = _COMPONENT.get(str(keys[-1]) if keys else "", OTHER)
-        part.add(
-            component,
-            Tensor(f"param_state.{tensor.name}", tensor.dtype, tensor.elements, tensor.parts),
-        )
-
-
-def _dicts_with(tree: Any, name: str) -> Iterator[dict[Any, Any]]:
-    return (mapping for mapping in dicts_in(tree) if name in mapping)
-
-
-def _values_of(tree: Any, name: str) -> Iterator[Any]:
-    return (mapping[name] for mapping in _dicts_with(tree, name))
+            if isinstance(key, tuple):
+                _note_dtypes(part, *(dtype.kind for dtype in key))
+        name = f"param_state.{tensor.name}"
+        part.add(_COMPONENT.get(str(keys[-1]), OTHER), dataclasses.replace(tensor, name=name))
 
 
 def _number(archive: Archive, value: Any) -> float | None:
@@ -139,8 +125,7 @@ def _number(archive: Archive, value: Any) -> float | None:
     if isinstance(value, (int, float)):
         return float(value)
     for _, tensor in archive.tensors([value]):
-        content = tensor.parts[0](4) if tensor.parts and tensor.dtype == "fp32" else b""
-        if len(content) == 4:
-            number: float = struct.unpack("<f", content)[0]
+        if (tensor.dtype, tensor.elements) == ("fp32", 1):
+            number: float = struct.unpack("<f", tensor.parts[0](4))[0]
             return number
     return None

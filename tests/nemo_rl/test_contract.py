@@ -16,7 +16,7 @@ from precision_shim_adapters.nemo_rl.megatron import read_wishes
 
 from .. import contract
 from ..checkouts import Told, as_checkout
-from ..checkpoint_doctor import FP16, ask
+from ..checkpoint_doctor import hold_groups
 from ..rank_server import Ranks
 from ..upstreams_own import Own, fetch, in_a_fork_of
 from ..wishes import Case
@@ -130,21 +130,16 @@ class TestJob(contract.Job):
         super().test_all_say_what_the_worker_says()
 
 
-class TestDamage(contract.Damage):
-    driver = DRIVER
-
-    @pytest.fixture(params=["v1", "v2"])  # v1 saves weights in .distcp files, v2 in safetensors
-    def saved(
-        self, worker: Any, shim: Any, tmp_path: Path, request: pytest.FixtureRequest
-    ) -> contract.Saved:
-        shim()
-        folder = tmp_path / "step_1" / "policy"
-        with worker(request.param, "float16") as trained:
-            trained.train(batch(), loss_for(request.param))
-            save(trained, folder)
-        assert ask(folder, "nemo-rl", FP16).outcome.exact
-        groups = {f"dtensor {kind}": kind == request.param for kind in ("v1", "v2")}
-        return contract.Saved(folder, FP16, groups)
+@pytest.mark.parametrize("kind", ["v1", "v2"])  # v1 saves weights as .distcp, v2 as safetensors
+def test_the_checkpoint_doctor_asks_for_the_workers_of_the_job(
+    worker: Any, shim: Any, tmp_path: Path, kind: str
+) -> None:
+    shim()
+    folder = tmp_path / "step_1" / "policy"
+    with worker(kind, "float16") as trained:
+        trained.train(batch(), loss_for(kind))
+        save(trained, folder)
+    hold_groups(folder, "nemo-rl", {f"dtensor {each}": each == kind for each in ("v1", "v2")})
 
 
 class TestUpstream(contract.Upstream):

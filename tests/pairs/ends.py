@@ -82,8 +82,27 @@ def run(pair: Pair, launch: Callable[[str], Ranks], folder: Path) -> Results:
 
 
 def end_of(pair: Pair, launch: Callable[[str], Ranks], folder: Path) -> End:
-    """Run a pair; returns its end. If there are several ranks, the worst end counts."""
+    """Run a pair; returns its end. If there are several ranks, the worst end counts.
+
+    If the checkpoint doctor foretold an exact resume, no other end is allowed.
+    """
     found = run(pair, launch, folder / "pair")
+    end = _end_of(pair, launch, folder, found)
+    foretold = [one.get("foretold") for one in found[-1]]
+    if "exact" in foretold and end.kind != "exact" and not _unknown_to_the_doctor(pair):
+        return End("wrong", f"foretold exact, and {end.kind}: {end.why}")
+    return end
+
+
+def _unknown_to_the_doctor(pair: Pair) -> bool:
+    """Whether the result depends on more than the last checkpoint and the resuming job's config.
+
+    The doctor does not know the resuming job's model, nor that a save was killed.
+    """
+    return bool(pair.kill) or pair.jobs[-1].dtype != pair.jobs[-2].dtype
+
+
+def _end_of(pair: Pair, launch: Callable[[str], Ranks], folder: Path, found: Results) -> End:
     plain = _Lazily(lambda: run(pair.unpatched(), launch, folder / "unpatched"))
     failed = [one for one in found[-1] if one["error"]]
     if failed:

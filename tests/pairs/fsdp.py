@@ -31,6 +31,7 @@ class Training:
     """Trains verl's FSDP engine; see ``processes.Training``."""
 
     def __init__(self, pair: Pair, job: Job) -> None:
+        self.asked = {"precision": COMPUTED[job.dtype]}
         fields = {"param_offload": True, "optimizer_offload": True} if job.offload else {}
         self.engine = one = support.engine(
             os.environ["MODEL"],

@@ -151,6 +151,8 @@ class Training:
         self.config, self.sharding = optim, pair.sharding
         self.saved = Saved(chunks, get_megatron_optimizer(chunks, optim))
         self.chunks, self.optimizer = chunks, self.saved.optimizer
+        bucket = {"grad_reduce_in_fp32": YES[job.bucket] if job.bucket else True}
+        self.asked = {**overrides(job), "adam_beta2": optim.adam_beta2, **bucket}
 
     def steps(self, steps: range, overflows: tuple[int, ...]) -> list[list[Any]]:
         """See ``processes.Training``; each step also has the scale, after the norm."""

@@ -19,12 +19,19 @@ import torch
 
 import precision_shim
 
+from ..checkpoint_doctor import verdict
 from ..rank_server import Launch
 from .drawing import OFF, Job, Pair, parse
 
 
 class Training(Protocol):
-    """The model, optimizer and scaler of one job."""
+    """The model, optimizer and scaler of one job.
+
+    Attributes:
+        asked: the job's config, as the checkpoint doctor takes it.
+    """
+
+    asked: dict[str, Any]
 
     def steps(self, steps: range, overflows: tuple[int, ...]) -> list[list[Any]]:
         """Train; returns the losses and the gradient norm of each step."""
@@ -81,6 +88,7 @@ def run(launch: Launch, build: Callable[[Pair, Job], Training]) -> dict[str, Any
             switch(job)
             one = build(pair, job)
             if last:
+                found["foretold"] = foretold(directory, one.asked)
                 found["phase"] = "load"
                 one.load(directory)
                 found["state"] = one.state()
@@ -117,6 +125,14 @@ def run(launch: Launch, build: Callable[[Pair, Job], Training]) -> dict[str, Any
     found["said"] = said
     found["decisions"] = [f"{one.chosen}; {one.because}" for one in _decisions()]
     return found
+
+
+def foretold(directory: Path, asked: dict[str, Any]) -> str:
+    """The checkpoint doctor's verdict on the resume that follows."""
+    try:
+        return verdict(directory, "verl", asked)
+    except precision_shim.PrecisionShimError as error:
+        return str(error)
 
 
 def _decisions() -> Iterable[Any]:

@@ -116,11 +116,28 @@ ANEW = {**STATE, "scale": 65536.0, "tracker": 0, "counts": [0, 0, 0]}
             "refused",
         ),
         ({"error": ["CheckpointLayoutError", "no.", True], "phase": "load"}, "wrong"),
+        ({"foretold": "exact"}, "exact"),
+        ({"foretold": "exact", "state": ANEW, "said": [FRESH]}, "wrong"),
+        (
+            {
+                "foretold": "exact",
+                "error": ["CheckpointLayoutError", "Set this to that", True],
+                "phase": "load",
+            },
+            "wrong",
+        ),
         ({"error": ["AssertionError", "", False], "phase": "load"}, "wrong"),
     ],
 )
 def test_with_the_shim_on(tmp_path: Path, changes: dict[str, Any], end: str) -> None:
     assert ended(tmp_path, PAIR, saver(), saver(**changes), plain=(saver(), saver())) == end
+
+
+def test_what_the_doctor_cannot_foretell(tmp_path: Path) -> None:
+    """The doctor does not know that the resuming job has a model of another dtype."""
+    told = saver(state=ANEW, said=[FRESH], foretold="exact")
+    text = "- | dtype=bf16 | dtype=fp16 seed=1"
+    assert ended(tmp_path, text, saver(), told) == "told"
 
 
 def test_an_error_is_allowed_where_the_framework_alone_has_it_too(tmp_path: Path) -> None:

@@ -344,7 +344,7 @@ def test_checkpoint(pattern: str, tmp_path: Path) -> None:
     for command in matching(pattern):
         done = execute(command, put, "--framework=verl")
         assert (done.returncode, done.stderr) == (1, ""), "without verl no resume is exact"
-        for label in ("written as", "parameters", "loss scaler", "resumed here  not here: "):
+        for label in ("written as", "params", "loss scaler", "resumed here  not here: "):
             assert f"\n  {label}" in done.stdout
 
 

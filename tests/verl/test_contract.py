@@ -27,7 +27,6 @@ from ..upstreams_own import Own, fetch
 from ..wishes import Case
 from .conftest import VERL
 from .support import engine, optim_config
-from .test_checkpoints import STEPS, job
 
 DRIVER = contract.Driver(
     "verl",
@@ -145,25 +144,6 @@ class TestJob(contract.Job):
         with refused("verl", "fp16-scaling", "legacy fsdp workers"):
             ppo = "starts anew" if Version("0.8") > VERL else "exact"
             assert said() == [ppo, "exact", "exact"]
-
-
-@in_force
-class TestDamage(contract.Damage):
-    """Damages checkpoints of Megatron; ``test_fsdp_fp16`` damages checkpoints of FSDP."""
-
-    driver = DRIVER
-
-    @pytest.fixture
-    def saved(
-        self, fused_adam: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> contract.Saved:
-        # The checkpoint has fp32 states; before 0.9 the job's states would follow the bf16 model.
-        monkeypatch.setenv("PRECISION_SHIM_OPTIMIZER_STATES", "as-configured")
-        folder = tmp_path / "saved"
-        first = job()
-        first.train(STEPS)
-        first.save(folder, "fully_reshardable")
-        return contract.Saved(folder, {"adam_beta2": 0.95, "grad_reduce_in_fp32": True}, {})
 
 
 class TestUpstream(contract.Upstream):

@@ -23,12 +23,6 @@ from ..process.settings import Settings
 from ..process.versions import version_of
 from .layout import FAILS, NOT_HERE, Outcome, Part
 
-_BENEATH = {
-    "megatron-core": ("megatron",),
-    "transformer-engine": ("transformer_engine",),
-    "torch": ("torch",),
-}
-
 __all__ = ["Here", "foretell", "remedy"]
 
 
@@ -88,17 +82,6 @@ class Here:
             and version_of(known[name].distribution, known[name].packages) is not None
         ]
         return installed[0] if len(installed) == 1 else ""
-
-    def versions(self, framework: str) -> dict[str, str]:
-        """Return the installed versions of a framework and of the packages that it builds on."""
-        entry = records().get(framework)
-        installed = {}
-        named = {entry.distribution: entry.packages} if entry else {}
-        for name, packages in {**named, **_BENEATH}.items():
-            version = version_of(name, packages)
-            if version is not None:
-                installed[name] = version
-        return installed
 
 
 def foretell(part: Part, here: Here) -> Outcome:

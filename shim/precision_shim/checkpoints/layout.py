@@ -54,7 +54,6 @@ class Part:
         kind: kind of the files with the optimizer states, such as ``"dcp"``; see ``units.py``.
         beside: the directories with files of other kinds (exports for inference, or the weights),
             each with its kind.
-        weights: the directories in ``beside`` from which parameters were read.
         held: the model's tensors, by component.
         facts: further results that readers store for predicting the resume, by name, such as
             ``sharding``, ``adam_beta2``, and the dtypes ``params`` and ``bucket``.
@@ -71,7 +70,6 @@ class Part:
     units: tuple[Unit, ...]
     kind: str
     beside: tuple[tuple[Path, str], ...] = ()
-    weights: list[Unit] = field(default_factory=list)
     held: dict[str, list[Tensor]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     scalers: list[dict[str, Any]] = field(default_factory=list)

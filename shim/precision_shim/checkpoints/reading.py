@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,14 +16,21 @@ from typing import Any
 
 from ..errors import CheckpointUnreadableError, ScalerCheckpointError
 from ..precision.belonging import files_beneath, fingerprints, foreign
-from ..precision.scaler_record import FILE_NAME, KIND, parse, parse_bytes, read_record, state_of
+from ..precision.scaler_record import (
+    FILE_NAME,
+    KIND,
+    bad_record,
+    parse,
+    parse_bytes,
+    read_record,
+    state_of,
+)
 from ..process.registry import checkpoint_readers
-from .finding import find, saying_how_to_go_on
+from .finding import read_units, search
 from .layout import (
     EXP_AVG,
     EXP_AVG_SQ,
     MASTER,
-    NONE,
     NUMBERS,
     OTHER,
     PARAMS,
@@ -33,15 +40,13 @@ from .layout import (
     Part,
     Scaler,
 )
-from .pickles import dicts_in, is_small
-from .tensors import Archive, Tensor
+from .pickles import dicts_in
+from .tensors import Tensor
 from .units import Unit, read_unit
 
 __all__ = ["read_parts"]
 
 _RECORD_KEY = "precision_shim_scaler"
-_RECORD = 1 << 10
-"""Maximum number of values in a scaler's record; its text may have 1,024 bytes for each value."""
 _SAMPLE = 64 << 20
 """Maximum number of bytes that are read of a component; a smaller component is read whole."""
 
@@ -50,14 +55,25 @@ def read_parts(path: str | Path, framework: str | None = None) -> list[Part]:
     """Read a checkpoint's models.
 
     Raises:
-        CheckpointUnreadableError: there is no checkpoint, or it is incomplete.
+        CheckpointUnreadableError: there is no checkpoint, or it is incomplete or damaged.
     """
-    parts = find(Path(path), framework)
-    with saying_how_to_go_on(Path(path)):
+    top, found = search(Path(path))
+    try:
+        parts = read_units(top, found, framework)
         for part in parts:
+            if top != Path(path):
+                part.notes.append(f"the last of the steps there: {top.name}")
             _sort(part)
         if not any(part.held for part in parts):
             raise CheckpointUnreadableError(f"{path}: its files hold no tensor.")
+    except Exception as error:  # a damaged or foreign file may cause any error
+        what = str(error)
+        if not isinstance(error, CheckpointUnreadableError):
+            why = f"{type(error).__name__}: {error}"
+            what = f"{path}: a checkpoint in a form that is not known ({why})."
+        raise CheckpointUnreadableError(
+            f"{what} Take another checkpoint or bring what is damaged or missing back from a copy."
+        ) from error
     return parts
 
 
@@ -69,8 +85,7 @@ def _sort(part: Part) -> None:
         take(unit, part)
     for directory, kind in part.beside:
         if not part.held.get(PARAMS):
-            part.weights.append(read_unit(directory, kind))
-            _take(part.weights[-1], part)
+            _take(read_unit(directory, kind), part)
     part.scaler = _scaler_of(part)
     _look_at_values(part)
 
@@ -96,90 +111,65 @@ def _take(unit: Unit, part: Part) -> None:
 
 
 def _scaler_of(part: Part) -> Scaler:
-    directories = {unit.path for unit in part.units} | {part.path}
-    directories |= {unit.path / "optimizer" for unit in part.units}
-    directories |= {unit.path.parent for unit in part.units} | {part.path / "optimizer"}
-    for directory in sorted(directories):
-        file = directory / FILE_NAME
-        if file.is_file():
-            return _judge_file(file)
-    for unit in part.units:
-        for key, tensor in unit.tensors.items():
-            if key.rpartition(".")[2] == _RECORD_KEY:
-                return _judge_tensor(tensor, f"{unit.path} ({key})")
-        for key in unit.objects:
-            if key.rpartition(".")[2] == _RECORD_KEY:
-                where = f"{unit.path} ({key})"
-                return Scaler("damaged", where, "an object where a tensor of bytes was expected")
-    records = [
-        (archive, record)
-        for unit in part.units
-        for archive in unit.common
-        for record in _records_in(archive.tree)
-    ]
-    if records:
-        return _judge_all(records)
-    return _judge_native(part)
-
-
-def _judge_file(file: Path) -> Scaler:
-    try:
-        if file.stat().st_size > _RECORD << 10:
-            return Scaler("damaged", str(file), "it is too large for a record")
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        return Scaler("damaged", str(file), f"it cannot be read ({error})")
-    judged = _judge(partial(parse, text, str(file)), str(file))
-    return _check_save(judged, files_beneath(file.parent))
-
-
-def _check_save(judged: Scaler, files: Mapping[str, str | Path]) -> Scaler:
-    """Check by fingerprints that a valid scaler record and files beside it are from one save."""
-    if judged.saved is None or judged.saved.files is None:
-        return judged
-    others = foreign(judged.saved.files, fingerprints(files))
-    if not others:
-        return judged
-    text = f"{others[0]} is not the file that it was written with"
-    return Scaler("of another save", judged.where, text, judged.saved)
-
-
-def _judge(make: Callable[[], object], where: str) -> Scaler:
-    try:
-        saved = read_record(make(), where)
-    except ScalerCheckpointError as error:
-        return Scaler("damaged", where, str(error).removeprefix(f"{where}: ").partition(". ")[0])
+    """Check all records of the loss scaler, by the rules of a resume."""
+    states, found = set(), []
+    for where, read, files, all_named in _records_of(part):
+        try:
+            record = read()
+            saved = read_record(record, where)
+        except ScalerCheckpointError as error:
+            why = str(error).removeprefix(f"{where}: ").partition(". ")[0]
+            return Scaler("damaged", where, why)
+        states.add(state_of(record))
+        named = saved.files or {}
+        beside = {name: file for name, file in files.items() if all_named or name in named}
+        found.append((where, saved, beside))
+    if not found:
+        return _judge_native(part)
+    if len(states) > 1:
+        return Scaler("damaged", found[0][0], "the ranks' files hold different states")
+    for where, saved, beside in found:
+        others = [] if saved.files is None else foreign(saved.files, fingerprints(beside))
+        if others:
+            text = f"{others[0]} is not the file that it was written with"
+            return Scaler("of another save", where, text, saved)
+    where, saved, _ = found[0]
     text = f"scale {saved.scale:g}, {saved.growth_tracker} good steps, {saved.skipped} skipped"
     return Scaler("whole", where, text, saved)
 
 
-def _judge_tensor(tensor: Tensor, where: str) -> Scaler:
-    if tensor.dtype != "uint8":
-        return Scaler("damaged", where, f"a tensor of {tensor.dtype} where bytes were expected")
-    if tensor.elements > _RECORD << 10:
-        return Scaler("damaged", where, "it is too large for a record")
-    try:
-        content = b"".join(part(tensor.elements) for part in tensor.parts)
-    except CheckpointUnreadableError as error:
-        return Scaler("damaged", where, str(error).rstrip("."))
-    return _judge(lambda: parse_bytes(content, where), where)
+def _records_of(part: Part) -> Iterator[tuple[str, Callable[[], object], dict[str, str], bool]]:
+    """Yield each record's place, a function that reads it, and the files beside it.
+
+    The fourth item is whether the record names all of these files; a rank's own file has a record
+    that names only the files of this rank.
+    """
+    places = {unit.path for unit in part.units} | {unit.path.parent for unit in part.units}
+    places |= {part.path, *(place / "optimizer" for place in (*places, part.path))}
+    for directory in sorted(places):
+        file = directory / FILE_NAME
+        if file.is_file():
+            text = file.read_text(encoding="utf-8", errors="replace")
+            yield str(file), partial(parse, text, str(file)), files_beneath(directory), True
+            return
+    for unit in part.units:
+        for key in (*unit.tensors, *unit.objects):
+            if key.rpartition(".")[2] == _RECORD_KEY:
+                where = f"{unit.path} ({key})"
+                yield where, partial(_of_tensor, unit.tensors.get(key), where), {}, False
+                return
+        for archive in unit.common:
+            beside = files_beneath(archive.path.parent)
+            for record in _records_in(archive.tree):
+                yield str(archive.path), partial(dict, record), beside, False
 
 
-def _judge_all(records: list[tuple[Archive, dict[str, Any]]]) -> Scaler:
-    judged = [_judge(partial(dict, record), str(archive.path)) for archive, record in records]
-    broken = [verdict for verdict in judged if verdict.state != "whole"]
-    if broken:
-        return broken[0]
-    if len({state_of(record) for _, record in records}) > 1:
-        return Scaler("damaged", judged[0].where, "the ranks' files hold different states")
-    for (archive, _), verdict in zip(records, judged, strict=True):
-        # Compare each record only with files that the record names and that exist.
-        beside = files_beneath(archive.path.parent)
-        named = verdict.saved.files or {}
-        held = _check_save(verdict, {name: beside[name] for name in named if name in beside})
-        if held.state != "whole":
-            return held
-    return judged[0]
+def _of_tensor(tensor: Tensor | None, where: str) -> object:
+    if tensor is None or tensor.dtype != "uint8":
+        what = "an object" if tensor is None else f"a tensor of {tensor.dtype}"
+        raise bad_record(where, f"{what} where a tensor of bytes was expected")
+    content = b"".join(part(tensor.elements) for part in tensor.parts)
+    return parse_bytes(content, where)
 
 
 def _records_in(tree: Any) -> Iterator[dict[str, Any]]:
@@ -188,7 +178,7 @@ def _records_in(tree: Any) -> Iterator[dict[str, Any]]:
 
     for node in filter(has_one, dicts_in(tree, leave=has_one)):
         record = node if node.get("kind") == KIND else node[_RECORD_KEY]
-        yield record if isinstance(record, dict) and is_small(record, _RECORD) else {}
+        yield record if isinstance(record, dict) else {}
 
 
 _NATIVE = ("scale", "growth_tracker", "hysteresis_tracker")
@@ -199,16 +189,14 @@ def _judge_native(part: Part) -> Scaler:
     if not part.scalers:
         return Scaler("none")
     where = str(part.path)
-    for scaler in part.scalers:
-        lacking = [name for name in _NATIVE if scaler.get(name) is None]
-        if lacking:
-            return Scaler("damaged", where, f"it has no {lacking[0]}")
-        if not (isinstance(scaler["scale"], float) and 0.0 < scaler["scale"] < math.inf):
-            return Scaler("damaged", where, f"its scale is {scaler['scale']!r}")
-        for name in _NATIVE[1:]:
-            if type(scaler[name]) is not int:
-                return Scaler("damaged", where, f"its {name} is no whole number")
-    states = {tuple(scaler[name] for name in _NATIVE) for scaler in part.scalers}
+    states: set[tuple[Any, ...]] = {
+        tuple(scaler.get(name) for name in _NATIVE) for scaler in part.scalers
+    }
+    for state in states:
+        for name, value in zip(_NATIVE, state, strict=True):
+            kind = float if name == "scale" else int
+            if type(value) is not kind or not 0.0 <= value < math.inf:
+                return Scaler("damaged", where, f"its {name} is {value!r}")
     part.facts["scalers_differ"] = len(states) > 1
     texts = (f"scale {a:g}, {b} good steps, hysteresis {c}" for a, b, c in sorted(states))
     return Scaler("whole", where, "; ".join(texts))
@@ -216,22 +204,17 @@ def _judge_native(part: Part) -> Scaler:
 
 def _look_at_values(part: Part) -> None:
     masters = set(part.dtypes(MASTER))
-    if not masters:
-        part.masters = NONE
-    elif masters == {"int16"}:
-        part.masters = REMAINDERS
-    elif find_spec("torch") is None:
-        part.masters = UNKNOWN
-        part.notes.append("torch is not installed here: no values were looked at")
-    else:
-        from .values import are_numbers
+    if masters:
+        part.masters = REMAINDERS if masters == {"int16"} else UNKNOWN
+    if find_spec("torch") is None:
+        if part.masters == UNKNOWN:
+            part.notes.append("torch is not installed here: no values were looked at")
+        return
+    from .values import are_numbers, narrower
 
+    if part.masters == UNKNOWN:
         numbers = are_numbers(part, _SAMPLE)
         part.masters = UNKNOWN if numbers is None else NUMBERS if numbers else WHOLE
-    if find_spec("torch") is None:
-        return
-    from .values import narrower
-
     part.moments = {
         name: narrower(part.held[name], _SAMPLE)
         for name in (EXP_AVG, EXP_AVG_SQ)

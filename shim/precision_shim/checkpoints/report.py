@@ -7,31 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .checking import MOST, Checked, check, percent, size_text
-from .finding import saying_how_to_go_on
 from .foretelling import Here, foretell, remedy
-from .layout import (
-    COMPONENTS,
-    EXACT,
-    EXP_AVG,
-    EXP_AVG_SQ,
-    MASTER,
-    NOT_HERE,
-    PARAMS,
-    Outcome,
-    Part,
-)
+from .layout import COMPONENTS, EXACT, MASTER, NOT_HERE, Outcome, Part
 from .reading import read_parts
 
 __all__ = ["Examined", "examine"]
-
-_KINDS = {
-    "megatron": "Megatron's distributed checkpoint",
-    "dcp": "torch's distributed checkpoint",
-    "shards": "a file of each rank",
-    "safetensors": "safetensors",
-}
-_LABELS = {PARAMS: "parameters", MASTER: "masters"}
 
 
 @dataclass(frozen=True)
@@ -41,61 +21,44 @@ class Examined:
     Attributes:
         part: the content of the model's files.
         outcome: predicted result of a resume in this environment.
-        checked: the model's files, and which of their bytes have a correct checksum.
         remedy: the setting that makes an inexact resume exact; empty if the resume is exact or no
             setting makes it exact.
     """
 
     part: Part
     outcome: Outcome
-    checked: Checked
     remedy: str = ""
 
     def lines(self) -> Iterator[str]:
         """Yield the result as lines of text."""
-        part = self.part
-        whose = " ".join(word for word in (part.framework, part.subject) if word)
+        part, unit = self.part, self.part.units[0]
+        whose = f"{part.framework} {part.subject}".strip()
         yield f"{part.path}" + (f": {whose}" if whose else "")
-        rows: list[tuple[str, str]] = []
-        sharding = part.facts.get("sharding")
-        ranks = part.units[0].world_size
-        written = _KINDS[part.kind]
-        written += f", {sharding}" if sharding else f", {ranks} ranks" if ranks else ""
-        rows.append(("written as", written))
-        for name in COMPONENTS:
-            dtypes = part.dtypes(name)
-            if dtypes:
-                rows.append((_LABELS.get(name, name), self._held(name, dtypes)))
-            elif name == MASTER:
-                rows.append((_LABELS[name], "none: the parameters are all there is"))
+        ranks = f"{unit.world_size} ranks" if unit.world_size else ""
+        written = [part.kind, part.facts.get("sharding"), ranks]
+        rows = [("written as", ", ".join(word for word in written if word))]
+        rows += [(name, self._held(name)) for name in COMPONENTS if part.held.get(name)]
         scaler = part.scaler
-        told = f"{scaler.state}: {scaler.text}" if scaler.text else scaler.state
-        rows.append(("loss scaler", told))
-        rows += self.checked.rows()
+        rows.append(("loss scaler", f"{scaler.state}: {scaler.text}".removesuffix(": ")))
         rows += [("note", note) for note in part.notes]
-        told = f"{self.outcome.verdict}: {self.outcome.because}"
-        if self.outcome.exact and self.checked.share("checked") < 1:
-            told += f"; {percent(self.checked.share('checked'))} of the bytes were checked"
-        rows.append(("resumed here", told))
+        rows.append(("resumed here", f"{self.outcome.verdict}: {self.outcome.because}"))
         if self.outcome.verdict not in (EXACT, NOT_HERE):
             how = self.remedy or "no setting: begin from the weights, or take another checkpoint"
             rows.append(("exact with", how))
-        width = max(len(name) for name, _ in rows)
         for name, text in rows:
-            yield f"  {name.ljust(width)}  {text}"
+            yield f"  {name.ljust(12)}  {text}"
 
-    def _held(self, name: str, dtypes: dict[str, int]) -> str:
+    def _held(self, name: str) -> str:
         part = self.part
-        what = ", ".join(dtypes)
-        if name == MASTER:
-            what = part.masters
-        elif name in (EXP_AVG, EXP_AVG_SQ) and part.moments.get(name):
+        dtypes = part.dtypes(name)
+        what = part.masters if name == MASTER else ", ".join(dtypes)
+        if part.moments.get(name):
             what += f", every value a {part.moments[name][0]} number"
-        return f"{what}: {sum(dtypes.values()):,} elements, {size_text(part.bytes(name))}"
+        return f"{what}: {sum(dtypes.values()):,} elements, {part.bytes(name):,} bytes"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result in a form for JSON."""
-        part = self.part
+        part, scaler = self.part, self.part.scaler
         return {
             "framework": part.framework,
             "subject": part.subject,
@@ -113,44 +76,34 @@ class Examined:
             },
             "masters": part.masters,
             "fits": {name: list(dtypes) for name, dtypes in part.moments.items()},
-            "scaler": {
-                "state": part.scaler.state,
-                "where": part.scaler.where,
-                "found": part.scaler.text,
-            },
+            "scaler": {"state": scaler.state, "where": scaler.where, "found": scaler.text},
             "resume": {
                 "exact": self.outcome.exact,
                 "verdict": self.outcome.verdict,
                 "because": self.outcome.because,
                 "exact_with": self.remedy or None,
             },
-            "files": self.checked.to_dict(),
             "notes": part.notes,
         }
 
 
-def examine(
-    path: str | Path, here: Here, framework: str | None = None, *, most: int | None = MOST
-) -> list[Examined]:
-    """Read and check a checkpoint, and predict how its resume ends.
+def examine(path: str | Path, here: Here, framework: str | None = None) -> list[Examined]:
+    """Read a checkpoint, and predict how its resume ends.
 
     Args:
         path: the directory of a run, of a step, of a model, or of the files themselves.
         here: the environment of the resume.
         framework: the framework that wrote the checkpoint. If ``framework`` is ``None``, infer it
             from directory names, or else use the only installed framework that can read the files.
-        most: maximum number of bytes that are compared with their checksums; ``None`` for all.
 
     Raises:
         CheckpointUnreadableError: there is no checkpoint, or it is incomplete or damaged.
     """
     examined = []
     for part in read_parts(path, framework):
-        with saying_how_to_go_on(Path(path)):
-            checked = check(part, most)
         if not part.framework:
             part.framework = here.only_framework(part.kind)
         outcome = foretell(part, here)
         how = "" if outcome.verdict in (EXACT, NOT_HERE) else remedy(part, here)
-        examined.append(Examined(part, outcome, checked, how))
+        examined.append(Examined(part, outcome, how))
     return examined

@@ -8,16 +8,17 @@ from functools import partial
 import torch
 
 from ..precision.continuing import NARROWER
-from ..precision.dtypes import parse_dtype
 from ..precision.remainders import looks_like_remainders, rounds_exactly
 from .layout import MASTER, PARAMS, Part
 from .tensors import Tensor, item_size
 
 __all__ = ["are_numbers", "narrower", "samples"]
 
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""The dtypes of which values are read."""
+
 _LEAST = 64 << 10
 """Minimum number of bytes to read from each piece of a tensor."""
-
 
 _PIECES = 512
 """Maximum number of pieces that are read: every piece is a separate archive to open."""
@@ -39,18 +40,18 @@ def samples(tensors: Sequence[Tensor], most: int) -> Iterator[tuple[Tensor, int,
     """
     full = any(tensor.elements >= _ALIGNED for tensor in tensors)
     pieces = [
-        (tensor, number, dtype)
+        (tensor, number)
         for tensor in tensors
-        if (dtype := parse_dtype(tensor.dtype)) in (torch.float32, torch.bfloat16, torch.float16)
+        if tensor.dtype in _DTYPES
         for number in range(len(tensor.parts))
     ]
     chosen = pieces[:: -(-len(pieces) // _PIECES) or 1]
-    share = max(_LEAST, most // max(1, len(chosen)))
-    for sampled, number, dtype in chosen:
+    share = max(_LEAST, most // max(1, len(chosen)) // 8 * 8)  # a whole number of elements
+    for sampled, number in chosen:
         content = sampled.parts[number](share)
-        content = content[: len(content) - len(content) % item_size(sampled.dtype)]
         if content and (len(content) // item_size(sampled.dtype) >= _ALIGNED or not full):
-            yield sampled, number, torch.frombuffer(bytearray(content), dtype=dtype)
+            value = torch.frombuffer(bytearray(content), dtype=_DTYPES[sampled.dtype])
+            yield sampled, number, value
 
 
 def narrower(tensors: Sequence[Tensor], most: int) -> tuple[str, ...]:
@@ -58,7 +59,7 @@ def narrower(tensors: Sequence[Tensor], most: int) -> tuple[str, ...]:
     fits: list[str] | None = None
     for _, _, value in samples(tensors, most):
         left = NARROWER if fits is None else fits
-        fits = [name for name in left if rounds_exactly(value, _dtype(name))]
+        fits = [name for name in left if rounds_exactly(value, _DTYPES[name])]
         if not fits:
             break
     return tuple(fits or ())
@@ -84,15 +85,8 @@ def _param_of(
     """Return the values of a master's parameter, or a substitute if the checkpoint lacks them."""
     weight = weights.get(tensor.name.partition("param.")[2])
     if weight is not None and len(weight.parts) == len(tensor.parts):
-        dtype, size = parse_dtype(weight.dtype), value.numel() * item_size(weight.dtype)
-        content = weight.parts[number](size)
-        if dtype is not None and len(content) == size:
-            return torch.frombuffer(bytearray(content), dtype=dtype)
+        content = weight.parts[number](value.numel() * item_size(weight.dtype))
+        if weight.dtype in _DTYPES and len(content) == value.numel() * item_size(weight.dtype):
+            return torch.frombuffer(bytearray(content), dtype=_DTYPES[weight.dtype])
     # With this result, looks_like_remainders is true if all masters are whole and some exceed 1.
     return value.clamp(-1.0, 1.0)
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = parse_dtype(name)
-    assert dtype is not None
-    return dtype

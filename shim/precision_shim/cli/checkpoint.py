@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 _HELP = "Tell what a checkpoint holds, and whether a resume here goes on exactly."
 _MORE = (
-    "Reads the files' metadata, a sample of the optimizer's values and, of the small files, all "
-    "that has a checksum; opens no pickle, builds no model and needs no GPU. It predicts a "
+    "Reads the files' metadata and a sample of the optimizer's values; runs nothing that a file "
+    "names, builds no model and needs no GPU. It predicts a "
     "resume in this environment: with the versions that are installed, and with PRECISION_SHIM and "
     "its settings. Give what your job's own config asks for with --config; without it the doctor "
     "assumes what the files show. Exit status 0: a resume goes on exactly; 1: it does not; 2: no "
@@ -38,11 +38,6 @@ def register(commands: Commands) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
     parser.add_argument(
-        "--full",
-        action="store_true",
-        help="read every byte that has a checksum; by default 256 MiB, the small files first",
-    )
-    parser.add_argument(
         "--framework", metavar="NAME", help="whose checkpoint it is, where that does not show"
     )
     parser.add_argument(
@@ -50,13 +45,13 @@ def register(commands: Commands) -> None:
         metavar="FIELD=VALUE",
         action="append",
         default=[],
-        help=_config_help(),
+        help="a field of the optimizer's config that your job's config sets, or "
+        f"{_PRECISION}=fp16 for a job on FSDP or DTensor; may be repeated",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Examine the checkpoint, print the result, and return the exit status."""
-    from ..checkpoints.checking import MOST
     from ..checkpoints.foretelling import Here
     from ..checkpoints.report import examine
     from ..errors import CheckpointUnreadableError, DtypeError, SettingsError
@@ -76,8 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     except (DtypeError, SettingsError) as error:
         arguments.parser.error(str(error))
     try:
-        most = None if arguments.full else MOST
-        examined = examine(arguments.path, here, arguments.framework, most=most)
+        examined = examine(arguments.path, here, arguments.framework)
     except CheckpointUnreadableError as error:
         if arguments.json:
             write(json.dumps({"ok": False, "path": arguments.path, "unreadable": str(error)}))
@@ -85,21 +79,15 @@ def run(arguments: argparse.Namespace) -> int:
             print(error, file=sys.stderr)
         return 2
     ok = all(model.outcome.exact for model in examined)
-    environment = {
-        "shim": here.on,
-        "optimizer_states": here.settings["optimizer_states"],
-        "versions": here.versions(examined[0].part.framework),
-    }
+    states = here.settings["optimizer_states"]
     if arguments.json:
+        environment = {"shim": here.on, "optimizer_states": states}
         parts = [model.to_dict() for model in examined]
         values = {"ok": ok, "path": arguments.path, "here": environment, "parts": parts}
         write(json.dumps(values, indent=1))
         return int(not ok)
     blocks = ["\n".join(model.lines()) for model in examined]
-    there = here.versions(examined[0].part.framework)
-    versions = ", ".join(f"{name} {version}" for name, version in there.items())
-    shim = f"on, {environment['optimizer_states']}" if here.on else "off"
-    blocks.append(f"here: {versions or 'none of the frameworks'}; the shim is {shim}")
+    blocks.append(f"here the shim is {f'on, {states}' if here.on else 'off'}")
     show("\n\n".join(blocks))
     return int(not ok)
 
@@ -109,74 +97,49 @@ def _config(texts: list[str]) -> dict[str, Any] | None:
 
     config: dict[str, Any] = {}
     words = {"true": True, "false": False, "none": None, "1": True, "0": False}
+    numbers = {name for backend in _registry.backends() for name in backend.config.numbers}
     for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals or not name.strip():
+        name, equals, value = (word.strip() for word in text.partition("="))
+        if not equals or not name:
             raise SettingsError(f"--config {text!r} is not FIELD=VALUE.")
-        name, value = name.strip(), value.strip()
-        _check(text, name)
+        _check_name(text, name)
         config[name] = words.get(value.lower(), value)
-        if any(name in backend.config.numbers for backend in _registry.backends()):
+        if name in numbers:
             try:
                 config[name] = float(value)
             except ValueError:
                 raise SettingsError(f"--config {text!r}: {value!r} is no number.") from None
-    _check_values(config)
+    for name, allowed in _words().items():
+        if config.get(name, allowed[0]) not in allowed:
+            raise SettingsError(f"--config {name}={config[name]!r}: allowed: {', '.join(allowed)}.")
+    if find_spec("torch") is not None:  # without torch no dtype can be parsed and no job resumed
+        from ..precision.dtypes import coerce_dtype, coerce_dtypes
+
+        coerce_dtypes(config, where="--config")
+        coerce_dtype(config.get(_PRECISION), key=_PRECISION, where="--config")
     return config or None
 
 
-def _check_values(values: dict[str, Any]) -> None:
-    """Check the values of all ``--config`` fields, including fields that no prediction reads."""
-    from ..errors import SettingsError
-
-    for row in _registry.checkpoints().values():
-        for name, allowed in row.fields.items():
-            word = values.get(name, allowed[0])
-            if word not in allowed:
-                raise SettingsError(f"--config {name}={word!r}: allowed: {', '.join(allowed)}.")
-    if find_spec("torch") is None:  # without torch no dtype can be parsed and no job resumed
-        return
-    from ..precision.dtypes import coerce_dtype, coerce_dtypes
-
-    coerce_dtypes(values, where="--config")
-    coerce_dtype(values.get(_PRECISION), key=_PRECISION, where="--config")
+def _words() -> dict[str, tuple[str, ...]]:
+    """Map the frameworks' own fields to their allowed values."""
+    rows = _registry.checkpoints().values()
+    return {name: allowed for row in rows for name, allowed in row.fields.items()}
 
 
-def _check(text: str, name: str) -> None:
+def _check_name(text: str, name: str) -> None:
     """Raise an error for an unknown field, because ignoring it could make the verdict wrong."""
     from ..errors import SettingsError
     from ..seams import look
 
     configs = [backend.config for backend in _registry.backends()]
-    beside = [name for config in configs for name in config.beside]
-    beside += [
-        _PRECISION,
-        *(name for row in _registry.checkpoints().values() for name in row.fields),
-    ]
-    fields = [
-        field
-        for config in configs
-        for field in look(config.place).parameters
-        or config.fields  # look() finds no function of a backend that is not installed
-    ]
-    if name in (*fields, *beside):
+    beside = [*(name for config in configs for name in config.beside), _PRECISION, *_words()]
+    known = list(beside)
+    for config in configs:  # look() finds no function of a backend that is not installed
+        known += look(config.place).parameters or config.fields
+    if name in known:
         return
-    near = meant(name, (*fields, *beside))
+    near = meant(name, known)
     raise SettingsError(
         f"--config {text!r}: {' and '.join(config.name for config in configs)} has no field "
         f"{name!r} here{'; ' if near else '.'}{near} Allowed: its fields, and {', '.join(beside)}."
-    )
-
-
-def _config_help() -> str:
-    parts = []
-    for backend in _registry.backends():
-        parts += [
-            f"a field of {backend.config.name} that your job's config has",
-            *backend.config.beside,
-        ]
-    parts.append(f"{_PRECISION}=fp16 for a job on FSDP or DTensor")
-    rows = _registry.checkpoints(third_party=False).values()
-    return ", or ".join([*parts, *(row.fields_are for row in rows if row.fields_are)]) + (
-        "; may be repeated"
     )

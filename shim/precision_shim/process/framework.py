@@ -34,14 +34,12 @@ class Checkpoints(_Record):
             these files is exact.
         fields: fields of the framework's own config that a resume may depend on, each with its
             allowed values; the first value is the default.
-        fields_are: description of ``fields`` for the help of ``--config``; may be empty.
     """
 
     steps: str
     models: "tuple[str, ...]"
     resuming: "Mapping[str, str]"
     fields: "Mapping[str, tuple[str, ...]]"
-    fields_are: str
 
     def __init__(
         self,
@@ -49,14 +47,12 @@ class Checkpoints(_Record):
         models: "tuple[str, ...]" = (),
         resuming: "Mapping[str, str] | None" = None,
         fields: "Mapping[str, tuple[str, ...]] | None" = None,
-        fields_are: str = "",
     ) -> None:
         vars(self).update(
             steps=steps,
             models=models,
             resuming=resuming or {},
             fields=fields or {},
-            fields_are=fields_are,
         )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -72,6 +73,7 @@ class Live:
             optimizer for CPU offload.
         asked_aware: whether the config has ``use_precision_aware_optimizer``, even if CPU offload
             makes it ineffective.
+        torchs_adam: whether Megatron steps with torch's Adam, because there is no FusedAdam.
     """
 
     precision_aware: bool
@@ -81,6 +83,7 @@ class Live:
     problem: str = ""
     on_host: float | None = None
     asked_aware: bool = False
+    torchs_adam: bool = False
 
 
 def assume_fields(part: Part, here: Here) -> dict[str, Any]:
@@ -154,14 +157,20 @@ def foretell(
             )
     counting = any(holds(feature, offloaded.GROUP) for feature in offloaded.FEATURES)
     shimmed = holds(DISPATCH, STATES)
-    states = (
+    if live.torchs_adam and part.facts.get("sharding"):
+        return Outcome(
+            REFUSED if shimmed else FAILS,
+            "Megatron would step with torch's Adam, and cannot load its states: TransformerEngine "
+            "is not installed",
+        )
+    return (
         _cannot_count(part, live, counting, mends_offload)
         or (None if counting else _judge_left_out(part, live, mends_offload))
-        or (_with_shim(part, live) if shimmed else _without(part, live))
+        or (_masters_with_shim(part, live) if shimmed else _masters_without(part, live))
+        or _moments(part, live, shimmed)
+        or _scaler(part, live)
+        or _go_on(part, live)
     )
-    if not states.exact:
-        return states
-    return _scaler(part, live) or states
 
 
 def _live(wishes: Wishes, part: Part, here: Here, holds: Any) -> Live:
@@ -188,7 +197,8 @@ def _live(wishes: Wishes, part: Part, here: Here, holds: Any) -> Live:
     )
     moments = {EXP_AVG: named("exp_avg_dtype"), EXP_AVG_SQ: named("exp_avg_sq_dtype")}
     problem = now.support.problem if aware else ""
-    return Live(aware, bool(remainders), moments, params, problem, on_host, asked_aware)
+    torchs = not offloads and now.support.version is None and find_spec("apex") is None
+    return Live(aware, bool(remainders), moments, params, problem, on_host, asked_aware, torchs)
 
 
 def _cannot_count(part: Part, live: Live, shimmed: bool, mended: bool) -> Outcome | None:
@@ -225,39 +235,22 @@ def _judge_left_out(part: Part, live: Live, mended: bool) -> Outcome | None:
     return None
 
 
-def _with_shim(part: Part, live: Live) -> Outcome:
+def _masters_with_shim(part: Part, live: Live) -> Outcome | None:
     for name in (MASTER, *live.moments):
         for stored in part.dtypes(name):
             if how_read(stored, "fp32", master=name == MASTER) == "cast":
                 return Outcome(REFUSED, f"its {name} is {stored}, and would be cast to fp32")
+    numbers = part.masters == NUMBERS
     for stored in part.dtypes(MASTER):
         if master_is_lost(
-            stored,
-            lambda: part.masters == NUMBERS,
-            precision_aware=live.precision_aware,
-            params=live.params,
+            stored, lambda: numbers, precision_aware=live.precision_aware, params=live.params
         ):
             return Outcome(
                 REFUSED,
                 "its masters are int16 remainders without their dtype: they cannot be turned back "
                 "into weights for certain",
             )
-    rounded, scaled = _moments(part, live)
-    if rounded:
-        return Outcome(
-            REFUSED, f"its {' and '.join(rounded)} hold fp32 values that would be rounded to bf16"
-        )
-    return scaled or Outcome(EXACT, f"{_what(part)} go on in {_kept(live)}")
-
-
-def _without(part: Part, live: Live) -> Outcome:
-    lost = _masters_without(part, live)
-    if lost is not None:
-        return lost
-    rounded, scaled = _moments(part, live)
-    if rounded:
-        return Outcome(MISREAD, f"its fp32 {' and '.join(rounded)} would be rounded without a word")
-    return scaled or Outcome(EXACT, f"{_what(part)} go on in {_kept(live)}")
+    return None
 
 
 def _masters_without(part: Part, live: Live) -> Outcome | None:
@@ -282,7 +275,7 @@ def _masters_without(part: Part, live: Live) -> Outcome | None:
     return None
 
 
-def _moments(part: Part, live: Live) -> tuple[list[str], Outcome | None]:
+def _moments(part: Part, live: Live, shimmed: bool) -> Outcome | None:
     rounded, scaled = [], None
     for name, kept in live.moments.items():
         fits = kept in part.moments.get(name, ())
@@ -291,19 +284,21 @@ def _moments(part: Part, live: Live) -> tuple[list[str], Outcome | None]:
             rounded.append(name)
         elif becomes == "scaled":
             scaled = Outcome(MISREAD, f"{name} in {kept} gets a scale that is computed anew")
-    return rounded, scaled
+    names = " and ".join(rounded)
+    if rounded and shimmed:
+        return Outcome(REFUSED, f"its {names} hold fp32 values that would be rounded to bf16")
+    if rounded:
+        return Outcome(MISREAD, f"its fp32 {names} would be rounded without a word")
+    return scaled
 
 
-def _what(part: Part) -> str:
+def _go_on(part: Part, live: Live) -> Outcome:
     masters = "int16 remainders" if part.masters == REMAINDERS else "fp32 masters"
-    return f"{masters} and moments"
-
-
-def _kept(live: Live) -> str:
-    if not live.precision_aware:
-        return "fp32"
-    masters = "int16 remainders" if live.remainders else "fp32 masters"
-    return f"{masters}, exp_avg {live.moments[EXP_AVG]}, exp_avg_sq {live.moments[EXP_AVG_SQ]}"
+    kept = "fp32"
+    if live.precision_aware:
+        kept = "int16 remainders" if live.remainders else "fp32 masters"
+        kept += f", exp_avg {live.moments[EXP_AVG]}, exp_avg_sq {live.moments[EXP_AVG_SQ]}"
+    return Outcome(EXACT, f"{masters} and moments go on in {kept}")
 
 
 def _scaler(part: Part, live: Live) -> Outcome | None:
