@@ -97,7 +97,6 @@ OF_A_TEXT = {
     "the loss was not scaled in this step": SCALING,
     "the loss is scaled twice": SCALING,
     "have different loss scales": SCALING,
-    "step() was called again without new gradients": SCALING,
     "float16 trains without loss scaling": SCALING,
     "formed outside of its train_step": SCALING,
     "so that small gradients become zero": SCALING,

@@ -13,7 +13,7 @@ with the policy's dtype.
 On FSDP the shim patches SkyRL's strategy object for loss scaling. For policy and critic, the
 strategy object makes the optimizer, runs the backward pass, clips gradients, steps and saves.
 
-The shim patches neither vLLM nor the computations of SkyRL's JAX backend. In an inference server
+The shim patches neither vLLM nor SkyRL's JAX backend. In an inference server
 the audit queries vLLM's engine through the engine's public methods.
 
 Delete this package when SkyRL sets optimizer fields by the model's dtype, distinguishes written
@@ -33,13 +33,11 @@ from . import (
     fsdp,
     halves,
     head,
-    jax_backend,
     megatron,
     overflow,
     processes,
     rollout,
     servers,
-    waiting,
     weights,
 )
 
@@ -50,9 +48,7 @@ ADAPTER = Adapter.of(
         **offload.PATHS,
         "megatron": "Megatron workers",
         "megatron weight sync": "Megatron workers (weight sync)",
-        waiting.GROUP: "Megatron workers (LoRA adapters that share a worker)",
         "fsdp": "FSDP workers",
-        jax_backend.GROUP: "JAX backend",
         "metrics": "all workers (metrics)",
         "trainer": "all workers (the trainer's metrics)",
         "tinker": "all workers (Tinker's metrics)",
@@ -76,9 +72,7 @@ ADAPTER = Adapter.of(
             delete_when="SkyRL moves master_param",
         ),
         overflow,
-        waiting,
         fsdp,
-        jax_backend,
         processes,
         weights,
         rollout,
