@@ -99,7 +99,6 @@ OF_A_TEXT = {
     "have different loss scales": SCALING,
     "float16 trains without loss scaling": SCALING,
     "formed outside of its train_step": SCALING,
-    "so that small gradients become zero": SCALING,
     "the shim cannot scale its loss": SCALING,
     "it trains in another dtype, and the loss is not scaled": SCALING,
     "writes nothing: its torchtitan engine saves only": CHECKPOINTS,

@@ -408,6 +408,21 @@ def metrics(job: Job) -> dict[str, Any]:
 
 
 @case
+def without_the_meter(job: Job) -> list[str]:
+    """Train with all features but without the meter; returns what is imported of the meter."""
+    import verl.utils.tensordict_utils as tu
+
+    install()
+    worker = support.training_worker(support.engine(job.model))
+    for step in range(2):
+        worker.set_loss_fn(support.loss_function([1.0] * 9))
+        data = support.batch(step)
+        tu.assign_non_tensor(data, global_token_num=None, update_lr_scheduler=True)
+        worker.train_batch(data)
+    return [name for name in sys.modules if name.startswith("precision_shim.updates")]
+
+
+@case
 def lost_updates(job: Job) -> dict[str, Any]:
     """Metrics of a training with the meter, and whether the meter changes the training."""
     import verl.utils.tensordict_utils as tu

@@ -19,18 +19,19 @@ import torch
 from ..precision.dtypes import name_of
 from ..process.session import current_settings
 from ..reporting import journal as _journal
-from ..updates.copies import mixed_dtype
-from ..updates.sampling import MOST_ELEMENTS, MOST_TENSORS, Sample, few
 from . import files, halves, kept
 from .contradictions import contradictions
 from .halves import ADAPTERS, BASE, Sent, Weights
 from .layers import HEAD_MARK
 from .looking import rank_of_job
 from .reading import SIXTEEN_BIT, local
-from .torch_reader import shards_by_gathered
+from .torch_reader import mixed_dtype, shards_by_gathered
 
 AT = (1, 2, 8, 64, 512, 4096)
 """Numbers of the weight syncs that are audited; the first sync is number 1."""
+
+MOST_TENSORS, MOST_ELEMENTS = 512, 512
+"""About the largest number of sampled tensors, and of sampled elements of a tensor."""
 
 _LEAST = 2.0**-14  # fp16's smallest normal number; most subnormal numbers are exact in bf16
 _WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -215,18 +216,12 @@ class _Looker:
         held = {parameter.dtype for name, parameter in named.values() if _group_of(name) == BASE}
         computes = mixed_dtype(self._chunks) or (held.pop() if len(held) == 1 else None)
         self._computes = name_of(computes) if computes in SIXTEEN_BIT else ""
-        groups: dict[str, list[torch.Tensor]] = {}
         found: dict[str, _Group] = {}
         for name, parameter in named.values():
-            group = _group_of(name)
-            found.setdefault(group, _Group()).add(parameter)
-            if _can_be_sampled(parameter):
-                groups.setdefault(group, []).append(parameter)
-        sample = Sample(list(groups.values()), MOST_ELEMENTS)
-        for group, taken in zip(groups, sample.taken, strict=True):
-            found[group].counts += [
-                _counts(take.raw(groups[group][place])) for place, take in taken.items()
-            ]
+            group = found.setdefault(_group_of(name), _Group())
+            group.add(parameter)
+            if zlib.crc32(name.encode()) % self._every == 0 and _can_be_sampled(parameter):
+                group.counts.append(_counts(_few(parameter)))
         self._own = {group: counter.weights() for group, counter in found.items()}
 
     def _look_at(self, name: str, tensor: torch.Tensor) -> None:
@@ -237,7 +232,7 @@ class _Looker:
             return
         group.add(tensor)
         if zlib.crc32(name.encode()) % self._every == 0 and _can_be_sampled(tensor):
-            group.counts.append(_counts(few(tensor, MOST_ELEMENTS // MOST_TENSORS), self._then))
+            group.counts.append(_counts(_few(tensor), self._then))
 
     def _write(self) -> None:
         framework, subject = self._names
@@ -298,6 +293,17 @@ def _can_be_sampled(tensor: torch.Tensor) -> bool:
     own = local(tensor)
     plain = type(own) in _PLAIN and own.dtype in _WIDE
     return plain and own.device.type != "meta" and own.numel() > 0
+
+
+def _few(tensor: torch.Tensor) -> torch.Tensor:
+    """Return evenly spaced elements of this rank's shard of a tensor, as a view."""
+    own = local(tensor).detach()
+    if own.is_contiguous():
+        # The distance between elements is odd: an even distance may be a multiple of the row
+        # length, so that all elements are from one column.
+        return own.view(-1)[:: own.numel() // MOST_ELEMENTS | 1]
+    side = max(1, round(MOST_ELEMENTS ** (1 / own.ndim)))
+    return own[tuple(slice(None, None, size // side | 1) for size in own.shape)].reshape(-1)
 
 
 def _counts(values: torch.Tensor, then: torch.dtype | None = None) -> torch.Tensor:

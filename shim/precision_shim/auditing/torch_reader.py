@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .reading import Foretold, Owned, Reading, gradients_of, tensors_of, unique
+from .reading import SIXTEEN_BIT, Foretold, Owned, Reading, gradients_of, tensors_of, unique
 
 _MODEL_PARALLEL = ("tp", "pp", "cp", "sp", "ep")
 """Names of device mesh dimensions that divide the model instead of the data."""
@@ -236,3 +236,15 @@ def shards_by_gathered(chunks: Sequence[torch.nn.Module]) -> dict[int, torch.Ten
                 if whole is not None and shard is not None:
                     found[id(whole)] = shard
     return found
+
+
+def mixed_dtype(chunks: Sequence[torch.nn.Module]) -> torch.dtype | None:
+    """Return the 16-bit dtype of FSDP's mixed precision; ``None`` without mixed precision."""
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        state = getattr(module, "_get_fsdp_state", None)  # FSDP2 has no public name for its state
+        policy = getattr(state(), "_mp_policy", None) if callable(state) else None
+        for mixed in (policy, getattr(module, "mixed_precision", None)):
+            dtype = getattr(mixed, "param_dtype", None)
+            if dtype in SIXTEEN_BIT:
+                return dtype  # type: ignore[no-any-return]
+    return None
