@@ -39,7 +39,7 @@ class Copies:
         assumed = mixed_dtype(modules) or torch.bfloat16
         self._assumed = Rollout(in_model.pop() if len(in_model) == 1 else assumed)
         names = {id(p): name for name, p in named}
-        self._own = WeakIdKeyDictionary()
+        self._own: Any = WeakIdKeyDictionary()
         for its in reading.owned:
             self._own[its.stepped] = its.dtype, names.get(id(its.parameter), "")
 
@@ -56,4 +56,4 @@ class Copies:
             return None
         if _FACTOR.search(name) and not told.factors:
             return None
-        return min(own, told.dtype, key=DTYPES.index)
+        return next(dtype for dtype in DTYPES if dtype in (own, told.dtype))
