@@ -22,6 +22,7 @@ FRAMEWORKS = (
     "megatron_alone",
     "ms_swift",
     "nemo_rl",
+    "probes",
     "rl",
     "roll",
     "skyrl",

@@ -16,7 +16,6 @@ import pytest
 from . import (
     examples_run,
     mutants,
-    probes_hold,
     status_in_docs,
     symbols_in_record,
     versions_in_docs,
@@ -76,10 +75,6 @@ class Release(Contract):
 
     def test_the_page_of_versions_is_current(self) -> None:
         versions_in_docs.hold(self.driver.framework)
-
-    @pytest.mark.slow
-    def test_what_the_rules_assume_holds(self) -> None:
-        probes_hold.hold(self.driver.framework)
 
     @pytest.mark.slow
     def test_a_checkout_is_the_version_that_it_states(

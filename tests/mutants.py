@@ -13,7 +13,7 @@ one of these ways:
 - absent: the plan lists the whole group as absent and names the module; no seam of it is patched.
 - right: the seam is patched, and its wrapper gets the caller's arguments by name. The test binds
   the wrapper to a function with the changed symbol's parameters, and calls the function.
-- probe: a probe fails and is named.
+- test: a test of ``tests/probes`` fails and is named.
 
 A change that ends otherwise is a survivor.
 """
@@ -60,7 +60,7 @@ FACT = "fact removed"
 ATTRIBUTE = "attribute removed"
 SHARE = 32
 """How many changes a framework's tests make; a script makes all changes."""
-FINE = ("refused", "refused on arrival", "absent", "right", "probe")
+FINE = ("refused", "refused on arrival", "absent", "right", "test")
 _Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -207,7 +207,7 @@ class Place:
 
 
 def mutants(places: Iterable[Place]) -> Iterator[Mutant]:
-    """All changes of these symbols, except those that only a probe can notice."""
+    """All changes of these symbols, except those that only ``tests/probes`` can notice."""
     for place in places:
         yield from _names(place)
         if isinstance(place.node, _Function):

@@ -3,7 +3,7 @@
     python -m tests.mutated_behaviour FRAMEWORK [--share N] [--json]
 
 The framework is imported once. A function or class is compiled again with one statement changed,
-and replaces the original. All probes run, and then the original is put back.
+and replaces the original. All tests of ``tests/probes`` run, and then the original is put back.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ import json
 import random
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+import pytest
 
 from precision_shim.process import startup as _startup
 from precision_shim.process.registry import entries
 from precision_shim.seams._source import look
-from precision_shim.upstream.probes import Probe, probes_in, run
+
+from .probes.conftest import import_frameworks, is_there
 
 SEED = 13
 KIND = "behaviour changed"
@@ -37,7 +40,7 @@ _BUFFER = "megatron.core.distributed.param_and_grad_buffer"
 COVERED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         f"{_CONFIG}.__post_init__",
-        "use_precision_aware_optimizer",
+        "precision_aware",
         (
             "use_precision_aware_optimizer",
             "use_distributed_optimizer",
@@ -45,10 +48,10 @@ COVERED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             *_STATES,
         ),
     ),
-    (f"{_CONFIG}.__post_init__", "adam", ("self.optimizer ==",)),
+    (f"{_CONFIG}.__post_init__", "needs_adam", ("self.optimizer ==",)),
     (
         _CONFIG,
-        "Megatron's defaults",
+        "megatrons_defaults",
         (
             "adam_beta2",
             *_STATES,
@@ -59,18 +62,18 @@ COVERED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     (
         "megatron.core.distributed.distributed_data_parallel_config:DistributedDataParallelConfig",
-        "Megatron's defaults",
+        "megatrons_defaults",
         ("grad_reduce_in_fp32", "check_for_nan_in_grad"),
     ),
     (
         "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer.step",
-        "an overflow",
+        "an_overflow_is_an_answer",
         ("found_inf_flag", "return (False"),
     ),
-    (f"{_SCALER}.update", "the scaler of Megatron", ("",)),
+    (f"{_SCALER}.update", "megatrons_scaler", ("",)),
     (
         f"{_SCALER}.__init__",
-        "the scaler of Megatron",
+        "megatrons_scaler",
         (
             "self.min_scale",
             "self.growth_factor",
@@ -80,43 +83,43 @@ COVERED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "_tracker",
         ),
     ),
-    (f"{_SCALER}.state_dict", "the scaler of Megatron", ("",)),
+    (f"{_SCALER}.state_dict", "megatrons_scaler", ("",)),
     (
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer."
         "_get_main_param_and_optimizer_states",
         "remainders",
         ("master_param", "use_precision_aware_optimizer", "get_unscaled_state"),
     ),
-    (f"{_BUFFER}:group_params_for_buffers", "the dtype of a gradient bucket", ("grad_dtype =",)),
+    (f"{_BUFFER}:group_params_for_buffers", "dtype_of_a_gradient_bucket", ("grad_dtype =",)),
     (
         f"{_BUFFER}:_ParamAndGradBuffer.__init__",
-        "the dtype of a gradient bucket",
+        "dtype_of_a_gradient_bucket",
         ("self.grad_dtype = grad_dtype", "self.grad_data = torch"),
     ),
     (
         "verl.workers.engine.megatron.transformer_impl:MegatronEngine.optimizer_step",
-        "overflow",
+        "raises_on_an_overflow",
         ("update_successful", "NotImplementedError"),
     ),
     (
         "skyrl.backends.skyrl_train.distributed.megatron.optimizer:init_megatron_optim_config",
-        "SkyRL",
+        "optimizer_config",
         ("bf16", "params_dtype", "use_distributed_optimizer", "update("),
     ),
-    ("torch.amp.grad_scaler:GradScaler._maybe_opt_step", "torch's scaler", ("found_inf",)),
+    ("torch.amp.grad_scaler:GradScaler._maybe_opt_step", "the_scaler_skips", ("found_inf",)),
     (
         "torch.amp.grad_scaler:GradScaler.state_dict",
-        "torch's scaler",
+        "the_scaler_skips",
         ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"),
     ),
     (
         "torch.distributed.checkpoint.state_dict:_init_optim_state",
-        "a distributed checkpoint",
+        "distributed_checkpoint",
         ("optim.step(",),
     ),
 )
-"""Symbols that probes check. Each symbol has words of its probe's name, so that its probe runs
-first, and words of the statements to change."""
+"""Symbols that ``tests/probes`` checks. Each symbol has words of its test's name, so that its test
+runs first, and words of the statements to change."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ class Change:
     Attributes:
         target: the symbol.
         detail: the change, and the statement's first line.
-        asks: words in the name of the probe that should fail.
+        asks: words in the name of the test that should fail.
         tree: the changed syntax tree of the function, or of the class whose fields changed.
     """
 
@@ -302,15 +305,38 @@ def _swept(old: Any, new: Any) -> Iterator[None]:
             names[key] = old
 
 
-def judge(change: Change, probes: list[Probe]) -> tuple[str, str]:
-    """``probe`` and the name of the failing probe, or ``survives``."""
-    first = sorted(probes, key=lambda one: change.asks not in one.name)
+def tests_of(framework: str) -> list[Callable[[], None]]:
+    """The tests of ``tests/probes`` that pass for the installed framework."""
+    names = ["torch", framework.replace("-", "_")]
+    if is_there("megatron.core"):
+        names.insert(0, "megatron")
+    modules = [importlib.import_module(f"tests.probes.test_{name}") for name in names]
+    tests = [
+        test
+        for module in modules
+        for name, test in vars(module).items()
+        if name.startswith("test_")
+    ]
+    return [test for test in tests if passes(test)]
+
+
+def passes(test: Callable[[], None]) -> bool:
+    """Whether a test neither fails nor is skipped."""
+    try:
+        test()
+    except (Exception, pytest.skip.Exception, pytest.fail.Exception):
+        return False
+    return True
+
+
+def judge(change: Change, tests: list[Callable[[], None]]) -> tuple[str, str]:
+    """``test`` and the name of the failing test, or ``survives``."""
+    first = sorted(tests, key=lambda test: change.asks not in test.__name__)
     with in_place(change):
-        for one in first:
-            outcome = run(one)
-            if outcome.state == "fails":
-                return "probe", f"{outcome.name}: {outcome.found}"
-    return "survives", "every probe holds"
+        for test in first:
+            if not passes(test):
+                return "test", test.__name__
+    return "survives", "every test passes"
 
 
 def trials(framework: str, share: int | None = None) -> list[tuple[str, str, str, str, str]]:
@@ -321,13 +347,13 @@ def trials(framework: str, share: int | None = None) -> list[tuple[str, str, str
         share: how many changes, drawn by ``SEED``; ``None`` for all.
     """
     _startup.stop()
-    entry = entries(third_party=False)[framework]
-    probes = [one for module in entry.load().probes for one in probes_in(module)]
-    asked = [one for one in probes if run(one).state == "holds"]
-    chosen = list(changes({"torch", "megatron", *entry.packages}))
+    import_frameworks()
+    tests = tests_of(framework)
+    packages = entries(third_party=False)[framework].packages
+    chosen = list(changes({"torch", "megatron", *packages}))
     if share is not None:
         chosen = random.Random(SEED).sample(chosen, min(share, len(chosen)))
-    return [(KIND, one.target, one.detail, *judge(one, asked)) for one in chosen]
+    return [(KIND, one.target, one.detail, *judge(one, tests)) for one in chosen]
 
 
 def main() -> int:

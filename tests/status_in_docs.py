@@ -27,7 +27,8 @@ _END = "<!-- /status -->"
 def tell() -> None:
     """Write the text from the worker's process, and check that every path has a name for users.
 
-    The framework's version is written without a build's addition ("+" and a commit).
+    The framework's version is written without a build's addition ("+" and a commit). A worker that
+    measures no lost updates has not imported the meter.
     """
     from precision_shim.process.registry import entries
 
@@ -39,6 +40,7 @@ def tell() -> None:
             undeclared = {seam.path for seam in one.seams} - declared
             assert not undeclared, f"{name}: not in the adapter's paths: {sorted(undeclared)}"
     text = re.sub(r"^([\w-]+ [\d.]\w*[^ ,+]*)\+\w+", r"\1", str(status), flags=re.MULTILINE)
+    assert not [name for name in sys.modules if name.startswith("precision_shim.updates")]
     Path(os.environ[_FILE]).write_text(text + "\n", encoding="utf-8")
 
 

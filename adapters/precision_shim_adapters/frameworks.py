@@ -55,9 +55,6 @@ MEGATRON = Backend(
 )
 BACKENDS = (MEGATRON,)
 
-PROBES = ("precision_shim_adapters.megatron.reading.probes", "precision_shim_adapters.fp16.probes")
-"""Modules with probes of Megatron and torch, on which every framework in this file is built."""
-
 VERL = Framework(
     framework="verl",
     distribution="verl",
@@ -71,7 +68,6 @@ VERL = Framework(
         "verl.workers.engine.veomni.transformer_impl:VeOmniEngine._build_optimizer",
         "verl.workers.engine.automodel.transformer_impl:AutomodelEngine._build_optimizer",
     ),
-    probes=(*PROBES, "precision_shim_adapters.verl.probes"),
     plan="precision_shim_adapters.verl.plan:plan_job",
     checkpoints=Checkpoints(
         steps=r"(?:global_step_|step-)(\d+)",  # verl's torchtitan engine writes "step-"
@@ -96,7 +92,6 @@ SKYRL = Framework(
         *MEGATRON_EFFECTS,
         "skyrl.backends.skyrl_train.distributed.fsdp_strategy:FSDPStrategy._fsdp_init_train_model",
     ),
-    probes=(*PROBES, "precision_shim_adapters.skyrl.probes"),
     plan="precision_shim_adapters.skyrl.plan:plan_job",
     checkpoints=Checkpoints(
         steps=r"global_step_(\d+)",
@@ -119,7 +114,6 @@ NEMO_RL = Framework(
         "nemo_rl.models.dtensor.parallelize:_parallelize_model",
         "nemo_rl.models.automodel.setup:setup_model_and_optimizer",
     ),
-    probes=(*PROBES, "precision_shim_adapters.nemo_rl.probes"),
     plan="precision_shim_adapters.nemo_rl.plan:plan_job",
     checkpoints=Checkpoints(
         steps=r"step_(\d+)",
@@ -139,10 +133,6 @@ TORCHTITAN = Framework(
     adapter="precision_shim_adapters.torchtitan:ADAPTER",
     tested=("0.3.0",),
     effects=("torchtitan.components.optimizer.optimizer:OptimizersContainer.__init__",),
-    probes=(
-        "precision_shim_adapters.fp16.probes",
-        "precision_shim_adapters.torchtitan.probes",
-    ),
     plan="precision_shim_adapters.torchtitan.plan:plan_job",
     checkpoints=Checkpoints(
         steps=r"step-(\d+)",
@@ -160,7 +150,6 @@ ROLL = Framework(
         *MEGATRON_EFFECTS,
         "roll.distributed.strategy.fsdp2_strategy:FSDP2TrainStrategy.setup_fsdp2_configuration",
     ),
-    probes=PROBES,
     checkpoints=Checkpoints(
         steps=r"checkpoint-(\d+)",
         resuming={
@@ -179,7 +168,6 @@ SLIME = Framework(
     adapter="precision_shim_adapters.slime:ADAPTER",
     tested=("0.3.1",),
     effects=MEGATRON_EFFECTS,
-    probes=PROBES[:1],
     checkpoints=Checkpoints(
         steps=r"iter_(\d+)",
         resuming={"megatron": "precision_shim_adapters.by_flags:slime"},
@@ -193,7 +181,6 @@ MILES = Framework(
     adapter="precision_shim_adapters.miles:ADAPTER",
     tested=("0.1.0",),
     effects=MEGATRON_EFFECTS,
-    probes=PROBES[:1],
     checkpoints=Checkpoints(
         steps=r"iter_(\d+)",
         resuming={"megatron": "precision_shim_adapters.by_flags:miles"},
@@ -207,7 +194,6 @@ AREAL = Framework(
     adapter="precision_shim_adapters.areal:ADAPTER",
     tested=("1.0.4",),
     effects=MEGATRON_EFFECTS,
-    probes=PROBES[:1],
     checkpoints=Checkpoints(
         steps=r"epoch\d+epochstep\d+globalstep(\d+)",  # recover_checkpoint/ has no number
         resuming={"megatron": "precision_shim_adapters.areal:foretell"},
@@ -221,7 +207,6 @@ MS_SWIFT = Framework(
     adapter="precision_shim_adapters.ms_swift:ADAPTER",
     tested=("4.6.0",),
     effects=MEGATRON_EFFECTS,
-    probes=PROBES[:1],
     checkpoints=Checkpoints(
         steps=r"checkpoint-(\d+)",
         resuming={"megatron": "precision_shim_adapters.ms_swift:foretell"},
@@ -235,7 +220,6 @@ ANY_MEGATRON = Framework(
     adapter="precision_shim_adapters.megatron_alone:ADAPTER",
     tested=("0.16.1", "0.18.2", "0.19.2"),
     effects=MEGATRON_EFFECTS,
-    probes=PROBES[:1],
     by_name=True,
 )
 """Any job on Megatron-core. ``PRECISION_SHIM_FRAMEWORKS=all`` does not include this record, because

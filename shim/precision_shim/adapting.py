@@ -20,12 +20,10 @@ from .process.versions import version_of
 from .reporting import journal as _journal
 from .reporting.record import Decision
 from .seams import Adapter, Call, NativeProbe, Seam, Symbol, around, collect, is_there, look, seam
-from .upstream.probes import Answer, probe
 
 __all__ = [
     "FEATURES",
     "Adapter",
-    "Answer",
     "Call",
     "Checkpoints",
     "Decision",
@@ -42,7 +40,6 @@ __all__ = [
     "look",
     "meant",
     "parse_settings",
-    "probe",
     "seam",
     "version_of",
     "versioned",

@@ -182,12 +182,11 @@ def test_the_users_check_of_gradients_stays(on: On, on_cpu: Any) -> None:
         train(made, 0, OVERFLOW)
 
 
-@pytest.mark.parametrize("again", ["the step", "the whole batch"])
 @pytest.mark.parametrize("place", ["norm", "update"])
-def test_a_repeated_step_unscales_and_counts_once(
-    on: On, on_cpu: Any, place: str, again: str
+def test_after_an_exception_the_next_gradients_are_unscaled_once(
+    on: On, on_cpu: Any, place: str
 ) -> None:
-    """An exception ends a step after its gradients are unscaled, and the caller tries again."""
+    """An exception ends a step after its gradients are unscaled, and another batch follows."""
     on()
     asked = config("float16", optimizer=FP16)
     right, made = engine(on_cpu, asked), engine(on_cpu, asked)
@@ -203,13 +202,8 @@ def test_a_repeated_step_unscales_and_counts_once(
         patch.setattr(owner, name, fail)
         with pytest.raises(OSError, match="interrupted"):
             train(made, 0)
-    found = made.optimizer_step() if again == "the step" else train(made, 0)
-    if place == "norm" or again == "the whole batch":  # else a second clipping sees clipped ones
-        assert found == figures
-        assert all(map(torch.equal, parameters(right), parameters(made)))
-    assert found["grad_norm"] > 0.9
-    states = [one.state_dict() for one in (*scalers(right), *scalers(made))]
-    assert states[0] == states[1]
+    assert train(made, 0) == figures
+    assert all(map(torch.equal, parameters(right), parameters(made)))
 
 
 def test_a_scaler_that_is_loaded_after_an_exception_stays(

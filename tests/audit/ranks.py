@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 import precision_shim
+from precision_shim.auditing import meters
 from precision_shim.scaling import LossScaler
 from precision_shim.testing.measure import measure_bytes
-from precision_shim.updates import meters
 
 from ..rank_server import Launch
 from . import builds

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import precision_shim
+from precision_shim.auditing import meters
 from precision_shim.errors import PrecisionShimWarning
-from precision_shim.updates import meters
 
 from . import builds
 from .updates_reference import Reference, hold

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from report_upstream import ROOT, newest
 
-KNOWN = ("refused", "refused on arrival", "absent", "right", "probe", "judged", "survives")
+KNOWN = ("refused", "refused on arrival", "absent", "right", "test", "judged", "survives")
 
 
 def ended(module: str, framework: str, python: Path) -> list[list[str]]:

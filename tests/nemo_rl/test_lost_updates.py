@@ -57,4 +57,4 @@ def test_the_rollouts_copies(kind: str, worker: Any, shim: Any) -> None:
         assert figures is not None
         stored[policy, rollout] = figures["groups"][0]["rollout"]["dtype"]
     assert shares["float16", "float16"] < shares["float16", "bfloat16"]
-    assert list(stored.values()) == ["fp16", "bf16 over fp16", "fp16 over bf16"]
+    assert list(stored.values()) == ["fp16", "bf16", "bf16"]

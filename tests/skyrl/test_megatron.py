@@ -682,9 +682,9 @@ def test_off_means_untouched(skyrl: None) -> None:
 def test_everything_is_wrapped_or_native(skyrl: None, shim: Any) -> None:
     shim()
     seams = precision_shim.status().to_dict()["frameworks"]["skyrl"]["seams"]
-    # SkyRL does not use mcore_fsdp_adapter, 0.3 lacks legacy, JAX is refused on purpose, and the
-    # tests here start none of the other modules.
-    elsewhere = {"mcore_fsdp_adapter", "legacy", "jax"}
+    # SkyRL does not use mcore_fsdp_adapter, 0.3 lacks legacy, and the tests here start
+    # none of the other modules.
+    elsewhere = {"mcore_fsdp_adapter", "legacy"}
     elsewhere |= {"skyrl_train_backend", "worker_dispatch", "delta", "sources", "vllm_server_actor"}
     left = {
         seam["target"]: seam["state"]

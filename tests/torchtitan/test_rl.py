@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,33 +149,6 @@ def test_a_first_step_that_is_skipped_gives_no_warning_of_order(
     shim()
     cpu.policy_step(policy(), 0, advantage=1e9)
     assert not [one for one in recwarn if "lr_scheduler.step" in str(one.message)]
-
-
-@pytest.mark.parametrize("place", ["clip_grads_with_norm_", "optimizer"])
-def test_a_repeated_optim_step_unscales_once(
-    policy: Any, shim: Any, tmp_path: Path, place: str
-) -> None:
-    """A controller calls ``optim_step`` again after an exception, without a new backward pass."""
-    shim(settings=SETTINGS)
-    right, trainer = policy(folder=tmp_path / "right"), policy(folder=tmp_path / "again")
-    for one in (right, trainer):
-        gradients(one, 1.0)
-    cpu.endpoint(right, "optim_step")
-
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise OSError("interrupted")
-
-    with pytest.MonkeyPatch.context() as patch:
-        if place == "optimizer":
-            patch.setattr(next(iter(trainer.optimizers)), "step", fail)
-        else:
-            patch.setattr(torch.nn.utils, place, fail)
-        with pytest.raises(OSError, match="interrupted"):
-            cpu.endpoint(trainer, "optim_step")
-    cpu.endpoint(trainer, "optim_step")
-    assert equal(cpu.values(trainer), cpu.values(right))
-    scalers = [one._precision_shim_training.scaler for one in (right, trainer)]
-    assert scalers[0].state_dict() == scalers[1].state_dict()
 
 
 def test_25_skips_in_a_row_end_the_job(policy: Any, shim: Any) -> None:

@@ -92,9 +92,6 @@ MANIFEST = {
     "precision-shim doctor --against *.whl": Held(
         "tests/activation/test_against.py::test_a_wheel_that_holds", "the wheel is a download"
     ),
-    "precision-shim doctor --probe": Held(
-        "tests/verl/test_contract.py", "the unit environments have no framework to probe"
-    ),
     "precision-shim doctor --record FILE": Held("tests/symbols_in_record.py"),
     "precision-shim demo": Held(
         "tests/cli/test_demo.py::test_the_effect_is_there_and_measured",

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import precision_shim
-from precision_shim.updates import meters
+from precision_shim.auditing import meters
 from precision_shim_adapters.verl import engines, metrics
 
 from ..checkpoint_doctor import verdict

@@ -408,6 +408,21 @@ def metrics(job: Job) -> dict[str, Any]:
 
 
 @case
+def without_the_meter(job: Job) -> list[str]:
+    """Train with all features but without the meter; returns what is imported of the meter."""
+    import verl.utils.tensordict_utils as tu
+
+    install()
+    worker = support.training_worker(support.engine(job.model))
+    for step in range(2):
+        worker.set_loss_fn(support.loss_function([1.0] * 9))
+        data = support.batch(step)
+        tu.assign_non_tensor(data, global_token_num=None, update_lr_scheduler=True)
+        worker.train_batch(data)
+    return [name for name in sys.modules if name.startswith("precision_shim.updates")]
+
+
+@case
 def lost_updates(job: Job) -> dict[str, Any]:
     """Metrics of a training with the meter, and whether the meter changes the training."""
     import verl.utils.tensordict_utils as tu
@@ -494,21 +509,21 @@ def by_hand(job: Job) -> dict[str, Any]:
 
 
 @case
-def repeated(job: Job, place: str) -> dict[str, Any]:
-    """Train with exceptions in two steps that are then repeated, and without; returns both."""
+def interrupted(job: Job, place: str) -> dict[str, Any]:
+    """Train with exceptions in two steps, each followed by its batch anew, and without."""
     install(**GROWING)
     found: dict[str, Any] = {"norms": [], "states": []}
     for fails in ((), (2,) if place == "update" else (1, 2)):
         one = support.engine(job.model)
-        one.optimizer_config.clip_grad = 1e9  # a repeated step would clip clipped gradients
         norms = []
         for step in range(5):
             with one.train_mode():
-                one.optimizer_zero_grad()
-                made = support.loss_function((1.0, support.weight_at(step, (1,))))
-                one.forward_backward_batch(support.batch(step), made, forward_only=False)
-                if step in fails:
-                    _fail_in_a_step(one, place)
+                for failing in (True, False) if step in fails else (False,):
+                    one.optimizer_zero_grad()
+                    made = support.loss_function((1.0, support.weight_at(step, (1,))))
+                    one.forward_backward_batch(support.batch(step), made, forward_only=False)
+                    if failing:
+                        _fail_in_a_step(one, place)
                 norms.append(str(one.optimizer_step()))
         found["norms"].append(norms)
         found["states"].append(support.engine_state(one))
@@ -522,14 +537,9 @@ def _fail_in_a_step(one: Any, place: str) -> None:
             "fsdp2_clip_grad_norm_",
         ),
         "update": (one.optimizer, "step"),
-        "scale": (one.scaler, "update"),
-        "end": (one.scaler, "update"),
     }[place]
-    own = getattr(owner, name)
 
     def fail(*args: Any, **kwargs: Any) -> None:
-        if place == "end":
-            own(*args, **kwargs)
         raise OSError("interrupted")
 
     with pytest.MonkeyPatch.context() as patch:

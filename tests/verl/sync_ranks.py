@@ -27,9 +27,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import precision_shim
-from precision_shim.auditing import halves
+from precision_shim.auditing import halves, meters
 from precision_shim.precision.dtypes import name_of
-from precision_shim.updates import meters
 
 from ..empty_packages import Empty
 from ..rank_server import Launch, look_ahead
@@ -541,60 +540,33 @@ def audited_legacy(folder: str, dtype: str) -> dict[str, Any]:
     }
 
 
-def lost(dtype: str, lora: bool = False, steps: int = 4) -> dict[str, Any]:
-    """Lost updates of a worker with a rollout dtype; with LoRA, also counted by hand.
+def lost(dtype: str, merge: bool | None = None, steps: int = 4) -> dict[str, Any]:
+    """Lost updates of a worker with a rollout dtype.
 
     Args:
         dtype: the rollout's dtype.
-        lora: whether adapters are trained, and merged before they are sent.
+        merge: whether adapters are merged before they are sent; ``None``: no adapters are trained.
         steps: number of steps; each one is measured.
     """
     import verl.utils.tensordict_utils as tu
 
     precision_shim.install(settings={"watch_updates": 1})
-    adapters = ("lora_rank=4", "lora_alpha=8", "lora.merge=True") if lora else ()
-    with ours() as said:
-        one = worker(
-            f"++actor_rollout_ref.rollout.dtype={dtype}",
-            "actor_rollout_ref.actor.optim.lr=1e-4",
-            *(f"++actor_rollout_ref.model.{each}" for each in adapters),
-        )
-        training, module = one.actor, one.actor.engine.module
-        meter = meters.of(training.engine.optimizer)
-        whole_factors = lora and dist.get_world_size() == 1
-        merged, metrics = [by_peft(module)] if whole_factors else [], {}
-        for step in range(steps):
-            training.set_loss_fn(support.loss_function([1.0] * 9))
-            data = support.batch(step)
-            tu.assign_non_tensor(data, global_token_num=None, update_lr_scheduler=True)
-            metrics = tu.get(training.train_batch(data), "metrics")
-            merged += [by_peft(module)] if whole_factors else []
-    found = {name: value for name, value in metrics.items() if name.startswith("updates_lost")}
-    figures = meter.figures.to_dict()
-    if not whole_factors:
-        return {"metrics": found, "figures": figures, "said": said}
-    (places,) = meter._copies.merged._places.values()  # the elements that the meter sampled
-    updates = stale = 0
-    before, after = merged[figures["step"] - 1 : figures["step"] + 1]
-    for old, new, (rows, columns) in zip(before, after, places, strict=True):
-        moved = new[0][rows, columns] != old[0][rows, columns]
-        kept = [each[1][rows, columns].to(getattr(torch, dtype)) for each in (old, new)]
-        updates += int(moved.sum())
-        stale += int((moved & (kept[0] == kept[1])).sum())
-    return {"metrics": found, "figures": figures, "said": said, "by hand": [updates, stale]}
-
-
-def by_peft(module: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """For each LoRA layer, the product of its factors in fp64, and the weight that peft merges."""
-    from peft.tuners.lora import LoraLayer
-
-    found = []
-    for layer in (each for each in module.modules() if isinstance(each, LoraLayer)):
-        a, b = (whole({"": each["default"].weight})[""] for each in (layer.lora_A, layer.lora_B))
-        base = whole({"": layer.get_base_layer().weight})[""]
-        delta = (b @ a) * layer.scaling["default"]  # peft's get_delta_weight computes the same
-        found.append((b.double() @ a.double(), base + delta))
-    return found
+    adapters = ("lora_rank=4", "lora_alpha=8", f"lora.merge={merge}") if merge is not None else ()
+    one = worker(
+        f"++actor_rollout_ref.rollout.dtype={dtype}",
+        "actor_rollout_ref.actor.optim.lr=1e-4",
+        *(f"++actor_rollout_ref.model.{each}" for each in adapters),
+    )
+    training, metrics = one.actor, {}
+    for step in range(steps):
+        training.set_loss_fn(support.loss_function([1.0] * 9))
+        data = support.batch(step)
+        tu.assign_non_tensor(data, global_token_num=None, update_lr_scheduler=True)
+        metrics = tu.get(training.train_batch(data), "metrics")
+    return {
+        "metrics": {name: value for name, value in metrics.items() if name.startswith("updates")},
+        "figures": meters.of(training.engine.optimizer).figures,
+    }
 
 
 def registered(on: bool) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from precision_shim_adapters.verl.megatron import of_engine
 from .. import contract
 from ..checkpoint_doctor import verdict
 from ..in_force import refused
-from ..probes_hold import hold_on_a_changed_megatron
 from ..unit.checkpoints.written import of_ranks, scaler
 from ..upstreams_own import Own, fetch
 from ..wishes import Case
@@ -44,10 +43,6 @@ in_force = pytest.mark.skipif(
 
 class TestRelease(contract.Release):
     driver = DRIVER
-
-    @pytest.mark.slow
-    def test_a_dropped_assertion_is_named(self, tmp_path: Path) -> None:
-        hold_on_a_changed_megatron(tmp_path)
 
     def test_a_record_that_cannot_be_written_is_one_sentence(self, tmp_path: Path) -> None:
         file = tmp_path / "no such folder" / "symbols.json"

@@ -60,6 +60,11 @@ def test_fsdp_engine(fsdp_ranks: Ranks) -> None:
             assert rank[subject]["same"]
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the ranks are forked")
+def test_a_worker_that_does_not_measure_imports_nothing_of_the_meter(fsdp_ranks: Ranks) -> None:
+    assert fsdp_ranks("without_the_meter") == [[], []]
+
+
 @pytest.mark.skipif(Version("0.8") <= VERL, reason="this version has no legacy workers")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the ranks are forked")
 def test_legacy_workers(fsdp_ranks: Ranks) -> None:

@@ -252,26 +252,11 @@ def test_lost_updates_are_those_of_the_rollouts_copies(launch: Ranks) -> None:
             assert rank[name]["figures"]["groups"][0]["rollout"]["dtype"] == short
 
 
-@pytest.mark.skipif(ROUNDS, reason="before 0.9 verl sends the weights without the adapters")
-def test_lost_updates_of_merged_lora(launch: Ranks) -> None:
-    """The metric equals a hand count on one rank; it is not measured if ranks shard factors."""
-    jobs = {name: {"dtype": name, "lora": True} for name in ("float16", "bfloat16")}
-    (found,) = launch("lost", world=1, **jobs)
-    for name, short in (("float16", "fp16"), ("bfloat16", "bf16")):
-        job = found[name]
-        updates, stale = job["by hand"]
-        assert job["figures"]["merged"] == {"dtype": short, "updates": updates, "lost": stale}
-        assert updates > 1000
-        assert job["metrics"]["updates_lost_rollout"] == stale / updates
-        assert not any("not measured" in one for one in job["said"])
-    assert (
-        found["float16"]["metrics"]["updates_lost_rollout"]
-        < (found["bfloat16"]["metrics"]["updates_lost_rollout"])
-    )
-    for rank in launch("lost", float16=jobs["float16"]):
-        assert "updates_lost_rollout" not in rank["float16"]["metrics"]
-        (told,) = [one for one in rank["float16"]["said"] if "not measured" in one]
-        assert "sharded over the ranks" in told
+def test_factors_of_merged_lora_are_no_copies(launch: Ranks) -> None:
+    jobs = {name: {"dtype": "bfloat16", "merge": name == "merged"} for name in ("merged", "sent")}
+    for rank in launch("lost", **jobs):
+        assert rank["merged"]["metrics"].keys() == {"updates_lost", "updates_lost_exp_avg_sq"}
+        assert 0.0 < rank["sent"]["metrics"]["updates_lost_rollout"] <= 1.0
 
 
 def test_the_audit_has_what_was_sent_beside_the_trainers_own(

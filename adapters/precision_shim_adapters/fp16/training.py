@@ -189,11 +189,11 @@ class ScaledTraining:
         """
         self._skipped = False
         if not self.takes_part(optimizer):
-            with self._interruptible(optimizer):
+            with self._forgets_after_errors(optimizer):
                 yield
             return
         scaler = self._ours
-        with self._interruptible(optimizer):
+        with self._forgets_after_errors(optimizer):
             scaler.unscale_once(optimizer)
             tried = scaler.counter.steps
             with self._stepping(optimizer, inner):
@@ -232,22 +232,17 @@ class ScaledTraining:
         if not self.drives:
             yield
             return
-        try:
-            with self._stepping(optimizer, inner):
-                yield
-        except BaseException:
-            # Some trainers continue after an exception, so the next step must unscale again.
-            self._ours.forget(optimizer)
-            raise
+        with self._forgets_after_errors(optimizer), self._stepping(optimizer, inner):
+            yield
 
     @contextmanager
-    def _interruptible(self, optimizer: Optimizer) -> Iterator[None]:
-        """After an exception in a step, let the framework repeat the step or begin a new step."""
+    def _forgets_after_errors(self, optimizer: Optimizer) -> Iterator[None]:
+        """After an exception in a step, let the framework continue with new gradients."""
         try:
             yield
         except BaseException:
             if isinstance(self.scaler, LossScaler):
-                self.scaler.interrupt(optimizer)
+                self.scaler.forget(optimizer)
             raise
 
     @contextmanager

@@ -21,7 +21,7 @@ from __future__ import annotations
 from precision_shim.adapting import collect
 
 from ..frameworks import MEGATRON_EFFECTS as EFFECTS
-from .acting import ddp, masters, optimizer, overflow, repeated, scaled
+from .acting import ddp, masters, optimizer, overflow, scaled
 from .acting.build import Build, building, current_build, expect_reference
 from .acting.flags import CONFIG_INIT, fill_inline, where_present, wishes_of_flags
 from .acting.masters import reload_masters
@@ -34,15 +34,12 @@ from .resuming import checkpoint, offloaded, states
 SETTLING = ("dtype-coercion", DISPATCH, SCALING)
 """The features of every seam that calls ``settle``."""
 
-SEAMS = collect(
-    optimizer, ddp, checkpoint, states, masters, offloaded, scaled, repeated, overflow, audit
-)
+SEAMS = collect(optimizer, ddp, checkpoint, states, masters, offloaded, scaled, overflow, audit)
 """The seams on Megatron's own functions; an adapter passes ``SEAMS`` to ``collect``."""
 
 PATHS = {
     **checkpoint.PATHS,
     **ddp.PATHS,
-    **repeated.PATHS,
     **masters.PATHS,
     **offloaded.PATHS,
     **audit.PATHS,

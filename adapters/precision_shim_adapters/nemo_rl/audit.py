@@ -8,14 +8,13 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import Call, around, in_force, seam
+from precision_shim.auditing import meters
 from precision_shim.auditing.sending import tell_asked
 from precision_shim.auditing.watching import watch
 from precision_shim.precision.dtypes import name_of
-from precision_shim.updates import meters
 
 from ..fp16 import ScaledTraining
 from ..ray_actors import put_in_front
-from ..rollout import tell_meter
 from .dtensor import DTYPES, TRAIN
 from .places import DTENSOR, EXPORTED, INHERITED, MEGATRON, VALUE_V2, group_at
 from .sides import asked_of, rollout_dtype
@@ -124,8 +123,8 @@ def report_lost_updates(call: Call, eval_mode: Any = False) -> Any:
 def _tell_meter(worker: Any) -> None:
     """Record the dtypes of the weights for the rollout, to measure updates lost to rounding.
 
-    A value model has no rollout. DTensor workers first cast weights to the policy's dtype, and
-    merge LoRA while sending. Megatron workers send their parameters unchanged.
+    A value model has no rollout. DTensor workers first cast weights to the policy's dtype. All
+    workers merge LoRA while sending.
     """
     group, optimizer = group_at(worker), getattr(worker, "optimizer", None)
     config = getattr(worker, "cfg", None)
@@ -135,5 +134,4 @@ def _tell_meter(worker: Any) -> None:
     _tell_audit(worker)
     if dtype:
         own = [DTYPES[config["precision"]]] if group and config.get("precision") in DTYPES else []
-        lora = (config.get("dtensor_cfg") or {}).get("lora_cfg") or {}
-        tell_meter(optimizer, *map(name_of, own), dtype, merged=bool(lora.get("enabled")))
+        meters.tell_rollout(optimizer, *map(name_of, own), dtype)

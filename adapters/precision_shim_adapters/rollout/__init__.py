@@ -25,7 +25,6 @@ from .head import (
     settle_heads,
     unchanged_heads,
 )
-from .meter import tell_meter
 from .model_type import (
     OF_HEADER,
     checkpoint_dtype,
@@ -67,7 +66,6 @@ __all__ = [
     "settle",
     "settle_heads",
     "stored_dtypes",
-    "tell_meter",
     "tell_of_wires",
     "unchanged_heads",
     "wire_problems",

@@ -13,7 +13,6 @@ with the policy's dtype.
 On FSDP the shim patches SkyRL's strategy object for loss scaling. For policy and critic, the
 strategy object makes the optimizer, runs the backward pass, clips gradients, steps and saves.
 
-The shim patches neither vLLM nor the computations of SkyRL's JAX backend.
 
 Delete this package when SkyRL sets optimizer fields by the model's dtype, distinguishes written
 values from defaults, and scales fp16 losses.
@@ -32,12 +31,10 @@ from . import (
     fsdp,
     halves,
     head,
-    jax_backend,
     megatron,
     overflow,
     processes,
     rollout,
-    waiting,
     weights,
 )
 
@@ -48,9 +45,7 @@ ADAPTER = Adapter.of(
         **offload.PATHS,
         "megatron": "Megatron workers",
         "megatron weight sync": "Megatron workers (weight sync)",
-        waiting.GROUP: "Megatron workers (LoRA adapters that share a worker)",
         "fsdp": "FSDP workers",
-        jax_backend.GROUP: "JAX backend",
         "metrics": "all workers (metrics)",
         "trainer": "all workers (the trainer's metrics)",
         "tinker": "all workers (Tinker's metrics)",
@@ -73,9 +68,7 @@ ADAPTER = Adapter.of(
             delete_when="SkyRL moves master_param",
         ),
         overflow,
-        waiting,
         fsdp,
-        jax_backend,
         processes,
         weights,
         rollout,

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from precision_shim.adapting import Call, seam
+from precision_shim.auditing import meters
 from precision_shim.auditing.sending import is_wanted, tell_asked
 from precision_shim.auditing.watching import watch
-from precision_shim.updates import meters
 
 from ..fp16 import ScaledTraining
-from ..rollout import tell_meter
 from .megatron import WORKER
 from .overflow import BASE, add_figures
 from .sides import asked_of, way_of_weights
@@ -81,8 +80,7 @@ async def know_rollout(call: Call, inference_engine_cfg: Any) -> Any:
     if is_wanted():
         tell_asked("skyrl", *asked_of(inference_engine_cfg))
     names = way_of_weights(inference_engine_cfg, path)
-    lora = getattr(getattr(model, "lora", None), "rank", 0)
-    if lora and worker.cfg.strategy == "megatron":
-        names = ("",)  # Megatron-Bridge merges LoRA into the weights that it exports
-    tell_meter(getattr(worker, "optimizer", None), *names)
+    # Megatron-Bridge merges LoRA into the weights that it exports.
+    factors = worker.cfg.strategy != "megatron"
+    meters.tell_rollout(getattr(worker, "optimizer", None), *names, factors=factors)
     return await call.proceed()

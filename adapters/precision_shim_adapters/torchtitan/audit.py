@@ -6,14 +6,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from precision_shim.adapting import Call, seam
+from precision_shim.auditing import meters
 from precision_shim.auditing.sending import tell_asked
 from precision_shim.auditing.watching import watch
 from precision_shim.precision.agreement import ENGINE_NAMES
 from precision_shim.precision.dtypes import name_of, parse_dtype
-from precision_shim.updates import meters
 
 from ..fp16 import ScaledTraining
-from ..rollout import tell_meter
 from .endpoints import remake
 from .places import FRAMEWORK, METRICS, POLICY, PRETRAINING, RL, RL_METRICS, TRAINER
 from .sides import KEY
@@ -60,7 +59,7 @@ def policy(call: Call, generator_dtype: Any = None) -> None:
     dtype = parse_dtype(str(generator_dtype or ""))
     if dtype is not None:
         short = name_of(dtype)
-        tell_meter(call.instance.optimizers, short)
+        meters.tell_rollout(call.instance.optimizers, short)
         tell_asked(FRAMEWORK, ENGINE_NAMES.get(short, short), KEY)
 
 

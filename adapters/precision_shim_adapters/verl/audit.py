@@ -8,10 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from precision_shim.adapting import Call, seam
+from precision_shim.auditing import meters
 from precision_shim.auditing.watching import watch
-from precision_shim.updates import meters
 
-from ..rollout import tell_meter
 from .halves import know_legacy_rollout
 from .sides import rollout_dtype
 
@@ -96,11 +95,9 @@ def legacy_rollout(call: Call) -> Any:
     """Record the dtype of verl 0.7.1's rollout, for the lost-update meter and for the audit."""
     result = call.proceed()
     worker = call.instance
-    lora = worker.config.model.get("lora_rank", 0) or worker.config.model.get("lora_adapter_path")
     if worker._is_actor and worker._is_rollout:
         know_legacy_rollout(worker)
-        if not lora:
-            tell_meter(worker.actor_optimizer, rollout_dtype(worker.config))
+        meters.tell_rollout(worker.actor_optimizer, rollout_dtype(worker.config))
     return result
 
 

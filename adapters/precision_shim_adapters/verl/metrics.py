@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from precision_shim.adapting import Call, seam
-from precision_shim.updates import meters
+from precision_shim.auditing import meters
 
 from .. import megatron
 from ..fp16 import FEATURE

@@ -28,9 +28,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from precision_shim.adapting import Call, current_settings, decide, look, seam, versioned, warn
+from precision_shim.auditing import meters
 from precision_shim.errors import UnsupportedPrecisionError
 
-from ..rollout import AUTO, CANONICAL, FEATURE, engine_name, tell_meter
+from ..rollout import AUTO, CANONICAL, FEATURE, engine_name
 from .sides import asked_dtype, rollout_dtype
 
 FSDP, TITAN, CHECKPOINTS = "fsdp weights", "torchtitan weights", "checkpoint engines"
@@ -88,11 +89,9 @@ def announce(call: Call) -> Any:
 def _tell_meter(engine: Any, *before: str) -> None:
     """Tell the lost-update meter that weights round to ``before``, then to the rollout's dtype."""
     lora = getattr(getattr(engine, "model_config", None), "lora", None) or {}
-    merged = bool(lora.get("merge"))
-    if merged and not hasattr(engine, "_merged_lora_per_tensor_param"):
-        before = ("",)  # before 0.9, verl sends weights without LoRA
     names = (*before, _computes.get(engine, AUTO))
-    tell_meter(getattr(engine, "optimizer", None), *names, merged=merged)
+    optimizer = getattr(engine, "optimizer", None)
+    meters.tell_rollout(optimizer, *names, factors=not lora.get("merge"))
 
 
 @seam(

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import AuditError
-from ..updates import meters
-from . import rules
+from . import meters, rules
 from .counting import Measured, component_of, measure
 from .ranks import shown, signature, unlike
 from .readers import read_optimizers
@@ -140,7 +139,7 @@ def _part(reading: Reading, measured: Mapping[str, Measured]) -> AuditPart:
 def _updates(reading: Reading) -> dict[str, Any] | None:
     """Return the latest measurements of an optimizer's updates lost to rounding, or ``None``."""
     meter = meters.of(reading.steppers[0]) if reading.steppers else None
-    return None if meter is None or meter.figures is None else meter.figures.to_dict()
+    return None if meter is None else meter.figures
 
 
 @functools.cache  # versions are read from files

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any
-
-from ..updates import lost
 
 COMPONENTS = (
     "params",
@@ -76,7 +74,7 @@ class AuditPart:
         owned: number of trained parameters whose states this rank stores.
         scaler: class name of the loss scaler, or ``None``.
         components: an ``AuditComponent`` for each name in ``COMPONENTS``.
-        updates: measurements of updates lost to rounding, from ``lost.Figures.to_dict``; ``None``
+        updates: measurements of updates lost to rounding, from ``lost.describe``; ``None``
             if nothing has been measured.
         shards: number of different shards in the data-parallel group; 0, as in files without
             ``shards``, means that every rank has a different shard.
@@ -286,9 +284,14 @@ def _part(part: AuditPart) -> list[str]:
         )
         for row in rows
     )
+    updates: Iterable[str] = ()
+    if part.updates:
+        from ..updates import lost
+
+        updates = lost.lines(part.updates)
     return [
         f"{part.name}: {part.optimizer}, {part.parameters:,} parameters, {part.owned:,} owned, "
         f"data parallel {part.data_parallel_size}, scaler {part.scaler or 'none'}",
         *(f"{_INDENT}{line}".rstrip() for line in table),
-        *(f"{_INDENT}{line}" for line in (lost.lines(part.updates) if part.updates else ())),
+        *(f"{_INDENT}{line}" for line in updates),
     ]

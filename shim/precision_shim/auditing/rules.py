@@ -10,7 +10,7 @@ import torch
 from ..errors import AuditError, DtypeError
 from ..precision.dtypes import accepted_names, name_of, parse_dtype
 from ..precision.moments import second_moment_can_decay
-from ..updates import lost, meters
+from . import meters
 from .reading import SIXTEEN_BIT, Reading, Wanted
 from .record import COMPONENTS, AuditPart, Finding
 
@@ -182,13 +182,15 @@ def notes(reading: Reading, part: AuditPart, where: str) -> Iterator[Finding]:
             "(FSDP's mixed precision computes in 16 bits all the same) or use an optimizer with "
             "masters",
         )
-    if part.updates is not None:
-        masters = part.components["master"].dtypes
-        for _, fields in lost.findings(part.updates, part.name, where, masters):
-            yield Finding(*fields)
     meter = meters.of(reading.steppers[0]) if reading.steppers else None
-    if meter is not None and meter.unmeasured:
-        yield tell(lost.UNMEASURED, None, "a rule that is known", NOTHING, meter.unmeasured)
+    if meter is not None:
+        from ..updates import lost
+
+        masters = part.components["master"].dtypes
+        for _, fields in lost.findings(part.updates or {}, part.name, where, masters):
+            yield Finding(*fields)
+        if meter.unmeasured:
+            yield tell(lost.UNMEASURED, None, "a rule that is known", NOTHING, meter.unmeasured)
     second = {state.exp_avg_sq.dtype for state in reading.owned if state.exp_avg_sq is not None}
     second |= reading.later("exp_avg_sq")
     stuck = [b for b in reading.betas if len(b) > 1 and not second_moment_can_decay(b[1])]

@@ -12,9 +12,6 @@ import torch
 from ..errors import InconsistentPrecisionError
 from ..process.session import current_settings
 from ..reporting import journal as _journal
-from ..updates import lost
-from ..updates.measuring import Meter
-from ..updates.watch import attach
 from . import files, kept
 from .looking import look
 from .readers import read_optimizers
@@ -146,6 +143,8 @@ class _Watcher:
         framework, subject = self.watched.framework, self.watched.subject
         model = self.watched.modules() or None
         try:
+            from ..updates.watch import attach
+
             for reading in read_optimizers(model, self._optimizer(), whole=False):
                 attach(
                     reading,
@@ -158,15 +157,16 @@ class _Watcher:
         except Exception as error:  # a failed measurement must not end the training run
             _journal.tell(f"{framework} {subject}: lost updates are not measured: {error!r}")
 
-    def take_figures(self, meter: Meter) -> None:
+    def take_figures(self, meter: Any) -> None:
         """Put a meter's measurements into the stored audit; print only the first measurements."""
         figures, audit = meter.figures, self.watched.audit
         if figures is None or audit is None:
             return
+        from ..updates import lost
+
         part = meter.names[1]
         parts = [
-            replace(each, updates=figures.to_dict()) if each.name == part else each
-            for each in audit.parts
+            replace(each, updates=figures) if each.name == part else each for each in audit.parts
         ]
         notes = [note for note in audit.notes if (note.code, note.part) != (lost.CODE, part)]
         masters = {
@@ -175,7 +175,7 @@ class _Watcher:
             if each.name == part
             for dtype in each.components["master"].dtypes
         }
-        found = lost.findings(figures.to_dict(), part, meter.names[0], masters)
+        found = lost.findings(figures, part, meter.names[0], masters)
         notes += [Finding(*fields) for _, fields in found]
         audit = replace(audit, parts=tuple(parts), notes=tuple(notes))
         self._keep(audit)

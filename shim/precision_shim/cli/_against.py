@@ -32,28 +32,19 @@ from ..upstream.digest import digest, digest_of
 from ..upstream.foresight import foresee
 from ..upstream.trees import Tree, open_tree, over
 from ._output import show, write
-from ._probing import probing
 
 __all__ = ["command", "options", "report"]
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--against``, ``--framework``, ``--probe`` and ``--record`` to the doctor's parser."""
+    """Add ``--against``, ``--framework`` and ``--record`` to the doctor's parser."""
     parser.add_argument(
         "--against",
         metavar="PATH",
         help="judge a wheel, a checkout, a source folder or a site-packages instead of what is "
         "installed; nothing of it is imported (exit status 2: it holds no framework)",
     )
-    parser.add_argument(
-        "--framework", metavar="NAME", help="with --against and --probe: the only one to judge"
-    )
-    parser.add_argument(
-        "--probe",
-        action="store_true",
-        help="ask the installed frameworks whether what the rules assume of them still holds; "
-        "they are imported, in a child process",
-    )
+    parser.add_argument("--framework", metavar="NAME", help="with --against: the only one to judge")
     parser.add_argument(
         "--record",
         metavar="FILE",
@@ -63,12 +54,10 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def command(asked: argparse.Namespace) -> Callable[[argparse.Namespace], int] | None:
     """Return the function to run in place of the usual report; ``None`` for the usual report."""
-    if asked.framework is not None and asked.against is None and not asked.probe:
-        asked.parser.error("--framework needs --against PATH or --probe")
-    if (asked.against is not None) + (asked.record is not None) + asked.probe > 1:
-        asked.parser.error("--against, --record and --probe exclude each other")
-    if asked.probe:
-        return probing
+    if asked.framework is not None and asked.against is None:
+        asked.parser.error("--framework needs --against PATH")
+    if asked.against is not None and asked.record is not None:
+        asked.parser.error("--against and --record exclude each other")
     if asked.against is not None:
         return _against
     return _record if asked.record is not None else None

@@ -93,7 +93,6 @@ class Framework(_Record):
     adapter: str
     tested: "tuple[str, ...]"
     effects: "tuple[str, ...]"
-    probes: "tuple[str, ...]"
     plan: str
     checkpoints: "Checkpoints | None"
     audit_readers: "Mapping[str, str]"
@@ -109,7 +108,6 @@ class Framework(_Record):
         *,
         tested: "tuple[str, ...]" = (),
         effects: "tuple[str, ...]" = (),
-        probes: "tuple[str, ...]" = (),
         plan: str = "",
         checkpoints: "Checkpoints | None" = None,
         audit_readers: "Mapping[str, str] | None" = None,
@@ -123,7 +121,6 @@ class Framework(_Record):
             adapter=adapter,
             tested=tested,
             effects=effects,
-            probes=probes,
             plan=plan,
             checkpoints=checkpoints,
             audit_readers=audit_readers or {},

@@ -93,8 +93,6 @@ class LossScaler(ShardedGradScaler):
         self._min_scale = self.settings.min_scale
         self._last_scale: float | None = None
         self._overflow: bool | None = None
-        self._interrupted: torch.optim.Optimizer | None = None
-        self._done = False  # whether the step of the last loss is complete
         self._check: Callable[[torch.optim.Optimizer], None] | None = None
         super().__init__(
             device=device,
@@ -159,16 +157,10 @@ class LossScaler(ShardedGradScaler):
         """
         if not self._enabled or not loss.requires_grad:
             return
-        self._forget_interrupted()
         self._make_ready(loss.device)
         assert self._scale is not None
         scale = self._scale.to(loss.device, non_blocking=True)
         loss.register_hook(lambda grad: (grad * scale).type(grad.dtype))  # type: ignore[no-untyped-call]
-
-    def scale(self, outputs: Any) -> Any:
-        """Multiply a loss, or several, by the scale, as ShardedGradScaler does."""
-        self._forget_interrupted()
-        return super().scale(outputs)
 
     def unscale_once(self, optimizer: torch.optim.Optimizer) -> None:
         """Call ``unscale_`` before clipping, unless this step's gradients are already unscaled."""
@@ -177,18 +169,17 @@ class LossScaler(ShardedGradScaler):
 
     def is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether this step's gradients have been unscaled, or the scaler is disabled."""
-        if not self._enabled or self._has_done(optimizer):
+        if not self._enabled:
             return True
-        return self._stage(optimizer) is not OptState.READY
+        return self._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by the scale, and test whether a rank has a non-finite gradient."""
-        if not self._enabled or self._repeats(optimizer, OptState.UNSCALED, OptState.STEPPED):
+        if not self._enabled:
             return
         if self._check is not None:
             self._check(optimizer)
             self._check = None
-        self._done = False
         self._make_ready()
         if dist.is_available() and dist.is_initialized():
             super().unscale_(optimizer)
@@ -210,8 +201,6 @@ class LossScaler(ShardedGradScaler):
         """Take the optimizer's step, or skip it if a gradient of any rank is not finite."""
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
-        if self._repeats(optimizer, OptState.STEPPED):
-            return None
         self.unscale_once(optimizer)
         before, self._overflow = self._overflow, None
         with _as_others(optimizer):
@@ -238,13 +227,9 @@ class LossScaler(ShardedGradScaler):
         Raises:
             LossScaleError: ``max_skips`` steps in a row were skipped.
         """
-        if self._interrupted is not None and self._has_done(self._interrupted):
-            return
         super().update(new_scale)
-        self._interrupted = None
         if not self._enabled:
             return
-        self._done = True
         assert self._scale is not None
         self._scale.clamp_(min=self._min_scale, max=MAX_SCALE)
         overflow, self._overflow = self._overflow, None
@@ -300,41 +285,10 @@ class LossScaler(ShardedGradScaler):
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
         """Drop the stage and the overflow flags of a step that an exception ended."""
-        self._interrupted = None
         if not self._enabled:
             return
         self._per_optimizer_states.pop(id(optimizer), None)
         self._overflow = None
-
-    def interrupt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record that an exception ended a step; scaling the next loss then calls ``forget``.
-
-        If the framework repeats the step without a new backward pass, the gradients must not be
-        unscaled a second time.
-        """
-        self._interrupted = optimizer
-
-    def _repeats(self, optimizer: torch.optim.Optimizer, *stages: OptState) -> bool:
-        """Whether a loop repeats a step that reached one of ``stages`` before an exception.
-
-        torch's scaler would raise an error in a repeated step.
-        """
-        if self._has_done(optimizer):
-            return True
-        return self._interrupted is optimizer and self._stage(optimizer) in stages
-
-    def _has_done(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an exception followed a complete step, and no loss has been scaled since."""
-        return self._done and self._interrupted is optimizer
-
-    def _forget_interrupted(self) -> None:
-        self._done = False
-        if self._interrupted is not None:
-            self.forget(self._interrupted)
-
-    def _stage(self, optimizer: torch.optim.Optimizer) -> OptState:
-        stage: OptState = self._per_optimizer_states[id(optimizer)]["stage"]
-        return stage
 
     def _make_ready(self, device: torch.device | None = None) -> None:
         # torch creates the scale's tensor in scale(), which attach() never calls.

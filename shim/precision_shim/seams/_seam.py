@@ -196,8 +196,6 @@ class Adapter:
             own name. A group that only supports other groups has a name that ends in brackets, such
             as ``"FSDP engine (metrics)"``. ``str(status())`` shows a name with brackets only if the
             group was refused or the feature has no other group.
-        probes: names of modules whose functions test whether the framework behaves as the shim's
-            rules on precision assume; imported only to run these tests.
         plan: the ``"module:function"`` that finds out a job's models from the launch command, for
             ``precision-shim plan``; empty if the adapter has no such function.
         checkpoints: the names of the framework's checkpoints, and the functions that predict if a
@@ -216,7 +214,6 @@ class Adapter:
     seams: tuple[Seam, ...]
     effects: tuple[str, ...] = ()
     paths: Mapping[str, str] = field(default_factory=dict, hash=False)
-    probes: tuple[str, ...] = ()
     plan: str = ""
     checkpoints: Checkpoints | None = None
     audit_readers: Mapping[str, str] = field(default_factory=dict, hash=False)

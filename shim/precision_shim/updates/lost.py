@@ -1,4 +1,4 @@
-"""Data classes for counts of lost updates, and conversions to shares, metrics, JSON and text.
+"""Counts of lost updates as data for JSON, and their conversions to shares, metrics and text.
 
 An update of an element is lost if the update was not zero but the stored number did not change.
 """
@@ -6,7 +6,6 @@ An update of an element is lost if the update was not zero but the stored number
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 CODE = "updates-lost"
@@ -29,108 +28,53 @@ _TITLES = {"weights": "stored weights", "exp_avg_sq": "second moment", "rollout"
 _SHOWN = 8  # maximum number of parameter groups in a table; Megatron makes up to six
 
 
-@dataclass(frozen=True)
-class Count:
-    """The number of sampled updates, and the number of lost updates in the sample.
+def describe(step: int, every: int, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return how many of an optimizer's updates were lost on this rank, as data for JSON.
 
-    Attributes:
-        dtype: how the updated numbers are stored, such as ``"bf16"`` or ``"bf16+int16"``.
+    Args:
+        step: number of the step, counted from the attachment of the meter.
+        every: number of steps from one measurement to the next.
+        groups: for each parameter group whose updates were not all zero: its number ``group``, the
+            step's ``lr``, the number of ``elements`` that the step updated, the number of elements
+            ``sampled``, and the ``count``s of ``weights``, ``exp_avg_sq`` and ``rollout``.
+
+    Returns:
+        The arguments, and the share of each kind over all groups, or ``None``.
+    """
+    figures: dict[str, Any] = {"step": step, "every": every, "groups": groups}
+    return {**figures, **{name: share([figures], name) for name in METRICS}}
+
+
+def count(dtype: str, updates: int, lost: int) -> dict[str, Any] | None:
+    """Return the counts of one kind of numbers as data for JSON.
+
+    Args:
+        dtype: how the numbers are stored, such as ``"bf16+int16"``; empty if there are none.
         updates: number of elements whose update was not zero; for ``exp_avg_sq``, number of
             elements that the update should make smaller.
         lost: number of elements in ``updates`` whose stored value did not change.
     """
-
-    dtype: str
-    updates: int
-    lost: int
-
-    @property
-    def share(self) -> float:
-        """``lost`` divided by ``updates``."""
-        return self.lost / self.updates if self.updates else 0.0
+    return {"dtype": dtype, "updates": updates, "lost": lost} if dtype else None
 
 
-@dataclass(frozen=True)
-class Group:
-    """One parameter group of an optimizer, on this rank, at one step.
-
-    Attributes:
-        group: the group's number in the optimizer.
-        lr: learning rate of the step.
-        elements: number of elements that the step updated on this rank; frozen parameters and
-            parameters without a gradient do not count.
-        sampled: number of updated elements in the sample.
-        weights: counts for the stored weights: the master weights if there are any, otherwise the
-            parameters.
-        exp_avg_sq: counts for the second moment; ``None`` without a second moment.
-        rollout: counts for the rollout engines' copies of the weights; ``None`` without copies.
-    """
-
-    group: int
-    lr: float
-    elements: int
-    sampled: int
-    weights: Count
-    exp_avg_sq: Count | None = None
-    rollout: Count | None = None
-
-
-@dataclass(frozen=True)
-class Figures:
-    """How many of an optimizer's updates were lost on this rank, at one step.
-
-    Attributes:
-        step: number of the step, counted from the attachment of the meter.
-        every: number of steps from one measurement to the next.
-        groups: the parameter groups whose updates were not all zero.
-        merged: counts for the rollout engine's copies of matrices with merged LoRA, or ``None``.
-            For merged LoRA, an update means that the step changed the product of LoRA's factors.
-    """
-
-    step: int
-    every: int
-    groups: tuple[Group, ...]
-    merged: Count | None = None
-
-    def share(self, name: str) -> float | None:
-        """Return the share of lost updates over all groups, weighted by each group's elements.
-
-        Args:
-            name: ``"weights"``, ``"exp_avg_sq"`` or ``"rollout"``.
-        """
-        return share([self], name)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the figures as dicts, lists, strings and numbers, which JSON can represent."""
-        return {
-            "step": self.step,
-            "every": self.every,
-            **{name: self.share(name) for name in METRICS},
-            "groups": [asdict(group) for group in self.groups],
-            "merged": None if self.merged is None else asdict(self.merged),
-        }
-
-
-def share(figures: Iterable[Figures], name: str) -> float | None:
+def share(figures: Iterable[Mapping[str, Any]], name: str) -> float | None:
     """Return the share of lost updates over several optimizers, weighted by each group's elements.
 
     Args:
-        figures: the ``Figures`` of each optimizer.
-        name: see ``Figures.share``.
+        figures: the figures of each optimizer.
+        name: ``"weights"``, ``"exp_avg_sq"`` or ``"rollout"``.
     """
     updates = lost = 0.0
     for figure in figures:
-        counts = [(group.elements / group.sampled, getattr(group, name)) for group in figure.groups]
-        if name == "rollout":  # if LoRA is merged, the groups have no rollout count
-            counts.append((1.0, figure.merged))
-        for weight, count in counts:
-            if count is not None:
-                updates += weight * count.updates
-                lost += weight * count.lost
+        for group in figure["groups"]:
+            if group[name] is not None:
+                weight = group["elements"] / group["sampled"]
+                updates += weight * group[name]["updates"]
+                lost += weight * group[name]["lost"]
     return lost / updates if updates else None
 
 
-def metrics(figures: Sequence[Figures], prefix: str = "") -> dict[str, float]:
+def metrics(figures: Sequence[Mapping[str, Any]], prefix: str = "") -> dict[str, float]:
     """Return the measured shares of lost updates, keyed by their names in a framework's metrics."""
     shares = {name: share(figures, name) for name in METRICS}
     return {
@@ -139,7 +83,7 @@ def metrics(figures: Sequence[Figures], prefix: str = "") -> dict[str, float]:
 
 
 def lines(updates: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the figures as lines of text, from the result of ``Figures.to_dict``."""
+    """Yield an optimizer's figures as lines of text."""
     yield f"updates lost to rounding, step {updates['step']}:"
     groups = updates["groups"]
     for group in groups[:_SHOWN]:
@@ -151,19 +95,16 @@ def lines(updates: Mapping[str, Any]) -> Iterator[str]:
         yield f"  group {group['group']}, lr {group['lr']:g}: {shares}"
     if len(groups) > _SHOWN:
         yield f"  and {len(groups) - _SHOWN} more groups"
-    merged = updates.get("merged")
-    if merged is not None and merged["updates"]:
-        yield f"  LoRA merged: rollout {_percent(merged)} ({merged['dtype']})"
 
 
-def brief(figures: Figures) -> str:
+def brief(updates: Mapping[str, Any]) -> str:
     """Return the shares of lost updates over all groups as one line of text."""
     shares = ", ".join(
-        f"{title} {part:.1%}"
+        f"{title} {updates[name]:.1%}"
         for name, title in _TITLES.items()
-        if (part := figures.share(name)) is not None
+        if updates[name] is not None
     )
-    return f"updates lost to rounding at step {figures.step}: {shares}"
+    return f"updates lost to rounding at step {updates['step']}: {shares}"
 
 
 def _percent(count: Mapping[str, Any]) -> str:
@@ -176,12 +117,12 @@ def findings(
     """Yield the index of each group that lost most of its updates, with fields for a ``Finding``.
 
     Args:
-        updates: the result of ``Figures.to_dict``.
+        updates: the optimizer's figures.
         part: the name of the part (optimizer) that the figures belong to.
         where: framework and version, for messages.
         masters: dtypes of the part's masters.
     """
-    for group in updates["groups"]:
+    for group in updates.get("groups", ()):
         count = group["weights"]
         if not count["updates"] or count["lost"] <= TOO_MANY * count["updates"]:
             continue
@@ -200,26 +141,21 @@ def findings(
         )
 
 
-_SIXTEEN = (
-    "Keep {which} in fp32 (FSDP's mixed precision computes in 16 bits all the same; Megatron keeps "
-    "masters where the OptimizerConfig has bf16 or fp16), use an optimizer with masters, or raise "
-    "the learning rate"
-)
-
-
 def _remedy(stored: Collection[str]) -> str:
-    sixteen = {"bf16", "fp16"}.intersection(stored)
-    if len(sixteen) == len(stored):
-        return f"such updates are below half a bit of a 16-bit weight. {_SIXTEEN}".format(
-            which="the weights"
-        )
-    if sixteen:
+    sixteen = sorted({"bf16", "fp16"}.intersection(stored))
+    if not sixteen:
         return (
-            "such updates are below half a bit of a weight, and a part of these weights has 16 "
-            f"bits. {_SIXTEEN}".format(which=f"the {' and '.join(sorted(sixteen))} weights")
+            "such updates are below half a bit of a weight of 32 bits, so that no dtype helps. "
+            "Raise the learning rate, or look for parameters that get no gradient and are moved by "
+            "their weight decay alone"
         )
+    which, what = "the weights", "a 16-bit weight"
+    if len(sixteen) < len(stored):
+        which = f"the {' and '.join(sixteen)} weights"
+        what = "a weight, and a part of these weights has 16 bits"
     return (
-        "such updates are below half a bit of a weight of 32 bits, so that no dtype helps. Raise "
-        "the learning rate, or look for parameters that get no gradient and are moved by their "
-        "weight decay alone"
+        f"such updates are below half a bit of {what}. Keep {which} in fp32 (FSDP's mixed "
+        "precision computes in 16 bits all the same; Megatron keeps masters where the "
+        "OptimizerConfig has bf16 or fp16), use an optimizer with masters, or raise the learning "
+        "rate"
     )

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..auditing.reading import local
 from ..precision.dtypes import name_of
 from ..precision.remainders import join_master
+from .sampling import Taken, Tensors
 
 _SCALED = (torch.float16, torch.uint8)
 """The dtypes of states that FusedAdam stores divided by a scale."""
@@ -29,25 +29,19 @@ class UnknownRuleError(Exception):
     """There is no rule for an optimizer; the message is a sentence for the user."""
 
 
-@dataclass
-class Sampled:
-    """A sample of one group's elements in fp64; all fields have the same length.
+class Stored(NamedTuple):
+    """The stored numbers of a sample in fp64; all tensors have the same length.
 
     Attributes:
-        weights: the stored weights.
-        gradient: the gradient that the optimizer reads.
-        states: the stored states by name; zeros for a state that the first step will create.
-        steps: for each element, its parameter's step count, including the coming step.
+        weights: the weights that the optimizer updates: the masters if there are any.
+        states: the states by name; zeros for a state that the first step will create.
     """
 
     weights: torch.Tensor
-    gradient: torch.Tensor
     states: dict[str, torch.Tensor]
-    steps: torch.Tensor
 
 
-@dataclass
-class Ideal:
+class Ideal(NamedTuple):
     """The changes that one step would make without rounding.
 
     Attributes:
@@ -59,35 +53,36 @@ class Ideal:
     exp_avg_sq: torch.Tensor | None = None
 
 
-def _adam(sampled: Sampled, group: Mapping[str, Any], decoupled: bool) -> Ideal:
+def _adam(
+    stored: Stored, gradient: torch.Tensor, steps: torch.Tensor, group: Mapping[str, Any]
+) -> Ideal:
     beta1, beta2 = group["betas"]
-    decay, gradient = group["weight_decay"], sampled.gradient
-    if group.get("maximize"):
-        gradient = -gradient
-    if not decoupled:
-        gradient = gradient + decay * sampled.weights
-    first, second = sampled.states["exp_avg"], sampled.states["exp_avg_sq"]
+    decay = group["weight_decay"] * stored.weights
+    if not group["decoupled_weight_decay"]:
+        gradient = gradient + decay
+    first, second = stored.states["exp_avg"], stored.states["exp_avg_sq"]
     moved = (1 - beta2) * (gradient * gradient - second)
     first, second = first + (1 - beta1) * (gradient - first), second + moved
     if group.get("amsgrad"):
-        second = torch.maximum(second, sampled.states["max_exp_avg_sq"])
+        second = torch.maximum(second, stored.states["max_exp_avg_sq"])
     if group.get("bias_correction", True):
-        first = first / (1 - beta1**sampled.steps)
-        second = second / (1 - beta2**sampled.steps)
+        first = first / (1 - beta1**steps)
+        second = second / (1 - beta2**steps)
     update = first / (second.sqrt() + group["eps"])
-    if decoupled:
-        update = update + decay * sampled.weights
+    if group["decoupled_weight_decay"]:
+        update = update + decay
     return Ideal(-group["lr"] * update, moved)
 
 
-def _sgd(sampled: Sampled, group: Mapping[str, Any], decoupled: bool) -> Ideal:
-    gradient = -sampled.gradient if group.get("maximize") else sampled.gradient
-    gradient = gradient + group["weight_decay"] * sampled.weights
+def _sgd(
+    stored: Stored, gradient: torch.Tensor, steps: torch.Tensor, group: Mapping[str, Any]
+) -> Ideal:
+    gradient = gradient + group["weight_decay"] * stored.weights
     if group["momentum"]:
-        kept = sampled.states["momentum_buffer"] * group["momentum"]
+        kept = stored.states["momentum_buffer"] * group["momentum"]
         # torch's SGD does not dampen the gradient in the first step.
         begun = (1 - group["dampening"]) * gradient
-        buffer = kept + torch.where(sampled.steps > 1, begun, gradient)
+        buffer = kept + torch.where(steps > 1, begun, gradient)
         gradient = gradient + group["momentum"] * buffer if group["nesterov"] else buffer
     return Ideal(-group["lr"] * gradient)
 
@@ -104,14 +99,13 @@ class Rule:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         step = inspect.unwrap(type(optimizer).step)
-        place = f"{step.__module__}:{step.__qualname__}"
         self._fused = step.__qualname__ == "FusedAdam.step" and hasattr(optimizer, "adam_w_mode")
         known: dict[str, Callable[..., Ideal]] = {
             "torch.optim.adam:Adam.step": _adam,
             "torch.optim.adamw:AdamW.step": _adam,
             "torch.optim.sgd:SGD.step": _sgd,
         }
-        ideal = _adam if self._fused else known.get(place)
+        ideal = _adam if self._fused else known.get(f"{step.__module__}:{step.__qualname__}")
         self._scaled: Mapping[str, torch.dtype] = getattr(optimizer, "name_to_dtype_map", {})
         if self._fused and not self._scaled and getattr(optimizer, "master_weights", False):
             ideal = None  # Apex's FusedAdam does not store its masters in its state
@@ -124,15 +118,21 @@ class Rule:
         self._ideal = ideal
 
     def ideal(
-        self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], sampled: Sampled
+        self, optimizer: Any, group: Mapping[str, Any], tensors: Tensors, stored: Stored
     ) -> Ideal:
         """Return the changes that the coming step would make to a sample without rounding."""
-        return self._ideal(sampled, group, self._is_decoupled(optimizer, group))
-
-    def _is_decoupled(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
-        if self._fused:
-            return bool(optimizer.adam_w_mode)  # type: ignore[attr-defined]
-        return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
+        gradients = [at(self.gradient(optimizer, p)) for p, at in tensors]  # type: ignore[arg-type]
+        gradient = torch.cat(gradients)
+        scale = getattr(optimizer, "grad_scale", None)  # set by GradScaler for a fused step
+        if scale is not None:
+            gradient = gradient / scale
+        if group.get("maximize"):
+            gradient = -gradient
+        steps = torch.cat([self._steps(optimizer, group, p, at) for p, at in tensors])
+        decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
+        decoupled = optimizer.adam_w_mode if self._fused else decoupled
+        group = {**group, "decoupled_weight_decay": decoupled}
+        return self._ideal(stored, gradient, steps, group)
 
     def gradient(self, optimizer: Any, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return the gradient that the coming step reads; ``None`` if it is absent or sparse."""
@@ -140,34 +140,29 @@ class Rule:
         gradient = getattr(parameter, "decoupled_grad", None) if decoupled else parameter.grad
         return None if gradient is None or gradient.is_sparse else gradient
 
-    def steps_ever(self, optimizer: Any, parameter: torch.Tensor) -> bool:
-        """Whether the optimizer updates a parameter at any step; false for a frozen parameter.
-
-        Megatron's masters require no gradient, but Megatron sets their gradient before each step.
-        """
-        if parameter.requires_grad or optimizer.state.get(parameter):
-            return True
-        return self.gradient(optimizer, parameter) is not None
-
-    def states(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the names of the states that the rule reads."""
+    def read(self, optimizer: Any, group: Mapping[str, Any], tensors: Tensors) -> Stored:
+        """Return the stored numbers of a sample."""
         if self._ideal is _sgd:
-            return ("momentum_buffer",) if group["momentum"] else ()
-        more = ("max_exp_avg_sq",) if group.get("amsgrad") else ()
-        return ("exp_avg", "exp_avg_sq", *more)
+            names = ["momentum_buffer"] if group["momentum"] else []
+        else:
+            names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(group.get("amsgrad"))
+        return Stored(
+            torch.cat([self._weights(optimizer, p, at) for p, at in tensors]),
+            {
+                name: torch.cat([self._state(optimizer, p, name, at) for p, at in tensors])
+                for name in names
+            },
+        )
 
-    def state(
-        self, optimizer: Any, parameter: torch.Tensor, name: str, at: Taken
-    ) -> torch.Tensor | None:
-        """Return a sample of a state; ``None`` before the first step, which creates the state."""
+    def _state(self, optimizer: Any, parameter: torch.Tensor, name: str, at: Taken) -> torch.Tensor:
         value = optimizer.state.get(parameter, {}).get(name)
         if value is None:
-            return None
+            return 0 * at.ones(parameter)
         if self._scaled.get(name) in _SCALED:
             value = optimizer.get_unscaled_state(parameter, name)
         return at(value)
 
-    def steps(
+    def _steps(
         self, optimizer: Any, group: Mapping[str, Any], parameter: torch.Tensor, at: Taken
     ) -> torch.Tensor:
         """Return a parameter's step count, including the coming step, for each sampled element."""
@@ -181,8 +176,7 @@ class Rule:
         counted: torch.Tensor = at.ones(parameter) * made + 1
         return counted
 
-    def weights(self, optimizer: Any, parameter: torch.Tensor, at: Taken) -> torch.Tensor:
-        """Return a sample in fp64 of the weights that the optimizer updates (masters, if any)."""
+    def _weights(self, optimizer: Any, parameter: torch.Tensor, at: Taken) -> torch.Tensor:
         kept = self._master(optimizer, parameter)
         master = optimizer.state.get(parameter, {}).get("master_param") if kept else None
         if master is None:
@@ -206,28 +200,3 @@ class Rule:
             return ""
         remainders = getattr(optimizer, "store_param_remainders", False)
         return "remainder" if remainders and parameter.dtype is torch.bfloat16 else "whole"
-
-
-class Taken:
-    """Samples a parameter, its gradient and its states at the same positions.
-
-    Args:
-        indices: positions of the elements in this rank's shard; ``None`` for all elements.
-        count: number of sampled elements.
-    """
-
-    def __init__(self, indices: torch.Tensor | None, count: int) -> None:
-        self.indices, self.count = indices, count
-
-    def raw(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of the sampled elements of a tensor, in the tensor's dtype."""
-        flat = local(tensor).detach().reshape(-1)
-        return flat.clone() if self.indices is None else flat.index_select(0, self.indices)
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sampled elements in fp64, which represents all smaller dtypes exactly."""
-        return self.raw(tensor).double()
-
-    def ones(self, like: torch.Tensor) -> torch.Tensor:
-        """Return ones in fp64, one per sampled element, on the device of ``like``."""
-        return torch.ones(self.count, dtype=torch.float64, device=local(like).device)

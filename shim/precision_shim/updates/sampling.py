@@ -1,14 +1,12 @@
-"""Choose the optimizer's elements that the meter measures, the same elements at every step."""
+"""Choose the optimizer's elements that the meter measures."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 import torch
 
 from ..auditing.reading import local
-from .rules import Taken
 
 MOST_ELEMENTS = 1 << 18
 """Maximum number of measured elements on a rank, over all its optimizers together."""
@@ -17,108 +15,63 @@ MOST_TENSORS = 512
 """Maximum number of measured tensors per optimizer; each launches about twenty small kernels."""
 
 
-def allot(sizes: Sequence[int], budget: int) -> list[int]:
-    """Divide a budget among tensors (or groups) as equally as their sizes allow."""
-    counts = [0] * len(sizes)
-    smallest_first = sorted(range(len(sizes)), key=sizes.__getitem__)
-    for place, which in enumerate(smallest_first):
-        counts[which] = min(sizes[which], budget // (len(sizes) - place))
-        budget -= counts[which]
-    return counts
-
-
-class Sample:
-    """A fixed sample of an optimizer's elements on this rank.
-
-    Each group contributes an equal number of elements, or all if it has fewer. A group's elements
-    are divided into stretches of equal length, and the sample has a random element of each stretch.
-    Random numbers are from a separate generator, so torch's global generator does not change.
+class Taken:
+    """Samples a parameter, its gradient and its states at the same positions.
 
     Args:
-        groups: the optimizer's parameters, by group.
-        budget: maximum number of elements in the sample.
-        places: for each group, the indices of the parameters to sample; ``None`` for all.
-
-    Attributes:
-        taken: for each group, the ``Taken`` of each sampled parameter, by the parameter's index.
+        first: position of the first element in this rank's shard.
+        step: distance between the elements.
+        size: number of elements of this rank's shard.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[Sequence[torch.Tensor]],
-        budget: int,
-        places: Sequence[Sequence[int]] | None = None,
-    ) -> None:
-        self.budget = budget
-        self._shapes = _shapes(groups, places)
-        tensors = allot([len(shapes) for shapes in self._shapes], MOST_TENSORS)
-        chosen = [
-            _some(list(shapes), most) for shapes, most in zip(self._shapes, tensors, strict=True)
-        ]
-        elements = allot(
-            [
-                sum(numel(group[place]) for place in places)
-                for group, places in zip(groups, chosen, strict=True)
-            ],
-            budget,
-        )
-        self.taken = [
-            _draw(group, places, count, seed)
-            for seed, (group, places, count) in enumerate(
-                zip(groups, chosen, elements, strict=True)
-            )
-        ]
+    def __init__(self, first: int, step: int, size: int) -> None:
+        self.first, self.step = first, step
+        self.count = len(range(first, size, step))
 
-    def fits(
-        self,
-        groups: Sequence[Sequence[torch.Tensor]],
-        budget: int,
-        places: Sequence[Sequence[int]] | None = None,
-    ) -> bool:
-        """Whether the sample was drawn for this budget and for these tensors' sizes and devices."""
-        return budget == self.budget and self._shapes == _shapes(groups, places)
+    def raw(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of the sampled elements of a tensor, in the tensor's dtype."""
+        return local(tensor).detach().reshape(-1)[self.first :: self.step].clone()
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sampled elements in fp64, which represents all smaller dtypes exactly."""
+        return self.raw(tensor).double()
+
+    def ones(self, like: torch.Tensor) -> torch.Tensor:
+        """Return ones in fp64, one per sampled element, on the device of ``like``."""
+        return torch.ones(self.count, dtype=torch.float64, device=local(like).device)
+
+
+Tensors = Sequence[tuple[torch.Tensor, Taken]]
+"""Parameters, each with the ``Taken`` that samples it."""
+
+
+def sample(groups: Sequence[Sequence[torch.Tensor]], most: int) -> list[Tensors]:
+    """Sample evenly spaced elements; each group contributes an equal number, or all it has.
+
+    Args:
+        groups: the parameters of each group.
+        most: maximum number of elements.
+    """
+    there = max(1, sum(map(bool, groups)))
+    return [
+        _spaced(group, max(1, most // there), max(1, MOST_TENSORS // there)) for group in groups
+    ]
+
+
+def _spaced(group: Sequence[torch.Tensor], most: int, tensors: int) -> Tensors:
+    chosen = group[:: -(-len(group) // tensors) or 1]
+    # The distance is odd: an even one may divide the length of a row, so that all elements would
+    # be from one column.
+    step = -(-sum(map(numel, chosen)) // most) | 1
+    taken, first = [], 0
+    for parameter in chosen:
+        size = numel(parameter)
+        if first < size:
+            taken.append((parameter, Taken(first, step, size)))
+        first = (first - size) % step
+    return taken
 
 
 def numel(parameter: torch.Tensor) -> int:
     """Return the number of a parameter's elements on this rank."""
     return local(parameter).numel()
-
-
-def _shapes(
-    groups: Sequence[Sequence[torch.Tensor]], places: Sequence[Sequence[int]] | None
-) -> list[dict[int, tuple[int, torch.device]]]:
-    if places is None:
-        places = [range(len(group)) for group in groups]
-    return [
-        {place: (numel(group[place]), local(group[place]).device) for place in some}
-        for group, some in zip(groups, places, strict=True)
-    ]
-
-
-def _some(places: Sequence[int], most: int) -> list[int]:
-    return sorted(random.Random(0).sample(places, most)) if len(places) > most else list(places)
-
-
-def _draw(
-    parameters: Sequence[torch.Tensor], places: Sequence[int], count: int, seed: int
-) -> dict[int, Taken]:
-    sizes = [numel(parameters[place]) for place in places]
-    total = sum(sizes)
-    if count == total:
-        return {p: Taken(None, size) for p, size in zip(places, sizes, strict=True) if size}
-    # All tensors are made on the host, regardless of torch.set_default_device.
-    generator = torch.Generator("cpu").manual_seed(seed)
-    within = torch.rand(count, generator=generator, dtype=torch.float64, device="cpu")
-    stretches = torch.arange(count, dtype=torch.float64, device="cpu")
-    drawn = ((stretches + within) * (total / count)).long()
-    drawn.clamp_(max=total - 1)
-    bounds = torch.tensor([0, *sizes], device="cpu").cumsum(0)
-    cuts = torch.searchsorted(drawn, bounds).tolist()
-    taken = {}
-    for number, place in enumerate(places):
-        indices = drawn[cuts[number] : cuts[number + 1]] - bounds[number]
-        if len(indices):
-            # The indices are copied to the device once; the host does not wait for the copy.
-            device = local(parameters[place]).device
-            taken[place] = Taken(indices.to(device, non_blocking=True), len(indices))
-    return taken

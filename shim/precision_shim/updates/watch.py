@@ -8,17 +8,15 @@ from typing import Any
 
 import torch
 
-from ..auditing import kept
+from ..auditing import kept, meters
 from ..auditing.looking import where_of
 from ..auditing.readers import read_optimizers
 from ..auditing.reading import Reading
 from ..errors import AuditError, DtypeError, SettingsError
-from ..precision.dtypes import coerce_dtype
-from . import lost, meters
-from .copies import copies_of
+from ..precision.dtypes import coerce_dtype, name_of
+from . import lost
+from .copies import Copies
 from .measuring import Meter
-
-ROLLOUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class UpdateWatch:
@@ -29,7 +27,7 @@ class UpdateWatch:
 
     def figures(self) -> list[dict[str, Any]]:
         """Return the latest figures of each measured optimizer, as data that JSON can represent."""
-        return [meter.figures.to_dict() for meter in self._meters if meter.figures is not None]
+        return [meter.figures for meter in self._meters if meter.figures is not None]
 
     def metrics(self, prefix: str = "") -> dict[str, float]:
         """Return the shares of lost updates over all optimizers.
@@ -73,7 +71,8 @@ def watch_updates(
         rollout: the dtype that the rollout engine computes in, as a ``torch.dtype`` or a name.
             With ``rollout=None`` the meter uses the dtype that a framework's adapter recorded.
             Without a recorded dtype, copies are assumed to be in the model's 16-bit dtype, else in
-            FSDP's compute dtype, else in bf16.
+            FSDP's compute dtype, else in bf16. LoRA's factors count as copies only if an adapter
+            recorded that the engine receives them.
 
     Returns:
         An ``UpdateWatch``, which has the figures and ``remove()``.
@@ -91,7 +90,7 @@ def watch_updates(
     if optimizer is None:
         raise AuditError("watch_updates(optimizer=None): there are no steps to watch. Pass one.")
     dtype = coerce_dtype(rollout, key="rollout", where="watch_updates")
-    if dtype is not None and dtype not in ROLLOUT_DTYPES:
+    if dtype is not None and dtype not in meters.DTYPES:
         raise DtypeError(
             f"watch_updates(rollout={rollout!r}): no rollout engine's copies are measured in it; "
             "allowed: float16, bfloat16, float32 or None. Correct it, or leave it out."
@@ -99,7 +98,7 @@ def watch_updates(
     readings = read_optimizers(model, optimizer)
     if isinstance(dtype, torch.dtype):
         for reading in readings:
-            meters.tell_rollout(reading.steppers, meters.Rollout((dtype,)))
+            meters.tell_rollout(reading.steppers, name_of(dtype))
     meters_or_none = [attach(reading, every, model=model) for reading in readings]
     return UpdateWatch([meter for meter in meters_or_none if meter is not None])
 
@@ -118,7 +117,7 @@ def attach(
     Args:
         reading: the optimizer's ``Reading``.
         every: number of steps from one measurement to the next.
-        model: the model's modules; the meter reads their LoRA layers and their compute dtype.
+        model: the model's modules; the meter reads their parameters' names and compute dtype.
         framework: see ``looking.look``.
         subject: the model's name, such as ``"actor"``.
         on_figures: function that is called with the meter when the meter has new figures.
@@ -126,13 +125,13 @@ def attach(
     if not reading.steppers:
         return None
     stepper = reading.steppers[0]
-    known = meters.of(stepper)
+    known: Meter | None = meters.of(stepper)
     if known is not None:
         known.every = every
         return known
     where = where_of(framework, reading.framework)
     names = (f"{where}, {subject}" if subject else where, reading.name)
-    meter = Meter(stepper, every, names, copies_of(reading, stepper, model), on_figures)
+    meter = Meter(stepper, every, names, Copies(reading, model), on_figures)
     meters.add(stepper, meter)
     # A strong reference in ``kept`` would keep the optimizer's tensors alive until uninstall().
     weak = weakref.ref(meter)

@@ -145,33 +145,29 @@ def test_a_group_without_a_note_does_not_hide_the_next() -> None:
     assert [group for group, _ in lost.findings(both, "model", "")] == [1]
 
 
-def test_a_share_of_nothing() -> None:
-    assert lost.Count("bf16", 0, 0).share == 0.0
-    assert lost.Count("bf16", 4, 1).share == 0.25
+def group(elements: int, sampled: int, **counts: tuple[str, int, int]) -> dict[str, Any]:
+    kinds = {name: lost.count(*counts.get(name, ("", 0, 0))) for name in lost.METRICS}
+    return {"group": 0, "lr": 1e-6, "elements": elements, "sampled": sampled, **kinds}
 
 
-def figures(*groups: lost.Group) -> lost.Figures:
-    return lost.Figures(50, 10, groups)
+def figures(*groups: dict[str, Any]) -> dict[str, Any]:
+    return lost.describe(50, 10, list(groups))
 
 
 def test_figures_as_data_and_as_metrics() -> None:
     # A tenth of the first group was read, so each of its updates counts ten times.
-    sampled = lost.Group(0, 1e-6, 1000, 100, lost.Count("bf16", 100, 50))
-    whole = lost.Group(1, 1e-6, 100, 100, lost.Count("fp32", 100, 0), lost.Count("bf16", 4, 1))
+    sampled = group(1000, 100, weights=("bf16", 100, 50))
+    whole = group(100, 100, weights=("fp32", 100, 0), exp_avg_sq=("bf16", 4, 1))
     one = figures(sampled, whole)
-    assert one.share("weights") == 500 / 1100
-    assert one.share("rollout") is None
-    values = one.to_dict()
-    assert {
-        name: values[name] for name in ("step", "every", "weights", "exp_avg_sq", "rollout")
-    } == {
+    assert one == {
         "step": 50,
         "every": 10,
         "weights": 500 / 1100,
         "exp_avg_sq": 0.25,
         "rollout": None,
+        "groups": [sampled, whole],
     }
-    assert values["groups"][1]["exp_avg_sq"] == {"dtype": "bf16", "updates": 4, "lost": 1}
+    assert whole["exp_avg_sq"] == {"dtype": "bf16", "updates": 4, "lost": 1}
     assert lost.metrics([one, figures(whole)], "actor/") == {
         "actor/updates_lost": 500 / 1200,
         "actor/updates_lost_exp_avg_sq": 0.25,
@@ -182,6 +178,6 @@ def test_figures_as_data_and_as_metrics() -> None:
 
 
 def test_figures_without_an_update() -> None:
-    nothing = figures(lost.Group(0, 0.0, 10, 10, lost.Count("bf16", 0, 0)))
-    assert nothing.share("weights") is None
+    nothing = figures(group(10, 10, weights=("bf16", 0, 0)))
+    assert lost.share([nothing], "weights") is None
     assert lost.metrics([nothing]) == {}

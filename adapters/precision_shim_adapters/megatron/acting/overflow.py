@@ -43,27 +43,18 @@ from precision_shim.scaling import SkipCounter
 from ..deciding.scaler import describe_scaler, factors_set
 from ..deciding.wishes import GROUP, SCALING
 from .build import current_build, megatron_label
-from .repeated import (
-    Answer,
-    answers,
-    are_uneven,
-    finish,
-    forget,
-    interrupt,
-    is_repeated,
-    is_stale,
-    keep,
-    put_back,
-    syncs_of,
-    take_again,
-    tell_used,
-    unchain,
-)
 from .scaled import tell_unscaled
 from .unstepped import make_states
 
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 SCALER = "megatron.core.optimizer.grad_scaler:DynamicGradScaler.__init__"
+
+
+def _unchain(optimizer: Any) -> list[Any]:
+    """The optimizers chained in an optimizer, or the optimizer itself."""
+    if not hasattr(optimizer, "chained_optimizers"):
+        return [optimizer]
+    return [leaf for inner in optimizer.chained_optimizers for leaf in _unchain(inner)]
 
 
 def dynamic_scalers(optimizer: Any) -> list[Any]:
@@ -74,7 +65,7 @@ def dynamic_scalers(optimizer: Any) -> list[Any]:
     """
     from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
-    scalers = (getattr(inner, "grad_scaler", None) for inner in unchain(optimizer))
+    scalers = (getattr(inner, "grad_scaler", None) for inner in _unchain(optimizer))
     return [scaler for scaler in scalers if isinstance(scaler, DynamicGradScaler)]
 
 
@@ -120,7 +111,7 @@ _accounts: weakref.WeakKeyDictionary[Any, Account] = weakref.WeakKeyDictionary()
 
 def _account(optimizer: Any) -> Account | None:
     """An optimizer's ``Account``; for a chain without one, its first optimizer's ``Account``."""
-    known = (_accounts.get(inner) for inner in (optimizer, *unchain(optimizer)))
+    known = (_accounts.get(inner) for inner in (optimizer, *_unchain(optimizer)))
     return next((account for account in known if account is not None), None)
 
 
@@ -183,10 +174,8 @@ def answer_step(optimizer: Any, step: Callable[[], Any]) -> Any:
         succeeds = known.succeeds
     try:
         result = step()
-    except BaseException:
-        interrupt(optimizer)
-        raise
-    finish(optimizer)
+    finally:
+        _forget(optimizer)
     if succeeds is None or not dynamic_scalers(optimizer):
         return result
     successful, grad_norm, zeros = result
@@ -240,18 +229,16 @@ def keep_one_scale(call: Call) -> Any:
     scalers = dynamic_scalers(call.instance)
     if len(scalers) < 2:
         return call.proceed()
-    first, uneven = scalers[0], are_uneven(call.instance)
+    first = scalers[0]
     before = first.state_dict()
     for other in scalers[1:]:
-        apart = _trackers(other) != _trackers(first) or scale_of(other) != scale_of(first)
-        if apart and not uneven:
+        if _trackers(other) != _trackers(first) or scale_of(other) != scale_of(first):
             warn(
                 f"{megatron_label()}: the optimizers of one model have different loss "
                 f"scales ({scale_of(first):g} and {scale_of(other):g}), as a checkpoint of an "
                 "unpatched Megatron may hold them. The loss was scaled with the first: all "
                 "continue with it."
             )
-        if apart:
             other.load_state_dict(before)
     found_inf = call.proceed()
     if found_inf:
@@ -265,16 +252,33 @@ def _trackers(scaler: Any) -> tuple[Any, ...]:
     return tuple(value for key, value in sorted(scaler.state_dict().items()) if key != "scale")
 
 
+@dataclass(eq=False)
+class _Answer:
+    """The result of ``prepare_grads``: whether it found an overflow, and the results in a chain."""
+
+    found: bool
+    parts: list[_Answer | None]
+
+
+_answers: weakref.WeakKeyDictionary[Any, _Answer] = weakref.WeakKeyDictionary()
+"""Maps an optimizer with prepared, unused gradients to its ``_Answer``: ``prepare_once`` writes
+entries, ``_forget`` deletes them."""
+
 _in_chain: ContextVar[bool] = ContextVar("precision_shim_in_chain", default=False)
 """True while a chain of optimizers prepares gradients, so that only the chain counts the step."""
 
 
-def _parts(optimizer: Any) -> list[Answer | None]:
+def _parts(optimizer: Any) -> list[_Answer | None]:
     return [
-        answers.get(inner)
-        for inner in unchain(optimizer)
+        _answers.get(inner)
+        for inner in _unchain(optimizer)
         if inner is not optimizer and dynamic_scalers(inner)
     ]
+
+
+def _forget(optimizer: Any) -> None:
+    for inner in _unchain(optimizer):  # the ``_Answer`` of a chain needs its parts' ``_Answer``s
+        _answers.pop(inner, None)
 
 
 @seam(
@@ -306,69 +310,45 @@ def prepare_once(call: Call) -> Any:
     scalers = dynamic_scalers(optimizer)
     if not scalers:
         return call.proceed()
-    alone = not _in_chain.get()
-    if alone and is_stale(optimizer):
-        forget(optimizer)
-    known = answers.get(optimizer)
+    known = _answers.get(optimizer)
     if known is not None and known.parts == _parts(optimizer):
-        return take_again(optimizer, known)
-    put_back(optimizer)
-    scale, repeated = scale_of(scalers[0]), is_repeated(optimizer)
-    before, number = scalers[0].state_dict(), syncs_of(optimizer)
+        return known.found
+    scale, alone = scale_of(scalers[0]), not _in_chain.get()
     token = _in_chain.set(True)
     try:
         found = call.proceed()
     except BaseException:
-        interrupt(optimizer)
+        _forget(optimizer)
         raise
     finally:
         _in_chain.reset(token)
-    keep(optimizer, Answer(found, _parts(optimizer), before, scalers[0].scale, number))
+    _answers[optimizer] = _Answer(found, _parts(optimizer))
     if alone:
-        if scale != 1.0 and not repeated:
-            tell_unscaled(unchain(optimizer))
+        if scale != 1.0:
+            tell_unscaled(_unchain(optimizer))
         account = _accounts.setdefault(optimizer, Account())
         account.scale = scale
         if found:
-            make_states(unchain(optimizer))
+            make_states(_unchain(optimizer))
         account.counter.note(found, scale)
     return found
 
 
 @seam(
-    f"{_OPTIMIZER}:MixedPrecisionOptimizer.step_with_ready_grads",
-    SCALING,
-    group=GROUP,
-    why="the gradients are used",
-    delete_when="Megatron's step() takes gradients that are already prepared",
-    optional=True,
-)
-def forget_used(call: Call) -> Any:
-    """Mark gradients as used when the optimizer has stepped, and do not step with them again."""
-    known = answers.get(call.instance)
-    if known is not None and known.used:
-        tell_used(known)
-        return True
-    result = call.proceed()
-    if known is not None:
-        known.used = True
-    return result
-
-
-@seam(
     feature=SCALING,
     at=[
+        f"{_OPTIMIZER}:MixedPrecisionOptimizer.step_with_ready_grads",
         f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params.zero_grad",
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.zero_grad",
     ],
     group=GROUP,
-    why="the gradients are gone; a trainer that skips by itself calls only zero_grad",
+    why="the gradients are used or gone; a trainer that skips by itself calls only zero_grad",
     delete_when="Megatron's step() takes gradients that are already prepared",
     optional=True,
 )
 def forget_answer(call: Call) -> Any:
     """Delete the stored result of ``prepare_grads``, so that the next gradients are prepared."""
-    forget(call.instance)
+    _forget(call.instance)
     return call.proceed()
 
 

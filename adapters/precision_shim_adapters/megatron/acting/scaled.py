@@ -45,26 +45,6 @@ def note_asked(call: Call) -> Any:
     return call.proceed()
 
 
-def is_asked(optimizers: Iterable[Any]) -> bool:
-    """Whether an optimizer's loss scale was read since the last step."""
-    return any(optimizer in _asked for optimizer in optimizers)
-
-
-def forget_asked(optimizers: Iterable[Any]) -> None:
-    """Forget that the scales of optimizers were read, so that ``is_asked`` shows the next read."""
-    _asked.difference_update(optimizers)
-
-
-def sees_losses() -> bool:
-    """Whether every rank scales a loss; in a pipeline, only the last stage's ranks do."""
-    from megatron.core import parallel_state
-
-    return bool(
-        parallel_state.model_parallel_is_initialized()
-        and parallel_state.get_pipeline_model_parallel_world_size() == 1
-    )
-
-
 def tell_unscaled(optimizers: Iterable[Any]) -> None:
     """Warn if no optimizer's loss scale was read since the last step."""
     from megatron.core import parallel_state

@@ -1,1 +1,1 @@
-"""Audit Megatron's live optimizers, and test assumptions about Megatron with probes."""
+"""Audit Megatron's live optimizers."""

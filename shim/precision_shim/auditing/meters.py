@@ -1,47 +1,50 @@
-"""The lost-update meters of this process, and how optimizers' weights reach rollout engines."""
+"""The lost-update meters of this process, and the dtypes of the rollout engines' copies of weights.
+
+This module does not import ``updates``, because a worker imports the meter only to measure.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from . import lost
+import torch
 
-if TYPE_CHECKING:
-    import torch
+from ..precision.dtypes import name_of
 
-    from .measuring import Meter
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""The dtypes in which copies of weights can be measured, the coarsest first."""
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """How the weights that an optimizer updates reach the rollout engine.
+    """The rollout engine's copies of the weights that an optimizer updates.
 
     Attributes:
-        dtypes: the dtypes that each weight is rounded to: the transfer's dtype, then the engine's.
-            ``dtypes`` is empty if a dtype is unknown or, like fp8, cannot be measured.
-        merged: whether LoRA's factors are merged into the weights that the engine receives.
+        dtype: the coarsest dtype that a weight is rounded to on its way into the engine; ``None``
+            if it is unknown or, like fp8, cannot be measured.
+        factors: whether LoRA's factors themselves are sent, and not only merged weights.
     """
 
-    dtypes: tuple[torch.dtype, ...]
-    merged: bool = False
+    dtype: torch.dtype | None
+    factors: bool = False
 
 
-_meters: weakref.WeakKeyDictionary[Any, Meter] = weakref.WeakKeyDictionary()
-"""Maps a torch optimizer to the meter that measures it."""
+_meters: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""Maps a torch optimizer to the ``updates.measuring.Meter`` that measures it."""
 
 _rollouts: weakref.WeakKeyDictionary[Any, Rollout] = weakref.WeakKeyDictionary()
 """Maps a torch optimizer, with or without a meter, to its ``Rollout``."""
 
 
-def of(stepper: Any) -> Meter | None:
+def of(stepper: Any) -> Any:
     """Return the meter of a torch optimizer, or ``None``."""
     return _meters.get(stepper)
 
 
-def add(stepper: Any, meter: Meter) -> None:
+def add(stepper: Any, meter: Any) -> None:
     """Register an optimizer's meter, for as long as the optimizer exists."""
     _meters[stepper] = meter
 
@@ -51,25 +54,30 @@ def drop(stepper: Any) -> None:
     _meters.pop(stepper, None)
 
 
-def tell_rollout(optimizer: Any, rollout: Rollout) -> None:
-    """Record how an optimizer's weights reach the rollout engine; a later call replaces the record.
+def tell_rollout(optimizer: Any, *names: str, factors: bool = False) -> None:
+    """Record the dtypes of the rollout's copies of an optimizer's weights.
 
     Args:
         optimizer: see ``metrics``.
-        rollout: how the weights reach the engine.
+        names: canonical names of all dtypes that a weight is rounded to on its way into the engine,
+            the engine's own among them.
+        factors: see ``Rollout``.
     """
+    known = {name_of(dtype): dtype for dtype in DTYPES}
+    dtypes = [known.get(name) for name in names]
+    dtype = next((dtype for dtype in DTYPES if dtype in dtypes), None)
     for stepper in _steppers(optimizer):
-        _rollouts[stepper] = rollout
+        _rollouts[stepper] = Rollout(None if None in dtypes else dtype, factors)
 
 
 def rollout_of(stepper: Any) -> Rollout | None:
-    """Return how a torch optimizer's weights reach the rollout engine; ``None`` if not recorded."""
+    """Return the ``Rollout`` of a torch optimizer; ``None`` if not recorded."""
     return _rollouts.get(stepper)
 
 
 def count() -> int:
     """Return the number of meters that still measure."""
-    return sum(meter.measures for meter in _meters.values())
+    return sum(not meter.unmeasured for meter in _meters.values())
 
 
 def metrics(optimizer: Any, prefix: str = "") -> dict[str, float]:
@@ -83,6 +91,8 @@ def metrics(optimizer: Any, prefix: str = "") -> dict[str, float]:
     """
     if not _meters:
         return {}
+    from ..updates import lost
+
     watched = (_meters.get(stepper) for stepper in _steppers(optimizer))
     return lost.metrics([watch.figures for watch in watched if watch and watch.figures], prefix)
 
