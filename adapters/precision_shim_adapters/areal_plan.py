@@ -66,7 +66,7 @@ def plan_job(job: Job) -> Request:
 def _both_sides(job: Job, written: Any, merged: Any) -> tuple[list[Problem], list[str]]:
     """Predict the report of the job's driver on the dtypes of trainer and rollout."""
     try:
-        both = areal_sides.engines(written, merged)
+        both = areal_sides.engines(merged)
     except DtypeError as error:
         return [Problem.of(error, "rollout", error.key)], []
     if both is None:

@@ -33,9 +33,8 @@ from .model_type import (
     resolve_by_model,
     stored_dtypes,
 )
-from .names import engine_name, with_rounded
-from .planning import problems_of
-from .telling import FEATURE, follows, settle
+from .names import engine_name, with_rounded, write_key
+from .telling import FEATURE, Sides, follows, problems_of, settle
 from .wire import Wire, tell_of_wires, wire_problems
 
 __all__ = [
@@ -50,6 +49,7 @@ __all__ = [
     "Engine",
     "Head",
     "InForce",
+    "Sides",
     "Wire",
     "checkpoint_dtype",
     "compute_in_fp32",
@@ -72,4 +72,5 @@ __all__ = [
     "unchanged_heads",
     "wire_problems",
     "with_rounded",
+    "write_key",
 ]

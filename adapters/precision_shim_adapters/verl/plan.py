@@ -32,7 +32,7 @@ from ..megatron.planning.sizes import read_sizes
 from ..resolving import tell_missing, tell_unresolved
 from ..rollout import FEATURE, problems_of, problems_of_heads
 from . import driver, fsdp, megatron, sections, sides, sync, values
-from .composing import SEARCH_PATH, compose, named_config
+from .composing import compose
 from .head import read_heads
 from .planned import Sharded, read_sharded
 from .sections import Place, Section
@@ -115,28 +115,20 @@ def _both_sides(
     kwargs = f"{sides.ROLLOUT}.engine_kwargs"
     over = sections.with_keys(rollout.get("engine_kwargs", {}), kwargs, unresolved)
     _of(over, f"{kwargs}.{rollout.get('name')}")
-    asked = named_config(job)
-    own = all(sides.is_verls(source) for source in asked.sources) and not any(
-        override.startswith(SEARCH_PATH) for override in asked.overrides
-    )
-    written = sides.written_by(asked.overrides, own=own)
     try:
         sides.check_names(config)
-        both = sides.read_sides(config, written)
+        both = sides.read_sides(config)
     except DtypeError as error:
         return [Problem.of(error, "", error.key)], []
     if both is None:
         return [], []
     on = job.in_force(FEATURE, driver.GROUP)
-    fault, remedy = sides.refuses_quantization(rollout)
-    key = f"{sides.ROLLOUT}.quantization"
-    refused = [Problem("flags", "rollout", key, fault, remedy)] if fault else []
     heads = problems_of_heads(
         versioned("verl"), partial(read_heads, config, job.in_force), job.settings, on=on
     )
     if both.trainer is None:
         unknown = "rollout: {}: {} ({})".format(FEATURE, *sides.unknown_engine(both))
-        return [*refused, *heads[0]], [unknown, *heads[1]]
+        return heads[0], [unknown, *heads[1]]
     problems, notes = problems_of(
         versioned("verl"),
         both.trainer,
@@ -150,7 +142,7 @@ def _both_sides(
         message, _, remedy = refusal.rpartition(". ")
         key = f"{sides.ROLLOUT}.checkpoint_engine.backend"
         problems.append(Problem("rollout-dtype", "rollout", key, message, remedy))
-    return [*refused, *problems, *heads[0]], [*notes, *heads[1]]
+    return [*problems, *heads[0]], [*notes, *heads[1]]
 
 
 def _gpus(config: Mapping[str, Any]) -> int:
