@@ -212,7 +212,7 @@ def test_decisions(policy: Any, shim: Any) -> None:
     assert any("loss scaling from 4096" in one for one in said)
 
 
-def test_a_generator_of_the_same_dtype_needs_no_decision(policy: Any, shim: Any) -> None:
+def test_a_generator_of_the_same_dtype_agrees(policy: Any, shim: Any) -> None:
     shim()
     policy(generator_dtype="FP16")
     assert [one for one in decisions() if one.startswith("rollout: ")] == [
