@@ -122,8 +122,8 @@ def test_adam_bf16_computes_in_bf16(shim: Any, job: Callable[..., Any]) -> None:
     words = ("actor.dtype=float16", "actor.optimizer.type=adam_bf16")
     assert arguments(job(*words)) == "bfloat16"
     assert decided() == ["bf16, as the actor"]
-    job(*words, "++sglang.dtype=float16")
-    assert decided()[-1] == "fp16 beside the actor's bf16"
+    assert arguments(job(*words, "++sglang.dtype=float16")) == "bfloat16"
+    assert decided("dtype keys") == ["sglang.dtype: float16 -> bfloat16"]
     assert arguments(job(words[0], words[1], "actor.backend=fsdp:d4p1t1")) == "float16"
 
 
