@@ -7,6 +7,7 @@ start an engine. The shim compares the dtypes in the merged config.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from precision_shim.adapting import Call, seam, versioned
@@ -23,6 +24,7 @@ from .rollout import (
     settle,
     settle_heads,
     unchanged_heads,
+    write_key,
 )
 
 GROUP = "rollout"
@@ -32,15 +34,12 @@ _SECTIONS = {"SGLangConfig": "sglang", "vLLMConfig": "vllm"}
 """Maps the class of a server's section to the section's key, which is the backend's name."""
 
 
-def engines(
-    written: Any, config: Any, *, follows: bool = True
-) -> tuple[Engine, list[Engine]] | None:
+def engines(config: Any, *, follows: bool = True) -> tuple[Engine, list[Engine]] | None:
     """Read the trainer and the other engines; ``None`` if the job has no trainer with a dtype.
 
     Args:
-        written: the OmegaConf config with the user's values alone.
-        config: the OmegaConf config that also has AReaL's defaults. The rollout's dtype name is
-            replaced by the name that SGLang and vLLM accept.
+        config: the OmegaConf config. The rollout's dtype name is replaced by the name that SGLang
+            and vLLM accept.
         follows: whether the rollout's engine is started from ``config``.
 
     Raises:
@@ -49,9 +48,9 @@ def engines(
     from omegaconf import OmegaConf
 
     def engine(subject: str, key: str) -> Engine | None:
-        dtype = parse_dtype(str(OmegaConf.select(config, key)))
-        found = OmegaConf.select(written, key)
-        return None if dtype is None else Engine(subject, name_of(dtype), key, found is not None)
+        value = OmegaConf.select(config, key)
+        dtype = parse_dtype(str(value))
+        return None if dtype is None else Engine(subject, name_of(dtype), key, value)
 
     trainer = engine("actor", "actor.dtype")
     if trainer is None:
@@ -66,7 +65,7 @@ def engines(
     others.append(engine("teacher", "teacher.train.dtype"))
     backend = str(OmegaConf.select(config, "rollout.backend"))
     others += [
-        _rollout(name, written, config, follows=follows)
+        _rollout(name, config, follows=follows)
         for name in _SECTIONS.values()
         if backend.startswith(name) and OmegaConf.select(config, name) is not None
     ]
@@ -77,15 +76,11 @@ heads = unchanged_heads("actor", "AReaL")
 """Reads the LM head of the trainer."""
 
 
-def _rollout(backend: str, written: Any, config: Any, *, follows: bool) -> Engine:
-    from omegaconf import OmegaConf
-
+def _rollout(backend: str, config: Any, *, follows: bool) -> Engine:
     key = f"{backend}.dtype"
-    computes = CANONICAL.get(_coerce(config[backend], key), AUTO)
-    is_written = OmegaConf.select(written, key) is not None
-    engine = Engine("rollout", computes, key, is_written, follows=follows)
-    path = str(OmegaConf.select(config, "actor.path"))
-    return resolve_by_model(engine, backend, path)
+    value = _coerce(config[backend], key)
+    engine = Engine("rollout", CANONICAL.get(value, AUTO), key, value, follows=follows)
+    return resolve_by_model(engine, backend, str(config.actor.path))
 
 
 def _coerce(section: Any, key: str) -> str:
@@ -98,12 +93,12 @@ def _coerce(section: Any, key: str) -> str:
     "areal.api.cli_args:to_structured_cfg",
     FEATURE,
     group=GROUP,
-    why="has the user's values and the whole config, before an engine starts",
+    why="has the whole config, before an engine starts",
     delete_when="AReaL compares the dtypes of trainer and rollout",
     optional=True,
 )
-def merge(call: Call, cfg: Any, config_cls: Any) -> Any:
-    """Compare trainer and rollout; ``PRECISION_SHIM_ROLLOUT=follow`` sets the unwritten dtypes.
+def merge(call: Call, config_cls: Any) -> Any:
+    """Compare trainer, reference model and rollout, and report whether they agree.
 
     AReaL's SPMD launchers start the rollout's servers from processes that merge only the servers'
     own section; there the shim only replaces the dtype's name.
@@ -120,14 +115,9 @@ def merge(call: Call, cfg: Any, config_cls: Any) -> Any:
         return config
     from areal.utils.environ import is_single_controller
 
-    both = engines(cfg, config, follows=is_single_controller())
+    both = engines(config, follows=is_single_controller())
     if both is not None:
-        from omegaconf import OmegaConf
-
-        def write(engine: Engine, name: str) -> None:
-            OmegaConf.update(config, engine.key, name)
-
         settle_heads(versioned("areal"), heads, None)
-        path = str(OmegaConf.select(config, "actor.path"))
-        settle(versioned("areal"), *both, write, model_type(path))
+        kind = model_type(str(config.actor.path))
+        settle(versioned("areal"), *both, partial(write_key, config), kind)
     return config

@@ -6,6 +6,7 @@ driver starts vLLM with a key of its own, whose default is the checkpoint's dtyp
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from precision_shim.adapting import Call, seam, versioned
@@ -22,6 +23,7 @@ from .rollout import (
     settle,
     settle_heads,
     unchanged_heads,
+    write_key,
 )
 
 GROUP = "rollout"
@@ -46,13 +48,11 @@ def _engine(group: str, config: dict[str, Any]) -> Engine:
     section, key, extra = config, f"{group}.dtype", config.get(_EXTRA)
     if isinstance(extra, dict) and "dtype" in extra:
         section, key = extra, f"{group}.{_EXTRA}.dtype"
-    written = section.get("dtype")
-    name = AUTO
-    if written is not None:
-        name = section["dtype"] = engine_name(written, key, _where(), (AUTO,))
-    path = str(config.get("model"))
-    engine = Engine(group, CANONICAL.get(name, AUTO), key, written is not None)
-    return resolve_by_model(engine, "vllm", path)
+    value = section.get("dtype")
+    if value is not None:
+        value = section["dtype"] = engine_name(value, key, _where(), (AUTO,))
+    engine = Engine(group, CANONICAL.get(str(value), AUTO), key, value)
+    return resolve_by_model(engine, "vllm", str(config.get("model")))
 
 
 def _trainer(args: Any) -> Engine | None:
@@ -75,7 +75,7 @@ def _trainer(args: Any) -> Engine | None:
     optional=True,  # another project's package is also named swift
 )
 def compare(call: Call) -> None:
-    """Compare trainer, rollout and teacher; ``PRECISION_SHIM_ROLLOUT=follow`` writes the dtypes.
+    """Compare trainer, rollout and teacher, and report whether they agree.
 
     Raises:
         DtypeError: the dtype of rollout or teacher is unknown.
@@ -83,19 +83,14 @@ def compare(call: Call) -> None:
             the user asks for an LM head in fp32.
     """
     pipeline = call.instance
-    groups = {
-        group: pipeline.group_cfgs[group]
+    others = [
+        _engine(group, pipeline.group_cfgs[group])
         for group in ("rollout", "teacher")
         if pipeline.group_gpus.get(group, 0) > 0
-    }
-    others = [_engine(group, config) for group, config in groups.items()]
+    ]
     trainer = _trainer(pipeline._data_info.get("_driver_args"))
     if others and trainer is not None:
-
-        def write(engine: Engine, name: str) -> None:
-            groups[engine.subject]["dtype"] = name
-
         settle_heads(_where(), heads, None)
         kind = model_type(str(pipeline.group_cfgs["train"].get("model")))
-        settle(_where(), trainer, others, write, kind)
+        settle(_where(), trainer, others, partial(write_key, pipeline.group_cfgs), kind)
     call.proceed()

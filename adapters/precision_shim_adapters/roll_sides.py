@@ -6,6 +6,7 @@ driver, has the config of all workers before it starts them.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from precision_shim.adapting import Call, seam, versioned
@@ -20,11 +21,13 @@ from .rollout import (
     settle,
     settle_heads,
     unchanged_heads,
+    write_key,
 )
 
 GROUP = "rollout"
 _ENGINES = ("vllm", "sglang")
 _NAMES = {name: name for name in ("fp16", "bf16", "fp32")}
+_KEY = "model_args.dtype"
 
 
 def engines(config: Any) -> tuple[Engine, list[Engine]] | None:
@@ -57,7 +60,7 @@ def _engine(config: Any, key: str, subject: str) -> Engine | None:
     if worker is None or strategy is None:
         return None
     name, given = strategy.strategy_name, strategy.strategy_config or {}
-    where = f"{key}.model_args.dtype"
+    where = f"{key}.{_KEY}"
     written: Any = worker.model_args.dtype
     if name.startswith("fsdp2"):
         where = f"{key}.strategy_args.strategy_config.param_dtype"
@@ -69,12 +72,20 @@ def _engine(config: Any, key: str, subject: str) -> Engine | None:
     if dtype is None and name not in _ENGINES:  # such as null, for the checkpoint's dtype
         return None
     computes = AUTO if dtype is None else name_of(dtype)
-    # ROLL's config does not show which values the user wrote.
-    engine = Engine(subject, computes, where, follows=False, values=_NAMES)
+    engine = Engine(subject, computes, where, written, values=_NAMES)
     if name not in _ENGINES:
         return engine
     path = str(worker.model_args.model_name_or_path)
     return resolve_by_model(engine, name, path)
+
+
+def _write(config: Any, key: str, value: str) -> None:
+    write_key(config, key, value)
+    worker = getattr(config, key.partition(".")[0])
+    if key.endswith(_KEY):  # ROLL has already made these values from the key
+        worker.model_args.compute_dtype = parse_dtype(value)
+        for flags in (vars(worker.training_args), worker.strategy_args.strategy_config or {}):
+            flags.update({name: name == value for name in ("fp16", "bf16") if name in flags})
 
 
 @seam(
@@ -96,5 +107,5 @@ def start(call: Call, pipeline_config: Any) -> None:
     if both is not None:
         settle_heads(versioned("roll"), heads, None)
         kind = model_type(path_of(pipeline_config))
-        settle(versioned("roll"), *both, model_type=kind)
+        settle(versioned("roll"), *both, partial(_write, pipeline_config), kind)
     call.proceed()

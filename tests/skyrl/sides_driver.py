@@ -1,4 +1,4 @@
-"""Runs SkyRL's ``main`` for nine pairs of dtypes, up to the Ray actor that receives the config.
+"""Runs SkyRL's ``main`` for some pairs of dtypes, up to the Ray actor that receives the config.
 
 SkyRL's users may replace its ``skyrl_entrypoint`` by their own entry point. ``Entry`` stores the
 dtypes with which the engines and the reference model would start.
@@ -18,7 +18,7 @@ from skyrl.train.entrypoints import main_base
 
 import precision_shim
 from precision_shim.errors import PrecisionShimWarning
-from tests.skyrl.test_both_sides import DTYPES, KEY, on_fsdp
+from tests.skyrl.test_both_sides import KEY, PAIRS, on_fsdp
 from tests.skyrl.vllm_names import engine_dtype, put_in_place
 
 LIKE_A_CPU = ("trainer.flash_attn=false", "trainer.logger=console")
@@ -51,9 +51,9 @@ class Entry:
         return cls.answer
 
 
-def run(policy: str, rollout: str | None, setting: str) -> dict[str, Any]:
+def run(policy: str, rollout: str, setting: str) -> dict[str, Any]:
     """Run one job; returns the driver's warnings and the dtypes that the actor reads."""
-    words = on_fsdp(policy, *LIKE_A_CPU, *([f"{KEY}={rollout}"] if rollout else []))
+    words = on_fsdp(policy, *LIKE_A_CPU, f"{KEY}={rollout}")
     precision_shim.uninstall()
     precision_shim.install(frameworks=["skyrl"], settings={"rollout": setting}, export=False)
     sys.argv = ["main_base", *words]
@@ -80,8 +80,7 @@ def main() -> None:
     found = {
         f"{policy} {rollout} {setting}": run(policy, rollout, setting)
         for setting in ("tell", "follow")
-        for policy in DTYPES
-        for rollout in (*DTYPES, None)
+        for policy, rollout in PAIRS
     }
     print("FOUND", json.dumps(found))
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import copy
-import dataclasses
 import json
-import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -44,6 +41,7 @@ REF = "trainer.ref.fsdp_config.mixed_precision.param_dtype"
 POLICY = "trainer.policy.fsdp_config.mixed_precision.param_dtype"
 NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 DTYPES = tuple(NAMES)
+PAIRS = (("fp16", "fp16"), ("fp16", "bf16"), ("bf16", "fp16"))
 FSDP = "fsdp2" if Version("0.3") > SKYRL else "fsdp"
 
 since_0_4 = pytest.mark.skipif(Version("0.4") > SKYRL, reason="SkyRL has it from 0.4")
@@ -123,38 +121,40 @@ def notes_of_decisions() -> list[str]:
     ]
 
 
-# -- nine pairs ----------------------------------------------------------------------------------
+# -- tell and follow -----------------------------------------------------------------------------
+
+
+def _model(path: Path) -> tuple[str, ...]:
+    return (f"trainer.policy.model.path={path}",)
 
 
 @pytest.mark.parametrize("follow", [False, True], ids=["tell", "follow"])
-@pytest.mark.parametrize("rollout", [*DTYPES, None])
-@pytest.mark.parametrize("policy", DTYPES)
-def test_pairs_on_megatron(
+@pytest.mark.parametrize(("policy", "rollout"), [*PAIRS, ("fp32", "bf16")])
+def test_on_megatron(
     checkpoints: dict[str, Path],
     shim: Any,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     policy: str,
-    rollout: str | None,
+    rollout: str,
     follow: bool,
 ) -> None:
-    """A written key never changes. An unwritten key is bf16, or the policy's under ``follow``."""
-    written = () if rollout is None else (f"{KEY}={rollout}",)
-    words = on_megatron(checkpoints["bfloat16"], policy, NO_REF, *written)
-    settings = {"rollout": "follow"} if follow else {}
-    shim(settings=settings, export=False)
+    words = on_megatron(checkpoints["bfloat16"], policy, NO_REF, f"{KEY}={rollout}")
+    shim(settings={"rollout": "follow"} if follow else {}, export=False)
     config, warnings_ = warned(lambda: validated(*words))
-    computes = rollout or (policy if follow else "bf16")
+    computes = policy if follow else rollout
     assert engine_dtype(config) == NAMES[computes]
-    agrees = computes == policy
+    found, agrees = told(), computes == policy
+    replaced = f"{KEY}: {NAMES[rollout]} -> {NAMES[policy]}"
+    assert found.pop("dtype keys", "") == (replaced if follow and policy != rollout else "")
     chosen = f"{policy}, as the policy" if agrees else f"{computes} beside the policy's {policy}"
-    assert told() == {"rollout": chosen}
+    assert found == {"rollout": chosen}
     lost = (policy, computes) == ("fp16", "bf16")
     assert len(warnings_) == lost
     if lost:
         assert f"skyrl {SKYRL}: the policy computes in fp16 (" in warnings_[0]
         assert "transformer_config_kwargs.fp16" in warnings_[0]
-        assert f"Write {KEY}=float16" in warnings_[0]
+        assert f"Write {KEY}=float16, or set PRECISION_SHIM_ROLLOUT=follow" in warnings_[0]
     if follow:
         monkeypatch.setenv("PRECISION_SHIM_ROLLOUT", "follow")
     assert planned(capsys, *words, *_model(checkpoints["bfloat16"])) == (
@@ -163,66 +163,72 @@ def test_pairs_on_megatron(
     )
 
 
-def _model(path: Path) -> tuple[str, ...]:
-    return (f"trainer.policy.model.path={path}",)
-
-
 @pytest.mark.parametrize("follow", [False, True], ids=["tell", "follow"])
-@pytest.mark.parametrize("rollout", [*DTYPES, None])
-@pytest.mark.parametrize("policy", DTYPES)
-def test_pairs_on_fsdp(
+@pytest.mark.parametrize(
+    ("policy", "rollout", "ref"),
+    [("fp16", "fp16", "fp16"), ("fp16", "bf16", None), ("bf16", "fp16", "fp16"), ("fp32",) * 3],
+)
+def test_on_fsdp(
     shim: Any,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     policy: str,
-    rollout: str | None,
+    rollout: str,
+    ref: str | None,
     follow: bool,
 ) -> None:
-    """SkyRL's autocast makes a policy in fp32 compute in bf16."""
-    written = () if rollout is None else (f"{KEY}={rollout}",)
-    words = on_fsdp(policy, *written)
+    """SkyRL's autocast makes a policy or a reference model in fp32 compute in bf16."""
+    from precision_shim_adapters.skyrl.fsdp import mixed_dtypes
+
+    written = () if ref is None else (f"{REF}={ref}",)
+    words = on_fsdp(policy, f"{KEY}={rollout}", *written)
     shim(settings={"rollout": "follow"} if follow else {}, export=False)
     config, warnings_ = warned(lambda: validated(*words))
     really = "fp16" if policy == "fp16" else "bf16"
-    computes = rollout or (really if follow else "bf16")
-    reference = really if follow else "bf16"
+    computes = really if follow else rollout
+    reference = really if follow else "fp16" if ref == "fp16" else "bf16"
     assert engine_dtype(config) == NAMES[computes]
     found = told()
     assert (found["rollout"] == f"{really}, as the policy") == (computes == really)
     assert (found["ref"] == f"{really}, as the policy") == (reference == really)
     assert ("policy" in found) == (policy == "fp32")
+    keys = [one.partition(": ")[0] for one in found.get("dtype keys", "").split("; ")]
+    assert (KEY in keys) == (follow and rollout != really)
     lost = [one for one in (reference, computes) if (really, one) == ("fp16", "bf16")]
     assert len(warnings_) == len(lost)
-    mixed = config.trainer.ref.fsdp_config.mixed_precision
-    assert (mixed is None) == (reference == "bf16")
-    if mixed is not None:
-        from precision_shim_adapters.skyrl.fsdp import mixed_dtypes
-
-        dtypes = {"param_dtype": torch.float16, "reduce_dtype": torch.float32}
-        assert mixed_dtypes(config.trainer.ref.fsdp_config) == dtypes
+    dtypes = mixed_dtypes(config.trainer.ref.fsdp_config)
+    assert name_of(dtypes["param_dtype"]) == ("fp32" if ref == "fp32" else reference)
+    assert dtypes["reduce_dtype"] is torch.float32
     if follow:
         monkeypatch.setenv("PRECISION_SHIM_ROLLOUT", "follow")
     assert planned(capsys, *words) == (warnings_, notes_of_decisions())
+
+
+def test_follow_keeps_the_other_dtypes_of_the_reference_model(shim: Any) -> None:
+    shim(settings={"rollout": "follow"}, export=False)
+    reduce_dtype = REF.replace("param", "reduce")
+    config = validated(*on_fsdp("fp16", f"{REF}=bf16", f"{reduce_dtype}=bf16"))
+    mixed = config.trainer.ref.fsdp_config.mixed_precision
+    assert (mixed.param_dtype, mixed.reduce_dtype) == ("float16", "bf16")
+    assert f"{REF}: bf16 -> float16; {KEY}: bfloat16 -> float16" == told()["dtype keys"]
 
 
 @pytest.mark.slow
 @pytest.mark.oldest
 @pytest.mark.usefixtures("start_up_file")
 @pytest.mark.timeout(400)
-def test_nine_pairs_in_a_ray_actor(ranks: Ranks, tmp_path: Path) -> None:
-    """SkyRL's ``main`` keeps keys that the user wrote; the shim is also in the actor's process."""
+def test_a_ray_actor_gets_what_the_driver_wrote(ranks: Ranks, tmp_path: Path) -> None:
+    """With SkyRL's ``main``; the shim is also in the actor's process."""
     script = Path(__file__).with_name("sides_driver.py")
     jobs = drive(ranks, script, timeout=380, PRECISION_SHIM="1")
-    assert len(jobs) == 24
+    assert len(jobs) == 6
     for job, made in jobs.items():
         policy, rollout, setting = job.split()
-        really = "fp16" if policy == "fp16" else "bf16"  # SkyRL's autocast computes fp32 in bf16
-        own = really if setting == "follow" else "bf16"
-        computes = own if rollout == "None" else rollout
+        computes, own = (policy, policy) if setting == "follow" else (rollout, "bf16")
         assert made["rollout"] == NAMES[computes], job
         assert made["reference"] == ("float16" if own == "fp16" else None), job
         assert made["wrapped"], job
-        lost = [computes, own].count("bf16") if really == "fp16" else 0
+        lost = [computes, own].count("bf16") if policy == "fp16" else 0
         assert len(made["told"]) == lost, job
 
 
@@ -242,7 +248,6 @@ def test_off_nothing_is_said_or_written() -> None:
     config, warnings_ = warned(lambda: validated(*on_fsdp("fp16")))
     assert engine_dtype(config) == "bfloat16"
     assert warnings_ == []
-    assert "model_dtype" in vars(config.generator.inference_engine)
 
 
 @pytest.mark.parametrize(
@@ -359,6 +364,20 @@ def test_a_reference_model_on_megatron(
     config, messages = warned(lambda: validated(*words))
     assert messages == []
     assert config.trainer.ref.megatron_config.transformer_config_kwargs["fp16"] is True
+    assert told()["dtype keys"] == f"{key}: not set -> true"
+
+
+def test_a_reference_model_on_megatron_follows_a_bf16_policy(
+    checkpoints: dict[str, Path], shim: Any, fused_adam: str
+) -> None:
+    kwargs = "trainer.ref.megatron_config.transformer_config_kwargs"
+    words = on_megatron(checkpoints["bfloat16"], "bf16", f"{kwargs}.fp16=true")
+    shim(settings={"rollout": "follow"}, export=False)
+    config = validated(*words)
+    assert told()["ref"] == "bf16, as the policy"
+    from precision_shim_adapters.skyrl.sides import megatron_dtype
+
+    assert megatron_dtype(config.trainer, "ref", lambda *_: True) is torch.bfloat16
 
 
 # -- names ---------------------------------------------------------------------------------------
@@ -367,12 +386,9 @@ def test_a_reference_model_on_megatron(
 @pytest.mark.parametrize(
     ("spelt", "name"),
     [
-        ("fp16", "float16"),
         ("half", "float16"),
         ("torch.float16", "float16"),
         ("BF16", "bfloat16"),
-        ("bfloat16", "bfloat16"),
-        ("Float", "float32"),
     ],
 )
 def test_names(shim: Any, spelt: str, name: str) -> None:
@@ -390,7 +406,7 @@ def test_names(shim: Any, spelt: str, name: str) -> None:
     assert engine_dtype(config) == name
 
 
-@pytest.mark.parametrize("spelt", ["fp61", "fp8", "int8", "null", "16.0"])
+@pytest.mark.parametrize("spelt", ["fp61", "fp8", "null"])
 def test_a_wrong_name(shim: Any, capsys: pytest.CaptureFixture[str], spelt: str) -> None:
     from skyrl.train.config.config import InferenceEngineConfig
 
@@ -437,60 +453,22 @@ def _dtype_problems(capsys: pytest.CaptureFixture[str], *words: str) -> list[str
 
 
 @pytest.mark.skipif(Version("0.3") <= SKYRL, reason="SkyRL 0.3 has no old style any more")
-@pytest.mark.parametrize("spelt", [None, "bfloat16", "half", "fp61"])
-def test_the_old_style(shim: Any, monkeypatch: pytest.MonkeyPatch, spelt: str | None) -> None:
-    """The old style's base YAML contains every default, which must not count as written."""
+@pytest.mark.parametrize("spelt", ["bfloat16", "half", "fp61"])
+def test_the_old_style(shim: Any, monkeypatch: pytest.MonkeyPatch, spelt: str) -> None:
     import skyrl.train.config.utils as module
     from omegaconf import OmegaConf
 
     yaml = {"generator": {"backend": "vllm", "model_dtype": "bfloat16"}}
     monkeypatch.setattr(module, "get_legacy_config", lambda: OmegaConf.create(yaml))
-    shim(settings={"rollout": "follow"}, export=False)
-    written = [] if spelt is None else [f"generator.model_dtype={spelt}"]
-    words = on_fsdp("fp16", "generator.backend=vllm", *written)
+    shim(export=False)
+    words = on_fsdp("fp16", "generator.backend=vllm", NO_REF, f"generator.model_dtype={spelt}")
     if spelt == "fp61":
         with pytest.raises(DtypeError, match=KEY):
             train_config(*words)
         return
     config, messages = warned(lambda: validated(*words))
     assert len(messages) == (spelt == "bfloat16")
-    assert engine_dtype(config) == ("float16" if spelt in (None, "half") else "bfloat16")
-
-
-# -- keys that the user wrote --------------------------------------------------------------------
-
-
-def test_the_mark_survives_copies_and_is_not_shown(shim: Any) -> None:
-    from precision_shim_adapters.skyrl.config import model_dtype_is_written as is_written
-
-    def engines(*words: str) -> Any:
-        return train_config(*words).generator.inference_engine
-
-    plain = engines()
-    shim(export=False)
-    left, wrote = engines(), engines(f"{KEY}=bfloat16")
-    for config, expected in ((left, False), (wrote, True)):
-        for one in (config, copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
-            assert is_written(one) is expected
-            assert one.model_dtype == "bfloat16"
-            assert dataclasses.asdict(one) == dataclasses.asdict(plain)
-            assert one == plain
-    left.model_dtype = "bfloat16"
-    assert is_written(left)
-    assert is_written(plain), "built before install(): cannot be told"
-
-
-def test_a_config_class_of_the_users_own(shim: Any) -> None:
-    from skyrl.train.config.config import InferenceEngineConfig
-
-    from precision_shim_adapters.skyrl.config import model_dtype_is_written
-
-    @dataclasses.dataclass
-    class Own(InferenceEngineConfig):
-        model_dtype: str = "float32"
-
-    shim(export=False)
-    assert model_dtype_is_written(Own())
+    assert engine_dtype(config) == ("float16" if spelt == "half" else "bfloat16")
 
 
 # -- engines with their own dtype keys -----------------------------------------------------------
@@ -500,12 +478,18 @@ def test_engine_init_kwargs_go_over_the_key(
     shim: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = on_fsdp("fp16", f"{OVER}.dtype=BF16", f"{REF}=fp16", f"{KEY}=half")
-    shim(settings={"rollout": "follow"}, export=False)
+    shim(export=False)
     config, messages = warned(lambda: validated(*words))
     assert engine_dtype(config) == "bfloat16"
-    assert told()["rollout"] == "weights go out in fp16, and the rollout computes in bf16"
     assert len(messages) == 1
     assert f"Write {OVER}.dtype=float16" in messages[0]
+    assert planned(capsys, *words) == (messages, notes_of_decisions())
+    precision_shim.uninstall()
+    shim(settings={"rollout": "follow"}, export=False)
+    config, messages = warned(lambda: validated(*words))
+    engines = config.generator.inference_engine
+    assert (messages, engine_dtype(config), engines.model_dtype) == ([], "float16", "float16")
+    assert told()["dtype keys"] == f"{OVER}.dtype: bfloat16 -> float16"
     monkeypatch.setenv("PRECISION_SHIM_ROLLOUT", "follow")
     assert planned(capsys, *words) == (messages, notes_of_decisions())
 
@@ -520,10 +504,9 @@ def test_weights_go_out_in_the_dtype_of_engine_init_kwargs(
     assert messages == []
     assert engine_dtype(config) == config.generator.inference_engine.model_dtype == "float16"
     assert planned(capsys, *words) == ([], notes_of_decisions())
-    config, (message,) = warned(lambda: validated(*words, f"{KEY}=bf16"))
-    assert config.generator.inference_engine.model_dtype == "bfloat16"
-    assert message.endswith(f"Write {KEY}=float16.")
-    assert planned(capsys, *words, f"{KEY}=bf16")[0] == [message]
+    assert told()["rollout"] == "weights go out in fp16"
+    decision = precision_shim.status().decisions[-1]
+    assert decision.because == f"{KEY}: bfloat16 -> float16"
 
 
 @pytest.mark.parametrize(("stored", "takes"), [("float16", "fp16"), ("float32", "bf16")])
@@ -540,7 +523,8 @@ def test_auto_is_what_vllm_makes_of_the_checkpoint(
     assert engine_dtype(config) == "auto"
     agrees = takes == "fp16"
     same, other = "fp16, as the policy", f"{takes} beside the policy's fp16"
-    assert told()["rollout"] == (same if agrees else other)
+    line = f"rollout: rollout-agreement: {same if agrees else other} ("
+    assert any(one.startswith(line) for one in notes_of_decisions())
     assert len(messages) == (0 if agrees else 1)
     # Weights are sent in the dtype in which the engine computes.
     assert config.generator.inference_engine.model_dtype == NAMES[takes]
@@ -802,9 +786,7 @@ def test_the_delta_sync_under_strict(
     ("words", "rounded"),
     [
         ((f"{OVER}.kv_cache_dtype=fp8",), "fp8 KV cache"),
-        ((f"{OVER}.kv_cache_dtype=float16",), "float16 KV cache"),
         ((f"{OVER}.quantization=bitsandbytes",), "bitsandbytes weights"),
-        ((f"{OVER}.kv_cache_dtype=auto",), ""),
         ((f"{OVER}.kv_cache_dtype=bfloat16",), ""),
         ((f"{OVER}.kv_cache_dtype=null", f"{OVER}.quantization=null"), ""),
     ],

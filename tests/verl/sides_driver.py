@@ -1,4 +1,4 @@
-"""Runs verl's ``run_ppo`` for nine pairs of dtypes, up to the Ray actor that receives the config.
+"""Runs verl's ``run_ppo`` for some pairs of dtypes, up to the Ray actor that receives the config.
 
 verl accepts a user's own runner. ``Runner`` writes the dtype of the rollout's engine.
 """
@@ -16,7 +16,7 @@ import ray
 
 import precision_shim
 from precision_shim.errors import PrecisionShimWarning
-from tests.verl.test_both_sides import DTYPES, ROLLOUT, composed, side
+from tests.verl.test_both_sides import PAIRS, ROLLOUT, composed, side
 
 CLUSTER = tempfile.mkdtemp(prefix="ray", dir="/tmp")
 
@@ -48,11 +48,11 @@ class Runner:
         Path(config.trainer.default_local_dir).write_text(json.dumps(found), encoding="utf-8")
 
 
-def run(folder: Path, actor: str, rollout: str | None, setting: str) -> dict[str, Any]:
+def run(folder: Path, actor: str, rollout: str, setting: str) -> dict[str, Any]:
     """Run one job; returns the driver's warnings, and the dtype that the actor reads."""
     answer = folder / "answer.json"
     words = [*side("actor", actor), f"{ROLLOUT}.name=vllm", f"trainer.default_local_dir={answer}"]
-    words += [f"{ROLLOUT}.dtype={rollout}"] if rollout else []
+    words.append(f"{ROLLOUT}.dtype={rollout}")
     options = {"address": "local", "include_dashboard": "false", "_temp_dir": CLUSTER}
     words += [f"+ray_kwargs.ray_init.{key}={value}" for key, value in options.items()]
     words.append("ray_kwargs.ray_init.num_cpus=2")
@@ -76,8 +76,7 @@ def main() -> None:
     found = {
         f"{actor} {rollout} {setting}": run(folder, actor, rollout, setting)
         for setting in ("tell", "follow")
-        for actor in DTYPES
-        for rollout in (*DTYPES, None)
+        for actor, rollout in PAIRS
     }
     print("FOUND", json.dumps(found))
 

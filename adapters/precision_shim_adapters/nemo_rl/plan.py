@@ -85,10 +85,10 @@ def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], lis
     notes: list[str] = []
     if generation:
         problems, notes = problems_of_heads(_where(), sides.read_heads, job.settings, on=on)
-    if both is None:
+    if both is None or both.trainer is None:
         return problems, notes
-    others, kind = both.others, both.kind
-    found, told = problems_of(_where(), both.trainer, others, job.settings, on=on, model_type=kind)
+    trainer, kind = both.trainer, both.model_type
+    found, told = problems_of(_where(), trainer, both.others, job.settings, on=on, model_type=kind)
     return [*found, *problems], [*told, *notes]
 
 

@@ -1,17 +1,17 @@
 """The dtypes in which a NeMo-RL job's policy, rollout and teacher compute.
 
 In NeMo-RL's YAML files ``policy.generation.vllm_cfg.precision`` is ``${policy.precision}``, so by
-default the rollout has the policy's dtype. In the config that the adapter reads, an interpolated
-value looks like a written value, so each value counts as the user's. Only the key of SGLang's dtype
-may be absent. The reference model is the policy itself with other weights. Megatron's own rollout
+default the rollout has the policy's dtype. Only the key of SGLang's dtype may be absent. The
+reference model is the policy itself with other weights. Megatron's own rollout
 (``backend: megatron``) and the teachers of ``on_policy_distillation`` use the policy's config.
 NeMo-RL's ``setup`` runs in the driver, before the driver starts workers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from precision_shim.adapting import Call, seam, versioned
@@ -26,14 +26,14 @@ from ..rollout import (
     FP8,
     Engine,
     Head,
-    checkpoint_dtype,
+    Sides,
     engine_name,
     model_type,
-    resolve_auto,
     resolve_by_model,
     settle,
     settle_heads,
     with_rounded,
+    write_key,
 )
 from .dtensor import DTYPES, FRAMEWORK
 
@@ -42,21 +42,6 @@ PLACE = "policy.generation"
 _DELETE = "NeMo-RL compares the dtypes of its engines, and accepts aliases of dtype names"
 _SECTIONS = {"vllm": ("vllm_cfg", "precision"), "sglang": ("sglang_cfg", "dtype")}
 """Maps a rollout engine to the section and the key of its dtype in the config."""
-
-
-@dataclass(frozen=True)
-class Sides:
-    """The models of a job whose dtypes the shim compares.
-
-    Attributes:
-        trainer: the policy.
-        others: the rollout, and the teacher if there is one.
-        kind: the policy's ``model_type`` if the rollout engine is vLLM; empty otherwise.
-    """
-
-    trainer: Engine
-    others: tuple[Engine, ...]
-    kind: str = ""
 
 
 def coerce_names(generation: Any, place: str = PLACE) -> None:
@@ -117,19 +102,25 @@ def read_sides(config: Any) -> Sides | None:
         DtypeError: the rollout's dtype name is unknown.
     """
     policy = _part(config, "policy")
-    dtype = DTYPES.get(policy.get("precision"))
-    generation = policy.get("generation")
-    if dtype is None or not isinstance(generation, Mapping) or _part(config, "teachers"):
+    trainer = _trained(policy, "policy")
+    if trainer is None or not _generates(policy) or _part(config, "teachers"):
         return None
-    trainer = Engine("policy", name_of(dtype), "policy.precision")
-    path = str(policy.get("model_name") or "")
-    kind = model_type(path)
-    rollouts = (
-        resolve_auto(engine, str(generation.get("backend")), checkpoint_dtype(path), kind)
-        for engine in _rollout(generation, trainer)
-    )
-    others = (*rollouts, *_teacher(_part(config, "teacher")))
-    return Sides(trainer, others, kind if generation.get("backend") == "vllm" else "")
+    path, backend = str(policy.get("model_name") or ""), policy["generation"].get("backend")
+    rollout, teacher = _rollout_of(policy), _trained(_part(config, "teacher"), "teacher")
+    if rollout is not None:
+        rollout = resolve_by_model(rollout, str(backend), path)
+    others = [engine for engine in (rollout, teacher) if engine is not None]
+    return Sides(trainer, others, model_type(path) if backend == "vllm" else "")
+
+
+def _trained(section: Mapping[str, Any], name: str) -> Engine | None:
+    dtype = DTYPES.get(section.get("precision", ""))
+    key = f"{name}.precision"
+    return None if dtype is None else Engine(name, name_of(dtype), key, section["precision"])
+
+
+def _generates(policy: Mapping[str, Any]) -> bool:
+    return isinstance(policy.get("generation"), Mapping)
 
 
 def read_heads() -> list[Head]:
@@ -146,15 +137,17 @@ def _part(config: Any, name: str) -> Any:
     return part or {}
 
 
-def _rollout(generation: Mapping[str, Any], trainer: Engine) -> Iterator[Engine]:
+def _rollout_of(policy: Mapping[str, Any]) -> Engine | None:
+    trainer, generation = _trained(policy, "policy"), policy.get("generation")
+    if trainer is None or not isinstance(generation, Mapping):
+        return None
     backend = str(generation.get("backend"))
     if backend == "megatron":
         because = f"{PLACE}.backend is 'megatron', which computes in {trainer.key}"
-        yield Engine("rollout", trainer.computes, trainer.key, because=because)
-        return
+        return replace(trainer, subject="rollout", because=because)
     name, field = _SECTIONS.get(backend, ("", ""))
     if not name:
-        return
+        return None
     section, at = generation.get(name) or {}, f"{PLACE}.{name}"
     options = {"kv_cache_dtype": section.get("kv_cache_dtype")}
     if name == "vllm_cfg":  # without fp8 weights NeMo-RL passes vLLM no kv_cache_dtype of its own
@@ -162,18 +155,18 @@ def _rollout(generation: Mapping[str, Any], trainer: Engine) -> Iterator[Engine]
     quantised = str(options.get("quantization") or "")
     if FP8 in quantised:
         at = f"{at}.quantization"
-        yield Engine("rollout", FP8, at, because=f"{at}={quantised}")
-        return
-    key, value = f"{PLACE}.{name}.{field}", section.get(field)
-    if value is None:
-        if name == "sglang_cfg" and name in generation:  # NeMo-RL passes SGLang no dtype
-            own = Engine("rollout", AUTO, key, written=False, because=f"{key} is left out")
-            yield with_rounded(own, options, at)
-        return
-    read = engine_name(value, key, versioned(FRAMEWORK), (AUTO, FP8))
-    because = f"{key}=fp8, beside which NeMo-RL gives vLLM bfloat16" if read == FP8 else ""
-    own = Engine("rollout", CANONICAL.get(read, read), key, because=because)
-    yield with_rounded(own, options, at)
+        return Engine("rollout", FP8, at, because=f"{at}={quantised}")
+    key, value, because = f"{PLACE}.{name}.{field}", section.get(field), ""
+    if value is None and (name == "vllm_cfg" or name not in generation):
+        return None
+    if value is None:  # NeMo-RL passes SGLang no dtype
+        read, because = AUTO, f"{key} is left out"
+    else:
+        read = engine_name(value, key, versioned(FRAMEWORK), (AUTO, FP8))
+    if read == FP8:
+        because = f"{key}=fp8, beside which NeMo-RL gives vLLM bfloat16"
+    own = Engine("rollout", CANONICAL.get(read, read), key, value, because)
+    return with_rounded(own, options, at)
 
 
 def asked_of(policy: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -182,12 +175,10 @@ def asked_of(policy: Mapping[str, Any]) -> tuple[str, str] | None:
     Args:
         policy: the policy's config, as the policy's worker has it.
     """
-    generation, dtype = policy.get("generation"), DTYPES.get(policy.get("precision", ""))
-    if dtype is None or not isinstance(generation, Mapping):
+    engine = _rollout_of(policy)
+    if engine is None:
         return None
-    for engine in _rollout(generation, Engine("policy", name_of(dtype), "policy.precision")):
-        return ENGINE_NAMES.get(engine.computes, engine.computes), engine.key
-    return None
+    return ENGINE_NAMES.get(engine.computes, engine.computes), engine.key
 
 
 def rollout_dtype(policy: Mapping[str, Any]) -> str:
@@ -196,19 +187,11 @@ def rollout_dtype(policy: Mapping[str, Any]) -> str:
     Args:
         policy: the policy's config, as the policy's worker has it.
     """
-    generation, dtype = policy.get("generation"), DTYPES.get(policy.get("precision", ""))
-    if dtype is None or not isinstance(generation, Mapping):
+    engine = _rollout_of(policy)
+    if engine is None:
         return ""
-    path, backend = str(policy.get("model_name") or ""), str(generation.get("backend"))
-    for engine in _rollout(generation, Engine("policy", name_of(dtype), "policy.precision")):
-        return resolve_by_model(engine, backend, path).computes
-    return ""
-
-
-def _teacher(section: Mapping[str, Any]) -> Iterator[Engine]:
-    dtype = DTYPES.get(section.get("precision", ""))
-    if dtype is not None:
-        yield Engine("teacher", name_of(dtype), "teacher.precision")
+    path, backend = str(policy.get("model_name") or ""), str(policy["generation"].get("backend"))
+    return resolve_by_model(engine, backend, path).computes
 
 
 @seam(
@@ -231,15 +214,9 @@ def compare_engines(call: Call, master_config: Any) -> Any:
         DtypeError: the rollout's dtype name is unknown.
         UnsupportedPrecisionError: in strict mode, the policy is float16 and an engine is not.
     """
-    both = read_sides(master_config)
-    if isinstance(_part(master_config, "policy").get("generation"), Mapping):
+    both, write = read_sides(master_config), partial(write_key, master_config)
+    if _generates(_part(master_config, "policy")):
         settle_heads(versioned(FRAMEWORK), read_heads, None)
-    if both is not None:
-        generation = _part(master_config, "policy")["generation"]
-
-        def write(engine: Engine, name: str) -> None:
-            section, field = engine.key.removeprefix(f"{PLACE}.").split(".")
-            generation[section][field] = name
-
-        settle(versioned(FRAMEWORK), both.trainer, both.others, write, both.kind)
+    if both is not None and both.trainer is not None:
+        settle(versioned(FRAMEWORK), both.trainer, both.others, write, both.model_type)
     return call.proceed()

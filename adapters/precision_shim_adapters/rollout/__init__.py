@@ -8,7 +8,7 @@ SGLang.
 
 from __future__ import annotations
 
-from precision_shim.precision.agreement import AUTO, CANONICAL, FP8, Engine, resolve_auto
+from precision_shim.precision.agreement import AUTO, CANONICAL, FP8, Engine
 from precision_shim.precision.lm_head import Head
 
 from .head import (
@@ -32,9 +32,8 @@ from .model_type import (
     resolve_by_model,
     stored_dtypes,
 )
-from .names import engine_name, with_rounded
-from .planning import problems_of
-from .telling import FEATURE, follows, settle
+from .names import engine_name, with_rounded, write_key
+from .telling import FEATURE, Sides, follows, problems_of, settle
 from .wire import Wire, tell_of_wires, wire_problems
 
 __all__ = [
@@ -49,6 +48,7 @@ __all__ = [
     "Engine",
     "Head",
     "InForce",
+    "Sides",
     "Wire",
     "checkpoint_dtype",
     "compute_in_fp32",
@@ -61,7 +61,6 @@ __all__ = [
     "of_trainer",
     "problems_of",
     "problems_of_heads",
-    "resolve_auto",
     "resolve_by_model",
     "settle",
     "settle_heads",
@@ -70,4 +69,5 @@ __all__ = [
     "unchanged_heads",
     "wire_problems",
     "with_rounded",
+    "write_key",
 ]

@@ -162,13 +162,14 @@ def names_head(*targets: str | Iterable[str] | None) -> bool:
     return any(name in word for word in words for name in ("lm_head", "output_layer"))
 
 
-def settle_heads(where: str, read: Read, write: Callable[[Head], None] | None) -> None:
+def settle_heads(where: str, read: Read, write: Callable[[str, str | bool], object] | None) -> None:
     """Write the keys that make all LM heads compute in fp32, or report why none of them does.
 
     Args:
         where: framework and version, such as ``"verl 0.9.1"``.
         read: see ``Read``; called only if the user asked for fp32.
-        write: sets a head's config key; ``None`` if the framework has already copied the config.
+        write: sets a config key to a value; ``None`` if the framework has already copied the
+            config.
 
     Raises:
         UnsupportedPrecisionError: in strict mode, an engine cannot compute its LM head in fp32.
@@ -188,7 +189,7 @@ def settle_heads(where: str, read: Read, write: Callable[[Head], None] | None) -
         return
     for head in heads:
         if not head.in_fp32 and write is not None:
-            write(head)
+            write(head.key, head.value)
 
 
 def verdict_of(heads: Sequence[Head], stay: Sequence[Head]) -> tuple[str, str]:

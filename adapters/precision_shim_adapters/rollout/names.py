@@ -1,8 +1,8 @@
-"""Convert dtypes in a user's config to the names that rollout engines accept."""
+"""Convert dtypes in a user's config to the names that engines accept; write a config's keys."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -69,3 +69,25 @@ def with_rounded(engine: Engine, options: Mapping[str, Any], place: str) -> Engi
         return engine
     whats, keys = zip(*found, strict=True)
     return replace(engine, rounded=(" and ".join(whats), ", ".join(keys)))
+
+
+def write_key(config: Any, key: str, value: object) -> None:
+    """Set a key of a config that consists of mappings and objects; ``None`` becomes a mapping.
+
+    Args:
+        config: the config.
+        key: names separated by dots, such as ``"rollout.dtype"``.
+        value: the value.
+    """
+    name, _, rest = key.partition(".")
+    in_mapping = isinstance(config, MutableMapping)
+    if rest:
+        section = config.get(name) if in_mapping else getattr(config, name)
+        if section is None:
+            write_key(config, name, {})
+            section = config[name] if in_mapping else getattr(config, name)
+        write_key(section, rest, value)
+    elif in_mapping:
+        config[name] = value
+    else:
+        setattr(config, name, value)

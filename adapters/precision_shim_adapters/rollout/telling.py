@@ -3,29 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from precision_shim.adapting import current_settings, decide, warn
 from precision_shim.errors import UnsupportedPrecisionError
-from precision_shim.precision.agreement import (
-    FP8,
-    Engine,
-    Verdict,
-    compare,
-    refuses_fp16,
-)
+from precision_shim.planning.record import Problem
+from precision_shim.precision.agreement import Engine, Verdict, compare, value_to_follow
+from precision_shim.process.settings import Settings
 from precision_shim.reporting.journal import decisions
 
 FEATURE = "rollout-agreement"
 
-Write = Callable[[Engine, str], None]
-"""A function that writes a value such as ``"float16"`` to an engine's key in the config."""
+Write = Callable[[str, str], object]
+"""A function that sets a key of the job's config to a value such as ``"float16"``."""
 
 FOLLOWED = "PRECISION_SHIM_ROLLOUT=follow"
 
+KEYS = "dtype keys"
+"""The subject of the decision on the keys that ``PRECISION_SHIM_ROLLOUT=follow`` writes."""
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The engines of a job.
+
+    Attributes:
+        trainer: the trained policy; ``None`` if its dtype is not known.
+        others: the job's other engines: the rollout, the reference model and teachers.
+        model_type: the model's type in its HF config, if vLLM loads the model; empty if unknown.
+    """
+
+    trainer: Engine | None
+    others: Sequence[Engine]
+    model_type: str = ""
+
+
+class _Report(NamedTuple):
+    """What the driver does about a job's engines.
+
+    Attributes:
+        written: the engines whose key is written, with the key's new value.
+        decisions: subject, choice and reason of each decision.
+        problems: the disagreements of which the driver warns.
+    """
+
+    written: list[tuple[Engine, str]]
+    decisions: list[tuple[str, str, str]]
+    problems: list[Problem]
+
 
 def follows(trainer: Engine, other: Engine, model_type: str, rollout: object) -> str:
-    """The dtype name that ``PRECISION_SHIM_ROLLOUT`` requires in an engine's key; empty if none.
+    """The value that ``PRECISION_SHIM_ROLLOUT`` requires in an engine's key; empty if none.
 
     Args:
         trainer: the trained policy.
@@ -33,12 +62,7 @@ def follows(trainer: Engine, other: Engine, model_type: str, rollout: object) ->
         model_type: the model's type in its HF config; empty if unknown.
         rollout: the value of ``PRECISION_SHIM_ROLLOUT``.
     """
-    asked = rollout == "follow" and other.follows and not other.written and other.key
-    if not asked or other.computes in (trainer.computes, FP8):
-        return ""
-    if refuses_fp16(trainer.computes, other.subject, model_type):
-        return ""
-    return other.values.get(trainer.computes, "")
+    return value_to_follow(trainer, other, model_type) if rollout == "follow" else ""
 
 
 def settle(
@@ -63,55 +87,89 @@ def settle(
             rollout engine refuses the model in fp16.
     """
     settings = current_settings()
-    framework, verdicts = where.split(" ", 1)[0], []
-    for other in others:
-        name = follows(trainer, other, model_type, settings["rollout"]) if write else ""
-        if write is not None and name:
-            write(other, name)
-            other = replace(other, computes=trainer.computes, because=FOLLOWED)  # noqa: PLW2901
-        verdicts.append(compare(trainer, other, model_type))
-    said = {
-        (decision.subject, decision.chosen)
-        for decision in decisions()
-        if decision.feature == FEATURE
-    }
-    for verdict in verdicts:
-        # A framework may check its config twice: do not report a decision of the first check again.
-        if (verdict.engine.subject, verdict.chosen) not in said:
-            decide(framework, verdict.engine.subject, FEATURE, verdict.chosen, verdict.because)
-    lost = [
-        ". ".join(message_of(where, trainer, verdict, settings["rollout"]))
-        for verdict in verdicts
-        if verdict.lost
-    ]
-    if lost and settings.strict:
-        raise UnsupportedPrecisionError("\n".join(lost))
-    for message in lost:
+    report = _report(where, trainer, others, model_type, settings, may_write=write is not None)
+    for engine, value in report.written:
+        if write is not None:
+            write(engine.key, value)
+    # A framework may check its config twice: do not report a decision of the first check again.
+    said = {(one.subject, one.chosen) for one in decisions() if one.feature == FEATURE}
+    for subject, chosen, because in report.decisions:
+        if (subject, chosen) not in said:
+            decide(where.split(" ", 1)[0], subject, FEATURE, chosen, because)
+    messages = [f"{problem.message}. {problem.remedy}" for problem in report.problems]
+    if messages and settings.strict:
+        raise UnsupportedPrecisionError("\n".join(messages))
+    for message in messages:
         warn(message)
 
 
-def message_of(where: str, trainer: Engine, verdict: Verdict, rollout: object) -> tuple[str, str]:
-    """The two parts of the message about a disagreement: the difference and the remedy.
+def problems_of(
+    where: str,
+    trainer: Engine,
+    others: Sequence[Engine],
+    settings: Settings,
+    *,
+    on: bool,
+    model_type: str = "",
+) -> tuple[list[Problem], list[str]]:
+    """Predict for ``precision-shim plan`` the warnings and the decisions of ``settle``.
 
     Args:
         where: framework and version.
         trainer: the trained policy.
-        verdict: the result of comparing the trainer with another engine.
-        rollout: the value of ``PRECISION_SHIM_ROLLOUT``.
+        others: the job's other engines.
+        settings: the shim's settings for the job.
+        on: whether ``rollout-agreement`` is in force; if not, the shim changes no engine's dtype.
+        model_type: the model's type in its HF config; empty if unknown.
     """
+    report = _report(where, trainer, others, model_type, settings, may_write=on)
+    return report.problems, [
+        f"{subject}: {FEATURE}: {chosen} ({because})"
+        for subject, chosen, because in report.decisions
+    ]
+
+
+def _report(
+    where: str,
+    trainer: Engine,
+    others: Sequence[Engine],
+    model_type: str,
+    settings: Settings,
+    *,
+    may_write: bool,
+) -> _Report:
+    setting = settings["rollout"]
+    written, decided, problems = [], [], []
+    for other in others:
+        value = follows(trainer, other, model_type, setting) if may_write else ""
+        if value:
+            written.append((other, value))
+            other = replace(other, computes=trainer.computes, because=FOLLOWED)  # noqa: PLW2901
+        verdict = compare(trainer, other, model_type)
+        decided.append((other.subject, verdict.chosen, verdict.because))
+        if verdict.lost:
+            texts = _message_of(where, trainer, verdict, setting)
+            problems.append(Problem("rollout-dtype", other.subject, other.key, *texts))
+    changes = [
+        f"{engine.key}: {'not set' if engine.value is None else engine.value} -> {value}"
+        for engine, value in written
+    ]
+    if changes:
+        decided.insert(0, (KEYS, "; ".join(changes), FOLLOWED))
+    return _Report(written, decided, problems)
+
+
+def _message_of(where: str, trainer: Engine, verdict: Verdict, rollout: object) -> tuple[str, str]:
+    """The two parts of the message about a disagreement: the difference and the remedy."""
     other = verdict.engine
     message = (
         f"{where}: the {trainer.subject} computes in {trainer.computes} ({trainer.key}), the "
         f"{other.subject} in {other.computes} ({verdict.because})"
     )
-    return message, _way_out(trainer, verdict, rollout)
-
-
-def _way_out(trainer: Engine, verdict: Verdict, rollout: object) -> str:
     if not verdict.remedy:
-        subject = verdict.engine.subject
-        return f"Train in bf16 ({trainer.key}), and let the {subject} compute in bf16."
-    if rollout == "follow" or not verdict.engine.follows:
-        return f"Write {verdict.remedy}."
-    first = "leave the key out and " if verdict.engine.written else ""
-    return f"Write {verdict.remedy}, or {first}set {FOLLOWED}."
+        remedy = f"Train in bf16 ({trainer.key}), and let the {other.subject} compute in bf16."
+    elif rollout == "follow" or not other.follows:
+        remedy = f"Write {verdict.remedy}."
+    else:
+        remedy = f"Write {verdict.remedy}, or set {FOLLOWED}."
+    return message, remedy

@@ -4,10 +4,10 @@ A SkyRL config built from a command line or a YAML does not show which values th
 SkyRL builds a config dataclass, the shim therefore records in the instance's ``__dict__`` which
 values the user wrote. Workers receive a pickled config, and a pickle keeps each ``__dict__``.
 
-The shim deletes ``grad_reduce_in_fp32`` and ``model_dtype`` from an instance if the user did not
-write them. A read of a deleted attribute returns the class's default; an assignment sets the
-attribute again. For ``optimizer_config_kwargs``, to which SkyRL 0.3 and later adds default keys,
-the shim stores the user's keys in an attribute that is no dataclass field.
+The shim deletes ``grad_reduce_in_fp32`` from an instance if the user did not write it. A read of a
+deleted attribute returns the class's default; an assignment sets the attribute again. For
+``optimizer_config_kwargs``, to which SkyRL 0.3 and later adds default keys, the shim stores the
+user's keys in an attribute that is no dataclass field.
 """
 
 from __future__ import annotations
@@ -28,9 +28,6 @@ KWARGS = "optimizer_config_kwargs"
 MODEL_DTYPE = "model_dtype"
 INFERENCE = "generator.inference_engine"
 """The config section of the inference engines, with the key ``model_dtype``."""
-
-_SECTIONS = (INFERENCE, "generator")
-"""Sections in which overrides may have ``model_dtype``; ``generator`` only up to SkyRL 0.2."""
 
 ROLLOUT = "rollout"
 """The group name (see ``Seam``) of the seams on the inference engines' config."""
@@ -69,18 +66,16 @@ def leave_default_to_class(call: Call, grad_reduce_in_fp32: Any) -> Any:
     f"{_DATACLASSES}:InferenceEngineConfig.__init__",
     AGREEMENT,
     group=ROLLOUT,
-    why="every config of inference engines passes here, and a written bfloat16 looks like the "
-    "default",
-    delete_when=f"{_DELETE}, and SkyRL takes all spellings of a dtype",
+    why="every config of inference engines passes here",
+    delete_when="SkyRL takes all spellings of a dtype",
 )
 def name_engines_dtype(call: Call, model_dtype: Any) -> Any:
-    """Replace the user's ``model_dtype`` by the engine's dtype name, or delete SkyRL's default.
+    """Replace the user's ``model_dtype`` by the engine's dtype name.
 
     Raises:
         DtypeError: the value names no dtype that an engine computes in.
     """
-    given = MODEL_DTYPE in call.arguments
-    if given:
+    if MODEL_DTYPE in call.arguments:
         try:
             call.arguments[MODEL_DTYPE] = named(model_dtype)
         except DtypeError:
@@ -88,10 +83,7 @@ def name_engines_dtype(call: Call, model_dtype: Any) -> Any:
             # from_cli_overrides is running, note_overrides raises the DtypeError later.
             if not _overriding.get():
                 raise
-    result = call.proceed()
-    if not given:
-        _leave_to_class(call.instance, MODEL_DTYPE)
-    return result
+    return call.proceed()
 
 
 @seam(
@@ -112,14 +104,6 @@ def note_written_kwargs(call: Call, optimizer_config_kwargs: Any) -> Any:
 
 @seam(
     "skyrl.train.config.legacy:translate_legacy_config",
-    AGREEMENT,
-    group=ROLLOUT,
-    why="tells that the YAML was gone through; only the old style comes here",
-    delete_when="SkyRL >= 0.3 is the oldest in use",
-    optional=True,
-)
-@seam(
-    "skyrl.train.config.legacy:translate_legacy_config",
     _FEATURES,
     group="megatron",
     why="tells that the YAML was gone through; only the old style comes here",
@@ -136,8 +120,8 @@ def note_old_style(call: Call) -> Any:
     f"{_DATACLASSES}:SkyRLTrainConfig.from_cli_overrides",
     AGREEMENT,
     group=ROLLOUT,
-    why="a wrong name is known here before an engine starts; overrides in the old style",
-    delete_when=_DELETE,
+    why="a wrong name is known here before an engine starts",
+    delete_when="SkyRL takes all spellings of a dtype",
     relies_on=("from_cli",),
 )
 @seam(
@@ -190,10 +174,6 @@ def _keep_overrides(config: Any, given: Any) -> None:
 
     lines = [f"{key}={value}" for key, value in given.items()] if isinstance(given, dict) else given
     overrides = OmegaConf.from_cli(list(lines))
-    if all(
-        OmegaConf.select(overrides, f"{section}.{MODEL_DTYPE}") is None for section in _SECTIONS
-    ):
-        _leave_to_class(config.generator.inference_engine, MODEL_DTYPE)
     for role in ("policy", "ref"):
         base = f"trainer.{role}.megatron_config"
         megatron = getattr(getattr(config.trainer, role), "megatron_config", None)
@@ -229,11 +209,6 @@ def bucket_is_written(ddp_config: Any) -> bool:
         return BUCKET in vars(ddp_config)
     except TypeError:  # an object without __dict__
         return True
-
-
-def model_dtype_is_written(inference_engine: Any) -> bool:
-    """Whether the user wrote ``model_dtype``; true if the shim cannot tell."""
-    return MODEL_DTYPE in vars(inference_engine)
 
 
 def named(value: Any, section: str = INFERENCE, key: str = MODEL_DTYPE) -> str:

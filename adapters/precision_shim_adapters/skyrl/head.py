@@ -80,22 +80,6 @@ def _targets(model: Any) -> Any:
     return getattr(lora, "target_modules", None) if getattr(lora, "rank", 0) else None
 
 
-def write(config: Any, head: Head) -> None:
-    """Write into SkyRL's config the key that makes an LM head compute in fp32."""
-    section, names = config, head.key.split(".")
-    for at, name in enumerate(names):
-        value = getattr(section, name)
-        if value is None or isinstance(value, Mapping):
-            setattr(section, name, _with(value or {}, names[at + 1 :], head.value))
-            return
-        section = value
-
-
-def _with(section: Mapping[str, Any], names: list[str], value: object) -> dict[str, Any]:
-    name, *rest = names
-    return {**section, name: _with(section.get(name) or {}, rest, value) if rest else value}
-
-
 def _without_mark(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Remove the key for an fp32 LM head, which SkyRL would otherwise save in the HF config."""
     return {name: value for name, value in overrides.items() if name != FIELD}

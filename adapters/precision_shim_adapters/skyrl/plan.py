@@ -93,8 +93,9 @@ def _sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
         for other in both.others:
             name = follows(trainer, other, both.model_type, job.settings["rollout"])
             if name:
-                sides.write(config, other, name)
-        sides.send_in_engines_dtype(config)
+                sides.write(config, other.key, name)
+        mended = sides.send_in_engines_dtype(config)
+        told += [f"rollout: {AGREEMENT}: {chosen} ({because})" for chosen, because in mended]
     lost, rounded = wire_problems(_where(), sides.wires_of(config))
     return [*problems, *lost, *heads], [*notes, *told, *rounded, *fp32]
 

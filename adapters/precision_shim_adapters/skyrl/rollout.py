@@ -13,7 +13,7 @@ from typing import Any
 from precision_shim.adapting import Call, decide, in_force, seam, versioned
 from precision_shim.precision.dtypes import name_of
 
-from ..rollout import FEATURE, engine_name, settle, settle_heads, tell_of_wires
+from ..rollout import FEATURE, engine_name, settle, settle_heads, tell_of_wires, write_key
 from . import head, sides
 from .config import ROLLOUT
 
@@ -105,7 +105,7 @@ def _settle(config: Any) -> None:
     # SkyRL parses model_dtype for each weight sync, and rejects "auto".
     engine_name(config.generator.inference_engine.model_dtype, sides.KEY, where, also=())
     ours = partial(in_force, "skyrl")
-    settle_heads(where, partial(head.read_heads, config, ours), partial(head.write, config))
+    settle_heads(where, partial(head.read_heads, config, ours), partial(write_key, config))
     both = sides.sides_of(config, ours)
     if both.trainer is None:
         decide("skyrl", "rollout", FEATURE, *sides.not_compared(config))
@@ -113,7 +113,8 @@ def _settle(config: Any) -> None:
     if both.trainer.because:
         decide("skyrl", "policy", FEATURE, both.trainer.computes, both.trainer.because)
     settle(where, both.trainer, both.others, partial(sides.write, config), both.model_type)
-    sides.send_in_engines_dtype(config)
+    for chosen, because in sides.send_in_engines_dtype(config):
+        decide("skyrl", "rollout", FEATURE, chosen, because)
     tell_of_wires(where, sides.wires_of(config))
 
 

@@ -6,7 +6,6 @@ The driver and ``precision-shim plan`` use this module to read the dtypes from t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,15 +21,17 @@ from ..rollout import (
     OF_HEADER,
     Engine,
     InForce,
+    Sides,
     Wire,
     checkpoint_dtype,
     model_type,
     resolve_by_model,
     stored_dtypes,
     with_rounded,
+    write_key,
 )
 from . import fsdp, megatron
-from .config import INFERENCE, MODEL_DTYPE, model_dtype_is_written, named
+from .config import INFERENCE, MODEL_DTYPE, named
 
 KEY = f"{INFERENCE}.{MODEL_DTYPE}"
 
@@ -38,27 +39,15 @@ OVER = ("engine_init_kwargs", "prefill_init_kwargs", "decode_init_kwargs")
 """Sections that override SkyRL's engine settings; before 0.4 SkyRL has only the section
 ``engine_init_kwargs``."""
 
-_FP16 = "transformer_config_kwargs.fp16"
+_KWARGS = "transformer_config_kwargs"
+_MIXED = "mixed_precision"
 _AUTOCAST = "SkyRL runs the model under an autocast to bf16"
-
-
-@dataclass(frozen=True)
-class Sides:
-    """A job's models, whose dtypes the shim compares.
-
-    Attributes:
-        trainer: the policy; ``None`` if its dtype depends on a checkpoint on another machine.
-        others: the reference model, if the job has one, and the inference engines.
-        model_type: the ``model_type`` in the policy's HF config; empty if it is not known.
-    """
-
-    trainer: Engine | None
-    others: tuple[Engine, ...]
-    model_type: str
 
 
 def sides_of(config: Any, in_force: InForce, directory: str = "") -> Sides:
     """Read the dtypes of the models of a job that has a rollout.
+
+    ``trainer`` is ``None`` if the policy's dtype depends on a checkpoint on another machine.
 
     Args:
         config: SkyRL's whole config.
@@ -68,13 +57,13 @@ def sides_of(config: Any, in_force: InForce, directory: str = "") -> Sides:
     Raises:
         DtypeError: a key's value is no dtype name.
     """
-    trainer = config.trainer
-    others = (
-        [] if not has_reference(trainer) else [_read_trained(trainer, "ref", in_force, directory)]
-    )
-    engines = (*(other for other in others if other is not None), *_rollouts(config, directory))
-    path = directory or str(trainer.policy.model.path)
-    return Sides(_read_trained(trainer, "policy", in_force, directory), engines, model_type(path))
+    trainer, path = config.trainer, directory or str(config.trainer.policy.model.path)
+    others = list(_rollouts(config, directory))
+    ref = _read_trained(trainer, "ref", in_force, directory) if has_reference(trainer) else None
+    if ref is not None:
+        others.insert(0, ref)
+    policy = _read_trained(trainer, "policy", in_force, directory)
+    return Sides(policy, tuple(others), model_type(path))
 
 
 def has_reference(trainer: Any) -> bool:
@@ -102,10 +91,10 @@ def _on_megatron(trainer: Any, role: str, in_force: InForce, directory: str) -> 
     return Engine(
         role,
         name_of(dtype),
-        f"{section}.{_FP16}",
-        written=bool({"fp16", "bf16"} & set(written)),
+        f"{section}.{_KWARGS}.fp16",
+        written.get("fp16"),
         because="" if "fp16" in written else f"trainer.bf16={trainer.bf16}",
-        values={"fp16": "true", "fp32": "false"},
+        values={"fp16": "true", "bf16" if trainer.bf16 else "fp32": "false"},
     )
 
 
@@ -133,14 +122,14 @@ def _on_fsdp(trainer: Any, role: str, in_force: InForce) -> Engine:
     config = getattr(trainer, role).fsdp_config
     section = f"trainer.{role}.fsdp_config"
     asked = name_of(fsdp.mixed_dtypes(config, section)["param_dtype"])
-    follows = asked == "fp16" and in_force(FSDP_SCALING, fsdp.GROUP)
-    key = f"{section}.mixed_precision.param_dtype"
+    in_fp16 = asked == "fp16" and in_force(FSDP_SCALING, fsdp.GROUP)
+    key = f"{section}.{_MIXED}.param_dtype"
     return Engine(
         role,
-        asked if follows else "bf16",
+        asked if in_fp16 else "bf16",
         key,
-        written=getattr(config, "mixed_precision", None) is not None,
-        because="" if follows or asked == "bf16" else f"{_AUTOCAST}, whatever {key} says",
+        getattr(getattr(config, _MIXED, None), "param_dtype", None),
+        because="" if in_fp16 or asked == "bf16" else f"{_AUTOCAST}, whatever {key} says",
         # No value of param_dtype gives fp32 matrix products, because SkyRL autocasts to bf16.
         values={"bf16": "bfloat16", "fp16": "float16"},
     )
@@ -167,13 +156,14 @@ def _read_asked(engines: Any) -> Iterator[Engine]:
     if wanted is not None:
         yield Engine("rollout", FP8, "", because=f"{INFERENCE}.fp8_weight_sync_mode={wanted}")
         return
-    elsewhere = started_elsewhere(engines)
+    elsewhere, name = started_elsewhere(engines), named(engines.model_dtype)
     own = Engine(
         "rollout",
-        _canonical(named(engines.model_dtype)),
+        _canonical(name),
         KEY,
-        written=model_dtype_is_written(engines) or elsewhere,
+        name,
         because=f"{KEY}, if the servers that run already were started so" if elsewhere else "",
+        follows=not elsewhere,
     )
     over = {} if elsewhere else overriding(engines)
     yield from {_over_own(own, section, values) for section, values in over.items()} or {own}
@@ -184,8 +174,8 @@ def _over_own(own: Engine, section: str, values: Mapping[str, Any]) -> Engine:
     if FP8 in quantization:
         return Engine("rollout", FP8, "", because=f"{section}.quantization={quantization}")
     if "dtype" in values:
-        dtype = _canonical(named(values["dtype"], section, "dtype"))
-        own = Engine("rollout", dtype, f"{section}.dtype")
+        name = named(values["dtype"], section, "dtype")
+        own = Engine("rollout", _canonical(name), f"{section}.dtype", name)
     return with_rounded(own, values, section)
 
 
@@ -231,36 +221,38 @@ def hand_on_names(config: Any) -> None:
                 setattr(engines, section.rpartition(".")[2], {**values, "dtype": name})
 
 
-def send_in_engines_dtype(config: Any) -> None:
+def send_in_engines_dtype(config: Any) -> list[tuple[str, str]]:
     """Make SkyRL send the weights in the dtype in which the engines compute.
 
     SkyRL casts the weights to ``model_dtype`` before it sends them. If a section such as
     ``engine_init_kwargs`` sets another dtype for all engines, unpatched SkyRL would round the
-    weights twice. A ``model_dtype`` that the user wrote stays unchanged.
+    weights twice.
+
+    Returns:
+        The decision and its reason, if ``model_dtype`` is replaced.
     """
     engines = config.generator.inference_engine
-    computes = {rollout.computes for rollout in _rollouts(config)}
-    if model_dtype_is_written(engines) or len(computes) != 1 or computes & {AUTO, FP8}:
-        return
+    computes, before = {rollout.computes for rollout in _rollouts(config)}, engines.model_dtype
+    if len(computes) != 1 or computes & {AUTO, FP8, _canonical(named(before))}:
+        return []
     (dtype,) = computes
-    if dtype != _canonical(named(engines.model_dtype)):
-        engines.model_dtype = Engine("rollout", dtype, KEY).values[dtype]
+    engines.model_dtype = ENGINE_NAMES[dtype]
+    return [(f"weights go out in {dtype}", f"{KEY}: {before} -> {engines.model_dtype}")]
 
 
-def write(config: Any, engine: Engine, value: str) -> None:
+def write(config: Any, key: str, value: str) -> None:
     """Write a value to an engine's config key; see ``rollout.settle``."""
-    if engine.key == KEY:
-        config.generator.inference_engine.model_dtype = value
-    elif engine.key.endswith(_FP16):
-        section = config.trainer.ref.megatron_config
-        section.transformer_config_kwargs = {
-            **(section.transformer_config_kwargs or {}),
-            "fp16": value == "true",
-        }
-    else:
+    if _KWARGS in key:
+        megatron = config.trainer.ref.megatron_config
+        kwargs = {**(megatron.transformer_config_kwargs or {}), "fp16": value == "true"}
+        kwargs.pop("bf16", None)  # trainer.bf16 decides
+        megatron.transformer_config_kwargs = kwargs
+        return
+    if _MIXED in key and config.trainer.ref.fsdp_config.mixed_precision is None:
         from skyrl.train.config.config import MixedPrecisionConfig
 
-        config.trainer.ref.fsdp_config.mixed_precision = MixedPrecisionConfig(param_dtype=value)
+        config.trainer.ref.fsdp_config.mixed_precision = MixedPrecisionConfig()
+    write_key(config, key, value)
 
 
 def wires_of(config: Any) -> list[Wire]:
@@ -269,20 +261,10 @@ def wires_of(config: Any) -> list[Wire]:
     sent = _canonical(named(engines.model_dtype))
     wires = []
     for rollout in _rollouts(config):
-        if rollout.computes in (AUTO, FP8):
-            continue
-        if rollout.computes != sent:
-            value = rollout.values[rollout.computes]
-            wires.append(
-                Wire(
-                    "rollout",
-                    rollout.computes,
-                    sent,
-                    f"SkyRL casts to {KEY}",
-                    KEY,
-                    f"Write {KEY}={value}.",
-                )
-            )
+        if rollout.computes not in (AUTO, FP8, sent):
+            remedy = f"Write {KEY}={ENGINE_NAMES[rollout.computes]}."
+            because = f"SkyRL casts to {KEY}"
+            wires.append(Wire("rollout", rollout.computes, sent, because, KEY, remedy))
     if engines.weight_sync_backend == "delta":
         stored = stored_dtypes(str(config.trainer.policy.model.path))
         wires += delta_wires(

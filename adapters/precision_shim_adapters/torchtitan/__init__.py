@@ -26,7 +26,6 @@ from ..frameworks import TORCHTITAN
 from . import attention, audit, checkpoints, halves, names, pretraining, rl, scaled, sides
 from .places import (
     ATTENTION,
-    COMMAND_LINE,
     FORGE,
     METRICS,
     NAMES,
@@ -49,7 +48,6 @@ ADAPTER = Adapter.of(
         ATTENTION: "varlen attention",
         NAMES: "config and command line",
         ROLLOUT: "RL trainer and generator",
-        COMMAND_LINE: "command line (what you wrote)",
         TORCHFT: "TorchFT's trainer",
         FORGE: "Forge's engine",
     },

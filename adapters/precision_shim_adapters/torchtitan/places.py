@@ -24,7 +24,6 @@ TORCHFT = "torchft"
 FORGE = "forge"
 NAMES = "names"
 ROLLOUT = "rollout"
-COMMAND_LINE = "command line"
 """Names of the groups of torchtitan's seams."""
 
 POLICY = "torchtitan.experiments.rl.actors.trainer:PolicyTrainer"

@@ -50,11 +50,6 @@ def plan_job(job: Job) -> Request:
     """
     config = load(job)
     trainer = getattr(config, "trainer", config)  # in RL the config contains the trainer's config
-    follows = trainer is not config and job.settings["rollout"] == "follow"
-    if follows and job.in_force(FEATURE, ROLLOUT):
-        with sides.marked():
-            config = load(job)
-        trainer = config.trainer
     subject, prefix = ("policy", "trainer.") if trainer is not config else ("model", "")
     group = PRETRAINING if trainer is config else RL
     parallel, training = trainer.parallelism, trainer.training

@@ -19,8 +19,6 @@ from precision_shim.planning.values import said
 
 from ..resolving import plain
 
-SEARCH_PATH = "hydra.searchpath"
-"""Hydra's key for additional directories with config groups."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """Compare in verl's driver the dtypes in which actor, reference model and rollout compute.
 
 Every entry point of verl first calls ``auto_set_device`` on its config. ``auto_set_device`` runs in
-the driver, before Ray starts a worker, and while Hydra still has the user's overrides. A program
-that itself calls ``run_ppo`` skips ``auto_set_device``. The shim therefore also compares the dtypes
-in ``validate_config``, which verl up to 0.8 calls in a Ray actor. A user's own driver may call
-neither ``auto_set_device`` nor ``validate_config``, so the actor's workers compare dtypes again.
+the driver, before Ray starts a worker. A program that itself calls ``run_ppo`` skips
+``auto_set_device``. The shim therefore also compares the dtypes in ``validate_config``, which verl
+up to 0.8 calls in a Ray actor. A user's own driver may call neither ``auto_set_device`` nor
+``validate_config``, so the actor's workers compare dtypes again.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ _PROGRAMS = (
 """verl's programs that import ``auto_set_device`` and ``validate_config`` by value."""
 _WORKERS = ("engine_workers", "fsdp_workers", "megatron_workers")
 """verl's modules of workers; ``fsdp_workers`` and ``megatron_workers`` exist up to 0.7.1."""
-_HYDRAS = ("hydra", "schema")
-"""Names of Hydra's own sources of configs."""
 
 
 @seam(
@@ -95,24 +93,17 @@ def compare_engines(call: Call, config: Any) -> Any:
 
 
 def _compare(config: Any) -> None:
-    written = plain(config, sides.KEYS)
-    sides.check_names(written)
-    job = sides.read_sides(written, _find_written())
+    found, write = plain(config, sides.SECTIONS), partial(write_key, config)
+    sides.check_names(found)
+    job = sides.read_sides(found)
     if job is None:
         return
-    read = partial(read_heads, written, partial(in_force, "verl"))
-    settle_heads(versioned("verl"), read, lambda head: write_key(config, head.key, head.value))
+    settle_heads(versioned("verl"), partial(read_heads, found, partial(in_force, "verl")), write)
     if job.trainer is None:
         decide("verl", "rollout", FEATURE, *sides.unknown_engine(job))
         return
-    settle(
-        versioned("verl"),
-        job.trainer,
-        job.others,
-        lambda engine, name: write_key(config, engine.key, name),
-        job.model_type,
-    )
-    refusal, fatal = sync.refuses_delta(written["actor_rollout_ref"]["rollout"], job.strategy)
+    settle(versioned("verl"), job.trainer, job.others, write, job.model_type)
+    refusal, fatal = sync.refuses_delta(found["actor_rollout_ref"]["rollout"], job.strategy)
     if refusal and (fatal or current_settings().strict):
         raise UnsupportedPrecisionError(refusal)
 
@@ -137,13 +128,13 @@ def compare_in_worker(call: Call) -> Any:
     """
     worker = call.instance
     if "actor" in worker.role and (worker.rank == 0 or current_settings().strict):
-        shared = plain(worker.config, sides.KEYS["actor_rollout_ref"])
+        shared = plain(worker.config)
         legacy = type(worker).__module__.rpartition(".")[2] != _WORKERS[0]
         config = {
             "actor_rollout_ref": shared,
             "trainer": {fsdp.WORKERS: "enable" if legacy else "disable"},
         }
-        job = sides.read_sides(config, sides.written_by((), own=False))
+        job = sides.read_sides(config)
         if job is not None:
             settle_heads(
                 versioned("verl"), partial(read_heads, config, partial(in_force, "verl")), None
@@ -164,15 +155,3 @@ def write_key(config: Any, key: str, value: object) -> None:
                 writable.enter_context(read_write(section))
                 section = section.get(part)
         OmegaConf.update(config, key, value, force_add=True)
-
-
-def _find_written() -> sides.Written:
-    """Make a function that returns whether the user wrote a key; without Hydra, it returns True."""
-    from hydra.core.hydra_config import HydraConfig
-
-    if not HydraConfig.initialized():
-        return sides.written_by((), own=False)
-    hydra = HydraConfig.get()
-    sources = [source for source in hydra.runtime.config_sources if source.provider not in _HYDRAS]
-    own = all(sides.is_verls(source.path) for source in sources)
-    return sides.written_by(list(hydra.overrides.task), own=own)

@@ -34,9 +34,6 @@ ROLLOUT = "actor_rollout_ref.rollout"
 _DELETE = "verl computes the LM head in fp32 by an option"
 _LEGACY = "verl 0.8 is the oldest in use"
 
-MODEL_KEYS = ("override_config", "use_fused_kernels", "target_modules")
-"""The keys of ``actor_rollout_ref.model`` that this file reads."""
-
 
 def read_heads(config: Mapping[str, Any], in_force: InForce) -> list[Head]:
     """Describe the LM heads of a PPO job's actor, reference model and rollout.

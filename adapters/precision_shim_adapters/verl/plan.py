@@ -28,7 +28,7 @@ from ..megatron.planning.sizes import read_sizes
 from ..resolving import tell_unresolved
 from ..rollout import FEATURE, problems_of, problems_of_heads
 from . import driver, fsdp, megatron, sections, sides, sync
-from .composing import SEARCH_PATH, compose, named_config
+from .composing import compose
 from .head import read_heads
 from .sections import Section, inner
 
@@ -77,14 +77,9 @@ def plan_job(job: Job) -> Request:
 def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
     """Predict the report of ``driver.compare_engines`` about actor, reference and rollout."""
     rollout = inner(inner(config, _SHARED), sides.ROLLOUT)
-    asked = named_config(job)
-    own = all(sides.is_verls(source) for source in asked.sources) and not any(
-        override.startswith(SEARCH_PATH) for override in asked.overrides
-    )
-    written = sides.written_by(asked.overrides, own=own)
     try:
         sides.check_names(config)
-        both = sides.read_sides(config, written)
+        both = sides.read_sides(config)
     except DtypeError as error:
         return [Problem.of(error, "", error.key)], []
     if both is None:

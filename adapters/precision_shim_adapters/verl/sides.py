@@ -5,10 +5,8 @@ The driver and ``precision-shim plan`` read a job's config with the same functio
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,84 +14,36 @@ import torch
 from precision_shim.adapting import look, versioned
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
-from ..released import are_released
-from ..rollout import (
-    AUTO,
-    FP8,
-    Engine,
-    checkpoint_dtype,
-    engine_name,
-    model_type,
-    resolve_auto,
-    resolve_by_model,
-    with_rounded,
-)
-from . import fsdp, head
+from .. import rollout as agreement
+from ..rollout import AUTO, FP8, Engine, engine_name, model_type, resolve_by_model, with_rounded
+from . import fsdp
 
 ROLLOUT = "actor_rollout_ref.rollout"
-_SERVERS = {
-    "vllm": "verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer.launch_server",
-    "sglang": "verl.workers.rollout.sglang_rollout.async_sglang_server:"
-    "SGLangHttpServer.launch_server",
-}
-"""verl's functions that check a rollout's ``quantization``."""
-
 _MATRIX_PRODUCTS = "the dtype of verl's autocast, in which the matrix products run"
 
-_ENGINE = {
-    "strategy": True,
-    "use_fused_kernels": True,
-    "use_kl_loss": True,
-    "fsdp_config": {"dtype": True, "mixed_precision": True},
-    "megatron": {"dtype": True, "use_megatron_fsdp": True},
-}
-_ROLLOUT = dict.fromkeys(
-    ("name", "dtype", "engine_kwargs", "quantization", "qat", "checkpoint_engine"), True
+SECTIONS = (
+    "trainer",
+    "algorithm",
+    "actor_rollout_ref",
+    "distillation",
+    "reward",
+    "reward_model",
 )
-KEYS: Mapping[str, Any] = {
-    "trainer": {fsdp.WORKERS: True},
-    "algorithm": {"use_kl_in_reward": True},
-    "actor_rollout_ref": {
-        "actor": _ENGINE,
-        "ref": _ENGINE,
-        "rollout": _ROLLOUT,
-        "model": dict.fromkeys(
-            ("path", "lora", "lora_rank", "lora_adapter_path", *head.MODEL_KEYS), True
-        ),
-    },
-    "distillation": {"enabled": True, "teacher_models": True},
-    "reward": {"reward_model": {"enable": True, "rollout": _ROLLOUT}},
-    "reward_model": {"enable": True, "rollout": _ROLLOUT},
-}
-"""The keys of a job's config that this file reads."""
-
-Written = Callable[[str], bool]
-"""Function that returns whether the user wrote a config key."""
+"""The sections of a job's config that this file reads."""
 
 
 @dataclass(frozen=True)
-class Sides:
-    """The engines of a job.
+class Sides(agreement.Sides):
+    """The engines of a job; ``strategy`` is the actor's, such as ``"fsdp"``."""
 
-    Attributes:
-        trainer: the actor; ``None`` if the shim does not know the dtype of verl's engine.
-        others: the reference model, the rollout and the teachers, if the job has them.
-        model_type: the model's type, if vLLM loads the model; empty if unknown.
-        strategy: the actor's ``strategy``.
-    """
-
-    trainer: Engine | None
-    others: tuple[Engine, ...]
-    model_type: str = ""
     strategy: str = ""
 
 
-def read_sides(config: Mapping[str, Any], written: Written) -> Sides | None:
+def read_sides(config: Mapping[str, Any]) -> Sides | None:
     """The engines of a PPO job; ``None`` for a job without a rollout.
 
     Args:
         config: the job's config as plain data.
-        written: a function that returns whether the user wrote a key.
 
     Raises:
         DtypeError: a key's value is no dtype name.
@@ -103,16 +53,14 @@ def read_sides(config: Mapping[str, Any], written: Written) -> Sides | None:
     if not actor or not rollout:
         return None
     group = fsdp.group_of(_section(config, "trainer").get(fsdp.WORKERS))
-    trainer = _of_role(actor, "actor", group, written)
-    others = [*_reference(config, shared, group, written, trainer)]
-    others.append(_of_rollout(rollout, "rollout", ROLLOUT, written))
-    others += _teachers(config, written)
+    trainer = _of_role(actor, "actor", group)
     path, backend = str(_section(shared, "model").get("path") or ""), str(rollout.get("name"))
-    checkpoint, kind = checkpoint_dtype(path), model_type(path) if backend == "vllm" else ""
     others = [
-        resolve_auto(other, backend, checkpoint, kind) if other.subject == "rollout" else other
-        for other in others
+        *_reference(config, shared, group, trainer),
+        resolve_by_model(_of_rollout(rollout, "rollout", ROLLOUT), backend, path),
+        *_teachers(config),
     ]
+    kind = model_type(path) if backend == "vllm" else ""
     return Sides(trainer, tuple(others), kind, str(actor.get("strategy") or "fsdp"))
 
 
@@ -134,49 +82,17 @@ def check_names(config: Mapping[str, Any]) -> None:
         (_section(_section(config, "reward_model"), "rollout"), "reward_model.rollout"),
     ):
         if model.get("enable") or _section(config, "reward_model").get("enable"):
-            _of_rollout(section, "reward model", place, lambda key: True)
+            _of_rollout(section, "reward model", place)
 
 
-def written_by(overrides: Sequence[str], *, own: bool) -> Written:
-    """Make a function that returns whether the user wrote a key.
-
-    Args:
-        overrides: the overrides, such as ``"actor_rollout_ref.rollout.dtype=float16"``.
-        own: whether the composed config is verl's own; in any other config each key counts as
-            written by the user.
-    """
-    heads = [override.partition("=")[0].lstrip("+~").rpartition("@")[2] for override in overrides]
-    return lambda key: not own or any(key == head or key.startswith(f"{head}.") for head in heads)
-
-
-def is_verls(path: str) -> bool:
-    """Whether a directory or package of Hydra configs has verl's own files, unchanged.
-
-    Args:
-        path: a directory, or a package's name.
-    """
-    spec = importlib.util.find_spec("verl")
-    locations = (spec.submodule_search_locations if spec else None) or ()
-    places = [Path(location).resolve() for location in locations]
-    if path.startswith("verl."):
-        directories = [place.parent.joinpath(*path.split(".")) for place in places]
-    else:
-        directories = [Path(path).resolve()]
-    files = [file for directory in directories for file in directory.rglob("*.yaml")]
-    return (
-        bool(files)
-        and any(place in file.parents for place in places for file in files[:1])
-        and are_released("verl", files)
-    )
-
-
-def _of_role(role: Mapping[str, Any], subject: str, group: str, written: Written) -> Engine | None:
+def _of_role(role: Mapping[str, Any], subject: str, group: str) -> Engine | None:
     """The engine of an actor or a reference model; ``None`` for an engine that the shim ignores."""
     strategy, place = str(role.get("strategy") or "fsdp"), f"actor_rollout_ref.{subject}"
     if strategy == "megatron":
         section, key = _section(role, "megatron"), f"{place}.megatron.dtype"
-        dtype = parse_dtype(str(section.get("dtype") or "bfloat16")) or torch.bfloat16
-        return Engine(subject, name_of(dtype), key, written(key))
+        value = section.get("dtype")
+        dtype = parse_dtype(str(value or "bfloat16")) or torch.bfloat16
+        return Engine(subject, name_of(dtype), key, value)
     if strategy not in ("fsdp", "fsdp2"):
         return None
     section, key = _section(role, "fsdp_config"), f"{place}.fsdp_config"
@@ -185,13 +101,14 @@ def _of_role(role: Mapping[str, Any], subject: str, group: str, written: Written
         own = f"{key}.dtype"
         dtype = fsdp.of_legacy_autocast(section, key)
         because = f"{own}: {_MATRIX_PRODUCTS}"
-        return Engine(subject, name_of(dtype), own, written(own), because)
+        return Engine(subject, name_of(dtype), own, section.get("dtype"), because)
     dtype = fsdp.computed(section, section=key)
     if dtype is not torch.float32 and not _autocasts_in_param_dtype():
         because = f"verl {fsdp.ENGINE}: it autocasts to bfloat16, whatever {mixed} says"
         return Engine(subject, "bf16", "", because=because)
-    prefix = "" if "param_dtype" in _section(section, "mixed_precision") else "++"
-    return Engine(subject, name_of(dtype), mixed, written(mixed), prefix=prefix)
+    given = _section(section, "mixed_precision")
+    prefix = "" if "param_dtype" in given else "++"
+    return Engine(subject, name_of(dtype), mixed, given.get("param_dtype"), prefix=prefix)
 
 
 def _autocasts_in_param_dtype() -> bool:
@@ -204,7 +121,6 @@ def _reference(
     config: Mapping[str, Any],
     shared: Mapping[str, Any],
     group: str,
-    written: Written,
     trainer: Engine | None,
 ) -> Iterator[Engine]:
     actor, model = _section(shared, "actor"), _section(shared, "model")
@@ -218,7 +134,7 @@ def _reference(
         # 0.7.1's legacy workers build the reference model in the actor's dtype.
         yield replace(trainer, subject="ref", because=trainer.key)
         return
-    engine = _of_role(merged, "ref", group, written)
+    engine = _of_role(merged, "ref", group)
     if engine is not None:
         yield engine
 
@@ -252,12 +168,11 @@ def rollout_dtype(shared: Any) -> str:
         DtypeError: no engine computes in the rollout's dtype.
     """
     section, path = shared.rollout, str(getattr(shared.model, "path", "") or "")
-    engine = _of_rollout(section, "rollout", ROLLOUT, lambda key: True)
-    backend = str(section.get("name"))
-    return resolve_by_model(engine, backend, path).computes
+    engine = _of_rollout(section, "rollout", ROLLOUT)
+    return resolve_by_model(engine, str(section.get("name")), path).computes
 
 
-def _of_rollout(section: Mapping[str, Any], subject: str, place: str, written: Written) -> Engine:
+def _of_rollout(section: Mapping[str, Any], subject: str, place: str) -> Engine:
     asked, key = asked_dtype(section, place)
     inner = _section(_section(section, "engine_kwargs"), str(section.get("name") or ""))
     over = f"{place}.engine_kwargs.{section.get('name')}"
@@ -268,32 +183,12 @@ def _of_rollout(section: Mapping[str, Any], subject: str, place: str, written: W
     dtype = None if asked == AUTO else parse_dtype(asked)
     prefix = "++" if "engine_kwargs" in key else ""
     computes = AUTO if dtype is None else name_of(dtype)
-    engine = Engine(subject, computes, key, written(key), prefix=prefix)
+    engine = Engine(subject, computes, key, asked, prefix=prefix)
     engine = with_rounded(engine, {**inner, "quantization": None}, over)
     return with_rounded(engine, {"quantization": quantised}, at)
 
 
-def refuses_quantization(rollout: Mapping[str, Any]) -> tuple[str, str]:
-    """Return why verl's server refuses the rollout's ``quantization``, and the remedy, or ``""``.
-
-    With QAT, verl's server ignores ``quantization``.
-    """
-    value, name = rollout.get("quantization"), str(rollout.get("name"))
-    trained = name == "vllm" and _section(rollout, "qat").get("enable")
-    if value is None or trained or name not in _SERVERS:
-        return "", ""
-    server = look(_SERVERS[name])
-    known = [word for word in ("fp8", "torchao", "ascend") if word in server.names]
-    if value in known or not known:
-        return "", ""
-    key, allowed = f"{ROLLOUT}.quantization", ", ".join(known)
-    return (
-        f"{versioned('verl')}: {key}={value!r}: its {name} server refuses it; allowed: {allowed}",
-        f"Write one of them, or {ROLLOUT}.engine_kwargs.{name}.quantization",
-    )
-
-
-def _teachers(config: Mapping[str, Any], written: Written) -> Iterator[Engine]:
+def _teachers(config: Mapping[str, Any]) -> Iterator[Engine]:
     distillation = _section(config, "distillation")
     if not distillation.get("enabled"):
         return
@@ -304,10 +199,7 @@ def _teachers(config: Mapping[str, Any], written: Written) -> Iterator[Engine]:
         inference = _section(teacher, "inference") if isinstance(teacher, Mapping) else {}
         if inference:
             place = f"distillation.teacher_models.{name}.inference"
-            # In verl's YAML, a teacher's dtype is a reference to the rollout's dtype.
-            mine = written(f"{place}.dtype") or written(f"{ROLLOUT}.dtype")
-            engine = _of_rollout(inference, f"teacher {name}", place, written)
-            yield replace(engine, written=engine.written or mine)
+            yield _of_rollout(inference, f"teacher {name}", place)
 
 
 def _section(section: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -37,12 +37,12 @@ class Engine:
         subject: what users call the engine, such as ``"actor"``, ``"policy"``, ``"ref"``,
             ``"rollout"`` or ``"teacher"``.
         computes: canonical name of the engine's compute dtype, or ``AUTO`` or ``FP8``.
-        key: the config key that sets ``computes``.
-        written: whether the user set the key; true if it is unknown who set the key.
+        key: the config key that sets ``computes``; empty if no key does.
+        value: what stands in the key; ``None`` if the key is not set.
         because: why the engine does not compute in the dtype that ``key`` sets; empty if it does.
         prefix: text before the key on the framework's command line, such as Hydra's "++".
         values: maps each allowed dtype's canonical name to the key's value for this dtype.
-        follows: whether ``PRECISION_SHIM_ROLLOUT=follow`` can set the key.
+        follows: whether the engine is started from the config that the driver can still change.
         rounded: what the engine keeps in fewer bits than ``computes``, such as its KV cache, and
             the config key; empty if it is nothing.
     """
@@ -50,7 +50,7 @@ class Engine:
     subject: str
     computes: str
     key: str
-    written: bool = True
+    value: object = field(default=None, hash=False)
     because: str = ""
     prefix: str = ""
     values: Mapping[str, str] = field(default_factory=lambda: ENGINE_NAMES, hash=False)
@@ -160,6 +160,24 @@ def refuses_fp16(dtype: str, subject: str, model_type: str) -> str:
     if dtype != "fp16" or subject != "rollout" or model_type not in NO_FP16:
         return ""
     return f"vLLM refuses to run {model_type} in fp16"
+
+
+def value_to_follow(trainer: Engine, other: Engine, model_type: str = "") -> str:
+    """The value that gives another engine's key the trainer's dtype; empty if it is not written.
+
+    An engine with fp8 weights keeps them, and vLLM is not made to run a model that it refuses.
+
+    Args:
+        trainer: the trained policy.
+        other: another engine of the job.
+        model_type: the model's type in its HF config; empty if it is not known.
+    """
+    dtype = trainer.computes
+    if not other.key or not other.follows or other.computes in (dtype, FP8):
+        return ""
+    if refuses_fp16(dtype, other.subject, model_type):
+        return ""
+    return other.values.get(dtype, "")
 
 
 def rounds(sent: str, computes: str) -> bool:

@@ -69,7 +69,7 @@ def test_all_keys_are_written_and_it_is_said_once() -> None:
     wrote: list[str] = []
     done = Head("ref", "ref.head_dtype", in_fp32=True)
     for _ in range(2):
-        settle_heads(WHERE, lambda: [ACTOR, done, ROLLOUT], lambda head: wrote.append(head.key))
+        settle_heads(WHERE, lambda: [ACTOR, done, ROLLOUT], lambda key, _: wrote.append(key))
     assert wrote == ["model.head_dtype", "engine.head_dtype"] * 2
     assert decided() == [("LM head", "fp32 in trainer and rollout")]
 
@@ -79,7 +79,7 @@ def test_one_refusal_leaves_all_heads(heads: list[Head]) -> None:
     precision_shim.install(settings={"head": "fp32", "log": "quiet"})
     wrote: list[str] = []
     with pytest.warns(PrecisionShimWarning) as told:
-        settle_heads(WHERE, lambda: heads, lambda head: wrote.append(head.key))
+        settle_heads(WHERE, lambda: heads, lambda key, _: wrote.append(key))
     assert [str(one.message) for one in told] == [REFUSED]
     assert not wrote
     assert decided() == [("LM head", "each engine's own dtype")]
@@ -92,7 +92,7 @@ def test_one_refusal_leaves_all_heads(heads: list[Head]) -> None:
 def test_strict_raises() -> None:
     precision_shim.install(strict=True, settings={"head": "fp32", "log": "quiet"})
     with pytest.raises(UnsupportedPrecisionError) as raised:
-        settle_heads(WHERE, lambda: [ACTOR, NO], lambda head: None)
+        settle_heads(WHERE, lambda: [ACTOR, NO], lambda key, value: None)
     assert str(raised.value) == REFUSED
 
 
@@ -199,7 +199,7 @@ def test_a_key_of_the_users_acts_beside_a_refusal() -> None:
     with pytest.warns(
         PrecisionShimWarning, match=r"no LM head, but model\.head_dtype in the config"
     ):
-        settle_heads(WHERE, lambda: [theirs, NO], lambda head: None)
+        settle_heads(WHERE, lambda: [theirs, NO], lambda key, value: None)
 
 
 def test_the_plan_says_what_is_sure_beside_an_engine_that_is_not_here() -> None:
