@@ -22,8 +22,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from precision_shim.process import startup as _startup
-from precision_shim.process.registry import entries
+from precision_shim.process import standby
+from precision_shim.process.registry import entries, load
 from precision_shim.seams._source import look
 from precision_shim.upstream.probes import Probe, probes_in, run
 
@@ -320,9 +320,9 @@ def trials(framework: str, share: int | None = None) -> list[tuple[str, str, str
         framework: as users write it.
         share: how many changes, drawn by ``SEED``; ``None`` for all.
     """
-    _startup.stop()
+    standby.stop()
     entry = entries(third_party=False)[framework]
-    probes = [one for module in entry.load().probes for one in probes_in(module)]
+    probes = [one for module in load(entry).probes for one in probes_in(module)]
     asked = [one for one in probes if run(one).state == "holds"]
     chosen = list(changes({"torch", "megatron", *entry.packages}))
     if share is not None:

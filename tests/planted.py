@@ -395,13 +395,13 @@ FRAMEWORKS: dict[str, tuple[Callable[[], None], dict[str, Plant]]] = {
 
 def main(framework: str) -> None:
     """Run a framework's probes without and with their plants."""
-    from precision_shim.process.registry import entries
+    from precision_shim.process.registry import entries, load
     from precision_shim.upstream.probes import probes_in, run
 
     output, sys.stdout = sys.stdout, sys.stderr  # frameworks print
     prepare, plants = FRAMEWORKS[framework]
     prepare()
-    modules = entries(third_party=False)[framework].load().probes
+    modules = load(entries(third_party=False)[framework]).probes
     probes = [one for module in modules for one in probes_in(module)]
     outcomes = [run(one) for one in probes]
     planted = {}

@@ -18,13 +18,12 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import Adapter, Call, collect, seam, versioned
+from precision_shim.adapting import Call, collect, seam, versioned
 from precision_shim.checkpoints.foretelling import Here
 from precision_shim.checkpoints.layout import Outcome, Part
 from precision_shim.precision.dtypes import coerce_dtype
 
 from . import areal_sides, megatron
-from .frameworks import AREAL
 from .megatron import ALIGNMENT, BUILDING, DISPATCH, GROUP, SCALING, SETTLING, Wishes
 from .megatron.deciding.wishes import OVERLAP
 from .megatron.resuming import foretelling as resuming
@@ -124,11 +123,7 @@ def step(call: Call) -> dict[str, float]:
     return {**statistics, **megatron.metrics(call.instance.optimizer)}
 
 
-ADAPTER = Adapter.of(
-    AREAL,
-    seams=collect(*megatron.SEAMS, name_dtypes, build, settle, step, areal_sides),
-    paths={**megatron.PATHS, GROUP: "MegatronEngine", areal_sides.GROUP: "driver (both sides)"},
-)
+SEAMS = collect(*megatron.SEAMS, name_dtypes, build, settle, step, areal_sides)
 
 
 def foretell(part: Part, here: Here) -> Outcome:

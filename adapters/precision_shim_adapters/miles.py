@@ -16,10 +16,9 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from precision_shim.adapting import Adapter, Call, collect, seam, versioned
+from precision_shim.adapting import Call, collect, seam, versioned
 
 from . import megatron
-from .frameworks import MILES
 from .megatron import ALIGNMENT, BUILDING, GROUP, SCALING, SETTLING, Wishes
 
 MODEL = "miles.backends.megatron_utils.model"
@@ -82,10 +81,6 @@ def step(call: Call, optimizer: Any) -> tuple[dict[str, Any], Any, Any]:
     return {**losses, **figures}, norm, outcome
 
 
-ADAPTER = Adapter.of(
-    MILES,
-    seams=megatron.where_present(
-        collect(*megatron.SEAMS, build, configure, check, step), module=MODEL
-    ),
-    paths={**megatron.PATHS, GROUP: "trainer"},
+SEAMS = megatron.where_present(
+    collect(*megatron.SEAMS, build, configure, check, step), module=MODEL
 )

@@ -18,13 +18,12 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import Adapter, Call, collect, seam, versioned
+from precision_shim.adapting import Call, collect, seam, versioned
 from precision_shim.checkpoints.foretelling import Here
 from precision_shim.checkpoints.layout import Outcome, Part
 from precision_shim.precision.dtypes import coerce_dtype
 
 from . import megatron, ms_swift_sides
-from .frameworks import MS_SWIFT
 from .megatron import ALIGNMENT, BUILDING, GROUP, SCALING, SETTLING, Wishes
 from .megatron.deciding.wishes import OVERLAP
 from .megatron.resuming import foretelling as resuming
@@ -131,17 +130,8 @@ def report(call: Call, logs: dict[str, Any], prefix: str = "") -> Any:
     return call.proceed()
 
 
-ADAPTER = Adapter.of(
-    MS_SWIFT,
-    seams=megatron.where_present(
-        collect(*megatron.SEAMS, build, settle, step, report, ms_swift_sides), module=TRAINER
-    ),
-    paths={
-        **megatron.PATHS,
-        GROUP: "Megatron trainers",
-        METRICS: "Megatron trainers (metrics)",
-        ms_swift_sides.GROUP: "Ray driver (both sides)",
-    },
+SEAMS = megatron.where_present(
+    collect(*megatron.SEAMS, build, settle, step, report, ms_swift_sides), module=TRAINER
 )
 
 

@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import Adapter, Call, collect, seam, versioned
+from precision_shim.adapting import Call, collect, seam, versioned
 
 from . import megatron, roll_fsdp, roll_sides
-from .frameworks import ROLL
 from .megatron import ALIGNMENT, BUILDING, GROUP, SCALING, SETTLING, Wishes
 
 MODULE = "roll.distributed.strategy.megatron_strategy"
@@ -98,16 +97,7 @@ def step(call: Call) -> dict[str, Any]:
     return {**found, **megatron.metrics(strategy.optimizer, f"{strategy.worker_config.name}/")}
 
 
-ADAPTER = Adapter.of(
-    ROLL,
-    seams=megatron.where_present(
-        collect(*megatron.SEAMS, build, scale, configure, check, step, roll_fsdp, roll_sides),
-        module=MODULE,
-    ),
-    paths={
-        **megatron.PATHS,
-        GROUP: "Megatron",
-        roll_fsdp.GROUP: "FSDP2",
-        roll_sides.GROUP: "driver (both sides)",
-    },
+SEAMS = megatron.where_present(
+    collect(*megatron.SEAMS, build, scale, configure, check, step, roll_fsdp, roll_sides),
+    module=MODULE,
 )

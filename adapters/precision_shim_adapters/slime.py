@@ -15,10 +15,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from precision_shim.adapting import Adapter, Call, collect, seam, versioned
+from precision_shim.adapting import Call, collect, seam, versioned
 
 from . import megatron
-from .frameworks import SLIME
 from .megatron import ALIGNMENT, BUILDING, GROUP, SCALING, SETTLING, Wishes
 
 MODEL = "slime.backends.megatron_utils.model"
@@ -66,10 +65,6 @@ def step(call: Call, optimizer: Any) -> tuple[dict[str, Any], Any]:
     return {**losses, **megatron.metrics(optimizer)}, norm
 
 
-ADAPTER = Adapter.of(
-    SLIME,
-    seams=megatron.where_present(
-        collect(*megatron.SEAMS, build, configure, check, step), module=MODEL
-    ),
-    paths={**megatron.PATHS, GROUP: "trainer"},
+SEAMS = megatron.where_present(
+    collect(*megatron.SEAMS, build, configure, check, step), module=MODEL
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from precision_shim.cli._probing import ask as ask_probes
-from precision_shim.process.registry import entries
+from precision_shim.process.registry import entries, load
 
 from .. import contract
 from ..checkouts import Told, as_checkout
@@ -51,7 +51,7 @@ class TestRelease(contract.Release):
     @pytest.mark.slow
     def test_the_doctor_asks_the_probes(self) -> None:
         """The doctor's process has no GPU stand-ins, so it cannot import all modules."""
-        outcomes = ask_probes(entries(third_party=False)["torchtitan"].load().probes)
+        outcomes = ask_probes(load(entries(third_party=False)["torchtitan"]).probes)
         assert {outcome["state"] for outcome in outcomes} <= {"holds", "unasked"}
         assert sum(outcome["state"] == "holds" for outcome in outcomes) >= 5
 

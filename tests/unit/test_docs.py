@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from precision_shim.process.framework import Framework
+from precision_shim.process.framework import Adapter
 from precision_shim.process.settings import FEATURES, PREFIX, TABLE
 from precision_shim_adapters.frameworks import FRAMEWORKS
 
@@ -24,7 +24,7 @@ def text_of(name: str) -> str:
 
 
 @pytest.mark.parametrize("declared", FRAMEWORKS, ids=lambda one: one.framework)
-def test_the_readme_has_the_tested_versions(declared: Framework) -> None:
+def test_the_readme_has_the_tested_versions(declared: Adapter) -> None:
     name, versions = declared.framework, declared.tested
     # A tag's package may state a version with a suffix: tag 0.5.0 states 0.5.0rc0.
     expected = ", ".join(re.sub(r"rc\d+$", "", version) for version in versions)

@@ -21,6 +21,7 @@ from __future__ import annotations
 from precision_shim.adapting import collect
 
 from ..frameworks import MEGATRON_EFFECTS as EFFECTS
+from ..frameworks import MEGATRON_PATHS as PATHS
 from .acting import ddp, masters, optimizer, overflow, repeated, scaled
 from .acting.build import Build, building, current_build, expect_reference
 from .acting.flags import CONFIG_INIT, fill_inline, where_present, wishes_of_flags
@@ -38,16 +39,6 @@ SEAMS = collect(
     optimizer, ddp, checkpoint, states, masters, offloaded, scaled, repeated, overflow, audit
 )
 """The seams on Megatron's own functions; an adapter passes ``SEAMS`` to ``collect``."""
-
-PATHS = {
-    **checkpoint.PATHS,
-    **ddp.PATHS,
-    **repeated.PATHS,
-    **masters.PATHS,
-    **offloaded.PATHS,
-    **audit.PATHS,
-}
-"""Maps each group of ``SEAMS`` to its name for users; an adapter adds the adapter's own groups."""
 
 __all__ = [
     "ALIGNMENT",

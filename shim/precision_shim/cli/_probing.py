@@ -16,7 +16,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ..process import registry as _registry
-from ..process import startup as _startup
+from ..process import standby
 from ..process import versions as _versions
 from ..process.settings import PREFIX
 from ..reporting.text import fold
@@ -37,7 +37,7 @@ _HERE = "import sys; from precision_shim.cli._probing import answer; answer(sys.
 
 def answer(modules: Iterable[str]) -> None:
     """Run the probes that the given modules define, and print the outcomes as JSON."""
-    _startup.stop()
+    standby.stop()
     output, sys.stdout = sys.stdout, sys.stderr  # frameworks print while they are imported
     outcomes = [asdict(run(probe)) for module in modules for probe in probes_in(module)]
     sys.stdout = output
@@ -68,14 +68,14 @@ def ask(modules: Iterable[str]) -> list[dict[str, Any]]:
 
 def probing(asked: argparse.Namespace) -> int:
     """Run all probes and print the outcomes; return 1 if an assumption no longer holds."""
-    _startup.stop()
+    standby.stop()
     told: dict[str, dict[str, Any]] = {}
     for name, entry in _registry.entries().items():
         version = _versions.version_of(entry.distribution, entry.packages)
         named = asked.framework == name
         if version is None or not (named or (asked.framework is None and not entry.by_name)):
             continue
-        modules = entry.load().probes
+        modules = _registry.load(entry).probes
         try:
             if modules:
                 told[name] = {"version": version, "probes": ask(modules)}

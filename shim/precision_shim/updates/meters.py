@@ -12,8 +12,6 @@ from . import lost
 if TYPE_CHECKING:
     import torch
 
-    from .measuring import Meter
-
 
 @dataclass(frozen=True)
 class Rollout:
@@ -29,19 +27,19 @@ class Rollout:
     merged: bool = False
 
 
-_meters: weakref.WeakKeyDictionary[Any, Meter] = weakref.WeakKeyDictionary()
-"""Maps a torch optimizer to the meter that measures it."""
+_meters: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""Maps a torch optimizer to the ``measuring.Meter`` that measures it."""
 
 _rollouts: weakref.WeakKeyDictionary[Any, Rollout] = weakref.WeakKeyDictionary()
 """Maps a torch optimizer, with or without a meter, to its ``Rollout``."""
 
 
-def of(stepper: Any) -> Meter | None:
-    """Return the meter of a torch optimizer, or ``None``."""
+def of(stepper: Any) -> Any:
+    """Return the ``measuring.Meter`` of a torch optimizer, or ``None``."""
     return _meters.get(stepper)
 
 
-def add(stepper: Any, meter: Meter) -> None:
+def add(stepper: Any, meter: Any) -> None:
     """Register an optimizer's meter, for as long as the optimizer exists."""
     _meters[stepper] = meter
 

@@ -28,8 +28,6 @@ from .build import Build, build_around
 from .stages import over_stages
 
 DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__"
-PATHS = {"megatron-fsdp": "Megatron-FSDP (overflows)"}
-"""Maps the group of the Megatron-FSDP seam to its name for users."""
 
 _FSDP = "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel.__init__"
 

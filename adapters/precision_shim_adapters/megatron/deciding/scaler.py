@@ -10,8 +10,8 @@ import torch
 from precision_shim.adapting import Settings, parse_settings
 from precision_shim.errors import SettingsError
 from precision_shim.precision.dtypes import name_of
+from precision_shim.precision.scaler_record import in_words
 
-from ...fp16.settings import in_words
 from .wishes import Wishes, scaler_row
 
 FIELDS = {"loss_scale_init": "initial_loss_scale", "growth_interval": "loss_scale_window"}

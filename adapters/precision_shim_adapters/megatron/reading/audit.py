@@ -23,8 +23,6 @@ from ..deciding.wishes import AUDIT, Wishes
 
 FEATURE = AUDIT
 GROUP = "audit"
-PATHS = {GROUP: "Megatron's optimizers"}
-
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _FLAGS = {"bf16", "fp16", "params_dtype"}
 _OF_FLAGS = {"params-dtype", "scaler-missing", "master-missing"}

@@ -55,9 +55,6 @@ KEYS = "megatron checkpoint keys"
 Without ``KEYS`` Megatron raises an error if the bucket's dtype changed. Without ``STATES`` Megatron
 would load wrong weights."""
 
-PATHS = {STATES: "Megatron (states in checkpoints)", KEYS: "Megatron (keys in checkpoints)"}
-"""Maps the groups of the checkpoint seams to their names for users."""
-
 
 def checkpoint_seam(
     group: str, target: str, why: str, *relies_on: str, aliases: tuple[str, ...] = ()

@@ -164,6 +164,13 @@ def foretell(
     return _scaler(part, live) or states
 
 
+def foretell_flags(part: Part, here: Here) -> Outcome:
+    """Predict how a trainer with Megatron's own flags would resume a checkpoint."""
+    framework = part.framework
+    wishes = assume_wishes(part, here, f"{framework}, flags", part.subject or "actor")
+    return foretell(framework, part, here, wishes)
+
+
 def _live(wishes: Wishes, part: Part, here: Here, holds: Any) -> Live:
     dtype = find_params_dtype(part)
     now = what_is_in_force(here.settings, holds)
