@@ -19,11 +19,11 @@ from precision_shim.planning.values import no_adapters
 
 from . import miles, slime
 from .flag_parsers import Parsed, parse
-from .megatron import Wishes
+from .megatron import RequestedConfig
 from .megatron.planning.plan import MegatronModel
 from .megatron.planning.sizes import read_sizes
 
-_READ: dict[str, Callable[[Any, str], Wishes]] = {"slime": slime.read, "miles": miles.read}
+_READ: dict[str, Callable[[Any, str], RequestedConfig]] = {"slime": slime.read, "miles": miles.read}
 """The functions that read the flags, in the worker as well."""
 
 _LESS = (

@@ -24,8 +24,8 @@ from precision_shim.checkpoints.layout import Outcome, Part
 from precision_shim.precision.dtypes import coerce_dtype
 
 from . import megatron, ms_swift_sides
-from .megatron import ALIGNMENT, BUILDING, GROUP, SCALING, SETTLING, Wishes
-from .megatron.deciding.wishes import OVERLAP
+from .megatron import ALIGNMENT, BUILDING, GROUP, SCALING, SETTLING
+from .megatron.deciding.requested import OVERLAP
 from .megatron.resuming import foretelling as resuming
 
 TRAINER = "swift.megatron.trainers.base"
@@ -39,7 +39,7 @@ _ALWAYS = ("optimizer", "adam_beta2", "clip_grad", "optimizer_offload_fraction")
 """Arguments whose default may differ from the default of Megatron's OptimizerConfig."""
 
 
-def read(args: Any, kind: Any = None) -> Wishes:
+def read(args: Any, kind: Any = None) -> megatron.RequestedConfig:
     """Read the user's settings from ms-swift's arguments; a default value does not count as set.
 
     Args:
@@ -53,7 +53,7 @@ def read(args: Any, kind: Any = None) -> Wishes:
         asked["fp8_recipe"] = args.fp8_recipe
     # ms-swift turns accumulate_allreduce_grads_in_fp32 on for a bf16 model with fp32 main grads.
     forced = args.bf16 and coerced(args.main_grads_dtype) is torch.float32
-    return Wishes(
+    return megatron.RequestedConfig(
         where=f"{versioned('ms-swift', 'swift')}, megatron's arguments",
         subject="model",
         asked={**asked, **{name: getattr(args, name) for name in _ALWAYS}},

@@ -18,7 +18,7 @@ from typing import Any
 from precision_shim.adapting import Call, collect, seam, versioned
 
 from . import megatron
-from .megatron import ALIGNMENT, BUILDING, GROUP, SCALING, SETTLING, Wishes
+from .megatron import ALIGNMENT, BUILDING, GROUP, SCALING, SETTLING
 
 MODEL = "slime.backends.megatron_utils.model"
 MAKE = "megatron.core.optimizer:get_megatron_optimizer"
@@ -30,10 +30,10 @@ HERE: dict[str, Any] = {
 }
 
 
-def read(args: Any, role: str) -> Wishes:
+def read(args: Any, role: str) -> megatron.RequestedConfig:
     """Read one model's optimizer settings from slime's flags; ``role`` is the model's name."""
     blockers = ["slime's stateless Adam keeps no moments"] if args.use_stateless_adam else []
-    return megatron.wishes_of_flags(args, f"{versioned('slime')}, flags", role, blockers)
+    return megatron.requested_by_flags(args, f"{versioned('slime')}, flags", role, blockers)
 
 
 @seam(f"{MODEL}:setup_model_and_optimizer", BUILDING, why="makes bucket and optimizer", **HERE)

@@ -20,7 +20,7 @@ from precision_shim.testing import (
     stand_in_transformer_engine,
     tiny_gpt,
 )
-from precision_shim_adapters.megatron import Wishes, building, metrics
+from precision_shim_adapters.megatron import RequestedConfig, building, metrics
 
 from ..rank_server import Launch, look_ahead
 
@@ -84,7 +84,7 @@ def fsdp(launch: Launch) -> bool:
     dtype = (torch.float16, torch.float32)[launch.rank]
     made = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
     with (
-        building("megatron", lambda: Wishes(asked={"fp16": True})),
+        building("megatron", lambda: RequestedConfig(asked={"fp16": True})),
         contextlib.suppress(Exception),
     ):
         made.__init__(object(), config, torch.nn.Linear(2, 2, dtype=dtype))  # type: ignore[misc]

@@ -19,7 +19,7 @@ from precision_shim.planning.counting import Precision, Share, part
 from precision_shim.planning.record import ModelPlan, Stage
 from precision_shim.process.settings import resolve
 from precision_shim_adapters.megatron.deciding.legality import NEWEST
-from precision_shim_adapters.megatron.deciding.wishes import Wishes
+from precision_shim_adapters.megatron.deciding.requested import RequestedConfig
 from precision_shim_adapters.megatron.planning.cheaper import change
 from precision_shim_adapters.megatron.planning.decided import support_of
 from precision_shim_adapters.megatron.planning.layout import (
@@ -54,7 +54,7 @@ def planned(asked: MegatronModel) -> ModelPlan:
 def qwen3(**wishes: Any) -> MegatronModel:
     """Qwen3-30B-A3B on 64 GPUs: tensor parallel 2, pipeline parallel 2, expert parallel 8."""
     sizes = Sizes(64, tensor=2, pipeline=2, expert=8, sequence_parallel=True)
-    return MegatronModel(Wishes(**wishes), mixture(QWEN3_30B_A3B), sizes, torch.bfloat16)
+    return MegatronModel(RequestedConfig(**wishes), mixture(QWEN3_30B_A3B), sizes, torch.bfloat16)
 
 
 def test_the_figures_of_qwen3_30b_a3b() -> None:
@@ -76,7 +76,9 @@ def test_the_figures_of_qwen3_30b_a3b() -> None:
 
 
 def test_follow_model_reaches_the_smallest_by_itself() -> None:
-    asked = replace(qwen3(asked={"adam_beta2": 0.95}), wishes=Wishes(asked={"adam_beta2": 0.95}))
+    asked = replace(
+        qwen3(asked={"adam_beta2": 0.95}), wishes=RequestedConfig(asked={"adam_beta2": 0.95})
+    )
     settings = resolve(settings={"optimizer_states": "follow-model"}, environ={})
     made, found = plan_model(asked, settings, NEWEST)
     assert made is not None
@@ -262,7 +264,7 @@ def test_names_of_other_models_before_and_behind_the_layers() -> None:
 
 
 def test_without_shared_states_the_gradients_go_around_in_full() -> None:
-    made = planned(replace(qwen3(), wishes=Wishes(distributed=False)))
+    made = planned(replace(qwen3(), wishes=RequestedConfig(distributed=False)))
     assert made.traffic["before"]["all_gather"] == made.traffic["before"]["reduce_scatter"]
     shared = planned(qwen3())
     assert 2 * shared.traffic["before"]["all_gather"] == pytest.approx(
@@ -380,7 +382,9 @@ def test_a_trillion_parameters_on_1024_gpus_are_planned_without_listing_experts(
     work, peaks = [], []
     for experts, expert in ((384, 64), (8, 8)):
         model = mixture({**config, "num_experts": experts})
-        asked = MegatronModel(Wishes(), model, replace(sizes, expert=expert), torch.bfloat16)
+        asked = MegatronModel(
+            RequestedConfig(), model, replace(sizes, expert=expert), torch.bfloat16
+        )
         looked = [0]
 
         def counting(weight: Any, where: Any, inner: Any = count_of, at: Any = looked) -> int:

@@ -174,7 +174,7 @@ def _install(
     with _lock:
         _refused_by_operator = _settings.switch() == "off"
         if _refused_by_operator:
-            _journal.say(f"{PREFIX}={os.environ[PREFIX]} is set: install() does nothing")
+            standby.say(f"{PREFIX}={os.environ[PREFIX]} is set: install() does nothing")
             return None
         asked = (features, frameworks, strict, settings)
         if (
@@ -228,13 +228,13 @@ def start(*, export: bool = False) -> None:
                 _install(export=export)
             except SettingsError as error:
                 _bad_start = f"not installed: {error}"
-                _journal.say(_bad_start)
+                standby.say(_bad_start)
                 if os.environ.get(PREFIX, "").strip().lower() == "strict":
                     defaults = _settings.resolve(features=(), strict=True, environ={})
                     _current = _Session(defaults, offered(entries(), defaults), error)
                     _current.start()
     except (Exception, SystemExit) as error:  # a defect of the shim must not end the process
-        _journal.say(f"not installed: {error!r}")
+        standby.say(f"not installed: {error!r}")
 
 
 def uninstall() -> None:
@@ -268,7 +268,7 @@ def _give_up_in_child() -> None:
             "not installed: this process was forked while the shim was being installed, by a "
             "thread that is not in it or not done. Call install() here, or fork later."
         )
-        _journal.say(_bad_start)
+        standby.say(_bad_start)
 
 
 if hasattr(os, "register_at_fork"):

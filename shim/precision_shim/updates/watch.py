@@ -126,7 +126,7 @@ def attach(
     if not reading.steppers:
         return None
     stepper = reading.steppers[0]
-    known = meters.of(stepper)
+    known: Meter | None = meters.of(stepper)
     if known is not None:
         known.every = every
         return known

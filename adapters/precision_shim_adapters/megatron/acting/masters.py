@@ -20,7 +20,7 @@ import torch
 
 from precision_shim.adapting import Call, decide, seam, warn
 
-from ..deciding.wishes import DISPATCH, SCALING
+from ..deciding.requested import DISPATCH, SCALING
 from .build import megatron_label
 
 FEATURES = (DISPATCH, SCALING)

@@ -21,7 +21,7 @@ import torch
 
 from precision_shim.adapting import Call, seam, warn
 
-from ..deciding.wishes import SCALING
+from ..deciding.requested import SCALING
 from .build import megatron_label
 from .scaled import forget_asked, is_asked, sees_losses
 

@@ -12,7 +12,8 @@ from precision_shim.errors import SettingsError
 from precision_shim.precision.dtypes import name_of
 from precision_shim.precision.scaler_record import in_words
 
-from .wishes import Wishes, scaler_row
+from .requested import RequestedConfig
+from .table import scaler_row
 
 FIELDS = {"loss_scale_init": "initial_loss_scale", "growth_interval": "loss_scale_window"}
 """Maps the shim's settings to the fields of Megatron's OptimizerConfig."""
@@ -27,7 +28,9 @@ _OWN = {"loss_scale_window": 1000.0, "growth_factor": 2.0, "backoff_factor": 0.5
 """Values that megatron-core 0.16 to 0.19 has in OptimizerConfig or passes to DynamicGradScaler."""
 
 
-def scaler_fields(wishes: Wishes, asked: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+def scaler_fields(
+    requested: RequestedConfig, asked: Mapping[str, Any], settings: Settings
+) -> dict[str, Any]:
     """Choose values for loss scaler fields that the user did not write in the OptimizerConfig.
 
     The framework's config overrides settings of ``install()`` and of environment variables.
@@ -35,15 +38,15 @@ def scaler_fields(wishes: Wishes, asked: Mapping[str, Any], settings: Settings) 
     Raises:
         SettingsError: the initial loss scale is below the minimum.
     """
-    block = parse_settings(wishes.scaler, FIELDS, wishes.scaler_where)
+    block = parse_settings(requested.scaler, FIELDS, requested.scaler_where)
     fields = scaler_row()
     for name, field in FIELDS.items():
         if name in block or settings.is_set(name):
             fields[field] = block.get(name, settings[name])
     fields = {key: value for key, value in fields.items() if key not in asked}
-    place, key, way = wishes.where, "initial_loss_scale", "Write a higher one"
+    place, key, way = requested.where, "initial_loss_scale", "Write a higher one"
     if "loss_scale_init" in block:
-        place, key, way = wishes.scaler_where, "loss_scale_init", "Raise it"
+        place, key, way = requested.scaler_where, "loss_scale_init", "Raise it"
     elif settings.is_set("loss_scale_init"):
         key, way = "PRECISION_SHIM_LOSS_SCALE_INIT", "Raise it"
     refuse_low({**asked, **fields}, place, key, way)
@@ -115,14 +118,14 @@ def unscaled(where: str, fp16: object, bf16: object) -> str:
 
 
 def foreseen(
-    wishes: Wishes, asked: Mapping[str, Any], settings: Settings
+    requested: RequestedConfig, asked: Mapping[str, Any], settings: Settings
 ) -> tuple[str, str] | None:
     """Describe the loss scaler that a planned job will have; ``None`` if its scale is static.
 
     Raises:
         SettingsError: see ``scaler_fields``.
     """
-    made = {**_OWN, **asked, **scaler_fields(wishes, asked, settings)}
+    made = {**_OWN, **asked, **scaler_fields(requested, asked, settings)}
     if made.get("loss_scale"):
         return None
     ours = factors_set(settings)

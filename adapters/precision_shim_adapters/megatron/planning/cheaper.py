@@ -19,7 +19,7 @@ from precision_shim.precision.moments import second_moment_can_decay
 from precision_shim_adapters.megatron.deciding.legality import REMAINDERS_SINCE, FusedAdamSupport
 from precision_shim_adapters.megatron.deciding.table import MEGATRON_BETA2
 
-from ..deciding.wishes import PRECISION_AWARE
+from ..deciding.requested import PRECISION_AWARE
 from .decided import Asked, Holds, Side, problems_of, side, with_shim
 
 _Model = TypeVar("_Model", bound=Asked)

@@ -1,6 +1,6 @@
 """The settings of one model of a planned job on Megatron, and the shim's decisions about the model.
 
-A plan calls the same functions as a training process. ``plan_wishes`` decides the optimizer's
+A plan calls the same functions as a training process. ``plan_optimizer`` decides the optimizer's
 config, and ``deciding.bucket`` decides the gradient bucket. ``reader.read_wanted`` returns the
 dtypes of the tensors that Megatron makes from the decided config.
 """
@@ -30,18 +30,16 @@ from precision_shim_adapters.megatron.deciding.legality import (
     release,
 )
 
-from ..deciding.table import PRECISION_AWARE_FIELDS
-from ..deciding.wishes import (
+from ..deciding.requested import (
     COERCION,
     GROUP,
     OVERLAP,
     PRECISION_AWARE,
     InForce,
-    Planned,
-    Wishes,
-    plan_wishes,
+    RequestedConfig,
     what_is_in_force,
 )
+from ..deciding.table import PRECISION_AWARE_FIELDS, OptimizerPlan, plan_optimizer
 from ..reading import reader
 from .sizes import Sizes
 
@@ -77,7 +75,7 @@ class Asked:
         one_line: whether a line sets a field of all models of the job.
     """
 
-    wishes: Wishes
+    wishes: RequestedConfig
     model: Model
     sizes: Sizes
     dtype: torch.dtype
@@ -115,14 +113,17 @@ class Side:
     """A model's optimizer and bucket, either with the shim or without.
 
     Attributes:
-        fields: the fields of Megatron's OptimizerConfig.
+        plan: the plan of the optimizer.
         bucket: the gradient bucket.
-        planned: the plan from which ``fields`` were made.
     """
 
-    fields: Mapping[str, Any]
+    plan: OptimizerPlan
     bucket: BucketChoice
-    planned: Planned
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """The fields of Megatron's OptimizerConfig."""
+        return self.plan.fields
 
 
 def support_of(version: str | None) -> FusedAdamSupport:
@@ -160,7 +161,7 @@ def side(asked: Asked, now: InForce) -> Side:
     """
     model = TrainableDtypes({asked.dtype: max(asked.model.parameters, 1)})
     wishes = asked.wishes
-    planned = plan_wishes(wishes, model, now, distributed=wishes.distributed)
+    plan = plan_optimizer(wishes, model, now, distributed=wishes.distributed)
     written = wishes.bucket_in_fp32 is not None
     present = bool(wishes.bucket_in_fp32) if written else asked.bucket_in_fp32
     choice = BucketChoice(present, False, "as it stands")
@@ -169,10 +170,10 @@ def side(asked: Asked, now: InForce) -> Side:
             present=present,
             user_set=written,
             align=now.over_user,
-            main_grads=planned.plan.main_grads,
+            main_grads=plan.main_grads,
             model=model,
         )
-    return Side({**planned.added, **planned.asked}, choice, planned)
+    return Side(plan, choice)
 
 
 def precision(asked: Asked, side: Side, support: FusedAdamSupport) -> Precision:

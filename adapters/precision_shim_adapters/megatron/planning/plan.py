@@ -33,13 +33,13 @@ from precision_shim_adapters.megatron.deciding.legality import (
 )
 
 from ..deciding.numbers import NUMBERS, SCALER, allowed, refused_numbers
-from ..deciding.scaler import OWN_INITIAL, foreseen, foreseen_alone, refuse_low, unscaled
-from ..deciding.wishes import (
+from ..deciding.requested import (
     ALIGNMENT,
     DISPATCH,
     GROUP,
     SCALING,
 )
+from ..deciding.scaler import OWN_INITIAL, foreseen, foreseen_alone, refuse_low, unscaled
 from . import layout
 from .cheaper import variants
 from .decided import (
@@ -267,7 +267,7 @@ def _name_gathered(part_: Part) -> str:
 
 def _decisions(asked: Asked, side: Side, settings: Settings, holds: Holds) -> list[Decided]:
     decisions = []
-    made = side.planned.plan
+    made = side.plan
     if holds(DISPATCH, GROUP):
         decisions.append(Decided(DISPATCH, made.chosen, made.because))
     if holds(ALIGNMENT, GROUP):
@@ -281,7 +281,7 @@ def _decisions(asked: Asked, side: Side, settings: Settings, holds: Holds) -> li
         alone = foreseen_alone(side.fields, settings, asked.dtype) if scales else None
         decisions += [Decided(SCALING, *alone)] if alone is not None else []
     if scales and is_fp16:
-        scaler = foreseen(asked.wishes, side.planned.asked, settings)
+        scaler = foreseen(asked.wishes, side.plan.asked, settings)
         if scaler is not None:
             fp16 = _fp16(side)
             off = "no loss scaling", f"the optimizer's config has fp16={fp16}"
@@ -296,7 +296,7 @@ def _fp16(side: Side) -> bool:
 
 def _of_another_model(asked: Asked, side: Side) -> list[str]:
     """Return notes if the user wrote an OptimizerConfig for parameters of another dtype."""
-    wishes, fields = asked.wishes, side.planned.asked
+    wishes, fields = asked.wishes, side.plan.asked
     flagged = torch.float16 if fields.get("fp16") else None
     if flagged is None and fields.get("bf16"):
         flagged = torch.bfloat16
@@ -324,7 +324,7 @@ def _of_another_model(asked: Asked, side: Side) -> list[str]:
 def _notes(asked: Asked, side: Side) -> list[str]:
     notes = []
     if asked.wishes.trains:
-        made = side.planned.plan
+        made = side.plan
         notes += [*made.warnings, *(text for text in (made.bucket_warning,) if text)]
         if side.bucket.problem:
             notes.append(side.bucket.problem)

@@ -29,7 +29,7 @@ from precision_shim.adapting import Call, seam
 from precision_shim.errors import CheckpointLayoutError
 
 from ...megatron_checkpoints import OFFLOADED
-from ..deciding.wishes import DISPATCH, SCALING
+from ..deciding.requested import DISPATCH, SCALING
 
 FEATURES = (DISPATCH, SCALING)
 """Features that need this file's seams to resume exactly; the seams act if at least one is on."""
