@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pkgutil
 
 import pytest
 from hypothesis import given
@@ -301,3 +302,12 @@ def test_every_group_of_our_adapters_has_a_users_name_and_no_other_has_one(name)
     adapter = load(entries()[name])
     used = {seam.group for seam in adapter.seams}
     assert used == set(adapter.paths), "declare it in the adapter's paths"
+
+
+@pytest.mark.parametrize("name", entries(third_party=False))
+def test_every_place_that_an_adapter_of_ours_names_exists(name):
+    adapter = entries()[name]
+    named = [adapter.audit_readers, adapter.checkpoint_readers]
+    named += [adapter.checkpoints.resuming] if adapter.checkpoints is not None else []
+    for place in (place for places in named for place in places.values()):
+        assert callable(pkgutil.resolve_name(place)), place
