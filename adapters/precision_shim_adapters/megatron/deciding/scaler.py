@@ -125,22 +125,16 @@ def foreseen(
     Raises:
         SettingsError: see ``scaler_fields``.
     """
-    made = {**_OWN, **asked, **scaler_fields(requested, asked, settings)}
-    if made.get("loss_scale"):
-        return None
-    ours = factors_set(settings)
-    return describe_scaler(
-        float(made["initial_loss_scale"]), float(made["loss_scale_window"]), {**_OWN, **ours}, ours
-    )
+    fields = {**asked, **scaler_fields(requested, asked, settings)}
+    return foreseen_alone(fields, settings, torch.float16)
 
 
 def foreseen_alone(
     fields: Mapping[str, Any], settings: Settings, dtype: torch.dtype
 ) -> tuple[str, str] | None:
-    """Predict the decision about Megatron's loss scaler for a model that is not fp16.
+    """Predict the decision about the loss scaler that Megatron makes if ``fp16`` is true.
 
-    Megatron makes the scaler if the OptimizerConfig has ``fp16=True``. The shim chooses the
-    scaler's initial loss scale and growth interval only for an fp16 model.
+    The shim chooses the scaler's initial loss scale and growth interval only for an fp16 model.
 
     Args:
         fields: the fields of Megatron's OptimizerConfig.
