@@ -70,7 +70,7 @@ def load(entry: Adapter) -> Adapter:
             f"{who}: {place} is a {type(found).__name__}, allowed: "
             "precision_shim.adapting.Adapter. Correct the entry point."
         )
-    if adapter.place:
+    if adapter.place and adapter is not entry:
         return load(adapter)
     try:
         _check_seams(adapter)

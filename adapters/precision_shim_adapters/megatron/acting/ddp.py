@@ -16,6 +16,7 @@ import weakref
 from typing import Any
 
 import torch
+import torch.distributed
 
 from precision_shim.adapting import Call, current_settings, decide, in_force, seam, warn
 from precision_shim.precision.dtypes import name_of
@@ -25,7 +26,6 @@ from precision_shim_adapters.megatron.deciding.bucket import BucketChoice, choos
 from ..deciding.requested import ALIGNMENT, DISPATCH, GROUP, SCALING
 from ..resuming.checkpoint import bucket_without_shim
 from .build import Build, build_around
-from .stages import over_stages
 
 DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__"
 
@@ -72,7 +72,7 @@ def build_ddp(
     build = build_around(ddp_config)
     if build is None:
         return call.proceed()
-    model = over_stages(trainable_dtypes(module.parameters()), pg_collection)
+    model = _over_stages(trainable_dtypes(module.parameters()), pg_collection)
     build.seen = build.seen + model
     build.distributed = bool(ddp_config.use_distributed_optimizer)
     # Change a copy: other chunks share the caller's config.
@@ -158,7 +158,7 @@ def build_fsdp(call: Call, ddp_config: Any, module: Any, pg_collection: Any = No
     build = build_around(ddp_config)
     if build is None:
         return call.proceed()
-    model = over_stages(trainable_dtypes(module.parameters()), pg_collection)
+    model = _over_stages(trainable_dtypes(module.parameters()), pg_collection)
     changed = copy.copy(ddp_config)
     _let_overflows_pass(build, changed, model)
     if changed != ddp_config:
@@ -195,3 +195,37 @@ def _scales_dynamically(build: Build) -> bool:
     by_itself = requested.native.get(torch.float16, {}).get("fp16", False)
     fp16 = by_itself or in_force(build.framework, DISPATCH, GROUP)
     return bool(requested.asked.get("fp16", fp16)) and not requested.asked.get("loss_scale")
+
+
+def _over_stages(model: TrainableDtypes, pg_collection: Any = None) -> TrainableDtypes:
+    """Merge the trainable dtypes of a model chunk with those of the same chunk on other stages.
+
+    The first and the last stage each have a copy of tied embeddings, and add up the copies'
+    gradients. If only the last stage had fp32 parameters, its bucket would be fp32, but the first
+    stage's bf16. Gradients in an fp32 bucket and gradients in a bf16 bucket cannot be added.
+
+    Every rank of the pipeline-parallel group has to call this function for each chunk; all stages
+    build equally many chunks.
+
+    Args:
+        model: the dtypes of this stage's chunk.
+        pg_collection: the DDP's process groups; ``None`` for Megatron's global groups.
+    """
+    group = _find_group(pg_collection)
+    if group is None or torch.distributed.get_world_size(group) < 2:
+        return model
+    every: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(every, model, group=group)
+    return sum(every, TrainableDtypes())
+
+
+def _find_group(pg_collection: Any) -> Any:
+    """The pipeline-parallel group; ``None`` if there is none."""
+    if not torch.distributed.is_initialized():
+        return None
+    group = getattr(pg_collection, "pp", None)
+    if group is not None:
+        return group
+    from megatron.core import parallel_state
+
+    return parallel_state.get_pipeline_model_parallel_group(check_initialized=False)
