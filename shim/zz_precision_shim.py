@@ -22,7 +22,7 @@ class PrecisionShimStart:
 
 # In a virtual environment Python executes this file twice. The second execution does nothing, even
 # if the shim was removed after the first execution.
-if "precision_shim.process.startup" not in sys.modules and not any(
+if "precision_shim.process.standby" not in sys.modules and not any(
     hasattr(finder, "finds_nothing") for finder in sys.meta_path
 ):
     named = os.environ.get("PRECISION_SHIM_FRAMEWORKS", "").lower().replace("-", "_")

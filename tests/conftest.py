@@ -15,7 +15,7 @@ import precision_shim
 
 from . import timing_of_importlib_bootstrap
 
-START_UP = "from precision_shim.process import startup; print(startup.waiting())"
+START_UP = "from precision_shim.process import standby; print(standby.waiting())"
 FRAMEWORKS = (
     "areal",
     "flag_trainers",

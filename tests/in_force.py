@@ -14,7 +14,7 @@ from precision_shim.checkpoints.foretelling import Here
 from precision_shim.planning.command import Job
 from precision_shim.process import session as _session
 from precision_shim.process import versions as _versions
-from precision_shim.process.registry import entries
+from precision_shim.process.registry import entries, load
 from precision_shim.upstream import foresight as _foresight
 
 Pair = tuple[str, str]
@@ -23,17 +23,17 @@ Pair = tuple[str, str]
 
 @contextlib.contextmanager
 def refused(framework: str, feature: str, group: str) -> Iterator[None]:
-    """Replace a framework's adapter by one with a group of seams that cannot be patched."""
-    place, _, name = entries(third_party=False)[framework].adapter.partition(":")
+    """Replace a framework's table of seams by one with a group of seams that cannot be patched."""
+    place, _, name = entries(third_party=False)[framework].place.partition(":")
     module = importlib.import_module(place)
     whole = getattr(module, name)
     broken = tuple(
         replace(one, relies_on=("no_such_name",))
         if (one.feature, one.group) == (feature, group) and one.wrapper is not None
         else one
-        for one in whole.seams
+        for one in whole
     )
-    setattr(module, name, replace(whole, seams=broken))
+    setattr(module, name, broken)
     try:
         yield
     finally:
@@ -65,7 +65,7 @@ def answers(framework: str, pair: Pair) -> dict[str, bool]:
 
 def disagreements(framework: str) -> list[Any]:
     """Answers that differ from the worker's, if each group of seams is refused in turn."""
-    adapter = entries(third_party=False)[framework].load()
+    adapter = load(entries(third_party=False)[framework])
     importlib.import_module(adapter.packages[0])  # which wakes the adapter
     _import_a_target(adapter.seams)
     pairs = sorted({(one.feature, one.group) for one in adapter.seams if one.wrapper is not None})

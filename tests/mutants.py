@@ -46,8 +46,9 @@ from unittest import mock
 from precision_shim.errors import SeamError
 from precision_shim.process import settings as _settings
 from precision_shim.process import versions as _versions
-from precision_shim.process.registry import entries
-from precision_shim.seams import Adapter, Seam, Symbol, _source, check, look
+from precision_shim.process.framework import Adapter
+from precision_shim.process.registry import entries, load
+from precision_shim.seams import Seam, Symbol, _source, check, look
 from precision_shim.seams._call import prepare, through
 from precision_shim.seams._plan import Plan, Row
 from precision_shim.seams._source import Installed, looking_at
@@ -613,7 +614,7 @@ class Trial:
         Args:
             framework: as users write it.
         """
-        self.adapter: Adapter = entries(third_party=False)[framework].load()
+        self.adapter: Adapter = load(entries(third_party=False)[framework])
         self.settings = _settings.resolve(
             environ={}, frameworks=(framework,), known_frameworks=entries(third_party=False)
         )
@@ -1011,7 +1012,7 @@ def hold(framework: str) -> None:
     Args:
         framework: as users write it.
     """
-    tested_version(entries(third_party=False)[framework].load())
+    tested_version(load(entries(third_party=False)[framework]))
     ended = [(str(mutant), end) for mutant, end in run(framework, SHARE)]
     command = [sys.executable, "-W", "ignore", "-m", "tests.mutated_behaviour", framework]
     done = subprocess.run(

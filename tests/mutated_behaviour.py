@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from precision_shim.process import startup as _startup
+from precision_shim.process import standby
 from precision_shim.process.registry import entries
 from precision_shim.seams._source import look
 
@@ -346,7 +346,7 @@ def trials(framework: str, share: int | None = None) -> list[tuple[str, str, str
         framework: as users write it.
         share: how many changes, drawn by ``SEED``; ``None`` for all.
     """
-    _startup.stop()
+    standby.stop()
     import_frameworks()
     tests = tests_of(framework)
     packages = entries(third_party=False)[framework].packages

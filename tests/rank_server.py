@@ -149,10 +149,10 @@ def look_ahead(framework: str) -> None:
     Nothing is patched, and no framework is imported. The call fills the cache of descriptions of
     source code, which the ranks inherit.
     """
-    from precision_shim.process.registry import entries
+    from precision_shim.process.registry import entries, load
     from precision_shim.seams import look
 
-    for seam in entries(third_party=False)[framework].load().seams:
+    for seam in load(entries(third_party=False)[framework]).seams:
         look(seam.target)
 
 

@@ -36,7 +36,7 @@ def tell() -> None:
     known = entries(third_party=False)
     for name, one in status.frameworks.items():
         if one.seams:
-            declared = set(known[name].load().paths.values())
+            declared = set(known[name].paths.values())
             undeclared = {seam.path for seam in one.seams} - declared
             assert not undeclared, f"{name}: not in the adapter's paths: {sorted(undeclared)}"
     text = re.sub(r"^([\w-]+ [\d.]\w*[^ ,+]*)\+\w+", r"\1", str(status), flags=re.MULTILINE)

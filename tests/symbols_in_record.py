@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from precision_shim.cli._against import installed_digests
-from precision_shim.process.registry import entries
-from precision_shim.seams import Adapter
+from precision_shim.process.framework import Adapter
+from precision_shim.process.registry import entries, load
 from precision_shim.upstream import symbols as _symbols
 
 HOW = "python tests/environments/record_symbols.py, or here: precision-shim doctor --record"
@@ -35,7 +35,7 @@ def hold(framework: str) -> None:
     Args:
         framework: as users write it.
     """
-    adapter = entries(third_party=False)[framework].load()
+    adapter = load(entries(third_party=False)[framework])
     version = tested_version(adapter)
     found = list(installed_digests(adapter))
     shipped = _symbols.shipped()
@@ -56,7 +56,7 @@ def hold_as_a_wheel(framework: str, folder: Path) -> None:
         folder: an empty one.
     """
     entry = entries(third_party=False)[framework]
-    tested_version(entry.load())
+    tested_version(load(entry))
     wheel = folder / "given-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as made:
         for package in entry.packages:

@@ -19,7 +19,7 @@ import pytest
 from packaging.version import Version
 
 from precision_shim.process import versions as _versions
-from precision_shim.process.registry import entries
+from precision_shim.process.registry import entries, load
 from precision_shim.process.settings import FEATURES, resolve
 from precision_shim.reporting import text as _status_text
 from precision_shim.upstream.foresight import foresee
@@ -59,7 +59,7 @@ def column(framework: str) -> tuple[str, Column]:
 def hold(framework: str) -> None:
     """Assert that the page shows the installed version's column."""
     version, found = column(framework)
-    tested = entries(third_party=False)[framework].load().tested
+    tested = load(entries(third_party=False)[framework]).tested
     if version not in tested:
         pytest.skip(f"{framework} {version} is no tested version, and has no column")
     assert read_columns(PAGE.read_text(encoding="utf-8"), framework).get(version) == found, (

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from precision_shim.precision.model import TrainableDtypes
-from precision_shim_adapters.megatron import Build, Wishes
+from precision_shim_adapters.megatron import Build, OptimizerPlan, RequestedConfig
 from precision_shim_adapters.megatron.deciding.bucket import choose_bucket
-from precision_shim_adapters.megatron.deciding.wishes import Planned
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 AWARE = "use_precision_aware_optimizer"
@@ -54,7 +53,7 @@ class Case:
         fields: the OptimizerConfig's fields that differ from ``DEFAULTS`` and from the dtype's
             flags.
         in_fp32: ``grad_reduce_in_fp32`` in force.
-        told: words of the message about the bucket.
+        told: words of the one message for the user; ``""`` if there is none.
     """
 
     name: str
@@ -157,23 +156,28 @@ def expected(case: Case) -> tuple[dict[str, Any], bool, str]:
     return {**DEFAULTS, **FLAGS[case.dtype], **case.fields}, case.in_fp32, case.told
 
 
-def outcome(case: Case, wishes: Wishes, planned: Planned) -> tuple[dict[str, Any], bool, str]:
+def outcome(
+    case: Case, requested: RequestedConfig, plan: OptimizerPlan
+) -> tuple[dict[str, Any], bool, str]:
     """The fields, bucket and message of a plan; a framework's own bucket is fp32 by default."""
     choice = choose_bucket(
         present=case.bucket is not False,
-        user_set=wishes.bucket_in_fp32 is not None,
+        user_set=requested.bucket_in_fp32 is not None,
         align=case.settings.get("grad_bucket") == "align",
-        main_grads=planned.plan.main_grads,
+        main_grads=plan.main_grads,
         model=TrainableDtypes({case.dtype: 8}),
     )
-    told = choice.problem or planned.plan.bucket_warning
-    fields = {**planned.added, **planned.asked}
-    found = {key: fields.get(key, default) for key, default in DEFAULTS.items()}
-    return found, choice.grad_reduce_in_fp32, case.told if case.told in told and told else told
+    messages = [text for text in (*plan.warnings, choice.problem or plan.bucket_warning) if text]
+    found = {key: plan.fields.get(key, default) for key, default in DEFAULTS.items()}
+    as_expected = len(messages) == 1 and case.told and case.told in messages[0]
+    told = case.told if as_expected else "; ".join(messages)
+    return found, choice.grad_reduce_in_fp32, told
 
 
-def outcome_in(framework: str, case: Case, wishes: Wishes) -> tuple[dict[str, Any], bool, str]:
+def outcome_in(
+    framework: str, case: Case, requested: RequestedConfig
+) -> tuple[dict[str, Any], bool, str]:
     """The outcome of the plan that this process makes for a framework."""
-    build = Build(framework, lambda: wishes)
+    build = Build(framework, lambda: requested)
     build.seen = TrainableDtypes({case.dtype: 8})
-    return outcome(case, wishes, build.plan())
+    return outcome(case, requested, build.plan())

@@ -18,15 +18,14 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import Adapter, Call, collect, seam, versioned
+from precision_shim.adapting import Call, collect, seam, versioned
 from precision_shim.checkpoints.foretelling import Here
 from precision_shim.checkpoints.layout import Outcome, Part
 from precision_shim.precision.dtypes import coerce_dtype
 
 from . import areal_sides, megatron
-from .frameworks import AREAL
-from .megatron import ALIGNMENT, BUILDING, DISPATCH, GROUP, SCALING, SETTLING, Wishes
-from .megatron.deciding.wishes import OVERLAP
+from .megatron import ALIGNMENT, BUILDING, DISPATCH, GROUP, SCALING, SETTLING
+from .megatron.deciding.requested import OVERLAP
 from .megatron.resuming import foretelling as resuming
 
 ENGINE = "areal.engine.megatron_engine"
@@ -36,7 +35,7 @@ OF_ADAM = {"optimizer": "type", "adam_beta2": "beta2", "clip_grad": "gradient_cl
 """Maps fields of Megatron's OptimizerConfig to keys of AReaL's ``optimizer`` section."""
 
 
-def read(engine: Any) -> Wishes:
+def read(engine: Any) -> megatron.RequestedConfig:
     """Read the user's settings of an AReaL engine; a default value does not count as set."""
     ours, theirs = engine.optimizer_config, engine.mcore_config
     asked: dict[str, Any] = {}
@@ -47,7 +46,7 @@ def read(engine: Any) -> Wishes:
     if theirs.fp8_config is not None:
         asked["fp8_recipe"] = theirs.fp8_config.recipe
     ddp = _written(theirs.ddp, ("grad_reduce_in_fp32", "check_for_nan_in_grad"))
-    return Wishes(
+    return megatron.RequestedConfig(
         where=f"{versioned('areal')}, megatron and optimizer",
         subject="critic" if engine.config.is_critic else "actor",
         asked=asked,
@@ -123,11 +122,7 @@ def step(call: Call) -> dict[str, float]:
     return {**statistics, **megatron.metrics(call.instance.optimizer)}
 
 
-ADAPTER = Adapter.of(
-    AREAL,
-    seams=collect(*megatron.SEAMS, name_dtypes, build, settle, step, areal_sides),
-    paths={**megatron.PATHS, GROUP: "MegatronEngine", areal_sides.GROUP: "driver (both sides)"},
-)
+SEAMS = collect(*megatron.SEAMS, name_dtypes, build, settle, step, areal_sides)
 
 
 def foretell(part: Part, here: Here) -> Outcome:

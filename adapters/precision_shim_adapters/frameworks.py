@@ -1,10 +1,10 @@
-"""A ``Framework`` object for each framework that the shim supports, and a ``Backend`` for Megatron.
+"""An ``Adapter`` for each framework that the shim supports, and a ``Backend`` for Megatron.
 
 ``status()`` shows the frameworks in the order of ``FRAMEWORKS``. ``zz_precision_shim.py`` repeats
 the frameworks' package names. ``precision_shim.process.framework`` explains the objects' fields.
 """
 
-from precision_shim.process.framework import Backend, Checkpoints, Config, Framework
+from precision_shim.process.framework import Adapter, Backend, Checkpoints, Config
 
 MEGATRON_EFFECTS = (
     "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
@@ -12,6 +12,17 @@ MEGATRON_EFFECTS = (
 )
 """Megatron's functions that raise an error in strict mode if an adapter has a fault. If a third
 party's adapter cannot be loaded, only these functions raise its import error."""
+
+MEGATRON_PATHS = {
+    "megatron checkpoint states": "Megatron (states in checkpoints)",
+    "megatron checkpoint keys": "Megatron (keys in checkpoints)",
+    "megatron-fsdp": "Megatron-FSDP (overflows)",
+    "megatron weights alone": "Megatron (weights loaded without states)",
+    "megatron offloaded states": "Megatron (resume of an offloaded optimizer)",
+    "audit": "Megatron's optimizers",
+}
+"""Maps each group of the seams on Megatron's own functions, but ``"megatron"``, to its name for
+users; an adapter adds the adapter's own groups."""
 
 MEGATRON = Backend(
     config=Config(
@@ -55,11 +66,41 @@ MEGATRON = Backend(
 )
 BACKENDS = (MEGATRON,)
 
-VERL = Framework(
+FLAGS_RESUME = "precision_shim_adapters.megatron.resuming.foretelling:foretell_flags"
+"""Predicts how a trainer with Megatron's own flags resumes."""
+
+
+VERL = Adapter(
     framework="verl",
     distribution="verl",
     packages=("verl",),
-    adapter="precision_shim_adapters.verl:ADAPTER",
+    place="precision_shim_adapters.verl:SEAMS",
+    paths={
+        **MEGATRON_PATHS,
+        "offload": "Megatron (offload of states)",
+        "megatron": "Megatron engine",
+        "native": "Megatron engine",
+        "legacy workers": "legacy Megatron workers",
+        "fsdp engine": "FSDP engine",
+        "legacy fsdp workers": "legacy FSDP workers",
+        "metrics": "all engines (metrics)",
+        "tinker metrics": "all engines (Tinker's metrics)",
+        "legacy metrics": "legacy workers (metrics)",
+        "rollout": "driver (both sides)",
+        "veomni engine": "VeOmni engine",
+        "fsdp_turbo engine": "FSDP Turbo engine",
+        "torchtitan engine": "torchtitan engine",
+        "automodel engine": "Automodel engine",
+        "fsdp weights": "FSDP engine (weights to the rollout)",
+        "torchtitan weights": "torchtitan engine (weights to the rollout)",
+        "checkpoint engines": "checkpoint engines (weights to the rollout)",
+        "LM head": "FSDP engine (LM head)",
+        "legacy LM head": "legacy FSDP workers (LM head)",
+        "Megatron LM head": "Megatron engine (LM head)",
+        "legacy Megatron LM head": "legacy Megatron workers (LM head)",
+        "weights audit": "all engines (audit of the weights to the rollout)",
+        "legacy weights audit": "legacy workers (audit of the weights to the rollout)",
+    },
     tested=("0.7.1", "0.8.0", "0.9.0", "0.9.1"),
     effects=(
         *MEGATRON_EFFECTS,
@@ -82,11 +123,29 @@ VERL = Framework(
     ),
 )
 
-SKYRL = Framework(
+SKYRL = Adapter(
     framework="skyrl",
     distribution="skyrl",
     packages=("skyrl",),
-    adapter="precision_shim_adapters.skyrl:ADAPTER",
+    place="precision_shim_adapters.skyrl:SEAMS",
+    paths={
+        **MEGATRON_PATHS,
+        "offload": "Megatron (offload of states)",
+        "megatron": "Megatron workers",
+        "megatron weight sync": "Megatron workers (weight sync)",
+        "megatron adapters": "Megatron workers (LoRA adapters that share a worker)",
+        "fsdp": "FSDP workers",
+        "metrics": "all workers (metrics)",
+        "trainer": "all workers (the trainer's metrics)",
+        "tinker": "all workers (Tinker's metrics)",
+        "ray": "all workers (their start in Ray)",
+        "rollout": "the driver, for the inference engines",
+        "rollout tinker": "the driver, for the inference engines (Tinker's server)",
+        "LM head": "FSDP workers (LM head)",
+        "Megatron LM head": "Megatron workers (LM head)",
+        "weights audit": "all workers (audit of the weights to the inference engines)",
+        "rollout weight sync": "the driver, for the inference engines (the delta sync's sender)",
+    },
     tested=("0.2.0", "0.3.0", "0.4.0"),
     effects=(
         *MEGATRON_EFFECTS,
@@ -103,11 +162,25 @@ SKYRL = Framework(
     ),
 )
 
-NEMO_RL = Framework(
+NEMO_RL = Adapter(
     framework="nemo-rl",
     distribution="nemo-rl",
     packages=("nemo_rl",),
-    adapter="precision_shim_adapters.nemo_rl:ADAPTER",
+    place="precision_shim_adapters.nemo_rl:SEAMS",
+    paths={
+        **MEGATRON_PATHS,
+        "megatron": "Megatron workers",
+        "megatron metrics": "Megatron workers (policy metrics)",
+        "megatron value metrics": "Megatron workers (value metrics)",
+        "dtensor v1": "DTensor v1",
+        "dtensor v1 metrics": "DTensor v1 (metrics)",
+        "dtensor v2": "DTensor v2",
+        "dtensor v2 metrics": "DTensor v2 (metrics)",
+        "dtensor value": "DTensor v2 value workers",
+        "dtensor value metrics": "DTensor v2 value workers (metrics)",
+        "rollout": "driver (both sides)",
+        "weights audit": "all workers (audit of the weights to the rollout)",
+    },
     tested=("0.4.0", "0.5.0rc0", "0.6.0", "0.7.0"),
     effects=(
         *MEGATRON_EFFECTS,
@@ -126,11 +199,27 @@ NEMO_RL = Framework(
     ),
 )
 
-TORCHTITAN = Framework(
+TITAN_PRETRAINING = "pretraining"
+"""The group of the seams on torchtitan's ``Trainer``, which verl's engine builds, too."""
+
+TORCHTITAN = Adapter(
     framework="torchtitan",
     distribution="torchtitan",
     packages=("torchtitan",),
-    adapter="precision_shim_adapters.torchtitan:ADAPTER",
+    place="precision_shim_adapters.torchtitan:SEAMS",
+    paths={
+        "rl": "RL trainer",
+        "weights audit": "RL trainer (audit of the weights to the generators)",
+        "rl metrics": "RL trainer (metrics)",
+        TITAN_PRETRAINING: "pre-training and SFT",
+        "pretraining metrics": "pre-training and SFT (metrics)",
+        "attention": "varlen attention",
+        "names": "config and command line",
+        "rollout": "RL trainer and generator",
+        "command line": "command line (what you wrote)",
+        "torchft": "TorchFT's trainer",
+        "forge": "Forge's engine",
+    },
     tested=("0.3.0",),
     effects=("torchtitan.components.optimizer.optimizer:OptimizersContainer.__init__",),
     plan="precision_shim_adapters.torchtitan.plan:plan_job",
@@ -140,11 +229,17 @@ TORCHTITAN = Framework(
     ),
 )
 
-ROLL = Framework(
+ROLL = Adapter(
     framework="roll",
     distribution="roll",
     packages=("roll",),
-    adapter="precision_shim_adapters.roll:ADAPTER",
+    place="precision_shim_adapters.roll:SEAMS",
+    paths={
+        **MEGATRON_PATHS,
+        "megatron": "Megatron",
+        "fsdp2": "FSDP2",
+        "rollout": "driver (both sides)",
+    },
     tested=("0.3.0",),
     effects=(
         *MEGATRON_EFFECTS,
@@ -153,45 +248,48 @@ ROLL = Framework(
     checkpoints=Checkpoints(
         steps=r"checkpoint-(\d+)",
         resuming={
-            "megatron": "precision_shim_adapters.by_flags:roll",
-            "dcp": "precision_shim_adapters.by_flags:roll_sharded",
-            "safetensors": "precision_shim_adapters.by_flags:roll_sharded",
+            "megatron": FLAGS_RESUME,
+            "dcp": "precision_shim_adapters.roll_checkpoints:foretell_sharded",
+            "safetensors": "precision_shim_adapters.roll_checkpoints:foretell_sharded",
         },
     ),
     checkpoint_readers={"megatron": "precision_shim_adapters.roll_checkpoints:fill_part"},
 )
 
-SLIME = Framework(
+SLIME = Adapter(
     framework="slime",
     distribution="slime",
     packages=("slime",),
-    adapter="precision_shim_adapters.slime:ADAPTER",
+    place="precision_shim_adapters.slime:SEAMS",
+    paths={**MEGATRON_PATHS, "megatron": "trainer"},
     tested=("0.3.1",),
     effects=MEGATRON_EFFECTS,
     checkpoints=Checkpoints(
         steps=r"iter_(\d+)",
-        resuming={"megatron": "precision_shim_adapters.by_flags:slime"},
+        resuming={"megatron": FLAGS_RESUME},
     ),
 )
 
-MILES = Framework(
+MILES = Adapter(
     framework="miles",
     distribution="miles",
     packages=("miles",),
-    adapter="precision_shim_adapters.miles:ADAPTER",
+    place="precision_shim_adapters.miles:SEAMS",
+    paths={**MEGATRON_PATHS, "megatron": "trainer"},
     tested=("0.1.0",),
     effects=MEGATRON_EFFECTS,
     checkpoints=Checkpoints(
         steps=r"iter_(\d+)",
-        resuming={"megatron": "precision_shim_adapters.by_flags:miles"},
+        resuming={"megatron": FLAGS_RESUME},
     ),
 )
 
-AREAL = Framework(
+AREAL = Adapter(
     framework="areal",
     distribution="areal",
     packages=("areal",),
-    adapter="precision_shim_adapters.areal:ADAPTER",
+    place="precision_shim_adapters.areal:SEAMS",
+    paths={**MEGATRON_PATHS, "megatron": "MegatronEngine", "rollout": "driver (both sides)"},
     tested=("1.0.4",),
     effects=MEGATRON_EFFECTS,
     checkpoints=Checkpoints(
@@ -200,11 +298,17 @@ AREAL = Framework(
     ),
 )
 
-MS_SWIFT = Framework(
+MS_SWIFT = Adapter(
     framework="ms-swift",
     distribution="ms-swift",
     packages=("swift",),
-    adapter="precision_shim_adapters.ms_swift:ADAPTER",
+    place="precision_shim_adapters.ms_swift:SEAMS",
+    paths={
+        **MEGATRON_PATHS,
+        "megatron": "Megatron trainers",
+        "ms-swift metrics": "Megatron trainers (metrics)",
+        "rollout": "Ray driver (both sides)",
+    },
     tested=("4.6.0",),
     effects=MEGATRON_EFFECTS,
     checkpoints=Checkpoints(
@@ -213,11 +317,12 @@ MS_SWIFT = Framework(
     ),
 )
 
-ANY_MEGATRON = Framework(
+ANY_MEGATRON = Adapter(
     framework="megatron",
     distribution="megatron-core",
     packages=("megatron",),
-    adapter="precision_shim_adapters.megatron_alone:ADAPTER",
+    place="precision_shim_adapters.megatron_alone:SEAMS",
+    paths={**MEGATRON_PATHS, "megatron": "any job"},
     tested=("0.16.1", "0.18.2", "0.19.2"),
     effects=MEGATRON_EFFECTS,
     by_name=True,

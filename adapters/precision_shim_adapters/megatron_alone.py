@@ -10,14 +10,9 @@ Each module of the package ``megatron`` states its own condition for deletion.
 
 from __future__ import annotations
 
-from precision_shim.adapting import Adapter, collect
+from precision_shim.adapting import collect
 
 from . import megatron
-from .frameworks import ANY_MEGATRON
 from .megatron.acting import alone
 
-ADAPTER = Adapter.of(
-    ANY_MEGATRON,
-    seams=collect(*megatron.SEAMS, alone),
-    paths={**megatron.PATHS, megatron.GROUP: "any job"},
-)
+SEAMS = collect(*megatron.SEAMS, alone)

@@ -16,11 +16,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from precision_shim.adapting import Adapter, Call, collect, seam, versioned
+from precision_shim.adapting import Call, collect, seam, versioned
 
 from . import megatron
-from .frameworks import MILES
-from .megatron import ALIGNMENT, BUILDING, GROUP, SCALING, SETTLING, Wishes
+from .megatron import ALIGNMENT, BUILDING, GROUP, SCALING, SETTLING
 
 MODEL = "miles.backends.megatron_utils.model"
 MAKE = "megatron.core.optimizer:get_megatron_optimizer"
@@ -39,11 +38,11 @@ NEED_MASTERS = (
 """Flags of miles with which miles reads Megatron's own fp32 masters."""
 
 
-def read(args: Any, role: str) -> Wishes:
-    """Read one role's flags into ``Wishes``."""
+def read(args: Any, role: str) -> megatron.RequestedConfig:
+    """Read one role's flags into ``RequestedConfig``."""
     written = [name for name in NEED_MASTERS if getattr(args, name, False)]
     blockers = [f"miles' {name} reads Megatron's own fp32 masters" for name in written]
-    wishes = megatron.wishes_of_flags(args, f"{versioned('miles')}, flags", role, blockers)
+    wishes = megatron.requested_by_flags(args, f"{versioned('miles')}, flags", role, blockers)
     if getattr(args, "debug_disable_optimizer", False):  # no flag of the optimizer has an effect
         wishes = replace(wishes, asked={}, optimizer="adam")
     return wishes
@@ -82,10 +81,6 @@ def step(call: Call, optimizer: Any) -> tuple[dict[str, Any], Any, Any]:
     return {**losses, **figures}, norm, outcome
 
 
-ADAPTER = Adapter.of(
-    MILES,
-    seams=megatron.where_present(
-        collect(*megatron.SEAMS, build, configure, check, step), module=MODEL
-    ),
-    paths={**megatron.PATHS, GROUP: "trainer"},
+SEAMS = megatron.where_present(
+    collect(*megatron.SEAMS, build, configure, check, step), module=MODEL
 )

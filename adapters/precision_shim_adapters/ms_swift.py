@@ -18,15 +18,14 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import Adapter, Call, collect, seam, versioned
+from precision_shim.adapting import Call, collect, seam, versioned
 from precision_shim.checkpoints.foretelling import Here
 from precision_shim.checkpoints.layout import Outcome, Part
 from precision_shim.precision.dtypes import coerce_dtype
 
 from . import megatron, ms_swift_sides
-from .frameworks import MS_SWIFT
-from .megatron import ALIGNMENT, BUILDING, GROUP, SCALING, SETTLING, Wishes
-from .megatron.deciding.wishes import OVERLAP
+from .megatron import ALIGNMENT, BUILDING, GROUP, SCALING, SETTLING
+from .megatron.deciding.requested import OVERLAP
 from .megatron.resuming import foretelling as resuming
 
 TRAINER = "swift.megatron.trainers.base"
@@ -40,7 +39,7 @@ _ALWAYS = ("optimizer", "adam_beta2", "clip_grad", "optimizer_offload_fraction")
 """Arguments whose default may differ from the default of Megatron's OptimizerConfig."""
 
 
-def read(args: Any) -> Wishes:
+def read(args: Any) -> megatron.RequestedConfig:
     """Read the user's settings from ms-swift's arguments; a default value does not count as set."""
     defaults = {field.name: coerced(field.default) for field in dataclasses.fields(args)}
     asked = {name: coerced(getattr(args, name)) for name in _FIELDS}
@@ -49,7 +48,7 @@ def read(args: Any) -> Wishes:
         asked["fp8_recipe"] = args.fp8_recipe
     # ms-swift turns accumulate_allreduce_grads_in_fp32 on for a bf16 model with fp32 main grads.
     forced = args.bf16 and coerced(args.main_grads_dtype) is torch.float32
-    return Wishes(
+    return megatron.RequestedConfig(
         where=f"{versioned('ms-swift', 'swift')}, megatron's arguments",
         subject="model",
         asked={**asked, **{name: getattr(args, name) for name in _ALWAYS}},
@@ -126,17 +125,8 @@ def report(call: Call, logs: dict[str, Any], prefix: str = "") -> Any:
     return call.proceed()
 
 
-ADAPTER = Adapter.of(
-    MS_SWIFT,
-    seams=megatron.where_present(
-        collect(*megatron.SEAMS, build, settle, step, report, ms_swift_sides), module=TRAINER
-    ),
-    paths={
-        **megatron.PATHS,
-        GROUP: "Megatron trainers",
-        METRICS: "Megatron trainers (metrics)",
-        ms_swift_sides.GROUP: "Ray driver (both sides)",
-    },
+SEAMS = megatron.where_present(
+    collect(*megatron.SEAMS, build, settle, step, report, ms_swift_sides), module=TRAINER
 )
 
 

@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import Adapter, Call, collect, seam, versioned
+from precision_shim.adapting import Call, collect, seam, versioned
 
 from . import megatron, roll_fsdp, roll_sides
-from .frameworks import ROLL
-from .megatron import ALIGNMENT, BUILDING, GROUP, SCALING, SETTLING, Wishes
+from .megatron import ALIGNMENT, BUILDING, GROUP, SCALING, SETTLING
 
 MODULE = "roll.distributed.strategy.megatron_strategy"
 STRATEGY = f"{MODULE}:MegatronTrainStrategy"
@@ -36,13 +35,13 @@ HERE: dict[str, Any] = {
 }
 
 
-def read(strategy: Any) -> Wishes:
-    """Read ROLL's config into ``Wishes``; ROLL passes no optimizer dtype to Megatron."""
+def read(strategy: Any) -> megatron.RequestedConfig:
+    """Read ROLL's config into ``RequestedConfig``; ROLL passes no optimizer dtype to Megatron."""
     args = strategy.megatron_train_args
     written = strategy.worker_config.strategy_args.strategy_config
     dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
     bucket = written.get("accumulate_allreduce_grads_in_fp32")
-    return Wishes(
+    return megatron.RequestedConfig(
         where=f"{versioned('roll', called='ROLL')}, strategy_config",
         subject=strategy.worker_config.name,
         asked={"adam_beta2": args.adam_beta2},
@@ -98,16 +97,7 @@ def step(call: Call) -> dict[str, Any]:
     return {**found, **megatron.metrics(strategy.optimizer, f"{strategy.worker_config.name}/")}
 
 
-ADAPTER = Adapter.of(
-    ROLL,
-    seams=megatron.where_present(
-        collect(*megatron.SEAMS, build, scale, configure, check, step, roll_fsdp, roll_sides),
-        module=MODULE,
-    ),
-    paths={
-        **megatron.PATHS,
-        GROUP: "Megatron",
-        roll_fsdp.GROUP: "FSDP2",
-        roll_sides.GROUP: "driver (both sides)",
-    },
+SEAMS = megatron.where_present(
+    collect(*megatron.SEAMS, build, scale, configure, check, step, roll_fsdp, roll_sides),
+    module=MODULE,
 )

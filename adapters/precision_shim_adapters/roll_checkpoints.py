@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from precision_shim.checkpoints.layout import PARAMS, Part
+from precision_shim.adapting import versioned
+from precision_shim.checkpoints.foretelling import Here
+from precision_shim.checkpoints.layout import EXACT, FAILS, FRESH, PARAMS, Outcome, Part
 from precision_shim.checkpoints.metadata import NAME as METADATA
 from precision_shim.checkpoints.metadata import read_entries
 from precision_shim.checkpoints.tensors import Archive
@@ -41,3 +43,18 @@ def has_states(directory: str | Path) -> bool:
     except (OSError, CheckpointUnreadableError):
         return False  # ROLL's own load raises an error for an unreadable checkpoint
     return any(key.startswith("optimizer.state.") for key in entries)
+
+
+def foretell_sharded(part: Part, here: Here) -> Outcome:
+    """Predict how ROLL on FSDP2 would resume; its states may be in the subdirectory ``dcp``."""
+    if not part.held.get(PARAMS):
+        return Outcome(FAILS, "it has no weights")
+    places = [place for unit in part.units for place in (unit.path, unit.path / "dcp")]
+    if part.scaler.state != "none" and any(map(has_states, places)):
+        from .fp16 import FEATURE, resuming  # only this import needs torch
+
+        if here.in_force("roll", FEATURE, FSDP2):
+            found = resuming.foretell_scaler("roll", part, here, shimmed=True)
+            return found or Outcome(EXACT, "the shim makes the moments that ROLL loads into")
+    who = versioned("roll", called="ROLL")
+    return Outcome(FRESH, f"{who} leaves moments out: it loads into an optimizer that has none yet")

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from precision_shim.adapting import Adapter, Call, collect, seam, versioned
+from precision_shim.adapting import Call, collect, seam, versioned
 
 from . import megatron
-from .frameworks import SLIME
-from .megatron import ALIGNMENT, BUILDING, GROUP, SCALING, SETTLING, Wishes
+from .megatron import ALIGNMENT, BUILDING, GROUP, SCALING, SETTLING
 
 MODEL = "slime.backends.megatron_utils.model"
 MAKE = "megatron.core.optimizer:get_megatron_optimizer"
@@ -31,10 +30,10 @@ HERE: dict[str, Any] = {
 }
 
 
-def read(args: Any, role: str) -> Wishes:
+def read(args: Any, role: str) -> megatron.RequestedConfig:
     """Read one model's optimizer settings from slime's flags; ``role`` is the model's name."""
     blockers = ["slime's stateless Adam keeps no moments"] if args.use_stateless_adam else []
-    return megatron.wishes_of_flags(args, f"{versioned('slime')}, flags", role, blockers)
+    return megatron.requested_by_flags(args, f"{versioned('slime')}, flags", role, blockers)
 
 
 @seam(f"{MODEL}:setup_model_and_optimizer", BUILDING, why="makes bucket and optimizer", **HERE)
@@ -66,10 +65,6 @@ def step(call: Call, optimizer: Any) -> tuple[dict[str, Any], Any]:
     return {**losses, **megatron.metrics(optimizer)}, norm
 
 
-ADAPTER = Adapter.of(
-    SLIME,
-    seams=megatron.where_present(
-        collect(*megatron.SEAMS, build, configure, check, step), module=MODEL
-    ),
-    paths={**megatron.PATHS, GROUP: "trainer"},
+SEAMS = megatron.where_present(
+    collect(*megatron.SEAMS, build, configure, check, step), module=MODEL
 )

@@ -7,7 +7,7 @@ Importing this package does not import torch, wrapt or a framework. A start-up f
 package in every Python process of a cluster. Each name in ``__all__`` is loaded on first use.
 """
 
-import sys
+from ._lazy import lazily
 
 _WHERE = {
     "__version__": "_about",
@@ -18,7 +18,7 @@ _WHERE = {
     "watch_updates": "updates.watch",
     "Audit": "auditing.record",
     "UpdateWatch": "updates.watch",
-    "Status": "reporting.record",
+    "Status": "reporting.text",
     "PrecisionShimError": "errors",
     "SettingsError": "errors",
     "DtypeError": "errors",
@@ -40,8 +40,6 @@ __all__ = list(_WHERE)
 
 TYPE_CHECKING = False  # replaces typing.TYPE_CHECKING: importing typing would take 2 ms
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ._about import __version__ as __version__
     from .auditing.looking import audit as audit
     from .auditing.record import Audit as Audit
@@ -63,24 +61,8 @@ if TYPE_CHECKING:
     from .process.session import install as install
     from .process.session import status as status
     from .process.session import uninstall as uninstall
-    from .reporting.record import Status as Status
+    from .reporting.text import Status as Status
     from .updates.watch import UpdateWatch as UpdateWatch
     from .updates.watch import watch_updates as watch_updates
 
-
-def _lazily(
-    package: str, where: dict[str, str]
-) -> "tuple[Callable[[str], object], Callable[[], list[str]]]":
-    """Return a package's ``__getattr__`` and ``__dir__``; ``where`` maps names to submodules."""
-
-    def get(name: str) -> object:
-        if name not in where:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        import importlib
-
-        return getattr(importlib.import_module(f"{package}.{where[name]}"), name)
-
-    return get, lambda: sorted({*vars(sys.modules[package]), *where})
-
-
-__getattr__, __dir__ = _lazily(__name__, _WHERE)
+__getattr__, __dir__ = lazily(__name__, _WHERE)

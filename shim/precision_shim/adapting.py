@@ -12,14 +12,14 @@ from typing import Any
 
 from .errors import SettingsError
 from .process import settings as _settings
-from .process.framework import Checkpoints
+from .process.framework import Adapter, Checkpoints
 from .process.names import meant
 from .process.session import current_settings, in_force
 from .process.settings import FEATURES, Settings
 from .process.versions import version_of
 from .reporting import journal as _journal
 from .reporting.record import Decision
-from .seams import Adapter, Call, NativeProbe, Seam, Symbol, around, collect, is_there, look, seam
+from .seams import Call, NativeProbe, Seam, Symbol, around, collect, is_there, look, seam
 
 __all__ = [
     "FEATURES",

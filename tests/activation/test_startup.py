@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from precision_shim.process import carriers
+from precision_shim.process import carriers, standby
 from precision_shim.process import names as _names
 from precision_shim.process import registry as _registry
 from precision_shim.process import settings as _settings
@@ -125,7 +125,7 @@ print(json.dumps([sorted(sys.modules), finders]))
     modules, finders = json.loads(made.run("-c", code, **path).stdout)
     on, found = json.loads(made.run("-c", code, PRECISION_SHIM=value, **path).stdout)
     assert set(on) - set(modules) <= {"zz_precision_shim"}  # where there is bytecode
-    assert found == [_startup.FIRST, *finders]
+    assert found == [standby.FIRST, *finders]
 
 
 @pytest.mark.parametrize("install", ["environment", "editable"])
@@ -146,12 +146,14 @@ def test_on_with_torch_imports_itself_and_no_more(install, request, write_files,
     more = set(on) - set(off)
     assert more == {
         "precision_shim",
+        "precision_shim._lazy",
         "precision_shim.process",
         "precision_shim.process.finders",
         "precision_shim.process.forks",
         "precision_shim.process.framework",
         "precision_shim.process.names",
         "precision_shim.process.registry",
+        "precision_shim.process.standby",
         "precision_shim.process.startup",
         "precision_shim.process.carriers",
         "precision_shim_adapters",
@@ -224,7 +226,8 @@ assert not ours(), ours()
 
 
 def test_the_entry_point_of_pep_829_is_inert_when_off(environment):
-    code = "import precision_shim.process.startup as s; s.init(); print(s.waiting())"
+    code = "from precision_shim.process import standby, startup; startup.init(); "
+    code += "print(standby.waiting())"
     assert environment.run("-c", code).stdout == "False\n"
     assert environment.run("-c", code, PRECISION_SHIM="0").stdout == "False\n"
     assert environment.run("-c", code, PRECISION_SHIM="1").stdout == "True\n"

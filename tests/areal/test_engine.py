@@ -249,7 +249,7 @@ def test_a_training_that_was_stopped_goes_on_bit_for_bit(
 
 
 def test_taken_out_it_leaves_nothing_behind(on: On, on_cpu: Any) -> None:
-    leaves_nothing_behind(on, areal.ADAPTER)
+    leaves_nothing_behind(on, "areal")
 
 
 def test_beside_any_megatron_each_decision_is_said_once(on: On, on_cpu: Any) -> None:

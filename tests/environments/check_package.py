@@ -30,7 +30,7 @@ import precision_shim, precision_shim_adapters
 assert not {"torch", "verl"} & sys.modules.keys()
 assert not precision_shim.status().enabled
 """
-STARTED = "from precision_shim.process import startup; assert startup.waiting(), 'it is dead'"
+STARTED = "from precision_shim.process import standby; assert standby.waiting(), 'it is dead'"
 
 ALONE = """
 import re

@@ -187,7 +187,7 @@ def test_miles_without_an_optimizer(on: On, name: str) -> None:
 
 
 def test_taken_out_it_leaves_nothing_behind(on: On, name: str) -> None:
-    leaves_nothing_behind(on, ADAPTERS[name].ADAPTER)
+    leaves_nothing_behind(on, name)
 
 
 def test_a_version_without_a_symbol_is_refused_whole(

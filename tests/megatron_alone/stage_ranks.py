@@ -13,7 +13,7 @@ from precision_shim.testing import (
     model_parallel,
     stand_in_transformer_engine,
 )
-from precision_shim_adapters.megatron import Wishes, building
+from precision_shim_adapters.megatron import RequestedConfig, building
 
 from ..rank_server import Launch, look_ahead
 
@@ -58,7 +58,7 @@ def fsdp(launch: Launch) -> bool:
     dtype = (torch.float16, torch.float32)[launch.rank]
     made = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
     with (
-        building("megatron", lambda: Wishes(asked={"fp16": True})),
+        building("megatron", lambda: RequestedConfig(asked={"fp16": True})),
         contextlib.suppress(Exception),
     ):
         made.__init__(object(), config, torch.nn.Linear(2, 2, dtype=dtype))  # type: ignore[misc]

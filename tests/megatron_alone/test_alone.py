@@ -154,15 +154,15 @@ def test_without_the_name_nothing_is_patched(
 ) -> None:
     for name in ("verl", "skyrl", "nemo_rl", "torchtitan"):  # ms-swift imports none of them
         monkeypatch.delitem(sys.modules, name, raising=False)
-    before = namespaces(megatron_alone.ADAPTER)
+    before = namespaces(megatron_alone.SEAMS)
     status = shim(export=False)
     assert "megatron" not in status.frameworks
     assert not precision_shim.process.session.in_force("megatron", "fp16-scaling", "megatron")
-    assert namespaces(megatron_alone.ADAPTER) == before
+    assert namespaces(megatron_alone.SEAMS) == before
 
 
 def test_taken_out_it_leaves_nothing_behind(on: On, one_process: Any) -> None:
-    leaves_nothing_behind(on, megatron_alone.ADAPTER)
+    leaves_nothing_behind(on, "megatron")
 
 
 def test_a_version_without_a_symbol_is_refused_whole(

@@ -155,15 +155,15 @@ def test_a_training_that_was_stopped_goes_on_bit_for_bit(
 def test_without_the_name_or_the_shim_nothing_is_patched(
     shim: Callable[..., Any], on_cpu: Any
 ) -> None:
-    before = namespaces(ms_swift.ADAPTER)
+    before = namespaces(ms_swift.SEAMS)
     shim(frameworks="verl,torchtitan", export=False)
-    assert namespaces(ms_swift.ADAPTER) == before
+    assert namespaces(ms_swift.SEAMS) == before
     trainer(on_cpu, arguments(bf16=True))
     assert not precision_shim.status().decisions
 
 
 def test_taken_out_it_leaves_nothing_behind(on: On, on_cpu: Any) -> None:
-    leaves_nothing_behind(on, ms_swift.ADAPTER)
+    leaves_nothing_behind(on, "ms-swift")
 
 
 def test_with_verl_and_megatron_named_each_decision_is_said_once(on: On, on_cpu: Any) -> None:

@@ -14,7 +14,7 @@ from precision_shim.planning.shapes import Model, Weight
 from precision_shim.process.settings import resolve
 from precision_shim_adapters.fp16.plan import ShardedModel, plan_sharded
 from precision_shim_adapters.megatron.deciding.legality import NEWEST
-from precision_shim_adapters.megatron.deciding.wishes import Wishes
+from precision_shim_adapters.megatron.deciding.requested import RequestedConfig
 from precision_shim_adapters.megatron.planning.layout import count, fault
 from precision_shim_adapters.megatron.planning.plan import MegatronModel
 from precision_shim_adapters.megatron.planning.sizes import Sizes
@@ -63,7 +63,7 @@ def tiny(experts: bool) -> Model:
 
 def planned(build: builds.Build, experts: bool, world: int) -> ModelPlan:
     asked = MegatronModel(
-        Wishes(asked=build.config, distributed=build.distributed),
+        RequestedConfig(asked=build.config, distributed=build.distributed),
         tiny(experts),
         Sizes(world, expert=world if experts else 1),
         build.dtype,

@@ -22,7 +22,7 @@ from precision_shim.planning.text import GB, render
 from precision_shim.process.settings import resolve
 from precision_shim_adapters.fp16.plan import ShardedModel
 from precision_shim_adapters.megatron.deciding.legality import NEWEST
-from precision_shim_adapters.megatron.deciding.wishes import Wishes
+from precision_shim_adapters.megatron.deciding.requested import RequestedConfig
 from precision_shim_adapters.megatron.planning import plan as megatron_plan
 from precision_shim_adapters.megatron.planning.plan import CONFIG, DDP, MegatronModel
 from precision_shim_adapters.megatron.planning.sizes import Sizes
@@ -50,7 +50,7 @@ def job(words: list[str], **options: Any) -> Job:
 def asked(world: int = 64, **wishes: Any) -> MegatronModel:
     sizes = Sizes(world, tensor=2, pipeline=2, expert=8)
     return MegatronModel(
-        Wishes(subject="actor", **wishes),
+        RequestedConfig(subject="actor", **wishes),
         mixture(QWEN3_30B_A3B),
         sizes,
         torch.bfloat16,

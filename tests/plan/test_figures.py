@@ -18,7 +18,7 @@ from precision_shim.planning.counting import Precision, Share, part
 from precision_shim.planning.record import ModelPlan, Stage
 from precision_shim.process.settings import resolve
 from precision_shim_adapters.megatron.deciding.legality import NEWEST
-from precision_shim_adapters.megatron.deciding.wishes import Wishes
+from precision_shim_adapters.megatron.deciding.requested import RequestedConfig
 from precision_shim_adapters.megatron.planning.layout import count, fault, layers_of_stages
 from precision_shim_adapters.megatron.planning.plan import MegatronModel, support_of
 from precision_shim_adapters.megatron.planning.sizes import Sizes
@@ -45,7 +45,7 @@ def planned(asked: MegatronModel) -> ModelPlan:
 def qwen3(**wishes: Any) -> MegatronModel:
     """Qwen3-30B-A3B on 64 GPUs: tensor parallel 2, pipeline parallel 2, expert parallel 8."""
     sizes = Sizes(64, tensor=2, pipeline=2, expert=8)
-    return MegatronModel(Wishes(**wishes), mixture(QWEN3_30B_A3B), sizes, torch.bfloat16)
+    return MegatronModel(RequestedConfig(**wishes), mixture(QWEN3_30B_A3B), sizes, torch.bfloat16)
 
 
 def test_the_figures_of_qwen3_30b_a3b() -> None:
@@ -64,7 +64,9 @@ def test_the_figures_of_qwen3_30b_a3b() -> None:
 
 
 def test_follow_model_reaches_the_smallest_by_itself() -> None:
-    asked = replace(qwen3(asked={"adam_beta2": 0.95}), wishes=Wishes(asked={"adam_beta2": 0.95}))
+    asked = replace(
+        qwen3(asked={"adam_beta2": 0.95}), wishes=RequestedConfig(asked={"adam_beta2": 0.95})
+    )
     settings = resolve(settings={"optimizer_states": "follow-model"}, environ={})
     made, found = plan_model(asked, settings, NEWEST)
     assert made is not None

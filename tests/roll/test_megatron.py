@@ -204,7 +204,7 @@ def test_the_doctor_knows_its_checkpoint(
 
 
 def test_taken_out_it_leaves_nothing_behind(on: On) -> None:
-    leaves_nothing_behind(on, roll.ADAPTER)
+    leaves_nothing_behind(on, "roll")
 
 
 def test_a_version_without_a_symbol_is_refused_whole(

@@ -35,7 +35,7 @@ class Hide:
             raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, Hide())
-for seam in importlib.import_module(sys.argv[1]).ADAPTER.seams:
+for seam in importlib.import_module(sys.argv[1]).SEAMS:
     print(seam.target, seam.feature, seam.group, seam.relies_on, seam.only_if, seam.unless)
 """
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from precision_shim.process.framework import Framework
+from precision_shim.process.framework import Adapter
 from precision_shim.process.settings import FEATURES, PREFIX, TABLE
 from precision_shim_adapters.frameworks import FRAMEWORKS
 
@@ -24,7 +24,7 @@ def text_of(name: str) -> str:
 
 
 @pytest.mark.parametrize("declared", FRAMEWORKS, ids=lambda one: one.framework)
-def test_the_readme_has_the_tested_versions(declared: Framework) -> None:
+def test_the_readme_has_the_tested_versions(declared: Adapter) -> None:
     name, versions = declared.framework, declared.tested
     # A tag's package may state a version with a suffix: tag 0.5.0 states 0.5.0rc0.
     expected = ", ".join(re.sub(r"rc\d+$", "", version) for version in versions)
@@ -128,14 +128,15 @@ def test_messages_stand_under_what_they_are_about() -> None:
 def test_the_start_page_of_verl_quotes_the_decision_that_its_job_gets() -> None:
     torch = pytest.importorskip("torch")
     from precision_shim.precision.model import TrainableDtypes
-    from precision_shim_adapters.megatron.deciding.table import FusedAdamSupport
-    from precision_shim_adapters.megatron.deciding.wishes import InForce, Wishes, plan_wishes
+    from precision_shim_adapters.megatron.deciding.legality import FusedAdamSupport
+    from precision_shim_adapters.megatron.deciding.requested import InForce, RequestedConfig
+    from precision_shim_adapters.megatron.deciding.table import plan_optimizer
 
     page = text_of("docs/start/verl.md")
     fields = re.findall(r"\+\S*override_optimizer_config\.(\w+)=(\S+)", page)
     values = {"true": True, "0.95": 0.95}
     # verl 0.9 has its own fields for the states, so `auto` leaves the states to the config.
-    wishes = Wishes(asked={k: values.get(v, v) for k, v in fields}, auto="as-configured")
+    asked = RequestedConfig(asked={k: values.get(v, v) for k, v in fields}, auto="as-configured")
     model = TrainableDtypes({torch.bfloat16: 8})
-    made = plan_wishes(wishes, model, InForce(support=FusedAdamSupport((2, 14), True, ""))).plan
+    made = plan_optimizer(asked, model, InForce(support=FusedAdamSupport((2, 14), True, "")))
     assert f"bf16-dispatch: {made.chosen} ({made.because}) " in " ".join(page.split())

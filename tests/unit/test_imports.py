@@ -1,4 +1,4 @@
-"""Our modules have no import cycles, not even within functions, as the source shows."""
+"""Our modules have no import cycles: not within functions, nor for type checkers."""
 
 from __future__ import annotations
 
@@ -46,43 +46,12 @@ FILES = {
 }
 
 
-CLOSING = {
-    # The start-up code waits for a framework before it imports and starts the session.
-    ("precision_shim.process.startup", "precision_shim.process.session"),
-    # A status is printed as text, and the text is made from the record.
-    ("precision_shim.reporting.record", "precision_shim.reporting.text"),
-}
-"""Pairs of modules, of which the first imports the second within a function. The second imports the
-first at its top, or through other modules (``session`` also through ``journal``)."""
-
-
-def at_import(body):
-    """Statements that run when a module is imported, without those for type checkers."""
-    for line in body:
-        if isinstance(line, ast.If) and ast.unparse(line.test).endswith("TYPE_CHECKING"):
-            yield from at_import(line.orelse)
-            continue
-        yield line
-        if isinstance(line, (ast.If, ast.Try, ast.With, ast.ClassDef)):
-            for part in ("body", "orelse", "finalbody"):
-                yield from at_import(getattr(line, part, ()))
-            for handler in getattr(line, "handlers", ()):
-                yield from at_import(handler.body)
-
-
-def when_run(body):
-    """All statements of a file, without those for type checkers."""
-    for line in body:
-        if isinstance(line, ast.If) and ast.unparse(line.test).endswith("TYPE_CHECKING"):
-            yield from when_run(line.orelse)
-            continue
-        yield line
-        for part in ast.iter_child_nodes(line):
-            if isinstance(part, (ast.ExceptHandler, ast.match_case)):
-                yield from when_run(part.body)
-        yield from when_run(
-            [one for one in ast.iter_child_nodes(line) if isinstance(one, ast.stmt)]
-        )
+BACKENDS = ("megatron", "fp16", "rollout")
+ADAPTERS = (
+    *("verl", "skyrl", "nemo_rl", "torchtitan"),
+    *("areal", "ms_swift", "roll", "slime", "miles"),
+)
+"""The packages of our adapters, or the beginnings of their modules' names."""
 
 
 def anywhere(body):
@@ -91,11 +60,11 @@ def anywhere(body):
         yield from (one for one in ast.walk(line) if isinstance(one, ast.stmt))
 
 
-def named(name, lines=at_import):
-    """Names of all modules that a module imports, ours or not."""
+def named(name):
+    """Names of all modules that a module imports, ours or not, anywhere in its source."""
     path = FILES[name]
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
-    for line in lines(ast.parse(path.read_text(encoding="utf-8")).body):
+    for line in anywhere(ast.parse(path.read_text(encoding="utf-8")).body):
         if isinstance(line, ast.Import):
             yield from (one.name for one in line.names)
         elif isinstance(line, ast.ImportFrom):
@@ -107,9 +76,22 @@ def named(name, lines=at_import):
             )
 
 
-def imports(name, lines=at_import):
+def imports(name):
     """Names of our modules that a module imports."""
-    yield from (one for one in named(name, lines) if one in FILES and one != name)
+    yield from (one for one in named(name) if one in FILES and one != name)
+
+
+def graph():
+    return {name: set(imports(name)) for name in FILES}
+
+
+def room(name):
+    """The adapter or the backend that a module belongs to; ``""`` for any other module."""
+    root, _, rest = name.partition(".")
+    first = rest.partition(".")[0]
+    if root != "precision_shim_adapters" or first in BACKENDS:
+        return first if first in BACKENDS else ""
+    return next((one for one in ADAPTERS if re.fullmatch(rf"{one}(_.*)?", first)), "")
 
 
 def circle(graph):
@@ -121,29 +103,37 @@ def circle(graph):
 
 
 def test_no_module_imports_itself_by_way_of_others():
-    graph = {name: set(imports(name)) for name in FILES}
-    assert {"precision_shim.process.finders", "precision_shim.errors"} <= graph[
-        "precision_shim.seams._engine"
-    ]
-    assert circle(graph) == []
+    found = graph()
+    assert "precision_shim.errors" in found["precision_shim.seams._engine"]
+    assert circle(found) == []
 
 
-def test_no_function_closes_a_circle_but_those_that_are_named():
-    graph = {name: set(imports(name, when_run)) for name in FILES}
-    for name, other in CLOSING:
-        assert other in graph[name] - set(imports(name)), (name, other)
-        graph[name].discard(other)
-    assert circle(graph) == []
-    for name, other in CLOSING:  # each exception must close a cycle
-        assert circle({**graph, name: {*graph[name], other}}), (name, other)
-
-
-def test_an_import_within_a_function_is_seen():
+def test_an_import_is_seen_wherever_it_stands():
     source = "def one():\n try:\n  pass\n except OSError:\n  with two:\n   import three\n"
     source += "if TYPE_CHECKING:\n import four\n"
-    found = [ast.unparse(one) for one in when_run(ast.parse(source).body)]
-    assert "import three" in found
-    assert "import four" not in found
+    found = [ast.unparse(one) for one in anywhere(ast.parse(source).body)]
+    assert {"import three", "import four"} <= set(found)
+    assert "precision_shim.process.session" in graph()["precision_shim.process.startup"]
+    assert "precision_shim.auditing.record" in graph()["precision_shim.reporting.text"]
+
+
+def test_no_adapter_imports_another_frameworks():
+    crossing = {
+        (name, other)
+        for name, others in graph().items()
+        for other in others
+        if room(other) in ADAPTERS and room(name) not in ("", room(other))
+    }
+    assert crossing == set()
+
+
+def test_the_backends_import_no_adapter_and_each_other_in_no_circle():
+    found = {backend: set() for backend in BACKENDS}
+    for name, others in graph().items():
+        if room(name) in BACKENDS:
+            found[room(name)] |= {room(other) for other in others} - {"", room(name)}
+    assert not set().union(*found.values()) - set(BACKENDS)
+    assert circle(found) == []
 
 
 def test_a_circle_would_be_found():
@@ -156,7 +146,7 @@ def test_one_module_of_the_core_imports_the_adapters():
         name
         for name in FILES
         if name.partition(".")[0] == "precision_shim"
-        for one in named(name, anywhere)
+        for one in named(name)
         if one.partition(".")[0] == "precision_shim_adapters"
     }
     assert found == {"precision_shim.process.registry"}

@@ -112,7 +112,7 @@ def test_the_import_loads_nothing_else():
     )
     code = code.replace("import json; ", "after = set(sys.modules); import json; ")
     code = code.replace("set(sys.modules) - before - {'json'}", "after - before")
-    assert set(fresh(code)) <= {"precision_shim"}
+    assert set(fresh(code)) <= {"precision_shim", "precision_shim._lazy"}
 
 
 def test_installing_where_no_framework_is_imports_neither_torch_nor_an_adapter():
@@ -679,7 +679,7 @@ def test_our_own_adapters_cannot_be_displaced(toyfw, write_modules):
     write_modules({"toyfw_adapter-1.0.dist-info/entry_points.txt": entry})
     from precision_shim.process.registry import entries
 
-    assert entries()["verl"].adapter == "precision_shim_adapters.verl:ADAPTER"
+    assert entries()["verl"].place == "precision_shim_adapters.verl:SEAMS"
 
 
 @pytest.fixture

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import pkgutil
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from precision_shim.cli._against import _because
-from precision_shim.process.registry import entries
+from precision_shim.process.registry import entries, load
 from precision_shim.process.settings import FEATURES
 from precision_shim.reporting import text as _status_text
-from precision_shim.reporting.record import STATES, Decision, FrameworkStatus, SeamStatus, Status
+from precision_shim.reporting.record import STATES, Decision, FrameworkStatus, SeamStatus
+from precision_shim.reporting.text import Status
 from precision_shim.upstream.foresight import inapplicable
 
 MORE = "status().details()"
@@ -296,7 +298,16 @@ def test_of_many_decisions_the_newest_per_subject_and_feature_stay():
 
 
 @pytest.mark.parametrize("name", entries(third_party=False))
-def test_every_path_of_our_adapters_has_a_users_name(name):
-    adapter = entries()[name].load()
+def test_every_group_of_our_adapters_has_a_users_name_and_no_other_has_one(name):
+    adapter = load(entries()[name])
     used = {seam.group for seam in adapter.seams}
-    assert used <= set(adapter.paths), "declare it in the adapter's paths"
+    assert used == set(adapter.paths), "declare it in the adapter's paths"
+
+
+@pytest.mark.parametrize("name", entries(third_party=False))
+def test_every_place_that_an_adapter_of_ours_names_exists(name):
+    adapter = entries()[name]
+    named = [adapter.audit_readers, adapter.checkpoint_readers]
+    named += [adapter.checkpoints.resuming] if adapter.checkpoints is not None else []
+    for place in (place for places in named for place in places.values()):
+        assert callable(pkgutil.resolve_name(place)), place

@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from precision_shim.seams import Adapter, Seam
+from precision_shim.process.framework import Adapter
+from precision_shim.seams import Seam
 from precision_shim.upstream import symbols as _symbols
 from precision_shim.upstream.symbols import (
     add,

@@ -12,14 +12,15 @@ from precision_shim.precision.model import TrainableDtypes
 from precision_shim_adapters.megatron import Build
 from precision_shim_adapters.megatron.deciding.bucket import choose_bucket
 from precision_shim_adapters.megatron.deciding.legality import FusedAdamSupport
-from precision_shim_adapters.megatron.deciding.wishes import InForce, Wishes, plan_wishes
+from precision_shim_adapters.megatron.deciding.requested import InForce, RequestedConfig
+from precision_shim_adapters.megatron.deciding.table import plan_optimizer
 
 from ..wishes import AWARE, BF16, FP16, FP32, Case, each_case, expected, outcome
 
 HAS_IT = FusedAdamSupport((2, 11), True, "")
 
 wishes = st.builds(
-    Wishes,
+    RequestedConfig,
     asked=st.fixed_dictionaries(
         {},
         optional={
@@ -60,8 +61,8 @@ def test_the_table(case: Case) -> None:
         over_user=case.settings.get("grad_bucket") == "align",
         support=HAS_IT,
     )
-    asks = Wishes(asked=case.asked, bucket_in_fp32=case.bucket)
-    planned = plan_wishes(asks, TrainableDtypes({case.dtype: 8}), now)
+    asks = RequestedConfig(asked=case.asked, bucket_in_fp32=case.bucket)
+    planned = plan_optimizer(asks, TrainableDtypes({case.dtype: 8}), now)
     assert outcome(case, asks, planned) == expected(case)
 
 
@@ -71,7 +72,7 @@ def bucket(asks, model, now, planned, present):
         present=present if not user_set else asks.bucket_in_fp32,
         user_set=user_set,
         align=now.over_user,
-        main_grads=planned.plan.main_grads,
+        main_grads=planned.main_grads,
         model=model,
     )
 
@@ -79,22 +80,22 @@ def bucket(asks, model, now, planned, present):
 @given(wishes, models, in_force, st.booleans())
 def test_main_grads_of_the_shims_have_the_buckets_dtype(asks, model, now, present):
     """Main grads and bucket agree if the bucket is as planned: aligned, or as the user wrote it."""
-    planned = plan_wishes(asks, model, now)
-    added = planned.plan.adds.get("main_grads_dtype")
-    if added is None or "main_grads_dtype" in asks.asked:
+    planned = plan_optimizer(asks, model, now)
+    added = planned.added.get("main_grads_dtype")
+    if added is None:
         return
     if not now.aligns:
         assert added is (BF16 if asks.bucket_in_fp32 is False else FP32)
         return
     choice = bucket(asks, model, now, planned, present)
-    if planned.plan.main_grads is added:
+    if planned.main_grads is added:
         assert choice.grad_reduce_in_fp32 is (added is FP32)
         assert choice.problem == ""
 
 
 @given(wishes, models, in_force)
 def test_what_the_user_wrote_is_in_the_config(asks, model, now):
-    planned = plan_wishes(asks, model, now)
+    planned = plan_optimizer(asks, model, now)
     both = asks.asked.get("fp16") and asks.asked.get("bf16")
     for key, value in asks.asked.items():
         assert key not in planned.added
@@ -103,8 +104,8 @@ def test_what_the_user_wrote_is_in_the_config(asks, model, now):
 
 @given(wishes, models, in_force)
 def test_states_follow_only_where_that_is_in_force(asks, model, now):
-    planned = plan_wishes(asks, model, replace(now, dispatches=False))
-    assert not {AWARE, "exp_avg_dtype", "main_grads_dtype"} & set(planned.plan.adds)
+    planned = plan_optimizer(asks, model, replace(now, dispatches=False))
+    assert not {AWARE, "exp_avg_dtype", "main_grads_dtype"} & set(planned.adds)
 
 
 @given(wishes, models, in_force)
@@ -114,17 +115,21 @@ def test_an_opt_in_is_the_same_wish_as_the_fields_themselves(asks, model, now):
     asked = {key: value for key, value in asks.asked.items() if key not in fields}
     model = TrainableDtypes({torch.bfloat16: 8})
     now = replace(now, dispatches=True)
-    by_fields = plan_wishes(replace(asks, asked=asked, opt_in=fields), model, now)
-    brought = plan_wishes(replace(asks, asked=asked, opt_in=fields, reads_opt_in=False), model, now)
-    written = plan_wishes(replace(asks, asked={**fields, **asked}), model, now)
-    assert by_fields == brought
-    assert by_fields.plan.main_grads is written.plan.main_grads
-    assert {**by_fields.added, **by_fields.asked} == {**written.added, **written.asked}
+    by_fields = plan_optimizer(replace(asks, asked=asked, opt_in=fields), model, now)
+    brought = plan_optimizer(
+        replace(asks, asked=asked, opt_in=fields, reads_opt_in=False), model, now
+    )
+    written = plan_optimizer(replace(asks, asked={**fields, **asked}), model, now)
+    assert by_fields == replace(brought, by_user=by_fields.by_user)
+    assert by_fields.by_user is written.by_user
+    assert brought.by_user is bool(asked.get(AWARE))
+    assert by_fields.main_grads is written.main_grads
+    assert by_fields.fields == written.fields
 
 
 def test_a_build_reads_once_and_plans_anew_only_for_another_dtype():
     reads = []
-    build = Build("verl", lambda: reads.append(1) or Wishes())
+    build = Build("verl", lambda: reads.append(1) or RequestedConfig())
     bf16, more, fp16 = ({BF16: 8}, {BF16: 99}, {FP16: 8})
     first = build.plan(TrainableDtypes(bf16))
     assert build.plan(TrainableDtypes(more)) is first

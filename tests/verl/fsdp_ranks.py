@@ -152,12 +152,12 @@ def strict(job: Job) -> dict[str, Any]:
     precision_shim.uninstall()
     del os.environ["PRECISION_SHIM"], os.environ["PRECISION_SHIM_GROWTH_INTERVAL"]
 
-    whole = adapter.ADAPTER
+    whole = adapter.SEAMS
     broken = tuple(
         dataclasses.replace(one, relies_on=("no_such_name",)) if one.group == "fsdp engine" else one
-        for one in whole.seams
+        for one in whole
     )
-    adapter.ADAPTER = dataclasses.replace(whole, seams=broken)
+    adapter.SEAMS = broken
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with contextlib.suppress(precision_shim.SeamError):  # verl is imported already
@@ -168,7 +168,7 @@ def strict(job: Job) -> dict[str, Any]:
         precision_shim.install()
         build("refused, not strict")
         precision_shim.uninstall()
-    adapter.ADAPTER = whole
+    adapter.SEAMS = whole
     precision_shim.install(strict=True)
     build("nothing wrong")
     return found

@@ -107,11 +107,11 @@ class TestWishes(contract.Wishes):
             monkeypatch.setattr(module, name, call)
 
         count(megatron, "of_engine")
-        count(builds, "plan_wishes")
+        count(builds, "plan_optimizer")
         optim = optim_config(override_optimizer_config={"adam_beta2": 0.95})
         made = engine(checkpoint, dtype, optim=optim)
         made.initialize()
-        assert Counter(calls) == {"of_engine": 1, "plan_wishes": 1}
+        assert Counter(calls) == {"of_engine": 1, "plan_optimizer": 1}
 
 
 @in_force

@@ -350,7 +350,7 @@ def test_blockers_are_read_from_verls_config(
     made = engine(checkpoint, "bfloat16", optim=optim_config(**optim), **config)
     seen: list[Any] = []
     around(engine_build, lambda: seen.append(current_build()), made, (), {})
-    assert reason in " ".join(seen[0].wishes.blockers)
+    assert reason in " ".join(seen[0].requested.blockers)
 
 
 @pytest.mark.skipif(not HAS_FIELDS, reason="verl has the fields only from 0.9")

@@ -429,12 +429,12 @@ class TestCheckForNan:
         from megatron.core.distributed import DistributedDataParallelConfig
         from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
-        from precision_shim_adapters.megatron import Wishes, building
+        from precision_shim_adapters.megatron import RequestedConfig, building
 
         def given(dtype: torch.dtype) -> Any:
             config = DistributedDataParallelConfig(check_for_nan_in_grad=True)
             made = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
-            with building("verl", Wishes), contextlib.suppress(Exception):
+            with building("verl", RequestedConfig), contextlib.suppress(Exception):
                 made.__init__(object(), config, torch.nn.Linear(2, 2, dtype=dtype))  # type: ignore[misc]
             assert config.check_for_nan_in_grad  # The caller's config is unchanged.
             return vars(made)["ddp_config"].check_for_nan_in_grad

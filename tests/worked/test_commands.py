@@ -19,8 +19,6 @@ from precision_shim.process import registry as _registry
 from ..unit.checkpoints.written import distributed
 
 ADAPTER = """
-from dataclasses import replace
-
 import tinyfsdp_shim
 from precision_shim.adapting import Checkpoints
 from precision_shim.auditing.reading import Reading
@@ -49,8 +47,7 @@ def take(unit, part):
         part.add("params", one)
 
 
-ADAPTER = replace(
-    tinyfsdp_shim.ADAPTER,
+ADAPTER = tinyfsdp_shim.ADAPTER.replace(
     framework="thirdfsdp",
     distribution="thirdfsdp",
     packages=("thirdfsdp",),
@@ -144,9 +141,9 @@ def test_a_wrong_adapter_spoils_no_others_command(
     wrong: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with (tmp_path / "site/thirdfsdp_shim.py").open("a") as file:
-        file.write(f"ADAPTER = replace(ADAPTER, {wrong})\n")
+        file.write(f"ADAPTER = ADAPTER.replace({wrong})\n")
     with pytest.raises(SeamError, match=r"thirdfsdp: .*Correct the adapter") as error:
-        _registry.entries()["thirdfsdp"].load()
+        _registry.load(_registry.entries()["thirdfsdp"])
     assert told in str(error.value)
     distributed(tmp_path / "run/global_step_5/actor")
     command("checkpoint", str(tmp_path / "run"), "--json")

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from precision_shim_adapters.megatron import Wishes
+from precision_shim_adapters.megatron import RequestedConfig
 
 from .conftest import SITE
 
@@ -46,7 +46,7 @@ def test_the_page_names_all_that_an_adapter_needs() -> None:
     used = set(re.findall(r"megatron\.(\w+)", code)) - {"core"}
     assert used
     assert not [name for name in used if name not in page]
-    fields = re.findall(r"^    (\w+): ", inspect.getsource(Wishes), flags=re.MULTILINE)
+    fields = re.findall(r"^    (\w+): ", inspect.getsource(RequestedConfig), flags=re.MULTILINE)
     assert not [name for name in fields if f"`{name}`" not in prose]
 
 

@@ -9,7 +9,7 @@ import pytest
 from precision_shim.process import registry as _registry
 from precision_shim.process import settings as _settings
 from precision_shim.process import versions as _versions
-from precision_shim.process.framework import Framework
+from precision_shim.process.framework import Adapter
 from precision_shim.upstream import symbols as _symbols
 from precision_shim.upstream.foresight import foresee
 
@@ -19,8 +19,6 @@ OWN = "megatron.core.optimizer.clip_grads:clip_grad_by_total_norm_fp32"
 """A symbol of a recorded distribution that no adapter of ours patches."""
 
 ADAPTER = f"""
-from dataclasses import replace
-
 import tinytron_shim
 from precision_shim.adapting import collect, seam
 
@@ -30,8 +28,7 @@ def look(call):
     return call.proceed()
 
 
-ADAPTER = replace(
-    tinytron_shim.ADAPTER,
+ADAPTER = tinytron_shim.ADAPTER.replace(
     framework="thirdtron",
     distribution="thirdtron",
     seams=(*tinytron_shim.ADAPTER.seams, *collect(look)),
@@ -40,7 +37,7 @@ ADAPTER = replace(
 
 
 @pytest.fixture
-def thirdtron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Framework:
+def thirdtron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Adapter:
     """A framework whose adapter is found by its entry point."""
     info = tmp_path / "thirdtron-1.0.dist-info"
     info.mkdir()
@@ -55,7 +52,7 @@ def thirdtron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Framework:
     return _registry.entries()["thirdtron"]
 
 
-def test_symbols_that_nobody_recorded_are_not_new(thirdtron: Framework) -> None:
+def test_symbols_that_nobody_recorded_are_not_new(thirdtron: Adapter) -> None:
     found, problems = foresee(thirdtron, _settings.resolve(environ={}), _versions.version_of)
     assert problems == []
     assert OWN in [seam.target for seam in found.seams]
@@ -63,7 +60,7 @@ def test_symbols_that_nobody_recorded_are_not_new(thirdtron: Framework) -> None:
 
 
 def test_a_recorded_symbol_that_differs_is_said(
-    thirdtron: Framework, monkeypatch: pytest.MonkeyPatch
+    thirdtron: Adapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changed = "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer.step"
     own = _symbols.digest

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from precision_shim.adapting import Settings, current_settings
-from precision_shim.scaling import ScalerSettings
+from precision_shim.precision.scaler_record import ScalerSettings, in_words
 
 SETTINGS = {
     "init_scale": "loss_scale_init",
@@ -48,16 +48,6 @@ def settings_for(
     # The user may set an initial loss scale below the default minimum: lower the minimum, too.
     least = min(ScalerSettings.min_scale, values["init_scale"])
     return ScalerSettings(**values, min_scale=least, chosen=frozenset(chosen))
-
-
-def in_words(
-    init_scale: float, growth_factor: float, growth_interval: float, backoff_factor: float
-) -> str:
-    """Describe a scaler's settings, for the text of a decision."""
-    return (
-        f"from {init_scale:.10g}, growth x{growth_factor:g} after {growth_interval:g} steps, "
-        f"backoff x{backoff_factor:g}"
-    )
 
 
 def chosen(settings: ScalerSettings) -> str:

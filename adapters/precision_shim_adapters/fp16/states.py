@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch.optim import Adam, AdamW, NAdam, Optimizer, RAdam
 
 from precision_shim.precision.moments import eps_is_zero_in_fp16
+from precision_shim.scaling import states_of_no_step
 
 _ADAMS = (Adam, AdamW, NAdam, RAdam)
 
@@ -25,36 +23,6 @@ def make_missing_states(optimizer: Optimizer) -> None:
         from torch.distributed.checkpoint.state_dict import _init_optim_state
 
         states_of_no_step(optimizer, lambda: _init_optim_state(optimizer))
-
-
-def states_of_no_step(optimizer: Optimizer, initialize: Callable[[], Any]) -> Any:
-    """Make the states of an optimizer without states, with a step count of 0.
-
-    To make missing states, torch's distributed checkpoint and torchtitan step on zero gradients;
-    the step counts are then 1. If parameters have gradients, torch and torchtitan make no states.
-    Without this function, a checkpoint that is saved after only skipped steps would not resume
-    exactly, or would not load.
-
-    Args:
-        optimizer: an optimizer without states.
-        initialize: makes the states.
-    """
-    parameters = [param for group in optimizer.param_groups for param in group["params"]]
-    gradients = [param.grad for param in parameters]
-    for param in parameters:
-        param.grad = None
-    try:
-        result = initialize()
-    finally:
-        for param, gradient in zip(parameters, gradients, strict=True):
-            param.grad = gradient
-    for state in optimizer.state.values():
-        count = state.get("step")
-        if isinstance(count, torch.Tensor):
-            count.zero_()
-        elif count is not None:
-            state["step"] = 0
-    return result
 
 
 def fault_of_eps(name: str, eps: float) -> str:

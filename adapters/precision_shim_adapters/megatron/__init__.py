@@ -4,12 +4,12 @@ Write an adapter of a small trainer in these steps:
 
 1. In the ``Adapter``, pass ``seams=collect(megatron.SEAMS, ...)``, ``effects=megatron.EFFECTS`` and
    ``paths={**megatron.PATHS, ...}``.
-2. Write a function ``read`` that reads the framework's config into ``Wishes``.
+2. Write a function ``read`` that reads the framework's config into ``RequestedConfig``.
 3. Wrap the function that builds model and optimizer in a seam with the feature ``BUILDING`` and the
    group ``GROUP``. The seam's code is ``with building("mine", read): return call.proceed()``.
 4. Wrap the function that makes Megatron's OptimizerConfig in a seam with the features ``SETTLING``.
-   In the seam call ``settled = settle(build)``, make the config from ``settled.fields``, and pass
-   the config to ``settled.keep_layout``.
+   In the seam call ``plan = settle(build)``, make the config from ``plan.fields``, and call
+   ``keep_layout(plan, config)``.
 5. Wrap the function that makes the optimizer in a seam with the feature ``grad-bucket-alignment``.
    In the seam call ``check(...)``.
 6. Wrap the framework's step in a seam with the feature ``fp16-scaling``; the seam enters
@@ -21,13 +21,23 @@ from __future__ import annotations
 from precision_shim.adapting import collect
 
 from ..frameworks import MEGATRON_EFFECTS as EFFECTS
+from ..frameworks import MEGATRON_PATHS as PATHS
 from .acting import ddp, masters, optimizer, overflow, scaled
 from .acting.build import Build, building, current_build, expect_reference
-from .acting.flags import CONFIG_INIT, fill_inline, where_present, wishes_of_flags
+from .acting.flags import CONFIG_INIT, fill_inline, requested_by_flags, where_present
 from .acting.masters import reload_masters
-from .acting.optimizer import Settled, check, settle, settle_made, with_fields
+from .acting.optimizer import check, keep_layout, settle, settle_made, with_fields
 from .acting.overflow import answer_skips, answer_step, dynamic_scalers, metrics, skipping
-from .deciding.wishes import ALIGNMENT, BUILDING, DISPATCH, GROUP, PRECISION_AWARE, SCALING, Wishes
+from .deciding.requested import (
+    ALIGNMENT,
+    BUILDING,
+    DISPATCH,
+    GROUP,
+    PRECISION_AWARE,
+    SCALING,
+    RequestedConfig,
+)
+from .deciding.table import OptimizerPlan
 from .reading import audit
 from .resuming import checkpoint, offloaded, states
 
@@ -36,15 +46,6 @@ SETTLING = ("dtype-coercion", DISPATCH, SCALING)
 
 SEAMS = collect(optimizer, ddp, checkpoint, states, masters, offloaded, scaled, overflow, audit)
 """The seams on Megatron's own functions; an adapter passes ``SEAMS`` to ``collect``."""
-
-PATHS = {
-    **checkpoint.PATHS,
-    **ddp.PATHS,
-    **masters.PATHS,
-    **offloaded.PATHS,
-    **audit.PATHS,
-}
-"""Maps each group of ``SEAMS`` to its name for users; an adapter adds the adapter's own groups."""
 
 __all__ = [
     "ALIGNMENT",
@@ -59,8 +60,8 @@ __all__ = [
     "SEAMS",
     "SETTLING",
     "Build",
-    "Settled",
-    "Wishes",
+    "OptimizerPlan",
+    "RequestedConfig",
     "answer_skips",
     "answer_step",
     "building",
@@ -69,12 +70,13 @@ __all__ = [
     "dynamic_scalers",
     "expect_reference",
     "fill_inline",
+    "keep_layout",
     "metrics",
     "reload_masters",
+    "requested_by_flags",
     "settle",
     "settle_made",
     "skipping",
     "where_present",
-    "wishes_of_flags",
     "with_fields",
 ]

@@ -20,28 +20,10 @@ Delete this package when NeMo-RL scales the loss of its float16 policies and sav
 
 from __future__ import annotations
 
-from precision_shim.adapting import Adapter, collect
+from precision_shim.adapting import collect
 
 from .. import megatron as backend
-from ..frameworks import NEMO_RL
 from . import audit, dtensor, halves, megatron, sides
 
-ADAPTER = Adapter.of(
-    NEMO_RL,
-    paths={
-        **backend.PATHS,
-        "megatron": "Megatron workers",
-        "megatron metrics": "Megatron workers (policy metrics)",
-        "megatron value metrics": "Megatron workers (value metrics)",
-        "dtensor v1": "DTensor v1",
-        "dtensor v1 metrics": "DTensor v1 (metrics)",
-        "dtensor v2": "DTensor v2",
-        "dtensor v2 metrics": "DTensor v2 (metrics)",
-        "dtensor value": "DTensor v2 value workers",
-        "dtensor value metrics": "DTensor v2 value workers (metrics)",
-        sides.GROUP: "driver (both sides)",
-        halves.GROUP: "all workers (audit of the weights to the rollout)",
-    },
-    seams=collect(dtensor, backend.SEAMS, megatron, sides, audit, halves),
-)
+SEAMS = collect(dtensor, backend.SEAMS, megatron, sides, audit, halves)
 """NeMo-RL's adapter. If several seams have one target, the first seam is the innermost."""

@@ -31,7 +31,7 @@ from precision_shim.adapting import Call, around, seam, versioned
 from precision_shim.precision.dtypes import parse_dtype
 
 from .. import megatron
-from ..megatron import BUILDING, SCALING, Wishes, building
+from ..megatron import BUILDING, SCALING, RequestedConfig, building
 from ..ray_actors import put_in_front
 from .audit import report_lost_updates
 from .dtensor import BLOCK, FRAMEWORK, TRAIN
@@ -47,8 +47,8 @@ _SETUP_ALIASES = (
 
 def read_wishes(
     config: Mapping[str, Any], subject: str, megatron_fsdp: bool, trains: bool
-) -> Wishes:
-    """Read a model's ``Wishes`` from a policy config.
+) -> RequestedConfig:
+    """Read a model's ``RequestedConfig`` from a policy config.
 
     Args:
         config: the worker's policy config.
@@ -67,7 +67,7 @@ def read_wishes(
     if megatron_fsdp:
         blockers.append("Megatron-FSDP keeps gradients and states in its own buffers")
     bucket = "grad_reduce_in_fp32"
-    return Wishes(
+    return RequestedConfig(
         where=f"{where}.megatron_cfg.optimizer",
         subject=subject,
         asked={str(key): optimizer[key] for key in optimizer},
@@ -145,9 +145,9 @@ def set_up_optimizer(call: Call, optimizer_config: Any, model: Any) -> Any:
     build = megatron.current_build(FRAMEWORK)
     if build is None:
         return call.proceed()
-    settled = megatron.settle(build)
-    config = megatron.with_fields(optimizer_config, settled.added)
-    settled.keep_layout(config)
+    plan = megatron.settle(build)
+    config = megatron.with_fields(optimizer_config, plan.added)
+    megatron.keep_layout(plan, config)
     megatron.check(FRAMEWORK, config, model)
     call.arguments["optimizer_config"] = config
     optimizer, *rest = call.proceed()

@@ -1,7 +1,7 @@
 """Plan NeMo-RL's jobs from a YAML file, the YAML files that it inherits from, and overrides.
 
 NeMo-RL's own loader, which needs hydra but not torch, reads the YAML files. As in a worker,
-``nemo_rl.megatron`` reads the optimizer's ``Wishes`` from the config.
+``nemo_rl.megatron`` reads the optimizer's ``RequestedConfig`` from the config.
 """
 
 from __future__ import annotations

@@ -20,10 +20,9 @@ values from defaults, and scales fp16 losses.
 
 from __future__ import annotations
 
-from precision_shim.adapting import Adapter, collect
+from precision_shim.adapting import collect
 
 from .. import megatron as backend
-from ..frameworks import SKYRL
 from ..megatron.acting import offload
 from . import (
     audit,
@@ -38,43 +37,23 @@ from . import (
     weights,
 )
 
-ADAPTER = Adapter.of(
-    SKYRL,
-    paths={
-        **backend.PATHS,
-        **offload.PATHS,
-        "megatron": "Megatron workers",
-        "megatron weight sync": "Megatron workers (weight sync)",
-        "fsdp": "FSDP workers",
-        "metrics": "all workers (metrics)",
-        "trainer": "all workers (the trainer's metrics)",
-        "tinker": "all workers (Tinker's metrics)",
-        "ray": "all workers (their start in Ray)",
-        "rollout": "the driver, for the inference engines",
-        "rollout tinker": "the driver, for the inference engines (Tinker's server)",
-        head.GROUP: "FSDP workers (LM head)",
-        f"Megatron {head.GROUP}": "Megatron workers (LM head)",
-        halves.GROUP: "all workers (audit of the weights to the inference engines)",
-        "rollout weight sync": "the driver, for the inference engines (the delta sync's sender)",
-    },
-    seams=collect(
-        backend.SEAMS,
-        megatron,
-        config,
-        offload.seams(
-            f"{megatron.TRAIN}.distributed.megatron.megatron_utils",
-            (f"{megatron.TRAIN}.distributed.megatron.megatron_strategy",),
-            why="SkyRL leaves FusedAdam's masters on the GPU",
-            delete_when="SkyRL moves master_param",
-        ),
-        overflow,
-        fsdp,
-        processes,
-        weights,
-        rollout,
-        head,
-        audit,
-        halves,
+SEAMS = collect(
+    backend.SEAMS,
+    megatron,
+    config,
+    offload.seams(
+        f"{megatron.TRAIN}.distributed.megatron.megatron_utils",
+        (f"{megatron.TRAIN}.distributed.megatron.megatron_strategy",),
+        why="SkyRL leaves FusedAdam's masters on the GPU",
+        delete_when="SkyRL moves master_param",
     ),
+    overflow,
+    fsdp,
+    processes,
+    weights,
+    rollout,
+    head,
+    audit,
+    halves,
 )
 """SkyRL's adapter. If several seams have one target, the first seam is the innermost."""

@@ -25,8 +25,8 @@ from precision_shim.precision.dtypes import CANONICAL, name_of
 from precision_shim_adapters.megatron.deciding.legality import UNFUSED_PACKED_SINCE
 
 from .. import megatron
-from ..megatron import ALIGNMENT, BUILDING, DISPATCH, PRECISION_AWARE, SCALING, Build, Wishes
-from ..megatron.deciding.wishes import fused_adam_support
+from ..megatron import ALIGNMENT, BUILDING, DISPATCH, PRECISION_AWARE, SCALING, Build
+from ..megatron.installed import fused_adam_support
 from .config import BUCKET, KWARGS, bucket_is_written, written_kwargs
 
 _MTP = "skyrl.backends.skyrl_train.mtp.grad_clip:install_mtp_separate_grad_clip"
@@ -80,11 +80,11 @@ def _read_asked(optim_config: Any, kwargs: Any, written: frozenset[str] | None) 
     return asked
 
 
-def _of_caller(optim_config: Any, kwargs: Any) -> Wishes:
+def _of_caller(optim_config: Any, kwargs: Any) -> megatron.RequestedConfig:
     """Read settings for a caller that is no SkyRL worker; ``fp16`` in ``kwargs`` overrides bf16."""
     asked = _read_asked(optim_config, kwargs, None)
     flagged = torch.bfloat16 if asked.get("bf16", True) else torch.float32
-    return Wishes(
+    return megatron.RequestedConfig(
         where=f"{versioned('skyrl')}, {KWARGS}",
         asked=asked,
         declared=torch.float16 if asked.get("fp16") else flagged,
@@ -92,7 +92,7 @@ def _of_caller(optim_config: Any, kwargs: Any) -> Wishes:
     )
 
 
-def of_worker(worker: Any, ddp_config: Any) -> Wishes:
+def of_worker(worker: Any, ddp_config: Any) -> megatron.RequestedConfig:
     """Read the settings for a worker's model; the worker must already have its model provider."""
     return of_config(
         worker.cfg,
@@ -105,7 +105,7 @@ def of_worker(worker: Any, ddp_config: Any) -> Wishes:
 
 def of_config(
     trainer: Any, role: str, ddp_config: Any, *, heads: int | None, adapters: bool = False
-) -> Wishes:
+) -> megatron.RequestedConfig:
     """Read one model's settings from a trainer's config.
 
     Args:
@@ -128,7 +128,7 @@ def of_config(
         blockers.append("SkyRL's store of LoRA adapters copies the optimizer's own fp32 masters")
     if heads and look(_MTP).found:
         blockers.append("SkyRL clips a head for multi-token prediction by those masters")
-    return Wishes(
+    return megatron.RequestedConfig(
         where=f"{versioned('skyrl')}, {KWARGS}",
         subject=role,
         asked=asked,
@@ -186,10 +186,10 @@ def configure(call: Call, optim_config: Any, optimizer_config_kwargs: Any) -> An
     build = megatron.current_build("skyrl")
     if build is None:
         build = Build("skyrl", lambda: _of_caller(optim_config, optimizer_config_kwargs))
-    settled = megatron.settle(build)
-    call.arguments[KWARGS] = settled.fields
+    plan = megatron.settle(build)
+    call.arguments[KWARGS] = plan.fields
     made = call.proceed()
-    settled.keep_layout(made)
+    megatron.keep_layout(plan, made)
     return made
 
 

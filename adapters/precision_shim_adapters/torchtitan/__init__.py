@@ -20,37 +20,9 @@ Delete this package when torchtitan scales the loss of float16 training and save
 
 from __future__ import annotations
 
-from precision_shim.adapting import Adapter, collect
+from precision_shim.adapting import collect
 
-from ..frameworks import TORCHTITAN
 from . import attention, audit, checkpoints, halves, names, pretraining, rl, scaled, sides
-from .places import (
-    ATTENTION,
-    FORGE,
-    METRICS,
-    NAMES,
-    PRETRAINING,
-    RL,
-    RL_METRICS,
-    ROLLOUT,
-    SENT,
-    TORCHFT,
-)
 
-ADAPTER = Adapter.of(
-    TORCHTITAN,
-    paths={
-        RL: "RL trainer",
-        SENT: "RL trainer (audit of the weights to the generators)",
-        RL_METRICS: "RL trainer (metrics)",
-        PRETRAINING: "pre-training and SFT",
-        METRICS: "pre-training and SFT (metrics)",
-        ATTENTION: "varlen attention",
-        NAMES: "config and command line",
-        ROLLOUT: "RL trainer and generator",
-        TORCHFT: "TorchFT's trainer",
-        FORGE: "Forge's engine",
-    },
-    seams=collect(names, sides, attention, scaled, checkpoints, rl, pretraining, audit, halves),
-)
+SEAMS = collect(names, sides, attention, scaled, checkpoints, rl, pretraining, audit, halves)
 """torchtitan's adapter. If several seams have one target, the first seam is the innermost."""

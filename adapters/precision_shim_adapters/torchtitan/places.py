@@ -11,11 +11,12 @@ from precision_shim.errors import DtypeError
 from precision_shim.precision.dtypes import parse_dtype
 
 from ..fp16 import FEATURE
+from ..frameworks import TITAN_PRETRAINING
 
 FRAMEWORK = "torchtitan"
 
 RL = "rl"
-PRETRAINING = "pretraining"
+PRETRAINING = TITAN_PRETRAINING
 ATTENTION = "attention"
 METRICS = "pretraining metrics"
 RL_METRICS = "rl metrics"

@@ -14,10 +14,9 @@ import torch
 
 from precision_shim.adapting import Call, current_settings, seam, versioned, warn
 from precision_shim.errors import UnsupportedPrecisionError
-from precision_shim.scaling import LossScaler
+from precision_shim.scaling import LossScaler, states_of_no_step
 
 from ..fp16 import FEATURE, ScaledTraining
-from ..fp16.states import states_of_no_step
 from ..fp16.stepping import ScaledLoss
 from . import attention
 from .places import (

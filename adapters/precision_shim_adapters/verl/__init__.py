@@ -14,10 +14,9 @@ Delete this package when verl's native options cover overrides, dtype names and 
 
 from __future__ import annotations
 
-from precision_shim.adapting import Adapter, collect
+from precision_shim.adapting import collect
 
 from .. import megatron as backend
-from ..frameworks import VERL
 from ..megatron.acting import offload
 from . import (
     audit,
@@ -38,60 +37,31 @@ from . import (
     weights,
 )
 
-ADAPTER = Adapter.of(
-    VERL,
-    paths={
-        **backend.PATHS,
-        **offload.PATHS,
-        "megatron": "Megatron engine",
-        "native": "Megatron engine",
-        "legacy workers": "legacy Megatron workers",
-        "fsdp engine": "FSDP engine",
-        "legacy fsdp workers": "legacy FSDP workers",
-        "metrics": "all engines (metrics)",
-        "tinker metrics": "all engines (Tinker's metrics)",
-        "legacy metrics": "legacy workers (metrics)",
-        driver.GROUP: "driver (both sides)",
-        "veomni engine": "VeOmni engine",
-        "fsdp_turbo engine": "FSDP Turbo engine",
-        "torchtitan engine": "torchtitan engine",
-        "automodel engine": "Automodel engine",
-        "fsdp weights": "FSDP engine (weights to the rollout)",
-        "torchtitan weights": "torchtitan engine (weights to the rollout)",
-        "checkpoint engines": "checkpoint engines (weights to the rollout)",
-        head.GROUP: "FSDP engine (LM head)",
-        f"legacy {head.GROUP}": "legacy FSDP workers (LM head)",
-        f"Megatron {head.GROUP}": "Megatron engine (LM head)",
-        f"legacy Megatron {head.GROUP}": "legacy Megatron workers (LM head)",
-        halves.SENT: "all engines (audit of the weights to the rollout)",
-        f"legacy {halves.SENT}": "legacy workers (audit of the weights to the rollout)",
-    },
-    seams=collect(
-        backend.SEAMS,
-        megatron,
-        overflow,
-        megatron.NATIVE,
-        metrics,
-        offload.seams(
-            "verl.utils.megatron_utils",
-            ("verl.workers.engine.megatron.transformer_impl", megatron.LEGACY),
-            why="before 0.9 verl leaves FusedAdam's masters on the GPU",
-            delete_when="verl >= 0.9 is the oldest in use",
-        ),
-        fsdp,
-        fsdp_loops,
-        fsdp_checkpoints,
-        veomni,
-        automodel,
-        titan,
-        engines,
-        engines.NATIVE,
-        weights,
-        driver,
-        head,
-        sync,
-        audit,
-        halves,
+SEAMS = collect(
+    backend.SEAMS,
+    megatron,
+    overflow,
+    megatron.NATIVE,
+    metrics,
+    offload.seams(
+        "verl.utils.megatron_utils",
+        ("verl.workers.engine.megatron.transformer_impl", megatron.LEGACY),
+        why="before 0.9 verl leaves FusedAdam's masters on the GPU",
+        delete_when="verl >= 0.9 is the oldest in use",
     ),
+    fsdp,
+    fsdp_loops,
+    fsdp_checkpoints,
+    veomni,
+    automodel,
+    titan,
+    engines,
+    engines.NATIVE,
+    weights,
+    driver,
+    head,
+    sync,
+    audit,
+    halves,
 )
 """verl's adapter. If several seams have one target, the first seam is the innermost."""

@@ -20,7 +20,6 @@ from precision_shim.planning.values import said
 from ..resolving import plain
 
 
-
 @dataclass(frozen=True)
 class Asked:
     """The arguments that Hydra reads from a job's launch command.

@@ -29,7 +29,7 @@ from ..megatron import (
     PRECISION_AWARE,
     SCALING,
     Build,
-    Wishes,
+    RequestedConfig,
     building,
 )
 
@@ -114,17 +114,17 @@ def _opt_in(optim_config: Any, fields: bool) -> dict[str, Any]:
 
 def read_wishes(
     optim_config: Any, ddp_config: Mapping[str, Any] | None = None, **known: Any
-) -> Wishes:
+) -> RequestedConfig:
     """Read a model's settings from verl's configs.
 
     Args:
         optim_config: verl's optimizer config, or ``None``.
         ddp_config: the user's ``override_ddp_config``.
-        known: further fields of the returned ``Wishes``, with their values.
+        known: further fields of the returned ``RequestedConfig``, with their values.
     """
     written, fields = ddp_config or {}, has_fields()
     bucket = bool(written["grad_reduce_in_fp32"]) if "grad_reduce_in_fp32" in written else None
-    return Wishes(
+    return RequestedConfig(
         where=f"{versioned('verl')}, {_KEY}",
         asked=_overrides(optim_config),
         auto="as-configured" if fields else "guarded",
@@ -140,7 +140,7 @@ def read_wishes(
     )
 
 
-def of_engine(engine: Any) -> Wishes:
+def of_engine(engine: Any) -> RequestedConfig:
     """Read a model's settings from an engine that has already read its configs."""
     return of_configs(
         engine.engine_config,
@@ -150,13 +150,13 @@ def of_engine(engine: Any) -> Wishes:
     )
 
 
-def of_configs(config: Any, optim_config: Any, **known: Any) -> Wishes:
+def of_configs(config: Any, optim_config: Any, **known: Any) -> RequestedConfig:
     """Read a model's settings from the config of its engine and the config of its optimizer.
 
     Args:
         config: the engine's config.
         optim_config: the optimizer's config.
-        known: values of the ``Wishes`` fields ``subject``, ``declared`` and ``trains``.
+        known: values of the ``RequestedConfig`` fields ``subject``, ``declared`` and ``trains``.
     """
     blockers = []
     if _read(config, "use_megatron_fsdp", False):
@@ -244,17 +244,17 @@ def configure(
         build = Build(
             "verl", lambda: read_wishes(optim_config, declared=flagged, distributed=distributed)
         )
-    settled = megatron.settle(build, native=_dispatches_itself(has_fields(), current_settings()))
-    if settled.fields:
-        call.arguments["optim_config"] = _WithOverrides(optim_config, settled.fields)
-    if settled.by_user is not None:
-        dtype = settled.dtype or flagged
+    plan = megatron.settle(build, native=_dispatches_itself(has_fields(), current_settings()))
+    if plan.fields:
+        call.arguments["optim_config"] = _WithOverrides(optim_config, plan.fields)
+    if plan.by_user is not None:
+        dtype = plan.dtype or flagged
         call.arguments["fp16"] = dtype is torch.float16
         call.arguments["bf16"] = dtype is torch.bfloat16
         if "bf16" not in call.parameters:
             del call.arguments["bf16"]
     made = call.proceed()
-    settled.keep_layout(made)
+    megatron.keep_layout(plan, made)
     return made
 
 
@@ -345,7 +345,7 @@ def legacy_build(call: Call, optim_config: Any, override_ddp_config: Any) -> Any
     actor = _read(worker.config, "actor")
     config = (worker.config if actor is None else actor).megatron
 
-    def of_worker() -> Wishes:
+    def of_worker() -> RequestedConfig:
         return read_wishes(
             optim_config,
             override_ddp_config,

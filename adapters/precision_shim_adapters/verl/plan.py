@@ -22,7 +22,7 @@ from precision_shim.planning.values import mapping, no_adapters, number_of
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
 from ..fp16.plan import ShardedModel, scaling
-from ..megatron import DISPATCH, GROUP, PRECISION_AWARE, Wishes
+from ..megatron import DISPATCH, GROUP, PRECISION_AWARE, RequestedConfig
 from ..megatron.planning.plan import MegatronModel
 from ..megatron.planning.sizes import read_sizes
 from ..resolving import tell_unresolved
@@ -204,7 +204,7 @@ def _on_megatron(
     )
 
 
-def _bucket(section: Section, wishes: Wishes) -> bool:
+def _bucket(section: Section, wishes: RequestedConfig) -> bool:
     """verl's value of ``grad_reduce_in_fp32`` if the user wrote none.
 
     verl's ``get_model`` and mbridge set ``grad_reduce_in_fp32`` to True, Megatron-Bridge to False.

@@ -16,7 +16,7 @@ from precision_shim.errors import UnsupportedPrecisionError
 
 from ..fp16 import FEATURE, ScaledTraining
 from ..fp16.autocast import autocast_in_fp16
-from ..torchtitan.places import FRAMEWORK, PRETRAINING, TRAINER
+from ..frameworks import TITAN_PRETRAINING, TORCHTITAN
 from .engines import TITAN, is_fp16, on
 
 BECAUSE = "dtype is float16, and verl's torchtitan engine has no loss scaler"
@@ -39,7 +39,7 @@ def build(call: Call, engine_config: Any) -> Any:
     """
     if not is_fp16(engine_config.dtype):
         return call.proceed()
-    if not in_force(FRAMEWORK, FEATURE, PRETRAINING):
+    if not in_force(TORCHTITAN.framework, FEATURE, TITAN_PRETRAINING):
         raise UnsupportedPrecisionError(
             f"{versioned('verl')}: engine_config.dtype={engine_config.dtype}: its torchtitan "
             f"engine trains in float16 with the shim's patches of {versioned('torchtitan')}, which "
@@ -63,7 +63,7 @@ def build(call: Call, engine_config: Any) -> Any:
 
 
 @seam(
-    f"{TRAINER}.__init__",
+    "torchtitan.trainer:Trainer.__init__",
     why="torchtitan reads its compute dtype from this config, in which verl sets none",
     **on(TITAN),
 )

@@ -11,15 +11,15 @@ import torch
 
 from precision_shim.adapting import Adapter, Call, collect, seam
 from precision_shim_adapters import megatron
-from precision_shim_adapters.megatron import ALIGNMENT, BUILDING, GROUP, SCALING, SETTLING, Wishes
+from precision_shim_adapters.megatron import ALIGNMENT, BUILDING, GROUP, SCALING, SETTLING
 
 NAME = "proof-trainer"
 TRAINER = "proof_trainer.trainer"
 
 
-def read(config: Any) -> Wishes:
-    """Read the trainer's config into a ``Wishes``."""
-    return Wishes(
+def read(config: Any) -> megatron.RequestedConfig:
+    """Read the trainer's config into a ``RequestedConfig``."""
+    return megatron.RequestedConfig(
         where=f"{NAME}, optimizer",
         subject="model",
         asked=config.optimizer,
@@ -40,12 +40,12 @@ def build(call: Call) -> None:
 
 @seam(f"{TRAINER}:optimizer_config", SETTLING, group=GROUP, why="makes every OptimizerConfig")
 def configure(call: Call, config: Any) -> Any:
-    """Put the settled optimizer fields into the config; they include the user's fields."""
+    """Put the planned optimizer fields into the config; they include the user's fields."""
     around = megatron.current_build(NAME) or megatron.Build(NAME, lambda: read(config))
-    settled = megatron.settle(around)
-    call.arguments["config"] = replace(config, optimizer=settled.fields)
+    plan = megatron.settle(around)
+    call.arguments["config"] = replace(config, optimizer=plan.fields)
     made = call.proceed()
-    settled.keep_layout(made)
+    megatron.keep_layout(plan, made)
     return made
 
 

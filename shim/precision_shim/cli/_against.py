@@ -17,14 +17,14 @@ from typing import Any
 from ..errors import PrecisionShimError, SourceError
 from ..process import registry as _registry
 from ..process import settings as _settings
-from ..process import startup as _startup
+from ..process import standby
 from ..process import versions as _installed
-from ..process.framework import Framework
+from ..process.framework import Adapter
 from ..process.settings import Settings
 from ..reporting import text as _status_text
 from ..reporting.record import FrameworkStatus, SeamStatus
 from ..reporting.text import fold
-from ..seams import Adapter, look
+from ..seams import look
 from ..seams._source import Definition, definition, looking_at
 from ..upstream import symbols as _symbols
 from ..upstream.changes import changed_lines
@@ -64,7 +64,7 @@ def command(asked: argparse.Namespace) -> Callable[[argparse.Namespace], int] | 
 
 
 def _record(asked: argparse.Namespace) -> int:
-    _startup.stop()
+    standby.stop()
     file = Path(asked.record)
     try:
         record = _symbols.read_symbols(file)
@@ -73,7 +73,7 @@ def _record(asked: argparse.Namespace) -> int:
     added: dict[str, int] = {}
     for entry in _registry.entries(third_party=False).values():
         if _installed.version_of(entry.distribution, entry.packages) is not None:
-            for name, version, digests in installed_digests(entry.load()):
+            for name, version, digests in installed_digests(_registry.load(entry)):
                 _symbols.add(record, name, version, digests)
                 added[f"{name} {version}"] = sum(map(bool, digests.values()))
     if not added:
@@ -218,7 +218,7 @@ def report(path: Path, framework: str | None = None) -> list[Report]:
     return judged
 
 
-def _judge(entry: Framework, tree: Tree) -> Report:
+def _judge(entry: Adapter, tree: Tree) -> Report:
     name = entry.framework
     known = _registry.entries()
     settings = _settings.resolve(frameworks=(name,), known_frameworks=known)
@@ -228,7 +228,7 @@ def _judge(entry: Framework, tree: Tree) -> Report:
         there, problems = foresee(entry, settings, versions)
         if there.version is None:  # ``path`` has only a backend, such as Megatron-core
             problems = []
-        adapter = entry.load()
+        adapter = _registry.load(entry)
         owned = {
             distribution: [
                 target for target in targets if tree.complete or tree.owns(target.split(":")[0])
@@ -263,7 +263,7 @@ def _judge(entry: Framework, tree: Tree) -> Report:
     return Report(name, holds, against, there, here, tuple(symbols), tuple(problems))
 
 
-def _here(entry: Framework, settings: Settings) -> FrameworkStatus | None:
+def _here(entry: Adapter, settings: Settings) -> FrameworkStatus | None:
     if _installed.version_of(entry.distribution, entry.packages) is None:
         return None
     return foresee(entry, settings, _installed.version_of)[0]
@@ -326,7 +326,7 @@ def _versions(tree: Tree) -> Callable[[str, Iterable[str]], str | None]:
     return version_of
 
 
-def _package(distribution: str, entry: Framework) -> str:
+def _package(distribution: str, entry: Adapter) -> str:
     beneath = {name: package for package, name in _registry.shared().items()}
     return beneath.get(distribution, entry.packages[0])
 
@@ -341,7 +341,7 @@ def _because(seams: Iterable[SeamStatus], feature: str, path: str) -> str:
 
 
 def _against(asked: argparse.Namespace) -> int:
-    _startup.stop()
+    standby.stop()
     path = Path(asked.against)
     try:
         reports = report(path, asked.framework)

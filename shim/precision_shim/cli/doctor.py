@@ -22,9 +22,9 @@ from .. import __version__
 from ..errors import SettingsError
 from ..process import registry as _registry
 from ..process import settings as _settings
-from ..process import startup as _startup
+from ..process import standby
 from ..process import versions as _versions
-from ..process.framework import Framework
+from ..process.framework import Adapter
 from ..process.in_force import offered
 from ..process.settings import PREFIX, TABLE, Settings
 from ..reporting import text as _status_text
@@ -56,8 +56,8 @@ _PATIENCE = 120  # Timeout in seconds for a child process; TransformerEngine's i
 
 _START_UP = """
 import json
-from precision_shim.process import startup
-print(json.dumps(startup.waiting()))
+from precision_shim.process import standby
+print(json.dumps(standby.waiting()))
 """
 _WRAPT = """
 import json, wrapt
@@ -111,7 +111,7 @@ def examine() -> dict[str, Any]:
 
 def _look() -> tuple[dict[str, Any], dict[str, FrameworkStatus]]:
     """Return the result of ``examine``, and each framework's status as in ``status()``."""
-    _startup.stop()  # the doctor's imports must not install the shim in this process
+    standby.stop()  # the doctor's imports must not install the shim in this process
     problems: list[str] = []
     settings = _resolve(problems)
     frameworks: dict[str, FrameworkStatus] = {}
@@ -202,7 +202,7 @@ def _package(name: str, packages: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _framework(
-    entry: Framework,
+    entry: Adapter,
     settings: Settings | None,
     problems: list[str],
     frameworks: dict[str, FrameworkStatus],

@@ -93,14 +93,14 @@ def _memory(word: str) -> float:
 def run(asked: argparse.Namespace) -> int:
     """Plan the job, print the plan, and return the exit status."""
     from ..errors import PrecisionShimError
-    from ..process import startup as _startup
+    from ..process import standby
 
     words = asked.job[1:] if asked.job[:1] == ["--"] else asked.job
     if not words:
         asked.parser.error("COMMAND is missing: which job is to be planned?")
     if asked.search and asked.gpu_memory is None:
         asked.parser.error("--search needs --gpu-memory")
-    _startup.stop()  # imports of frameworks must not install the shim in this process
+    standby.stop()  # imports of frameworks must not install the shim in this process
     try:
         # At import some frameworks log to standard output, which may contain only the plan.
         with redirect_stdout(sys.stderr):
@@ -172,7 +172,7 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
         job = replace(job, off=environ[_settings.PREFIX].strip())
     entry = entries[job.framework]
     if not entry.plan:  # the registry lacks the ``plan`` of third-party adapters
-        entry = entry.as_said()
+        entry = _registry.load(entry)
     if not entry.plan:
         raise PlanError(
             f'{job.framework}: its adapter plans no jobs: expected plan="module:function" in it.'

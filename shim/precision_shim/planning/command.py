@@ -18,7 +18,7 @@ from . import shapes
 from .shapes import Model
 
 if TYPE_CHECKING:
-    from ..process.framework import Framework
+    from ..process.framework import Adapter
     from ..process.settings import Settings
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
@@ -106,7 +106,7 @@ class Job:
 
 
 def read_launch_line(
-    words: Sequence[str], known: Iterable[Framework], settings: Settings, options: Options
+    words: Sequence[str], known: Iterable[Adapter], settings: Settings, options: Options
 ) -> Job:
     """Find a job's framework and target in its launch command.
 

@@ -58,6 +58,16 @@ class ScalerSettings:
     chosen: frozenset[str] = frozenset()
 
 
+def in_words(
+    init_scale: float, growth_factor: float, growth_interval: float, backoff_factor: float
+) -> str:
+    """Describe a scaler's settings, for the text of a decision."""
+    return (
+        f"from {init_scale:.10g}, growth x{growth_factor:g} after {growth_interval:g} steps, "
+        f"backoff x{backoff_factor:g}"
+    )
+
+
 @dataclass(frozen=True)
 class ScalerRecord:
     """The validated content of a record.

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable
 
 from ..errors import SeamError
 from ..reporting.record import SeamStatus
-from ..seams import Adapter, check
+from ..seams import check
+from .framework import Adapter
 from .in_force import in_force, refused_groups
-from .registry import entries
+from .registry import entries, load
 from .settings import Settings
 from .versions import tell_missed
 
@@ -39,7 +40,7 @@ class Foreseen:
     def _read_refused(self, framework: str) -> frozenset[tuple[str, str]] | None:
         """Return the refused groups of seams; ``None`` (all) if the adapter cannot be loaded."""
         try:
-            adapter = entries()[framework].load()
+            adapter = load(entries()[framework])
         except SeamError:
             return None
         return refused_groups(preview(adapter, self.settings))

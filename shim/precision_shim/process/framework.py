@@ -1,4 +1,4 @@
-"""Classes for facts about a framework, and about a backend that several frameworks share.
+"""Records of facts about a framework, and about a backend that several frameworks share.
 
 Every process that imports a framework or Ray, such as Ray's agents, first imports this module. This
 module therefore imports nothing at its top, not even ``dataclasses`` or ``typing``, whose import
@@ -8,18 +8,45 @@ takes 10 to 25 ms.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from typing import NoReturn
+    from typing import Any, NoReturn
 
-    from ..seams import Adapter
+    from typing_extensions import Self, dataclass_transform
+
+    from ..seams._seam import Seam
+else:
+
+    def dataclass_transform(**_):  # noqa: D103
+        return lambda kind: kind
 
 
+_NONE: "Mapping[str, Any]" = {}
+
+
+@dataclass_transform(frozen_default=True)
 class _Record:
+    """An immutable record of the annotated attributes, like a frozen dataclass."""
+
+    def __init__(self, *values: object, **named: object) -> None:
+        kind = type(self)
+        names = tuple(kind.__annotations__)
+        given = {**dict(zip(names, values)), **named}  # noqa: B905  # the lengths are compared below
+        if len(given) < len(values) + len(named) or not given.keys() <= set(names):
+            raise TypeError(f"{kind.__name__} takes each of {', '.join(names)} once, not {given}")
+        missing = [name for name in names if name not in given and not hasattr(kind, name)]
+        if missing:
+            raise TypeError(f"{kind.__name__} needs {', '.join(missing)}")
+        vars(self).update({name: given.get(name, getattr(kind, name, None)) for name in names})
+
     def __setattr__(self, name: str, value: object) -> "NoReturn":
         raise AttributeError(f"{type(self).__name__}.{name}: a record is not changed")
 
     def __repr__(self) -> str:
         values = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
         return f"{type(self).__name__}({values})"
+
+    def replace(self, **changes: object) -> "Self":
+        """Return a copy of this record with other values."""
+        return type(self)(**{**vars(self), **changes})
 
 
 class Checkpoints(_Record):
@@ -37,52 +64,45 @@ class Checkpoints(_Record):
     """
 
     steps: str
-    models: "tuple[str, ...]"
-    resuming: "Mapping[str, str]"
-    fields: "Mapping[str, tuple[str, ...]]"
-
-    def __init__(
-        self,
-        steps: str,
-        models: "tuple[str, ...]" = (),
-        resuming: "Mapping[str, str] | None" = None,
-        fields: "Mapping[str, tuple[str, ...]] | None" = None,
-    ) -> None:
-        vars(self).update(
-            steps=steps,
-            models=models,
-            resuming=resuming or {},
-            fields=fields or {},
-        )
+    models: "tuple[str, ...]" = ()
+    resuming: "Mapping[str, str]" = _NONE
+    fields: "Mapping[str, tuple[str, ...]]" = _NONE
 
 
-def _wrong(checkpoints: object) -> str:
-    import re
+class Adapter(_Record):
+    """A framework's facts and table of seams; the one record that an adapter declares.
 
-    if checkpoints is None:
-        return ""
-    if not isinstance(checkpoints, Checkpoints):
-        kind = type(checkpoints).__name__
-        return f"a {kind}, allowed: precision_shim.adapting.Checkpoints"
-    models: object = checkpoints.models
-    if not isinstance(models, tuple):
-        return f"models={models!r}, allowed: a tuple of names"
-    try:
-        groups = re.compile(checkpoints.steps).groups
-    except (re.error, TypeError) as error:
-        return f"steps={checkpoints.steps!r} is no regular expression: {error}"
-    if groups != 1:
-        return f"steps={checkpoints.steps!r} has {groups} groups, allowed: one, the step's number"
-    return ""
-
-
-class Framework(_Record):
-    """A framework's record, which names the framework's adapter without importing it.
-
-    ``seams.Adapter`` documents the attributes that are not listed here.
+    A record is small. The table of seams is imported only if the framework is imported: until
+    ``registry.load`` has imported ``place``, ``seams`` is empty. An adapter whose own module is
+    imported only then, such as a third party's, passes ``seams``.
 
     Attributes:
-        adapter: ``"module:attribute"`` of the ``Adapter``.
+        framework: the name that users write, such as ``"verl"``.
+        distribution: the name of the framework's distribution, whose version is read.
+        packages: top-level packages whose import shows that the framework is in use.
+        tested: versions that the test environments pin.
+        seams: the table of seams that ``collect`` makes; of several seams on one target the first
+            is the innermost wrapper.
+        effects: functions that build an optimizer or a DDP, as ``"module:attribute"``. In strict
+            mode, calls of the functions in ``effects`` raise the error of a refused seam or of a
+            broken adapter; imports do not raise this error. The engine skips a function that the
+            installed version lacks.
+        paths: maps a group to what users call the part of the framework that the group patches,
+            such as ``{"fsdp": "FSDP engine"}``. A group that is not in ``paths`` is shown under its
+            own name. A group that only supports other groups has a name that ends in brackets, such
+            as ``"FSDP engine (metrics)"``. ``str(status())`` shows a name with brackets only if the
+            group was refused or the feature has no other group.
+        place: ``"module:attribute"`` of ``seams``, or of a complete ``Adapter``, as an entry point
+            names it.
+        plan: the ``"module:function"`` that finds out a job's models from the launch command, for
+            ``precision-shim plan``; empty if the adapter has no such function.
+        checkpoints: the names of the framework's checkpoints, and the functions that predict if a
+            resume is exact, for ``precision-shim checkpoint``.
+        audit_readers: maps the top-level package of an optimizer's class to the
+            ``"module:function"`` that reads the package's optimizers for the audit. The shim itself
+            reads subclasses of ``torch.optim.Optimizer``.
+        checkpoint_readers: maps a kind of checkpoint files to the ``"module:function"`` that
+            assigns their tensors to components.
         by_name: whether the shim patches this framework only if the user names it. If
             ``frameworks`` is unset, the shim patches only frameworks without ``by_name``.
     """
@@ -90,94 +110,16 @@ class Framework(_Record):
     framework: str
     distribution: str
     packages: "tuple[str, ...]"
-    adapter: str
-    tested: "tuple[str, ...]"
-    effects: "tuple[str, ...]"
-    plan: str
-    checkpoints: "Checkpoints | None"
-    audit_readers: "Mapping[str, str]"
-    checkpoint_readers: "Mapping[str, str]"
-    by_name: bool
-
-    def __init__(
-        self,
-        framework: str,
-        distribution: str,
-        packages: "tuple[str, ...]",
-        adapter: str,
-        *,
-        tested: "tuple[str, ...]" = (),
-        effects: "tuple[str, ...]" = (),
-        plan: str = "",
-        checkpoints: "Checkpoints | None" = None,
-        audit_readers: "Mapping[str, str] | None" = None,
-        checkpoint_readers: "Mapping[str, str] | None" = None,
-        by_name: bool = False,
-    ) -> None:
-        vars(self).update(
-            framework=framework,
-            distribution=distribution,
-            packages=packages,
-            adapter=adapter,
-            tested=tested,
-            effects=effects,
-            plan=plan,
-            checkpoints=checkpoints,
-            audit_readers=audit_readers or {},
-            checkpoint_readers=checkpoint_readers or {},
-            by_name=by_name,
-        )
-
-    def load(self) -> "Adapter":
-        """Import the adapter.
-
-        Raises:
-            SeamError: the adapter cannot be imported or is not an ``Adapter``, or its seams or
-                ``checkpoints`` are invalid.
-        """
-        from ..errors import SeamError
-        from ..seams import Adapter
-        from ..seams._wrapper import resolve
-        from .settings import FEATURES
-
-        try:
-            adapter = resolve(self.adapter)
-        except (Exception, SystemExit) as error:  # a bad adapter must not end the process
-            raise SeamError(
-                f"{self.framework}: the adapter {self.adapter} cannot be loaded: {error!r}. "
-                f"Repair or remove it, or leave {self.framework} out with "
-                "PRECISION_SHIM_FRAMEWORKS."
-            ) from error
-        if not isinstance(adapter, Adapter):
-            raise SeamError(
-                f"{self.framework}: {self.adapter} is a {type(adapter).__name__}, allowed: "
-                "precision_shim.adapting.Adapter. Correct the entry point."
-            )
-        try:
-            adapter.check(FEATURES)
-        except SeamError:
-            raise
-        except Exception as error:
-            raise SeamError(
-                f"{self.framework}: the seams of {self.adapter} cannot be read: {error!r}. "
-                "Correct the adapter."
-            ) from error
-        wrong = _wrong(adapter.checkpoints)
-        if wrong:
-            raise SeamError(
-                f"{self.framework}: the checkpoints of {self.adapter}: {wrong}. "
-                "Correct the adapter."
-            )
-        return adapter
-
-    def as_said(self) -> "Framework":
-        """Load the adapter, and return this record updated with the adapter's fields.
-
-        Raises:
-            SeamError: see ``load``.
-        """
-        said = vars(self.load())
-        return Framework(**{**vars(self), **{key: said[key] for key in vars(self) if key in said}})
+    tested: "tuple[str, ...]" = ()
+    seams: "tuple[Seam, ...]" = ()
+    effects: "tuple[str, ...]" = ()
+    paths: "Mapping[str, str]" = _NONE
+    place: str = ""
+    plan: str = ""
+    checkpoints: "Checkpoints | None" = None
+    audit_readers: "Mapping[str, str]" = _NONE
+    checkpoint_readers: "Mapping[str, str]" = _NONE
+    by_name: bool = False
 
 
 class Config(_Record):
@@ -197,28 +139,9 @@ class Config(_Record):
     name: str
     place: str
     fields: "tuple[str, ...]"
-    beside: "tuple[str, ...]"
-    numbers: "tuple[str, ...]"
-    remedies: "tuple[Mapping[str, object], ...]"
-
-    def __init__(
-        self,
-        name: str,
-        place: str,
-        fields: "tuple[str, ...]",
-        *,
-        beside: "tuple[str, ...]" = (),
-        numbers: "tuple[str, ...]" = (),
-        remedies: "tuple[Mapping[str, object], ...]" = (),
-    ) -> None:
-        vars(self).update(
-            name=name,
-            place=place,
-            fields=fields,
-            beside=beside,
-            numbers=numbers,
-            remedies=remedies,
-        )
+    beside: "tuple[str, ...]" = ()
+    numbers: "tuple[str, ...]" = ()
+    remedies: "tuple[Mapping[str, object], ...]" = ()
 
 
 class Backend(_Record):
@@ -230,28 +153,11 @@ class Backend(_Record):
             prints about the installed TransformerEngine, given a framework's name and seams,
             TransformerEngine's version, and the reason why TransformerEngine cannot be imported.
         shared: the backend's packages that contain seams, each with its distribution's name.
-        audit_readers, checkpoint_readers: see ``seams.Adapter``.
+        audit_readers, checkpoint_readers: see ``Adapter``.
     """
 
     config: Config
     limits: str
     shared: "Mapping[str, str]"
-    audit_readers: "Mapping[str, str]"
-    checkpoint_readers: "Mapping[str, str]"
-
-    def __init__(
-        self,
-        config: Config,
-        limits: str,
-        shared: "Mapping[str, str]",
-        *,
-        audit_readers: "Mapping[str, str] | None" = None,
-        checkpoint_readers: "Mapping[str, str] | None" = None,
-    ) -> None:
-        vars(self).update(
-            config=config,
-            limits=limits,
-            shared=shared,
-            audit_readers=audit_readers or {},
-            checkpoint_readers=checkpoint_readers or {},
-        )
+    audit_readers: "Mapping[str, str]" = _NONE
+    checkpoint_readers: "Mapping[str, str]" = _NONE

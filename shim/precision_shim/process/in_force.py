@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from ..reporting.record import SeamStatus
-from .framework import Framework
+from .framework import Adapter
 from .registry import by_name
 from .settings import Settings
 
@@ -23,7 +23,7 @@ def asked_for(settings: Settings, framework: str) -> bool:
     return framework in settings.frameworks
 
 
-def offered(known: Mapping[str, Framework], settings: Settings | None) -> dict[str, Framework]:
+def offered(known: Mapping[str, Adapter], settings: Settings | None) -> dict[str, Adapter]:
     """Return the frameworks to report; a ``by_name`` framework only if ``settings`` names it."""
     return {
         name: entry

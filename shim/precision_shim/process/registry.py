@@ -1,13 +1,13 @@
 """The known adapters: our own from a table, third parties' from entry points.
 
-An entry point of the group ``precision_shim.adapters`` has the framework's name and refers to a
-``seams.Adapter`` object. The table of our adapters is ``precision_shim_adapters.frameworks``; in
-``precision_shim`` only this module imports the table. In a worker the shim imports an adapter only
-when one of the framework's packages is imported. ``records()`` imports third parties' adapters
+An entry point of the group ``precision_shim.adapters`` has the framework's name and refers to an
+``Adapter``. The table of our adapters is ``precision_shim_adapters.frameworks``; in
+``precision_shim`` only this module imports the table. In a worker the shim calls ``load`` only when
+one of the framework's packages is imported. ``records()`` imports third parties' adapters
 immediately. Start-up calls ``packages()``, so this module imports nothing slow at its top.
 """
 
-from .framework import Backend, Checkpoints, Framework
+from .framework import Adapter, Backend, Checkpoints
 from .names import ENTRY_POINTS
 
 TYPE_CHECKING = False
@@ -22,6 +22,7 @@ __all__ = [
     "checkpoints",
     "entries",
     "is_tested",
+    "load",
     "packages",
     "records",
     "shared",
@@ -29,7 +30,7 @@ __all__ = [
 ]
 
 
-def entries(*, third_party: bool = True) -> "dict[str, Framework]":
+def entries(*, third_party: bool = True) -> "dict[str, Adapter]":
     """Return all known frameworks by name; an entry point cannot replace one of our adapters."""
     from precision_shim_adapters.frameworks import FRAMEWORKS, MEGATRON_EFFECTS
 
@@ -40,18 +41,89 @@ def entries(*, third_party: bool = True) -> "dict[str, Framework]":
         for point in entry_points(group=ENTRY_POINTS):
             name = point.name.strip().lower()
             package = name.replace("-", "_")
-            known.setdefault(
-                name, Framework(name, name, (package,), point.value, effects=MEGATRON_EFFECTS)
-            )
+            told = Adapter(name, name, (package,), effects=MEGATRON_EFFECTS, place=point.value)
+            known.setdefault(name, told)
     return known
 
 
-_said: "dict[tuple[str, ...], dict[str, Framework]]" = {}
+def load(entry: Adapter) -> Adapter:
+    """Import an adapter's table of seams, and return the adapter with the table.
+
+    Raises:
+        SeamError: the table cannot be imported, or the adapter's seams or ``checkpoints`` are
+            invalid.
+    """
+    from ..errors import SeamError
+    from ..seams._wrapper import resolve
+
+    who, place = entry.framework, entry.place
+    try:
+        found = resolve(place) if place else entry
+    except (Exception, SystemExit) as error:  # a bad adapter must not end the process
+        raise SeamError(
+            f"{who}: the adapter {place} cannot be loaded: {error!r}. Repair or remove it, or "
+            f"leave {who} out with PRECISION_SHIM_FRAMEWORKS."
+        ) from error
+    adapter = entry.replace(seams=found, place="") if isinstance(found, tuple) else found
+    if not isinstance(adapter, Adapter):
+        raise SeamError(
+            f"{who}: {place} is a {type(found).__name__}, allowed: "
+            "precision_shim.adapting.Adapter. Correct the entry point."
+        )
+    if adapter.place and adapter is not entry:
+        return load(adapter)
+    try:
+        _check_seams(adapter)
+    except SeamError:
+        raise
+    except Exception as error:
+        raise SeamError(
+            f"{who}: the seams of {place} cannot be read: {error!r}. Correct the adapter."
+        ) from error
+    wrong = _find_fault(adapter.checkpoints)
+    if wrong:
+        raise SeamError(f"{who}: the checkpoints of {place}: {wrong}. Correct the adapter.")
+    return adapter
+
+
+def _check_seams(adapter: Adapter) -> None:
+    from ..errors import SeamError
+    from .settings import FEATURES
+
+    for seam in adapter.seams:
+        if seam.feature not in FEATURES:
+            raise SeamError(
+                f"{adapter.framework}: {seam.name} is declared for the feature {seam.feature!r}; "
+                f"allowed: {', '.join(FEATURES)}. Correct the function's seam(...)."
+            )
+
+
+def _find_fault(checkpoints: object) -> str:
+    import re
+
+    if checkpoints is None:
+        return ""
+    if not isinstance(checkpoints, Checkpoints):
+        kind = type(checkpoints).__name__
+        return f"a {kind}, allowed: precision_shim.adapting.Checkpoints"
+    models: object = checkpoints.models
+    if not isinstance(models, tuple):
+        return f"models={models!r}, allowed: a tuple of names"
+    try:
+        groups = re.compile(checkpoints.steps).groups
+    except (re.error, TypeError) as error:
+        return f"steps={checkpoints.steps!r} is no regular expression: {error}"
+    if groups != 1:
+        return f"steps={checkpoints.steps!r} has {groups} groups, allowed: one, the step's number"
+    return ""
+
+
+_said: "dict[tuple[str, ...], dict[str, Adapter]]" = {}
 """Caches, for each ``sys.path``, the complete records of third parties' frameworks. The audit reads
 the records once per optimizer, and reading all entry points takes 10 to 50 ms."""
 
 
-def records(*, third_party: bool = True) -> "dict[str, Framework]":
+def records(*, third_party: bool = True) -> "dict[str, Adapter]":
     """Load third parties' adapters, and return complete records of all known frameworks.
 
     If an adapter cannot be loaded, its record contains only the data of the entry point, and
@@ -66,7 +138,7 @@ def records(*, third_party: bool = True) -> "dict[str, Framework]":
     theirs = _said.get(path)
     if theirs is None:
         theirs = {name: declared for name, declared in entries().items() if name not in ours}
-        said = {name: _as_said(declared) for name, declared in theirs.items()}
+        said = {name: _load_or_none(declared) for name, declared in theirs.items()}
         theirs = {name: said[name] or declared for name, declared in theirs.items()}
         if all(said.values()):  # an adapter may fail during its framework's import, but load later
             _said.clear()
@@ -74,11 +146,11 @@ def records(*, third_party: bool = True) -> "dict[str, Framework]":
     return {**ours, **theirs}
 
 
-def _as_said(entry: Framework) -> "Framework | None":
+def _load_or_none(entry: Adapter) -> "Adapter | None":
     from ..errors import SeamError
 
     try:
-        return entry.as_said()
+        return load(entry)
     except SeamError:
         return None
 

@@ -11,17 +11,17 @@ from collections.abc import Iterable, Mapping
 from ..auditing import kept
 from ..errors import PrecisionShimError, SeamError, SettingsError
 from ..reporting import journal as _journal
-from ..reporting.record import FrameworkStatus, SeamStatus, Status
-from ..seams import Adapter, Engine
-from . import carriers
+from ..reporting.record import FrameworkStatus, SeamStatus
+from ..reporting.text import Status
+from ..seams import Engine
+from . import carriers, standby
 from . import forks as _forks
 from . import settings as _settings
-from . import startup as _startup
 from .finders import Watcher
-from .framework import Framework
+from .framework import Adapter
 from .in_force import asked_for, offered
 from .in_force import in_force as _by_settings
-from .registry import entries, is_tested
+from .registry import entries, is_tested, load
 from .settings import PREFIX, Settings
 from .versions import describe, judge_version, tell_missed, version_of
 
@@ -32,7 +32,7 @@ class _Session:
     """State of one ``install()``: settings, seam engine, and adapters of imported frameworks."""
 
     def __init__(
-        self, settings: Settings, known: Mapping[str, Framework], fault: SettingsError | None = None
+        self, settings: Settings, known: Mapping[str, Adapter], fault: SettingsError | None = None
     ) -> None:
         self.settings = settings
         self.known = known
@@ -57,7 +57,7 @@ class _Session:
     def start(self) -> None:
         import sys
 
-        _startup.stop()  # from here on, the session's own watcher waits for imports
+        standby.stop()  # from here on, the session's own watcher waits for imports
         if self.fault is None:
             for package in carriers.PACKAGES:
                 carriers.enter(package)
@@ -72,7 +72,7 @@ class _Session:
     def wants(self, framework: str) -> bool:
         return asked_for(self.settings, framework)
 
-    def asked_frameworks(self) -> list[Framework]:
+    def asked_frameworks(self) -> list[Adapter]:
         return [entry for name, entry in self.known.items() if self.wants(name)]
 
     def _wake(self, package: str) -> None:
@@ -80,7 +80,7 @@ class _Session:
             if package in entry.packages:
                 self.wake(entry)
 
-    def wake(self, entry: Framework) -> None:
+    def wake(self, entry: Adapter) -> None:
         with _lock:
             if entry.framework in self.awake or entry.framework in self.broken:
                 return
@@ -89,7 +89,7 @@ class _Session:
                 self.engine.fault(entry.framework, self.fault, entry.effects)
                 return
             try:
-                adapter = entry.load()
+                adapter = load(entry)
             except SeamError as error:
                 self.broken[entry.framework] = error
                 self.engine.fault(entry.framework, error, entry.effects)
@@ -174,7 +174,7 @@ def _install(
     with _lock:
         _refused_by_operator = _settings.switch() == "off"
         if _refused_by_operator:
-            _journal.say(f"{PREFIX}={os.environ[PREFIX]} is set: install() does nothing")
+            standby.say(f"{PREFIX}={os.environ[PREFIX]} is set: install() does nothing")
             return None
         asked = (features, frameworks, strict, settings)
         if (
@@ -215,7 +215,7 @@ def start(*, export: bool = False) -> None:
     """Install at a process's start, with settings from environment variables; never raises.
 
     If a setting is invalid, ``start`` prints one line to stderr, and patches no seam. In strict
-    mode the error is raised when an optimizer or a DDP is built (``Framework.effects``).
+    mode the error is raised when an optimizer or a DDP is built (``Adapter.effects``).
 
     Args:
         export: as in ``install()``; true if ``PRECISION_SHIM`` may be unset in this process.
@@ -223,18 +223,18 @@ def start(*, export: bool = False) -> None:
     global _current, _bad_start
     try:
         with _lock:
-            _startup.stop()
+            standby.stop()
             try:
                 _install(export=export)
             except SettingsError as error:
                 _bad_start = f"not installed: {error}"
-                _journal.say(_bad_start)
+                standby.say(_bad_start)
                 if os.environ.get(PREFIX, "").strip().lower() == "strict":
                     defaults = _settings.resolve(features=(), strict=True, environ={})
                     _current = _Session(defaults, offered(entries(), defaults), error)
                     _current.start()
     except (Exception, SystemExit) as error:  # a defect of the shim must not end the process
-        _journal.say(f"not installed: {error!r}")
+        standby.say(f"not installed: {error!r}")
 
 
 def uninstall() -> None:
@@ -248,7 +248,7 @@ def uninstall() -> None:
     """
     global _current, _bad_start
     with _lock:
-        _startup.stop()
+        standby.stop()
         carriers.leave()
         _bad_start = ""
         if _current is None:
@@ -268,7 +268,7 @@ def _give_up_in_child() -> None:
             "not installed: this process was forked while the shim was being installed, by a "
             "thread that is not in it or not done. Call install() here, or fork later."
         )
-        _journal.say(_bad_start)
+        standby.say(_bad_start)
 
 
 if hasattr(os, "register_at_fork"):
@@ -278,7 +278,7 @@ if hasattr(os, "register_at_fork"):
 def status() -> Status:
     """Return the shim's status in this process; ``str(status())`` is one screen of text."""
     with _lock:
-        if _startup.waiting():
+        if standby.waiting():
             start()  # PRECISION_SHIM is set, but no framework was imported yet
         notes = list(_left_behind)
         session = _current
@@ -345,7 +345,7 @@ def current_settings() -> Settings:
     return _settings.resolve(environ={}) if session is None else session.settings
 
 
-def _framework(session: _Session, name: str, entry: Framework) -> FrameworkStatus:
+def _framework(session: _Session, name: str, entry: Adapter) -> FrameworkStatus:
     adapter = session.awake.get(name)
     known = adapter or entry  # a third party's entry point states no distribution
     version = version_of(known.distribution, known.packages)

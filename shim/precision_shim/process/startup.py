@@ -11,8 +11,8 @@ pip and Ray's agents.
 """
 
 import os
-import sys
 
+from . import standby
 from .finders import Watcher
 from .forks import Lock
 from .names import ENTRY_POINTS, OFF, ON, VARIABLE
@@ -21,73 +21,40 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
-    from typing import Any
-
-FIRST = "PrecisionShimStart"
-"""Name of the class that ``zz_precision_shim.py`` puts into ``sys.meta_path``."""
 
 _lock = Lock(patching=False)
-_called = False
-_waiting: "Watcher | None" = None
 
 
 def init() -> None:
     """Install an import hook if the environment switches the shim on; once per process."""
-    global _called, _waiting
     try:
         # A second thread that imports a framework waits here until the shim is in place.
         with _lock:
             value = os.environ.get(VARIABLE, "").strip().lower()
-            if not value or value in OFF or _called:
+            if not value or value in OFF or standby.called:
                 return
-            _called = True  # a virtual environment executes its start-up files twice
-            if not asked():
-                say(
+            standby.called = True  # a virtual environment executes its start-up files twice
+            if not standby.asked():
+                standby.say(
                     f"not installed: {VARIABLE}={value!r} is not a valid setting; allowed: "
                     f"{'/'.join(ON)} (on), strict, {'/'.join(OFF)} (off), or unset"
                 )
                 return
             watcher = Watcher(_wake, before=True)
             watcher.watch(_wake_words())
-            _waiting = watcher
+            standby.watcher = watcher
     except Exception as error:
-        say(f"not installed: {error!r}")
+        standby.say(f"not installed: {error!r}")
 
 
 def take_over(name: str, target: "ModuleType | None" = None) -> "ModuleSpec | None":
     """Replace the start-up file's finder with a ``Watcher``, which then looks up ``name``."""
     init()
-    first = _first()
+    first = standby.first_finder()
     if first is not None:
         # importlib is iterating over sys.meta_path: disable the finder, but leave it in the list.
         first.find_spec = lambda *_, **__: None
-    return _waiting.find_spec(name, None, target) if _waiting is not None else None
-
-
-def asked() -> bool:
-    """Whether the environment switches the shim on, with a valid value."""
-    return os.environ.get(VARIABLE, "").strip().lower() in (*ON, "strict")
-
-
-def waiting() -> bool:
-    """Whether this process waits for a framework's import."""
-    return _waiting is not None or (not _called and _first() is not None and asked())
-
-
-def stop() -> None:
-    """Stop waiting for imports: the session waits from now on, or the shim was removed."""
-    global _called, _waiting
-    first = _first()
-    if first is not None:
-        _called = True
-        sys.meta_path.remove(first)
-    if _waiting is not None:
-        _waiting.remove()
-        _waiting = None
-
-
-def _first() -> "Any":
-    return next((finder for finder in sys.meta_path if type(finder).__name__ == FIRST), None)
+    return None if standby.watcher is None else standby.watcher.find_spec(name, None, target)
 
 
 def _wake_words() -> "set[str]":
@@ -115,23 +82,10 @@ def _wake(package: str) -> None:
 
             _session.start()
     except (Exception, SystemExit) as error:
-        say(f"not installed: {error!r}")
+        standby.say(f"not installed: {error!r}")
 
 
 def _third_parties() -> bool:
     from importlib.metadata import entry_points
 
     return bool(entry_points(group=ENTRY_POINTS))
-
-
-def say(line: str) -> None:
-    """Write one line to stderr, not to ``logging``, which a framework may reconfigure later.
-
-    If writing to stderr fails, the line is lost and no error is raised. Writing fails if stderr is
-    ``None`` (under pythonw and some daemons), closed, or a file on a full disk.
-    """
-    try:
-        if sys.stderr is not None:
-            print(f"[precision_shim] {line}", file=sys.stderr, flush=True)
-    except (OSError, ValueError):
-        pass

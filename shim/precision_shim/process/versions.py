@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from ..seams import Adapter
 from ..seams._source import find_spec
 from ..upstream.trees import stated_version
+from .framework import Adapter
 from .registry import is_tested, shared
 
 __all__ = ["describe", "judge_version", "tell_missed", "version_of"]

@@ -11,11 +11,10 @@ import sys
 import warnings
 
 from ..errors import PrecisionShimWarning
-from ..process import startup as _startup
 from ..process.forks import Lock
+from ..process.standby import say
 from .record import Decision
 
-say = _startup.say
 _lock = Lock(patching=False)
 _decisions: list[Decision] = []
 _warned: set[str] = set()

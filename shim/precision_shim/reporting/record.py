@@ -1,16 +1,11 @@
-"""The record that ``status()`` returns: the shim's patches and choices in this process.
+"""The parts of the record that ``status()`` returns: the shim's patches and choices.
 
-The module ``text`` formats the record.
+The module ``text`` has the record itself, and formats it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from ..auditing.record import Audit
+from dataclasses import dataclass
 
 STATES = ("absent", "pending", "wrapped", "native", "refused", "off")
 """States of a seam and of a framework: ``absent`` (not installed), ``pending`` (the module is not
@@ -95,66 +90,3 @@ class FrameworkStatus:
     seams: tuple[SeamStatus, ...] = ()
     reason: str = ""
     tested: bool | None = None
-
-
-@dataclass(frozen=True)
-class Status:
-    """A snapshot of the shim in this process.
-
-    ``str()`` fits on a screen: with one framework in use, at most 40 lines of 80 columns.
-    ``details()`` contains everything.
-
-    Attributes:
-        enabled: whether the shim is installed in this process.
-        features: names of the features in force.
-        settings: the values of all settings and of ``strict``, by their lower-case names.
-        frameworks: the frameworks' states, by name.
-        decisions: the shim's choices, oldest first.
-        notes: further messages to the user, such as the reason why nothing was installed.
-        given: names of the settings that the user set; all other settings have their defaults.
-        audit: the latest automatic audit of each optimizer.
-    """
-
-    enabled: bool
-    features: tuple[str, ...] = ()
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    frameworks: Mapping[str, FrameworkStatus] = field(default_factory=dict)
-    decisions: tuple[Decision, ...] = ()
-    notes: tuple[str, ...] = ()
-    given: tuple[str, ...] = ()
-    audit: Sequence[Audit] = field(default_factory=list)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the snapshot as a dict for JSON: of dicts, lists, strings and numbers."""
-        return {
-            "enabled": self.enabled,
-            "features": list(self.features),
-            "settings": dict(self.settings),
-            "frameworks": {
-                name: {
-                    "version": framework.version,
-                    "state": framework.state,
-                    "reason": framework.reason,
-                    "seams": [seam.to_dict() for seam in framework.seams],
-                }
-                for name, framework in self.frameworks.items()
-            },
-            "decisions": [asdict(decision) for decision in self.decisions],
-            "notes": list(self.notes),
-            "audit": [audit.to_dict() for audit in self.audit],
-        }
-
-    def details(self) -> str:
-        """Return the whole record as a table: every setting, every seam, every decision.
-
-        Each seam has its state, target, path and reason, why the shim patches it, a link to the
-        discussion upstream, and when it can be deleted.
-        """
-        from . import text as _status_text
-
-        return _status_text.table(self)
-
-    def __str__(self) -> str:
-        from . import text as _status_text
-
-        return _status_text.screen(self)

@@ -19,7 +19,7 @@ from .record import (
     to_tensor,
 )
 from .scaler import LossScaler
-from .skips import MAX_SKIPS, SkipCounter
+from .skips import MAX_SKIPS, SkipCounter, states_of_no_step
 
 __all__ = [
     "FILE_NAME",
@@ -40,5 +40,6 @@ __all__ = [
     "restore",
     "save",
     "save_record",
+    "states_of_no_step",
     "to_tensor",
 ]

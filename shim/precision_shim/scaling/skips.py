@@ -1,13 +1,18 @@
-"""Count the optimizer steps that were skipped because of an overflow."""
+"""Count steps that an overflow skipped, and make the states that such a step does not make."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
 
 from ..errors import LossScaleError
 from ..precision.scaler_record import MAX_SKIPS
 
-__all__ = ["MAX_SKIPS", "SkipCounter"]
+__all__ = ["MAX_SKIPS", "SkipCounter", "states_of_no_step"]
 
 
 @dataclass
@@ -49,3 +54,33 @@ class SkipCounter:
                 "lower scale does not help: look for inf or NaN in the loss, the data or the "
                 "parameters, lower the learning rate, or train in bfloat16."
             )
+
+
+def states_of_no_step(optimizer: Optimizer, initialize: Callable[[], Any]) -> Any:
+    """Make the states of an optimizer without states, with a step count of 0.
+
+    To make missing states, torch's distributed checkpoint and torchtitan step on zero gradients;
+    the step counts are then 1. If parameters have gradients, torch and torchtitan make no states.
+    Without this function, a checkpoint that is saved after only skipped steps would not resume
+    exactly, or would not load.
+
+    Args:
+        optimizer: an optimizer without states.
+        initialize: makes the states.
+    """
+    parameters = [param for group in optimizer.param_groups for param in group["params"]]
+    gradients = [param.grad for param in parameters]
+    for param in parameters:
+        param.grad = None
+    try:
+        result = initialize()
+    finally:
+        for param, gradient in zip(parameters, gradients, strict=True):
+            param.grad = gradient
+    for state in optimizer.state.values():
+        count = state.get("step")
+        if isinstance(count, torch.Tensor):
+            count.zero_()
+        elif count is not None:
+            state["step"] = 0
+    return result

@@ -11,7 +11,7 @@ symbols and undoes the patches. ``_engine`` combines all other modules of this p
 Each name in ``__all__`` is loaded on first use: code that only reads seams does not import wrapt.
 """
 
-from .. import _lazily
+from .._lazy import lazily
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from ._plan import Plan as Plan
     from ._plan import check as check
     from ._plan import is_there as is_there
-    from ._seam import Adapter as Adapter
     from ._seam import NativeProbe as NativeProbe
     from ._seam import Seam as Seam
     from ._seam import collect as collect
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from ._source import look as look
 
 _WHERE = {
-    "Adapter": "_seam",
     "Call": "_call",
     "Engine": "_engine",
     "NativeProbe": "_seam",
@@ -46,4 +44,4 @@ _WHERE = {
 }
 
 __all__ = list(_WHERE)
-__getattr__, __dir__ = _lazily(__name__, _WHERE)
+__getattr__, __dir__ = lazily(__name__, _WHERE)

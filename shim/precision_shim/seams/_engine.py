@@ -20,10 +20,11 @@ from typing import Any
 from ..errors import PrecisionShimError, SeamError
 from ..process.finders import Watcher
 from ..process.forks import Lock, is_cut_off
+from ..process.framework import Adapter
 from ..reporting.record import SeamStatus
 from ._call import prepare, through
 from ._plan import Group, Missed, Row, check, list_unchecked, nothing_missed, refusal
-from ._seam import Adapter, Seam
+from ._seam import Seam
 from ._sites import Layer, Sites, locate
 from ._source import Symbol
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 
+from ..process.framework import Adapter
 from ..reporting.record import SeamStatus
-from ._seam import Adapter, Seam, name_of
+from ._seam import Seam, name_of
 from ._source import Symbol, look
 
 Group = tuple[str, str, str]

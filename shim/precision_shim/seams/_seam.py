@@ -13,13 +13,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import CodeType, ModuleType
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from ..errors import SeamError
 from ._source import Symbol
-
-if TYPE_CHECKING:
-    from ..process.framework import Checkpoints, Framework
 
 NativeProbe = Callable[[Symbol, Any], "str | None"]
 """A function of a seam's symbol and the settings. If the framework has the feature itself, the
@@ -174,71 +171,6 @@ class Seam(_Fields):
     def parameters(self) -> tuple[str, ...]:
         """Parameters that the symbol must have, because the wrapper gives them no default."""
         return tuple(name for name, default in self.reads.items() if default is REQUIRED)
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """A framework's table of seams, with further facts about the framework.
-
-    Attributes:
-        framework: the name that users write, such as ``"verl"``.
-        distribution: the name of the framework's distribution, whose version is read.
-        packages: top-level packages whose import shows that the framework is in use.
-        tested: versions that the test environments pin.
-        seams: the table of seams that ``collect`` makes; of several seams on one target the first
-            is the innermost wrapper.
-        effects: functions that build an optimizer or a DDP, as ``"module:attribute"``. In strict
-            mode, calls of the functions in ``effects`` raise the error of a refused seam or of a
-            broken adapter; imports do not raise this error. The engine skips a function that the
-            installed version lacks.
-        paths: maps a group to what users call the part of the framework that the group patches,
-            such as ``{"fsdp": "FSDP engine"}``. A group that is not in ``paths`` is shown under its
-            own name. A group that only supports other groups has a name that ends in brackets, such
-            as ``"FSDP engine (metrics)"``. ``str(status())`` shows a name with brackets only if the
-            group was refused or the feature has no other group.
-        plan: the ``"module:function"`` that finds out a job's models from the launch command, for
-            ``precision-shim plan``; empty if the adapter has no such function.
-        checkpoints: the names of the framework's checkpoints, and the functions that predict if a
-            resume is exact, for ``precision-shim checkpoint``.
-        audit_readers: maps the top-level package of an optimizer's class to the
-            ``"module:function"`` that reads the package's optimizers for the audit. The shim itself
-            reads subclasses of ``torch.optim.Optimizer``.
-        checkpoint_readers: maps a kind of checkpoint files to the ``"module:function"`` that
-            assigns their tensors to components.
-    """
-
-    framework: str
-    distribution: str
-    packages: tuple[str, ...]
-    tested: tuple[str, ...]
-    seams: tuple[Seam, ...]
-    effects: tuple[str, ...] = ()
-    paths: Mapping[str, str] = field(default_factory=dict, hash=False)
-    plan: str = ""
-    checkpoints: Checkpoints | None = None
-    audit_readers: Mapping[str, str] = field(default_factory=dict, hash=False)
-    checkpoint_readers: Mapping[str, str] = field(default_factory=dict, hash=False)
-
-    @classmethod
-    def of(cls, record: Framework, *, seams: tuple[Seam, ...], paths: Mapping[str, str]) -> Adapter:
-        """Make an adapter from a ``Framework``, by adding the seams and ``paths``."""
-        said: dict[str, Any] = {**vars(record), "seams": seams, "paths": paths}
-        del said["adapter"], said["by_name"]
-        return cls(**said)
-
-    def check(self, features: Iterable[str]) -> None:
-        """Check that every seam of the table is for a known feature.
-
-        Raises:
-            SeamError: a seam's feature is unknown; the message names the seam's function.
-        """
-        allowed = tuple(features)
-        for seam in self.seams:
-            if seam.feature not in allowed:
-                raise SeamError(
-                    f"{self.framework}: {seam.name} is declared for the feature {seam.feature!r}; "
-                    f"allowed: {', '.join(allowed)}. Correct the function's seam(...)."
-                )
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ Importing this package imports neither torch nor Megatron; each name in ``__all_
 first use.
 """
 
-from .. import _lazily
+from .._lazy import lazily
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -74,4 +74,4 @@ _WHERE = {
 }
 
 __all__ = list(_WHERE)
-__getattr__, __dir__ = _lazily(__name__, _WHERE)
+__getattr__, __dir__ = lazily(__name__, _WHERE)

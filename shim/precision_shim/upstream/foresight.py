@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable
 
 from ..errors import PrecisionShimError
 from ..process.foreseen import preview
-from ..process.framework import Framework
+from ..process.framework import Adapter
 from ..process.in_force import asked_for
+from ..process.registry import load
 from ..process.settings import PREFIX, Settings
 from ..process.versions import judge_version
 from ..reporting.record import FrameworkStatus, SeamStatus
@@ -22,7 +23,7 @@ def inapplicable(name: str, seam: SeamStatus) -> str:
 
 
 def foresee(
-    entry: Framework,
+    entry: Adapter,
     settings: Settings,
     versions: Callable[[str, Iterable[str]], str | None],
 ) -> tuple[FrameworkStatus, list[str]]:
@@ -42,7 +43,7 @@ def foresee(
         problem = f"{PREFIX}_FRAMEWORKS names {name}, which is not installed here"
         return FrameworkStatus(None, "absent"), [problem] if asked_by_name else []
     try:
-        adapter = entry.load()
+        adapter = load(entry)
         seams = preview(adapter, settings, versions)
     except PrecisionShimError as error:
         return FrameworkStatus(version, "refused", reason=str(error)), [str(error)]

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 
+from ..process.framework import Adapter
 from ..process.registry import shared, symbols_file
-from ..seams import Adapter
 from .digest import digest
 
 FILE = symbols_file()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from precision_shim.errors import SettingsError
 from precision_shim.precision.model import TrainableDtypes
 from precision_shim.precision.moments import second_moment_can_decay
 from precision_shim_adapters.megatron.deciding.legality import FusedAdamSupport
-from precision_shim_adapters.megatron.deciding.table import OptimizerRequest, plan_optimizer
+from precision_shim_adapters.megatron.deciding.requested import InForce, RequestedConfig
+from precision_shim_adapters.megatron.deciding.table import plan_optimizer
 
 FP32, BF16, FP16, FP8 = torch.float32, torch.bfloat16, torch.float16, torch.uint8
 DTYPES = {"bf16": BF16, "fp16": FP16, "fp32": FP32}
@@ -27,16 +31,17 @@ def aware(result):
 
 
 def plan_for(dtype=BF16, *, asked=None, policy="follow-model", model=None, **fields):
-    fields.setdefault("support", te(2, 11))
-    return plan_optimizer(
-        OptimizerRequest(
-            model=TrainableDtypes({dtype: 100}) if model is None else model,
-            declared=fields.pop("declared", dtype),
-            asked={} if asked is None else asked,
-            policy=policy,
-            **fields,
-        )
+    """Plan with dtypes as the user wrote them, so that illegal ones are planned, too."""
+    known = {key: fields.pop(key) for key in ("aligns", "whole_masters") if key in fields}
+    now = InForce(states=policy, coerces=False, support=fields.pop("support", te(2, 11)), **known)
+    requested = RequestedConfig(
+        asked={} if asked is None else asked,
+        declared=fields.pop("declared", dtype),
+        auto=policy,
+        native={dtype: fields.pop("native", {})},
+        **fields,
     )
+    return plan_optimizer(requested, TrainableDtypes({dtype: 100}) if model is None else model, now)
 
 
 # -- the dispatch table ---------------------------------------------------------------------------
@@ -52,9 +57,9 @@ BF16_STATES = {
     "exp_avg_dtype": BF16,
     "exp_avg_sq_dtype": BF16,
 }
+SCALER = {"initial_loss_scale": 32768, "min_loss_scale": 1}
 FP16_STATES = {
-    "initial_loss_scale": 32768,
-    "min_loss_scale": 1,
+    **SCALER,
     PAO: True,
     "store_param_remainders": False,
 }
@@ -66,7 +71,7 @@ TABLE = [
     ("bf16", "as-configured", 0.95, {}),
     ("fp16", "follow-model", 0.999, FP16_STATES),
     ("fp16", "guarded", 0.999, FP16_STATES),
-    ("fp16", "as-configured", 0.999, {}),
+    ("fp16", "as-configured", 0.999, SCALER),
     ("fp32", "follow-model", 0.999, {}),
     ("fp32", "guarded", 0.999, {}),
     ("fp32", "as-configured", 0.999, {}),
@@ -127,7 +132,7 @@ def test_that_a_dtype_has_no_rule_is_said_of_those_alone(fields, said):
 def test_mixed_dtypes_keep_fp32_states_and_give_the_counts(declared, policy):
     model = TrainableDtypes({BF16: 1234, FP32: 56})
     result = plan_for(model=model, declared=DTYPES[declared], policy=policy)
-    assert result.adds == FLAGS[declared]
+    assert result.adds == {**(SCALER if declared == "fp16" else {}), **FLAGS[declared]}
     assert result.main_grads is FP32
     assert not aware(result)
     assert "1,234" in result.because
@@ -137,7 +142,7 @@ def test_mixed_dtypes_keep_fp32_states_and_give_the_counts(declared, policy):
 @pytest.mark.parametrize("native", [True, False])
 def test_mixed_dtypes_turn_a_native_precision_aware_optimizer_off(native):
     mixed = TrainableDtypes({BF16: 3, FP32: 4})
-    result = plan_for(model=mixed, declared=BF16, native={PAO: native})
+    result = plan_for(model=mixed, declared=BF16, native={PAO: True} if native else {})
     assert result.adds == {**FLAGS["bf16"], **({PAO: False} if native else {})}
     assert not aware(result)
 
@@ -370,7 +375,8 @@ def test_a_native_precision_aware_optimizer_that_cannot_run_is_turned_off_by_nam
 
 @pytest.mark.parametrize("written", [True, False])
 def test_main_grads_stay_fp32_where_the_bucket_does(written):
-    result = plan_for(aligned=False, fp32_bucket_written=written, asked={"adam_beta2": 0.95})
+    bucket = {"bucket_in_fp32": True} if written else {"aligns": False}
+    result = plan_for(asked={"adam_beta2": 0.95}, **bucket)
     assert result.adds == {**FLAGS["bf16"], **BF16_STATES, "main_grads_dtype": FP32}
     assert result.main_grads is FP32
     assert aware(result)
@@ -387,7 +393,7 @@ def test_main_grads_stay_fp32_where_the_bucket_does(written):
 
 def test_main_grads_that_the_user_wrote_are_not_explained_by_the_bucket():
     asked = {"main_grads_dtype": BF16, "adam_beta2": 0.95}
-    result = plan_for(aligned=False, fp32_bucket_written=True, asked=asked)
+    result = plan_for(bucket_in_fp32=True, asked=asked)
     assert result.main_grads is BF16
     assert "main grads stay fp32" not in result.because
     assert result.bucket_warning == ""
@@ -395,8 +401,8 @@ def test_main_grads_that_the_user_wrote_are_not_explained_by_the_bucket():
 
 def test_an_fp32_bucket_is_nothing_to_warn_of_without_the_precision_aware_optimizer():
     asked = {PAO: False}
-    assert plan_for(aligned=False, fp32_bucket_written=True, asked=asked).bucket_warning == ""
-    fp16 = plan_for(FP16, aligned=False, fp32_bucket_written=True)
+    assert plan_for(bucket_in_fp32=True, asked=asked).bucket_warning == ""
+    fp16 = plan_for(FP16, bucket_in_fp32=True)
     assert "main_grads_dtype" not in fp16.adds
     assert fp16.bucket_warning == ""
 
@@ -516,9 +522,9 @@ def test_the_choice_in_words_is_the_result_with_the_users_wishes():
     assert "exp_avg_sq bf16" in result.chosen
 
 
-def test_the_users_beta2_may_be_a_string():
-    # YAML reads 1e-3 as a string; the plan must accept a beta2 that nobody converted.
-    assert plan_for(policy="guarded", asked={"adam_beta2": "0.95"}).adds["exp_avg_sq_dtype"] is BF16
+def test_a_beta2_that_is_text_is_refused():
+    with pytest.raises(SettingsError, match=r"adam_beta2='0\.95' is not allowed"):
+        plan_for(policy="guarded", asked={"adam_beta2": "0.95"})
 
 
 # -- properties -----------------------------------------------------------------------------------
@@ -544,9 +550,9 @@ VERL_FP16 = {PAO: True, "store_param_remainders": False}  # verl's own fp16 bran
 @st.composite
 def requests(draw, asked):
     dtype = draw(st.sampled_from([BF16, FP16, FP32]))
-    return OptimizerRequest(
+    return SimpleNamespace(
+        dtype=dtype,
         model=draw(st.sampled_from([TrainableDtypes({dtype: 9}), TrainableDtypes()])),
-        declared=dtype,
         asked=draw(st.fixed_dictionaries({}, optional=asked)),
         policy=draw(st.sampled_from(["follow-model", "guarded"])),
         optimizer=draw(st.sampled_from(["adam", "adam", "adam", "sgd"])),
@@ -585,7 +591,7 @@ def can_be_built(request, config):
     remainders = version >= (2, 1) and config.get("store_param_remainders", True)
     if remainders and dtypes["main_params_dtype"] is not FP32:
         return False
-    if remainders and request.declared is FP16:  # remainders rebuild fp32 from bf16 parameters only
+    if remainders and request.dtype is FP16:  # remainders rebuild fp32 from bf16 parameters only
         return False
     if config.get("optimizer_cuda_graph"):
         both_bf16 = moments == [BF16, BF16] and version >= (2, 14)
@@ -595,7 +601,7 @@ def can_be_built(request, config):
 
 @given(requests(HARMLESS))
 def test_what_the_shim_adds_can_always_be_built(request):
-    result = plan_optimizer(request)
+    result = plan_for(**vars(request))
     config = merged(result, request.asked, request.native)
     assert can_be_built(request, config), config
 
@@ -603,7 +609,7 @@ def test_what_the_shim_adds_can_always_be_built(request):
 @given(requests({**HARMLESS, **PRECISION}))
 def test_the_shim_breaks_no_config_that_could_be_built_without_it(request):
     assume(can_be_built(request, {**request.native, **request.asked}))
-    result = plan_optimizer(request)
+    result = plan_for(**vars(request))
     config = merged(result, request.asked, request.native)
     assert can_be_built(request, config), config
 
@@ -611,14 +617,14 @@ def test_the_shim_breaks_no_config_that_could_be_built_without_it(request):
 @given(requests({**HARMLESS, **PRECISION}))
 def test_the_plan_is_the_merged_config_with_the_users_fields_on_top(request):
     asked = dict(request.asked)
-    result = plan_optimizer(request)
+    result = plan_for(**vars(request))
     config = merged(result, asked, request.native)
     assert request.asked == asked
     assert aware(result) is config.get(PAO, False)
     main_grads = config.get("main_grads_dtype", FP32) if aware(result) else FP32
     assert result.main_grads is main_grads
     for key, value in asked.items():
-        if result.adds.get(key, value) != value:
+        if key not in request.native and result.adds.get(key, value) != value:
             assert f"{key} is the user's" in result.because
     assert result.because
     assert result.chosen
@@ -627,14 +633,14 @@ def test_the_plan_is_the_merged_config_with_the_users_fields_on_top(request):
 @given(requests({**HARMLESS, **PRECISION}))
 def test_nothing_of_ours_is_bf16_where_transformer_engine_takes_no_bf16_moments(request):
     assume(not request.support.bf16_moments)
-    adds = plan_optimizer(request).adds
+    adds = plan_for(**vars(request)).adds
     assert BF16 not in [adds.get(name) for name in ("exp_avg_dtype", "exp_avg_sq_dtype")]
     assert adds.get("main_grads_dtype") is not BF16
 
 
 @given(requests({**HARMLESS, **PRECISION}))
 def test_as_configured_adds_the_models_flags_and_nothing_else(request):
-    fields = {**request.__dict__, "policy": "as-configured"}
-    result = plan_optimizer(OptimizerRequest(**fields))
-    name = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[request.declared]
-    assert result.adds == FLAGS[name]
+    result = plan_for(**{**vars(request), "policy": "as-configured"})
+    name = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[request.dtype]
+    scaler = SCALER if request.dtype is FP16 else {}
+    assert result.adds == {**scaler, **request.native, **FLAGS[name]}

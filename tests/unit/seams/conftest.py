@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from precision_shim.seams import Adapter, Engine, Seam
+from precision_shim.process.framework import Adapter
+from precision_shim.seams import Engine, Seam
 
 TOY = {
     "toy/__init__.py": "",

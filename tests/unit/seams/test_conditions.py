@@ -8,7 +8,8 @@ from collections.abc import Iterable
 import pytest
 
 from precision_shim.errors import SeamError
-from precision_shim.seams import Adapter, check, seam
+from precision_shim.process.framework import Adapter
+from precision_shim.seams import check, seam
 
 FEATURES = ("f", "g")
 

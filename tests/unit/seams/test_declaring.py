@@ -10,7 +10,9 @@ import types
 import pytest
 
 from precision_shim.errors import SeamError
-from precision_shim.seams import Adapter, Seam, collect, seam
+from precision_shim.process.framework import Adapter
+from precision_shim.process.registry import load
+from precision_shim.seams import Seam, collect, seam
 
 
 def native(symbol, settings):
@@ -126,10 +128,11 @@ def test_what_makes_no_sense_is_an_error_that_names_the_function(function, field
 def test_a_misspelt_feature_is_an_error_when_the_adapter_is_loaded():
     table = (Seam("toy.ops:scale", "fp61", here, why="a test"),)
     adapter = Adapter("toy", "toy", ("toy",), ("1.0",), table)
-    adapter.check(["fp16", "fp61"])
-    says = f"toy: {__name__}:here is declared for the feature 'fp61'; allowed: fp16, bf16"
+    says = f"toy: {__name__}:here is declared for the feature 'fp61'; allowed: dtype-coercion, bf16"
     with pytest.raises(SeamError, match=re.escape(says)):
-        adapter.check(["fp16", "bf16"])
+        load(adapter)
+    right = (Seam("toy.ops:scale", "fp16-scaling", here, why="a test"),)
+    assert load(adapter.replace(seams=right)).seams is right
 
 
 def test_a_record_without_wrapper_needs_a_probe():

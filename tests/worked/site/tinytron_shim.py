@@ -11,14 +11,14 @@ import torch
 
 from precision_shim.adapting import Adapter, Call, collect, seam
 from precision_shim_adapters import megatron
-from precision_shim_adapters.megatron import ALIGNMENT, BUILDING, GROUP, SCALING, SETTLING, Wishes
+from precision_shim_adapters.megatron import ALIGNMENT, BUILDING, GROUP, SCALING, SETTLING
 
 TRAINER = "tinytron.trainer"
 
 
-def read(config: Any) -> Wishes:
+def read(config: Any) -> megatron.RequestedConfig:
     """What a user of tinytron asks for."""
-    return Wishes(
+    return megatron.RequestedConfig(
         where="tinytron, optimizer",
         subject="model",
         asked=config.optimizer,
@@ -39,12 +39,12 @@ def build(call: Call) -> None:
 
 @seam(f"{TRAINER}:optimizer_config", SETTLING, group=GROUP, why="makes every OptimizerConfig")
 def configure(call: Call, config: Any) -> Any:
-    """Put the settled fields into the config; what the user wrote is among them."""
+    """Put the planned fields into the config; what the user wrote is among them."""
     around = megatron.current_build("tinytron") or megatron.Build("tinytron", lambda: read(config))
-    settled = megatron.settle(around)
-    call.arguments["config"] = replace(config, optimizer=settled.fields)
+    plan = megatron.settle(around)
+    call.arguments["config"] = replace(config, optimizer=plan.fields)
     made = call.proceed()
-    settled.keep_layout(made)
+    megatron.keep_layout(plan, made)
     return made
 
 

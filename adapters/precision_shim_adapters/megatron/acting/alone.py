@@ -15,7 +15,8 @@ from typing import Any
 
 from precision_shim.adapting import Call, current_settings, decide, seam, warn
 
-from ..deciding.wishes import GROUP, SCALING, scaler_row
+from ..deciding.requested import GROUP, SCALING
+from ..deciding.table import scaler_row
 from .build import current_build, megatron_label
 from .optimizer import check_again
 from .overflow import SCALER, dynamic_scalers

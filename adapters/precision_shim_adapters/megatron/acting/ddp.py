@@ -16,20 +16,18 @@ import weakref
 from typing import Any
 
 import torch
+import torch.distributed
 
 from precision_shim.adapting import Call, current_settings, decide, in_force, seam, warn
 from precision_shim.precision.dtypes import name_of
 from precision_shim.precision.model import TrainableDtypes, trainable_dtypes
 from precision_shim_adapters.megatron.deciding.bucket import BucketChoice, choose_bucket
 
-from ..deciding.wishes import ALIGNMENT, DISPATCH, GROUP, SCALING, Wishes
+from ..deciding.requested import ALIGNMENT, DISPATCH, GROUP, SCALING
 from ..resuming.checkpoint import bucket_without_shim
 from .build import Build, build_around
-from .stages import over_stages
 
 DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__"
-PATHS = {"megatron-fsdp": "Megatron-FSDP (overflows)"}
-"""Maps the group of the Megatron-FSDP seam to its name for users."""
 
 _FSDP = "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel.__init__"
 
@@ -74,15 +72,14 @@ def build_ddp(
     build = build_around(ddp_config)
     if build is None:
         return call.proceed()
-    model = over_stages(trainable_dtypes(module.parameters()), pg_collection)
+    model = _over_stages(trainable_dtypes(module.parameters()), pg_collection)
     build.seen = build.seen + model
     build.distributed = bool(ddp_config.use_distributed_optimizer)
-    wishes = build.wishes
     # Change a copy: other chunks share the caller's config.
     changed = copy.copy(ddp_config)
     if in_force(build.framework, SCALING, GROUP):
-        _let_overflows_pass(build, wishes, changed, model)
-    compared = _align(build, wishes, changed, model)
+        _let_overflows_pass(build, changed, model)
+    compared = _align(build, changed, model)
     if changed != ddp_config:
         call.arguments["ddp_config"] = changed
     realigned = changed.grad_reduce_in_fp32 != ddp_config.grad_reduce_in_fp32
@@ -98,13 +95,13 @@ def build_ddp(
     return result
 
 
-def _align(build: Build, wishes: Wishes, config: Any, model: TrainableDtypes) -> torch.dtype | None:
+def _align(build: Build, config: Any, model: TrainableDtypes) -> torch.dtype | None:
     """Set the bucket's dtype; return the main grads' dtype if the user's bucket dtype stays."""
     if not in_force(build.framework, ALIGNMENT, GROUP):
         return None
-    plan = build.plan(model).plan
+    plan, requested = build.plan(model), build.requested
     present = bool(config.grad_reduce_in_fp32)
-    written = wishes.bucket_in_fp32 is not None
+    written = requested.bucket_in_fp32 is not None
     over_user = current_settings()["grad_bucket"] == "align"
     choice = choose_bucket(
         present=present,
@@ -126,13 +123,13 @@ def _align(build: Build, wishes: Wishes, config: Any, model: TrainableDtypes) ->
         dtype = name_of(model.single)
     decide(
         build.framework,
-        wishes.subject,
+        requested.subject,
         ALIGNMENT,
         f"gradient bucket {dtype} (grad_reduce_in_fp32={in_fp32})",
         because,
     )
-    if problem and wishes.trains:  # without an optimizer the bucket stays empty
-        warn(f"{build.framework} {wishes.subject}: {problem}.")
+    if problem and requested.trains:  # without an optimizer the bucket stays empty
+        warn(f"{build.framework} {requested.subject}: {problem}.")
     return plan.main_grads if written and not over_user else None
 
 
@@ -161,22 +158,23 @@ def build_fsdp(call: Call, ddp_config: Any, module: Any, pg_collection: Any = No
     build = build_around(ddp_config)
     if build is None:
         return call.proceed()
-    model = over_stages(trainable_dtypes(module.parameters()), pg_collection)
+    model = _over_stages(trainable_dtypes(module.parameters()), pg_collection)
     changed = copy.copy(ddp_config)
-    _let_overflows_pass(build, build.wishes, changed, model)
+    _let_overflows_pass(build, changed, model)
     if changed != ddp_config:
         call.arguments["ddp_config"] = changed
     return call.proceed()
 
 
-def _let_overflows_pass(build: Build, wishes: Wishes, config: Any, model: TrainableDtypes) -> None:
+def _let_overflows_pass(build: Build, config: Any, model: TrainableDtypes) -> None:
     """Turn ``check_for_nan_in_grad`` off if the loss scaler will skip steps with an overflow."""
+    requested = build.requested
     checks = bool(getattr(config, "check_for_nan_in_grad", False))
-    if not (checks and torch.float16 in model.counts and _scales_dynamically(build, wishes)):
+    if not (checks and torch.float16 in model.counts and _scales_dynamically(build)):
         return
-    if wishes.nan_check_written:
+    if requested.nan_check_written:
         warn(
-            f"{build.framework} {wishes.subject}: check_for_nan_in_grad=True is the user's: an "
+            f"{build.framework} {requested.subject}: check_for_nan_in_grad=True is the user's: an "
             "fp16 overflow ends the job before the loss scaler can skip the step. Leave it out, "
             "or set it to False."
         )
@@ -184,15 +182,50 @@ def _let_overflows_pass(build: Build, wishes: Wishes, config: Any, model: Traina
     config.check_for_nan_in_grad = False
     decide(
         build.framework,
-        wishes.subject,
+        requested.subject,
         SCALING,
         "check_for_nan_in_grad=False",
         "it would end the job at an fp16 overflow, which the dynamic loss scaler skips",
     )
 
 
-def _scales_dynamically(build: Build, wishes: Wishes) -> bool:
+def _scales_dynamically(build: Build) -> bool:
     """Whether Megatron will make a dynamic scaler (for ``fp16`` without a ``loss_scale``)."""
-    by_itself = wishes.native.get(torch.float16, {}).get("fp16", False)
+    requested = build.requested
+    by_itself = requested.native.get(torch.float16, {}).get("fp16", False)
     fp16 = by_itself or in_force(build.framework, DISPATCH, GROUP)
-    return bool(wishes.asked.get("fp16", fp16)) and not wishes.asked.get("loss_scale")
+    return bool(requested.asked.get("fp16", fp16)) and not requested.asked.get("loss_scale")
+
+
+def _over_stages(model: TrainableDtypes, pg_collection: Any = None) -> TrainableDtypes:
+    """Merge the trainable dtypes of a model chunk with those of the same chunk on other stages.
+
+    The first and the last stage each have a copy of tied embeddings, and add up the copies'
+    gradients. If only the last stage had fp32 parameters, its bucket would be fp32, but the first
+    stage's bf16. Gradients in an fp32 bucket and gradients in a bf16 bucket cannot be added.
+
+    Every rank of the pipeline-parallel group has to call this function for each chunk; all stages
+    build equally many chunks.
+
+    Args:
+        model: the dtypes of this stage's chunk.
+        pg_collection: the DDP's process groups; ``None`` for Megatron's global groups.
+    """
+    group = _find_group(pg_collection)
+    if group is None or torch.distributed.get_world_size(group) < 2:
+        return model
+    every: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(every, model, group=group)
+    return sum(every, TrainableDtypes())
+
+
+def _find_group(pg_collection: Any) -> Any:
+    """The pipeline-parallel group; ``None`` if there is none."""
+    if not torch.distributed.is_initialized():
+        return None
+    group = getattr(pg_collection, "pp", None)
+    if group is not None:
+        return group
+    from megatron.core import parallel_state
+
+    return parallel_state.get_pipeline_model_parallel_group(check_initialized=False)

@@ -21,9 +21,9 @@ from precision_shim.adapting import Call
 from precision_shim.precision.dtypes import parse_dtype
 from precision_shim.seams import Seam
 
-from ..deciding.wishes import Wishes
+from ..deciding.requested import RequestedConfig
 from .build import current_build
-from .optimizer import settle
+from .optimizer import keep_layout, settle
 
 CONFIG_INIT = "megatron.core.optimizer.optimizer_config:OptimizerConfig.__init__"
 """The function that an adapter patches if its trainer has no function that makes the config."""
@@ -32,9 +32,9 @@ _OF_THE_MODEL = ("fp16", "bf16", "params_dtype")
 """Fields of OptimizerConfig that a trainer sets from the model's dtype."""
 
 
-def wishes_of_flags(
+def requested_by_flags(
     args: Namespace, where: str, subject: str, blockers: Iterable[str] = ()
-) -> Wishes:
+) -> RequestedConfig:
     """Read one model's settings from a flat namespace of Megatron's flags.
 
     A flag counts as the user's if it differs from the default of Megatron's OptimizerConfig. A flag
@@ -44,7 +44,7 @@ def wishes_of_flags(
         args: the namespace that Megatron's ``validate_args`` has checked.
         where: framework, version and the word "flags", for messages.
         subject: which model.
-        blockers: see ``Wishes``.
+        blockers: see ``RequestedConfig``.
     """
     from megatron.core.optimizer import OptimizerConfig
 
@@ -57,7 +57,7 @@ def wishes_of_flags(
     bucket = True if args.accumulate_allreduce_grads_in_fp32 else None
     if bucket is None and getattr(args, "grad_reduce_in_bf16", False):
         bucket = False
-    return Wishes(
+    return RequestedConfig(
         where=where,
         subject=subject,
         asked=asked,
@@ -86,10 +86,10 @@ def fill_inline(call: Call, framework: str) -> Any:
     build = current_build(framework)
     if build is None:
         return call.proceed()
-    settled = settle(build)
-    call.arguments.update(settled.fields)
+    plan = settle(build)
+    call.arguments.update(plan.fields)
     result = call.proceed()
-    settled.keep_layout(call.instance)
+    keep_layout(plan, call.instance)
     return result
 
 

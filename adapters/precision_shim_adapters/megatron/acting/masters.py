@@ -20,15 +20,13 @@ import torch
 
 from precision_shim.adapting import Call, decide, seam, warn
 
-from ..deciding.wishes import DISPATCH, SCALING
+from ..deciding.requested import DISPATCH, SCALING
 from .build import megatron_label
 
 FEATURES = (DISPATCH, SCALING)
 """Features that need correct masters; this file's seams act if one of these features is on."""
 
 GROUP = "megatron weights alone"
-PATHS = {GROUP: "Megatron (weights loaded without states)"}
-"""Maps the group of this file's seams to its name for users."""
 
 UPSTREAM = "https://github.com/NovaSky-AI/SkyRL/pull/2149"
 

@@ -15,9 +15,6 @@ from typing import Any
 
 from precision_shim.adapting import Call, Seam, Settings, Symbol
 
-PATHS = {"offload": "Megatron (offload of states)"}
-"""Maps the group of this file's seams to its name for users."""
-
 
 def seams(module: str, importers: tuple[str, ...], why: str, delete_when: str) -> list[Seam]:
     """The seams at a framework's two offload functions; all frameworks use the same two names.

@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,22 +37,28 @@ from precision_shim_adapters.megatron.deciding.legality import check_dtypes, not
 
 from ..buffers import grad_buffers
 from ..deciding.numbers import SCALER, check_numbers
+from ..deciding.requested import ALIGNMENT, DISPATCH, GROUP, SCALING
 from ..deciding.scaler import refuse_low, scaler_fields, unscaled
-from ..deciding.told import note_told
-from ..deciding.wishes import (
-    ALIGNMENT,
-    DISPATCH,
-    FUSED_ADAM_ARGUMENTS,
-    GROUP,
-    SCALING,
-    coerce_written,
-    fused_adam_support,
-)
+from ..deciding.table import OptimizerPlan, coerce_written
+from ..installed import FUSED_ADAM_ARGUMENTS, fused_adam_support
 from ..resuming.checkpoint import note_precision_aware
 from .build import Build, current_build, megatron_label
 from .ddp import find_noted_dtype
+from .identity import ByIdentity
 
 CONFIG = "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__"
+
+_told: ByIdentity[frozenset[str]] = ByIdentity()
+"""Maps an OptimizerConfig to the codes of the problems of which ``check`` has warned the user."""
+
+
+def find_noted_codes(config: Any) -> frozenset[str]:
+    """The codes of an OptimizerConfig's problems that the audit omits, because ``check`` warned."""
+    return _told.get(config) or frozenset()
+
+
+def _note_told(config: Any, *codes: str) -> None:
+    _told[config] = find_noted_codes(config).union(codes)
 
 
 # Order matters: of two wrappers of one symbol, the wrapper defined first is the inner wrapper.
@@ -126,38 +131,7 @@ def _refuse_low(fields: Mapping[str, Any], where: str) -> None:
         raise DtypeError(f"{where}: {field}: {message}. {remedy}")
 
 
-@dataclass(frozen=True)
-class Settled:
-    """The fields for a framework's OptimizerConfig.
-
-    Attributes:
-        dtype: the model's dtype; ``None`` if the shim does not choose fields by the model's dtype.
-        asked: the fields that the user wrote.
-        added: the fields that the shim adds; ``asked`` overrides ``added``.
-        by_user: whether the optimizer is precision-aware without the shim, too; ``None`` if the
-            shim does not choose fields by the model's dtype.
-    """
-
-    dtype: torch.dtype | None
-    asked: Mapping[str, Any]
-    added: Mapping[str, Any]
-    by_user: bool | None
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """The fields in ``asked`` and ``added``; ``asked`` overrides ``added``."""
-        return {**self.added, **self.asked}
-
-    def keep_layout(self, config: Any) -> None:
-        """Record for the checkpoints' layout whether user or shim made a config precision-aware.
-
-        An adapter calls ``keep_layout`` with the config object that the optimizer receives.
-        """
-        if self.by_user is not None:
-            note_precision_aware(config, by_user=self.by_user)
-
-
-def settle(build: Build, *, native: bool = False) -> Settled:
+def settle(build: Build, *, native: bool = False) -> OptimizerPlan:
     """Choose the OptimizerConfig's fields for a model whose DDP is built, and report the decision.
 
     An adapter calls ``settle`` in a seam at the framework's function that makes the config. The
@@ -174,34 +148,40 @@ def settle(build: Build, *, native: bool = False) -> Settled:
         SettingsError: the initial loss scale is below the scaler's minimum, or a value that the
             shim computes with is no number.
     """
-    wishes = build.wishes
-    dtype: torch.dtype | None = None
-    by_user: bool | None = None
-    added: dict[str, Any] = {}
+    requested = build.requested
+    where = requested.where
     if in_force(build.framework, DISPATCH, GROUP) and not native:
-        planned = build.plan()
-        dtype, asked = planned.dtype, dict(planned.asked)
-        by_user = wishes.precision_aware_by_itself
-        added.update(planned.added)
-        made = planned.plan
-        decide(build.framework, wishes.subject, DISPATCH, made.chosen, made.because)
-        for text in made.warnings:
-            warn(f"{build.framework} {wishes.subject}: {text}")
-        if made.bucket_warning and wishes.trains:
-            warn(f"{build.framework} {wishes.subject}: {made.bucket_warning}.")
+        plan = build.plan()
+        decide(build.framework, requested.subject, DISPATCH, plan.chosen, plan.because)
+        for text in plan.warnings:
+            warn(f"{build.framework} {requested.subject}: {text}")
+        if plan.bucket_warning and requested.trains:
+            warn(f"{build.framework} {requested.subject}: {plan.bucket_warning}.")
     else:
-        asked = coerce_written(wishes.asked, wishes.where)
-    check_numbers(asked, ("loss_scale",), wishes.where)
+        plan = OptimizerPlan(coerce_written(requested.asked, where, build.in_force()))
+    asked = plan.asked
+    check_numbers(asked, ("loss_scale",), where)
     fp16, scales = build.dtype is torch.float16, in_force(build.framework, SCALING, GROUP)
     if (fp16 or asked.get("fp16")) and not asked.get("loss_scale"):
-        check_numbers(asked, SCALER, wishes.where)
+        check_numbers(asked, SCALER, where)
     if scales and fp16:
-        added.update(scaler_fields(wishes, asked, current_settings()))
+        scaler = scaler_fields(requested, asked, current_settings())
+        plan = dataclasses.replace(plan, adds={**plan.adds, **scaler})
     elif fp16 or asked.get("fp16"):
-        refuse_low({**added, **asked}, wishes.where)
-    if in_force(build.framework, "dtype-coercion", GROUP) and not wishes.precision_aware_by_itself:
-        _refuse_low({**added, **asked}, f"{wishes.where}, {megatron_label()}")
-    return Settled(dtype, asked, added, by_user)
+        refuse_low(plan.fields, where)
+    coerces = in_force(build.framework, "dtype-coercion", GROUP)
+    if coerces and not requested.precision_aware_by_itself:
+        _refuse_low(plan.fields, f"{where}, {megatron_label()}")
+    return plan
+
+
+def keep_layout(plan: OptimizerPlan, config: Any) -> None:
+    """Record for the checkpoints' layout whether user or shim made a config precision-aware.
+
+    An adapter calls ``keep_layout`` with the config object that the optimizer receives.
+    """
+    if plan.by_user is not None:
+        note_precision_aware(config, by_user=plan.by_user)
 
 
 def with_fields(config: Any, fields: Mapping[str, Any]) -> Any:
@@ -253,15 +233,15 @@ def settle_made(call: Call, framework: str, config: Any, model: Any, *, stale: b
     build = current_build(framework)
     if build is None:
         return call.proceed()
-    settled = settle(build)
-    made = with_fields(config, settled.fields)
+    plan = settle(build)
+    made = with_fields(config, plan.fields)
     if stale:
         keeps = bool(getattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
-        settled = dataclasses.replace(settled, by_user=settled.by_user and keeps)
+        plan = dataclasses.replace(plan, by_user=plan.by_user and keeps)
         if made is config:
             made = copy.copy(config)
             check_again(made)
-    settled.keep_layout(made)
+    keep_layout(plan, made)
     check(framework, made, model)
     call.arguments["config"] = made
     return call.proceed()
@@ -295,14 +275,14 @@ def check(framework: str, config: Any, model: Any) -> None:
 def _refuse_unscaled(build: Build, config: Any) -> None:
     if build.dtype is not torch.float16 or config.fp16 or getattr(config, "loss_scale", None):
         return
-    wishes = build.wishes
-    message = unscaled(wishes.where, config.fp16, config.bf16)
+    requested = build.requested
+    message = unscaled(requested.where, config.fp16, config.bf16)
     if current_settings().strict:
         raise InconsistentPrecisionError(message)
-    note_told(config, "scaler-missing", "params-dtype")
+    _note_told(config, "scaler-missing", "params-dtype")
     decide(
         build.framework,
-        wishes.subject,
+        requested.subject,
         SCALING,
         "no loss scaling",
         f"the optimizer's config has fp16={config.fp16}",
@@ -322,7 +302,7 @@ def _refuse_fp16_gradients(
         return
     if torch.float16 in _bucket_dtypes(chunks):
         raise InconsistentPrecisionError(
-            f"{framework if build is None else build.wishes.where}, {megatron_label()}: "
+            f"{framework if build is None else build.requested.where}, {megatron_label()}: "
             "use_precision_aware_optimizer=True with "
             f"clip_grad={config.clip_grad} takes fp32 or bf16 gradients, and "
             "grad_reduce_in_fp32=False makes them fp16. Write grad_reduce_in_fp32: true, or set "
@@ -342,7 +322,7 @@ def _check_pair(framework: str, build: Build | None, config: Any, chunks: list[A
     told = [find_noted_dtype(chunk) for chunk in chunks]
     problems = []
     if buckets and buckets != {main_grads}:
-        note_told(config, "main-grads-dtype")
+        _note_told(config, "main-grads-dtype")
     # ``build_ddp`` has already compared and reported a bucket dtype that the user wrote.
     if buckets and buckets != {main_grads} and set(told) != {main_grads}:
         dtypes = ", ".join(sorted(map(name_of, buckets)))
@@ -350,9 +330,9 @@ def _check_pair(framework: str, build: Build | None, config: Any, chunks: list[A
             f"the optimizer expects {name_of(main_grads)} main grads, the gradient bucket is "
             f"{dtypes}"
         )
-    unchecked = build.wishes.unchecked if build is not None else ()
+    unchecked = build.requested.unchecked if build is not None else ()
     if live.single is not None and live.single is not params and "params_dtype" not in unchecked:
-        note_told(config, "params-dtype")
+        _note_told(config, "params-dtype")
         problems.append(
             f"the OptimizerConfig is for {name_of(params)} parameters, the trainable "
             f"parameters are {name_of(live.single)}"

@@ -40,8 +40,8 @@ from precision_shim.adapting import Call, current_settings, decide, seam, warn
 from precision_shim.precision.scaler_record import lower_tracker
 from precision_shim.scaling import SkipCounter
 
+from ..deciding.requested import GROUP, SCALING
 from ..deciding.scaler import describe_scaler, factors_set
-from ..deciding.wishes import GROUP, SCALING
 from .build import current_build, megatron_label
 from .scaled import tell_unscaled
 from .unstepped import make_states
@@ -376,7 +376,7 @@ def take_settings(
     dtype = None if build is None else build.dtype
     decide(
         build.framework if build is not None else "megatron",
-        build.wishes.subject if build is not None else "direct caller",
+        build.requested.subject if build is not None else "direct caller",
         SCALING,
         *describe_scaler(initial_scale, growth_interval, factors, taken, dtype),
     )

@@ -20,7 +20,7 @@ import torch
 from precision_shim.adapting import Call, current_settings, seam, warn
 from precision_shim.errors import InconsistentPrecisionError
 
-from ..deciding.wishes import GROUP, SCALING
+from ..deciding.requested import GROUP, SCALING
 from .build import megatron_label
 
 _OPTIMIZER = "megatron.core.optimizer.optimizer"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...fp16.states import states_of_no_step
+from precision_shim.scaling import states_of_no_step
 
 
 def make_states(optimizers: Iterable[Any]) -> None:

@@ -10,9 +10,10 @@ import torch
 from precision_shim.adapting import Settings, parse_settings
 from precision_shim.errors import SettingsError
 from precision_shim.precision.dtypes import name_of
+from precision_shim.precision.scaler_record import in_words
 
-from ...fp16.settings import in_words
-from .wishes import Wishes, scaler_row
+from .requested import RequestedConfig
+from .table import scaler_row
 
 FIELDS = {"loss_scale_init": "initial_loss_scale", "growth_interval": "loss_scale_window"}
 """Maps the shim's settings to the fields of Megatron's OptimizerConfig."""
@@ -27,7 +28,9 @@ _OWN = {"loss_scale_window": 1000.0, "growth_factor": 2.0, "backoff_factor": 0.5
 """Values that megatron-core 0.16 to 0.19 has in OptimizerConfig or passes to DynamicGradScaler."""
 
 
-def scaler_fields(wishes: Wishes, asked: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+def scaler_fields(
+    requested: RequestedConfig, asked: Mapping[str, Any], settings: Settings
+) -> dict[str, Any]:
     """Choose values for loss scaler fields that the user did not write in the OptimizerConfig.
 
     The framework's config overrides settings of ``install()`` and of environment variables.
@@ -35,15 +38,15 @@ def scaler_fields(wishes: Wishes, asked: Mapping[str, Any], settings: Settings) 
     Raises:
         SettingsError: the initial loss scale is below the minimum.
     """
-    block = parse_settings(wishes.scaler, FIELDS, wishes.scaler_where)
+    block = parse_settings(requested.scaler, FIELDS, requested.scaler_where)
     fields = scaler_row()
     for name, field in FIELDS.items():
         if name in block or settings.is_set(name):
             fields[field] = block.get(name, settings[name])
     fields = {key: value for key, value in fields.items() if key not in asked}
-    place, key, way = wishes.where, "initial_loss_scale", "Write a higher one"
+    place, key, way = requested.where, "initial_loss_scale", "Write a higher one"
     if "loss_scale_init" in block:
-        place, key, way = wishes.scaler_where, "loss_scale_init", "Raise it"
+        place, key, way = requested.scaler_where, "loss_scale_init", "Raise it"
     elif settings.is_set("loss_scale_init"):
         key, way = "PRECISION_SHIM_LOSS_SCALE_INIT", "Raise it"
     refuse_low({**asked, **fields}, place, key, way)
@@ -115,29 +118,23 @@ def unscaled(where: str, fp16: object, bf16: object) -> str:
 
 
 def foreseen(
-    wishes: Wishes, asked: Mapping[str, Any], settings: Settings
+    requested: RequestedConfig, asked: Mapping[str, Any], settings: Settings
 ) -> tuple[str, str] | None:
     """Describe the loss scaler that a planned job will have; ``None`` if its scale is static.
 
     Raises:
         SettingsError: see ``scaler_fields``.
     """
-    made = {**_OWN, **asked, **scaler_fields(wishes, asked, settings)}
-    if made.get("loss_scale"):
-        return None
-    ours = factors_set(settings)
-    return describe_scaler(
-        float(made["initial_loss_scale"]), float(made["loss_scale_window"]), {**_OWN, **ours}, ours
-    )
+    fields = {**asked, **scaler_fields(requested, asked, settings)}
+    return foreseen_alone(fields, settings, torch.float16)
 
 
 def foreseen_alone(
     fields: Mapping[str, Any], settings: Settings, dtype: torch.dtype
 ) -> tuple[str, str] | None:
-    """Predict the decision about Megatron's loss scaler for a model that is not fp16.
+    """Predict the decision about the loss scaler that Megatron makes if ``fp16`` is true.
 
-    Megatron makes the scaler if the OptimizerConfig has ``fp16=True``. The shim chooses the
-    scaler's initial loss scale and growth interval only for an fp16 model.
+    The shim chooses the scaler's initial loss scale and growth interval only for an fp16 model.
 
     Args:
         fields: the fields of Megatron's OptimizerConfig.

@@ -1,4 +1,4 @@
-"""The dispatch table: the OptimizerConfig fields that the shim sets for each model dtype.
+"""Plan a model's OptimizerConfig by the dispatch table: the fields for each model dtype.
 
 The dispatch table follows verl's pull request 6526. The rule that keeps ``exp_avg_sq`` in fp32 at a
 high ``beta2`` is the shim's own (``precision.moments``).
@@ -7,12 +7,12 @@ high ``beta2`` is the shim's own (``precision.moments``).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from precision_shim.precision.dtypes import name_of, parse_dtype
+from precision_shim.precision.dtypes import coerce_dtypes, name_of, parse_dtype
 from precision_shim.precision.model import TrainableDtypes
 from precision_shim.precision.moments import second_moment_can_decay
 
@@ -25,13 +25,16 @@ from .legality import (
     NEED_PRECISION_AWARE,
     REMAINDERS_SINCE,
     FusedAdamSupport,
+    check_dtypes,
 )
+from .numbers import BETA2, check_numbers
+from .requested import PRECISION_AWARE, InForce, RequestedConfig
 
 MEGATRON_BETA2 = 0.999
 """Megatron's default of ``adam_beta2``."""
 
 PRECISION_AWARE_FIELDS = (
-    "use_precision_aware_optimizer",
+    PRECISION_AWARE,
     "main_grads_dtype",
     "exp_avg_dtype",
     "exp_avg_sq_dtype",
@@ -43,7 +46,7 @@ ROWS: Mapping[torch.dtype, Mapping[str, Any]] = {
         "bf16": True,
         "fp16": False,
         "params_dtype": BF16,
-        "use_precision_aware_optimizer": True,
+        PRECISION_AWARE: True,
         "main_grads_dtype": BF16,
         "exp_avg_dtype": BF16,
         "exp_avg_sq_dtype": BF16,
@@ -54,7 +57,7 @@ ROWS: Mapping[torch.dtype, Mapping[str, Any]] = {
         "params_dtype": FP16,
         "initial_loss_scale": 32768,
         "min_loss_scale": 1,
-        "use_precision_aware_optimizer": True,
+        PRECISION_AWARE: True,
         "store_param_remainders": False,
     },
     FP32: {"bf16": False, "fp16": False, "params_dtype": FP32},
@@ -63,63 +66,45 @@ ROWS: Mapping[torch.dtype, Mapping[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class OptimizerRequest:
-    """All inputs of ``plan_optimizer``.
-
-    Attributes:
-        model: the trainable parameters.
-        declared: the dtype that the framework declares for the model; used only if the parameters'
-            dtypes are mixed or unknown.
-        asked: OptimizerConfig fields that the user wrote, with dtypes as ``torch.dtype``.
-        policy: one of ``"follow-model"``, ``"as-configured"`` and ``"guarded"`` (follow-model, but
-            ``exp_avg_sq`` stays fp32 if rounding to bf16 would stop its decay).
-        optimizer: Megatron's optimizer name.
-        distributed: whether the distributed optimizer is used.
-        support: the installed FusedAdam.
-        blockers: the framework's reasons why the precision-aware optimizer cannot run.
-        native: fields that the framework sets by itself; the shim and the user override them.
-        aligned: whether the gradient bucket will have the dtype of the chosen main grads.
-        fp32_bucket_written: whether the bucket stays fp32 because the user's config requires it.
-        whole_masters: whether checkpoints will contain whole fp32 masters even if the optimizer
-            stores only the masters' lower 16 bits (remainders).
-    """
-
-    model: TrainableDtypes
-    declared: torch.dtype | None
-    asked: Mapping[str, Any]
-    policy: str
-    optimizer: str = "adam"
-    distributed: bool = True
-    support: FusedAdamSupport = field(default_factory=FusedAdamSupport)
-    blockers: tuple[str, ...] = ()
-    native: Mapping[str, Any] = field(default_factory=dict)
-    aligned: bool = True
-    fp32_bucket_written: bool = False
-    whole_masters: bool = True
-
-
-@dataclass(frozen=True)
 class OptimizerPlan:
-    """The values chosen for fields of one model's OptimizerConfig.
+    """The fields that are decided for one model's OptimizerConfig, and why.
 
     Attributes:
-        adds: fields that the shim adds; the user's fields override them.
+        asked: the user's fields; if ``dtype-coercion`` is in force, dtype names are now dtypes.
+        adds: the fields that the framework or the shim adds; ``asked`` overrides them.
+        dtype: the trainable parameters' dtype; if mixed or unknown, the declared dtype. ``None``
+            also if the shim does not choose fields by the model's dtype.
         main_grads: dtype of the main grads, with the user's fields applied.
         chosen: the choice in words.
         because: the reason in words.
         warnings: warnings for the user.
         bucket_warning: a warning about the bucket; the seam on the DDP gives the same warning.
+        by_user: whether the optimizer is precision-aware without the shim, too; ``None`` if the
+            shim does not choose fields by the model's dtype.
     """
 
-    adds: Mapping[str, Any]
-    main_grads: torch.dtype
-    chosen: str
-    because: str
+    asked: Mapping[str, Any]
+    adds: Mapping[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype | None = None
+    main_grads: torch.dtype = FP32
+    chosen: str = ""
+    because: str = ""
     warnings: tuple[str, ...] = ()
     bucket_warning: str = ""
+    by_user: bool | None = None
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields for the framework's OptimizerConfig: ``asked`` over ``adds``."""
+        return {**self.adds, **self.asked}
+
+    @property
+    def added(self) -> dict[str, Any]:
+        """The fields of ``adds`` that the user did not write."""
+        return {key: value for key, value in self.adds.items() if key not in self.asked}
 
 
-def obstacles(request: OptimizerRequest) -> list[str]:
+def obstacles(requested: RequestedConfig, support: FusedAdamSupport) -> list[str]:
     """Return all reasons why a model's optimizer cannot be precision-aware; empty if it can be.
 
     The reasons come from the assertions of Megatron's ``OptimizerConfig.__post_init__`` and from
@@ -143,63 +128,135 @@ def obstacles(request: OptimizerRequest) -> list[str]:
     main grads.
     """
     reasons = []
-    if request.optimizer != "adam":
-        reasons.append(f"optimizer is {request.optimizer!r}, not 'adam'")
-    if not request.distributed:
+    if requested.optimizer != "adam":
+        reasons.append(f"optimizer is {requested.optimizer!r}, not 'adam'")
+    if not requested.distributed:
         reasons.append("the distributed optimizer is off")
-    if request.asked.get("optimizer_cpu_offload"):
+    if requested.asked.get("optimizer_cpu_offload"):
         reasons.append("Megatron does not resume optimizer_cpu_offload exactly with it")
-    recipe = request.asked.get("fp8_recipe")
+    recipe = requested.asked.get("fp8_recipe")
     if recipe not in (None, "delayed"):
         reasons.append(f"fp8_recipe is {recipe!r}, not 'delayed'")
-    version = request.support.version
-    if request.asked.get("store_param_remainders") and (version or ()) >= REMAINDERS_SINCE:
+    has_remainders = (support.version or ()) >= REMAINDERS_SINCE
+    if requested.asked.get("store_param_remainders") and has_remainders:
         # The user's ``store_param_remainders`` stays, so the shim must not add conflicting fields.
-        dtype = request.model.single or request.declared
-        if dtype is FP16:
+        if requested.declared is FP16:
             reasons.append("store_param_remainders takes bf16 parameters, they are fp16")
-        if request.asked.get("optimizer_cuda_graph"):
+        if requested.asked.get("optimizer_cuda_graph"):
             reasons.append("store_param_remainders and optimizer_cuda_graph exclude each other")
-    reasons += request.blockers
-    if request.support.problem:
-        reasons.append(request.support.problem)
+    reasons += requested.blockers
+    if support.problem:
+        reasons.append(support.problem)
     return reasons
 
 
-def plan_optimizer(request: OptimizerRequest) -> OptimizerPlan:
-    """Choose the fields of the OptimizerConfig for one model."""
-    asked = request.asked
-    dtype = request.model.single
+def scaler_row() -> dict[str, Any]:
+    """The fields of Megatron's loss scaler that the shim sets for an fp16 model."""
+    return {key: ROWS[FP16][key] for key in ("initial_loss_scale", "min_loss_scale")}
+
+
+def coerce_written(written: Mapping[str, Any], where: str, now: InForce) -> dict[str, Any]:
+    """Turn the dtype names among OptimizerConfig fields into dtypes.
+
+    Returns the fields unchanged if ``dtype-coercion`` is not in force.
+
+    Args:
+        written: fields of Megatron's OptimizerConfig.
+        where: framework and key, for messages.
+        now: the features in force.
+
+    Raises:
+        DtypeError: a dtype name is unknown, or a dtype is illegal for its field.
+    """
+    if not now.coerces:
+        return dict(written)
+    dtypes = coerce_dtypes(written, where=where)
+    check_dtypes(dtypes, now.support, where=where)
+    return dtypes
+
+
+def plan_optimizer(
+    requested: RequestedConfig, model: TrainableDtypes, now: InForce, *, distributed: bool = True
+) -> OptimizerPlan:
+    """Choose the fields of the OptimizerConfig for one model; a pure function.
+
+    The optimizer reads gradients in the bucket's dtype even if ``main_grads_dtype`` differs, so the
+    shim sets ``main_grads_dtype`` to the bucket's dtype.
+
+    Raises:
+        DtypeError: the user wrote an unknown dtype name or an illegal dtype.
+        SettingsError: the user's ``adam_beta2`` is no number.
+    """
+    asked = coerce_written(requested.asked, requested.where, now)
+    check_numbers(asked, (BETA2,), requested.where)
+    if asked.get("fp16") and asked.get("bf16"):
+        asked["bf16"] = False  # if fp16 and bf16 are both set, keep only fp16
+    dtype = model.single or requested.declared
+    policy = requested.auto if now.states == "auto" else now.states
+    if not now.dispatches:
+        policy = "as-configured"  # plan no dtype for main grads, because the shim sets none
+    native = dict(requested.native.get(dtype, {})) if dtype is not None else {}
+    if dtype is FP16:
+        native = {**scaler_row(), **native}
+    elif dtype is BF16 and policy == "as-configured":
+        if requested.opt_in.get(PRECISION_AWARE) and (requested.reads_opt_in or now.dispatches):
+            native.update(requested.opt_in)
+    elif dtype is BF16:
+        asked = {**requested.opt_in, **asked}
+    blockers = requested.blockers
+    if dtype is FP16 and requested.bucket_in_fp32 is False and _keeps_bucket(requested, now):
+        blockers += ("the user's grad_reduce_in_fp32=False makes the gradients fp16",)
+    by_default = requested.distributed and distributed
+    resolved = replace(
+        requested,
+        asked=asked,
+        declared=dtype,
+        auto=policy,
+        blockers=blockers,
+        optimizer=str(asked.get("optimizer", requested.optimizer)),
+        distributed=bool(asked.get("use_distributed_optimizer", by_default)),
+    )
     why: list[str] = []
     warnings: list[str] = []
-    if request.model.fp8:
-        row: dict[str, Any] = {}
-        why.append("fp8 parameters: nothing is added")
-    elif dtype is None and request.model.counts:
-        row = _flags(request.declared)
-        if request.native.get("use_precision_aware_optimizer"):
-            row["use_precision_aware_optimizer"] = False
-        why.append(f"trainable parameters of several dtypes ({request.model}): fp32 states")
-    else:
-        dtype = dtype or request.declared
-        row = dict(ROWS.get(dtype, {})) if dtype is not None else {}
-        if dtype is not None:
-            why.append(f"trainable parameters are {name_of(dtype)}")
-        if dtype is not None and not row:
-            why.append("no rule for that dtype: nothing is added")
-
-    if request.policy == "as-configured":
-        row = _flags(dtype if row and dtype is not None else request.declared) if row else {}
+    row = _choose_row(resolved, model, native, why)
+    if policy == "as-configured":
+        row = _flags(dtype) if row else {}
         why.append("only what the config asks for")
-    elif row.get("use_precision_aware_optimizer"):
-        row = _restrict(row, request, why, warnings)
-
+    elif row.get(PRECISION_AWARE):
+        row = _restrict(row, resolved, now, why, warnings)
     why += [
         f"{key} is the user's"
         for key in row
         if key in _PRECISION_FIELDS and asked.get(key, row[key]) != row[key]
     ]
-    return _conclude(request, row, why, warnings)
+    by_user = requested.precision_aware_by_itself
+    plan = OptimizerPlan(asked, {**native, **row}, dtype, by_user=by_user)
+    return _conclude(plan, why, warnings)
+
+
+def _keeps_bucket(requested: RequestedConfig, now: InForce) -> bool:
+    """Whether the gradient bucket has the dtype that the user wrote."""
+    return requested.bucket_in_fp32 is not None and not (now.over_user and now.aligns)
+
+
+def _choose_row(
+    requested: RequestedConfig, model: TrainableDtypes, native: Mapping[str, Any], why: list[str]
+) -> dict[str, Any]:
+    """The dispatch table's row for a model; fp32 states if the parameters have several dtypes."""
+    if model.fp8:
+        why.append("fp8 parameters: nothing is added")
+        return {}
+    if model.single is None and model.counts:
+        why.append(f"trainable parameters of several dtypes ({model}): fp32 states")
+        off = {PRECISION_AWARE: False} if native.get(PRECISION_AWARE) else {}
+        return {**_flags(requested.declared), **off}
+    dtype = requested.declared
+    if dtype is None:
+        return {}
+    why.append(f"trainable parameters are {name_of(dtype)}")
+    if dtype not in ROWS:
+        why.append("no rule for that dtype: nothing is added")
+    return dict(ROWS.get(dtype, {}))
 
 
 _NOT_ALIGNED = "main grads stay fp32: the gradient bucket is not aligned with them"
@@ -220,49 +277,54 @@ def _flags(dtype: torch.dtype | None) -> dict[str, Any]:
 
 
 def _restrict(
-    row: dict[str, Any], request: OptimizerRequest, why: list[str], warnings: list[str]
+    row: dict[str, Any],
+    requested: RequestedConfig,
+    now: InForce,
+    why: list[str],
+    warnings: list[str],
 ) -> dict[str, Any]:
     """Adapt a dispatch table's row to the user's fields, the bucket and the installed FusedAdam."""
-    asked = request.asked
+    asked, kept = requested.asked, _keeps_bucket(requested, now)
+    aligned = not requested.bucket_in_fp32 if kept else now.aligns
     moments = any(key in row for key in _MOMENTS)
-    if asked.get("use_precision_aware_optimizer") is False:
+    if asked.get(PRECISION_AWARE) is False:
         why.append("the user turned the precision-aware optimizer off")
         return _without_precision_aware(row, asked)
-    if not request.aligned and "main_grads_dtype" in row:
+    if not aligned and "main_grads_dtype" in row:
         row["main_grads_dtype"] = FP32
         if "main_grads_dtype" not in asked:
-            why.append(_FP32_BUCKET if request.fp32_bucket_written else _NOT_ALIGNED)
-    if not request.whole_masters and "store_param_remainders" not in row:
+            why.append(_FP32_BUCKET if kept else _NOT_ALIGNED)
+    if not now.whole_masters and "store_param_remainders" not in row:
         row["store_param_remainders"] = False
         why.append("whole fp32 masters: checkpoints could not be read without the shim otherwise")
-    blocked = obstacles(request)
-    if moments and not blocked and not request.support.bf16_moments:
+    blocked = obstacles(requested, now.support)
+    if moments and not blocked and not now.support.bf16_moments:
         since = ".".join(map(str, BF16_MOMENTS_SINCE))
-        blocked = [f"{request.support.label} takes no bf16 moments (needs {since})"]
+        blocked = [f"{now.support.label} takes no bf16 moments (needs {since})"]
     if blocked:
-        if not asked.get("use_precision_aware_optimizer"):
+        if not asked.get(PRECISION_AWARE):
             why.append(f"precision-aware optimizer cannot run: {'; '.join(blocked)}: fp32 states")
         # Keep the user's fields; if Megatron would refuse them, a seam raises an error later.
         return _without_precision_aware(row, asked)
     if "exp_avg_sq_dtype" in row and "exp_avg_sq_dtype" not in asked:
-        _guard_second_moment(row, request, why, warnings)
+        _guard_second_moment(row, requested, why, warnings)
     if asked.get("optimizer_cuda_graph"):
-        _restrict_capturable(row, request, why)
+        _restrict_capturable(row, requested, now.support, why)
     return row
 
 
 def _guard_second_moment(
-    row: dict[str, Any], request: OptimizerRequest, why: list[str], warnings: list[str]
+    row: dict[str, Any], requested: RequestedConfig, why: list[str], warnings: list[str]
 ) -> None:
     """Keep exp_avg_sq in fp32, or warn, if a bf16 exp_avg_sq cannot decay with ``beta2``."""
-    beta2 = float(request.asked.get("adam_beta2", MEGATRON_BETA2))
+    beta2 = float(requested.asked.get("adam_beta2", MEGATRON_BETA2))
     if second_moment_can_decay(beta2):
         return
     reason = (
         f"at adam_beta2={beta2:g} a bf16 exp_avg_sq cannot decay: 1 - beta2 = "
         f"{1 - beta2:.2g} is not above 2^-8"
     )
-    if request.policy == "guarded":
+    if requested.auto == "guarded":
         row["exp_avg_sq_dtype"] = FP32
         why.append(f"exp_avg_sq stays fp32: {reason}")
     else:
@@ -273,10 +335,12 @@ def _guard_second_moment(
         )
 
 
-def _restrict_capturable(row: dict[str, Any], request: OptimizerRequest, why: list[str]) -> None:
+def _restrict_capturable(
+    row: dict[str, Any], requested: RequestedConfig, support: FusedAdamSupport, why: list[str]
+) -> None:
     """Change the table's row to values that FusedAdam accepts with ``optimizer_cuda_graph``."""
-    moments = [request.asked.get(key, row.get(key, FP32)) for key in _MOMENTS]
-    version = request.support.version or ()
+    moments = [requested.asked.get(key, row.get(key, FP32)) for key in _MOMENTS]
+    version = support.version or ()
     if moments != [BF16, BF16] or version < CAPTURABLE_BF16_SINCE:
         for key in _MOMENTS:
             if key in row:
@@ -295,7 +359,7 @@ def _without_precision_aware(row: dict[str, Any], asked: Mapping[str, Any]) -> d
     # Write ``use_precision_aware_optimizer=False``, because verl writes True for any fp16 model.
     # If the user's dtypes need the precision-aware optimizer, do not turn it off.
     if all(_as_dtype(asked.get(key, FP32)) is FP32 for key in NEED_PRECISION_AWARE):
-        kept["use_precision_aware_optimizer"] = False
+        kept[PRECISION_AWARE] = False
     return kept
 
 
@@ -308,11 +372,9 @@ def _name(value: object) -> object:
     return name_of(value) if isinstance(value, torch.dtype) else value
 
 
-def _conclude(
-    request: OptimizerRequest, row: dict[str, Any], why: list[str], warnings: list[str]
-) -> OptimizerPlan:
-    result = {**request.native, **row, **request.asked}
-    precision_aware = bool(result.get("use_precision_aware_optimizer"))
+def _conclude(plan: OptimizerPlan, why: list[str], warnings: list[str]) -> OptimizerPlan:
+    result = plan.fields
+    precision_aware = bool(result.get(PRECISION_AWARE))
     main_grads = FP32
     if precision_aware:
         value = _as_dtype(result.get("main_grads_dtype", FP32))
@@ -339,8 +401,8 @@ def _conclude(
             f"the states follow the model, but {_FP32_BUCKET}: 2 bytes per parameter more. "
             "Leave grad_reduce_in_fp32 out, write False, or set PRECISION_SHIM_GRAD_BUCKET=align"
         )
-    return OptimizerPlan(
-        adds=row,
+    return replace(
+        plan,
         main_grads=main_grads,
         chosen=f"{kind}: {', '.join(states)}",
         because="; ".join(why) or "nothing to decide",

@@ -11,7 +11,7 @@ from precision_shim.precision.dtypes import name_of
 from precision_shim.precision.moments import second_moment_can_decay
 from precision_shim_adapters.megatron.deciding.legality import REMAINDERS_SINCE, FusedAdamSupport
 
-from ..deciding.wishes import PRECISION_AWARE
+from ..deciding.requested import PRECISION_AWARE
 
 _LOW_GRADIENTS: Mapping[str, Any] = {
     PRECISION_AWARE: True,

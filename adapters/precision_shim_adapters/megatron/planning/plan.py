@@ -1,8 +1,8 @@
 """Compute a model's bytes on Megatron from a framework's config, with the training job's rules.
 
 An adapter reads its framework's config into a ``MegatronModel``. A plan calls the same functions as
-a training process: ``plan_wishes`` decides the optimizer's config, ``choose_bucket`` the gradient
-bucket, and ``reader.read_wanted`` returns the dtypes of the tensors that Megatron makes. The module
+a training process: ``plan_optimizer`` decides the optimizer's config, ``choose_bucket`` the
+gradient bucket, and ``reader.read_wanted`` returns the dtypes of the tensors that Megatron makes. The module
 ``layout`` splits the model over the GPUs.
 """
 
@@ -34,9 +34,7 @@ from precision_shim_adapters.megatron.deciding.legality import (
 from precision_shim_adapters.megatron.deciding.table import MEGATRON_BETA2
 
 from ..deciding.numbers import BETA2, SCALER, STATIC, check_numbers
-from ..deciding.scaler import foreseen, foreseen_alone, refuse_low, unscaled
-from ..deciding.table import PRECISION_AWARE_FIELDS
-from ..deciding.wishes import (
+from ..deciding.requested import (
     ALIGNMENT,
     COERCION,
     DISPATCH,
@@ -44,11 +42,11 @@ from ..deciding.wishes import (
     PRECISION_AWARE,
     SCALING,
     InForce,
-    Planned,
-    Wishes,
-    plan_wishes,
+    RequestedConfig,
     what_is_in_force,
 )
+from ..deciding.scaler import foreseen, foreseen_alone, refuse_low, unscaled
+from ..deciding.table import PRECISION_AWARE_FIELDS, OptimizerPlan, plan_optimizer
 from ..reading import reader
 from . import cheaper, layout
 from .layout import StageCount
@@ -89,7 +87,7 @@ class MegatronModel:
             ``None`` if the framework passes all dtype names to Megatron.
     """
 
-    wishes: Wishes
+    wishes: RequestedConfig
     model: Model
     sizes: Sizes
     dtype: torch.dtype
@@ -152,14 +150,17 @@ class Side:
     """A model's optimizer and bucket, either with the shim or without.
 
     Attributes:
-        fields: the fields of Megatron's OptimizerConfig.
+        plan: the plan of the optimizer.
         bucket: the gradient bucket.
-        planned: the plan from which ``fields`` were made.
     """
 
-    fields: Mapping[str, Any]
+    plan: OptimizerPlan
     bucket: BucketChoice
-    planned: Planned
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """The fields of Megatron's OptimizerConfig."""
+        return self.plan.fields
 
     @property
     def fp16(self) -> bool:
@@ -204,7 +205,7 @@ def plan_model(
             decide(asked, InForce("as-configured", True, False, False, False, False, support)),
             decide(asked, with_shim(settings, support, holds)),
         ]
-        _check_numbers(asked, sides[1].planned.asked)
+        _check_numbers(asked, sides[1].plan.asked)
         decisions = tuple(_decisions(asked, sides[1], settings, holds))
     except DtypeError as error:
         key = asked.key_of(error.key or "dtype")
@@ -262,7 +263,7 @@ def decide(asked: MegatronModel, now: InForce) -> Side:
     """
     model = TrainableDtypes({asked.dtype: max(asked.model.parameters, 1)})
     wishes = asked.wishes
-    planned = plan_wishes(wishes, model, now, distributed=wishes.distributed)
+    plan = plan_optimizer(wishes, model, now, distributed=wishes.distributed)
     written = wishes.bucket_in_fp32 is not None
     present = bool(wishes.bucket_in_fp32) if written else asked.bucket_in_fp32
     choice = BucketChoice(present, False, "as it stands")
@@ -271,10 +272,10 @@ def decide(asked: MegatronModel, now: InForce) -> Side:
             present=present,
             user_set=written,
             align=now.over_user,
-            main_grads=planned.plan.main_grads,
+            main_grads=plan.main_grads,
             model=model,
         )
-    return Side({**planned.added, **planned.asked}, choice, planned)
+    return Side(plan, choice)
 
 
 # -- what is illegal -------------------------------------------------------------------------------
@@ -468,7 +469,7 @@ def _decisions(
     """
     if not asked.wishes.trains:
         return
-    made = side.planned.plan
+    made = side.plan
     if holds(DISPATCH, GROUP):
         yield Decided(DISPATCH, made.chosen, made.because)
     if holds(ALIGNMENT, GROUP):
@@ -478,7 +479,7 @@ def _decisions(
         yield Decided(ALIGNMENT, chosen, side.bucket.because)
     scales = holds(SCALING, GROUP)
     if scales and asked.dtype is torch.float16:
-        scaler = foreseen(asked.wishes, side.planned.asked, settings)
+        scaler = foreseen(asked.wishes, side.plan.asked, settings)
         off = "no loss scaling", "the optimizer's config has fp16=False"
         if scaler is not None:
             yield Decided(SCALING, *(scaler if side.fp16 else off))
@@ -491,7 +492,7 @@ def _decisions(
 
 def _notes(asked: MegatronModel, side: Side) -> Iterator[str]:
     if asked.wishes.trains:
-        made = side.planned.plan
+        made = side.plan
         yield from made.warnings
         yield from filter(None, (made.bucket_warning, side.bucket.problem))
         yield from _of_another_model(asked, side)
@@ -510,7 +511,7 @@ def _notes(asked: MegatronModel, side: Side) -> Iterator[str]:
 
 def _of_another_model(asked: MegatronModel, side: Side) -> Iterator[str]:
     """Yield notes if the user wrote an OptimizerConfig for parameters of another dtype."""
-    fields, model = side.planned.asked, name_of(asked.dtype)
+    fields, model = side.plan.asked, name_of(asked.dtype)
     flagged = torch.float16 if fields.get("fp16") else None
     if flagged is None and fields.get("bf16"):
         flagged = torch.bfloat16

@@ -18,13 +18,11 @@ from precision_shim.auditing.watching import watch
 
 from ..acting.build import Build, current_build
 from ..acting.ddp import find_noted_dtype
-from ..deciding.told import find_noted_codes
-from ..deciding.wishes import AUDIT, Wishes
+from ..acting.optimizer import find_noted_codes
+from ..deciding.requested import AUDIT, RequestedConfig
 
 FEATURE = AUDIT
 GROUP = "audit"
-PATHS = {GROUP: "Megatron's optimizers"}
-
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _FLAGS = {"bf16", "fp16", "params_dtype"}
 _OF_FLAGS = {"params-dtype", "scaler-missing", "master-missing"}
@@ -48,35 +46,35 @@ def look_at(call: Call) -> Any:
     result = call.proceed()
     optimizer = call.instance
     build = current_build()
-    wishes = _wishes(build)
+    requested = _requested(build)
     chunks = list(getattr(optimizer, "model_chunks", None) or ())
     config = getattr(optimizer, "config", None)
     watch(
         build.framework if build is not None else "",
-        wishes.subject if wishes is not None else "",
+        requested.subject if requested is not None else "",
         optimizer,
         inner=getattr(optimizer, "optimizer", None),
         model=chunks,
-        by_user=_by_user(wishes, chunks),
+        by_user=_by_user(requested, chunks),
         told=lambda problem: problem.code in find_noted_codes(config),
     )
     return result
 
 
-def _wishes(build: Build | None) -> Wishes | None:
+def _requested(build: Build | None) -> RequestedConfig | None:
     """The settings of the model being built; ``None``, instead of an error, if unreadable."""
     try:
-        return None if build is None else build.wishes
+        return None if build is None else build.requested
     except Exception:  # the seams that wrap the optimizer report that settings are unreadable
         return None
 
 
-def _by_user(wishes: Wishes | None, chunks: list[Any]) -> Callable[[Finding], bool]:
+def _by_user(requested: RequestedConfig | None, chunks: list[Any]) -> Callable[[Finding], bool]:
     """Make a function that returns whether a setting of the user causes a given problem."""
     codes = set()
-    bucket = wishes is not None and wishes.bucket_in_fp32 is not None
+    bucket = requested is not None and requested.bucket_in_fp32 is not None
     if bucket or any(find_noted_dtype(chunk) is not None for chunk in chunks):
         codes.add("main-grads-dtype")
-    if wishes is not None and not _FLAGS.isdisjoint(wishes.asked):
+    if requested is not None and not _FLAGS.isdisjoint(requested.asked):
         codes |= _OF_FLAGS
     return lambda problem: problem.code in codes

@@ -39,6 +39,7 @@ from precision_shim.precision.continuing import how_read
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
 from ...megatron_checkpoints import DTYPES_IN_KEY, is_master, is_optimizers
+from ..deciding.requested import KEYS, STATES
 
 OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _ISSUE = "https://github.com/NVIDIA/Megatron-LM/issues/4222"
@@ -48,15 +49,6 @@ REMEDY = (
     "precision dtypes out of the config), or start from the model's weights without the "
     "optimizer's states."
 )
-
-STATES = "megatron checkpoint states"
-KEYS = "megatron checkpoint keys"
-"""``STATES`` and ``KEYS`` are two groups, because only the seams of ``KEYS`` differ by version.
-Without ``KEYS`` Megatron raises an error if the bucket's dtype changed. Without ``STATES`` Megatron
-would load wrong weights."""
-
-PATHS = {STATES: "Megatron (states in checkpoints)", KEYS: "Megatron (keys in checkpoints)"}
-"""Maps the groups of the checkpoint seams to their names for users."""
 
 
 def checkpoint_seam(

@@ -41,9 +41,17 @@ from precision_shim.precision.model import TrainableDtypes
 from precision_shim_adapters.megatron.deciding.legality import REMAINDERS_SINCE, release
 
 from ...megatron_checkpoints import KEEPING, KEYED, OFFLOADED
-from ..deciding.wishes import DISPATCH, PRECISION_AWARE, Wishes, plan_wishes, what_is_in_force
+from ..deciding.requested import (
+    DISPATCH,
+    KEYS,
+    PRECISION_AWARE,
+    STATES,
+    RequestedConfig,
+    what_is_in_force,
+)
+from ..deciding.table import plan_optimizer
+from ..installed import fused_adam_support
 from . import offloaded
-from .checkpoint import KEYS, STATES
 
 _TAKES_PADDING = (0, 17)
 """The first megatron-core release whose ``_set_main_param_and_optimizer_states`` skips entries
@@ -100,8 +108,8 @@ def assume_fields(part: Part, here: Here) -> dict[str, Any]:
     return {**fields, **here.instead}
 
 
-def assume_wishes(part: Part, here: Here, where: str, subject: str) -> Wishes:
-    """Derive the ``Wishes`` of a resuming job whose config has Megatron's own field names.
+def assume_wishes(part: Part, here: Here, where: str, subject: str) -> RequestedConfig:
+    """Derive the ``RequestedConfig`` of a resuming job whose config has Megatron's own field names.
 
     Args:
         part: the checkpoint.
@@ -112,7 +120,7 @@ def assume_wishes(part: Part, here: Here, where: str, subject: str) -> Wishes:
     """
     fields = assume_fields(part, here)
     bucket = fields.pop(BUCKET, None)
-    return Wishes(
+    return RequestedConfig(
         where=where,
         subject=subject,
         asked=fields,
@@ -127,7 +135,7 @@ def find_params_dtype(part: Part) -> torch.dtype:
 
 
 def foretell(
-    framework: str, part: Part, here: Here, wishes: Wishes, *, mends_offload: bool = False
+    framework: str, part: Part, here: Here, wishes: RequestedConfig, *, mends_offload: bool = False
 ) -> Outcome:
     """Predict how a job would resume a checkpoint.
 
@@ -173,11 +181,17 @@ def foretell(
     )
 
 
-def _live(wishes: Wishes, part: Part, here: Here, holds: Any) -> Live:
+def foretell_flags(part: Part, here: Here) -> Outcome:
+    """Predict how a trainer with Megatron's own flags would resume a checkpoint."""
+    framework = part.framework
+    wishes = assume_wishes(part, here, f"{framework}, flags", part.subject or "actor")
+    return foretell(framework, part, here, wishes)
+
+
+def _live(wishes: RequestedConfig, part: Part, here: Here, holds: Any) -> Live:
     dtype = find_params_dtype(part)
-    now = what_is_in_force(here.settings, holds)
-    planned = plan_wishes(wishes, TrainableDtypes({dtype: 1}), now)
-    fields = {**planned.added, **planned.asked}
+    now = what_is_in_force(here.settings, holds, fused_adam_support())
+    fields = plan_optimizer(wishes, TrainableDtypes({dtype: 1}), now).fields
     asked_aware, offloads = bool(fields.get(PRECISION_AWARE)), fields.get(_OFFLOAD)
     aware = asked_aware and not offloads
     on_host = float(fields.get(_SHARE) or 0.0) if offloads else None

@@ -29,14 +29,12 @@ from precision_shim.adapting import Call, seam
 from precision_shim.errors import CheckpointLayoutError
 
 from ...megatron_checkpoints import OFFLOADED
-from ..deciding.wishes import DISPATCH, SCALING
+from ..deciding.requested import DISPATCH, SCALING
 
 FEATURES = (DISPATCH, SCALING)
 """Features that need this file's seams to resume exactly; the seams act if at least one is on."""
 
 GROUP = "megatron offloaded states"
-PATHS = {GROUP: "Megatron (resume of an offloaded optimizer)"}
-"""Maps the group of this file's seams to its name for users."""
 
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _HYBRID = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer"

@@ -33,10 +33,10 @@ from precision_shim.precision.remainders import (
 )
 
 from ..acting.build import megatron_label
+from ..deciding.requested import STATES
 from .checkpoint import (
     OPTIMIZER,
     REMEDY,
-    STATES,
     as_they_are,
     checkpoint_seam,
     into_place,

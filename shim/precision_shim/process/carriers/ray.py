@@ -93,9 +93,9 @@ def _with_variables(kwargs: "dict[str, Any]") -> "dict[str, Any]":
         given["env_vars"] = {**(given.get("env_vars") or {}), **ours}
         return {**kwargs, "runtime_env": given}
     except Exception as error:  # a job must start even if its workers start without the shim
-        from ...reporting import journal as _journal
+        from ..standby import say
 
-        _journal.say(
+        say(
             f"the workers of this Ray job may be without the shim, its variables could not be "
             f"merged into ray.init's runtime_env: {error!r}. Put {VARIABLE} into "
             'runtime_env["env_vars"] yourself.'

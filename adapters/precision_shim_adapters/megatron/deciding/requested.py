@@ -1,0 +1,139 @@
+"""What is requested of a model's optimizer, and what of the shim is in force: a plan's two inputs.
+
+An adapter reads its framework's config into one record, ``RequestedConfig``. ``table`` makes a plan
+from a ``RequestedConfig``, the trainable parameters and an ``InForce``. Equal ``RequestedConfig``
+give the same plan in every framework.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import Settings
+
+from .legality import FusedAdamSupport
+
+GROUP = "megatron"
+"""The group of the backend's main seams, and of the adapters' seams that call the backend."""
+
+STATES = "megatron checkpoint states"
+KEYS = "megatron checkpoint keys"
+"""``STATES`` and ``KEYS`` are two groups, because only the seams of ``KEYS`` differ by version.
+Without ``KEYS`` Megatron raises an error if the bucket's dtype changed. Without ``STATES`` Megatron
+would load wrong weights."""
+
+DISPATCH, ALIGNMENT, SCALING = "bf16-dispatch", "grad-bucket-alignment", "fp16-scaling"
+COERCION, AUDIT = "dtype-coercion", "audit"
+BUILDING = (DISPATCH, ALIGNMENT, SCALING, AUDIT)
+"""The features of seams that call ``building``; these features depend on the model being built."""
+
+PRECISION_AWARE = "use_precision_aware_optimizer"
+OVERLAP = "overlap_param_gather_with_optimizer_step"
+
+
+@dataclass(frozen=True)
+class RequestedConfig:
+    """The settings that a framework and its user choose for one model, as an adapter reads them.
+
+    ``asked`` contains only the fields that the user wrote, without defaults of a config class.
+
+    Attributes:
+        where: framework, version and key, for messages, such as
+            ``"verl 0.9.1, override_optimizer_config"``.
+        subject: the model's name, such as ``"actor"``.
+        asked: fields of Megatron's OptimizerConfig that the user wrote; dtypes may be names.
+        declared: the dtype that the framework declares for the model; needed only if the trainable
+            parameters have several dtypes or are unknown.
+        auto: the policy for ``PRECISION_SHIM_OPTIMIZER_STATES=auto``, which is ``"as-configured"``
+            if the config has fields for the states' dtypes, else ``"guarded"``.
+        native: maps the model's dtype to the fields that the framework sets by itself; ``asked``
+            overrides them.
+        opt_in: the framework's own fields for low-precision states of a bf16 model, with Megatron's
+            names as keys.
+        reads_opt_in: whether the framework applies ``opt_in`` itself; if not, the shim applies it.
+        blockers: the framework's reasons why a precision-aware optimizer cannot run.
+        optimizer: Megatron's name of the optimizer, used if ``asked`` has no ``optimizer``.
+        distributed: whether the framework's config turns on the distributed optimizer.
+        bucket_in_fp32: ``grad_reduce_in_fp32`` if the user wrote it, else ``None``.
+        nan_check_written: whether the user wrote ``check_for_nan_in_grad``.
+        scaler: loss scaler settings from the framework's config, with the shim's names as keys.
+        scaler_where: the config's key of the loss scaler settings, for messages.
+        unchecked: fields that ``optimizer.check`` skips, because the framework's own files set them
+            to the same value for every model.
+        trains: whether the model has an optimizer.
+    """
+
+    where: str = "Megatron"
+    subject: str = "direct caller"
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    declared: torch.dtype | None = None
+    auto: str = "as-configured"
+    native: Mapping[torch.dtype, Mapping[str, Any]] = field(default_factory=dict)
+    opt_in: Mapping[str, Any] = field(default_factory=dict)
+    reads_opt_in: bool = True
+    blockers: tuple[str, ...] = ()
+    optimizer: str = "adam"
+    distributed: bool = True
+    bucket_in_fp32: bool | None = None
+    nan_check_written: bool = False
+    scaler: Mapping[str, Any] = field(default_factory=dict)
+    scaler_where: str = ""
+    unchecked: tuple[str, ...] = ()
+    trains: bool = True
+
+    @property
+    def precision_aware_by_itself(self) -> bool:
+        """Whether the user's config makes the optimizer precision-aware, without the shim."""
+        beneath = self.opt_in.get(PRECISION_AWARE) if self.reads_opt_in else False
+        return bool(self.asked.get(PRECISION_AWARE, beneath))
+
+
+@dataclass(frozen=True)
+class InForce:
+    """The settings and features in this process that a plan depends on.
+
+    Attributes:
+        states: ``PRECISION_SHIM_OPTIMIZER_STATES``.
+        coerces: whether dtype names become dtypes.
+        dispatches: whether the shim sets OptimizerConfig fields by the model's dtype.
+        aligns: whether the shim gives the gradient bucket the main grads' dtype.
+        over_user: whether the bucket gets the main grads' dtype even if the user wrote another
+            dtype (``GRAD_BUCKET=align``).
+        whole_masters: whether checkpoints contain whole fp32 masters.
+        support: the FusedAdam that Megatron would use.
+    """
+
+    states: str = "auto"
+    coerces: bool = True
+    dispatches: bool = True
+    aligns: bool = True
+    over_user: bool = False
+    whole_masters: bool = True
+    support: FusedAdamSupport = field(default_factory=FusedAdamSupport)
+
+
+def what_is_in_force(
+    settings: Settings,
+    holds: Callable[[str, str], bool],
+    support: FusedAdamSupport,
+) -> InForce:
+    """The settings and features that a plan depends on.
+
+    Args:
+        settings: the shim's settings.
+        holds: function that returns whether a feature is in force for a group of seams.
+        support: the FusedAdam that Megatron would use.
+    """
+    return InForce(
+        states=str(settings["optimizer_states"]),
+        coerces=COERCION in settings.features,
+        dispatches=holds(DISPATCH, GROUP),
+        aligns=holds(ALIGNMENT, GROUP),
+        over_user=settings["grad_bucket"] == "align",
+        whole_masters=holds(DISPATCH, STATES),
+        support=support,
+    )

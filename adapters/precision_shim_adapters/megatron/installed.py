@@ -1,0 +1,33 @@
+"""Inspect the TransformerEngine that is installed in this process."""
+
+from __future__ import annotations
+
+import inspect
+
+from .deciding.legality import FusedAdamSupport, release
+
+FUSED_ADAM_ARGUMENTS = (
+    "master_weight_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+    "use_decoupled_grad",
+)
+"""The arguments of FusedAdam that Megatron's precision-aware optimizer needs."""
+
+
+def fused_adam_support() -> FusedAdamSupport:
+    """Inspect the FusedAdam that Megatron's precision-aware optimizer would use."""
+    try:
+        # Megatron's OptimizerConfig, too, inspects the FusedAdam of this TransformerEngine module.
+        from transformer_engine.pytorch.optimizers import FusedAdam
+    except ImportError:
+        return FusedAdamSupport()
+    from megatron.core.utils import get_te_version
+
+    version = release(str(get_te_version()))
+    known = inspect.signature(FusedAdam).parameters
+    lacking = [name for name in FUSED_ADAM_ARGUMENTS if name not in known]
+    problem = ""
+    if lacking:
+        problem = f"TransformerEngine's FusedAdam has no argument {', '.join(lacking)}"
+    return FusedAdamSupport(version, not lacking, problem)
