@@ -92,7 +92,8 @@ def test_names_where_they_are_not_coerced(
     out: dict[str, str],
 ) -> None:
     drawn = Drawn(written)
-    worker = by_worker(lambda: on_megatron(drawn, checkpoint), drawn, **out)
+    named = "FusedAdam .* must be one of"
+    worker = by_worker(lambda: on_megatron(drawn, checkpoint), drawn, named=named, **out)
     for name, value in out.items():
         monkeypatch.setenv(f"PRECISION_SHIM_{name.upper()}", value)
     hold([drawn], plan_of(*ON_MEGATRON, version=fused_adam), [worker])

@@ -140,28 +140,18 @@ def _find_named(job: Job) -> tuple[Path, list[str]]:
     parser.add_argument("--config", default="")
     named, overrides = parser.parse_known_args(list(job.arguments))
     overrides = [word for word in overrides if not word.startswith("--")]  # of the job's script
-    path = Path(named.config) if named.config else _default(job)
-    if not path.is_file():
-        raise PlanError(
-            f"{_where()}, {path}: there is no such file; expected the YAML of --config. Start from "
-            "the directory that the job starts in."
-        )
-    return path, overrides
+    return Path(named.config) if named.config else _default(job), overrides
 
 
 def _default(job: Job) -> Path:
     """The path of an example's default config file, found in the example's source."""
-    if job.source is None:
-        raise PlanError(
-            f"{_where()}, {job.target}: there is no such file, and no --config. Start from the "
-            "directory that the job starts in, or name the YAML with --config."
-        )
-    for name in _DEFAULT.findall(job.source.read_text(encoding="utf-8")):
+    source = Path(job.source or job.target)
+    for name in _DEFAULT.findall(source.read_text(encoding="utf-8")):
         for folder in ("configs", "."):
-            path = Path(job.source.parent, folder, name)
+            path = Path(source.parent, folder, name)
             if path.is_file():
                 return path
-    raise PlanError(f"{_where()}, {job.source}: names no config. Name the YAML with --config.")
+    raise PlanError(f"{_where()}, {source}: names no config. Name the YAML with --config.")
 
 
 def _gpus(config: Mapping[str, Any]) -> int:
