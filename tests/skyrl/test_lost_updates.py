@@ -72,8 +72,8 @@ def test_the_engines_copies(cpu: None, checkpoints: dict[str, Path], shim: Any) 
             f"generator.inference_engine.model_dtype={dtype}",
             *([f"generator.inference_engine.engine_init_kwargs.dtype={over}"] if over else []),
         ).generator.inference_engine
-        # SkyRL's own init_weight_sync_state needs a client of running engines.
-        with pytest.raises(AttributeError, match="NoneType"):
+        # SkyRL's own function needs vLLM, and in 0.2 asserts that it gets a client of engines.
+        with pytest.raises((ModuleNotFoundError, AssertionError)):
             asyncio.run(worker.init_weight_sync_state(None, engines))
         shares[dtype, over] = train(worker)[-1][0]["updates_lost_rollout"]
         figures = precision_shim.status().audit[-1].parts[0].updates
