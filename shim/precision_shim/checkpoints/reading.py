@@ -194,9 +194,10 @@ def _judge_native(part: Part) -> Scaler:
     }
     for state in states:
         for name, value in zip(_NATIVE, state, strict=True):
-            kind = float if name == "scale" else int
-            if type(value) is not kind or not 0.0 <= value < math.inf:
+            if type(value) is not (float if name == "scale" else int):
                 return Scaler("damaged", where, f"its {name} is {value!r}")
+        if not 0.0 < state[0] < math.inf:
+            return Scaler("damaged", where, f"its scale is {state[0]!r}")
     part.facts["scalers_differ"] = len(states) > 1
     texts = (f"scale {a:g}, {b} good steps, hysteresis {c}" for a, b, c in sorted(states))
     return Scaler("whole", where, "; ".join(texts))

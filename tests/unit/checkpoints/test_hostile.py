@@ -163,6 +163,7 @@ def test_a_piece_outside_of_the_directory(tmp_path: Path, capsys: Any, outside: 
         ({"growth_tracker": "0"}, "its growth_tracker is '0'"),
         ({"hysteresis_tracker": None}, "its hysteresis_tracker is None"),
         ({"scale": float("inf")}, "its scale is inf"),
+        ({"scale": 0.0}, "its scale is 0.0"),
     ],
 )
 def test_megatrons_scaler(tmp_path: Path, states: dict[str, Any], text: str) -> None:
