@@ -8,7 +8,7 @@ SGLang.
 
 from __future__ import annotations
 
-from precision_shim.precision.agreement import AUTO, CANONICAL, FP8, Engine, resolve_auto
+from precision_shim.precision.agreement import AUTO, CANONICAL, FP8, Engine
 from precision_shim.precision.lm_head import Head
 
 from .head import (
@@ -62,7 +62,6 @@ __all__ = [
     "of_trainer",
     "problems_of",
     "problems_of_heads",
-    "resolve_auto",
     "resolve_by_model",
     "settle",
     "settle_heads",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from precision_shim.adapting import current_settings, decide, warn
 from precision_shim.errors import UnsupportedPrecisionError
@@ -36,6 +37,20 @@ class Sides:
     trainer: Engine | None
     others: Sequence[Engine]
     model_type: str = ""
+
+
+class _Report(NamedTuple):
+    """What the driver does about a job's engines.
+
+    Attributes:
+        written: the engines whose key is written, with the key's new value.
+        decisions: subject, choice and reason of each decision.
+        problems: the disagreements of which the driver warns.
+    """
+
+    written: list[tuple[Engine, str]]
+    decisions: list[tuple[str, str, str]]
+    problems: list[Problem]
 
 
 def follows(trainer: Engine, other: Engine, model_type: str, rollout: object) -> str:
@@ -72,24 +87,19 @@ def settle(
             rollout engine refuses the model in fp16.
     """
     settings = current_settings()
-    rollout = settings["rollout"]
-    verdicts, written = _compare(trainer, others, model_type, rollout if write else "tell")
-    for engine, value in written:
+    report = _report(where, trainer, others, model_type, settings, may_write=write is not None)
+    for engine, value in report.written:
         if write is not None:
             write(engine.key, value)
     # A framework may check its config twice: do not report a decision of the first check again.
     said = {(one.subject, one.chosen) for one in decisions() if one.feature == FEATURE}
-    for subject, chosen, because in _decisions(verdicts, written):
+    for subject, chosen, because in report.decisions:
         if (subject, chosen) not in said:
             decide(where.split(" ", 1)[0], subject, FEATURE, chosen, because)
-    lost = [
-        ". ".join(_message_of(where, trainer, verdict, rollout))
-        for verdict in verdicts
-        if verdict.lost
-    ]
-    if lost and settings.strict:
-        raise UnsupportedPrecisionError("\n".join(lost))
-    for message in lost:
+    messages = [f"{problem.message}. {problem.remedy}" for problem in report.problems]
+    if messages and settings.strict:
+        raise UnsupportedPrecisionError("\n".join(messages))
+    for message in messages:
         warn(message)
 
 
@@ -112,47 +122,41 @@ def problems_of(
         on: whether ``rollout-agreement`` is in force; if not, the shim changes no engine's dtype.
         model_type: the model's type in its HF config; empty if unknown.
     """
-    rollout = settings["rollout"]
-    verdicts, written = _compare(trainer, others, model_type, rollout if on else "tell")
-    problems = [
-        Problem(
-            "rollout-dtype",
-            verdict.engine.subject,
-            verdict.engine.key,
-            *_message_of(where, trainer, verdict, rollout),
-        )
-        for verdict in verdicts
-        if verdict.lost
+    report = _report(where, trainer, others, model_type, settings, may_write=on)
+    return report.problems, [
+        f"{subject}: {FEATURE}: {chosen} ({because})"
+        for subject, chosen, because in report.decisions
     ]
-    decided = _decisions(verdicts, written)
-    notes = [f"{subject}: {FEATURE}: {chosen} ({because})" for subject, chosen, because in decided]
-    return problems, notes
 
 
-def _compare(
-    trainer: Engine, others: Sequence[Engine], model_type: str, rollout: object
-) -> tuple[list[Verdict], list[tuple[Engine, str]]]:
-    """Compare the trainer with each engine; return also the engines to write, and the values."""
-    verdicts, written = [], []
+def _report(
+    where: str,
+    trainer: Engine,
+    others: Sequence[Engine],
+    model_type: str,
+    settings: Settings,
+    *,
+    may_write: bool,
+) -> _Report:
+    setting = settings["rollout"]
+    written, decided, problems = [], [], []
     for other in others:
-        value = follows(trainer, other, model_type, rollout)
+        value = follows(trainer, other, model_type, setting) if may_write else ""
         if value:
             written.append((other, value))
             other = replace(other, computes=trainer.computes, because=FOLLOWED)  # noqa: PLW2901
-        verdicts.append(compare(trainer, other, model_type))
-    return verdicts, written
-
-
-def _decisions(
-    verdicts: Sequence[Verdict], written: Sequence[tuple[Engine, str]]
-) -> list[tuple[str, str, str]]:
-    """Subject, choice and reason of each decision; the first one is on the keys in ``written``."""
-    found = [(verdict.engine.subject, verdict.chosen, verdict.because) for verdict in verdicts]
-    changes = "; ".join(
+        verdict = compare(trainer, other, model_type)
+        decided.append((other.subject, verdict.chosen, verdict.because))
+        if verdict.lost:
+            texts = _message_of(where, trainer, verdict, setting)
+            problems.append(Problem("rollout-dtype", other.subject, other.key, *texts))
+    changes = [
         f"{engine.key}: {'not set' if engine.value is None else engine.value} -> {value}"
         for engine, value in written
-    )
-    return [(KEYS, changes, FOLLOWED), *found] if written else found
+    ]
+    if changes:
+        decided.insert(0, (KEYS, "; ".join(changes), FOLLOWED))
+    return _Report(written, decided, problems)
 
 
 def _message_of(where: str, trainer: Engine, verdict: Verdict, rollout: object) -> tuple[str, str]:

@@ -156,12 +156,12 @@ def _read_asked(engines: Any) -> Iterator[Engine]:
     if wanted is not None:
         yield Engine("rollout", FP8, "", because=f"{INFERENCE}.fp8_weight_sync_mode={wanted}")
         return
-    elsewhere = started_elsewhere(engines)
+    elsewhere, name = started_elsewhere(engines), named(engines.model_dtype)
     own = Engine(
         "rollout",
-        _canonical(named(engines.model_dtype)),
+        _canonical(name),
         KEY,
-        engines.model_dtype,
+        name,
         because=f"{KEY}, if the servers that run already were started so" if elsewhere else "",
         follows=not elsewhere,
     )
@@ -174,8 +174,8 @@ def _over_own(own: Engine, section: str, values: Mapping[str, Any]) -> Engine:
     if FP8 in quantization:
         return Engine("rollout", FP8, "", because=f"{section}.quantization={quantization}")
     if "dtype" in values:
-        dtype = _canonical(named(values["dtype"], section, "dtype"))
-        own = Engine("rollout", dtype, f"{section}.dtype", values["dtype"])
+        name = named(values["dtype"], section, "dtype")
+        own = Engine("rollout", _canonical(name), f"{section}.dtype", name)
     return with_rounded(own, values, section)
 
 
@@ -233,11 +233,9 @@ def send_in_engines_dtype(config: Any) -> list[tuple[str, str]]:
     """
     engines = config.generator.inference_engine
     computes, before = {rollout.computes for rollout in _rollouts(config)}, engines.model_dtype
-    if len(computes) != 1 or computes & {AUTO, FP8}:
+    if len(computes) != 1 or computes & {AUTO, FP8, _canonical(named(before))}:
         return []
     (dtype,) = computes
-    if dtype == _canonical(named(before)):
-        return []
     engines.model_dtype = ENGINE_NAMES[dtype]
     return [(f"weights go out in {dtype}", f"{KEY}: {before} -> {engines.model_dtype}")]
 
