@@ -24,7 +24,7 @@ from .test_plan import line, plan
 __all__ = ["line"]
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-PAIRS = [(trainer, rollout) for trainer in DTYPES for rollout in DTYPES]
+PAIRS = [("fp16", "fp16"), ("fp16", "bf16"), ("bf16", "fp16")]
 FOLLOW = {"rollout": "follow"}
 LOST = ("fp16", "bf16")
 
@@ -83,37 +83,37 @@ def test_the_driver_tells(
     assert len(told) == ((trainer, rollout) == LOST)
     for text in told:
         assert text.startswith("areal 1.0.4: the actor computes in fp16 (actor.dtype), the rollout")
-        assert f"Write {backend}.dtype=float16, or leave the key out and set" in text
+        assert f"Write {backend}.dtype=float16, or set PRECISION_SHIM_ROLLOUT=follow" in text
     assert arguments(config, backend) == DTYPES[rollout]
     assert watched(lambda: job(*both(trainer, rollout, backend)))[1] == []  # said once
     assert len(decided()) == 1  # AReaL merges the config in several places
 
 
-@pytest.mark.parametrize(("trainer", "rollout"), PAIRS)
-def test_strict(shim: Any, job: Callable[..., Any], trainer: str, rollout: str) -> None:
+def test_strict(shim: Any, job: Callable[..., Any]) -> None:
     shim(frameworks="areal", strict=True)
-    if (trainer, rollout) == LOST:
-        with pytest.raises(UnsupportedPrecisionError, match=r"Write sglang\.dtype=float16"):
-            job(*both(trainer, rollout))
-    else:
-        job(*both(trainer, rollout))
+    with pytest.raises(UnsupportedPrecisionError, match=r"Write sglang\.dtype=float16"):
+        job(*both("fp16", "bf16"))
+    job(*both("fp16", "fp16"))
 
 
-@pytest.mark.parametrize("trainer", DTYPES)
-def test_follow_sets_what_the_user_did_not_write(
-    shim: Any, job: Callable[..., Any], trainer: str
+REF = "+ref={backend: 'megatron:d4', experiment_name: a, trial_name: b, dtype: bfloat16}"
+
+
+@pytest.mark.parametrize("written", ["", "bfloat16", "auto"])
+def test_follow_replaces_what_stands_there(
+    shim: Any, job: Callable[..., Any], written: str
 ) -> None:
     shim(frameworks="areal", settings=FOLLOW, strict=True)
-    config = job(f"actor.dtype={DTYPES[trainer]}")
-    assert arguments(config) == DTYPES[trainer]
-    assert decided() == [f"{trainer}, as the actor"]
-
-
-def test_follow_leaves_what_the_user_wrote(shim: Any, job: Callable[..., Any]) -> None:
-    shim(frameworks="areal", settings=FOLLOW)
-    config, (told,) = watched(lambda: job("actor.dtype=float16", "++sglang.dtype=bfloat16"))
-    assert "Write sglang.dtype=float16." in told
-    assert arguments(config) == "bfloat16"
+    words = [f"++sglang.dtype={written}"] * bool(written)
+    words += ["actor.dtype=float16", REF, "++actor.kl_ctl=0.1"]
+    config = job(*words)
+    assert (arguments(config), config.ref.dtype) == ("float16", "float16")
+    assert decided() == decided("ref") == ["fp16, as the actor"]
+    (keys,) = decided("dtype keys")
+    before = written or "bfloat16"
+    assert keys == f"ref.dtype: bfloat16 -> float16; sglang.dtype: {before} -> float16"
+    job(*words)  # AReaL merges the config in several places
+    assert decided("dtype keys") == [keys]
 
 
 def test_adam_bf16_computes_in_bf16(shim: Any, job: Callable[..., Any]) -> None:
@@ -122,8 +122,8 @@ def test_adam_bf16_computes_in_bf16(shim: Any, job: Callable[..., Any]) -> None:
     words = ("actor.dtype=float16", "actor.optimizer.type=adam_bf16")
     assert arguments(job(*words)) == "bfloat16"
     assert decided() == ["bf16, as the actor"]
-    job(*words, "++sglang.dtype=float16")
-    assert decided()[-1] == "fp16 beside the actor's bf16"
+    assert arguments(job(*words, "++sglang.dtype=float16")) == "bfloat16"
+    assert decided("dtype keys") == ["sglang.dtype: float16 -> bfloat16"]
     assert arguments(job(words[0], words[1], "actor.backend=fsdp:d4p1t1")) == "float16"
 
 
@@ -148,8 +148,7 @@ def test_the_servers_of_the_spmd_launchers(
 
 def test_the_reference_model(shim: Any, job: Callable[..., Any]) -> None:
     shim(frameworks="areal")
-    ref = "{backend: 'megatron:d4', experiment_name: a, trial_name: b, dtype: bfloat16}"
-    words = [*both("fp16", "fp16"), f"+ref={ref}"]
+    words = [*both("fp16", "fp16"), REF]
     _, (told,) = watched(lambda: job(*words, "++actor.kl_ctl=0.1"))
     assert "the ref in bf16 (ref.dtype" in told
     assert watched(lambda: job(*words, "++actor.kl_ctl=0.0"))[1] == []  # AReaL makes no reference

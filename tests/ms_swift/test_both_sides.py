@@ -25,7 +25,7 @@ from .test_workers import arguments, model
 __all__ = ["model"]
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-PAIRS = [(trainer, rollout) for trainer in DTYPES for rollout in DTYPES]
+PAIRS = [("fp16", "fp16"), ("fp16", "bf16"), ("bf16", "fp16")]
 LOST = ("fp16", "bf16")
 FOLLOW = {"rollout": "follow"}
 
@@ -73,11 +73,11 @@ def drive(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Calla
     return started
 
 
-def decided() -> list[str]:
+def decided(subject: str = "rollout") -> list[str]:
     return [
         one.chosen
         for one in precision_shim.status().decisions
-        if (one.framework, one.subject, one.feature) == ("ms-swift", "rollout", "rollout-agreement")
+        if (one.framework, one.subject, one.feature) == ("ms-swift", subject, "rollout-agreement")
     ]
 
 
@@ -98,11 +98,11 @@ def test_the_driver_tells(shim: Any, drive: Any, trainer: str, rollout: str) -> 
     assert len(told) == ((trainer, rollout) == LOST)
     for one in told:
         assert "the model computes in fp16 (torch_dtype), the rollout in bf16 (rollout.dtype" in one
-        assert "Write rollout.dtype=float16" in one
+        assert "Write rollout.dtype=float16, or set PRECISION_SHIM_ROLLOUT=follow" in one
     assert dtype_of(made) == DTYPES[rollout]
 
 
-@pytest.mark.parametrize("trainer", DTYPES)
+@pytest.mark.parametrize("trainer", ["fp16", "bf16"])
 def test_what_is_not_written_is_the_checkpoints_dtype(shim: Any, drive: Any, trainer: str) -> None:
     shim(frameworks="ms-swift")
     made, told = drive(trainer)
@@ -115,8 +115,20 @@ def test_what_is_not_written_is_the_checkpoints_dtype(shim: Any, drive: Any, tra
     assert decided() == [f"{trainer}, as the model"]
 
 
+@pytest.mark.parametrize("over", [False, True])
+def test_follow_replaces_what_stands_there(shim: Any, drive: Any, over: bool) -> None:
+    """``vllm_engine_kwargs`` override the rollout's own key."""
+    shim(frameworks="ms-swift", settings=FOLLOW, strict=True)
+    given = {"vllm_engine_kwargs": {"dtype": "BF16"}} if over else {"dtype": "bf16"}
+    made, told = drive("fp16", **given)
+    assert (dtype_of(made), told) == ("float16", [])
+    assert decided() == ["fp16, as the model"]
+    key = "rollout.vllm_engine_kwargs.dtype" if over else "rollout.dtype"
+    assert decided("dtype keys") == [f"{key}: bfloat16 -> float16"]
+
+
 def test_strict_and_names(shim: Any, drive: Any) -> None:
-    shim(frameworks="ms-swift", strict=True, settings=FOLLOW)
+    shim(frameworks="ms-swift", strict=True)
     with pytest.raises(UnsupportedPrecisionError, match=r"Write rollout\.dtype=float16"):
         drive("fp16", dtype="bf16")
     with pytest.raises(DtypeError, match=r"rollout\.dtype='bf17' is no dtype"):

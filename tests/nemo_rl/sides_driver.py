@@ -1,4 +1,4 @@
-"""Runs NeMo-RL's driver for nine pairs of dtypes, up to the Ray actor that starts an engine.
+"""Runs NeMo-RL's driver for some pairs of dtypes, up to the Ray actor that starts an engine.
 
 Arguments: NeMo-RL's checkout, a folder with a model, an empty folder.
 """

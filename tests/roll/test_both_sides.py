@@ -18,10 +18,13 @@ from .test_plan import plan
 
 __all__ = ["plan"]
 
-NAMES = ("fp16", "bf16", "fp32")
-PAIRS = [(trainer, rollout) for trainer in NAMES for rollout in NAMES]
+PAIRS = [("fp16", "fp16"), ("fp16", "bf16"), ("bf16", "fp16")]
 LOST = ("fp16", "bf16")
 STRATEGIES = ("megatron_train", "fsdp2_train")
+
+
+configs: list[Any] = []
+"""The configs of the pipelines that a test started."""
 
 
 class StopError(Exception):
@@ -63,9 +66,11 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str
         raise StopError
 
     monkeypatch.setattr(base_pipeline, "ResourceManager", stop)
+    configs.clear()
 
     def started(given: dict[str, Any]) -> list[str]:
         config = from_dict(data_class=RLVRConfig, data=given)
+        configs.append(config)
 
         def build() -> None:
             with pytest.raises(StopError):
@@ -99,17 +104,45 @@ def test_the_pipeline_tells(
     for one in told:
         assert one.startswith("roll 0.3.0: the actor computes in fp16 (actor_train.")
         assert f"{key}), the rollout in bf16" in one
-        assert one.endswith("Write actor_infer.model_args.dtype=fp16.")
+        assert "Write actor_infer.model_args.dtype=fp16, or set PRECISION_SHIM_ROLLOUT" in one
 
 
-@pytest.mark.parametrize(("trainer", "rollout"), PAIRS)
-def test_strict(shim: Any, start: Any, trainer: str, rollout: str) -> None:
+def test_strict(shim: Any, start: Any) -> None:
+    shim(frameworks="roll", strict=True)
+    with pytest.raises(UnsupportedPrecisionError, match=r"actor_infer\.model_args\.dtype=fp16"):
+        start(values("fp16", "bf16"))
+    assert start(values("fp16", "fp16")) == []
+
+
+@pytest.mark.parametrize(("trainer", "other"), [("fp16", "bf16"), ("bf16", "fp16")])
+def test_follow_replaces_what_stands_there(shim: Any, start: Any, trainer: str, other: str) -> None:
+    import torch
+
     shim(frameworks="roll", strict=True, settings={"rollout": "follow"})
-    if (trainer, rollout) == LOST:  # ROLL's config does not show what the user wrote
-        with pytest.raises(UnsupportedPrecisionError, match=r"actor_infer\.model_args\.dtype=fp16"):
-            start(values(trainer, rollout))
-    else:
-        assert start(values(trainer, rollout)) == []
+    assert start(values(trainer, other, ref=other)) == []
+    assert decided() == decided("ref") == [f"{trainer}, as the actor"]
+    names = [f"{worker}.model_args.dtype" for worker in ("actor_infer", "reference")]
+    assert decided("dtype keys") == ["; ".join(f"{key}: {other} -> {trainer}" for key in names)]
+    ref = configs[0].reference
+    assert configs[0].actor_infer.model_args.dtype == ref.model_args.dtype == trainer
+    # ROLL reads these when it builds a model, and made them from the dtype before the shim.
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[trainer]
+    assert ref.model_args.compute_dtype is dtype
+    assert (ref.training_args.fp16, ref.training_args.bf16) == (
+        trainer == "fp16",
+        trainer != "fp16",
+    )
+
+
+def test_follow_replaces_the_dtype_of_a_reference_model_on_fsdp2(shim: Any, start: Any) -> None:
+    shim(frameworks="roll", strict=True, settings={"rollout": "follow"})
+    given = values("fp16", "fp16", "fsdp2_train", ref="bf16")
+    given["reference"]["strategy_args"] = {"strategy_name": "fsdp2_infer", "strategy_config": {}}
+    assert start(given) == []
+    config = configs[0].reference.strategy_args.strategy_config
+    assert config == {"param_dtype": "fp16"}
+    key = "reference.strategy_args.strategy_config.param_dtype"
+    assert decided("dtype keys") == [f"{key}: bf16 -> fp16"]
 
 
 def test_the_reference_model(shim: Any, start: Any) -> None:

@@ -212,10 +212,12 @@ def test_decisions(policy: Any, shim: Any) -> None:
     assert any("loss scaling from 4096" in one for one in said)
 
 
-def test_a_generator_of_the_same_dtype_needs_no_decision(policy: Any, shim: Any) -> None:
+def test_a_generator_of_the_same_dtype_agrees(policy: Any, shim: Any) -> None:
     shim()
     policy(generator_dtype="FP16")
-    assert not [one for one in decisions() if "generator" in one]
+    assert [one for one in decisions() if one.startswith("rollout: ")] == [
+        "rollout: fp16, as the policy"
+    ]
 
 
 def test_the_weights_are_pushed_by_torchtitans_own_path(

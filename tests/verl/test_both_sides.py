@@ -247,15 +247,11 @@ VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
     [
         ([f"{ROLLOUT}.quantization=torchao"], "torchao weights"),
         ([f"+{VLLM}.quantization=awq"], "awq weights"),
-        ([f"+{VLLM}.kv_cache_dtype=fp8"], "fp8 KV cache"),
-        ([f"+{VLLM}.kv_cache_dtype=float16"], "float16 KV cache"),
         (
             [f"+{VLLM}.kv_cache_dtype=fp8_e4m3", f"{ROLLOUT}.quantization=torchao"],
             "fp8_e4m3 KV cache and torchao weights",
         ),
-        ([f"+{VLLM}.kv_cache_dtype=auto"], ""),
         ([f"+{VLLM}.kv_cache_dtype=bfloat16"], ""),
-        ([f"+{VLLM}.kv_cache_dtype=null"], ""),
         (
             [f"{ROLLOUT}.name=sglang", f"+{ROLLOUT}.engine_kwargs.sglang.torchao_config=fp8wo"],
             "fp8wo weights",
@@ -299,8 +295,6 @@ def test_a_rollout_without_a_dtype_lets_the_engine_choose() -> None:
 @pytest.mark.parametrize(
     ("checkpoint", "backend", "model_type", "computes"),
     [
-        ("float16", "vllm", "qwen2", "fp16"),
-        ("bfloat16", "vllm", "qwen2", "bf16"),
         ("float32", "vllm", "qwen2", "bf16"),
         ("float32", "sglang", "qwen2", "fp16"),
         ("float16", "vllm", "gemma2", "bf16"),

@@ -21,6 +21,7 @@ from precision_shim_adapters.rollout import (
     engine_name,
     problems_of,
     settle,
+    with_rounded,
     write_key,
 )
 
@@ -175,3 +176,21 @@ def test_keys_are_written_into_mappings_and_objects() -> None:
     write_key(made, "inner.rest.dtype", "float32")
     assert made.kwargs == {"overrides": {"head": "float32"}}
     assert made.inner == {"dtype": "float16", "rest": SimpleNamespace(dtype="float32")}
+
+
+@pytest.mark.parametrize(
+    ("options", "rounded"),
+    [
+        ({"quantization": "awq"}, ("awq weights", "vllm.quantization=awq")),
+        ({"kv_cache_dtype": "fp8"}, ("fp8 KV cache", "vllm.kv_cache_dtype=fp8")),
+        ({"kv_cache_dtype": "float16"}, ("float16 KV cache", "vllm.kv_cache_dtype=float16")),
+        ({"kv_cache_dtype": "auto"}, ("", "")),
+        ({"kv_cache_dtype": "bfloat16"}, ("", "")),
+        ({"kv_cache_dtype": "float32"}, ("", "")),
+        ({"kv_cache_dtype": None, "quantization": ""}, ("", "")),
+    ],
+)
+def test_what_an_engine_keeps_in_fewer_bits(
+    options: dict[str, Any], rounded: tuple[str, str]
+) -> None:
+    assert with_rounded(rollout("bf16"), options, "vllm").rounded == rounded
