@@ -19,14 +19,11 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import Call, collect, seam, versioned
-from precision_shim.checkpoints.foretelling import Here
-from precision_shim.checkpoints.layout import Outcome, Part
 from precision_shim.precision.dtypes import coerce_dtype
 
 from . import areal_sides, megatron
-from .megatron import ALIGNMENT, BUILDING, DISPATCH, GROUP, SCALING, SETTLING
+from .megatron import ALIGNMENT, BUILDING, GROUP, SCALING, SETTLING
 from .megatron.deciding.requested import OVERLAP
-from .megatron.resuming import foretelling as resuming
 
 ENGINE = "areal.engine.megatron_engine"
 STATES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
@@ -123,15 +120,3 @@ def step(call: Call) -> dict[str, float]:
 
 
 SEAMS = collect(*megatron.SEAMS, name_dtypes, build, settle, step, areal_sides)
-
-
-def foretell(part: Part, here: Here) -> Outcome:
-    """Predict how AReaL resumes a job whose config has AReaL's or Megatron's optimizer fields.
-
-    Without the shim AReaL's optimizer keeps whole master weights beside low-precision moments.
-    """
-    wishes = resuming.assume_wishes(part, here, f"{versioned('areal')}, megatron", "actor")
-    if not here.in_force("areal", DISPATCH, GROUP):
-        asked = {**wishes.asked, "store_param_remainders": False}
-        wishes = dataclasses.replace(wishes, asked=asked)
-    return resuming.foretell("areal", part, here, wishes)

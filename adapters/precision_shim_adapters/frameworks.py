@@ -294,7 +294,7 @@ AREAL = Adapter(
     effects=MEGATRON_EFFECTS,
     checkpoints=Checkpoints(
         steps=r"epoch\d+epochstep\d+globalstep(\d+)",  # recover_checkpoint/ has no number
-        resuming={"megatron": "precision_shim_adapters.areal:foretell"},
+        resuming={"megatron": "precision_shim_adapters.trainers_resuming:areal"},
     ),
 )
 
@@ -313,7 +313,7 @@ MS_SWIFT = Adapter(
     effects=MEGATRON_EFFECTS,
     checkpoints=Checkpoints(
         steps=r"checkpoint-(\d+)",
-        resuming={"megatron": "precision_shim_adapters.ms_swift:foretell"},
+        resuming={"megatron": "precision_shim_adapters.trainers_resuming:ms_swift"},
     ),
 )
 

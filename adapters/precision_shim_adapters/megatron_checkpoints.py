@@ -1,4 +1,9 @@
-"""Interpret the keys of Megatron's distributed checkpoints, for seams and the CLI."""
+"""Read Megatron's distributed checkpoints for ``precision-shim checkpoint``.
+
+From param groups with the key ``OFFLOADED`` ``fill_part`` derives ``counted`` (whether all of these
+groups have a step count) and ``names_classes`` (whether a ``common.pt`` has such groups; torch
+refuses to load the classes that its pickle names).
+"""
 
 from __future__ import annotations
 
@@ -13,10 +18,8 @@ from precision_shim.checkpoints.pickles import dicts_in
 from precision_shim.checkpoints.tensors import Archive
 from precision_shim.checkpoints.units import Unit
 
-DTYPES_IN_KEY = re.compile(r"dtype_\((torch\.\w+), (torch\.\w+)\)")
-"""Matches the dtypes in an optimizer's key: the parameters' dtype, then the bucket's dtype."""
+from .megatron.resuming.keys import DTYPES_IN_KEY, OFFLOADED, is_master, is_optimizers
 
-_MASTER = re.compile(r"\.param$|\.fp32_param\.")
 _STATE = re.compile(r"(?:^|\.)(?:state\.|bucket_idx_\d+\.)(param|fp32_param|exp_avg_sq|exp_avg)\b")
 _COMPONENT = {
     "param": MASTER,
@@ -25,29 +28,6 @@ _COMPONENT = {
     "exp_avg_sq": EXP_AVG_SQ,
 }
 _NO_WEIGHTS = ("rng_state", "rerun_state", "opt_param_scheduler", "iteration")
-
-KEEPING = ("dp_reshardable", "fully_sharded_model_space")
-"""Sharding types of checkpoints that store each optimizer state in its own dtype."""
-
-KEYED = ("dp_reshardable", "dp_zero_gather_scatter")
-"""Sharding types of checkpoints whose keys contain the bucket's dtype."""
-
-
-OFFLOADED = "offload_fraction"
-"""Key of the fraction of states on the host, which only param groups of Megatron's optimizer for
-CPU offload have. From groups with this key ``fill_part`` derives ``counted`` (whether all of these
-groups have a step count) and ``names_classes`` (whether a ``common.pt`` has such groups; torch
-refuses to load the classes that its pickle names)."""
-
-
-def is_optimizers(key: str) -> bool:
-    """Whether a key of a sharded state belongs to an optimizer."""
-    return key.startswith("optimizer.") or ".optimizer." in key
-
-
-def is_master(key: str) -> bool:
-    """Whether an optimizer's key names master weights or their remainders, which share a key."""
-    return _MASTER.search(key) is not None
 
 
 def fill_part(unit: Unit, part: Part) -> None:

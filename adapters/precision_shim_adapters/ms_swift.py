@@ -19,14 +19,11 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import Call, collect, seam, versioned
-from precision_shim.checkpoints.foretelling import Here
-from precision_shim.checkpoints.layout import Outcome, Part
 from precision_shim.precision.dtypes import coerce_dtype
 
 from . import megatron, ms_swift_sides
 from .megatron import ALIGNMENT, BUILDING, GROUP, SCALING, SETTLING
 from .megatron.deciding.requested import OVERLAP
-from .megatron.resuming import foretelling as resuming
 
 TRAINER = "swift.megatron.trainers.base"
 METRICS = "ms-swift metrics"
@@ -128,10 +125,3 @@ def report(call: Call, logs: dict[str, Any], prefix: str = "") -> Any:
 SEAMS = megatron.where_present(
     collect(*megatron.SEAMS, build, settle, step, report, ms_swift_sides), module=TRAINER
 )
-
-
-def foretell(part: Part, here: Here) -> Outcome:
-    """Predict how a job with ms-swift's arguments in ``here.config`` would resume a checkpoint."""
-    where = f"{versioned('ms-swift', 'swift')}, megatron's arguments"
-    wishes = resuming.assume_wishes(part, here, where, "model")
-    return resuming.foretell("ms-swift", part, here, wishes)

@@ -1,4 +1,4 @@
-"""Read ROLL's checkpoints for ``precision-shim checkpoint`` and for the seams, without torch.
+"""Read ROLL's checkpoints for ``precision-shim checkpoint``, without torch.
 
 With ``ckpt_format: legacy``, the default, ROLL on Megatron saves the weights in one file per rank,
 next to the optimizer's distributed checkpoint. On FSDP2 ROLL saves states in the directory ``dcp``.
@@ -8,21 +8,14 @@ Delete this module when ROLL on Megatron also saves the weights in a distributed
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from precision_shim.adapting import versioned
 from precision_shim.checkpoints.foretelling import Here
 from precision_shim.checkpoints.layout import EXACT, FAILS, FRESH, PARAMS, Outcome, Part
-from precision_shim.checkpoints.metadata import NAME as METADATA
-from precision_shim.checkpoints.metadata import read_entries
 from precision_shim.checkpoints.tensors import Archive
 from precision_shim.checkpoints.units import Unit
-from precision_shim.errors import CheckpointUnreadableError
 
 from .megatron_checkpoints import fill_part as fill_with_states
-
-FSDP2 = "fsdp2"
-"""The group name (see ``Seam``) of the seams for ROLL on FSDP2."""
+from .roll_states import FSDP2, has_states
 
 
 def fill_part(unit: Unit, part: Part) -> None:
@@ -32,17 +25,6 @@ def fill_part(unit: Unit, part: Part) -> None:
         for keys, tensor in Archive(file).tensors():
             if not any(str(key).endswith("_extra_state") for key in keys):
                 part.add(PARAMS, tensor)
-
-
-def has_states(directory: str | Path) -> bool:
-    """Whether a distributed checkpoint of ROLL on FSDP2 has states of an optimizer that stepped."""
-    file_name = Path(directory, METADATA)
-    try:
-        with file_name.open("rb") as file:
-            entries = read_entries(file, str(file_name))
-    except (OSError, CheckpointUnreadableError):
-        return False  # ROLL's own load raises an error for an unreadable checkpoint
-    return any(key.startswith("optimizer.state.") for key in entries)
 
 
 def foretell_sharded(part: Part, here: Here) -> Outcome:

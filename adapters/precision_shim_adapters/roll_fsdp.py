@@ -27,7 +27,7 @@ from .fp16 import FEATURE, ScaledTraining
 from .fp16.files import files_of_rank, save_after
 from .fp16.states import make_missing_states
 from .fp16.stepping import note_skip
-from .roll_checkpoints import FSDP2, has_states
+from .roll_states import FSDP2, has_states
 
 GROUP = FSDP2
 MODULE = "roll.distributed.strategy.fsdp2_strategy"

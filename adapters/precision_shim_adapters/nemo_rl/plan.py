@@ -18,11 +18,12 @@ import torch
 from precision_shim.adapting import look, version_of
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.planning.command import Job
-from precision_shim.planning.record import Decided, Problem
+from precision_shim.planning.record import Decided
 from precision_shim.planning.request import Plannable, Request, legal
 from precision_shim.planning.shapes import is_router
 from precision_shim.planning.values import mapping, no_adapters, number_of, said
 from precision_shim.precision.dtypes import name_of
+from precision_shim.reporting.problem import Problem
 
 from ..fp16.plan import ShardedModel, scaling
 from ..megatron import PRECISION_AWARE

@@ -8,7 +8,7 @@ from typing import Any
 
 from precision_shim.checkpoints.safetensors import read_header
 from precision_shim.errors import PlanError
-from precision_shim.planning.command import directory_of
+from precision_shim.files.models import directory_of
 from precision_shim.precision.agreement import CANONICAL, Engine, resolve_auto
 
 OF_HEADER = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}

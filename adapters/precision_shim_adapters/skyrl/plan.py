@@ -15,11 +15,12 @@ import torch
 from precision_shim.adapting import version_of
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.planning.command import Job, find_imported
-from precision_shim.planning.record import Decided, Problem
+from precision_shim.planning.record import Decided
 from precision_shim.planning.request import Plannable, Request, legal
 from precision_shim.planning.shapes import Model, is_router
 from precision_shim.planning.values import no_adapters, no_section, number, said
 from precision_shim.precision.dtypes import name_of
+from precision_shim.reporting.problem import Problem
 
 from ..fp16 import FEATURE
 from ..fp16.plan import ShardedModel, scaling

@@ -17,10 +17,10 @@ from typing import Any
 from precision_shim.adapting import version_of
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.planning.command import Job
-from precision_shim.planning.record import Problem
 from precision_shim.planning.request import Request
 from precision_shim.planning.shapes import Model, Weight
 from precision_shim.precision.dtypes import name_of, parse_dtype
+from precision_shim.reporting.problem import Problem
 
 from ..fp16.plan import ShardedModel, scaling
 from ..rollout import FEATURE, problems_of, problems_of_heads

@@ -15,11 +15,12 @@ import torch
 from precision_shim.adapting import look, version_of, versioned
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.planning.command import Job
-from precision_shim.planning.record import Decided, Problem
+from precision_shim.planning.record import Decided
 from precision_shim.planning.request import Plannable, Request, legal
 from precision_shim.planning.shapes import Model
 from precision_shim.planning.values import mapping, no_adapters, number_of
 from precision_shim.precision.dtypes import name_of, parse_dtype
+from precision_shim.reporting.problem import Problem
 
 from ..fp16.plan import ShardedModel, scaling
 from ..megatron import DISPATCH, GROUP, PRECISION_AWARE, RequestedConfig

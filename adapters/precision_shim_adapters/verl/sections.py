@@ -14,9 +14,10 @@ import torch
 
 from precision_shim.adapting import look, versioned
 from precision_shim.errors import DtypeError, PlanError
-from precision_shim.planning.record import Problem, unknown_keys
+from precision_shim.planning.record import unknown_keys
 from precision_shim.planning.values import mapping, number_of
 from precision_shim.precision.dtypes import parse_dtype
+from precision_shim.reporting.problem import Problem
 from precision_shim_adapters.megatron.deciding.table import PRECISION_AWARE_FIELDS
 
 from ..fp16.names import own_dtype

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..errors import PrecisionShimError
 from ..process.names import meant
+from ..reporting.problem import Problem
 
 COMPONENTS = ("params", "frozen", "grad_buckets", "grad_copies", "master", "exp_avg", "exp_avg_sq")
 """The audit's components whose size is proportional to the parameters, in the audit's order."""
@@ -88,31 +88,6 @@ class Decided:
     feature: str
     chosen: str
     because: str
-
-
-@dataclass(frozen=True)
-class Problem:
-    """An illegal value in the job's config.
-
-    Attributes:
-        code: kind of problem, such as ``"dtype"``; docs/plan.md lists all codes.
-        subject: name of the model with the problem; empty for the whole job.
-        key: the config key.
-        message: the value in the config, and the allowed values.
-        remedy: the config line or value to write instead.
-    """
-
-    code: str
-    subject: str
-    key: str
-    message: str
-    remedy: str
-
-    @classmethod
-    def of(cls, error: PrecisionShimError, subject: str, key: str, code: str = "dtype") -> Problem:
-        """Make a ``Problem`` of a worker's error; the error's last sentence is the remedy."""
-        message, _, remedy = str(error).rpartition(". ")
-        return cls(code, subject, key, message or remedy, remedy if message else "")
 
 
 def unknown_keys(

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from ..errors import DtypeError
-from .record import ModelPlan, Plan, Problem
+from ..reporting.problem import Problem
+from .record import ModelPlan, Plan
 
 if TYPE_CHECKING:
     from .command import Job

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ..seams._source import find_spec
-from ..upstream.trees import stated_version
 from .framework import Adapter
 from .registry import is_tested, shared
+from .stated import stated_version
 
 __all__ = ["describe", "judge_version", "tell_missed", "version_of"]
 

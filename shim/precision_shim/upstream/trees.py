@@ -6,50 +6,18 @@ that reads a tree first, and then the installed packages.
 
 from __future__ import annotations
 
-import ast
 import re
 import zipfile
 from collections.abc import Callable, Iterator
 from importlib.util import decode_source
 from pathlib import Path
-from typing import Protocol
 
 from ..errors import SourceError
+from ..process.stated import Files, Folder, find_written, normal
 from ..seams._source import Installed, Source
 
 _BENEATH = ("", "src", "python", "lib/python3*/site-packages", "Lib/site-packages")
 """Subfolders of a folder, a checkout or a virtual environment that may contain packages."""
-_VERSION_FILES = ("__init__.py", "_version.py", "version.py", "package_info.py")
-_PARTS = ("MAJOR", "MINOR", "PATCH", "PRE_RELEASE")
-
-
-class _Files(Protocol):
-    """The files below one root; paths are relative to this root and have slashes."""
-
-    def is_file(self, path: str) -> bool: ...
-
-    def is_folder(self, path: str) -> bool: ...
-
-    def top(self) -> list[str]: ...
-
-    def read(self, path: str) -> bytes: ...
-
-
-class _Folder:
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def is_file(self, path: str) -> bool:
-        return (self.root / path).is_file()
-
-    def is_folder(self, path: str) -> bool:
-        return (self.root / path).is_dir()
-
-    def top(self) -> list[str]:
-        return sorted(path.name for path in self.root.iterdir())
-
-    def read(self, path: str) -> bytes:
-        return (self.root / path).read_bytes()
 
 
 class _Wheel:
@@ -96,7 +64,7 @@ class Tree:
             complete tree lacks counts as not found, even if the module is installed.
     """
 
-    def __init__(self, path: Path, files: _Files) -> None:
+    def __init__(self, path: Path, files: Files) -> None:
         self.path = path
         self._files = files
         self._metadata = dict(self._distributions())
@@ -125,8 +93,8 @@ class Tree:
 
     def version_of(self, distribution: str, package: str) -> str:
         """Return a distribution's version from metadata, or else source, or else ``"unknown"``."""
-        known = self._metadata.get(_normal(distribution))
-        return known or next(_find_written(self._files, distribution, package), None) or "unknown"
+        known = self._metadata.get(normal(distribution))
+        return known or next(find_written(self._files, distribution, package), None) or "unknown"
 
     def _place(self, module: str) -> str | None:
         """Return a module's file; ``""`` for a bare folder, ``None`` if the module is not found."""
@@ -154,7 +122,7 @@ class Tree:
                     text = text.replace("\r\n", "\n").partition("\n\n")[0]
                     head = dict(re.findall(r"^(Name|Version): *(\S+)", text, re.MULTILINE))
                     if len(head) == 2:
-                        yield _normal(head["Name"]), head["Version"]
+                        yield normal(head["Name"]), head["Version"]
 
 
 class _Over:
@@ -197,80 +165,10 @@ def open_tree(path: Path, packages: tuple[str, ...]) -> Tree:
     # If the path is a package's own folder, the root is its parent folder.
     roots += [above for above in (path.resolve().parent,) if (path / "__init__.py").is_file()]
     for root in roots:
-        tree = Tree(path, _Folder(root))
+        tree = Tree(path, Folder(root))
         if any(tree.has(package) for package in packages):
             return tree
     raise SourceError(
         f"{path} holds no framework, neither in itself nor in src, python or lib/python3*/"
         f"site-packages. {looked_for}"
     )
-
-
-def stated_version(distribution: str, package: str, folder: Path) -> str | None:
-    """Return the version that a package's source states, or ``None``; the source is not executed.
-
-    Args:
-        distribution: the package's distribution.
-        package: the package's name.
-        folder: the package's folder.
-    """
-    root = folder.parents[package.count(".")]
-    try:
-        return next(_find_written(_Folder(root), distribution, package), None)
-    except OSError:
-        return None
-
-
-def _find_written(files: _Files, distribution: str, package: str) -> Iterator[str]:
-    base = package.replace(".", "/")
-    for file in (f"{base}/version/version", f"{base}/VERSION", f"{base}/version.txt"):
-        if files.is_file(file):
-            yield files.read(file).decode("utf-8", "replace").strip()
-    for name in _VERSION_FILES:
-        if files.is_file(f"{base}/{name}"):
-            try:
-                yield from _find_assigned(ast.parse(decode_source(files.read(f"{base}/{name}"))))
-            except (SyntaxError, ValueError):
-                continue
-    for folder in ("", "../"):
-        if files.is_file(f"{folder}pyproject.toml"):
-            text = files.read(f"{folder}pyproject.toml").decode("utf-8", "replace")
-            yield from _find_declared(text, distribution, files, folder)
-
-
-def _find_declared(text: str, distribution: str, files: _Files, folder: str) -> Iterator[str]:
-    """Yield the version in a distribution's ``pyproject.toml``, or in the file that it names."""
-
-    def written(section: str, key: str) -> str:
-        pattern = rf"^\[{section}\]\s*$(.*?)(^\[|\Z)"
-        match = re.search(pattern, text, re.MULTILINE | re.DOTALL)
-        value = match and re.search(rf"^{key} *[\"']([^\"']+)", match[1], re.MULTILINE)
-        return value[1] if value else ""
-
-    if _normal(written("project", "name *=")) != _normal(distribution):
-        return
-    version = written("project", "version *=")
-    if version:
-        yield version
-    file = written(r"tool\.setuptools\.dynamic", r"version *= *\{ *file *= *\[?")
-    if file and files.is_file(folder + file):
-        yield files.read(folder + file).decode("utf-8", "replace").strip()
-
-
-def _find_assigned(tree: ast.Module) -> Iterator[str]:
-    """Yield the version in a module's ``__version__``, or in NVIDIA's ``MAJOR``, ``MINOR`` etc."""
-    values = {
-        target.id: line.value.value
-        for line in tree.body
-        if isinstance(line, ast.Assign) and isinstance(line.value, ast.Constant)
-        for target in line.targets
-        if isinstance(target, ast.Name)
-    }
-    if isinstance(values.get("__version__"), str):
-        yield str(values["__version__"])
-    elif all(isinstance(values.get(name), int) for name in _PARTS[:3]):
-        yield ".".join(str(values[name]) for name in _PARTS[:3]) + str(values.get(_PARTS[3], ""))
-
-
-def _normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()

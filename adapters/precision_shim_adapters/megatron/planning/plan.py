@@ -2,8 +2,8 @@
 
 An adapter reads its framework's config into a ``MegatronModel``. A plan calls the same functions as
 a training process: ``plan_optimizer`` decides the optimizer's config, ``choose_bucket`` the
-gradient bucket, and ``reader.read_wanted`` returns the dtypes of the tensors that Megatron makes. The module
-``layout`` splits the model over the GPUs.
+gradient bucket, and ``reader.read_wanted`` returns the dtypes of the tensors that Megatron
+makes. The module ``layout`` splits the model over the GPUs.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from precision_shim.adapting import Settings, look
 from precision_shim.errors import DtypeError, PlanError, SettingsError
 from precision_shim.planning.command import Job
 from precision_shim.planning.counting import Precision, Share, part
-from precision_shim.planning.record import Decided, ModelPlan, Problem, Stage, unknown_keys
+from precision_shim.planning.record import Decided, ModelPlan, Stage, unknown_keys
 from precision_shim.planning.request import Rules, Variant
 from precision_shim.planning.shapes import Model
 from precision_shim.precision.dtypes import name_of
 from precision_shim.precision.model import TrainableDtypes
+from precision_shim.reporting.problem import Problem
 from precision_shim_adapters.megatron.deciding.bucket import BucketChoice, choose_bucket
 from precision_shim_adapters.megatron.deciding.legality import (
     NEWEST,

@@ -40,7 +40,6 @@ from precision_shim.precision.dtypes import name_of, parse_dtype
 from precision_shim.precision.model import TrainableDtypes
 from precision_shim_adapters.megatron.deciding.legality import REMAINDERS_SINCE, release
 
-from ...megatron_checkpoints import KEEPING, KEYED, OFFLOADED
 from ..deciding.requested import (
     DISPATCH,
     KEYS,
@@ -52,6 +51,7 @@ from ..deciding.requested import (
 from ..deciding.table import plan_optimizer
 from ..installed import fused_adam_support
 from . import offloaded
+from .keys import KEEPING, KEYED, OFFLOADED
 
 _TAKES_PADDING = (0, 17)
 """The first megatron-core release whose ``_set_main_param_and_optimizer_states`` skips entries

@@ -1,0 +1,1 @@
+"""Read the files of checkpoints and models as plain data, without torch or the files' code."""
