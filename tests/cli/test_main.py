@@ -2,18 +2,13 @@
 
 import os
 import pty
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-import precision_shim
 from precision_shim.auditing.files import write
 from precision_shim.auditing.record import Audit
-from precision_shim.checkpoints.foretelling import Here
-from precision_shim.errors import SettingsError
 
 _HIDE = """
 import sys
@@ -95,24 +90,6 @@ def test_the_demo_names_what_to_install_in_one_line():
     assert "pip install 'precision-shim[demo]'" in line
 
 
-def test_outside_of_a_clone_the_demo_says_where_it_runs(tmp_path):
-    package = Path(precision_shim.__file__).parent
-    shutil.copytree(package, tmp_path / package.name)
-    for arguments, status in ((["demo", "--steps", "2"], 2), (["demo", "--help"], 0)):
-        ended = subprocess.run(
-            [sys.executable, "-c", _MAIN, *arguments],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        )
-        assert ended.returncode == status, ended.stderr
-        told = ended.stderr if status else ended.stdout
-        assert "from a clone of the repository" in " ".join(told.split()).lower()
-        assert status == 0 or "`tox run -e demo`" in told
-
-
 def test_colours_are_for_terminals_and_change_no_word():
     pytest.importorskip("rich", reason="colours need rich, which is not installed here")
     piped = python(_MAIN, "doctor", environment={"FORCE_COLOR": "1"}).stdout
@@ -122,18 +99,6 @@ def test_colours_are_for_terminals_and_change_no_word():
     plain = on_a_terminal(_WITHOUT_RICH, "doctor")
     assert "\x1b" not in plain
     assert plain.split() == piped.split()
-
-
-def test_another_missing_module_is_not_blamed_on_the_extra():
-    code = _HIDE.format(hidden=["precision_shim.cli"]) + (
-        "sys.meta_path[0].find_spec = lambda name, *a: (_ for _ in ()).throw("
-        "ModuleNotFoundError(name=name)) if name == 'precision_shim.cli.demo' else None\n"
-        "from precision_shim.cli import main; main()"
-    )
-    ended = python(code)
-    assert ended.returncode == 1
-    assert "ModuleNotFoundError" in ended.stderr
-    assert "pip install" not in ended.stderr
 
 
 @pytest.mark.parametrize(
@@ -257,29 +222,6 @@ def test_an_output_that_cannot_be_written_is_no_traceback(buffered):
     assert line.startswith("precision-shim: the output cannot be written: ")
 
 
-def test_a_text_that_the_output_cannot_represent_is_escaped():
-    ended = subprocess.run(
-        [sys.executable, "-m", "precision_shim", "doctor"],
-        capture_output=True,
-        check=False,
-        env={**os.environb, b"PRECISION_SHIM_AUDIT_DIR": b"/nowhere/\xff"},
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert rb"/nowhere/\udcff" in ended.stdout
-
-
-def test_plan_and_checkpoint_object_to_a_framework_that_there_is_not(monkeypatch):
-    environment = {"PRECISION_SHIM_FRAMEWORKS": "verll"}
-    job = ["plan", "--", "python", "-m", "verl.trainer.main_ppo"]
-    ended = python(_MAIN, *job, environment=environment)
-    assert ended.returncode == 2
-    assert "PRECISION_SHIM_FRAMEWORKS" in ended.stderr
-    assert "'verll'" in ended.stderr
-    monkeypatch.setenv("PRECISION_SHIM_FRAMEWORKS", "verll")
-    with pytest.raises(SettingsError, match="PRECISION_SHIM_FRAMEWORKS"):
-        Here.now()
-
-
 def test_help_needs_no_sound_variables():
     environment = {"PRECISION_SHIM_OPTIMISER_STATES": "as-configured"}
     for arguments in ([], ["--help"], ["--version"], ["plan", "--help"]):
@@ -329,13 +271,3 @@ def test_a_command_does_not_load_the_others():
     loaded = python(code, "run", "--help").stdout.split()
     assert "precision_shim.cli.run" in loaded
     assert not {"precision_shim.cli.doctor", "precision_shim.cli.demo", "wrapt"} & {*loaded}
-
-
-def test_python_dash_m_is_the_same_command():
-    ended = subprocess.run(
-        [sys.executable, "-m", "precision_shim", "--version"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert ended.stdout == f"precision-shim {precision_shim.__version__}\n"
