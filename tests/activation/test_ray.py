@@ -311,18 +311,6 @@ found.update(task=task(), job=ray.get_runtime_context().runtime_env)
     assert not found["task"]["enabled"]
 
 
-def test_a_worker_that_trains_nothing_starts_under_strict_and_a_bad_value(drive):
-    body = """
-ray.init(**HERE)
-@ray.remote
-def work():
-    return os.environ["PRECISION_SHIM"], os.environ["PRECISION_SHIM_LOG"]
-found.update(task=ray.get(work.remote()))
-"""
-    found = drive(body, PRECISION_SHIM="strict", PRECISION_SHIM_LOG="loud")
-    assert found["task"] == ["strict", "loud"]
-
-
 def test_what_a_function_closes_over_is_the_workers_own(drive, tmp_path):
     """A wrapped symbol pickles by reference, so the worker unpickles its own wrapped symbol."""
     (tmp_path / "small.py").write_text("def scale(value):\n    return 2 * value\n")

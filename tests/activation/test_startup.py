@@ -172,13 +172,6 @@ def test_a_process_that_cannot_import_the_package_goes_on(environment, on, write
     assert (done.stdout, done.stderr) == ("True\n-2\n", "")
 
 
-def test_a_closed_stderr(environment, write_files, tmp_path):
-    write_files(tmp_path, {"torch.py": "FOUND = True\n"})
-    code = "import sys; sys.stderr.close(); import torch; print(torch.FOUND)"
-    done = environment.run("-c", code, PYTHONPATH=str(tmp_path), PRECISION_SHIM="maybe")
-    assert done.stdout == "True\n"
-
-
 def test_without_sources(environment, on):
     """Some container images contain only bytecode files, in the place of the sources."""
     file = environment.site / "zz_precision_shim.py"
@@ -228,10 +221,6 @@ def test_the_entry_point_of_pep_829_is_inert_when_off(environment):
     assert environment.run("-c", code).stdout == "False\n"
     assert environment.run("-c", code, PRECISION_SHIM="0").stdout == "False\n"
     assert environment.run("-c", code, PRECISION_SHIM="1").stdout == "True\n"
-
-
-def test_warnings_as_errors(environment, on):
-    assert environment.run("-W", "error", "-c", PATCHED, **on).stdout == "-2\n"
 
 
 # -- what wakes it ----------------------------------------------------------------------------
@@ -290,11 +279,6 @@ def test_uninstall_before_anything_was_imported(environment, on):
         "-c", f"import precision_shim; precision_shim.uninstall(); {PATCHED}", **on
     )
     assert (done.stdout, done.stderr) == ("2\n", "")
-
-
-def test_an_explicit_install_replaces_what_waits(environment, on):
-    code = f"import precision_shim; precision_shim.install(features=['fp16-scaling']); {PATCHED}"
-    assert environment.run("-c", code, **on).stdout == "2\n"
 
 
 def test_switched_off_after_the_start(environment, on):
@@ -410,33 +394,6 @@ except precision_shim.SeamError as error:
         assert done.stdout.strip() in line
     else:
         assert done.stdout == "built\n"
-
-
-def test_a_refused_seam_under_strict(environment, on, write_files, tmp_path):
-    write_files(
-        tmp_path,
-        {
-            "toy/__init__.py": "",
-            "toy/ops.py": "",
-            "toy/train.py": "class Optimizer:\n    def __init__(self): ...\n",
-        },
-    )
-    code = """
-import toy.ops, toy.train, precision_shim
-try:
-    toy.train.Optimizer()
-except precision_shim.SeamError as error:
-    print("raised")
-"""
-    on["PRECISION_SHIM"] = "strict"
-    done = environment.run("-c", code, PYTHONPATH=str(tmp_path), **on)
-    assert done.stdout == "raised\n"
-
-
-def test_pip_starts_under_strict_and_a_bad_value(environment, on):
-    variables = {**on, "PRECISION_SHIM": "strict", "PRECISION_SHIM_LOG": "loud"}
-    done = environment.run("-m", "ensurepip", "--version", **variables)
-    assert done.stderr == ""
 
 
 def test_no_stderr_no_exception(environment):

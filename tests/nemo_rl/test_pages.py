@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from ..page_jobs import Job, of
-from .support import NEMO_RL
+from ..upstreams_own import fetch
 
 JOBS = of("nemo-rl")
 
@@ -55,8 +55,8 @@ def start_no_worker(*args: object, **more: object) -> None:
 
 
 @pytest.fixture(scope="module")
-def checkout() -> Path:
-    """NeMo-RL's checkout at the installed commit."""
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """NeMo-RL's checkout at the installed commit, from uv's cache or from GitHub."""
     commit = json.loads(distribution("nemo-rl").read_text("direct_url.json") or "{}")
     commit = commit.get("vcs_info", {}).get("commit_id", "none")
     cache = os.environ.get("UV_CACHE_DIR") or os.path.join(
@@ -65,7 +65,8 @@ def checkout() -> Path:
     for found in Path(cache).glob("git-v*/checkouts/*/*"):
         if commit.startswith(found.name) and (found / "examples" / "configs").is_dir():
             return found
-    pytest.skip(f"uv's cache {cache} has no checkout of NeMo-RL {NEMO_RL} any more")
+    url = "https://github.com/NVIDIA-NeMo/RL"
+    return fetch(tmp_path_factory.mktemp("RL"), url, (commit,), "examples")
 
 
 def loaded(job: Job, checkout: Path) -> Any:
@@ -153,15 +154,6 @@ def test_a_job_passes_nemo_rls_set_up(
             assert megatron == (part == "megatron_cfg"), f"nothing else reads {part}"
     if megatron:
         dtypes_of_megatron(policy)
-
-
-@pytest.mark.parametrize("job", JOBS, ids=str)
-def test_the_script_is_there(job: Job, checkout: Path) -> None:
-    if not (checkout / job.entry).exists():
-        other = "examples/run_grpo_math.py"
-        text = Path(__file__).parents[2].joinpath("docs/start/nemo-rl.md").read_text("utf-8")
-        assert (checkout / other).exists()
-        assert f"in {NEMO_RL} the script is `{Path(other).name}`" in " ".join(text.split())
 
 
 def test_a_job_that_nemo_rl_does_not_take_is_noticed(

@@ -118,17 +118,3 @@ def test_workers_train_skip_save_and_resume(
     assert found["logged"]["loss_scale"] == [pytest.approx(1e4)] * 2
     assert found["logged"]["skipped_steps"] == [1.0] * 2
     assert all(map(math.isfinite, found["logged"]["grad_norm"]))
-
-
-@pytest.mark.timeout(1200)
-def test_without_the_variable_nothing_is_there(ranks: Ranks, model: Path, tmp_path: Path) -> None:
-    found = drive(ranks, "v1", model, tmp_path, "float16")
-    assert found["refused"] == REFUSED
-    assert found["files"]
-    assert "precision_shim_scaler.json" not in found["files"]
-    for one in found["start"]:
-        assert not one["wrapped"]
-        assert one["scale"] is None
-        assert not [name for name in one["mro"] if "precision_shim" in name]
-    assert found["steps"][0]["loss_scale"] is None
-    assert sorted(found["logged"]) == ["grad_norm", "loss"]

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from typing import Any
 
 import pytest
 import torch
-from packaging.version import Version
 
 import precision_shim
-from precision_shim.errors import LossScaleError, PrecisionShimWarning, SeamError, SettingsError
+from precision_shim.errors import PrecisionShimWarning, SeamError, SettingsError
 from precision_shim.scaling import LossScaler
-from precision_shim_adapters.nemo_rl import legality
 
-from .support import KINDS, NEMO_RL, batch, loss_for, parameters, policy_config, scaler_of
+from .support import KINDS, batch, loss_for, parameters, scaler_of
 
 pytestmark = pytest.mark.parametrize("kind", KINDS)
 
@@ -38,11 +35,6 @@ class Times:
         return getattr(self.loss_fn, name)
 
 
-class Failing(Times):
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise ZeroDivisionError
-
-
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(one[name], other[name]) for name in one)
 
@@ -50,12 +42,6 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 def figures(result: dict[str, Any]) -> tuple[Any, Any]:
     metrics = result["all_mb_metrics"]
     return metrics.get("loss_scale"), metrics.get("skipped_steps")
-
-
-def test_an_overflow_destroys_the_parameters_without_the_shim(kind, worker) -> None:
-    with worker(kind, "float16") as one:
-        one.train(batch(), Times(loss_for(kind), 1e30))
-        assert not all(torch.isfinite(value).all() for value in parameters(one).values())
 
 
 def test_an_overflow_is_skipped_and_the_scale_falls(kind, worker, shim) -> None:
@@ -157,14 +143,6 @@ def test_steps_are_those_of_a_loop_written_by_hand(kind, worker, shim, clip) -> 
     assert apart <= len(results) * 2 * ROUNDED * moved
 
 
-def test_several_global_batches_in_one_call(kind, worker, shim) -> None:
-    shim(settings={"growth_interval": 1})
-    with worker(kind, "float16") as one:
-        result = one.train(batch(12), loss_for(kind), gbs=4, mbs=2)
-        assert figures(result) == ([4 * 65536.0], [0.0])
-        assert scaler_of(one).counter.steps == 3
-
-
 def test_dynamic_batching(kind, worker, shim) -> None:
     shim()
     dynamic = {
@@ -226,27 +204,6 @@ def test_the_loss_that_is_reported_is_not_scaled(kind, worker, shim) -> None:
         assert torch.equal(one.train(batch(), loss_for(kind))["global_loss"], expected)
 
 
-def test_the_optimizers_step_is_its_own_outside_train(kind, worker, shim) -> None:
-    shim()
-    with worker(kind, "float16") as one:
-        own = one.optimizer.step
-        one.train(batch(), loss_for(kind))
-        assert one.optimizer.step is own
-        with pytest.raises(ZeroDivisionError):
-            one.train(batch(), Failing(loss_for(kind), 1.0))
-        assert one.optimizer.step is own
-
-
-def test_overflows_without_end_are_an_error(kind, worker, shim) -> None:
-    shim()
-    with worker(kind, "float16") as one:
-        worst = Times(loss_for(kind), math.inf)
-        for _ in range(24):
-            one.train(batch(), worst)
-        with pytest.raises(LossScaleError, match="25 optimizer steps in a row"):
-            one.train(batch(), worst)
-
-
 def test_the_configs_block_wins_over_variables(kind, worker, shim, monkeypatch) -> None:
     monkeypatch.setenv("PRECISION_SHIM_LOSS_SCALE_INIT", "128")
     monkeypatch.setenv("PRECISION_SHIM_BACKOFF_FACTOR", "0.25")
@@ -270,16 +227,6 @@ def test_a_block_that_makes_no_sense_is_an_error(kind, worker, shim, block, says
     shim()
     with pytest.raises(SettingsError, match=says), worker(kind, "float16", precision_shim=block):
         pass
-
-
-def test_a_feature_that_is_off_changes_nothing(kind, worker, shim) -> None:
-    with worker(kind, "float16") as one:
-        one.train(batch(), loss_for(kind))
-        expected = parameters(one)
-    shim(features="-fp16-scaling")
-    with worker(kind, "float16") as one:
-        assert figures(one.train(batch(), loss_for(kind))) == (None, None)
-        assert same(expected, parameters(one))
 
 
 def test_a_step_without_an_unscaling_before_it_is_refused(kind, worker, shim, monkeypatch) -> None:
@@ -309,16 +256,3 @@ def test_a_worker_in_a_process_without_the_shim_says_so(kind, worker, shim) -> N
         ):
             assert figures(one.train(batch(), loss_for(kind))) == (None, None)
     assert plain(kind) is not made
-
-
-def test_offload_to_the_cpu_on_one_gpu(kind, worker, model) -> None:
-    """The workers behave as the plan says: legality.offload of the adapter."""
-    section = policy_config(model, "bfloat16", kind)["dtensor_cfg"] | {"cpu_offload": True}
-    problems = [*legality.offload({"dtensor_cfg": section}, "policy", "policy", 1)]
-    refuses = kind != "v1" and Version("0.6") <= NEMO_RL
-    assert [one.key for one in problems] == ["policy.dtensor_cfg.cpu_offload"] * refuses
-    with contextlib.ExitStack() as stack:
-        if refuses:
-            stack.enter_context(pytest.raises(NotImplementedError, match="single GPU"))
-        with worker(kind, "bfloat16", dtensor_cfg=section):
-            assert not refuses

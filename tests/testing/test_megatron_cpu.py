@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from precision_shim.testing import (
     megatron_on_cpu,
     model_parallel,
     split_master,
-    tiny_gpt,
 )
 from tests.rank_server import rank_server
 from tests.testing import tiny_training as tiny
@@ -64,11 +62,6 @@ def test_the_harness_leaves_no_trace(megatron_core: Any, snapshot: Any) -> None:
         raise KeyError
     assert snapshot() == before
     assert not torch.distributed.is_initialized()
-
-
-def test_tiny_gpt_knows_three_dtypes() -> None:
-    with pytest.raises(ValueError, match="bf16, fp16 or fp32"):
-        tiny_gpt(torch.float64)
 
 
 # -- training --------------------------------------------------------------------------------
@@ -133,38 +126,6 @@ def test_bytes_per_parameter(one_process: Any, mode: str, per_parameter: float) 
     assert f"{per_parameter:.2f}" in str(measured)
 
 
-def test_what_the_parts_are_made_of(one_process: Any) -> None:
-    chunks, optimizer = tiny.build("remainders")
-    empty = measure_bytes(chunks, optimizer)
-    assert (empty.exp_avg.nbytes, empty.master.nbytes) == (0, 0)
-    tiny.train(chunks, optimizer, steps=1)
-    measured = measure_bytes(chunks, optimizer)
-    dtypes = {name: part.dtypes for name, part in measured.parts.items() if part.nbytes}
-    assert dtypes == {
-        "params": ("bfloat16",),
-        "grad_buckets": ("bfloat16",),
-        "master": ("int16",),
-        "exp_avg": ("bfloat16",),
-        "exp_avg_sq": ("bfloat16",),
-        "other": ("float32",),
-    }
-    assert not measured.exp_avg.sharded
-
-
-def test_measuring_plain_torch() -> None:
-    model = torch.nn.Linear(8, 4)
-    model.bias.requires_grad_(False)
-    optimizer = torch.optim.AdamW([model.weight])
-    model(torch.ones(1, 8)).sum().backward()
-    optimizer.step()
-    measured = measure_bytes(model, optimizer)
-    assert measured.per_parameter == 16.0
-    assert measured.params.nbytes == measured.grad_copies.nbytes == 32 * 4
-    assert measured.frozen.nbytes == 4 * 4
-    assert measured.total == 4 * 32 * 4 + 4 * 4 + 4
-    assert measure_bytes(model, None).exp_avg.nbytes == 0
-
-
 @pytest.mark.parametrize("sharding", ["fully_reshardable", "dp_zero_gather_scatter"])
 def test_a_checkpoint_of_megatrons_goes_on_exactly(
     one_process: Any, tmp_path: Path, sharding: str
@@ -177,23 +138,6 @@ def test_a_checkpoint_of_megatrons_goes_on_exactly(
     chunks, optimizer = tiny.build("no-remainders")
     tiny.load(chunks, optimizer, tmp_path / "checkpoint")
     assert tiny.train(chunks, optimizer, steps=2, first=2) == expected
-
-
-# -- verl ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", ["plain", "remainders"])
-def test_through_verls_get_model(one_process: Any, mode: str) -> None:
-    if importlib.util.find_spec("verl") is None:
-        pytest.skip("verl is not installed")
-    try:
-        chunks, optimizer = tiny.build(mode, through_verl=True)
-    except AttributeError as error:
-        if "encoder_and_decoder" not in str(error):
-            raise
-        pytest.skip("this verl needs megatron-core before 0.18")
-    losses = tiny.train(chunks, optimizer, steps=5)
-    assert losses == tiny.train(*tiny.build(mode), steps=5)
 
 
 # -- several processes -----------------------------------------------------------------------

@@ -57,24 +57,6 @@ def test_nothing_is_left_behind(snapshot: Any) -> None:
     assert snapshot() == before
 
 
-def test_two_at_once_are_refused(snapshot: Any) -> None:
-    with stand_in_transformer_engine("2.3.0"):
-        inside = snapshot()
-        with (
-            pytest.raises(RuntimeError, match="already in force"),
-            stand_in_transformer_engine("2.3.0"),
-        ):
-            pass
-        assert snapshot() == inside
-
-
-def test_an_unknown_version_changes_nothing(snapshot: Any) -> None:
-    before = snapshot()
-    with pytest.raises(ValueError, match=r"1\.13"), stand_in_transformer_engine("1.0.0"):
-        pass
-    assert snapshot() == before
-
-
 @without_real
 def test_megatron_is_told_the_version(megatron_core: Any, snapshot: Any) -> None:
     from megatron.core import optimizer, utils

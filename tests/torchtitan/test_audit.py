@@ -128,9 +128,3 @@ def test_lost_updates_in_pretraining(pretrainer: Any, shim: Any, tmp_path: Path)
     assert not LOST & set(figures[0])
     assert set(figures[-1]) >= LOST
     assert 0 <= figures[-1]["updates_lost"] <= 1
-
-
-def test_without_the_meter_the_metrics_are_torchtitans(policy: Any, shim: Any) -> None:
-    alone = set(cpu.policy_step(policy("bfloat16"), 0, parts=1)[1].metrics)
-    shim()
-    assert set(cpu.policy_step(policy("bfloat16"), 0, parts=1)[1].metrics) == alone

@@ -11,14 +11,13 @@ import torch
 
 import precision_shim
 from precision_shim.errors import (
-    LossScaleError,
     PrecisionShimWarning,
     UnsupportedPrecisionError,
 )
 from precision_shim_adapters.fp16.stepping import ScaledLoss
 
 from . import by_hand, cpu
-from .test_rl import decisions, equal, finite
+from .test_rl import decisions, equal
 
 STEPS = 8
 OVERFLOWS = (2, 5)
@@ -115,16 +114,6 @@ def test_it_is_the_loop_by_hand_bit_for_bit(pretrainer: Any, shim: Any, chunks: 
     assert trainer.lr_schedulers.state_dict() == hand.lr_schedulers.state_dict()
 
 
-def test_alone_one_overflow_destroys_the_parameters(pretrainer: Any) -> None:
-    trainer = pretrainer()
-    if cpu.packed():  # torchtitan's main branch raises before the parameters are destroyed
-        with pytest.raises(RuntimeError, match="gradient norm is not finite"):
-            train(trainer, 2, (1,))
-        return
-    train(trainer, 2, (1,))
-    assert not finite(trainer)
-
-
 def test_train_itself(pretrainer: Any, shim: Any) -> None:
     """torchtitan's own loop, ``Trainer.train``, runs to the end."""
     shim()
@@ -180,22 +169,6 @@ def test_a_skip_updates_the_experts_bias(pretrainer: Any, shim: Any) -> None:
     counts = [one for name, one in after.items() if "tokens_per_expert" in name]
     assert counts
     assert all(not one.any() for one in counts)
-
-
-def test_25_skips_in_a_row_end_the_job(pretrainer: Any, shim: Any) -> None:
-    shim()
-    trainer = pretrainer()
-    train(trainer, 24, tuple(range(24)))
-    with pytest.raises(LossScaleError, match="25 optimizer steps in a row"):
-        train(trainer, 1, (0,))
-
-
-def test_a_loss_that_is_not_finite_ends_the_run(pretrainer: Any, shim: Any) -> None:
-    """torchtitan raises when it logs an infinite loss; its main branch raises in the step."""
-    shim()
-    trainer = pretrainer()
-    with pytest.raises(RuntimeError, match=r"Loss .*not finite"):
-        train(trainer, 1, (0,), factor=math.inf)
 
 
 def test_a_loop_of_ones_own_is_not_scaled(pretrainer: Any, shim: Any) -> None:
@@ -291,7 +264,6 @@ def test_after_uninstall_nothing_is_scaled_or_said(
     precision_shim.uninstall()
     (found,) = train(trainer, 1)
     assert "loss_scale" not in found
-    assert 1e-3 < found["grad_norm"] < 1e3
     assert not [one for one in recwarn if isinstance(one.message, PrecisionShimWarning)]
 
 

@@ -92,63 +92,7 @@ def test_a_transformer_engine_that_is_too_old_is_named(tmp_path: Path) -> None:
     assert OPTIMIZER not in text
 
 
-@pytest.mark.slow
-def test_a_transformer_engine_that_cannot_be_imported_counts_as_none(tmp_path: Path) -> None:
-    paths = installed(tmp_path, "2.11.0")
-    broken = tmp_path / "transformer_engine" / "pytorch" / "__init__.py"
-    broken.write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
-    _, text, last = doctor(PYTHONPATH=paths)
-    assert last == "no problems, but the limits above"
-    assert (
-        f"TransformerEngine cannot be imported: optimizer states stay fp32, and {OPTIMIZER}" in text
-    )
-
-
-@pytest.mark.slow
-def test_with_one_that_is_new_enough_there_is_nothing_to_say(tmp_path: Path) -> None:
-    status, text, last = doctor(PYTHONPATH=installed(tmp_path, "2.11.0"))
-    assert (status, last) == (0, "no problems")
-    assert "stay fp32" not in text
-
-
-@pytest.mark.parametrize(("features", "says"), [("all", True), ("-bf16-dispatch", False)])
-@pytest.mark.slow
-def test_only_where_the_shim_dispatches(features: str, says: bool) -> None:
-    variables = {} if features == "all" else {"PRECISION_SHIM_FEATURES": features}
-    assert (OPTIMIZER in doctor(**variables)[1]) is says
-
-
 def test_states_that_a_variable_asks_for_and_that_cannot_be_had_are_a_problem() -> None:
     status, text, last = doctor(PRECISION_SHIM_OPTIMIZER_STATES="follow-model")
     assert (status, last) == (1, "problems")
     assert OPTIMIZER in text.partition(" problems ")[2]
-
-
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"PRECISION_SHIM_FEATURES": "fp16"},
-        {"PRECISION_SHIM_FRAMEWORKS": "verll"},
-        *(
-            pytest.param(one, marks=pytest.mark.slow)
-            for one in (
-                {"PRECISION_SHIM_OPTIMISER_STATES": "auto"},
-                {"PRECISION_SHIM_LOG": "loud"},
-                {"PRECISION_SHIM": "maybe"},
-            )
-        ),
-    ],
-    ids=lambda one: "=".join(*one.items()),
-)
-def test_with_a_setting_that_is_not_valid_nothing_is_said_to_be_in_force(
-    variables: dict[str, str],
-) -> None:
-    status, text, last = doctor(**variables)
-    assert (status, last) == (1, "problems")
-    assert "would be in force" not in text
-    assert "would not be patched, because a setting is not valid" in text
-    # A job's process with the same variables patches nothing either.
-    code = "import verl, precision_shim; print(precision_shim.status())"
-    told = python("-c", code, **{"PRECISION_SHIM": "1", **variables}).stdout
-    assert told.startswith("precision_shim: off")
-    assert "not installed: " in told

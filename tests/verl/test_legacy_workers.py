@@ -123,20 +123,3 @@ def test_opt_in_fields_in_yaml(config: Any, shim: Any) -> None:
         assert module.buffers[0].grad_data.dtype is torch.bfloat16
         assert optimizer.config.exp_avg_dtype is torch.bfloat16
         assert optimizer.config.exp_avg_sq_dtype is torch.float32
-
-
-def test_fp16(config: Any, shim: Any) -> None:
-    shim()
-    extra = [f"++{owner}.megatron.dtype=float16" for owner in OWNERS]
-    extra.append("actor_rollout_ref.rollout.dtype=float16")
-    for module, optimizer in both(config(*extra)).values():
-        assert module.buffers[0].grad_data.dtype is torch.float32
-        assert optimizer.config.fp16
-        assert not optimizer.config.bf16
-        assert optimizer.config.exp_avg_dtype is torch.float32
-
-
-def test_without_the_shim(config: Any) -> None:
-    for module, optimizer in both(config()).values():
-        assert module.buffers[0].grad_data.dtype is torch.float32
-        assert not optimizer.config.use_precision_aware_optimizer

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
-import threading
 from typing import Any
 
 import pytest
@@ -72,33 +71,6 @@ def test_uninstall_leaves_every_namespace_as_it_was(cpu: None) -> None:
         precision_shim.uninstall()
         assert not changes(before)
         assert sys.meta_path == finders
-
-
-def test_threads(cpu: None) -> None:
-    before = namespaces()
-    barrier = threading.Barrier(8)
-    failures: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            barrier.wait()
-            for _ in range(3):
-                precision_shim.install()
-                precision_shim.status()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    try:
-        assert not failures
-        assert len(wrapped()) >= 8
-    finally:
-        precision_shim.uninstall()
-    assert not changes(before)
 
 
 ORDERS = {

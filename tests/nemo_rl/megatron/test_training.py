@@ -16,7 +16,7 @@ import torch
 from precision_shim.errors import InconsistentPrecisionError, PrecisionShimWarning
 
 from ..support import batch, nll_loss
-from .support import FP16, OPTIMIZER, POLICY, policy_config
+from .support import POLICY, policy_config
 
 Make = Callable[..., AbstractContextManager[Any]]
 
@@ -117,25 +117,6 @@ def test_follow_model_takes_the_table_beneath_the_config(
     assert config.params_dtype is torch.float32, "the config carries it"
 
 
-def test_main_grads_stay_fp32_beside_an_fp32_bucket_of_the_config(
-    worker: Make, shim: Any, fused_adam: str
-) -> None:
-    shim(settings={"optimizer_states": "follow-model"})
-    asked = worker(
-        drop=("use_precision_aware_optimizer",),
-        optimizer={"adam_beta2": 0.95},
-        ddp={"grad_reduce_in_fp32": True},
-    )
-    with (
-        pytest.warns(PrecisionShimWarning, match="grad_reduce_in_fp32=True is the user's"),
-        asked as made,
-    ):
-        found = config_of(made), bucket_of(made)
-    assert found[0].main_grads_dtype is torch.float32
-    assert found[0].exp_avg_dtype is torch.bfloat16
-    assert found[1] is torch.float32
-
-
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_pair_that_disagrees(worker: Make, shim: Any, fused_adam: str, strict: bool) -> None:
     """A user's code changes the optimizer's config after the bucket is built."""
@@ -157,14 +138,6 @@ def test_a_pair_that_disagrees(worker: Make, shim: Any, fused_adam: str, strict:
         patch.setattr(module, "setup_optimizer", changing)
         with (pytest.raises if strict else pytest.warns)(kind, match=told), worker(**options):
             pass
-
-
-def test_a_pair_by_names_agrees(worker: Make, shim: Any, fused_adam: str) -> None:
-    """With coercion off, Megatron keeps the dtype's name, and the shim does not warn."""
-    shim(features=["-dtype-coercion"])
-    optimizer = {"use_precision_aware_optimizer": True, "main_grads_dtype": "float32"}
-    with worker(optimizer=optimizer, ddp={"grad_reduce_in_fp32": True}) as made:
-        assert config_of(made).main_grads_dtype == "float32"
 
 
 def test_the_bucket_follows_the_optimizer_that_there_is(
@@ -239,12 +212,6 @@ def test_a_model_that_nothing_trains_brings_no_warning(worker: Make, shim: Any) 
     assert len([one for one in warned if one.category is PrecisionShimWarning]) == 1
 
 
-def test_a_teacher_brings_no_warning(worker: Make, shim: Any) -> None:
-    shim()
-    with worker(ddp={"grad_reduce_in_fp32": False}, options={"init_optimizer": False}) as made:
-        assert made.optimizer is None
-
-
 def test_fp16_that_the_config_leaves_unscaled_is_named(worker: Make, shim: Any) -> None:
     shim()
     told = "fp16=False, bf16=True, but the model is fp16"
@@ -253,19 +220,3 @@ def test_fp16_that_the_config_leaves_unscaled_is_named(worker: Make, shim: Any) 
     # The model has no scaler to skip an overflow, so Megatron's NaN check still ends the job.
     assert found == (False, True)
     assert decisions(shim, "policy", "fp16-scaling") == ["no loss scaling"]
-
-
-def test_strict_refuses_it(worker: Make, shim: Any) -> None:
-    shim(strict=True)
-    with (
-        pytest.raises(InconsistentPrecisionError, match="Set fp16 to true"),
-        worker("float16"),
-    ):
-        pass
-
-
-def test_the_shipped_keys_are_those_of_nemo_rls_own_config() -> None:
-    from nemo_rl.models.policy import MegatronOptimizerConfig
-
-    assert set(OPTIMIZER) == set(MegatronOptimizerConfig.__annotations__)
-    assert set(FP16) <= set(OPTIMIZER)
