@@ -94,42 +94,6 @@ if __name__ == "__main__":  # a spawned child imports this file again
     assert environment.run(str(program)).stdout.split("\n")[0] == (YES if how == "fork" else NOT)
 
 
-def test_children_after_uninstall(environment, tmp_path):
-    program = tmp_path / "program.py"
-    there_and_back = """
-import precision_shim
-precision_shim.install(frameworks=["toy"])
-precision_shim.uninstall()
-"""
-    for how in ("subprocess", "spawn", "fork", "forkserver"):
-        program.write_text(there_and_back + CHILDREN[how])
-        assert environment.run(str(program)).stdout.split("\n")[0] == NOT
-
-
-def test_children_of_a_forkserver_that_already_runs(environment, tmp_path):
-    """The children inherit the forkserver's old environment, which nobody can change afterwards."""
-    program = tmp_path / "program.py"
-    program.write_text("""
-import multiprocessing, os
-
-def report(queue):
-    from toy import ops
-    queue.put((os.environ.get("PRECISION_SHIM"), ops.scale(1)))
-
-if __name__ == "__main__":
-    context = multiprocessing.get_context("forkserver")
-    for _ in range(2):
-        queue = context.SimpleQueue()
-        child = context.Process(target=report, args=(queue,))
-        child.start()
-        print(queue.get())
-        child.join()
-        import precision_shim
-        precision_shim.install(frameworks=["toy"])
-""")
-    assert environment.run(str(program)).stdout.splitlines() == ["(None, 2)"] * 2
-
-
 @pytest.mark.parametrize("flag", FLAGS)
 def test_flags_of_the_interpreter(environment, on, flag):
     if (
@@ -143,15 +107,6 @@ def test_flags_of_the_interpreter(environment, on, flag):
     arguments = [flag] if flag else []
     done = environment.run(*arguments, "-c", code, **on)
     assert (done.stdout.strip(), done.stderr) == (FLAGS[flag][0], "")
-
-
-def test_a_cleared_environment(environment, on):
-    code = """
-import subprocess, sys
-command = [sys.executable, "-m", "report_toy"]
-print(subprocess.run(command, env={}, capture_output=True, text=True).stdout)
-"""
-    assert environment.run("-c", code, **on).stdout.strip() == NOT
 
 
 def test_without_start_up_files_autoinstall(environment, on):

@@ -244,25 +244,6 @@ found.update(task=task(), actor=actor())
     assert drive(body) == {"task": expected, "actor": expected}
 
 
-def test_a_cluster_of_the_drivers_own(drive):
-    body = """
-small = dict(num_cpus=1, object_store_memory=100 * 2**20, include_dashboard=False)
-ray.init(address="local", log_to_driver=False, **small)
-found.update(task=task())
-"""
-    assert drive(body, PRECISION_SHIM="1")["task"]["enabled"]
-
-
-def test_rays_own_processes_do_not_start_a_session():
-    session = "'precision_shim.process.session' in sys.modules"
-    code = f"import sys, ray; print({session}, ray.init.__wrapped__)"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(
-        command, env=environment(PRECISION_SHIM="1"), capture_output=True, text=True, check=True
-    )
-    assert done.stdout.startswith("False <function init")
-
-
 def test_off_is_off_on_a_cluster_that_others_use(drive):
     body = "ray.init(**HERE)\nfound.update(task=task(), actor=actor())\n"
     for variables in ({}, {"PRECISION_SHIM": "0"}):

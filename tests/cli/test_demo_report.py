@@ -5,8 +5,6 @@ import importlib.util
 import sys
 from pathlib import Path
 
-import pytest
-
 from precision_shim.process.settings import FEATURES
 
 # The tests run on the wheel, which lacks the demo; the repository's root is not on sys.path.
@@ -69,12 +67,6 @@ def wrong(with_shim, without=WITHOUT):
     return {one.name for one in check(without, with_shim, tolerance(without)) if not one.ok}
 
 
-@pytest.mark.parametrize("master", ["int16", "float32"])
-def test_either_way_to_keep_the_master_is_what_was_promised(master):
-    rank = a_rank("bfloat16", master, "bfloat16", "bfloat16")
-    assert wrong(a_result("with", [2.01, 2.03, 2.04], rank)) == set()
-
-
 def test_at_the_default_beta2_the_second_moment_stays_fp32():
     guarded = a_rank("bfloat16", "int16", "bfloat16", "float32")
     finals = [2.01, 2.03, 2.04]
@@ -107,13 +99,3 @@ def test_losses_that_fall_apart_or_do_not_fall():
     not_falling = {"with: the loss falls", "final losses agree"}
     assert wrong(a_result("with", [2.01, 2.03, 6.0], BF16)) == not_falling
     assert wrong(a_result("with", [2.01, 2.03, float("nan")], BF16)) == not_falling
-
-
-def test_the_tolerance_is_the_spread_of_seeds_or_the_last_bit_of_bf16():
-    found = tolerance(WITHOUT)
-    assert (found.spread, found.rounding) == pytest.approx((0.05, 6.08 / 3 / 128))
-    assert found.value == found.spread
-    assert "3 seeds" in tolerance(WITHOUT).source
-    alone = a_result("without", [2.0], BF16)
-    assert tolerance(alone).value == 2.0 / 128
-    assert "bf16" in tolerance(alone).source

@@ -1,7 +1,6 @@
 """The command line as a whole: its start and its dependencies."""
 
 import os
-import pty
 import subprocess
 import sys
 
@@ -35,31 +34,6 @@ def python(
     )
 
 
-def on_a_terminal(code: str, *arguments: str) -> str:
-    """Run Python code on a terminal and return what it writes."""
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, "TERM": "xterm-256color"},
-    )
-    os.close(theirs)
-    written = b""
-    while True:
-        try:
-            piece = os.read(ours, 4096)
-        except OSError:  # on Linux: the process closed the terminal
-            piece = b""
-        if not piece:
-            break
-        written += piece
-    os.close(ours)
-    process.wait()
-    return written.decode()
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -88,17 +62,6 @@ def test_the_demo_names_what_to_install_in_one_line():
     (line,) = ended.stderr.splitlines()
     assert "rich" in line
     assert "pip install 'precision-shim[demo]'" in line
-
-
-def test_colours_are_for_terminals_and_change_no_word():
-    pytest.importorskip("rich", reason="colours need rich, which is not installed here")
-    piped = python(_MAIN, "doctor", environment={"FORCE_COLOR": "1"}).stdout
-    assert "\x1b" not in piped
-    coloured = on_a_terminal(_MAIN, "doctor")
-    assert "\x1b[" in coloured
-    plain = on_a_terminal(_WITHOUT_RICH, "doctor")
-    assert "\x1b" not in plain
-    assert plain.split() == piped.split()
 
 
 @pytest.mark.parametrize(
@@ -205,23 +168,6 @@ def test_run_starts_the_command_where_streams_are_closed(tmp_path, closed):
     assert (tmp_path / "ran").is_file()
 
 
-def test_the_doctor_keeps_its_status_where_its_output_is_closed():
-    for value, status in (("1", 1), ("0", 0)):
-        ended = shell("$SHIM doctor >&-", PRECISION_SHIM=value, PRECISION_SHIM_FRAMEWORKS="roll")
-        assert (ended.returncode, ended.stderr) == (status, "")
-
-
-@pytest.mark.parametrize("buffered", ["", "1"])
-def test_an_output_that_cannot_be_written_is_no_traceback(buffered):
-    line = "$SHIM doctor --json | true; exit ${PIPESTATUS[0]}"
-    gone = shell(line, PYTHONUNBUFFERED=buffered)
-    assert (gone.returncode, gone.stderr) == (141, "")
-    full = shell("$SHIM doctor > /dev/full", PYTHONUNBUFFERED=buffered)
-    assert full.returncode == 2
-    (line,) = full.stderr.splitlines()
-    assert line.startswith("precision-shim: the output cannot be written: ")
-
-
 def test_help_needs_no_sound_variables():
     environment = {"PRECISION_SHIM_OPTIMISER_STATES": "as-configured"}
     for arguments in ([], ["--help"], ["--version"], ["plan", "--help"]):
@@ -259,15 +205,3 @@ def test_help_and_version_import_neither_torch_nor_a_framework():
     for arguments in (["--help"], ["--version"], ["demo", "--help"], ["run", "--help"]):
         ended = python(code, *arguments)
         assert ended.returncode == 0, ended.stderr
-
-
-def test_a_command_does_not_load_the_others():
-    code = (
-        "import sys\n"
-        "from precision_shim.cli import main\n"
-        "try: main()\n"
-        "except SystemExit: print(*sorted(name for name in sys.modules))"
-    )
-    loaded = python(code, "run", "--help").stdout.split()
-    assert "precision_shim.cli.run" in loaded
-    assert not {"precision_shim.cli.doctor", "precision_shim.cli.demo", "wrapt"} & {*loaded}

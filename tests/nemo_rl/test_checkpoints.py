@@ -12,7 +12,6 @@ import torch
 
 from precision_shim.errors import (
     PrecisionShimWarning,
-    ScalerCheckpointError,
     ScalerOfAnotherSaveError,
 )
 from precision_shim.scaling import FILE_NAME
@@ -106,22 +105,6 @@ def test_a_checkpoint_of_the_shim_loads_without_it(kind, worker, shim, tmp_path:
     with worker(kind, "float16", tmp_path) as one:
         assert same(expected, parameters(one))
         assert all(torch.equal(*pair) for pair in zip(states, moments(one), strict=True))
-
-
-def test_a_damaged_file_is_an_error_that_names_it(kind, worker, shim, tmp_path: Path) -> None:
-    shim()
-    with worker(kind, "float16") as one:
-        save(one, tmp_path)
-    file = tmp_path / "optimizer" / FILE_NAME
-    record = json.loads(file.read_text())
-    record["state"]["scale"] = 1.0
-    file.write_text(json.dumps(record))
-    assert verdict(tmp_path, "nemo-rl") == "refused"
-    with (
-        pytest.raises(ScalerCheckpointError, match=f"{FILE_NAME}: .*damaged"),
-        worker(kind, "float16", tmp_path),
-    ):
-        pass
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from dataclasses import replace
 from importlib.metadata import distribution
 from pathlib import Path
 from types import SimpleNamespace
@@ -154,15 +153,3 @@ def test_a_job_passes_nemo_rls_set_up(
             assert megatron == (part == "megatron_cfg"), f"nothing else reads {part}"
     if megatron:
         dtypes_of_megatron(policy)
-
-
-def test_a_job_that_nemo_rl_does_not_take_is_noticed(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    start = JOBS[0]
-    wrong = replace(start, settings=(*start.settings, "policy.dtensor_cfg.tensor_parallel_size=3"))
-    with pytest.raises(ValueError, match="must be divisible"):
-        set_up(loaded(wrong, checkout), monkeypatch, tmp_path)
-    for word in ("policy.no_such_key=1", "cluster.gpus_per_node=eight"):
-        with pytest.raises(Exception, match=r"no_such_key|gpus_per_node"):
-            loaded(replace(start, settings=(*start.settings, word)), checkout)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,7 @@ from packaging.version import Version
 
 import precision_shim
 from precision_shim.errors import (
-    DtypeError,
     PrecisionShimWarning,
-    UnsupportedPrecisionError,
 )
 from precision_shim_adapters.skyrl.config import written_kwargs
 
@@ -212,14 +209,6 @@ def test_follow_model(make: Any, shim: Any) -> None:
     assert (live["exp_avg"], live["exp_avg_sq"]) == (BF16, BF16)
 
 
-def test_the_bucket_follows_the_optimizer_that_there_is(make: Any, shim: Any) -> None:
-    """With bf16-dispatch off, the optimizer keeps fp32 main grads."""
-    shim(features=["grad-bucket-alignment"], settings={"optimizer_states": "follow-model"})
-    worker = make(BF16)
-    assert worker.optimizer.config.main_grads_dtype is FP32
-    assert bucket(worker) is FP32
-
-
 @pytest.mark.skipif(Version("0.3") > SKYRL, reason="0.2 has no store of LoRA adapters")
 def test_follow_model_gives_way_to_the_store_of_adapters(
     make: Any, shim: Any, monkeypatch: pytest.MonkeyPatch
@@ -241,14 +230,6 @@ def test_follow_model_gives_way_to_the_store_of_adapters(
     worker = make(BF16, f"{KWARGS}.adam_beta2=0.95", f"{PRECISION_AWARE}=true")
     assert worker.optimizer.config.use_precision_aware_optimizer
     assert states(worker)["exp_avg"] is BF16
-
-
-def test_follow_model_keeps_to_a_written_no(make: Any, shim: Any) -> None:
-    shim(settings={"optimizer_states": "follow-model"})
-    worker = make(BF16, f"{PRECISION_AWARE}=false")
-    assert not worker.optimizer.config.use_precision_aware_optimizer
-    assert bucket(worker) is FP32
-    assert "the user turned the precision-aware optimizer off" in reasons("bf16-dispatch")
 
 
 @pytest.mark.skipif(Version("0.3") > SKYRL, reason="SkyRL 0.2 keeps adam_betas from Megatron")
@@ -277,17 +258,6 @@ def test_callers_kwargs_win(make: Any, shim: Any) -> None:
     assert worker.optimizer.config.lr == 0.5
 
 
-def test_without_transformer_engine(cpu: None, shim: Any, checkpoints: dict[str, Path]) -> None:
-    """The shim withdraws its own additions; a user's own setting raises an error."""
-    shim(settings={"optimizer_states": "follow-model"})
-    worker = build(checkpoints["bfloat16"])
-    assert not worker.optimizer.config.use_precision_aware_optimizer
-    assert bucket(worker) is FP32
-    assert "TransformerEngine is not installed" in reasons("bf16-dispatch")
-    with pytest.raises(UnsupportedPrecisionError, match="TransformerEngine"):
-        build(checkpoints["bfloat16"], f"{PRECISION_AWARE}=true")
-
-
 # -- the bucket ------------------------------------------------------------------------------
 
 
@@ -310,20 +280,6 @@ def test_bucket_by_what_was_written(
     else:
         worker = make(BF16, config=config)
     assert bucket(worker) is expected
-
-
-def test_align_goes_over_what_was_written(make: Any, shim: Any) -> None:
-    shim(settings={"grad_bucket": "align"})
-    assert bucket(make(BF16, *OPT_IN, f"{BUCKET}=true")) is BF16
-
-
-def test_an_assigned_value_is_the_users(make: Any, shim: Any) -> None:
-    shim()
-    config = train_config("trainer.strategy=megatron", *OPT_IN)
-    config.trainer.policy.megatron_config.ddp_config.grad_reduce_in_fp32 = True
-    with pytest.warns(PrecisionShimWarning, match="grad_reduce_in_fp32"):
-        worker = make(BF16, config=config)
-    assert bucket(worker) is FP32
 
 
 def test_what_a_config_class_writes(make: Any, shim: Any) -> None:
@@ -391,27 +347,6 @@ def test_overrides_in_the_old_style(
 # -- dtype names -----------------------------------------------------------------------------
 
 
-def test_wrong_names_and_illegal_dtypes(make: Any, shim: Any) -> None:
-    shim()
-    with pytest.raises(DtypeError, match=r"skyrl \d.*optimizer_config_kwargs.*exp_avg_dtype='b16'"):
-        make(BF16, f"{KWARGS}.exp_avg_dtype=b16")
-    with pytest.raises(DtypeError, match="main_params_dtype='bf16' is not legal"):
-        make(BF16, f"{KWARGS}.main_params_dtype=bf16")
-
-
-def test_none_for_the_kwargs(fused_adam: str, shim: Any) -> None:
-    from skyrl.backends.skyrl_train.distributed.megatron.optimizer import init_megatron_optim_config
-    from skyrl.train.config import OptimizerConfig
-
-    if Version("0.3") > SKYRL:
-        with pytest.raises(TypeError):
-            init_megatron_optim_config(OptimizerConfig(), None)
-    shim()
-    import skyrl.backends.skyrl_train.distributed.megatron.optimizer as module
-
-    assert module.init_megatron_optim_config(OptimizerConfig(), None).bf16
-
-
 def test_direct_caller(fused_adam: str, shim: Any) -> None:
     """A direct call reads only the kwargs, and has SkyRL's default of bf16."""
     shim()
@@ -429,45 +364,3 @@ def test_direct_caller(fused_adam: str, shim: Any) -> None:
 
 
 # -- in and out ------------------------------------------------------------------------------
-
-
-def test_off_means_untouched(skyrl: None) -> None:
-    import skyrl.train.config.config as dataclasses
-    from skyrl.backends.skyrl_train.distributed import fsdp_strategy
-    from skyrl.backends.skyrl_train.distributed.megatron import optimizer
-    from skyrl.backends.skyrl_train.workers.megatron import megatron_worker
-
-    def touched() -> list[Any]:
-        return [
-            vars(optimizer)["init_megatron_optim_config"],
-            vars(megatron_worker)["init_megatron_optim_config"],
-            vars(megatron_worker.MegatronPolicyWorkerBase)["init_model"],
-            vars(dataclasses.MegatronDDPConfig)["__init__"],
-            vars(dataclasses.SkyRLTrainConfig)["from_cli_overrides"],
-            vars(fsdp_strategy.FSDPStrategy)["optimizer_step"],
-        ]
-
-    before = touched()
-    precision_shim.install()
-    during = touched()
-    precision_shim.uninstall()
-    assert all(one is two for one, two in zip(before, touched(), strict=True))
-    assert not any(one is two for one, two in zip(before, during, strict=True))
-
-
-def test_everything_is_wrapped_or_native(skyrl: None, shim: Any) -> None:
-    shim()
-    seams = precision_shim.status().to_dict()["frameworks"]["skyrl"]["seams"]
-    # SkyRL does not use mcore_fsdp_adapter, 0.3 lacks legacy, JAX is refused on purpose, and the
-    # tests here start none of the other modules.
-    elsewhere = {"mcore_fsdp_adapter", "legacy", "jax"}
-    elsewhere |= {"skyrl_train_backend", "worker_dispatch", "delta", "sources", "vllm_server_actor"}
-    left = {
-        seam["target"]: seam["state"]
-        for seam in seams
-        if seam["state"] not in ("wrapped", "native")
-        and not elsewhere & set(re.split(r"[.:]", seam["target"]))
-    }
-    assert left == {}
-    native = [seam["target"] for seam in seams if seam["state"] == "native"]
-    assert len(native) == (0 if Version("0.3") > SKYRL else 1)

@@ -84,15 +84,6 @@ def test_with_dispatch_off_the_config_is_skyrls_and_named(make: Any, shim: Any) 
     assert found == ["the optimizer's config has fp16=False"]
 
 
-def test_the_scheduler_goes_on(make: Any, shim: Any) -> None:
-    shim()
-    worker = make()
-    train(worker, 0)
-    steps = worker.scheduler.num_steps
-    train(worker, 1, advantage=1e9)
-    assert worker.scheduler.num_steps == steps + 1
-
-
 def test_losses_and_norms_are_unscaled(make: Any, shim: Any) -> None:
     """A 32nd of the loss at 32 times the scale gives exactly a 32nd of all figures."""
     shim()
@@ -111,13 +102,6 @@ def test_settings_reach_megatrons_scaler(make: Any, shim: Any) -> None:
     assert found.backoff_factor == 0.25
     # A value in SkyRL's own config overrides the shim's variables.
     assert float(scaler(make(f"{KWARGS}.initial_loss_scale=64")).scale) == 64
-
-
-def test_a_static_scale_is_the_users(make: Any, shim: Any) -> None:
-    shim()
-    worker = make(f"{KWARGS}.loss_scale=128")
-    assert type(scaler(worker)).__name__ == "ConstantGradScaler"
-    assert math.isfinite(train(worker, 0)[1])
 
 
 @pytest.mark.skipif(
@@ -230,12 +214,6 @@ def test_the_tinker_servers_answer_has_no_nan(make: Any, shim: Any, answer: Any)
     found = answer(worker, 1.0)
     assert math.isfinite(found.pop("skyrl.ai/grad_norm"))
     assert found == RATE
-
-
-def test_the_same_on_fsdp(cpu: None, checkpoints: Any, shim: Any, answer: Any) -> None:
-    shim(settings={"loss_scale_init": 1024})
-    worker = fsdp_worker("policy", checkpoints["float32"], "fp16")
-    assert answer(worker, 1e12) == {"skyrl.ai/skipped_step": 1.0, **RATE}
 
 
 @pytest.mark.parametrize("on", [True, False], ids=["shim on", "shim off"])

@@ -57,12 +57,3 @@ def test_both_sides_of_a_job_compute_in_one_dtype(job: Job) -> None:
         half = mixed is not None and mixed.param_dtype == "fp16"
         dtypes.add("float16" if half else "bfloat16")
     assert len(dtypes) == 1, dtypes
-
-
-def test_a_job_that_skyrl_does_not_take_is_noticed() -> None:
-    start = next(one for one in JOBS if one.page == "docs/start/skyrl.md")
-    without = tuple(one for one in start.settings if not one.startswith("trainer.logger"))
-    with pytest.raises(AssertionError, match="WANDB_API_KEY"):
-        validated(without)
-    with pytest.raises(Exception, match="no_such_key"):
-        validated((*start.settings, "trainer.no_such_key=1"))

@@ -250,15 +250,6 @@ def test_a_megatron_worker_reports_wrapped(ranks: Ranks, tmp_path: Path) -> None
 
 
 @pytest.mark.timeout(600)
-def test_the_audit_alone_gets_into_a_worker(ranks: Ranks, tmp_path: Path) -> None:
-    """If only the audit is on, the actor still runs the wrapped methods of the worker's class."""
-    found = drive(ranks, tmp_path, ONE_GROUP, "megatron", PRECISION_SHIM_FEATURES="audit")
-    assert found["carried"]["PRECISION_SHIM_FEATURES"] == "audit"
-    assert found["of the worker"]
-    assert all(found["of the worker"].values()), found
-
-
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("on", [True, False], ids=["on", "off"])
 def test_the_driver_trains_a_worker_in_fp16(
     ranks: Ranks, tmp_path: Path, checkpoints: dict[str, Path], on: bool

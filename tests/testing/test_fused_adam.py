@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from precision_shim.testing import FusedAdam, fused_adam_for, join_master, split_master
+from precision_shim.testing import FusedAdam, fused_adam_for, join_master
 
 
 def _train(cls: Any, params: list[torch.nn.Parameter], steps: int, **kwargs: Any) -> Any:
@@ -80,27 +78,7 @@ def test_remainders_follow_the_fp32_master_bit_for_bit() -> None:
         assert torch.equal(join_master(a.detach(), remainder), whole.state[b]["master_param"])
 
 
-def test_an_fp32_parameter_has_a_master_that_is_never_updated() -> None:
-    params = _params()[:1]
-    start = params[0].detach().clone()
-    optimizer = _train(FusedAdam, params, 3, lr=0.1, master_weights=True)
-    assert torch.equal(optimizer.state[params[0]]["master_param"], start)
-    assert not torch.equal(params[0], start)
-
-
 # -- remainders ------------------------------------------------------------------------------
-
-
-@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1))
-@settings(max_examples=300, deadline=None)
-def test_the_parameter_is_torchs_rounding_except_at_ties(numbers: list[float]) -> None:
-    master = torch.tensor(numbers, dtype=torch.float32)
-    param, _ = split_master(master)
-    tie = (master.view(torch.int32) & 0xFFFF) == 0x8000
-    assert torch.equal(param[~tie], master.bfloat16()[~tie])
-    # A tie is rounded away from zero: to torch's choice, or to the next number outwards.
-    outwards = param[tie].float().abs() > master[tie].abs()
-    assert bool((outwards | param[tie].isinf()).all())
 
 
 # -- state dtypes ----------------------------------------------------------------------------
@@ -129,36 +107,6 @@ def test_moments_are_rounded_to_their_dtype(dtype: torch.dtype, tolerance: float
 
 
 # -- gradients -------------------------------------------------------------------------------
-
-
-def test_decoupled_gradients_are_read_and_dropped() -> None:
-    (param,) = _params(torch.bfloat16)[:1]
-    optimizer = FusedAdam([param], use_decoupled_grad=True, master_weights=True, lr=0.1)
-    before = param.detach().clone()
-    param.grad = torch.ones_like(param)
-    optimizer.step()
-    assert torch.equal(param, before)
-    param.decoupled_grad = torch.ones(param.shape)
-    optimizer.step()
-    assert not torch.equal(param, before)
-    optimizer.zero_grad(set_to_none=False)
-    assert torch.equal(param.decoupled_grad, torch.zeros(param.shape))
-    optimizer.zero_grad()
-    assert param.decoupled_grad is None
-    assert param.grad is not None
-
-
-@pytest.mark.parametrize(
-    ("version", "counts"), [("2.0.0", False), ("2.18.0", False), ("2.19.0", True), ("2.20.2", True)]
-)
-def test_a_group_without_parameters_counts_its_steps(version: str, counts: bool) -> None:
-    full, empty = _params(), []
-    optimizer = fused_adam_for(version)([{"params": full}, {"params": empty}])
-    for param in full:
-        param.grad = torch.ones_like(param)
-    assert optimizer.step(lambda: 3.5) == 3.5
-    assert optimizer.param_groups[0]["step"] == 1
-    assert optimizer.param_groups[1].get("step") == (1 if counts else None)
 
 
 # -- checkpoints -----------------------------------------------------------------------------
@@ -190,23 +138,6 @@ def test_a_loaded_optimizer_goes_on_bit_for_bit(dtype: torch.dtype, remainders: 
         assert torch.equal(a, b)
         for name in ("exp_avg", "exp_avg_sq", "master_param"):
             assert torch.equal(first.state[a][name], second.state[b][name])
-
-
-def test_remainders_in_a_plain_optimizer_are_cast_as_the_real_one_casts_them() -> None:
-    params = _params(torch.bfloat16)[:1]
-    short = _train(FusedAdam, params, 1, master_weights=True, store_param_remainders=True)
-    whole = FusedAdam(params, master_weights=True)
-    whole.load_state_dict(short.state_dict())
-    low = short.state[params[0]]["master_param"]
-    assert torch.equal(whole.state[params[0]]["master_param"], low.float())
-
-
-def test_a_master_for_an_optimizer_with_remainders_is_an_error() -> None:
-    params = _params(torch.bfloat16)[:1]
-    whole = _train(FusedAdam, params, 1, master_weights=True)
-    short = FusedAdam(params, master_weights=True, store_param_remainders=True)
-    with pytest.raises(AssertionError):
-        short.load_state_dict(whole.state_dict())
 
 
 # -- legality --------------------------------------------------------------------------------

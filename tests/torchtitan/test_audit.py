@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -80,21 +78,6 @@ def test_several_optimizers_are_one_audit(pretrainer: Any, shim: Any, tmp_path: 
     assert [one.optimizer for one in found.parts] == ["Adam", "AdamW"]
     parameters = sum(one.numel() for one in trainer.model_parts[0].parameters())
     assert sum(one.parameters for one in found.parts) == parameters
-
-
-def test_it_keeps_no_trainer_alive(pretrainer: Any, shim: Any) -> None:
-    shim()
-    trainer = pretrainer("bfloat16")
-    gone = weakref.ref(trainer.optimizers)
-    del trainer
-    gc.collect()
-    assert gone() is None
-
-
-def test_without_the_feature(policy: Any, shim: Any) -> None:
-    shim(features="-audit")
-    cpu.policy_step(policy(), 0, parts=1)
-    assert not precision_shim.status().audit
 
 
 LOST = {"updates_lost", "updates_lost_rollout"}

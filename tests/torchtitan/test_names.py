@@ -37,18 +37,6 @@ def test_every_spelling_becomes_torchtitans_own(
     assert built.mixed_precision_param == own
 
 
-@pytest.mark.parametrize("own", SPELLINGS)
-def test_a_torch_dtype_becomes_torchtitans_name(torchtitan: None, shim: Any, own: str) -> None:
-    from torchtitan.config import TrainingConfig
-
-    from precision_shim_adapters.torchtitan.sides import generator_dtype_name
-
-    shim()
-    dtype: Any = getattr(torch, own)
-    assert TrainingConfig(mixed_precision_param=dtype).mixed_precision_param == own
-    assert generator_dtype_name(dtype) == own
-
-
 @pytest.mark.parametrize("name", ["float64", "fp8", "auto", "fp17", "bfloat", ""])
 @pytest.mark.parametrize("key", ["dtype", "mixed_precision_param"])
 def test_an_unknown_name(torchtitan: None, shim: Any, key: str, name: str) -> None:
@@ -135,18 +123,6 @@ def test_the_command_line(torchtitan: None, shim: Any, option: str, name: str) -
     assert parse(option, name).training.mixed_precision_param == own
     assert parse("--training.dtype", "BF16").training.dtype == "bfloat16"
     assert parse().training.mixed_precision_param == "bfloat16"
-
-
-def test_an_unknown_name_on_the_command_line(
-    torchtitan: None, shim: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shim()
-    with pytest.raises((DtypeError, SystemExit)) as raised:
-        parse(f"--{KEY}=fp17")
-    said = str(raised.value) + capsys.readouterr().err
-    assert "fp17" in said
-    assert "mixed_precision_param" in said.replace("-", "_")
-    assert "bfloat16" in said
 
 
 def options(text: str) -> set[str]:

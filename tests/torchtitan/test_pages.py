@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -64,14 +63,3 @@ def test_a_job_passes_torchtitans_validation(
     if job.entry == RL:
         assert config.generator.model_dtype == dtype
         assert config.metrics.enable_wandb is False, "it asks for an account"
-
-
-def test_a_job_that_torchtitan_does_not_take_is_noticed(capsys: pytest.CaptureFixture[str]) -> None:
-    start = next(one for one in JOBS if one.page == "docs/start/torchtitan.md")
-    wrong = replace(start, settings=(*start.settings, "--training.no_such_key=1"))
-    with pytest.raises(SystemExit):
-        validated(wrong)
-    assert "no_such_key" in capsys.readouterr().err
-    wrong = replace(start, settings=(*start.settings, "--parallelism.tensor_parallel_degree=3"))
-    with pytest.raises(AssertionError, match="parallel dims"):
-        validated(wrong)

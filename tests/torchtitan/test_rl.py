@@ -47,13 +47,6 @@ def gradients(trainer: Any, size: float) -> torch.Tensor:
     return torch.cat(found)
 
 
-def test_small_gradients_survive(policy: Any, shim: Any) -> None:
-    """With the shim, fewer of the small gradients become zero."""
-    alone = gradients(policy(), 1e-6)
-    shim()
-    assert (gradients(policy(), 1e-6) == 0).sum() < (alone == 0).sum()
-
-
 # -- with the shim -----------------------------------------------------------------------------
 
 
@@ -84,15 +77,6 @@ def test_it_is_the_loop_by_hand_bit_for_bit(policy: Any, shim: Any, chunks: int 
     assert trainer.lr_schedulers.state_dict() == hand.lr_schedulers.state_dict()
 
 
-def test_the_metrics_are_torchtitans_and_two_more(policy: Any, shim: Any) -> None:
-    _, alone = cpu.policy_step(policy(), 0)
-    shim()
-    _, ours = cpu.policy_step(policy(), 0)
-    more = {"trainer/loss_scale", "trainer/skipped_steps"}
-    assert ours.metrics.keys() - alone.metrics.keys() == more
-    assert alone.metrics.keys() < ours.metrics.keys()
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("chunks", [None, 2], ids=["plain", "chunked"])
 def test_other_dtypes_are_left_alone(
@@ -109,25 +93,6 @@ def test_other_dtypes_are_left_alone(
     assert found == expected
     assert equal(ours, values)
     assert not decisions()
-
-
-def test_a_skip_leaves_parameters_and_moments(policy: Any, shim: Any) -> None:
-    shim()
-    trainer = policy()
-    cpu.policy_step(trainer, 0)
-    before, rate = cpu.values(trainer), trainer.lr_schedulers.state_dict()
-    cpu.policy_step(trainer, 1, advantage=1e9)
-    assert equal(cpu.values(trainer), before)
-    assert trainer.policy_version == 2
-    assert trainer.lr_schedulers.state_dict() != rate
-
-
-def test_a_first_step_that_is_skipped_gives_no_warning_of_order(
-    policy: Any, shim: Any, recwarn: pytest.WarningsRecorder
-) -> None:
-    shim()
-    cpu.policy_step(policy(), 0, advantage=1e9)
-    assert not [one for one in recwarn if "lr_scheduler.step" in str(one.message)]
 
 
 @pytest.mark.parametrize("place", ["clip_grads_with_norm_", "optimizer"])
@@ -169,16 +134,6 @@ def test_attention_is_in_the_models_dtype(policy: Any, shim: Any) -> None:
     assert dtypes("bfloat16") == dtypes("float32") == {torch.bfloat16}
     precision_shim.uninstall()
     assert dtypes("float16") == {torch.bfloat16}
-
-
-def test_decisions(policy: Any, shim: Any) -> None:
-    shim(settings={"loss_scale_init": 4096})
-    policy(experts=True, generator_dtype="bf16")
-    said = decisions()
-    assert "policy: grouped experts in bfloat16" in said
-    assert "policy: varlen attention in float16" in said
-    assert "rollout: bf16 beside the policy's fp16" in said
-    assert any("loss scaling from 4096" in one for one in said)
 
 
 def test_the_weights_are_pushed_by_torchtitans_own_path(

@@ -306,18 +306,6 @@ def contents(job: Job) -> dict[str, Any]:
 
 
 @case
-def lora(job: Job) -> dict[str, Any]:
-    """LoRA adapters in fp16 are scaled and saved like a whole model."""
-    install()
-    one = support.engine(job.model, lora=True)
-    support.train(one, range(3), (1,))
-    one.save_checkpoint(job.path("lora"), global_step=1)
-    two = support.engine(job.model, lora=True)
-    two.load_checkpoint(job.path("lora"), del_local_after_load=False)
-    return {"saved": support.engine_state(one), "loaded": support.engine_state(two)}
-
-
-@case
 def late(job: Job) -> dict[str, Any]:
     """Call install() after the engine is built: verl's own scaler stays, and is saved."""
     one = support.engine(job.model)
@@ -632,32 +620,6 @@ def legacy_resumed(job: Job, role: str) -> dict[str, Any]:
     one.worker.load_checkpoint(job.path("shim"), del_local_after_load=False)
     one.train(range(10, 20), OVERFLOWS)
     return {"end": one.state()}
-
-
-@case
-def underflow(job: Job) -> dict[str, Any]:
-    """Count zero gradients of a loss, of the loss times 2**-40, and of the same with the shim.
-
-    Any fp16 number times 2**-40 is 0 in fp16. The scale 2**40 compensates exactly.
-    """
-    found = {}
-    for name, weight in {"whole": 1.0, "without": 2.0**-40, "with": 2.0**-40}.items():
-        if name == "with":
-            install(loss_scale_init=2.0**40)
-        one = support.engine(job.model)
-        with one.train_mode():
-            one.optimizer_zero_grad()
-            loss = support.loss_function((weight, weight))
-            one.forward_backward_batch(support.batch(0), loss, forward_only=False)
-            found[name] = zeros(one.module)
-    return found
-
-
-def zeros(module: torch.nn.Module) -> list[int]:
-    """The numbers of this rank's zero and nonzero gradient elements."""
-    grads = [support.local(p.grad).reshape(-1) for p in module.parameters() if p.grad is not None]
-    flat = torch.cat([one.float() for one in grads])
-    return [int((flat == 0).sum()), int((flat != 0).sum())]
 
 
 # -- processes ---------------------------------------------------------------------------------

@@ -67,18 +67,6 @@ def test_the_table(fused_adam: str, shim: Any, dtype: torch.dtype) -> None:
     assert made.use_precision_aware_optimizer is (dtype is not FP32)
 
 
-def test_bf16_is_the_default_and_fp16_wins(fused_adam: str, shim: Any) -> None:
-    shim(settings=FOLLOW)
-
-    from verl.utils.megatron.optimizer import init_megatron_optim_config
-
-    assert init_megatron_optim_config(config()).exp_avg_dtype is BF16
-    both = init_megatron_optim_config(config(), fp16=True, bf16=True)
-    assert both.fp16
-    assert not both.bf16
-    assert both.exp_avg_dtype is FP32
-
-
 @pytest.mark.parametrize(
     "strict",
     [
@@ -134,31 +122,6 @@ class TestTrainableParameters:
             )
 
         assert bucket(model(BF16, prepare)) == {BF16}
-
-
-def test_the_callers_config_is_untouched(fused_adam: str, shim: Any) -> None:
-    from omegaconf import OmegaConf
-
-    shim(settings=FOLLOW)
-
-    from verl.utils.megatron.optimizer import init_megatron_optim_config
-
-    given = config(exp_avg_dtype="BF16")
-    before = OmegaConf.to_yaml(given)
-    init_megatron_optim_config(given)
-    assert OmegaConf.to_yaml(given) == before
-
-
-def test_coercion_alone(fused_adam: str, shim: Any) -> None:
-    shim(features=["dtype-coercion"])
-
-    from verl.utils.megatron.optimizer import init_megatron_optim_config
-
-    asked = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}
-    made = init_megatron_optim_config(config(**asked))
-    assert made.exp_avg_dtype is BF16
-    assert made.main_grads_dtype is FP32
-    assert bucket(model(BF16)) == {FP32}, "alignment is off"
 
 
 def test_megatron_used_directly_gets_coercion_and_nothing_else(fused_adam: str, shim: Any) -> None:

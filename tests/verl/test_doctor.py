@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 from packaging.version import Version
@@ -27,7 +26,6 @@ pytestmark = [
     ),
 ]
 
-MOMENTS = "exp_avg_dtype=bf16 or exp_avg_sq_dtype=bf16 ends in DtypeError"
 OPTIMIZER = "use_precision_aware_optimizer=true ends in UnsupportedPrecisionError"
 USED = """
 import precision_shim
@@ -59,17 +57,6 @@ def doctor(**variables: str) -> tuple[int, str, str]:
     return done.returncode, " ".join(done.stdout.split()), last
 
 
-def installed(folder: Path, version: str) -> str:
-    """A ``PYTHONPATH`` with metadata of a TransformerEngine version, and an importable package."""
-    metadata = folder / f"transformer_engine-{version}.dist-info" / "METADATA"
-    module = folder / "transformer_engine" / "pytorch" / "__init__.py"
-    for file in (metadata, module, module.parents[1] / "__init__.py"):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("")
-    metadata.write_text(f"Metadata-Version: 2.1\nName: transformer_engine\nVersion: {version}\n")
-    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
 def test_without_transformer_engine_it_says_how_the_job_ends() -> None:
     status, text, last = doctor()
     assert status == 0
@@ -81,15 +68,6 @@ def test_without_transformer_engine_it_says_how_the_job_ends() -> None:
     ended = python("-c", USED).stderr.strip().splitlines()[-1]
     assert ended.startswith("precision_shim.errors.UnsupportedPrecisionError: ")
     assert "TransformerEngine is not installed" in ended
-
-
-@pytest.mark.slow
-def test_a_transformer_engine_that_is_too_old_is_named(tmp_path: Path) -> None:
-    status, text, last = doctor(PYTHONPATH=installed(tmp_path, "2.2.0"))
-    assert (status, last) == (0, "no problems, but the limits above")
-    assert "TransformerEngine 2.2.0 takes no bf16 moments: optimizer states stay fp32" in text
-    assert MOMENTS in text
-    assert OPTIMIZER not in text
 
 
 def test_states_that_a_variable_asks_for_and_that_cannot_be_had_are_a_problem() -> None:

@@ -76,17 +76,6 @@ def states(built: Any) -> dict[str, torch.dtype]:
     return {name: dtypes.pop() for name, dtypes in found.items() if len(dtypes) == 1}
 
 
-@pytest.mark.parametrize("bridge", PATHS)
-def test_the_bucket_follows_the_optimizer_that_there_is(
-    build: Any, shim: Any, bridge: bool
-) -> None:
-    """With bf16-dispatch off, the optimizer keeps fp32 main grads."""
-    shim(features=["grad-bucket-alignment"], settings={"optimizer_states": "follow-model"})
-    built = build("bfloat16", bridge=bridge)
-    assert built.optimizer.config.main_grads_dtype is FP32
-    assert bucket(built) is FP32
-
-
 def reasons(feature: str) -> str:
     """The shim's decisions on a feature, as one text."""
     return "\n".join(str(d) for d in precision_shim.status().decisions if d.feature == feature)
@@ -215,15 +204,6 @@ def test_users_bucket_is_never_overridden(
     # A precision-aware optimizer cannot clip fp16 gradients, so the shim does not add one.
     aware = built.optimizer.config.use_precision_aware_optimizer
     assert aware is (in_fp32 or dtype is not FP16)
-
-
-def test_align_is_the_one_exception(build: Any, shim: Any) -> None:
-    shim(settings={"optimizer_states": "follow-model", "grad_bucket": "align"})
-    built = build(
-        ddp={"grad_reduce_in_fp32": True},
-        optim=optim_config(override_optimizer_config={"adam_beta2": 0.95}),
-    )
-    assert bucket(built) is BF16
 
 
 @pytest.mark.parametrize(

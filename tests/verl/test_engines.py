@@ -229,15 +229,6 @@ def test_torchtitan_without_its_adapter_is_refused(launch: Ranks) -> None:
 
 
 @needs_titan
-def test_torchtitans_trainer_of_flux_is_refused_by_name(launch: Ranks) -> None:
-    """docs/versions.md says that Flux is refused; Flux needs transformers, as verl does."""
-    (found,) = launch("flux", world=1)
-    refused = "FluxTrainer has its own train_step, forward_backward_step"
-    assert refused in found["error"]
-    assert found["optimizers"] == 0
-
-
-@needs_titan
 def test_a_checkpoint_that_torchtitan_leaves_out_is_said(launch: Ranks) -> None:
     ((said,),) = launch("unsaved", world=1)
     assert "save_checkpoint(global_step=10) writes nothing" in said

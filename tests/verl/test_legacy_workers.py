@@ -89,23 +89,6 @@ def test_actor_and_critic_follow_the_model(config: Any, shim: Any) -> None:
         )
 
 
-def test_strings_and_users_bucket(config: Any, shim: Any) -> None:
-    shim()
-    extra = [
-        setting
-        for owner in OWNERS
-        for setting in (
-            f"++{owner}.optim.override_optimizer_config.exp_avg_dtype=Half",
-            f"++{owner}.megatron.override_ddp_config.grad_reduce_in_fp32=True",
-        )
-    ]
-    with pytest.warns(precision_shim.PrecisionShimWarning, match="grad_reduce_in_fp32"):
-        built = both(config(*extra))
-    for module, optimizer in built.values():
-        assert optimizer.config.exp_avg_dtype is torch.float16
-        assert module.buffers[0].grad_data.dtype is torch.float32
-
-
 def test_opt_in_fields_in_yaml(config: Any, shim: Any) -> None:
     """verl 0.9's opt-in fields work in the YAML of 0.7.1."""
     shim(settings={"optimizer_states": "as-configured"})

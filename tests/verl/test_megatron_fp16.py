@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -343,23 +342,3 @@ class TestCheckForNan:
         assert one.engine.module[0].ddp_config.check_for_nan_in_grad
         with pytest.raises(RuntimeError, match=r"(?i)nan|inf"):
             one.train()
-
-
-@pytest.mark.skipif(
-    find_spec("megatron") is None or find_spec("megatron.bridge") is None,
-    reason="Megatron-Bridge is not installed in this environment",
-)
-class TestBucket:
-    """fp16 parameters and bucket fail a bare assert with the precision-aware optimizer."""
-
-    OPTIONS: ClassVar[dict[str, Any]] = {"bridge": True}
-    if Version("0.9.1") <= VERL:  # verl's own alignment makes the default bucket fp32
-        OPTIONS = {"bridge": True, "ddp": {"grad_reduce_in_fp32": False}}
-
-    def test_trains(self, build: Any, shim: Any) -> None:
-        shim()
-        one = build(bridge=True)
-        assert one.engine.module[0].buffers[0].grad_data.dtype is torch.float32
-        start = one.parameters()
-        assert math.isfinite(one.train()["grad_norm"])
-        assert not torch.equal(one.parameters(), start)

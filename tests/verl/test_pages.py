@@ -68,15 +68,3 @@ def test_both_sides_of_a_job_compute_in_one_dtype(job: Job) -> None:
     mixed = (config.actor.get("fsdp_config") or {}).get("mixed_precision") or {}
     half = mixed.get("param_dtype") == "fp16"
     assert config.rollout.dtype == ("float16" if half else "bfloat16")
-
-
-def test_a_job_that_verl_does_not_take_is_noticed() -> None:
-    start = next(one for one in of("verl") if one.page == "docs/start/verl.md")
-    without = tuple(one for one in start.settings if "use_dynamic_bsz" not in one)
-    assert without != start.settings
-    with pytest.raises(TypeError):
-        validated(without)
-    with pytest.raises(Exception, match="Invalid loss_agg_mode"):
-        validated((*start.settings, "actor_rollout_ref.actor.loss_agg_mode=none"))
-    with pytest.raises(Exception, match="no_such_key"):
-        validated((*start.settings, "actor_rollout_ref.actor.optim.no_such_key=1"))

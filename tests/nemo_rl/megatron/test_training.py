@@ -140,19 +140,6 @@ def test_a_pair_that_disagrees(worker: Make, shim: Any, fused_adam: str, strict:
             pass
 
 
-def test_the_bucket_follows_the_optimizer_that_there_is(
-    worker: Make, shim: Any, fused_adam: str
-) -> None:
-    """If grad-bucket-alignment is the only feature, the optimizer keeps fp32 main grads."""
-    shim(
-        features=["grad-bucket-alignment"],
-        settings={"optimizer_states": "follow-model", "grad_bucket": "align"},
-    )
-    with worker(drop=("use_precision_aware_optimizer",)) as made:
-        assert config_of(made).main_grads_dtype is torch.float32
-        assert bucket_of(made) is torch.float32
-
-
 def test_workers_with_equal_configs_are_told_apart_and_forgotten(cpu: None, model: Path) -> None:
     from megatron.bridge.training.config import DistributedDataParallelConfig
 
