@@ -28,7 +28,7 @@ from typing import Any
 from precision_shim.process import settings as _settings
 from precision_shim.process import versions as _versions
 from precision_shim.process.registry import entries
-from precision_shim.seams import Adapter, Seam, _source, check, look
+from precision_shim.seams import Adapter, Seam, _source, check
 from precision_shim.seams._plan import Plan, Row
 from precision_shim.seams._source import Installed, _member, looking_at
 
@@ -38,15 +38,14 @@ SEED = 13
 SHARE = 32
 """How many changes a framework's tests make."""
 FACT = "fact removed"
-ATTRIBUTE = "attribute removed"
 PARAMETER = "parameter gone"
 KIND = "another kind"
 
 JUDGED = (
     (
-        ATTRIBUTE,
-        r"MegatronPolicyWorkerBase\.init_model: provider$",
-        "the class above sets it, whose seams are of the same group and rely on it",
+        "renamed",
+        r"sources:\w+WeightSource\.__iter__: its class$",
+        "the audit reads the streams of the other classes, and not of this one",
     ),
 )
 """Survivors that do no harm: kind, pattern of target and detail, and the reason."""
@@ -76,8 +75,6 @@ class Mutant:
         """Whether a seam depends on the change; seams on one symbol rely on different facts."""
         if self.kind == FACT:
             return self.detail in seam.relies_on
-        if self.kind == ATTRIBUTE:
-            return self.detail in set(read_of_instance(seam.wrapper))
         if self.kind == PARAMETER:
             return self.detail in required(seam)
         return self.kind != KIND or not is_special(seam)
@@ -192,10 +189,6 @@ class Place:
         facts = dict.fromkeys(word for seam in self.seams for word in seam.relies_on)
         for word in facts:
             yield Mutant(FACT, target, word, functools.partial(self.without_word, word))
-        read = (word for seam in self.seams for word in read_of_instance(seam.wrapper))
-        for word in dict.fromkeys(read):
-            if word not in facts and word in look(target).names:
-                yield Mutant(ATTRIBUTE, target, word, functools.partial(self.without_word, word))
 
 
 def required(seam: Seam) -> list[str]:
@@ -250,60 +243,6 @@ def _renamed_inside(node: Any, name: str) -> Any:
     for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
         one.arg += "_v2" if one.arg == name else ""
     return node
-
-
-# -- the attributes of the instance that a wrapper reads ----------------------------------------
-
-
-def read_of_instance(function: Any, name: str = "", depth: int = 3) -> Iterator[str]:
-    """Yield attributes that a wrapper reads of ``call.instance``, also in functions it calls.
-
-    Attributes that the wrapper reads with a default, or checks for first, are left out.
-
-    Args:
-        function: the wrapper, or a function to which the instance is passed.
-        name: the parameter that is the instance; empty for a wrapper, which reads it from ``call``.
-        depth: how many calls deep to follow the instance.
-    """
-    try:
-        body: Any = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-    except (OSError, TypeError, SyntaxError):
-        return
-    if not isinstance(body, _Function):
-        return
-    first = body.args.args[0].arg if body.args.args else ""
-
-    def is_instance(node: ast.AST) -> bool:
-        if isinstance(node, ast.Name):
-            return node.id in names
-        return (
-            not name
-            and isinstance(node, ast.Attribute)
-            and node.attr == "instance"
-            and isinstance(node.value, ast.Name)
-            and node.value.id == first
-        )
-
-    names = {name} if name else set()
-    for node in ast.walk(body):
-        if isinstance(node, ast.Assign) and is_instance(node.value):
-            names |= {one.id for one in node.targets if isinstance(one, ast.Name)}
-    for node in ast.walk(body):
-        if isinstance(node, ast.Attribute) and is_instance(node.value):
-            if isinstance(node.ctx, ast.Load) and node.attr not in ("__class__", "__dict__"):
-                yield node.attr
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            if node.func.id == "getattr" and len(node.args) == 2 and is_instance(node.args[0]):
-                if isinstance(node.args[1], ast.Constant):
-                    yield str(node.args[1].value)
-                continue
-            called = getattr(function, "__globals__", {}).get(node.func.id)
-            called = inspect.unwrap(called) if callable(called) else None
-            if depth and inspect.isfunction(called):
-                parameters = list(inspect.signature(called).parameters)
-                for index, one in enumerate(node.args):
-                    if is_instance(one) and index < len(parameters):
-                        yield from read_of_instance(called, parameters[index], depth - 1)
 
 
 # -- the ends -----------------------------------------------------------------------------------

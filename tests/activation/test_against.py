@@ -102,12 +102,6 @@ def test_folders(kind, against, tmp_path):
     assert (told["version"], told["symbols"][0]["gained"]) == ("2.0", ["factor"])
 
 
-def test_what_is_installed_is_the_same(against, environment):
-    told = against(environment.site, "--framework", "toy")
-    assert [one["state"] for one in told["symbols"]] == ["same"]
-    assert told["symbols"][0]["lines"] == []
-
-
 @pytest.mark.parametrize(
     ("files", "arguments", "told"),
     [
@@ -134,12 +128,3 @@ def test_a_broken_wheel(doctor, tmp_path):
     done = doctor("--against", path)
     assert done.returncode == 2
     assert f"{path} is no wheel that can be read" in done.stderr
-
-
-def test_a_file_that_is_no_record_is_left_alone(doctor, tmp_path):
-    file = tmp_path / "symbols.json"
-    file.write_text("[1]")
-    done = doctor("--record", file)
-    assert done.returncode == 2
-    assert str(file) in done.stderr
-    assert file.read_text() == "[1]"

@@ -66,19 +66,6 @@ def test_without_start_up_files_by_verls_own_plug_in():
     assert states[f"{CONFIG} bf16-dispatch"] == "off"
 
 
-def test_an_inference_engines_kind_of_child_is_silent():
-    """Children of vLLM and SGLang inherit the variable but import no framework."""
-    code = """
-import sys, torch, transformers
-from transformers import AutoConfig, AutoTokenizer
-print("precision_shim.process.session" in sys.modules)
-"""
-    off = run(sys.executable, "-c", code)
-    on = run(sys.executable, "-c", code, PRECISION_SHIM="1", PRECISION_SHIM_LOG="debug")
-    assert on.stdout == "False\n"
-    assert on.stderr == off.stderr
-
-
 TRAINING = (
     REPORT
     + """

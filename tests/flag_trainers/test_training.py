@@ -65,32 +65,6 @@ def test_a_skip_is_counted_and_reported(on: On, name: str) -> None:
     assert math.isfinite(norm)
 
 
-def test_the_first_scale_costs_no_skips(on: On, name: str) -> None:
-    assert float(Trainer.of(name, "--fp16").scalers[0].scale) == 2.0**32
-    on()
-    trainer = Trainer.of(name, "--fp16")
-    assert float(trainer.scalers[0].scale) == 32768.0
-    assert all(map(math.isfinite, norms(trainer)))
-
-
-def test_a_static_scale_is_the_users(on: On, name: str) -> None:
-    on()
-    trainer = Trainer.of(name, "--fp16", "--loss-scale=128", FP32_BUCKET)
-    assert float(trainer.scalers[0].scale) == 128.0
-    found, norm = trainer.step(0)
-    assert "loss_scale" not in found
-    assert math.isfinite(norm)
-
-
-def test_a_loss_that_is_scaled_twice_is_refused(on: On, name: str) -> None:
-    on()
-    trainer = Trainer.of(name, *FP16)
-    own = trainer.optimizer.scale_loss
-    trainer.optimizer.scale_loss = lambda loss: own(loss * trainer.optimizer.get_loss_scale())
-    with pytest.raises(precision_shim.InconsistentPrecisionError, match="scaled twice"):
-        trainer.step(0)
-
-
 def test_bf16_is_as_without_the_shim(on: On, name: str) -> None:
     trainers = [Trainer.of(name)]
     on()

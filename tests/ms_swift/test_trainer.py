@@ -86,25 +86,6 @@ def test_the_weighting_of_tokens_is_no_loss_scale(on: On, on_cpu: Any) -> None:
     assert [float(one.scale) for one in scalers(made)] == [64.0]
 
 
-def test_a_static_scale_of_a_plugin_is_left_alone(
-    on: On, on_cpu: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """ms-swift has no argument for a static scale, so one on the config is the user's choice."""
-    from megatron.core.optimizer import AdamOptimizerConfig
-    from megatron.core.optimizer.grad_scaler import ConstantGradScaler
-
-    own = AdamOptimizerConfig.__init__
-    monkeypatch.setattr(
-        AdamOptimizerConfig, "__init__", lambda self, **given: own(self, **given, loss_scale=128.0)
-    )
-    on()
-    made = trainer(on_cpu, arguments(fp16=True))
-    (one,) = scalers(made)
-    assert isinstance(one, ConstantGradScaler)
-    assert float(one.scale) == 128.0
-    assert "loss_scale" not in train(made, 0)
-
-
 def test_a_training_that_was_stopped_goes_on_bit_for_bit(
     on: On, on_cpu: Any, tmp_path: Path
 ) -> None:

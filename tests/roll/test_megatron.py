@@ -62,16 +62,6 @@ def test_a_grad_scale_func_of_rolls_own_stays(on: On) -> None:
     assert Trainer.of(BF16).strategy.models_wrapped[0].config.grad_scale_func is None
 
 
-def test_a_loss_that_is_scaled_twice_is_refused(on: On) -> None:
-    on()
-    trainer = at(SCALE, Trainer.of())
-    config, optimizer = trainer.strategy.models_wrapped[0].config, trainer.strategy.optimizer
-    own = config.grad_scale_func
-    config.grad_scale_func = lambda loss: own(loss * optimizer.get_loss_scale())
-    with pytest.raises(precision_shim.InconsistentPrecisionError, match="scaled twice"):
-        trainer.step(0)
-
-
 def test_a_skip_is_counted_and_reported(on: On) -> None:
     unpatched = at(SCALE, Trainer.of(check_for_nan_in_loss_and_grad=False))
     unpatched.strategy.models_wrapped[
@@ -87,14 +77,6 @@ def test_a_skip_is_counted_and_reported(on: On) -> None:
     assert first.items() >= {"loss_scale": SCALE, "skipped_steps": 0.0}.items()
     assert skipped(trainer, 1)
     assert trainer.step(2).items() >= {"loss_scale": SCALE / 2, "skipped_steps": 1.0}.items()
-
-
-def test_the_first_scale_costs_no_skips(on: On) -> None:
-    assert float(Trainer.of().scalers[0].scale) == 2.0**32
-    on()
-    trainer = Trainer.of()
-    assert float(trainer.scalers[0].scale) == 32768.0
-    assert all(map(math.isfinite, norms(trainer)))
 
 
 @pytest.mark.parametrize("states", ["auto", "follow-model"])

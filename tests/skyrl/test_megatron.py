@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -282,38 +281,6 @@ def test_bucket_by_what_was_written(
     assert bucket(worker) is expected
 
 
-def test_what_a_config_class_writes(make: Any, shim: Any) -> None:
-    """Values in a user's config class count as the user's, with and without a command line."""
-    from skyrl.train.config import config as module
-
-    def policy() -> Any:
-        return module.PolicyConfig(
-            megatron_config=module.MegatronConfig(
-                ddp_config=module.MegatronDDPConfig(grad_reduce_in_fp32=True),
-                optimizer_config_kwargs={
-                    "use_precision_aware_optimizer": True,
-                    "main_grads_dtype": "bf16",
-                    "exp_avg_dtype": "bf16",
-                },
-            )
-        )
-
-    shim()
-    trainer = dataclasses.make_dataclass(
-        "Trainer",
-        [("policy", module.PolicyConfig, dataclasses.field(default_factory=policy))],
-        bases=(module.TrainerConfig,),
-    )
-    base = train_config("trainer.strategy=megatron")
-    config = module.make_config(trainer_cls=trainer).from_cli_overrides(
-        ["trainer.strategy=megatron", "trainer.flash_attn=false"]
-    )
-    config.trainer.gradient_checkpointing = base.trainer.gradient_checkpointing
-    with pytest.warns(PrecisionShimWarning, match="grad_reduce_in_fp32"):
-        worker = make(BF16, config=config)
-    assert bucket(worker) is FP32
-
-
 @pytest.mark.skipif(Version("0.3") <= SKYRL, reason="SkyRL 0.3 has no old style any more")
 @pytest.mark.parametrize("written", [False, True])
 def test_overrides_in_the_old_style(
@@ -345,22 +312,6 @@ def test_overrides_in_the_old_style(
 
 
 # -- dtype names -----------------------------------------------------------------------------
-
-
-def test_direct_caller(fused_adam: str, shim: Any) -> None:
-    """A direct call reads only the kwargs, and has SkyRL's default of bf16."""
-    shim()
-    import skyrl.backends.skyrl_train.distributed.megatron.optimizer as module
-    from skyrl.train.config import OptimizerConfig
-
-    for kwargs, expected in (
-        ({}, (True, False, BF16)),
-        ({"fp16": True}, (False, True, FP16)),
-        ({"fp16": True, "bf16": True}, (False, True, FP16)),
-        ({"bf16": False}, (False, False, FP32)),
-    ):
-        config = module.init_megatron_optim_config(OptimizerConfig(), kwargs)
-        assert (config.bf16, config.fp16, config.params_dtype) == expected
 
 
 # -- in and out ------------------------------------------------------------------------------

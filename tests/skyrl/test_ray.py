@@ -145,10 +145,6 @@ found["as it was"] = look(PPORayActorGroup(config.trainer, 1, 1, PolicyWorker))
 print("FOUND", json.dumps(found))
 """
 
-ONE_GROUP = """
-print("FOUND", json.dumps(look(PPORayActorGroup(config.trainer, 1, 1, PolicyWorker))))
-"""
-
 TRAINING = """
 from skyrl.backends.skyrl_train.workers.worker_dispatch import WorkerDispatch
 

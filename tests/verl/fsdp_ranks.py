@@ -568,16 +568,6 @@ def audited(job: Job) -> dict[str, Any]:
     }
 
 
-@case
-def legacy_audited(job: Job, role: str) -> dict[str, Any]:
-    """The audit files of a legacy worker after one step."""
-    folder = Path(job.path("audits"))
-    install(audit_dir=str(folder))
-    one = support.Legacy(job.model if role == "actor" else job.value_model, role)
-    one.train(range(1))
-    return {"all": audits_of(folder)}
-
-
 # -- 0.7.1's legacy workers --------------------------------------------------------------------
 
 

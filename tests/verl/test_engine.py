@@ -291,32 +291,6 @@ def test_blockers_are_read_from_verls_config(
 @pytest.mark.skipif(not HAS_FIELDS, reason="verl has the fields only from 0.9")
 class TestWhatTheNativeAlignmentLeavesOut:
     @pytest.mark.parametrize("bridge", PATHS)
-    def test_opt_in_through_overrides(self, build: Any, shim: Any, bridge: bool) -> None:
-        shim()
-        built = build(
-            bridge=bridge,
-            optim=optim_config(
-                override_optimizer_config={
-                    "use_precision_aware_optimizer": True,
-                    "main_grads_dtype": "bf16",
-                }
-            ),
-        )
-        assert bucket(built) is BF16
-
-    def test_override_against_the_field(self, build: Any, shim: Any) -> None:
-        shim()
-        built = build(
-            optim=optim_config(
-                use_precision_aware_optimizer=True,
-                main_grads_dtype="bf16",
-                override_optimizer_config={"main_grads_dtype": "fp32"},
-            )
-        )
-        assert bucket(built) is FP32
-        assert built.optimizer.config.main_grads_dtype is FP32
-
-    @pytest.mark.parametrize("bridge", PATHS)
     def test_fp16_engine_with_bf16_fields(self, build: Any, shim: Any, bridge: bool) -> None:
         shim()
         built = build(
@@ -329,29 +303,6 @@ class TestWhatTheNativeAlignmentLeavesOut:
 
 
 # -- where the precision-aware optimizer cannot run ------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("optim", "config", "reason"),
-    [
-        (  # Megatron's distributed optimizer does not support SGD
-            {"optimizer": "sgd"},
-            {"use_distributed_optimizer": False},
-            "optimizer is 'sgd'",
-        ),
-        ({}, {"use_distributed_optimizer": False}, "distributed optimizer is off"),
-    ],
-    ids=["sgd", "no-distributed-optimizer"],
-)
-@pytest.mark.parametrize("bridge", PATHS)
-def test_obstacles_keep_fp32_states_and_bucket(
-    build: Any, shim: Any, bridge: bool, optim: Any, config: Any, reason: str
-) -> None:
-    shim(settings={"optimizer_states": "follow-model"})
-    built = build(bridge=bridge, optim=optim_config(**optim), **config)
-    assert not built.optimizer.config.use_precision_aware_optimizer
-    assert bucket(built) is FP32
-    assert reason in reasons("bf16-dispatch")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

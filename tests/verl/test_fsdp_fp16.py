@@ -343,18 +343,6 @@ def test_the_audit_of_the_engine(fsdp_ranks: Ranks) -> None:
         assert sum(part["owned"] for part in parts) == parts[0]["parameters"]
 
 
-@pytest.mark.skipif(
-    not Version("0.7") <= VERL < Version("0.8"), reason="verl 0.8 has no legacy workers"
-)
-@pytest.mark.parametrize("role", ["actor", "critic"])
-def test_the_audit_of_legacy_workers(fsdp_ranks: Ranks, role: str) -> None:
-    for rank, one in enumerate(fsdp_ranks("legacy_audited", role=role)):
-        (audit,) = one["all"].values()
-        assert list(one["all"]) == [f"verl.{role}.model.rank{rank}.audit.json"]
-        assert (audit["ok"], audit["complete"]) == (True, True)
-        assert audit["parts"][0]["scaler"] == "LossScaler"
-
-
 # -- strict ------------------------------------------------------------------------------------
 
 

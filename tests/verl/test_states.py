@@ -175,21 +175,6 @@ def test_a_copied_config_is_written_as_its_original(
     assert same(saved, second.states())
 
 
-def test_a_pickled_config_in_another_process(
-    fused_adam: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from precision_shim_adapters.megatron.resuming import checkpoint
-
-    def elsewhere(config: Any) -> Any:
-        data = pickle.dumps(config)
-        monkeypatch.setattr(checkpoint, "_own_floats", {})  # as in another process
-        return pickle.loads(data)
-
-    with shim(on=True):
-        made = job(through=elsewhere).optimizer.config
-        assert checkpoint.is_added_by_shim(made)
-
-
 @pytest.mark.parametrize("by", COPIES)
 def test_a_users_own_config_stays_the_users(fused_adam: str, by: str) -> None:
     from precision_shim_adapters.megatron.resuming.checkpoint import is_added_by_shim

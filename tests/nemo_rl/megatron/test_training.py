@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import gc
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ import torch
 from precision_shim.errors import InconsistentPrecisionError, PrecisionShimWarning
 
 from ..support import batch, nll_loss
-from .support import POLICY, policy_config
+from .support import POLICY
 
 Make = Callable[..., AbstractContextManager[Any]]
 
@@ -138,40 +136,6 @@ def test_a_pair_that_disagrees(worker: Make, shim: Any, fused_adam: str, strict:
         patch.setattr(module, "setup_optimizer", changing)
         with (pytest.raises if strict else pytest.warns)(kind, match=told), worker(**options):
             pass
-
-
-def test_workers_with_equal_configs_are_told_apart_and_forgotten(cpu: None, model: Path) -> None:
-    from megatron.bridge.training.config import DistributedDataParallelConfig
-
-    from precision_shim_adapters.megatron.acting import build as backend
-    from precision_shim_adapters.nemo_rl.megatron import read_wishes
-
-    configs = [DistributedDataParallelConfig() for _ in range(2)]
-    assert configs[0] == configs[1]
-    for one in configs:
-        backend.expect_reference(
-            one, "nemo-rl", lambda: read_wishes(policy_config(model), "reference", False, False)
-        )
-    builds = [backend.build_around(one) for one in configs]
-    assert builds[0] is not None
-    assert builds[0] is not builds[1]
-    assert [backend.build_around(one) for one in configs] == builds
-    del one, configs
-    gc.collect()
-    kept = [build for _, build in backend._references.values()]
-    assert not any(one is build for one in kept for build in builds)
-
-
-def test_a_bucket_that_does_not_fit_is_reported_and_left(worker: Make, shim: Any) -> None:
-    shim()
-    with (
-        pytest.warns(PrecisionShimWarning, match="policy: grad_reduce_in_fp32=False gives"),
-        worker(ddp={"grad_reduce_in_fp32": False}) as made,
-    ):
-        assert bucket_of(made) is torch.bfloat16
-    assert decisions(shim, "policy", "grad-bucket-alignment") == [
-        "gradient bucket bf16 (grad_reduce_in_fp32=False)"
-    ]
 
 
 def test_a_bucket_is_aligned_where_the_user_asks_for_it(worker: Make, shim: Any) -> None:
