@@ -41,9 +41,6 @@ REPORT = "results.xml"
 """Where the tests of an environment leave their report: in its temporary directory, which tox
 empties before each run."""
 
-SPENT = ("seconds of imports", "processes started", "processor seconds of these")
-"""What ``tests/timing_of_importlib_bootstrap.py`` writes into a report."""
-
 SLOWEST = 5
 """How many of an environment's tests the summary names."""
 
@@ -72,7 +69,6 @@ class Result:
     began: float = field(default_factory=time.monotonic)
     set_up: float = 0.0
     ended: float = 0.0
-    spent: dict[str, str] = field(default_factory=dict)
     slowest: list[tuple[float, str]] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -88,9 +84,6 @@ class Result:
             self.failed += failures + errors
             self.skipped += skipped
             self.passed += tests - failures - errors - skipped
-        for one in root.iter("property"):
-            if one.get("name") in SPENT:  # Hypothesis writes properties, too
-                self.spent[one.get("name", "")] = one.get("value", "")
         cases = [
             (float(one.get("time", 0)), f"{one.get('classname')}::{one.get('name')}")
             for one in root.iter("testcase")
@@ -99,9 +92,7 @@ class Result:
 
     def times(self) -> str:
         """Where the time went, in one line."""
-        parts = [f"{self.ended - self.began:.0f} s", f"{self.set_up - self.began:.0f} to set up"]
-        parts += [f"{value} {name}" for name, value in self.spent.items()]
-        return ", ".join(parts)
+        return f"{self.ended - self.began:.0f} s, {self.set_up - self.began:.0f} to set up"
 
 
 _results: dict[str, Result] = {}

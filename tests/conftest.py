@@ -13,8 +13,6 @@ import pytest
 
 import precision_shim
 
-from . import timing_of_importlib_bootstrap
-
 START_UP = "from precision_shim.process import standby; print(standby.waiting())"
 FRAMEWORKS = (
     "areal",
@@ -32,11 +30,6 @@ FRAMEWORKS = (
     "worked",
 )
 TRANSFORMER_ENGINE = "2.11.0"
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Register the plugin that measures where a test run's time goes."""
-    config.pluginmanager.register(timing_of_importlib_bootstrap)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

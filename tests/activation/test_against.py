@@ -102,22 +102,6 @@ def test_folders(kind, against, tmp_path):
     assert (told["version"], told["symbols"][0]["gained"]) == ("2.0", ["factor"])
 
 
-def test_what_is_installed_is_the_same(against, environment):
-    told = against(environment.site, "--framework", "toy")
-    assert [one["state"] for one in told["symbols"]] == ["same"]
-    assert told["symbols"][0]["lines"] == []
-
-
-def test_several_frameworks_are_a_list(against, environment):
-    told = against(environment.site)
-    assert [one["framework"] for one in told] == ["toy", "solo"]
-
-
-def test_a_framework_that_is_not_asked_for_is_judged_all_the_same(against, tmp_path):
-    told = against(wheel(tmp_path, NEXT), PRECISION_SHIM_FRAMEWORKS="solo")
-    assert [one["state"] for one in told["seams"]] == ["pending"]
-
-
 @pytest.mark.parametrize(
     ("files", "arguments", "told"),
     [
@@ -144,35 +128,3 @@ def test_a_broken_wheel(doctor, tmp_path):
     done = doctor("--against", path)
     assert done.returncode == 2
     assert f"{path} is no wheel that can be read" in done.stderr
-
-
-@pytest.mark.parametrize("arguments", [("--framework", "toy"), ("--against", "x", "--record", "y")])
-def test_options_that_make_no_sense(arguments, doctor):
-    done = doctor(*arguments)
-    assert done.returncode == 2
-    assert "usage: " in done.stderr
-
-
-def test_nothing_to_record(doctor, tmp_path):
-    done = doctor("--record", tmp_path / "symbols.json")
-    assert done.returncode == 2
-    assert "nothing to record" in done.stderr
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_file_that_is_no_record_is_left_alone(doctor, tmp_path):
-    file = tmp_path / "symbols.json"
-    file.write_text("[1]")
-    done = doctor("--record", file)
-    assert done.returncode == 2
-    assert str(file) in done.stderr
-    assert file.read_text() == "[1]"
-
-
-def test_the_lines_are_behind_verbose(doctor, tmp_path):
-    path = wheel(tmp_path, NEXT)
-    shown = doctor("--against", path).stdout
-    assert "parameters gained: factor; 4 lines went or came\n" in shown
-    assert "factor * value" not in shown
-    whole = doctor("--against", path, "--verbose").stdout
-    assert "           +    return factor * value\n" in whole

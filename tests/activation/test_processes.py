@@ -94,42 +94,6 @@ if __name__ == "__main__":  # a spawned child imports this file again
     assert environment.run(str(program)).stdout.split("\n")[0] == (YES if how == "fork" else NOT)
 
 
-def test_children_after_uninstall(environment, tmp_path):
-    program = tmp_path / "program.py"
-    there_and_back = """
-import precision_shim
-precision_shim.install(frameworks=["toy"])
-precision_shim.uninstall()
-"""
-    for how in ("subprocess", "spawn", "fork", "forkserver"):
-        program.write_text(there_and_back + CHILDREN[how])
-        assert environment.run(str(program)).stdout.split("\n")[0] == NOT
-
-
-def test_children_of_a_forkserver_that_already_runs(environment, tmp_path):
-    """The children inherit the forkserver's old environment, which nobody can change afterwards."""
-    program = tmp_path / "program.py"
-    program.write_text("""
-import multiprocessing, os
-
-def report(queue):
-    from toy import ops
-    queue.put((os.environ.get("PRECISION_SHIM"), ops.scale(1)))
-
-if __name__ == "__main__":
-    context = multiprocessing.get_context("forkserver")
-    for _ in range(2):
-        queue = context.SimpleQueue()
-        child = context.Process(target=report, args=(queue,))
-        child.start()
-        print(queue.get())
-        child.join()
-        import precision_shim
-        precision_shim.install(frameworks=["toy"])
-""")
-    assert environment.run(str(program)).stdout.splitlines() == ["(None, 2)"] * 2
-
-
 @pytest.mark.parametrize("flag", FLAGS)
 def test_flags_of_the_interpreter(environment, on, flag):
     if (
@@ -143,19 +107,6 @@ def test_flags_of_the_interpreter(environment, on, flag):
     arguments = [flag] if flag else []
     done = environment.run(*arguments, "-c", code, **on)
     assert (done.stdout.strip(), done.stderr) == (FLAGS[flag][0], "")
-
-
-def test_python_m(environment, on):
-    assert environment.run("-m", "report_toy", **on).stdout == f"{YES}\n"
-
-
-def test_a_cleared_environment(environment, on):
-    code = """
-import subprocess, sys
-command = [sys.executable, "-m", "report_toy"]
-print(subprocess.run(command, env={}, capture_output=True, text=True).stdout)
-"""
-    assert environment.run("-c", code, **on).stdout.strip() == NOT
 
 
 def test_without_start_up_files_autoinstall(environment, on):
@@ -177,73 +128,6 @@ print(os.environ.get("PRECISION_SHIM"))
         done = environment.run("-S", "-c", code, **variables)
         assert done.stdout.split("\n")[1] == NOT
         assert len(done.stderr.splitlines()) == 1
-
-
-# -- what install() exports -------------------------------------------------------------------
-
-
-@pytest.fixture
-def exported(environment):
-    def run(body, **variables):
-        code = f"""
-import json, os
-import precision_shim
-before = dict(os.environ)
-def changes():
-    names = sorted(before.keys() | os.environ.keys())
-    return {{n: os.environ.get(n) for n in names if before.get(n) != os.environ.get(n)}}
-{body}
-print(json.dumps(changes()))
-"""
-        import json
-
-        return json.loads(environment.run("-c", code, **variables).stdout.splitlines()[-1])
-
-    return run
-
-
-def test_install_exports_what_it_was_told(exported):
-    assert exported("precision_shim.install()") == {"PRECISION_SHIM": "1"}
-    assert exported("""precision_shim.install(
-        features=["-fp16-scaling"], frameworks=["toy"], strict=True,
-        settings={"growth_interval": 7, "optimizer_states": "follow-model"})""") == {
-        "PRECISION_SHIM": "1",  # strict is never exported
-        "PRECISION_SHIM_FEATURES": "dtype-coercion,bf16-dispatch,grad-bucket-alignment,"
-        "rollout-agreement,audit",
-        "PRECISION_SHIM_FRAMEWORKS": "toy",
-        "PRECISION_SHIM_GROWTH_INTERVAL": "7",
-        "PRECISION_SHIM_OPTIMIZER_STATES": "follow-model",
-    }
-    assert exported("precision_shim.install(export=False)") == {}
-
-
-def test_install_exports_later_what_it_was_told_not_to(exported):
-    body = "precision_shim.install(export=False); precision_shim.install()"
-    assert exported(body) == {"PRECISION_SHIM": "1"}
-
-
-def test_uninstall_takes_the_variables_back(exported):
-    body = """
-precision_shim.install(features=["fp16-scaling"])
-precision_shim.install(features=["dtype-coercion"], settings={"log": "quiet"})
-precision_shim.uninstall()
-"""
-    assert exported(body) == {}
-    assert exported(body, PRECISION_SHIM_FEATURES="bf16-dispatch", PRECISION_SHIM="1") == {}
-
-
-def test_uninstall_leaves_what_someone_else_has_set_since(exported):
-    body = """
-precision_shim.install(settings={"log": "quiet"})
-os.environ["PRECISION_SHIM_LOG"] = "debug"
-precision_shim.uninstall()
-"""
-    assert exported(body) == {"PRECISION_SHIM_LOG": "debug"}
-
-
-def test_strict_of_the_operator_stays_the_operators(exported):
-    body = "precision_shim.install(strict=False)"
-    assert exported(body, PRECISION_SHIM="strict") == {}
 
 
 # -- precision-shim run -----------------------------------------------------------------------

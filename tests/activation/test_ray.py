@@ -244,25 +244,6 @@ found.update(task=task(), actor=actor())
     assert drive(body) == {"task": expected, "actor": expected}
 
 
-def test_a_cluster_of_the_drivers_own(drive):
-    body = """
-small = dict(num_cpus=1, object_store_memory=100 * 2**20, include_dashboard=False)
-ray.init(address="local", log_to_driver=False, **small)
-found.update(task=task())
-"""
-    assert drive(body, PRECISION_SHIM="1")["task"]["enabled"]
-
-
-def test_rays_own_processes_do_not_start_a_session():
-    session = "'precision_shim.process.session' in sys.modules"
-    code = f"import sys, ray; print({session}, ray.init.__wrapped__)"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(
-        command, env=environment(PRECISION_SHIM="1"), capture_output=True, text=True, check=True
-    )
-    assert done.stdout.startswith("False <function init")
-
-
 def test_off_is_off_on_a_cluster_that_others_use(drive):
     body = "ray.init(**HERE)\nfound.update(task=task(), actor=actor())\n"
     for variables in ({}, {"PRECISION_SHIM": "0"}):
@@ -309,18 +290,6 @@ found.update(task=task(), job=ray.get_runtime_context().runtime_env)
     mine = {"PRECISION_SHIM": "0", "PRECISION_SHIM_FEATURES": "fp16-scaling"}
     assert found["job"] == {"env_vars": mine}
     assert not found["task"]["enabled"]
-
-
-def test_a_worker_that_trains_nothing_starts_under_strict_and_a_bad_value(drive):
-    body = """
-ray.init(**HERE)
-@ray.remote
-def work():
-    return os.environ["PRECISION_SHIM"], os.environ["PRECISION_SHIM_LOG"]
-found.update(task=ray.get(work.remote()))
-"""
-    found = drive(body, PRECISION_SHIM="strict", PRECISION_SHIM_LOG="loud")
-    assert found["task"] == ["strict", "loud"]
 
 
 def test_what_a_function_closes_over_is_the_workers_own(drive, tmp_path):

@@ -62,13 +62,6 @@ def test_every_variable_has_a_bad_value_here():
     assert set(BAD) == {row.variable for row in _settings.TABLE.values()} | own
 
 
-def test_sorts_after_files_that_complete_the_path(environment, editable):
-    for made in (environment, editable):
-        names = sorted(path.name for path in made.site.glob("*.pth"))
-        assert names[-1] == "zz_precision_shim.pth"
-        assert (made.site / "zz_precision_shim.start").is_file()
-
-
 WANTED = {"torch", *carriers.PACKAGES, *_registry.packages()}
 
 
@@ -84,18 +77,6 @@ def test_the_finder_waits_for_what_the_frameworks_declare(environment, editable)
         names = made.run("-c", code, PRECISION_SHIM="1", PRECISION_SHIM_FRAMEWORKS="Their-Own, x")
         found = set(ast.literal_eval(names.stdout))
         assert found == WANTED | {"their_own", "x"}
-
-
-@pytest.mark.parametrize("flag", [(), ("-B",)], ids=["bytecode", "no bytecode"])
-def test_with_and_without_bytecode(environment, on, flag):
-    for cached in (environment.site / "__pycache__").glob("zz_precision_shim.*"):
-        cached.unlink()
-    if not flag:
-        environment.run("-m", "compileall", "-q", str(environment.site / "zz_precision_shim.py"))
-    done = environment.run(*flag, "-X", "dev", "-W", "error", "-c", PATCHED, **on)
-    assert (done.stdout, done.stderr) == ("-2\n", "")
-    cached = list((environment.site / "__pycache__").glob("zz_precision_shim.*"))
-    assert len(cached) == (0 if flag else 1)
 
 
 # -- on and off -------------------------------------------------------------------------------
@@ -174,27 +155,6 @@ def test_a_process_that_cannot_import_the_package_goes_on(environment, on, write
     assert (done.stdout, done.stderr) == ("True\n-2\n", "")
 
 
-def test_a_closed_stderr(environment, write_files, tmp_path):
-    write_files(tmp_path, {"torch.py": "FOUND = True\n"})
-    code = "import sys; sys.stderr.close(); import torch; print(torch.FOUND)"
-    done = environment.run("-c", code, PYTHONPATH=str(tmp_path), PRECISION_SHIM="maybe")
-    assert done.stdout == "True\n"
-
-
-def test_without_sources(environment, on):
-    """Some container images contain only bytecode files, in the place of the sources."""
-    file = environment.site / "zz_precision_shim.py"
-    source = file.read_bytes()
-    environment.run("-m", "compileall", "-b", "-q", str(file))
-    try:
-        file.unlink()
-        done = environment.run("-c", PATCHED, **on)
-    finally:
-        file.write_bytes(source)
-        file.with_suffix(".pyc").unlink()
-    assert (done.stdout, done.stderr) == ("-2\n", "")
-
-
 @pytest.mark.parametrize("install", ["environment", "editable"])
 def test_patches_in_a_wheel_and_in_an_editable_install(install, on, request):
     done = request.getfixturevalue(install).run("-c", PATCHED, **on)
@@ -233,10 +193,6 @@ def test_the_entry_point_of_pep_829_is_inert_when_off(environment):
     assert environment.run("-c", code, PRECISION_SHIM="1").stdout == "True\n"
 
 
-def test_warnings_as_errors(environment, on):
-    assert environment.run("-W", "error", "-c", PATCHED, **on).stdout == "-2\n"
-
-
 # -- what wakes it ----------------------------------------------------------------------------
 
 
@@ -247,27 +203,6 @@ def test_a_third_party_unnamed_is_found_with_torch(environment, write_files, tmp
             "-c", f"{order}; {PATCHED}", PRECISION_SHIM="1", PYTHONPATH=str(tmp_path)
         )
         assert (done.stdout, done.stderr) == ("-2\n", "")
-
-
-def test_a_child_without_a_framework_is_silent_and_idle(editable, write_files, tmp_path):
-    """Children of vLLM and SGLang import torch and transformers, and look for other packages."""
-    write_files(tmp_path, {"torch.py": "", "transformers.py": "import torch"})
-    for path in editable.site.glob("*/entry_points.txt"):
-        if "precision_shim.adapters" in path.read_text():
-            path.rename(path.with_suffix(".away"))
-    code = """
-import sys, importlib.util
-import torch, transformers
-for name in ("verl", "nosuch"):
-    assert importlib.util.find_spec(name) is None
-assert not {"wrapt", "precision_shim.process.session"} & set(sys.modules)
-"""
-    try:
-        done = editable.run("-c", code, PRECISION_SHIM="1", PYTHONPATH=str(tmp_path))
-    finally:
-        for path in editable.site.glob("*/entry_points.away"):
-            path.rename(path.with_suffix(".txt"))
-    assert (done.stdout, done.stderr) == ("", "")
 
 
 def test_status_tells_that_the_process_waits(environment, on):
@@ -293,22 +228,6 @@ def test_uninstall_before_anything_was_imported(environment, on):
         "-c", f"import precision_shim; precision_shim.uninstall(); {PATCHED}", **on
     )
     assert (done.stdout, done.stderr) == ("2\n", "")
-
-
-def test_an_explicit_install_replaces_what_waits(environment, on):
-    code = f"import precision_shim; precision_shim.install(features=['fp16-scaling']); {PATCHED}"
-    assert environment.run("-c", code, **on).stdout == "2\n"
-
-
-def test_switched_off_after_the_start(environment, on):
-    code = f"""
-import os
-os.environ["PRECISION_SHIM"] = "0"
-{PATCHED}
-import precision_shim
-print(precision_shim.status().enabled)
-"""
-    assert environment.run("-c", code, **on).stdout == "2\nFalse\n"
 
 
 # -- what is wrong ----------------------------------------------------------------------------
@@ -413,33 +332,6 @@ except precision_shim.SeamError as error:
         assert done.stdout.strip() in line
     else:
         assert done.stdout == "built\n"
-
-
-def test_a_refused_seam_under_strict(environment, on, write_files, tmp_path):
-    write_files(
-        tmp_path,
-        {
-            "toy/__init__.py": "",
-            "toy/ops.py": "",
-            "toy/train.py": "class Optimizer:\n    def __init__(self): ...\n",
-        },
-    )
-    code = """
-import toy.ops, toy.train, precision_shim
-try:
-    toy.train.Optimizer()
-except precision_shim.SeamError as error:
-    print("raised")
-"""
-    on["PRECISION_SHIM"] = "strict"
-    done = environment.run("-c", code, PYTHONPATH=str(tmp_path), **on)
-    assert done.stdout == "raised\n"
-
-
-def test_pip_starts_under_strict_and_a_bad_value(environment, on):
-    variables = {**on, "PRECISION_SHIM": "strict", "PRECISION_SHIM_LOG": "loud"}
-    done = environment.run("-m", "ensurepip", "--version", **variables)
-    assert done.stderr == ""
 
 
 def test_no_stderr_no_exception(environment):

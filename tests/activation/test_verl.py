@@ -66,35 +66,6 @@ def test_without_start_up_files_by_verls_own_plug_in():
     assert states[f"{CONFIG} bf16-dispatch"] == "off"
 
 
-def test_strict_raises_a_bad_value_where_megatrons_config_is_made():
-    code = """
-import verl
-from megatron.core.optimizer import OptimizerConfig
-import precision_shim
-try:
-    OptimizerConfig()
-except precision_shim.SettingsError as error:
-    print(error)
-"""
-    variables = {"PRECISION_SHIM": "strict", "PRECISION_SHIM_GRAD_BUCKET": "1"}
-    done = run(sys.executable, "-c", code, **variables)
-    assert "PRECISION_SHIM_GRAD_BUCKET='1'" in done.stdout
-    assert done.stderr.count("[precision_shim]") == 1
-
-
-def test_an_inference_engines_kind_of_child_is_silent():
-    """Children of vLLM and SGLang inherit the variable but import no framework."""
-    code = """
-import sys, torch, transformers
-from transformers import AutoConfig, AutoTokenizer
-print("precision_shim.process.session" in sys.modules)
-"""
-    off = run(sys.executable, "-c", code)
-    on = run(sys.executable, "-c", code, PRECISION_SHIM="1", PRECISION_SHIM_LOG="debug")
-    assert on.stdout == "False\n"
-    assert on.stderr == off.stderr
-
-
 TRAINING = (
     REPORT
     + """
@@ -146,30 +117,3 @@ def test_torchrun_started_by_precision_shim_run(tmp_path):
             "wrapped",
             "native",
         )
-
-
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray")
-def test_what_a_ray_function_closes_over_is_the_workers_own(tmp_path):
-    """cloudpickle cannot pickle wrapt's wrappers; the shim's wrappers pickle by reference."""
-    program = tmp_path / "driver.py"
-    program.write_text("""
-import json
-import ray
-from verl.utils.megatron.optimizer import init_megatron_optim_config
-
-def closure(held):
-    def work():
-        import precision_shim, verl.utils.megatron.optimizer as home
-        same = held is home.init_megatron_optim_config
-        return type(held).__name__, same, precision_shim.status().frameworks["verl"].state
-    return work
-
-small = dict(num_cpus=1, object_store_memory=100 * 2**20, include_dashboard=False)
-ray.init(address="local", log_to_driver=False, **small)
-work = closure(init_megatron_optim_config)
-found = [work(), ray.get(ray.remote(work).remote())]
-ray.shutdown()
-print(json.dumps(found))
-""")
-    expected = ["SeamWrapper", True, "wrapped"]
-    assert told(run(sys.executable, str(program), PRECISION_SHIM="1")) == [expected, expected]

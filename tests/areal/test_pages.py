@@ -59,10 +59,3 @@ def test_a_job_passes_areals_validation(job: Job, tmp_path: Path) -> None:
     assert any(written)
     assert actor.optimizer.type == (written[0] or "adam")
     assert actor.dtype == (written[1] or "bfloat16")
-
-
-def test_a_job_that_areal_does_not_take_is_noticed(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="no_such_key"):
-        loaded((*JOBS[0].settings, "actor.no_such_key=1"), tmp_path)
-    with pytest.raises(ValueError, match="dtype must be one of"):
-        loaded((*JOBS[0].settings, "actor.dtype=bf17"), tmp_path)

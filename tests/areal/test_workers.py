@@ -171,21 +171,3 @@ def test_the_ray_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     words = ("scheduler.type=ray", "actor.backend=megatron:d1", HALVE)
     with older(num_cpus=4):
         assert_trained(*run(tmp_path, *words, PRECISION_SHIM="1"))
-
-
-def test_env_vars_take_no_comma(tmp_path: Path) -> None:
-    from areal.api import Job
-    from areal.api.cli_args import SchedulingSpec
-    from areal.infra.scheduler.local import LocalScheduler
-
-    scheduler = LocalScheduler(
-        log_dir=str(tmp_path / "logs"),
-        experiment_name="tests",
-        trial_name="one",
-        nfs_record_root=str(tmp_path),
-    )
-    spec = SchedulingSpec(
-        cmd="python -m none", env_vars={"PRECISION_SHIM_FEATURES": "audit,fp16-scaling"}
-    )
-    with pytest.raises(Exception, match="dictionary update sequence"):
-        scheduler.create_workers(Job(role="actor", replicas=1, tasks=[spec]))

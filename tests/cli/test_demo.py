@@ -1,20 +1,12 @@
-"""The real demo: a few steps with verl's and Megatron-core's own code.
-
-One run starts its processes as a user's run does, with two ranks. The other runs fork their
-processes from one that has imported verl's dependencies (``demo_processes.py``). Forking takes a
-fifth of the time.
-"""
+"""The real demo: a few steps with verl's and Megatron-core's own code, as a user runs it."""
 
 import importlib.util
 import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 
 import pytest
-
-from ..rank_server import rank_server
 
 real = pytest.mark.skipif(
     importlib.util.find_spec("verl") is None or importlib.util.find_spec("megatron") is None,
@@ -23,44 +15,7 @@ real = pytest.mark.skipif(
 SHORT = ("--steps", "6", "--seeds", "1")
 
 
-@dataclass
-class Ended:
-    """Exit status and output of a run of the demo."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """Forks runs of the demo."""
-    with rank_server("tests.cli.demo_processes", tmp_path_factory.mktemp("demos")) as runs:
-        yield runs
-
-
-@pytest.fixture
-def demo(server, tmp_path_factory):
-    """Return a function that runs the demo in forks and returns its end and result.json."""
-
-    def run(folder, *arguments, **variables):
-        place = tmp_path_factory.mktemp("demo")
-        given = ["--output", str(folder), *arguments]
-        variables = {"COLUMNS": "80", **variables}
-        (code,) = server("demo", folder=place, world=1, arguments=given, variables=variables)
-        texts = ((place / name).read_text() for name in ("stdout", "stderr"))
-        return Ended(code, *texts), result_in(folder)
-
-    return run
-
-
-@pytest.fixture
-def demo_of(demo):
-    """Two ranks run in new processes; any other number runs in forks."""
-    return lambda nproc: demo_by_itself if nproc == 2 else demo
-
-
-def demo_by_itself(folder, *arguments, **variables):
+def demo(folder, *arguments, **variables):
     """Run the demo as a user does; returns the ended process, and result.json if it exists."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PRECISION_SHIM")}
     ended = subprocess.run(
@@ -97,9 +52,9 @@ def per_parameter(result):
 
 @real
 @pytest.mark.parametrize(("nproc", "beta2"), [(1, 0.999), (2, 0.95)])
-def test_the_effect_is_there_and_measured(tmp_path, demo_of, nproc, beta2):
+def test_the_effect_is_there_and_measured(tmp_path, nproc, beta2):
     arguments = ("--nproc", str(nproc), "--beta2", str(beta2))
-    ended, result = demo_of(nproc)(tmp_path, *SHORT, *arguments)
+    ended, result = demo(tmp_path, *SHORT, *arguments)
     assert ended.returncode == 0, ended.stderr + ended.stdout
     assert ended.stderr == ""
     assert max(map(len, ended.stdout.replace(str(tmp_path), "").splitlines())) <= 80
@@ -130,80 +85,3 @@ def test_the_effect_is_there_and_measured(tmp_path, demo_of, nproc, beta2):
     assert "FP32" in result["without"]["as_written"]
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / f"with.rank{nproc - 1}.log").exists()
-
-
-@real
-@pytest.mark.parametrize("value", ["0", "no"])
-def test_exit_status_1_where_the_effect_is_not_there(tmp_path, demo, value):
-    ended, result = demo(tmp_path, *SHORT, PRECISION_SHIM=value)
-    assert ended.returncode == 1
-    assert not result["ok"]
-    assert dtypes(result["with"]) == dtypes(result["without"])
-    assert per_parameter(result["with"]) == {18.0}
-    (line,) = ended.stderr.splitlines()
-    assert f"PRECISION_SHIM={value}" in line
-    assert "18 B/param measured, promised 10 or 12" in line
-    assert f"PRECISION_SHIM={value} is set: install() does nothing" in ended.stdout
-
-
-@real
-@pytest.mark.parametrize("way", ["variable", "option"])
-def test_as_configured_promises_what_the_config_asks_for(tmp_path, demo, way):
-    by_variable = {"PRECISION_SHIM_OPTIMIZER_STATES": "as-configured"}
-    ended, result = (
-        demo(tmp_path, *SHORT, **by_variable)
-        if way == "variable"
-        else demo(tmp_path, *SHORT, "--set", "optimizer_states=as-configured")
-    )
-    assert ended.returncode == 0, ended.stderr + ended.stdout
-    assert result["with"]["shim"]["settings"]["optimizer_states"] == "as-configured"
-    found = dtypes(result["with"])
-    assert (found["exp_avg"], found["exp_avg_sq"]) == ("bfloat16", "float32")
-
-
-@real
-def test_a_run_that_ends_badly_is_shown_with_the_end_of_its_log(tmp_path, demo):
-    settings = tmp_path / "optim.yaml"
-    settings.write_text("lr: 1e-3\noverride_optimizer_config: {exp_avg_dtype: bf61}\n")
-    ended, result = demo(tmp_path / "out", *SHORT, "--config", str(settings))
-    assert ended.returncode == 1
-    assert result is None
-    assert "the run with the shim ended with status 1" in ended.stderr
-    assert "bf61" in ended.stderr
-
-
-@real
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--beta2", "1.5"], "--beta2 1.5"),
-        (["--config", "no-such-file.yaml"], "no-such-file.yaml"),
-        (["--text", "no-such-file.txt"], "no-such-file.txt"),
-        (["--set", "optimizer_states=sometimes"], "PRECISION_SHIM_OPTIMIZER_STATES='sometimes'"),
-        (["--set", "no_such_setting=1"], "no_such_setting"),
-    ],
-)
-def test_exit_status_2_for_what_cannot_be_used(tmp_path, demo, arguments, message):
-    ended, result = demo(tmp_path, *arguments)
-    assert ended.returncode == 2
-    assert result is None
-    (line,) = ended.stderr.splitlines()
-    assert message in line
-
-
-def test_without_verl_one_message_says_how_to_get_it(tmp_path):
-    code = (
-        "import sys; sys.modules['verl'] = None; sys.modules['megatron'] = None\n"
-        "from precision_shim.cli import main; main()"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", code, "demo", "--output", str(tmp_path / "out")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 2
-    (line,) = ended.stderr.splitlines()
-    assert "verl, megatron-core" in line
-    assert "tox run -e demo" in line
-    assert not (tmp_path / "out").exists()

@@ -1,19 +1,10 @@
 """The command line as a whole: its start and its dependencies."""
 
 import os
-import pty
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-import precision_shim
-from precision_shim.auditing.files import write
-from precision_shim.auditing.record import Audit
-from precision_shim.checkpoints.foretelling import Here
-from precision_shim.errors import SettingsError
 
 _HIDE = """
 import sys
@@ -38,31 +29,6 @@ def python(
         check=False,
         env={**clean, **(environment or {})},
     )
-
-
-def on_a_terminal(code: str, *arguments: str) -> str:
-    """Run Python code on a terminal and return what it writes."""
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, "TERM": "xterm-256color"},
-    )
-    os.close(theirs)
-    written = b""
-    while True:
-        try:
-            piece = os.read(ours, 4096)
-        except OSError:  # on Linux: the process closed the terminal
-            piece = b""
-        if not piece:
-            break
-        written += piece
-    os.close(ours)
-    process.wait()
-    return written.decode()
 
 
 @pytest.mark.parametrize(
@@ -93,47 +59,6 @@ def test_the_demo_names_what_to_install_in_one_line():
     (line,) = ended.stderr.splitlines()
     assert "rich" in line
     assert "pip install 'precision-shim[demo]'" in line
-
-
-def test_outside_of_a_clone_the_demo_says_where_it_runs(tmp_path):
-    package = Path(precision_shim.__file__).parent
-    shutil.copytree(package, tmp_path / package.name)
-    for arguments, status in ((["demo", "--steps", "2"], 2), (["demo", "--help"], 0)):
-        ended = subprocess.run(
-            [sys.executable, "-c", _MAIN, *arguments],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        )
-        assert ended.returncode == status, ended.stderr
-        told = ended.stderr if status else ended.stdout
-        assert "from a clone of the repository" in " ".join(told.split()).lower()
-        assert status == 0 or "`tox run -e demo`" in told
-
-
-def test_colours_are_for_terminals_and_change_no_word():
-    pytest.importorskip("rich", reason="colours need rich, which is not installed here")
-    piped = python(_MAIN, "doctor", environment={"FORCE_COLOR": "1"}).stdout
-    assert "\x1b" not in piped
-    coloured = on_a_terminal(_MAIN, "doctor")
-    assert "\x1b[" in coloured
-    plain = on_a_terminal(_WITHOUT_RICH, "doctor")
-    assert "\x1b" not in plain
-    assert plain.split() == piped.split()
-
-
-def test_another_missing_module_is_not_blamed_on_the_extra():
-    code = _HIDE.format(hidden=["precision_shim.cli"]) + (
-        "sys.meta_path[0].find_spec = lambda name, *a: (_ for _ in ()).throw("
-        "ModuleNotFoundError(name=name)) if name == 'precision_shim.cli.demo' else None\n"
-        "from precision_shim.cli import main; main()"
-    )
-    ended = python(code)
-    assert ended.returncode == 1
-    assert "ModuleNotFoundError" in ended.stderr
-    assert "pip install" not in ended.stderr
 
 
 @pytest.mark.parametrize(
@@ -203,23 +128,6 @@ def test_every_command_objects_to_a_variable_that_there_is_not(arguments):
         assert len(ended.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("command", ["plan", "checkpoint", "audit", "demo"])
-@pytest.mark.parametrize("value", ["LOG=loud", "FEATURES=fp8", "FRAMEWORKS=verll"])
-def test_a_command_objects_to_a_value_that_is_not_allowed(tmp_path, command, value):
-    write(tmp_path, "verl.actor", Audit("verl", "actor", 0, 1, (), {}))
-    words = {"plan": ["python", "-m", "verl.trainer.main_ppo"], "demo": []}
-    name, _, text = value.partition("=")
-    ended = python(
-        _MAIN,
-        command,
-        *words.get(command, [str(tmp_path)]),
-        environment={f"PRECISION_SHIM_{name}": text},
-    )
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert f"precision-shim {command}: PRECISION_SHIM_{name}" in ended.stderr
-    assert repr(text) in ended.stderr
-
-
 def shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a line of bash in which $SHIM is the command ``precision-shim``."""
     shim = f'"{sys.executable}" -m precision_shim'
@@ -238,52 +146,6 @@ def test_run_starts_the_command_where_streams_are_closed(tmp_path, closed):
     ended = shell(f"$SHIM run -- touch {tmp_path}/ran {closed}")
     assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "ran").is_file()
-
-
-def test_the_doctor_keeps_its_status_where_its_output_is_closed():
-    for value, status in (("1", 1), ("0", 0)):
-        ended = shell("$SHIM doctor >&-", PRECISION_SHIM=value, PRECISION_SHIM_FRAMEWORKS="roll")
-        assert (ended.returncode, ended.stderr) == (status, "")
-
-
-@pytest.mark.parametrize("buffered", ["", "1"])
-def test_an_output_that_cannot_be_written_is_no_traceback(buffered):
-    line = "$SHIM doctor --json | true; exit ${PIPESTATUS[0]}"
-    gone = shell(line, PYTHONUNBUFFERED=buffered)
-    assert (gone.returncode, gone.stderr) == (141, "")
-    full = shell("$SHIM doctor > /dev/full", PYTHONUNBUFFERED=buffered)
-    assert full.returncode == 2
-    (line,) = full.stderr.splitlines()
-    assert line.startswith("precision-shim: the output cannot be written: ")
-
-
-def test_a_text_that_the_output_cannot_represent_is_escaped():
-    ended = subprocess.run(
-        [sys.executable, "-m", "precision_shim", "doctor"],
-        capture_output=True,
-        check=False,
-        env={**os.environb, b"PRECISION_SHIM_AUDIT_DIR": b"/nowhere/\xff"},
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert rb"/nowhere/\udcff" in ended.stdout
-
-
-def test_plan_and_checkpoint_object_to_a_framework_that_there_is_not(monkeypatch):
-    environment = {"PRECISION_SHIM_FRAMEWORKS": "verll"}
-    job = ["plan", "--", "python", "-m", "verl.trainer.main_ppo"]
-    ended = python(_MAIN, *job, environment=environment)
-    assert ended.returncode == 2
-    assert "PRECISION_SHIM_FRAMEWORKS" in ended.stderr
-    assert "'verll'" in ended.stderr
-    monkeypatch.setenv("PRECISION_SHIM_FRAMEWORKS", "verll")
-    with pytest.raises(SettingsError, match="PRECISION_SHIM_FRAMEWORKS"):
-        Here.now()
-
-
-def test_help_needs_no_sound_variables():
-    environment = {"PRECISION_SHIM_OPTIMISER_STATES": "as-configured"}
-    for arguments in ([], ["--help"], ["--version"], ["plan", "--help"]):
-        assert python(_MAIN, *arguments, environment=environment).returncode == 0
 
 
 _TELL = "import os, sys; print(sys.argv[1:], os.environ.get('PRECISION_SHIM_FEATURES'))"
@@ -317,25 +179,3 @@ def test_help_and_version_import_neither_torch_nor_a_framework():
     for arguments in (["--help"], ["--version"], ["demo", "--help"], ["run", "--help"]):
         ended = python(code, *arguments)
         assert ended.returncode == 0, ended.stderr
-
-
-def test_a_command_does_not_load_the_others():
-    code = (
-        "import sys\n"
-        "from precision_shim.cli import main\n"
-        "try: main()\n"
-        "except SystemExit: print(*sorted(name for name in sys.modules))"
-    )
-    loaded = python(code, "run", "--help").stdout.split()
-    assert "precision_shim.cli.run" in loaded
-    assert not {"precision_shim.cli.doctor", "precision_shim.cli.demo", "wrapt"} & {*loaded}
-
-
-def test_python_dash_m_is_the_same_command():
-    ended = subprocess.run(
-        [sys.executable, "-m", "precision_shim", "--version"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert ended.stdout == f"precision-shim {precision_shim.__version__}\n"

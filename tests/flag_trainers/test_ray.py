@@ -77,6 +77,4 @@ def test_the_variable_reaches_the_actor(
     assert math.isfinite(last["grad_norm"])
 
     assert (off["shim"], off["variables"]["PRECISION_SHIM"]) == (False, "0")
-    unpatched, _ = steps(off)
     assert all(set(step) == {"grad_norm"} for step in steps(off))
-    assert unpatched["grad_norm"] == pytest.approx(first["grad_norm"] / SCALE, rel=1e-2)

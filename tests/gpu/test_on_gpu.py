@@ -24,7 +24,6 @@ NAMES = (
 )
 MINUTES = 10
 
-without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 needs_gpu = pytest.mark.skipif(
     not torch.cuda.is_available(), reason=f"torch {torch.__version__} sees no GPU here"
 )

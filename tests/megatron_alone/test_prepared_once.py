@@ -70,11 +70,6 @@ def test_thirty_overflows_in_a_row_end_with_our_error(on: On, one_process: Any, 
         getattr(trainer, step)(24, OVERFLOW)
 
 
-def test_unpatched_nothing_ends_thirty_overflows(one_process: Any) -> None:
-    trainer = Trainer.of(fp16())
-    assert all(math.isnan(trainer.asking(number, OVERFLOW)) for number in range(30))
-
-
 def test_a_chain_asks_its_parts(on: On, one_process: Any) -> None:
     """After a step of one part of a chain, the chain checks for overflows anew."""
     on()

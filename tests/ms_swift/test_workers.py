@@ -11,13 +11,12 @@ import contextlib
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -196,31 +195,17 @@ def ray(folder: Path, model: Path, **variables: str) -> Job:
     return Job(folder, "rlhf", "--use_ray", "true", "--config", str(config), **RAY, **variables)
 
 
-@pytest.fixture(scope="module", params=[torchrun, pytest.param(ray, marks=pytest.mark.slow)])
-def started(
-    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Job]]:
-    """The same job with the variable and without it, side by side on two cores."""
-    place = tmp_path_factory.mktemp("jobs")
-    jobs = {"with": request.param(place / "with", model, PRECISION_SHIM="1")}
-    try:
-        jobs["without"] = request.param(place / "without", model)
-        yield jobs
-    finally:
-        for job in jobs.values():
-            job.kill()
-
-
+@pytest.mark.parametrize("start", [torchrun, pytest.param(ray, marks=pytest.mark.slow)])
 def test_the_variable_alone_reaches_the_trainer(
-    started: dict[str, Job], request: pytest.FixtureRequest
+    start: Callable[..., Job], model: Path, tmp_path: Path
 ) -> None:
     """A step, two that overflow, of which the second halves the scale (hysteresis 2), and two."""
-    done = started["with"].end()
+    done = start(tmp_path / "with", model, PRECISION_SHIM="1").end()
     assert done.status == 0, done.said[-5000:]
     found = done.look()
     assert (found["shim"], found["check_for_nan_in_grad"]) == (True, False)
     assert found["buckets"] == ["torch.float32"]
-    assert found["started_by"] == request.node.callspec.params["started"].__name__
+    assert found["started_by"] == start.__name__
     if found["started_by"] == "ray":  # the checkpoint, whose dtype vLLM takes, is in bf16
         assert "the model computes in fp16 (torch_dtype), the rollout in bf16" in done.said
     logs = done.logs
@@ -230,14 +215,3 @@ def test_the_variable_alone_reaches_the_trainer(
     norms = [one["grad_norm"] for one in logs]
     assert [math.isnan(one) for one in norms] == [False, True, True, False, False]
     assert all(norms)
-
-
-def test_without_the_variable_the_first_overflow_ends_the_job(started: dict[str, Job]) -> None:
-    done = started["without"].end()
-    found = done.look()
-    assert (found["shim"], found["check_for_nan_in_grad"]) == (False, True)
-    assert found["buckets"] == ["torch.float16"]
-    assert done.status != 0
-    assert re.search(r"found (NaN|Inf) in local grad norm", done.said), done.said[-5000:]
-    assert "[precision_shim]" not in done.said
-    assert done.logs == []

@@ -6,19 +6,15 @@ folder with a model, a folder for checkpoints, the precision.
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import sys
 import traceback
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 warnings.simplefilter("ignore")
 
-import torch  # noqa: E402
-from packaging.version import Version  # noqa: E402
 
 RANKS = 2
 
@@ -48,89 +44,6 @@ def report(self):
         "parameters": digest.hexdigest(),
         "scale": scaler.get_scale() if scaler else None,
         "skipped": scaler.counter.skipped if scaler else None,
-    }
-
-
-def train_by_their_loop(policy, model, folder, config):
-    """Train two steps in NeMo-RL's own SFT loop; returns the scalars in TensorBoard's file."""
-    from nemo_rl.algorithms import sft
-    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-    from nemo_rl.utils.logger import Logger
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    from tests.nemo_rl import support
-
-    backends = ("wandb", "swanlab", "tensorboard", "mlflow")
-    logger = Logger(
-        {
-            "log_dir": str(folder / "logs"),
-            "monitor_gpus": False,
-            "tensorboard": {},
-            **{f"{name}_enabled": name == "tensorboard" for name in backends},
-        }
-    )
-    settings = {
-        "policy": config,
-        "cluster": {"num_nodes": 1, "gpus_per_node": RANKS},
-        "checkpointing": {
-            "enabled": False,
-            "checkpoint_must_save_by": None,
-            "save_period": 100,
-            "metric_name": None,
-        },
-        "sft": {
-            "max_num_steps": 2,
-            "max_num_epochs": 1,
-            "val_period": 0,
-            "val_at_start": False,
-            "val_at_end": False,
-            "val_batches": 1,
-            "val_global_batch_size": 4,
-            "val_micro_batch_size": 2,
-            "only_unmask_final": False,
-        },
-    }
-    attributes = {**settings, "sft": SimpleNamespace(**settings["sft"])}  # from 0.7 on
-    data = []
-    for seed in range(2):
-        ids = support.batch(4, seed)["input_ids"]
-        logs = [
-            [
-                {"role": role, "content": "", "token_ids": part}
-                for role, part in zip(
-                    ("user", "assistant"), row.split(support.LENGTH // 2), strict=True
-                )
-            ]
-            for row in ids
-        ]
-        data.append(BatchedDataDict({"message_log": logs, "loss_multiplier": torch.ones(4)}))
-    start = getattr(sft, "_initial_sft_save_state", None) or sft._default_sft_save_state
-    given = {
-        "policy": policy,
-        "train_dataloader": data,
-        "val_dataloader": None,
-        "tokenizer": support.tokenizer(model),
-        "loss_fn": support.nll_loss(),
-        "master_config": (
-            settings if Version("0.7") > support.NEMO_RL else SimpleNamespace(**attributes)
-        ),
-        "logger": logger,
-        "sft_task_spec": None,
-        "checkpointer": None,
-        "sft_save_state": start(),
-    }
-    wanted = inspect.signature(sft.sft_train).parameters
-    sft.sft_train(**{name: value for name, value in given.items() if name in wanted})
-    for one in logger.loggers:
-        one.writer.flush()
-    events = EventAccumulator(str(folder / "logs" / "tensorboard"))
-    events.Reload()
-    tags = events.Tags()["scalars"]
-    names = ("loss", "grad_norm", "loss_scale", "skipped_steps")
-    return {
-        name: [one.value for one in events.Scalars(f"train/{name}")]
-        for name in names
-        if f"train/{name}" in tags
     }
 
 
@@ -230,7 +143,6 @@ def main(kind: str, model: Path, folder: Path, precision: str) -> dict[str, obje
     )
     found["resumed"] = reports(second)
     found["again"] = train(second, 3)
-    found["logged"] = train_by_their_loop(second, model, folder, config)
     second.shutdown()
     cluster.shutdown()
     ray.shutdown()

@@ -31,9 +31,9 @@ NAMES = {
 KINDS = ("v1", "v2", "value") if Version("0.7") <= NEMO_RL else ("v1", "v2")
 
 
-def policy_config(model: Path, precision: str, kind: str = "v1", **changes: Any) -> dict[str, Any]:
-    """A policy config with the keys of NeMo-RL's YAML; ``changes`` replace keys."""
-    config: dict[str, Any] = {
+def common(model: Path, precision: str) -> dict[str, Any]:
+    """The keys of every policy config."""
+    return {
         "model_name": str(model),
         "tokenizer": {"name": str(model)},
         "train_global_batch_size": 4,
@@ -44,6 +44,16 @@ def policy_config(model: Path, precision: str, kind: str = "v1", **changes: Any)
         "make_sequence_length_divisible_by": 1,
         "precision": precision,
         "offload_optimizer_for_logprob": False,
+        "dynamic_batching": {"enabled": False},
+        "sequence_packing": {"enabled": False},
+        "max_grad_norm": 1.0,
+    }
+
+
+def policy_config(model: Path, precision: str, kind: str = "v1", **changes: Any) -> dict[str, Any]:
+    """A policy config with the keys of NeMo-RL's YAML; ``changes`` replace keys."""
+    config: dict[str, Any] = {
+        **common(model, precision),
         "dtensor_cfg": {
             "enabled": True,
             "_v2": kind != "v1",
@@ -54,9 +64,6 @@ def policy_config(model: Path, precision: str, kind: str = "v1", **changes: Any)
             "context_parallel_size": 1,
             "custom_parallel_plan": None,
         },
-        "dynamic_batching": {"enabled": False},
-        "sequence_packing": {"enabled": False},
-        "max_grad_norm": 1.0,
         "optimizer": {
             "name": "torch.optim.AdamW",
             # If eps were below fp16's rounding, signs of gradients near 0 would decide a step.

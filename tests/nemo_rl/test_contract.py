@@ -15,7 +15,7 @@ from packaging.version import Version
 from precision_shim_adapters.nemo_rl.megatron import read_wishes
 
 from .. import contract
-from ..checkouts import Told, as_checkout
+from ..checkouts import Told
 from ..checkpoint_doctor import hold_groups
 from ..rank_server import Ranks
 from ..upstreams_own import Own, fetch, in_a_fork_of
@@ -41,41 +41,6 @@ class TestRelease(contract.Release):
     """Also tests a checkout on ``PYTHONPATH``, because NeMo-RL's own launcher uses a checkout."""
 
     driver = DRIVER
-
-    @on_the_newest
-    @pytest.mark.slow
-    def test_what_states_no_version_is_the_recorded_one_that_it_equals(
-        self, installed: Told, tmp_path: Path
-    ) -> None:
-        def say_nothing(root: Path) -> None:
-            (root / "nemo_rl/package_info.py").unlink()
-
-        told = as_checkout("nemo-rl", tmp_path, say_nothing)
-        assert told.version == "unknown"
-        assert f"all as in {installed.version.partition('+')[0]}" in told.reason
-        assert told.seams == installed.seams
-        assert len(told.problems) == len(installed.problems)
-
-    @on_the_newest
-    @pytest.mark.slow
-    def test_what_is_like_no_recorded_version_lacks_nothing(
-        self, installed: Told, tmp_path: Path
-    ) -> None:
-        """A symbol has a changed line, so no recorded version equals the source."""
-
-        def change(root: Path) -> None:
-            (root / "nemo_rl/package_info.py").unlink()
-            worker = next((root / "nemo_rl/models/policy").rglob("dtensor_policy_worker.py"))
-            text = worker.read_text("utf-8")
-            head, line, rest = text.partition("        self.cfg = config\n")
-            assert line
-            worker.write_text(f"{head}{line}        self.another_line = True\n{rest}", "utf-8")
-
-        told = as_checkout("nemo-rl", tmp_path, change)
-        assert told.version == "unknown"
-        assert "all as in" not in told.reason
-        assert told.seams == installed.seams
-        assert len(told.problems) == len(installed.problems)
 
     @on_the_newest
     @pytest.mark.slow

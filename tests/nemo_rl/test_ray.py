@@ -47,23 +47,6 @@ def audited(folder: Path, dtype: str, scaler: str | None) -> None:
     assert sum(one["parts"][0]["owned"] for one in files.values()) == part["parameters"]
 
 
-@pytest.mark.timeout(1200)
-def test_the_audit_alone(ranks: Ranks, model: Path, tmp_path: Path) -> None:
-    """The audit runs in a worker even if loss scaling is off."""
-    audits = tmp_path / "audits"
-    drive(
-        ranks,
-        "v2",
-        model,
-        tmp_path,
-        "bfloat16",
-        PRECISION_SHIM="1",
-        PRECISION_SHIM_FEATURES="audit",
-        PRECISION_SHIM_AUDIT_DIR=str(audits),
-    )
-    audited(audits, "fp32", None)
-
-
 @pytest.mark.oldest
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", ["v1", "v2"])
@@ -114,21 +97,3 @@ def test_workers_train_skip_save_and_resume(
     assert found["again"]["grad_norm"] == found["on"]["grad_norm"]
     for old, new in zip(found["on"]["workers"], found["again"]["workers"], strict=True):
         assert old["parameters"] == new["parameters"]
-    # NeMo-RL's own loop and logger write each figure once and unchanged.
-    assert found["logged"]["loss_scale"] == [pytest.approx(1e4)] * 2
-    assert found["logged"]["skipped_steps"] == [1.0] * 2
-    assert all(map(math.isfinite, found["logged"]["grad_norm"]))
-
-
-@pytest.mark.timeout(1200)
-def test_without_the_variable_nothing_is_there(ranks: Ranks, model: Path, tmp_path: Path) -> None:
-    found = drive(ranks, "v1", model, tmp_path, "float16")
-    assert found["refused"] == REFUSED
-    assert found["files"]
-    assert "precision_shim_scaler.json" not in found["files"]
-    for one in found["start"]:
-        assert not one["wrapped"]
-        assert one["scale"] is None
-        assert not [name for name in one["mro"] if "precision_shim" in name]
-    assert found["steps"][0]["loss_scale"] is None
-    assert sorted(found["logged"]) == ["grad_norm", "loss"]

@@ -1,6 +1,6 @@
 """verl's Megatron engine on a CPU in a whole job, beside the demo's stand-ins for a GPU.
 
-The engine's model, built by Megatron-Bridge or mbridge, has Megatron's own layers instead of
+The engine's model, built by Megatron-Bridge, has Megatron's own layers instead of
 TransformerEngine's, and a stand-in replaces TransformerEngine's FusedAdam. Megatron's device names
 mean the CPU in one thread only, so the engine is made in the thread that runs Ray's methods.
 """
@@ -23,18 +23,13 @@ _open = contextlib.ExitStack()
 """The stand-ins, which stay in place until the worker ends."""
 
 
-def keys(dtype: str, *, vanilla: bool = False) -> dict[str, object]:
-    """Return the config keys of an engine.
-
-    Args:
-        dtype: verl's name of the dtype in which the engine computes.
-        vanilla: whether mbridge builds the model, instead of Megatron-Bridge.
-    """
+def keys(dtype: str) -> dict[str, object]:
+    """The config keys of an engine that computes in this dtype, by verl's name."""
     from precision_shim.testing.megatron_cpu import CPU_TRANSFORMER
 
     engine = "actor_rollout_ref.actor.megatron"
     fields = {f"+{engine}.override_transformer_config.{k}": v for k, v in CPU_TRANSFORMER.items()}
-    return {**KEYS, f"{engine}.dtype": dtype, f"{engine}.vanilla_mbridge": vanilla, **fields}
+    return {**KEYS, f"{engine}.dtype": dtype, f"{engine}.vanilla_mbridge": False, **fields}
 
 
 def _own_layers() -> None:

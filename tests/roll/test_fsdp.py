@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import precision_shim
 from precision_shim.scaling import FILE_NAME, LossScaler
@@ -33,30 +32,9 @@ def same(one: Trainer, other: Trainer) -> bool:
     return all(map(torch.equal, one.parameters(), other.parameters()))
 
 
-def test_unpatched_a_scaled_step_is_left_unfinished(tmp_path: Path) -> None:
-    trainer = Trainer.of(tmp_path).with_rolls_own_scaler()
-    trainer.step(0)
-    assert trainer.moved == 0
-    assert not trainer.cleared
-    ended = Trainer.of(tmp_path).with_rolls_own_scaler()
-    ended.step(0)
-    ended.end_by_hand()
-    assert trainer.step(1)["grad_norm"] != ended.step(1)["grad_norm"]
-
-
 def finite(trainer: Trainer) -> list[bool]:
     """For each parameter, whether all of its numbers are finite."""
     return [bool(one.isfinite().all()) for one in trainer.parameters()]
-
-
-def test_unpatched_fp16_parameters_do_not_survive_a_step(tmp_path: Path) -> None:
-    """In fp16 the eps of AdamW is zero, and so is the second moment of a small gradient."""
-    trainer = Trainer.of(tmp_path).with_rolls_own_scaler()
-    assert all(finite(trainer))
-    trainer.step(0)
-    trainer.end_by_hand()
-    assert not all(finite(trainer))
-    assert math.isnan(trainer.step(1)["grad_norm"])
 
 
 def test_the_parameters_are_fp32(on: On, tmp_path: Path) -> None:
@@ -147,16 +125,6 @@ def test_an_overflow_is_a_skipped_step(on: On, tmp_path: Path) -> None:
     assert not all(map(torch.equal, before, trainer.parameters()))
 
 
-def test_thirty_overflows_in_a_row_end(on: On, tmp_path: Path) -> None:
-    on(loss_scale_init=2.0**40)
-    trainer = Trainer.of(tmp_path)
-    for number in range(24):
-        assert math.isnan(trainer.step(number, OVERFLOW)["grad_norm"])
-    with pytest.raises(precision_shim.LossScaleError, match="25 optimizer steps in a row"):
-        trainer.step(24, OVERFLOW)
-    assert not {"scale", "update"} & set(vars(trainer.strategy.scaler))
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_another_dtype_trains_as_before(on: On, tmp_path: Path, dtype: str) -> None:
     plain = Trainer.of(tmp_path, dtype)
@@ -245,16 +213,6 @@ def test_a_state_of_another_save_is_told(on: On, tmp_path: Path, last: bool) -> 
 
 
 @pytest.mark.usefixtures("torchs_own_check")
-def test_a_checkpoint_without_moments_loads(on: On, tmp_path: Path) -> None:
-    Trainer.of(tmp_path, "bfloat16").save(tmp_path / "saved")
-    on()
-    trainer = Trainer.of(tmp_path)
-    with pytest.warns(precision_shim.PrecisionShimWarning, match="no loss scaler state"):
-        trainer.load(tmp_path / "saved")
-    assert not trainer.strategy.optimizer.state
-
-
-@pytest.mark.usefixtures("torchs_own_check")
 def test_a_model_alone_is_saved_without_a_scaler(on: On, tmp_path: Path) -> None:
     on()
     trainer = Trainer.of(tmp_path, save_only_model=True)
@@ -274,13 +232,6 @@ def test_a_checkpoint_without_a_scaler_is_told(on: On, tmp_path: Path) -> None:
 
 
 # -- installing and removing -------------------------------------------------------------------
-
-
-def test_taken_out_the_scaler_is_rolls_own(on: On, tmp_path: Path) -> None:
-    on()
-    precision_shim.uninstall()
-    trainer = Trainer.of(tmp_path)
-    assert type(trainer.strategy.scaler) is ShardedGradScaler
 
 
 @pytest.mark.parametrize("name", ["FSDP2TrainStrategy.train_step", "FSDP2StrategyBase._save"])

@@ -87,14 +87,3 @@ def test_rolls_own_job_trains_and_skips(drivers: Ranks, tmp_path: Path, strategy
         assert worker["dtypes"] == ["torch.float32"]
         assert reference["shim"] == []
         assert "precision_shim_scaler.json" in found["saved"]
-
-
-@pytest.mark.timeout(1000)
-def test_without_the_variable_nothing_is_there(drivers: Ranks, tmp_path: Path) -> None:
-    found = driven(drivers, tmp_path, "fsdp2_train")
-    assert found["driver"] == {}
-    assert found["actor_train"]["shim"] == []
-    assert all(key not in step for key in KEYS for step in found["steps"])
-    # ROLL alone keeps fp16 parameters, and divides by their zero second moments.
-    assert found["actor_train"]["dtypes"] == ["torch.float16"]
-    assert not found["actor_train"]["finite"]

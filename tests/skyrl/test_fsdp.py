@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import precision_shim
-from precision_shim.errors import LossScaleError, PrecisionShimWarning, ScalerCheckpointError
+from precision_shim.errors import PrecisionShimWarning
 
 from ..checkpoint_doctor import FP16 as FP16_JOB
 from ..checkpoint_doctor import ask, verdict
@@ -84,12 +84,6 @@ def test_it_trains_in_fp16(make: Any, shim: Any, products: Any, role: str) -> No
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_without_the_shim_it_trains_in_bf16(make: Any, products: Any, role: str) -> None:
-    """``test_it_trains_in_fp16`` with the shim off."""
-    assert products(make(role)) == {torch.bfloat16}
-
-
-@pytest.mark.parametrize("role", ROLES)
 def test_bf16_is_left_alone(make: Any, shim: Any, products: Any, role: str) -> None:
     plain = make(role, None)
     expected = [train(plain, seed) for seed in range(3)]
@@ -99,15 +93,6 @@ def test_bf16_is_left_alone(make: Any, shim: Any, products: Any, role: str) -> N
     assert torch.equal(parameters(plain), parameters(worker))
     assert products(worker) == {torch.bfloat16}
     assert not [d for d in precision_shim.status().decisions if d.feature == "fp16-scaling"]
-
-
-def test_the_region_is_turned_and_closed_again(make: Any, shim: Any) -> None:
-    shim()
-    worker = make()
-    train(worker, 0)
-    assert not torch.is_autocast_enabled("cpu")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.get_autocast_dtype("cpu") is torch.bfloat16
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -138,17 +123,9 @@ def test_a_step_without_clipping(make: Any, shim: Any, role: str) -> None:
     assert isinstance(norm, float)
     assert math.isnan(norm)
     assert torch.equal(before, parameters(worker))
-    while train(worker, 1)[1] is not None:
-        pass
+    assert any(train(worker, 1)[1] is None for _ in range(20)), "the scale never fitted"
     assert not torch.equal(before, parameters(worker))
     assert torch.isfinite(parameters(worker)).all()
-
-
-def test_without_the_shim_an_overflow_without_clipping_is_fatal(make: Any) -> None:
-    """``test_a_step_without_clipping`` with the shim off."""
-    worker = make("policy", "fp16", "trainer.policy.optimizer_config.max_grad_norm=0")
-    train(worker, 0, advantage=1e12)
-    assert not torch.isfinite(parameters(worker)).all()
 
 
 @pytest.mark.parametrize("on", [True, False], ids=["shim on", "shim off"])
@@ -182,50 +159,6 @@ def test_what_the_trainer_makes_of_its_mini_batches(make: Any, shim: Any, on: bo
     assert math.isnan(found["grad_norm"]), "a mean, as SkyRL has it"
 
 
-ALONE = "trainer.algorithm.use_kl_loss=false"
-"""An override that makes the loss a multiple of the advantage."""
-
-
-def test_small_gradients_survive(make: Any, shim: Any) -> None:
-    """Without loss scaling small gradients become zero in fp16."""
-    tiny = 2.0**-40  # any fp16 number times 2**-40 is 0 in fp16
-    assert train(make("policy", "fp16", ALONE), 0, advantage=tiny)[1] == 0.0
-    shim(settings={"loss_scale_init": 1})
-    whole = train(make("policy", "fp16", ALONE), 0)[1]
-    assert train(make("policy", "fp16", ALONE), 0, advantage=tiny)[1] == 0.0
-    precision_shim.uninstall()
-    shim(settings={"loss_scale_init": 2.0**40})
-    assert train(make("policy", "fp16", ALONE), 0, advantage=tiny)[1] == whole * tiny > 0.0
-
-
-def test_accumulation(make: Any, shim: Any) -> None:
-    """Gradients of micro-batches add up to the whole gradient, unscaled exactly.
-
-    The whole batch repeats one sequence four times. A quarter of the loss at four times the scale
-    makes the expected gradient exact to the bit.
-    """
-    found = []
-    for count, scale, advantage in ((1, 1024, 0.25), (4, 256, 1.0)):
-        shim(settings={"loss_scale_init": scale})
-        worker = make("policy", "fp16", ALONE, "trainer.micro_train_batch_size_per_gpu=1")
-        data = batch(7, size=1, advantage=advantage)
-        worker.forward_backward(type(data).cat([data] * count))
-        found.append(worker.optim_step())
-        scaler = scaler_of(worker.strategy)
-        assert scaler is not None
-        assert scaler.get_scale() == scale
-        precision_shim.uninstall()
-    assert found[1] == 16 * found[0] > 0.0
-
-
-def test_a_step_without_gradients(make: Any, shim: Any) -> None:
-    shim()
-    worker = make()
-    worker.optim_step()
-    seed = settle(worker)
-    assert train(worker, seed)[0]["skipped_steps"] < 20
-
-
 def test_a_batch_after_a_step_that_failed(
     make: Any, shim: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,25 +179,6 @@ def test_a_batch_after_a_step_that_failed(
     anew.optimizer.zero_grad()
     assert train(anew, 0)[1] == norm
     assert torch.equal(parameters(anew), parameters(straight))
-
-
-def test_too_many_skips_are_an_error(make: Any, shim: Any) -> None:
-    shim()
-    worker = make()
-    for seed in range(24):
-        train(worker, seed, advantage=1e30)
-    with pytest.raises(LossScaleError, match="25 optimizer steps in a row"):
-        train(worker, 24, advantage=1e30)
-
-
-def test_the_optimizers_step_is_put_back(make: Any, shim: Any) -> None:
-    shim()
-    worker = make()
-    before = worker.optimizer.step
-    settle(worker)
-    assert worker.optimizer.step == before
-    steps = worker.scheduler.last_epoch
-    assert steps == 1
 
 
 # -- checkpoints -----------------------------------------------------------------------------
@@ -355,20 +269,6 @@ def test_unpatched_skyrl_loads_ours(make: Any, shim: Any, tmp_path: Path) -> Non
     plain = make()
     plain.load_checkpoint(path)
     assert torch.equal(parameters(plain), parameters(worker))
-
-
-def test_a_damaged_state_is_an_error(make: Any, shim: Any, tmp_path: Path) -> None:
-    shim()
-    worker = make()
-    settle(worker)
-    path = save(worker, tmp_path)
-    (file,) = Path(path).glob("extra_state_*.pt")
-    content = torch.load(file, weights_only=False)
-    content["client_state"]["precision_shim_scaler"]["state"]["scale"] *= 2
-    torch.save(content, file)
-    assert verdict(path, "skyrl") == "refused"
-    with pytest.raises(ScalerCheckpointError, match=r"extra_state_.*does not match its digest"):
-        make().load_checkpoint(path)
 
 
 def test_killed_between_two_files_of_a_save_over_an_old_one(

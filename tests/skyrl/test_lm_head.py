@@ -140,15 +140,6 @@ def test_a_fused_product_is_refused(shim: Any, checkpoints: dict[str, Path]) -> 
     assert "policy: trainer.fused_lm_head_logprob multiplies in the model's dtype" in refusal
 
 
-@pytest.mark.usefixtures("engines")
-def test_without_the_setting_no_key_changes(shim: Any) -> None:
-    shim(export=False)
-    config = validated(*on_fsdp("bf16"))
-    assert "LM head" not in told()
-    assert not config.trainer.policy.model_config_kwargs
-    assert not config.generator.inference_engine.engine_init_kwargs
-
-
 # -- workers ---------------------------------------------------------------------------------------
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-import os
 import pickle
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,13 +15,8 @@ from packaging.version import Version
 
 import precision_shim
 from precision_shim.errors import (
-    DtypeError,
-    InconsistentPrecisionError,
     PrecisionShimWarning,
-    UnsupportedPrecisionError,
 )
-from precision_shim.precision.dtypes import name_of
-from precision_shim_adapters.megatron.deciding.legality import not_precision_aware
 from precision_shim_adapters.skyrl.config import written_kwargs
 
 from .conftest import SKYRL
@@ -42,16 +34,14 @@ OPT_IN = (
 )
 
 MATRIX = [
-    # checkpoint, trainer.bf16, the model with the shim, without it
-    (BF16, True, BF16, BF16),
-    (BF16, False, FP32, BF16),
-    (FP32, True, BF16, BF16),
-    (FP32, False, FP32, FP32),
-    (FP16, True, BF16, None),
-    (FP16, False, FP16, FP16),
+    # checkpoint, trainer.bf16, the model
+    (BF16, True, BF16),
+    (BF16, False, FP32),
+    (FP32, True, BF16),
+    (FP32, False, FP32),
+    (FP16, True, BF16),
+    (FP16, False, FP16),
 ]
-# Megatron-Bridge 0.6, which SkyRL 0.4 pins, builds the model in the dtype of trainer.bf16.
-BRIDGE_OBEYS = Version("0.4") <= SKYRL
 
 
 @pytest.fixture
@@ -102,10 +92,10 @@ def reasons(feature: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "flag", "model", "_"), MATRIX, ids=lambda v: NAMES.get(v, str(v))
+    ("checkpoint", "flag", "model"), MATRIX, ids=lambda v: NAMES.get(v, str(v))
 )
 def test_matrix(
-    make: Any, shim: Any, checkpoint: torch.dtype, flag: bool, model: torch.dtype, _: Any
+    make: Any, shim: Any, checkpoint: torch.dtype, flag: bool, model: torch.dtype
 ) -> None:
     """In all six rows the optimizer's config states the live parameters' dtype."""
     shim()
@@ -128,27 +118,6 @@ def test_matrix(
     )
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "flag", "with_shim", "model"), MATRIX, ids=lambda v: NAMES.get(v, str(v))
-)
-def test_matrix_without_the_shim(
-    make: Any, checkpoint: torch.dtype, flag: bool, with_shim: Any, model: torch.dtype | None
-) -> None:
-    """``test_matrix`` with the shim off; from 0.4 on the models are right, the optimizers not."""
-    overrides = f"trainer.bf16={str(flag).lower()}"
-    if BRIDGE_OBEYS:
-        model = with_shim
-    if model is None:
-        with pytest.raises(AssertionError, match="both fp16 and bf16"):
-            make(checkpoint, overrides)
-        return
-    worker = make(checkpoint, overrides)
-    config = worker.optimizer.config
-    assert model_dtype(worker) is model
-    assert (config.bf16, config.fp16, config.params_dtype) == (True, False, BF16)
-    assert inner(worker).grad_scaler is None
-
-
 def test_users_transformer_config_wins_over_the_flag(make: Any, shim: Any) -> None:
     shim()
     own = "trainer.policy.megatron_config.transformer_config_kwargs"
@@ -160,52 +129,6 @@ def test_users_transformer_config_wins_over_the_flag(make: Any, shim: Any) -> No
     assert "model in fp32" not in said
     assert worker.optimizer.config.fp16
     assert inner(worker).grad_scaler is not None
-
-
-@pytest.mark.parametrize("on", [True, False], ids=["shim on", "shim off"])
-@pytest.mark.parametrize(
-    ("flag", "written", "up_to_03", "since"),
-    [
-        # trainer.bf16, one of transformer_config_kwargs, the model
-        ("true", "bf16=false", BF16, BF16),
-        ("false", "bf16=true", BF16, FP32),
-    ],
-    ids=lambda v: NAMES.get(v, str(v)),
-)
-def test_what_else_the_transformer_config_says_of_the_dtype(
-    make: Any,
-    shim: Any,
-    on: bool,
-    flag: str,
-    written: str,
-    up_to_03: torch.dtype,
-    since: torch.dtype,
-) -> None:
-    """Up to 0.3 transformer_config_kwargs override trainer.bf16=false; from 0.4 the flag wins."""
-    if on:
-        shim()
-    own = "trainer.policy.megatron_config.transformer_config_kwargs"
-    worker = make(BF16, f"trainer.bf16={flag}", f"{own}.{written}")
-    model = since if BRIDGE_OBEYS else up_to_03
-    assert model_dtype(worker) is model
-    if on:
-        assert worker.optimizer.config.params_dtype is model
-        assert (f"model in {name_of(model)}" in reasons("bf16-dispatch")) == (flag == "false")
-
-
-@pytest.mark.parametrize("flag", ["true", "false"])
-def test_fp16_in_the_transformer_config_contradicts_a_bf16_checkpoint(
-    make: Any, shim: Any, flag: str
-) -> None:
-    """Megatron raises an error unless the shim overrides the checkpoint's dtype."""
-    own = "trainer.policy.megatron_config.transformer_config_kwargs"
-    overrides = f"trainer.bf16={flag}", f"{own}.fp16=true"
-    with pytest.raises((AssertionError, ValueError), match=r"fp16.*bf16"):
-        make(BF16, *overrides)
-    if flag == "true":  # the shim keeps the checkpoint's dtype
-        shim()
-        with pytest.raises((AssertionError, ValueError), match=r"fp16.*bf16"):
-            make(BF16, *overrides)
 
 
 def test_the_reference_model_follows_the_flag_too(
@@ -271,27 +194,6 @@ def test_attention_that_an_fp32_model_has_not(
     assert all(str(named) in text and "the model is fp32" in text for text in said)
 
 
-@pytest.mark.parametrize("named", [True, False], ids=["name", "enum"])
-def test_skyrls_name_of_an_attention_backend_chooses_nothing(
-    fused_adam: str, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, named: bool
-) -> None:
-    """SkyRL's name of an attention backend has no effect: Megatron compares with an enum."""
-    from megatron.core.transformer.enums import AttnBackend
-
-    variables = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
-    for name in variables:
-        monkeypatch.setenv(name, "")  # so that the fixture restores the variable
-        monkeypatch.delenv(name)
-    config = train_config("trainer.strategy=megatron")
-    worker = megatron_worker(checkpoints["bfloat16"], config=config)
-    kwargs = worker.cfg.policy.megatron_config.transformer_config_kwargs
-    kwargs["attention_backend"] = "flash" if named else AttnBackend.flash
-    worker.init_model(str(checkpoints["bfloat16"]))
-    assert [os.environ.get(name) for name in variables] == (
-        [None, None, None] if named else ["1", "0", "0"]
-    )
-
-
 # -- the optimizer's states ------------------------------------------------------------------
 
 
@@ -304,14 +206,6 @@ def test_follow_model(make: Any, shim: Any) -> None:
     assert config.main_params_dtype is FP32
     live = states(worker)
     assert (live["exp_avg"], live["exp_avg_sq"]) == (BF16, BF16)
-
-
-def test_the_bucket_follows_the_optimizer_that_there_is(make: Any, shim: Any) -> None:
-    """With bf16-dispatch off, the optimizer keeps fp32 main grads."""
-    shim(features=["grad-bucket-alignment"], settings={"optimizer_states": "follow-model"})
-    worker = make(BF16)
-    assert worker.optimizer.config.main_grads_dtype is FP32
-    assert bucket(worker) is FP32
 
 
 @pytest.mark.skipif(Version("0.3") > SKYRL, reason="0.2 has no store of LoRA adapters")
@@ -337,43 +231,6 @@ def test_follow_model_gives_way_to_the_store_of_adapters(
     assert states(worker)["exp_avg"] is BF16
 
 
-def test_follow_model_keeps_to_a_written_no(make: Any, shim: Any) -> None:
-    shim(settings={"optimizer_states": "follow-model"})
-    worker = make(BF16, f"{PRECISION_AWARE}=false")
-    assert not worker.optimizer.config.use_precision_aware_optimizer
-    assert bucket(worker) is FP32
-    assert "the user turned the precision-aware optimizer off" in reasons("bf16-dispatch")
-
-
-def test_follow_model_keeps_to_what_it_cannot_tell_from_a_default(make: Any, shim: Any) -> None:
-    """Configs older than ``install()``, and configs whose class has its own ``__init__``."""
-    from skyrl.train.config.config import MegatronConfig
-
-    @dataclasses.dataclass
-    class Own(MegatronConfig):
-        more: int = 0
-
-    late = train_config("trainer.strategy=megatron")
-    shim(settings={"optimizer_states": "follow-model"})
-    own = train_config("trainer.strategy=megatron")
-    own.trainer.policy.megatron_config = Own(
-        optimizer_config_kwargs={"use_precision_aware_optimizer": False}
-    )
-    for config in (late, own):
-        assert not make(BF16, config=config).optimizer.config.use_precision_aware_optimizer
-        assert "the user turned the precision-aware optimizer off" in reasons("bf16-dispatch")
-
-
-def test_follow_model_fp16(make: Any, shim: Any) -> None:
-    shim(settings={"optimizer_states": "follow-model"})
-    worker = make(FP16, "trainer.bf16=false")
-    config = worker.optimizer.config
-    assert config.use_precision_aware_optimizer
-    assert config.store_param_remainders is False
-    assert bucket(worker) is FP32
-    assert states(worker)["exp_avg"] is FP32
-
-
 @pytest.mark.skipif(Version("0.3") > SKYRL, reason="SkyRL 0.2 keeps adam_betas from Megatron")
 def test_the_guard_knows_skyrls_betas(make: Any, shim: Any) -> None:
     shim(settings={"optimizer_states": "follow-model"})
@@ -392,49 +249,12 @@ def test_opt_in_by_names(make: Any, shim: Any) -> None:
     assert (live["exp_avg"], live["exp_avg_sq"]) == (BF16, FP32)
 
 
-def test_opt_in_without_the_shim(make: Any) -> None:
-    """Without the shim ``OPT_IN`` crashes on 0.2, and leaves the bucket fp32 from 0.3 on."""
-    if Version("0.3") > SKYRL:
-        with pytest.raises(RuntimeError):
-            make(BF16, *OPT_IN)
-        return
-    worker = make(BF16, *OPT_IN)
-    assert worker.optimizer.config.main_grads_dtype is BF16
-    assert bucket(worker) is FP32
-
-
 def test_callers_kwargs_win(make: Any, shim: Any) -> None:
     shim()
     with pytest.warns(PrecisionShimWarning, match="OptimizerConfig is for fp32 parameters"):
         worker = make(BF16, f"{KWARGS}.params_dtype=fp32", f"{KWARGS}.lr=0.5")
     assert worker.optimizer.config.params_dtype is FP32
     assert worker.optimizer.config.lr == 0.5
-
-
-def test_a_contradiction_is_an_error_in_strict_mode(make: Any, shim: Any) -> None:
-    shim(strict=True)
-    with pytest.raises(InconsistentPrecisionError, match="OptimizerConfig is for fp32 parameters"):
-        make(BF16, f"{KWARGS}.params_dtype=fp32")
-
-
-def test_the_callers_config_stays_as_it_is(make: Any, shim: Any) -> None:
-    shim(settings={"optimizer_states": "follow-model"})
-    worker = make(BF16, f"{KWARGS}.exp_avg_dtype=bf16", f"{KWARGS}.adam_beta2=0.95")
-    kwargs = worker.cfg.policy.megatron_config.optimizer_config_kwargs
-    assert kwargs["exp_avg_dtype"] == "bf16"
-    assert "main_grads_dtype" not in kwargs
-    assert kwargs.get("use_precision_aware_optimizer", False) is False
-
-
-def test_without_transformer_engine(cpu: None, shim: Any, checkpoints: dict[str, Path]) -> None:
-    """The shim withdraws its own additions; a user's own setting raises an error."""
-    shim(settings={"optimizer_states": "follow-model"})
-    worker = build(checkpoints["bfloat16"])
-    assert not worker.optimizer.config.use_precision_aware_optimizer
-    assert bucket(worker) is FP32
-    assert "TransformerEngine is not installed" in reasons("bf16-dispatch")
-    with pytest.raises(UnsupportedPrecisionError, match="TransformerEngine"):
-        build(checkpoints["bfloat16"], f"{PRECISION_AWARE}=true")
 
 
 # -- the bucket ------------------------------------------------------------------------------
@@ -459,92 +279,6 @@ def test_bucket_by_what_was_written(
     else:
         worker = make(BF16, config=config)
     assert bucket(worker) is expected
-
-
-def test_low_precision_bucket_without_the_optimizer_is_the_users(make: Any, shim: Any) -> None:
-    shim()
-    with pytest.warns(PrecisionShimWarning, match="grad_reduce_in_fp32"):
-        worker = make(BF16, f"{BUCKET}=false")
-    assert bucket(worker) is BF16
-
-
-def test_align_goes_over_what_was_written(make: Any, shim: Any) -> None:
-    shim(settings={"grad_bucket": "align"})
-    assert bucket(make(BF16, *OPT_IN, f"{BUCKET}=true")) is BF16
-
-
-def test_an_assigned_value_is_the_users(make: Any, shim: Any) -> None:
-    shim()
-    config = train_config("trainer.strategy=megatron", *OPT_IN)
-    config.trainer.policy.megatron_config.ddp_config.grad_reduce_in_fp32 = True
-    with pytest.warns(PrecisionShimWarning, match="grad_reduce_in_fp32"):
-        worker = make(BF16, config=config)
-    assert bucket(worker) is FP32
-
-
-def test_a_config_built_before_the_shim_counts_as_written(make: Any, shim: Any) -> None:
-    config = train_config("trainer.strategy=megatron", *OPT_IN)
-    shim()
-    with pytest.warns(PrecisionShimWarning, match="grad_reduce_in_fp32"):
-        worker = make(BF16, config=config)
-    assert bucket(worker) is FP32
-
-
-def test_the_config_shows_nothing_of_it(skyrl: None, shim: Any) -> None:
-    from skyrl.train.config.config import MegatronDDPConfig, get_config_as_yaml_str
-
-    before = train_config("trainer.strategy=megatron")
-    ddp = before.trainer.policy.megatron_config.ddp_config
-    shim()
-    after = train_config("trainer.strategy=megatron")
-    assert get_config_as_yaml_str(after) == get_config_as_yaml_str(before)
-    assert after == before
-    assert repr(after) == repr(before)
-    assert after.trainer.policy.megatron_config.ddp_config == ddp == MegatronDDPConfig()
-
-
-def test_what_a_config_class_writes(make: Any, shim: Any) -> None:
-    """Values in a user's config class count as the user's, with and without a command line."""
-    from skyrl.train.config import config as module
-
-    def policy() -> Any:
-        return module.PolicyConfig(
-            megatron_config=module.MegatronConfig(
-                ddp_config=module.MegatronDDPConfig(grad_reduce_in_fp32=True),
-                optimizer_config_kwargs={
-                    "use_precision_aware_optimizer": True,
-                    "main_grads_dtype": "bf16",
-                    "exp_avg_dtype": "bf16",
-                },
-            )
-        )
-
-    shim()
-    trainer = dataclasses.make_dataclass(
-        "Trainer",
-        [("policy", module.PolicyConfig, dataclasses.field(default_factory=policy))],
-        bases=(module.TrainerConfig,),
-    )
-    base = train_config("trainer.strategy=megatron")
-    config = module.make_config(trainer_cls=trainer).from_cli_overrides(
-        ["trainer.strategy=megatron", "trainer.flash_attn=false"]
-    )
-    config.trainer.gradient_checkpointing = base.trainer.gradient_checkpointing
-    with pytest.warns(PrecisionShimWarning, match="grad_reduce_in_fp32"):
-        worker = make(BF16, config=config)
-    assert bucket(worker) is FP32
-
-
-@pytest.mark.parametrize("given", [None, "None"])
-def test_kwargs_that_are_no_mapping(skyrl: None, shim: Any, given: Any) -> None:
-    """In a dict of overrides, SkyRL 0.2 turns None into the string "None"."""
-    from skyrl.train.config.config import MegatronConfig, SkyRLTrainConfig
-
-    shim()
-    config = SkyRLTrainConfig.from_cli_overrides({KWARGS: None})
-    assert written_kwargs(config.trainer.policy.megatron_config) == frozenset()
-    if given is None or Version("0.3") > SKYRL:
-        assert written_kwargs(MegatronConfig(optimizer_config_kwargs=given)) == frozenset()
 
 
 @pytest.mark.skipif(Version("0.3") <= SKYRL, reason="SkyRL 0.3 has no old style any more")
@@ -580,118 +314,4 @@ def test_overrides_in_the_old_style(
 # -- dtype names -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["bf16", "BFloat16", " bf16 ", "torch.bfloat16"])
-def test_names(make: Any, shim: Any, name: str) -> None:
-    shim()
-    worker = make(BF16, f"{PRECISION_AWARE}=true", f"{KWARGS}.exp_avg_dtype='{name}'")
-    assert states(worker)["exp_avg"] is BF16
-
-
-def test_wrong_names_and_illegal_dtypes(make: Any, shim: Any) -> None:
-    shim()
-    with pytest.raises(DtypeError, match=r"skyrl \d.*optimizer_config_kwargs.*exp_avg_dtype='b16'"):
-        make(BF16, f"{KWARGS}.exp_avg_dtype=b16")
-    with pytest.raises(DtypeError, match="main_params_dtype='bf16' is not legal"):
-        make(BF16, f"{KWARGS}.main_params_dtype=bf16")
-
-
-def test_legality_of_the_installed_transformer_engine(
-    cpu: None, shim: Any, checkpoints: dict[str, Path]
-) -> None:
-    """SkyRL 0.3's own table allows bf16 moments with every TransformerEngine."""
-    from precision_shim.testing.transformer_engine import stand_in_transformer_engine
-
-    shim()
-    with (
-        stand_in_transformer_engine("2.1.0"),
-        pytest.raises(DtypeError, match=r"TransformerEngine 2\.3 or newer"),
-    ):
-        build(checkpoints["bfloat16"], *OPT_IN)
-
-
-def test_none_for_the_kwargs(fused_adam: str, shim: Any) -> None:
-    from skyrl.backends.skyrl_train.distributed.megatron.optimizer import init_megatron_optim_config
-    from skyrl.train.config import OptimizerConfig
-
-    if Version("0.3") > SKYRL:
-        with pytest.raises(TypeError):
-            init_megatron_optim_config(OptimizerConfig(), None)
-    shim()
-    import skyrl.backends.skyrl_train.distributed.megatron.optimizer as module
-
-    assert module.init_megatron_optim_config(OptimizerConfig(), None).bf16
-
-
-def test_a_low_dtype_needs_the_precision_aware_optimizer(fused_adam: str, shim: Any) -> None:
-    """The shim raises an error with the plan's sentence; Megatron's assertion is never reached."""
-    import skyrl.backends.skyrl_train.distributed.megatron.optimizer as module
-    from skyrl.train.config import OptimizerConfig
-
-    ((_, sentence, remedy),) = not_precision_aware({"exp_avg_dtype": BF16})
-    with pytest.raises(AssertionError, match="exp_avg_dtype can only be fp32"):
-        module.init_megatron_optim_config(OptimizerConfig(), {"exp_avg_dtype": BF16})
-    shim()
-    with pytest.raises(DtypeError, match=r"skyrl \d.*kwargs") as caught:
-        module.init_megatron_optim_config(OptimizerConfig(), {"exp_avg_dtype": "bf16"})
-    assert f"exp_avg_dtype: {sentence}. {remedy}" in str(caught.value)
-
-
-def test_direct_caller(fused_adam: str, shim: Any) -> None:
-    """A direct call reads only the kwargs, and has SkyRL's default of bf16."""
-    shim()
-    import skyrl.backends.skyrl_train.distributed.megatron.optimizer as module
-    from skyrl.train.config import OptimizerConfig
-
-    for kwargs, expected in (
-        ({}, (True, False, BF16)),
-        ({"fp16": True}, (False, True, FP16)),
-        ({"fp16": True, "bf16": True}, (False, True, FP16)),
-        ({"bf16": False}, (False, False, FP32)),
-    ):
-        config = module.init_megatron_optim_config(OptimizerConfig(), kwargs)
-        assert (config.bf16, config.fp16, config.params_dtype) == expected
-
-
 # -- in and out ------------------------------------------------------------------------------
-
-
-def test_off_means_untouched(skyrl: None) -> None:
-    import skyrl.train.config.config as dataclasses
-    from skyrl.backends.skyrl_train.distributed import fsdp_strategy
-    from skyrl.backends.skyrl_train.distributed.megatron import optimizer
-    from skyrl.backends.skyrl_train.workers.megatron import megatron_worker
-
-    def touched() -> list[Any]:
-        return [
-            vars(optimizer)["init_megatron_optim_config"],
-            vars(megatron_worker)["init_megatron_optim_config"],
-            vars(megatron_worker.MegatronPolicyWorkerBase)["init_model"],
-            vars(dataclasses.MegatronDDPConfig)["__init__"],
-            vars(dataclasses.SkyRLTrainConfig)["from_cli_overrides"],
-            vars(fsdp_strategy.FSDPStrategy)["optimizer_step"],
-        ]
-
-    before = touched()
-    precision_shim.install()
-    during = touched()
-    precision_shim.uninstall()
-    assert all(one is two for one, two in zip(before, touched(), strict=True))
-    assert not any(one is two for one, two in zip(before, during, strict=True))
-
-
-def test_everything_is_wrapped_or_native(skyrl: None, shim: Any) -> None:
-    shim()
-    seams = precision_shim.status().to_dict()["frameworks"]["skyrl"]["seams"]
-    # SkyRL does not use mcore_fsdp_adapter, 0.3 lacks legacy, and the tests here start
-    # none of the other modules.
-    elsewhere = {"mcore_fsdp_adapter", "legacy"}
-    elsewhere |= {"skyrl_train_backend", "worker_dispatch", "delta", "sources", "vllm_server_actor"}
-    left = {
-        seam["target"]: seam["state"]
-        for seam in seams
-        if seam["state"] not in ("wrapped", "native")
-        and not elsewhere & set(re.split(r"[.:]", seam["target"]))
-    }
-    assert left == {}
-    native = [seam["target"] for seam in seams if seam["state"] == "native"]
-    assert len(native) == (0 if Version("0.3") > SKYRL else 1)

@@ -14,7 +14,7 @@ import torch
 from packaging.version import Version
 
 import precision_shim
-from precision_shim.errors import LossScaleError, PrecisionShimWarning, SettingsError
+from precision_shim.errors import PrecisionShimWarning
 
 from .conftest import SKYRL
 from .support import batch, build, fsdp_worker, metrics_of
@@ -72,25 +72,6 @@ def test_an_overflow_is_skipped_and_shown(
     assert train(worker, 4)[0]["loss_scale"] == scale / 2
 
 
-def test_without_the_shim_nothing_is_scaled(make: Any) -> None:
-    """With the shim off SkyRL trains fp16 with a bf16 config and no scaler."""
-    worker = make()
-    found, norm = train(worker, 0)
-    assert scaler(worker) is None
-    assert not {"loss_scale", "skipped_steps"} & set(found)
-    assert math.isfinite(norm)
-
-
-def test_with_only_this_feature_off_a_skip_leaves_no_trace(make: Any, shim: Any) -> None:
-    """SkyRL ignores Megatron's report of a skipped step."""
-    shim(features=["-fp16-scaling"])
-    worker = make()
-    train(worker, 0)
-    found, norm = train(worker, 1, advantage=1e9)
-    assert norm is None
-    assert not {"loss_scale", "skipped_steps"} & set(found)
-
-
 def test_with_dispatch_off_the_config_is_skyrls_and_named(make: Any, shim: Any) -> None:
     """SkyRL sets bf16 for every model, so bf16 in the config does not count as the user's."""
     shim(features=["-bf16-dispatch"])
@@ -101,25 +82,6 @@ def test_with_dispatch_off_the_config_is_skyrls_and_named(make: Any, shim: Any) 
         assert scaler(make()) is None
     found = [one.because for one in precision_shim.status().decisions if "no loss" in one.chosen]
     assert found == ["the optimizer's config has fp16=False"]
-
-
-def test_the_scheduler_goes_on(make: Any, shim: Any) -> None:
-    shim()
-    worker = make()
-    train(worker, 0)
-    steps = worker.scheduler.num_steps
-    train(worker, 1, advantage=1e9)
-    assert worker.scheduler.num_steps == steps + 1
-
-
-def test_too_many_skips_are_an_error(make: Any, shim: Any) -> None:
-    shim()
-    worker = make(f"{KWARGS}.initial_loss_scale=4")
-    for seed in range(24):
-        train(worker, seed, advantage=1e9)
-    with pytest.raises(LossScaleError, match=r"25 optimizer steps in a row.*at loss scale 1\b"):
-        train(worker, 24, advantage=1e9)
-    assert float(scaler(worker).scale) == 1, "never below the minimum"
 
 
 def test_losses_and_norms_are_unscaled(make: Any, shim: Any) -> None:
@@ -140,19 +102,6 @@ def test_settings_reach_megatrons_scaler(make: Any, shim: Any) -> None:
     assert found.backoff_factor == 0.25
     # A value in SkyRL's own config overrides the shim's variables.
     assert float(scaler(make(f"{KWARGS}.initial_loss_scale=64")).scale) == 64
-
-
-def test_a_first_scale_below_the_minimum_is_refused(make: Any, shim: Any) -> None:
-    shim(settings={"loss_scale_init": 0.5})
-    with pytest.raises(SettingsError, match=r"PRECISION_SHIM_LOSS_SCALE_INIT=0\.5 is below"):
-        make()
-
-
-def test_a_static_scale_is_the_users(make: Any, shim: Any) -> None:
-    shim()
-    worker = make(f"{KWARGS}.loss_scale=128")
-    assert type(scaler(worker)).__name__ == "ConstantGradScaler"
-    assert math.isfinite(train(worker, 0)[1])
 
 
 @pytest.mark.skipif(
@@ -265,12 +214,6 @@ def test_the_tinker_servers_answer_has_no_nan(make: Any, shim: Any, answer: Any)
     found = answer(worker, 1.0)
     assert math.isfinite(found.pop("skyrl.ai/grad_norm"))
     assert found == RATE
-
-
-def test_the_same_on_fsdp(cpu: None, checkpoints: Any, shim: Any, answer: Any) -> None:
-    shim(settings={"loss_scale_init": 1024})
-    worker = fsdp_worker("policy", checkpoints["float32"], "fp16")
-    assert answer(worker, 1e12) == {"skyrl.ai/skipped_step": 1.0, **RATE}
 
 
 @pytest.mark.parametrize("on", [True, False], ids=["shim on", "shim off"])

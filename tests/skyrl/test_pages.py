@@ -13,7 +13,6 @@ import pytest
 from ..page_jobs import Job, of
 
 JOBS = of("skyrl")
-MEGATRON = "trainer.policy.megatron_config.optimizer_config_kwargs"
 
 
 @pytest.fixture(autouse=True)
@@ -58,21 +57,3 @@ def test_both_sides_of_a_job_compute_in_one_dtype(job: Job) -> None:
         half = mixed is not None and mixed.param_dtype == "fp16"
         dtypes.add("float16" if half else "bfloat16")
     assert len(dtypes) == 1, dtypes
-
-
-def test_low_precision_states_are_asked_for_with_the_optimizer_that_has_them() -> None:
-    states = [one for one in JOBS if one.value(f"{MEGATRON}.exp_avg_dtype")]
-    assert "README.md" in {one.page for one in states}
-    for job in states:
-        asked = validated(job.settings).trainer.policy.megatron_config.optimizer_config_kwargs
-        assert asked["use_precision_aware_optimizer"] is True
-        assert asked["main_grads_dtype"] == asked["exp_avg_dtype"] == "bf16"
-
-
-def test_a_job_that_skyrl_does_not_take_is_noticed() -> None:
-    start = next(one for one in JOBS if one.page == "docs/start/skyrl.md")
-    without = tuple(one for one in start.settings if not one.startswith("trainer.logger"))
-    with pytest.raises(AssertionError, match="WANDB_API_KEY"):
-        validated(without)
-    with pytest.raises(Exception, match="no_such_key"):
-        validated((*start.settings, "trainer.no_such_key=1"))

@@ -145,10 +145,6 @@ found["as it was"] = look(PPORayActorGroup(config.trainer, 1, 1, PolicyWorker))
 print("FOUND", json.dumps(found))
 """
 
-ONE_GROUP = """
-print("FOUND", json.dumps(look(PPORayActorGroup(config.trainer, 1, 1, PolicyWorker))))
-"""
-
 TRAINING = """
 from skyrl.backends.skyrl_train.workers.worker_dispatch import WorkerDispatch
 
@@ -247,15 +243,6 @@ def test_a_megatron_worker_reports_wrapped(ranks: Ranks, tmp_path: Path) -> None
     assert not as_it_was["patched"]["init_model"]
     assert not as_it_was["patched"]["make_megatron_module"]
     assert as_it_was["states"]["init_model"] == "wrapped"
-
-
-@pytest.mark.timeout(600)
-def test_the_audit_alone_gets_into_a_worker(ranks: Ranks, tmp_path: Path) -> None:
-    """If only the audit is on, the actor still runs the wrapped methods of the worker's class."""
-    found = drive(ranks, tmp_path, ONE_GROUP, "megatron", PRECISION_SHIM_FEATURES="audit")
-    assert found["carried"]["PRECISION_SHIM_FEATURES"] == "audit"
-    assert found["of the worker"]
-    assert all(found["of the worker"].values()), found
 
 
 @pytest.mark.timeout(600)

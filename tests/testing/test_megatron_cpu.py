@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +11,6 @@ import torch
 from precision_shim.testing import (
     cuda_means_cpu,
     measure_bytes,
-    megatron_on_cpu,
-    model_parallel,
-    split_master,
-    tiny_gpt,
 )
 from tests.rank_server import rank_server
 from tests.testing import tiny_training as tiny
@@ -51,58 +45,7 @@ def test_cuda_means_cpu_and_leaves_no_trace(snapshot: Any) -> None:
     assert torch.zeros(1).type() == "torch.FloatTensor"
 
 
-def test_the_harness_leaves_no_trace(megatron_core: Any, snapshot: Any) -> None:
-    before = snapshot()
-    environment = dict(os.environ)
-    with megatron_on_cpu(), model_parallel():
-        assert snapshot() != before
-        assert torch.distributed.is_initialized()
-    assert snapshot() == before
-    assert dict(os.environ) == environment
-    assert not torch.distributed.is_initialized()
-    with pytest.raises(KeyError), megatron_on_cpu(), model_parallel():
-        raise KeyError
-    assert snapshot() == before
-    assert not torch.distributed.is_initialized()
-
-
-def test_tiny_gpt_knows_three_dtypes() -> None:
-    with pytest.raises(ValueError, match="bf16, fp16 or fp32"):
-        tiny_gpt(torch.float64)
-
-
 # -- training --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", ["plain", "remainders", "no-remainders", "fp16", "fp32", "moe"])
-def test_the_loss_falls(one_process: Any, mode: str) -> None:
-    chunks, optimizer = tiny.build(mode)
-    losses = tiny.train(chunks, optimizer, steps=5)
-    assert losses[-1] < losses[0]
-    assert all(loss == loss for loss in losses)
-
-
-def test_remainders_and_whole_masters_train_alike(one_process: Any) -> None:
-    remainders = tiny.train(*tiny.build("remainders"), steps=5)
-    chunks, optimizer = tiny.build("no-remainders")
-    round_ties_away(optimizer)
-    assert remainders == tiny.train(chunks, optimizer, steps=5)
-    plain = tiny.train(*tiny.build("plain"), steps=5)
-    another = tiny.train(*tiny.build("plain", seed=1), steps=5)
-    assert apart(remainders, plain) < apart(another, plain) / 4
-
-
-def round_ties_away(optimizer: Any) -> None:
-    """Round whole masters as remainders are, ties away from zero; torch rounds ties to even."""
-    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
-        adam, own = one.optimizer, one.optimizer.step
-
-        def step(*args: Any, adam: Any = adam, own: Any = own, **kwargs: Any) -> None:
-            own(*args, **kwargs)
-            for param, state in adam.state.items():
-                param.data.copy_(split_master(state["master_param"])[0])
-
-        adam.step = step
 
 
 def apart(one: list[float], other: list[float]) -> float:
@@ -131,69 +74,6 @@ def test_bytes_per_parameter(one_process: Any, mode: str, per_parameter: float) 
     assert measured.data_parallel_size == 1
     assert measured.total >= per_parameter * measured.trainable
     assert f"{per_parameter:.2f}" in str(measured)
-
-
-def test_what_the_parts_are_made_of(one_process: Any) -> None:
-    chunks, optimizer = tiny.build("remainders")
-    empty = measure_bytes(chunks, optimizer)
-    assert (empty.exp_avg.nbytes, empty.master.nbytes) == (0, 0)
-    tiny.train(chunks, optimizer, steps=1)
-    measured = measure_bytes(chunks, optimizer)
-    dtypes = {name: part.dtypes for name, part in measured.parts.items() if part.nbytes}
-    assert dtypes == {
-        "params": ("bfloat16",),
-        "grad_buckets": ("bfloat16",),
-        "master": ("int16",),
-        "exp_avg": ("bfloat16",),
-        "exp_avg_sq": ("bfloat16",),
-        "other": ("float32",),
-    }
-    assert not measured.exp_avg.sharded
-
-
-def test_measuring_plain_torch() -> None:
-    model = torch.nn.Linear(8, 4)
-    model.bias.requires_grad_(False)
-    optimizer = torch.optim.AdamW([model.weight])
-    model(torch.ones(1, 8)).sum().backward()
-    optimizer.step()
-    measured = measure_bytes(model, optimizer)
-    assert measured.per_parameter == 16.0
-    assert measured.params.nbytes == measured.grad_copies.nbytes == 32 * 4
-    assert measured.frozen.nbytes == 4 * 4
-    assert measured.total == 4 * 32 * 4 + 4 * 4 + 4
-    assert measure_bytes(model, None).exp_avg.nbytes == 0
-
-
-@pytest.mark.parametrize("sharding", ["fully_reshardable", "dp_zero_gather_scatter"])
-def test_a_checkpoint_of_megatrons_goes_on_exactly(
-    one_process: Any, tmp_path: Path, sharding: str
-) -> None:
-    pytest.importorskip("psutil", reason="Megatron's checkpoint writer needs psutil")
-    chunks, optimizer = tiny.build("no-remainders")
-    tiny.train(chunks, optimizer, steps=2)
-    tiny.save(chunks, optimizer, tmp_path / "checkpoint", sharding)
-    expected = tiny.train(chunks, optimizer, steps=2, first=2)
-    chunks, optimizer = tiny.build("no-remainders")
-    tiny.load(chunks, optimizer, tmp_path / "checkpoint")
-    assert tiny.train(chunks, optimizer, steps=2, first=2) == expected
-
-
-# -- verl ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", ["plain", "remainders"])
-def test_through_verls_get_model(one_process: Any, mode: str) -> None:
-    if importlib.util.find_spec("verl") is None:
-        pytest.skip("verl is not installed")
-    try:
-        chunks, optimizer = tiny.build(mode, through_verl=True)
-    except AttributeError as error:
-        if "encoder_and_decoder" not in str(error):
-            raise
-        pytest.skip("this verl needs megatron-core before 0.18")
-    losses = tiny.train(chunks, optimizer, steps=5)
-    assert losses == tiny.train(*tiny.build(mode), steps=5)
 
 
 # -- several processes -----------------------------------------------------------------------

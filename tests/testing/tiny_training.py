@@ -39,7 +39,7 @@ MODES: dict[str, tuple[torch.dtype, bool, dict[str, Any]]] = {
 }
 
 
-def build(mode: str, *, through_verl: bool = False, seed: int = 0) -> tuple[list[Any], Any]:
+def build(mode: str, *, seed: int = 0) -> tuple[list[Any], Any]:
     """DDP chunks and the Megatron optimizer over them."""
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -52,16 +52,13 @@ def build(mode: str, *, through_verl: bool = False, seed: int = 0) -> tuple[list
     provider = tiny_gpt(dtype, num_moe_experts=2 if mode == "moe" else None)
     config = provider.config  # type: ignore[attr-defined]
     torch.manual_seed(seed)
-    if through_verl:
-        chunks = _verls_model(provider, config, fp32_bucket)
-    else:
-        model = provider()
-        if dtype != torch.float32:
-            model = Float16Module(config, model)
-        ddp_config = DistributedDataParallelConfig(
-            use_distributed_optimizer=True, grad_reduce_in_fp32=fp32_bucket
-        )
-        chunks = [DistributedDataParallel(config, ddp_config, model)]
+    model = provider()
+    if dtype != torch.float32:
+        model = Float16Module(config, model)
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=fp32_bucket
+    )
+    chunks = [DistributedDataParallel(config, ddp_config, model)]
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -75,22 +72,6 @@ def build(mode: str, *, through_verl: bool = False, seed: int = 0) -> tuple[list
         chunks,
     )
     return chunks, optimizer
-
-
-def _verls_model(provider: Any, config: Any, fp32_bucket: bool) -> list[Any]:
-    from megatron.core.enums import ModelType
-    from verl.utils.megatron_utils import get_model
-
-    return list(
-        get_model(
-            provider,
-            ModelType.encoder_or_decoder,
-            wrap_with_ddp=True,
-            use_distributed_optimizer=True,
-            transformer_config=config,
-            override_ddp_config={"grad_reduce_in_fp32": fp32_bucket},
-        )
-    )
 
 
 def train(

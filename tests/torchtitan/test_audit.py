@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -82,21 +80,6 @@ def test_several_optimizers_are_one_audit(pretrainer: Any, shim: Any, tmp_path: 
     assert sum(one.parameters for one in found.parts) == parameters
 
 
-def test_it_keeps_no_trainer_alive(pretrainer: Any, shim: Any) -> None:
-    shim()
-    trainer = pretrainer("bfloat16")
-    gone = weakref.ref(trainer.optimizers)
-    del trainer
-    gc.collect()
-    assert gone() is None
-
-
-def test_without_the_feature(policy: Any, shim: Any) -> None:
-    shim(features="-audit")
-    cpu.policy_step(policy(), 0, parts=1)
-    assert not precision_shim.status().audit
-
-
 LOST = {"updates_lost", "updates_lost_rollout"}
 
 
@@ -128,9 +111,3 @@ def test_lost_updates_in_pretraining(pretrainer: Any, shim: Any, tmp_path: Path)
     assert not LOST & set(figures[0])
     assert set(figures[-1]) >= LOST
     assert 0 <= figures[-1]["updates_lost"] <= 1
-
-
-def test_without_the_meter_the_metrics_are_torchtitans(policy: Any, shim: Any) -> None:
-    alone = set(cpu.policy_step(policy("bfloat16"), 0, parts=1)[1].metrics)
-    shim()
-    assert set(cpu.policy_step(policy("bfloat16"), 0, parts=1)[1].metrics) == alone

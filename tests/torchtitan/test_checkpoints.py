@@ -94,16 +94,6 @@ def test_on_then_off(ranks: Ranks, tmp_path: Path, case: str) -> None:
     assert resumed["state"] == before["state"]
 
 
-@slow
-@pytest.mark.parametrize("case", CASES)
-def test_to_bfloat16_and_back(ranks: Ranks, tmp_path: Path, case: str) -> None:
-    one(ranks, case, tmp_path, first=0, last=2, save=True)
-    between = one(ranks, case, tmp_path, first=2, last=3, load=True, save=True, dtype="bfloat16")
-    assert "scaler" not in between
-    resumed = one(ranks, case, tmp_path, first=3, last=4, load=True)
-    assert "no loss scaler state" in resumed["warned"][0]
-
-
 NUMBER = b'"growth_tracker": '
 """The bytes before a digit in a scaler's record."""
 

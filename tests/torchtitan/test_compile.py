@@ -52,21 +52,6 @@ def test_blocks_compile_whole(kernel: None, policy: Any, shim: Any) -> None:
     assert plain[0] == compiled[0]
 
 
-def test_alone_a_wrapper_of_wrapts_breaks_the_compiler(
-    kernel: None, policy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Dynamo cannot compile a wrapper of wrapt's, so the seam is a plain function."""
-    import wrapt
-    from torchtitan.models.common.attention import VarlenAttention
-
-    wrapper = wrapt.FunctionWrapper(
-        VarlenAttention.forward, lambda own, instance, args, kwargs: own(*args, **kwargs)
-    )
-    monkeypatch.setattr(VarlenAttention, "forward", wrapper)
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        train(policy, compile=COMPILED)
-
-
 def _varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor
 ) -> torch.Tensor:

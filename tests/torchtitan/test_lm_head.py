@@ -108,12 +108,3 @@ def test_a_converter_of_the_users_stays(
     shim(settings=HEAD, strict=True, export=False)
     with pytest.raises(UnsupportedPrecisionError, match="PRECISION_SHIM_HEAD=fp32 is refused"):
         control(parse(recipe=job("half")))
-
-
-@pytest.mark.usefixtures("jobs")
-def test_without_the_setting_the_model_stays(shim: Any) -> None:
-    shim()
-    config = parse(recipe=job("plain"))
-    watched(lambda: control(config))
-    assert not said()
-    assert not hasattr(head_of(config), "compute_dtype")

@@ -44,11 +44,3 @@ def test_with_the_variable(start_up_file: None, tmp_path: Path) -> None:
     assert metrics[1]["trainer/grad_norm/mean"] == "nan"
     assert found["finite"]
     assert found["attention"] == ["torch.float16"]
-
-
-def test_without_it(start_up_file: None, tmp_path: Path) -> None:
-    found = train(tmp_path)
-    assert not found["enabled"]
-    assert "trainer/skipped_steps" not in found["metrics"][0]
-    assert not found["finite"]
-    assert found["attention"] == ["torch.bfloat16"]

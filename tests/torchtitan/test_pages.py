@@ -5,12 +5,10 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from ..documented import ROOT
 from ..page_jobs import Job, of
 from .absent import ABSENT, Finder
 
@@ -65,28 +63,3 @@ def test_a_job_passes_torchtitans_validation(
     if job.entry == RL:
         assert config.generator.model_dtype == dtype
         assert config.metrics.enable_wandb is False, "it asks for an account"
-
-
-def test_both_trainers_are_on_the_start_page() -> None:
-    entries = {one.entry for one in JOBS if one.page == "docs/start/torchtitan.md"}
-    assert entries == {"torchtitan.train", RL}
-
-
-def test_a_job_that_torchtitan_does_not_take_is_noticed(capsys: pytest.CaptureFixture[str]) -> None:
-    start = next(one for one in JOBS if one.page == "docs/start/torchtitan.md")
-    wrong = replace(start, settings=(*start.settings, "--training.no_such_key=1"))
-    with pytest.raises(SystemExit):
-        validated(wrong)
-    assert "no_such_key" in capsys.readouterr().err
-    wrong = replace(start, settings=(*start.settings, "--parallelism.tensor_parallel_degree=3"))
-    with pytest.raises(AssertionError, match="parallel dims"):
-        validated(wrong)
-
-
-def test_the_error_that_readme_quotes_is_torchtitans_own() -> None:
-    from torchtitan.config import TORCH_DTYPE_MAP
-
-    with pytest.raises(KeyError) as raised:
-        TORCH_DTYPE_MAP["bf16"]
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"\n| `{raised.type.__name__}: {raised.value}` | " in readme

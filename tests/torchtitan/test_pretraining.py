@@ -11,14 +11,13 @@ import torch
 
 import precision_shim
 from precision_shim.errors import (
-    LossScaleError,
     PrecisionShimWarning,
     UnsupportedPrecisionError,
 )
 from precision_shim_adapters.fp16.stepping import ScaledLoss
 
 from . import by_hand, cpu
-from .test_rl import decisions, equal, finite
+from .test_rl import decisions, equal
 
 STEPS = 8
 OVERFLOWS = (2, 5)
@@ -115,27 +114,6 @@ def test_it_is_the_loop_by_hand_bit_for_bit(pretrainer: Any, shim: Any, chunks: 
     assert trainer.lr_schedulers.state_dict() == hand.lr_schedulers.state_dict()
 
 
-def test_alone_one_overflow_destroys_the_parameters(pretrainer: Any) -> None:
-    trainer = pretrainer()
-    if cpu.packed():  # torchtitan's main branch raises before the parameters are destroyed
-        with pytest.raises(RuntimeError, match="gradient norm is not finite"):
-            train(trainer, 2, (1,))
-        return
-    train(trainer, 2, (1,))
-    assert not finite(trainer)
-
-
-def test_train_itself(pretrainer: Any, shim: Any) -> None:
-    """torchtitan's own loop, ``Trainer.train``, runs to the end."""
-    shim()
-    trainer = pretrainer(training={"steps": 3})
-    found = logged(trainer)
-    trainer.train()
-    assert [one["skipped_steps"] for one in found] == [0.0, 0.0, 0.0]
-    assert trainer.step == 3
-    trainer.close()
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("chunks", [None, 2], ids=["plain", "chunked"])
 def test_other_dtypes_are_left_alone(
@@ -158,14 +136,6 @@ def test_other_dtypes_are_left_alone(
     assert not decisions()
 
 
-def test_the_metrics_are_torchtitans_and_two_more(pretrainer: Any, shim: Any) -> None:
-    (alone,) = train(pretrainer(), 1)
-    shim()
-    (ours,) = train(pretrainer(), 1)
-    assert ours.keys() - alone.keys() == {"loss_scale", "skipped_steps"}
-    assert alone.keys() < ours.keys()
-
-
 def test_a_skip_updates_the_experts_bias(pretrainer: Any, shim: Any) -> None:
     """Parameters and moments stay; the token counts, which no checkpoint contains, are reset."""
     shim()
@@ -180,22 +150,6 @@ def test_a_skip_updates_the_experts_bias(pretrainer: Any, shim: Any) -> None:
     counts = [one for name, one in after.items() if "tokens_per_expert" in name]
     assert counts
     assert all(not one.any() for one in counts)
-
-
-def test_25_skips_in_a_row_end_the_job(pretrainer: Any, shim: Any) -> None:
-    shim()
-    trainer = pretrainer()
-    train(trainer, 24, tuple(range(24)))
-    with pytest.raises(LossScaleError, match="25 optimizer steps in a row"):
-        train(trainer, 1, (0,))
-
-
-def test_a_loss_that_is_not_finite_ends_the_run(pretrainer: Any, shim: Any) -> None:
-    """torchtitan raises when it logs an infinite loss; its main branch raises in the step."""
-    shim()
-    trainer = pretrainer()
-    with pytest.raises(RuntimeError, match=r"Loss .*not finite"):
-        train(trainer, 1, (0,), factor=math.inf)
 
 
 def test_a_loop_of_ones_own_is_not_scaled(pretrainer: Any, shim: Any) -> None:
@@ -244,15 +198,6 @@ def test_a_subclass_with_its_own_loop_is_refused_by_name(
         pretrainer(kind=kind)
 
 
-def test_a_subclass_that_keeps_the_loop_is_scaled(pretrainer: Any, shim: Any) -> None:
-    from torchtitan.trainer import Trainer
-
-    kind = type("Renamed", (Trainer,), {})
-    shim()
-    trainer = pretrainer(kind=kind)
-    assert "loss_scale" in train(trainer, 1)[0]
-
-
 def test_trainers_that_never_call_trainers_init(torchtitan: None, shim: Any, tmp_path: Any) -> None:
     """TorchFT's and Forge's own trainer classes are refused before anything is built."""
     from torchtitan.experiments.forge.engine import ForgeEngine
@@ -280,19 +225,6 @@ def test_the_graph_trainer_is_refused_by_name(torchtitan: None, shim: Any) -> No
     shim()
     with pytest.warns(PrecisionShimWarning, match="GraphTrainer has its own train_step, forw"):
         assert not _has_our_loop(object.__new__(GraphTrainer))
-
-
-def test_after_uninstall_nothing_is_scaled_or_said(
-    pretrainer: Any, shim: Any, recwarn: pytest.WarningsRecorder
-) -> None:
-    shim()
-    trainer = pretrainer()
-    train(trainer, 1)
-    precision_shim.uninstall()
-    (found,) = train(trainer, 1)
-    assert "loss_scale" not in found
-    assert 1e-3 < found["grad_norm"] < 1e3
-    assert not [one for one in recwarn if isinstance(one.message, PrecisionShimWarning)]
 
 
 def test_an_exception_between_two_passes_leaves_nothing(pretrainer: Any, shim: Any) -> None:

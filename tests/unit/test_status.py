@@ -2,135 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import pkgutil
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from precision_shim.cli._against import _because
 from precision_shim.process.registry import entries, load
 from precision_shim.process.settings import FEATURES
 from precision_shim.reporting import text as _status_text
-from precision_shim.reporting.record import STATES, Decision, FrameworkStatus, SeamStatus
+from precision_shim.reporting.record import Decision, FrameworkStatus, SeamStatus
 from precision_shim.reporting.text import Status
-from precision_shim.upstream.foresight import inapplicable
 
 MORE = "status().details()"
-
-words = st.lists(st.text("abcdefgh.:_-", min_size=1, max_size=30), min_size=1, max_size=40).map(
-    " ".join
-)
-nothing = st.just("")
-paths = st.sampled_from(("", "Megatron engine", "FSDP engine", "all engines (metrics)"))
-seams = st.builds(
-    SeamStatus,
-    words,
-    st.sampled_from(FEATURES),
-    st.sampled_from(STATES),
-    nothing | words,
-    path=paths,
-    refusal=nothing | words,
-    why=words,
-    upstream=nothing | words,
-    delete_when=nothing | words,
-)
-frameworks = st.builds(
-    FrameworkStatus,
-    st.none() | st.just("1.0"),
-    st.sampled_from(STATES),
-    st.lists(seams, max_size=8).map(tuple),
-    nothing | words.map(lambda text: text[:100].strip()),
-    st.none() | st.booleans(),
-)
-subjects = st.sampled_from(("actor", "critic", "value"))
-statuses = st.builds(
-    Status,
-    enabled=st.booleans(),
-    features=st.lists(st.sampled_from(FEATURES), max_size=4, unique=True).map(tuple),
-    settings=st.dictionaries(
-        st.text("ab", min_size=1, max_size=8),
-        st.one_of(st.text("ab", max_size=8), st.integers(), st.booleans()),
-        max_size=3,
-    ),
-    frameworks=st.dictionaries(st.sampled_from(("verl", "toy")), frameworks, max_size=1),
-    decisions=st.lists(
-        st.builds(Decision, st.just("verl"), subjects, st.sampled_from(FEATURES), words, words),
-        max_size=30,
-    ).map(tuple),
-    notes=st.lists(words, max_size=4).map(tuple),
-)
-
-
-@given(statuses)
-def test_a_line_is_longer_than_80_columns_only_by_a_word_that_cannot_be_broken(status):
-    for line in [*str(status).splitlines(), *status.details().splitlines()]:
-        assert len(line) <= 80 or len(line.split()) == 1, line
-
-
-@given(statuses)
-def test_one_framework_fits_a_screen_and_what_is_left_out_is_announced(status):
-    lines = str(status).splitlines()
-    assert len(lines) <= 40
-    shown = " ".join(" ".join(lines).split())
-    missing = [one for one in status.decisions if one.because not in shown]
-    if missing or any(note not in shown for note in status.notes):
-        assert MORE in shown
-
-
-@given(statuses)
-def test_the_details_lose_no_word(status):
-    shown = " ".join(status.details().split())
-    texts = [text for one in status.decisions for text in (one.chosen, one.because)]
-    texts += [*status.notes, *(one.reason for one in status.frameworks.values())]
-    for one in status.frameworks.values():
-        for seam in one.seams:
-            texts += [seam.target, seam.reason, seam.why, seam.upstream, seam.delete_when]
-            texts += [seam.path, seam.state, seam.feature]
-    for text in texts:
-        assert text in shown
-
-
-@given(statuses)
-def test_the_dict_is_ready_for_json_and_complete(status):
-    found = json.loads(json.dumps(status.to_dict()))
-    assert found == status.to_dict()
-    assert set(found) == {
-        "enabled", "features", "settings", "frameworks", "decisions", "notes", "audit"
-    }  # fmt: skip
-    assert found["enabled"] is status.enabled
-    for name, one in status.frameworks.items():
-        assert set(found["frameworks"][name]) == {"version", "state", "reason", "seams"}
-        assert found["frameworks"][name]["seams"] == [
-            {
-                "target": seam.target,
-                "feature": seam.feature,
-                "state": seam.state,
-                "reason": seam.reason,
-            }
-            for seam in one.seams
-        ]
-    assert [one["because"] for one in found["decisions"]] == [
-        one.because for one in status.decisions
-    ]
-
-
-@pytest.mark.parametrize(("enabled", "word"), [(True, "on"), (False, "off")])
-def test_the_first_line_says_on_or_off(enabled, word):
-    assert str(Status(enabled=enabled)).splitlines()[0] == f"precision_shim: {word}"
-
-
-def test_the_first_line_says_strict():
-    assert str(Status(enabled=True, settings={"strict": True})) == "precision_shim: on, strict"
-
-
-def test_only_settings_that_the_user_set_are_on_the_screen():
-    status = Status(enabled=True, settings={"log": "quiet", "other": 1}, given=("log",))
-    assert "set: log=quiet" in str(status).splitlines()
-    assert "other" not in str(status)
-    assert "other=1" in status.details()
-
 
 # -- a framework on the screen ----------------------------------------------------------------
 
@@ -246,24 +128,6 @@ def test_a_path_that_is_lost_alone_costs_no_feature():
         "verl 1.0: bf16-dispatch: the other paths go on without it; under strict it is an error",
     ]
     assert not any("go on" in one for one in _status_text.refusals("verl 1.0", found[1:]))
-
-
-def test_what_a_report_on_a_release_says_of_a_lost_path():
-    lost = seam("refused", reason="refused whole, because: get_model not found")
-    native = seam("native", reason="verl does a part itself")
-    assert _because((native, lost), "bf16-dispatch", lost.path) == lost.reason
-    assert _because((native,), "bf16-dispatch", lost.path) == native.reason
-    assert inapplicable("verl 1.0", lost) == (
-        "verl 1.0: bf16-dispatch (Megatron engine) cannot be applied: refused whole, because: "
-        "get_model not found"
-    )
-
-
-def test_features_that_are_off_share_a_line():
-    off = (seam("off", feature=one) for one in ("fp16-scaling", "dtype-coercion"))
-    one = FrameworkStatus("1.0", "wrapped", (seam("wrapped"), *off))
-    text = str(Status(enabled=True, features=("bf16-dispatch",), frameworks={"verl": one}))
-    assert "  not asked for: dtype-coercion, fp16-scaling" in text.splitlines()
 
 
 def test_one_reason_is_said_once():

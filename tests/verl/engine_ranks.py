@@ -359,18 +359,6 @@ def _built(make: Callable[[], Any]) -> dict[str, Any]:
 
 
 @case
-def flux(job: Job) -> dict[str, Any]:
-    """Build torchtitan's Flux trainer in float16 under strict; Flux needs transformers."""
-    precision_shim.install(settings=SETTINGS, strict=True)
-    from torchtitan.models.flux.config_registry import flux_debugmodel
-    from torchtitan.models.flux.trainer import FluxTrainer
-
-    config = flux_debugmodel()
-    config.training.mixed_precision_param = "float16"
-    return _built(lambda: FluxTrainer(config))
-
-
-@case
 def unsaved(job: Job) -> list[str]:
     """The warning if torchtitan's interval skips a checkpoint."""
     install()

@@ -98,8 +98,7 @@ def exact(job: Job) -> dict[str, Any]:
     one = support.engine(job.model)
     kind = type(one.scaler).__name__
     said = support.train(one, range(20), OVERFLOWS)
-    straight, weights = support.engine_state(one), support.parameters(one.module)
-    torch.save(weights, job.folder / f"straight-{dist.get_rank()}.pt")
+    straight = support.engine_state(one)
 
     two = support.engine(job.model)
     support.train(two, range(10), OVERFLOWS)
@@ -126,7 +125,6 @@ def exact(job: Job) -> dict[str, Any]:
         "steps_while_saving": len(calls),
         "files": support.folder_of(job.path("shim")),
         "decisions": [str(one) for one in precision_shim.status().decisions],
-        "metrics_of_late": len(two.optimizer.state),
     }
 
 
@@ -201,49 +199,15 @@ def resumed(job: Job) -> dict[str, Any]:
 
 @case
 def plain(job: Job) -> dict[str, Any]:
-    """Without the shim: train, save, resume, and load a checkpoint of the shim."""
-    found = {}
+    """Without the shim: train, save, and load a checkpoint of the shim."""
     one = support.engine(job.model)
-    own = getattr(one, "scaler", None)
-    found["own"] = None if own is None else [type(own).__name__, own.is_enabled()]
-    if own is None:
-        return found | plain_without_scaler(job, one)
-    verls_own(one)
-    found["skipped"] = not_finite(support.train(one, range(20), OVERFLOWS))
-    found["straight"], weights = support.engine_state(one), support.parameters(one.module)
-    two = support.engine(job.model)
-    verls_own(two)
-    support.train(two, range(10), OVERFLOWS)
-    two.save_checkpoint(job.path("plain"), global_step=10)
-    found["files"] = support.folder_of(job.path("plain"))
-    three = support.engine(job.model)
-    verls_own(three)
-    three.load_checkpoint(job.path("plain"), del_local_after_load=False)
-    found["skipped_resumed"] = not_finite(support.train(three, range(10, 20), OVERFLOWS))
-    found["resumed"] = support.engine_state(three)
-    found["differs_by"] = support.furthest(weights, support.parameters(three.module))
-    four = support.engine(job.model)
-    verls_own(four)
-    four.load_checkpoint(job.path("shim"), del_local_after_load=False)
-    found["of_the_shim"] = support.engine_state(four)
-    found["foretold"] = [verdict(job.path(name), "verl", FP16) for name in ("shim", "plain")]
-    return found
-
-
-def not_finite(said: list[list[float]]) -> list[int]:
-    """The steps that torch's scaler skips, because their grad norm is not finite."""
-    return [step for step, one in enumerate(said) if not math.isfinite(one[-1])]
-
-
-def plain_without_scaler(job: Job, one: Any) -> dict[str, Any]:
-    """``plain`` for 0.7.1's engine, which makes no scaler."""
-    support.train(one, range(10), ())
+    support.train(one, range(10))
     one.save_checkpoint(job.path("plain"), global_step=10)
-    four = support.engine(job.model)
-    four.load_checkpoint(job.path("shim"), del_local_after_load=False)
+    two = support.engine(job.model)
+    two.load_checkpoint(job.path("shim"), del_local_after_load=False)
     return {
         "files": support.folder_of(job.path("plain")),
-        "of_the_shim": support.engine_state(four),
+        "of_the_shim": support.engine_state(two),
     }
 
 
@@ -339,18 +303,6 @@ def contents(job: Job) -> dict[str, Any]:
     reference = support.engine(job.model, forward_only=True, offload_policy=False)
     found["reference"] = type(getattr(reference, "scaler", None)).__name__
     return found
-
-
-@case
-def lora(job: Job) -> dict[str, Any]:
-    """LoRA adapters in fp16 are scaled and saved like a whole model."""
-    install()
-    one = support.engine(job.model, lora=True)
-    support.train(one, range(3), (1,))
-    one.save_checkpoint(job.path("lora"), global_step=1)
-    two = support.engine(job.model, lora=True)
-    two.load_checkpoint(job.path("lora"), del_local_after_load=False)
-    return {"saved": support.engine_state(one), "loaded": support.engine_state(two)}
 
 
 @case
@@ -590,30 +542,6 @@ def untouched(job: Job, dtype: str | None, on: bool) -> dict[str, Any]:
 
 
 @case
-def chosen(job: Job) -> dict[str, Any]:
-    """The scaler's settings: verl's values, unless the user set others."""
-    found = {}
-    for name, settings in {
-        "verl": {},
-        "user": {"growth_interval": 7, "backoff_factor": 0.25},
-    }.items():
-        precision_shim.install(settings=settings)
-        one = support.engine(job.model)
-        inner = one.scaler.state_dict()
-        found[name] = [
-            inner["scale"],
-            inner["growth_interval"],
-            inner["growth_factor"],
-            inner["backoff_factor"],
-        ]
-        found[f"{name}_subject"] = [
-            [one.subject, one.chosen, one.because] for one in precision_shim.status().decisions
-        ]
-        precision_shim.uninstall()
-    return found
-
-
-@case
 def other_keys(job: Job) -> dict[str, Any]:
     """Set float16 under a key that FSDP does not read: the shim only warns."""
     install()
@@ -650,16 +578,6 @@ def audited(job: Job) -> dict[str, Any]:
     }
 
 
-@case
-def legacy_audited(job: Job, role: str) -> dict[str, Any]:
-    """The audit files of a legacy worker after one step."""
-    folder = Path(job.path("audits"))
-    install(audit_dir=str(folder))
-    one = support.Legacy(job.model if role == "actor" else job.value_model, role)
-    one.train(range(1))
-    return {"all": audits_of(folder)}
-
-
 # -- 0.7.1's legacy workers --------------------------------------------------------------------
 
 
@@ -671,8 +589,7 @@ def legacy_exact(job: Job, role: str) -> dict[str, Any]:
     with ours() as said:
         one = support.Legacy(model, role)
     told = one.train(range(20), OVERFLOWS)
-    straight, weights = one.state(), support.parameters(one.module)
-    torch.save(weights, job.folder / f"straight-{dist.get_rank()}.pt")
+    straight = one.state()
     two = support.Legacy(model, role)
     two.train(range(10), OVERFLOWS)
     half = two.state()
@@ -703,81 +620,6 @@ def legacy_resumed(job: Job, role: str) -> dict[str, Any]:
     one.worker.load_checkpoint(job.path("shim"), del_local_after_load=False)
     one.train(range(10, 20), OVERFLOWS)
     return {"end": one.state()}
-
-
-@case
-def legacy_plain(job: Job, role: str) -> dict[str, Any]:
-    """Train a legacy worker without the shim, and with a scaler that works on a CPU."""
-    model = job.model if role == "actor" else job.value_model
-
-    def made() -> Any:
-        one = support.Legacy(model, role)
-        if role == "actor":
-            verls_own(one.inner)
-        return one
-
-    one = made()
-    own = getattr(one.inner, "scaler", None)
-    told = one.train(range(20), OVERFLOWS)
-    two = made()
-    two.train(range(10), OVERFLOWS)
-    two.worker.save_checkpoint(job.path("plain"), global_step=10)
-    three = made()
-    three.worker.load_checkpoint(job.path("plain"), del_local_after_load=False)
-    three.train(range(10, 20), OVERFLOWS)
-    four = made()
-    four.worker.load_checkpoint(job.path("shim"), del_local_after_load=False)
-    return {
-        "own": type(own).__name__,
-        "straight": one.state(),
-        "resumed": three.state(),
-        "of_the_shim": four.state(),
-        "files": support.folder_of(job.path("plain")),
-        "metrics": [{k: v for k, v in one.items() if role in k} for one in told],
-    }
-
-
-@case
-def underflow(job: Job, role: str) -> dict[str, Any]:
-    """Count zero gradients of a loss, of the loss times 2**-40, and of the same with the shim.
-
-    Any fp16 number times 2**-40 is 0 in fp16. The scale 2**40 compensates exactly.
-    """
-    found = {}
-    for name, tiny in {"whole": False, "without": True, "with": True}.items():
-        if name == "with":
-            install(loss_scale_init=2.0**40)
-        if role == "engine":
-            one = support.engine(job.model)
-            module = one.module
-            weight = 2.0**-40 if tiny else 1.0
-            with one.train_mode():
-                one.optimizer_zero_grad()
-                loss = support.loss_function((weight, weight))
-                one.forward_backward_batch(support.batch(0), loss, forward_only=False)
-                found[name] = zeros(module)
-        else:
-            # verl divides the loss by the number of micro-batches that a mini-batch should have.
-            size = 4 * 2**40 if tiny else 4
-            one = support.Legacy(job.value_model, role, f"{role}.ppo_mini_batch_size={size}")
-            found[name] = zeros_before_the_step(one)
-    return found
-
-
-def zeros_before_the_step(one: Any) -> list[int]:
-    """``zeros`` of a legacy worker's gradients before its loop clips them."""
-    kept: list[list[int]] = []
-    own = one.inner._optimizer_step
-    one.inner._optimizer_step = lambda: kept.append(zeros(one.module)) or own()
-    one.train(range(1))
-    return kept[0]
-
-
-def zeros(module: torch.nn.Module) -> list[int]:
-    """The numbers of this rank's zero and nonzero gradient elements."""
-    grads = [support.local(p.grad).reshape(-1) for p in module.parameters() if p.grad is not None]
-    flat = torch.cat([one.float() for one in grads])
-    return [int((flat == 0).sum()), int((flat != 0).sum())]
 
 
 # -- processes ---------------------------------------------------------------------------------

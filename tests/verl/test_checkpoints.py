@@ -273,21 +273,6 @@ class TestTheOtherWay:
                     second.load(tmp_path / "saved", sharding)
 
 
-@pytest.mark.parametrize("sharding", ["fully_reshardable"])
-def test_without_the_shim_remainders_are_lost(
-    fused_adam: str, tmp_path: Path, sharding: str
-) -> None:
-    """An unpatched Megatron that writes and reads the same file loses the remainders."""
-    with shim(on=True):
-        first = job()
-    first.train(STEPS)
-    first.save(tmp_path / "saved", sharding)
-    second = job(seed=1)
-    second.load(tmp_path / "saved", sharding)
-    masters = [state[0] for state in second.states().values()]
-    assert max(float(master.abs().max()) for master in masters) > 1000.0
-
-
 @pytest.mark.skipif(Version("0.8") > VERL, reason="0.7's engine saves through the same functions")
 @pytest.mark.parametrize("reshardable", [False, True])
 def test_through_the_engine(

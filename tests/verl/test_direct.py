@@ -67,25 +67,6 @@ def test_the_table(fused_adam: str, shim: Any, dtype: torch.dtype) -> None:
     assert made.use_precision_aware_optimizer is (dtype is not FP32)
 
 
-def test_bf16_is_the_default_and_fp16_wins(fused_adam: str, shim: Any) -> None:
-    shim(settings=FOLLOW)
-
-    from verl.utils.megatron.optimizer import init_megatron_optim_config
-
-    assert init_megatron_optim_config(config()).exp_avg_dtype is BF16
-    both = init_megatron_optim_config(config(), fp16=True, bf16=True)
-    assert both.fp16
-    assert not both.bf16
-    assert both.exp_avg_dtype is FP32
-
-
-def test_users_bucket(fused_adam: str, shim: Any) -> None:
-    shim(settings=FOLLOW)
-    with pytest.warns(PrecisionShimWarning, match="grad_reduce_in_fp32=True"):
-        chunks = model(BF16, override_ddp_config={"grad_reduce_in_fp32": True})
-    assert bucket(chunks) == {FP32}
-
-
 @pytest.mark.parametrize(
     "strict",
     [
@@ -142,64 +123,6 @@ class TestTrainableParameters:
 
         assert bucket(model(BF16, prepare)) == {BF16}
 
-    def test_mixed_ones_get_fp32(self, fused_adam: str, shim: Any) -> None:
-        """One norm is fp32 among bf16 weights; the test casts the norm after Float16Module."""
-        from megatron.core.distributed import DistributedDataParallel
-        from megatron.core.transformer.module import Float16Module
-
-        shim(settings=FOLLOW)
-        own = Float16Module.__init__
-
-        def keep_norm(self: Any, *args: Any, **kwargs: Any) -> None:
-            own(self, *args, **kwargs)
-            norm = self.module.decoder.final_layernorm
-            norm.weight.data = norm.weight.data.float()
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Float16Module, "__init__", keep_norm)
-            chunks = model(BF16)
-        assert isinstance(chunks[0], DistributedDataParallel)
-        assert bucket(chunks) == {FP32}
-        said = [d for d in precision_shim.status().decisions if "bucket" in d.feature]
-        assert "main grads are fp32" in said[-1].because
-
-
-def test_the_callers_config_is_untouched(fused_adam: str, shim: Any) -> None:
-    from omegaconf import OmegaConf
-
-    shim(settings=FOLLOW)
-
-    from verl.utils.megatron.optimizer import init_megatron_optim_config
-
-    given = config(exp_avg_dtype="BF16")
-    before = OmegaConf.to_yaml(given)
-    init_megatron_optim_config(given)
-    assert OmegaConf.to_yaml(given) == before
-
-
-@pytest.mark.parametrize("spelling", ["bf16", "BFloat16", " torch.bfloat16 ", "BF16"])
-def test_every_spelling(fused_adam: str, shim: Any, spelling: str) -> None:
-    shim(settings={"optimizer_states": "as-configured"})
-
-    from verl.utils.megatron.optimizer import init_megatron_optim_config
-
-    made = init_megatron_optim_config(
-        config(use_precision_aware_optimizer=True, exp_avg_dtype=spelling)
-    )
-    assert made.exp_avg_dtype is BF16
-
-
-def test_coercion_alone(fused_adam: str, shim: Any) -> None:
-    shim(features=["dtype-coercion"])
-
-    from verl.utils.megatron.optimizer import init_megatron_optim_config
-
-    asked = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}
-    made = init_megatron_optim_config(config(**asked))
-    assert made.exp_avg_dtype is BF16
-    assert made.main_grads_dtype is FP32
-    assert bucket(model(BF16)) == {FP32}, "alignment is off"
-
 
 def test_megatron_used_directly_gets_coercion_and_nothing_else(fused_adam: str, shim: Any) -> None:
     from megatron.core.optimizer import OptimizerConfig
@@ -215,14 +138,6 @@ def test_megatron_used_directly_gets_coercion_and_nothing_else(fused_adam: str, 
     assert made.exp_avg_dtype is FP32
     with pytest.raises(DtypeError, match="exp_avg_dtype: bf16 without use_precision_aware"):
         OptimizerConfig(exp_avg_dtype="bf16")  # type: ignore[arg-type]
-
-
-@pytest.mark.skipif(Version("0.9") <= VERL, reason="verl 0.9 has bf16= of its own")
-def test_without_the_shim_there_is_no_bf16_argument(cpu: None) -> None:
-    from verl.utils.megatron.optimizer import init_megatron_optim_config
-
-    with pytest.raises(TypeError, match="bf16"):
-        init_megatron_optim_config(config(), bf16=False)
 
 
 def test_chunks_of_a_model_share_one_bucket_dtype(fused_adam: str, shim: Any) -> None:

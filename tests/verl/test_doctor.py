@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 from packaging.version import Version
@@ -27,7 +26,6 @@ pytestmark = [
     ),
 ]
 
-MOMENTS = "exp_avg_dtype=bf16 or exp_avg_sq_dtype=bf16 ends in DtypeError"
 OPTIMIZER = "use_precision_aware_optimizer=true ends in UnsupportedPrecisionError"
 USED = """
 import precision_shim
@@ -59,17 +57,6 @@ def doctor(**variables: str) -> tuple[int, str, str]:
     return done.returncode, " ".join(done.stdout.split()), last
 
 
-def installed(folder: Path, version: str) -> str:
-    """A ``PYTHONPATH`` with metadata of a TransformerEngine version, and an importable package."""
-    metadata = folder / f"transformer_engine-{version}.dist-info" / "METADATA"
-    module = folder / "transformer_engine" / "pytorch" / "__init__.py"
-    for file in (metadata, module, module.parents[1] / "__init__.py"):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("")
-    metadata.write_text(f"Metadata-Version: 2.1\nName: transformer_engine\nVersion: {version}\n")
-    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
 def test_without_transformer_engine_it_says_how_the_job_ends() -> None:
     status, text, last = doctor()
     assert status == 0
@@ -83,72 +70,7 @@ def test_without_transformer_engine_it_says_how_the_job_ends() -> None:
     assert "TransformerEngine is not installed" in ended
 
 
-@pytest.mark.slow
-def test_a_transformer_engine_that_is_too_old_is_named(tmp_path: Path) -> None:
-    status, text, last = doctor(PYTHONPATH=installed(tmp_path, "2.2.0"))
-    assert (status, last) == (0, "no problems, but the limits above")
-    assert "TransformerEngine 2.2.0 takes no bf16 moments: optimizer states stay fp32" in text
-    assert MOMENTS in text
-    assert OPTIMIZER not in text
-
-
-@pytest.mark.slow
-def test_a_transformer_engine_that_cannot_be_imported_counts_as_none(tmp_path: Path) -> None:
-    paths = installed(tmp_path, "2.11.0")
-    broken = tmp_path / "transformer_engine" / "pytorch" / "__init__.py"
-    broken.write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
-    _, text, last = doctor(PYTHONPATH=paths)
-    assert last == "no problems, but the limits above"
-    assert (
-        f"TransformerEngine cannot be imported: optimizer states stay fp32, and {OPTIMIZER}" in text
-    )
-
-
-@pytest.mark.slow
-def test_with_one_that_is_new_enough_there_is_nothing_to_say(tmp_path: Path) -> None:
-    status, text, last = doctor(PYTHONPATH=installed(tmp_path, "2.11.0"))
-    assert (status, last) == (0, "no problems")
-    assert "stay fp32" not in text
-
-
-@pytest.mark.parametrize(("features", "says"), [("all", True), ("-bf16-dispatch", False)])
-@pytest.mark.slow
-def test_only_where_the_shim_dispatches(features: str, says: bool) -> None:
-    variables = {} if features == "all" else {"PRECISION_SHIM_FEATURES": features}
-    assert (OPTIMIZER in doctor(**variables)[1]) is says
-
-
 def test_states_that_a_variable_asks_for_and_that_cannot_be_had_are_a_problem() -> None:
     status, text, last = doctor(PRECISION_SHIM_OPTIMIZER_STATES="follow-model")
     assert (status, last) == (1, "problems")
     assert OPTIMIZER in text.partition(" problems ")[2]
-
-
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"PRECISION_SHIM_FEATURES": "fp16"},
-        {"PRECISION_SHIM_FRAMEWORKS": "verll"},
-        *(
-            pytest.param(one, marks=pytest.mark.slow)
-            for one in (
-                {"PRECISION_SHIM_OPTIMISER_STATES": "auto"},
-                {"PRECISION_SHIM_LOG": "loud"},
-                {"PRECISION_SHIM": "maybe"},
-            )
-        ),
-    ],
-    ids=lambda one: "=".join(*one.items()),
-)
-def test_with_a_setting_that_is_not_valid_nothing_is_said_to_be_in_force(
-    variables: dict[str, str],
-) -> None:
-    status, text, last = doctor(**variables)
-    assert (status, last) == (1, "problems")
-    assert "would be in force" not in text
-    assert "would not be patched, because a setting is not valid" in text
-    # A job's process with the same variables patches nothing either.
-    code = "import verl, precision_shim; print(precision_shim.status())"
-    told = python("-c", code, **{"PRECISION_SHIM": "1", **variables}).stdout
-    assert told.startswith("precision_shim: off")
-    assert "not installed: " in told

@@ -76,17 +76,6 @@ def states(built: Any) -> dict[str, torch.dtype]:
     return {name: dtypes.pop() for name, dtypes in found.items() if len(dtypes) == 1}
 
 
-@pytest.mark.parametrize("bridge", PATHS)
-def test_the_bucket_follows_the_optimizer_that_there_is(
-    build: Any, shim: Any, bridge: bool
-) -> None:
-    """With bf16-dispatch off, the optimizer keeps fp32 main grads."""
-    shim(features=["grad-bucket-alignment"], settings={"optimizer_states": "follow-model"})
-    built = build("bfloat16", bridge=bridge)
-    assert built.optimizer.config.main_grads_dtype is FP32
-    assert bucket(built) is FP32
-
-
 def reasons(feature: str) -> str:
     """The shim's decisions on a feature, as one text."""
     return "\n".join(str(d) for d in precision_shim.status().decisions if d.feature == feature)
@@ -146,25 +135,6 @@ def test_fp32_model_gets_an_fp32_optimizer(
     assert states(built)["exp_avg"] is FP32
 
 
-@pytest.mark.skipif(HAS_FIELDS, reason="verl 0.9 passes bf16= itself")
-def test_fp32_model_without_the_shim(build: Any) -> None:
-    """The same model with the shim off gets a bf16 optimizer."""
-    assert build("float32").optimizer.config.bf16
-
-
-@pytest.mark.parametrize("bridge", PATHS)
-@pytest.mark.parametrize("in_fp32", [True, False])
-def test_users_bucket_of_an_fp32_model(build: Any, shim: Any, bridge: bool, in_fp32: bool) -> None:
-    shim(settings={"optimizer_states": "follow-model"})
-    ddp = {"grad_reduce_in_fp32": in_fp32}
-    if in_fp32:
-        built = build("float32", bridge=bridge, ddp=ddp)
-    else:  # the bucket is fp32 anyway, because the parameters are fp32
-        with pytest.warns(PrecisionShimWarning, match="grad_reduce_in_fp32"):
-            built = build("float32", bridge=bridge, ddp=ddp)
-    assert bucket(built) is FP32
-
-
 @pytest.mark.parametrize("bridge", PATHS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_auto(build: Any, shim: Any, bridge: bool, dtype: str) -> None:
@@ -178,32 +148,6 @@ def test_auto(build: Any, shim: Any, bridge: bool, dtype: str) -> None:
     assert live["exp_avg_sq"] is FP32, "Megatron's beta2 of 0.999 does not let a bf16 one decay"
     if follows:
         assert "cannot decay" in reasons("bf16-dispatch")
-
-
-@pytest.mark.skipif(HAS_FIELDS, reason="with the fields auto is as-configured: test_auto")
-@pytest.mark.parametrize(("beta2", "second"), [(0.95, BF16), (0.99, BF16), (0.999, FP32)])
-def test_guard_on_the_second_moment(
-    build: Any, shim: Any, beta2: float, second: torch.dtype
-) -> None:
-    shim()
-    built = build(optim=optim_config(override_optimizer_config={"adam_beta2": beta2}))
-    live = states(built)
-    assert (live["exp_avg"], live["exp_avg_sq"]) == (BF16, second)
-
-
-def test_follow_model_warns_about_a_stuck_second_moment(build: Any, shim: Any) -> None:
-    shim(settings={"optimizer_states": "follow-model"})
-    with pytest.warns(PrecisionShimWarning, match="cannot decay"):
-        built = build()
-    assert states(built)["exp_avg_sq"] is BF16
-
-
-@pytest.mark.parametrize("bridge", PATHS)
-def test_as_configured_without_opt_in_keeps_fp32(build: Any, shim: Any, bridge: bool) -> None:
-    shim(settings={"optimizer_states": "as-configured"})
-    built = build(bridge=bridge)
-    assert not built.optimizer.config.use_precision_aware_optimizer
-    assert bucket(built) is FP32
 
 
 @pytest.mark.parametrize("bridge", PATHS)
@@ -260,15 +204,6 @@ def test_users_bucket_is_never_overridden(
     # A precision-aware optimizer cannot clip fp16 gradients, so the shim does not add one.
     aware = built.optimizer.config.use_precision_aware_optimizer
     assert aware is (in_fp32 or dtype is not FP16)
-
-
-def test_align_is_the_one_exception(build: Any, shim: Any) -> None:
-    shim(settings={"optimizer_states": "follow-model", "grad_bucket": "align"})
-    built = build(
-        ddp={"grad_reduce_in_fp32": True},
-        optim=optim_config(override_optimizer_config={"adam_beta2": 0.95}),
-    )
-    assert bucket(built) is BF16
 
 
 @pytest.mark.parametrize(
@@ -356,32 +291,6 @@ def test_blockers_are_read_from_verls_config(
 @pytest.mark.skipif(not HAS_FIELDS, reason="verl has the fields only from 0.9")
 class TestWhatTheNativeAlignmentLeavesOut:
     @pytest.mark.parametrize("bridge", PATHS)
-    def test_opt_in_through_overrides(self, build: Any, shim: Any, bridge: bool) -> None:
-        shim()
-        built = build(
-            bridge=bridge,
-            optim=optim_config(
-                override_optimizer_config={
-                    "use_precision_aware_optimizer": True,
-                    "main_grads_dtype": "bf16",
-                }
-            ),
-        )
-        assert bucket(built) is BF16
-
-    def test_override_against_the_field(self, build: Any, shim: Any) -> None:
-        shim()
-        built = build(
-            optim=optim_config(
-                use_precision_aware_optimizer=True,
-                main_grads_dtype="bf16",
-                override_optimizer_config={"main_grads_dtype": "fp32"},
-            )
-        )
-        assert bucket(built) is FP32
-        assert built.optimizer.config.main_grads_dtype is FP32
-
-    @pytest.mark.parametrize("bridge", PATHS)
     def test_fp16_engine_with_bf16_fields(self, build: Any, shim: Any, bridge: bool) -> None:
         shim()
         built = build(
@@ -396,29 +305,6 @@ class TestWhatTheNativeAlignmentLeavesOut:
 # -- where the precision-aware optimizer cannot run ------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("optim", "config", "reason"),
-    [
-        (  # Megatron's distributed optimizer does not support SGD
-            {"optimizer": "sgd"},
-            {"use_distributed_optimizer": False},
-            "optimizer is 'sgd'",
-        ),
-        ({}, {"use_distributed_optimizer": False}, "distributed optimizer is off"),
-    ],
-    ids=["sgd", "no-distributed-optimizer"],
-)
-@pytest.mark.parametrize("bridge", PATHS)
-def test_obstacles_keep_fp32_states_and_bucket(
-    build: Any, shim: Any, bridge: bool, optim: Any, config: Any, reason: str
-) -> None:
-    shim(settings={"optimizer_states": "follow-model"})
-    built = build(bridge=bridge, optim=optim_config(**optim), **config)
-    assert not built.optimizer.config.use_precision_aware_optimizer
-    assert bucket(built) is FP32
-    assert reason in reasons("bf16-dispatch")
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_without_transformer_engine(cpu: None, shim: Any, checkpoint: Path, dtype: str) -> None:
     shim(settings={"optimizer_states": "follow-model"})
@@ -427,17 +313,6 @@ def test_without_transformer_engine(cpu: None, shim: Any, checkpoint: Path, dtyp
     assert not built.optimizer.config.use_precision_aware_optimizer
     assert bucket(built) is FP32
     assert "TransformerEngine is not installed" in reasons("bf16-dispatch")
-
-
-def test_too_old_a_transformer_engine(cpu: None, shim: Any, checkpoint: Path) -> None:
-    from precision_shim.testing.transformer_engine import stand_in_transformer_engine
-
-    shim(settings={"optimizer_states": "follow-model"})
-    with stand_in_transformer_engine("2.1.0"):
-        built = engine(checkpoint, "bfloat16")
-        built.initialize()
-    assert bucket(built) is FP32
-    assert "takes no bf16 moments" in reasons("bf16-dispatch")
 
 
 def test_what_the_user_asked_for_fails_by_name(cpu: None, shim: Any, checkpoint: Path) -> None:
@@ -468,30 +343,3 @@ def test_bad_dtypes_fail_before_the_optimizer(
     assert isinstance(caught.value, ValueError)
     assert allowed in str(caught.value)
     assert f"verl {VERL}" in str(caught.value)
-
-
-def test_bf16_moments_need_transformer_engine_2_3(cpu: None, shim: Any, checkpoint: Path) -> None:
-    from precision_shim.testing.transformer_engine import stand_in_transformer_engine
-
-    shim()
-    asked = optim_config(
-        override_optimizer_config={"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}
-    )
-    with stand_in_transformer_engine("2.2.0"), pytest.raises(DtypeError, match=r"2\.3 or newer"):
-        engine(checkpoint, "bfloat16", optim=asked).initialize()
-
-
-def test_off_leaves_the_framework_alone(build: Any) -> None:
-    """Without the shim verl keeps fp32 states, and fails if bf16 moments are configured."""
-    built = build()
-    assert bucket(built) is FP32
-    assert states(built)["exp_avg"] is FP32
-    with pytest.raises((RuntimeError, AssertionError)):
-        build(
-            optim=optim_config(
-                override_optimizer_config={
-                    "use_precision_aware_optimizer": True,
-                    "exp_avg_dtype": "bf16",
-                }
-            )
-        )

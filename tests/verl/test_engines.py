@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
-import inspect
 import json
 import math
 import os
@@ -231,47 +229,7 @@ def test_torchtitan_without_its_adapter_is_refused(launch: Ranks) -> None:
 
 
 @needs_titan
-def test_torchtitans_trainer_of_flux_is_refused_by_name(launch: Ranks) -> None:
-    """docs/versions.md says that Flux is refused; Flux needs transformers, as verl does."""
-    (found,) = launch("flux", world=1)
-    refused = "FluxTrainer has its own train_step, forward_backward_step"
-    assert refused in found["error"]
-    assert found["optimizers"] == 0
-
-
-@needs_titan
 def test_a_checkpoint_that_torchtitan_leaves_out_is_said(launch: Ranks) -> None:
     ((said,),) = launch("unsaved", world=1)
     assert "save_checkpoint(global_step=10) writes nothing" in said
     assert "trainer.save_freq" in said
-
-
-# -- FSDP Turbo's stand-in ---------------------------------------------------------------------
-
-
-def test_the_stand_in_has_what_verl_imports_of_fsdp_turbo() -> None:
-    """Compares the stand-in's modules, names and arguments with those in verl's source."""
-    from . import fsdp_turbo
-
-    spec = importlib.util.find_spec("verl.workers.engine.fsdp.fsdp_turbo_impl")
-    if spec is None or spec.origin is None:
-        pytest.skip("verl has this engine from 0.9.1")
-    text = Path(spec.origin).read_text(encoding="utf-8")
-    imported = {
-        node.module: {one.name for one in node.names}
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fsdp_turbo")
-    }
-    assert set(imported) == set(fsdp_turbo.CALLED)
-    for module, names in imported.items():
-        said = " ".join(fsdp_turbo.CALLED[str(module)])
-        for name in names:
-            assert name in said
-            assert hasattr(fsdp_turbo, name)
-    calls = {
-        ast.unparse(node.func): [one.arg for one in node.keywords]
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Call)
-    }
-    assert calls["clip_grad_norm"] == list(inspect.signature(fsdp_turbo.clip_grad_norm).parameters)
-    assert calls["FSDPTurbo"] == calls["init_parallel_state"] == []

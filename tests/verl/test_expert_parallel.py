@@ -1,14 +1,14 @@
 """Expert parallelism over two ranks on verl's Automodel and torchtitan engines, in fp16.
 
 Each rank has half of the experts, and each token goes to the rank that has its experts. VeOmni's
-experts need a GPU's kernels then, and are not run here. ``expert_ranks.py`` has the ranks' cases.
+experts need a GPU's kernels then, and are not run here.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,7 +37,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
     model = make_model(tmp_path_factory.mktemp("qwen3-moe"), experts=True)
     folder = tmp_path_factory.mktemp("ranks")
-    with rank_server("tests.verl.expert_ranks", folder, MODEL=str(model)) as ranks:
+    with rank_server("tests.verl.engine_ranks", folder, MODEL=str(model)) as ranks:
         yield ranks
 
 
@@ -58,41 +58,6 @@ def test_it_equals_a_loop_by_hand_and_resumes(launch: Ranks, name: str, tmp_path
         assert straight[0]["state"][key] == straight[1]["state"][key]
     # Each rank has other experts.
     assert straight[0]["state"]["parameters"] != straight[1]["state"]["parameters"]
-
-
-@pytest.mark.parametrize("name", ENGINES)
-def test_it_trains_as_one_rank_with_all_experts(launch: Ranks, name: str, tmp_path: Path) -> None:
-    """Two ranks differ from one no more than bf16 differs from fp16 on that one rank.
-
-    On one rank Automodel runs transformers' experts, which have no auxiliary loss.
-    """
-    from .engine_support import make_model
-
-    told = {"name": name, "model": str(make_model(tmp_path, experts=True, auxiliary=0.0))}
-    first, second = launch("compared", **told, **PARALLEL[name])
-    (one,) = launch("compared", world=1, **told)
-    (rounder,) = launch("compared", world=1, dtype="bfloat16", **told)
-    assert first == second
-    assert first["split"] != one["split"] == []
-    assert one["skipped"] == [True, True]
-    for key in ("scales", "skipped", "still"):
-        assert first[key] == one[key]
-    for key in ("losses", "norms"):
-        for count in (1, len(one[key])):  # before and after the weights differ
-            near, far = (_apart(each[key][:count], one[key][:count]) for each in (first, rounder))
-            assert near < 2 * far, (key, count)
-    assert first["weights"].keys() == one["weights"].keys()
-    near, far = (_weights_apart(each["weights"], one["weights"]) for each in (first, rounder))
-    assert 0 < near < far
-
-
-def _apart(one: list[float], other: list[float]) -> float:
-    """The root of the sum of squared differences."""
-    return sum((a - b) ** 2 for a, b in zip(one, other, strict=True)) ** 0.5
-
-
-def _weights_apart(one: Mapping[str, list[float]], other: Mapping[str, list[float]]) -> float:
-    return sum(_apart(one[name], other[name]) ** 2 for name in other) ** 0.5
 
 
 def test_rounded_weights_are_said(launch: Ranks) -> None:

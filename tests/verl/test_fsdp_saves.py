@@ -6,7 +6,6 @@ resume is exact from one save, or verl refuses it, or the shim warns that the lo
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -101,13 +100,3 @@ def test_legacy_workers_saved_again_without_the_shim(fsdp_ranks: Ranks, role: st
         assert "is of another save" in said
         assert one["loaded"]["scale"] == 2.0
         assert one["loaded"]["counter"] == [0, 0, 0]
-
-
-def test_a_record_names_the_files_of_all_ranks(fsdp_ranks: Ranks, tmp_path: Path) -> None:
-    fsdp_ranks("saved_again", folder=tmp_path, how="copied")
-    record = json.loads((tmp_path / "copy" / "precision_shim_scaler.json").read_text())
-    assert set(record["files"]) == {
-        f"{what}_world_size_2_rank_{rank}.pt"
-        for what in ("model", "optim", "extra_state")
-        for rank in (0, 1)
-    }

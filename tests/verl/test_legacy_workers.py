@@ -89,23 +89,6 @@ def test_actor_and_critic_follow_the_model(config: Any, shim: Any) -> None:
         )
 
 
-def test_strings_and_users_bucket(config: Any, shim: Any) -> None:
-    shim()
-    extra = [
-        setting
-        for owner in OWNERS
-        for setting in (
-            f"++{owner}.optim.override_optimizer_config.exp_avg_dtype=Half",
-            f"++{owner}.megatron.override_ddp_config.grad_reduce_in_fp32=True",
-        )
-    ]
-    with pytest.warns(precision_shim.PrecisionShimWarning, match="grad_reduce_in_fp32"):
-        built = both(config(*extra))
-    for module, optimizer in built.values():
-        assert optimizer.config.exp_avg_dtype is torch.float16
-        assert module.buffers[0].grad_data.dtype is torch.float32
-
-
 def test_opt_in_fields_in_yaml(config: Any, shim: Any) -> None:
     """verl 0.9's opt-in fields work in the YAML of 0.7.1."""
     shim(settings={"optimizer_states": "as-configured"})
@@ -123,20 +106,3 @@ def test_opt_in_fields_in_yaml(config: Any, shim: Any) -> None:
         assert module.buffers[0].grad_data.dtype is torch.bfloat16
         assert optimizer.config.exp_avg_dtype is torch.bfloat16
         assert optimizer.config.exp_avg_sq_dtype is torch.float32
-
-
-def test_fp16(config: Any, shim: Any) -> None:
-    shim()
-    extra = [f"++{owner}.megatron.dtype=float16" for owner in OWNERS]
-    extra.append("actor_rollout_ref.rollout.dtype=float16")
-    for module, optimizer in both(config(*extra)).values():
-        assert module.buffers[0].grad_data.dtype is torch.float32
-        assert optimizer.config.fp16
-        assert not optimizer.config.bf16
-        assert optimizer.config.exp_avg_dtype is torch.float32
-
-
-def test_without_the_shim(config: Any) -> None:
-    for module, optimizer in both(config()).values():
-        assert module.buffers[0].grad_data.dtype is torch.float32
-        assert not optimizer.config.use_precision_aware_optimizer

@@ -149,14 +149,6 @@ def test_an_engine_that_is_not_installed_here(capsys: pytest.CaptureFixture[str]
     assert (problems, ["not known" in one for one in notes]) == ([], [True])
 
 
-@pytest.mark.usefixtures("engines")
-def test_without_the_setting_no_key_changes() -> None:
-    made = start([])
-    assert "LM head" not in made.chosen
-    assert at(made.config, f"{MODEL}.override_config.head_dtype") is None
-    assert at(made.config, KEYS["vllm"]) is None
-
-
 # -- the FSDP engine, two ranks --------------------------------------------------------------------
 
 forked = pytest.mark.skipif(not hasattr(os, "fork"), reason="the ranks are forked")
@@ -172,13 +164,6 @@ def test_fsdp_trains_and_resumes(fsdp_ranks: Ranks, tmp_path: Path, role: str) -
         # vLLM would read head_dtype in a saved config.
         assert rank["saved"]["config.json"] is False
         assert rank["straight"]["counter"][1] == 2
-
-
-@forked
-def test_fsdp_without_the_setting(fsdp_ranks: Ranks, tmp_path: Path) -> None:
-    dtype = "torch.bfloat16" if LEGACY else FP16
-    for rank in fsdp_ranks("fp32_head", folder=tmp_path, head="as-configured"):
-        assert {(one["dtype"], one["exact"]) for one in rank["seen"]} == {(dtype, False)}
 
 
 @forked
@@ -239,10 +224,3 @@ def test_megatrons_output_layer(
     main_grads = [p.main_grad for p in one.engine.module[0].parameters() if p.requires_grad]
     assert all(torch.isfinite(grad).all() for grad in main_grads)
     assert len(seen) >= 2
-
-
-def test_megatron_without_the_setting(
-    train: Callable[..., tuple[Training, list[tuple[str, bool]]]],
-) -> None:
-    _, seen = train("as-configured")
-    assert set(seen) == {(FP16, False)}

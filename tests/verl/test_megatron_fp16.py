@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +17,7 @@ from precision_shim.errors import LossScaleError, PrecisionShimWarning, Settings
 
 from .conftest import VERL
 from .megatron_fp16_support import CRITIC_RUNS, Training
-from .support import engine, optim_config
+from .support import optim_config
 
 pytestmark = pytest.mark.skipif(
     Version("0.7") > VERL, reason="verl 0.6's engine: covered whole by test_untested_version"
@@ -87,20 +86,6 @@ class TestOverflow:
         assert len(set(rates[:10])) == len(rates[:10])
         assert f"verl {subject}: fp16-scaling: Megatron's dynamic loss scaler" in reasons()
 
-    def test_without_the_shim(self, build: Any, subject: str) -> None:
-        one = build(subject, overrides={"initial_loss_scale": HUGE})
-        with pytest.raises(NotImplementedError):
-            one.train()
-
-    def test_reversible(self, build: Any, shim: Any, subject: str) -> None:
-        """An engine that was built with the shim behaves like verl's own after uninstall()."""
-        shim()
-        one = build(subject, overrides={"initial_loss_scale": HUGE})
-        assert math.isnan(one.train()["grad_norm"])
-        precision_shim.uninstall()
-        with pytest.raises(NotImplementedError):
-            one.train()
-
     def test_by_itself(self, build: Any, shim: Any, subject: str) -> None:
         """The feature fp16-scaling works without the other features."""
         shim(features=["fp16-scaling"])
@@ -111,30 +96,6 @@ class TestOverflow:
         metrics = one.train()
         assert math.isnan(metrics["grad_norm"])
         assert (metrics["loss_scale"], metrics["skipped_steps"]) == (HUGE, 1.0)
-
-
-@pytest.mark.skipif(CRITIC_RUNS, reason="there the critic's own training shows it")
-def test_critic_of_an_engine_that_cannot_train_it(
-    fused_adam: str, value_checkpoint: Path, shim: Any
-) -> None:
-    """In verl 0.7.1's new engine only a critic's step can run; the forward raises TypeError."""
-    shim()
-    one = engine(value_checkpoint, "float16", critic=True)
-    one.initialize()
-
-    def put_gradients(fill: Any) -> None:
-        one.optimizer.scale_loss(torch.zeros(()))  # as a forward pass does
-        for buffer in one.module[0].buffers:
-            fill(buffer.grad_data)
-
-    put_gradients(lambda gradients: gradients.fill_(math.inf))
-    assert math.isnan(one.optimizer_step())
-    put_gradients(lambda gradients: gradients.normal_())
-    assert math.isfinite(one.optimizer_step())
-    precision_shim.uninstall()
-    put_gradients(lambda gradients: gradients.fill_(math.inf))
-    with pytest.raises(NotImplementedError):
-        one.optimizer_step()
 
 
 def test_every_step_of_an_epoch(build: Any, shim: Any) -> None:
@@ -217,21 +178,6 @@ def test_other_dtypes_are_untouched(build: Any, shim: Any, dtype: str) -> None:
 
 
 class TestMetrics:
-    def test_sft_trainers(self, build: Any, shim: Any, capsys: pytest.CaptureFixture[str]) -> None:
-        """Both SFT trainers and verl's console logger accept the metrics of a skipped step."""
-        from verl.utils.tracking import Tracking
-
-        shim()
-        metrics = build(overrides={"initial_loss_scale": HUGE}).train()
-        for key in ("loss", "grad_norm", "lr"):
-            metrics[f"train/{key}"] = metrics.pop(key)
-        assert all(isinstance(value, (int, float)) for value in metrics.values())
-        Tracking("project", "experiment", ["console"]).log(metrics, step=1)
-        said = capsys.readouterr().out
-        assert "train/grad_norm:nan" in said
-        assert f"loss_scale:{HUGE}" in said
-        assert "skipped_steps:1" in said
-
     def test_mini_batches(self, build: Any, shim: Any) -> None:
         """PPO's trainers gather metrics over ranks and mini-batches, average and rename them."""
         import verl.utils.tensordict_utils as tu
@@ -289,30 +235,6 @@ class TestMetrics:
         assert (metrics["loss_scale"], metrics["skipped_steps"]) == (HUGE, 1.0)
 
 
-def test_no_more_device_reads(build: Any, shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shim reads the scale only after a change, so it adds no reads to a steady step."""
-    own, reads = torch.Tensor.item, [0]
-
-    def counting(self: Any) -> Any:
-        reads[0] += 1
-        return own(self)
-
-    def run() -> int:
-        one = build(overrides={"initial_loss_scale": 256.0})
-        one.train()
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.Tensor, "item", counting)
-            reads[0] = 0
-            for step in range(3):
-                assert math.isfinite(one.train(seed=step)["grad_norm"])
-        return reads[0]
-
-    plain = run()
-    shim()
-    assert plain > 0
-    assert run() == plain
-
-
 # -- settings ----------------------------------------------------------------------------------
 
 
@@ -323,12 +245,6 @@ class TestSettings:
         "growth_factor": 4.0,
         "backoff_factor": 0.25,
     }
-
-    def test_verls_own_without_them(self, build: Any, shim: Any) -> None:
-        shim()
-        scaler = build().scaler
-        assert (float(scaler.scale), scaler.growth_interval) == (32768.0, 1000)
-        assert (float(scaler.growth_factor), float(scaler.backoff_factor)) == (2.0, 0.5)
 
     def test_are_taken(self, build: Any, shim: Any) -> None:
         shim(settings=self.CHOSEN)
@@ -359,24 +275,10 @@ class TestSettings:
         assert (made.initial_loss_scale, made.loss_scale_window) == (512.0, 2)
         assert make(config, fp16=False, bf16=True).initial_loss_scale == 2**32
 
-    def test_leave_bf16_alone(self, build: Any, shim: Any) -> None:
-        shim(settings=self.CHOSEN)
-        config = build(dtype="bfloat16").engine.optimizer.config
-        assert (config.initial_loss_scale, config.loss_scale_window) == (2**32, 1000)
-
     def test_below_the_minimum(self, build: Any, shim: Any) -> None:
         shim(settings={"loss_scale_init": 0.5})
         with pytest.raises(SettingsError, match=r"LOSS_SCALE_INIT=0.5.*min_loss_scale"):
             build()
-
-    def test_a_minimum_above_the_usual_first_scale(self, build: Any, shim: Any) -> None:
-        """No variable is set, so the message names the config's own key."""
-        shim()
-        least = {"min_loss_scale": 2.0**16}
-        told = r"override_optimizer_config: initial_loss_scale=32768 is below"
-        with pytest.raises(SettingsError, match=told):
-            build(overrides=least)
-        build(overrides={**least, "loss_scale": 128.0})  # a static scaler has no minimum
 
 
 # -- the DDP's check, and the bucket -----------------------------------------------------------
@@ -405,12 +307,6 @@ class TestCheckForNan:
         assert "check_for_nan_in_grad=False" in reasons()
         assert math.isnan(one.train()["grad_norm"])
 
-    def test_without_the_shim(self, build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.on_by_default(monkeypatch)
-        one = build(overrides={"initial_loss_scale": HUGE})
-        with pytest.raises(RuntimeError, match=r"(?i)nan|inf"):
-            one.train()
-
     def test_stays_under_a_constant_scale(
         self, build: Any, shim: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -418,11 +314,6 @@ class TestCheckForNan:
         shim()
         one = build(overrides={"loss_scale": 1024.0})
         assert one.engine.module[0].ddp_config.check_for_nan_in_grad
-
-    def test_stays_in_bf16(self, build: Any, shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.on_by_default(monkeypatch)
-        shim()
-        assert build(dtype="bfloat16").engine.module[0].ddp_config.check_for_nan_in_grad
 
     def test_gives_way_in_megatron_fsdp(self, cpu: None, shim: Any) -> None:
         """Megatron-FSDP has its own DDP class; a CPU runs its ``__init__`` in part only."""
@@ -451,29 +342,3 @@ class TestCheckForNan:
         assert one.engine.module[0].ddp_config.check_for_nan_in_grad
         with pytest.raises(RuntimeError, match=r"(?i)nan|inf"):
             one.train()
-
-
-@pytest.mark.skipif(
-    find_spec("megatron") is None or find_spec("megatron.bridge") is None,
-    reason="Megatron-Bridge is not installed in this environment",
-)
-class TestBucket:
-    """fp16 parameters and bucket fail a bare assert with the precision-aware optimizer."""
-
-    OPTIONS: ClassVar[dict[str, Any]] = {"bridge": True}
-    if Version("0.9.1") <= VERL:  # verl's own alignment makes the default bucket fp32
-        OPTIONS = {"bridge": True, "ddp": {"grad_reduce_in_fp32": False}}
-
-    def test_without_the_shim(self, build: Any) -> None:
-        one = build(**self.OPTIONS)
-        assert one.engine.module[0].buffers[0].grad_data.dtype is torch.float16
-        with pytest.raises(AssertionError):
-            one.train()
-
-    def test_trains(self, build: Any, shim: Any) -> None:
-        shim()
-        one = build(bridge=True)
-        assert one.engine.module[0].buffers[0].grad_data.dtype is torch.float32
-        start = one.parameters()
-        assert math.isfinite(one.train()["grad_norm"])
-        assert not torch.equal(one.parameters(), start)

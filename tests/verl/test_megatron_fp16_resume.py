@@ -287,32 +287,4 @@ def test_through_the_engine(
 
 def test_two_ranks(megatron_ranks: Ranks) -> None:
     """Experts use the dense optimizer's scale, and both ranks skip an overflow of one rank."""
-    assert all("unpatched:" in said for said in megatron_ranks("overflows"))
-
-
-def test_uninstall_leaves_the_classes_as_they_were(cpu: None) -> None:
-    """After uninstall() the namespaces of all patched classes have their old objects."""
-    from importlib import import_module
-
-    places = {
-        "megatron.core.optimizer.optimizer": ("ChainedOptimizer", "MixedPrecisionOptimizer"),
-        "megatron.core.optimizer.grad_scaler": ("DynamicGradScaler",),
-        "megatron.core.distributed.distributed_data_parallel": ("DistributedDataParallel",),
-        "verl.workers.engine.megatron.transformer_impl": ("MegatronEngine",),
-        "verl.workers.engine_workers": ("TrainingWorker",),
-    }
-    classes = [
-        getattr(import_module(module), name) for module, names in places.items() for name in names
-    ]
-    before = [dict(vars(one)) for one in classes]
-    precision_shim.install(features=["fp16-scaling"])
-    changed = [
-        {key for key in vars(one) if vars(one)[key] is not known.get(key)}
-        for one, known in zip(classes, before, strict=True)
-    ]
-    assert all(changed)
-    assert changed[0] == {"step", "prepare_grads"}
-    precision_shim.uninstall()
-    for one, known in zip(classes, before, strict=True):
-        assert vars(one).keys() == known.keys()
-        assert all(vars(one)[key] is known[key] for key in known)
+    assert megatron_ranks("overflows") == [None, None]

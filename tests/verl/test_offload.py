@@ -41,19 +41,6 @@ def test_masters_move_with_the_moments(fused_adam: str, moves: list[tuple[int, s
         assert back <= {tensor for tensor, _ in moves}
 
 
-@pytest.mark.skipif(Version("0.9") <= VERL, reason="verl 0.9 moves them itself")
-def test_without_the_shim_masters_stay(fused_adam: str, moves: list[tuple[int, str]]) -> None:
-    from verl.utils import megatron_utils as verl
-
-    with shim(on=True):
-        one = job()
-        one.train(1)
-    kept = {id(master) for master in masters(one)}
-    del moves[:]
-    verl.offload_megatron_optimizer(one.optimizer)
-    assert not kept & {tensor for tensor, _ in moves}
-
-
 @pytest.mark.parametrize("steps", [0, 2])
 def test_training_goes_on_as_if_nothing_moved(fused_adam: str, steps: int) -> None:
     from verl.utils import megatron_utils as verl

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import inspect
 import os
-import re
 from typing import Any
 
 import pytest
 from packaging.version import Version
 
-from ..documented import ROOT
 from ..page_jobs import Job, of
 from .conftest import VERL
 
 pytestmark = pytest.mark.skipif(
     Version("0.7") > VERL, reason="the pages promise nothing of verl 0.6"
 )
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-OVERRIDE = "actor_rollout_ref.actor.optim.override_optimizer_config"
 
 
 def composed(settings: tuple[str, ...]) -> Any:
@@ -73,51 +68,3 @@ def test_both_sides_of_a_job_compute_in_one_dtype(job: Job) -> None:
     mixed = (config.actor.get("fsdp_config") or {}).get("mixed_precision") or {}
     half = mixed.get("param_dtype") == "fp16"
     assert config.rollout.dtype == ("float16" if half else "bfloat16")
-
-
-def test_low_precision_states_are_asked_for_with_the_optimizer_that_has_them() -> None:
-    states = [one for one in of("verl") if one.value(f"{OVERRIDE}.exp_avg_dtype")]
-    assert {"README.md", "docs/start/verl.md", "docs/verl.md"} <= {one.page for one in states}
-    for job in states:
-        made = validated(job.settings).actor_rollout_ref.actor.optim.override_optimizer_config
-        assert made.use_precision_aware_optimizer is True
-        assert made.exp_avg_dtype == "bf16"
-        assert made.adam_beta2 == 0.95  # a bf16 second moment cannot decay at Megatron's default
-
-
-def test_a_job_that_verl_does_not_take_is_noticed() -> None:
-    start = next(one for one in of("verl") if one.page == "docs/start/verl.md")
-    without = tuple(one for one in start.settings if "use_dynamic_bsz" not in one)
-    assert without != start.settings
-    with pytest.raises(TypeError):
-        validated(without)
-    with pytest.raises(Exception, match="Invalid loss_agg_mode"):
-        validated((*start.settings, "actor_rollout_ref.actor.loss_agg_mode=none"))
-    with pytest.raises(Exception, match="no_such_key"):
-        validated((*start.settings, "actor_rollout_ref.actor.optim.no_such_key=1"))
-
-
-@pytest.mark.skipif(Version("0.8") <= VERL, reason="the page says this of 0.7.1")
-def test_the_key_that_a_legacy_actor_needs_is_taken() -> None:
-    start = [one for one in of("verl") if one.page == "docs/start/verl.md"][-1]
-    config = validated((*start.settings, "actor_rollout_ref.actor.fsdp_config.dtype=float16"))
-    assert config.actor_rollout_ref.actor.fsdp_config.dtype == "float16"
-    text = " ".join((ROOT / start.page).read_text(encoding="utf-8").split())
-    assert "`actor_rollout_ref.actor.fsdp_config.dtype`: set that to `float16`, too" in text
-
-
-def test_the_errors_that_readme_quotes_are_megatrons_own() -> None:
-    import megatron.core.distributed.param_and_grad_buffer as buffers
-    import megatron.core.optimizer.optimizer_config as configs
-
-    rows = [one for one in README.splitlines() if one.startswith("| `")]
-    (row,) = (one for one in rows if "when not using precision-aware optimizer" in one)
-    rest = "_dtype can only be fp32 when not using precision-aware optimizer"
-    text = inspect.getsource(configs)
-    fields = re.findall(r"`(\w+)_dtype", row)
-    assert sorted(fields) == sorted(re.findall(rf'"(\w+){rest}"', text))
-    assert f"`{fields[0]}{rest}`" in row
-    (row,) = (one for one in rows if "in local grad norm" in one)
-    quoted = row.split("`")[1]
-    for one in (quoted, quoted.replace("NaN", "Inf")):
-        assert one in inspect.getsource(buffers)

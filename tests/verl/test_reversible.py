@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import sys
-import textwrap
-import threading
 from typing import Any
 
 import pytest
@@ -13,7 +10,6 @@ from packaging.version import Version
 
 import precision_shim
 
-from ..rank_server import Ranks
 from .conftest import VERL
 
 MODULES = (
@@ -72,74 +68,6 @@ def test_uninstall_leaves_every_namespace_as_it_was(cpu: None) -> None:
         precision_shim.uninstall()
         assert not changes(before)
         assert sys.meta_path == finders
-
-
-def test_threads(cpu: None) -> None:
-    before = namespaces()
-    barrier = threading.Barrier(8)
-    failures: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            barrier.wait()
-            for _ in range(3):
-                precision_shim.install()
-                precision_shim.status()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    try:
-        assert not failures
-        assert len(wrapped()) >= 8
-    finally:
-        precision_shim.uninstall()
-    assert not changes(before)
-
-
-ORDERS = {
-    "before": "SHIM; VERL; ENGINE",
-    "between": "VERL; SHIM; ENGINE",
-    "after": "VERL; ENGINE; SHIM",
-    "from-import first": "from verl.utils.megatron_utils import get_model; SHIM; ENGINE; VERL",
-}
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_every_import_order(fresh_processes: Ranks, order: str) -> None:
-    code = {
-        # An untested version has one refused path, for which strict raises an error.
-        "SHIM": f"precision_shim.install(strict={Version('0.7') <= VERL})",
-        "VERL": "import verl.utils.megatron.optimizer, verl.utils.megatron_utils",
-        "ENGINE": "import verl.workers.engine.megatron.transformer_impl",
-        "; ": "\n",
-    }
-    script = "import precision_shim, sys\nassert not {'verl', 'megatron'} & set(sys.modules)\n"
-    script += re.sub("|".join(code), lambda found: code[found[0]], ORDERS[order])
-    script += textwrap.dedent(
-        """
-        seams = precision_shim.status().to_dict()["frameworks"]["verl"]["seams"]
-        from verl.utils.megatron_utils import get_model
-        assert type(get_model).__name__ == "SeamWrapper", type(get_model)
-        found = sorted({s["target"] for s in seams if s["state"] == "wrapped"})
-        """
-    )
-    (targets,) = fresh_processes(script, world=1)
-    assert "refused" not in fresh_processes.said[0] or Version("0.7") > VERL
-    for target in (
-        "distributed_data_parallel:DistributedDataParallel.__init__",
-        "optimizer_config:OptimizerConfig.__post_init__",
-        "optimizer:init_megatron_optim_config",
-        "transformer_impl:MegatronEngine.initialize",
-        "megatron_utils:get_model",
-        "megatron_utils:make_megatron_module",
-        "optimizer:get_megatron_optimizer",
-    ):
-        assert any(one.endswith(f".{target}") for one in targets), target
 
 
 @pytest.mark.skipif(Version("0.7") > VERL, reason="rollout-agreement supports verl from 0.7 on")

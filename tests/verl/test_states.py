@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
-import warnings
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 from packaging.version import Version
 
 from precision_shim import PrecisionShimWarning
-from precision_shim.errors import CheckpointLayoutError, DtypeError
+from precision_shim.errors import CheckpointLayoutError
 
 from ..rank_server import Ranks
 from ..testing import tiny_training as tiny
@@ -176,21 +175,6 @@ def test_a_copied_config_is_written_as_its_original(
     assert same(saved, second.states())
 
 
-def test_a_pickled_config_in_another_process(
-    fused_adam: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from precision_shim_adapters.megatron.resuming import checkpoint
-
-    def elsewhere(config: Any) -> Any:
-        data = pickle.dumps(config)
-        monkeypatch.setattr(checkpoint, "_own_floats", {})  # as in another process
-        return pickle.loads(data)
-
-    with shim(on=True):
-        made = job(through=elsewhere).optimizer.config
-        assert checkpoint.is_added_by_shim(made)
-
-
 @pytest.mark.parametrize("by", COPIES)
 def test_a_users_own_config_stays_the_users(fused_adam: str, by: str) -> None:
     from precision_shim_adapters.megatron.resuming.checkpoint import is_added_by_shim
@@ -199,31 +183,6 @@ def test_a_users_own_config_stays_the_users(fused_adam: str, by: str) -> None:
         made = job(use_precision_aware_optimizer=True, through=COPIES[by]).optimizer.config
         assert made.use_precision_aware_optimizer
         assert not is_added_by_shim(made)
-
-
-def test_the_mark_is_nothing_that_a_config_shows(fused_adam: str) -> None:
-    from megatron.core.optimizer import OptimizerConfig
-
-    from precision_shim_adapters.megatron.resuming.checkpoint import (
-        is_added_by_shim,
-        note_precision_aware,
-    )
-
-    def made() -> Any:
-        return OptimizerConfig(
-            use_precision_aware_optimizer=True, use_distributed_optimizer=True, bf16=True
-        )
-
-    config, plain = made(), made()
-    note_precision_aware(config, by_user=False)
-    assert is_added_by_shim(config)
-    assert not is_added_by_shim(plain)
-    assert config == plain
-    assert repr(config) == repr(plain)
-    assert dataclasses.asdict(config) == dataclasses.asdict(plain)
-    assert [type(one) for one in dataclasses.astuple(config)] == [
-        type(one) for one in dataclasses.astuple(plain)
-    ]
 
 
 # -- torch's Adam ------------------------------------------------------------------------------
@@ -249,36 +208,3 @@ def test_states_of_torchs_adam(cpu: None, tmp_path: Path, sharding: str) -> None
             tiny.load(*warm, tmp_path / "on")
     with shim(on=True, strict=True), pytest.raises(CheckpointLayoutError, match=told):
         tiny.save(*first, tmp_path / "strict", sharding)
-
-
-def test_with_fused_adam_nothing_is_told_at_a_save(fused_adam: str, tmp_path: Path) -> None:
-    with shim(on=True, policy="as-configured"), warnings.catch_warnings():
-        first = build("bf16")
-        tiny.train(*first, steps=1)
-        warnings.simplefilter("error", PrecisionShimWarning)
-        tiny.save(*first, tmp_path / "saved", "dp_reshardable")
-
-
-# -- low dtypes without the precision-aware optimizer ------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "field", ["exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype", "main_params_dtype"]
-)
-def test_the_worker_says_the_plans_sentence(fused_adam: str, field: str) -> None:
-    from precision_shim_adapters.megatron.deciding.legality import not_precision_aware
-
-    name = "fp16" if field == "main_params_dtype" else "bf16"
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[name]
-    ((_, sentence, remedy),) = not_precision_aware({field: dtype})
-    with shim(on=True, policy="as-configured"):
-        with pytest.raises(DtypeError, match="override_optimizer_config") as caught:
-            job(**{field: name})
-        assert f"{field}: {sentence}. {remedy}" in str(caught.value)
-        from megatron.core.optimizer import OptimizerConfig
-
-        with pytest.raises(DtypeError, match="OptimizerConfig") as caught:
-            OptimizerConfig(**{field: dtype})
-        assert f"{field}: {sentence}. {remedy}" in str(caught.value)
-    with pytest.raises(AssertionError, match="can only be fp32"):
-        OptimizerConfig(**{field: dtype})

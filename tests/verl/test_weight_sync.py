@@ -85,15 +85,6 @@ def one_rank(launch: Ranks) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
-def test_verl_rounds_to_bf16_on_the_way_without_the_shim(two_ranks: Any) -> None:
-    for rank in two_ranks:
-        assert rank["off"]["is"] == [f"trainer in {'bf16' if ROUNDS else 'fp32'}"]
-        assert (rank["off"]["on bf16's grid"] == 1.0) is ROUNDS
-        assert rank["off, lora"]["is"] == [f"{LORA} in bf16"]
-        assert rank["off, lora"]["on bf16's grid"] == 1.0
-
-
 def test_an_fp16_rollout_gets_the_trainers_weights_rounded_once(two_ranks: Any) -> None:
     for rank in two_ranks:
         assert rank["on"]["is"] == [f"trainer in {'fp16' if ROUNDS else 'fp32'}"]

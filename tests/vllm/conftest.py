@@ -17,12 +17,7 @@ import pytest
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "both_sides.py"
 
-BESIDE = {
-    "test_verl.py": "verl",
-    "test_verl_megatron.py": "mbridge",
-    "test_skyrl.py": "skyrl",
-    "test_nemo_rl.py": "nemo-rl",
-}
+BESIDE = {"test_verl.py": "verl"}
 """The test files that need a framework in addition to vLLM, in their own environments."""
 
 _installed = {one.name for one in distributions()}

@@ -39,16 +39,6 @@ def test_the_shim_knows_that_this_vllm_has_an_lm_head_in_fp32(
     assert (made.dtype, made.head_dtype) == (torch.bfloat16, torch.float32)
 
 
-@pytest.mark.parametrize("name", ENGINE_NAMES)
-def test_vllm_refuses_the_short_name_that_a_trainer_takes(
-    name: str, checkpoint: Path, model_config: CONFIG
-) -> None:
-    with pytest.raises(ValueError, match="dtype"):
-        model_config(checkpoint, name)
-    taken = engine_name(name, "key", "vLLM")
-    assert model_config(checkpoint, taken).dtype == getattr(torch, taken)
-
-
 @pytest.mark.parametrize(
     ("stored", "computes"),
     [("float32", "bfloat16"), ("float16", "float16"), ("bfloat16", "bfloat16")],
@@ -63,31 +53,7 @@ def test_auto_takes_the_checkpoints_dtype_and_bf16_for_fp32(
     assert model_config(tmp_path, "auto").dtype == getattr(torch, computes)
 
 
-@pytest.mark.parametrize("model_type", sorted(set(NO_FP16) - OLDER_VLLM_ONLY))
-def test_vllm_refuses_in_fp16_the_models_that_the_shim_names(
-    model_type: str, both_sides: Any
-) -> None:
-    from vllm.config.model import _check_valid_dtype
-
-    with pytest.raises(ValueError, match=f"'{model_type}' does not support float16"):
-        _check_valid_dtype(model_type, torch.float16)
-    assert _check_valid_dtype(model_type, torch.bfloat16)
-    assert _check_valid_dtype("qwen2", torch.float16)
-
-
 def test_the_shim_names_each_model_that_vllm_refuses_in_fp16(both_sides: Any) -> None:
     from vllm.config.model import _FLOAT16_NOT_SUPPORTED_MODELS
 
     assert set(NO_FP16) == set(_FLOAT16_NOT_SUPPORTED_MODELS) | OLDER_VLLM_ONLY
-
-
-def test_a_gemma2_is_refused_in_fp16_before_an_engine_starts(
-    both_sides: Any, tmp_path: Path, model_config: CONFIG
-) -> None:
-    from transformers import Gemma2Config
-
-    # vLLM would inspect Gemma2's own architecture in another process for half a minute.
-    Gemma2Config(architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="'gemma2' does not support float16"):
-        model_config(tmp_path, "float16")
-    assert model_config(tmp_path, "bfloat16").dtype == torch.bfloat16

@@ -29,15 +29,13 @@ WRAPPED = (
 """Without this override verl 0.7.1 fails on transformers 5, which this vLLM needs."""
 
 
-def synced(on: bool, dtype: str) -> dict[str, Any]:
+def synced(dtype: str) -> dict[str, Any]:
     """Compare an engine's weights after a sync with the trainer's.
 
     Args:
-        on: whether the shim is installed.
         dtype: the rollout's dtype, by vLLM's name.
     """
-    if on:
-        precision_shim.install()
+    precision_shim.install()
     actor = sync_ranks.worker(f"actor_rollout_ref.rollout.dtype={dtype}", WRAPPED).actor.engine
     with both_sides.engine(Path(os.environ["MODEL"]), dtype, LENGTH) as llm:
         (before,) = llm.collective_rpc(engines.read)

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -120,13 +119,6 @@ def test_its_optimizer_is_audited() -> None:
     assert part.optimizer == "Stepper"
 
 
-def test_what_a_broken_adapter_does_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tinyfsdp_shim", SimpleNamespace())  # type: ignore[arg-type]
-    found = _registry.records()
-    assert found["thirdfsdp"].checkpoints is None
-    assert found["tinyfsdp"].checkpoints is None
-
-
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
@@ -151,17 +143,3 @@ def test_a_wrong_adapter_spoils_no_others_command(
     assert part["framework"] == "verl"
     with pytest.raises(AuditError):
         precision_shim.audit(torch.nn.Linear(2, 2), object())
-
-
-def test_an_adapter_that_failed_once_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as half:
-        half.setitem(sys.modules, "tinyfsdp_shim", SimpleNamespace())  # type: ignore[arg-type]
-        assert _registry.records()["thirdfsdp"].checkpoints is None
-    assert _registry.records()["thirdfsdp"].checkpoints is not None
-
-
-def test_the_start_loads_no_adapter() -> None:
-    assert "thirdfsdp" in _registry.entries()
-    assert _registry.packages()
-    assert _registry.checkpoints(third_party=False)
-    assert "thirdfsdp_shim" not in sys.modules

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-import re
-
 import pytest
-
-from precision_shim_adapters.megatron import RequestedConfig
 
 from .conftest import SITE
 
@@ -36,20 +31,3 @@ def test_the_page_shows_the_adapter(name: str, request: pytest.FixtureRequest) -
         PAGE.write_text(before + begin + wanted + end + after, encoding="utf-8")
         return
     assert held == wanted, f"write it anew: pytest {request.node.nodeid} --write-docs"
-
-
-def test_the_page_names_all_that_an_adapter_needs() -> None:
-    """The page mentions each name that slime's adapter takes from this package."""
-    code = (ROOT / SHOWN[2]).read_text(encoding="utf-8")
-    prose = re.sub(r"```python\n.*?```", "", PAGE.read_text("utf-8"), flags=re.DOTALL)
-    page = PAGE.read_text("utf-8").replace(code, "")
-    used = set(re.findall(r"megatron\.(\w+)", code)) - {"core"}
-    assert used
-    assert not [name for name in used if name not in page]
-    fields = re.findall(r"^    (\w+): ", inspect.getsource(RequestedConfig), flags=re.MULTILINE)
-    assert not [name for name in fields if f"`{name}`" not in prose]
-
-
-def test_the_trainers_know_nothing_of_the_shim() -> None:
-    for file in SITE.glob("*/*.py"):
-        assert not re.search(r"import precision_shim|from precision_shim", file.read_text("utf-8"))

@@ -120,18 +120,6 @@ def test_fp16_skips_counts_and_resumes(on: Callable[..., Any], tmp_path: Path) -
     assert resumed.optimizer.get_loss_scale() == whole.optimizer.get_loss_scale()
 
 
-def test_taken_out_it_leaves_nothing_behind(on: Callable[..., Any]) -> None:
-    from megatron.core.distributed import DistributedDataParallel
-    from tinytron import trainer as module
-
-    places = (module, module.Trainer, DistributedDataParallel)
-    before = [dict(vars(place)) for place in places]
-    on("tinytron")
-    assert vars(module.Trainer)["build"] is not before[1]["build"]
-    precision_shim.uninstall()
-    assert [dict(vars(place)) for place in places] == before
-
-
 def test_strict_refuses_a_trainer_that_it_does_not_know(
     on: Callable[..., Any], changed: Callable[[str, str, str], None]
 ) -> None:

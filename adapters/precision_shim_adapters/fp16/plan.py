@@ -13,15 +13,10 @@ from typing import Any
 from precision_shim.errors import PlanError
 from precision_shim.planning.command import Job
 from precision_shim.planning.counting import Precision, Share, part
-from precision_shim.planning.record import (
-    Decided,
-    ModelPlan,
-    Part,
-    Problem,
-    Stage,
-)
+from precision_shim.planning.record import Decided, ModelPlan, Part, Stage
 from precision_shim.planning.request import Rules, Variant
 from precision_shim.planning.shapes import Model
+from precision_shim.reporting.problem import Problem
 from precision_shim.scaling import ScalerSettings
 
 from ..megatron.planning import layout

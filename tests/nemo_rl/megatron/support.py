@@ -30,7 +30,7 @@ from precision_shim.testing.megatron_cpu import CPU_TRANSFORMER, cuda_means_cpu
 
 from ...megatron_bridge import import_megatron_bridge
 from ..cpu import nemo_rl_on_cpu
-from ..support import LENGTH, NEMO_RL, VOCABULARY, WORKERS
+from ..support import NEMO_RL, VOCABULARY, WORKERS, common
 
 POLICY = f"{WORKERS}.megatron_policy_worker:MegatronPolicyWorker"
 VALUE = "nemo_rl.models.value.workers.megatron_value_worker:MegatronValueWorker"
@@ -81,20 +81,8 @@ def policy_config(
     settings = {key: value for key, value in OPTIMIZER.items() if key not in drop}
     settings |= optimizer or {}
     return {
-        "model_name": str(model),
-        "tokenizer": {"name": str(model)},
-        "train_global_batch_size": 4,
-        "train_micro_batch_size": 2,
-        "logprob_batch_size": 2,
-        "generation_batch_size": 1,
-        "max_total_sequence_length": LENGTH,
-        "make_sequence_length_divisible_by": 1,
-        "precision": precision,
+        **common(model, precision),
         "logprob_chunk_size": None,
-        "offload_optimizer_for_logprob": False,
-        "dynamic_batching": {"enabled": False},
-        "sequence_packing": {"enabled": False},
-        "max_grad_norm": 1.0,
         "generation": None,
         "hf_config_overrides": {},
         "dtensor_cfg": {"enabled": False},

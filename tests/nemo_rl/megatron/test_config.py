@@ -11,7 +11,6 @@ from packaging.version import Version
 
 import precision_shim
 from precision_shim.errors import DtypeError
-from precision_shim_adapters.megatron.deciding.legality import not_precision_aware
 
 from ..support import NEMO_RL
 from . import support
@@ -37,14 +36,6 @@ def made(**fields: Any) -> Any:
     return config
 
 
-def test_bridge_makes_the_config_in_the_way_that_this_version_is_known_for(cpu: None) -> None:
-    from megatron.bridge.training.config import OptimizerConfig
-    from megatron.core.optimizer import OptimizerConfig as Own
-
-    assert (OptimizerConfig is not Own) is DEFERRED
-    assert ("finalize" in vars(OptimizerConfig)) is DEFERRED
-
-
 def test_names_become_dtypes(fused_adam: str, shim: Callable[..., Any]) -> None:
     before = made(**NAMES)
     assert before.params_dtype == "float32", "Megatron itself coerces: delete the seam"
@@ -64,27 +55,6 @@ def test_a_name_for_fp32_is_fp32_without_the_precision_aware_optimizer(
         made(exp_avg_dtype="float32")
     shim()
     assert made(exp_avg_dtype="float32").exp_avg_dtype is torch.float32
-
-
-def test_a_low_dtype_needs_the_precision_aware_optimizer(
-    cpu: None, shim: Callable[..., Any]
-) -> None:
-    """The shim raises an error with the plan's sentence; Megatron's assertion is never reached."""
-    ((_, sentence, remedy),) = not_precision_aware({"exp_avg_dtype": torch.bfloat16})
-    with pytest.raises(AssertionError, match="exp_avg_dtype can only be fp32"):
-        made(exp_avg_dtype=torch.bfloat16)
-    shim()
-    with pytest.raises(DtypeError, match=r"megatron-core \d.*OptimizerConfig") as caught:
-        made(exp_avg_dtype="bfloat16")
-    assert f"exp_avg_dtype: {sentence}. {remedy}" in str(caught.value)
-
-
-def test_the_users_mapping_stays_as_it_is(cpu: None, shim: Callable[..., Any]) -> None:
-    shim()
-    before = dict(support.OPTIMIZER)
-    made()
-    assert before == support.OPTIMIZER
-    assert before["params_dtype"] == "float32"
 
 
 @pytest.mark.parametrize(

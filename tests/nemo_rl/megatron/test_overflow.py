@@ -13,7 +13,6 @@ from packaging.version import Version
 
 from precision_shim.errors import (
     InconsistentPrecisionError,
-    LossScaleError,
     PrecisionShimWarning,
     SettingsError,
 )
@@ -41,25 +40,6 @@ def parameters(made: Any) -> torch.Tensor:
 
 def scaler(made: Any) -> Any:
     return getattr(made.optimizer, "chained_optimizers", [made.optimizer])[0].grad_scaler
-
-
-@pytest.mark.parametrize("target", ROLES)
-def test_an_overflow_ends_the_job_without_the_shim(worker: Make, target: str) -> None:
-    with worker("float16", target=target, optimizer=TOO_MUCH) as made:
-        assert made.model.ddp_config.check_for_nan_in_grad
-        with pytest.raises(RuntimeError, match=r"found (NaN|Inf)"):
-            made.train(batch(), loss_of(target))
-
-
-def test_without_that_check_the_missing_grad_norm_ends_it(
-    worker: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with worker("float16", optimizer=TOO_MUCH) as made:
-        made.model.ddp_config.check_for_nan_in_grad = False
-        for group in made.model.bucket_groups:
-            group.ddp_config.check_for_nan_in_grad = False
-        with pytest.raises((RuntimeError, TypeError), match="NoneType"):
-            made.train(batch(), nll_loss())
 
 
 @pytest.mark.parametrize("target", ROLES)
@@ -95,46 +75,6 @@ def test_an_evaluation_steps_and_reports_nothing(worker: Make, shim: Any) -> Non
         result = made.train(batch(), nll_loss(), eval_mode=True)
         assert not {"loss_scale", "skipped_steps"} & set(result["all_mb_metrics"])
         assert float(made.optimizer.get_loss_scale()) == scale
-
-
-def test_bf16_reports_no_scale(worker: Make, shim: Any) -> None:
-    shim()
-    with worker() as made:
-        assert scaler(made) is None
-        assert made.model.ddp_config.check_for_nan_in_grad
-        assert "loss_scale" not in made.train(batch(), nll_loss())["all_mb_metrics"]
-
-
-def test_endless_skips_are_an_error(worker: Make, shim: Any) -> None:
-    shim()
-    with worker("float16", optimizer=FP16) as made:
-        for _ in range(24):
-            made.train(batch(), _Infinite())
-        with pytest.raises(LossScaleError, match="25 optimizer steps in a row"):
-            made.train(batch(), _Infinite())
-
-
-class _Infinite:
-    """NeMo-RL's loss of supervised training, times infinity."""
-
-    def __init__(self) -> None:
-        self._loss = nll_loss()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loss, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        value, metrics = self._loss(*args, **kwargs)
-        return value * math.inf, metrics
-
-
-def test_the_scaler_starts_where_fp16_can(worker: Make, shim: Any) -> None:
-    with worker("float16", optimizer=FP16) as made:
-        assert scaler(made).scale.item() == 2.0**32
-    shim()
-    with worker("float16", optimizer=FP16) as made:
-        assert scaler(made).scale.item() == 32768
-        assert scaler(made).growth_interval == 1000
 
 
 @pytest.mark.parametrize("target", ROLES)
@@ -219,15 +159,6 @@ def test_the_scales_of_auxiliary_losses_have_the_loss_scale_in_them(
 AWARE = {**FP16, "use_precision_aware_optimizer": True}
 FP16_BUCKET = {"grad_reduce_in_fp32": False}
 """The bucket's key in NeMo-RL's YAML files, which also set ``AWARE``'s last key."""
-
-
-def test_megatron_cannot_clip_fp16_gradients(worker: Make, fused_adam: str) -> None:
-    optimizer = {**AWARE, "initial_loss_scale": 1.0}
-    with (
-        worker("float16", optimizer=optimizer, ddp=FP16_BUCKET) as made,
-        pytest.raises(AssertionError),
-    ):
-        made.train(batch(), nll_loss())
 
 
 def test_such_a_pair_is_refused_by_name(worker: Make, shim: Any, fused_adam: str) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import gc
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ import torch
 from precision_shim.errors import InconsistentPrecisionError, PrecisionShimWarning
 
 from ..support import batch, nll_loss
-from .support import FP16, OPTIMIZER, POLICY, policy_config
+from .support import POLICY
 
 Make = Callable[..., AbstractContextManager[Any]]
 
@@ -117,25 +115,6 @@ def test_follow_model_takes_the_table_beneath_the_config(
     assert config.params_dtype is torch.float32, "the config carries it"
 
 
-def test_main_grads_stay_fp32_beside_an_fp32_bucket_of_the_config(
-    worker: Make, shim: Any, fused_adam: str
-) -> None:
-    shim(settings={"optimizer_states": "follow-model"})
-    asked = worker(
-        drop=("use_precision_aware_optimizer",),
-        optimizer={"adam_beta2": 0.95},
-        ddp={"grad_reduce_in_fp32": True},
-    )
-    with (
-        pytest.warns(PrecisionShimWarning, match="grad_reduce_in_fp32=True is the user's"),
-        asked as made,
-    ):
-        found = config_of(made), bucket_of(made)
-    assert found[0].main_grads_dtype is torch.float32
-    assert found[0].exp_avg_dtype is torch.bfloat16
-    assert found[1] is torch.float32
-
-
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_pair_that_disagrees(worker: Make, shim: Any, fused_adam: str, strict: bool) -> None:
     """A user's code changes the optimizer's config after the bucket is built."""
@@ -157,61 +136,6 @@ def test_a_pair_that_disagrees(worker: Make, shim: Any, fused_adam: str, strict:
         patch.setattr(module, "setup_optimizer", changing)
         with (pytest.raises if strict else pytest.warns)(kind, match=told), worker(**options):
             pass
-
-
-def test_a_pair_by_names_agrees(worker: Make, shim: Any, fused_adam: str) -> None:
-    """With coercion off, Megatron keeps the dtype's name, and the shim does not warn."""
-    shim(features=["-dtype-coercion"])
-    optimizer = {"use_precision_aware_optimizer": True, "main_grads_dtype": "float32"}
-    with worker(optimizer=optimizer, ddp={"grad_reduce_in_fp32": True}) as made:
-        assert config_of(made).main_grads_dtype == "float32"
-
-
-def test_the_bucket_follows_the_optimizer_that_there_is(
-    worker: Make, shim: Any, fused_adam: str
-) -> None:
-    """If grad-bucket-alignment is the only feature, the optimizer keeps fp32 main grads."""
-    shim(
-        features=["grad-bucket-alignment"],
-        settings={"optimizer_states": "follow-model", "grad_bucket": "align"},
-    )
-    with worker(drop=("use_precision_aware_optimizer",)) as made:
-        assert config_of(made).main_grads_dtype is torch.float32
-        assert bucket_of(made) is torch.float32
-
-
-def test_workers_with_equal_configs_are_told_apart_and_forgotten(cpu: None, model: Path) -> None:
-    from megatron.bridge.training.config import DistributedDataParallelConfig
-
-    from precision_shim_adapters.megatron.acting import build as backend
-    from precision_shim_adapters.nemo_rl.megatron import read_wishes
-
-    configs = [DistributedDataParallelConfig() for _ in range(2)]
-    assert configs[0] == configs[1]
-    for one in configs:
-        backend.expect_reference(
-            one, "nemo-rl", lambda: read_wishes(policy_config(model), "reference", False, False)
-        )
-    builds = [backend.build_around(one) for one in configs]
-    assert builds[0] is not None
-    assert builds[0] is not builds[1]
-    assert [backend.build_around(one) for one in configs] == builds
-    del one, configs
-    gc.collect()
-    kept = [build for _, build in backend._references.values()]
-    assert not any(one is build for one in kept for build in builds)
-
-
-def test_a_bucket_that_does_not_fit_is_reported_and_left(worker: Make, shim: Any) -> None:
-    shim()
-    with (
-        pytest.warns(PrecisionShimWarning, match="policy: grad_reduce_in_fp32=False gives"),
-        worker(ddp={"grad_reduce_in_fp32": False}) as made,
-    ):
-        assert bucket_of(made) is torch.bfloat16
-    assert decisions(shim, "policy", "grad-bucket-alignment") == [
-        "gradient bucket bf16 (grad_reduce_in_fp32=False)"
-    ]
 
 
 def test_a_bucket_is_aligned_where_the_user_asks_for_it(worker: Make, shim: Any) -> None:
@@ -239,12 +163,6 @@ def test_a_model_that_nothing_trains_brings_no_warning(worker: Make, shim: Any) 
     assert len([one for one in warned if one.category is PrecisionShimWarning]) == 1
 
 
-def test_a_teacher_brings_no_warning(worker: Make, shim: Any) -> None:
-    shim()
-    with worker(ddp={"grad_reduce_in_fp32": False}, options={"init_optimizer": False}) as made:
-        assert made.optimizer is None
-
-
 def test_fp16_that_the_config_leaves_unscaled_is_named(worker: Make, shim: Any) -> None:
     shim()
     told = "fp16=False, bf16=True, but the model is fp16"
@@ -253,19 +171,3 @@ def test_fp16_that_the_config_leaves_unscaled_is_named(worker: Make, shim: Any) 
     # The model has no scaler to skip an overflow, so Megatron's NaN check still ends the job.
     assert found == (False, True)
     assert decisions(shim, "policy", "fp16-scaling") == ["no loss scaling"]
-
-
-def test_strict_refuses_it(worker: Make, shim: Any) -> None:
-    shim(strict=True)
-    with (
-        pytest.raises(InconsistentPrecisionError, match="Set fp16 to true"),
-        worker("float16"),
-    ):
-        pass
-
-
-def test_the_shipped_keys_are_those_of_nemo_rls_own_config() -> None:
-    from nemo_rl.models.policy import MegatronOptimizerConfig
-
-    assert set(OPTIMIZER) == set(MegatronOptimizerConfig.__annotations__)
-    assert set(FP16) <= set(OPTIMIZER)

@@ -41,11 +41,6 @@ def test_pairs(subject: str, trainer: str, other: str) -> None:
     assert kept is (found.lost and subject == "rollout" and other != AUTO)
 
 
-def test_the_line_to_write_has_the_prefix_that_the_command_line_wants() -> None:
-    other = engine("ref", "bf16", prefix="++")
-    assert compare(engine("actor", "fp16"), other).remedy == "++ref.dtype=float16"
-
-
 def test_an_engine_without_a_key_has_no_line_to_write() -> None:
     found = compare(engine("actor", "fp16"), Engine("ref", "bf16", "", because="it autocasts"))
     assert (found.remedy, found.lost) == ("", True)

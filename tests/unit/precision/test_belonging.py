@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import os
 import random
 import shutil
@@ -12,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from precision_shim.precision import belonging
 from precision_shim.precision.belonging import (
     are_fingerprints,
     files_beneath,
@@ -59,41 +57,6 @@ def test_every_byte_of_a_small_file_counts(tmp_path, size):
         path.write_bytes(content)
         assert fingerprint(path) != whole
         content[position] ^= 1
-
-
-def test_little_is_read_of_a_large_file(tmp_path, monkeypatch):
-    """Of a sparse file of 8 GB only 256 KiB and the possible end of a zip file are read."""
-    path = tmp_path / "__0_0.distcp"
-    with path.open("wb") as file:
-        file.truncate(8 << 30)
-    read = []
-
-    class Counted:
-        def __init__(self, file):
-            self._file = file
-
-        def __getattr__(self, name):
-            return getattr(self._file, name)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *raised):
-            self._file.close()
-
-        def read(self, size=-1):
-            content = self._file.read(size)
-            read.append(len(content))
-            return content
-
-    real = builtins.open
-    monkeypatch.setattr(belonging, "open", lambda *a, **k: Counted(real(*a, **k)), raising=False)
-    before = fingerprint(path)
-    assert sum(read) <= (256 << 10) + (128 << 10)
-    with path.open("r+b") as file:  # the fingerprint reads the file's end
-        file.seek(-1, os.SEEK_END)
-        file.write(b"x")
-    assert fingerprint(path) != before
 
 
 def test_what_is_missing_has_none_and_what_cannot_be_read_is_an_error(tmp_path):

@@ -36,12 +36,6 @@ def test_a_model_without_trainable_parameters_has_no_dtype():
         assert str(found) == "none"
 
 
-def test_a_real_module():
-    module = torch.nn.Linear(3, 2).to(FP16)
-    assert trainable_dtypes(module.parameters()).single is FP16
-    assert sum(trainable_dtypes(module.parameters()).counts.values()) == 8
-
-
 def test_fp8_parameters_have_no_single_dtype():
     quantized = parameter(BF16)
     # TransformerEngine's tensors have ``_fp8_dtype``, and the dtype bf16
@@ -74,8 +68,3 @@ def test_chunks_add_up(left, right, left_fp8, right_fp8):
     assert sum(both.counts.values()) == sum(left.values()) + sum(right.values())
     assert set(both.counts) == {*left, *right}
     assert both.fp8 == (left_fp8 or right_fp8)
-
-
-def test_a_model_that_trains_nothing_has_no_dtype():
-    assert trainable_dtypes([]) == TrainableDtypes({}, False)
-    assert trainable_dtypes([]).single is None

@@ -24,12 +24,6 @@ def test_replaces_a_function_imported_later(lab):
     assert lab.ops.shift(3) == 4
 
 
-def test_replaces_a_function_imported_before(lab):
-    ops = lab.ops
-    lab.install(lab.seam(OPS))
-    assert ops.scale(3) == -6
-
-
 def test_replaces_methods_of_every_kind(lab):
     ops = lab.ops
     lab.install(
@@ -56,14 +50,6 @@ def test_a_classmethod_still_sees_the_subclass(lab):
 
     assert type(Crate.make(1)) is Crate
     assert type(Crate(1).make(1)) is Crate
-
-
-def test_leaves_the_namespaces_siblings_alone(lab):
-    ops = lab.ops
-    before = {**vars(ops)}
-    lab.install(lab.seam(OPS))
-    changed = [name for name, value in vars(ops).items() if before[name] is not value]
-    assert changed == ["scale"]
 
 
 def test_a_feature_that_is_off_touches_nothing(lab):
@@ -100,13 +86,6 @@ def test_uninstall_before_the_import_leaves_nothing(lab):
     assert type(lab.ops.scale).__name__ == "function"
 
 
-def test_removing_twice_is_harmless(lab):
-    engine = lab.install(lab.seam(OPS))
-    assert lab.ops.scale(3) == -6
-    assert engine.remove() == engine.remove() == []
-    assert lab.ops.scale(3) == 6
-
-
 def test_an_adapter_added_twice_is_patched_once(lab):
     ops = lab.ops
     engine = lab.install(lab.seam(OPS))
@@ -114,16 +93,6 @@ def test_an_adapter_added_twice_is_patched_once(lab):
     engine.add(lab.adapter(lab.seam(OPS)))
     assert ops.scale is wrapper
     assert ops.scale(3) == -6
-
-
-def test_install_uninstall_install(lab):
-    ops = lab.ops
-    before = contents(ops)
-    for _ in range(3):
-        engine = lab.install(lab.seam(OPS))
-        assert ops.scale(3) == -6
-        engine.remove()
-        assert contents(ops) == before
 
 
 @pytest.mark.parametrize("name", ["Box.inherited", "Crate.add"])
@@ -215,48 +184,6 @@ def test_names_imported_by_value_after_patching_are_given_back(lab):
     engine.remove()
     assert users.scale is users.renamed is lab.ops.scale
     assert users.use(3) == 6
-
-
-def test_modules_are_looked_through_only_where_someone_has_a_copy(lab, monkeypatch):
-    """A training process has 300,000 names; searching them takes a quarter of a second."""
-    from precision_shim.seams import _sites
-
-    looked_for = []
-    look = _sites._sweep
-    monkeypatch.setattr(_sites, "_sweep", lambda gone: (looked_for.append(len(gone)), look(gone)))
-
-    def install():
-        engine = lab.install(
-            lab.seam(OPS, aliases=ALIASES), lab.seam("toy.ops:Box.add"), framework="one"
-        )
-        engine.add(lab.adapter(lab.seam(OPS, "toy_wrappers:add_hundred"), framework="two"))
-        return engine
-
-    assert lab.ops.scale(3) == 6
-    before = lab.ops.scale
-    install().remove()
-    assert looked_for == []
-    engine = install()
-    users = lab.load("toy.users")
-    engine.remove()
-    assert users.scale is users.renamed is lab.ops.scale is before
-    assert looked_for == []  # the copies are declared, so no search is needed
-    lab.write({"toy/copies.py": "from toy.ops import scale as mine"})
-    engine = install()
-    copies = lab.load("toy.copies")
-    looked_for.clear()
-    engine.remove()
-    assert copies.mine is lab.ops.scale is before
-    assert looked_for == [1]
-
-
-def test_a_wrapper_kept_elsewhere_passes_calls_through_after_uninstall(lab):
-    engine = lab.install(lab.seam(OPS), lab.seam("toy.ops:Box.add"))
-    box = lab.ops.Box(1)
-    kept, bound = [lab.ops.scale], box.add
-    engine.remove()
-    assert kept[0](3) == 6
-    assert bound(3) == 4
 
 
 def test_giving_back_does_not_wake_lazy_modules(lab):
@@ -383,26 +310,7 @@ def test_another_tool_that_left_again_is_not_reported(lab):
     assert contents(ops) == before
 
 
-def test_a_second_install_over_another_tools_wrapper_patches_again(lab):
-    ops = lab.ops
-    first = lab.install(lab.seam(OPS))
-    ops.scale = foreign = theirs(ops.scale)
-    first.remove()
-    second = lab.install(lab.seam(OPS, "toy_wrappers:note"))
-    assert ops.scale(3) == ("theirs", 6)
-    assert len(lab.load("toy_wrappers").CALLS) == 1
-    second.remove()
-    assert ops.scale is foreign
-
-
 # -- copies ---------------------------------------------------------------------------------------
-
-
-def test_copies_are_what_copies_of_the_plain_function_are(lab):
-    lab.install(lab.seam(OPS))
-    scale = lab.ops.scale
-    assert copy.copy(scale) is scale
-    assert copy.deepcopy({"hook": scale})["hook"] is scale
 
 
 def test_a_bound_method_is_copied_with_its_object(lab):
@@ -411,10 +319,3 @@ def test_a_bound_method_is_copied_with_its_object(lab):
     holder = copy.deepcopy({"box": box, "hook": box.add})
     assert holder["hook"].__self__ is holder["box"] is not box
     assert copy.copy(box.add).__self__ is box
-
-
-def test_an_unbound_method_can_be_copied(lab):
-    lab.install(lab.seam("toy.ops:Box.add"), lab.seam("toy.ops:Box.make"))
-    box = lab.ops.Box
-    assert copy.deepcopy(box.add)(box(1), 2) == -3
-    assert copy.deepcopy([box.double])[0](2) == 4

@@ -134,14 +134,6 @@ def test_only_the_group_is_refused(lab):
     assert "group 'a'" in lab.faults[0][1]
 
 
-def test_another_adapter_is_not_refused_with_it(lab):
-    engine = lab.install(lab.seam("toy.ops:gone"), lab.seam(GOOD), framework="one")
-    engine.add(lab.adapter(lab.seam(GOOD, "toy_wrappers:add_hundred"), framework="two"))
-    assert lab.ops.scale(3) == 106
-    assert len(engine.faults("one")) == 1
-    assert engine.faults("two") == ()
-
-
 def test_the_check_looks_at_modules_that_are_not_imported_and_imports_none(lab):
     lab.write({"toy/late.py": "def begin():\n    pass\n", "toy/sub/__init__.py": ""})
     engine = lab.install(lab.seam(GOOD), lab.seam("toy.late:begin", "toy_wrappers:wants_model"))
@@ -159,33 +151,12 @@ def test_nothing_is_checked_before_the_first_target_appears(lab):
     assert lab.states(engine) == ["refused"]
 
 
-def test_the_refusal_comes_before_the_first_patch(lab, monkeypatch):
-    patched = []
-    from precision_shim.seams import _sites
-
-    class Noting(_sites.SeamWrapper):
-        def __init__(self, *args, **kwargs):
-            patched.append(kwargs["target"])
-            super().__init__(*args, **kwargs)
-
-    monkeypatch.setattr(_sites, "SeamWrapper", Noting)
-    lab.install(lab.seam(GOOD), lab.seam("toy.users:gone"), lab.seam(OTHER, feature="g"))
-    assert lab.ops
-    assert patched == [OTHER]
-
-
 def test_a_refused_group_stays_refused_when_its_module_arrives_later(lab):
     engine = lab.install(lab.seam(GOOD), lab.seam("toy.users:use", "toy_wrappers:wants_model"))
     assert lab.ops
     assert lab.load("toy.users").use(3) == 6
     assert lab.states(engine) == ["refused", "refused"]
     assert len(lab.faults) == 1
-
-
-def test_a_refused_framework_uninstalls_cleanly(lab):
-    engine = lab.install(lab.seam(GOOD), lab.seam("toy.ops:gone"))
-    assert lab.ops
-    assert engine.remove() == []
 
 
 # -- contradictions that only the live object shows -----------------------------------------------
@@ -305,14 +276,6 @@ def test_a_broken_probe_refuses_and_never_breaks_the_frameworks_import(lab):
     assert len(lab.faults) == 1
 
 
-def test_a_broken_probe_of_an_informational_seam_breaks_nothing(lab):
-    engine = lab.install(
-        lab.seam(GOOD, "", native="toy_wrappers:broken", group="native"), lab.seam(OTHER)
-    )
-    assert lab.ops.shift(3) == -4
-    assert lab.states(engine)[1] == "wrapped"
-
-
 # -- states that are no faults --------------------------------------------------------------------
 
 
@@ -393,12 +356,6 @@ def test_a_native_symbol_is_left_alone_and_its_group_patched(lab):
     ]
 
 
-def test_a_symbol_that_turns_out_not_native_is_patched(lab):
-    engine = lab.install(lab.seam(GOOD, native="toy_wrappers:no"))
-    assert lab.ops.scale(3) == -6
-    assert lab.states(engine) == ["wrapped"]
-
-
 def test_informational_seams_are_never_patched(lab):
     engine = lab.install(
         lab.seam(GOOD, "", native="toy_wrappers:yes"),
@@ -455,21 +412,3 @@ def test_a_look_ahead_says_what_install_would_do_and_patches_nothing(lab):
     assert "toy.ops" not in sys.modules
     assert untouched(lab)
     assert lab.faults == []
-
-
-def test_the_check_is_pure_the_same_twice_and_the_engine_does_what_it_says(lab):
-    adapter = lab.adapter(
-        lab.seam(GOOD),
-        lab.seam("toy.ops:gone", feature="g", group="a"),
-        lab.seam(OTHER, feature="g", group="a"),
-        lab.seam(OTHER, feature="g", group="b"),
-    )
-    first, second = (check(adapter, ("f", "g"), None) for _ in range(2))
-    assert first == second
-    assert first.rows[0] is not second.rows[0]
-    engine = lab.engine()
-    engine.add(adapter)
-    assert lab.ops
-    after = {"pending": "wrapped"}
-    assert lab.states(engine) == [after.get(one.state, one.state) for one in first.foretold()]
-    assert [row.state for row in first.rows] == ["pending", "refused", "refused", "pending"]

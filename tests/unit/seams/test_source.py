@@ -165,13 +165,6 @@ def test_a_namespace_package_spread_over_two_folders_is_searched_whole(
     assert look("space.inner.a:f").module_found
 
 
-def test_a_namespace_package_itself_has_no_symbols(write_modules):
-    write_modules({"space/ops.py": ""})
-    symbol = look("space:f")
-    assert not symbol.found
-    assert "no readable source" in symbol.problem
-
-
 def test_a_package_without_source_cannot_be_looked_into(write_modules):
     root = write_modules({"toy/__init__.py": "", "toy/ops.py": "def f(a):\n    pass\n"})
     py_compile.compile(str(root / "toy/ops.py"), cfile=str(root / "toy/ops.pyc"))
@@ -180,20 +173,6 @@ def test_a_package_without_source_cannot_be_looked_into(write_modules):
     assert symbol.module_found
     assert not symbol.found
     assert "no readable source" in symbol.problem
-
-
-@pytest.mark.parametrize("module", ["sys", "_thread", "math"])
-def test_a_module_in_c_cannot_be_looked_into(module):
-    symbol = look(f"{module}:f")
-    assert symbol.module_found
-    assert "no readable source" in symbol.problem
-
-
-def test_a_syntax_error_is_a_problem_and_not_an_exception(write_modules):
-    write_modules({"toy/__init__.py": "", "toy/ops.py": "def f(:\n"})
-    symbol = look("toy.ops:f")
-    assert symbol.module_found
-    assert "not readable" in symbol.problem
 
 
 def test_another_packages_broken_finder_is_a_problem_and_not_an_exception(rich, monkeypatch):
@@ -206,21 +185,6 @@ def test_another_packages_broken_finder_is_a_problem_and_not_an_exception(rich, 
     symbol = look("toy.rich:plain")
     assert not symbol.found
     assert "their fault" in symbol.problem
-
-
-def test_looking_wakes_none_of_our_finders(rich):
-    from precision_shim.process.finders import Watcher
-
-    seen = []
-    finders = [Watcher(seen.append, before=True), Watcher(seen.append)]
-    for one in finders:
-        one.watch(["toy", "toy.rich"])
-    try:
-        assert look("toy.rich:plain").found
-    finally:
-        for one in finders:
-            one.remove()
-    assert seen == []
 
 
 def test_looking_keeps_the_import_hooks_of_others(write_modules):

@@ -79,14 +79,6 @@ def test_a_namespace_package_is_reported_before(watch, write_modules):
     assert seen == ["space"]
 
 
-def test_leaves_other_modules_alone(watch, write_modules):
-    write_modules(MODULES)
-    seen = watch("toy.other")
-    loader = importlib.import_module("toy.ops").__spec__.loader
-    assert type(loader).__name__ == "SourceFileLoader"
-    assert seen == []
-
-
 def test_the_module_has_its_own_loader_while_its_code_runs(watch, write_modules):
     write_modules(
         {
@@ -138,61 +130,6 @@ def test_a_reload_is_reported_again(watch, write_modules):
     importlib.reload(ops)
     assert seen == ["toy.ops", "toy.ops"]
     assert type(ops.__spec__.loader).__name__ == "SourceFileLoader"
-
-
-def test_a_namespace_package_is_imported_as_without_us(watch, write_modules):
-    write_modules({"space/ops.py": "", **MODULES})
-    seen = watch("space", "space.ops")
-    assert importlib.import_module("space.ops")
-    assert list(importlib.import_module("space").__path__)
-    assert "space.ops" in seen
-
-
-def test_an_old_loader_without_exec_module_is_left_alone(watch):
-    import types
-    from importlib.machinery import ModuleSpec
-
-    class Loader:
-        @staticmethod
-        def create_module(spec):
-            return types.ModuleType(spec.name)
-
-        @staticmethod
-        def load_module(name):
-            raise AssertionError
-
-    class Finder:
-        @staticmethod
-        def find_spec(name, path=None, target=None):
-            return ModuleSpec(name, Loader()) if name == "toy_old" else None
-
-    sys.meta_path.append(Finder)
-    watch("toy_old")
-    try:
-        assert isinstance(importlib.util.find_spec("toy_old").loader, Loader)
-    finally:
-        sys.meta_path.remove(Finder)
-
-
-def test_works_beside_wrapts_own_hooks(watch, write_modules):
-    # A child process is needed, because wrapt's finder stays on sys.meta_path for good.
-    root = write_modules(MODULES)
-    code = f"""
-import sys
-sys.path.insert(0, {str(root)!r})
-from precision_shim.process.finders import Watcher
-import wrapt
-seen = []
-one = Watcher(lambda name: seen.append("one"))
-one.watch(["toy.ops"])
-wrapt.register_post_import_hook(lambda module: seen.append("wrapt"), "toy.ops")
-two = Watcher(lambda name: seen.append("two"))
-two.watch(["toy.ops"])
-import toy.ops
-assert sorted(seen) == ["one", "two", "wrapt"], seen
-assert type(toy.ops.__spec__.loader).__name__ == "SourceFileLoader", toy.ops.__spec__.loader
-"""
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
 
 
 def test_the_module_of_dash_m_runs_as_without_us(watch, write_modules):
