@@ -12,7 +12,7 @@ precision_shim.install()
 # The imports up to main() replace a GPU and a real model: a job does not need them.
 from tests.nemo_rl import support  # noqa: E402
 from tests.nemo_rl.cpu import nemo_rl_on_cpu  # noqa: E402
-from tests.tiny_models import make_checkpoint  # noqa: E402
+from tests.stand_ins.tiny_models import make_checkpoint  # noqa: E402
 
 
 def main() -> None:

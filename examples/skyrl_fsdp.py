@@ -12,9 +12,9 @@ precision_shim.install()
 
 # The imports up to main() replace a GPU and a real model: a job does not need them.
 from tests.skyrl import cpu, support  # noqa: E402
-from tests.tiny_models import make_checkpoint  # noqa: E402
+from tests.stand_ins.tiny_models import make_checkpoint  # noqa: E402
 
-from precision_shim.testing.megatron_cpu import megatron_on_cpu, model_parallel  # noqa: E402
+from precision_shim_tools.testing.megatron_cpu import megatron_on_cpu, model_parallel  # noqa: E402
 
 
 def main() -> None:

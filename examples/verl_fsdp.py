@@ -11,7 +11,7 @@ precision_shim.install()
 
 # The imports up to main() replace a GPU and a real model: a job does not need them.
 import torch.distributed as dist  # noqa: E402
-from tests.tiny_models import make_checkpoint  # noqa: E402
+from tests.stand_ins.tiny_models import make_checkpoint  # noqa: E402
 from tests.verl import fsdp_support as cpu  # noqa: E402
 
 

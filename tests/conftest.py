@@ -110,7 +110,7 @@ def fused_adam(cpu: None) -> Iterator[str]:
 
     ``cpu`` is the framework's own fixture: it imports what must precede the stand-in.
     """
-    from precision_shim.testing.transformer_engine import stand_in_transformer_engine
+    from precision_shim_tools.testing.transformer_engine import stand_in_transformer_engine
 
     with stand_in_transformer_engine(TRANSFORMER_ENGINE) as stand_in:
         yield stand_in.version

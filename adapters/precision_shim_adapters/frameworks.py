@@ -55,18 +55,18 @@ MEGATRON = Backend(
             {"use_precision_aware_optimizer": True},
         ),
     ),
-    limits="precision_shim_adapters.megatron_limits:told",
+    limits="precision_shim_adapters.megatron.limits:told",
     shared={
         "megatron.core": "megatron-core",
         "megatron.bridge": "megatron-bridge",
         "nemo_automodel": "nemo-automodel",
     },
-    audit_readers={"megatron": "precision_shim_adapters.megatron.reading.reader:read_optimizers"},
-    checkpoint_readers={"megatron": "precision_shim_adapters.megatron_checkpoints:fill_part"},
+    audit_readers={"megatron": "precision_shim_adapters.megatron.audit.reader:read_optimizers"},
+    checkpoint_readers={"megatron": "precision_shim_tools.checkpoint.megatron_files:fill_part"},
 )
 BACKENDS = (MEGATRON,)
 
-FLAGS_RESUME = "precision_shim_adapters.megatron.resuming.foretelling:foretell_flags"
+FLAGS_RESUME = "precision_shim_tools.checkpoint.megatron:foretell_flags"
 """Predicts how a trainer with Megatron's own flags resumes."""
 
 
@@ -74,7 +74,7 @@ VERL = Adapter(
     framework="verl",
     distribution="verl",
     packages=("verl",),
-    place="precision_shim_adapters.verl:SEAMS",
+    place="precision_shim_adapters.verl.adapter:SEAMS",
     paths={
         **MEGATRON_PATHS,
         "offload": "Megatron (offload of states)",
@@ -109,15 +109,15 @@ VERL = Adapter(
         "verl.workers.engine.veomni.transformer_impl:VeOmniEngine._build_optimizer",
         "verl.workers.engine.automodel.transformer_impl:AutomodelEngine._build_optimizer",
     ),
-    plan="precision_shim_adapters.verl.plan:plan_job",
+    plan="precision_shim_tools.plan.verl.job:plan_job",
     checkpoints=Checkpoints(
         steps=r"(?:global_step_|step-)(\d+)",  # verl's torchtitan engine writes "step-"
         models=("actor", "critic"),
         resuming={
-            "megatron": "precision_shim_adapters.verl.resuming:megatron",
-            "shards": "precision_shim_adapters.verl.resuming:fsdp",
-            "dcp": "precision_shim_adapters.verl.resuming:distributed",
-            "safetensors": "precision_shim_adapters.verl.resuming:distributed",
+            "megatron": "precision_shim_tools.checkpoint.verl:megatron",
+            "shards": "precision_shim_tools.checkpoint.verl:fsdp",
+            "dcp": "precision_shim_tools.checkpoint.verl:distributed",
+            "safetensors": "precision_shim_tools.checkpoint.verl:distributed",
         },
         fields={"use_legacy_worker_impl": ("auto", "enable", "disable")},
     ),
@@ -127,7 +127,7 @@ SKYRL = Adapter(
     framework="skyrl",
     distribution="skyrl",
     packages=("skyrl",),
-    place="precision_shim_adapters.skyrl:SEAMS",
+    place="precision_shim_adapters.skyrl.adapter:SEAMS",
     paths={
         **MEGATRON_PATHS,
         "offload": "Megatron (offload of states)",
@@ -151,13 +151,13 @@ SKYRL = Adapter(
         *MEGATRON_EFFECTS,
         "skyrl.backends.skyrl_train.distributed.fsdp_strategy:FSDPStrategy._fsdp_init_train_model",
     ),
-    plan="precision_shim_adapters.skyrl.plan:plan_job",
+    plan="precision_shim_tools.plan.skyrl:plan_job",
     checkpoints=Checkpoints(
         steps=r"global_step_(\d+)",
         models=("policy", "critic"),
         resuming={
-            "megatron": "precision_shim_adapters.skyrl.resuming:megatron",
-            "shards": "precision_shim_adapters.skyrl.resuming:fsdp",
+            "megatron": "precision_shim_tools.checkpoint.skyrl:megatron",
+            "shards": "precision_shim_tools.checkpoint.skyrl:fsdp",
         },
     ),
 )
@@ -166,7 +166,7 @@ NEMO_RL = Adapter(
     framework="nemo-rl",
     distribution="nemo-rl",
     packages=("nemo_rl",),
-    place="precision_shim_adapters.nemo_rl:SEAMS",
+    place="precision_shim_adapters.nemo_rl.adapter:SEAMS",
     paths={
         **MEGATRON_PATHS,
         "megatron": "Megatron workers",
@@ -187,14 +187,14 @@ NEMO_RL = Adapter(
         "nemo_rl.models.dtensor.parallelize:_parallelize_model",
         "nemo_rl.models.automodel.setup:setup_model_and_optimizer",
     ),
-    plan="precision_shim_adapters.nemo_rl.plan:plan_job",
+    plan="precision_shim_tools.plan.nemo_rl:plan_job",
     checkpoints=Checkpoints(
         steps=r"step_(\d+)",
         models=("policy", "value"),
         resuming={
-            "megatron": "precision_shim_adapters.nemo_rl.resuming:megatron",
-            "dcp": "precision_shim_adapters.nemo_rl.resuming:dtensor",
-            "safetensors": "precision_shim_adapters.nemo_rl.resuming:dtensor",
+            "megatron": "precision_shim_tools.checkpoint.nemo_rl:megatron",
+            "dcp": "precision_shim_tools.checkpoint.nemo_rl:dtensor",
+            "safetensors": "precision_shim_tools.checkpoint.nemo_rl:dtensor",
         },
     ),
 )
@@ -206,7 +206,7 @@ TORCHTITAN = Adapter(
     framework="torchtitan",
     distribution="torchtitan",
     packages=("torchtitan",),
-    place="precision_shim_adapters.torchtitan:SEAMS",
+    place="precision_shim_adapters.torchtitan.adapter:SEAMS",
     paths={
         "rl": "RL trainer",
         "weights audit": "RL trainer (audit of the weights to the generators)",
@@ -222,10 +222,10 @@ TORCHTITAN = Adapter(
     },
     tested=("0.3.0",),
     effects=("torchtitan.components.optimizer.optimizer:OptimizersContainer.__init__",),
-    plan="precision_shim_adapters.torchtitan.plan:plan_job",
+    plan="precision_shim_tools.plan.torchtitan:plan_job",
     checkpoints=Checkpoints(
         steps=r"step-(\d+)",
-        resuming={"dcp": "precision_shim_adapters.torchtitan.resuming:dcp"},
+        resuming={"dcp": "precision_shim_tools.checkpoint.torchtitan:dcp"},
     ),
 )
 
@@ -233,7 +233,7 @@ ROLL = Adapter(
     framework="roll",
     distribution="roll",
     packages=("roll",),
-    place="precision_shim_adapters.roll:SEAMS",
+    place="precision_shim_adapters.roll.adapter:SEAMS",
     paths={
         **MEGATRON_PATHS,
         "megatron": "Megatron",
@@ -249,18 +249,18 @@ ROLL = Adapter(
         steps=r"checkpoint-(\d+)",
         resuming={
             "megatron": FLAGS_RESUME,
-            "dcp": "precision_shim_adapters.roll_checkpoints:foretell_sharded",
-            "safetensors": "precision_shim_adapters.roll_checkpoints:foretell_sharded",
+            "dcp": "precision_shim_tools.checkpoint.roll:foretell_sharded",
+            "safetensors": "precision_shim_tools.checkpoint.roll:foretell_sharded",
         },
     ),
-    checkpoint_readers={"megatron": "precision_shim_adapters.roll_checkpoints:fill_part"},
+    checkpoint_readers={"megatron": "precision_shim_tools.checkpoint.roll:fill_part"},
 )
 
 SLIME = Adapter(
     framework="slime",
     distribution="slime",
     packages=("slime",),
-    place="precision_shim_adapters.slime:SEAMS",
+    place="precision_shim_adapters.slime.adapter:SEAMS",
     paths={**MEGATRON_PATHS, "megatron": "trainer"},
     tested=("0.3.1",),
     effects=MEGATRON_EFFECTS,
@@ -274,7 +274,7 @@ MILES = Adapter(
     framework="miles",
     distribution="miles",
     packages=("miles",),
-    place="precision_shim_adapters.miles:SEAMS",
+    place="precision_shim_adapters.miles.adapter:SEAMS",
     paths={**MEGATRON_PATHS, "megatron": "trainer"},
     tested=("0.1.0",),
     effects=MEGATRON_EFFECTS,
@@ -288,13 +288,13 @@ AREAL = Adapter(
     framework="areal",
     distribution="areal",
     packages=("areal",),
-    place="precision_shim_adapters.areal:SEAMS",
+    place="precision_shim_adapters.areal.adapter:SEAMS",
     paths={**MEGATRON_PATHS, "megatron": "MegatronEngine", "rollout": "driver (both sides)"},
     tested=("1.0.4",),
     effects=MEGATRON_EFFECTS,
     checkpoints=Checkpoints(
         steps=r"epoch\d+epochstep\d+globalstep(\d+)",  # recover_checkpoint/ has no number
-        resuming={"megatron": "precision_shim_adapters.trainers_resuming:areal"},
+        resuming={"megatron": "precision_shim_tools.checkpoint.trainers:areal"},
     ),
 )
 
@@ -302,7 +302,7 @@ MS_SWIFT = Adapter(
     framework="ms-swift",
     distribution="ms-swift",
     packages=("swift",),
-    place="precision_shim_adapters.ms_swift:SEAMS",
+    place="precision_shim_adapters.ms_swift.adapter:SEAMS",
     paths={
         **MEGATRON_PATHS,
         "megatron": "Megatron trainers",
@@ -313,7 +313,7 @@ MS_SWIFT = Adapter(
     effects=MEGATRON_EFFECTS,
     checkpoints=Checkpoints(
         steps=r"checkpoint-(\d+)",
-        resuming={"megatron": "precision_shim_adapters.trainers_resuming:ms_swift"},
+        resuming={"megatron": "precision_shim_tools.checkpoint.trainers:ms_swift"},
     ),
 )
 
@@ -321,7 +321,7 @@ ANY_MEGATRON = Adapter(
     framework="megatron",
     distribution="megatron-core",
     packages=("megatron",),
-    place="precision_shim_adapters.megatron_alone:SEAMS",
+    place="precision_shim_adapters.megatron.adapter:SEAMS",
     paths={**MEGATRON_PATHS, "megatron": "any job"},
     tested=("0.16.1", "0.18.2", "0.19.2"),
     effects=MEGATRON_EFFECTS,

@@ -57,7 +57,7 @@ def what_is_missing() -> str:
     """Return a message if a GPU or TransformerEngine is missing here, otherwise ``""``."""
     import torch
 
-    from precision_shim.testing import real_transformer_engine
+    from precision_shim_tools.testing import real_transformer_engine
 
     if not torch.cuda.is_available():
         return (

@@ -76,7 +76,7 @@ def trainer(
     from megatron.core import tensor_parallel
     from proof_trainer.trainer import Config, Trainer  # type: ignore[import-not-found]
 
-    from precision_shim.testing import tiny_gpt
+    from precision_shim_tools.testing import tiny_gpt
 
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -178,7 +178,7 @@ def enter(dry: bool, stack: ExitStack, tell: Callable[..., None]) -> Place:
 @contextmanager
 def on_cpu() -> Iterator[str]:
     """Run Megatron on a CPU with the stand-in for FusedAdam; yield the version it imitates."""
-    from precision_shim.testing import (
+    from precision_shim_tools.testing import (
         megatron_on_cpu,
         model_parallel,
         stand_in_transformer_engine,
@@ -203,7 +203,7 @@ def on_gpu() -> Iterator[str]:
     """Set up Megatron for one rank on one GPU; yield TransformerEngine's version."""
     from megatron.core import parallel_state, tensor_parallel
 
-    from precision_shim.testing import real_transformer_engine
+    from precision_shim_tools.testing import real_transformer_engine
 
     real = real_transformer_engine()
     if real is None:

@@ -1,6 +1,7 @@
 """``precision-shim demo``: trains a tiny GPT on this machine, without and with the shim.
 
-``precision_shim.cli.demo`` imports this package from a clone; an installed wheel has no examples.
+``precision_shim_tools.cli.demo`` imports this package from a clone; an installed wheel has no
+examples.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from precision_shim.cli import OPTIONS, settings_of
 from precision_shim.errors import SettingsError
 from precision_shim.process import settings as _settings
 from precision_shim.process.settings import PREFIX, TABLE, Settings
+from precision_shim_tools.cli import OPTIONS, settings_of
 
 from . import ending
 from .runs import RunFailedError, train

@@ -85,8 +85,8 @@ def main(argv: list[str]) -> None:
 
     if spec.shim:
         precision_shim.install(settings=spec.settings)
-    from precision_shim.testing.megatron_cpu import megatron_on_cpu, model_parallel
-    from precision_shim.testing.transformer_engine import stand_in_transformer_engine
+    from precision_shim_tools.testing.megatron_cpu import megatron_on_cpu, model_parallel
+    from precision_shim_tools.testing.transformer_engine import stand_in_transformer_engine
 
     with (
         stand_in_transformer_engine() as transformer_engine,
@@ -159,7 +159,7 @@ def _model(spec: Spec) -> Any:
     import torch
     from verl.utils.megatron_utils import get_model
 
-    from precision_shim.testing.megatron_cpu import tiny_gpt
+    from precision_shim_tools.testing.megatron_cpu import tiny_gpt
 
     provider = tiny_gpt(
         torch.bfloat16,
@@ -179,7 +179,7 @@ def _train(spec: Spec, rank: int, seed: int, tell: Any) -> dict[str, Any]:
     from verl.utils.megatron.optimizer import get_megatron_optimizer, init_megatron_optim_config
 
     import precision_shim
-    from precision_shim.testing.measure import measure_bytes
+    from precision_shim_tools.testing.measure import measure_bytes
 
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -40,8 +40,11 @@ __all__ = list(_WHERE)
 
 TYPE_CHECKING = False  # replaces typing.TYPE_CHECKING: importing typing would take 2 ms
 if TYPE_CHECKING:
+    from precision_shim_tools.updates.watch import UpdateWatch as UpdateWatch
+    from precision_shim_tools.updates.watch import watch_updates as watch_updates
+
     from ._about import __version__ as __version__
-    from .auditing.looking import audit as audit
+    from .auditing.audits import audit as audit
     from .auditing.record import Audit as Audit
     from .errors import AuditError as AuditError
     from .errors import CheckpointLayoutError as CheckpointLayoutError
@@ -62,7 +65,5 @@ if TYPE_CHECKING:
     from .process.session import status as status
     from .process.session import uninstall as uninstall
     from .reporting.text import Status as Status
-    from .updates.watch import UpdateWatch as UpdateWatch
-    from .updates.watch import watch_updates as watch_updates
 
 __getattr__, __dir__ = lazily(__name__, _WHERE)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 
-from ..ray_cluster import QUIET
+from ..processes.ray_cluster import QUIET
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("needs ray", allow_module_level=True)

@@ -71,7 +71,7 @@ TRAINING = (
     + """
 import json, os, sys
 import torch
-from precision_shim.testing.megatron_cpu import megatron_on_cpu, model_parallel, tiny_gpt
+from precision_shim_tools.testing.megatron_cpu import megatron_on_cpu, model_parallel, tiny_gpt
 
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 meet = os.path.join(sys.argv[1], "meet")

@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 import torch
 
-from precision_shim.testing import megatron_on_cpu, stand_in_transformer_engine, tiny_gpt
-from precision_shim.testing.megatron_cpu import _CudaMeansCpu
+from precision_shim_tools.testing import megatron_on_cpu, stand_in_transformer_engine, tiny_gpt
+from precision_shim_tools.testing.megatron_cpu import _CudaMeansCpu
 
-from ..megatron_bridge import import_with_placeholders
+from ..stand_ins.megatron_bridge import import_with_placeholders
 
 MODULE = "areal.engine.megatron_engine"
 METHODS = ("__init__", "initialize", "optimizer_step")

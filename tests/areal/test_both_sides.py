@@ -17,7 +17,7 @@ from precision_shim.errors import (
     UnsupportedPrecisionError,
 )
 
-from ..shim_warnings import watched
+from ..every_framework.shim_warnings import watched
 from .test_pages import YAML
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import precision_shim
-from precision_shim.checkpoints.foretelling import Here
-from precision_shim.checkpoints.report import examine
-from precision_shim.testing import measure_bytes
-from precision_shim_adapters import areal
+from precision_shim_adapters.areal import adapter
+from precision_shim_tools.checkpoint.prediction import Here
+from precision_shim_tools.checkpoint.report import examine
+from precision_shim_tools.testing import measure_bytes
 
-from ..taken_out import leaves_nothing_behind, refused_whole
+from ..every_framework.taken_out import leaves_nothing_behind, refused_whole
 from ..testing.tiny_training import load, save
 from .cpu import OVERFLOW, config, engine, parameters, scalers, train
 
@@ -228,4 +228,4 @@ def test_taken_out_it_leaves_nothing_behind(on: On, on_cpu: Any) -> None:
 def test_a_version_without_a_symbol_is_refused_whole(
     on: On, on_cpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refused_whole(on, monkeypatch, areal, "optimizer_step")
+    refused_whole(on, monkeypatch, adapter, "optimizer_step")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .. import versions_in_docs
-from ..symbols_in_record import hold, hold_as_a_wheel
+from ..every_framework import versions_in_docs
+from ..every_framework.symbols_in_record import hold, hold_as_a_wheel
 
 
 def test_the_record_is_current() -> None:

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from .. import documented
-from ..ray_cluster import QUIET, older
+from ..pages import documented
+from ..processes.ray_cluster import QUIET, older
 from .cpu import METHODS
 from .test_pages import YAML
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from precision_shim.testing import tiny_gpt
+from precision_shim_tools.testing import tiny_gpt
 
 from ..testing.tiny_training import train
 

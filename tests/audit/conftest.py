@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ..rank_server import Ranks, rank_server
+from ..processes.rank_server import Ranks, rank_server
 from ..testing.conftest import megatron_core, one_process
 
 __all__ = ["megatron_core", "one_process"]

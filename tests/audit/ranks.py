@@ -1,4 +1,4 @@
-"""What each rank runs in the audit's tests; ``tests/rank_server.py`` starts the ranks."""
+"""What each rank runs in the audit's tests; ``tests/processes/rank_server.py`` starts the ranks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import torch.distributed as dist
 import precision_shim
 from precision_shim.auditing import meters
 from precision_shim.scaling import LossScaler
-from precision_shim.testing.measure import measure_bytes
+from precision_shim_tools.testing.measure import measure_bytes
 
-from ..rank_server import Launch
+from ..processes.rank_server import Launch
 from . import builds
 from .updates_reference import Reference
 
@@ -44,7 +44,7 @@ def run(launch: Launch) -> Any:
 
 @contextmanager
 def _megatron(launch: Launch, **parallel: Any) -> Iterator[None]:
-    from precision_shim.testing import (
+    from precision_shim_tools.testing import (
         megatron_on_cpu,
         model_parallel,
         stand_in_transformer_engine,
@@ -87,7 +87,7 @@ def offloaded(launch: Launch) -> dict[str, Any]:
     """Resume an optimizer with half of it on the CPU; compare each rank's part of the states."""
     import verl  # noqa: F401  # importing the framework loads the adapter
 
-    from ..fake_gpu import FakeGpu
+    from ..stand_ins.fake_gpu import FakeGpu
     from ..testing import tiny_training
     from .offloading import READABLE, offloading, same_stepped, stepped
 

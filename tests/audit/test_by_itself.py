@@ -144,7 +144,7 @@ def test_what_comes_to_light_with_the_first_step_raises_there(shim: Any) -> None
 def test_what_the_user_wrote_does_not_raise(shim: Any) -> None:
     from megatron.core.distributed import DistributedDataParallel
 
-    from precision_shim_adapters.megatron.acting.ddp import _told
+    from precision_shim_adapters.megatron.training.ddp import _told
 
     shim(strict=True)
     own = DistributedDataParallel.__init__

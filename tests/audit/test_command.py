@@ -20,7 +20,7 @@ from precision_shim.auditing.record import (
     AuditPart,
     Finding,
 )
-from precision_shim.cli import main
+from precision_shim_tools.cli import main
 
 WORLD = 200
 _DTYPES = {"params": "bf16", "grad_buckets": "bf16", "master": "int16"}
@@ -195,7 +195,7 @@ def test_it_needs_no_torch(tmp_path: Path) -> None:
     put(tmp_path, *(audit_of(rank) for rank in range(WORLD)))
     source = (
         "import sys; sys.modules['torch'] = None\n"
-        "from precision_shim.cli import main\n"
+        "from precision_shim_tools.cli import main\n"
         f"main(['audit', {str(tmp_path)!r}])\n"
     )
     done = subprocess.run(

@@ -11,7 +11,7 @@ import torch
 import precision_shim
 from precision_shim.precision.remainders import join_master
 
-from ..fake_gpu import FakeGpu
+from ..stand_ins.fake_gpu import FakeGpu
 from . import builds
 from .offloading import OFFLOAD
 
@@ -221,7 +221,7 @@ def is_int16(tensor: torch.Tensor) -> bool:
 
 
 def triples(optimizer: Any) -> Iterator[tuple[Any, Any, list[torch.Tensor]]]:
-    from precision_shim_adapters.megatron.reading.reader import _pairs
+    from precision_shim_adapters.megatron.audit.reader import _pairs
 
     inner = optimizer.optimizer
     for model, stepped in _pairs(optimizer, inner):

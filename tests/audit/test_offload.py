@@ -11,7 +11,7 @@ import pytest
 
 import precision_shim
 
-from ..fake_gpu import FakeGpu
+from ..stand_ins.fake_gpu import FakeGpu
 from . import builds
 from .offloading import OFFLOAD
 from .test_masters import gpu

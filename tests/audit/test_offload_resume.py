@@ -15,7 +15,7 @@ import torch
 import precision_shim
 from precision_shim.errors import CheckpointLayoutError
 
-from ..rank_server import Ranks
+from ..processes.rank_server import Ranks
 from ..testing import tiny_training
 from . import builds
 from .offloading import READABLE, offloading, same_stepped, stepped

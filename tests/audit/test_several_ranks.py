@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ..rank_server import Ranks
+from ..processes.rank_server import Ranks
 
 HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
 needs_megatron = pytest.mark.skipif(not HAS_MEGATRON, reason="megatron-core is not installed")

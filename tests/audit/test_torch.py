@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import precision_shim
 from precision_shim.errors import AuditError, DtypeError
-from precision_shim.testing import FusedAdam
-from precision_shim.testing.measure import measure_bytes
+from precision_shim_tools.testing import FusedAdam
+from precision_shim_tools.testing.measure import measure_bytes
 
 
 def trained(model: Any, optimizer: Any) -> tuple[Any, Any]:

@@ -20,9 +20,9 @@ import precision_shim
 from precision_shim.auditing import meters
 from precision_shim.errors import AuditError, DtypeError, PrecisionShimWarning, SettingsError
 from precision_shim.scaling import LossScaler
-from precision_shim.testing import FusedAdam
-from precision_shim.updates import lost, sampling
-from precision_shim.updates.measuring import Meter
+from precision_shim_tools.testing import FusedAdam
+from precision_shim_tools.updates import lost, sampling
+from precision_shim_tools.updates.measuring import Meter
 
 from .updates_reference import Reference, hold
 
@@ -261,8 +261,8 @@ def test_a_second_moment_that_cannot_decay(beta2: float, stuck: bool) -> None:
 
 def test_the_other_rules_against_their_optimizers_in_fp64() -> None:
     """In fp64 rounding is negligible, so each rule gives exactly its optimizer's update."""
-    from precision_shim.updates.rules import Rule
-    from precision_shim.updates.sampling import Taken
+    from precision_shim_tools.updates.rules import Rule
+    from precision_shim_tools.updates.sampling import Taken
 
     rate = torch.tensor(0.1, dtype=FP64)
     cases: list[Make] = [

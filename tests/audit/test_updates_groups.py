@@ -10,7 +10,7 @@ import torch
 
 import precision_shim
 from precision_shim.errors import PrecisionShimWarning
-from precision_shim.testing import FusedAdam
+from precision_shim_tools.testing import FusedAdam
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from ..rank_server import Ranks
+from ..processes.rank_server import Ranks
 from .updates_reference import hold
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from precision_shim.testing.fused_adam import join_master
+from precision_shim_tools.testing.fused_adam import join_master
 
 Shares = dict[str, "float | None"]
 _KINDS = ("weights", "exp_avg_sq", "rollout")

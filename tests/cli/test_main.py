@@ -14,7 +14,7 @@ class Hide:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Hide())
 """
-_MAIN = "from precision_shim.cli import main; main()"
+_MAIN = "from precision_shim_tools.cli import main; main()"
 _WITHOUT_RICH = _HIDE.format(hidden=["rich"]) + _MAIN
 
 
@@ -170,7 +170,7 @@ def test_a_value_may_begin_with_a_dash_and_the_command_keeps_its_own_options(opt
 def test_help_and_version_import_neither_torch_nor_a_framework():
     code = (
         "import sys\n"
-        "from precision_shim.cli import main\n"
+        "from precision_shim_tools.cli import main\n"
         "try: main()\n"
         "except SystemExit as end: assert not end.code, end.code\n"
         "heavy = {'torch', 'verl', 'megatron', 'matplotlib', 'numpy', 'rich'} & {*sys.modules}\n"

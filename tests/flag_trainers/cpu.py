@@ -19,7 +19,7 @@ def stay_on_cpu(name: str) -> None:
     """
     import torch
 
-    from precision_shim.testing.megatron_cpu import megatron_on_cpu
+    from precision_shim_tools.testing.megatron_cpu import megatron_on_cpu
 
     _open.enter_context(megatron_on_cpu())
     torch.cuda.mem_get_info = lambda *args: (1, 1)  # miles divides one by the other
@@ -41,7 +41,7 @@ def make_model(pre_process: bool = True, post_process: bool = True) -> Any:
     """
     from megatron.training.global_vars import get_args
 
-    from precision_shim.testing import tiny_gpt
+    from precision_shim_tools.testing import tiny_gpt
 
     args = get_args()
     provider = tiny_gpt(

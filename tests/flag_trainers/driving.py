@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 
-from precision_shim.testing import tiny_gpt
+from precision_shim_tools.testing import tiny_gpt
 
 SCALE = 1024.0
 OVERFLOW = 1e30

@@ -135,7 +135,7 @@ def main(name: str, folder: Path, jobs: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    from tests.ray_cluster import older
+    from tests.processes.ray_cluster import older
 
     name, place, jobs = sys.argv[1:]
     with older(8, num_gpus=2):

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from ..rank_server import rank_server
-from ..ray_cluster import ROOT, drive
-from ..tiny_models import VOCABULARY, make_checkpoint
+from ..processes.rank_server import rank_server
+from ..processes.ray_cluster import ROOT, drive
+from ..stand_ins.tiny_models import VOCABULARY, make_checkpoint
 
 HERE = Path(__file__).parent
 PAGES = ROOT / "docs" / "start"

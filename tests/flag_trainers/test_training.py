@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import precision_shim
-from precision_shim.testing import measure_bytes
-from precision_shim_adapters import miles, slime
+from precision_shim_adapters.miles import adapter as miles
+from precision_shim_adapters.slime import adapter as slime
+from precision_shim_tools.testing import measure_bytes
 
-from ..checkpoint_doctor import verdict
-from ..taken_out import leaves_nothing_behind, refused_whole
+from ..every_framework.checkpoint_doctor import verdict
+from ..every_framework.taken_out import leaves_nothing_behind, refused_whole
 from ..testing.tiny_training import load, save
 from .driving import OVERFLOW, SCALE, Trainer, skipped
 

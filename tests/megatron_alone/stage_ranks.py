@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 import precision_shim
-from precision_shim.testing import (
+from precision_shim_adapters.megatron import RequestedConfig, building
+from precision_shim_tools.testing import (
     megatron_on_cpu,
     model_parallel,
     stand_in_transformer_engine,
 )
-from precision_shim_adapters.megatron import RequestedConfig, building
 
-from ..rank_server import Launch, look_ahead
+from ..processes.rank_server import Launch, look_ahead
 
 
 def prepare() -> None:

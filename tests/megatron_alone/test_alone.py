@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import precision_shim
-from precision_shim_adapters import megatron_alone
+from precision_shim_adapters.megatron import adapter
 
 from ..audit import builds
-from ..taken_out import leaves_nothing_behind, namespaces, refused_whole
+from ..every_framework.taken_out import leaves_nothing_behind, namespaces, refused_whole
 from ..testing.tiny_training import load, save
 from .training import OVERFLOW, SCALE, Trainer, fp16
 
@@ -154,11 +154,11 @@ def test_without_the_name_nothing_is_patched(
 ) -> None:
     for name in ("verl", "skyrl", "nemo_rl", "torchtitan"):  # ms-swift imports none of them
         monkeypatch.delitem(sys.modules, name, raising=False)
-    before = namespaces(megatron_alone.SEAMS)
+    before = namespaces(adapter.SEAMS)
     status = shim(export=False)
     assert "megatron" not in status.frameworks
     assert not precision_shim.process.session.in_force("megatron", "fp16-scaling", "megatron")
-    assert namespaces(megatron_alone.SEAMS) == before
+    assert namespaces(adapter.SEAMS) == before
 
 
 def test_taken_out_it_leaves_nothing_behind(on: On, one_process: Any) -> None:
@@ -168,7 +168,7 @@ def test_taken_out_it_leaves_nothing_behind(on: On, one_process: Any) -> None:
 def test_a_version_without_a_symbol_is_refused_whole(
     on: On, one_process: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refused_whole(on, monkeypatch, megatron_alone, "prepare_grads")
+    refused_whole(on, monkeypatch, adapter, "prepare_grads")
 
 
 # -- a training that is stopped and resumed ----------------------------------------------------

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import precision_shim
-from precision_shim_adapters import megatron_alone
+from precision_shim_adapters.megatron import adapter
 
-from ..taken_out import namespaces
+from ..every_framework.taken_out import namespaces
 from .training import Trainer, fp16
 
 
@@ -40,7 +40,7 @@ def test_another_projects_package_is_left_alone(
     monkeypatch.syspath_prepend(str(tmp_path))
     for one in ("verl", "skyrl", "nemo_rl", "torchtitan"):
         monkeypatch.delitem(sys.modules, one, raising=False)
-    before = namespaces(megatron_alone.SEAMS)
+    before = namespaces(adapter.SEAMS)
     shim(strict=strict, export=False)
     importlib.import_module(name)
     try:
@@ -49,7 +49,7 @@ def test_another_projects_package_is_left_alone(
         del sys.modules[name]
     assert status.frameworks[framework].state == "absent"
     if not strict:  # strict mode adds guards where optimizers are built; they pass the call on
-        assert namespaces(megatron_alone.SEAMS) == before
+        assert namespaces(adapter.SEAMS) == before
     assert [float(one.scale) for one in Trainer.of(fp16(scale=None)).scalers] == [2.0**32]
     assert precision_shim.status().decisions == ()
     assert capfd.readouterr().err == ""

@@ -12,7 +12,7 @@ import pytest
 import precision_shim
 
 from ..audit.offloading import OFFLOAD, READABLE, same_stepped, stepped
-from ..fake_gpu import FakeGpu
+from ..stand_ins.fake_gpu import FakeGpu
 from ..testing import tiny_training
 from .training import OVERFLOW, SCALE, Trainer, fp16
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ..rank_server import rank_server
+from ..processes.rank_server import rank_server
 
 
 def test_megatron_fsdp(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -27,9 +27,9 @@ from typing import Any
 import pytest
 import torch
 
-from precision_shim.testing import megatron_on_cpu, tiny_gpt
+from precision_shim_tools.testing import megatron_on_cpu, tiny_gpt
 
-from ..megatron_bridge import import_with_placeholders
+from ..stand_ins.megatron_bridge import import_with_placeholders
 
 MODULE = "swift.megatron.trainers.base"
 ARGUMENTS = "swift.megatron.arguments"

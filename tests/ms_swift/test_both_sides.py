@@ -18,7 +18,7 @@ import torch
 import precision_shim
 from precision_shim.errors import DtypeError, UnsupportedPrecisionError
 
-from ..shim_warnings import watched
+from ..every_framework.shim_warnings import watched
 from .cpu import ARGUMENTS, import_trainer
 from .test_workers import arguments, model
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ..page_jobs import Job, of
+from ..pages.page_jobs import Job, of
 from .cpu import ARGUMENTS, import_trainer
 
 JOBS = of("ms-swift")

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import precision_shim
-from precision_shim.testing import measure_bytes
-from precision_shim_adapters import ms_swift
+from precision_shim_adapters.ms_swift import adapter
+from precision_shim_tools.testing import measure_bytes
 
-from ..checkpoint_doctor import verdict
-from ..taken_out import leaves_nothing_behind, namespaces, refused_whole
+from ..every_framework.checkpoint_doctor import verdict
+from ..every_framework.taken_out import leaves_nothing_behind, namespaces, refused_whole
 from .cpu import OVERFLOW, arguments, parameters, scalers, train, trainer
 
 On = Callable[..., Any]
@@ -117,9 +117,9 @@ def test_a_training_that_was_stopped_goes_on_bit_for_bit(
 def test_without_the_name_or_the_shim_nothing_is_patched(
     shim: Callable[..., Any], on_cpu: Any
 ) -> None:
-    before = namespaces(ms_swift.SEAMS)
+    before = namespaces(adapter.SEAMS)
     shim(frameworks="verl,torchtitan", export=False)
-    assert namespaces(ms_swift.SEAMS) == before
+    assert namespaces(adapter.SEAMS) == before
     trainer(on_cpu, arguments(bf16=True))
     assert not precision_shim.status().decisions
 
@@ -131,4 +131,4 @@ def test_taken_out_it_leaves_nothing_behind(on: On, on_cpu: Any) -> None:
 def test_a_version_without_a_symbol_is_refused_whole(
     on: On, on_cpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refused_whole(on, monkeypatch, ms_swift, "train_step")
+    refused_whole(on, monkeypatch, adapter, "train_step")

@@ -23,8 +23,8 @@ from typing import Any
 
 import pytest
 
-from ..documented import ROOT
-from ..ray_cluster import QUIET
+from ..pages.documented import ROOT
+from ..processes.ray_cluster import QUIET
 from .cpu import OVERFLOW
 
 pytestmark = [pytest.mark.usefixtures("start_up_file"), pytest.mark.timeout(900)]

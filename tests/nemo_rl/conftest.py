@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from ..rank_server import Ranks, rank_server
-from ..tiny_models import make_checkpoint
+from ..processes.rank_server import Ranks, rank_server
+from ..stand_ins.tiny_models import make_checkpoint
 from .cpu import nemo_rl_on_cpu
 from .support import NEMO_RL, actor_class, make_worker, policy_config
 

@@ -54,7 +54,7 @@ def nemo_rl_on_cpu(
         raise ValueError("several processes need an init_file to meet at")
     import torch.distributed as dist
 
-    from precision_shim.testing.megatron_cpu import _environment
+    from precision_shim_tools.testing.megatron_cpu import _environment
 
     with contextlib.ExitStack() as stack:
         if init_file is None:
@@ -102,7 +102,7 @@ def _answer_for_gpus(stack: contextlib.ExitStack, init_method: str | None) -> No
     import torch.distributed.device_mesh as meshes
     from torch.amp import autocast_mode
 
-    from precision_shim.testing.megatron_cpu import _patch, cuda_means_cpu
+    from precision_shim_tools.testing.megatron_cpu import _patch, cuda_means_cpu
 
     stack.enter_context(config_modules_pickle())
     make_group, make_mesh = dist.init_process_group, meshes.init_device_mesh
@@ -198,7 +198,7 @@ def config_modules_pickle() -> Iterator[None]:
     """
     from torch.utils._config_module import ConfigModule
 
-    from precision_shim.testing.megatron_cpu import _patch
+    from precision_shim_tools.testing.megatron_cpu import _patch
 
     with _patch(ConfigModule, {"__reduce_ex__": _config_module_by_name}):
         yield

@@ -1,7 +1,7 @@
-"""The rank processes of the NeMo-RL tests; ``tests/rank_server.py`` starts them.
+"""The rank processes of the NeMo-RL tests; ``tests/processes/rank_server.py`` starts them.
 
 Cases: ``train`` trains a worker on several ranks; ``unpickle`` loads a pickle as a Ray actor does;
-``tests/forks.py`` explains ``script`` and ``tests``.
+``tests/processes/forks.py`` explains ``script`` and ``tests``.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from .. import forks
-from ..rank_server import Launch
+from ..processes import forks
+from ..processes.rank_server import Launch
 
 IMPORTED = (
     *("torch._inductor.compile_fx", "torch.distributed.fsdp", "torch.distributed.checkpoint"),

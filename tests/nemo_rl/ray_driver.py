@@ -51,9 +51,9 @@ def main(kind: str, model: Path, folder: Path, precision: str) -> dict[str, obje
     """Train with an overflow, save, train a fourth step; resume in new actors and repeat step 4."""
     import ray
 
-    from tests.forks import WORKER_PYTHON
     from tests.nemo_rl import support
-    from tests.ray_cluster import start
+    from tests.processes.forks import WORKER_PYTHON
+    from tests.processes.ray_cluster import start
 
     fqn = support.NAMES[kind].replace(":", ".")
     start(4)

@@ -16,8 +16,8 @@ import pytest
 import ray
 
 import precision_shim
-from tests import ray_cluster
 from tests.nemo_rl.test_both_sides import FOLLOW, GRPO, PAIRS, read, set_up, watched, words
+from tests.processes import ray_cluster
 
 
 @ray.remote(num_cpus=1)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from ..tiny_models import VOCABULARY
+from ..stand_ins.tiny_models import VOCABULARY
 
 LENGTH = 12
 
@@ -174,7 +174,7 @@ def parameters(worker: Any) -> dict[str, torch.Tensor]:
 
 def scaler_of(owner: Any) -> Any:
     """The loss scaler of a worker; ``None`` if it has none."""
-    from precision_shim_adapters.fp16 import ScaledTraining
+    from precision_shim_adapters.torch_fp16 import ScaledTraining
 
     training = ScaledTraining.of(owner)
     return training.scaler if training is not None else None

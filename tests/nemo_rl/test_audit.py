@@ -6,7 +6,7 @@ import pytest
 from packaging.version import Version
 
 import precision_shim
-from precision_shim_adapters.nemo_rl.audit import AuditedWorker
+from precision_shim_adapters.nemo_rl.audit.optimizers import AuditedWorker
 
 from .support import KINDS, NEMO_RL, batch, loss_for, plain
 

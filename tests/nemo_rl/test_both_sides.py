@@ -20,15 +20,15 @@ import torch
 from packaging.version import Version
 
 import precision_shim
-from precision_shim.cli import main
 from precision_shim.errors import (
     DtypeError,
     UnsupportedPrecisionError,
 )
+from precision_shim_tools.cli import main
 
-from ..rank_server import Ranks
-from ..ray_cluster import drive
-from ..shim_warnings import watched
+from ..every_framework.shim_warnings import watched
+from ..processes.rank_server import Ranks
+from ..processes.ray_cluster import drive
 from . import test_pages as pages
 from .support import NEMO_RL
 from .test_pages import checkout  # noqa: F401

@@ -16,8 +16,8 @@ from precision_shim.errors import (
 )
 from precision_shim.scaling import FILE_NAME
 
-from ..checkpoint_doctor import FP16 as FP16_JOB
-from ..checkpoint_doctor import verdict
+from ..every_framework.checkpoint_doctor import FP16 as FP16_JOB
+from ..every_framework.checkpoint_doctor import verdict
 from .support import KINDS, batch, loss_for, parameters, save, scaler_of
 from .test_training import Times, figures, same
 

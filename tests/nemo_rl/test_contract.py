@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from precision_shim_adapters.nemo_rl.megatron import read_wishes
+from precision_shim_adapters.nemo_rl.training.megatron import read_requested
 
-from .. import contract
-from ..checkouts import Told
-from ..checkpoint_doctor import hold_groups
-from ..rank_server import Ranks
-from ..upstreams_own import Own, fetch, in_a_fork_of
-from ..wishes import Case
+from ..every_framework import contract
+from ..every_framework.checkouts import Told
+from ..every_framework.checkpoint_doctor import hold_groups
+from ..every_framework.requested_configs import Case
+from ..every_framework.upstreams_own import Own, fetch, in_a_fork_of
+from ..processes.rank_server import Ranks
 from .megatron import support as on_megatron
 from .megatron.conftest import cpu  # noqa: F401
 from .support import NEMO_RL, batch, loss_for, save
@@ -65,7 +65,7 @@ class TestWorker(contract.Worker):
         return ranks
 
 
-class TestWishes(contract.Wishes):
+class TestWishes(contract.RequestedConfigs):
     driver = DRIVER
     OPEN = ("bf16", "fp16", "params_dtype", "use_precision_aware_optimizer", "adam_beta2")
     """Keys in NeMo-RL's YAML files that ``wishes_of`` omits, unless the case sets them."""
@@ -82,7 +82,7 @@ class TestWishes(contract.Wishes):
             del ddp["grad_reduce_in_fp32"]
             if case.bucket is not None:
                 ddp["grad_reduce_in_fp32"] = case.bucket
-            return read_wishes(config, "policy", megatron_fsdp=False, trains=True)
+            return read_requested(config, "policy", megatron_fsdp=False, trains=True)
 
         return read
 

@@ -12,11 +12,11 @@ import pytest
 from packaging.version import Version
 
 import precision_shim
-from precision_shim_adapters.nemo_rl.audit import AuditedWorker
-from precision_shim_adapters.nemo_rl.dtensor import ScaledWorker
+from precision_shim_adapters.nemo_rl.audit.optimizers import AuditedWorker
+from precision_shim_adapters.nemo_rl.training.dtensor import ScaledWorker
 
-from ..actor_methods import described
-from ..rank_server import Ranks
+from ..processes.actor_methods import described
+from ..processes.rank_server import Ranks
 from .cpu import nemo_rl_on_cpu
 from .support import KINDS, NAMES, NEMO_RL, actor_class, batch, loss_for, plain, scaler_of
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from packaging.version import Version
 
-from precision_shim.auditing import halves
-from precision_shim.cli import main
+from precision_shim.auditing import sent_weights
+from precision_shim_tools.cli import main
 
 from .support import NEMO_RL, batch, loss_for
 
@@ -64,8 +64,8 @@ def test_what_a_worker_sends(
         made.cfg["generation"] = GENERATION  # Keys of a driver's config.
         made.train(batch(), loss_for(kind), gbs=4, mbs=2)  # Changes the weights.
         names = send(made, monkeypatch)
-    (half,) = [one for _, one in halves.read(str(tmp_path))]
-    assert isinstance(half, halves.Sent)
+    (half,) = [one for _, one in sent_weights.read(str(tmp_path))]
+    assert isinstance(half, sent_weights.Sent)
     assert len(names) > 10
     sent, own = half.sent["weights"], half.own["weights"]
     assert (half.asked, half.key) == ("float16", "policy.generation.vllm_cfg.precision")

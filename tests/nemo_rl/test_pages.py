@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from ..page_jobs import Job, of
-from ..upstreams_own import fetch
+from ..every_framework.upstreams_own import fetch
+from ..pages.page_jobs import Job, of
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ..rank_server import Ranks
-from ..tiny_models import make_checkpoint
+from ..processes.rank_server import Ranks
+from ..stand_ins.tiny_models import make_checkpoint
 from .support import KINDS
 
 Trained = Callable[[str, dict[str, Any]], list[dict[str, Any]]]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from .. import ray_cluster
-from ..rank_server import Ranks
+from ..processes import ray_cluster
+from ..processes.rank_server import Ranks
 from .support import NAMES, NEMO_RL
 
 HERE = Path(__file__).parent
@@ -71,7 +71,7 @@ def test_workers_train_skip_save_and_resume(
         # Before 0.6 Ray pickles the second worker's class by value and never imports its module.
         whole = kind == "v2" and Version("0.6") > NEMO_RL
         assert (CLIP_V2 if whole else NAMES[kind]) in one["wrapped"]
-        assert "precision_shim_adapters.nemo_rl.dtensor.ScaledWorker" in one["mro"]
+        assert "precision_shim_adapters.nemo_rl.training.dtensor.ScaledWorker" in one["mro"]
     # The first step overflows on both ranks.
     overflow = steps[0]
     assert math.isnan(overflow["grad_norm"])

@@ -218,7 +218,7 @@ def test_a_block_that_makes_no_sense_is_an_error(kind, worker, shim, block, says
 
 
 def test_a_step_without_an_unscaling_before_it_is_refused(kind, worker, shim, monkeypatch) -> None:
-    from precision_shim_adapters.fp16 import ScaledTraining
+    from precision_shim_adapters.torch_fp16 import ScaledTraining
 
     shim()
     with worker(kind, "float16") as one:
@@ -228,7 +228,7 @@ def test_a_step_without_an_unscaling_before_it_is_refused(kind, worker, shim, mo
 
 
 def test_a_worker_in_a_process_without_the_shim_says_so(kind, worker, shim) -> None:
-    from precision_shim_adapters.nemo_rl.dtensor import redecorate
+    from precision_shim_adapters.nemo_rl.training.dtensor import redecorate
 
     from .support import actor_class, plain
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from ..rank_server import Ranks, rank_server
+from ..processes.rank_server import Ranks, rank_server
 
 try:
     VERL = Version(version("verl"))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..rank_server import Ranks
+from ..processes.rank_server import Ranks
 from .drawing import OFF, Pair
 
 SCALER = frozenset({"scale", "tracker", "counts"})

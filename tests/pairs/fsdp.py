@@ -1,4 +1,4 @@
-"""The rank processes of a pair on verl's FSDP engine; ``tests/rank_server.py`` starts them."""
+"""The rank processes of a pair on verl's FSDP engine; ``processes/rank_server.py`` starts them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from ..rank_server import Launch, look_ahead
-from ..tiny_models import make_checkpoint
+from ..processes.rank_server import Launch, look_ahead
+from ..stand_ins.tiny_models import make_checkpoint
 from ..verl import fsdp_support as support
 from . import processes
 from .drawing import OFF, Job, Pair

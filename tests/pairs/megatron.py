@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from precision_shim.precision.remainders import join_master
-from precision_shim.testing.megatron_cpu import megatron_on_cpu, model_parallel, tiny_gpt
-from precision_shim.testing.transformer_engine import stand_in_transformer_engine
+from precision_shim_tools.testing.megatron_cpu import megatron_on_cpu, model_parallel, tiny_gpt
+from precision_shim_tools.testing.transformer_engine import stand_in_transformer_engine
 
 from ..audit.offloading import OFFLOAD, stepped
-from ..optimizer_states import loss_of_step
-from ..rank_server import Launch, look_ahead
+from ..processes.rank_server import Launch, look_ahead
+from ..stand_ins.optimizer_states import loss_of_step
 from ..verl.support import local_layers
 from ..verl.test_checkpoints import Job as Saved
 from . import processes

@@ -1,4 +1,4 @@
-"""The code of a pair's rank processes on every backend; ``tests/rank_server.py`` starts them."""
+"""The code of a pair's rank processes on every backend; ``processes/rank_server.py`` starts them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import torch
 
 import precision_shim
 
-from ..checkpoint_doctor import verdict
-from ..rank_server import Launch
+from ..every_framework.checkpoint_doctor import verdict
+from ..processes.rank_server import Launch
 from .drawing import OFF, Job, Pair, parse
 
 

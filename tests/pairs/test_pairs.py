@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from ..rank_server import Ranks
+from ..processes.rank_server import Ranks
 from .conftest import VERL
 from .drawing import draw, parse
 from .ends import end_of

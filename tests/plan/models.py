@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from precision_shim.planning.shapes import Model, Weight
-from precision_shim.process.foreseen import Foreseen
+from precision_shim_tools.plan.shapes import Model, Weight
+from precision_shim_tools.predicted import PredictedFeatures
 
 if TYPE_CHECKING:
     from precision_shim.process.settings import Settings
@@ -89,7 +89,7 @@ def mixture(config: dict[str, Any]) -> Model:
 
 def plan_model(asked: Any, settings: Settings, support: Any, megatron: Any = None) -> Any:
     """Plan a Megatron model of a verl job, with the features that would be in force here."""
-    from precision_shim_adapters.megatron.planning import plan
+    from precision_shim_tools.plan.megatron import model
 
-    holds = partial(Foreseen(settings).in_force, "verl")
-    return plan.plan_model(asked, settings, support, holds=holds, megatron=megatron)
+    holds = partial(PredictedFeatures(settings).in_force, "verl")
+    return model.plan_model(asked, settings, support, holds=holds, megatron=megatron)

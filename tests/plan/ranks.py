@@ -1,4 +1,4 @@
-"""Each rank's part in the tests of the plan; ``tests/rank_server.py`` starts the ranks."""
+"""Each rank's part in the tests of the plan; ``processes/rank_server.py`` starts the ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 import precision_shim
 
 from ..audit import builds
-from ..rank_server import Launch
+from ..processes.rank_server import Launch
 
 
 def prepare() -> None:
@@ -35,7 +35,7 @@ def run(launch: Launch) -> Any:
 
 def audits(launch: Launch) -> dict[str, Any]:
     """Audit each of eight builds after a step, and also plain bf16 with a bf16 bucket."""
-    from precision_shim.testing import (
+    from precision_shim_tools.testing import (
         megatron_on_cpu,
         model_parallel,
         stand_in_transformer_engine,
@@ -194,7 +194,7 @@ def parameters(launch: Launch) -> dict[str, list[list[int]]]:
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from precision_shim.testing import megatron_on_cpu
+    from precision_shim_tools.testing import megatron_on_cpu
 
     found: dict[str, list[list[int]]] = {}
     with megatron_on_cpu():

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from precision_shim.planning import shapes
-from precision_shim.planning.record import ModelPlan
-from precision_shim.planning.shapes import Model, Weight
 from precision_shim.process.settings import resolve
-from precision_shim_adapters.fp16.plan import ShardedModel, plan_sharded
-from precision_shim_adapters.megatron.deciding.legality import NEWEST
-from precision_shim_adapters.megatron.deciding.requested import RequestedConfig
-from precision_shim_adapters.megatron.planning.layout import count, fault
-from precision_shim_adapters.megatron.planning.plan import MegatronModel
-from precision_shim_adapters.megatron.planning.sizes import Sizes
+from precision_shim_adapters.megatron.policy.legality import NEWEST
+from precision_shim_adapters.megatron.policy.requested import RequestedConfig
+from precision_shim_tools.plan import shapes
+from precision_shim_tools.plan.megatron.layout import count, fault
+from precision_shim_tools.plan.megatron.model import MegatronModel
+from precision_shim_tools.plan.megatron.sizes import Sizes
+from precision_shim_tools.plan.record import ModelPlan
+from precision_shim_tools.plan.shapes import Model, Weight
+from precision_shim_tools.plan.torch_optimizer import ShardedModel, plan_sharded
 
 from ..audit import builds
-from ..rank_server import Ranks
+from ..processes.rank_server import Ranks
 from .models import DEEPSEEK_V3, QWEN3_30B_A3B, QWEN25_7B, plan_model
 
 HAS_MEGATRON = importlib.util.find_spec("megatron") is not None

@@ -9,23 +9,23 @@ from typing import Any
 
 import pytest
 
-from precision_shim.cli import main
-from precision_shim.cli import plan as plan_command
 from precision_shim.errors import PlanError
-from precision_shim.planning import plot, shapes
-from precision_shim.planning.command import Job, Options, file_of, read_launch_line
-from precision_shim.planning.record import Plan
-from precision_shim.planning.request import Request, Rules, make
-from precision_shim.planning.search import render as render_search
-from precision_shim.planning.search import search
-from precision_shim.planning.text import GB, render
 from precision_shim.process.settings import resolve
-from precision_shim_adapters.fp16.plan import ShardedModel
-from precision_shim_adapters.megatron.deciding.legality import NEWEST
-from precision_shim_adapters.megatron.deciding.requested import RequestedConfig
-from precision_shim_adapters.megatron.planning import plan as megatron_plan
-from precision_shim_adapters.megatron.planning.plan import CONFIG, DDP, MegatronModel
-from precision_shim_adapters.megatron.planning.sizes import Sizes
+from precision_shim_adapters.megatron.policy.legality import NEWEST
+from precision_shim_adapters.megatron.policy.requested import RequestedConfig
+from precision_shim_tools.cli import main
+from precision_shim_tools.cli import plan as plan_command
+from precision_shim_tools.plan import plot, shapes
+from precision_shim_tools.plan.command import Job, Options, file_of, read_launch_line
+from precision_shim_tools.plan.megatron import model as megatron_plan
+from precision_shim_tools.plan.megatron.model import CONFIG, DDP, MegatronModel
+from precision_shim_tools.plan.megatron.sizes import Sizes
+from precision_shim_tools.plan.record import JobPlan
+from precision_shim_tools.plan.request import Request, Rules, make
+from precision_shim_tools.plan.search import render as render_search
+from precision_shim_tools.plan.search import search
+from precision_shim_tools.plan.text import GB, render
+from precision_shim_tools.plan.torch_optimizer import ShardedModel
 
 from .models import QWEN3_30B_A3B, mixture, plan_model
 
@@ -153,7 +153,7 @@ def test_a_model_that_is_not_here_has_a_remedy(tmp_path: Path) -> None:
 # -- text, JSON and pictures -------------------------------------------------------------------
 
 
-def plan_models(*models: Any) -> Plan:
+def plan_models(*models: Any) -> JobPlan:
     return make(job(LINE), request(*(models or (asked(),))), RULES)
 
 

@@ -13,15 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from precision_shim.errors import PlanError
-from precision_shim.planning import shapes
-from precision_shim.planning.counting import Precision, Share, part
-from precision_shim.planning.record import ModelPlan, Stage
 from precision_shim.process.settings import resolve
-from precision_shim_adapters.megatron.deciding.legality import NEWEST
-from precision_shim_adapters.megatron.deciding.requested import RequestedConfig
-from precision_shim_adapters.megatron.planning.layout import count, fault, layers_of_stages
-from precision_shim_adapters.megatron.planning.plan import MegatronModel, support_of
-from precision_shim_adapters.megatron.planning.sizes import Sizes
+from precision_shim_adapters.megatron.policy.legality import NEWEST
+from precision_shim_adapters.megatron.policy.requested import RequestedConfig
+from precision_shim_tools.plan import shapes
+from precision_shim_tools.plan.counting import Precision, Share, part
+from precision_shim_tools.plan.megatron.layout import count, fault, layers_of_stages
+from precision_shim_tools.plan.megatron.model import MegatronModel, support_of
+from precision_shim_tools.plan.megatron.sizes import Sizes
+from precision_shim_tools.plan.record import ModelPlan, Stage
 
 from .models import QWEN3_30B_A3B, mixture, plan_model
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from precision_shim.cli import main
 from precision_shim.errors import PlanError
+from precision_shim_tools.cli import main
 
-from .. import in_force
+from ..every_framework import in_force
 from .models import QWEN3_30B_A3B
 
 
@@ -309,7 +309,7 @@ def test_an_entry_point_that_is_not_there(capsys: pytest.CaptureFixture[str]) ->
 def test_no_module_of_verls_or_megatrons_is_imported(model: Path) -> None:
     code = (
         "import sys\n"
-        "from precision_shim.cli import main\n"
+        "from precision_shim_tools.cli import main\n"
         "try:\n    main(sys.argv[1:])\n"
         "except SystemExit as end:\n"
         "    print({'verl', 'megatron', 'ray'} & set(sys.modules), end.code)\n"
@@ -655,7 +655,7 @@ def test_torchtitans_adapters_are_refused() -> None:
     from torchtitan.components.lora import LoRAConverter
     from torchtitan.models.llama3 import model_registry
 
-    from precision_shim_adapters.torchtitan.plan import built
+    from precision_shim_tools.plan.torchtitan import built
 
     adapters = LoRAConverter.Config(rank=8, alpha=16.0, target_modules=["wq", "wo"])
     spec = model_registry("debugmodel", converters=[adapters])
@@ -693,7 +693,7 @@ def test_verls_sections_without_keys(
 @pytest.mark.parametrize("place", ["fsdp_config", "model.fsdp_config"])
 def test_verls_critic_is_read_where_the_release_has_its_engine(place: str) -> None:
     """verl 0.7.1 has the critic's FSDP section in ``critic.model``."""
-    from precision_shim_adapters.verl import sections
+    from precision_shim_tools.plan.verl import sections
 
     section: dict[str, object] = {"model_dtype": "bf16"}
     for name in reversed(place.split(".")):

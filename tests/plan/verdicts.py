@@ -124,7 +124,7 @@ def of_plan(words: Sequence[str], drawn: Drawn, *options: str) -> Verdict:
         drawn: the config; its settings are put before the line.
         options: of the command.
     """
-    from precision_shim.cli import main
+    from precision_shim_tools.cli import main
 
     # A worker does not read the rollout's config, in which the plan would find a problem.
     front = ["PRECISION_SHIM_ROLLOUT=follow"]

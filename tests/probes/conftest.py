@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ..megatron_bridge import import_megatron_bridge
+from ..stand_ins.megatron_bridge import import_megatron_bridge
 
 FRAMEWORKS = ("verl", "skyrl", "nemo_rl", "torchtitan")
 

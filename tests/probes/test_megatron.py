@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from precision_shim.testing import (
+from precision_shim_adapters.megatron.policy.optimizer_plan import MEGATRON_BETA2
+from precision_shim_tools.testing import (
     cuda_means_cpu,
     megatron_on_cpu,
     model_parallel,
     stand_in_transformer_engine,
 )
-from precision_shim.testing.transformer_engine import real_transformer_engine
-from precision_shim_adapters.megatron.deciding.table import MEGATRON_BETA2
+from precision_shim_tools.testing.transformer_engine import real_transformer_engine
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from precision_shim.adapting import look
-from precision_shim.testing import megatron_on_cpu, model_parallel, tiny_gpt
-from precision_shim_adapters.megatron.deciding.table import ROWS
+from precision_shim_adapters.megatron.policy.optimizer_plan import ROWS
+from precision_shim_tools.testing import megatron_on_cpu, model_parallel, tiny_gpt
 
 from .test_megatron import BF16, FP16, FP32, fused_adam
 

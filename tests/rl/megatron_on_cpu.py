@@ -25,7 +25,7 @@ _open = contextlib.ExitStack()
 
 def keys(dtype: str) -> dict[str, object]:
     """The config keys of an engine that computes in this dtype, by verl's name."""
-    from precision_shim.testing.megatron_cpu import CPU_TRANSFORMER
+    from precision_shim_tools.testing.megatron_cpu import CPU_TRANSFORMER
 
     engine = "actor_rollout_ref.actor.megatron"
     fields = {f"+{engine}.override_transformer_config.{k}": v for k, v in CPU_TRANSFORMER.items()}
@@ -34,7 +34,7 @@ def keys(dtype: str) -> dict[str, object]:
 
 def _own_layers() -> None:
     """Let Megatron-Bridge build a model of Megatron's own layers, whose names it knows."""
-    from ..megatron_bridge import import_megatron_bridge
+    from ..stand_ins.megatron_bridge import import_megatron_bridge
 
     import_megatron_bridge()
     from megatron.bridge.models.model_provider import ModelProviderMixin
@@ -55,7 +55,7 @@ def prepare(module: Any) -> None:
 
     @functools.wraps(made)
     def make(self: Any, *given: Any, **named: Any) -> None:
-        from precision_shim.testing import megatron_on_cpu, stand_in_transformer_engine
+        from precision_shim_tools.testing import megatron_on_cpu, stand_in_transformer_engine
 
         from ..verl.support import local_layers
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from precision_shim.auditing import halves
+from precision_shim.auditing import sent_weights
 
 from . import megatron_on_cpu
 from .conftest import ROLLOUT, Probed, Ran
@@ -161,14 +161,14 @@ def test_what_fp16s_workers_hold(whole: Ran) -> None:
         assert scaler == {"growth_tracker": 1, "hysteresis_tracker": 2}
 
 
-def audited(folder: Path) -> list[halves.Sent]:
+def audited(folder: Path) -> list[sent_weights.Sent]:
     """The records of the sent weights, after the command has found no contradiction."""
     command = [sys.executable, "-m", "precision_shim", "audit", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no problems" in done.stdout
-    read = [half for _, half in halves.read(str(folder))]
-    return [half for half in read if isinstance(half, halves.Sent)]
+    read = [half for _, half in sent_weights.read(str(folder))]
+    return [half for half in read if isinstance(half, sent_weights.Sent)]
 
 
 def test_the_audit_has_the_sent_weights_and_finds_no_contradiction(

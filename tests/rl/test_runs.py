@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from precision_shim.auditing import halves
+from precision_shim.auditing import sent_weights
 
 from .conftest import Ran
 
@@ -138,8 +138,8 @@ def test_where_nothing_is_asked_of_it_the_shim_changes_nothing(alone: Ran, besid
 def test_the_audit_has_the_sent_weights_and_finds_no_contradiction(
     whole: Ran, audits: Path
 ) -> None:
-    ((_, sent),) = halves.read(str(audits))
-    assert isinstance(sent, halves.Sent)
+    ((_, sent),) = sent_weights.read(str(audits))
+    assert isinstance(sent, sent_weights.Sent)
     assert (sent.framework, sent.subject, sent.asked) == ("verl", "actor", FP16)
     assert sent.sync > 1
     assert sent.sent["weights"].dtypes.keys() == {"fp16"}
@@ -154,8 +154,8 @@ def test_the_lm_head_in_fp32_in_trainer_and_engine(ran: Callable[..., Ran], tmp_
     audited = {"PRECISION_SHIM_AUDIT_DIR": str(tmp_path)}
     done = ran("bf16", "bf16", 2, **STRICT, **audited, PRECISION_SHIM_HEAD="fp32")
     assert "LM head: rollout-agreement: fp32 in trainer and rollout" in done.log
-    ((_, sent),) = halves.read(str(tmp_path))
-    assert isinstance(sent, halves.Sent)
+    ((_, sent),) = sent_weights.read(str(tmp_path))
+    assert isinstance(sent, sent_weights.Sent)
     assert sent.head == "fp32"
     assert len(done.metrics) == 2
     same_weights(done.weights("engine")[-1], in_the_engine(done.weights("trainer")[-1], BF16))

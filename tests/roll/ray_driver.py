@@ -159,7 +159,7 @@ def main(strategy: str, folder: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     import ray
 
-    from tests.ray_cluster import older
+    from tests.processes.ray_cluster import older
 
     strategy, place = sys.argv[1:]
     os.chdir(place)

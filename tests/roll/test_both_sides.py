@@ -12,7 +12,7 @@ import pytest
 import precision_shim
 from precision_shim.errors import UnsupportedPrecisionError
 
-from ..shim_warnings import watched
+from ..every_framework.shim_warnings import watched
 from . import jobs
 
 PAIRS = [("fp16", "fp16"), ("fp16", "bf16"), ("bf16", "fp16")]

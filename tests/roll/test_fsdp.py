@@ -16,10 +16,10 @@ import torch
 
 import precision_shim
 from precision_shim.scaling import FILE_NAME, LossScaler
-from precision_shim_adapters import roll
+from precision_shim_adapters.roll import adapter
 
-from ..checkpoint_doctor import ask
-from ..taken_out import refused_whole
+from ..every_framework.checkpoint_doctor import ask
+from ..every_framework.taken_out import refused_whole
 from .driving import OVERFLOW
 from .sharded import Trainer
 
@@ -57,7 +57,7 @@ def test_the_parameters_are_fp32(on: On, tmp_path: Path) -> None:
 def test_with_lora_the_base_model_is_loaded_as_before(on: On, tmp_path: Path) -> None:
     """peft itself keeps the trained adapters in fp32."""
     on()
-    loading = sys.modules["precision_shim_adapters.roll_fsdp"]._loading_fp32
+    loading = sys.modules["precision_shim_adapters.roll.training"]._loading_fp32
     for target, dtype in ((["q_proj"], torch.float16), (None, torch.float32)):
         given = SimpleNamespace(compute_dtype=torch.float16, lora_target=target)
         assert loading(lambda *, model_args: model_args.compute_dtype)(model_args=given) is dtype
@@ -238,4 +238,4 @@ def test_a_checkpoint_without_a_scaler_is_told(on: On, tmp_path: Path) -> None:
 def test_a_version_without_a_symbol_is_refused_whole(
     on: On, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    refused_whole(on, monkeypatch, roll, name)
+    refused_whole(on, monkeypatch, adapter, name)

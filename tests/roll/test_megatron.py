@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import precision_shim
-from precision_shim.testing import measure_bytes
-from precision_shim_adapters import roll
+from precision_shim_adapters.roll import adapter
+from precision_shim_tools.testing import measure_bytes
 
-from ..checkpoint_doctor import ask
-from ..taken_out import leaves_nothing_behind, refused_whole
+from ..every_framework.checkpoint_doctor import ask
+from ..every_framework.taken_out import leaves_nothing_behind, refused_whole
 from .driving import OVERFLOW, Trainer, skipped
 
 On = Callable[..., Any]
@@ -169,4 +169,4 @@ def test_taken_out_it_leaves_nothing_behind(on: On) -> None:
 def test_a_version_without_a_symbol_is_refused_whole(
     on: On, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refused_whole(on, monkeypatch, roll, "MegatronTrainStrategy.train_step")
+    refused_whole(on, monkeypatch, adapter, "MegatronTrainStrategy.train_step")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ..page_jobs import Job, of
+from ..pages.page_jobs import Job, of
 from . import jobs
 
 JOBS = of("roll")

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from ..rank_server import Ranks, rank_server
-from ..ray_cluster import drive
+from ..processes.rank_server import Ranks, rank_server
+from ..processes.ray_cluster import drive
 
 HERE = Path(__file__).parent
 DRIVER = HERE / "ray_driver.py"

@@ -100,7 +100,7 @@ _open = contextlib.ExitStack()
 
 
 def _megatron_on_cpu() -> None:
-    from precision_shim.testing import megatron_on_cpu, stand_in_transformer_engine
+    from precision_shim_tools.testing import megatron_on_cpu, stand_in_transformer_engine
 
     strategies = importlib.import_module("roll.distributed.strategy.megatron_strategy")
     # It would replace a function of torch 2.9 that returns something else in torch 2.13.

@@ -1,4 +1,4 @@
-"""What each rank runs in the tests of loss scaling; ``tests/rank_server.py`` starts the ranks.
+"""What each rank runs in the tests of loss scaling; ``processes/rank_server.py`` starts the ranks.
 
 A case returns what its test compares, with tensors as bits.
 """
@@ -33,8 +33,8 @@ from precision_shim.scaling import (
     record_of,
     save,
 )
-from precision_shim_adapters.fp16 import ScaledTraining
-from precision_shim_adapters.fp16.files import files_of_rank, save_after
+from precision_shim_adapters.torch_fp16 import ScaledTraining
+from precision_shim_adapters.torch_fp16.files import files_of_rank, save_after
 
 from .hand_written import Loop
 

@@ -1,4 +1,4 @@
-"""Processes that save and are killed, for ``test_files.py``, forked by ``tests/rank_server.py``."""
+"""Processes that save and are killed, for ``test_files.py``, forked by ``processes/rank_server.py``."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import pytest
 from precision_shim.errors import ScalerCheckpointError
 from precision_shim.scaling import FILE_NAME, LossScaler, ScalerSettings, load, save
 
-from ..rank_server import rank_server
+from ..processes.rank_server import rank_server
 
 
 def scaler(**settings):

@@ -9,7 +9,7 @@ import pytest
 
 from precision_shim.scaling import FILE_NAME, LossScaler, ScalerSettings, load
 
-from ..rank_server import rank_server
+from ..processes.rank_server import rank_server
 
 pytest.importorskip("torch.distributed.fsdp", reason="FSDP2 needs torch >= 2.6")
 

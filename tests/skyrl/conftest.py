@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from ..rank_server import Ranks, rank_server
-from ..tiny_models import make_checkpoint
+from ..processes.rank_server import Ranks, rank_server
+from ..stand_ins.tiny_models import make_checkpoint
 from .cpu import flash_attn_placeholder, import_megatron, skyrl_on_cpu
 from .support import python_path
 
@@ -52,7 +52,7 @@ def skyrl() -> None:
 @pytest.fixture(scope="session")
 def cpu(skyrl: None) -> Iterator[None]:
     """One process on a CPU, with Megatron's parallel state."""
-    from precision_shim.testing.megatron_cpu import megatron_on_cpu, model_parallel
+    from precision_shim_tools.testing.megatron_cpu import megatron_on_cpu, model_parallel
 
     with megatron_on_cpu(), skyrl_on_cpu(), model_parallel():
         yield

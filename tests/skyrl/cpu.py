@@ -6,7 +6,7 @@
 * :func:`import_megatron` imports Megatron-Bridge for SkyRL's Megatron workers, with stand-ins for
   packages that SkyRL 0.4 imports and that a CPU machine cannot install.
 * :func:`skyrl_on_cpu` makes the device ``"cuda"`` in SkyRL's workers mean the CPU. In addition to
-  :func:`~precision_shim.testing.megatron_cpu.cuda_means_cpu`, it puts device meshes and
+  :func:`~precision_shim_tools.testing.megatron_cpu.cuda_means_cpu`, it puts device meshes and
   autocasts of SkyRL on the CPU.
 * :func:`stay_on_cpu` enters ``skyrl_on_cpu`` in the processes of a Ray cluster.
 * :func:`make_worker` makes a worker object in this process, without a Ray actor.
@@ -33,9 +33,9 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from precision_shim.testing.megatron_cpu import _CudaMeansCpu, _patch, cuda_means_cpu
+from precision_shim_tools.testing.megatron_cpu import _CudaMeansCpu, _patch, cuda_means_cpu
 
-from ..megatron_bridge import import_megatron_bridge
+from ..stand_ins.megatron_bridge import import_megatron_bridge
 
 __all__ = [
     "flash_attn_placeholder",

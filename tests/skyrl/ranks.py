@@ -20,7 +20,7 @@ from precision_shim.errors import ScalerCheckpointError  # noqa: E402
 from tests.skyrl import support  # noqa: E402
 from tests.skyrl.cpu import skyrl_on_cpu  # noqa: E402
 from tests.skyrl.vllm_names import put_in_place  # noqa: E402
-from tests.tiny_models import make_checkpoint  # noqa: E402
+from tests.stand_ins.tiny_models import make_checkpoint  # noqa: E402
 
 RANK, FOLDER, CHECKPOINT = int(os.environ["RANK"]), Path(sys.argv[1]), Path(sys.argv[2])
 OVERFLOW = 1e9

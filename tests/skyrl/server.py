@@ -1,6 +1,6 @@
-"""The rank processes of the SkyRL tests; ``tests/rank_server.py`` starts them.
+"""The rank processes of the SkyRL tests; ``tests/processes/rank_server.py`` starts them.
 
-``tests/forks.py`` explains the cases.
+``tests/processes/forks.py`` explains the cases.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from .. import forks
-from ..rank_server import Launch
+from ..processes import forks
+from ..processes.rank_server import Launch
 
 IMPORTED = (
     *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torchvision"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..status_in_docs import tell
+from ..every_framework.status_in_docs import tell
 from .support import build
 
 

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from precision_shim.testing.megatron_cpu import CPU_TRANSFORMER
+from precision_shim_tools.testing.megatron_cpu import CPU_TRANSFORMER
 
-from ..tiny_models import VOCABULARY
+from ..stand_ins.tiny_models import VOCABULARY
 
 
 def python_path(*folders: Path) -> str:
@@ -167,7 +167,7 @@ def metrics_of(output: Any) -> dict[str, float]:
 
 def scaler_of(owner: Any) -> Any:
     """The loss scaler of a strategy; ``None`` if it has none."""
-    from precision_shim_adapters.fp16 import ScaledTraining
+    from precision_shim_adapters.torch_fp16 import ScaledTraining
 
     training = ScaledTraining.of(owner)
     return training.scaler if training is not None else None

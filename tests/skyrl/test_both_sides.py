@@ -14,12 +14,12 @@ import torch
 from packaging.version import Version
 
 import precision_shim
-from precision_shim.cli import main
 from precision_shim.errors import DtypeError, PrecisionShimWarning, UnsupportedPrecisionError
 from precision_shim.precision.dtypes import name_of
+from precision_shim_tools.cli import main
 
-from ..rank_server import Ranks
-from ..ray_cluster import drive
+from ..processes.rank_server import Ranks
+from ..processes.ray_cluster import drive
 from .conftest import SKYRL
 from .support import (
     batch,
@@ -178,7 +178,7 @@ def test_on_fsdp(
     follow: bool,
 ) -> None:
     """SkyRL's autocast makes a policy or a reference model in fp32 compute in bf16."""
-    from precision_shim_adapters.skyrl.fsdp import mixed_dtypes
+    from precision_shim_adapters.skyrl.training.fsdp import mixed_dtypes
 
     written = () if ref is None else (f"{REF}={ref}",)
     words = on_fsdp(policy, f"{KEY}={rollout}", *written)
@@ -292,7 +292,7 @@ def test_without_loss_scaling_an_fp16_policy_computes_in_bf16(
 def test_what_is_said_of_fsdp_is_what_a_worker_computes_in(
     cpu: None, checkpoints: dict[str, Path], shim: Any, role: str, dtype: str | None, on: bool
 ) -> None:
-    from precision_shim_adapters.skyrl.sides import sides_of
+    from precision_shim_adapters.skyrl.rollout.dtypes import sides_of
 
     shim(features=None if on else "-fp16-scaling", export=False)
     worker = fsdp_worker(role, checkpoints["float32"], dtype)
@@ -323,7 +323,7 @@ def test_what_is_said_of_fsdp_is_what_a_worker_computes_in(
 def test_what_is_said_of_megatron_is_what_a_worker_builds(
     fused_adam: str, checkpoints: dict[str, Path], shim: Any, dtype: str, bf16: str, on: bool
 ) -> None:
-    from precision_shim_adapters.skyrl.sides import megatron_dtype
+    from precision_shim_adapters.skyrl.rollout.dtypes import megatron_dtype
 
     if on:
         shim(export=False)
@@ -375,7 +375,7 @@ def test_a_reference_model_on_megatron_follows_a_bf16_policy(
     shim(settings={"rollout": "follow"}, export=False)
     config = validated(*words)
     assert told()["ref"] == "bf16, as the policy"
-    from precision_shim_adapters.skyrl.sides import megatron_dtype
+    from precision_shim_adapters.skyrl.rollout.dtypes import megatron_dtype
 
     assert megatron_dtype(config.trainer, "ref", lambda *_: True) is torch.bfloat16
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from precision_shim_adapters.skyrl.megatron import of_worker
+from precision_shim_adapters.skyrl.training.megatron import of_worker
 
-from .. import contract
-from ..rank_server import Ranks
-from ..upstreams_own import Own, fetch, in_a_fork_of
-from ..wishes import Case
+from ..every_framework import contract
+from ..every_framework.requested_configs import Case
+from ..every_framework.upstreams_own import Own, fetch, in_a_fork_of
+from ..processes.rank_server import Ranks
 from .conftest import SKYRL
 from .support import megatron_worker, python_path
 
@@ -43,7 +43,7 @@ class TestWorker(contract.Worker):
         return ranks
 
 
-class TestWishes(contract.Wishes):
+class TestWishes(contract.RequestedConfigs):
     driver = DRIVER
 
     @pytest.fixture
@@ -105,7 +105,7 @@ FILES = (
 PRELUDE = """
 import warnings
 warnings.simplefilter("ignore")
-from precision_shim.testing.transformer_engine import stand_in_transformer_engine
+from precision_shim_tools.testing.transformer_engine import stand_in_transformer_engine
 stand_in = stand_in_transformer_engine("2.11.0")
 stand_in.__enter__()
 """

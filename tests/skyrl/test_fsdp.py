@@ -15,9 +15,9 @@ import torch
 import precision_shim
 from precision_shim.errors import PrecisionShimWarning
 
-from ..checkpoint_doctor import FP16 as FP16_JOB
-from ..checkpoint_doctor import ask, verdict
-from ..kill_points import kill_points
+from ..every_framework.checkpoint_doctor import FP16 as FP16_JOB
+from ..every_framework.checkpoint_doctor import ask, verdict
+from ..processes.kill_points import kill_points
 from .support import batch, fsdp_worker, metrics_of, scaler_of
 
 ROLES = ("policy", "critic")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from precision_shim.auditing import halves
-from precision_shim.cli import main
+from precision_shim.auditing import sent_weights
+from precision_shim_tools.cli import main
 
 from .support import batch, build, fsdp_worker, train_config, weights_sent
 from .test_both_sides import received, since_0_4, vllm  # noqa: F401
@@ -28,9 +28,9 @@ def trained(checkpoint: Path) -> Any:
     return worker
 
 
-def written(folder: Path) -> halves.Sent:
-    (half,) = [one for _, one in halves.read(str(folder))]
-    assert isinstance(half, halves.Sent)
+def written(folder: Path) -> sent_weights.Sent:
+    (half,) = [one for _, one in sent_weights.read(str(folder))]
+    assert isinstance(half, sent_weights.Sent)
     return half
 
 

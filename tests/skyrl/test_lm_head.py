@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from precision_shim.errors import UnsupportedPrecisionError
 
-from ..planted_engines import plant
+from ..stand_ins.planted_engines import plant
 from .conftest import SKYRL
 from .support import batch, build, fsdp_worker
 from .test_both_sides import NO_REF, OVER, on_fsdp, on_megatron, plan, told, validated, warned

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import precision_shim
-from precision_shim.updates.lost import METRICS
+from precision_shim_tools.updates.lost import METRICS
 
 from .support import batch, build, fsdp_worker, metrics_of, train_config
 

@@ -173,7 +173,7 @@ def test_attention_that_an_fp32_model_has_not(
     dtype: torch.dtype,
 ) -> None:
     """TransformerEngine's flash and fused attention need 16 bits; unfused attention has limits."""
-    from precision_shim.testing.transformer_engine import stand_in_transformer_engine
+    from precision_shim_tools.testing.transformer_engine import stand_in_transformer_engine
 
     if Version("0.3") <= SKYRL:
         override = override.replace("use_sample_packing", "remove_microbatch_padding")

@@ -14,8 +14,8 @@ import torch
 import precision_shim
 
 from ..audit.offloading import same_stepped, stepped
-from ..checkpoint_doctor import ask, told_by
-from ..fake_gpu import FakeGpu
+from ..every_framework.checkpoint_doctor import ask, told_by
+from ..stand_ins.fake_gpu import FakeGpu
 from .support import build
 from .test_megatron_checkpoints import BETA, KWARGS, train
 

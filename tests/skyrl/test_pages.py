@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ..page_jobs import Job, of
+from ..pages.page_jobs import Job, of
 
 JOBS = of("skyrl")
 

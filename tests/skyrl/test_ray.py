@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ..rank_server import Ranks
+from ..processes.rank_server import Ranks
 from .support import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -137,7 +137,7 @@ def look(group):
 """
 
 TWO_GROUPS = """
-import precision_shim_adapters.skyrl.processes as processes
+import precision_shim_adapters.skyrl.training.processes as processes
 
 found = {"renewed": look(PPORayActorGroup(config.trainer, 1, 1, PolicyWorker))}
 processes._renew = lambda actor_class: actor_class

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ..rank_server import Ranks
+from ..processes.rank_server import Ranks
 from .support import python_path
 
 HERE = Path(__file__).resolve()

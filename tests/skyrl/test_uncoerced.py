@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from precision_shim_adapters.skyrl import megatron
+from precision_shim_adapters.skyrl.training import megatron
 
 from ..plan.verdicts import Drawn, by_worker, hold
 from .test_plan_and_worker import _KWARGS, on_megatron, plan_of

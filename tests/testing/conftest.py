@@ -34,7 +34,7 @@ def megatron_core() -> Any:
 @pytest.fixture
 def one_process(megatron_core: Any) -> Iterator[Any]:
     """The stand-in, the harness, and a process group of one rank."""
-    from precision_shim.testing import (
+    from precision_shim_tools.testing import (
         megatron_on_cpu,
         model_parallel,
         stand_in_transformer_engine,

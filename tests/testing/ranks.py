@@ -1,4 +1,4 @@
-"""What the ranks of ``test_megatron_cpu.py`` run; ``tests/rank_server.py`` starts the ranks."""
+"""What the ranks of ``test_megatron_cpu.py`` run; ``processes/rank_server.py`` starts the ranks."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from precision_shim.testing import (
+from precision_shim_tools.testing import (
     measure_bytes,
     megatron_on_cpu,
     model_parallel,
     stand_in_transformer_engine,
 )
 
-from ..rank_server import Launch
+from ..processes.rank_server import Launch
 from . import tiny_training as tiny
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from precision_shim.testing import FusedAdam, fused_adam_for, join_master
+from precision_shim_tools.testing import FusedAdam, fused_adam_for, join_master
 
 
 def _train(cls: Any, params: list[torch.nn.Parameter], steps: int, **kwargs: Any) -> Any:

@@ -8,11 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from precision_shim.testing import (
-    cuda_means_cpu,
-    measure_bytes,
-)
-from tests.rank_server import rank_server
+from precision_shim_tools.testing import cuda_means_cpu, measure_bytes
+from tests.processes.rank_server import rank_server
 from tests.testing import tiny_training as tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore")

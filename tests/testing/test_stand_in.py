@@ -10,10 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from precision_shim.testing import (
-    real_transformer_engine,
-    stand_in_transformer_engine,
-)
+from precision_shim_tools.testing import real_transformer_engine, stand_in_transformer_engine
 
 without_real = pytest.mark.skipif(
     real_transformer_engine() is not None, reason="the real TransformerEngine is installed"
@@ -94,7 +91,7 @@ def test_megatron_imported_inside_is_patched_and_restored(megatron_core: Any) ->
 def test_the_real_constructor_agrees(
     master: torch.dtype, moment: torch.dtype, flag: str | None
 ) -> None:
-    from precision_shim.testing import cuda_means_cpu, fused_adam_for
+    from precision_shim_tools.testing import cuda_means_cpu, fused_adam_for
 
     real = real_transformer_engine()
     assert real is not None

@@ -1,4 +1,4 @@
-"""The rank processes that train, save and resume; ``tests/rank_server.py`` starts them.
+"""The rank processes that train, save and resume; ``tests/processes/rank_server.py`` starts them.
 
 The case is ``policy`` or ``pretrain``. Options of a launch:
     on: whether the shim is installed.
@@ -15,7 +15,7 @@ import hashlib
 import importlib
 from typing import Any
 
-from ..rank_server import Launch
+from ..processes.rank_server import Launch
 from . import cpu
 
 SETTINGS = {"growth_interval": 2, "loss_scale_init": 1024, "log": "quiet"}

@@ -17,14 +17,14 @@ import pytest
 import torch
 
 import precision_shim
-from precision_shim.cli import main
 from precision_shim.errors import (
     DtypeError,
     UnsupportedPrecisionError,
 )
+from precision_shim_tools.cli import main
 
-from ..rank_server import Ranks
-from ..shim_warnings import watched
+from ..every_framework.shim_warnings import watched
+from ..processes.rank_server import Ranks
 from . import cpu
 from .test_pages import importable  # noqa: F401
 

@@ -10,8 +10,8 @@ import pytest
 
 from precision_shim.errors import CheckpointUnreadableError
 
-from ..checkpoint_doctor import FP16, verdict
-from ..rank_server import Ranks
+from ..every_framework.checkpoint_doctor import FP16, verdict
+from ..processes.rank_server import Ranks
 
 CASES = ("policy", "pretrain")
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from .. import contract
-from ..checkouts import Told, as_checkout
-from ..checkpoint_doctor import hold_groups
-from ..rank_server import Ranks
-from ..upstreams_own import Own, fetch
+from ..every_framework import contract
+from ..every_framework.checkouts import Told, as_checkout
+from ..every_framework.checkpoint_doctor import hold_groups
+from ..every_framework.upstreams_own import Own, fetch
+from ..processes.rank_server import Ranks
 from .conftest import TORCHTITAN
 
 PROJECT = """

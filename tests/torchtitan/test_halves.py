@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from precision_shim.auditing import halves
-from precision_shim.cli import main
+from precision_shim.auditing import sent_weights
+from precision_shim_tools.cli import main
 
 from . import cpu
 from .test_pages import importable  # noqa: F401
@@ -48,8 +48,8 @@ def test_what_the_trainer_sends(
     shim(settings={"audit_dir": str(folder)})
     made = policy("float16", generator_dtype=DTYPES[generator])
     push(made)
-    (half,) = [one for _, one in halves.read(str(folder))]
-    assert isinstance(half, halves.Sent)
+    (half,) = [one for _, one in sent_weights.read(str(folder))]
+    assert isinstance(half, sent_weights.Sent)
     assert (half.asked, half.key, half.subject) == (
         DTYPES[generator],
         "generator.model_dtype",

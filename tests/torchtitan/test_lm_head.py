@@ -12,12 +12,10 @@ import torch
 import precision_shim
 from precision_shim.errors import UnsupportedPrecisionError
 
-from .test_both_sides import (  # noqa: F401  fixtures that all tests here use
+from .test_both_sides import (
     QUIET,
     RECIPE,
     control,
-    folder,
-    importable,
     parse,
     planned,
     spawned,

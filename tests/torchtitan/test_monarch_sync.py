@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from precision_shim.auditing import halves
-from precision_shim.cli import main
+from precision_shim.auditing import sent_weights
+from precision_shim_tools.cli import main
 
 from .test_monarch import drive
 
@@ -52,8 +52,8 @@ def test_names_weights_and_audit(
     assert (found["enabled"], found["dtype"], found["version"]) == (True, own, 2)
     assert found["held"] == [str(dtype)]
     assert holds_rounded(found, dtype)
-    ((_, sent),) = halves.read(str(folder))
-    assert isinstance(sent, halves.Sent)
+    ((_, sent),) = sent_weights.read(str(folder))
+    assert isinstance(sent, sent_weights.Sent)
     assert (sent.asked, sent.computes, sent.sync) == (own, "fp16", 2)
     names = {torch.float16: "fp16", torch.bfloat16: "bf16"}
     assert sent.sent["weights"].dtypes.keys() == {names[dtype]}

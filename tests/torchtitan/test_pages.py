@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ..page_jobs import Job, of
+from ..pages.page_jobs import Job, of
 from .absent import ABSENT, Finder
 
 JOBS = of("torchtitan")

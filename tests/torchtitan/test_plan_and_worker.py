@@ -41,7 +41,7 @@ def on_fsdp(drawn: Drawn) -> Verdict:
     from torchtitan.config import ConfigManager
     from torchtitan.trainer import Trainer
 
-    from precision_shim_adapters.fp16 import ScaledTraining
+    from precision_shim_adapters.torch_fp16 import ScaledTraining
 
     said = io.StringIO()
     try:

@@ -14,7 +14,7 @@ from precision_shim.errors import (
     PrecisionShimWarning,
     UnsupportedPrecisionError,
 )
-from precision_shim_adapters.fp16.stepping import ScaledLoss
+from precision_shim_adapters.torch_fp16.stepping import ScaledLoss
 
 from . import by_hand, cpu
 from .test_rl import decisions, equal
@@ -220,7 +220,7 @@ def test_trainers_that_never_call_trainers_init(torchtitan: None, shim: Any, tmp
 def test_the_graph_trainer_is_refused_by_name(torchtitan: None, shim: Any) -> None:
     from torchtitan.experiments.graph_trainer.trainer import GraphTrainer
 
-    from precision_shim_adapters.torchtitan.pretraining import _has_our_loop
+    from precision_shim_adapters.torchtitan.training.pretraining import _has_our_loop
 
     shim()
     with pytest.warns(PrecisionShimWarning, match="GraphTrainer has its own train_step, forw"):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ..rank_server import Ranks
+from ..processes.rank_server import Ranks
 from .conftest import TORCH_HAS_PIPELINES
 
 CASES = ("policy", "pretrain")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..stepping_places import hold
+from ..every_framework.stepping_places import hold
 
 
 def test_every_place_is_on_the_page() -> None:

@@ -13,14 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from precision_shim.testing.fused_adam import fused_adam_for
-from precision_shim.testing.megatron_cpu import cuda_means_cpu
-from precision_shim.testing.transformer_engine import real_transformer_engine
-from precision_shim_adapters.megatron.deciding.legality import (
-    FusedAdamSupport,
-    legal_dtypes,
-    release,
-)
+from precision_shim_adapters.megatron.policy.legality import FusedAdamSupport, legal_dtypes, release
+from precision_shim_tools.testing.fused_adam import fused_adam_for
+from precision_shim_tools.testing.megatron_cpu import cuda_means_cpu
+from precision_shim_tools.testing.transformer_engine import real_transformer_engine
 
 REAL = real_transformer_engine()
 pytestmark = pytest.mark.skipif(REAL is None, reason="TransformerEngine is not built here")
@@ -64,7 +60,7 @@ def test_rule_is_the_constructors(field: str, dtype: torch.dtype) -> None:
 
 
 def test_the_rules_reach_the_installed_release() -> None:
-    from precision_shim_adapters.megatron.deciding.legality import NEWEST
+    from precision_shim_adapters.megatron.policy.legality import NEWEST
 
     assert REAL is not None
     assert NEWEST.version is not None

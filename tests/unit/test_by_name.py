@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import precision_shim
-from precision_shim.cli import doctor
 from precision_shim.errors import SettingsError
 from precision_shim.process import registry, session, settings, startup
 from precision_shim.process.in_force import asked_for, offered
+from precision_shim_tools.cli import doctor
 
 NAME = "megatron"
 

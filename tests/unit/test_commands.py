@@ -16,10 +16,10 @@ import pytest
 
 from precision_shim.auditing import files
 from precision_shim.auditing.record import COMPONENTS, Audit, AuditComponent, AuditPart
-from precision_shim.cli import build_parser
+from precision_shim_tools.cli import build_parser
 
-from .. import page_jobs
-from ..documented import PAGES, ROOT, blocks, commands
+from ..pages import page_jobs
+from ..pages.documented import PAGES, ROOT, blocks, commands
 from .checkpoints.written import megatrons
 
 DOCUMENTED = {one: page.name for page in PAGES for one in commands(page)}

@@ -35,7 +35,7 @@ OF_FUSED_ADAM = {
     ("precision_shim.auditing.torch_reader", "exp_avg_sq_dtype"),
     ("precision_shim.auditing.torch_reader", "store_param_remainders"),
     ("precision_shim.precision.remainders", "store_param_remainders"),
-    ("precision_shim.updates.rules", "store_param_remainders"),
+    ("precision_shim_tools.updates.rules", "store_param_remainders"),
 }
 """TransformerEngine's optimizer has attributes of these names, even without Megatron."""
 
@@ -172,7 +172,7 @@ def test_the_core_names_no_field_of_megatrons_config():
         (name, field)
         for name, path in FILES.items()
         if name.startswith("precision_shim.")
-        and not name.startswith(("precision_shim.testing", "precision_shim.cli.demo"))
+        and not name.startswith(("precision_shim.testing", "precision_shim_tools.cli.demo"))
         for word in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(word, (ast.Constant, ast.Attribute, ast.keyword))
         for field in FIELDS

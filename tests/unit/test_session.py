@@ -121,7 +121,7 @@ def test_installing_where_no_framework_is_imports_neither_torch_nor_an_adapter()
         "print(json.dumps(sorted(sys.modules)))"
     )
     modules = fresh(code)
-    for name in ("torch", "verl", "megatron", "precision_shim_adapters.verl", "ray"):
+    for name in ("torch", "verl", "megatron", "precision_shim_adapters.verl.adapter", "ray"):
         assert name not in modules
 
 
@@ -590,7 +590,7 @@ def test_our_own_adapters_cannot_be_displaced(toyfw, write_modules):
     write_modules({"toyfw_adapter-1.0.dist-info/entry_points.txt": entry})
     from precision_shim.process.registry import entries
 
-    assert entries()["verl"].place == "precision_shim_adapters.verl:SEAMS"
+    assert entries()["verl"].place == "precision_shim_adapters.verl.adapter:SEAMS"
 
 
 @pytest.fixture

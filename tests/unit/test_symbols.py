@@ -6,10 +6,9 @@ import json
 
 import pytest
 
+from precision_shim.process import symbols as _symbols
 from precision_shim.process.framework import Adapter
-from precision_shim.seams import Seam
-from precision_shim.upstream import symbols as _symbols
-from precision_shim.upstream.symbols import (
+from precision_shim.process.symbols import (
     add,
     compare,
     find_versions,
@@ -17,6 +16,7 @@ from precision_shim.upstream.symbols import (
     versions_of,
     write,
 )
+from precision_shim.seams import Seam
 
 
 def made(*versions):

@@ -13,7 +13,7 @@ import json
 import sys
 from typing import Any
 
-from precision_shim_adapters.resolving import plain
+from precision_shim_adapters.common.omegaconf_values import plain
 
 
 def composed(program: Any, words: list[str]) -> dict[str, Any] | str:

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from ..megatron_bridge import import_megatron_bridge
-from ..rank_server import Ranks, rank_server
-from ..tiny_models import make_checkpoint
+from ..processes.rank_server import Ranks, rank_server
+from ..stand_ins.megatron_bridge import import_megatron_bridge
+from ..stand_ins.tiny_models import make_checkpoint
 from .support import local_layers
 
 try:
@@ -46,7 +46,7 @@ def imports_are_no_garbage() -> None:
 @pytest.fixture(scope="session")
 def cpu() -> Iterator[None]:
     """Import verl and megatron-core in one process on a CPU, with Megatron's parallel state."""
-    from precision_shim.testing.megatron_cpu import megatron_on_cpu, model_parallel
+    from precision_shim_tools.testing.megatron_cpu import megatron_on_cpu, model_parallel
 
     with contextlib.suppress(ModuleNotFoundError):  # not every environment has Megatron-Bridge
         import_megatron_bridge()

@@ -1,6 +1,6 @@
 """The ranks of the tests of verl's VeOmni, Automodel, torchtitan and FSDP Turbo engines.
 
-``tests/rank_server.py`` starts the ranks. The engines and their libraries are real;
+``tests/processes/rank_server.py`` starts the ranks. The engines and their libraries are real;
 ``engine_support.py`` lets them run on a CPU.
 """
 
@@ -23,10 +23,10 @@ import torch.distributed as dist
 
 import precision_shim
 from precision_shim.auditing import meters
-from precision_shim_adapters.verl import engines, metrics
+from precision_shim_adapters.verl.training import engines, metrics
 
-from ..checkpoint_doctor import verdict
-from ..rank_server import Launch, look_ahead
+from ..every_framework.checkpoint_doctor import verdict
+from ..processes.rank_server import Launch, look_ahead
 from . import engine_support
 from . import fsdp_support as support
 from .engine_support import KINDS, MODULES, configs
@@ -256,7 +256,7 @@ def in_fp16_by_hand(name: str) -> Iterator[None]:
         if name == "torchtitan":
             from torchtitan.models.common.attention import VarlenAttention
 
-            from precision_shim_adapters.torchtitan.attention import keep_float16
+            from precision_shim_adapters.torchtitan.training.attention import keep_float16
 
             made = functools.partial(impl.TrainingConfig, mixed_precision_param="float16")
             stack.enter_context(mock.patch.object(impl, "TrainingConfig", made))

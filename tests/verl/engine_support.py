@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from ..tiny_models import VOCABULARY
+from ..stand_ins.tiny_models import VOCABULARY
 from ..torchtitan import cpu as titans
 from . import fsdp_support as support
 from . import fsdp_turbo
@@ -149,7 +149,7 @@ def make_model(folder: Path, *, experts: bool = False, auxiliary: float = 1e-3) 
     """
     import transformers
 
-    from ..tiny_models import make_checkpoint
+    from ..stand_ins.tiny_models import make_checkpoint
 
     make_checkpoint(folder)
     torch.manual_seed(0)

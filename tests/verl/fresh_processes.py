@@ -1,4 +1,4 @@
-"""Processes that have not imported verl and Megatron; ``tests/rank_server.py`` starts them.
+"""Processes that have not imported verl and Megatron; ``processes/rank_server.py`` starts them.
 
 The server imports the dependencies of verl and Megatron once, because those imports are slow.
 """
@@ -9,7 +9,7 @@ import contextlib
 import importlib
 from typing import Any
 
-from ..rank_server import Launch, look_ahead
+from ..processes.rank_server import Launch, look_ahead
 
 IMPORTED = (
     *("torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.checkpoint"),

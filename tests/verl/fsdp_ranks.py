@@ -1,4 +1,4 @@
-"""The ranks of the fp16 tests on FSDP; ``tests/rank_server.py`` starts them."""
+"""The ranks of the fp16 tests on FSDP; ``tests/processes/rank_server.py`` starts them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import precision_shim
 
-from ..checkpoint_doctor import FP16, verdict
-from ..rank_server import Launch, look_ahead
+from ..every_framework.checkpoint_doctor import FP16, verdict
+from ..processes.rank_server import Launch, look_ahead
 from . import fsdp_support as support
 
 LOUD = 2.0**11
@@ -132,7 +132,7 @@ def exact(job: Job) -> dict[str, Any]:
 def strict(job: Job) -> dict[str, Any]:
     """Under strict, errors of the shim are raised when a trained engine builds an optimizer."""
     from precision_shim.process import session as _session
-    from precision_shim_adapters import verl as adapter
+    from precision_shim_adapters.verl import adapter
 
     found: dict[str, Any] = {}
 
@@ -371,7 +371,7 @@ def without_the_meter(job: Job) -> list[str]:
         data = support.batch(step)
         tu.assign_non_tensor(data, global_token_num=None, update_lr_scheduler=True)
         worker.train_batch(data)
-    return [name for name in sys.modules if name.startswith("precision_shim.updates")]
+    return [name for name in sys.modules if name.startswith("precision_shim_tools.updates")]
 
 
 @case

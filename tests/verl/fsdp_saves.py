@@ -14,8 +14,8 @@ import torch.distributed as dist
 import precision_shim
 from precision_shim.errors import CheckpointUnreadableError
 
-from ..checkpoint_doctor import FP16, verdict
-from ..kill_points import content_of, kill_points, killed_at
+from ..every_framework.checkpoint_doctor import FP16, verdict
+from ..processes.kill_points import content_of, kill_points, killed_at
 from . import fsdp_support as support
 from .fsdp_ranks import GROWING, Job, case, install, ours
 

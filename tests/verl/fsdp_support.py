@@ -22,7 +22,7 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch.distributed.tensor import DTensor
 
-from ..tiny_models import VOCABULARY
+from ..stand_ins.tiny_models import VOCABULARY
 from .support import batch as supervised_batch
 
 VERL = Version(version("verl"))

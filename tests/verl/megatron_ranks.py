@@ -1,4 +1,4 @@
-"""Ranks that train on Megatron over gloo; ``tests/rank_server.py`` starts them.
+"""Ranks that train on Megatron over gloo; ``tests/processes/rank_server.py`` starts them.
 
 The ranks need the set-up of the fixture ``cpu`` in ``conftest.py``.
 """
@@ -16,13 +16,13 @@ import torch
 
 import precision_shim
 from precision_shim.errors import CheckpointLayoutError
-from precision_shim.testing.megatron_cpu import megatron_on_cpu, model_parallel, tiny_gpt
-from precision_shim.testing.transformer_engine import stand_in_transformer_engine
 from precision_shim_adapters.megatron import building
-from precision_shim_adapters.verl.megatron import read_wishes
+from precision_shim_adapters.verl.training.megatron import read_requested
+from precision_shim_tools.testing.megatron_cpu import megatron_on_cpu, model_parallel, tiny_gpt
+from precision_shim_tools.testing.transformer_engine import stand_in_transformer_engine
 
-from ..megatron_bridge import import_megatron_bridge
-from ..rank_server import Launch, look_ahead
+from ..processes.rank_server import Launch, look_ahead
+from ..stand_ins.megatron_bridge import import_megatron_bridge
 from ..testing import tiny_training as tiny
 from .megatron_fp16_support import Training
 from .states_support import AWARE, KINDS, build, everything
@@ -181,7 +181,7 @@ def _step_of_stage(rank: int, low: bool) -> list[Any]:
             one.data = one.data.float()
     fields = {"optimizer": "adam", "lr": 1e-2, "min_lr": 0.0, "clip_grad": 1.0, "weight_decay": 0.0}
     optim = OmegaConf.create({**fields, "override_optimizer_config": {}})
-    with building("verl", lambda: read_wishes(optim, declared=torch.bfloat16)):
+    with building("verl", lambda: read_requested(optim, declared=torch.bfloat16)):
         ddp = DistributedDataParallel(
             config,
             DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),

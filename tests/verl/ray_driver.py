@@ -36,8 +36,8 @@ def main(backends: str, model: str, folder: Path) -> dict[str, Any]:
     import torch
     from examples.processes import ports
 
-    from tests.forks import WORKER_PYTHON
-    from tests.ray_cluster import start
+    from tests.processes.forks import WORKER_PYTHON
+    from tests.processes.ray_cluster import start
     from tests.verl import ray_workers
     from tests.verl.support import batch
 

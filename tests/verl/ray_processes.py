@@ -1,6 +1,6 @@
 """Drivers of Ray clusters, forked from a process with the slowest imports, but not the shim.
 
-``tests/rank_server.py`` starts the drivers.
+``tests/processes/rank_server.py`` starts the drivers.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 
-from ..forks import script
-from ..rank_server import Launch
+from ..processes.forks import script
+from ..processes.rank_server import Launch
 from .fresh_processes import import_them
 
 

@@ -54,7 +54,7 @@ def setup() -> None:
 def _prepare_megatron() -> None:
     import torch
 
-    from precision_shim.testing import megatron_on_cpu, stand_in_transformer_engine
+    from precision_shim_tools.testing import megatron_on_cpu, stand_in_transformer_engine
 
     _open.enter_context(stand_in_transformer_engine())
     from verl.workers.engine.megatron import transformer_impl

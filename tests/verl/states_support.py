@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from precision_shim.testing import tiny_gpt
+from precision_shim_tools.testing import tiny_gpt
 
-from ..optimizer_states import live_states
+from ..stand_ins.optimizer_states import live_states
 
 AWARE: dict[str, Any] = {"use_precision_aware_optimizer": True}
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from precision_shim.testing.megatron_cpu import CPU_TRANSFORMER
+from precision_shim_tools.testing.megatron_cpu import CPU_TRANSFORMER
 
-from ..tiny_models import VOCABULARY
+from ..stand_ins.tiny_models import VOCABULARY
 
 CPU_FIELDS = {**CPU_TRANSFORMER, "attention_backend": "unfused"}
 """The fields that verl's override_transformer_config needs on a CPU."""

@@ -1,4 +1,4 @@
-"""The rank processes of the weight sync's tests; ``tests/rank_server.py`` starts them.
+"""The rank processes of the weight sync's tests; ``tests/processes/rank_server.py`` starts them.
 
 A rank builds verl's real ``ActorRolloutRefWorker`` from verl's shipped config, and reads the stream
 of weights that the worker would send to the rollout engine.
@@ -27,11 +27,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import precision_shim
-from precision_shim.auditing import halves, meters
+from precision_shim.auditing import meters, sent_weights
 from precision_shim.precision.dtypes import name_of
 
-from ..empty_packages import Empty
-from ..rank_server import Launch, look_ahead
+from ..processes.rank_server import Launch, look_ahead
+from ..stand_ins.empty_packages import Empty
 from . import fsdp_support as support
 
 READS = ("_local_scalar_dense", "item", "equal")
@@ -477,7 +477,7 @@ def audited(
         for _ in range(takes):
             sent = {name: each.clone() for name, each in engine.get_per_tensor_param()[0]}
         precision_shim.uninstall()
-    found = [each for _, each in halves.read(folder) if each.rank == dist.get_rank()]
+    found = [each for _, each in sent_weights.read(folder) if each.rank == dist.get_rank()]
     return {
         "halves": [dataclasses.asdict(each) for each in found],
         "elements": sum(each.numel() for each in sent.values()),
@@ -531,7 +531,7 @@ def audited_legacy(folder: str, dtype: str) -> dict[str, Any]:
         trained(one.module)
         asyncio.run(one.worker.rollout_mode())
         precision_shim.uninstall()
-    found = [each for _, each in halves.read(folder) if each.rank == dist.get_rank()]
+    found = [each for _, each in sent_weights.read(folder) if each.rank == dist.get_rank()]
     return {
         "adapter": type(adapter).__qualname__,
         "halves": [dataclasses.asdict(each) for each in found],

@@ -90,7 +90,7 @@ def test_what_nobody_wrote_raises_under_strict(
 def test_a_config_that_cannot_be_read_ends_no_build(
     fused_adam: str, checkpoint: Path, shim: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from precision_shim_adapters.megatron.acting.build import Build
+    from precision_shim_adapters.megatron.training.build import Build
 
     def unreadable(_: Any) -> Any:
         raise KeyError("optimizer")

@@ -18,11 +18,11 @@ import pytest
 from packaging.version import Version
 
 import precision_shim
-from precision_shim.cli import main
 from precision_shim.errors import DtypeError, PrecisionShimWarning, UnsupportedPrecisionError
+from precision_shim_tools.cli import main
 
-from ..rank_server import Ranks
-from ..ray_cluster import drive
+from ..processes.rank_server import Ranks
+from ..processes.ray_cluster import drive
 from .conftest import VERL
 
 pytestmark = pytest.mark.skipif(Version("0.7") > VERL, reason="the shim refuses verl 0.6")

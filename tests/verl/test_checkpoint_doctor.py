@@ -13,8 +13,8 @@ from packaging.version import Version
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ..audit.offloading import OFFLOAD, same_stepped, stepped
-from ..checkpoint_doctor import ask, told_by
-from ..fake_gpu import FakeGpu
+from ..every_framework.checkpoint_doctor import ask, told_by
+from ..stand_ins.fake_gpu import FakeGpu
 from .conftest import VERL
 from .test_checkpoints import SHARDINGS, STEPS, job, same, shim
 

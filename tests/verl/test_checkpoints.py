@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 import precision_shim
 from precision_shim.errors import CheckpointLayoutError
 
-from ..checkpoint_doctor import ask
-from ..optimizer_states import live_states, loss_of_step, reads_remainders
-from ..rank_server import Ranks
+from ..every_framework.checkpoint_doctor import ask
+from ..processes.rank_server import Ranks
+from ..stand_ins.optimizer_states import live_states, loss_of_step, reads_remainders
 from .conftest import VERL
 
 SHARDINGS = ("dp_reshardable", "fully_reshardable", "dp_zero_gather_scatter")
@@ -118,7 +118,7 @@ def job(seed: int = 0, through: Callable[[Any], Any] = lambda made: made, **over
     from verl.utils.megatron.optimizer import get_megatron_optimizer, init_megatron_optim_config
     from verl.utils.megatron_utils import get_model
 
-    from precision_shim.testing.megatron_cpu import tiny_gpt
+    from precision_shim_tools.testing.megatron_cpu import tiny_gpt
 
     provider = tiny_gpt(torch.bfloat16)
     torch.manual_seed(seed)

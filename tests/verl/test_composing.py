@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from precision_shim.cli import main
 from precision_shim.errors import PlanError
-from precision_shim.planning.command import Options, read_launch_line
 from precision_shim.process import registry
 from precision_shim.process.settings import resolve
-from precision_shim_adapters.verl.composing import compose
+from precision_shim_tools.cli import main
+from precision_shim_tools.plan.command import Options, read_launch_line
+from precision_shim_tools.plan.verl.composing import compose
 
 from .conftest import VERL
 

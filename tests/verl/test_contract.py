@@ -12,16 +12,16 @@ import pytest
 from packaging.version import Version
 
 from precision_shim.scaling import save
-from precision_shim_adapters.megatron.acting import build as builds
-from precision_shim_adapters.verl import megatron
-from precision_shim_adapters.verl.megatron import of_engine
+from precision_shim_adapters.megatron.training import build as builds
+from precision_shim_adapters.verl.training import megatron
+from precision_shim_adapters.verl.training.megatron import of_engine
 
-from .. import contract
-from ..checkpoint_doctor import verdict
-from ..in_force import refused
+from ..every_framework import contract
+from ..every_framework.checkpoint_doctor import verdict
+from ..every_framework.in_force import refused
+from ..every_framework.requested_configs import Case
+from ..every_framework.upstreams_own import Own, fetch
 from ..unit.checkpoints.written import of_ranks, scaler
-from ..upstreams_own import Own, fetch
-from ..wishes import Case
 from .conftest import VERL
 from .support import engine, optim_config
 
@@ -49,7 +49,7 @@ class TestWorker(contract.Worker):
 
 
 @in_force
-class TestWishes(contract.Wishes):
+class TestWishes(contract.RequestedConfigs):
     driver = DRIVER
 
     @pytest.fixture

@@ -29,7 +29,7 @@ def config(**overrides: Any) -> Any:
 def model(dtype: torch.dtype, prepare: Any = None, **options: Any) -> Any:
     from verl.utils.megatron_utils import get_model
 
-    from precision_shim.testing.megatron_cpu import tiny_gpt
+    from precision_shim_tools.testing.megatron_cpu import tiny_gpt
 
     provider = tiny_gpt(dtype)
 
@@ -145,19 +145,19 @@ def test_chunks_of_a_model_share_one_bucket_dtype(fused_adam: str, shim: Any) ->
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.module import Float16Module
 
-    from precision_shim.testing.megatron_cpu import tiny_gpt
+    from precision_shim_tools.testing.megatron_cpu import tiny_gpt
 
     shim(settings=FOLLOW)
 
     from precision_shim_adapters.megatron import building
-    from precision_shim_adapters.verl.megatron import read_wishes
+    from precision_shim_adapters.verl.training.megatron import read_requested
 
     provider = tiny_gpt(BF16)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=True
     )
     made = []
-    with building("verl", lambda: read_wishes(config(), subject="actor", declared=BF16)):
+    with building("verl", lambda: read_requested(config(), subject="actor", declared=BF16)):
         for trains in (True, False, True):
             module = Float16Module(provider.config, provider())
             module.requires_grad_(trains)

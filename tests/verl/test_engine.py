@@ -274,7 +274,7 @@ def test_blockers_are_read_from_verls_config(
 
     from precision_shim.adapting import around
     from precision_shim_adapters.megatron import current_build
-    from precision_shim_adapters.verl.megatron import engine_build
+    from precision_shim_adapters.verl.training.megatron import engine_build
 
     known = {
         **signature(McoreEngineConfig).parameters,

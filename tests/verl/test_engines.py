@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from ..rank_server import Ranks, rank_server
-from ..ray_cluster import drive
+from ..processes.rank_server import Ranks, rank_server
+from ..processes.ray_cluster import drive
 from .conftest import VERL
 from .ray_verdict import trained_skipped_and_resumed
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from ..rank_server import Ranks, rank_server
+from ..processes.rank_server import Ranks, rank_server
 from .conftest import VERL
 from .test_engines import SINCE, same
 

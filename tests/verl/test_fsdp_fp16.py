@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from ..rank_server import Ranks
+from ..processes.rank_server import Ranks
 from .conftest import VERL
 
 pytestmark = [

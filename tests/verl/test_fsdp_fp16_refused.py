@@ -15,7 +15,7 @@ from packaging.version import Version
 import precision_shim
 from precision_shim.errors import UnsupportedPrecisionError
 
-from ..empty_packages import empty_packages
+from ..stand_ins.empty_packages import empty_packages
 from .conftest import VERL
 
 ENGINES = {

@@ -14,11 +14,11 @@ from packaging.version import Version
 from torch.nn import functional
 
 import precision_shim
-from precision_shim.cli import main
 from precision_shim.errors import UnsupportedPrecisionError
+from precision_shim_tools.cli import main
 
-from ..planted_engines import plant
-from ..rank_server import Ranks
+from ..processes.rank_server import Ranks
+from ..stand_ins.planted_engines import plant
 from .conftest import VERL
 from .megatron_fp16_support import Training
 from .test_both_sides import LEGACY, LINE, start

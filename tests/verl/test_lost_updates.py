@@ -11,7 +11,7 @@ from packaging.version import Version
 
 import precision_shim
 
-from ..rank_server import Ranks
+from ..processes.rank_server import Ranks
 from .conftest import VERL
 from .megatron_fp16_support import Training
 from .support import optim_config

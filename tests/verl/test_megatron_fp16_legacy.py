@@ -14,7 +14,7 @@ from packaging.version import Version
 
 import precision_shim
 
-from ..tiny_models import VOCABULARY
+from ..stand_ins.tiny_models import VOCABULARY
 from .conftest import VERL
 from .test_legacy_workers import ACTOR, OWNERS
 from .test_legacy_workers import config as composed  # noqa: F401  (a fixture)

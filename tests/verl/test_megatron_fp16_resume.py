@@ -17,10 +17,10 @@ from packaging.version import Version
 
 import precision_shim
 
-from ..checkpoint_doctor import verdict
-from ..kill_points import kill_points
-from ..optimizer_states import loss_of_step
-from ..rank_server import Ranks
+from ..every_framework.checkpoint_doctor import verdict
+from ..processes.kill_points import kill_points
+from ..processes.rank_server import Ranks
+from ..stand_ins.optimizer_states import loss_of_step
 from .conftest import VERL
 from .support import optim_config
 from .test_checkpoints import SHARDINGS, Job, same
@@ -82,7 +82,7 @@ def fp16_job(kind: type[Fp16Job] = Fp16Job, seed: int = 0, **model: Any) -> Any:
     from verl.utils.megatron.optimizer import get_megatron_optimizer, init_megatron_optim_config
     from verl.utils.megatron_utils import get_model
 
-    from precision_shim.testing.megatron_cpu import tiny_gpt
+    from precision_shim_tools.testing.megatron_cpu import tiny_gpt
 
     torch.manual_seed(seed)
     provider = tiny_gpt(torch.float16, num_layers=1, **model)

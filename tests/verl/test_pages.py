@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from ..page_jobs import Job, of
+from ..pages.page_jobs import Job, of
 from .conftest import VERL
 
 pytestmark = pytest.mark.skipif(

@@ -13,7 +13,7 @@ import precision_shim
 from precision_shim.precision.dtypes import name_of
 
 from ..plan.verdicts import Drawn, Verdict, by_worker, draw, hold, megatron_scale, of_audit, of_plan
-from ..rank_server import Ranks, rank_server
+from ..processes.rank_server import Ranks, rank_server
 from .conftest import VERL
 from .support import CPU_FIELDS
 from .verdict_lines import ACTOR, FSDP, MEGATRON, ON_FSDP, ON_MEGATRON, actor_of, line

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from ..rank_server import Ranks
-from ..ray_cluster import drive
+from ..processes.rank_server import Ranks
+from ..processes.ray_cluster import drive
 from .conftest import VERL
 from .ray_verdict import trained_skipped_and_resumed
 

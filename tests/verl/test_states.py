@@ -21,7 +21,7 @@ from packaging.version import Version
 from precision_shim import PrecisionShimWarning
 from precision_shim.errors import CheckpointLayoutError
 
-from ..rank_server import Ranks
+from ..processes.rank_server import Ranks
 from ..testing import tiny_training as tiny
 from .conftest import VERL
 from .states_support import AWARE, KINDS, build, everything
@@ -177,7 +177,7 @@ def test_a_copied_config_is_written_as_its_original(
 
 @pytest.mark.parametrize("by", COPIES)
 def test_a_users_own_config_stays_the_users(fused_adam: str, by: str) -> None:
-    from precision_shim_adapters.megatron.resuming.checkpoint import is_added_by_shim
+    from precision_shim_adapters.megatron.checkpoints.optimizer_state import is_added_by_shim
 
     with shim(on=True, policy="as-configured"):
         made = job(use_precision_aware_optimizer=True, through=COPIES[by]).optimizer.config

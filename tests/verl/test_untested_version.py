@@ -19,8 +19,8 @@ SCRIPT = """
 import json
 import precision_shim
 precision_shim.install(settings={"optimizer_states": "follow-model"})
-from precision_shim.testing.megatron_cpu import megatron_on_cpu, model_parallel, tiny_gpt
-from precision_shim.testing.transformer_engine import stand_in_transformer_engine
+from precision_shim_tools.testing.megatron_cpu import megatron_on_cpu, model_parallel, tiny_gpt
+from precision_shim_tools.testing.transformer_engine import stand_in_transformer_engine
 import torch
 from omegaconf import OmegaConf
 

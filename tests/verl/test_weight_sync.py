@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from precision_shim.cli import main
+from precision_shim_tools.cli import main
 
-from ..rank_server import Ranks, rank_server
+from ..processes.rank_server import Ranks, rank_server
 from .conftest import VERL
 
 pytestmark = [

@@ -66,10 +66,10 @@ def actor_of(words: list[str]) -> Any:
     from omegaconf import OmegaConf
     from verl.utils.config import omega_conf_to_dataclass
 
-    from precision_shim.planning.command import Options, read_launch_line
     from precision_shim.process import registry as _registry
     from precision_shim.process.settings import resolve
-    from precision_shim_adapters.verl.composing import compose
+    from precision_shim_tools.plan.command import Options, read_launch_line
+    from precision_shim_tools.plan.verl.composing import compose
 
     job = read_launch_line(words, _registry.entries().values(), resolve(environ={}), Options())
     made = omega_conf_to_dataclass(OmegaConf.create(compose(job)).actor_rollout_ref.actor)

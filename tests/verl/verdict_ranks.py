@@ -1,4 +1,4 @@
-"""verl's FSDP engine on generated configs; ``tests/rank_server.py`` starts its process."""
+"""verl's FSDP engine on generated configs; ``processes/rank_server.py`` starts its process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import precision_shim
 from precision_shim.precision.dtypes import name_of
 
 from ..plan.verdicts import Drawn, Verdict, by_worker, of_audit
-from ..rank_server import Launch, look_ahead
+from ..processes.rank_server import Launch, look_ahead
 from . import fsdp_support
 from .verdict_lines import ON_FSDP, actor_of, line
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from precision_shim.precision.agreement import ENGINE_NAMES, NO_FP16
-from precision_shim_adapters.rollout import FIELD, engine_name, of_rollout
+from precision_shim_adapters.agreement import FIELD, engine_name, of_rollout
 
 CONFIG = Callable[..., Any]
 OLDER_VLLM_ONLY = {"plamo2"}

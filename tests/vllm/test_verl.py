@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ..rank_server import rank_server
-from ..tiny_models import make_checkpoint
+from ..processes.rank_server import rank_server
+from ..stand_ins.tiny_models import make_checkpoint
 
 NAMES = ("float16", "bfloat16", "float32")
 

@@ -17,7 +17,7 @@ from examples.demo.rl.vllm_on_cpu import keep_weights
 
 import precision_shim
 
-from ..rank_server import Launch
+from ..processes.rank_server import Launch
 from ..verl import sync_ranks
 from . import engines
 

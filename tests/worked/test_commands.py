@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import precision_shim
-from precision_shim.cli import main
 from precision_shim.errors import AuditError, SeamError
 from precision_shim.process import registry as _registry
+from precision_shim_tools.cli import main
 
 from ..unit.checkpoints.written import distributed
 
@@ -21,10 +21,10 @@ ADAPTER = """
 import tinyfsdp_shim
 from precision_shim.adapting import Checkpoints
 from precision_shim.auditing.reading import Reading
-from precision_shim.checkpoints.layout import EXACT, Outcome
-from precision_shim.planning.request import Request
-from precision_shim.planning.shapes import Model, Weight
-from precision_shim_adapters.fp16.plan import ShardedModel
+from precision_shim_tools.checkpoint.layout import EXACT, Outcome
+from precision_shim_tools.plan.request import Request
+from precision_shim_tools.plan.shapes import Model, Weight
+from precision_shim_tools.plan.torch_optimizer import ShardedModel
 
 
 def resume(part, here):

@@ -13,7 +13,7 @@ ROOT = PAGE.parents[1]
 SHOWN = (
     "tests/worked/site/tinytron_shim.py",
     "tests/worked/site/tinyfsdp_shim.py",
-    "adapters/precision_shim_adapters/slime.py",
+    "adapters/precision_shim_adapters/slime/adapter.py",
 )
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import precision_shim
-from precision_shim.testing import (
+from precision_shim_tools.testing import (
     measure_bytes,
     megatron_on_cpu,
     model_parallel,

@@ -22,13 +22,10 @@ from precision_shim.adapting import collect
 
 from ..frameworks import MEGATRON_EFFECTS as EFFECTS
 from ..frameworks import MEGATRON_PATHS as PATHS
-from .acting import ddp, masters, optimizer, overflow, scaled
-from .acting.build import Build, building, current_build, expect_reference
-from .acting.flags import CONFIG_INIT, fill_inline, requested_by_flags, where_present
-from .acting.masters import reload_masters
-from .acting.optimizer import check, keep_layout, settle, settle_made, with_fields
-from .acting.overflow import answer_skips, answer_step, dynamic_scalers, metrics, skipping
-from .deciding.requested import (
+from .audit import seams
+from .checkpoints import cpu_offload, optimizer_state, parameter_state
+from .policy.optimizer_plan import OptimizerPlan
+from .policy.requested import (
     ALIGNMENT,
     BUILDING,
     DISPATCH,
@@ -37,18 +34,32 @@ from .deciding.requested import (
     SCALING,
     RequestedConfig,
 )
-from .deciding.table import OptimizerPlan
-from .reading import audit
-from .resuming import checkpoint, offloaded, states
+from .training import ddp, loss_scaling, masters, optimizer, overflow
+from .training.build import Build, building, current_build, expect_reference
+from .training.flags import CONFIG_INIT, fill_inline, requested_by_flags, where_present
+from .training.masters import reload_masters
+from .training.optimizer import apply_plan, apply_to_config, check, keep_layout, with_fields
+from .training.overflow import answer_skips, answer_step, dynamic_scalers, metrics, skipping
 
-SETTLING = ("dtype-coercion", DISPATCH, SCALING)
+APPLYING = ("dtype-coercion", DISPATCH, SCALING)
 """The features of every seam that calls ``settle``."""
 
-SEAMS = collect(optimizer, ddp, checkpoint, states, masters, offloaded, scaled, overflow, audit)
+SEAMS = collect(
+    optimizer,
+    ddp,
+    optimizer_state,
+    parameter_state,
+    masters,
+    cpu_offload,
+    loss_scaling,
+    overflow,
+    seams,
+)
 """The seams on Megatron's own functions; an adapter passes ``SEAMS`` to ``collect``."""
 
 __all__ = [
     "ALIGNMENT",
+    "APPLYING",
     "BUILDING",
     "CONFIG_INIT",
     "DISPATCH",
@@ -58,12 +69,13 @@ __all__ = [
     "PRECISION_AWARE",
     "SCALING",
     "SEAMS",
-    "SETTLING",
     "Build",
     "OptimizerPlan",
     "RequestedConfig",
     "answer_skips",
     "answer_step",
+    "apply_plan",
+    "apply_to_config",
     "building",
     "check",
     "current_build",
@@ -74,8 +86,6 @@ __all__ = [
     "metrics",
     "reload_masters",
     "requested_by_flags",
-    "settle",
-    "settle_made",
     "skipping",
     "where_present",
     "with_fields",

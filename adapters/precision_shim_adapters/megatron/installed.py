@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-from .deciding.legality import FusedAdamSupport, release
+from .policy.legality import FusedAdamSupport, release
 
 FUSED_ADAM_ARGUMENTS = (
     "master_weight_dtype",

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 from precision_shim.adapting import Call, seam
-from precision_shim.checkpoints.metadata import NAME as METADATA
-from precision_shim.checkpoints.metadata import read_entries
 from precision_shim.errors import CheckpointUnreadableError, ScalerCheckpointError
+from precision_shim.files.metadata import NAME as METADATA
+from precision_shim.files.metadata import read_entries
 
-from ..fp16 import ScaledTraining
-from .places import BOTH, SCALED, of_both
+from ..torch_fp16 import ScaledTraining
+from .training.trainers import BOTH, SCALED, of_both
 
 KEY = "precision_shim_scaler"
 """Key of the scaler's record in a trainer's state."""

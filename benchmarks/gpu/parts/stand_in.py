@@ -101,7 +101,7 @@ def combinations() -> Iterator[Combination]:
 
 
 def run(bench: Bench) -> None:
-    from precision_shim.testing import fused_adam_for
+    from precision_shim_tools.testing import fused_adam_for
 
     place = bench.place
     real = place.fused_adam()

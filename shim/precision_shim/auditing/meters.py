@@ -91,7 +91,7 @@ def metrics(optimizer: Any, prefix: str = "") -> dict[str, float]:
     """
     if not _meters:
         return {}
-    from ..updates import lost
+    from precision_shim_tools.updates import lost
 
     watched = (_meters.get(stepper) for stepper in _steppers(optimizer))
     return lost.metrics([watch.figures for watch in watched if watch and watch.figures], prefix)

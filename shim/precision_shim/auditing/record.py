@@ -286,7 +286,7 @@ def _part(part: AuditPart) -> list[str]:
     )
     updates: Iterable[str] = ()
     if part.updates:
-        from ..updates import lost
+        from precision_shim_tools.updates import lost
 
         updates = lost.lines(part.updates)
     return [

@@ -184,7 +184,7 @@ def notes(reading: Reading, part: AuditPart, where: str) -> Iterator[Finding]:
         )
     meter = meters.of(reading.steppers[0]) if reading.steppers else None
     if meter is not None:
-        from ..updates import lost
+        from precision_shim_tools.updates import lost
 
         masters = part.components["master"].dtypes
         for _, fields in lost.findings(part.updates or {}, part.name, where, masters):

@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 
-from ..auditing import kept
+from ..auditing import latest
 from ..errors import PrecisionShimError, SeamError, SettingsError
 from ..reporting import journal as _journal
 from ..reporting.record import FrameworkStatus, SeamStatus
 from ..reporting.text import Status
-from ..seams import Engine
+from ..seams import SeamEngine
 from . import carriers, standby
 from . import forks as _forks
 from . import settings as _settings
@@ -44,7 +44,7 @@ class _Session:
         """Caches the result of ``judge_version``, which reads source code, for each framework."""
         self.exported: dict[str, tuple[str | None, str]] = {}
         """Maps an exported variable to its value before ``install()`` and its exported value."""
-        self.engine = Engine(
+        self.engine = SeamEngine(
             features=settings.features,
             settings=settings,
             strict=settings.strict,
@@ -252,7 +252,7 @@ def uninstall() -> None:
         carriers.leave()
         _bad_start = ""
         if _current is None:
-            kept.clear()  # stop watch_updates(), which also works without install()
+            latest.clear()  # stop watch_updates(), which also works without install()
             return
         session, _current = _current, None
         _retire(session)
@@ -289,7 +289,7 @@ def status() -> Status:
                 notes.insert(0, _why_off())
             return Status(enabled=False, decisions=_journal.decisions(), notes=tuple(notes))
         settings = session.settings
-        notes += kept.problems()
+        notes += latest.problems()
         return Status(
             enabled=session.fault is None,
             features=settings.features,
@@ -300,7 +300,7 @@ def status() -> Status:
             decisions=_journal.decisions(),
             notes=tuple(notes),
             given=tuple(name for name in settings.values if settings.is_set(name)),
-            audit=kept.audits(),
+            audit=latest.audits(),
         )
 
 
@@ -396,7 +396,7 @@ def _retire(session: _Session) -> None:
         else:
             os.environ[variable] = before
     _journal.clear()
-    kept.clear()
+    latest.clear()
     for text in _left_behind:
         _journal.tell(text)  # raises no error, which would stop uninstall() halfway
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from ..seams._source import find_spec
 from .framework import Adapter
 from .registry import is_tested, shared
-from .stated import stated_version
+from .stated_version import stated_version
 
 __all__ = ["describe", "judge_version", "tell_missed", "version_of"]
 
@@ -67,7 +67,7 @@ def judge_version(
             ``version_of``.
         closely: whether to compare code with ``symbols.json`` even if that file lists ``version``.
     """
-    from ..upstream import symbols as _symbols
+    from . import symbols as _symbols
 
     beneath = {name: versions(name, (package,)) for package, name in shared().items()}
     tested = is_tested(version, adapter.tested)
@@ -82,7 +82,7 @@ def tell_missed(
     versions: Callable[[str, Iterable[str]], str | None] | None = None,
 ) -> Callable[[str], str]:
     """Return a function from a missing symbol to a version that has the symbol, or ``""``."""
-    from ..upstream import symbols as _symbols
+    from . import symbols as _symbols
 
     known = _symbols.missed(adapter, versions or version_of)
 

@@ -6,7 +6,7 @@ functions with the decorator ``seam``, which ``_seam`` defines. A marked functio
 source code, without an import; ``_plan`` decides by these descriptions which symbols to patch.
 ``_wrapper`` defines the object that replaces a wrapped symbol; ``_sites`` stores the patched
 symbols and undoes the patches. ``_engine`` combines all other modules of this package.
-``precision_shim.upstream`` reports the changes in a framework's release.
+``precision_shim_tools.upstream`` reports the changes in a framework's release.
 
 Each name in ``__all__`` is loaded on first use: code that only reads seams does not import wrapt.
 """
@@ -17,8 +17,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ._call import Call as Call
     from ._call import around as around
-    from ._engine import Engine as Engine
-    from ._plan import Plan as Plan
+    from ._engine import SeamEngine as SeamEngine
+    from ._plan import SeamPlan as SeamPlan
     from ._plan import check as check
     from ._plan import is_there as is_there
     from ._seam import NativeProbe as NativeProbe
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "Call": "_call",
-    "Engine": "_engine",
+    "SeamEngine": "_engine",
     "NativeProbe": "_seam",
-    "Plan": "_plan",
+    "SeamPlan": "_plan",
     "Seam": "_seam",
     "Symbol": "_source",
     "around": "_call",

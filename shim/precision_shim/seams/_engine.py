@@ -39,7 +39,7 @@ class _Known:
     checked: bool = False
 
 
-class Engine:
+class SeamEngine:
     """Patches the seams of adapters, and undoes the patches.
 
     Thread-safe. A seam engine raises no error within an import, but passes every error to

@@ -55,7 +55,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SeamPlan:
     """The actions that the seam engine would take for an adapter.
 
     Attributes:
@@ -119,7 +119,7 @@ def check(
     features: Iterable[str],
     settings: object,
     missed: Missed = nothing_missed,
-) -> Plan:
+) -> SeamPlan:
     """Decide from source which of an adapter's seams to patch.
 
     Args:
@@ -142,7 +142,7 @@ def check(
         missing_half = row.state == "absent" and row.reason in refused.get(row.group, ())
         if (row.state == "pending" and row.group in refused) or missing_half:
             row.state, row.reason = "refused", refusal(row.seam, refused[row.group])
-    return Plan(adapter, rows, refused)
+    return SeamPlan(adapter, rows, refused)
 
 
 def _find_moved(

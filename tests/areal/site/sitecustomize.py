@@ -15,7 +15,9 @@ def _prepare(name: str) -> None:
     if name == ENGINE:
         importlib.import_module("tests.areal.cpu").stay_on_cpu()
     else:
-        sys.meta_path.append(importlib.import_module("tests.empty_packages").Empty(*ABSENT))
+        sys.meta_path.append(
+            importlib.import_module("tests.stand_ins.empty_packages").Empty(*ABSENT)
+        )
 
 
 def _name_device(name: str) -> None:

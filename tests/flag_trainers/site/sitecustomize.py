@@ -24,7 +24,7 @@ def _prepare(name: str) -> None:
         importlib.import_module("tests.flag_trainers.cpu").stay_on_cpu(name.partition(".")[0])
         return
     # Not earlier, because Ray's agents look for aiohttp.
-    sys.meta_path.append(importlib.import_module("tests.empty_packages").Empty(*ABSENT))
+    sys.meta_path.append(importlib.import_module("tests.stand_ins.empty_packages").Empty(*ABSENT))
     found = types.ModuleType(f"{TOKENIZER}.tokenizer")
     found._vocab_size_with_padding = lambda size, args: size
     sys.modules |= {TOKENIZER: types.ModuleType(TOKENIZER), found.__name__: found}

@@ -38,10 +38,10 @@ def main(model: Path, folder: Path) -> dict[str, Any]:
     """Convert the model in this process, then make a worker from the actor class and train it."""
     import ray
 
-    from tests.forks import WORKER_PYTHON
     from tests.nemo_rl.megatron import support
     from tests.nemo_rl.support import batch, nll_loss
-    from tests.ray_cluster import start
+    from tests.processes.forks import WORKER_PYTHON
+    from tests.processes.ray_cluster import start
 
     support.import_worker_modules()
     config = support.policy_config(

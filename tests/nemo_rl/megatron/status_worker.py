@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...status_in_docs import tell
+from ...every_framework.status_in_docs import tell
 
 
 def test_worker(worker: Any, shim: Any) -> None:

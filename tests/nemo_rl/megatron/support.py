@@ -26,9 +26,9 @@ import torch
 import yaml
 from packaging.version import Version
 
-from precision_shim.testing.megatron_cpu import CPU_TRANSFORMER, cuda_means_cpu
+from precision_shim_tools.testing.megatron_cpu import CPU_TRANSFORMER, cuda_means_cpu
 
-from ...megatron_bridge import import_megatron_bridge
+from ...stand_ins.megatron_bridge import import_megatron_bridge
 from ..cpu import nemo_rl_on_cpu
 from ..support import NEMO_RL, VOCABULARY, WORKERS, common
 
@@ -321,7 +321,7 @@ def _with_cuda(initialize: Any) -> Any:
 @contextlib.contextmanager
 def harness(folder: Path) -> Iterator[None]:
     """Replace all GPU functions that a Megatron worker calls; ``folder``: the converted model."""
-    from precision_shim.testing.megatron_cpu import megatron_on_cpu
+    from precision_shim_tools.testing.megatron_cpu import megatron_on_cpu
 
     with megatron_on_cpu(), nemo_rl_on_cpu(), on_cpu(folder):
         yield

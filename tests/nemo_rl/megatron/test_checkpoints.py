@@ -12,8 +12,8 @@ import torch
 
 import precision_shim
 
-from ...checkpoint_doctor import ask, told_by
-from ...optimizer_states import live_states, reads_remainders
+from ...every_framework.checkpoint_doctor import ask, told_by
+from ...stand_ins.optimizer_states import live_states, reads_remainders
 from ..support import batch, nll_loss
 from .support import FP16
 

@@ -13,11 +13,11 @@ import yaml
 from packaging.version import Version
 
 import precision_shim
-from precision_shim.planning.command import Options, read_launch_line
 from precision_shim.precision.dtypes import name_of
 from precision_shim.process import registry as _registry
 from precision_shim.process.settings import resolve
-from precision_shim_adapters.nemo_rl.plan import load
+from precision_shim_tools.plan.command import Options, read_launch_line
+from precision_shim_tools.plan.nemo_rl import load
 
 from ...plan.verdicts import (
     Drawn,

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from ...rank_server import Ranks
-from ...ray_cluster import drive
+from ...processes.rank_server import Ranks
+from ...processes.ray_cluster import drive
 from ..support import NEMO_RL
 from .support import POLICY
 
 pytestmark = pytest.mark.slow
 
-MIXIN = "precision_shim_adapters.nemo_rl.megatron.ReportingWorker"
+MIXIN = "precision_shim_adapters.nemo_rl.training.megatron.ReportingWorker"
 SETUP = (
     f"{POLICY.partition(':')[0]}:setup_megatron_model"
     if Version("0.6") > NEMO_RL

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from precision_shim.auditing import halves
-from precision_shim.auditing.halves import ADAPTERS, BASE, LEAST_SAMPLE, Sent, Weights
-from precision_shim.cli import main
+from precision_shim.auditing import sent_weights
+from precision_shim.auditing.sent_weights import ADAPTERS, BASE, LEAST_SAMPLE, Sent, Weights
 from precision_shim.precision.agreement import ENGINE_NAMES
+from precision_shim_tools.cli import main
 
 MANY = 10_000
 
@@ -159,9 +159,9 @@ def test_a_wire_is_found_by_dtype_or_share_and_never_beside_bf16(
 def test_files(tmp_path: Path) -> None:
     every = [RIGHT, replace(RIGHT, rank=1, quantised=1)]
     for one in every:
-        halves.write(str(tmp_path / "new"), one)
+        sent_weights.write(str(tmp_path / "new"), one)
     (tmp_path / "new" / "other.rollout.json").write_text('{"framework": "verl"}', encoding="utf-8")
-    found = dict(halves.read(str(tmp_path / "new")))
+    found = dict(sent_weights.read(str(tmp_path / "new")))
     (broken,) = [one for one in found.values() if isinstance(one, str)]
     assert broken.startswith("KeyError")
     assert [one for one in found.values() if not isinstance(one, str)] == every
@@ -180,7 +180,7 @@ def audit(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> tupl
 
 def test_the_command_on_what_is_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for one in (RIGHT, replace(RIGHT, rank=1)):
-        halves.write(str(tmp_path), one)
+        sent_weights.write(str(tmp_path), one)
     status, said = audit(tmp_path, capsys)
     assert status == 0
     assert said.splitlines() == [
@@ -195,7 +195,7 @@ def test_the_command_on_what_is_right(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_the_command_on_a_contradiction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wire = replace(RIGHT, sent={BASE: weights("fp16", 1.0)}, head="fp32")
     for one in (wire, replace(wire, rank=1), replace(RIGHT, framework="skyrl")):
-        halves.write(str(tmp_path), one)
+        sent_weights.write(str(tmp_path), one)
     (tmp_path / "x.rollout.json").write_text("{", encoding="utf-8")
     status, said = audit(tmp_path, capsys)
     assert status == 1

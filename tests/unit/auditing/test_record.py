@@ -12,7 +12,7 @@ import torch
 import precision_shim
 from precision_shim.auditing import files, ranks
 from precision_shim.auditing.record import Audit, Finding
-from precision_shim.updates import lost
+from precision_shim_tools.updates import lost
 
 
 @pytest.fixture

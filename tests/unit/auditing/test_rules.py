@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import precision_shim
-from precision_shim.auditing import counting, looking, rules
+from precision_shim.auditing import audits, counting, rules
 from precision_shim.auditing.reading import Foretold, Owned, Reading, Wanted
 from precision_shim.auditing.record import AuditPart, Finding
-from precision_shim_adapters.megatron.reading.reader import REMEDIES
+from precision_shim_adapters.megatron.audit.reader import REMEDIES
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WHERE = "verl 1.0"
@@ -42,7 +42,7 @@ def reading(*parameters: Any, wanted: Wanted | None = None, **fields: Any) -> Re
 
 def part(one: Reading) -> AuditPart:
     (measured,) = counting.measure([one])
-    return looking._part(one, measured)
+    return audits._part(one, measured)
 
 
 def problems(one: Reading, **expected: str) -> list[Finding]:

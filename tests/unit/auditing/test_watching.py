@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import precision_shim
-from precision_shim.auditing import kept, watching
+from precision_shim.auditing import automatic, latest
 from precision_shim.errors import PrecisionShimWarning
 
 
@@ -38,16 +38,16 @@ def test_an_audit_that_fails_costs_the_audit(shim: Any) -> None:
     shim()
     model, optimizer = made()
     with pytest.warns(PrecisionShimWarning, match="the audit of AdamW failed: ZeroDivisionError"):
-        watching.watch("verl", "actor", optimizer, model=model, scaler=lambda: 1 / 0)
+        automatic.watch("verl", "actor", optimizer, model=model, scaler=lambda: 1 / 0)
     step(model, optimizer)
-    assert kept.audits() == []
+    assert latest.audits() == []
 
 
 def test_the_audit_of_an_optimizer_that_is_gone_is_forgotten(shim: Any) -> None:
     shim()
     (_, first), second = made(), made()
     for optimizer in (first, second[1]):
-        watching.watch("verl", "actor", optimizer)
+        automatic.watch("verl", "actor", optimizer)
     assert len(precision_shim.status().audit) == 2
     del first, optimizer
     gc.collect()
@@ -65,14 +65,14 @@ def test_the_audit_of_a_frozen_model_is_kept_while_the_model_is(shim: Any) -> No
 
     shim()
     model, placeholder = made()[0].requires_grad_(False), Placeholder()
-    watching.watch("verl", "ref", placeholder, model=model)
-    number = len(kept.audits())
+    automatic.watch("verl", "ref", placeholder, model=model)
+    number = len(latest.audits())
     del placeholder
     gc.collect()
-    assert len(kept.audits()) == number
+    assert len(latest.audits()) == number
     del model
     gc.collect()
-    assert kept.audits() == []
+    assert latest.audits() == []
 
 
 @pytest.mark.filterwarnings("error")
@@ -80,7 +80,7 @@ def test_under_warnings_as_errors_it_is_said_and_not_raised(
     shim: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shim()
-    watching.watch("verl", "actor", made()[1], scaler=lambda: 1 / 0)
+    automatic.watch("verl", "actor", made()[1], scaler=lambda: 1 / 0)
     assert "the audit of AdamW failed" in capsys.readouterr().err
 
 
@@ -92,7 +92,7 @@ def test_a_meter_that_cannot_be_made_costs_the_meter(shim: Any) -> None:
     model, optimizer = made()
     unknown = Unknown()
     with pytest.warns(PrecisionShimWarning) as caught:
-        watching.watch("verl", "actor", unknown, inner=optimizer, model=model)
+        automatic.watch("verl", "actor", unknown, inner=optimizer, model=model)
     told = [str(one.message) for one in caught]
     assert "verl actor: lost updates are not measured: AuditError" in told[0]
     assert "the audit of Unknown failed: AuditError" in told[1]
@@ -106,15 +106,15 @@ def test_a_stub_over_a_frozen_model_is_looked_at_once(shim: Any) -> None:
 
     shim()
     model, stub = torch.nn.Linear(4, 4).requires_grad_(False), Stub()
-    watching.watch("verl", "actor", stub, model=model)
-    (audit,) = kept.audits()
+    automatic.watch("verl", "actor", stub, model=model)
+    (audit,) = latest.audits()
     assert (audit.framework, audit.subject, audit.parts[0].parameters) == ("verl", "actor", 0)
 
 
 def test_an_optimizer_that_is_gone_is_not_looked_at(shim: Any) -> None:
     shim()
     model, optimizer = made()
-    watcher = watching._Watcher("verl", "actor", optimizer, stepped=optimizer, model=model)
+    watcher = automatic._Watcher("verl", "actor", optimizer, stepped=optimizer, model=model)
     del optimizer
     gc.collect()
     assert watcher.look() is None
@@ -124,13 +124,13 @@ def test_the_second_audit_is_after_the_first_step_and_the_last(shim: Any) -> Non
     shim()
     model, optimizer = made()
     for _ in range(2):  # the second call does nothing
-        watching.watch("verl", "actor", optimizer, model=model)
-    (before,) = kept.audits()
+        automatic.watch("verl", "actor", optimizer, model=model)
+    (before,) = latest.audits()
     step(model, optimizer)
-    (after,) = kept.audits()
+    (after,) = latest.audits()
     step(model, optimizer)
     assert (before.complete, after.complete) == (False, True)
-    assert kept.audits() == [after]
+    assert latest.audits() == [after]
     assert len(optimizer._optimizer_step_post_hooks) == 1
 
 
@@ -140,10 +140,10 @@ def test_a_problem_warns_unless_the_user_was_told(shim: Any, told: bool) -> None
     model, optimizer = made(torch.float16)
     options = {"scaler": lambda: torch.amp.GradScaler("cpu", enabled=False), "told": lambda _: told}
     if told:
-        watching.watch("verl", "actor", optimizer, model=model, **options)
+        automatic.watch("verl", "actor", optimizer, model=model, **options)
     else:
         with pytest.warns(PrecisionShimWarning, match="actor: scaler-missing: verl"):
-            watching.watch("verl", "actor", optimizer, model=model, **options)
+            automatic.watch("verl", "actor", optimizer, model=model, **options)
 
 
 @pytest.mark.parametrize("by_user", [True, False])
@@ -154,10 +154,10 @@ def test_strict_raises_unless_the_user_wrote_it(by_user: bool) -> None:
     precision_shim.install(features=["audit"], export=False, strict=True)
     try:
         if by_user:
-            watching.watch("", "", optimizer, model=model, **options)
+            automatic.watch("", "", optimizer, model=model, **options)
         else:
             with pytest.raises(precision_shim.errors.InconsistentPrecisionError, match="-audit"):
-                watching.watch("", "", optimizer, model=model, **options)
+                automatic.watch("", "", optimizer, model=model, **options)
     finally:
         precision_shim.uninstall()
 
@@ -165,7 +165,7 @@ def test_strict_raises_unless_the_user_wrote_it(by_user: bool) -> None:
 def test_a_first_step_without_a_gradient_is_not_the_last_look(shim: Any) -> None:
     shim()
     model, optimizer = made()
-    watching.watch("verl", "actor", optimizer, model=model)
+    automatic.watch("verl", "actor", optimizer, model=model)
     optimizer.step()
     optimizer.step()
     (audit,) = precision_shim.status().audit

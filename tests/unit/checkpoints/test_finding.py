@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from precision_shim.cli import main
+from precision_shim_tools.cli import main
 
 from .test_reading import one_sentence, run
 from .written import KINDS, distributed, megatrons, of_ranks, safetensors

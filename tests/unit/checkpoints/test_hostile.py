@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from precision_shim.checkpoints.pickles import read_pickle
-from precision_shim.checkpoints.reading import read_parts
 from precision_shim.errors import CheckpointUnreadableError
+from precision_shim.files.pickles import read_pickle
+from precision_shim_tools.checkpoint.reading import read_parts
 
 from .test_reading import one_sentence, run
 from .written import distributed, megatrons

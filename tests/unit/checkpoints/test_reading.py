@@ -17,13 +17,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from precision_shim.checkpoints.pickles import read_pickle
-from precision_shim.checkpoints.reading import read_parts
-from precision_shim.checkpoints.tensors import Tensor
-from precision_shim.checkpoints.values import samples
-from precision_shim.cli import main
-from precision_shim.cli.checkpoint import _config
+from precision_shim.files.pickles import read_pickle
 from precision_shim.scaling import FILE_NAME, save
+from precision_shim_tools.checkpoint.reading import read_parts
+from precision_shim_tools.checkpoint.tensors import Tensor
+from precision_shim_tools.checkpoint.values import samples
+from precision_shim_tools.cli import main
+from precision_shim_tools.cli.checkpoint import _config
 
 from .written import (
     ELEMENTS,
@@ -197,7 +197,7 @@ sys.meta_path.insert(0, Hide())
 import importlib.util
 own = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "torch" else own(name, *rest)
-from precision_shim.cli import main
+from precision_shim_tools.cli import main
 main()
 """
 

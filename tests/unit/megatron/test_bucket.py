@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from precision_shim.precision.model import TrainableDtypes
-from precision_shim_adapters.megatron.deciding.bucket import choose_bucket
+from precision_shim_adapters.megatron.policy.bucket import choose_bucket
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 ONLY_BF16, ONLY_FP16 = TrainableDtypes({BF16: 100}), TrainableDtypes({FP16: 100})

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from precision_shim.errors import DtypeError
-from precision_shim_adapters.megatron.deciding.legality import (
+from precision_shim_adapters.megatron.policy.legality import (
     FusedAdamSupport,
     check_dtypes,
     legal_dtypes,

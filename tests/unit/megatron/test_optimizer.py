@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from precision_shim.errors import SettingsError
 from precision_shim.precision.model import TrainableDtypes
 from precision_shim.precision.moments import second_moment_can_decay
-from precision_shim_adapters.megatron.deciding.legality import FusedAdamSupport
-from precision_shim_adapters.megatron.deciding.requested import InForce, RequestedConfig
-from precision_shim_adapters.megatron.deciding.table import plan_optimizer
+from precision_shim_adapters.megatron.policy.legality import FusedAdamSupport
+from precision_shim_adapters.megatron.policy.optimizer_plan import plan_optimizer
+from precision_shim_adapters.megatron.policy.requested import InForce, RequestedConfig
 
 FP32, BF16, FP16, FP8 = torch.float32, torch.bfloat16, torch.float16, torch.uint8
 DTYPES = {"bf16": BF16, "fp16": FP16, "fp32": FP32}

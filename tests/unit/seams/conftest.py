@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from precision_shim.process.framework import Adapter
-from precision_shim.seams import Engine, Seam
+from precision_shim.seams import Seam, SeamEngine
 
 TOY = {
     "toy/__init__.py": "",
@@ -114,7 +114,7 @@ class Lab:
         self.engines = []
 
     def engine(self, *, features=("f", "g"), strict=False, settings=None):
-        engine = Engine(
+        engine = SeamEngine(
             features=features,
             settings=settings,
             strict=strict,

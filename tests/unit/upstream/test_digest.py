@@ -7,9 +7,9 @@ import random
 
 import pytest
 
+from precision_shim.process.digest import digest, digest_of
 from precision_shim.seams._source import definition, looking_at
-from precision_shim.upstream.changes import changed_lines
-from precision_shim.upstream.digest import digest, digest_of
+from precision_shim_tools.upstream.changes import changed_lines
 
 PLAIN = '''
 def step(self, closure=None, *, scale: float = 1.0) -> bool:

@@ -10,7 +10,7 @@ import pytest
 from precision_shim.errors import SourceError
 from precision_shim.seams import look
 from precision_shim.seams._source import looking_at
-from precision_shim.upstream.trees import open_tree, over
+from precision_shim_tools.upstream.trees import open_tree, over
 
 FILES = {
     "toy/__init__.py": "raise AssertionError('imported')\n",

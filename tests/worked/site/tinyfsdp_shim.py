@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from precision_shim.adapting import Adapter, Call, collect, seam
-from precision_shim_adapters.fp16 import FEATURE, ScaledTraining
+from precision_shim_adapters.torch_fp16 import FEATURE, ScaledTraining
 
 ENGINE = "tinyfsdp.engine:Engine"
 

@@ -11,7 +11,7 @@ import torch
 
 from precision_shim.adapting import Adapter, Call, collect, seam
 from precision_shim_adapters import megatron
-from precision_shim_adapters.megatron import ALIGNMENT, BUILDING, GROUP, SCALING, SETTLING
+from precision_shim_adapters.megatron import ALIGNMENT, APPLYING, BUILDING, GROUP, SCALING
 
 TRAINER = "tinytron.trainer"
 
@@ -37,11 +37,11 @@ def build(call: Call) -> None:
         call.proceed()
 
 
-@seam(f"{TRAINER}:optimizer_config", SETTLING, group=GROUP, why="makes every OptimizerConfig")
+@seam(f"{TRAINER}:optimizer_config", APPLYING, group=GROUP, why="makes every OptimizerConfig")
 def configure(call: Call, config: Any) -> Any:
     """Put the planned fields into the config; what the user wrote is among them."""
     around = megatron.current_build("tinytron") or megatron.Build("tinytron", lambda: read(config))
-    plan = megatron.settle(around)
+    plan = megatron.apply_plan(around)
     call.arguments["config"] = replace(config, optimizer=plan.fields)
     made = call.proceed()
     megatron.keep_layout(plan, made)

@@ -1,0 +1,85 @@
+"""Read a model's type and dtypes from its files on this machine; nothing is downloaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from precision_shim.errors import PlanError
+from precision_shim.files.models import directory_of
+from precision_shim.files.safetensors import read_header
+from precision_shim.precision.agreement import CANONICAL, Engine, resolve_auto
+
+OF_HEADER = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
+"""Maps a dtype's name in a safetensors file to its canonical name."""
+
+
+def model_type(path: str) -> str:
+    """The ``model_type`` in a model's ``config.json``, such as ``"gemma2"``.
+
+    Args:
+        path: the model's path in the framework's config, which is a directory or the name of a
+            Hugging Face model in the local cache.
+
+    Returns:
+        The model's type; empty if the model is not on this machine.
+    """
+    found = _config(path).get("model_type")
+    return found if isinstance(found, str) else ""
+
+
+def checkpoint_dtype(path: str) -> str:
+    """Canonical name of the dtype in a model's ``config.json``; empty if unknown.
+
+    Args:
+        path: see ``model_type``.
+    """
+    config = _config(path)
+    for section in (config, config.get("text_config")):
+        if isinstance(section, dict):
+            named = section.get("dtype") or section.get("torch_dtype")
+            if named is not None:
+                return CANONICAL.get(str(named).removeprefix("torch."), "")
+    return ""
+
+
+def resolve_by_model(engine: Engine, backend: str, path: str) -> Engine:
+    """Resolve an engine's dtype ``"auto"`` by its model's ``config.json``; see ``resolve_auto``.
+
+    Args:
+        engine: the engine.
+        backend: ``"vllm"`` or ``"sglang"``.
+        path: see ``model_type``.
+    """
+    return resolve_auto(engine, backend, checkpoint_dtype(path), model_type(path))
+
+
+def stored_dtypes(path: str) -> frozenset[str]:
+    """Canonical names of the dtypes in a model's safetensors files; empty without such files.
+
+    Args:
+        path: see ``model_type``.
+    """
+    return frozenset(_stored(path))
+
+
+def _stored(path: str) -> Iterator[str]:
+    try:
+        files = sorted(directory_of(path).glob("*.safetensors"))
+        for file in files:
+            entries, _ = read_header(file)
+            for entry in entries.values():
+                if entry["dtype"] in OF_HEADER:
+                    yield OF_HEADER[entry["dtype"]]
+    except (PlanError, OSError, ValueError, AttributeError, KeyError, TypeError):
+        return
+
+
+def _config(path: str) -> Mapping[str, Any]:
+    try:
+        text = (directory_of(path) / "config.json").read_text(encoding="utf-8")
+        read = json.loads(text)
+    except (PlanError, OSError, ValueError):
+        return {}
+    return read if isinstance(read, dict) else {}

@@ -1,0 +1,175 @@
+"""Copy the trainer's dtype to a job's other engines on request, and report different dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from precision_shim.adapting import current_settings, decide, warn
+from precision_shim.errors import UnsupportedPrecisionError
+from precision_shim.precision.agreement import Engine, Verdict, compare, value_to_follow
+from precision_shim.process.settings import Settings
+from precision_shim.reporting.journal import decisions
+from precision_shim.reporting.problem import Problem
+
+FEATURE = "rollout-agreement"
+
+Write = Callable[[str, str], object]
+"""A function that sets a key of the job's config to a value such as ``"float16"``."""
+
+FOLLOWED = "PRECISION_SHIM_ROLLOUT=follow"
+
+KEYS = "dtype keys"
+"""The subject of the decision on the keys that ``PRECISION_SHIM_ROLLOUT=follow`` writes."""
+
+
+@dataclass(frozen=True)
+class JobEngines:
+    """The engines of a job.
+
+    Attributes:
+        trainer: the trained policy; ``None`` if its dtype is not known.
+        others: the job's other engines: the rollout, the reference model and teachers.
+        model_type: the model's type in its HF config, if vLLM loads the model; empty if unknown.
+    """
+
+    trainer: Engine | None
+    others: Sequence[Engine]
+    model_type: str = ""
+
+
+class _Report(NamedTuple):
+    """What the driver does about a job's engines.
+
+    Attributes:
+        written: the engines whose key is written, with the key's new value.
+        decisions: subject, choice and reason of each decision.
+        problems: the disagreements of which the driver warns.
+    """
+
+    written: list[tuple[Engine, str]]
+    decisions: list[tuple[str, str, str]]
+    problems: list[Problem]
+
+
+def follows(trainer: Engine, other: Engine, model_type: str, rollout: object) -> str:
+    """The value that ``PRECISION_SHIM_ROLLOUT`` requires in an engine's key; empty if none.
+
+    Args:
+        trainer: the trained policy.
+        other: another engine of the job.
+        model_type: the model's type in its HF config; empty if unknown.
+        rollout: the value of ``PRECISION_SHIM_ROLLOUT``.
+    """
+    return value_to_follow(trainer, other, model_type) if rollout == "follow" else ""
+
+
+def report_engines(
+    where: str,
+    trainer: Engine,
+    others: Sequence[Engine],
+    write: Write | None = None,
+    model_type: str = "",
+) -> None:
+    """Compare each engine of a job with the trainer, and report whether they agree.
+
+    Args:
+        where: framework and version, such as ``"verl 0.9.1"``.
+        trainer: the trained policy.
+        others: the job's other engines.
+        write: the function that writes an engine's key under ``PRECISION_SHIM_ROLLOUT=follow``;
+            ``None`` if the framework has already copied the config.
+        model_type: the model's type in its HF config; empty if unknown.
+
+    Raises:
+        UnsupportedPrecisionError: in strict mode, an engine disagrees with an fp16 trainer, or the
+            rollout engine refuses the model in fp16.
+    """
+    settings = current_settings()
+    report = _report(where, trainer, others, model_type, settings, may_write=write is not None)
+    for engine, value in report.written:
+        if write is not None:
+            write(engine.key, value)
+    # A framework may check its config twice: do not report a decision of the first check again.
+    said = {(one.subject, one.chosen) for one in decisions() if one.feature == FEATURE}
+    for subject, chosen, because in report.decisions:
+        if (subject, chosen) not in said:
+            decide(where.split(" ", 1)[0], subject, FEATURE, chosen, because)
+    messages = [f"{problem.message}. {problem.remedy}" for problem in report.problems]
+    if messages and settings.strict:
+        raise UnsupportedPrecisionError("\n".join(messages))
+    for message in messages:
+        warn(message)
+
+
+def problems_of(
+    where: str,
+    trainer: Engine,
+    others: Sequence[Engine],
+    settings: Settings,
+    *,
+    on: bool,
+    model_type: str = "",
+) -> tuple[list[Problem], list[str]]:
+    """Predict for ``precision-shim plan`` the warnings and the decisions of ``settle``.
+
+    Args:
+        where: framework and version.
+        trainer: the trained policy.
+        others: the job's other engines.
+        settings: the shim's settings for the job.
+        on: whether ``rollout-agreement`` is in force; if not, the shim changes no engine's dtype.
+        model_type: the model's type in its HF config; empty if unknown.
+    """
+    report = _report(where, trainer, others, model_type, settings, may_write=on)
+    return report.problems, [
+        f"{subject}: {FEATURE}: {chosen} ({because})"
+        for subject, chosen, because in report.decisions
+    ]
+
+
+def _report(
+    where: str,
+    trainer: Engine,
+    others: Sequence[Engine],
+    model_type: str,
+    settings: Settings,
+    *,
+    may_write: bool,
+) -> _Report:
+    setting = settings["rollout"]
+    written, decided, problems = [], [], []
+    for other in others:
+        value = follows(trainer, other, model_type, setting) if may_write else ""
+        if value:
+            written.append((other, value))
+            other = replace(other, computes=trainer.computes, because=FOLLOWED)  # noqa: PLW2901
+        verdict = compare(trainer, other, model_type)
+        decided.append((other.subject, verdict.chosen, verdict.because))
+        if verdict.lost:
+            texts = _message_of(where, trainer, verdict, setting)
+            problems.append(Problem("rollout-dtype", other.subject, other.key, *texts))
+    changes = [
+        f"{engine.key}: {'not set' if engine.value is None else engine.value} -> {value}"
+        for engine, value in written
+    ]
+    if changes:
+        decided.insert(0, (KEYS, "; ".join(changes), FOLLOWED))
+    return _Report(written, decided, problems)
+
+
+def _message_of(where: str, trainer: Engine, verdict: Verdict, rollout: object) -> tuple[str, str]:
+    """The two parts of the message about a disagreement: the difference and the remedy."""
+    other = verdict.engine
+    message = (
+        f"{where}: the {trainer.subject} computes in {trainer.computes} ({trainer.key}), the "
+        f"{other.subject} in {other.computes} ({verdict.because})"
+    )
+    if not verdict.remedy:
+        remedy = f"Train in bf16 ({trainer.key}), and let the {other.subject} compute in bf16."
+    elif rollout == "follow" or not other.follows:
+        remedy = f"Write {verdict.remedy}."
+    else:
+        remedy = f"Write {verdict.remedy}, or set {FOLLOWED}."
+    return message, remedy

@@ -1,0 +1,1 @@
+"""The shim for AReaL; the module ``adapter`` has the table of seams."""

@@ -1,0 +1,123 @@
+"""The dtypes in which the trainer, the reference model and the rollout of an AReaL job compute.
+
+AReaL's launchers and training scripts merge the user's config with AReaL's defaults before they
+start an engine. The shim compares the dtypes in the merged config.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from precision_shim.adapting import Call, seam, versioned
+from precision_shim.precision.dtypes import name_of, parse_dtype
+
+from ..agreement import (
+    AUTO,
+    CANONICAL,
+    FEATURE,
+    Engine,
+    engine_name,
+    model_type,
+    report_engines,
+    report_heads,
+    resolve_by_model,
+    unchanged_heads,
+    write_key,
+)
+
+GROUP = "rollout"
+_BF16_ADAM = "adam_bf16"
+"""AReaL's Megatron engine with this optimizer computes in bf16, whatever ``actor.dtype`` is."""
+_SECTIONS = {"SGLangConfig": "sglang", "vLLMConfig": "vllm"}
+"""Maps the class of a server's section to the section's key, which is the backend's name."""
+
+
+def engines(config: Any, *, follows: bool = True) -> tuple[Engine, list[Engine]] | None:
+    """Read the trainer and the other engines; ``None`` if the job has no trainer with a dtype.
+
+    Args:
+        config: the OmegaConf config. The rollout's dtype name is replaced by the name that SGLang
+            and vLLM accept.
+        follows: whether the rollout's engine is started from ``config``.
+
+    Raises:
+        DtypeError: the rollout's dtype is unknown.
+    """
+    from omegaconf import OmegaConf
+
+    def engine(subject: str, key: str) -> Engine | None:
+        value = OmegaConf.select(config, key)
+        dtype = parse_dtype(str(value))
+        return None if dtype is None else Engine(subject, name_of(dtype), key, value)
+
+    trainer = engine("actor", "actor.dtype")
+    if trainer is None:
+        return None
+    on_megatron = str(OmegaConf.select(config, "actor.backend")).startswith("megatron")
+    if on_megatron and OmegaConf.select(config, "actor.optimizer.type") == _BF16_ADAM:
+        because = f"actor.optimizer.type is {_BF16_ADAM}"
+        trainer = replace(trainer, computes="bf16", because=because)
+    others = []
+    if (OmegaConf.select(config, "actor.kl_ctl") or 0) > 0:
+        others.append(engine("ref", "ref.dtype"))
+    others.append(engine("teacher", "teacher.train.dtype"))
+    backend = str(OmegaConf.select(config, "rollout.backend"))
+    others += [
+        _rollout(name, config, follows=follows)
+        for name in _SECTIONS.values()
+        if backend.startswith(name) and OmegaConf.select(config, name) is not None
+    ]
+    return trainer, [other for other in others if other is not None]
+
+
+heads = unchanged_heads("actor", "AReaL")
+"""Reads the LM head of the trainer."""
+
+
+def _rollout(backend: str, config: Any, *, follows: bool) -> Engine:
+    key = f"{backend}.dtype"
+    value = _coerce(config[backend], key)
+    engine = Engine("rollout", CANONICAL.get(value, AUTO), key, value, follows=follows)
+    return resolve_by_model(engine, backend, str(config.actor.path))
+
+
+def _coerce(section: Any, key: str) -> str:
+    """Replace a section's dtype by the name that SGLang and vLLM accept, and return this name."""
+    section.dtype = engine_name(section.dtype, key, versioned("areal"), (AUTO,))
+    return str(section.dtype)
+
+
+@seam(
+    "areal.api.cli_args:to_structured_cfg",
+    FEATURE,
+    group=GROUP,
+    why="has the whole config, before an engine starts",
+    delete_when="AReaL compares the dtypes of trainer and rollout",
+    optional=True,
+)
+def merge(call: Call, config_cls: Any) -> Any:
+    """Compare trainer, reference model and rollout, and report whether they agree.
+
+    AReaL's SPMD launchers start the rollout's servers from processes that merge only the servers'
+    own section; there the shim only replaces the dtype's name.
+
+    Raises:
+        DtypeError: the rollout's dtype is unknown.
+        UnsupportedPrecisionError: strict mode is on, and only the trainer computes in float16, or
+            the user asks for an LM head in fp32.
+    """
+    config = call.proceed()
+    server = _SECTIONS.get(config_cls.__name__)
+    if server is not None:
+        _coerce(config, f"{server}.dtype")
+        return config
+    from areal.utils.environ import is_single_controller
+
+    both = engines(config, follows=is_single_controller())
+    if both is not None:
+        report_heads(versioned("areal"), heads, None)
+        kind = model_type(str(config.actor.path))
+        report_engines(versioned("areal"), *both, partial(write_key, config), kind)
+    return config

@@ -1,0 +1,371 @@
+"""Write and read Megatron's optimizer checkpoints in an unpatched Megatron's format.
+
+``DistributedOptimizer`` reads and writes a parameter's states with the same two methods in every
+sharding type. On a save, the shim converts a precision-aware optimizer's int16 remainder to the
+fp32 master weight that an unpatched Megatron expects. On a load, the shim splits the master weight
+into parameter and remainder again. If the user's config turns on the precision-aware optimizer,
+even an unpatched Megatron expects remainders. In the two sharding types that store a dtype for each
+state, the shim saves the user's remainders unchanged, because Megatron can read them. In two
+sharding types the checkpoint's keys contain the bucket's dtype. The shim writes the keys that a job
+without the shim would write. The shim compares wanted with stored dtypes in
+``dist_checkpointing.load``, which has the wanted tensors and the directory before Megatron reads.
+
+The shim refuses to load fp32 moments that would be rounded to bf16. The shim also refuses to load
+remainders whose int16 bits an unpatched Megatron has cast to floating-point numbers.
+
+Upstream: https://github.com/NVIDIA/Megatron-LM/issues/4222 (remainders cannot be loaded again),
+https://github.com/NVIDIA/Megatron-LM/issues/2576 (the ``padding`` entry). Delete this module when
+issues 4222 and 2576 are closed, Megatron stores remainders under a separate name, and no key
+contains the bucket's dtype.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from precision_shim.adapting import Call, current_settings, seam, version_of, warn
+from precision_shim.errors import CheckpointLayoutError, CheckpointUnreadableError
+from precision_shim.files.metadata import NAME as METADATA
+from precision_shim.files.metadata import read_entries
+from precision_shim.precision.continuing import how_read
+from precision_shim.precision.dtypes import name_of, parse_dtype
+
+from ..policy.requested import KEYS, STATES
+from .keys import DTYPES_IN_KEY, is_master, is_optimizers
+
+OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+_ISSUE = "https://github.com/NVIDIA/Megatron-LM/issues/4222"
+_Wrapper = TypeVar("_Wrapper", bound=Callable[..., Any])
+REMEDY = (
+    "PRECISION_SHIM_OPTIMIZER_STATES=as-configured to continue with fp32 states (and leave low-"
+    "precision dtypes out of the config), or start from the model's weights without the "
+    "optimizer's states."
+)
+
+
+def checkpoint_seam(
+    group: str, target: str, why: str, *relies_on: str, aliases: tuple[str, ...] = ()
+) -> Callable[[_Wrapper], _Wrapper]:
+    """Call ``seam`` with the arguments that all seams for checkpoints share."""
+    return seam(
+        target,
+        "bf16-dispatch",
+        group=group,
+        why=why,
+        upstream=_ISSUE,
+        delete_when="Megatron stores remainders as such, and its keys no longer hold the bucket",
+        relies_on=relies_on,
+        aliases=aliases,
+        optional=True,
+    )
+
+
+bucket_without_shim: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+"""Maps a DDP module to the framework's ``grad_reduce_in_fp32`` if the shim aligned the bucket:
+``ddp.build_ddp`` writes the entries, and this module reads them."""
+
+_ADDED = "_precision_shim_added"
+"""Attribute that marks an OptimizerConfig which only the shim made precision-aware. ``copy`` and
+``pickle`` keep the attribute, although it is no dataclass field."""
+
+_OWN = ("adam_eps", "sgd_momentum")
+"""Fields of a config with ``_ADDED`` in which the shim stores new float objects of equal value. A
+copy by ``dataclasses.replace`` lacks ``_ADDED``, but contains these objects, which identify it."""
+
+_own_floats: dict[int, float] = {}
+"""Maps the ``id`` of each new float in an ``_OWN`` field to the float: written by
+``note_precision_aware``, read by ``is_added_by_shim``."""
+
+as_they_are: ContextVar[bool] = ContextVar("precision_shim_remainders_as_they_are", default=False)
+"""Whether a save keeps remainders unchanged, as the same job without the shim would save them."""
+
+into_place: ContextVar[bool] = ContextVar("precision_shim_into_place", default=False)
+"""Whether a load writes into the tensors that ``join_states`` returns."""
+
+
+def note_precision_aware(config: Any, *, by_user: bool) -> None:
+    """Mark an OptimizerConfig that is precision-aware only because of the shim.
+
+    Args:
+        config: Megatron's OptimizerConfig; the optimizer receives this object or a copy of it.
+        by_user: whether ``config`` is precision-aware without the shim, too.
+    """
+    if not config.use_precision_aware_optimizer or by_user:
+        return
+    setattr(config, _ADDED, True)
+    for name in _OWN:
+        value = getattr(config, name, None)
+        if isinstance(value, float):
+            own = value * 1.0  # creates a new float object, which float(value) would not
+            _own_floats[id(own)] = own
+            setattr(config, name, own)
+
+
+def is_added_by_shim(config: Any) -> bool:
+    """Whether a config (or its original, for a copy) is precision-aware only due to the shim."""
+    values = (getattr(config, name, None) for name in _OWN)
+    return hasattr(config, _ADDED) or any(
+        isinstance(value, float) and _own_floats.get(id(value)) is value for value in values
+    )
+
+
+@checkpoint_seam(
+    STATES,
+    f"{OPTIMIZER}.sharded_state_dict",
+    "every sharding type is saved and loaded through it",
+)
+def refuse_torchs_adam(
+    call: Call, is_loading: bool, metadata: Any = None, sharding_type: Any = None
+) -> Any:
+    """On a save, warn that Megatron cannot load the states of torch's Adam; on a load, raise.
+
+    If neither TransformerEngine nor Apex is installed, Megatron uses torch's Adam. Megatron's load
+    asserts that a new optimizer has one step count, but torch's Adam has no step count before its
+    first step. If torch's Adam has states, two sharding types do not load the step count, and the
+    third sharding type keeps the optimizer's old step count.
+
+    Raises:
+        CheckpointLayoutError: the job loads states of torch's Adam, or saves them in strict mode.
+    """
+    optimizer = call.instance
+    kind = sharding_type or (metadata or {}).get("distrib_optim_sharding_type", "the default")
+    if kind == "fsdp_dtensor" or not _steps_with_torchs_adam(optimizer):
+        return call.proceed()
+    message = (
+        f"megatron-core {version_of('megatron-core', ('megatron',))}, optimizer checkpoint, "
+        f"sharding type {kind}: without TransformerEngine the distributed optimizer steps with "
+        "torch's Adam, whose states this Megatron saves and cannot load: every sharding type "
+        "(dp_reshardable, fully_reshardable, dp_zero_gather_scatter) loses the step count. Install "
+        "TransformerEngine before the job trains, or leave the optimizer's states out of its "
+        "checkpoints and resume from the model's weights."
+    )
+    if is_loading or current_settings().strict:
+        raise CheckpointLayoutError(message)
+    warn(message)
+    return call.proceed()
+
+
+def _steps_with_torchs_adam(optimizer: Any) -> bool:
+    megatron = sys.modules.get(OPTIMIZER.partition(":")[0])
+    return isinstance(optimizer.optimizer, torch.optim.Adam | torch.optim.AdamW) and not getattr(
+        megatron, "HAVE_APEX_OR_TE", True
+    )
+
+
+def _unpatched_grad_dtype(optimizer: Any) -> Callable[[torch.dtype], torch.dtype] | None:
+    """Return a function from a parameter's dtype to the bucket's dtype in an unpatched job."""
+    for chunk in optimizer.model_chunks:
+        if chunk in bucket_without_shim:
+            in_fp32 = bucket_without_shim[chunk]
+            return lambda param_dtype: torch.float32 if in_fp32 else param_dtype
+    return None
+
+
+def _rekey_as_unpatched(optimizer: Any, state: Any) -> Any:
+    """Rename a sharded state's keys in place to the keys of the same job without the shim."""
+    dtype_of = _unpatched_grad_dtype(optimizer)
+    if dtype_of is None:
+        return state
+
+    def rekeyed(by_dtypes: Any) -> Any:
+        return {(key[0], dtype_of(key[0])): value for key, value in by_dtypes.items()}
+
+    def renamed(match: re.Match[str]) -> str:
+        param_dtype = getattr(torch, match[1].removeprefix("torch."))
+        return f"dtype_({param_dtype}, {dtype_of(param_dtype)})"
+
+    if isinstance(state, dict):
+        for name in ("per_bucket_numel", "per_bucket_numel_unpadded"):
+            if name in state:
+                state[name].data = [rekeyed(part) for part in state[name].data]
+        for tensor in _sharded_tensors(state):
+            tensor.key = DTYPES_IN_KEY.sub(renamed, tensor.key)
+    elif getattr(state, "data", None) is not None:  # ``dp_zero_gather_scatter``: one object
+        state.data = {
+            name: rekeyed(value) if isinstance(value, dict) else value
+            for name, value in state.data.items()
+        }
+    return state
+
+
+@checkpoint_seam(
+    KEYS,
+    f"{OPTIMIZER}.sharded_param_state_dp_zero",
+    "the bucket's dtype is part of the gathered form's keys, too",
+    "model_chunks",
+)
+def name_bucket_of_unpatched(call: Call) -> Any:
+    """Write the checkpoint keys that the same job would write without the shim."""
+    return _rekey_as_unpatched(call.instance, call.proceed())
+
+
+@checkpoint_seam(
+    KEYS,
+    f"{OPTIMIZER}.sharded_param_state_dp_reshardable",
+    "the bucket's dtype is part of these keys, and remainders can be read again",
+    "per_bucket_numel_unpadded",
+    "config",
+    "model_chunks",
+)
+@checkpoint_seam(
+    KEYS,
+    f"{OPTIMIZER}.sharded_param_state_fs_model_space",
+    "up to 0.15 the usual form, whose remainders can be read again, too",
+    "config",
+    "model_chunks",
+)
+def write_as_unpatched(call: Call, is_loading: bool) -> Any:
+    """Write the keys and remainders that the same job would write without the shim.
+
+    A save writes remainders only if the optimizer is precision-aware without the shim, too. A load
+    requests whole fp32 masters; ``compare_layouts`` compares this request with the checkpoint.
+    """
+    by_user = not is_added_by_shim(call.instance.config)
+    written = as_they_are.set(by_user and not is_loading)
+    read = into_place.set(is_loading)
+    try:
+        return _rekey_as_unpatched(call.instance, call.proceed())
+    finally:
+        as_they_are.reset(written)
+        into_place.reset(read)
+
+
+@checkpoint_seam(
+    KEYS,
+    f"{OPTIMIZER}.load_parameter_state_from_dp_reshardable",
+    "what the keys say is compared with the live bucket here",
+    "per_bucket_numel_unpadded",
+)
+def name_live_bucket(call: Call, state_dict: Any) -> Any:
+    """Write the live bucket's dtypes into a loaded state, because Megatron refuses other dtypes."""
+    name = "per_bucket_numel_unpadded"
+    if state_dict is not None and name in state_dict:
+        live = [next(iter(bucket)) for bucket in call.instance.per_bucket_numel_unpadded]
+        stored = state_dict[name]
+        if len(live) == len(stored) and all(len(bucket) == 1 for bucket in stored):
+            call.arguments["state_dict"] = {
+                **state_dict,
+                name: [
+                    {key: next(iter(bucket.values()))}
+                    for key, bucket in zip(live, stored, strict=True)
+                ],
+            }
+    return call.proceed()
+
+
+@checkpoint_seam(
+    KEYS,
+    f"{OPTIMIZER}.load_parameter_state_from_dp_zero",
+    "what the keys say is compared with the live bucket here, of the gathered form",
+    "gbuf_ranges",
+)
+def name_live_bucket_dp_zero(call: Call, state_dict: Any) -> Any:
+    """Write the live bucket's dtypes into a loaded state of ``dp_zero_gather_scatter``."""
+    if state_dict is not None:  # some ranks receive no state
+        state = call.arguments["state_dict"] = dict(state_dict)
+        for index, ranges in enumerate(call.instance.gbuf_ranges):
+            stored = state.get(index)
+            if len(ranges) == 1 and isinstance(stored, dict) and len(stored) == 1:
+                state[index] = {next(iter(ranges)): next(iter(stored.values()))}
+    return call.proceed()
+
+
+@checkpoint_seam(
+    KEYS,
+    "megatron.core.dist_checkpointing.serialization:load",
+    "the one call that has the wanted layout and the directory, before a tensor is read",
+    aliases=("megatron.core.dist_checkpointing:load",),
+)
+def compare_layouts(call: Call, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+    """Compare the dtypes of the wanted optimizer tensors with the checkpoint's metadata.
+
+    Raises:
+        CheckpointLayoutError: a tensor of the optimizer has another dtype in the checkpoint, and
+            Megatron would cast it silently.
+    """
+    wanted = [
+        tensor for tensor in _sharded_tensors(sharded_state_dict) if is_optimizers(tensor.key)
+    ]
+    if not wanted:
+        return call.proceed()
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    try:
+        stored = _stored_dtypes(str(checkpoint_dir))
+    except (CheckpointingException, CheckpointUnreadableError, NotImplementedError) as error:
+        warn(
+            f"Megatron optimizer checkpoint {checkpoint_dir}: its layout could not be "
+            f"compared with the live optimizer's: {error!r}."
+        )
+        return call.proceed()
+    for tensor in wanted:
+        if tensor.key not in stored:
+            tensor.key = _stored_key(tensor.key, stored)
+        wants = tensor.data.dtype if hasattr(tensor, "build_fn") else tensor.dtype
+        if tensor.key not in stored:
+            continue
+        there = stored[tensor.key]
+        read = how_read(name_of(there), name_of(wants), master=is_master(tensor.key))
+        if read == "as it is":
+            continue
+        if read == "as remainders":
+            # An unpatched Megatron wrote int16 remainders: do not let Megatron cast them to fp32.
+            tensor.data = torch.empty(tensor.data.shape, dtype=there, device=tensor.data.device)
+            if not hasattr(tensor, "build_fn"):
+                tensor.dtype = there
+            continue
+        raise CheckpointLayoutError(
+            f"Megatron optimizer checkpoint {checkpoint_dir}: {tensor.key} is "
+            f"{name_of(there)} there and {name_of(wants)} in the live optimizer. Set "
+            f"{REMEDY}"
+        )
+    return call.proceed()
+
+
+def _stored_dtypes(directory: str) -> dict[str, torch.dtype]:
+    """Map a checkpoint's tensor keys to dtypes; without a local file, use Megatron's own reader."""
+    path = Path(directory, METADATA)
+    if not path.is_file():
+        from megatron.core.dist_checkpointing import load_tensors_metadata
+
+        return {key: tensor.dtype for key, tensor in load_tensors_metadata(directory).items()}
+    with path.open("rb") as file:
+        entries = read_entries(file, str(path))
+    return {
+        key: parse_dtype(entry.dtype) or getattr(torch, entry.dtype)
+        for key, entry in entries.items()
+        if entry.dtype is not None
+    }
+
+
+def _stored_key(key: str, stored: Any) -> str:
+    """Find a tensor's key in a checkpoint whose keys may name another bucket dtype."""
+    match = DTYPES_IN_KEY.search(key)
+    if match is not None:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            other = DTYPES_IN_KEY.sub(f"dtype_({match[1]}, {dtype})", key)
+            if other in stored:
+                return other
+    return key
+
+
+def _sharded_tensors(tree: Any) -> Iterator[Any]:
+    """Yield a state dict's sharded tensors, and its factories, which make several tensors each."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    if isinstance(tree, (ShardedTensor, ShardedTensorFactory)):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from _sharded_tensors(value)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from _sharded_tensors(value)

@@ -1,0 +1,51 @@
+"""``precision-shim doctor``'s remark on state dtypes that TransformerEngine does not support.
+
+``precision-shim doctor`` runs without torch and Megatron, so this module is outside the package
+``megatron``, which imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from precision_shim.precision.releases import BF16_MOMENTS_SINCE, release
+from precision_shim.reporting.record import SeamStatus
+
+_DISPATCH = "bf16-dispatch"
+
+
+def describe_limits(
+    who: str, seams: Iterable[SeamStatus], version: str | None, error: str | None
+) -> str:
+    """The remark about a framework; empty if TransformerEngine sets no limit.
+
+    Args:
+        who: the framework and its version.
+        seams: the status that each of the framework's seams would have in a job.
+        version: the version of TransformerEngine; ``None`` if it is not installed.
+        error: the reason why TransformerEngine cannot be imported; ``None`` if it can.
+    """
+    if not any(
+        (seam.feature, seam.state) == (_DISPATCH, "pending") and seam.target.startswith("megatron.")
+        for seam in seams
+    ):
+        return ""
+    since = ".".join(map(str, BF16_MOMENTS_SINCE))
+    if version is None or error:
+        is_not = "cannot be imported" if version else "is not installed"
+        what = (
+            f"TransformerEngine {is_not}: optimizer states stay fp32, and "
+            "use_precision_aware_optimizer=true ends in UnsupportedPrecisionError"
+        )
+    elif (known := release(version)) and known < BF16_MOMENTS_SINCE:
+        what = (
+            f"TransformerEngine {version} takes no bf16 moments: optimizer states stay fp32, and "
+            "exp_avg_dtype=bf16 or exp_avg_sq_dtype=bf16 ends in DtypeError"
+        )
+    else:
+        return ""
+    problem = (
+        f"{who}: on Megatron: {what}. Install TransformerEngine {since} or newer where the "
+        "model trains, or leave its states fp32."
+    )
+    return problem

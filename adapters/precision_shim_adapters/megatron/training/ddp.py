@@ -1,0 +1,231 @@
+"""The seams at Megatron's DDP read the parameters' dtypes and set the bucket's dtype.
+
+Every path to a gradient bucket (a framework's own ``get_model``, mbridge, Megatron-Bridge) calls
+``DistributedDataParallel.__init__`` with the parameters whose gradients the bucket will contain.
+The seam patches a method of Megatron's DDP class, so it also acts in modules that import the class
+by name.
+
+The seams do not change a DDP that is built outside a supported framework.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed
+
+from precision_shim.adapting import Call, current_settings, decide, in_force, seam, warn
+from precision_shim.precision.dtypes import name_of
+from precision_shim.precision.model import TrainableDtypes, trainable_dtypes
+
+from ..checkpoints.optimizer_state import bucket_without_shim
+from ..policy.bucket import BucketChoice, choose_bucket
+from ..policy.requested import ALIGNMENT, DISPATCH, GROUP, SCALING
+from .build import Build, build_around
+
+DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__"
+
+_FSDP = "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel.__init__"
+
+_told: weakref.WeakKeyDictionary[Any, torch.dtype] = weakref.WeakKeyDictionary()
+"""Maps a DDP module, whose bucket dtype the user set, to the main grads' dtype: ``build_ddp`` has
+compared both dtypes and writes the entry, ``optimizer.check`` reads the entry."""
+
+
+def find_noted_dtype(chunk: Any) -> torch.dtype | None:
+    """The main grads' dtype if ``build_ddp`` compared it with a bucket dtype that the user set."""
+    return _told.get(chunk)
+
+
+@seam(
+    DDP,
+    ALIGNMENT,
+    group=GROUP,
+    why="every path to a gradient bucket passes here, with the live parameters at hand",
+    upstream="https://github.com/verl-project/verl/pull/6526",
+    delete_when="the bucket follows the main grads on every path upstream",
+    relies_on=("grad_reduce_in_fp32",),
+    optional=True,
+)
+@seam(
+    DDP,
+    (DISPATCH, SCALING),
+    group=GROUP,
+    why="the first place that sees the parameters an optimizer will train; and the DDP reads "
+    "check_for_nan_in_grad from this config at each reduction",
+    delete_when="frameworks hand the model to the function that makes the OptimizerConfig, and "
+    "Megatron's check asks whether the loss scale is dynamic",
+    optional=True,
+)
+def build_ddp(
+    call: Call,
+    ddp_config: Any,
+    module: Any,
+    full_param_layout: Any = None,
+    pg_collection: Any = None,
+) -> Any:
+    """Record the dtypes of a chunk's trainable parameters, and pass its DDP a matching config."""
+    build = build_around(ddp_config)
+    if build is None:
+        return call.proceed()
+    model = _over_stages(trainable_dtypes(module.parameters()), pg_collection)
+    build.seen = build.seen + model
+    build.distributed = bool(ddp_config.use_distributed_optimizer)
+    # Change a copy: other chunks share the caller's config.
+    changed = copy.copy(ddp_config)
+    if in_force(build.framework, SCALING, GROUP):
+        _let_overflows_pass(build, changed, model)
+    compared = _align(build, changed, model)
+    if changed != ddp_config:
+        call.arguments["ddp_config"] = changed
+    realigned = changed.grad_reduce_in_fp32 != ddp_config.grad_reduce_in_fp32
+    # In Megatron 0.18 and later the caller may pass a parameter layout for the caller's bucket
+    # dtype. Without a passed layout the DDP computes its own layout.
+    if realigned and full_param_layout is not None:
+        call.arguments["full_param_layout"] = None
+    result = call.proceed()
+    if realigned:
+        bucket_without_shim[call.instance] = bool(ddp_config.grad_reduce_in_fp32)
+    if compared is not None:
+        _told[call.instance] = compared
+    return result
+
+
+def _align(build: Build, config: Any, model: TrainableDtypes) -> torch.dtype | None:
+    """Set the bucket's dtype; return the main grads' dtype if the user's bucket dtype stays."""
+    if not in_force(build.framework, ALIGNMENT, GROUP):
+        return None
+    plan, requested = build.plan(model), build.requested
+    present = bool(config.grad_reduce_in_fp32)
+    written = requested.bucket_in_fp32 is not None
+    over_user = current_settings()["grad_bucket"] == "align"
+    choice = choose_bucket(
+        present=present,
+        user_set=written,
+        align=over_user,
+        main_grads=plan.main_grads,
+        model=model,
+    )
+    choice = _one_bucket_for_all(build, choice, present)
+    because, problem = choice.because, choice.problem or plan.bucket_warning
+    if choice.changed and getattr(config, "use_layer_wise_param_layout", False):
+        problem = "the layer-wise optimizer's parameter layout is computed for the bucket as it is"
+        because = "left as it is"
+    elif choice.changed:
+        config.grad_reduce_in_fp32 = choice.grad_reduce_in_fp32
+    in_fp32 = bool(config.grad_reduce_in_fp32)
+    dtype = "fp32" if in_fp32 else "that of the parameters"
+    if not in_fp32 and model.single is not None:
+        dtype = name_of(model.single)
+    decide(
+        build.framework,
+        requested.subject,
+        ALIGNMENT,
+        f"gradient bucket {dtype} (grad_reduce_in_fp32={in_fp32})",
+        because,
+    )
+    if problem and requested.trains:  # without an optimizer the bucket stays empty
+        warn(f"{build.framework} {requested.subject}: {problem}.")
+    return plan.main_grads if written and not over_user else None
+
+
+def _one_bucket_for_all(build: Build, choice: BucketChoice, present: bool) -> BucketChoice:
+    if build.in_fp32 is not None and choice.grad_reduce_in_fp32 != build.in_fp32:
+        choice = dataclasses.replace(
+            choice,
+            grad_reduce_in_fp32=build.in_fp32,
+            changed=present != build.in_fp32,
+            because=f"as the model's first chunk; here {choice.because}",
+        )
+    build.in_fp32 = choice.grad_reduce_in_fp32
+    return choice
+
+
+@seam(
+    _FSDP,
+    SCALING,
+    group="megatron-fsdp",
+    why="the same for Megatron-FSDP, which has a class of its own",
+    delete_when="Megatron's check asks whether the loss scale is dynamic",
+    optional=True,
+)
+def build_fsdp(call: Call, ddp_config: Any, module: Any, pg_collection: Any = None) -> Any:
+    """Turn off Megatron-FSDP's NaN check of gradients; the buckets' dtype does not change."""
+    build = build_around(ddp_config)
+    if build is None:
+        return call.proceed()
+    model = _over_stages(trainable_dtypes(module.parameters()), pg_collection)
+    changed = copy.copy(ddp_config)
+    _let_overflows_pass(build, changed, model)
+    if changed != ddp_config:
+        call.arguments["ddp_config"] = changed
+    return call.proceed()
+
+
+def _let_overflows_pass(build: Build, config: Any, model: TrainableDtypes) -> None:
+    """Turn ``check_for_nan_in_grad`` off if the loss scaler will skip steps with an overflow."""
+    requested = build.requested
+    checks = bool(getattr(config, "check_for_nan_in_grad", False))
+    if not (checks and torch.float16 in model.counts and _scales_dynamically(build)):
+        return
+    if requested.nan_check_written:
+        warn(
+            f"{build.framework} {requested.subject}: check_for_nan_in_grad=True is the user's: an "
+            "fp16 overflow ends the job before the loss scaler can skip the step. Leave it out, "
+            "or set it to False."
+        )
+        return
+    config.check_for_nan_in_grad = False
+    decide(
+        build.framework,
+        requested.subject,
+        SCALING,
+        "check_for_nan_in_grad=False",
+        "it would end the job at an fp16 overflow, which the dynamic loss scaler skips",
+    )
+
+
+def _scales_dynamically(build: Build) -> bool:
+    """Whether Megatron will make a dynamic scaler (for ``fp16`` without a ``loss_scale``)."""
+    requested = build.requested
+    by_itself = requested.native.get(torch.float16, {}).get("fp16", False)
+    fp16 = by_itself or in_force(build.framework, DISPATCH, GROUP)
+    return bool(requested.asked.get("fp16", fp16)) and not requested.asked.get("loss_scale")
+
+
+def _over_stages(model: TrainableDtypes, pg_collection: Any = None) -> TrainableDtypes:
+    """Merge the trainable dtypes of a model chunk with those of the same chunk on other stages.
+
+    The first and the last stage each have a copy of tied embeddings, and add up the copies'
+    gradients. If only the last stage had fp32 parameters, its bucket would be fp32, but the first
+    stage's bf16. Gradients in an fp32 bucket and gradients in a bf16 bucket cannot be added.
+
+    Every rank of the pipeline-parallel group has to call this function for each chunk; all stages
+    build equally many chunks.
+
+    Args:
+        model: the dtypes of this stage's chunk.
+        pg_collection: the DDP's process groups; ``None`` for Megatron's global groups.
+    """
+    group = _find_group(pg_collection)
+    if group is None or torch.distributed.get_world_size(group) < 2:
+        return model
+    every: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(every, model, group=group)
+    return sum(every, TrainableDtypes())
+
+
+def _find_group(pg_collection: Any) -> Any:
+    """The pipeline-parallel group; ``None`` if there is none."""
+    if not torch.distributed.is_initialized():
+        return None
+    group = getattr(pg_collection, "pp", None)
+    if group is not None:
+        return group
+    from megatron.core import parallel_state
+
+    return parallel_state.get_pipeline_model_parallel_group(check_initialized=False)

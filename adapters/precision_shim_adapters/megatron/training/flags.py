@@ -1,0 +1,105 @@
+"""Read a trainer's settings from one flat argparse namespace with Megatron's own flags.
+
+A trainer with Megatron's flags makes its ``OptimizerConfig`` inline: a field gets the value of the
+namespace's attribute of the same name. While the trainer builds a model, the adapter changes the
+arguments of ``OptimizerConfig.__init__``.
+
+Delete this module when trainers pass to OptimizerConfig only the flags that the user wrote.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import Namespace
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import Call
+from precision_shim.precision.dtypes import parse_dtype
+from precision_shim.seams import Seam
+
+from ..policy.requested import RequestedConfig
+from .build import current_build
+from .optimizer import apply_plan, keep_layout
+
+CONFIG_INIT = "megatron.core.optimizer.optimizer_config:OptimizerConfig.__init__"
+"""The function that an adapter patches if its trainer has no function that makes the config."""
+
+_OF_THE_MODEL = ("fp16", "bf16", "params_dtype")
+"""Fields of OptimizerConfig that a trainer sets from the model's dtype."""
+
+
+def requested_by_flags(
+    args: Namespace, where: str, subject: str, blockers: Iterable[str] = ()
+) -> RequestedConfig:
+    """Read one model's settings from a flat namespace of Megatron's flags.
+
+    A flag counts as the user's if it differs from the default of Megatron's OptimizerConfig. A flag
+    that the user wrote with its default value is treated like an omitted flag.
+
+    Args:
+        args: the namespace that Megatron's ``validate_args`` has checked.
+        where: framework, version and the word "flags", for messages.
+        subject: which model.
+        blockers: see ``RequestedConfig``.
+    """
+    from megatron.core.optimizer import OptimizerConfig
+
+    asked: dict[str, Any] = {}
+    for field in dataclasses.fields(OptimizerConfig):
+        value = getattr(args, field.name, field.default)
+        if field.name not in _OF_THE_MODEL and _meant(value) != field.default:
+            asked[field.name] = value
+    # The two flags for the bucket's dtype are switches: a user can only turn them on.
+    bucket = True if args.accumulate_allreduce_grads_in_fp32 else None
+    if bucket is None and getattr(args, "grad_reduce_in_bf16", False):
+        bucket = False
+    return RequestedConfig(
+        where=where,
+        subject=subject,
+        asked=asked,
+        declared=args.params_dtype,
+        native={torch.float16: {"fp16": True}},
+        blockers=tuple(blockers),
+        optimizer=str(args.optimizer),
+        distributed=bool(args.use_distributed_optimizer),
+        bucket_in_fp32=bucket,
+    )
+
+
+def _meant(value: Any) -> Any:
+    return (parse_dtype(value) or value) if isinstance(value, str) else value
+
+
+def fill_inline(call: Call, framework: str) -> Any:
+    """Put the fields from ``settle`` into an OptimizerConfig while the trainer makes the config.
+
+    A seam at ``CONFIG_INIT`` calls ``fill_inline``, which changes nothing outside ``building``.
+
+    Args:
+        call: the call of ``OptimizerConfig.__init__``.
+        framework: the framework's name.
+    """
+    build = current_build(framework)
+    if build is None:
+        return call.proceed()
+    plan = apply_plan(build)
+    call.arguments.update(plan.fields)
+    result = call.proceed()
+    keep_layout(plan, call.instance)
+    return result
+
+
+def where_present(seams: Iterable[Seam], module: str) -> tuple[Seam, ...]:
+    """Restrict the backend's seams to environments in which the trainer's module is installed.
+
+    Adapters call this function if other projects also use the trainer's package name.
+
+    Args:
+        seams: ``megatron.SEAMS``.
+        module: a module that only the trainer has.
+    """
+    return tuple(replace(seam, only_if=(*seam.only_if, module)) for seam in seams)

@@ -1,0 +1,365 @@
+"""Coerce dtypes in Megatron's OptimizerConfig, set fields, and compare the config with the model.
+
+Dtypes are coerced in ``__post_init__``, which also runs for a subclass of OptimizerConfig and for a
+later validation. Each framework has its own function that fills the config; the framework's adapter
+calls ``settle`` in a seam at this function, and ``check`` in a seam at the function that makes the
+optimizer. The shim deliberately does not patch Megatron's own ``get_megatron_optimizer``.
+
+Delete this module when OptimizerConfig accepts dtype names, and Megatron's DDP reads
+``main_grads_dtype``.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import (
+    Call,
+    current_settings,
+    decide,
+    in_force,
+    seam,
+    warn,
+)
+from precision_shim.errors import (
+    DtypeError,
+    InconsistentPrecisionError,
+    UnsupportedPrecisionError,
+)
+from precision_shim.precision.dtypes import coerce_dtype, name_of, parse_dtype
+from precision_shim.precision.model import TrainableDtypes, trainable_dtypes
+
+from ..buffers import grad_buffers
+from ..checkpoints.optimizer_state import note_precision_aware
+from ..installed import FUSED_ADAM_ARGUMENTS, fused_adam_support
+from ..policy.legality import check_dtypes, not_precision_aware
+from ..policy.numbers import SCALER, check_numbers
+from ..policy.optimizer_plan import OptimizerPlan, coerce_written
+from ..policy.requested import ALIGNMENT, DISPATCH, GROUP, SCALING
+from ..policy.scaler import refuse_low, scaler_fields, unscaled
+from .build import Build, current_build, megatron_label
+from .ddp import find_noted_dtype
+from .identity import ByIdentity
+
+CONFIG = "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__"
+
+_told: ByIdentity[frozenset[str]] = ByIdentity()
+"""Maps an OptimizerConfig to the codes of the problems of which ``check`` has warned the user."""
+
+
+def find_noted_codes(config: Any) -> frozenset[str]:
+    """The codes of an OptimizerConfig's problems that the audit omits, because ``check`` warned."""
+    return _told.get(config) or frozenset()
+
+
+def _note_told(config: Any, *codes: str) -> None:
+    _told[config] = find_noted_codes(config).union(codes)
+
+
+# Order matters: of two wrappers of one symbol, the wrapper defined first is the inner wrapper.
+@seam(
+    CONFIG,
+    DISPATCH,
+    group=GROUP,
+    why="a precision-aware optimizer without TransformerEngine ends in a bare TypeError",
+    delete_when="Megatron says what is missing",
+    relies_on=(
+        "use_precision_aware_optimizer",
+        "use_distributed_optimizer",
+        "optimizer",
+        "optimizer_cpu_offload",
+    ),
+    optional=True,
+)
+def refuse_what_cannot_run(call: Call) -> Any:
+    """Raise an error with the reason if the installed FusedAdam cannot be precision-aware.
+
+    Megatron's config class calls ``__post_init__`` when a config is made. Megatron-Bridge's config
+    class calls ``__post_init__`` only in ``finalize``.
+    """
+    config = call.instance
+    if (
+        config.use_precision_aware_optimizer
+        and config.optimizer == "adam"  # for other optimizers Megatron itself raises a clear error
+        and config.use_distributed_optimizer
+        and not config.optimizer_cpu_offload
+    ):
+        problem = fused_adam_support().problem
+        if problem:
+            raise UnsupportedPrecisionError(
+                f"{megatron_label()}: use_precision_aware_optimizer=True cannot run: {problem}. "
+                "It needs a TransformerEngine whose FusedAdam has the arguments "
+                f"{', '.join(FUSED_ADAM_ARGUMENTS)} (2.3 or newer for bf16 moments). Install "
+                "one, or set use_precision_aware_optimizer to False."
+            )
+    return call.proceed()
+
+
+@seam(
+    CONFIG,
+    "dtype-coercion",
+    group=GROUP,
+    why="every path into OptimizerConfig runs it, subclasses and deferred checks included",
+    upstream="https://github.com/NovaSky-AI/SkyRL/pull/1805",
+    delete_when="Megatron's OptimizerConfig takes dtype names",
+    relies_on=("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype", "main_grads_dtype"),
+    optional=True,
+)
+def coerce_config(call: Call) -> Any:
+    """Turn dtype names in an OptimizerConfig into dtypes, and raise an error for illegal dtypes."""
+    where = megatron_label()
+    dtypes = {}
+    for field in dataclasses.fields(call.instance):
+        if not field.name.endswith("_dtype"):
+            continue
+        value = getattr(call.instance, field.name)
+        dtypes[field.name] = coerce_dtype(value, key=f"OptimizerConfig.{field.name}", where=where)
+        if dtypes[field.name] is not value:
+            setattr(call.instance, field.name, dtypes[field.name])
+    check_dtypes(dtypes, fused_adam_support(), where=where)
+    _refuse_low(vars(call.instance), f"{where}, OptimizerConfig")
+    return call.proceed()
+
+
+def _refuse_low(fields: Mapping[str, Any], where: str) -> None:
+    for field, message, remedy in not_precision_aware(fields):
+        raise DtypeError(f"{where}: {field}: {message}. {remedy}")
+
+
+def apply_plan(build: Build, *, native: bool = False) -> OptimizerPlan:
+    """Choose the OptimizerConfig's fields for a model whose DDP is built, and report the decision.
+
+    An adapter calls ``settle`` in a seam at the framework's function that makes the config. The
+    seam's features are ``dtype-coercion``, ``bf16-dispatch`` and ``fp16-scaling``; each feature
+    acts if it is in force.
+
+    Args:
+        build: the ``Build`` in progress, or a ``Build`` that the caller made.
+        native: whether the framework itself sets the optimizer's dtypes by the model's dtype.
+
+    Raises:
+        DtypeError: the user wrote an unknown dtype name, an illegal dtype, or a dtype that is
+            legal only with the precision-aware optimizer.
+        SettingsError: the initial loss scale is below the scaler's minimum, or a value that the
+            shim computes with is no number.
+    """
+    requested = build.requested
+    where = requested.where
+    if in_force(build.framework, DISPATCH, GROUP) and not native:
+        plan = build.plan()
+        decide(build.framework, requested.subject, DISPATCH, plan.chosen, plan.because)
+        for text in plan.warnings:
+            warn(f"{build.framework} {requested.subject}: {text}")
+        if plan.bucket_warning and requested.trains:
+            warn(f"{build.framework} {requested.subject}: {plan.bucket_warning}.")
+    else:
+        plan = OptimizerPlan(coerce_written(requested.asked, where, build.in_force()))
+    asked = plan.asked
+    check_numbers(asked, ("loss_scale",), where)
+    fp16, scales = build.dtype is torch.float16, in_force(build.framework, SCALING, GROUP)
+    if (fp16 or asked.get("fp16")) and not asked.get("loss_scale"):
+        check_numbers(asked, SCALER, where)
+    if scales and fp16:
+        scaler = scaler_fields(requested, asked, current_settings())
+        plan = dataclasses.replace(plan, adds={**plan.adds, **scaler})
+    elif fp16 or asked.get("fp16"):
+        refuse_low(plan.fields, where)
+    coerces = in_force(build.framework, "dtype-coercion", GROUP)
+    if coerces and not requested.precision_aware_by_itself:
+        _refuse_low(plan.fields, f"{where}, {megatron_label()}")
+    return plan
+
+
+def keep_layout(plan: OptimizerPlan, config: Any) -> None:
+    """Record for the checkpoints' layout whether user or shim made a config precision-aware.
+
+    An adapter calls ``keep_layout`` with the config object that the optimizer receives.
+    """
+    if plan.by_user is not None:
+        note_precision_aware(config, by_user=plan.by_user)
+
+
+def with_fields(config: Any, fields: Mapping[str, Any]) -> Any:
+    """Copy an OptimizerConfig with other field values, and validate the copy.
+
+    Returns the same object if no value differs. Adapters call ``with_fields`` if the
+    framework makes the config before the model.
+    """
+    lacking = object()
+    fields = {
+        key: value
+        for key, value in fields.items()
+        if getattr(config, key, lacking) not in (value, lacking)
+    }
+    if not fields:
+        return config
+    config = copy.copy(config)
+    for key, value in fields.items():
+        setattr(config, key, value)
+    check_again(config)
+    return config
+
+
+def check_again(config: Any) -> None:
+    """Validate a finished OptimizerConfig again after a framework has set fields on it.
+
+    The validation turns dtype names into dtypes and recomputes Megatron's derived fields.
+    """
+    # Megatron-Bridge 0.5 and later validates and computes derived fields in ``finalize``.
+    (getattr(config, "finalize", None) or config.__post_init__)()
+
+
+def apply_to_config(
+    call: Call, framework: str, config: Any, model: Any, *, stale: bool = False
+) -> Any:
+    """Copy the framework's OptimizerConfig, set the fields from ``settle``, and make the optimizer.
+
+    The seam of a function that has a parameter ``config`` calls ``settle_made``. Outside the
+    context manager ``building``, ``settle_made`` does nothing.
+
+    Args:
+        call: the call of the function that makes the optimizer.
+        framework: the framework's name.
+        config: the framework's OptimizerConfig, which is copied and not changed.
+        model: the model's DDPs, which are compared with the config.
+        stale: whether the framework sets fields after it validated the config. If ``stale`` is
+            true, the shim recomputes Megatron's derived fields; outdated derived fields would make
+            Megatron keep whole fp32 master weights. Checkpoints are written in the layout that a
+            job without the shim reads.
+    """
+    build = current_build(framework)
+    if build is None:
+        return call.proceed()
+    plan = apply_plan(build)
+    made = with_fields(config, plan.fields)
+    if stale:
+        keeps = bool(getattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
+        plan = dataclasses.replace(plan, by_user=plan.by_user and keeps)
+        if made is config:
+            made = copy.copy(config)
+            check_again(made)
+    keep_layout(plan, made)
+    check(framework, made, model)
+    call.arguments["config"] = made
+    return call.proceed()
+
+
+def check(framework: str, config: Any, model: Any) -> None:
+    """Compare an OptimizerConfig with the live parameters and buckets; warn if they disagree.
+
+    An adapter calls ``check`` in its seam at the function that makes the optimizer; one of this
+    seam's features must be ``grad-bucket-alignment``.
+
+    Args:
+        framework: the framework's name.
+        config: Megatron's OptimizerConfig.
+        model: a DistributedDataParallel module, or a list of them.
+
+    Raises:
+        InconsistentPrecisionError: fp16 gradients would be clipped, which Megatron cannot do. In
+            strict mode, ``check`` also refuses an fp16 model without loss scaling, and different
+            dtypes of model and config, except for a bucket dtype that the user wrote.
+    """
+    build = current_build(framework)
+    if build is not None and in_force(framework, SCALING, GROUP):
+        _refuse_unscaled(build, config)
+    chunks = _wrapped_chunks(model)
+    _refuse_fp16_gradients(framework, build, config, chunks)
+    if in_force(framework, ALIGNMENT, GROUP):
+        _check_pair(framework, build, config, chunks)
+
+
+def _refuse_unscaled(build: Build, config: Any) -> None:
+    if build.dtype is not torch.float16 or config.fp16 or getattr(config, "loss_scale", None):
+        return
+    requested = build.requested
+    message = unscaled(requested.where, config.fp16, config.bf16)
+    if current_settings().strict:
+        raise InconsistentPrecisionError(message)
+    _note_told(config, "scaler-missing", "params-dtype")
+    decide(
+        build.framework,
+        requested.subject,
+        SCALING,
+        "no loss scaling",
+        f"the optimizer's config has fp16={config.fp16}",
+    )
+    warn(message)
+
+
+def _refuse_fp16_gradients(
+    framework: str, build: Build | None, config: Any, chunks: list[Any]
+) -> None:
+    """Raise an error for fp16 gradients, on which Megatron's clipping fails without a message.
+
+    With the precision-aware optimizer the gradients have the bucket's dtype, and
+    ``clip_grad_by_total_norm_fp32`` accepts only fp32 and bf16 gradients.
+    """
+    if not (config.use_precision_aware_optimizer and config.clip_grad):
+        return
+    if torch.float16 in _bucket_dtypes(chunks):
+        raise InconsistentPrecisionError(
+            f"{framework if build is None else build.requested.where}, {megatron_label()}: "
+            "use_precision_aware_optimizer=True with "
+            f"clip_grad={config.clip_grad} takes fp32 or bf16 gradients, and "
+            "grad_reduce_in_fp32=False makes them fp16. Write grad_reduce_in_fp32: true, or set "
+            "PRECISION_SHIM_GRAD_BUCKET=align, or use_precision_aware_optimizer: false."
+        )
+
+
+def _check_pair(framework: str, build: Build | None, config: Any, chunks: list[Any]) -> None:
+    buckets = _bucket_dtypes(chunks)
+    live = TrainableDtypes()
+    for chunk in chunks:
+        live = live + trainable_dtypes(chunk.parameters())
+    # Without dtype-coercion the config may contain dtype names.
+    main_grads, params = _dtype(config.main_grads_dtype), _dtype(config.params_dtype)
+    if not config.use_precision_aware_optimizer:
+        main_grads = torch.float32
+    told = [find_noted_dtype(chunk) for chunk in chunks]
+    problems = []
+    if buckets and buckets != {main_grads}:
+        _note_told(config, "main-grads-dtype")
+    # ``build_ddp`` has already compared and reported a bucket dtype that the user wrote.
+    if buckets and buckets != {main_grads} and set(told) != {main_grads}:
+        dtypes = ", ".join(sorted(map(name_of, buckets)))
+        problems.append(
+            f"the optimizer expects {name_of(main_grads)} main grads, the gradient bucket is "
+            f"{dtypes}"
+        )
+    unchecked = build.requested.unchecked if build is not None else ()
+    if live.single is not None and live.single is not params and "params_dtype" not in unchecked:
+        _note_told(config, "params-dtype")
+        problems.append(
+            f"the OptimizerConfig is for {name_of(params)} parameters, the trainable "
+            f"parameters are {name_of(live.single)}"
+        )
+    if not problems:
+        return
+    message = (
+        f"{framework}, {megatron_label()}: {'; '.join(problems)}. Let fp16, bf16 and "
+        "main_grads_dtype of the optimizer's config fit the model and its DDP's "
+        "grad_reduce_in_fp32, or leave them to the shim."
+    )
+    if current_settings().strict and not any(dtype is not None for dtype in told):
+        raise InconsistentPrecisionError(message)
+    warn(message)
+
+
+def _dtype(value: Any) -> Any:
+    return (parse_dtype(value) or value) if isinstance(value, str) else value
+
+
+def _wrapped_chunks(model: Any) -> list[Any]:
+    """The chunks of a model (one chunk or a list) that are in a DDP with buckets."""
+    chunks = model if isinstance(model, list) else [model]
+    return [chunk for chunk in chunks if hasattr(chunk, "buffers") and hasattr(chunk, "ddp_config")]
+
+
+def _bucket_dtypes(chunks: list[Any]) -> set[torch.dtype]:
+    return {buffer.grad_data.dtype for buffer in grad_buffers(chunks)}

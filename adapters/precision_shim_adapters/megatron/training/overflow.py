@@ -1,0 +1,409 @@
+"""Make an fp16 overflow skip the step in every framework on Megatron-core.
+
+Megatron itself scales the loss, unscales the gradients, agrees over all ranks on an overflow, skips
+the step and saves its scaler's state. Four things go wrong without the shim. Frameworks treat a
+skipped step's result ``(False, None, None)`` as a failure. Frameworks and Megatron do not count the
+skipped steps. In a mixture of experts, the loss scales of the chained optimizers drift apart. If a
+trainer calls ``prepare_grads`` before ``step``, the gradients are unscaled twice, since ``step``
+calls ``prepare_grads`` again.
+
+Every framework's step calls ``ChainedOptimizer.step`` or, for a single optimizer,
+``MixedPrecisionOptimizer.step``. The shim changes the return value of an optimizer's ``step`` if
+the adapter called ``skipping`` or ``answer_skips``. Some trainers skip a step by not calling
+``step``, so the shim counts steps in ``prepare_grads``, which all trainers call to check for an
+overflow. When a chain's ``prepare_grads`` returns, all scalers have checked their gradients, and no
+optimizer has stepped. A seam at ``DynamicGradScaler.__init__`` passes the user's growth and backoff
+factors, for which Megatron's configs have no field. The DDP's own NaN check would end the job
+before Megatron skips a step, so the module ``ddp`` turns the check off.
+
+The shim deliberately patches neither ``ConstantGradScaler`` nor the threshold for the gradient norm
+in megatron-core 0.18. Megatron makes a ``ConstantGradScaler`` if the user wrote a static
+``loss_scale``, and at an overflow the framework raises its own error. A gradient norm above the
+threshold is no overflow. Megatron's checkpoint contains the scaler but not the shim's counts.
+
+Delete this module when frameworks accept a skipped step, and chained optimizers share a scaler.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import Call, current_settings, decide, seam, warn
+from precision_shim.precision.scaler_record import lower_tracker
+from precision_shim.scaling import SkipCounter
+
+from ..policy.requested import GROUP, SCALING
+from ..policy.scaler import describe_scaler, factors_set
+from .build import current_build, megatron_label
+from .first_states import make_states
+from .loss_scaling import tell_unscaled
+
+_OPTIMIZER = "megatron.core.optimizer.optimizer"
+SCALER = "megatron.core.optimizer.grad_scaler:DynamicGradScaler.__init__"
+
+
+def _unchain(optimizer: Any) -> list[Any]:
+    """The optimizers chained in an optimizer, or the optimizer itself."""
+    if not hasattr(optimizer, "chained_optimizers"):
+        return [optimizer]
+    return [leaf for inner in optimizer.chained_optimizers for leaf in _unchain(inner)]
+
+
+def dynamic_scalers(optimizer: Any) -> list[Any]:
+    """The dynamic scalers of an optimizer and of the optimizers chained in it.
+
+    Megatron multiplies the loss by the first scaler's scale. The result is empty if the loss is not
+    scaled, or is scaled by a constant.
+    """
+    from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+
+    scalers = (getattr(inner, "grad_scaler", None) for inner in _unchain(optimizer))
+    return [scaler for scaler in scalers if isinstance(scaler, DynamicGradScaler)]
+
+
+_read: weakref.WeakKeyDictionary[Any, tuple[torch.Tensor, float]] = weakref.WeakKeyDictionary()
+"""Cache of ``scale_of``: maps a scaler to its last scale tensor and to that tensor's value."""
+
+
+def scale_of(scaler: Any) -> float:
+    """A scaler's scale as a number, copied from the device only if the scale is a new tensor.
+
+    Megatron never changes the scale's tensor in place: each new scale is a new tensor.
+    """
+    scale = scaler.scale
+    known = _read.get(scaler)
+    if known is None or known[0] is not scale:
+        known = _read[scaler] = scale, float(scale.item())
+    return known[1]
+
+
+@dataclass
+class Account:
+    """The shim's record of an optimizer's steps under dynamic loss scaling.
+
+    Attributes:
+        counter: counts steps and skipped steps.
+        scale: the loss scale of the last step.
+        succeeds: the success flag that a skipped step returns if ``skipping`` is not entered;
+            ``None`` for Megatron's own return value.
+    """
+
+    counter: SkipCounter = field(default_factory=SkipCounter)
+    scale: float = math.nan
+    succeeds: bool | None = None
+
+
+_succeeds: ContextVar[bool | None] = ContextVar("precision_shim_skip_succeeds", default=None)
+"""The success flag to return for a skipped step: set by ``skipping``, read by ``answer_step``."""
+
+_accounts: weakref.WeakKeyDictionary[Any, Account] = weakref.WeakKeyDictionary()
+"""Maps an optimizer to its ``Account``: ``prepare_once`` and ``answer_skips`` write entries,
+``answer_step`` and ``metrics`` read them."""
+
+
+def _account(optimizer: Any) -> Account | None:
+    """An optimizer's ``Account``; for a chain without one, its first optimizer's ``Account``."""
+    known = (_accounts.get(inner) for inner in (optimizer, *_unchain(optimizer)))
+    return next((account for account in known if account is not None), None)
+
+
+@contextmanager
+def skipping(*, succeeds: bool) -> Iterator[None]:
+    """Set the success flag that a skipped step of Megatron's optimizer returns to the framework.
+
+    An adapter puts ``skipping`` around its framework's step, in a seam for ``fp16-scaling``.
+
+    Args:
+        succeeds: the success flag to return for a skipped step; true for a framework that ends the
+            job at a failed step. A skipped step's grad norm is always NaN.
+    """
+    token = _succeeds.set(succeeds)
+    try:
+        yield
+    finally:
+        _succeeds.reset(token)
+
+
+def answer_skips(optimizer: Any, *, succeeds: bool) -> None:
+    """Set the success flag that an optimizer's skipped steps return outside ``skipping``.
+
+    Args:
+        optimizer: an optimizer from Megatron's ``get_megatron_optimizer``.
+        succeeds: see ``skipping``.
+    """
+    _accounts.setdefault(optimizer, Account()).succeeds = succeeds
+
+
+@seam(
+    feature=SCALING,
+    at=[f"{_OPTIMIZER}:ChainedOptimizer.step", f"{_OPTIMIZER}:MixedPrecisionOptimizer.step"],
+    group=GROUP,
+    why="every framework's step ends here, with the scaler at hand",
+    delete_when="frameworks take (False, None, None) for a skipped step",
+    relies_on=("prepare_grads",),
+    optional=True,
+)
+def answer_a_skip(call: Call) -> Any:
+    """For a skipped step, return values that the framework can handle.
+
+    Raises:
+        LossScaleError: too many steps in a row were skipped.
+    """
+    return answer_step(call.instance, call.proceed)
+
+
+def answer_step(optimizer: Any, step: Callable[[], Any]) -> Any:
+    """Run a step; return the flag from ``skipping`` or ``answer_skips`` if the step is skipped.
+
+    Adapters call ``answer_step`` if the framework replaces the optimizer's step by its own
+    function.
+
+    Raises:
+        LossScaleError: too many steps in a row were skipped.
+    """
+    known, succeeds = _account(optimizer), _succeeds.get()
+    if succeeds is None and known is not None:
+        succeeds = known.succeeds
+    try:
+        result = step()
+    finally:
+        _forget(optimizer)
+    if succeeds is None or not dynamic_scalers(optimizer):
+        return result
+    successful, grad_norm, zeros = result
+    # megatron-core 0.18 also returns False if the gradient norm exceeds a threshold. Only for an
+    # overflow does megatron-core return None as the norm.
+    if successful or grad_norm is not None:
+        return result
+    return succeeds, math.nan, zeros
+
+
+def metrics(optimizer: Any, prefix: str = "", *, from_start: bool = False) -> dict[str, float]:
+    """``loss_scale`` and ``skipped_steps`` of an optimizer; empty without dynamic loss scaling.
+
+    ``loss_scale`` is the scale of the last step; ``skipped_steps`` counts from the start of this
+    process.
+
+    Args:
+        optimizer: the framework's optimizer, or ``None``.
+        prefix: put before the names.
+        from_start: whether to report the metrics before the first step as well; the first step is
+            the most likely to be skipped.
+    """
+    account = _account(optimizer) if optimizer is not None else None
+    if account is None or math.isnan(account.scale):
+        scalers = dynamic_scalers(optimizer) if from_start and optimizer is not None else []
+        if not scalers:
+            return {}
+        account = Account(scale=scale_of(scalers[0]))
+    return {
+        f"{prefix}loss_scale": account.scale,
+        f"{prefix}skipped_steps": float(account.counter.skipped),
+    }
+
+
+@seam(
+    f"{_OPTIMIZER}:ChainedOptimizer.prepare_grads",
+    SCALING,
+    group=GROUP,
+    why="all scalers of a step have been asked here, and no optimizer has stepped",
+    delete_when="Megatron's chained optimizers share one scaler",
+    relies_on=("chained_optimizers", "get_loss_scale"),
+    optional=True,
+)
+def keep_one_scale(call: Call) -> Any:
+    """Make all chained scalers count an overflow that one of the scalers found.
+
+    Megatron multiplies the loss by the first scaler's scale, and each optimizer divides its
+    gradients by its own scaler's scale. In a mixture of experts, an overflow in the experts'
+    gradients would lower only the experts' scale.
+    """
+    scalers = dynamic_scalers(call.instance)
+    if len(scalers) < 2:
+        return call.proceed()
+    first = scalers[0]
+    before = first.state_dict()
+    for other in scalers[1:]:
+        if _trackers(other) != _trackers(first) or scale_of(other) != scale_of(first):
+            warn(
+                f"{megatron_label()}: the optimizers of one model have different loss "
+                f"scales ({scale_of(first):g} and {scale_of(other):g}), as a checkpoint of an "
+                "unpatched Megatron may hold them. The loss was scaled with the first: all "
+                "continue with it."
+            )
+            other.load_state_dict(before)
+    found_inf = call.proceed()
+    if found_inf:
+        for scaler in scalers:  # scalers that found no overflow must count the overflow, too
+            scaler.load_state_dict(before)
+            scaler.update(True)
+    return found_inf
+
+
+def _trackers(scaler: Any) -> tuple[Any, ...]:
+    return tuple(value for key, value in sorted(scaler.state_dict().items()) if key != "scale")
+
+
+@dataclass(eq=False)
+class _Answer:
+    """The result of ``prepare_grads``: whether it found an overflow, and the results in a chain."""
+
+    found: bool
+    parts: list[_Answer | None]
+
+
+_answers: weakref.WeakKeyDictionary[Any, _Answer] = weakref.WeakKeyDictionary()
+"""Maps an optimizer with prepared, unused gradients to its ``_Answer``: ``prepare_once`` writes
+entries, ``_forget`` deletes them."""
+
+_in_chain: ContextVar[bool] = ContextVar("precision_shim_in_chain", default=False)
+"""True while a chain of optimizers prepares gradients, so that only the chain counts the step."""
+
+
+def _parts(optimizer: Any) -> list[_Answer | None]:
+    return [
+        _answers.get(inner)
+        for inner in _unchain(optimizer)
+        if inner is not optimizer and dynamic_scalers(inner)
+    ]
+
+
+def _forget(optimizer: Any) -> None:
+    for inner in _unchain(optimizer):  # the ``_Answer`` of a chain needs its parts' ``_Answer``s
+        _answers.pop(inner, None)
+
+
+@seam(
+    feature=SCALING,
+    at=[
+        f"{_OPTIMIZER}:ChainedOptimizer.prepare_grads",
+        {
+            "target": f"{_OPTIMIZER}:MixedPrecisionOptimizer.prepare_grads",
+            "relies_on": ("step_with_ready_grads", "grad_scaler"),
+        },
+    ],
+    group=GROUP,
+    why="step() calls it again after trainers that ask for an overflow first, and each call "
+    "unscales the fp32 gradients of the bucket and moves the growth tracker",
+    delete_when="Megatron's step() takes gradients that are already prepared",
+    relies_on=("step_with_ready_grads",),
+    optional=True,
+)
+def prepare_once(call: Call) -> Any:
+    """Prepare the gradients of a step once, and count the step.
+
+    Without a dynamic scaler every call runs Megatron's function, because some trainers prepare the
+    gradients several times without ``zero_grad``.
+
+    Raises:
+        LossScaleError: too many steps in a row were skipped.
+    """
+    optimizer = call.instance
+    scalers = dynamic_scalers(optimizer)
+    if not scalers:
+        return call.proceed()
+    known = _answers.get(optimizer)
+    if known is not None and known.parts == _parts(optimizer):
+        return known.found
+    scale, alone = scale_of(scalers[0]), not _in_chain.get()
+    token = _in_chain.set(True)
+    try:
+        found = call.proceed()
+    except BaseException:
+        _forget(optimizer)
+        raise
+    finally:
+        _in_chain.reset(token)
+    _answers[optimizer] = _Answer(found, _parts(optimizer))
+    if alone:
+        if scale != 1.0:
+            tell_unscaled(_unchain(optimizer))
+        account = _accounts.setdefault(optimizer, Account())
+        account.scale = scale
+        if found:
+            make_states(_unchain(optimizer))
+        account.counter.note(found, scale)
+    return found
+
+
+@seam(
+    feature=SCALING,
+    at=[
+        f"{_OPTIMIZER}:MixedPrecisionOptimizer.step_with_ready_grads",
+        f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params.zero_grad",
+        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.zero_grad",
+    ],
+    group=GROUP,
+    why="the gradients are used or gone; a trainer that skips by itself calls only zero_grad",
+    delete_when="Megatron's step() takes gradients that are already prepared",
+    optional=True,
+)
+def forget_answer(call: Call) -> Any:
+    """Delete the stored result of ``prepare_grads``, so that the next gradients are prepared."""
+    _forget(call.instance)
+    return call.proceed()
+
+
+@seam(
+    SCALER,
+    SCALING,
+    group=GROUP,
+    why="growth and backoff factor are constants in Megatron's call; no config reaches them",
+    delete_when="OptimizerConfig has fields for both factors",
+    relies_on=("_growth_tracker", "_hysteresis_tracker", "_scale"),
+    optional=True,
+)
+def take_settings(
+    call: Call,
+    initial_scale: float,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: float,
+) -> Any:
+    """Make a scaler with the factors that the user set, and report its settings as a decision."""
+    taken = factors_set(current_settings())
+    factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor, **taken}
+    call.arguments.update(taken)
+    build = current_build()
+    dtype = None if build is None else build.dtype
+    decide(
+        build.framework if build is not None else "megatron",
+        build.requested.subject if build is not None else "direct caller",
+        SCALING,
+        *describe_scaler(initial_scale, growth_interval, factors, taken, dtype),
+    )
+    return call.proceed()
+
+
+@seam(
+    "megatron.core.optimizer.grad_scaler:DynamicGradScaler.load_state_dict",
+    SCALING,
+    group=GROUP,
+    why="the scale grows where the tracker equals the interval: from a tracker above an interval "
+    "that is shorter in this job it would never grow",
+    delete_when="Megatron's scaler grows from a tracker above its interval, too",
+    relies_on=("_growth_tracker",),
+    optional=True,
+)
+def load_tracker(call: Call) -> Any:
+    """Load a scaler's state; limit the growth tracker to just below this job's growth interval."""
+    result = call.proceed()
+    scaler = call.instance
+    scaler._growth_tracker, chosen = lower_tracker(scaler._growth_tracker, scaler.growth_interval)
+    if chosen:
+        decide(
+            "megatron",
+            "loss scaler",
+            SCALING,
+            chosen,
+            f"the checkpoint's is above the growth interval here, {scaler.growth_interval:g}",
+        )
+    return result

@@ -1,0 +1,1 @@
+"""The shim for miles; the module ``adapter`` has the table of seams."""

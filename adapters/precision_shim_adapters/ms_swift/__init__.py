@@ -1,0 +1,1 @@
+"""The shim for ms-swift; the module ``adapter`` has the table of seams."""

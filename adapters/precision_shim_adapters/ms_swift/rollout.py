@@ -1,0 +1,96 @@
+"""The dtypes in which the trainer and the rollout of a Ray job of ms-swift compute.
+
+Without Ray, the rollout in the trainer's process takes the trainer's dtype. With Ray, ms-swift's
+driver starts vLLM with a key of its own, whose default is the checkpoint's dtype.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from precision_shim.adapting import Call, seam, versioned
+from precision_shim.precision.dtypes import name_of
+
+from ..agreement import (
+    AUTO,
+    CANONICAL,
+    FEATURE,
+    Engine,
+    engine_name,
+    model_type,
+    report_engines,
+    report_heads,
+    resolve_by_model,
+    unchanged_heads,
+    write_key,
+)
+
+GROUP = "rollout"
+_EXTRA = "vllm_engine_kwargs"
+"""The section whose keys override vLLM's arguments."""
+
+
+heads = unchanged_heads("model", "ms-swift")
+"""Reads the LM head of the trainer."""
+
+
+def _where() -> str:
+    return versioned("ms-swift", "swift")
+
+
+def _engine(group: str, config: dict[str, Any]) -> Engine:
+    """Read a group of vLLM engines; its dtype name is replaced by the name that vLLM accepts.
+
+    Raises:
+        DtypeError: the group's dtype is unknown.
+    """
+    section, key, extra = config, f"{group}.dtype", config.get(_EXTRA)
+    if isinstance(extra, dict) and "dtype" in extra:
+        section, key = extra, f"{group}.{_EXTRA}.dtype"
+    value = section.get("dtype")
+    if value is not None:
+        value = section["dtype"] = engine_name(value, key, _where(), (AUTO,))
+    engine = Engine(group, CANONICAL.get(str(value), AUTO), key, value)
+    return resolve_by_model(engine, "vllm", str(config.get("model")))
+
+
+def _trainer(args: Any) -> Engine | None:
+    """Read the trainer from the driver's own arguments; ``None`` if they name no dtype."""
+    dtype = getattr(args, "torch_dtype", None)
+    if dtype is None:
+        return None
+    # ms-swift also sets fp16 for torch_dtype=float32, unless the user wrote fp16 or bf16.
+    computes = "fp16" if args.fp16 else "bf16" if args.bf16 else name_of(dtype)
+    return Engine("model", computes, "torch_dtype")
+
+
+@seam(
+    "swift.ray.megatron.pipeline:MegatronRayPipeline._create_pools",
+    FEATURE,
+    group=GROUP,
+    why="has the config of all groups, before the driver asks Ray for GPUs",
+    delete_when="ms-swift gives the rollout the trainer's dtype",
+    relies_on=("group_cfgs", "group_gpus", "_data_info"),
+    optional=True,  # another project's package is also named swift
+)
+def compare(call: Call) -> None:
+    """Compare trainer, rollout and teacher, and report whether they agree.
+
+    Raises:
+        DtypeError: the dtype of rollout or teacher is unknown.
+        UnsupportedPrecisionError: strict mode is on, and only the trainer computes in float16, or
+            the user asks for an LM head in fp32.
+    """
+    pipeline = call.instance
+    others = [
+        _engine(group, pipeline.group_cfgs[group])
+        for group in ("rollout", "teacher")
+        if pipeline.group_gpus.get(group, 0) > 0
+    ]
+    trainer = _trainer(pipeline._data_info.get("_driver_args"))
+    if others and trainer is not None:
+        report_heads(_where(), heads, None)
+        kind = model_type(str(pipeline.group_cfgs["train"].get("model")))
+        report_engines(_where(), trainer, others, partial(write_key, pipeline.group_cfgs), kind)
+    call.proceed()

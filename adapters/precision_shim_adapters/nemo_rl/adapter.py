@@ -1,0 +1,31 @@
+"""The adapter for NeMo-RL, and the reasons for its choice of seams.
+
+NeMo-RL's workers are Ray actors. While a worker's module is imported, ``@ray.remote`` copies the
+worker's methods, and a decorator makes Ray pickle the method ``train`` by value. If the shim
+patches a worker's module or class after the import, Ray's actor does not change. The shim therefore
+makes a new actor class, with the same name and options, from a subclass of the worker, and replaces
+the original. To change a function that a worker calls, the shim patches the module that defines the
+function.
+
+If NeMo-RL (0.6 and later) exports the class that ``ray.remote`` decorates, the shim also patches
+the methods of this class, because other workers inherit from it (``worker_extension_cls_fqn``,
+quantized workers).
+
+The shim deliberately does not patch ``begin_train_step`` and ``finish_train_step``, which only
+Megatron workers of NeMo-RL's newest commit have. With ``begin_train_step``, a Megatron worker's
+optimizer also skips steps, but the metrics lack ``loss_scale`` and ``skipped_steps``.
+
+Delete this package when NeMo-RL scales the loss of its float16 policies and saves the scaler.
+"""
+
+from __future__ import annotations
+
+from precision_shim.adapting import collect
+
+from .. import megatron as backend
+from . import rollout
+from .audit import optimizers, sent_weights
+from .training import dtensor, megatron
+
+SEAMS = collect(dtensor, backend.SEAMS, megatron, rollout, optimizers, sent_weights)
+"""NeMo-RL's adapter. If several seams have one target, the first seam is the innermost."""

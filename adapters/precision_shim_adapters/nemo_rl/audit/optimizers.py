@@ -1,0 +1,137 @@
+"""NeMo-RL: audit DTensor workers' optimizers, and report all workers' updates lost to rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import Call, around, in_force, seam
+from precision_shim.auditing import meters
+from precision_shim.auditing.automatic import watch
+from precision_shim.auditing.weight_audit import tell_asked
+from precision_shim.precision.dtypes import name_of
+
+from ...common.ray_actors import put_in_front
+from ...torch_fp16 import ScaledTraining
+from ..rollout import asked_of, rollout_dtype
+from ..training.dtensor import DTYPES, TRAIN
+from ..training.workers import DTENSOR, EXPORTED, INHERITED, MEGATRON, VALUE_V2, group_at
+
+FRAMEWORK = "nemo-rl"
+FEATURE = "audit"
+_DELETE = "NeMo-RL says which precision its optimizers have"
+_RELIES_ON = ("__init__", "optimizer", "model")
+
+
+def see(worker: Any) -> None:
+    """Audit a worker's optimizer, if the worker has one."""
+    optimizer = getattr(worker, "optimizer", None)
+
+    def scaler() -> Any:
+        training = ScaledTraining.of(worker)
+        return None if training is None else training.scaler
+
+    group = group_at(worker)
+    if optimizer is not None and in_force(FRAMEWORK, FEATURE, group):
+        watch(
+            FRAMEWORK,
+            "value" if group == VALUE_V2 else "policy",
+            optimizer,
+            model=worker.model,
+            scaler=scaler,
+        )
+        if group != VALUE_V2:
+            _tell_audit(worker)
+
+
+def _tell_audit(worker: Any) -> None:
+    config = getattr(worker, "cfg", None)
+    asked = asked_of(config) if isinstance(config, Mapping) else None
+    if asked is not None:
+        tell_asked(FRAMEWORK, *asked)
+
+
+class AuditedWorker:
+    """A mixin that audits a DTensor worker; importable, so that Ray pickles it by reference."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        see(self)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train, and report the updates lost to rounding if the shim measures them."""
+        method = super().train  # type: ignore[misc]
+        return around(report_lost_updates, method, self, args, kwargs, positional=TRAIN)
+
+
+@seam(
+    feature=FEATURE,
+    at=[place for each in DTENSOR for place in each.actor_class(each.beneath, *_RELIES_ON)],
+    why=EXPORTED,
+    delete_when=_DELETE,
+    replaces=True,
+)
+def redecorate(actor_class: Any) -> Any:
+    """Make the actor class again with ``AuditedWorker`` as the worker's first base class.
+
+    Raises:
+        SeamError: the argument is no actor class made by ``ray.remote``.
+    """
+    return put_in_front(AuditedWorker, actor_class)
+
+
+@seam(
+    feature=FEATURE,
+    at=[each.at(f"{each.beneath}.__init__", each.beneath) for each in DTENSOR],
+    why=INHERITED,
+    delete_when=_DELETE,
+    relies_on=("optimizer", "model"),
+)
+def look_at(call: Call) -> Any:
+    """Audit a new worker, unless it is an ``AuditedWorker``, whose ``__init__`` audits it."""
+    result = call.proceed()
+    if not isinstance(call.instance, AuditedWorker):
+        see(call.instance)
+    return result
+
+
+@seam(
+    feature=FEATURE,
+    at=[each.method("train", group=each.metrics) for each in (*DTENSOR, *MEGATRON)],
+    why=INHERITED,
+    delete_when="NeMo-RL says which of its updates are lost to rounding",
+    relies_on=("train", "optimizer", "all_mb_metrics", "eval_mode"),
+    optional=True,
+)
+def report_lost_updates(call: Call, eval_mode: Any = False) -> Any:
+    """Add the fractions of weight updates that are lost to rounding to the metrics of ``train``.
+
+    NeMo-RL reports only the lists in ``all_mb_metrics``, and sums most lists over micro-batches and
+    ranks. The shim therefore adds each share of lost updates once per call of ``train``, on rank 0.
+    """
+    _tell_meter(call.instance)
+    result = call.proceed()
+    first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    if not eval_mode and first:
+        for name, value in meters.metrics(getattr(call.instance, "optimizer", None)).items():
+            result["all_mb_metrics"][name] = [value]
+    return result
+
+
+def _tell_meter(worker: Any) -> None:
+    """Record the dtypes of the weights for the rollout, to measure updates lost to rounding.
+
+    A value model has no rollout. DTensor workers first cast weights to the policy's dtype. All
+    workers merge LoRA while sending.
+    """
+    group, optimizer = group_at(worker), getattr(worker, "optimizer", None)
+    config = getattr(worker, "cfg", None)
+    if group == VALUE_V2 or not isinstance(config, Mapping):
+        return
+    dtype = rollout_dtype(config)
+    _tell_audit(worker)
+    if dtype:
+        own = [DTYPES[config["precision"]]] if group and config.get("precision") in DTYPES else []
+        meters.tell_rollout(optimizer, *map(name_of, own), dtype)

@@ -1,0 +1,63 @@
+"""NeMo-RL: audit the weights that a policy sends to the rollout.
+
+Each worker, on DTensor or on Megatron, passes its stream of weights to one of three functions. The
+shim patches the functions that receive weights, because a Ray actor ignores patches of its methods.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from precision_shim.adapting import Call, seam
+from precision_shim.auditing import weight_audit
+
+from ..training.dtensor import FRAMEWORK
+
+FEATURE, GROUP = "audit", "weights audit"
+_UTILS = "nemo_rl.models.policy.utils"
+_WORKERS = "nemo_rl.models.policy.workers"
+_DELETE = "NeMo-RL says which precision its rollouts have"
+_WHY = "gets the stream of weights of every kind of worker"
+
+
+@seam(
+    feature=FEATURE,
+    at=[
+        f"{_UTILS}:stream_weights_via_ipc_zmq_impl",
+        {
+            "target": f"{_UTILS}:stream_weights_via_http_impl",
+            "only_if": (f"{_UTILS}:stream_weights_via_http_impl",),
+        },
+    ],
+    group=GROUP,
+    why=_WHY,
+    delete_when=_DELETE,
+    optional=True,
+)
+def look_at_stream(call: Call, params_generator: Any) -> Any:
+    """Observe the stream of weights while NeMo-RL sends it."""
+    seen = weight_audit.observe(params_generator, FRAMEWORK, "policy")
+    if seen is not params_generator:
+        call.arguments["params_generator"] = seen
+    return call.proceed()
+
+
+@seam(
+    "nemo_rl.utils.packed_tensor:packed_broadcast_producer",
+    FEATURE,
+    group=GROUP,
+    aliases=tuple(
+        f"{_WORKERS}.{kind}_policy_worker{version}:packed_broadcast_producer"
+        for kind, version in (("dtensor", ""), ("dtensor", "_v2"), ("megatron", ""))
+    ),
+    why=_WHY,
+    delete_when=_DELETE,
+    relies_on=("next", "iterator"),
+    optional=True,
+)
+def look_at_broadcast(call: Call, iterator: Any) -> Any:
+    """Observe the stream of weights while NeMo-RL broadcasts it to a rollout on other GPUs."""
+    seen = weight_audit.observe(iterator, FRAMEWORK, "policy")
+    if seen is not iterator:
+        call.arguments["iterator"] = seen
+    return call.proceed()

@@ -1,0 +1,222 @@
+"""The dtypes in which a NeMo-RL job's policy, rollout and teacher compute.
+
+In NeMo-RL's YAML files ``policy.generation.vllm_cfg.precision`` is ``${policy.precision}``, so by
+default the rollout has the policy's dtype. Only the key of SGLang's dtype may be absent. The
+reference model is the policy itself with other weights. Megatron's own rollout
+(``backend: megatron``) and the teachers of ``on_policy_distillation`` use the policy's config.
+NeMo-RL's ``setup`` runs in the driver, before the driver starts workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from precision_shim.adapting import Call, seam, versioned
+from precision_shim.errors import DtypeError
+from precision_shim.precision.agreement import ENGINE_NAMES
+from precision_shim.precision.dtypes import name_of
+
+from ..agreement import (
+    AUTO,
+    CANONICAL,
+    FEATURE,
+    FP8,
+    Engine,
+    Head,
+    JobEngines,
+    engine_name,
+    model_type,
+    report_engines,
+    report_heads,
+    resolve_by_model,
+    with_rounded,
+    write_key,
+)
+from .training.dtensor import DTYPES, FRAMEWORK
+
+GROUP = "rollout"
+PLACE = "policy.generation"
+_DELETE = "NeMo-RL compares the dtypes of its engines, and accepts aliases of dtype names"
+_SECTIONS = {"vllm": ("vllm_cfg", "precision"), "sglang": ("sglang_cfg", "dtype")}
+"""Maps a rollout engine to the section and the key of its dtype in the config."""
+
+
+def coerce_names(generation: Any, place: str = PLACE) -> None:
+    """Replace the dtype name in a generation config by the name that vLLM and SGLang accept.
+
+    The config is changed in place, as in NeMo-RL's own ``configure_generation_config``.
+
+    Args:
+        generation: the config.
+        place: the config's key.
+
+    Raises:
+        DtypeError: the name is unknown, or vLLM would receive two dtypes.
+    """
+    name, field = _SECTIONS.get(str(generation.get("backend")), ("", ""))
+    section = generation.get(name) or {}
+    where = versioned(FRAMEWORK)
+    if section.get(field) is not None:
+        also = (AUTO, FP8) if name == "vllm_cfg" else (AUTO,)
+        section[field] = engine_name(section[field], f"{place}.{name}.{field}", where, also)
+    extra = (generation.get("vllm_kwargs") or {}).get("dtype") if name == "vllm_cfg" else None
+    if extra is not None:
+        key = f"{place}.vllm_kwargs.dtype"
+        raise DtypeError(
+            f"{where}: {key}={extra!r}: NeMo-RL passes vllm_cfg.precision to vLLM as the dtype, "
+            "and fails in the rollout's worker where vllm_kwargs has another one; allowed: "
+            f"{place}.vllm_cfg.precision alone. Write the dtype there, and leave {key} out.",
+            key=key,
+        )
+
+
+@seam(
+    "nemo_rl.models.generation:configure_generation_config",
+    FEATURE,
+    group=GROUP,
+    why="every driver completes its generation config here; another spelling of a dtype ends vLLM "
+    "and SGLang in an actor",
+    delete_when=_DELETE,
+    relies_on=("vllm_cfg", "backend"),
+)
+def configure(call: Call, config: Any, is_eval: Any = False) -> Any:
+    """Replace the dtype name in a generation config before NeMo-RL completes the config.
+
+    Raises:
+        DtypeError: the name is unknown, or vLLM would receive two dtypes.
+    """
+    coerce_names(config, "generation" if is_eval else PLACE)
+    return call.proceed()
+
+
+def read_sides(config: Any) -> JobEngines | None:
+    """Read the dtypes of a job; ``None`` without a rollout, or for an unknown policy dtype.
+
+    Args:
+        config: the job's ``MasterConfig``: a mapping, or an object in NeMo-RL 0.7 and later.
+
+    Raises:
+        DtypeError: the rollout's dtype name is unknown.
+    """
+    policy = _part(config, "policy")
+    trainer = _trained(policy, "policy")
+    if trainer is None or not _generates(policy) or _part(config, "teachers"):
+        return None
+    path, backend = str(policy.get("model_name") or ""), policy["generation"].get("backend")
+    rollout, teacher = _rollout_of(policy), _trained(_part(config, "teacher"), "teacher")
+    if rollout is not None:
+        rollout = resolve_by_model(rollout, str(backend), path)
+    others = [engine for engine in (rollout, teacher) if engine is not None]
+    return JobEngines(trainer, others, model_type(path) if backend == "vllm" else "")
+
+
+def _trained(section: Mapping[str, Any], name: str) -> Engine | None:
+    dtype = DTYPES.get(section.get("precision", ""))
+    key = f"{name}.precision"
+    return None if dtype is None else Engine(name, name_of(dtype), key, section["precision"])
+
+
+def _generates(policy: Mapping[str, Any]) -> bool:
+    return isinstance(policy.get("generation"), Mapping)
+
+
+def read_heads() -> list[Head]:
+    """Describe the LM head of a job's rollout, which the shim cannot change."""
+    refusal = (
+        "the shim changes no LM head in NeMo-RL, whose vLLM up to NeMo-RL 0.7 (0.20 and older) "
+        "does not use head_dtype"
+    )
+    return [Head("rollout", refusal=refusal)]
+
+
+def _part(config: Any, name: str) -> Any:
+    part = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+    return part or {}
+
+
+def _rollout_of(policy: Mapping[str, Any]) -> Engine | None:
+    trainer, generation = _trained(policy, "policy"), policy.get("generation")
+    if trainer is None or not isinstance(generation, Mapping):
+        return None
+    backend = str(generation.get("backend"))
+    if backend == "megatron":
+        because = f"{PLACE}.backend is 'megatron', which computes in {trainer.key}"
+        return replace(trainer, subject="rollout", because=because)
+    name, field = _SECTIONS.get(backend, ("", ""))
+    if not name:
+        return None
+    section, at = generation.get(name) or {}, f"{PLACE}.{name}"
+    options = {"kv_cache_dtype": section.get("kv_cache_dtype")}
+    if name == "vllm_cfg":  # without fp8 weights NeMo-RL passes vLLM no kv_cache_dtype of its own
+        options, at = generation.get("vllm_kwargs") or {}, f"{PLACE}.vllm_kwargs"
+    quantised = str(options.get("quantization") or "")
+    if FP8 in quantised:
+        at = f"{at}.quantization"
+        return Engine("rollout", FP8, at, because=f"{at}={quantised}")
+    key, value, because = f"{PLACE}.{name}.{field}", section.get(field), ""
+    if value is None and (name == "vllm_cfg" or name not in generation):
+        return None
+    if value is None:  # NeMo-RL passes SGLang no dtype
+        read, because = AUTO, f"{key} is left out"
+    else:
+        read = engine_name(value, key, versioned(FRAMEWORK), (AUTO, FP8))
+    if read == FP8:
+        because = f"{key}=fp8, beside which NeMo-RL gives vLLM bfloat16"
+    own = Engine("rollout", CANONICAL.get(read, read), key, value, because)
+    return with_rounded(own, options, at)
+
+
+def asked_of(policy: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The value and the key of the rollout's dtype in a policy's config; ``None`` without rollout.
+
+    Args:
+        policy: the policy's config, as the policy's worker has it.
+    """
+    engine = _rollout_of(policy)
+    if engine is None:
+        return None
+    return ENGINE_NAMES.get(engine.computes, engine.computes), engine.key
+
+
+def rollout_dtype(policy: Mapping[str, Any]) -> str:
+    """Canonical name of the dtype in which a policy's rollout computes; empty without a rollout.
+
+    Args:
+        policy: the policy's config, as the policy's worker has it.
+    """
+    engine = _rollout_of(policy)
+    if engine is None:
+        return ""
+    path, backend = str(policy.get("model_name") or ""), str(policy["generation"].get("backend"))
+    return resolve_by_model(engine, backend, path).computes
+
+
+@seam(
+    feature=FEATURE,
+    group=GROUP,
+    at=[
+        {"target": "nemo_rl.algorithms.grpo:setup"},
+        {"target": "nemo_rl.algorithms.distillation:setup", "optional": True},
+        {"target": "nemo_rl.algorithms.ppo:setup", "optional": True},
+    ],
+    why="the driver, before it asks Ray for a worker: policy, rollout and teacher have keys of "
+    "their own",
+    delete_when=_DELETE,
+    relies_on=("policy", "generation"),
+)
+def compare_engines(call: Call, master_config: Any) -> Any:
+    """Compare the dtypes of policy, rollout and teacher, and report whether they agree.
+
+    Raises:
+        DtypeError: the rollout's dtype name is unknown.
+        UnsupportedPrecisionError: in strict mode, the policy is float16 and an engine is not.
+    """
+    both, write = read_sides(master_config), partial(write_key, master_config)
+    if _generates(_part(master_config, "policy")):
+        report_heads(versioned(FRAMEWORK), read_heads, None)
+    if both is not None and both.trainer is not None:
+        report_engines(versioned(FRAMEWORK), both.trainer, both.others, write, both.model_type)
+    return call.proceed()

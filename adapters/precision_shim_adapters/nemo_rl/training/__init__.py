@@ -1,0 +1,1 @@
+"""The seams where NeMo-RL builds a model and steps its optimizer."""

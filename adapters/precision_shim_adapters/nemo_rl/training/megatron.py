@@ -1,0 +1,268 @@
+"""NeMo-RL on Megatron: read a policy config, and patch the functions that build a model.
+
+A policy config has the optimizer's fields under the names that Megatron-Bridge reads. The shim
+regards each optimizer field of a policy config as written by the user. NeMo-RL's own YAML files set
+nearly all fields, including ``grad_reduce_in_fp32``, for which NeMo-RL's code has no default.
+NeMo-RL's code turns on Megatron-Bridge's NaN check of gradients; no config key turns on this check.
+
+The shim patches the function that builds a worker's model and optimizer from the policy config and
+Bridge's config, because Ray pickles this function by reference, unlike a worker's methods. The seam
+on Megatron's DDP reads the live parameters. Bridge's ``setup_optimizer`` makes every kind of
+optimizer from the OptimizerConfig. The shim turns dtype names into dtypes when Megatron validates
+the OptimizerConfig. Megatron-Bridge 0.4 validates the config when it makes the config; later
+versions validate it in ``finalize()``. A worker's ``validate()`` calls ``finalize()`` before the
+build starts. The shim does not patch the conversion of a Hugging Face checkpoint, because the
+conversion trains nothing.
+
+NeMo-RL accepts a step that Megatron skipped. A skipped step's missing grad norm makes a policy
+worker's ``train`` fail, and a value worker reports the norm as 0. For a skipped step the shim
+therefore returns the success flag False and the grad norm NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import Call, around, seam, versioned
+from precision_shim.precision.dtypes import parse_dtype
+
+from ... import megatron
+from ...common.ray_actors import put_in_front
+from ...megatron import BUILDING, SCALING, RequestedConfig, building
+from ..audit.optimizers import report_lost_updates
+from .dtensor import BLOCK, FRAMEWORK, TRAIN
+from .workers import EXPORTED, INHERITED, INLINE, MEGATRON, POLICIES, SETUP, VALUE
+
+_ONE_PLACE = "NeMo-RL decides bucket and optimizer states in one place"
+_SETUP_OPTIMIZER = "megatron.bridge.training.optim:setup_optimizer"
+_SETUP_ALIASES = (
+    "megatron.bridge.training.setup:setup_optimizer",
+    *(f"{module}:setup_optimizer" for module in (*POLICIES, SETUP)),
+)
+
+
+def read_requested(
+    config: Mapping[str, Any], subject: str, megatron_fsdp: bool, trains: bool
+) -> RequestedConfig:
+    """Read a model's ``RequestedConfig`` from a policy config.
+
+    Args:
+        config: the worker's policy config.
+        subject: the model's name, such as ``"policy"``.
+        megatron_fsdp: whether Megatron-FSDP trains the model.
+        trains: whether the model gets an optimizer.
+    """
+    role = "value" if subject == "value" else "policy"
+    where = f"{versioned(FRAMEWORK)}, {role}"
+    section = config["megatron_cfg"]
+    optimizer, ddp = section["optimizer"], section["distributed_data_parallel_config"]
+    blockers = []
+    fp8 = section.get("fp8_cfg") or {}
+    if fp8.get("enabled") and fp8.get("fp8_recipe") != "delayed":
+        blockers.append(f"fp8_cfg.fp8_recipe is {fp8.get('fp8_recipe')!r}, not 'delayed'")
+    if megatron_fsdp:
+        blockers.append("Megatron-FSDP keeps gradients and states in its own buffers")
+    bucket = "grad_reduce_in_fp32"
+    return RequestedConfig(
+        where=f"{where}.megatron_cfg.optimizer",
+        subject=subject,
+        asked={str(key): optimizer[key] for key in optimizer},
+        declared=parse_dtype(str(config["precision"])),
+        blockers=tuple(blockers),
+        bucket_in_fp32=bool(ddp[bucket]) if bucket in ddp else None,
+        scaler=config.get(BLOCK) or {},
+        scaler_where=f"{where}.{BLOCK}",
+        unchecked=("params_dtype",),  # NeMo-RL's YAMLs set params_dtype; Megatron ignores it
+        trains=trains,
+    )
+
+
+_BUILD: dict[str, Any] = {
+    "feature": BUILDING,
+    "group": "megatron",
+    "why": "model and optimizer are made here, from the policy config and Bridge's",
+    "delete_when": _ONE_PLACE,
+    "relies_on": ("get_model", "setup_optimizer", "ddp", "optimizer"),
+    "optional": True,
+}
+"""Arguments of the seams on the function that builds model and optimizer."""
+
+
+@seam(at=[{"target": target, "only_if": (target,)} for target in INLINE], **_BUILD)
+def worker_build_inline(call: Call, policy_cfg: Any, load_optimizer: Any, cfg: Any) -> Any:
+    """Record that a worker of NeMo-RL 0.4 or 0.5 builds a model, and whether the model trains."""
+    return _build_model(call, policy_cfg, cfg.ddp, "policy", bool(load_optimizer))
+
+
+@seam(
+    f"{SETUP}:setup_model_and_optimizer",
+    aliases=tuple(f"{module}:setup_model_and_optimizer" for module in (*POLICIES, VALUE)),
+    unless=INLINE,
+    **_BUILD,
+)
+def worker_build(
+    call: Call,
+    policy_cfg: Any,
+    load_optimizer: Any,
+    megatron_cfg: Any,
+    additional_pre_wrap_hooks: Any = None,
+) -> Any:
+    """Record that a worker builds a model, and whether the model trains or is a teacher."""
+    # Only a value worker passes ``additional_pre_wrap_hooks``, which add the value head.
+    subject = "value" if additional_pre_wrap_hooks else "policy"
+    return _build_model(call, policy_cfg, megatron_cfg.ddp, subject, bool(load_optimizer))
+
+
+def _build_model(call: Call, policy_cfg: Any, ddp_config: Any, subject: str, trains: bool) -> Any:
+    fsdp = bool(getattr(ddp_config, "use_megatron_fsdp", False))
+    # Up to NeMo-RL 0.5 a worker's ``__init__`` builds the reference model; no seam can patch this
+    # method, because Ray pickles it by value. The reference's DDP has the policy's DDP config.
+    megatron.expect_reference(
+        ddp_config, FRAMEWORK, partial(read_requested, policy_cfg, "reference", fsdp, False)
+    )
+    with building(FRAMEWORK, partial(read_requested, policy_cfg, subject, fsdp, trains)):
+        return call.proceed()
+
+
+@seam(
+    _SETUP_OPTIMIZER,
+    BUILDING,
+    group="megatron",
+    why="config, parameters and buckets are known, and the optimizer comes out here",
+    delete_when="NeMo-RL dispatches on policy.precision, fp16 with a scaler that suits it",
+    aliases=_SETUP_ALIASES,
+    optional=True,
+)
+def set_up_optimizer(call: Call, optimizer_config: Any, model: Any) -> Any:
+    """Set OptimizerConfig fields by the model's dtype, if the policy config lacks these fields.
+
+    A worker calls ``setup_optimizer`` once, after its DDP is built.
+    """
+    build = megatron.current_build(FRAMEWORK)
+    if build is None:
+        return call.proceed()
+    plan = megatron.apply_plan(build)
+    config = megatron.with_fields(optimizer_config, plan.added)
+    megatron.keep_layout(plan, config)
+    megatron.check(FRAMEWORK, config, model)
+    call.arguments["optimizer_config"] = config
+    optimizer, *rest = call.proceed()
+    # Set the result of a skipped step here, because no seam can patch ``train`` of an actor.
+    megatron.answer_skips(optimizer, succeeds=False)
+    return (optimizer, *rest)
+
+
+@seam(
+    f"{SETUP}:make_policy_like_config",
+    SCALING,
+    group="megatron",
+    why="a value worker's config is copied key by key, without the shim's block",
+    delete_when="it copies what it does not know",
+    aliases=(f"{VALUE}:make_policy_like_config",),
+    optional=True,
+    only_if=(f"{SETUP}:make_policy_like_config",),
+)
+def keep_block(call: Call, config: Any) -> Any:
+    """Copy the shim's config block into the policy config that a value worker makes."""
+    made = call.proceed()
+    return {**made, BLOCK: config[BLOCK]} if BLOCK in config else made
+
+
+_DELETE = "NeMo-RL reports the loss scale"
+_RELIES_ON = ("train", "optimizer", "all_mb_metrics", "grad_norm", "eval_mode")
+
+
+@seam(
+    feature=SCALING,
+    at=[each.method("train") for each in MEGATRON],
+    why=INHERITED,
+    delete_when=_DELETE,
+    relies_on=_RELIES_ON,
+    optional=True,
+)
+def report(call: Call, eval_mode: Any = False) -> Any:
+    """Add the loss scale and the skipped steps to the metrics of a worker's ``train``.
+
+    NeMo-RL reports only the lists in ``all_mb_metrics``, and sums most lists over micro-batches and
+    ranks. The shim therefore adds each metric once per call of ``train``, on rank 0.
+    """
+    result = call.proceed()
+    if not eval_mode and torch.distributed.get_rank() == 0:
+        for name, value in megatron.metrics(call.instance.optimizer).items():
+            result["all_mb_metrics"][name] = [value]
+    return result
+
+
+def times_loss_scale(function: Any, worker: Any) -> Any:
+    """Multiply a worker's gradient scale for an auxiliary loss by the loss scale.
+
+    NeMo-RL 0.7 and later sets a gradient scale for the auxiliary losses of MoE and of multi-token
+    prediction. Megatron 0.19 and later uses the auxiliary losses' scale instead of the loss scale.
+    """
+    optimizer = worker.optimizer
+    if function is None or hasattr(function, "_precision_shim"):
+        return function
+    if optimizer is None or not megatron.dynamic_scalers(optimizer):
+        return function
+
+    def scaled() -> Any:
+        return function() * optimizer.get_loss_scale()
+
+    scaled._precision_shim = True  # type: ignore[attr-defined]
+    return scaled
+
+
+@seam(
+    feature=SCALING,
+    at=[
+        each.method(name)
+        for name in ("_set_moe_grad_scale_func", "_set_mtp_grad_scale_func")
+        for each in MEGATRON
+    ],
+    why="a scale of its own, which Megatron from 0.19 takes for the loss scale",
+    delete_when="it has the loss scale in it",
+    optional=True,
+)
+def scale_own(call: Call, func: Any) -> Any:
+    """Multiply a worker's gradient scale for an MoE or multi-token loss by the loss scale."""
+    call.arguments["func"] = times_loss_scale(func, call.instance)
+    return call.proceed()
+
+
+class ReportingWorker:
+    """A mixin that reports a worker's metrics; importable, so that Ray pickles it by reference."""
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train; report the loss scale, and updates lost to rounding if the shim measures them."""
+        own = super().train  # type: ignore[misc]
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return around(report, own, self, args, kwargs, positional=TRAIN)
+
+        return around(report_lost_updates, method, self, args, kwargs, positional=TRAIN)
+
+    def _set_moe_grad_scale_func(self, func: Any) -> None:
+        super()._set_moe_grad_scale_func(times_loss_scale(func, self))  # type: ignore[misc]
+
+    def _set_mtp_grad_scale_func(self, func: Any) -> None:
+        super()._set_mtp_grad_scale_func(times_loss_scale(func, self))  # type: ignore[misc]
+
+
+@seam(
+    feature=SCALING,
+    at=[
+        place
+        for each in MEGATRON
+        for place in each.actor_class(f"{each.beneath}.train", *_RELIES_ON)
+    ],
+    why=EXPORTED,
+    delete_when=_DELETE,
+    replaces=True,
+)
+def redecorate(actor_class: Any) -> Any:
+    """See ``audit.redecorate``."""
+    return put_in_front(ReportingWorker, actor_class)

@@ -1,0 +1,1 @@
+"""The shim for ROLL; the module ``adapter`` has the table of seams."""

@@ -1,0 +1,104 @@
+"""Adapter for ROLL on Megatron-core: loss scaling for fp16, and a count of skipped steps.
+
+ROLL's strategy never sets the model's ``grad_scale_func``. Megatron therefore divides the gradients
+by the loss scale, but does not multiply the loss by this scale. ROLL's config has no field for the
+optimizer's dtypes. ROLL's offload packs all states of an optimizer into one buffer of one dtype,
+which would round low-precision states. The shim therefore leaves the optimizer states of ROLL's
+jobs fp32.
+
+The shim does not patch the rollout engines. The shim does not patch mcore_adapter's own trainer,
+because this trainer scales the loss. ``roll_fsdp`` patches ROLL on FSDP2.
+
+Delete this module when ROLL scales its loss on Megatron, and accepts and reports a skipped step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import Call, collect, seam, versioned
+
+from .. import megatron
+from ..megatron import ALIGNMENT, APPLYING, BUILDING, GROUP, SCALING
+from . import rollout, training
+
+MODULE = "roll.distributed.strategy.megatron_strategy"
+STRATEGY = f"{MODULE}:MegatronTrainStrategy"
+MAKE = "roll.third_party.megatron.optimizer:get_megatron_optimizer"
+USED = f"{MODULE}:get_megatron_optimizer"
+OFFLOAD = "ROLL's offload moves all states of an optimizer in one dtype"
+HERE: dict[str, Any] = {
+    "group": GROUP,
+    "optional": True,  # another PyPI project also has a package ``roll``
+    "delete_when": "ROLL scales its loss on Megatron, and takes a skipped step",
+}
+
+
+def read(strategy: Any) -> megatron.RequestedConfig:
+    """Read ROLL's config into ``RequestedConfig``; ROLL passes no optimizer dtype to Megatron."""
+    args = strategy.megatron_train_args
+    written = strategy.worker_config.strategy_args.strategy_config
+    dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
+    bucket = written.get("accumulate_allreduce_grads_in_fp32")
+    return megatron.RequestedConfig(
+        where=f"{versioned('roll', called='ROLL')}, strategy_config",
+        subject=strategy.worker_config.name,
+        asked={"adam_beta2": args.adam_beta2},
+        declared=dtype,
+        auto="guarded",
+        native={torch.float16: {"fp16": True}},
+        blockers=(OFFLOAD,),
+        optimizer=str(args.optimizer),
+        distributed=bool(args.use_distributed_optimizer),
+        # For a bf16 model ROLL overwrites the user's ``accumulate_allreduce_grads_in_fp32``.
+        bucket_in_fp32=None if bucket is None or args.bf16 else bool(bucket),
+        nan_check_written="check_for_nan_in_loss_and_grad" in written,
+    )
+
+
+@seam(f"{STRATEGY}.initialize", BUILDING, why="makes bucket and optimizer", **HERE)
+def build(call: Call) -> Any:
+    """Record that ROLL builds a model, with a function that reads ROLL's config."""
+    with megatron.building("roll", lambda: read(call.instance)):
+        return call.proceed()
+
+
+@seam(f"{STRATEGY}.initialize", SCALING, why="its optimizer's scale reaches no loss", **HERE)
+def scale(call: Call) -> Any:
+    """Set ``grad_scale_func`` in the model's config, so that Megatron scales the loss."""
+    result = call.proceed()
+    strategy = call.instance
+    for chunk in strategy.models_wrapped if strategy.megatron_train_args.fp16 else ():
+        if chunk.config.grad_scale_func is None:
+            chunk.config.grad_scale_func = strategy.optimizer.scale_loss
+    return result
+
+
+@seam(megatron.CONFIG_INIT, APPLYING, why="ROLL makes its config inline", **HERE)
+def configure(call: Call) -> Any:
+    """Write the fields that the shim chose into the OptimizerConfig that ROLL makes."""
+    return megatron.fill_inline(call, "roll")
+
+
+@seam(MAKE, ALIGNMENT, why="gets config and buckets", aliases=(USED,), **HERE)
+def check(call: Call, config: Any, model_chunks: Any) -> Any:
+    """Compare the OptimizerConfig with the live model before ROLL makes the optimizer."""
+    megatron.check("roll", config, model_chunks)
+    return call.proceed()
+
+
+@seam(f"{STRATEGY}.train_step", SCALING, why="raises an error at a skipped step", **HERE)
+def step(call: Call) -> dict[str, Any]:
+    """Count an overflow as a skipped step, and report loss scale and skipped steps."""
+    strategy = call.instance
+    with megatron.skipping(succeeds=True):
+        found = call.proceed()
+    return {**found, **megatron.metrics(strategy.optimizer, f"{strategy.worker_config.name}/")}
+
+
+SEAMS = megatron.where_present(
+    collect(*megatron.SEAMS, build, scale, configure, check, step, training, rollout),
+    module=MODULE,
+)

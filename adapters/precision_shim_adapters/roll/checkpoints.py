@@ -1,0 +1,23 @@
+"""Tell whether a checkpoint of ROLL on FSDP2 has states, for the worker and for the doctor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from precision_shim.errors import CheckpointUnreadableError
+from precision_shim.files.metadata import NAME as METADATA
+from precision_shim.files.metadata import read_entries
+
+FSDP2 = "fsdp2"
+"""The group name (see ``Seam``) of the seams for ROLL on FSDP2."""
+
+
+def has_states(directory: str | Path) -> bool:
+    """Whether a distributed checkpoint of ROLL on FSDP2 has states of an optimizer that stepped."""
+    file_name = Path(directory, METADATA)
+    try:
+        with file_name.open("rb") as file:
+            entries = read_entries(file, str(file_name))
+    except (OSError, CheckpointUnreadableError):
+        return False  # ROLL's own load raises an error for an unreadable checkpoint
+    return any(key.startswith("optimizer.state.") for key in entries)

@@ -1,0 +1,111 @@
+"""The dtypes in which the trainer, the reference model and the rollout of a ROLL job compute.
+
+Each of ROLL's workers has a dtype of its own, and the default is bf16. A pipeline, which is the
+driver, has the config of all workers before it starts them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from precision_shim.adapting import Call, seam, versioned
+from precision_shim.precision.dtypes import name_of, parse_dtype
+
+from ..agreement import (
+    AUTO,
+    FEATURE,
+    Engine,
+    model_type,
+    report_engines,
+    report_heads,
+    resolve_by_model,
+    unchanged_heads,
+    write_key,
+)
+
+GROUP = "rollout"
+_ENGINES = ("vllm", "sglang")
+_NAMES = {name: name for name in ("fp16", "bf16", "fp32")}
+_KEY = "model_args.dtype"
+
+
+def engines(config: Any) -> tuple[Engine, list[Engine]] | None:
+    """Read the trainer and the other engines; ``None`` if the job trains no policy.
+
+    Args:
+        config: the config of a pipeline.
+    """
+    trainer = _engine(config, "actor_train", "actor")
+    if trainer is None:
+        return None
+    others = [_engine(config, "actor_infer", "rollout")]
+    if getattr(config, "enable_reference", True):
+        others.append(_engine(config, "reference", "ref"))
+    return trainer, [other for other in others if other is not None]
+
+
+heads = unchanged_heads("actor", "ROLL")
+"""Reads the LM head of the trainer."""
+
+
+def path_of(config: Any) -> str:
+    """Path or name of the trained model."""
+    return str(config.actor_train.model_args.model_name_or_path)
+
+
+def _engine(config: Any, key: str, subject: str) -> Engine | None:
+    worker = getattr(config, key, None)
+    strategy = getattr(worker, "strategy_args", None)
+    if worker is None or strategy is None:
+        return None
+    name, given = strategy.strategy_name, strategy.strategy_config or {}
+    where = f"{key}.{_KEY}"
+    written: Any = worker.model_args.dtype
+    if name.startswith("fsdp2"):
+        where = f"{key}.strategy_args.strategy_config.param_dtype"
+        written = given.get("param_dtype", "bf16")
+    elif name.startswith("megatron"):
+        values = {"fp16": worker.training_args.fp16, "bf16": worker.training_args.bf16, **given}
+        written = "fp16" if values["fp16"] else "bf16" if values["bf16"] else "fp32"
+    dtype = parse_dtype(str(written))
+    if dtype is None and name not in _ENGINES:  # such as null, for the checkpoint's dtype
+        return None
+    computes = AUTO if dtype is None else name_of(dtype)
+    engine = Engine(subject, computes, where, written, values=_NAMES)
+    if name not in _ENGINES:
+        return engine
+    path = str(worker.model_args.model_name_or_path)
+    return resolve_by_model(engine, name, path)
+
+
+def _write(config: Any, key: str, value: str) -> None:
+    write_key(config, key, value)
+    worker = getattr(config, key.partition(".")[0])
+    if key.endswith(_KEY):  # ROLL has already made these values from the key
+        worker.model_args.compute_dtype = parse_dtype(value)
+        for flags in (vars(worker.training_args), worker.strategy_args.strategy_config or {}):
+            flags.update({name: name == value for name in ("fp16", "bf16") if name in flags})
+
+
+@seam(
+    "roll.pipeline.base_pipeline:BasePipeline.__init__",
+    FEATURE,
+    group=GROUP,
+    why="has the config of all workers, before the driver starts one",
+    delete_when="ROLL compares the dtypes of trainer and rollout",
+    optional=True,  # another PyPI project also has a package ``roll``
+)
+def start(call: Call, pipeline_config: Any) -> None:
+    """Compare trainer, reference model and rollout before the driver starts their workers.
+
+    Raises:
+        UnsupportedPrecisionError: strict mode is on, and only the trainer computes in float16, or
+            the user asks for an LM head in fp32.
+    """
+    both = engines(pipeline_config)
+    if both is not None:
+        report_heads(versioned("roll"), heads, None)
+        kind = model_type(path_of(pipeline_config))
+        report_engines(versioned("roll"), *both, partial(_write, pipeline_config), kind)
+    call.proceed()

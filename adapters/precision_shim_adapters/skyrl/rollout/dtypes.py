@@ -1,0 +1,333 @@
+"""The dtypes in which a SkyRL job's policy, reference model and inference engines compute.
+
+The driver and ``precision-shim plan`` use this module to read the dtypes from the job's config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from precision_shim.precision.agreement import ENGINE_NAMES
+from precision_shim.precision.dtypes import name_of, parse_dtype
+
+from ...agreement import (
+    AUTO,
+    FP8,
+    OF_HEADER,
+    Engine,
+    IsInForce,
+    JobEngines,
+    Wire,
+    checkpoint_dtype,
+    model_type,
+    resolve_by_model,
+    stored_dtypes,
+    with_rounded,
+    write_key,
+)
+from ...megatron import DISPATCH
+from ...torch_fp16 import FEATURE as FSDP_SCALING
+from ..config import INFERENCE, MODEL_DTYPE, named
+from ..training import fsdp, megatron
+
+KEY = f"{INFERENCE}.{MODEL_DTYPE}"
+
+OVER = ("engine_init_kwargs", "prefill_init_kwargs", "decode_init_kwargs")
+"""Sections that override SkyRL's engine settings; before 0.4 SkyRL has only the section
+``engine_init_kwargs``."""
+
+_KWARGS = "transformer_config_kwargs"
+_MIXED = "mixed_precision"
+_AUTOCAST = "SkyRL runs the model under an autocast to bf16"
+
+
+def sides_of(config: Any, in_force: IsInForce, directory: str = "") -> JobEngines:
+    """Read the dtypes of the models of a job that has a rollout.
+
+    ``trainer`` is ``None`` if the policy's dtype depends on a checkpoint on another machine.
+
+    Args:
+        config: SkyRL's whole config.
+        in_force: see ``InForce``.
+        directory: the model's directory, if it is not the directory in the config.
+
+    Raises:
+        DtypeError: a key's value is no dtype name.
+    """
+    trainer, path = config.trainer, directory or str(config.trainer.policy.model.path)
+    others = list(_rollouts(config, directory))
+    ref = _read_trained(trainer, "ref", in_force, directory) if has_reference(trainer) else None
+    if ref is not None:
+        others.insert(0, ref)
+    policy = _read_trained(trainer, "policy", in_force, directory)
+    return JobEngines(policy, tuple(others), model_type(path))
+
+
+def has_reference(trainer: Any) -> bool:
+    """Whether SkyRL builds a reference model."""
+    algorithm = trainer.algorithm
+    return bool(
+        getattr(algorithm, "use_kl_loss", False) or getattr(algorithm, "use_kl_in_reward", False)
+    )
+
+
+def _read_trained(trainer: Any, role: str, in_force: IsInForce, directory: str) -> Engine | None:
+    if trainer.strategy == "megatron":
+        return _on_megatron(trainer, role, in_force, directory)
+    return _on_fsdp(trainer, role, in_force)
+
+
+def _on_megatron(trainer: Any, role: str, in_force: IsInForce, directory: str) -> Engine | None:
+    dtype = megatron_dtype(trainer, role, in_force, directory)
+    if dtype is None:
+        return None
+    section = f"trainer.{role}.megatron_config"
+    written = getattr(trainer, role).megatron_config.transformer_config_kwargs or {}
+    if role == "policy" and not written.get("fp16"):
+        return Engine(role, name_of(dtype), "trainer.bf16")
+    return Engine(
+        role,
+        name_of(dtype),
+        f"{section}.{_KWARGS}.fp16",
+        written.get("fp16"),
+        because="" if "fp16" in written else f"trainer.bf16={trainer.bf16}",
+        values={"fp16": "true", "bf16" if trainer.bf16 else "fp32": "false"},
+    )
+
+
+def megatron_dtype(
+    trainer: Any, role: str, in_force: IsInForce, directory: str = ""
+) -> torch.dtype | None:
+    """The dtype of a model on Megatron; ``None`` if it depends on another machine's checkpoint.
+
+    Args:
+        trainer: the trainer's config.
+        role: the model's section in ``trainer``, such as ``"policy"`` or ``"ref"``.
+        in_force: see ``InForce``.
+        directory: the model's directory, if it is not the directory in the config.
+    """
+    path = getattr(trainer, role).model.path or trainer.policy.model.path
+    return megatron.predicted_dtype(
+        trainer,
+        role,
+        checkpoint_dtype(directory or str(path)),
+        obeyed=in_force(DISPATCH, "megatron"),
+    )
+
+
+def _on_fsdp(trainer: Any, role: str, in_force: IsInForce) -> Engine:
+    config = getattr(trainer, role).fsdp_config
+    section = f"trainer.{role}.fsdp_config"
+    asked = name_of(fsdp.mixed_dtypes(config, section)["param_dtype"])
+    in_fp16 = asked == "fp16" and in_force(FSDP_SCALING, fsdp.GROUP)
+    key = f"{section}.{_MIXED}.param_dtype"
+    return Engine(
+        role,
+        asked if in_fp16 else "bf16",
+        key,
+        getattr(getattr(config, _MIXED, None), "param_dtype", None),
+        because="" if in_fp16 or asked == "bf16" else f"{_AUTOCAST}, whatever {key} says",
+        # No value of param_dtype gives fp32 matrix products, because SkyRL autocasts to bf16.
+        values={"bf16": "bfloat16", "fp16": "float16"},
+    )
+
+
+def not_compared(config: Any) -> tuple[str, str]:
+    """The decision that the shim reports, and its reason, if the policy's dtype is not known."""
+    return (
+        "not compared with the policy",
+        f"trainer.bf16={config.trainer.bf16}, and the dtype of the checkpoint decides, which is "
+        f"not on this machine: {config.trainer.policy.model.path}",
+    )
+
+
+def _rollouts(config: Any, directory: str = "") -> Iterator[Engine]:
+    path = directory or str(config.trainer.policy.model.path)
+    backend = str(config.generator.inference_engine.backend)
+    for engine in _read_asked(config.generator.inference_engine):
+        yield resolve_by_model(engine, backend, path)
+
+
+def _read_asked(engines: Any) -> Iterator[Engine]:
+    wanted = getattr(engines, "fp8_weight_sync_mode", None)
+    if wanted is not None:
+        yield Engine("rollout", FP8, "", because=f"{INFERENCE}.fp8_weight_sync_mode={wanted}")
+        return
+    elsewhere, name = started_elsewhere(engines), named(engines.model_dtype)
+    own = Engine(
+        "rollout",
+        _canonical(name),
+        KEY,
+        name,
+        because=f"{KEY}, if the servers that run already were started so" if elsewhere else "",
+        follows=not elsewhere,
+    )
+    over = {} if elsewhere else overriding(engines)
+    yield from {_over_own(own, section, values) for section, values in over.items()} or {own}
+
+
+def _over_own(own: Engine, section: str, values: Mapping[str, Any]) -> Engine:
+    quantization = str(values.get("quantization") or "")
+    if FP8 in quantization:
+        return Engine("rollout", FP8, "", because=f"{section}.quantization={quantization}")
+    if "dtype" in values:
+        name = named(values["dtype"], section, "dtype")
+        own = Engine("rollout", _canonical(name), f"{section}.dtype", name)
+    return with_rounded(own, values, section)
+
+
+def overriding(engines: Any) -> dict[str, Mapping[str, Any]]:
+    """The config sections whose values override SkyRL's own values for some or all engines."""
+    first, *roles = OVER
+    by_role = getattr(engines, "enable_pd", False) and any(
+        getattr(engines, role, None) for role in roles
+    )
+    return {
+        f"{INFERENCE}.{role}": getattr(engines, role, None) or {}
+        for role in (roles if by_role else (first,))
+    }
+
+
+def started_elsewhere(engines: Any) -> bool:
+    """Whether SkyRL uses inference servers that SkyRL itself did not start."""
+    return not engines.run_engines_locally or bool(
+        getattr(engines, "external_proxy_url", None)
+        or getattr(engines, "external_server_urls", None)
+    )
+
+
+def _canonical(name: str) -> str:
+    dtype = parse_dtype(name)
+    return AUTO if dtype is None else name_of(dtype)
+
+
+def hand_on_names(config: Any) -> None:
+    """Replace the user's dtype names by the engines' names for the same dtypes.
+
+    Raises:
+        DtypeError: a key's value is no dtype in which an engine computes.
+    """
+    engines = config.generator.inference_engine
+    name = named(engines.model_dtype)
+    if name != engines.model_dtype:
+        engines.model_dtype = name
+    for section, values in overriding(engines).items():
+        if "dtype" in values:
+            name = named(values["dtype"], section, "dtype")
+            if name != values["dtype"]:
+                setattr(engines, section.rpartition(".")[2], {**values, "dtype": name})
+
+
+def send_in_engines_dtype(config: Any) -> list[tuple[str, str]]:
+    """Make SkyRL send the weights in the dtype in which the engines compute.
+
+    SkyRL casts the weights to ``model_dtype`` before it sends them. If a section such as
+    ``engine_init_kwargs`` sets another dtype for all engines, unpatched SkyRL would round the
+    weights twice.
+
+    Returns:
+        The decision and its reason, if ``model_dtype`` is replaced.
+    """
+    engines = config.generator.inference_engine
+    computes, before = {rollout.computes for rollout in _rollouts(config)}, engines.model_dtype
+    if len(computes) != 1 or computes & {AUTO, FP8, _canonical(named(before))}:
+        return []
+    (dtype,) = computes
+    engines.model_dtype = ENGINE_NAMES[dtype]
+    return [(f"weights go out in {dtype}", f"{KEY}: {before} -> {engines.model_dtype}")]
+
+
+def write(config: Any, key: str, value: str) -> None:
+    """Write a value to an engine's config key; see ``rollout.settle``."""
+    if _KWARGS in key:
+        megatron = config.trainer.ref.megatron_config
+        kwargs = {**(megatron.transformer_config_kwargs or {}), "fp16": value == "true"}
+        kwargs.pop("bf16", None)  # trainer.bf16 decides
+        megatron.transformer_config_kwargs = kwargs
+        return
+    if _MIXED in key and config.trainer.ref.fsdp_config.mixed_precision is None:
+        from skyrl.train.config.config import MixedPrecisionConfig
+
+        config.trainer.ref.fsdp_config.mixed_precision = MixedPrecisionConfig()
+    write_key(config, key, value)
+
+
+def wires_of(config: Any) -> list[Wire]:
+    """Describe the dtypes of a job's weight syncs, from the config that the shim has changed."""
+    engines = config.generator.inference_engine
+    sent = _canonical(named(engines.model_dtype))
+    wires = []
+    for rollout in _rollouts(config):
+        if rollout.computes not in (AUTO, FP8, sent):
+            remedy = f"Write {KEY}={ENGINE_NAMES[rollout.computes]}."
+            because = f"SkyRL casts to {KEY}"
+            wires.append(Wire("rollout", rollout.computes, sent, because, KEY, remedy))
+    if engines.weight_sync_backend == "delta":
+        stored = stored_dtypes(str(config.trainer.policy.model.path))
+        wires += delta_wires(
+            {rollout.computes for rollout in _rollouts(config)} - {AUTO, FP8}, stored
+        )
+    return wires
+
+
+def asked_of(engines: Any) -> tuple[str, str]:
+    """The name and config key of the engines' dtype; the name is empty if their dtypes differ.
+
+    Args:
+        engines: the section ``generator.inference_engine``.
+    """
+    asked = {(engine.computes, engine.key) for engine in _read_asked(engines)}
+    if len(asked) > 1:
+        return "", KEY
+    ((computes, key),) = asked
+    return ENGINE_NAMES.get(computes, computes), key
+
+
+def way_of_weights(engines: Any, path: str) -> tuple[str, ...]:
+    """Names of the dtypes to which a sync rounds a weight, in order; ``"auto"`` if not known.
+
+    Args:
+        engines: the section ``generator.inference_engine``.
+        path: the policy's model.
+    """
+    backend, sent = str(engines.backend), _canonical(named(engines.model_dtype))
+    computes = {resolve_by_model(engine, backend, path).computes for engine in _read_asked(engines)}
+    if len(computes) > 1 or engines.weight_sync_backend == "delta":
+        return (AUTO,)  # a delta sync sends weights in the base checkpoint's dtypes
+    return (sent, *computes)
+
+
+def dtypes_of_locations(locations: Mapping[str, Any]) -> frozenset[str]:
+    """Canonical names of a base checkpoint's dtypes, read from SkyRL's index of the checkpoint."""
+    return frozenset(
+        OF_HEADER[location.dtype] for location in locations.values() if location.dtype in OF_HEADER
+    )
+
+
+def delta_wires(computes: set[str], stored: frozenset[str]) -> list[Wire]:
+    """Make a ``Wire`` for each pair of a base checkpoint's dtype and an engine's dtype.
+
+    The receiver of a delta sync changes bytes in a copy of the base checkpoint. In a delta sync,
+    SkyRL therefore sends the weights in the dtypes of the checkpoint's files and ignores
+    ``model_dtype``.
+
+    Args:
+        computes: canonical names of the dtypes in which the engines compute.
+        stored: canonical names of the dtypes in the base checkpoint's files.
+    """
+    return [
+        Wire(
+            "rollout",
+            compute,
+            dtype,
+            f"the delta sync sends the dtype of the base checkpoint, {dtype}",
+            f"{INFERENCE}.weight_sync_backend",
+            f"Write {INFERENCE}.weight_sync_backend=nccl, or save the model of "
+            f"trainer.policy.model.path in {compute} or fp32 and name that directory there.",
+        )
+        for compute in sorted(computes)
+        for dtype in sorted(stored)
+    ]

@@ -1,0 +1,138 @@
+"""SkyRL: compute the LM head in fp32 in policy, reference model and inference engines.
+
+For an fp32 LM head, the driver writes a key into ``model_config_kwargs``, which override the HF
+config. On Megatron, SkyRL reads only the key ``model_config`` inside ``model_config_kwargs``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from precision_shim.adapting import Call, seam, versioned
+
+from ...agreement import (
+    FEATURE,
+    FIELD,
+    NOT_IN_FORCE,
+    SETTING,
+    Head,
+    IsInForce,
+    compute_in_fp32,
+    is_marked,
+    names_head,
+    of_rollout,
+    of_trainer,
+)
+from ...megatron.training.lm_head import compute_in_fp32 as compute_megatrons
+from ..config import INFERENCE
+from . import dtypes
+
+GROUP = "LM head"
+_WORKERS = "skyrl.backends.skyrl_train.workers"
+_DELETE = "SkyRL computes the LM head in fp32 by an option"
+
+
+def read_heads(config: Any, in_force: IsInForce) -> list[Head]:
+    """Describe the LM heads of a job's policy, reference model and inference engines.
+
+    Args:
+        config: SkyRL's whole config.
+        in_force: see ``InForce``.
+    """
+    trainer, engines = config.trainer, config.generator.inference_engine
+    group, heads = f"Megatron {GROUP}" if trainer.strategy == "megatron" else GROUP, []
+    for role in ("policy", "ref") if dtypes.has_reference(trainer) else ("policy",):
+        place, overrides = _overrides(trainer, role)
+        refusal = ""
+        if trainer.strategy not in ("fsdp", "fsdp2", "megatron"):
+            refusal = f"the shim does not change the LM head of SkyRL's {trainer.strategy} workers"
+        elif getattr(trainer, "fused_lm_head_logprob", False):
+            refusal = (
+                "trainer.fused_lm_head_logprob multiplies in the model's dtype, set it to false"
+            )
+        elif role == "policy" and names_head(_targets(trainer.policy.model)):
+            refusal = "trainer.policy.model.lora.target_modules has the LM head"
+        elif not in_force(FEATURE, group):
+            refusal = NOT_IN_FORCE
+        heads.append(of_trainer(role, overrides, place, refusal))
+    if dtypes.started_elsewhere(engines):
+        refusal = "servers that SkyRL does not start keep the head that they were started with"
+        return [*heads, Head("rollout", refusal=refusal)]
+    backend = str(engines.backend)
+    sections = dtypes.overriding(engines) or {f"{INFERENCE}.engine_init_kwargs": {}}
+    heads += [of_rollout(backend, values, section) for section, values in sections.items()]
+    return heads
+
+
+def _overrides(trainer: Any, role: str) -> tuple[str, Mapping[str, Any]]:
+    model, place = getattr(trainer, role), f"trainer.{role}"
+    if trainer.strategy == "megatron":
+        whole = model.megatron_config.model_config_kwargs or {}
+        return f"{place}.megatron_config.model_config_kwargs.model_config", (
+            whole.get("model_config") or {}
+        )
+    return f"{place}.model_config_kwargs", model.model_config_kwargs or {}
+
+
+def _targets(model: Any) -> Any:
+    lora = getattr(model, "lora", None)
+    return getattr(lora, "target_modules", None) if getattr(lora, "rank", 0) else None
+
+
+def _without_mark(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Remove the key for an fp32 LM head, which SkyRL would otherwise save in the HF config."""
+    return {name: value for name, value in overrides.items() if name != FIELD}
+
+
+@seam(
+    f"{_WORKERS}.model_wrapper:HFModelWrapper.__init__",
+    FEATURE,
+    group=GROUP,
+    why="builds the Hugging Face model of policy and reference model before FSDP wraps it",
+    delete_when=_DELETE,
+    optional=True,
+)
+def build_model(call: Call, model_config_kwargs: Any) -> None:
+    """Make an FSDP worker's language model compute its LM head in fp32.
+
+    Raises:
+        UnsupportedPrecisionError: the LM head is no plain linear layer.
+    """
+    marked = is_marked(model_config_kwargs)
+    if marked:
+        call.arguments["model_config_kwargs"] = _without_mark(model_config_kwargs)
+    call.proceed()
+    if marked:
+        compute_in_fp32(call.instance.model, versioned("skyrl"))
+
+
+@seam(
+    f"{_WORKERS}.megatron.megatron_worker:MegatronWorker.init_configs",
+    FEATURE,
+    group=f"Megatron {GROUP}",
+    why="makes the provider that later builds the model chunks of policy and reference model",
+    delete_when=_DELETE,
+    relies_on=("provider", "register_pre_wrap_hook"),
+    optional=True,
+)
+def make_provider(call: Call, model_config_kwargs: Any) -> Any:
+    """Make a Megatron worker's model compute its LM head in fp32.
+
+    Raises:
+        UnsupportedPrecisionError: the output layer of Megatron cannot compute in fp32.
+    """
+    inner: Any = (model_config_kwargs or {}).get("model_config")
+    marked = is_marked(inner)
+    if marked:
+        rest = {**model_config_kwargs, "model_config": _without_mark(inner)}
+        call.arguments["model_config_kwargs"] = rest
+    result = call.proceed()
+    if marked:
+
+        def change(chunks: Any) -> Any:
+            compute_megatrons(chunks, versioned("skyrl"), SETTING)
+            return chunks
+
+        call.instance.provider.register_pre_wrap_hook(change)
+    return result

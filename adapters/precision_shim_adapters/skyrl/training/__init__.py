@@ -1,0 +1,1 @@
+"""The seams where SkyRL builds a model and steps its optimizer."""

@@ -1,0 +1,425 @@
+"""SkyRL on Megatron: read SkyRL's configs, and patch the functions that build a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from contextvars import ContextVar
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import (
+    Call,
+    Settings,
+    Symbol,
+    decide,
+    in_force,
+    look,
+    seam,
+    versioned,
+    warn,
+)
+from precision_shim.precision.dtypes import CANONICAL, name_of
+
+from ... import megatron
+from ...megatron import ALIGNMENT, BUILDING, DISPATCH, PRECISION_AWARE, SCALING, Build
+from ...megatron.installed import fused_adam_support
+from ...megatron.policy.legality import UNFUSED_PACKED_SINCE
+from ..config import BUCKET, KWARGS, bucket_is_written, written_kwargs
+
+_MTP = "skyrl.backends.skyrl_train.mtp.grad_clip:install_mtp_separate_grad_clip"
+_BUILDER = "megatron.bridge.models.model_provider:get_model"
+TRAIN = "skyrl.backends.skyrl_train"
+WORKER = f"{TRAIN}.workers.megatron.megatron_worker"
+OPTIMIZER = f"{TRAIN}.distributed.megatron.optimizer:init_megatron_optim_config"
+_ALIASES = (f"{WORKER}:init_megatron_optim_config",)
+_ONE_PLACE = "SkyRL decides bucket and optimizer states in one place"
+_OBEYED = "init_configs sets the provider's dtype from its bf16 argument"
+_PACKING = ("use_sample_packing", "remove_microbatch_padding")
+
+
+def native_coercion(symbol: Symbol, settings: Settings) -> str | None:
+    """Return a reason to skip the seam if SkyRL itself converts dtype names (since 0.3)."""
+    if "coerce_optimizer_dtype_kwargs" in symbol.names:
+        return (
+            "SkyRL coerces optimizer_config_kwargs; what the installed TransformerEngine rules out "
+            "is refused at Megatron's OptimizerConfig"
+        )
+    return None
+
+
+_OWN_NAMES = (
+    *("fp32", "float32", "float", "bf16", "bfloat16", "fp16", "float16", "half"),
+    *("fp8", "float8", "uint8"),
+)
+
+
+def coerces_itself() -> bool:
+    """Whether SkyRL itself turns dtype names in ``optimizer_config_kwargs`` into dtypes."""
+    return "coerce_optimizer_dtype_kwargs" in look(OPTIMIZER).names
+
+
+def takes_name(name: str) -> bool:
+    """Whether SkyRL, in a version that turns dtype names into dtypes, accepts ``name``."""
+    return name.strip().lower() in _OWN_NAMES
+
+
+def _read_asked(optim_config: Any, kwargs: Any, written: frozenset[str] | None) -> dict[str, Any]:
+    """Return the OptimizerConfig fields that the user wrote, and ``optim_config``'s Adam beta2."""
+    asked = {} if kwargs is None else {str(key): kwargs[key] for key in kwargs}
+    # Count SkyRL's default use_precision_aware_optimizer=False as the user's value only if the user
+    # wrote it, or if the user's keys are not known.
+    default = written is not None and PRECISION_AWARE not in written
+    if default and asked.get(PRECISION_AWARE) is False:
+        del asked[PRECISION_AWARE]
+    betas = getattr(optim_config, "adam_betas", None)
+    if betas is not None and "adam_beta2" in look(OPTIMIZER).names:  # since SkyRL 0.3
+        asked.setdefault("adam_beta2", float(betas[1]))
+    return asked
+
+
+def _of_caller(optim_config: Any, kwargs: Any) -> megatron.RequestedConfig:
+    """Read settings for a caller that is no SkyRL worker; ``fp16`` in ``kwargs`` overrides bf16."""
+    asked = _read_asked(optim_config, kwargs, None)
+    flagged = torch.bfloat16 if asked.get("bf16", True) else torch.float32
+    return megatron.RequestedConfig(
+        where=f"{versioned('skyrl')}, {KWARGS}",
+        asked=asked,
+        declared=torch.float16 if asked.get("fp16") else flagged,
+        optimizer=str(getattr(optim_config, "optimizer", "adam")),
+    )
+
+
+def of_worker(worker: Any, ddp_config: Any) -> megatron.RequestedConfig:
+    """Read the settings for a worker's model; the worker must already have its model provider."""
+    return of_config(
+        worker.cfg,
+        _role(worker),
+        ddp_config,
+        heads=getattr(worker.provider, "mtp_num_layers", None),
+        adapters=getattr(worker, "adapter_store", None) is not None,
+    )
+
+
+def of_config(
+    trainer: Any, role: str, ddp_config: Any, *, heads: int | None, adapters: bool = False
+) -> megatron.RequestedConfig:
+    """Read one model's settings from a trainer's config.
+
+    Args:
+        trainer: the trainer's config.
+        role: the model's key in the config, ``"policy"`` or ``"ref"``.
+        ddp_config: the config of the model's DDP.
+        heads: the model's number of heads for multi-token prediction.
+        adapters: whether the model's worker has a store of LoRA adapters.
+    """
+    config = getattr(trainer, role)
+    optim_config = getattr(config, "optimizer_config", None)
+    kwargs = config.megatron_config.optimizer_config_kwargs
+    by_mapping = isinstance(ddp_config, Mapping)
+    bucket = None
+    if bucket_is_written(ddp_config):
+        bucket = bool(ddp_config[BUCKET] if by_mapping else getattr(ddp_config, BUCKET))
+    asked = _read_asked(optim_config, kwargs, written_kwargs(config.megatron_config))
+    blockers = []
+    if adapters:
+        blockers.append("SkyRL's store of LoRA adapters copies the optimizer's own fp32 masters")
+    if heads and look(_MTP).found:
+        blockers.append("SkyRL clips a head for multi-token prediction by those masters")
+    return megatron.RequestedConfig(
+        where=f"{versioned('skyrl')}, {KWARGS}",
+        subject=role,
+        asked=asked,
+        declared=torch.bfloat16 if trainer.bf16 else torch.float32,
+        # Keep use_precision_aware_optimizer=True if the user wrote it; SkyRL may raise an error.
+        blockers=() if asked.get(PRECISION_AWARE) else tuple(blockers),
+        optimizer=str(getattr(optim_config, "optimizer", "adam")),
+        bucket_in_fp32=bucket,
+        # Only a mapping, not SkyRL's dataclass, can have the key ``check_for_nan_in_grad``.
+        nan_check_written=by_mapping and "check_for_nan_in_grad" in ddp_config,
+    )
+
+
+def _role(worker: Any) -> str:
+    return "ref" if "Ref" in type(worker).__name__ else "policy"
+
+
+@seam(
+    OPTIMIZER,
+    DISPATCH,
+    group="megatron",
+    why="the one function that makes SkyRL's OptimizerConfig; it hard-codes bf16",
+    delete_when="it is given the model's dtype",
+    relies_on=("bf16", "params_dtype", "update"),
+    aliases=_ALIASES,
+    optional=True,
+)
+@seam(
+    OPTIMIZER,
+    "dtype-coercion",
+    group="megatron",
+    why="optimizer_config_kwargs reach Megatron as YAML wrote them, strings included",
+    upstream="https://github.com/NovaSky-AI/SkyRL/pull/1805",
+    delete_when="SkyRL >= 0.3 is the oldest in use",
+    relies_on=("update",),
+    aliases=_ALIASES,
+    native=native_coercion,
+    optional=True,
+)
+@seam(
+    OPTIMIZER,
+    SCALING,
+    group="megatron",
+    why="its kwargs are the one way to the scaler's fields",
+    delete_when="SkyRL's optimizer config has fields for the loss scaler",
+    relies_on=("update",),
+    aliases=_ALIASES,
+    optional=True,
+)
+def configure(call: Call, optim_config: Any, optimizer_config_kwargs: Any) -> Any:
+    """Set the fields of SkyRL's OptimizerConfig that depend on the model's dtype.
+
+    A policy worker calls ``init_megatron_optim_config`` once, after its DDP is built.
+    """
+    build = megatron.current_build("skyrl")
+    if build is None:
+        build = Build("skyrl", lambda: _of_caller(optim_config, optimizer_config_kwargs))
+    plan = megatron.apply_plan(build)
+    call.arguments[KWARGS] = plan.fields
+    made = call.proceed()
+    megatron.keep_layout(plan, made)
+    return made
+
+
+@seam(
+    f"{TRAIN}.distributed.megatron.optimizer:get_megatron_optimizer",
+    ALIGNMENT,
+    group="megatron",
+    why="the first call that has config, parameters and buckets in hand",
+    delete_when="Megatron checks main_grads_dtype against the bucket",
+    aliases=(f"{WORKER}:get_megatron_optimizer",),
+    optional=True,
+)
+def check_optimizer(call: Call, model: Any, config: Any) -> Any:
+    """Compare the OptimizerConfig with the live model before SkyRL builds the optimizer."""
+    megatron.check("skyrl", config, model)
+    return call.proceed()
+
+
+@seam(
+    f"{WORKER}:MegatronPolicyWorkerBase.init_model",
+    BUILDING,
+    group="megatron",
+    why="around model and optimizer, with the worker's config",
+    delete_when=_ONE_PLACE,
+    relies_on=("make_megatron_module", "init_megatron_optim_config", "megatron_config", "cfg"),
+    optional=True,
+)
+def worker_build(call: Call) -> Any:
+    """Record that a policy worker builds its model and optimizer."""
+    worker = call.instance
+    ddp_config = worker.cfg.policy.megatron_config.ddp_config
+    with megatron.building("skyrl", lambda: of_worker(worker, ddp_config)):
+        return call.proceed()
+
+
+@seam(
+    f"{WORKER}:MegatronWorker.make_megatron_module",
+    BUILDING,
+    group="megatron",
+    why="a caller outside init_model gets the same bucket",
+    delete_when=_ONE_PLACE,
+    relies_on=("provide_distributed_model", "pipeline_dtype", "provider", "cfg"),
+    optional=True,
+)
+def module_build(call: Call, ddp_config: Any) -> Any:
+    """Record that a model is being built, even if code other than ``init_model`` builds it."""
+    worker = call.instance
+    provider = worker.provider
+    changes = any(
+        in_force("skyrl", feature, "megatron") for feature in (DISPATCH, ALIGNMENT, SCALING)
+    )
+    if (
+        changes  # if ``audit`` is the only feature, change nothing
+        and provider.fp16
+        and provider.pipeline_dtype is torch.float32
+        and not worker.cfg.bf16
+    ):
+        # SkyRL sets pipeline_dtype to bf16 or fp32, but fp16 pipeline stages exchange fp16.
+        provider.pipeline_dtype = torch.float16
+    with megatron.building("skyrl", lambda: of_worker(worker, ddp_config)):
+        return call.proceed()
+
+
+@dataclasses.dataclass
+class _Flag:
+    """Stores ``trainer.bf16``, and the checkpoint's dtype if ``follow_flag`` set another dtype."""
+
+    bf16: bool
+    over: torch.dtype | None = None
+
+
+_flag: ContextVar[_Flag | None] = ContextVar("precision_shim_skyrl_flag", default=None)
+
+
+@seam(
+    f"{WORKER}:MegatronWorker.init_configs",
+    DISPATCH,
+    group="megatron",
+    why="knows trainer.bf16, which beside a bf16 or fp16 checkpoint is not obeyed, or only once "
+    "the provider is settled",
+    delete_when=_OBEYED,
+    relies_on=("to_megatron_provider", "transformer_config_kwargs", "finalize", "provider", "cfg"),
+    optional=True,
+)
+def note_flag(call: Call, bf16: Any) -> Any:
+    """Pass ``bf16`` to ``follow_flag``, which sets the dtype of a worker's model.
+
+    The shim reports the dtype after ``init_configs`` has returned, because within ``init_configs``
+    the user's ``transformer_config_kwargs`` may override the dtype.
+    """
+    flag = _Flag(bool(bf16))
+    token = _flag.set(flag)
+    try:
+        result = call.proceed()
+    finally:
+        _flag.reset(token)
+    worker = call.instance
+    dtype = _dtype_of(worker.provider, flag.bf16)
+    if flag.over is not None:
+        wanted = torch.bfloat16 if flag.bf16 else torch.float32
+        own = "" if dtype is wanted else "transformer_config_kwargs go over "
+        decide(
+            "skyrl",
+            _role(worker),
+            DISPATCH,
+            f"model in {name_of(dtype)}",
+            f"{own}trainer.bf16={flag.bf16}; the checkpoint is {name_of(flag.over)}",
+        )
+    if dtype is torch.float32:
+        _warn_of_attention(worker)
+    return result
+
+
+def _dtype_of(provider: Any, bf16: bool) -> torch.dtype:
+    """The dtype of the model that Megatron will build from a provider.
+
+    Megatron-Bridge 0.6 reads ``trainer.bf16`` again when it builds the model. Megatron-Bridge
+    before 0.6 sets the provider's ``bf16`` if ``trainer.bf16`` is true; otherwise it uses the
+    provider's dtype.
+    """
+    if "pipeline_dtype" in look(_BUILDER).names and (bf16 or not provider.fp16):
+        return torch.bfloat16 if bf16 else torch.float32
+    if provider.fp16:
+        return torch.float16
+    return torch.bfloat16 if provider.bf16 or bf16 else provider.params_dtype
+
+
+def _warn_of_attention(worker: Any) -> None:
+    """Warn if TransformerEngine has no attention backend for an fp32 model.
+
+    TransformerEngine's flash and fused attention accept fp16 and bf16 only, and its unfused
+    attention has other limits. SkyRL's ``attention_backend`` has no effect, because it is a string
+    that Megatron compares with an enum.
+    """
+    release = fused_adam_support().version
+    if release is None:
+        return
+    reasons = []
+    packing = next((key for key in _PACKING if getattr(worker.cfg, key, False)), None)
+    if packing and release < UNFUSED_PACKED_SINCE:
+        since = ".".join(map(str, UNFUSED_PACKED_SINCE))
+        reasons.append(f"trainer.{packing}=true (packed sequences need TransformerEngine {since})")
+    if worker.provider.context_parallel_size > 1:
+        reasons.append("megatron_config.context_parallel_size above 1")
+    if reasons:
+        warn(
+            f"{versioned('skyrl')} {_role(worker)}: the model is fp32. TransformerEngine's flash "
+            f"and fused attention take fp16 and bf16 only, and its unfused one does not go with "
+            f"{' or '.join(reasons)}: expect 'No dot product attention backend is available'. Turn "
+            "that off, or train in bf16 (trainer.bf16=true)."
+        )
+
+
+@seam(
+    "megatron.bridge.models.conversion.auto_bridge:AutoBridge.to_megatron_provider",
+    DISPATCH,
+    group="megatron",
+    why="the checkpoint's dtype is known, and the user's own settings come after",
+    delete_when=_OBEYED,
+    optional=True,
+)
+def follow_flag(call: Call) -> Any:
+    """Set a provider's dtype from ``trainer.bf16``, before SkyRL applies the user's own settings.
+
+    Megatron-Bridge sets the provider's dtype to the checkpoint's dtype. Without this seam,
+    ``bf16=false`` has no effect on a bf16 checkpoint, and ``bf16=true`` contradicts an fp16
+    checkpoint. An fp16 checkpoint with ``bf16=false`` stays fp16. Megatron-Bridge 0.6 and later
+    applies ``bf16`` when it builds the parameters. With a bf16 checkpoint and ``bf16=true``,
+    Megatron raises an error if the user also sets ``fp16=true``.
+    """
+    provider = call.proceed()
+    flag = _flag.get()
+    if flag is None:
+        return provider
+    over = provider.params_dtype
+    wanted = _obey(provider, bf16=flag.bf16)
+    if wanted is None:
+        return provider
+    flag.over = over
+    if getattr(provider, "autocast_dtype", None) is over:
+        provider.autocast_dtype = wanted
+    return provider
+
+
+def _obey(provider: Any, *, bf16: bool) -> torch.dtype | None:
+    """Set a provider's dtype from ``trainer.bf16``; return the dtype, or ``None`` for no change."""
+    if provider.bf16 and not bf16:
+        wanted = torch.float32
+    elif provider.fp16 and bf16:
+        wanted = torch.bfloat16
+    else:
+        return None
+    provider.params_dtype = wanted
+    provider.bf16, provider.fp16 = wanted is torch.bfloat16, False
+    return wanted
+
+
+def predicted_dtype(
+    trainer: Any, role: str, checkpoint: str, *, obeyed: bool
+) -> torch.dtype | None:
+    """Predict from the job's config the dtype that a worker's model will have.
+
+    Args:
+        trainer: the trainer's config.
+        role: the model's key in the config, ``"policy"`` or ``"ref"``.
+        checkpoint: canonical name of the checkpoint's dtype; empty if it is not known.
+        obeyed: whether the shim's patch ``follow_flag`` is applied in the worker.
+
+    Returns:
+        The dtype; ``None`` if it depends on a checkpoint that is not on this machine.
+    """
+    written = getattr(trainer, role).megatron_config.transformer_config_kwargs or {}
+    bf16 = bool(trainer.bf16)
+    if not checkpoint and not bf16 and not written.get("fp16"):
+        return None
+    return _dtype_of(predicted_provider(trainer, role, checkpoint, obeyed=obeyed), bf16)
+
+
+def predicted_provider(trainer: Any, role: str, checkpoint: str, *, obeyed: bool) -> Any:
+    """Predict ``bf16``, ``fp16`` and ``params_dtype`` of the model provider in a worker.
+
+    The docstring of ``foreseen_dtype`` describes the arguments.
+    """
+    written = getattr(trainer, role).megatron_config.transformer_config_kwargs or {}
+    provider = SimpleNamespace(
+        bf16=checkpoint == "bf16",
+        fp16=checkpoint == "fp16",
+        params_dtype=CANONICAL.get(checkpoint, torch.float32),
+    )
+    if obeyed:
+        _obey(provider, bf16=bool(trainer.bf16))
+    vars(provider).update({key: written[key] for key in ("fp16", "bf16") if key in written})
+    return provider

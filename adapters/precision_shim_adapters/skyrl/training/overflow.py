@@ -1,0 +1,206 @@
+"""SkyRL on Megatron in fp16: report skipped steps in SkyRL's metrics.
+
+SkyRL ignores the success flag of Megatron's ``step``, and omits a grad norm of None from its
+metrics. SkyRL's metrics therefore do not show a skipped step. The shim reports a skipped step with
+grad norm NaN. Even with the shim, SkyRL's learning rate scheduler counts skipped steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import weakref
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import wrapt
+
+from precision_shim.adapting import Call, seam
+
+from ...megatron import SCALING, answer_step, metrics, skipping
+from ...torch_fp16.stepping import steps_through
+from .megatron import TRAIN, WORKER
+
+_TINKERS_NORM = "skyrl.ai/grad_norm"
+_SCALE, _SKIPPED = "loss_scale", "skipped_steps"
+_scaled: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+"""Maps a driver's ``WorkerDispatch`` to the models whose workers scale the loss."""
+
+_log = logging.getLogger("precision_shim")
+
+
+BASE = f"{TRAIN}.workers.worker"
+
+
+@seam(
+    f"{TRAIN}.distributed.megatron.megatron_strategy:MegatronStrategy.optimizer_step",
+    SCALING,
+    group="megatron",
+    why="drops what Megatron's step says of success",
+    delete_when="SkyRL counts and reports skipped steps",
+    relies_on=("step", "scheduler"),
+    optional=True,
+)
+def step(call: Call, optimizer: Any) -> Any:
+    """Return NaN as the grad norm of a skipped step of a policy worker, and log the skip."""
+    with skipping(succeeds=False), _count_steps(optimizer):
+        grad_norm = call.proceed()
+    if isinstance(grad_norm, float) and math.isnan(grad_norm):
+        figures = metrics(optimizer)
+        if figures:
+            _log.warning(
+                "skyrl policy: fp16 overflow at loss scale %g, the optimizer's step was skipped "
+                "(%d so far)",
+                figures["loss_scale"],
+                figures["skipped_steps"],
+            )
+    return grad_norm
+
+
+def _count_steps(optimizer: Any) -> AbstractContextManager[None]:
+    """Count steps even if SkyRL, for multi-token prediction, replaced the optimizer's ``step``."""
+    if "step" not in vars(optimizer):
+        return nullcontext()
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return answer_step(optimizer, lambda: optimizer.step(*args, **kwargs))
+
+    return steps_through(step, optimizer)
+
+
+@seam(
+    f"{TRAIN}.workers.worker_dispatch:WorkerDispatch.forward_backward",
+    SCALING,
+    group="tinker",
+    why="the driver sees here which model's workers scale their loss",
+    delete_when="SkyRL's optim_step says which steps were skipped",
+    optional=True,
+)
+def note_scaled(call: Call, model: Any) -> Any:
+    """Record on the driver, after each pass, whether the model's workers scale the loss.
+
+    The driver has no scaler, so the shim looks for ``loss_scale`` in the workers' metrics.
+    """
+    output = call.proceed()
+    scaled = _scaled.setdefault(call.instance, set())
+    (scaled.add if _SCALE in _figures_in(output) else scaled.discard)(model)
+    return output
+
+
+@seam(
+    "skyrl.backends.skyrl_train_backend:SkyRLTrainBackend.optim_step",
+    SCALING,
+    group="tinker",
+    why="the Tinker server's answer is JSON, in which a grad norm of NaN is an error",
+    delete_when="it leaves out what is not finite",
+    relies_on=("metrics", "grad_norm", "_dispatch"),
+    optional=True,
+)
+def report_to_client(call: Call, model_id: Any) -> Any:
+    """Remove a skipped step's NaN grad norm from the JSON reply to a Tinker client.
+
+    If a model's workers scale the loss, a grad norm of NaN means a skipped step. If the workers do
+    not scale the loss, NaN means that training diverged, and the shim does not change SkyRL's own
+    error.
+    """
+    output = call.proceed()
+    norm = output.metrics.get(_TINKERS_NORM)
+    if norm is None or not math.isnan(norm):
+        return output
+    role_of = getattr(call.instance, "_get_role", None)  # SkyRL 0.2 has no ``_get_role``
+    role = role_of(model_id) if role_of is not None else "policy"
+    if role in _scaled.get(call.instance._dispatch, ()):
+        del output.metrics[_TINKERS_NORM]
+        output.metrics["skyrl.ai/skipped_step"] = 1.0
+    return output
+
+
+@seam(
+    f"{WORKER}:MegatronPolicyWorkerBase.forward_backward",
+    SCALING,
+    group="megatron",
+    why="returns the metrics that the trainer logs, reduced over the ranks",
+    delete_when="SkyRL reports the loss scale",
+    relies_on=("all_reduce_metrics",),
+    optional=True,
+)
+def report(call: Call) -> Any:
+    """Add loss scale and skipped steps to the metrics of a policy worker's pass."""
+    output = call.proceed()
+    optimizer = getattr(call.instance, "optimizer", None)
+    if optimizer is not None:
+        add_figures(output, metrics(optimizer, from_start=True))
+    return output
+
+
+def add_figures(output: Any, figures: dict[str, float]) -> None:
+    """Add values to a worker's metrics."""
+    found = _figures_in(output)
+    if found:  # without micro-batches SkyRL expects no metrics
+        found.update(figures)
+
+
+def _figures_in(output: Any) -> dict[str, Any]:
+    """Return a worker's metrics: in SkyRL 0.2 the output itself, from 0.3 its field ``metrics``."""
+    figures = output if isinstance(output, dict) else getattr(output, "metrics", None)
+    return {} if figures is None else figures
+
+
+@seam(
+    f"{TRAIN}.workers.worker_utils:reduce_metrics",
+    SCALING,
+    group="trainer",
+    why="takes means over a step's mini-batches, of a loss scale and a count too",
+    delete_when="it has a reduction for the last value",
+    aliases=(
+        "skyrl.train.trainer:reduce_metrics",
+        f"{BASE}:reduce_metrics",
+        f"{WORKER}:reduce_metrics",
+    ),
+)
+def keep_last(call: Call, metrics: Any) -> Any:
+    """Report the last loss scale and skipped-step count, not the means over mini-batches."""
+    reduced = call.proceed()
+    reduced.update({key: metrics[key][-1] for key in (_SCALE, _SKIPPED) if key in reduced})
+    return reduced
+
+
+class _Bf16Sized(wrapt.ObjectProxy):  # type: ignore[type-arg]
+    """A proxy for Megatron-Bridge that returns fp16 weights as bf16 views of the same size."""
+
+    def get_conversion_tasks(self, *args: Any, **kwargs: Any) -> Any:
+        return [_resize(task) for task in self.__wrapped__.get_conversion_tasks(*args, **kwargs)]
+
+
+def _resize(task: Any) -> Any:
+    weight = getattr(task, "param_weight", None)
+    if weight is None or weight.dtype is not torch.float16:
+        return task
+    return dataclasses.replace(task, param_weight=weight.detach().view(torch.bfloat16))
+
+
+@seam(
+    f"{WORKER}:MegatronWeightExtractor._init_param_buckets",
+    SCALING,
+    group="megatron weight sync",  # training is correct without this seam
+    only_if=(f"{WORKER}:MegatronWeightExtractor",),
+    why="its table of sizes has no fp16: sending the weights would end in a KeyError",
+    delete_when="its table of sizes has fp16",
+    relies_on=("prec_to_bytes", "get_conversion_tasks"),
+    optional=True,
+)
+def size_fp16(call: Call) -> Any:
+    """Make the weight extractor, whose table of sizes lacks fp16, use bf16's size for fp16.
+
+    The weight extractor sends no bf16 views, because ``_init_param_buckets`` stores only indices,
+    and each transfer reads the weights again.
+    """
+    extractor = call.instance
+    bridge = extractor.bridge
+    extractor.bridge = _Bf16Sized(bridge)
+    try:
+        return call.proceed()
+    finally:
+        extractor.bridge = bridge

@@ -1,0 +1,58 @@
+"""Pass the shim's variables and patched actor classes to SkyRL's other processes."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from precision_shim.adapting import FEATURES, Call, seam
+from precision_shim.process.carriers import variables
+
+from ...common.ray_actors import make_again, plain_class
+
+
+@seam(
+    "skyrl.train.utils.utils:prepare_runtime_environment",
+    FEATURES,
+    group="ray",
+    why="forwards a fixed list of variables to the workers",
+    delete_when="it has a place for variables of others",
+    relies_on=("env_vars",),
+)
+def carry_variables(call: Call) -> Any:
+    """Add the shim's variables to the environment variables that a driver forwards to its workers.
+
+    The shim omits variables that ``ray job submit`` has already set, because Ray rejects a key that
+    is set twice.
+    """
+    env_vars = call.proceed()
+    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
+    submitted = (job.get("runtime_env") or {}).get("env_vars") or {}
+    env_vars.update(variables(os.environ, leave_out={**submitted, **env_vars}))
+    return env_vars
+
+
+@seam(
+    "skyrl.backends.skyrl_train.workers.worker:PPORayActorGroup._initiate_actors",
+    FEATURES,
+    group="ray",
+    why="the one place that starts workers; their actor classes were made while importing",
+    delete_when="SkyRL decorates its workers where it starts them",
+    relies_on=("ray_actor_type", "remote"),
+)
+def renew_actor_class(call: Call) -> Any:
+    """Make the actor class again, with the shim's patches, before SkyRL starts a group of workers.
+
+    SkyRL's modules call ``ray.remote`` on their last lines, before the shim patches the modules.
+    Ray would pickle the methods of SkyRL's own actor class by value, because the methods' names now
+    refer to patched methods. With SkyRL's own actor class, workers would run unpatched methods even
+    if the shim patched the workers' own modules.
+    """
+    call.instance.ray_actor_type = _renew(call.instance.ray_actor_type)
+    return call.proceed()
+
+
+def _renew(actor_class: Any) -> Any:
+    plain = plain_class(actor_class)
+    return actor_class if plain is None else make_again(actor_class, plain)

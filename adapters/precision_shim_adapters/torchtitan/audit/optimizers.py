@@ -1,0 +1,123 @@
+"""Audit torchtitan's two trainers; report as metrics which share of updates rounding loses."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from precision_shim.adapting import Call, seam
+from precision_shim.auditing import meters
+from precision_shim.auditing.automatic import watch
+from precision_shim.auditing.weight_audit import tell_asked
+from precision_shim.precision.agreement import ENGINE_NAMES
+from precision_shim.precision.dtypes import name_of, parse_dtype
+
+from ...torch_fp16 import ScaledTraining
+from ..rollout.dtypes import KEY
+from ..training.endpoints import remake
+from ..training.trainers import FRAMEWORK, METRICS, POLICY, PRETRAINING, RL, RL_METRICS, TRAINER
+
+FEATURE = "audit"
+_WHY = "model parts and optimizers stand together, and the scaler was made"
+_DELETE = "torchtitan says which precision its optimizers have"
+
+
+def _see(trainer: Any, subject: str) -> None:
+    optimizers = list(trainer.optimizers)
+    if not optimizers:
+        return
+
+    def scaler() -> Any:
+        training = ScaledTraining.of(trainer)
+        return None if training is None else training.scaler
+
+    watch(
+        FRAMEWORK,
+        subject,
+        trainer.optimizers,
+        # When a step is skipped, the container's ``step`` runs, but no inner optimizer's ``step``.
+        # Inner optimizers step in order, so each has states after the last of them has stepped.
+        inner=optimizers[-1],
+        model=trainer.model_parts,
+        scaler=scaler,
+    )
+
+
+@seam(
+    f"{POLICY}.__init__",
+    FEATURE,
+    group=RL,
+    why=_WHY,
+    delete_when=_DELETE,
+    relies_on=("optimizers", "model_parts"),
+    optional=True,
+)
+def policy(call: Call, generator_dtype: Any = None) -> None:
+    """Audit the optimizers of an RL trainer, which sends its weights in the generator's dtype."""
+    call.proceed()
+    _see(call.instance, "policy")
+    dtype = parse_dtype(str(generator_dtype or ""))
+    if dtype is not None:
+        short = name_of(dtype)
+        meters.tell_rollout(call.instance.optimizers, short)
+        tell_asked(FRAMEWORK, ENGINE_NAMES.get(short, short), KEY)
+
+
+@seam(
+    f"{TRAINER}.__init__",
+    FEATURE,
+    group=PRETRAINING,
+    why=_WHY,
+    delete_when=_DELETE,
+    relies_on=("optimizers", "model_parts"),
+)
+def trainer(call: Call) -> None:
+    """Audit the optimizers of a pre-training or SFT trainer."""
+    call.proceed()
+    _see(call.instance, "model")
+
+
+_LOST = "torchtitan says which of its updates are lost to rounding"
+
+
+@seam(
+    f"{POLICY}.optim_step",
+    FEATURE,
+    group=RL_METRICS,
+    why="its output has the figures of a step",
+    delete_when=_LOST,
+    relies_on=("OptimStepOutput", "optimizers", "concurrent_endpoint"),
+    optional=True,
+    replaces=True,
+)
+def report_from_endpoint(endpoint: Any) -> Any:
+    """Make an endpoint that reports the shares of updates lost to rounding.
+
+    Raises:
+        SeamError: the endpoint was not made by Monarch's ``concurrent_endpoint``.
+    """
+
+    async def step(trainer: Any, own: Callable[[], Awaitable[Any]]) -> Any:
+        output = await own()
+        figures = meters.metrics(getattr(trainer, "optimizers", None), "trainer/")
+        if figures:
+            output.metrics.update(figures)
+        return output
+
+    return remake(endpoint, step)
+
+
+@seam(
+    "torchtitan.components.metrics:MetricsProcessor.log",
+    FEATURE,
+    group=METRICS,
+    why="the figures of a step, where they are logged",
+    delete_when=_LOST,
+    relies_on=("optimizers",),
+)
+def report_in_log(call: Call, extra_metrics: Any = None) -> Any:
+    """Log, next to the grad norm, the shares of updates lost to rounding."""
+    figures = meters.metrics(call.instance.optimizers)
+    if figures:
+        call.arguments["extra_metrics"] = {**(extra_metrics or {}), **figures}
+    return call.proceed()

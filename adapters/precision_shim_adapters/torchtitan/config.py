@@ -1,0 +1,152 @@
+"""Replace every spelling of a training dtype by torchtitan's name before torchtitan reads it.
+
+torchtitan compares dtype names as strings, and looks them up in a dict of three names. The shim
+replaces a dtype name when torchtitan builds a config. Other code may assign a dtype name later, so
+the shim checks dtype names again when a trainer receives the config. The module ``sides`` replaces
+the dtype name in a generator's config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import torch
+
+from precision_shim.adapting import Call, seam, versioned
+from precision_shim.errors import DtypeError
+from precision_shim.precision.dtypes import CANONICAL, parse_dtype
+from precision_shim.precision.names import ALIASES
+
+from .training.trainers import NAMES, OWN_NAMES, POLICY, RL, TRAINER, refuse_float16_states
+
+FEATURE = "dtype-coercion"
+KEYS = ("dtype", "mixed_precision_param")
+"""The keys of ``TrainingConfig`` whose dtype names the shim coerces."""
+
+_DELETE = "torchtitan accepts aliases of dtype names"
+_UPSTREAM = "https://github.com/pytorch/torchtitan/issues/2356"
+
+
+def own_name(value: Any, key: str) -> Any:
+    """Torchtitan's own name for a dtype name or a ``torch.dtype``.
+
+    Args:
+        value: the config's value; returned unchanged if it is neither a string nor a dtype.
+        key: the config's key, for the message.
+
+    Raises:
+        DtypeError: torchtitan does not compute in this dtype, or the name is unknown.
+    """
+    if not isinstance(value, str | torch.dtype):
+        return value
+    dtype = parse_dtype(value) if isinstance(value, str) else value
+    name = OWN_NAMES.get(dtype)  # type: ignore[arg-type]
+    if name is None:
+        raise DtypeError(
+            f"{versioned('torchtitan')}: {key}={value!r} names no dtype that torchtitan computes "
+            f"in; allowed: {_names()}, in any case, also with the prefix 'torch.'. Correct {key}."
+        )
+    return name
+
+
+def _names() -> str:
+    spellings: dict[str, list[str]] = {name: [] for name in OWN_NAMES.values()}
+    for name in (*CANONICAL, *ALIASES):
+        own = OWN_NAMES.get(parse_dtype(name))  # type: ignore[arg-type]
+        if own is not None and name != own:
+            spellings[own].append(name)
+    return ", ".join("/".join([own, *others]) for own, others in spellings.items())
+
+
+def coerce_training(training: Any) -> None:
+    """Replace the dtype names in a ``TrainingConfig`` by torchtitan's own names.
+
+    Raises:
+        DtypeError: a name is unknown, or ``training.dtype`` is float16.
+    """
+    for key in KEYS:
+        value = getattr(training, key)
+        own = own_name(value, f"training.{key}")
+        if own is not value:
+            setattr(training, key, own)
+    refuse_float16_states(training)
+
+
+@seam(
+    "torchtitan.config.configs:TrainingConfig.__init__",
+    FEATURE,
+    group=NAMES,
+    why="before any comparison: RL's controller compares names while its config is built",
+    upstream=_UPSTREAM,
+    delete_when=_DELETE,
+)
+def build_training(call: Call, dtype: Any, mixed_precision_param: Any) -> None:
+    """Build a ``TrainingConfig`` with torchtitan's own dtype names."""
+    call.proceed()
+    coerce_training(call.instance)
+
+
+@seam(
+    "torchtitan.config.manager:ConfigManager.parse_args",
+    FEATURE,
+    group=NAMES,
+    why="the command line knows only the values that stand in TrainingConfig's annotations",
+    upstream=_UPSTREAM,
+    delete_when=_DELETE,
+    relies_on=("tyro", "cli"),
+)
+def parse_args(call: Call) -> Any:
+    """Make the command line accept every spelling of a dtype, without a new option."""
+    with any_name():
+        return call.proceed()
+
+
+@contextmanager
+def any_name() -> Iterator[None]:
+    """Make tyro accept any string for a dtype; ``build_training`` checks the name later.
+
+    tyro reads ``TrainingConfig.__annotations__``, not the types in the dataclass's fields.
+    """
+    import tyro
+    from torchtitan.config.configs import TrainingConfig
+
+    metavar = "{" + ",".join(OWN_NAMES.values()) + "}"
+    word = Annotated[str, tyro.conf.arg(metavar=metavar)]
+    annotations = TrainingConfig.__annotations__
+    before = {key: annotations[key] for key in KEYS}
+    annotations.update(dict.fromkeys(KEYS, word))
+    try:
+        yield
+    finally:
+        annotations.update(before)
+
+
+@seam(
+    f"{POLICY}.__init__",
+    FEATURE,
+    group=RL,
+    why="the trainer looks names up in a dict that knows three",
+    upstream=_UPSTREAM,
+    delete_when=_DELETE,
+    optional=True,
+)
+def build_policy_trainer(call: Call, config: Any) -> Any:
+    """Replace the dtype names in an RL trainer's config by torchtitan's own names."""
+    coerce_training(config.training)
+    return call.proceed()
+
+
+@seam(
+    f"{TRAINER}.__init__",
+    FEATURE,
+    group=NAMES,
+    why="a name that was assigned after the config was built",
+    upstream=_UPSTREAM,
+    delete_when=_DELETE,
+)
+def build_trainer(call: Call, config: Any) -> Any:
+    """Replace the dtype names in a pre-training config by torchtitan's own names."""
+    coerce_training(config.training)
+    return call.proceed()

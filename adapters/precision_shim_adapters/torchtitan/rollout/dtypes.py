@@ -1,0 +1,155 @@
+"""The dtypes in which the trainer and the generator of an RL job compute.
+
+torchtitan's RL package has no reference model and no teacher. ``Controller`` is the driver, and has
+the whole config before it starts the processes of the trainer and of the generators. The trainer
+receives the generator's dtype as ``generator_dtype``, and sends weights rounded once to this dtype.
+In a generator, vLLM runs torchtitan's own model, and so accepts float16 for each ``model_type``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from precision_shim.adapting import Call, decide, seam, versioned
+from precision_shim.errors import DtypeError
+from precision_shim.precision.agreement import compare
+from precision_shim.precision.dtypes import name_of, parse_dtype
+
+from ...agreement import AUTO, FEATURE, Engine, engine_name, report_engines, report_heads, write_key
+from ..training.trainers import FRAMEWORK, GENERATORS, POLICY, ROLLOUT
+from . import lm_head
+
+KEY = "generator.model_dtype"
+TRAINER_KEY = "trainer.training.mixed_precision_param"
+
+_DELETE = "torchtitan compares the two dtypes, and accepts aliases of dtype names"
+
+
+def coerce_generator(config: Any) -> None:
+    """Replace the dtype name in a generator's config by the name that vLLM and torchtitan accept.
+
+    Raises:
+        DtypeError: the name is unknown.
+    """
+    config.model_dtype = _name(config.model_dtype, (AUTO,))
+
+
+def generator_dtype_name(value: Any) -> Any:
+    """torchtitan's own name of the generator's dtype, in which the trainer sends the weights.
+
+    Raises:
+        DtypeError: the name is unknown, or is ``auto``, which lets vLLM choose the dtype.
+    """
+    if isinstance(value, str) and value.strip().lower() == AUTO:
+        raise DtypeError(
+            f"{versioned(FRAMEWORK)}: {KEY}={value!r}: vLLM chooses the dtype in another process, "
+            "and the trainer has to know it to send the weights in it; allowed here: "
+            "float16/fp16/half, bfloat16/bf16, float32/fp32/float. Write the dtype that vLLM is to "
+            "generate in.",
+            key=KEY,
+        )
+    return _name(value, ())
+
+
+def _name(value: Any, also: Sequence[str]) -> Any:
+    if value is None or value == "":  # the weights are sent in the trainer's dtype
+        return value
+    return engine_name(value, KEY, versioned(FRAMEWORK), also)
+
+
+def engines(training: Any, model_dtype: Any) -> tuple[Engine, Engine] | None:
+    """The dtypes of trainer and generator; ``None`` if either dtype is not known.
+
+    Args:
+        training: the trainer's ``TrainingConfig``.
+        model_dtype: the generator's dtype, one of torchtitan's names.
+    """
+    computes = parse_dtype(str(training.mixed_precision_param))
+    generates = parse_dtype(str(model_dtype))
+    if computes is None or generates is None:
+        return None
+    return (
+        Engine("policy", name_of(computes), TRAINER_KEY),
+        Engine("rollout", name_of(generates), KEY, model_dtype),
+    )
+
+
+@seam(
+    f"{GENERATORS}.Config.__init__",
+    FEATURE,
+    group=ROLLOUT,
+    why="the driver's config goes on to the trainer and to vLLM",
+    delete_when=_DELETE,
+    optional=True,
+)
+def build_generator_config(call: Call, model_dtype: Any) -> None:
+    """Build a generator's config with a dtype name that vLLM and torchtitan accept."""
+    call.proceed()
+    coerce_generator(call.instance)
+
+
+@seam(
+    f"{GENERATORS}.__init__",
+    FEATURE,
+    group=ROLLOUT,
+    why="a name that was assigned after the config was built, before vLLM sees it",
+    delete_when=_DELETE,
+    optional=True,
+)
+def build_generator(call: Call, config: Any) -> Any:
+    """Replace the dtype name in a generator's config by a name that vLLM accepts."""
+    coerce_generator(config)
+    return call.proceed()
+
+
+@seam(
+    "torchtitan.experiments.rl.controller:Controller.__init__",
+    FEATURE,
+    group=ROLLOUT,
+    why="the driver, before it starts a process of the trainer or of a generator",
+    delete_when=_DELETE,
+    optional=True,
+)
+def build_controller(call: Call, config: Any) -> Any:
+    """Compare the dtypes of trainer and generator before the controller starts their processes.
+
+    Raises:
+        DtypeError: the generator's dtype is unknown, or ``auto``.
+        UnsupportedPrecisionError: strict mode is on, and only the trainer computes in float16.
+    """
+    generator = config.generator
+    generator_dtype_name(generator.model_dtype)
+    coerce_generator(generator)
+    report_heads(
+        versioned(FRAMEWORK), partial(lm_head.read_heads, config), lambda *_: lm_head.write(config)
+    )
+    both = engines(config.trainer.training, generator.model_dtype)
+    if both is not None:
+        report_engines(versioned(FRAMEWORK), both[0], both[1:], partial(write_key, config))
+    return call.proceed()
+
+
+@seam(
+    f"{POLICY}.__init__",
+    FEATURE,
+    group=ROLLOUT,
+    why="the trainer looks the generator's name up in a dict that knows three, and other drivers "
+    "than Controller start trainers",
+    delete_when=_DELETE,
+    optional=True,
+)
+def build_policy_trainer(call: Call, config: Any, generator_dtype: Any) -> None:
+    """Replace the name of the sent weights' dtype; report the dtypes of trainer and generator.
+
+    Only the driver warns of different dtypes, because this function runs on every rank.
+    """
+    name = generator_dtype_name(generator_dtype)
+    if "generator_dtype" in call.arguments:
+        call.arguments["generator_dtype"] = name
+    call.proceed()
+    both = engines(config.training, name)
+    if both is not None:
+        verdict = compare(*both)
+        decide(FRAMEWORK, "rollout", FEATURE, verdict.chosen, verdict.because)

@@ -1,0 +1,1 @@
+"""The seams where torchtitan builds a model and steps its optimizer."""

@@ -1,0 +1,96 @@
+"""The symbols of torchtitan's trainers, and functions that several modules of this adapter use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import Symbol, look, versioned
+from precision_shim.errors import DtypeError
+from precision_shim.precision.dtypes import parse_dtype
+
+from ...frameworks import TITAN_PRETRAINING
+from ...torch_fp16 import FEATURE
+
+FRAMEWORK = "torchtitan"
+
+RL = "rl"
+PRETRAINING = TITAN_PRETRAINING
+ATTENTION = "attention"
+METRICS = "pretraining metrics"
+RL_METRICS = "rl metrics"
+SENT = "weights audit"
+TORCHFT = "torchft"
+FORGE = "forge"
+NAMES = "names"
+ROLLOUT = "rollout"
+"""Names of the groups of torchtitan's seams."""
+
+POLICY = "torchtitan.experiments.rl.actors.trainer:PolicyTrainer"
+GENERATORS = "torchtitan.experiments.rl.actors.generator:VLLMGenerator"
+TRAINER = "torchtitan.trainer:Trainer"
+
+UPSTREAM = "https://github.com/pytorch/torchtitan/pull/3897"
+DELETE = "torchtitan scales the loss of float16 training and saves the scaler"
+SCALED: dict[str, Any] = {"feature": FEATURE, "upstream": UPSTREAM, "delete_when": DELETE}
+"""Arguments that all seams for loss scaling share."""
+
+OWN_NAMES = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+}
+"""Maps each dtype in which torchtitan trains and generates to torchtitan's only name for it."""
+
+
+def computes_in_float16(training: Any) -> bool:
+    """Whether a ``TrainingConfig`` makes the model compute in float16."""
+    name = training.mixed_precision_param
+    return isinstance(name, str) and parse_dtype(name) is torch.float16
+
+
+def refuse_float16_states(training: Any) -> None:
+    """Refuse a config with parameters and optimizer states in float16.
+
+    Raises:
+        DtypeError: ``training.dtype`` is float16.
+    """
+    if isinstance(training.dtype, str) and parse_dtype(training.dtype) is torch.float16:
+        raise DtypeError(
+            f"{versioned(FRAMEWORK)}: training.dtype={training.dtype!r} puts parameters and "
+            "optimizer states into float16, where AdamW's eps of 1e-8 is 0 and parameters are not "
+            "finite after a few finite steps; allowed: float32, bfloat16. To compute in float16 "
+            "leave training.dtype at float32 and set training.mixed_precision_param=float16."
+        )
+
+
+def _has_scaler(target: str) -> bool:
+    names = look(target).names
+    return any("scaler" in name.lower() for name in names if name.isidentifier())
+
+
+def native_rl(symbol: Symbol, settings: Any) -> str | None:
+    """Return a reason to skip the seam if ``optim_step`` has a scaler; no version has one yet."""
+    scaler = _has_scaler(f"{POLICY}.optim_step")
+    return "torchtitan's RL trainer has a loss scaler of its own" if scaler else None
+
+
+def native_pretraining(symbol: Symbol, settings: Any) -> str | None:
+    """Return a reason to skip the seam if ``train_step`` has a scaler; no version has one yet."""
+    scaler = _has_scaler(f"{TRAINER}.train_step")
+    return "torchtitan's Trainer has a loss scaler of its own" if scaler else None
+
+
+ON_RL: dict[str, Any] = {"group": RL, "native": native_rl}
+ON_PRETRAINING: dict[str, Any] = {"group": PRETRAINING, "native": native_pretraining}
+BOTH = (ON_RL, ON_PRETRAINING)
+"""Arguments of seams on the RL trainer (``ON_RL``), on ``Trainer`` (``ON_PRETRAINING``) or both."""
+
+
+def of_both(method: str) -> list[dict[str, Any]]:
+    """The seam targets for a method that ``PolicyTrainer`` and ``Trainer`` both have."""
+    return [
+        {"target": f"{POLICY}.{method}", "optional": True, **ON_RL},
+        {"target": f"{TRAINER}.{method}", **ON_PRETRAINING},
+    ]

@@ -1,0 +1,1 @@
+"""The seams that audit verl's optimizers and the weights that it sends."""

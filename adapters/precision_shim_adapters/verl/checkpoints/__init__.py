@@ -1,0 +1,1 @@
+"""The seams at verl's checkpoints."""

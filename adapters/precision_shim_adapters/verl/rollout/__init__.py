@@ -1,0 +1,1 @@
+"""The dtypes in which the engines of a verl job compute, and their weights."""

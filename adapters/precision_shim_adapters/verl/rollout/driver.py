@@ -1,0 +1,158 @@
+"""Compare in verl's driver the dtypes in which actor, reference model and rollout compute.
+
+Every entry point of verl first calls ``auto_set_device`` on its config. ``auto_set_device`` runs in
+the driver, before Ray starts a worker. A program that itself calls ``run_ppo`` skips
+``auto_set_device``. The shim therefore also compares the dtypes in ``validate_config``, which verl
+up to 0.8 calls in a Ray actor. A user's own driver may call neither ``auto_set_device`` nor
+``validate_config``, so the actor's workers compare dtypes again.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from precision_shim.adapting import Call, current_settings, decide, in_force, seam, versioned
+from precision_shim.errors import UnsupportedPrecisionError
+
+from ...agreement import FEATURE, engine_name, report_engines, report_heads
+from ...common.omegaconf_values import plain
+from ..training import fsdp
+from . import dtypes, weight_sync
+from .lm_head import read_heads
+
+GROUP = "rollout"
+_PROGRAMS = (
+    "verl.trainer.main_ppo",
+    "verl.trainer.main_ppo_v0",
+    "verl.trainer.main_ppo_sync",
+    "verl.experimental.fully_async_policy.fully_async_main",
+    "verl.experimental.one_step_off_policy.main_ppo",
+)
+"""verl's programs that import ``auto_set_device`` and ``validate_config`` by value."""
+_WORKERS = ("engine_workers", "fsdp_workers", "megatron_workers")
+"""verl's modules of workers; ``fsdp_workers`` and ``megatron_workers`` exist up to 0.7.1."""
+
+
+@seam(
+    "verl.workers.config.rollout:RolloutConfig.__post_init__",
+    FEATURE,
+    group=GROUP,
+    why="vLLM ends on another spelling of a dtype in a server's process, and SGLang names no key",
+    delete_when="verl checks the name",
+    relies_on=("engine_kwargs",),
+)
+def name_dtype(call: Call) -> Any:
+    """Convert the dtype names in a rollout's config to names that the engines accept.
+
+    Raises:
+        DtypeError: a value is no dtype name.
+    """
+    config, where = call.instance, versioned("verl")
+    # Assign by ``object.__setattr__``, because the dataclass is frozen.
+    if config.dtype is not None:  # If the dtype is None, the engine chooses.
+        object.__setattr__(config, "dtype", engine_name(config.dtype, "rollout.dtype", where))
+    kwargs = {}
+    for name, inner in (config.engine_kwargs or {}).items():
+        value = inner.get("dtype") if hasattr(inner, "get") else None
+        if value is not None:
+            key = f"rollout.engine_kwargs.{name}.dtype"
+            kwargs[name] = {**inner, "dtype": engine_name(value, key, where)}
+    if kwargs:
+        object.__setattr__(config, "engine_kwargs", {**config.engine_kwargs, **kwargs})
+    return call.proceed()
+
+
+@seam(
+    feature=FEATURE,
+    group=GROUP,
+    at=[
+        {
+            "target": "verl.utils.device:auto_set_device",
+            "aliases": tuple(f"{program}:auto_set_device" for program in _PROGRAMS),
+        },
+        {
+            "target": "verl.utils.config:validate_config",
+            "aliases": tuple(f"{module}:validate_config" for module in (*_PROGRAMS, "verl.utils")),
+        },
+    ],
+    why="the rollout's and the reference model's dtypes have defaults of their own",
+    delete_when="verl compares them",
+)
+def compare_engines(call: Call, config: Any) -> Any:
+    """Compare the dtypes of a job's actor, reference model and rollout in the driver.
+
+    Raises:
+        DtypeError: a key's value is no dtype name.
+        UnsupportedPrecisionError: strict mode is on, the actor is fp16, and an engine is not; or
+            verl's delta checkpoint engine cannot send weights in the rollout's dtype.
+    """
+    if hasattr(config, "get") and config.get("actor_rollout_ref") is not None:
+        _compare(config)
+    return call.proceed()
+
+
+def _compare(config: Any) -> None:
+    found, write = plain(config, dtypes.SECTIONS), partial(write_key, config)
+    dtypes.check_names(found)
+    job = dtypes.read_sides(found)
+    if job is None:
+        return
+    report_heads(versioned("verl"), partial(read_heads, found, partial(in_force, "verl")), write)
+    if job.trainer is None:
+        decide("verl", "rollout", FEATURE, *dtypes.unknown_engine(job))
+        return
+    report_engines(versioned("verl"), job.trainer, job.others, write, job.model_type)
+    refusal, fatal = weight_sync.refuses_delta(found["actor_rollout_ref"]["rollout"], job.strategy)
+    if refusal and (fatal or current_settings().strict):
+        raise UnsupportedPrecisionError(refusal)
+
+
+@seam(
+    feature=FEATURE,
+    group=GROUP,
+    at=[
+        {"target": f"verl.workers.{module}:ActorRolloutRefWorker.init_model", "optional": True}
+        for module in _WORKERS
+    ],
+    why="a driver of the user's own around verl's trainer calls none of the functions above",
+    delete_when="verl compares them in its trainer",
+    relies_on=("role", "config"),
+)
+def compare_in_worker(call: Call) -> Any:
+    """Compare a job's dtypes in the actor's workers: on rank 0, or in strict mode on all ranks.
+
+    Raises:
+        DtypeError: a key's value is no dtype name.
+        UnsupportedPrecisionError: strict mode is on, the actor is fp16, and an engine is not.
+    """
+    worker = call.instance
+    if "actor" in worker.role and (worker.rank == 0 or current_settings().strict):
+        shared = plain(worker.config)
+        legacy = type(worker).__module__.rpartition(".")[2] != _WORKERS[0]
+        config = {
+            "actor_rollout_ref": shared,
+            "trainer": {fsdp.WORKERS: "enable" if legacy else "disable"},
+        }
+        job = dtypes.read_sides(config)
+        if job is not None:
+            report_heads(
+                versioned("verl"), partial(read_heads, config, partial(in_force, "verl")), None
+            )
+        if job is not None and job.trainer is not None:
+            report_engines(versioned("verl"), job.trainer, job.others, model_type=job.model_type)
+    return call.proceed()
+
+
+def write_key(config: Any, key: str, value: object) -> None:
+    """Write a key into verl's config, whose sections may be read-only or lack the key."""
+    from omegaconf import OmegaConf, read_write
+
+    with ExitStack() as writable:
+        section = config
+        for part in key.split("."):
+            if OmegaConf.is_config(section):
+                writable.enter_context(read_write(section))
+                section = section.get(part)
+        OmegaConf.update(config, key, value, force_add=True)

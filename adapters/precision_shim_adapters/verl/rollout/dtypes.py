@@ -1,0 +1,207 @@
+"""Read the dtypes in which a verl job's actor, reference model and rollout compute.
+
+The driver and ``precision-shim plan`` read a job's config with the same functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import look, versioned
+from precision_shim.precision.dtypes import name_of, parse_dtype
+
+from ... import agreement
+from ...agreement import AUTO, FP8, Engine, engine_name, model_type, resolve_by_model, with_rounded
+from ..training import fsdp
+
+ROLLOUT = "actor_rollout_ref.rollout"
+_MATRIX_PRODUCTS = "the dtype of verl's autocast, in which the matrix products run"
+
+SECTIONS = (
+    "trainer",
+    "algorithm",
+    "actor_rollout_ref",
+    "distillation",
+    "reward",
+    "reward_model",
+)
+"""The sections of a job's config that this file reads."""
+
+
+@dataclass(frozen=True)
+class VerlEngines(agreement.JobEngines):
+    """The engines of a job; ``strategy`` is the actor's, such as ``"fsdp"``."""
+
+    strategy: str = ""
+
+
+def read_sides(config: Mapping[str, Any]) -> VerlEngines | None:
+    """The engines of a PPO job; ``None`` for a job without a rollout.
+
+    Args:
+        config: the job's config as plain data.
+
+    Raises:
+        DtypeError: a key's value is no dtype name.
+    """
+    shared = _section(config, "actor_rollout_ref")
+    actor, rollout = _section(shared, "actor"), _section(shared, "rollout")
+    if not actor or not rollout:
+        return None
+    group = fsdp.group_of(_section(config, "trainer").get(fsdp.WORKERS))
+    trainer = _of_role(actor, "actor", group)
+    path, backend = str(_section(shared, "model").get("path") or ""), str(rollout.get("name"))
+    others = [
+        *_reference(config, shared, group, trainer),
+        resolve_by_model(_of_rollout(rollout, "rollout", ROLLOUT), backend, path),
+        *_teachers(config),
+    ]
+    kind = model_type(path) if backend == "vllm" else ""
+    return VerlEngines(trainer, tuple(others), kind, str(actor.get("strategy") or "fsdp"))
+
+
+def unknown_engine(job: VerlEngines) -> tuple[str, str]:
+    """The decision that the shim reports, and its reason, if the actor's dtype is not known."""
+    reason = f"the shim does not know what verl's {job.strategy} engine computes in"
+    return "not compared with the actor", reason
+
+
+def check_names(config: Mapping[str, Any]) -> None:
+    """Check the dtype names of reward models, whose dtype is not compared with the trainer's.
+
+    Raises:
+        DtypeError: a key's value is no dtype name.
+    """
+    model = _section(_section(config, "reward"), "reward_model")
+    for section, place in (
+        (_section(model, "rollout"), "reward.reward_model.rollout"),
+        (_section(_section(config, "reward_model"), "rollout"), "reward_model.rollout"),
+    ):
+        if model.get("enable") or _section(config, "reward_model").get("enable"):
+            _of_rollout(section, "reward model", place)
+
+
+def _of_role(role: Mapping[str, Any], subject: str, group: str) -> Engine | None:
+    """The engine of an actor or a reference model; ``None`` for an engine that the shim ignores."""
+    strategy, place = str(role.get("strategy") or "fsdp"), f"actor_rollout_ref.{subject}"
+    if strategy == "megatron":
+        section, key = _section(role, "megatron"), f"{place}.megatron.dtype"
+        value = section.get("dtype")
+        dtype = parse_dtype(str(value or "bfloat16")) or torch.bfloat16
+        return Engine(subject, name_of(dtype), key, value)
+    if strategy not in ("fsdp", "fsdp2"):
+        return None
+    section, key = _section(role, "fsdp_config"), f"{place}.fsdp_config"
+    mixed = f"{key}.mixed_precision.param_dtype"
+    if group == fsdp.LEGACY:
+        own = f"{key}.dtype"
+        dtype = fsdp.of_legacy_autocast(section, key)
+        because = f"{own}: {_MATRIX_PRODUCTS}"
+        return Engine(subject, name_of(dtype), own, section.get("dtype"), because)
+    dtype = fsdp.computed(section, section=key)
+    if dtype is not torch.float32 and not _autocasts_in_param_dtype():
+        because = f"verl {fsdp.ENGINE}: it autocasts to bfloat16, whatever {mixed} says"
+        return Engine(subject, "bf16", "", because=because)
+    given = _section(section, "mixed_precision")
+    prefix = "" if "param_dtype" in given else "++"
+    return Engine(subject, name_of(dtype), mixed, given.get("param_dtype"), prefix=prefix)
+
+
+def _autocasts_in_param_dtype() -> bool:
+    """Whether verl's FSDP engine autocasts to FSDP's dtype (from 0.8), not always to bfloat16."""
+    symbol = look(f"{fsdp.SHARDED}._build_fsdp_module")
+    return symbol.found and "_autocast_dtype" in symbol.names
+
+
+def _reference(
+    config: Mapping[str, Any],
+    shared: Mapping[str, Any],
+    group: str,
+    trainer: Engine | None,
+) -> Iterator[Engine]:
+    actor, model = _section(shared, "actor"), _section(shared, "model")
+    kl = actor.get("use_kl_loss") or _section(config, "algorithm").get("use_kl_in_reward")
+    lora = model.get("lora_rank") or _section(model, "lora").get("rank")
+    if not kl or lora or model.get("lora_adapter_path"):  # LoRA needs no reference model
+        return
+    ref = _section(shared, "ref")
+    merged = {**ref, "strategy": ref.get("strategy") or actor.get("strategy")}
+    if group == fsdp.LEGACY and merged["strategy"] == "megatron" and trainer is not None:
+        # 0.7.1's legacy workers build the reference model in the actor's dtype.
+        yield replace(trainer, subject="ref", because=trainer.key)
+        return
+    engine = _of_role(merged, "ref", group)
+    if engine is not None:
+        yield engine
+
+
+def asked_dtype(section: Mapping[str, Any], place: str) -> tuple[str, str]:
+    """Return a rollout's dtype, in the engine's spelling, and the config key that sets it.
+
+    Args:
+        section: a rollout's section.
+        place: the section's key in the job's config.
+
+    Raises:
+        DtypeError: the value is no dtype in which an engine computes.
+    """
+    name = str(section.get("name") or "")
+    inner, key = _section(_section(section, "engine_kwargs"), name), f"{place}.dtype"
+    value = section.get("dtype", "bfloat16")
+    if inner.get("dtype") is not None:  # ``engine_kwargs`` override the section's dtype
+        value, key = inner["dtype"], f"{place}.engine_kwargs.{name}.dtype"
+    # If the dtype is None, verl passes no dtype, and the engine chooses its dtype itself.
+    return AUTO if value is None else engine_name(value, key, versioned("verl")), key
+
+
+def rollout_dtype(shared: Any) -> str:
+    """Canonical name of the dtype in which a worker's rollout computes; ``"auto"`` if unknown.
+
+    Args:
+        shared: the section ``actor_rollout_ref`` of the worker's config.
+
+    Raises:
+        DtypeError: no engine computes in the rollout's dtype.
+    """
+    section, path = shared.rollout, str(getattr(shared.model, "path", "") or "")
+    engine = _of_rollout(section, "rollout", ROLLOUT)
+    return resolve_by_model(engine, str(section.get("name")), path).computes
+
+
+def _of_rollout(section: Mapping[str, Any], subject: str, place: str) -> Engine:
+    asked, key = asked_dtype(section, place)
+    inner = _section(_section(section, "engine_kwargs"), str(section.get("name") or ""))
+    over = f"{place}.engine_kwargs.{section.get('name')}"
+    at, options = (over, inner) if inner.get("quantization") else (place, section)
+    quantised = str(options.get("quantization") or "")
+    if FP8 in quantised:
+        return Engine(subject, FP8, key, because=f"{at}.quantization={quantised}")
+    dtype = None if asked == AUTO else parse_dtype(asked)
+    prefix = "++" if "engine_kwargs" in key else ""
+    computes = AUTO if dtype is None else name_of(dtype)
+    engine = Engine(subject, computes, key, asked, prefix=prefix)
+    engine = with_rounded(engine, {**inner, "quantization": None}, over)
+    return with_rounded(engine, {"quantization": quantised}, at)
+
+
+def _teachers(config: Mapping[str, Any]) -> Iterator[Engine]:
+    distillation = _section(config, "distillation")
+    if not distillation.get("enabled"):
+        return
+    teachers = dict(_section(distillation, "teacher_models"))
+    if len(teachers) > 1:  # verl ignores its default teacher if there are other teachers
+        teachers.pop("teacher_model", None)
+    for name, teacher in teachers.items():
+        inference = _section(teacher, "inference") if isinstance(teacher, Mapping) else {}
+        if inference:
+            place = f"distillation.teacher_models.{name}.inference"
+            yield _of_rollout(inference, f"teacher {name}", place)
+
+
+def _section(section: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = section.get(key)
+    return value if isinstance(value, Mapping) else {}

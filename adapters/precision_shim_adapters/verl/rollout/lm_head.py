@@ -1,0 +1,202 @@
+"""verl: compute the LM head in fp32 in actor, reference model and rollout.
+
+For actor and reference model, the key for an fp32 LM head is in ``override_config``, which verl
+copies into the model's HF config. For the rollout, the key for an fp32 LM head is in
+``engine_kwargs``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from precision_shim.adapting import Call, seam, versioned
+
+from ...agreement import (
+    FEATURE,
+    FIELD,
+    NOT_IN_FORCE,
+    SETTING,
+    Head,
+    IsInForce,
+    compute_in_fp32,
+    is_marked,
+    names_head,
+    of_rollout,
+    of_trainer,
+)
+from ...megatron.training.lm_head import compute_in_fp32 as compute_megatrons
+from ..training import fsdp
+
+GROUP = "LM head"
+MODEL = "actor_rollout_ref.model"
+ROLLOUT = "actor_rollout_ref.rollout"
+_DELETE = "verl computes the LM head in fp32 by an option"
+_LEGACY = "verl 0.8 is the oldest in use"
+
+
+def read_heads(config: Mapping[str, Any], in_force: IsInForce) -> list[Head]:
+    """Describe the LM heads of a PPO job's actor, reference model and rollout.
+
+    Args:
+        config: the job's config as plain data.
+        in_force: see ``InForce``.
+    """
+    shared = config["actor_rollout_ref"]
+    model, rollout = shared.get("model") or {}, shared["rollout"]
+    legacy = fsdp.group_of((config.get("trainer") or {}).get(fsdp.WORKERS)) == fsdp.LEGACY
+    heads = []
+    for subject in ("actor", "ref"):  # a reference model is the actor's model with other weights
+        role = shared.get(subject) or {}
+        strategy = str(role.get("strategy") or shared["actor"].get("strategy") or "fsdp")
+        place, overrides = _overrides(model, nested=legacy and strategy == "megatron")
+        group = f"Megatron {GROUP}" if strategy == "megatron" else GROUP
+        group = f"legacy {group}" if legacy else group
+        refusal = _refuses(model, role, strategy, subject)
+        if not refusal and not in_force(FEATURE, group):
+            refusal = NOT_IN_FORCE
+        heads.append(of_trainer(subject, overrides, place, refusal))
+    backend, section = str(rollout.get("name") or ""), rollout.get("engine_kwargs") or {}
+    qat = (rollout.get("qat") or {}).get("enable")
+    quantised = "qat" if qat else "quantization" if rollout.get("quantization") else ""
+    head = of_rollout(
+        backend,
+        section.get(backend) or {},
+        f"{ROLLOUT}.engine_kwargs.{backend}",
+        f"{ROLLOUT}.{quantised}" if quantised else "",
+    )
+    if backend == "sglang" and _adapts_in_sglang(model):
+        # With a LoRA adapter on the LM head, SGLang ignores enable_fp32_lm_head.
+        refusal = "SGLang puts a LoRA adapter on its LM head, which then computes in 16 bits"
+        remedy = f"Name the modules in {MODEL}.target_modules, or write {MODEL}.lora.merge=True"
+        head = Head("rollout", head.key, refusal=refusal, remedy=remedy)
+    return [*heads, head]
+
+
+def _adapts_in_sglang(model: Mapping[str, Any]) -> bool:
+    """Whether SGLang's LM head has a LoRA adapter, as with the target ``all-linear``."""
+    lora = model.get("lora") or {}
+    if not (model.get("lora_rank") or lora.get("rank")) or lora.get("merge"):
+        return False
+    targets = model.get("target_modules") or "all-linear"
+    return targets == "all-linear" or names_head(targets, lora.get("target_modules"))
+
+
+def _overrides(model: Mapping[str, Any], *, nested: bool) -> tuple[str, object]:
+    """Return the config section whose values override the HF config: its key, and its values."""
+    place, overrides = f"{MODEL}.override_config", model.get("override_config") or {}
+    if nested or "model_config" in overrides:  # 0.7.1's Megatron workers read only model_config
+        return f"{place}.model_config", overrides.get("model_config")
+    return place, overrides
+
+
+def _refuses(model: Mapping[str, Any], role: Mapping[str, Any], strategy: str, subject: str) -> str:
+    if strategy not in ("fsdp", "fsdp2", "megatron"):
+        return f"the shim does not change the LM head of verl's {strategy} engine"
+    for section, place in ((model, MODEL), (role, f"actor_rollout_ref.{subject}")):
+        if section.get("use_fused_kernels"):
+            return f"{place}.use_fused_kernels multiplies in the model's dtype, set it to False"
+    if strategy == "megatron" and (role.get("megatron") or {}).get("use_megatron_fsdp"):
+        key = f"actor_rollout_ref.{subject}.megatron.use_megatron_fsdp"
+        return f"{key}: Megatron-FSDP owns the LM head's weight"
+    if names_head(model.get("target_modules"), (model.get("lora") or {}).get("target_modules")):
+        return f"target_modules of {MODEL} has the LM head, whose adapter computes in 16 bits"
+    return ""
+
+
+def _take_mark(overrides: Any, *configs: Any) -> bool:
+    """Return whether the driver set the fp32 head's key; delete the key, which verl would save."""
+    inner = overrides.get("model_config", overrides) if hasattr(overrides, "get") else None
+    if not is_marked(inner):
+        return False
+    for config in configs:
+        vars(config).pop(FIELD, None)
+    return True
+
+
+@seam(
+    "verl.workers.engine.fsdp.transformer_impl:FSDPEngine._build_module",
+    FEATURE,
+    group=GROUP,
+    why="returns the Hugging Face model before LoRA and FSDP wrap it",
+    delete_when=_DELETE,
+    relies_on=("model_config", "hf_config"),
+    optional=True,
+)
+def build_model(call: Call) -> Any:
+    """Make the FSDP engine's language model compute its LM head in fp32.
+
+    Raises:
+        UnsupportedPrecisionError: the LM head is no plain linear layer.
+    """
+    module, config = call.proceed(), call.instance.model_config
+    if _is_critic(call) or not _take_mark(config.override_config, config.hf_config, module.config):
+        return module
+    compute_in_fp32(module, versioned("verl"))
+    return module
+
+
+@seam(
+    "verl.workers.engine.megatron.transformer_impl:MegatronEngine._build_megatron_module",
+    FEATURE,
+    group=f"Megatron {GROUP}",
+    why="returns the model chunks before the optimizer is built",
+    delete_when=_DELETE,
+    relies_on=("model_config", "hf_config"),
+    optional=True,
+)
+def build_chunks(call: Call) -> Any:
+    """Make the Megatron engine's language model compute its LM head in fp32.
+
+    Raises:
+        UnsupportedPrecisionError: the output layer of Megatron cannot compute in fp32.
+    """
+    chunks, config = call.proceed(), call.instance.model_config
+    if not _is_critic(call) and _take_mark(config.override_config, config.hf_config):
+        compute_megatrons(chunks, versioned("verl"), SETTING)
+    return chunks
+
+
+@seam(
+    "verl.workers.fsdp_workers:ActorRolloutRefWorker._build_model_optimizer",
+    FEATURE,
+    group=f"legacy {GROUP}",
+    why="returns the Hugging Face model of actor or reference model, wrapped by FSDP",
+    delete_when=_LEGACY,
+    optional=True,
+)
+def build_legacy_model(call: Call, override_model_config: Any) -> Any:
+    """Make a legacy FSDP worker's model compute its LM head in fp32.
+
+    Raises:
+        UnsupportedPrecisionError: the LM head is no plain linear layer.
+    """
+    module, *rest = call.proceed()
+    if _take_mark(override_model_config, module.config, rest[-1]):
+        compute_in_fp32(module, versioned("verl"))
+    return (module, *rest)
+
+
+@seam(
+    "verl.workers.megatron_workers:ActorRolloutRefWorker._build_model_optimizer",
+    FEATURE,
+    group=f"legacy Megatron {GROUP}",
+    why="returns the model chunks of actor or reference model",
+    delete_when=_LEGACY,
+    relies_on=("hf_config",),
+    optional=True,
+)
+def build_legacy_chunks(call: Call, override_model_config: Any) -> Any:
+    """Make a legacy Megatron worker's model compute its LM head in fp32.
+
+    Raises:
+        UnsupportedPrecisionError: the output layer of Megatron cannot compute in fp32.
+    """
+    built = call.proceed()
+    if _take_mark(override_model_config, call.instance.hf_config):
+        compute_megatrons(built[0], versioned("verl"), SETTING)
+    return built
+
+
+def _is_critic(call: Call) -> bool:
+    return type(call.instance).__name__.endswith("ValueHead")

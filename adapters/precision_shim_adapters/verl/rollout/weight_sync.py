@@ -1,0 +1,411 @@
+"""Send verl's weights to the rollout engine in the engine's dtype, rounded once.
+
+verl's torchtitan engine and verl's FSDP engine (since 0.9 only for merged LoRA) round every weight
+to bf16, regardless of ``actor_rollout_ref.rollout.dtype``. In the torchtitan and FSDP engines,
+``get_per_tensor_param`` returns the weights as a generator that has not started. The shim reads
+which tensors verl's generator would gather. The shim returns its own generator, which gathers the
+same tensors in the same order and rounds them to the rollout's dtype. The shim does not start
+verl's generator, which would run collective operations. For a bf16 rollout the shim returns verl's
+generator unchanged.
+
+verl does not cast the weights of the Megatron, VeOmni and Automodel engines, of 0.7.1's legacy
+workers, or of the FSDP engine in 0.9 and later without merged LoRA. For a delta sync, every
+training engine of verl rounds to bf16, and verl's receiver in vLLM accepts only bf16. For a delta
+sync from FSDP to SGLang, the shim rounds the weights to the rollout's dtype. For a delta sync to
+vLLM, or without FSDP, the shim refuses rollout dtypes other than bf16, or warns.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from types import GeneratorType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from precision_shim.adapting import Call, current_settings, decide, look, seam, versioned, warn
+from precision_shim.auditing import meters
+from precision_shim.errors import UnsupportedPrecisionError
+
+from ...agreement import AUTO, CANONICAL, FEATURE, engine_name
+from .dtypes import asked_dtype, rollout_dtype
+
+FSDP, TITAN, CHECKPOINTS = "fsdp weights", "torchtitan weights", "checkpoint engines"
+"""Groups of seams: one for each engine that rounds weights, one for verl's checkpoint engines."""
+
+DELTA = "delta_sharded"
+"""Name of the backend of verl's checkpoint engine that sends only changed weights."""
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+_SUBJECT = "weights to the rollout"
+_BF16 = "bfloat16"
+_VLLM_DELTA = "verl.workers.rollout.vllm_rollout.delta_weight_transfer"
+_IMPL = "verl.workers.engine"
+_INIT: dict[str, Any] = {
+    "target": "verl.workers.engine_workers:ActorRolloutRefWorker.init_model",
+    "relies_on": ("actor", "role", "rollout", "config"),
+}
+_FIRST: dict[str, Any] = {"feature": FEATURE, "optional": True}
+
+_asked: WeakKeyDictionary[Any, tuple[str, str]] = WeakKeyDictionary()
+"""Maps an actor's engine to the rollout's dtype name and the config key of that name. The engine
+itself has no access to the rollout's config."""
+
+_computes: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+"""Maps an actor's engine to the canonical name of the rollout's dtype, for the meter."""
+
+_deltas: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+"""Maps an actor's engine to the dtype name that its delta checkpoint engine received."""
+
+
+@seam(
+    at=[{**_INIT, "group": FSDP}, {**_INIT, "group": TITAN}],
+    why="the worker knows both the engine and the rollout's dtype; the engine does not",
+    delete_when="verl sends weights in the rollout's dtype",
+    **_FIRST,
+)
+def announce(call: Call) -> Any:
+    """Store the rollout's dtype for the engine whose weights the worker will send.
+
+    Raises:
+        DtypeError: no engine computes in the rollout's dtype.
+    """
+    worker = call.instance
+    if "actor" not in worker.role:
+        return call.proceed()
+    asked = asked_dtype(worker.config.rollout, _ROLLOUT)
+    result = call.proceed()
+    engine = worker.actor.engine
+    _asked[engine] = asked
+    _computes[engine] = rollout_dtype(worker.config)
+    _tell_meter(engine)
+    return result
+
+
+def _tell_meter(engine: Any, *before: str) -> None:
+    """Tell the lost-update meter that weights round to ``before``, then to the rollout's dtype."""
+    lora = getattr(getattr(engine, "model_config", None), "lora", None) or {}
+    names = (*before, _computes.get(engine, AUTO))
+    optimizer = getattr(engine, "optimizer", None)
+    meters.tell_rollout(optimizer, *names, factors=not lora.get("merge"))
+
+
+@seam(
+    f"{_IMPL}.fsdp.transformer_impl:FSDPEngine.get_per_tensor_param",
+    group=FSDP,
+    why="returns the weights, unstarted; before 0.9 and for merged LoRA they are rounded to bf16",
+    upstream="https://github.com/volcengine/verl/pull/7161",
+    delete_when="verl sends merged LoRA in the rollout's dtype, and 0.9 is the oldest in use",
+    relies_on=("params", "DTensor", "full_tensor", "module"),
+    **_FIRST,
+)
+def send_sharded(call: Call) -> Any:
+    """Return the FSDP engine's weights rounded to the rollout's dtype and not to bf16."""
+    stream, *rest = result = call.proceed()
+    engine = call.instance
+    found = inspect.getgeneratorlocals(stream) if isinstance(stream, GeneratorType) else {}
+    if getattr(engine, "_qat_enabled", False) and _to_mend(engine, found.get("params")):
+        _tell_meter(engine, "")  # the meter omits quantised weights
+        return _left(
+            engine, result, "quantisation-aware training quantises what verl rounded to bf16"
+        )
+    if not _to_mend(engine, stream):
+        return result
+    if ".0" in found and "device" in found:  # ``.0`` is a generator expression's first iterable
+        return (_gathered(found[".0"], found["device"], _wire(engine)), *rest)
+    if stream.gi_code.co_name == "_merged_lora_per_tensor_param":
+        return (_merged(engine, _wire(engine)), *rest)
+    return _left(
+        engine, result, f"{stream.gi_code.co_name} is a generator that the shim does not know"
+    )
+
+
+@seam(
+    f"{_IMPL}.torchtitan.transformer_impl:TorchTitanEngine.get_per_tensor_param",
+    group=TITAN,
+    why="returns the weights, unstarted, rounded to bf16",
+    delete_when="verl's torchtitan engine sends weights in the rollout's dtype",
+    relies_on=("params", "DTensor", "full_tensor"),
+    **_FIRST,
+)
+def send_titan(call: Call) -> Any:
+    """Return the torchtitan engine's weights rounded to the rollout's dtype and not to bf16."""
+    stream, *rest = result = call.proceed()
+    engine = call.instance
+    if not _to_mend(engine, stream):
+        return result
+    found = inspect.getgeneratorlocals(stream)
+    if ".0" in found and "device" in found:
+        return (_gathered(found[".0"], found["device"], _wire(engine)), *rest)
+    if {"dense", "expert_stacks", "device"} <= found.keys():  # from 0.9.1
+        dtype = _wire(engine)
+        dense = _gathered(found["dense"].items(), found["device"], dtype)
+        return (_with_experts(dense, found["expert_stacks"], found["device"], dtype), *rest)
+    return _left(
+        engine, result, "verl gathers and rounds experts in one step under expert parallelism"
+    )
+
+
+def _to_mend(engine: Any, stream: Any) -> bool:
+    """Whether verl's unstarted generator rounds to bf16 although the config sets another dtype."""
+    name, key = _asked.get(engine, (_BF16, ""))
+    if name == _BF16 or not _rounds(stream):
+        return False
+    if name == AUTO:
+        _tell_auto(key, "verl rounds every weight to bf16 on the way to the rollout")
+        _tell_meter(engine, "bf16")
+        return False
+    return True
+
+
+def _rounds(stream: Any) -> bool:
+    return (
+        isinstance(stream, GeneratorType)
+        and _BF16 in stream.gi_code.co_names
+        and inspect.getgeneratorstate(stream) == inspect.GEN_CREATED
+    )
+
+
+def _wire(engine: Any) -> torch.dtype:
+    name, _ = _asked[engine]
+    reason = "verl itself would round them to bf16 on the way"
+    chosen = "as the trainer stores them" if name == "float32" else f"{name}, rounded once"
+    decide("verl", _SUBJECT, FEATURE, chosen, reason)
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _left(engine: Any, result: Any, reason: str) -> Any:
+    name, key = _asked[engine]
+    message = (
+        f"{versioned('verl')}: the weights reach the rollout rounded to bf16, although {key}={name}"
+        f": {reason}, so the shim leaves verl's weight sync as it is. Write {key}=bfloat16 and "
+        "train in bf16."
+    )
+    if current_settings().strict:
+        raise UnsupportedPrecisionError(message)
+    warn(message)
+    decide("verl", _SUBJECT, FEATURE, "left as verl sends them, rounded to bf16", reason)
+    if not getattr(engine, "_qat_enabled", False):
+        _tell_meter(engine, "bf16")
+    return result
+
+
+def _tell_auto(key: str, what: str) -> None:
+    warn(
+        f"{versioned('verl')}: {key}=auto: {what}, and which dtype the engine takes is known only "
+        f"to the engine, so the shim leaves it. Write {key}=float16, bfloat16 or float32."
+    )
+
+
+Pairs = Iterable[tuple[str, Any]]
+
+
+def _gathered(pairs: Pairs, device: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, param in pairs:
+        yield name, _whole(param, device, dtype) if isinstance(param, DTensor) else param
+
+
+def _whole(param: Any, device: Any, dtype: torch.dtype) -> torch.Tensor:
+    return _rounded(param.to(device, non_blocking=True).full_tensor(), dtype)
+
+
+def _rounded(one: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # An fp32 engine reads 16-bit weights exactly; a cast to fp32 here would only double the bytes.
+    if dtype is torch.float32 or not one.is_floating_point():
+        return one
+    return one.to(dtype, non_blocking=True)
+
+
+def _with_experts(
+    dense: Pairs, stacks: Iterable[tuple[Any, Any]], device: Any, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the dense weights, then the experts, one stack at a time since a stack is large."""
+    yield from dense
+    for stack, slots in stacks:
+        whole = stack.to(device, non_blocking=True)
+        whole = _rounded(whole.full_tensor() if isinstance(whole, DTensor) else whole, dtype)
+        for index, (name, _) in enumerate(slots):
+            yield name, whole[index].clone()
+        del whole
+
+
+def _merged(engine: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Merge LoRA into the weights, and yield the merged weights, as verl's generator does."""
+    verl: Any = importlib.import_module(f"{_IMPL}.fsdp.transformer_impl")
+    module, device = engine.module, verl.get_device_id()
+    inner = getattr(module, "_fsdp_wrapped_module", module)
+    try:
+        with verl.merged_lora_context(module, backup_adapters=True):
+            named = verl.normalize_peft_param_name(module.state_dict())
+            for name, param in verl.convert_weight_keys(named, inner).items():
+                if not isinstance(param, DTensor):
+                    yield name, param.detach().clone()
+                    continue
+                whole = _whole(param, device, dtype)
+                # Clone the weight: verl later restores the unmerged weight in the same memory.
+                yield name, whole.clone() if _shares(whole, param) else whole
+    finally:
+        if engine._is_offload_param:
+            verl.offload_fsdp_model_to_cpu(module)
+
+
+def _shares(whole: torch.Tensor, param: DTensor) -> bool:
+    own = param.to_local().untyped_storage()
+    return whole.untyped_storage().data_ptr() == own.data_ptr()
+
+
+@seam(
+    **{**_INIT, "relies_on": ("checkpoint_engine", "backend", "role", "config")},
+    group=CHECKPOINTS,
+    why="the worker makes its checkpoint engine here, and knows the rollout's dtype",
+    delete_when="verl gives its checkpoint engines the rollout's dtype",
+    **_FIRST,
+)
+def checkpoint_engine(call: Call) -> Any:
+    """Set the rollout's dtype on a checkpoint engine that rounds weights, unless the user set one.
+
+    Raises:
+        DtypeError: no engine computes in the rollout's dtype or in the user's ``rollout_dtype``.
+        UnsupportedPrecisionError: the delta checkpoint engine cannot send the rollout's dtype to
+            vLLM. For SGLang, which accepts bf16 weights, the shim raises only in strict mode.
+    """
+    worker = call.instance
+    if "actor" not in worker.role:
+        return call.proceed()
+    rollout, strategy = worker.config.rollout, str(worker.config.actor.get("strategy"))
+    refusal, fatal = refuses_delta(rollout, strategy)
+    if refusal and (fatal or current_settings().strict):
+        raise UnsupportedPrecisionError(refusal)
+    if refusal:
+        warn(refusal)
+    result = call.proceed()
+    sender, delta = worker.checkpoint_engine, _backend(rollout) == DELTA
+    rounds = delta or casts(sender)
+    name = "" if refusal else _give(sender, rollout, rounds)
+    if rounds:
+        _tell_meter(worker.actor.engine, CANONICAL.get(name, "bf16"))
+    if delta and name:
+        _deltas[worker.actor.engine] = name
+    return result
+
+
+@seam(
+    f"{_IMPL}.fsdp.transformer_impl:FSDPEngine.get_per_tensor_param_shard",
+    group=CHECKPOINTS,
+    why="returns this rank's shards, unstarted, rounded to bf16; the delta engine compares these",
+    delete_when="verl's delta checkpoint engine sends the rollout's dtype",
+    relies_on=("params", "DTensor", "ShardSpec"),
+    only_if=(f"{_IMPL}.fsdp.transformer_impl:FSDPEngine.get_per_tensor_param_shard",),
+    **_FIRST,
+)
+def send_shards(call: Call) -> Any:
+    """Return the FSDP engine's shards rounded to the rollout's dtype and not to bf16."""
+    stream, *rest = result = call.proceed()
+    name = _deltas.get(call.instance)
+    if name is None or not _rounds(stream):
+        return result
+    found = inspect.getgeneratorlocals(stream)
+    if not {"params", "device", "ShardSpec"} <= found.keys():
+        return _left(
+            call.instance,
+            result,
+            f"{stream.gi_code.co_name} is a generator that the shim does not know",
+        )
+    params, device, spec = found["params"], found["device"], found["ShardSpec"]
+    return (_shards(params, device, spec, getattr(torch, name)), *rest)
+
+
+def _shards(
+    params: Mapping[str, Any], device: Any, spec: Any, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor, Any]]:
+    for name, param in params.items():
+        own: Any = _rounded(param.to(device, non_blocking=True), dtype)
+        own = own.to_local() if isinstance(own, DTensor) else own
+        yield name, own.reshape(-1), spec.from_param(param)
+
+
+def refuses_delta(rollout: Any, strategy: str) -> tuple[str, bool]:
+    """Why the delta checkpoint engine cannot send a rollout's dtype; empty if it can.
+
+    Args:
+        rollout: the job's ``actor_rollout_ref.rollout``.
+        strategy: the job's ``actor_rollout_ref.actor.strategy``.
+
+    Returns:
+        The message, and whether the job must end even without strict mode.
+
+    Raises:
+        DtypeError: no engine computes in the rollout's dtype.
+    """
+    name, key = asked_dtype(rollout, _ROLLOUT)
+    engine = rollout.get("name")
+    if _backend(rollout) != DELTA or name in (_BF16, AUTO) or engine not in ("vllm", "sglang"):
+        return "", False
+    vllm = engine == "vllm"
+    if vllm and not look(f"{_VLLM_DELTA}:VerlDeltaIPCWeightTransferEngine").found:
+        return "", False  # verl before 0.9.1 itself refuses the delta engine with vLLM
+    if not vllm and strategy in ("fsdp", "fsdp2"):
+        return "", False
+    what = (
+        "verl's receiver in vLLM takes no other dtype than bfloat16"
+        if vllm
+        else f"with actor.strategy={strategy} verl sends every weight rounded to bf16"
+    )
+    message = (
+        f"{versioned('verl')}: {_ROLLOUT}.checkpoint_engine.backend=delta_sharded with {key}={name}"
+        f": {what}. Write {key}=bfloat16 and train in bf16, or choose another backend, such as "
+        f"{_ROLLOUT}.checkpoint_engine.backend=nccl."
+    )
+    return message, vllm
+
+
+def _give(engine: Any, rollout: Any, rounds: bool) -> str:
+    """Set a checkpoint engine's dtype; return the dtype's name, empty if verl's dtype stays."""
+    if not rounds:
+        return ""
+    backend = _backend(rollout)
+    written = _kwargs(rollout, backend).get("rollout_dtype")
+    at = f"{_ROLLOUT}.checkpoint_engine.engine_kwargs.{backend}.rollout_dtype"
+    name, key = asked_dtype(rollout, _ROLLOUT)
+    if written is not None:
+        own = engine_name(written, at, versioned("verl"), also=())
+        engine.rollout_dtype = getattr(torch, own)  # ``Tensor.to`` raises for a string
+        if name not in (own, AUTO):
+            warn(
+                f"{versioned('verl')}: {at}={own}, but {key}={name}: the weights are rounded to "
+                f"{own} on the way to the rollout. Leave {at} out, or write {name} there."
+            )
+        return own
+    if name == AUTO:
+        _tell_auto(key, f"the checkpoint engine {backend} rounds every weight to bf16")
+    if name in (AUTO, _BF16):
+        return ""
+    engine.rollout_dtype = getattr(torch, name)
+    reason = f"{key}; the checkpoint engine {backend} would round to bf16"
+    decide("verl", _SUBJECT, FEATURE, name, reason)
+    return name
+
+
+def is_delta(engine: Any) -> bool:
+    """Whether a checkpoint engine is a delta engine, which sends only the changed weights."""
+    return "Delta" in type(engine).__name__
+
+
+def casts(engine: Any) -> bool:
+    """Whether a checkpoint engine rounds weights; some engines only store ``rollout_dtype``."""
+    send = inspect.unwrap(engine.send_weights)
+    return "rollout_dtype" in getattr(getattr(send, "__code__", None), "co_names", ())
+
+
+def _backend(rollout: Any) -> str:
+    return str((rollout.get("checkpoint_engine") or {}).get("backend") or "")
+
+
+def _kwargs(rollout: Any, backend: str) -> Any:
+    kwargs = (rollout.get("checkpoint_engine") or {}).get("engine_kwargs") or {}
+    return kwargs.get(backend) or {}

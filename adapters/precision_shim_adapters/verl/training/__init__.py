@@ -1,0 +1,1 @@
+"""The seams where verl builds a model and steps its optimizer."""

@@ -1,0 +1,161 @@
+"""Train verl's Automodel engine in fp16, with checks, autocast, scaler and checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import Call, decide, seam, versioned, warn
+from precision_shim.errors import DtypeError
+from precision_shim.precision.dtypes import parse_dtype
+
+from ...torch_fp16 import FEATURE
+from ...torch_fp16.autocast import autocast_in_fp16
+from ...torch_fp16.files import files_of_rank
+from ...torch_fp16.states import make_missing_states
+from .engines import AUTOMODEL, is_fp16, on, scale, tell_ignored
+from .fsdp import training_of
+
+BECAUSE = "mp_param_dtype is float16, and verl's Automodel engine has no loss scaler"
+
+_DEFAULT = "bf16"
+"""verl's default of ``mp_output_dtype``, in verl's dataclass and in verl's YAML."""
+
+_OPTIMIZER = "optim"
+"""Directory in Automodel's checkpoint for the optimizer's files and the scaler's file."""
+
+
+def check_fp16(config: Any, section: str = "engine_config") -> None:
+    """Raise if an engine's config combines float16 with settings that do not allow float16.
+
+    Args:
+        config: an engine's config whose ``mp_param_dtype`` is float16.
+        section: the key of this section in the job's config, for error messages.
+
+    Raises:
+        DtypeError: the strategy has no mixed-precision policy, or the config has parameters in
+            float16 or an output in bfloat16.
+    """
+
+    def get(key: str) -> Any:
+        return config.get(key) if hasattr(config, "get") else getattr(config, key)
+
+    def refuse(key: str, why: str, allowed: str, instead: str) -> None:
+        raise DtypeError(
+            f"{versioned('verl')}: {section}.{key}={get(key)!r} beside {section}.mp_param_dtype="
+            f"{get('mp_param_dtype')!r}: {why}; allowed: {allowed}. Set {section}.{key}={instead}.",
+            key=f"{section}.{key}",
+        )
+
+    if get("distributed_strategy") != "fsdp2":
+        refuse("distributed_strategy", "it takes no mp_param_dtype", "fsdp2", "fsdp2")
+    if is_fp16(get("model_dtype")):
+        why = "it puts parameters and optimizer states into float16, where AdamW's eps of 1e-8 is 0"
+        refuse("model_dtype", why, "fp32, bf16", "fp32")
+    output = str(get("mp_output_dtype"))
+    if not is_fp16(output) and output not in (_DEFAULT, "fp32", "float32", "32"):
+        why = "torch refuses to combine bfloat16 outputs with float16 in one autocast"
+        refuse("mp_output_dtype", why, "fp16, fp32", "fp16")
+
+
+@seam(
+    f"{AUTOMODEL}.__init__",
+    why="keeps the config, from which it makes FSDP's policy",
+    relies_on=("engine_config", "build_distributed_config_from_engine_config"),
+    **on(AUTOMODEL),
+)
+def check(call: Call, engine_config: Any) -> Any:
+    """Refuse settings that do not allow float16; replace the default output dtype, bf16, by fp16.
+
+    Raises:
+        DtypeError: see ``check_fp16``.
+    """
+    if is_fp16(engine_config.mp_param_dtype):
+        check_fp16(engine_config)
+        if engine_config.mp_output_dtype == _DEFAULT:
+            call.arguments["engine_config"] = dataclasses.replace(
+                engine_config, mp_output_dtype="fp16"
+            )
+            why = "it follows mp_param_dtype; verl's default, bf16, fails in the autocast"
+            decide("verl", "Automodel engine", FEATURE, "mp_output_dtype=fp16", why)
+    else:
+        tell_ignored(engine_config, "mp_param_dtype")
+    return call.proceed()
+
+
+@seam(
+    f"{AUTOMODEL}.initialize",
+    why="makes module and optimizer; the forward pass is under an autocast to bfloat16",
+    relies_on=("optimizer", "module", "engine_config"),
+    **on(AUTOMODEL),
+)
+def build(call: Call) -> Any:
+    """Switch the engine's autocast to float16, and scale its loss."""
+    result = call.proceed()
+    engine = call.instance
+    if is_fp16(engine.engine_config.mp_param_dtype):
+        from verl.utils.device import get_device_name
+
+        autocast_in_fp16(engine.module, get_device_name())
+        scale(engine, BECAUSE)
+    if engine.optimizer is not None:
+        tell_rounded_weights(engine)
+    return result
+
+
+def tell_rounded_weights(engine: Any) -> None:
+    """Warn if Automodel trains 16-bit weights although ``model_dtype`` is fp32.
+
+    With ``ep_size`` above 1, verl trains Automodel's own models. The method ``initialize_weights``
+    of Automodel's own models casts to bfloat16, because Automodel's loader passes no other dtype.
+    """
+    asked = engine.engine_config.model_dtype
+    held = {one.dtype for one in engine.module.parameters() if one.requires_grad}
+    rounded = held & {torch.bfloat16, torch.float16}
+    if parse_dtype(str(asked)) is torch.float32 and rounded:
+        (dtype, *_) = rounded
+        warn(
+            f"{versioned('verl')}: engine_config.model_dtype={asked!r}, but the weights of "
+            f"{type(engine.module).__name__} are {dtype}: nemo_automodel rounds its own models, "
+            "which verl takes with ep_size above 1, while it loads them. The optimizer steps the "
+            "rounded weights, which lose small updates. Train with ep_size=1, or with an optimizer "
+            "that has fp32 masters: optimizer_impl=transformer_engine.pytorch.optimizers, "
+            "optimizer=FusedAdam, master_weights=True."
+        )
+
+
+@seam(
+    f"{AUTOMODEL}.save_checkpoint",
+    why="the engine has the scaler, Automodel's checkpointer has not",
+    relies_on=("checkpointer", "save_optimizer"),
+    **on(AUTOMODEL),
+)
+def save(call: Call, local_path: Any) -> Any:
+    """Save a checkpoint, with the scaler's state beside the optimizer's files."""
+    training, optimizer = training_of(call.instance), call.instance.optimizer
+    if training is None or not training.drives:
+        return call.proceed()
+    make_missing_states(optimizer)
+    result = call.proceed()
+    place = os.path.join(local_path, _OPTIMIZER)
+    training.save(place, files_of_rank(place, written=True))
+    return result
+
+
+@seam(
+    f"{AUTOMODEL}.load_checkpoint",
+    why="the engine has the scaler, Automodel's checkpointer has not",
+    relies_on=("checkpointer", "load_optimizer"),
+    **on(AUTOMODEL),
+)
+def load(call: Call, local_path: Any) -> Any:
+    """Load a checkpoint, and restore the scaler from the file beside the optimizer's files."""
+    result = call.proceed()
+    training = training_of(call.instance)
+    if training is not None and training.drives:
+        place = os.path.join(local_path, _OPTIMIZER)
+        training.restore(place, files_of_rank(place))
+    return result

@@ -1,0 +1,283 @@
+"""The seams that verl's VeOmni, Automodel, torchtitan and FSDP Turbo engines share in float16.
+
+VeOmni, Automodel and torchtitan engines make no loss scaler, and skip a step whose grad norm is not
+finite. For VeOmni, Automodel and torchtitan engines, the shim scales the result of the caller's
+loss function, and unscales the gradients before the engine clips them. FSDP Turbo makes no loss
+scaler, and runs the FSDP engine's loop, which uses the engine's ``scaler``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import (
+    Call,
+    Seam,
+    Symbol,
+    current_settings,
+    decide,
+    is_there,
+    seam,
+    versioned,
+    warn,
+)
+from precision_shim.auditing.automatic import watch
+from precision_shim.errors import UnsupportedPrecisionError
+from precision_shim.precision.dtypes import parse_dtype
+
+from ...torch_fp16 import FEATURE
+from ...torch_fp16.auxiliary import auxiliary_losses
+from .fsdp import asks_fp16, make, training_of
+
+_IMPL = "verl.workers.engine"
+VEOMNI = f"{_IMPL}.veomni.transformer_impl:VeOmniEngine"
+AUTOMODEL = f"{_IMPL}.automodel.transformer_impl:AutomodelEngine"
+TITAN = f"{_IMPL}.torchtitan.transformer_impl:TorchTitanEngine"
+TURBO = f"{_IMPL}.fsdp.fsdp_turbo_impl:FSDPTurboEngineWithLMHead"
+
+GROUPS = {
+    VEOMNI: "veomni engine",
+    AUTOMODEL: "automodel engine",
+    TITAN: "torchtitan engine",
+    TURBO: "fsdp_turbo engine",
+}
+"""Maps a training engine of verl to the group of its seams."""
+
+SINCE = {
+    VEOMNI: ("verl.workers.engine.automodel",),  # 0.8.0
+    AUTOMODEL: ("verl.workers.engine.automodel",),  # 0.8.0
+    TITAN: (f"{TITAN}.__init__ mentions ParamGroupConfig",),  # 0.9.0
+    TURBO: ("verl.workers.engine.fsdp.fsdp_turbo_impl",),  # 0.9.1
+}
+"""Maps an engine to conditions; if all of them hold, the shim can scale the engine's fp16 loss."""
+
+_WHEN = "the engine scales fp16 losses"
+
+
+def on(engine: str, **more: Any) -> dict[str, Any]:
+    """The arguments that all seams for fp16 on one engine share."""
+    return {
+        "feature": FEATURE,
+        "group": GROUPS[engine],
+        "delete_when": _WHEN,
+        "optional": True,
+        "only_if": SINCE[engine],
+        **more,
+    }
+
+
+def _at(method: str, *engines: str) -> list[dict[str, Any]]:
+    return [{"target": f"{engine}.{method}", **on(engine)} for engine in engines]
+
+
+def is_fp16(value: object) -> bool:
+    """Whether a config's value names float16."""
+    return value is not None and parse_dtype(str(value)) is torch.float16
+
+
+def policy_of(module: Any) -> torch.dtype | None:
+    """The dtype in which FSDP2 gathers a module's parameters; ``None`` if FSDP2 shards nothing."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            gathered: torch.dtype | None = submodule._get_fsdp_state()._mp_policy.param_dtype
+            return gathered
+    return None
+
+
+def scale(engine: Any, because: str, *, drives: bool = True) -> None:
+    """Make an engine's ``ScaledTraining``, unless the engine only runs forward passes.
+
+    Raises:
+        UnsupportedPrecisionError: the engine gathers the parameters in another dtype than float16.
+    """
+    found = policy_of(engine.module) if drives else torch.float16
+    if found not in (None, torch.float16):
+        raise UnsupportedPrecisionError(
+            f"{versioned('verl')}: {because}, but {type(engine).__name__} gathers its parameters "
+            f"in {found}; expected torch.float16. Train in bfloat16, or with the fsdp2 engine."
+        )
+    if not getattr(engine.engine_config, "forward_only", False):
+        make(engine, None, because, drives=drives)
+
+
+def tell_ignored(config: Any, key: str) -> None:
+    """Warn if a config has float16 only in keys that do not make the engine train in float16.
+
+    Args:
+        config: an engine's config.
+        key: the key that makes the engine train in float16.
+    """
+    if asks_fp16(config) and not getattr(config, "forward_only", False):
+        warn(
+            f"{versioned('verl')}: a dtype of its {config.strategy} engine's config is float16, "
+            f"but {key} is not: it trains in another dtype, and the loss is not scaled. Set "
+            f"{key}=float16 to train in float16."
+        )
+
+
+def inside(optimizer: Any) -> tuple[Any, ...]:
+    """The optimizers in VeOmni's or torchtitan's container; empty for a single optimizer."""
+    parts = getattr(optimizer, "optimizers_dict", None)
+    if parts:
+        return tuple(parts.values())
+    return tuple(optimizer) if hasattr(optimizer, "__iter__") else ()
+
+
+@seam(
+    at=_at("forward_backward_batch", VEOMNI, AUTOMODEL, TITAN),
+    why="the loss comes from this argument, and its backward pass runs within",
+    relies_on=("backward",),
+)
+def scale_loss(call: Call, loss_function: Any, forward_only: Any = False) -> Any:
+    """Scale the loss of each micro-batch, and its MoE auxiliary losses."""
+    training = training_of(call.instance)
+    if training is None or not training.drives or loss_function is None or forward_only:
+        return call.proceed()
+    with auxiliary_losses(training) as follow:
+        call.arguments["loss_function"] = training.scaled(loss_function, follow)
+        return call.proceed()
+
+
+@seam(
+    at=_at("optimizer_step", VEOMNI, AUTOMODEL, TITAN, TURBO),
+    why="clips, looks whether the norm is finite, and steps",
+    relies_on=("isfinite", "optimizer"),
+)
+def step(call: Call) -> Any:
+    """Unscale gradients before clipping, step with the scaler, return NaN for a skipped step."""
+    training = training_of(call.instance)
+    if training is None:
+        return call.proceed()
+    optimizer = call.instance.optimizer
+    with training.one_step(optimizer, inside(optimizer)):
+        norm = call.proceed()
+    return training.norm(norm)
+
+
+TURBO_BECAUSE = "its turbo_config gathers parameters in float16, and verl makes no loss scaler"
+
+
+@seam(
+    f"{TURBO}._build_fsdp_module",
+    why="shards the model by its own config, and makes no scaler for the loop that it inherits",
+    relies_on=("FSDPTurbo", "turbo_config"),
+    **on(TURBO),
+)
+def build_turbo(call: Call) -> Any:
+    """Set a scaler and a float16 autocast on the engine, if FSDP Turbo gathers in float16."""
+    engine = call.instance
+    module = call.proceed()
+    if policy_of(module) is torch.float16:
+        engine._autocast_dtype = torch.float16
+        scale(engine, TURBO_BECAUSE, drives=False)
+    else:
+        tell_ignored(engine.engine_config, "turbo_config.distributed.fsdp_plan.param_dtype")
+    return module
+
+
+def watch_engine(engine: Any) -> None:
+    """Audit an engine's optimizer, if the engine has an optimizer."""
+    kind = getattr(engine.model_config, "model_type", "")
+    if engine.optimizer is not None:
+        parts = inside(engine.optimizer)
+        if parts and not hasattr(engine.optimizer, "optimizers"):
+            engine.optimizer.optimizers = list(
+                parts
+            )  # the audit reads ``optimizers`` of a container
+        watch(
+            "verl",
+            "critic" if kind == "value_model" else "actor",
+            engine.optimizer,
+            inner=parts[-1] if parts else None,
+            model=engine.module,
+            scaler=lambda: getattr(engine, "scaler", None),
+        )
+
+
+@seam(
+    feature="audit",
+    at=[
+        {"target": f"{engine}.{method}", "group": GROUPS[engine], "only_if": SINCE[engine]}
+        for engine, method in ((VEOMNI, "_build_model_optimizer"), (AUTOMODEL, "initialize"))
+    ],
+    why="model, optimizer and scaler stand together for the first time",
+    delete_when="verl says which precision its optimizers have",
+    relies_on=("optimizer", "module", "model_config"),
+    optional=True,
+)
+def audit(call: Call) -> Any:
+    """Audit the optimizer of a VeOmni or Automodel engine, which no other adapter audits."""
+    result = call.proceed()
+    watch_engine(call.instance)
+    return result
+
+
+def _follow(symbol: Symbol, settings: Any) -> str | None:
+    return "the optimizer's states and the reduction's dtype follow the engine's own config"
+
+
+NATIVE = tuple(
+    Seam(
+        target=f"{engine}.initialize",
+        feature=feature,
+        wrapper=None,
+        group=GROUPS[engine],
+        why="torch's AdamW keeps its states in its parameters' dtype; there is no Megatron bucket",
+        native=_follow,
+        optional=True,
+    )
+    for engine in (VEOMNI, AUTOMODEL, TITAN)
+    for feature in ("bf16-dispatch", "grad-bucket-alignment")
+)
+"""Seams that report to ``status()`` that engines without Megatron choose their own dtypes."""
+
+
+REFUSED = {
+    VEOMNI: "its VeOmni engine makes no loss scaler, and the VeOmni that it works with gathers "
+    "parameters in bfloat16, by name in its code",
+    TITAN: "its torchtitan engine makes no loss scaler, and no torchtitan that it works with was "
+    "released; the shim scales that of torchtitan 0.3.0",
+}
+"""Maps an engine to the reason for refusing fp16 if a condition in ``SINCE`` does not hold."""
+
+
+def refusal(engine: str) -> str:
+    """Why an engine of the installed verl cannot train in float16; empty if it can."""
+    return "" if all(map(is_there, SINCE[engine])) else REFUSED.get(engine, "")
+
+
+@seam(
+    feature=FEATURE,
+    at=[
+        {
+            "target": f"{engine}.__init__",
+            "group": GROUPS[engine],
+            "refusal": why,
+            "unless": SINCE[engine],
+        }
+        for engine, why in REFUSED.items()
+    ],
+    why="says so where fp16 is asked of the engine, before it builds an optimizer",
+    delete_when="verl 0.9.0 is the oldest in use",
+    optional=True,
+)
+def refuse_fp16(call: Call, engine_config: Any) -> Any:
+    """Warn (strict: raise) if an engine whose loss the shim cannot scale is set to float16."""
+    if not asks_fp16(engine_config) or getattr(engine_config, "forward_only", False):
+        return call.proceed()
+    kinds = {base.__name__ for base in type(call.instance).__mro__}
+    reason = next(why for refused, why in REFUSED.items() if refused.rpartition(":")[2] in kinds)
+    message = (
+        f"{versioned('verl')}: {reason}. It trains in bfloat16 whatever dtype says, and the shim "
+        "cannot scale its loss. Train in bfloat16, or in float16 with the fsdp2, fsdp or megatron "
+        "engine, or with verl 0.9.1."
+    )
+    if current_settings().strict:
+        raise UnsupportedPrecisionError(message)
+    decide("verl", type(call.instance).__name__, FEATURE, "left as it is", reason)
+    warn(message)
+    return call.proceed()

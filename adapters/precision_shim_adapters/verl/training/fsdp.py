@@ -1,0 +1,385 @@
+"""Replace verl's loss scaler on FSDP in fp16, and read verl's FSDP configs.
+
+verl 0.8 and later make a grad scaler in ``FSDPEngine._build_fsdp_module``. Up to verl 0.7, the
+legacy actor makes the grad scaler. The shim replaces verl's scaler by a ``LossScaler`` with the
+settings of verl's scaler. The FSDP engine and the legacy critic of 0.7.1 train fp16 parameters
+without a scaler. If verl has no scaler, the shim itself scales the loss, and unscales the gradients
+before verl clips them. If a grad norm is not finite, verl itself skips the step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from precision_shim.adapting import (
+    Call,
+    Symbol,
+    look,
+    meant,
+    seam,
+    versioned,
+    warn,
+)
+from precision_shim.errors import DtypeError
+from precision_shim.precision.dtypes import name_of, parse_dtype
+from precision_shim.scaling import ScalerSettings
+
+from ...torch_fp16 import FEATURE, ScaledTraining
+from ...torch_fp16.names import own_dtype
+
+SHARDED = "verl.workers.engine.fsdp.transformer_impl:FSDPEngine"
+ACTOR = "verl.workers.actor.dp_actor:DataParallelPPOActor"
+CRITIC = "verl.workers.critic.dp_critic:DataParallelPPOCritic"
+
+ENGINE, LEGACY = "fsdp engine", "legacy fsdp workers"
+"""The groups of the seams on verl's FSDP engine and on verl's legacy FSDP workers."""
+
+WORKERS = "use_legacy_worker_impl"
+"""Key in the section ``trainer`` of verl 0.7; its value selects the engine or legacy workers."""
+
+_SCALER = "scaler"
+"""Name of the attribute with the scaler, on verl's engines and on 0.7.1's actor."""
+
+VERLS_SCALER = ScalerSettings()
+"""The settings of verl's own scaler: torch's defaults, and a growth interval of 400."""
+
+_OWN = "verl's own scaler, counted and kept with the checkpoints"
+
+
+def no_legacy_workers(symbol: Symbol, settings: Any) -> str | None:
+    """Return a reason to skip the seam in verl 0.8 and later, which has no legacy workers."""
+    critic = look(f"{CRITIC}.update_critic")
+    return None if critic.found else "this version has no legacy FSDP workers"
+
+
+def group_of(asked: object = None) -> str:
+    """The group of seams, on the engine or on legacy workers, that a PPO job's training uses.
+
+    Args:
+        asked: the job's ``trainer.use_legacy_worker_impl``; ``None`` if the config lacks it.
+    """
+    legacy = look(f"{CRITIC}.update_critic").found
+    return LEGACY if legacy and asked != "disable" else ENGINE
+
+
+ON_ENGINE: dict[str, Any] = {"feature": FEATURE, "group": ENGINE, "optional": True}
+"""Arguments that all seams on verl's FSDP engine share. Up to verl 0.7.1 the engine has no scaler;
+later versions have torch's scaler."""
+
+ON_LEGACY: dict[str, Any] = {
+    "feature": FEATURE,
+    "group": LEGACY,
+    "delete_when": "verl 0.8 is the oldest in use",
+    "optional": True,
+}
+"""Arguments that all seams on verl 0.7.1's default workers share."""
+
+
+@seam(
+    f"{SHARDED}._build_fsdp_module",
+    why="where verl >= 0.8 makes its scaler, and 0.7.1 none",
+    delete_when="verl's scaler takes settings and counts skipped steps",
+    relies_on=("engine_config", "mixed_precision", "param_dtype"),
+    **ON_ENGINE,
+)
+def build_engine(call: Call) -> Any:
+    """Set the shim's scaler on the engine, in place of verl's own scaler if there is one.
+
+    Raises:
+        DtypeError: a value in ``mixed_precision`` is no dtype name.
+    """
+    engine = call.instance
+    config = engine.engine_config
+    mixed_dtypes(config)
+    module = call.proceed()
+    if getattr(config, "forward_only", False):  # a reference model takes no step
+        return module
+    own = getattr(engine, _SCALER, None)
+    if own is not None:
+        _instead_of(own, engine)
+    elif computed(config) is torch.float16:
+        _where_none_was(engine, "its FSDP engine")
+    _tell_ignored(config)
+    return module
+
+
+@seam(
+    f"{SHARDED}._build_module",
+    why="a name that verl does not know ends in an error without key and allowed names",
+    delete_when="verl's PrecisionType names the key",
+    relies_on=("engine_config", "model_dtype"),
+    **ON_ENGINE,
+)
+def check_names(call: Call) -> Any:
+    """Check the dtype names of the engine's config before verl loads the model.
+
+    Raises:
+        DtypeError: verl does not accept a dtype name.
+    """
+    config = call.instance.engine_config
+    model_dtype(config)
+    mixed_dtypes(config)
+    return call.proceed()
+
+
+@seam(
+    f"{ACTOR}.__init__",
+    why="where the legacy actor's scaler is made",
+    relies_on=("scaler", "ShardedGradScaler", "param_dtype", "fsdp_config"),
+    **ON_LEGACY,
+)
+def build_actor(call: Call) -> Any:
+    """Set the shim's scaler on 0.7.1's actor, but not on a reference policy of the same class."""
+    result = call.proceed()
+    actor = call.instance
+    if actor.actor_optimizer is None:
+        return result
+    config = _get(actor.config, "fsdp_config")
+    if actor.scaler is not None:
+        _instead_of(actor.scaler, actor)
+    elif config is not None and computed(config, actor.param_dtype) is torch.float16:
+        # verl makes a scaler only if fsdp_config.dtype is fp16, but the actor's loop can use any
+        # scaler.
+        make(actor, None, "fp16 parameters that verl makes no scaler for")
+        _tell_autocast("its legacy actor", "fsdp_config.dtype is not float16: set it too")
+    keep_at_optimizer(actor)
+    return result
+
+
+@seam(
+    f"{CRITIC}.__init__",
+    why="the legacy critic trains fp16 parameters without a scaler",
+    relies_on=("critic_optimizer",),
+    **ON_LEGACY,
+)
+def build_critic(call: Call) -> Any:
+    """Set the shim's scaler on 0.7.1's critic."""
+    result = call.proceed()
+    critic = call.instance
+    config = _get(_get(critic.config, "model"), "fsdp_config")
+    if critic.critic_optimizer is not None and config is not None:
+        if computed(config) is torch.float16:
+            _where_none_was(critic, "its legacy critic")
+            keep_at_optimizer(critic)
+        _tell_ignored(config)
+    return result
+
+
+def _instead_of(own: Any, owner: Any) -> None:
+    if type(own) is ShardedGradScaler:  # keep the user's own subclass of ShardedGradScaler
+        make(owner, own, _OWN)
+
+
+def scaled_because() -> str:
+    """Why the shim scales the loss of an fp16 model, as the command ``plan`` reports it."""
+    made = look(f"{SHARDED}._build_fsdp_module")
+    return _OWN if "ShardedGradScaler" in made.names else "fp16 parameters"
+
+
+def _where_none_was(owner: Any, where: str) -> None:
+    make(owner, None, f"fp16 parameters, and {where} has no scaler", drives=True)
+    _tell_autocast(where, "verl 0.8 and later compute in float16")
+
+
+def make(owner: Any, own: Any, because: str, *, drives: bool = False) -> None:
+    """Make a ``ScaledTraining`` and store it on an engine or on a legacy actor or critic.
+
+    Args:
+        owner: the engine, or the legacy actor or critic.
+        own: verl's own scaler, or ``None``; its settings are the new scaler's defaults.
+        because: why the shim scales the loss.
+        drives: whether the shim, not verl's own loop, scales the loss and steps.
+    """
+    from verl.utils.device import get_device_name
+
+    verls = VERLS_SCALER  # without an accelerator, torch disables verl's scaler
+    on = own is not None and own.is_enabled()
+    if on:
+        verls = ScalerSettings(
+            init_scale=own.get_scale(),
+            growth_interval=own.get_growth_interval(),
+            growth_factor=own.get_growth_factor(),
+            backoff_factor=own.get_backoff_factor(),
+        )
+    training = ScaledTraining.make(
+        "verl",
+        _subject(owner),
+        device=get_device_name(),
+        because=because,
+        framework_default=verls,
+        process_group=own.process_group if on else None,
+        drives=drives,
+    )
+    training.keep(owner, _SCALER)
+
+
+def training_of(owner: Any) -> ScaledTraining | None:
+    """The ``ScaledTraining`` of an engine, or of a legacy actor or critic."""
+    return ScaledTraining.of_attribute(owner, _SCALER, "verl", _subject(owner))
+
+
+def keep_at_optimizer(worker: Any) -> None:
+    """Store a worker's ``ScaledTraining`` on the optimizer, which the checkpoint manager has."""
+    training = training_of(worker)
+    if training is not None:
+        training.keep(optimizer_of(worker))
+
+
+def optimizer_of(instance: Any) -> Any:
+    """The optimizer of an engine, or of a legacy actor or critic."""
+    names = ("optimizer", "critic_optimizer", "actor_optimizer")
+    return next((getattr(instance, name) for name in names if hasattr(instance, name)), None)
+
+
+def asks_fp16(config: Any) -> bool:
+    """Whether any dtype in an engine's config is float16."""
+    return any(dtype is torch.float16 for dtype in _dtypes(config).values())
+
+
+def _dtypes(config: Any) -> dict[str, torch.dtype | None]:
+    if dataclasses.is_dataclass(config):
+        config = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    dtypes: dict[str, torch.dtype | None] = {}
+    for name, value in config.items() if isinstance(config, Mapping) else ():
+        if "dtype" in str(name):
+            dtypes[str(name)] = parse_dtype(str(value))
+        else:
+            inner = _dtypes(value)
+            dtypes.update({f"{name}.{key}": dtype for key, dtype in inner.items()})
+    return dtypes
+
+
+MIXED = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+"""The keys of ``mixed_precision`` that verl reads, and verl's defaults."""
+
+
+def mixed_dtypes(config: Any, section: str = "fsdp_config") -> dict[str, torch.dtype]:
+    """Map the keys of ``mixed_precision`` to the dtypes that verl passes to FSDP; may be empty.
+
+    Args:
+        config: an engine's config.
+        section: the key of this section in the job's config, for error messages.
+
+    Raises:
+        DtypeError: verl does not accept a dtype name; verl's own error would not name the key.
+    """
+    mixed, place = _get(config, "mixed_precision"), f"{section}.mixed_precision"
+    if mixed is None:
+        return {}
+    if not hasattr(mixed, "get"):
+        raise DtypeError(
+            f"{versioned('verl')}: {place}={mixed!r} is no section; allowed: the keys "
+            f"{', '.join(MIXED)}, such as mixed_precision: {{param_dtype: bf16}}. Correct {place}.",
+            key=place,
+        )
+    return {
+        key: own_dtype(mixed.get(key, default), f"{place}.{key}", versioned("verl"))
+        for key, default in MIXED.items()
+    }
+
+
+def model_dtype(config: Any, section: str = "fsdp_config") -> torch.dtype:
+    """The dtype in which the parameters are stored.
+
+    Raises:
+        DtypeError: verl does not accept the dtype name.
+    """
+    value = _get(config, "model_dtype")
+    if value is None:
+        return torch.bfloat16 if _get(config, "forward_only") else torch.float32
+    return own_dtype(value, f"{section}.model_dtype", versioned("verl"))
+
+
+def computed(
+    config: Any, default: torch.dtype = torch.bfloat16, section: str = "fsdp_config"
+) -> torch.dtype:
+    """The dtype in which FSDP computes, which verl reads from ``mixed_precision.param_dtype``."""
+    return mixed_dtypes(config, section).get("param_dtype", default)
+
+
+def of_legacy_actor(config: Any, mixed: torch.dtype, section: str = "fsdp_config") -> torch.dtype:
+    """The dtype in which 0.7.1's actor trains: fp16 if ``dtype`` or ``mixed`` is fp16.
+
+    Args:
+        config: the actor's ``fsdp_config``.
+        mixed: ``mixed_precision.param_dtype``, or its default.
+        section: the key of this section in the job's config, for error messages.
+
+    Raises:
+        DtypeError: verl does not accept the name in ``dtype``.
+    """
+    value = _get(config, "dtype") or "bfloat16"
+    own = own_dtype(value, f"{section}.dtype", versioned("verl"))
+    if torch.float16 in (own, mixed):
+        return torch.float16
+    return own if _get(config, "mixed_precision") is None else mixed
+
+
+def of_legacy_autocast(config: Any, section: str = "fsdp_config") -> torch.dtype:
+    """The dtype of the matrix products of 0.7.1's actor and reference model.
+
+    An autocast to fp32 has no effect, so the products have the dtype of FSDP's parameters.
+
+    Raises:
+        DtypeError: verl does not accept a dtype name.
+    """
+    value = _get(config, "dtype") or "bfloat16"
+    own = own_dtype(value, f"{section}.dtype", versioned("verl"))
+    return computed(config, own, section) if own is torch.float32 else own
+
+
+def find_ignored(config: Any, computes: torch.dtype) -> list[str]:
+    """Return warnings about dtype keys that verl's FSDP ignores, for a worker and for a plan.
+
+    Args:
+        config: an engine's config.
+        computes: the dtype in which the engine trains.
+    """
+    mixed = _get(config, "mixed_precision")
+    keys = []
+    for key in mixed or ():
+        if key not in MIXED:
+            near = meant(str(key), MIXED)
+            message = (
+                f"{versioned('verl')}: mixed_precision.{key} is a key that verl never reads; "
+                f"allowed: {', '.join(MIXED)}{'; ' if near else '.'}{near}"
+            )
+            keys.append(message)
+    asked = [name for name, dtype in _dtypes(config).items() if dtype is torch.float16]
+    if asked and computes is not torch.float16:
+        message = (
+            f"{versioned('verl')}: {', '.join(asked)}=float16 is no fp16 training here: FSDP takes "
+            f"its dtype from mixed_precision.param_dtype, which is {name_of(computes)}. The loss "
+            "is not scaled. Set mixed_precision: {param_dtype: fp16} to train in float16."
+        )
+        keys.append(message)
+    return keys
+
+
+def _get(config: Any, key: str) -> Any:
+    if config is None:
+        return None
+    return config.get(key) if hasattr(config, "get") else getattr(config, key, None)
+
+
+def _subject(owner: Any) -> str:
+    kind = getattr(getattr(owner, "model_config", None), "model_type", "")
+    return "critic" if kind == "value_model" or hasattr(owner, "critic_optimizer") else "actor"
+
+
+def _tell_autocast(where: str, otherwise: str) -> None:
+    warn(
+        f"{versioned('verl')}: mixed_precision.param_dtype=float16, but {where} runs the forward "
+        "pass under a bfloat16 autocast: parameters are gathered, and gradients come, in float16, "
+        f"and the shim scales the loss for them; the matrix products are in bfloat16 ({otherwise})."
+    )
+
+
+def _tell_ignored(config: Any) -> None:
+    for message in find_ignored(config, computed(config)):
+        warn(message)

@@ -1,0 +1,407 @@
+"""Read verl's configs for Megatron, and patch the functions in which verl builds a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import wrapt
+
+from precision_shim.adapting import (
+    Call,
+    Seam,
+    Settings,
+    Symbol,
+    current_settings,
+    look,
+    seam,
+    versioned,
+)
+from precision_shim.precision.dtypes import coerce_dtype, name_of, parse_dtype
+
+from ... import megatron
+from ...megatron import (
+    ALIGNMENT,
+    BUILDING,
+    DISPATCH,
+    PRECISION_AWARE,
+    SCALING,
+    Build,
+    RequestedConfig,
+    building,
+)
+from ...megatron.policy.optimizer_plan import PRECISION_AWARE_FIELDS, ROWS
+
+_KEY = "override_optimizer_config"
+PULL = "https://github.com/verl-project/verl/pull/6526"
+_ALIGNED = "https://github.com/verl-project/verl/pull/7485"
+CONFIG = "verl.utils.megatron.optimizer:init_megatron_optim_config"
+ENGINE = "verl.workers.engine.megatron.transformer_impl:MegatronEngine"
+LEGACY = "verl.workers.megatron_workers"
+_FIELDS = "verl.workers.config.optimizer:McoreOptimizerConfig.__init__"
+_ONE_PLACE = "verl decides bucket and optimizer states in one place"
+
+
+def _dispatches_itself(has_opt_in: bool, settings: Settings) -> bool:
+    return has_opt_in and settings["optimizer_states"] != "follow-model"
+
+
+def native_dispatch(symbol: Symbol, settings: Settings) -> str | None:
+    """Return a reason to skip the seam in verl 0.9, unless ``optimizer_states=follow-model``."""
+    if _dispatches_itself("bf16" in symbol.parameters, settings):
+        return "verl dispatches on the dtype and has the opt-in in its own optimizer config"
+    return None
+
+
+def native_fields(symbol: Symbol, settings: Settings) -> str | None:
+    """Return a reason to skip the seam if verl's dataclass has fields for the states' dtypes."""
+    if "use_precision_aware_optimizer" in symbol.parameters:
+        return "verl's optimizer config has the fields"
+    return None
+
+
+def native_bucket(symbol: Symbol, settings: Settings) -> str | None:
+    """Return, as text for ``status()``, how verl 0.9 itself sets the gradient bucket's dtype."""
+    if "use_low_precision_main_grads" in symbol.names:  # since 0.9.1
+        return (
+            "verl aligns the bucket with the fields of its optimizer config; it ignores "
+            "override_optimizer_config and the fp16 engine, and the shim aligns the DDP for these"
+        )
+    return (
+        "verl aligns the bucket for the bf16 opt-in only; the shim aligns the DDP for everything "
+        "else (Megatron-Bridge's bf16 and fp16 default buckets)"
+    )
+
+
+def _read(config: Any, key: str, default: Any = None) -> Any:
+    """Read a key of a verl config: a dataclass with ``get``, an OmegaConf node, or a dict."""
+    if config is None:
+        return default
+    get = getattr(config, "get", None)
+    return get(key, default) if get is not None else getattr(config, key, default)
+
+
+def _overrides(optim_config: Any) -> dict[str, Any]:
+    written = _read(optim_config, _KEY) or {}
+    return {str(key): written[key] for key in written}
+
+
+def has_fields() -> bool:
+    """Whether verl's ``init_megatron_optim_config`` reads fields for the states' dtypes (0.9)."""
+    return "bf16" in look(CONFIG).parameters
+
+
+def _opt_in(optim_config: Any, fields: bool) -> dict[str, Any]:
+    """Read verl 0.9's fields for the states' dtypes, and convert dtype names to dtypes.
+
+    Before 0.9, verl adds no field for the states' dtypes to the config, so the user wrote every
+    such field in the config. From 0.9, the default of ``use_precision_aware_optimizer`` is
+    ``False``, so ``False`` does not count as the user's choice.
+    """
+    values = {key: _read(optim_config, key) for key in PRECISION_AWARE_FIELDS}
+    if fields and not values[PRECISION_AWARE]:
+        return {}
+    found = {
+        key: coerce_dtype(value, key=f"optim.{key}", where=versioned("verl"))
+        for key, value in values.items()
+        if value is not None
+    }
+    return (
+        {**dict.fromkeys(PRECISION_AWARE_FIELDS[1:], torch.float32), **found} if fields else found
+    )
+
+
+def read_requested(
+    optim_config: Any, ddp_config: Mapping[str, Any] | None = None, **known: Any
+) -> RequestedConfig:
+    """Read a model's settings from verl's configs.
+
+    Args:
+        optim_config: verl's optimizer config, or ``None``.
+        ddp_config: the user's ``override_ddp_config``.
+        known: further fields of the returned ``RequestedConfig``, with their values.
+    """
+    written, fields = ddp_config or {}, has_fields()
+    bucket = bool(written["grad_reduce_in_fp32"]) if "grad_reduce_in_fp32" in written else None
+    return RequestedConfig(
+        where=f"{versioned('verl')}, {_KEY}",
+        asked=_overrides(optim_config),
+        auto="as-configured" if fields else "guarded",
+        native={
+            torch.float16: ROWS[torch.float16]
+        },  # verl itself sets these fields for an fp16 model
+        opt_in=_opt_in(optim_config, fields),
+        reads_opt_in=fields,
+        optimizer=str(_read(optim_config, "optimizer", "adam")),
+        bucket_in_fp32=bucket,
+        nan_check_written="check_for_nan_in_grad" in written,
+        **known,
+    )
+
+
+def of_engine(engine: Any) -> RequestedConfig:
+    """Read a model's settings from an engine that has already read its configs."""
+    return of_configs(
+        engine.engine_config,
+        engine.optimizer_config,
+        subject="critic" if getattr(engine, "is_value_model", False) else "actor",
+        declared=getattr(engine, "param_dtype", None),
+    )
+
+
+def of_configs(config: Any, optim_config: Any, **known: Any) -> RequestedConfig:
+    """Read a model's settings from the config of its engine and the config of its optimizer.
+
+    Args:
+        config: the engine's config.
+        optim_config: the optimizer's config.
+        known: values of the ``RequestedConfig`` fields ``subject``, ``declared`` and ``trains``.
+    """
+    blockers = []
+    if _read(config, "use_megatron_fsdp", False):
+        blockers.append("Megatron-FSDP keeps gradients and states in its own buffers")
+    if _read(optim_config, "use_layer_wise_distributed_optimizer", False):
+        blockers.append("the layer-wise distributed optimizer (Muon) builds no FusedAdam")
+    return read_requested(
+        optim_config,
+        # In 0.9 and later the engine itself adds grad_reduce_in_fp32 to the DDP's config, so read
+        # the user's own config.
+        _read(config, "override_ddp_config"),
+        blockers=tuple(blockers),
+        # mbridge's DDP turns the distributed optimizer on, regardless of verl's config (0.7.1).
+        distributed=bool(_read(config, "use_distributed_optimizer", True)),
+        **known,
+    )
+
+
+class _WithOverrides(wrapt.ObjectProxy):  # type: ignore[type-arg]
+    """verl's optimizer config with another ``override_optimizer_config``.
+
+    verl's configs are frozen dataclasses, which cannot be changed, or OmegaConf nodes, which cannot
+    contain a ``torch.dtype``. All keys but ``override_optimizer_config`` come from the caller's
+    object, which stays unchanged.
+    """
+
+    def __init__(self, wrapped: Any, overrides: Mapping[str, Any]) -> None:
+        super().__init__(wrapped)
+        self._self_overrides = dict(overrides)
+
+    @property
+    def override_optimizer_config(self) -> dict[str, Any]:
+        return dict(self._self_overrides)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key == _KEY else _read(self.__wrapped__, key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        return dict(self._self_overrides) if key == _KEY else self.__wrapped__[key]
+
+
+@seam(
+    CONFIG,
+    DISPATCH,
+    group="megatron",
+    why="the one function that makes verl's OptimizerConfig, for actor and critic",
+    upstream=PULL,
+    delete_when="verl >= 0.9 is the oldest in use, whose config has the opt-in",
+    relies_on=("override_optimizer_config", "params_dtype"),
+    native=native_dispatch,
+)
+@seam(
+    CONFIG,
+    "dtype-coercion",
+    group="megatron",
+    why="override_optimizer_config reaches Megatron as YAML wrote it, strings included",
+    upstream="https://github.com/NovaSky-AI/SkyRL/pull/1805",
+    delete_when="verl coerces override_optimizer_config itself",
+    relies_on=("override_optimizer_config",),
+)
+@seam(
+    CONFIG,
+    SCALING,
+    group="megatron",
+    why="its override merge is the one way to fields that verl's fp16 branch sets",
+    delete_when="verl's optimizer config has fields for the loss scaler",
+    relies_on=("override_optimizer_config", "initial_loss_scale"),
+)
+def configure(
+    call: Call,
+    optim_config: Any,
+    fp16: Any,
+    bf16: Any = True,
+    use_distributed_optimizer: Any = True,
+) -> Any:
+    """Set the fields of verl's OptimizerConfig that depend on the model's dtype.
+
+    verl calls ``init_megatron_optim_config`` for each trained model, after the DDP is built. The
+    shim makes verl before 0.9 accept the argument ``bf16``, too.
+    """
+    flagged = torch.float16 if fp16 else torch.bfloat16 if bf16 else torch.float32
+    build = megatron.current_build("verl")
+    if build is None:
+        distributed = bool(use_distributed_optimizer)
+        build = Build(
+            "verl", lambda: read_requested(optim_config, declared=flagged, distributed=distributed)
+        )
+    plan = megatron.apply_plan(build, native=_dispatches_itself(has_fields(), current_settings()))
+    if plan.fields:
+        call.arguments["optim_config"] = _WithOverrides(optim_config, plan.fields)
+    if plan.by_user is not None:
+        dtype = plan.dtype or flagged
+        call.arguments["fp16"] = dtype is torch.float16
+        call.arguments["bf16"] = dtype is torch.bfloat16
+        if "bf16" not in call.parameters:
+            del call.arguments["bf16"]
+    made = call.proceed()
+    megatron.keep_layout(plan, made)
+    return made
+
+
+@seam(
+    _FIELDS,
+    DISPATCH,
+    group="megatron",
+    why="brings the fields of verl 0.9's opt-in to versions whose config lacks them",
+    upstream=PULL,
+    delete_when="verl >= 0.9 is the oldest in use",
+    relies_on=("override_optimizer_config",),
+    native=native_fields,
+    optional=True,
+)
+def accept_fields(call: Call) -> Any:
+    """Accept verl 0.9's fields for the states' dtypes if verl's dataclass lacks them."""
+    extra = {
+        key: call.arguments.pop(key) for key in PRECISION_AWARE_FIELDS if key in call.arguments
+    }
+    for key, value in extra.items():
+        extra[key] = (
+            coerce_dtype(value, key=f"optim.{key}", where=versioned("verl"))
+            if "dtype" in key
+            else value
+        )
+        if isinstance(extra[key], torch.dtype):
+            extra[key] = name_of(extra[key])  # verl's configs must stay serializable
+    result = call.proceed()
+    for key, value in extra.items():
+        setattr(call.instance, key, value)
+    return result
+
+
+@seam(
+    _FIELDS,
+    "dtype-coercion",
+    group="megatron",
+    why="verl's fields know five spellings; the others end in an AssertionError",
+    delete_when="verl's fields take every spelling",
+    relies_on=("override_optimizer_config",),
+    optional=True,
+)
+def spell_fields(call: Call) -> Any:
+    """Replace dtype names in the fields for the states' dtypes by spellings that verl accepts."""
+    for key in PRECISION_AWARE_FIELDS[1:]:
+        value = call.arguments.get(key)
+        dtype = parse_dtype(value) if isinstance(value, str) else value
+        if isinstance(dtype, torch.dtype):
+            call.arguments[key] = name_of(dtype)
+    return call.proceed()
+
+
+@seam(
+    f"{ENGINE}.initialize",
+    BUILDING,
+    group="megatron",
+    why="the engine around both decisions; knows dtype, optimizer and DDP config",
+    delete_when=_ONE_PLACE,
+    relies_on=("param_dtype", "optimizer_config", "engine_config", "_build_optimizer"),
+    optional=True,
+)
+def engine_build(call: Call) -> Any:
+    """Record that an engine builds its model and optimizer; each worker builds only once."""
+    with building("verl", lambda: of_engine(call.instance)):
+        return call.proceed()
+
+
+@seam(
+    feature=BUILDING,
+    at=[
+        {
+            "target": f"{LEGACY}:ActorRolloutRefWorker._build_model_optimizer",
+            "why": "0.7.1's default actor builds model and optimizer in this one method",
+        },
+        {
+            "target": f"{LEGACY}:CriticWorker._build_critic_model_optimizer",
+            "why": "0.7.1's default critic builds model and optimizer in this one method",
+        },
+    ],
+    group="legacy workers",
+    delete_when=_ONE_PLACE,
+    relies_on=("dtype", "init_megatron_optim_config"),
+    optional=True,
+)
+def legacy_build(call: Call, optim_config: Any, override_ddp_config: Any) -> Any:
+    """Record that a worker of verl 0.7.1 builds a model."""
+    worker = call.instance
+    actor = _read(worker.config, "actor")
+    config = (worker.config if actor is None else actor).megatron
+
+    def of_worker() -> RequestedConfig:
+        return read_requested(
+            optim_config,
+            override_ddp_config,
+            subject="critic" if actor is None else "actor",
+            declared=getattr(worker, "dtype", None),
+            distributed=bool(_read(config, "use_distributed_optimizer", True)),
+        )
+
+    with building("verl", of_worker):
+        return call.proceed()
+
+
+@seam(
+    "verl.utils.megatron_utils:get_model",
+    ALIGNMENT,
+    group="megatron",
+    why="a direct caller is taken at its model's dtype",
+    upstream=PULL,
+    delete_when="get_model aligns the bucket itself",
+    aliases=(f"{LEGACY}:get_model",),
+)
+@seam(
+    "verl.utils.megatron_utils:make_megatron_module",
+    ALIGNMENT,
+    group="megatron",
+    why="the same for mbridge and the Megatron-Bridge provider",
+    upstream=_ALIGNED,
+    delete_when="make_megatron_module aligns the bucket itself",
+)
+def direct_build(call: Call, override_ddp_config: Any) -> Any:
+    """Record that a model is being built, unless an engine or worker already recorded this."""
+    with building("verl", lambda: read_requested(None, override_ddp_config)):
+        return call.proceed()
+
+
+@seam(
+    "verl.utils.megatron.optimizer:get_megatron_optimizer",
+    ALIGNMENT,
+    group="megatron",
+    why="the first call that has config, parameters and buckets in hand",
+    delete_when="Megatron checks main_grads_dtype against the bucket",
+)
+def check_optimizer(call: Call, model: Any, config: Any) -> Any:
+    """Compare the OptimizerConfig with the live model before verl builds the optimizer."""
+    megatron.check("verl", config, model)
+    return call.proceed()
+
+
+NATIVE = Seam(
+    target=f"{ENGINE}._resolve_override_ddp_config",
+    feature=ALIGNMENT,
+    wrapper=None,
+    group="native",
+    why="verl's own alignment, left alone; the DDP seam adds what it leaves out",
+    upstream=_ALIGNED,
+    native=native_bucket,
+    optional=True,
+)
+"""The seam that reports in ``status()`` how verl 0.9 itself sets the gradient bucket's dtype."""

@@ -1,0 +1,57 @@
+"""verl on Megatron in fp16: report a skipped step to verl as a step with grad norm NaN.
+
+If Megatron skips a step, verl raises ``NotImplementedError``: engines raise in ``optimizer_step``,
+0.7.1's legacy workers in the update function itself. A grad norm of None also makes verl fail,
+because the SFT trainer on Ray pops ``grad_norm``, and the RL trainers compute a mean. Schedulers
+and counters of verl count a skipped step too, as on FSDP.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from precision_shim.adapting import Call, seam
+
+from ...megatron import SCALING, metrics, skipping
+from .megatron import ENGINE
+
+
+@seam(
+    f"{ENGINE}.optimizer_step",
+    SCALING,
+    group="megatron",
+    why="the engine's step, which raises for one that Megatron skipped",
+    delete_when="verl takes a skipped step for one",
+    relies_on=("optimizer", "NotImplementedError"),
+    optional=True,
+)
+def step_engine(call: Call) -> Any:
+    """Report a skipped step to the engine as a successful step with grad norm NaN."""
+    with skipping(succeeds=True):
+        return call.proceed()
+
+
+@seam(
+    feature=SCALING,
+    at=[
+        {
+            "target": "verl.workers.actor.megatron_actor:MegatronPPOActor.update_policy",
+            "relies_on": ("actor_optimizer", "NotImplementedError"),
+        },
+        {
+            "target": "verl.workers.critic.megatron_critic:MegatronPPOCritic.update_critic",
+            "relies_on": ("critic_optimizer", "NotImplementedError"),
+        },
+    ],
+    group="legacy workers",
+    why="0.7.1 raises inline: only the optimizer's step inside can be answered for",
+    delete_when="verl 0.8 is the oldest in use",
+    optional=True,
+)
+def update(call: Call) -> Any:
+    """Report skipped steps as successful in 0.7.1's workers; add the loss scaler's metrics."""
+    with skipping(succeeds=True):
+        result = call.proceed()
+    kind = "actor" if hasattr(call.instance, "actor_optimizer") else "critic"
+    result.update(metrics(getattr(call.instance, f"{kind}_optimizer"), f"{kind}/"))
+    return result

@@ -1,0 +1,214 @@
+"""Audit an optimizer automatically: when it is built, and after its first step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..errors import InconsistentPrecisionError
+from ..process.session import current_settings
+from ..reporting import journal as _journal
+from . import files, latest
+from .audits import look
+from .readers import read_optimizers
+from .record import Audit, Finding
+
+
+def watch(
+    framework: str,
+    subject: str,
+    optimizer: Any,
+    *,
+    inner: torch.optim.Optimizer | None = None,
+    model: Any = None,
+    scaler: Callable[[], Any] | None = None,
+    by_user: Callable[[Finding], bool] | None = None,
+    told: Callable[[Finding], bool] | None = None,
+) -> None:
+    """Audit an optimizer now and after its first step that makes states.
+
+    ``status()`` shows the audits, which are also written into ``PRECISION_SHIM_AUDIT_DIR``. Each
+    problem in an audit causes a warning. In strict mode a problem raises an error, unless
+    ``by_user`` returns true for the problem. A failure of the audit itself causes only a warning. A
+    second call for the same optimizer does nothing. With ``PRECISION_SHIM_WATCH_UPDATES``,
+    ``watch`` also attaches a meter of updates lost to rounding.
+
+    Args:
+        framework: the framework's name; empty if it is not known.
+        subject: name of the model, such as ``"actor"``.
+        optimizer: the optimizer, in any form that ``audit`` accepts.
+        inner: the torch optimizer within ``optimizer``, which gets the step hook; ``None`` to hook
+            ``optimizer`` itself.
+        model: the model, in any form that ``audit`` accepts; stored as a weak reference.
+        scaler: function that returns the loss scaler of a torch optimizer.
+        by_user: function that returns whether the user's own config caused a problem.
+        told: function that returns whether the user has already been warned of a problem.
+
+    Raises:
+        InconsistentPrecisionError: the audit found a problem in strict mode.
+    """
+    stepped = optimizer if inner is None else inner
+    if not isinstance(stepped, torch.optim.Optimizer):
+        stepped = None  # a frozen model has a placeholder instead of an optimizer
+    elif latest.has(stepped):
+        return
+    watcher = _Watcher(
+        framework,
+        subject,
+        optimizer,
+        stepped=stepped,
+        model=model,
+        scaler=scaler,
+        by_user=by_user,
+        told=told,
+    )
+    latest.add(watcher.watched)
+    if stepped is not None and current_settings()["watch_updates"]:
+        watcher.watch_updates(current_settings()["watch_updates"])
+    audit = watcher.look()
+    if stepped is not None and audit is not None and not audit.complete:
+        handle = stepped.register_step_post_hook(watcher.after_step)
+        latest.at_clear(handle.remove)
+
+
+class _Watcher:
+    """Audits one optimizer; has only weak references to the optimizer and the model."""
+
+    def __init__(
+        self,
+        framework: str,
+        subject: str,
+        optimizer: Any,
+        *,
+        stepped: torch.optim.Optimizer | None,
+        model: Any,
+        scaler: Callable[[], Any] | None = None,
+        by_user: Callable[[Finding], bool] | None = None,
+        told: Callable[[Finding], bool] | None = None,
+    ) -> None:
+        several = model if isinstance(model, (list, tuple)) else [model]
+        modules = [weakref.ref(module) for module in several if module is not None]
+        owner = weakref.ref(stepped) if stepped is not None else next(iter(modules), None)
+        self.watched = latest.Watched(framework, subject, owner, modules)
+        self._optimizer = weakref.ref(optimizer)
+        self._scaler = scaler
+        self._by_user = by_user or (lambda _: False)
+        self._told = told or (lambda _: False)
+        self._stem = ""
+        self._steps = 0
+        self._done = False
+        self._said_figures = False
+
+    def after_step(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        """Audit again after the steps 1, 2, 4, 8 and so on, until a step has made states."""
+        # Do not remove the hook here: torch is iterating over the hooks while it calls this hook.
+        self._steps += 1
+        if self._done or self._steps & (self._steps - 1):
+            return
+        self._done = True  # also if the audit raises
+        audit = self.look(last=self._steps == 1)
+        self._done = audit is None or not audit.before_step
+
+    def look(self, last: bool = False) -> Audit | None:
+        """Make, store, write and report an audit; return ``None`` if the audit failed."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return None
+        watched = self.watched
+        try:
+            audit = look(
+                watched.modules() or None,
+                optimizer,
+                scaler=None if self._scaler is None else self._scaler(),
+                framework=watched.framework,
+                subject=watched.subject,
+                whole=False,
+            )
+        except Exception as error:  # a failed audit must not end the training run
+            _journal.tell(f"the audit of {type(optimizer).__name__} failed: {error!r}")
+            return None
+        self._keep(audit)
+        if last or audit.complete:
+            who = f"{audit.framework} {audit.subject}".strip()
+            _journal.announce(f"{who}: audit: {audit.brief()}")
+        self._judge(audit)
+        return audit
+
+    def watch_updates(self, every: int) -> None:
+        """Attach a meter of updates lost to rounding; on failure, warn that nothing is measured."""
+        framework, subject = self.watched.framework, self.watched.subject
+        model = self.watched.modules() or None
+        try:
+            from precision_shim_tools.updates.watch import attach
+
+            for reading in read_optimizers(model, self._optimizer(), whole=False):
+                attach(
+                    reading,
+                    every,
+                    model=model,
+                    framework=framework,
+                    subject=subject,
+                    on_figures=self.take_figures,
+                )
+        except Exception as error:  # a failed measurement must not end the training run
+            _journal.tell(f"{framework} {subject}: lost updates are not measured: {error!r}")
+
+    def take_figures(self, meter: Any) -> None:
+        """Put a meter's measurements into the stored audit; print only the first measurements."""
+        figures, audit = meter.figures, self.watched.audit
+        if figures is None or audit is None:
+            return
+        from precision_shim_tools.updates import lost
+
+        part = meter.names[1]
+        parts = [
+            replace(each, updates=figures) if each.name == part else each for each in audit.parts
+        ]
+        notes = [note for note in audit.notes if (note.code, note.part) != (lost.CODE, part)]
+        masters = {
+            dtype
+            for each in parts
+            if each.name == part
+            for dtype in each.components["master"].dtypes
+        }
+        found = lost.findings(figures, part, meter.names[0], masters)
+        notes += [Finding(*fields) for _, fields in found]
+        audit = replace(audit, parts=tuple(parts), notes=tuple(notes))
+        self._keep(audit)
+        if not self._said_figures:
+            self._said_figures = True
+            who = f"{audit.framework} {audit.subject}".strip()
+            _journal.announce(f"{who}: {lost.brief(figures)}")
+
+    def _judge(self, audit: Audit) -> None:
+        if current_settings().strict:
+            wrong = [problem.message for problem in audit.problems if not self._by_user(problem)]
+            if wrong:
+                raise InconsistentPrecisionError(
+                    f"{' '.join(wrong)} (precision_shim's audit under strict; take it away with "
+                    "PRECISION_SHIM_FEATURES=-audit)"
+                )
+        for problem in audit.problems:
+            if self._told(problem):
+                continue
+            _journal.warn(
+                f"{audit.subject or 'audit'}: {problem.code}: {problem.message}", stacklevel=None
+            )
+
+    def _keep(self, audit: Audit) -> None:
+        """Store an audit, and write it into ``PRECISION_SHIM_AUDIT_DIR``."""
+        self.watched.audit = audit
+        directory = current_settings()["audit_dir"]
+        if not directory:
+            return
+        self._stem = self._stem or latest.name(files.stem(audit))
+        try:
+            files.write(directory, self._stem, audit)
+            self.watched.not_written = ""
+        except OSError as error:
+            self.watched.not_written = files.not_written(directory, error)
+            _journal.tell(self.watched.not_written)

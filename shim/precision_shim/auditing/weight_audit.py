@@ -1,0 +1,260 @@
+"""Audit the weights sent to the rollout: their dtypes, and the share that bf16 represents exactly.
+
+An adapter wraps the framework's stream of weights in ``observe``. The audit changes neither the
+tensors in the stream nor their order or timing. At the weight syncs in ``AT``, the device compares
+sampled elements with the same elements rounded to bf16. After an audited sync the host reads two
+numbers for each group of tensors. The audit of sent weights adds no collective.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+
+from ..precision.dtypes import name_of
+from ..precision.lm_head import HEAD_MARK
+from ..process.session import current_settings
+from ..reporting import journal as _journal
+from . import files, latest, sent_weights
+from .audits import rank_of_job
+from .reading import SIXTEEN_BIT, local
+from .sent_weights import ADAPTERS, BASE, Sent, Weights
+from .torch_reader import mixed_dtype, shards_by_gathered
+
+AT = (1, 2, 8, 64, 512, 4096)
+"""Numbers of the weight syncs that are audited; the first sync is number 1."""
+
+MOST_TENSORS, MOST_ELEMENTS = 512, 512
+"""About the largest number of sampled tensors, and of sampled elements of a tensor."""
+
+_LEAST = 2.0**-14  # fp16's smallest normal number; most subnormal numbers are exact in bf16
+_WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+T = TypeVar("T")
+Named = Iterable[tuple[str, Any]]
+
+
+def tell_asked(framework: str, name: str, key: str) -> None:
+    """Record the dtype that this job's config sets for the framework's rollout.
+
+    Args:
+        framework: the framework's name.
+        name: the dtype name that the engine receives; empty if it is not known.
+        key: the config key of the rollout's dtype.
+    """
+    latest.rollouts[framework] = name, key
+
+
+def is_wanted() -> bool:
+    """Whether audits are written to files."""
+    return bool(current_settings()["audit_dir"])
+
+
+def observe(
+    items: Iterable[T],
+    framework: str,
+    subject: str,
+    *,
+    model: Any = None,
+    then: torch.dtype | None = None,
+    pairs: Callable[[T], Named] | None = None,
+) -> Iterable[T]:
+    """Return a stream of the unchanged ``items``, and audit their weights at the syncs in ``AT``.
+
+    If ``PRECISION_SHIM_AUDIT_DIR`` is unset or ``AT`` lacks the sync, the result is ``items``.
+
+    Args:
+        items: the stream.
+        framework: the framework's name.
+        subject: name of the model, such as ``"actor"``.
+        model: the trainer's modules; ``None`` to use the modules that ``watch`` stored.
+        then: the dtype to which the framework rounds the stream's tensors afterwards; ``None`` if
+            the framework does not round them.
+        pairs: function that returns the (name, tensor) pairs in an item; ``None`` if each item is
+            one such pair.
+    """
+    if not is_wanted():
+        return items
+    latest.syncs[framework] += 1
+    sync = latest.syncs[framework]
+    if sync not in AT:
+        return items
+    if model is None:
+        model = latest.model_of(framework, subject)
+    chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+    return _observed(items, _Looker(framework, subject, sync, then, chunks), pairs)
+
+
+def _observed(
+    items: Iterable[T], looker: _Looker, pairs: Callable[[T], Named] | None
+) -> Iterator[T]:
+    looker.guard(looker.look_at_own)
+    source = iter(items)
+    try:
+        for item in source:
+            named: Any = (item,) if pairs is None else pairs(item)
+            for name, tensor in named:
+                looker.guard(looker.look_at, name, tensor)
+                del tensor
+            del named
+            yield item
+            # Without ``del`` the item would stay in memory while the stream makes the next item.
+            del item
+    finally:
+        close = getattr(source, "close", None)
+        if close is not None:
+            close()
+    looker.guard(looker.write)
+
+
+class _Groups:
+    """Statistics of tensors, by ``BASE`` and ``ADAPTERS``; samples one of ``every`` tensors."""
+
+    def __init__(self, every: int = 1, then: torch.dtype | None = None) -> None:
+        self._every, self._then = every, then
+        self._elements: dict[str, Counter[str]] = {}
+        self._counts: dict[str, list[torch.Tensor]] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        group = _group_of(name)
+        self._elements.setdefault(group, Counter())[name_of(tensor.dtype)] += tensor.numel()
+        if zlib.crc32(name.encode()) % self._every == 0 and _can_be_sampled(tensor):
+            self._counts.setdefault(group, []).append(_counts(_few(tensor), self._then))
+
+    def weights(self) -> dict[str, Weights]:
+        found = {}
+        for group, elements in self._elements.items():
+            exact, sampled = _sum_of(self._counts.get(group, []))
+            found[group] = Weights(dict(elements), exact / sampled if sampled else None, sampled)
+        return found
+
+
+def _sum_of(counts: list[torch.Tensor]) -> tuple[int, int]:
+    exact = sampled = 0
+    for device in {pair.device for pair in counts}:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # frameworks pack weights on their own CUDA streams
+        both = torch.stack([pair for pair in counts if pair.device == device]).sum(0).tolist()
+        exact, sampled = exact + both[0], sampled + both[1]
+    return exact, sampled
+
+
+class _Looker:
+    """Audits the weights of one sync."""
+
+    def __init__(
+        self,
+        framework: str,
+        subject: str,
+        sync: int,
+        then: torch.dtype | None,
+        chunks: list[torch.nn.Module],
+    ) -> None:
+        self._names = (framework, subject)
+        self._sync, self._then, self._chunks = sync, then, chunks
+        self._sent, self._own = _Groups(), _Groups()
+        self._quantised = 0
+        self._failed = False
+        self._head = self._computes = ""
+
+    def guard(self, act: Callable[..., None], *args: Any) -> None:
+        """Call a method; if it fails, warn once and audit nothing more."""
+        if self._failed:
+            return
+        try:
+            with torch.no_grad():
+                act(*args)
+        except Exception as error:  # a failed audit must not end the training run
+            self._failed = True
+            who = " ".join(self._names)
+            _journal.tell(
+                f"{who}: the weights that are sent to the rollout are not audited: {error!r}"
+            )
+
+    def look_at_own(self) -> None:
+        """Read the trainer's own parameters."""
+        gathered = shards_by_gathered(self._chunks)
+        named = [
+            (name, gathered.get(id(parameter), parameter))
+            for chunk in self._chunks
+            for name, parameter in chunk.named_parameters()
+        ]
+        every = max(1, len(named) // MOST_TENSORS)
+        self._sent, self._own = _Groups(every, self._then), _Groups(every)
+        for name, parameter in named:
+            self._own.add(name, parameter)
+        for module in (module for chunk in self._chunks for module in chunk.modules()):
+            self._head = vars(module).get(HEAD_MARK, self._head)
+        held = {parameter.dtype for name, parameter in named if _group_of(name) == BASE}
+        computes = mixed_dtype(self._chunks) or (held.pop() if len(held) == 1 else None)
+        self._computes = name_of(computes) if computes in SIXTEEN_BIT else ""
+
+    def look_at(self, name: str, tensor: Any) -> None:
+        """Read a tensor that is sent."""
+        if not isinstance(tensor, torch.Tensor):
+            return
+        if tensor.element_size() == 1:
+            self._quantised += name.endswith(".weight")
+        else:
+            self._sent.add(name, tensor)
+
+    def write(self) -> None:
+        """Write the record into ``PRECISION_SHIM_AUDIT_DIR``, and warn of its contradictions."""
+        framework, subject = self._names
+        asked, key = latest.rollouts.get(framework, ("", ""))
+        sent = Sent(
+            framework=framework,
+            subject=subject,
+            rank=rank_of_job()[0],
+            asked=asked,
+            key=key,
+            sync=self._sync,
+            sent=self._sent.weights(),
+            own=self._own.weights(),
+            then="" if self._then is None else name_of(self._then),
+            quantised=self._quantised,
+            head=self._head,
+            computes=self._computes,
+        )
+        directory = current_settings()["audit_dir"]
+        try:
+            sent_weights.write(directory, sent)
+        except OSError as error:
+            _journal.tell(files.not_written(directory, error))
+        if sent.rank == 0:
+            for code, message in sent.contradictions():
+                _journal.warn(f"{framework} {subject}: {code}: {message}", stacklevel=None)
+
+
+def _group_of(name: str) -> str:
+    return ADAPTERS if "lora_" in name else BASE
+
+
+def _can_be_sampled(tensor: torch.Tensor) -> bool:
+    own = local(tensor)
+    plain = type(own) in _PLAIN and own.dtype in _WIDE
+    return plain and own.device.type != "meta" and own.numel() > 0
+
+
+def _few(tensor: torch.Tensor) -> torch.Tensor:
+    """Return evenly spaced elements of this rank's shard of a tensor, as a view."""
+    own = local(tensor).detach()
+    if own.is_contiguous():
+        # The distance between elements is odd: an even distance may be a multiple of the row
+        # length, so that all elements are from one column.
+        return own.view(-1)[:: own.numel() // MOST_ELEMENTS | 1]
+    side = max(1, round(MOST_ELEMENTS ** (1 / own.ndim)))
+    return own[tuple(slice(None, None, size // side | 1) for size in own.shape)].reshape(-1)
+
+
+def _counts(values: torch.Tensor, then: torch.dtype | None) -> torch.Tensor:
+    """Count the values of magnitude ``_LEAST`` or more: first those exact in bf16, then all."""
+    wide = (values if then is None else values.to(then)).float()
+    normal = wide.abs() >= _LEAST
+    exact = normal & (wide == wide.bfloat16().float())
+    return torch.stack([exact.sum(), normal.sum()])

@@ -1,0 +1,305 @@
+"""The record of digests maps each digest of a symbol's code to the versions that have this code.
+
+The record is one generated file in the adapters' package; it maps distribution, target (the name of
+the symbol) and digest to versions. The shim never refuses a seam because a digest differs. This
+module compares the code, because a fork may change the code without changing the version string.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+
+from .digest import digest
+from .framework import Adapter
+from .registry import shared, symbols_file
+
+FILE = symbols_file()
+_NAMED = 3  # number of differing symbols that a message names; the rest are only counted
+
+Record = dict[str, dict[str, dict[str, list[str]]]]
+"""Maps distribution, target and digest to the versions whose source has this digest."""
+
+
+def read_symbols(path: Path = FILE) -> Record:
+    """Read the record from a file; the record is empty if the file does not exist.
+
+    Raises:
+        ValueError: the file's content is no JSON object.
+    """
+    if not path.exists():
+        return {}
+    record = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(record, dict):
+        raise ValueError(f"{path} holds no record of symbols, which is a JSON object")
+    return record
+
+
+@lru_cache(maxsize=1)
+def shipped() -> Record:
+    """The record that this package ships."""
+    return read_symbols()
+
+
+def write(record: Record, path: Path) -> None:
+    """Write a record in a fixed order, so that equal records give equal files."""
+    ordered = {
+        distribution: {
+            target: {digest: in_order(versions) for digest, versions in sorted(digests.items())}
+            for target, digests in sorted(targets.items())
+        }
+        for distribution, targets in sorted(record.items())
+    }
+    path.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+
+
+def add(record: Record, distribution: str, version: str, digests: Mapping[str, str]) -> None:
+    """Add the symbols of one version to a record, and remove the version's earlier digests.
+
+    Args:
+        record: the record, which is changed in place.
+        distribution: the distribution of the symbols.
+        version: the distribution's version; a local part, such as ``+cu128``, is left out.
+        digests: each symbol's digest by ``"module:name"``; empty if this version lacks the symbol.
+    """
+    version = plain(version)
+    known = record.setdefault(distribution, {})
+    for target, current in digests.items():
+        kept = {
+            earlier: [other for other in versions if other != version]
+            for earlier, versions in known.pop(target, {}).items()
+        }
+        if current:
+            kept[current] = in_order([*kept.get(current, ()), version])
+        kept = {recorded: versions for recorded, versions in kept.items() if versions}
+        if kept:
+            known[target] = kept
+    if not known:
+        del record[distribution]
+
+
+def find_versions(record: Record, distribution: str, target: str, found: str) -> list[str]:
+    """Return the versions in which a symbol has the digest ``found``, the oldest first."""
+    return list(record.get(distribution, {}).get(target, {}).get(found, ()))
+
+
+def versions_of(record: Record, distribution: str) -> list[str]:
+    """All recorded versions of a distribution, the oldest first."""
+    return in_order(
+        version
+        for digests in record.get(distribution, {}).values()
+        for versions in digests.values()
+        for version in versions
+    )
+
+
+def digests_of(record: Record, distribution: str, version: str) -> dict[str, str]:
+    """The recorded digests of a version's symbols, by ``"module:name"`` of the symbol."""
+    return {
+        target: digest
+        for target, digests in record.get(distribution, {}).items()
+        for digest, versions in digests.items()
+        if version in versions
+    }
+
+
+def targets_by_distribution(adapter: Adapter) -> dict[str, list[str]]:
+    """Return the symbols that an adapter's seams wrap, grouped by distribution."""
+    targets: dict[str, list[str]] = {}
+    for target in dict.fromkeys(seam.target for seam in adapter.seams):
+        distribution = owner(target, adapter)
+        targets.setdefault(distribution, []).append(target)
+    return targets
+
+
+def owner(target: str, adapter: Adapter) -> str:
+    """Return the distribution that a symbol belongs to: a backend's, or else the framework's."""
+    return next(
+        (name for package, name in shared().items() if target.startswith(f"{package}.")),
+        adapter.distribution,
+    )
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """Differences between the current ``Source``'s symbols and one recorded version's symbols.
+
+    Attributes:
+        version: the recorded version; ``""`` if no version is recorded.
+        count: number of symbols in the current ``Source``.
+        changed: symbols whose code differs.
+        gone: symbols of the recorded version that the current ``Source`` lacks.
+        new: symbols in the current ``Source`` that the recorded version lacks.
+    """
+
+    version: str
+    count: int
+    changed: tuple[str, ...] = ()
+    gone: tuple[str, ...] = ()
+    new: tuple[str, ...] = ()
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.changed or self.gone or self.new)
+
+    def __str__(self) -> str:
+        symbols = f"{self.count} symbol{'' if self.count == 1 else 's'}"
+        if not self.version:
+            return f"{symbols}, none of them recorded"
+        if self.same:
+            return f"{symbols}, all as in {self.version}"
+        equal = self.count - len(self.changed) - len(self.new)
+        parts = [f"{symbols}, {equal} as in {self.version}"]
+        for word, targets in (("changed", self.changed), ("gone", self.gone), ("new", self.new)):
+            names = [target.partition(":")[2] for target in targets[:_NAMED]]
+            more = len(targets) - len(names)
+            if names:
+                parts.append(f"{word}: {', '.join(names)}" + (f" and {more} more" if more else ""))
+        return "; ".join(parts)
+
+
+def compare(
+    record: Record, distribution: str, digests: Mapping[str, str], version: str = ""
+) -> Likeness:
+    """Compare the current ``Source``'s symbols with a recorded version's symbols.
+
+    Args:
+        record: the record.
+        distribution: the distribution of the symbols.
+        digests: each symbol's digest by ``"module:name"``; empty if the source lacks the symbol.
+        version: the recorded version; ``""`` for the most similar version, or the newest of several
+            equally similar versions.
+    """
+    here = {target: digest for target, digest in digests.items() if digest}
+    best = Likeness("", len(here))
+    most = -1
+    for recorded in [version] if version else versions_of(record, distribution):
+        there = {
+            target: digest
+            for target, digest in digests_of(record, distribution, recorded).items()
+            if target in digests
+        }
+        equal = sum(there.get(target) == digest for target, digest in here.items())
+        if there and equal >= most:
+            most = equal
+            best = Likeness(
+                recorded,
+                len(here),
+                tuple(t for t in here if t in there and there[t] != here[t]),
+                tuple(t for t in there if t not in here),
+                tuple(t for t in here if t not in there),
+            )
+    return best
+
+
+def likeness(adapter: Adapter, version: str, installed: Mapping[str, str | None]) -> list[str]:
+    """Return sentences that compare the code of unrecorded versions with recorded versions.
+
+    ``status()`` and ``precision-shim doctor`` show the returned sentences.
+
+    Args:
+        adapter: the adapter whose symbols are compared.
+        version: the framework's version.
+        installed: the installed versions of the backends' distributions.
+
+    Returns:
+        One sentence for each distribution, of the framework or of a backend, whose version is not
+        recorded. A distribution without any recorded version has no sentence.
+    """
+    told = []
+    for distribution, targets in targets_by_distribution(adapter).items():
+        own = distribution == adapter.distribution
+        here = version if own else installed.get(distribution)
+        known = versions_of(shipped(), distribution)
+        if here is None or not known or plain(here) in known:
+            continue
+        digests = _digests_here(distribution, targets)
+        if not digests:
+            continue
+        alike = compare(shipped(), distribution, digests)
+        told.append(str(alike) if own else f"{distribution} {here}: {alike}")
+    return told
+
+
+def describe_differences(
+    adapter: Adapter, version: str, installed: Mapping[str, str | None]
+) -> list[str]:
+    """Return a sentence per distribution whose code differs from its version's recorded code."""
+    told = []
+    for distribution, targets in targets_by_distribution(adapter).items():
+        here = version if distribution == adapter.distribution else installed.get(distribution)
+        if here is not None and plain(here) in versions_of(shipped(), distribution):
+            digests = _digests_here(distribution, targets)
+            alike = compare(shipped(), distribution, digests, plain(here))
+            if digests and not alike.same:
+                told.append(f"{distribution} {here} is not what was recorded: {alike}")
+    return told
+
+
+def same_as(adapter: Adapter, distribution: str) -> str:
+    """Return the recorded version whose code equals the current ``Source``'s code, or ``""``."""
+    targets = targets_by_distribution(adapter).get(distribution, ())
+    alike = compare(shipped(), distribution, _digests_here(distribution, targets))
+    return alike.version if alike.same else ""
+
+
+def _digests_here(distribution: str, targets: Iterable[str]) -> dict[str, str]:
+    """Return the current digests of those ``targets`` that the record has."""
+    known = shipped().get(distribution, {})
+    return {target: digest(target) for target in targets if target in known}
+
+
+def missed(
+    adapter: Adapter, versions: Callable[[str, Iterable[str]], str | None]
+) -> Callable[[str], str]:
+    """Return a function that maps an absent symbol to a recorded version that has it, or to ``""``.
+
+    The returned function looks in one recorded version, the newest up to the installed version. For
+    a symbol that upstream added later or removed earlier, the function returns ``""``. If the
+    installed version is unknown, the function looks in the recorded version whose code equals the
+    installed code, and returns ``""`` if there is no such version.
+
+    Args:
+        adapter: the adapter whose symbols may be missing.
+        versions: function that returns a distribution's version, like ``versions.version_of``.
+    """
+    packages = {name: (package,) for package, name in shared().items()}
+
+    @cache
+    def newest(distribution: str) -> tuple[str, frozenset[str]]:
+        here = versions(distribution, packages.get(distribution, adapter.packages))
+        here = same_as(adapter, distribution) if here == "unknown" else plain(here or "")
+        known = versions_of(shipped(), distribution) if here else []
+        last = next(
+            (version for version in reversed(known) if in_order([version, here])[-1] == here), ""
+        )
+        return last, frozenset(digests_of(shipped(), distribution, last))
+
+    def told(target: str) -> str:
+        distribution = owner(target, adapter)
+        version, targets = newest(distribution)
+        return f"{distribution} {version}" if target in targets else ""
+
+    return told
+
+
+def plain(version: str) -> str:
+    """Return a version without its local part, such as ``+cu128``."""
+    return version.partition("+")[0]
+
+
+def in_order(versions: Iterable[str]) -> list[str]:
+    """Sort versions, the oldest first, and drop duplicates."""
+    from packaging.version import InvalidVersion, Version
+
+    def key(version: str) -> tuple[int, Version, str]:
+        try:
+            return 1, Version(version), version
+        except InvalidVersion:
+            return 0, Version("0"), version
+
+    return sorted(set(versions), key=key)

@@ -1,0 +1,156 @@
+"""Tests that every framework has to pass.
+
+``tests/<framework>/test_contract.py`` derives a class from each class here. Each derived class adds
+the framework's :class:`Driver`, and fixtures for what only that framework has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from ..processes.rank_server import Ranks
+from . import (
+    examples_run,
+    mutants,
+    status_in_docs,
+    symbols_in_record,
+    versions_in_docs,
+)
+from .checkouts import Told, as_checkout, as_installed
+from .in_force import disagreements
+from .requested_configs import Case, each_case, expected, outcome_in
+from .upstreams_own import Own
+
+
+def leave_as_it_is(root: Path, version: str) -> None:
+    """Change nothing, because the copied packages state their version themselves."""
+
+
+@dataclass(frozen=True)
+class Driver:
+    """Facts about a framework that the contract's tests need.
+
+    Attributes:
+        framework: the framework's name, as users write it.
+        version: the installed version, as ``status()`` reports it.
+        pinned: the version in the tox environment's name.
+        worker: a test file that builds a real worker, and then calls ``status_in_docs.tell``.
+        example: the module in ``examples``.
+        tested: whether the installed version is one of the tested versions.
+        state_version: writes the version into a checkout whose packages do not state it.
+    """
+
+    framework: str
+    version: str
+    pinned: str
+    worker: Path
+    example: str
+    tested: bool = True
+    state_version: Callable[[Path, str], None] = leave_as_it_is
+
+
+class Contract:
+    driver: ClassVar[Driver]
+
+
+class Release(Contract):
+    """What is recorded about a release, compared with the installed version."""
+
+    @pytest.fixture(scope="class")
+    def installed(self) -> Told:
+        """The doctor's report on the installed framework."""
+        return as_installed(self.driver.framework)
+
+    def test_the_record_of_symbols_is_current(self) -> None:
+        symbols_in_record.hold(self.driver.framework)
+
+    @pytest.mark.slow
+    def test_a_wheel_of_what_is_installed_is_read_and_not_run(self, tmp_path: Path) -> None:
+        symbols_in_record.hold_as_a_wheel(self.driver.framework, tmp_path)
+
+    def test_the_page_of_versions_is_current(self) -> None:
+        versions_in_docs.hold(self.driver.framework)
+
+    @pytest.mark.slow
+    def test_a_checkout_is_the_version_that_it_states(
+        self, installed: Told, tmp_path: Path
+    ) -> None:
+        def state(root: Path) -> None:
+            self.driver.state_version(root, installed.version)
+
+        found = as_checkout(self.driver.framework, tmp_path, state)
+        assert found.version == installed.version.partition("+")[0]
+        assert found.tested is installed.tested is self.driver.tested
+        assert found.reason == installed.reason
+        assert found.problems == installed.problems
+        assert found.seams == installed.seams
+
+
+class Worker(Contract):
+    """In a real worker the text of ``status()`` fits one screen and equals the text in the docs."""
+
+    @pytest.fixture
+    def server(self) -> Ranks | None:
+        """The server that forks the worker's process; ``None`` to start a new Python."""
+        return None
+
+    def test_status_of_a_worker(
+        self, server: Ranks | None, tmp_path: Path, request: pytest.FixtureRequest
+    ) -> None:
+        driver = self.driver
+        text = status_in_docs.of_a_worker(driver.worker, tmp_path, server)
+        assert f"{driver.framework} {driver.version}, tested: in force" in text
+        environment = f"{driver.framework}-{driver.pinned}"
+        status_in_docs.hold(text, driver.framework, environment, request)
+
+
+class RequestedConfigs(Contract):
+    """Each wish, written into a framework's own config, gets the same plan in every framework.
+
+    The fixture ``wishes_of`` writes a case into the framework's config, and reads the wishes.
+    """
+
+    @each_case
+    def test_the_table(
+        self, fused_adam: str, shim: Any, wishes_of: Callable[[Case], Any], case: Case
+    ) -> None:
+        shim(settings=case.settings)
+        assert outcome_in(self.driver.framework, case, wishes_of(case)) == expected(case)
+
+
+class Job(Contract):
+    """For a job, all commands agree on what is in force, and the example trains."""
+
+    @pytest.mark.slow
+    def test_all_say_what_the_worker_says(self) -> None:
+        assert disagreements(self.driver.framework) == []
+
+    @pytest.mark.slow
+    def test_the_example_trains(self) -> None:
+        said = examples_run.run(self.driver.example, self.driver.framework)
+        assert said.count("step") >= 8
+
+
+class Upstream(Contract):
+    """Each change of the code that seams depend on is noticed, or does no harm."""
+
+    @pytest.mark.slow
+    def test_changes_of_upstream_are_noticed_or_do_no_harm(self) -> None:
+        mutants.hold(self.driver.framework)
+
+
+class UpstreamsOwn(Contract):
+    """The framework's own tests that need no GPU have the same outcome with the shim on and off.
+
+    The fixture ``own`` provides the framework's tests.
+    """
+
+    def test_upstreams_own_tests_have_the_same_outcome(self, own: Own) -> None:
+        off, on = own.run(on=False), own.run(on=True)
+        assert on.outcomes == off.outcomes, on.said
+        assert off.passed >= own.least(len(off.outcomes))

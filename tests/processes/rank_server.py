@@ -1,0 +1,239 @@
+"""Ranks for the tests, forked by one process that has imported what they need.
+
+Forking saves time, because importing a framework takes longer than a test's training. A module
+whose ranks this server starts has two functions: ``prepare()`` imports what its ranks need, in the
+server. ``run(launch)`` is a rank's whole program, and returns values that JSON can store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import math
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a rank is told.
+
+    Attributes:
+        case: what the rank runs, a name that its module interprets.
+        folder: a directory that all ranks of the launch can access.
+        store: a path without a file, at which the ranks' process group stores its data.
+        options: the case's own.
+        world: number of ranks.
+        rank: this one's.
+        timeout: seconds after which the ranks are killed; less than a test's own limit, since the
+            server answers no other test while they run.
+    """
+
+    case: str
+    folder: str
+    store: str
+    options: Mapping[str, Any]
+    world: int = 2
+    rank: int = 0
+    timeout: float = 240.0
+
+
+class Ranks:
+    """A test's connection to a server of ranks; calling it launches a case.
+
+    Attributes:
+        said: the stdout and stderr of each rank of the last launch.
+    """
+
+    def __init__(self, server: subprocess.Popen[str], folders: Path) -> None:
+        self._server = server
+        self._folders = folders
+        self._count = 0
+        self.said: list[str] = []
+
+    def __call__(
+        self,
+        case: str,
+        *,
+        folder: Path | None = None,
+        world: int = 2,
+        dies: bool | signal.Signals | None = False,
+        timeout: float = 240.0,
+        **options: Any,
+    ) -> list[Any]:
+        """Run a case in new processes; returns each rank's result.
+
+        Args:
+            case: what to run.
+            folder: the ranks' directory; ``None`` for a new one.
+            world: number of ranks.
+            dies: whether a rank is expected to be killed, or the signal that ends it. If so,
+                nothing is returned.
+            timeout: seconds after which the ranks are killed.
+            **options: the case's own options, ready for JSON.
+        """
+        self._count += 1
+        place = folder or self._folders / str(self._count)
+        place.mkdir(parents=True, exist_ok=True)
+        for rank in range(world):
+            _result(place, rank).unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory() as store:
+            launch = Launch(
+                case, str(place), f"{store}/store", options, world=world, timeout=timeout
+            )
+            assert self._server.stdin is not None
+            assert self._server.stdout is not None
+            self._server.stdin.write(json.dumps(asdict(launch)) + "\n")
+            self._server.stdin.flush()
+            codes = json.loads(self._server.stdout.readline())
+        # If one rank fails, the others lose their connection; so every rank's log is shown.
+        self.said = [_log(place, rank).read_text() for rank in range(world)]
+        logs = "\n".join(one[-3000:] for one in self.said)
+        if dies:
+            by = signal.SIGKILL if dies is True else dies
+            assert -by in codes, f"{codes}\n{logs}"
+            return []
+        assert codes == [0] * world, logs
+        return [json.loads(_result(place, rank).read_text()) for rank in range(world)]
+
+
+@contextlib.contextmanager
+def rank_server(module: str, folders: Path, **variables: str) -> Iterator[Ranks]:
+    """Start a server for the ranks of a module.
+
+    Args:
+        module: dotted name of the module.
+        folders: the folder in which each launch gets its own directory.
+        **variables: environment variables of the ranks, beside all inherited variables except the
+            shim's.
+    """
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PRECISION_SHIM")
+    }
+    server = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "tests.processes.rank_server", module],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**environment, "OMP_NUM_THREADS": "1", **variables},
+    )
+    assert server.stdin is not None
+    assert server.stdout is not None
+    assert server.stdout.readline() == "ready\n"
+    try:
+        yield Ranks(server, folders)
+    finally:
+        server.stdin.close()
+        server.wait(timeout=30)
+        server.stdout.close()
+
+
+def look_ahead(framework: str) -> None:
+    """Read all sources that a rank's ``install()`` will read, once, in the server.
+
+    Nothing is patched, and no framework is imported. The call fills the cache of descriptions of
+    source code, which the ranks inherit.
+    """
+    from precision_shim.process.registry import entries, load
+    from precision_shim.seams import look
+
+    for seam in load(entries(third_party=False)[framework]).seams:
+        look(seam.target)
+
+
+def _result(folder: Path, rank: int) -> Path:
+    return folder / f"result-{rank}.json"
+
+
+def _log(folder: Path, rank: int) -> Path:
+    return folder / f"log-{rank}"
+
+
+# -- the server's end --------------------------------------------------------------------------
+
+
+def _rank(module: Any, launch: Launch) -> None:
+    folder = Path(launch.folder)
+    log = os.open(_log(folder, launch.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(
+        RANK=str(launch.rank),
+        WORLD_SIZE=str(launch.world),
+        LOCAL_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",
+    )
+    found = module.run(launch)
+    _result(folder, launch.rank).write_text(json.dumps(found, default=float))
+
+
+def _fork(module: Any, launch: Launch) -> list[int]:
+    """Fork the ranks of a launch and wait for them; returns their exit statuses."""
+    children = []
+    for rank in range(launch.world):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                _rank(module, replace(launch, rank=rank))
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                for one in multiprocessing.active_children():  # Megatron's, for checkpoints
+                    one.terminate()
+                os._exit(status)  # gloo's threads may prevent a normal exit
+        children.append(child)
+    codes: dict[int, int] = {}
+    end = time.monotonic() + launch.timeout
+    while len(codes) < len(children):
+        done, status = os.waitpid(-1, os.WNOHANG)
+        if done:
+            codes[done] = os.waitstatus_to_exitcode(status)
+            if codes[done]:  # the others wait for it
+                end = min(end, time.monotonic() + 5)
+            continue
+        if time.monotonic() > end:
+            for child in children:
+                if child not in codes:
+                    os.kill(child, signal.SIGTERM)
+                    os.kill(child, signal.SIGKILL)
+            end = math.inf
+        time.sleep(0.01)
+    return [codes[child] for child in children]
+
+
+def _serve(name: str) -> None:
+    """Answer launches until stdin ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    module = importlib.import_module(name)
+    module.prepare()
+    # Frameworks collect garbage around each step; frozen objects of imports are not scanned.
+    gc.collect()
+    gc.freeze()
+    print("ready", file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(_fork(module, Launch(**json.loads(line)))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])

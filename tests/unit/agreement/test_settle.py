@@ -1,0 +1,196 @@
+"""The report on a job's engines, the dtypes that are written into configs, and dtype names."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import precision_shim
+from precision_shim.errors import DtypeError, PrecisionShimWarning, UnsupportedPrecisionError
+from precision_shim.process.settings import resolve
+from precision_shim.reporting import journal
+from precision_shim_adapters.agreement import (
+    AUTO,
+    FP8,
+    Engine,
+    engine_name,
+    problems_of,
+    report_engines,
+    with_rounded,
+    write_key,
+)
+
+WHERE = "toyfw 1.0"
+NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+TRAINER = {one: Engine("actor", one, "actor.dtype") for one in ("fp16", "bf16", "fp32")}
+
+
+def rollout(computes: str, **fields: Any) -> Engine:
+    return Engine("rollout", computes, "rollout.dtype", NAMES.get(computes, computes), **fields)
+
+
+@pytest.fixture(autouse=True)
+def off() -> Iterator[None]:
+    journal.clear()
+    yield
+    precision_shim.uninstall()
+
+
+def decided() -> list[str]:
+    return [one.chosen for one in precision_shim.status().decisions]
+
+
+CASES = list(itertools.product(TRAINER, ("fp16", "bf16", "fp32", AUTO, FP8)))
+
+
+@pytest.mark.parametrize(("trainer", "computes"), CASES)
+@pytest.mark.parametrize("setting", ["tell", "follow"])
+def test_follow_writes_whatever_stands_there(setting: str, trainer: str, computes: str) -> None:
+    precision_shim.install(settings={"rollout": setting, "log": "quiet"})
+    wrote: list[tuple[str, str]] = []
+    asked = TRAINER[trainer], [rollout(computes)]
+    follows = setting == "follow" and computes not in (trainer, FP8)
+    lost = trainer == "fp16" and computes in ("bf16", AUTO) and not follows
+
+    def act() -> None:
+        report_engines(WHERE, *asked, lambda key, name: wrote.append((key, name)))
+
+    if lost:
+        with pytest.warns(PrecisionShimWarning, match=r"toyfw 1.0: the actor computes in fp16"):
+            act()
+    else:
+        act()
+    assert wrote == ([("rollout.dtype", NAMES[trainer])] if follows else [])
+    *keys, chosen = decided()
+    replaced = f"rollout.dtype: {NAMES.get(computes, computes)} -> {NAMES[trainer]}"
+    assert keys == [replaced] * follows
+    assert ("as the actor" in chosen) is (follows or computes == trainer)
+    problems, notes = problems_of(
+        WHERE, *asked, resolve(settings={"rollout": setting}, environ={}), on=True
+    )
+    assert bool(problems) is lost
+    found = precision_shim.status().decisions
+    assert notes == [
+        f"{one.subject}: rollout-agreement: {one.chosen} ({one.because})" for one in found
+    ]
+
+
+def test_one_decision_has_all_keys_that_follow_replaces() -> None:
+    precision_shim.install(strict=True, settings={"rollout": "follow", "log": "quiet"})
+    others = [
+        Engine("ref", "bf16", "ref.dtype"),
+        rollout("bf16"),
+        Engine("teacher", "bf16", ""),  # no key sets its dtype
+        Engine("teacher", "fp32", "teacher.dtype", "float32", follows=False),
+    ]
+    with pytest.raises(UnsupportedPrecisionError, match="Train in bf16"):
+        report_engines(WHERE, TRAINER["fp16"], others, lambda key, name: None)
+    first = precision_shim.status().decisions[0]
+    assert first.subject == "dtype keys"
+    assert first.chosen == "ref.dtype: not set -> float16; rollout.dtype: bfloat16 -> float16"
+    assert first.because == "PRECISION_SHIM_ROLLOUT=follow"
+    assert decided()[1:3] == ["fp16, as the actor"] * 2
+
+
+def test_a_model_that_vllm_refuses_in_fp16_does_not_follow() -> None:
+    precision_shim.install(settings={"rollout": "follow", "log": "quiet"})
+    others = [rollout("bf16"), Engine("ref", "bf16", "ref.dtype")]
+    wrote: list[str] = []
+    with pytest.warns(PrecisionShimWarning, match="Train in bf16"):
+        report_engines(WHERE, TRAINER["fp16"], others, lambda key, _: wrote.append(key), "gemma2")
+    assert wrote == ["ref.dtype"]
+
+
+def test_strict_raises_with_every_engine_that_disagrees() -> None:
+    precision_shim.install(strict=True, settings={"log": "quiet"})
+    ref = Engine("ref", "bf16", "ref.dtype")
+    with pytest.raises(UnsupportedPrecisionError) as caught:
+        report_engines(WHERE, TRAINER["fp16"], [ref, rollout("bf16")], lambda key, name: None)
+    text = str(caught.value)
+    assert "Write ref.dtype=float16" in text
+    assert "Write rollout.dtype=float16" in text
+    assert len(decided()) == 2  # status() has them, too
+
+
+def test_strict_lets_a_bf16_trainers_choice_pass() -> None:
+    precision_shim.install(strict=True, settings={"log": "quiet"})
+    report_engines(WHERE, TRAINER["bf16"], [rollout("fp16")], None)
+    assert decided() == ["fp16 beside the actor's bf16"]
+
+
+def test_nothing_is_written_where_the_config_was_copied() -> None:
+    precision_shim.install(settings={"rollout": "follow", "log": "quiet"})
+    with pytest.warns(PrecisionShimWarning):
+        report_engines(WHERE, TRAINER["fp16"], [rollout("bf16")], None)
+    assert decided() == ["bf16 beside the actor's fp16"]
+
+
+def test_what_was_written_is_not_said_twice() -> None:
+    precision_shim.install(settings={"rollout": "follow", "log": "quiet"})
+    report_engines(WHERE, TRAINER["fp16"], [rollout("bf16")], lambda key, name: None)
+    report_engines(WHERE, TRAINER["fp16"], [rollout("fp16")], lambda key, name: None)
+    assert decided() == ["rollout.dtype: bfloat16 -> float16", "fp16, as the actor"]
+
+
+def test_the_plan_writes_nothing_where_the_feature_is_off() -> None:
+    settings = resolve(settings={"rollout": "follow"}, environ={})
+    asked = WHERE, TRAINER["fp16"], [rollout("bf16")], settings
+    assert problems_of(*asked, on=True)[0] == []
+    (problem,), _ = problems_of(*asked, on=False)
+    assert (problem.code, problem.key) == ("rollout-dtype", "rollout.dtype")
+    assert problem.remedy.startswith("Write rollout.dtype=float16")
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        ("fp16", "float16"),
+        (" Half ", "float16"),
+        ("torch.bfloat16", "bfloat16"),
+        ("BF16", "bfloat16"),
+        ("float", "float32"),
+        (torch.float32, "float32"),
+        ("auto", "auto"),
+    ],
+)
+def test_names(value: object, name: str) -> None:
+    assert engine_name(value, "rollout.dtype", WHERE) == name
+
+
+@pytest.mark.parametrize("value", ["fp8", "flaot16", "", None, "int8", torch.int8, "fp64"])
+def test_wrong_names(value: object) -> None:
+    with pytest.raises(DtypeError, match=r"toyfw 1.0: rollout.dtype=.*allowed: .*; and auto"):
+        engine_name(value, "rollout.dtype", WHERE)
+    assert engine_name("fp8", "p", WHERE, also=("auto", "fp8")) == "fp8"
+
+
+def test_keys_are_written_into_mappings_and_objects() -> None:
+    made = SimpleNamespace(kwargs=None, inner={"dtype": "bfloat16", "rest": SimpleNamespace()})
+    write_key(made, "kwargs.overrides.head", "float32")
+    write_key(made, "inner.dtype", "float16")
+    write_key(made, "inner.rest.dtype", "float32")
+    assert made.kwargs == {"overrides": {"head": "float32"}}
+    assert made.inner == {"dtype": "float16", "rest": SimpleNamespace(dtype="float32")}
+
+
+@pytest.mark.parametrize(
+    ("options", "rounded"),
+    [
+        ({"quantization": "awq"}, ("awq weights", "vllm.quantization=awq")),
+        ({"kv_cache_dtype": "fp8"}, ("fp8 KV cache", "vllm.kv_cache_dtype=fp8")),
+        ({"kv_cache_dtype": "float16"}, ("float16 KV cache", "vllm.kv_cache_dtype=float16")),
+        ({"kv_cache_dtype": "auto"}, ("", "")),
+        ({"kv_cache_dtype": "bfloat16"}, ("", "")),
+        ({"kv_cache_dtype": "float32"}, ("", "")),
+        ({"kv_cache_dtype": None, "quantization": ""}, ("", "")),
+    ],
+)
+def test_what_an_engine_keeps_in_fewer_bits(
+    options: dict[str, Any], rounded: tuple[str, str]
+) -> None:
+    assert with_rounded(rollout("bf16"), options, "vllm").rounded == rounded

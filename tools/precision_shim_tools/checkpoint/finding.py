@@ -1,0 +1,132 @@
+"""Find the checkpoints in a directory, with their framework and models. Needs no torch."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from precision_shim.errors import CheckpointUnreadableError
+from precision_shim.process.registry import checkpoints
+
+from .layout import CheckpointPart
+from .tensors import reading
+from .units import DCP, MEGATRON, SAFETENSORS, SHARDS, kind_of, read_unit
+
+__all__ = ["read_units", "search"]
+
+_GIVE = "Give the directory of a run, of a step, of a model, or of its files."
+
+_DEPTH = 5
+"""Maximum number of nested directories in which a model's files are searched."""
+
+_ORDER = (MEGATRON, DCP, SHARDS, SAFETENSORS)
+"""Kinds of files, from the most to the least likely to contain a model's optimizer states."""
+
+
+def search(path: Path) -> tuple[Path, list[tuple[Path, str]]]:
+    """Search the directories that contain a checkpoint's files; in a run, in the last step only.
+
+    Args:
+        path: the directory of a run, of a step, of a model, or of the files themselves.
+
+    Returns:
+        The directory that was searched, and each directory with files, with the kind of the files.
+
+    Raises:
+        CheckpointUnreadableError: the checkpoint is missing or incomplete; the message has a
+            remedy.
+    """
+    if not path.is_dir():
+        raise CheckpointUnreadableError(f"{path}: there is no such directory. {_GIVE}")
+    with reading(path):
+        top = _last_step(path) or path
+        found = _units_in(top, _DEPTH, set())
+    if not found:
+        raise CheckpointUnreadableError(f"{top}: it has no checkpoint of a known kind. {_GIVE}")
+    return top, found
+
+
+def read_units(
+    top: Path, found: list[tuple[Path, str]], framework: str | None
+) -> list[CheckpointPart]:
+    """Read the files that were found, model by model.
+
+    Args:
+        top: the directory that was searched.
+        found: see ``search``.
+        framework: the framework that wrote the checkpoint; ``None`` to infer the framework from
+            the directories' names.
+
+    Raises:
+        CheckpointUnreadableError: the checkpoint is incomplete or damaged.
+    """
+    whose = framework or _framework_of(top)
+    parts: dict[Path, list[tuple[Path, str]]] = {}
+    for directory, kind in found:
+        parts.setdefault(_model_of(directory, top) or top, []).append((directory, kind))
+    return [_part(whose, folder, units) for folder, units in sorted(parts.items())]
+
+
+def _part(framework: str, path: Path, found: list[tuple[Path, str]]) -> CheckpointPart:
+    kind = min((kind for _, kind in found), key=_ORDER.index)
+    units = tuple(read_unit(folder, its) for folder, its in sorted(found) if its == kind)
+    names = [path.name, *(parent.name for parent in path.parents)][: _DEPTH + 1]
+    subject = next((name for name in names if name in _models()), "")
+    beside = tuple(unit for unit in sorted(found) if unit[1] != kind)
+    return CheckpointPart(framework, subject, path, units, kind, beside)
+
+
+def _models() -> set[str]:
+    return {name for row in checkpoints().values() for name in row.models}
+
+
+def _units_in(path: Path, depth: int, seen: set[Path]) -> list[tuple[Path, str]]:
+    real = path.resolve()  # links may form a cycle
+    if real in seen:
+        return []
+    seen.add(real)
+    kind = kind_of(path)
+    if kind is not None:
+        return [(path, kind)]
+    units = []
+    if depth:
+        for entry in sorted(path.iterdir()):
+            if entry.is_dir() and not entry.name.startswith("."):
+                units += _units_in(entry, depth - 1, seen)
+    return units
+
+
+def _last_step(path: Path) -> Path | None:
+    """Return the directory in a run's directory that has the highest step's number."""
+    steps = {
+        path / name: int(match[1])
+        for name in os.listdir(path)
+        for row in checkpoints().values()
+        if (match := re.fullmatch(row.steps, name)) and (path / name).is_dir()
+    }
+    return max(steps, key=lambda step: steps[step], default=None)
+
+
+def _framework_of(path: Path) -> str:
+    """Return the framework whose directory names match; empty if none or several match."""
+    fits = {}
+    whole = path.absolute()
+    for name, row in checkpoints().items():
+        for step in (whole, *whole.parents):
+            if re.fullmatch(row.steps, step.name):
+                models = [model for model in row.models if (step / model).is_dir()]
+                if models or not row.models:
+                    fits[name] = len(models)
+                break
+    best = [name for name, count in fits.items() if count == max(fits.values())]
+    return best[0] if len(best) == 1 else ""
+
+
+def _model_of(directory: Path, top: Path) -> Path | None:
+    for parent in (directory, *directory.parents):
+        if parent.name in _models():
+            return parent
+        if parent == top:
+            break
+    return None

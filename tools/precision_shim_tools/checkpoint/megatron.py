@@ -1,0 +1,335 @@
+"""Predict how a job would resume a Megatron checkpoint, with and without the shim's load seams.
+
+With the shim in force, the prediction uses the rules of ``checkpoint``'s seams
+(``precision_shim.precision.continuing``). Without the shim, the prediction follows Megatron's own
+treatment of the stored dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import version_of
+from precision_shim.precision.continuing import how_read, master_is_lost, moment_becomes
+from precision_shim.precision.dtypes import name_of, parse_dtype
+from precision_shim.precision.model import TrainableDtypes
+from precision_shim_adapters.megatron.checkpoints import cpu_offload
+from precision_shim_adapters.megatron.checkpoints.keys import KEEPING, KEYED, OFFLOADED
+from precision_shim_adapters.megatron.installed import fused_adam_support
+from precision_shim_adapters.megatron.policy.legality import REMAINDERS_SINCE, release
+from precision_shim_adapters.megatron.policy.optimizer_plan import plan_optimizer
+from precision_shim_adapters.megatron.policy.requested import (
+    DISPATCH,
+    KEYS,
+    PRECISION_AWARE,
+    STATES,
+    RequestedConfig,
+    what_is_in_force,
+)
+
+from .layout import (
+    EXACT,
+    EXP_AVG,
+    EXP_AVG_SQ,
+    FAILS,
+    FRESH,
+    MASTER,
+    MISREAD,
+    NOT_HERE,
+    NUMBERS,
+    OTHER,
+    REFUSED,
+    REMAINDERS,
+    UNKNOWN,
+    CheckpointPart,
+    Outcome,
+    halves,
+)
+from .prediction import Here
+
+_TAKES_PADDING = (0, 17)
+"""The first megatron-core release whose ``_set_main_param_and_optimizer_states`` skips entries
+other than tensors."""
+
+_OFFLOAD, _SHARE = "optimizer_cpu_offload", "optimizer_offload_fraction"
+
+_STEPPED = ".master_param"
+"""Suffix of keys in ``dp_reshardable`` checkpoints for the parameters' copies that an optimizer for
+CPU offload updates; a precision-aware optimizer has no such keys."""
+
+BUCKET = "grad_reduce_in_fp32"
+"""The field of Megatron's DDP config with which a job may set the bucket's dtype."""
+
+
+@dataclass(frozen=True)
+class Live:
+    """The optimizer that a resumed job would have.
+
+    Attributes:
+        precision_aware: whether FusedAdam keeps master weights and moments.
+        remainders: whether FusedAdam keeps remainders instead of whole master weights.
+        moments: the dtype of ``exp_avg`` and of ``exp_avg_sq``.
+        params: the parameters' dtype.
+        problem: why the optimizer cannot be built; empty if it can.
+        on_host: the fraction of states that Megatron offloads to the CPU; ``None`` without the
+            optimizer for CPU offload.
+        asked_aware: whether the config has ``use_precision_aware_optimizer``, even if CPU offload
+            makes it ineffective.
+        torchs_adam: whether Megatron steps with torch's Adam, because there is no FusedAdam.
+    """
+
+    precision_aware: bool
+    remainders: bool
+    moments: Mapping[str, str]
+    params: str
+    problem: str = ""
+    on_host: float | None = None
+    asked_aware: bool = False
+    torchs_adam: bool = False
+
+
+def assume_fields(part: CheckpointPart, here: Here) -> dict[str, Any]:
+    """The fields of the job's config; without a config, the fields that the checkpoint implies."""
+    fields = dict(here.config or {})
+    if here.config is None and part.masters in (REMAINDERS, NUMBERS):
+        fields[PRECISION_AWARE] = True
+    # Megatron loads states into an optimizer for CPU offload only if the config is precision-aware.
+    if here.config is None and OFFLOADED in part.facts:
+        share = part.facts[OFFLOADED]
+        fields |= {_OFFLOAD: True, _SHARE: share, PRECISION_AWARE: True}
+    if "adam_beta2" in part.facts:
+        fields.setdefault("adam_beta2", part.facts["adam_beta2"])
+    return {**fields, **here.instead}
+
+
+def assume_requested(part: CheckpointPart, here: Here, where: str, subject: str) -> RequestedConfig:
+    """Derive the ``RequestedConfig`` of a resuming job whose config has Megatron's own field names.
+
+    Args:
+        part: the checkpoint.
+        here: the job's settings; ``here.config`` has fields of Megatron's OptimizerConfig, and may
+            have ``grad_reduce_in_fp32``.
+        where: framework and config key, for messages.
+        subject: the model's name, such as ``"actor"``.
+    """
+    fields = assume_fields(part, here)
+    bucket = fields.pop(BUCKET, None)
+    return RequestedConfig(
+        where=where,
+        subject=subject,
+        asked=fields,
+        declared=find_params_dtype(part),
+        bucket_in_fp32=None if bucket is None else bool(bucket),
+    )
+
+
+def find_params_dtype(part: CheckpointPart) -> torch.dtype:
+    """The parameters' dtype, or bf16 if the checkpoint does not show the dtype."""
+    return parse_dtype(part.params_dtype or "") or torch.bfloat16
+
+
+def predict_resume(
+    framework: str,
+    part: CheckpointPart,
+    here: Here,
+    wishes: RequestedConfig,
+    *,
+    mends_offload: bool = False,
+) -> Outcome:
+    """Predict how a job would resume a checkpoint.
+
+    Args:
+        framework: the job's framework.
+        part: the checkpoint.
+        here: the job's settings.
+        wishes: the settings in the job's config.
+        mends_offload: whether the framework itself, such as SkyRL, patches Megatron's load of an
+            optimizer for CPU offload.
+    """
+    half = halves(part)
+    if half is not None:
+        return half
+    if part.masters == UNKNOWN:
+        return Outcome(NOT_HERE, "the values of its masters cannot be read, and nothing else tells")
+    holds = partial(here.in_force, framework)
+    live = _live(wishes, part, here, holds)
+    if live.problem:
+        return Outcome(FAILS, f"the optimizer cannot be built: {live.problem}")
+    if not holds(DISPATCH, KEYS):  # Megatron compares the keys before it reads a state
+        stored, bucket = part.facts.get("bucket"), wishes.bucket_in_fp32
+        wanted = None if bucket is None else "fp32" if bucket else live.params
+        if part.facts.get("sharding") in KEYED and wanted not in (None, stored):
+            return Outcome(
+                FAILS, f"its keys name a {stored} gradient bucket, and the job has a {wanted} one"
+            )
+    counting = any(holds(feature, cpu_offload.GROUP) for feature in cpu_offload.FEATURES)
+    shimmed = holds(DISPATCH, STATES)
+    if live.torchs_adam and part.facts.get("sharding"):
+        return Outcome(
+            REFUSED if shimmed else FAILS,
+            "Megatron would step with torch's Adam, and cannot load its states: TransformerEngine "
+            "is not installed",
+        )
+    return (
+        _cannot_count(part, live, counting, mends_offload)
+        or (None if counting else _judge_left_out(part, live, mends_offload))
+        or (_masters_with_shim(part, live) if shimmed else _masters_without(part, live))
+        or _moments(part, live, shimmed)
+        or _scaler(part, live)
+        or _go_on(part, live)
+    )
+
+
+def predict_by_flags(part: CheckpointPart, here: Here) -> Outcome:
+    """Predict how a trainer with Megatron's own flags would resume a checkpoint."""
+    framework = part.framework
+    wishes = assume_requested(part, here, f"{framework}, flags", part.subject or "actor")
+    return predict_resume(framework, part, here, wishes)
+
+
+def _live(wishes: RequestedConfig, part: CheckpointPart, here: Here, holds: Any) -> Live:
+    dtype = find_params_dtype(part)
+    now = what_is_in_force(here.settings, holds, fused_adam_support())
+    fields = plan_optimizer(wishes, TrainableDtypes({dtype: 1}), now).fields
+    asked_aware, offloads = bool(fields.get(PRECISION_AWARE)), fields.get(_OFFLOAD)
+    aware = asked_aware and not offloads
+    on_host = float(fields.get(_SHARE) or 0.0) if offloads else None
+    params = name_of(dtype)
+
+    def named(key: str) -> str:
+        value = fields.get(key)
+        value = parse_dtype(value) if isinstance(value, str) else value
+        return name_of(value) if aware and isinstance(value, torch.dtype) else "fp32"
+
+    remainders = (
+        aware
+        and params == "bf16"
+        and (now.support.version or ()) >= REMAINDERS_SINCE
+        and fields.get("store_param_remainders", True)
+        and named("main_params_dtype") == "fp32"
+    )
+    moments = {EXP_AVG: named("exp_avg_dtype"), EXP_AVG_SQ: named("exp_avg_sq_dtype")}
+    problem = now.support.problem if aware else ""
+    torchs = not offloads and now.support.version is None and find_spec("apex") is None
+    return Live(aware, bool(remainders), moments, params, problem, on_host, asked_aware, torchs)
+
+
+def _cannot_count(part: CheckpointPart, live: Live, shimmed: bool, mended: bool) -> Outcome | None:
+    """The outcome if CPU offload makes the load fail or lose the step count; else ``None``."""
+    written = OFFLOADED in part.facts
+    uncounted = written and not part.facts["counted"]
+    plain = live.on_host is not None and not live.asked_aware
+    fails = "Megatron loads nothing into an optimizer for CPU offload that is not precision-aware"
+    lacking = "it has no step count, and the optimizer would count from 1 again"
+    if part.facts.get("names_classes") and not mended:
+        return Outcome(FAILS, "its common state names classes, and torch does not load these")
+    if plain and not mended:
+        return Outcome(FAILS, fails)
+    if uncounted and shimmed:
+        return Outcome(REFUSED, lacking)
+    if plain:
+        stepped = any(tensor.name.endswith(_STEPPED) for tensor in part.held.get(OTHER, ()))
+        if not stepped or not (live.on_host == 1.0 or (uncounted and live.on_host == 0.0)):
+            return Outcome(FAILS, f"{fails} and partly on the GPU, or from such a form")
+    return Outcome(MISREAD, lacking) if uncounted else None
+
+
+def _judge_left_out(part: CheckpointPart, live: Live, mended: bool) -> Outcome | None:
+    """The outcome if the inner optimizers would not receive all states; otherwise ``None``."""
+    sharding = part.facts.get("sharding")
+    if live.on_host is None:
+        return None
+    if sharding == "dp_reshardable" and not mended:
+        return Outcome(MISREAD, "the optimizer on the host would count its steps from 1 again")
+    if sharding == "dp_zero_gather_scatter":
+        return Outcome(MISREAD, "the stepped masters would be those of a step on random gradients")
+    if live.on_host < 1.0:
+        return Outcome(MISREAD, "FusedAdam would take each step as the one after the checkpoint")
+    return None
+
+
+def _masters_with_shim(part: CheckpointPart, live: Live) -> Outcome | None:
+    for name in (MASTER, *live.moments):
+        for stored in part.dtypes(name):
+            if how_read(stored, "fp32", master=name == MASTER) == "cast":
+                return Outcome(REFUSED, f"its {name} is {stored}, and would be cast to fp32")
+    numbers = part.masters == NUMBERS
+    for stored in part.dtypes(MASTER):
+        if master_is_lost(
+            stored, lambda: numbers, precision_aware=live.precision_aware, params=live.params
+        ):
+            return Outcome(
+                REFUSED,
+                "its masters are int16 remainders without their dtype: they cannot be turned back "
+                "into weights for certain",
+            )
+    return None
+
+
+def _masters_without(part: CheckpointPart, live: Live) -> Outcome | None:
+    sharding, remainders = part.facts.get("sharding"), part.masters == REMAINDERS
+    if (
+        live.precision_aware
+        and sharding == "dp_reshardable"
+        and release(version_of("megatron-core", ("megatron",)) or "") < _TAKES_PADDING
+    ):
+        # Before 0.17 Megatron passes a bool named 'padding' to FusedAdam.
+        return Outcome(FAILS, "this Megatron cannot load a precision-aware optimizer in this form")
+    if live.remainders and not remainders:
+        if sharding in KEEPING:
+            return Outcome(
+                MISREAD, f"its masters, {part.masters}, would be cast to int16 remainders"
+            )
+        return Outcome(FAILS, "FusedAdam keeps int16 remainders, and takes no fp32 masters")
+    if part.masters == NUMBERS:
+        return Outcome(MISREAD, "remainders that were stored as numbers would become the weights")
+    if remainders and not live.remainders:
+        return Outcome(MISREAD, "its int16 remainders would be cast, and become the weights")
+    return None
+
+
+def _moments(part: CheckpointPart, live: Live, shimmed: bool) -> Outcome | None:
+    rounded, scaled = [], None
+    for name, kept in live.moments.items():
+        fits = kept in part.moments.get(name, ())
+        becomes = moment_becomes(kept, partial(bool, fits))
+        if becomes == "rounded":
+            rounded.append(name)
+        elif becomes == "scaled":
+            scaled = Outcome(MISREAD, f"{name} in {kept} gets a scale that is computed anew")
+    names = " and ".join(rounded)
+    if rounded and shimmed:
+        return Outcome(REFUSED, f"its {names} hold fp32 values that would be rounded to bf16")
+    if rounded:
+        return Outcome(MISREAD, f"its fp32 {names} would be rounded without a word")
+    return scaled
+
+
+def _go_on(part: CheckpointPart, live: Live) -> Outcome:
+    masters = "int16 remainders" if part.masters == REMAINDERS else "fp32 masters"
+    kept = "fp32"
+    if live.precision_aware:
+        kept = "int16 remainders" if live.remainders else "fp32 masters"
+        kept += f", exp_avg {live.moments[EXP_AVG]}, exp_avg_sq {live.moments[EXP_AVG_SQ]}"
+    return Outcome(EXACT, f"{masters} and moments go on in {kept}")
+
+
+def _scaler(part: CheckpointPart, live: Live) -> Outcome | None:
+    """The outcome for Megatron's own scaler; ``None`` if it continues from the checkpoint."""
+    if live.params != "fp16":
+        return None
+    if part.scaler.state == "damaged":
+        return Outcome(FAILS, f"the loss scaler's state is damaged: {part.scaler.text}")
+    if part.scaler.state == "none":
+        return Outcome(FRESH, "it has no loss scaler's state: the scale begins anew")
+    if part.facts.get("scalers_differ"):
+        return Outcome(
+            FRESH, "its dense and expert optimizers have different scales: all go on with the first"
+        )
+    return None

@@ -1,0 +1,116 @@
+"""Read Megatron's distributed checkpoints for ``precision-shim checkpoint``.
+
+From param groups with the key ``OFFLOADED`` ``fill_part`` derives ``counted`` (whether all of these
+groups have a step count) and ``names_classes`` (whether a ``common.pt`` has such groups; torch
+refuses to load the classes that its pickle names).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import struct
+from typing import Any
+
+from precision_shim.files.metadata import dtype_name
+from precision_shim.files.pickles import dicts_in
+from precision_shim_adapters.megatron.checkpoints.keys import (
+    DTYPES_IN_KEY,
+    OFFLOADED,
+    is_master,
+    is_optimizers,
+)
+
+from .layout import EXP_AVG, EXP_AVG_SQ, MASTER, OTHER, PARAMS, CheckpointPart
+from .tensors import Archive
+from .units import Unit
+
+_STATE = re.compile(r"(?:^|\.)(?:state\.|bucket_idx_\d+\.)(param|fp32_param|exp_avg_sq|exp_avg)\b")
+_COMPONENT = {
+    "param": MASTER,
+    "fp32_param": MASTER,
+    "exp_avg": EXP_AVG,
+    "exp_avg_sq": EXP_AVG_SQ,
+}
+_NO_WEIGHTS = ("rng_state", "rerun_state", "opt_param_scheduler", "iteration")
+
+
+def fill_part(unit: Unit, part: CheckpointPart) -> None:
+    """Add the tensors and settings of a Megatron distributed checkpoint to a ``Part``."""
+    for key, tensor in unit.tensors.items():
+        part.add(_component_of(key), tensor)
+        dtypes = DTYPES_IN_KEY.search(key) if is_optimizers(key) else None
+        if dtypes is not None:
+            _note_dtypes(part, dtypes[1], dtypes[2])
+    archives = list(unit.common)
+    for key, make in unit.objects.items():
+        last = key.rpartition(".")[2].partition("/")[0]
+        if is_optimizers(key) and last == "param_state":
+            _take_gathered(make(), part)
+        elif is_optimizers(key) and last in ("optimizer", "grad_scaler"):
+            archives.append(make())
+    for archive in archives:
+        common = archive in unit.common
+        if common and (sharding := _sharding_of(archive.tree)):
+            part.facts["sharding"] = sharding
+        _take_settings(archive, part, common=common)
+
+
+def _component_of(key: str) -> str:
+    if not is_optimizers(key):
+        weights = "_extra_state" not in key and not key.startswith(_NO_WEIGHTS)
+        return PARAMS if weights else OTHER
+    match = _STATE.search(key)
+    if match is not None:
+        return _COMPONENT[match[1]]
+    return MASTER if is_master(key) else OTHER  # keys of one sharding type end in ".param"
+
+
+def _sharding_of(tree: Any) -> str | None:
+    """Return the optimizer's own sharding type, or else that of the checkpoint's metadata."""
+    for name in ("param_state_sharding_type", "distrib_optim_sharding_type"):
+        for found in dicts_in(tree):
+            if isinstance(found.get(name), str):
+                sharding: str = found[name]
+                return sharding
+    return None
+
+
+def _take_settings(archive: Archive, part: CheckpointPart, *, common: bool) -> None:
+    """Add the settings in the common state, or in another object of the optimizer."""
+    for found in dicts_in(archive.tree):
+        if isinstance(found.get("betas"), (tuple, list)):
+            part.facts["adam_beta2"] = float(found["betas"][1])
+        if OFFLOADED in found:
+            part.facts[OFFLOADED] = float(found[OFFLOADED])
+            part.facts["counted"] = part.facts.get("counted", True) and "step" in found
+            if common and isinstance(archive.tree, dict):
+                part.facts["names_classes"] = True
+        if "growth_tracker" in found:
+            part.scalers.append({**found, "scale": _number(archive, found.get("scale"))})
+
+
+def _note_dtypes(part: CheckpointPart, params: str, bucket: str) -> None:
+    part.facts["params"] = dtype_name(params)
+    part.facts["bucket"] = dtype_name(bucket)
+
+
+def _take_gathered(archive: Archive, part: CheckpointPart) -> None:
+    """Add all ranks' states from one object of the form ``{index: {dtypes: {state: tensor}}}``."""
+    for keys, tensor in archive.tensors():
+        for key in keys:
+            if isinstance(key, tuple):
+                _note_dtypes(part, *(dtype.kind for dtype in key))
+        name = f"param_state.{tensor.name}"
+        part.add(_COMPONENT.get(str(keys[-1]), OTHER), dataclasses.replace(tensor, name=name))
+
+
+def _number(archive: Archive, value: Any) -> float | None:
+    """Return a number, or the value of an fp32 tensor of one element; ``None`` for other values."""
+    if isinstance(value, (int, float)):
+        return float(value)
+    for _, tensor in archive.tensors([value]):
+        if (tensor.dtype, tensor.elements) == ("fp32", 1):
+            number: float = struct.unpack("<f", tensor.parts[0](4))[0]
+            return number
+    return None

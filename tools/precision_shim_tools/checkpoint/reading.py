@@ -1,0 +1,226 @@
+"""Read the content of a checkpoint, model by model.
+
+If torch is installed, samples of masters and moments are read too. Only the values show whether
+fp32 masters are really remainders (int16 low bits), and whether fp32 moments were in bf16 before.
+"""
+
+from __future__ import annotations
+
+import math
+import pkgutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from precision_shim.errors import CheckpointUnreadableError, ScalerCheckpointError
+from precision_shim.files.pickles import dicts_in
+from precision_shim.precision.belonging import files_beneath, fingerprints, foreign
+from precision_shim.precision.scaler_record import (
+    FILE_NAME,
+    KIND,
+    bad_record,
+    parse,
+    parse_bytes,
+    read_record,
+    state_of,
+)
+from precision_shim.process.registry import checkpoint_readers
+
+from .finding import read_units, search
+from .layout import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MASTER,
+    NUMBERS,
+    OTHER,
+    PARAMS,
+    REMAINDERS,
+    UNKNOWN,
+    WHOLE,
+    CheckpointPart,
+    Scaler,
+)
+from .tensors import Tensor
+from .units import Unit, read_unit
+
+__all__ = ["read_parts"]
+
+_RECORD_KEY = "precision_shim_scaler"
+_SAMPLE = 64 << 20
+"""Maximum number of bytes that are read of a component; a smaller component is read whole."""
+
+
+def read_parts(path: str | Path, framework: str | None = None) -> list[CheckpointPart]:
+    """Read a checkpoint's models.
+
+    Raises:
+        CheckpointUnreadableError: there is no checkpoint, or it is incomplete or damaged.
+    """
+    top, found = search(Path(path))
+    try:
+        parts = read_units(top, found, framework)
+        for part in parts:
+            if top != Path(path):
+                part.notes.append(f"the last of the steps there: {top.name}")
+            _sort(part)
+        if not any(part.held for part in parts):
+            raise CheckpointUnreadableError(f"{path}: its files hold no tensor.")
+    except Exception as error:  # a damaged or foreign file may cause any error
+        what = str(error)
+        if not isinstance(error, CheckpointUnreadableError):
+            why = f"{type(error).__name__}: {error}"
+            what = f"{path}: a checkpoint in a form that is not known ({why})."
+        raise CheckpointUnreadableError(
+            f"{what} Take another checkpoint or bring what is damaged or missing back from a copy."
+        ) from error
+    return parts
+
+
+def _sort(part: CheckpointPart) -> None:
+    readers = checkpoint_readers(part.framework)
+    for unit in part.units:
+        place = readers.get(unit.kind)
+        take = pkgutil.resolve_name(place) if place else _take
+        take(unit, part)
+    for directory, kind in part.beside:
+        if not part.held.get(PARAMS):
+            _take(read_unit(directory, kind), part)
+    part.scaler = _scaler_of(part)
+    _look_at_values(part)
+
+
+_OPTIMIZERS = ("optim", "optimizer", "optimizers")
+
+
+def _take(unit: Unit, part: CheckpointPart) -> None:
+    """Sort tensors into components by words in their keys, such as ``exp_avg``."""
+    for key, tensor in unit.tensors.items():
+        words = key.split(".")
+        if words[-1] == _RECORD_KEY:
+            continue
+        if words[-1] in (EXP_AVG, EXP_AVG_SQ):
+            part.add(words[-1], tensor)
+        elif words[-1] in ("master_param", "master_weight"):
+            part.add(MASTER, tensor)
+        elif words[0] in _OPTIMIZERS or unit.path.name in _OPTIMIZERS:
+            part.add(OTHER, tensor)
+        else:
+            weights = tensor.dtype[:2] in ("fp", "bf", "fl") and not words[-1].startswith("_")
+            part.add(PARAMS if weights and "train_state" not in words else OTHER, tensor)
+
+
+def _scaler_of(part: CheckpointPart) -> Scaler:
+    """Check all records of the loss scaler, by the rules of a resume."""
+    states, found = set(), []
+    for where, read, files, all_named in _records_of(part):
+        try:
+            record = read()
+            saved = read_record(record, where)
+        except ScalerCheckpointError as error:
+            why = str(error).removeprefix(f"{where}: ").partition(". ")[0]
+            return Scaler("damaged", where, why)
+        states.add(state_of(record))
+        named = saved.files or {}
+        beside = {name: file for name, file in files.items() if all_named or name in named}
+        found.append((where, saved, beside))
+    if not found:
+        return _judge_native(part)
+    if len(states) > 1:
+        return Scaler("damaged", found[0][0], "the ranks' files hold different states")
+    for where, saved, beside in found:
+        others = [] if saved.files is None else foreign(saved.files, fingerprints(beside))
+        if others:
+            text = f"{others[0]} is not the file that it was written with"
+            return Scaler("of another save", where, text, saved)
+    where, saved, _ = found[0]
+    text = f"scale {saved.scale:g}, {saved.growth_tracker} good steps, {saved.skipped} skipped"
+    return Scaler("whole", where, text, saved)
+
+
+def _records_of(
+    part: CheckpointPart,
+) -> Iterator[tuple[str, Callable[[], object], dict[str, str], bool]]:
+    """Yield each record's place, a function that reads it, and the files beside it.
+
+    The fourth item is whether the record names all of these files; a rank's own file has a record
+    that names only the files of this rank.
+    """
+    places = {unit.path for unit in part.units} | {unit.path.parent for unit in part.units}
+    places |= {part.path, *(place / "optimizer" for place in (*places, part.path))}
+    for directory in sorted(places):
+        file = directory / FILE_NAME
+        if file.is_file():
+            text = file.read_text(encoding="utf-8", errors="replace")
+            yield str(file), partial(parse, text, str(file)), files_beneath(directory), True
+            return
+    for unit in part.units:
+        for key in (*unit.tensors, *unit.objects):
+            if key.rpartition(".")[2] == _RECORD_KEY:
+                where = f"{unit.path} ({key})"
+                yield where, partial(_of_tensor, unit.tensors.get(key), where), {}, False
+                return
+        for archive in unit.common:
+            beside = files_beneath(archive.path.parent)
+            for record in _records_in(archive.tree):
+                yield str(archive.path), partial(dict, record), beside, False
+
+
+def _of_tensor(tensor: Tensor | None, where: str) -> object:
+    if tensor is None or tensor.dtype != "uint8":
+        what = "an object" if tensor is None else f"a tensor of {tensor.dtype}"
+        raise bad_record(where, f"{what} where a tensor of bytes was expected")
+    content = b"".join(part(tensor.elements) for part in tensor.parts)
+    return parse_bytes(content, where)
+
+
+def _records_in(tree: Any) -> Iterator[dict[str, Any]]:
+    def has_one(node: dict[Any, Any]) -> bool:
+        return node.get("kind") == KIND or _RECORD_KEY in node
+
+    for node in filter(has_one, dicts_in(tree, leave=has_one)):
+        record = node if node.get("kind") == KIND else node[_RECORD_KEY]
+        yield record if isinstance(record, dict) else {}
+
+
+_NATIVE = ("scale", "growth_tracker", "hysteresis_tracker")
+
+
+def _judge_native(part: CheckpointPart) -> Scaler:
+    """Check the framework's own scaler records, one for each chained optimizer."""
+    if not part.scalers:
+        return Scaler("none")
+    where = str(part.path)
+    states: set[tuple[Any, ...]] = {
+        tuple(scaler.get(name) for name in _NATIVE) for scaler in part.scalers
+    }
+    for state in states:
+        for name, value in zip(_NATIVE, state, strict=True):
+            if type(value) is not (float if name == "scale" else int):
+                return Scaler("damaged", where, f"its {name} is {value!r}")
+        if not 0.0 < state[0] < math.inf:
+            return Scaler("damaged", where, f"its scale is {state[0]!r}")
+    part.facts["scalers_differ"] = len(states) > 1
+    texts = (f"scale {a:g}, {b} good steps, hysteresis {c}" for a, b, c in sorted(states))
+    return Scaler("whole", where, "; ".join(texts))
+
+
+def _look_at_values(part: CheckpointPart) -> None:
+    masters = set(part.dtypes(MASTER))
+    if masters:
+        part.masters = REMAINDERS if masters == {"int16"} else UNKNOWN
+    if find_spec("torch") is None:
+        if part.masters == UNKNOWN:
+            part.notes.append("torch is not installed here: no values were looked at")
+        return
+    from .values import are_numbers, narrower
+
+    if part.masters == UNKNOWN:
+        numbers = are_numbers(part, _SAMPLE)
+        part.masters = UNKNOWN if numbers is None else NUMBERS if numbers else WHOLE
+    part.moments = {
+        name: narrower(part.held[name], _SAMPLE)
+        for name in (EXP_AVG, EXP_AVG_SQ)
+        if part.held.get(name)
+    }

@@ -1,0 +1,162 @@
+"""Describe the tensors in files (name, dtype, size), and read their first bytes, without torch."""
+
+from __future__ import annotations
+
+import io
+import os
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from precision_shim.errors import CheckpointUnreadableError
+from precision_shim.files.metadata import dtype_name
+from precision_shim.files.pickles import Made, read_pickle
+from precision_shim.precision.names import SIZES
+
+__all__ = ["Archive", "Tensor", "item_size", "reading"]
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Context manager: convert any error into an error that names the file.
+
+    Raises:
+        CheckpointUnreadableError: the file is missing or damaged.
+    """
+    try:
+        yield
+    except CheckpointUnreadableError:
+        raise
+    except FileNotFoundError:
+        raise CheckpointUnreadableError(f"{path}: it is missing.") from None
+    except OSError as error:
+        where, why = error.filename or path, error.strerror or error
+        raise CheckpointUnreadableError(f"{where}: it cannot be read ({why}).") from None
+    except Exception as error:  # a damaged file may cause any error
+        raise CheckpointUnreadableError(
+            f"{path}: it is damaged, cut off, or in a form that is not known ({error!r:.120})."
+        ) from None
+
+
+def item_size(dtype: str) -> int:
+    """Return an element's size in bytes; an unknown dtype's size is computed from its name."""
+    if dtype in SIZES:
+        return SIZES[dtype]
+    bits = "".join(c for c in dtype.partition("_")[0] if c.isdigit())
+    return max(1, int(bits) // 8) if bits else 1
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a checkpoint, with the shards of all ranks.
+
+    Attributes:
+        name: the tensor's key.
+        dtype: canonical name of the tensor's dtype.
+        elements: number of elements.
+        parts: a function for each piece of the tensor; ``parts[0](n)`` returns at most ``n`` bytes
+            from the beginning of the first piece. ``parts`` is empty if the bytes cannot be read
+            without torch.
+    """
+
+    name: str
+    dtype: str
+    elements: int
+    parts: tuple[Callable[[int], bytes], ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def bytes(self) -> int:
+        """Size of all elements, in bytes."""
+        return self.elements * item_size(self.dtype)
+
+
+_NO_DATA = ("_spec", "_mesh", "mesh")
+"""Fields of a DTensor whose tensors are not the DTensor's data."""
+
+
+class _UpTo(io.FileIO):
+    """A file that ends at ``end``: zipfile looks for an archive's beginning from its end."""
+
+    def __init__(self, path: Path, end: int | None) -> None:
+        super().__init__(path)
+        self._end = os.fstat(self.fileno()).st_size if end is None else end
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        if whence == os.SEEK_END:
+            return super().seek(self._end + offset)
+        return super().seek(offset, whence)
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = max(0, self._end - self.tell())
+        return super().read(left if size is None or size < 0 else min(size, left)) or b""
+
+
+class Archive:
+    """An archive of ``torch.save``: a zip file, whose pickle is read as plain data.
+
+    Attributes:
+        path: the file.
+        tree: the content of the pickle, as plain data.
+
+    Args:
+        path: the file.
+        end: the position in the file at which the archive ends; ``None`` for the file's end.
+
+    Raises:
+        CheckpointUnreadableError: the archive is missing or damaged.
+    """
+
+    def __init__(self, path: Path, end: int | None = None) -> None:
+        self.path = path
+        self._end = end
+        with self._open() as archive:
+            [name] = [name for name in archive.namelist() if name.endswith("data.pkl")]
+            self._root = name.removesuffix("data.pkl")
+            self.tree: Any = read_pickle(archive.read(name), str(path))
+
+    @contextmanager
+    def _open(self) -> Iterator[zipfile.ZipFile]:
+        with (
+            reading(self.path),
+            _UpTo(self.path, self._end) as file,
+            zipfile.ZipFile(file) as archive,
+        ):
+            yield archive
+
+    def tensors(self, tree: Any = None) -> list[tuple[tuple[Any, ...], Tensor]]:
+        """Return (keys, tensor) for each tensor in ``tree`` (default: the archive's tree)."""
+        with reading(self.path):
+            return list(self._tensors(self.tree if tree is None else tree, (), inside=False))
+
+    def _tensors(
+        self, node: Any, keys: tuple[Any, ...], *, inside: bool
+    ) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+        if isinstance(node, Made):
+            if node.kind == "torch._utils._rebuild_tensor_v2":
+                yield keys, self._tensor(keys, node)
+                return
+            node, inside = [node.arguments, node.state, node.items, node.members], True
+        if not isinstance(node, (dict, list, tuple)):
+            return
+        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+            if not inside:
+                yield from self._tensors(value, (*keys, key), inside=False)
+            elif key not in _NO_DATA:  # tensors inside of an object have the object's keys
+                yield from self._tensors(value, keys, inside=True)
+
+    def _tensor(self, keys: tuple[Any, ...], made: Made) -> Tensor:
+        (_, storage, label, *_), start, shape = made.arguments[:3]
+        dtype = dtype_name(storage.kind.rpartition(".")[2].removesuffix("Storage").lower())
+        elements, size = prod(int(size) for size in shape), item_size(dtype)
+        part = partial(self._read, label, start * size, elements * size)
+        return Tensor(".".join(map(str, keys)), dtype, elements, (part,))
+
+    def _read(self, label: str, start: int, size: int, most: int) -> bytes:
+        with self._open() as archive, archive.open(f"{self._root}data/{label}") as member:
+            member.seek(start)
+            return member.read(min(most, size))

@@ -1,0 +1,186 @@
+"""Read the files that contain a checkpoint's tensors, without torch.
+
+- torch's distributed checkpoints, including Megatron's, have ``.metadata`` and ``*.distcp`` files.
+- Each rank may have files of ``torch.save``, such as ``model_world_size_N_rank_I.pt``.
+- Of ``*.safetensors`` files only the headers are read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from pathlib import Path
+
+from precision_shim.errors import CheckpointUnreadableError
+from precision_shim.files.metadata import NAME, StoredTensor, dtype_name, read_metadata
+from precision_shim.files.pickles import Made
+from precision_shim.files.safetensors import read_header
+
+from .tensors import Archive, Tensor, reading
+
+__all__ = ["DCP", "MEGATRON", "SAFETENSORS", "SHARDS", "Unit", "kind_of", "read_unit"]
+
+MEGATRON, DCP, SHARDS, SAFETENSORS = "megatron", "dcp", "shards", "safetensors"
+
+_RANK_FILE = re.compile(r"(?P<what>\w+)_world_size_(?P<world>\d+)_rank_(?P<rank>\d+)\.pt")
+_COMMON_STATE = "common_state/shard_0_1"
+"""Key of Megatron's common state in ``.metadata`` since megatron-core 0.19; earlier versions write
+``common.pt`` (``load_common_state_dict`` in Megatron's ``dist_checkpointing/serialization.py``)."""
+
+
+@dataclass
+class Unit:
+    """A directory of files that were written together.
+
+    Attributes:
+        kind: ``MEGATRON``, ``DCP``, ``SHARDS`` or ``SAFETENSORS``.
+        path: the directory.
+        tensors: the tensors, by key, each with the shards of all ranks.
+        objects: maps the key of each object that is no tensor to a function that reads the object
+            as plain data (see the module ``pickles``).
+        common: archives of Megatron's common state (``common.pt``; with megatron-core 0.19 and
+            later an object in the ``.distcp`` files), or of each rank's extra state.
+        world_size: number of ranks if each rank wrote files of its own; otherwise ``None``.
+        lacking: the kinds in ``_TOGETHER`` of which the directory has no file.
+    """
+
+    kind: str
+    path: Path
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    objects: dict[str, Callable[[], Archive]] = field(default_factory=dict)
+    common: list[Archive] = field(default_factory=list)
+    world_size: int | None = None
+    lacking: tuple[str, ...] = ()
+
+
+def kind_of(path: Path) -> str | None:
+    """Return the kind of a directory's files, by their names; ``None`` if no known kind matches.
+
+    Raises:
+        CheckpointUnreadableError: the directory's checkpoint is incomplete.
+        OSError: the directory cannot be read.
+    """
+    names = {entry.name for entry in path.iterdir()}
+    if NAME in names:
+        return MEGATRON if names & {"common.pt", "metadata.json"} else DCP
+    if "common.pt" in names or any(name.endswith(".distcp") for name in names):
+        raise CheckpointUnreadableError(
+            f"{path}: it has no .metadata: saving did not end, or the file is lost. Take another "
+            "checkpoint."
+        )
+    if any(_RANK_FILE.fullmatch(name) for name in names):
+        return SHARDS
+    if any(name.endswith(".safetensors") for name in names):
+        return SAFETENSORS
+    return None
+
+
+def read_unit(path: Path, kind: str) -> Unit:
+    """Read the files of a directory.
+
+    Raises:
+        CheckpointUnreadableError: a file is damaged or missing.
+    """
+    unit = Unit(kind, path)
+    if kind == SHARDS:
+        _read_shards(unit)
+    elif kind == SAFETENSORS:
+        _read_safetensors(unit)
+    else:
+        _read_distributed(unit)
+    return unit
+
+
+def _read_distributed(unit: Unit) -> None:
+    path = unit.path / NAME
+    with reading(path):
+        _take(unit, *read_metadata(path.read_bytes(), str(path)))
+    common, within = unit.path / "common.pt", unit.objects.pop(_COMMON_STATE, None)
+    if unit.kind == MEGATRON or within is not None:
+        unit.kind = MEGATRON
+        if not (unit.path / "metadata.json").is_file():
+            raise CheckpointUnreadableError(f"{unit.path / 'metadata.json'}: it is missing.")
+        unit.common.append(Archive(common) if within is None else within())
+
+
+def _take(unit: Unit, metadata: Made, entries: dict[str, StoredTensor]) -> None:
+    places: dict[str, list[Callable[[], Archive]]] = {}
+    ends: dict[Path, int] = {}
+    for index, info in (metadata.get("storage_data") or {}).items():
+        relative = Path(info.get("relative_path"))
+        if relative.is_absolute() or ".." in relative.parts:
+            raise ValueError("a piece lies in no file of this directory")
+        file, end = unit.path / relative, info.get("offset") + info.get("length")
+        ends[file] = max(ends.get(file, 0), end)
+        # torch.save writes archives; compressed tensors and safetensors are none.
+        if not info.get("transform_descriptors") and file.suffix != ".safetensors":
+            places.setdefault(index.get("fqn"), []).append(partial(Archive, file, end))
+    for file, end in ends.items():
+        with reading(file):
+            size = file.stat().st_size
+        if size < end:
+            raise CheckpointUnreadableError(f"{file}: it has {size} bytes of {end}.")
+    for key, entry in entries.items():
+        there = places.get(key, ())
+        if entry.dtype is not None:
+            parts = tuple(partial(_first_bytes, archive) for archive in there)
+            unit.tensors[key] = Tensor(key, entry.dtype, prod(entry.shape), parts)
+        elif there:
+            unit.objects[key] = there[0]
+
+
+def _first_bytes(archive: Callable[[], Archive], most: int) -> bytes:
+    [(_, tensor)] = archive().tensors()
+    return tensor.parts[0](most)
+
+
+_TOGETHER = ("model", "optim", "extra_state")
+"""Kinds of files that verl and SkyRL write for each rank, unless a job's config excludes some."""
+
+
+def _read_shards(unit: Unit) -> None:
+    matches = [match for path in unit.path.iterdir() if (match := _RANK_FILE.fullmatch(path.name))]
+    worlds = sorted({int(match["world"]) for match in matches})
+    if len(worlds) > 1:
+        raise CheckpointUnreadableError(
+            f"{unit.path}: it has files of jobs of {' and '.join(map(str, worlds))} ranks."
+        )
+    [unit.world_size] = worlds
+    kinds = sorted({match["what"] for match in matches})
+    unit.lacking = tuple(kind for kind in _TOGETHER if kind not in kinds)
+    for what in kinds:
+        for rank in range(unit.world_size):
+            _read_shard(unit, what, unit.path / f"{what}_world_size_{worlds[0]}_rank_{rank}.pt")
+
+
+def _read_shard(unit: Unit, what: str, path: Path) -> None:
+    archive = Archive(path)
+    if what == "extra_state":
+        unit.common.append(archive)
+        return
+    for keys, tensor in archive.tensors():
+        name = ".".join(map(str, (what, *keys)))
+        # Each rank has a shard of the same tensor.
+        known = unit.tensors.get(name, Tensor(name, tensor.dtype, 0))
+        elements, parts = known.elements + tensor.elements, known.parts + tensor.parts
+        unit.tensors[name] = Tensor(name, tensor.dtype, elements, parts)
+
+
+_KINDS = {"F": "float", "BF": "bfloat", "I": "int", "U": "uint"}
+"""Maps a safetensors dtype to torch's name of the dtype, both without the number of bits."""
+
+
+def _read_safetensors(unit: Unit) -> None:
+    for path in sorted(unit.path.glob("*.safetensors")):
+        with reading(path):
+            header, begin = read_header(path)
+            for name, entry in header.items():
+                if begin + entry["data_offsets"][1] > path.stat().st_size:
+                    raise ValueError("it ends before its tensors do")
+                match = re.fullmatch(r"(B?F|I|U)(\d+)", entry["dtype"])
+                dtype = f"{_KINDS[match[1]]}{match[2]}" if match else entry["dtype"].lower()
+                elements = prod(int(size) for size in entry["shape"])
+                unit.tensors[name] = Tensor(name, dtype_name(dtype), elements)

@@ -1,0 +1,167 @@
+"""The command line: ``precision-shim`` and ``python -m precision_shim``.
+
+Each sub-command is a module of this package. The module's function ``register(commands)`` adds a
+parser and sets ``command``, a function from the parsed arguments to the exit status. Only a
+running command imports torch, frameworks or matplotlib.
+
+``demo`` runs only from a clone, and needs the packages of an optional extra. Every command except
+``demo`` needs only the packages of the base install.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+__all__ = ["COMMANDS", "OPTIONS", "add_command", "build_parser", "main", "settings_of"]
+
+COMMANDS = ("run", "doctor", "plan", "audit", "checkpoint", "demo")
+"""The modules of this package that implement a command, in the order of ``--help``."""
+
+OPTIONS = {"features": "--features", "frameworks": "--frameworks", "settings": "--set"}
+"""Maps an argument of ``install()`` to its command line option, for the messages of ``resolve``."""
+
+
+def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
+    """Build the parser of the command line.
+
+    Args:
+        commands: names of the commands to register; each command's module is imported.
+    """
+    import precision_shim
+
+    parser = _Parser(
+        prog="precision-shim",
+        description="Precision behaviour for RL post-training frameworks, without forking them.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"precision-shim {precision_shim.__version__}",
+        help="print the version and exit",
+    )
+    parser.set_defaults(command=None, parser=parser, any_options=False)
+    added = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for name in commands:
+        importlib.import_module(f"{__name__}.{name}").register(added)
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser for option values that begin with a dash, as in ``--features -fp16-scaling``."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return super().parse_known_args(self._join(args or ()), namespace)
+
+    def _join(self, words: Sequence[str]) -> list[str]:
+        joined: list[str] = []
+        rest = iter(words)
+        for word in rest:
+            option = self._option_string_actions.get(word)
+            if option is None and (word == "--" or not word.startswith("-")):
+                return [*joined, word, *rest]
+            value = next(rest, None) if option is not None and option.nargs is None else None
+            joined.append(word if value is None else f"{word}={value}")
+        return joined
+
+
+def add_command(
+    commands: Commands, name: str, command: Any, *, help: str, more: str = "", usage: str = ""
+) -> argparse.ArgumentParser:
+    """Add a command, and return the command's parser so that options can be added.
+
+    Args:
+        commands: the argument of ``register``.
+        name: the command's name.
+        command: function from the parsed arguments to the exit status.
+        help: one sentence, for the list of commands and for the command's own help.
+        more: paragraphs for the command's own help only.
+        usage: the usage line, if argparse's own usage line would mislead.
+    """
+    parser = commands.add_parser(
+        name,
+        help=help,
+        description=help,
+        epilog=more or None,
+        usage=usage or None,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(command=command, parser=parser)
+    return parser
+
+
+def settings_of(texts: Sequence[str]) -> dict[str, object]:
+    """Convert ``--set NAME=VALUE`` options to the dict for ``install(settings=...)``.
+
+    Raises:
+        SettingsError: a text is not NAME=VALUE. ``resolve`` checks names and values later.
+    """
+    from precision_shim.errors import SettingsError
+    from precision_shim.process.settings import TABLE
+
+    given: dict[str, object] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise SettingsError(
+                f"--set {text!r} is not NAME=VALUE; allowed names: {', '.join(TABLE)}."
+            )
+        given[name.strip().lower().replace("-", "_")] = value
+    return given
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command ``precision-shim``; raise ``SystemExit`` with the exit status.
+
+    Args:
+        arguments: the words after the program's name; ``None`` for ``sys.argv[1:]``.
+    """
+    _open_closed_streams()
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    # Import only the module of the given command: `run` starts jobs and must be fast.
+    parser = build_parser([name for name in COMMANDS if name in given[:1]] or COMMANDS)
+    known, unknown = parser.parse_known_args(given)
+    if unknown and not known.any_options:
+        known.parser.error(f"unknown arguments: {' '.join(unknown)}")
+    if known.command is None:
+        parser.print_help()
+        raise SystemExit(0)
+    name = given[0]
+    if name != "doctor":  # ``doctor`` itself lists invalid variables
+        _check_variables(name)
+    raise SystemExit(known.command(known))
+
+
+def _open_closed_streams() -> None:
+    """Discard the output if the command was started with closed streams, as by a daemon.
+
+    With ``run``, the job inherits the closed streams.
+    """
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
+def _check_variables(command: str) -> None:
+    from precision_shim.errors import SettingsError
+    from precision_shim.process.settings import check_variables, resolve
+
+    try:
+        if command == "run":  # ``run`` checks the variables' values after its options override them
+            check_variables(os.environ)
+        else:
+            from precision_shim.process.registry import entries
+
+            resolve(known_frameworks=entries())
+    except SettingsError as error:
+        print(f"precision-shim {command}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

@@ -1,0 +1,408 @@
+"""``precision-shim doctor``: check a framework before installing it, or record digests of code.
+
+With ``--against PATH`` the doctor reads a wheel or a folder instead of the installed packages, and
+applies the same checks. The doctor imports and executes no code of the wheel or folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from precision_shim.errors import PrecisionShimError, SourceError
+from precision_shim.process import registry as _registry
+from precision_shim.process import settings as _settings
+from precision_shim.process import standby
+from precision_shim.process import symbols as _symbols
+from precision_shim.process import versions as _installed
+from precision_shim.process.digest import digest, digest_of
+from precision_shim.process.framework import Adapter
+from precision_shim.process.settings import Settings
+from precision_shim.reporting import text as _status_text
+from precision_shim.reporting.record import FrameworkStatus, SeamStatus
+from precision_shim.reporting.text import fold
+from precision_shim.seams import look
+from precision_shim.seams._source import Definition, definition, looking_at
+
+from ..upstream.changes import changed_lines
+from ..upstream.framework_status import predict_status
+from ..upstream.trees import Tree, open_tree, over
+from ._output import show, write
+
+__all__ = ["command", "options", "report"]
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--against``, ``--framework`` and ``--record`` to the doctor's parser."""
+    parser.add_argument(
+        "--against",
+        metavar="PATH",
+        help="judge a wheel, a checkout, a source folder or a site-packages instead of what is "
+        "installed; nothing of it is imported (exit status 2: it holds no framework)",
+    )
+    parser.add_argument("--framework", metavar="NAME", help="with --against: the only one to judge")
+    parser.add_argument(
+        "--record",
+        metavar="FILE",
+        help="add the digests of what is installed to a file of symbols, and do nothing else",
+    )
+
+
+def command(asked: argparse.Namespace) -> Callable[[argparse.Namespace], int] | None:
+    """Return the function to run in place of the usual report; ``None`` for the usual report."""
+    if asked.framework is not None and asked.against is None:
+        asked.parser.error("--framework needs --against PATH")
+    if asked.against is not None and asked.record is not None:
+        asked.parser.error("--against and --record exclude each other")
+    if asked.against is not None:
+        return _against
+    return _record if asked.record is not None else None
+
+
+def _record(asked: argparse.Namespace) -> int:
+    standby.stop()
+    file = Path(asked.record)
+    try:
+        record = _symbols.read_symbols(file)
+    except (OSError, ValueError) as error:
+        return _fail(f"{file} cannot be read: {error}. Name a new file, or repair it.")
+    added: dict[str, int] = {}
+    for entry in _registry.entries(third_party=False).values():
+        if _installed.version_of(entry.distribution, entry.packages) is not None:
+            for name, version, digests in installed_digests(_registry.load(entry)):
+                _symbols.add(record, name, version, digests)
+                added[f"{name} {version}"] = sum(map(bool, digests.values()))
+    if not added:
+        return _fail("nothing to record: no framework is installed here")
+    try:
+        _symbols.write(record, file)
+    except OSError as error:
+        return _fail(f"{file} cannot be written: {error}. Name a file that may be written.")
+    told = ", ".join(f"{name}: {count} symbols" for name, count in added.items())
+    show("\n".join(fold(f"{file}: {told}", 0, 2, break_words=True)))
+    return 0
+
+
+def installed_digests(adapter: Adapter) -> Iterable[tuple[str, str, dict[str, str]]]:
+    """Yield name, version and digests of each installed distribution that an adapter patches.
+
+    A distribution of unknown version is left out, because it cannot be recorded.
+    """
+    packages = {name: (package,) for package, name in _registry.shared().items()}
+    for name, targets in _symbols.targets_by_distribution(adapter).items():
+        version = _installed.version_of(name, packages.get(name, adapter.packages))
+        if version not in (None, "unknown"):
+            yield name, str(version), {target: digest(target) for target in targets}
+
+
+@dataclass(frozen=True)
+class SymbolChange:
+    """A symbol in the checked wheel or folder, compared with the installed or recorded symbol.
+
+    Attributes:
+        target: ``"module:attribute"``.
+        state: ``same``, ``changed``, ``gone`` or ``new``.
+        as_in: the recorded versions in which the symbol has the same code.
+        gained: function parameters that only the checked version has.
+        lost: function parameters that the checked version lacks.
+        lines: the removed and added lines of code.
+    """
+
+    target: str
+    state: str
+    as_in: list[str]
+    gained: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of checking a wheel or folder for one framework.
+
+    Attributes:
+        framework: the framework's name.
+        holds: maps each distribution in the wheel or folder to its version.
+        against: maps each distribution to the version used for the comparison, as text.
+        there: the status that the framework would have with the packages in the wheel or folder.
+        here: the status of the installed framework; ``None`` if the framework is not installed.
+        symbols: the compared symbols, including symbols that are missing in the wheel or folder.
+        problems: sentences on the seams that could not be applied, with the reasons.
+    """
+
+    framework: str
+    holds: Mapping[str, str]
+    against: Mapping[str, str]
+    there: FrameworkStatus
+    here: FrameworkStatus | None
+    symbols: tuple[SymbolChange, ...]
+    problems: tuple[str, ...]
+
+    def lost(self) -> list[dict[str, str]]:
+        """Return (feature, training engine) pairs that only the installed packages support."""
+        return self._find_moves(self.here, self.there)
+
+    def won(self) -> list[dict[str, str]]:
+        """Return (feature, training engine) pairs that only the checked packages support."""
+        return self._find_moves(self.there, self.here)
+
+    def _find_moves(
+        self, before: FrameworkStatus | None, after: FrameworkStatus | None
+    ) -> list[dict[str, str]]:
+        if before is None or after is None:
+            return []
+        left = _status_text.verdicts(after.seams)
+        return [
+            {"feature": feature, "path": path, "because": _because(after.seams, feature, path)}
+            for (feature, path), verdict in _status_text.verdicts(before.seams).items()
+            if verdict in _status_text.AT_WORK
+            and left.get((feature, path)) not in _status_text.AT_WORK
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as dicts, lists, strings and numbers, for JSON."""
+        return {
+            "framework": self.framework,
+            "version": self.there.version,
+            "tested": self.there.tested,
+            "state": self.there.state,
+            "reason": self.there.reason,
+            "holds": dict(self.holds),
+            "against": dict(self.against),
+            "symbols": [asdict(symbol) for symbol in self.symbols],
+            "seams": [seam.to_dict() for seam in self.there.seams],
+            "lost": self.lost(),
+            "won": self.won(),
+            "problems": list(self.problems),
+            "ok": not self.problems,
+        }
+
+
+def report(path: Path, framework: str | None = None) -> list[Report]:
+    """Check a path, and return a report for each framework whose packages or backend it contains.
+
+    Args:
+        path: a wheel, a checkout, a folder with packages, or a site-packages folder.
+        framework: the only framework to check; ``None`` for all.
+
+    Raises:
+        SourceError: the path contains no framework or backend, or cannot be read.
+        SettingsError: a variable has an invalid value.
+    """
+    known = _registry.entries()
+    if framework is not None and framework not in known:
+        raise SourceError(f"no framework {framework!r}; allowed: {', '.join(known)}.")
+    unnamed = [framework for framework in known.values() if not framework.by_name]
+    asked = [known[framework]] if framework is not None else unnamed
+    packages = [package for entry in asked for package in entry.packages]
+    tree = open_tree(path, (*packages, *_registry.shared()))
+    held = [entry for entry in asked if any(tree.has(name) for name in entry.packages)]
+    if not held:  # ``path`` has only a backend: check ``framework``, or all installed frameworks
+        held = [
+            entry
+            for entry in asked
+            if framework is not None
+            or _installed.version_of(entry.distribution, entry.packages) is not None
+        ]
+    judged = [choice for entry in held if (choice := _judge(entry, tree)).holds]
+    if not judged:
+        inside = ", ".join(package for package in _registry.shared() if tree.has(package))
+        raise SourceError(
+            f"{path} holds {inside} and no framework, and none that builds on it is installed "
+            f"here. Looked for: {', '.join(packages)}. Name one with --framework."
+        )
+    return judged
+
+
+def _judge(entry: Adapter, tree: Tree) -> Report:
+    name = entry.framework
+    known = _registry.entries()
+    settings = _settings.resolve(frameworks=(name,), known_frameworks=known)
+    source, versions = over(tree), _versions(tree)
+    # Load the adapter within looking_at(), because an adapter may read source while it is loaded.
+    with looking_at(source):
+        there, problems = predict_status(entry, settings, versions)
+        if there.version is None:  # ``path`` has only a backend, such as Megatron-core
+            problems = []
+        adapter = _registry.load(entry)
+        owned = {
+            distribution: [
+                target for target in targets if tree.complete or tree.owns(target.split(":")[0])
+            ]
+            for distribution, targets in _targets(adapter).items()
+        }
+        new = {target: _sight(target) for targets in owned.values() for target in targets}
+    here = _here(entry, settings)
+    holds, against, symbols = {}, {}, []
+    for distribution, targets in owned.items():
+        package = _package(distribution, entry)
+        if not targets or not tree.has(package):
+            continue
+        holds[distribution] = versions(distribution, (package,)) or "unknown"
+        old = {target: _sight(target) for target in targets}
+        installed = _installed.version_of(distribution, (package,))
+        basis = {target: digest_of(seen.found.node) for target, seen in old.items() if seen.found}
+        against[distribution] = f"{installed}, installed here"
+        if installed is None:
+            newest = (_symbols.versions_of(_symbols.shipped(), distribution) or [""])[-1]
+            basis = _symbols.digests_of(_symbols.shipped(), distribution, newest)
+            against[distribution] = f"{newest}, as recorded" if newest else "nothing"
+        symbols += [
+            change
+            for target in targets
+            if (
+                change := _change(
+                    distribution, target, basis.get(target, ""), old[target], new[target]
+                )
+            )
+        ]
+    return Report(name, holds, against, there, here, tuple(symbols), tuple(problems))
+
+
+def _here(entry: Adapter, settings: Settings) -> FrameworkStatus | None:
+    if _installed.version_of(entry.distribution, entry.packages) is None:
+        return None
+    return predict_status(entry, settings, _installed.version_of)[0]
+
+
+def _targets(adapter: Adapter) -> dict[str, list[str]]:
+    """Return the symbols that an adapter patches, or that the framework's newest record lists."""
+    targets = _symbols.targets_by_distribution(adapter)
+    record, own = _symbols.shipped(), adapter.distribution
+    newest = _symbols.versions_of(record, own)[-1:]
+    recorded = [
+        target for version in newest for target in _symbols.digests_of(record, own, version)
+    ]
+    targets[own] = list(dict.fromkeys([*targets.get(own, ()), *recorded]))
+    return targets
+
+
+@dataclass(frozen=True)
+class _Sight:
+    parameters: tuple[str, ...]
+    found: Definition | None
+
+
+def _sight(target: str) -> _Sight:
+    return _Sight(look(target).parameters, definition(target))
+
+
+def _change(
+    distribution: str, target: str, basis: str, old: _Sight, new: _Sight
+) -> SymbolChange | None:
+    """Compare ``new`` with the old symbol's digest, ``basis``; ``None`` if both are missing."""
+    if new.found is None:
+        return SymbolChange(target, "gone", []) if basis else None
+    there = digest_of(new.found.node)
+    as_in = _symbols.find_versions(_symbols.shipped(), distribution, target, there)
+    if not basis:
+        return SymbolChange(target, "new", as_in)
+    if basis == there:
+        return SymbolChange(target, "same", as_in)
+    if old.found is None:
+        return SymbolChange(target, "changed", as_in)
+    return SymbolChange(
+        target,
+        "changed",
+        as_in,
+        gained=[parameter for parameter in new.parameters if parameter not in old.parameters],
+        lost=[parameter for parameter in old.parameters if parameter not in new.parameters],
+        lines=changed_lines(old.found, new.found),
+    )
+
+
+def _versions(tree: Tree) -> Callable[[str, Iterable[str]], str | None]:
+    def version_of(distribution: str, packages: Iterable[str]) -> str | None:
+        named = list(packages)
+        for package in named:
+            if tree.has(package):
+                return tree.version_of(distribution, package)
+        return None if tree.complete else _installed.version_of(distribution, named)
+
+    return version_of
+
+
+def _package(distribution: str, entry: Adapter) -> str:
+    beneath = {name: package for package, name in _registry.shared().items()}
+    return beneath.get(distribution, entry.packages[0])
+
+
+def _because(seams: Iterable[SeamStatus], feature: str, path: str) -> str:
+    seams_there = [seam for seam in seams if (seam.feature, seam.path) == (feature, path)]
+    # Prefer refused seams, because seams in the state ``native`` or ``absent`` have reasons, too.
+    refused = [there for there in seams_there if there.state == "refused"]
+    reasons = [there.reason for there in refused or seams_there]
+    own = [reason for reason in reasons if reason and not reason.startswith("refused whole")]
+    return next(iter([*own, *filter(None, reasons)]), "this version has nothing of it")
+
+
+def _against(asked: argparse.Namespace) -> int:
+    standby.stop()
+    path = Path(asked.against)
+    try:
+        reports = report(path, asked.framework)
+    except (PrecisionShimError, OSError) as error:
+        return _fail(str(error))
+    if asked.as_json:
+        told = [verdict.to_dict() for verdict in reports]
+        write(json.dumps(told if len(told) > 1 else told[0], indent=2))
+    else:
+        show("\n\n".join(_text(verdict, path, verbose=asked.verbose) for verdict in reports))
+    return 1 if any(verdict.problems for verdict in reports) else 0
+
+
+def _fail(sentence: str) -> int:
+    print(f"precision-shim doctor: {sentence}", file=sys.stderr)
+    return 2
+
+
+def _text(report: Report, path: Path, *, verbose: bool) -> str:
+    lines = fold(f"{path.name}, for {report.framework}", 0, 2, break_words=True)
+    for name, version in report.holds.items():
+        lines += fold(f"{name} {version}, against {report.against[name]}", 2, 4)
+    features = list(dict.fromkeys(seam.feature for seam in report.there.seams))
+    lines += ["", *_status_text.framework(report.framework, report.there, features, ahead=True)]
+    for title, moved in (
+        ("what the user would lose", report.lost()),
+        ("what the user would gain", report.won()),
+    ):
+        lines += ["", title] if moved else []
+        for each in moved:
+            where = f" ({each['path']})" if each["path"] else ""
+            because = f": {each['because']}" if title.endswith("lose") else ""
+            lines += fold(f"{each['feature']}{where}{because}", 2, 4)
+    lines += ["", *_symbols_text(report.symbols, verbose)]
+    told = _status_text.refusals(f"{report.framework} {report.there.version}", report.there.seams)
+    if report.problems:
+        lines += ["", "problems"]
+        for text in told or report.problems:
+            lines += fold(text, 2, 4)
+    else:
+        lines += ["", "no problems"]
+    return "\n".join(lines)
+
+
+def _symbols_text(symbols: tuple[SymbolChange, ...], verbose: bool) -> Iterable[str]:
+    states = ("changed", "gone", "new", "same")
+    counts = [f"{sum(symbol.state == state for symbol in symbols)} {state}" for state in states]
+    yield f"{len(symbols)} symbol{'' if len(symbols) == 1 else 's'}: {', '.join(counts)}"
+    for state in states if verbose else states[:3]:
+        for symbol in symbols:
+            if symbol.state != state:
+                continue
+            yield from fold(f"{state:<8} {symbol.target}", 2, 4)
+            as_in = f"as in {', '.join(symbol.as_in)}" if symbol.as_in else ""
+            gained = f"parameters gained: {', '.join(symbol.gained)}" if symbol.gained else ""
+            lost = f"parameters lost: {', '.join(symbol.lost)}" if symbol.lost else ""
+            lines = (
+                f"{len(symbol.lines)} lines went or came" if symbol.lines and not verbose else ""
+            )
+            yield from fold("; ".join(filter(None, (as_in, gained, lost, lines))), 11, 13)
+            yield from (f"           {line}" for line in symbol.lines if verbose)
+    if not verbose and any(symbol.lines for symbol in symbols):
+        yield "  --verbose shows the lines"

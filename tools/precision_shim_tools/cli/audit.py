@@ -1,0 +1,77 @@
+"""``precision-shim audit DIR``: compare the audits of all ranks of a job."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from . import add_command
+from ._output import show, write
+
+if TYPE_CHECKING:
+    from . import Commands
+
+_HELP = "Compare the audits that a job's ranks wrote into PRECISION_SHIM_AUDIT_DIR."
+_MORE = (
+    "Groups the ranks of each model and optimizer, and names those that differ, those that are "
+    "missing, and what problems they have. Compares the weights that were sent to the rollout with "
+    "the dtype that the rollout was configured with. Exit status 0: no rank is missing or differs, "
+    "and there is no problem and no contradiction; 1: there is one; 2: the directory has no audit."
+)
+
+_GIVE = "Give the directory that PRECISION_SHIM_AUDIT_DIR named when the job ran."
+
+
+def register(commands: Commands) -> None:
+    """Add the command."""
+    parser = add_command(commands, "audit", run, help=_HELP, more=_MORE)
+    parser.add_argument("directory", metavar="DIR", help="the job's PRECISION_SHIM_AUDIT_DIR")
+    parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compare the audits, print the result, and return the exit status."""
+    from precision_shim.auditing import files, sent_weights
+    from precision_shim.auditing.ranks import Comparison, compare
+    from precision_shim.auditing.record import Audit
+
+    directory = arguments.directory
+    if not directory:
+        arguments.parser.error(f"DIR is empty: is a variable not set? {_GIVE}")
+    try:
+        found = list(files.read_audits(directory))
+        weights = list(sent_weights.read(directory))
+    except OSError as error:
+        why = error.strerror or error
+        print(f"{directory}: cannot be read: {why}. {_GIVE}", file=sys.stderr)
+        return 2
+    if not found and not weights:
+        print(
+            f"{directory}: no audit here (*{files.SUFFIX}). {_GIVE} If the job has not run yet, "
+            "set PRECISION_SHIM_AUDIT_DIR to this directory for the job.",
+            file=sys.stderr,
+        )
+        return 2
+    audits = [(files.number(path, read), read) for path, read in found if isinstance(read, Audit)]
+    broken = {path.name: read for path, read in (*found, *weights) if isinstance(read, str)}
+    compared = compare(audits)
+    sent = sent_weights.by_framework(
+        each for _, each in weights if isinstance(each, sent_weights.Sent)
+    )
+    every: list[Comparison | sent_weights.WeightAudit] = [*compared, *sent]
+    ok = not broken and all(each.ok for each in every)
+    if arguments.json:
+        told: dict[str, Any] = {"ok": ok, "broken": broken}
+        told["groups"] = [each.to_dict() for each in compared]
+        told["rollouts"] = [each.to_dict() for each in sent]
+        write(json.dumps(told, indent=1))
+        return int(not ok)
+    blocks = ["\n".join(each.lines()) for each in every]
+    if broken:
+        lines = (f"  {name}: {reason}" for name, reason in broken.items())
+        blocks.append("\n".join(("not read, though named as audits", *lines)))
+    blocks.append("no problems" if ok else "problems: see above")
+    show("\n\n".join(blocks))
+    return int(not ok)

@@ -1,0 +1,147 @@
+"""``precision-shim checkpoint PATH``: show a checkpoint's content and predict its resume."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from precision_shim.process import registry as _registry
+from precision_shim.process.names import meant
+
+from . import add_command
+from ._output import show, write
+
+if TYPE_CHECKING:
+    from . import Commands
+
+_HELP = "Tell what a checkpoint holds, and whether a resume here goes on exactly."
+_MORE = (
+    "Reads the files' metadata and a sample of the optimizer's values; runs nothing that a file "
+    "names, builds no model and needs no GPU. It predicts a "
+    "resume in this environment: with the versions that are installed, and with PRECISION_SHIM and "
+    "its settings. Give what your job's own config asks for with --config; without it the doctor "
+    "assumes what the files show. Exit status 0: a resume goes on exactly; 1: it does not; 2: no "
+    "checkpoint can be read, for the reason given."
+)
+
+_PRECISION = "precision"
+"""The field for ``--config`` that gives the compute dtype of a job without a Megatron config."""
+
+
+def register(commands: Commands) -> None:
+    """Add the command."""
+    parser = add_command(commands, "checkpoint", run, help=_HELP, more=_MORE)
+    parser.add_argument(
+        "path", metavar="PATH", help="directory of a run, a step, a model, or the files"
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
+    parser.add_argument(
+        "--framework", metavar="NAME", help="whose checkpoint it is, where that does not show"
+    )
+    parser.add_argument(
+        "--config",
+        metavar="FIELD=VALUE",
+        action="append",
+        default=[],
+        help="a field of the optimizer's config that your job's config sets, or "
+        f"{_PRECISION}=fp16 for a job on FSDP or DTensor; may be repeated",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Examine the checkpoint, print the result, and return the exit status."""
+    from precision_shim.errors import CheckpointUnreadableError, DtypeError, SettingsError
+
+    from ..checkpoint.prediction import Here
+    from ..checkpoint.report import examine
+
+    if not arguments.path:
+        arguments.parser.error(
+            "PATH is empty: is a variable not set? Give the directory of a run, of a step, of a "
+            "model, or of its files."
+        )
+    known = sorted(_registry.checkpoints())
+    if arguments.framework not in (None, *known):
+        arguments.parser.error(
+            f"--framework {arguments.framework!r} is not known; allowed: {', '.join(known)}"
+        )
+    try:
+        here = Here.now(_config(arguments.config))
+    except (DtypeError, SettingsError) as error:
+        arguments.parser.error(str(error))
+    try:
+        examined = examine(arguments.path, here, arguments.framework)
+    except CheckpointUnreadableError as error:
+        if arguments.json:
+            write(json.dumps({"ok": False, "path": arguments.path, "unreadable": str(error)}))
+        else:
+            print(error, file=sys.stderr)
+        return 2
+    ok = all(model.outcome.exact for model in examined)
+    states = here.settings["optimizer_states"]
+    if arguments.json:
+        environment = {"shim": here.on, "optimizer_states": states}
+        parts = [model.to_dict() for model in examined]
+        values = {"ok": ok, "path": arguments.path, "here": environment, "parts": parts}
+        write(json.dumps(values, indent=1))
+        return int(not ok)
+    blocks = ["\n".join(model.lines()) for model in examined]
+    blocks.append(f"here the shim is {f'on, {states}' if here.on else 'off'}")
+    show("\n\n".join(blocks))
+    return int(not ok)
+
+
+def _config(texts: list[str]) -> dict[str, Any] | None:
+    from precision_shim.errors import SettingsError
+
+    config: dict[str, Any] = {}
+    words = {"true": True, "false": False, "none": None, "1": True, "0": False}
+    numbers = {name for backend in _registry.backends() for name in backend.config.numbers}
+    for text in texts:
+        name, equals, value = (word.strip() for word in text.partition("="))
+        if not equals or not name:
+            raise SettingsError(f"--config {text!r} is not FIELD=VALUE.")
+        _check_name(text, name)
+        config[name] = words.get(value.lower(), value)
+        if name in numbers:
+            try:
+                config[name] = float(value)
+            except ValueError:
+                raise SettingsError(f"--config {text!r}: {value!r} is no number.") from None
+    for name, allowed in _words().items():
+        if config.get(name, allowed[0]) not in allowed:
+            raise SettingsError(f"--config {name}={config[name]!r}: allowed: {', '.join(allowed)}.")
+    if find_spec("torch") is not None:  # without torch no dtype can be parsed and no job resumed
+        from precision_shim.precision.dtypes import coerce_dtype, coerce_dtypes
+
+        coerce_dtypes(config, where="--config")
+        coerce_dtype(config.get(_PRECISION), key=_PRECISION, where="--config")
+    return config or None
+
+
+def _words() -> dict[str, tuple[str, ...]]:
+    """Map the frameworks' own fields to their allowed values."""
+    rows = _registry.checkpoints().values()
+    return {name: allowed for row in rows for name, allowed in row.fields.items()}
+
+
+def _check_name(text: str, name: str) -> None:
+    """Raise an error for an unknown field, because ignoring it could make the verdict wrong."""
+    from precision_shim.errors import SettingsError
+    from precision_shim.seams import look
+
+    configs = [backend.config for backend in _registry.backends()]
+    beside = [*(name for config in configs for name in config.beside), _PRECISION, *_words()]
+    known = list(beside)
+    for config in configs:  # look() finds no function of a backend that is not installed
+        known += look(config.place).parameters or config.fields
+    if name in known:
+        return
+    near = meant(name, known)
+    raise SettingsError(
+        f"--config {text!r}: {' and '.join(config.name for config in configs)} has no field "
+        f"{name!r} here{'; ' if near else '.'}{near} Allowed: its fields, and {', '.join(beside)}."
+    )

@@ -1,0 +1,359 @@
+"""``precision-shim doctor``: show installed packages, seams to patch, and reasons for refusals.
+
+The doctor reads metadata and source, and imports no framework. Child processes check the start-up
+file, wrapt's C extension, and the import of TransformerEngine, so that a crash does not end the
+doctor. Without CUDA libraries the import of TransformerEngine fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import site
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from precision_shim import __version__
+from precision_shim.errors import SettingsError
+from precision_shim.process import registry as _registry
+from precision_shim.process import settings as _settings
+from precision_shim.process import standby
+from precision_shim.process import versions as _versions
+from precision_shim.process.framework import Adapter
+from precision_shim.process.in_force import offered
+from precision_shim.process.settings import PREFIX, TABLE, Settings
+from precision_shim.reporting import text as _status_text
+from precision_shim.reporting.record import FrameworkStatus
+from precision_shim.reporting.text import fold
+from precision_shim.seams._wrapper import resolve
+
+from ..upstream.framework_status import inapplicable, predict_status
+from . import _against, add_command
+from ._output import show, write
+
+if TYPE_CHECKING:
+    from . import Commands
+
+__all__ = ["doctor", "examine", "register"]
+
+PACKAGES = (
+    ("wrapt", ("wrapt",)),
+    ("torch", ("torch",)),
+    ("transformer-engine", ("transformer_engine",)),
+    ("megatron-core", ("megatron",)),
+    ("megatron-bridge", ("megatron.bridge",)),
+    ("ray", ("ray",)),
+)
+_SHOWN = {"pending": "to wrap"}  # status() shows "pending" as "waits for import"
+_COLUMN = 16
+_NO_SETTINGS = "would not be patched, because a setting is not valid"
+_LONG = 5  # Maximum number of lines for one problem; --verbose shows all lines.
+_PATIENCE = 120  # Timeout in seconds for a child process; TransformerEngine's import is slow
+
+_START_UP = """
+import json
+from precision_shim.process import standby
+print(json.dumps(standby.waiting()))
+"""
+_WRAPT = """
+import json, wrapt
+print(json.dumps(type(wrapt.FunctionWrapper.__init__).__name__ == "wrapper_descriptor"))
+"""
+_TRANSFORMER_ENGINE = """
+import json
+try:
+    import transformer_engine.pytorch
+    print(json.dumps(""))
+except BaseException as error:
+    print(json.dumps(f"{type(error).__name__}: {error}"))
+"""
+
+
+def register(commands: Commands) -> None:
+    """Add ``doctor`` to the command line."""
+    parser = add_command(
+        commands,
+        "doctor",
+        doctor,
+        help="Show what is installed, what would be patched here and why not.",
+        more="The exit status is 1 when a feature that the variables ask for could not be applied.",
+    )
+    parser.add_argument(
+        "--json", dest="as_json", action="store_true", help="print everything as JSON"
+    )
+    parser.add_argument(
+        "--verbose", action="store_true", help="print every seam, and every setting, too"
+    )
+    _against.options(parser)
+
+
+def doctor(asked: argparse.Namespace) -> int:
+    """Print the doctor's report, and return the exit status: 1 if there is a problem."""
+    other = _against.command(asked)
+    if other is not None:
+        return other(asked)
+    told, frameworks = _look()
+    if asked.as_json:
+        write(json.dumps(told, indent=2))
+    else:
+        show(_text(told, frameworks, verbose=asked.verbose))
+    return 0 if told["ok"] else 1
+
+
+def examine() -> dict[str, Any]:
+    """Return all results of the doctor, in a form for JSON."""
+    return _look()[0]
+
+
+def _look() -> tuple[dict[str, Any], dict[str, FrameworkStatus]]:
+    """Return the result of ``examine``, and each framework's status as in ``status()``."""
+    standby.stop()  # the doctor's imports must not install the shim in this process
+    problems: list[str] = []
+    settings = _resolve(problems)
+    frameworks: dict[str, FrameworkStatus] = {}
+    switch = _switch()
+    packages = {name: _package(name, packages) for name, packages in PACKAGES}
+    told: dict[str, Any] = {
+        "ok": True,
+        "precision_shim": {"version": __version__, "path": str(Path(__file__).parents[1])},
+        "python": {"version": platform.python_version(), "executable": sys.executable},
+        "switch": switch,
+        "start_up": _start_up(switch, problems),
+        "packages": packages,
+        "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(PREFIX)},
+        "features": [] if settings is None else list(settings.features),
+        "settings": {}
+        if settings is None
+        else {name: {"value": settings[name], "from": settings.origin[name]} for name in TABLE},
+        "strict": settings is not None and settings.strict,
+        "frameworks": {
+            name: _framework(entry, settings, problems, frameworks)
+            for name, entry in offered(_registry.entries(), settings).items()
+        },
+    }
+    limits = _limits(packages["transformer-engine"], frameworks)
+    if settings is not None and settings.is_set("optimizer_states"):
+        asked = settings["optimizer_states"] == "follow-model"
+        problems += limits if asked else []
+        limits = [] if asked else limits
+    if switch in ("on", "strict") and all(
+        framework["state"] in ("absent", "off") for framework in told["frameworks"].values()
+    ):
+        problems.append(
+            "nothing to patch here: none of these frameworks is installed or asked for: "
+            + ", ".join(told["frameworks"])
+        )
+    # With PRECISION_SHIM=0 no feature is requested, so no feature can be missing.
+    told["problems"] = problems
+    told["limits"] = limits
+    told["ok"] = not problems or switch == "off"
+    return told, frameworks
+
+
+def _resolve(problems: list[str]) -> Settings | None:
+    try:
+        return _settings.resolve(known_frameworks=_registry.entries())
+    except SettingsError as error:
+        problems.append(str(error))
+        return None
+
+
+def _switch() -> str:
+    try:
+        return _settings.switch()
+    except SettingsError:
+        return "invalid"  # _resolve reports the error
+
+
+def _start_up(switch: str, problems: list[str]) -> dict[str, Any]:
+    places = [*site.getsitepackages(), site.getusersitepackages()]
+    files = [
+        str(file) for place in places if (file := Path(place, "zz_precision_shim.pth")).is_file()
+    ]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)}
+    active = _in_child(_START_UP, {**environment, PREFIX: "1"}) is True
+    reason = ""
+    if not active:
+        reason = (
+            "a child process did not execute it (an interpreter that reads no .pth files, such as "
+            "python -S?)"
+            if files
+            else "zz_precision_shim.pth is not in this environment's site-packages; install the "
+            "wheel, or install in editable mode again"
+        )
+        if switch in ("on", "strict"):
+            problems.append(f"{PREFIX} is set, but the start-up file is not active: {reason}")
+    return {"active": active, "files": files, "reason": reason}
+
+
+def _package(name: str, packages: tuple[str, ...]) -> dict[str, Any]:
+    version = _versions.version_of(name, packages)
+    told: dict[str, Any] = {"version": version}
+    if version is not None and name == "wrapt":
+        told["c_extension"] = _in_child(_WRAPT)
+    if version is not None and name == "transformer-engine":
+        error = _in_child(_TRANSFORMER_ENGINE)
+        told["import_error"] = "the import did not end" if error is None else error
+    return told
+
+
+def _framework(
+    entry: Adapter,
+    settings: Settings | None,
+    problems: list[str],
+    frameworks: dict[str, FrameworkStatus],
+) -> dict[str, Any]:
+    if settings is None:
+        version = _versions.version_of(entry.distribution, entry.packages)
+        state, reason = ("absent", "") if version is None else ("refused", _NO_SETTINGS)
+        status = FrameworkStatus(version, state, reason=reason)
+    else:
+        status, told = predict_status(entry, settings, _versions.version_of)
+        problems += told
+    frameworks[entry.framework] = status
+    return {
+        "version": status.version,
+        "tested": status.tested,
+        "state": status.state,
+        "reason": status.reason,
+        "seams": [seam.to_dict() for seam in status.seams],
+    }
+
+
+def _limits(
+    transformer_engine: Mapping[str, Any], frameworks: Mapping[str, FrameworkStatus]
+) -> list[str]:
+    """Return sentences on features that the installed TransformerEngine makes impossible."""
+    version, error = transformer_engine["version"], transformer_engine.get("import_error")
+    limits = []
+    for backend in _registry.backends():
+        tell = resolve(backend.limits)
+        for name, status in frameworks.items():
+            told = tell(f"{name} {status.version}", status.seams, version, error)
+            if told:
+                limits.append(told)
+    return limits
+
+
+def _in_child(code: str, environment: Mapping[str, str] | None = None) -> Any:
+    quiet = {**os.environ, PREFIX: "0"} if environment is None else environment
+    try:
+        done = subprocess.run(
+            [sys.executable, *_flags(), "-c", code],
+            env=quiet,
+            capture_output=True,
+            text=True,
+            timeout=_PATIENCE,
+            check=True,
+        )
+        return json.loads(done.stdout.splitlines()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
+
+
+def _flags() -> list[str]:
+    """Return this interpreter's flags that change which files Python reads at its start."""
+    names = {"isolated": "-I", "ignore_environment": "-E", "no_user_site": "-s", "no_site": "-S"}
+    return [flag for name, flag in names.items() if getattr(sys.flags, name)]
+
+
+def _text(
+    told: Mapping[str, Any], frameworks: Mapping[str, FrameworkStatus], *, verbose: bool
+) -> str:
+    start_up = told["start_up"]
+    lines = [f"precision_shim {told['precision_shim']['version']}"]
+    lines += _row("in", told["precision_shim"]["path"])
+    lines += _row("Python", f"{told['python']['version']}, {told['python']['executable']}")
+    active = "active" if start_up["active"] else "not active"
+    lines += _row("start-up file", f"{active}: {start_up['reason']}".removesuffix(": "))
+    packages = told["packages"]
+    here = [
+        _package_text(name, package) for name, package in packages.items() if package["version"]
+    ]
+    lines += _row("packages", ", ".join(here) or "none of those that matter here")
+    missing = [name for name, package in packages.items() if not package["version"]]
+    lines += _row("not installed", ", ".join(missing))
+    for name, package in packages.items():
+        if package.get("import_error"):
+            lines += _short(_row(name, f"cannot be imported: {package['import_error']}"), verbose)
+
+    variables = [f"{name}={value}" for name, value in told["variables"].items()]
+    lines += ["", *_row("variables", ", ".join(variables) or "none is set")]
+    said = {
+        "unset": f"{PREFIX} is unset: only install() patches; below is what it would do",
+        "off": f"{PREFIX} is off: nothing is patched; below is what would be",
+    }.get(told["switch"], "")
+    valid = bool(told["settings"])
+    lines += _row("", said if valid else "a setting is not valid: nothing is patched")
+    if verbose and valid:
+        lines += _row("settings", "strict" if told["strict"] else "not strict")
+        for name, setting in told["settings"].items():
+            lines += _row("", f"{name}={setting['value']}  ({setting['from']})")
+        lines += _row("features", ", ".join(told["features"]) or "none")
+
+    for name, status in frameworks.items():
+        if status.state not in ("absent", "off"):
+            lines += ["", *_framework_text(name, status, told["features"], verbose)]
+    absent = ", ".join(name for name, status in frameworks.items() if status.state == "absent")
+    off = ", ".join(name for name, status in frameworks.items() if status.state == "off")
+    lines += [""] if absent or off else []
+    lines += fold(f"not installed: {absent}", 0, 2) if absent else []
+    lines += fold(f"not asked for: {off}", 0, 2) if off else []
+
+    if told["limits"]:
+        lines += ["", "limits"]
+        for limit in told["limits"]:
+            lines += fold(limit, 2, 4)
+    none = "no problems, but the limits above" if told["limits"] else "no problems"
+    lines += ["", "problems" if told["problems"] else none]
+    for problem in _problems(told["problems"], frameworks):
+        lines += _short(fold(problem, 2, 4, break_words=True), verbose)
+    return "\n".join(lines)
+
+
+def _framework_text(
+    name: str, status: FrameworkStatus, features: list[str], verbose: bool
+) -> list[str]:
+    if status.reason == _NO_SETTINGS:
+        return fold(f"{name} {status.version}: {status.reason}", 0, 2)
+    lines = _status_text.framework(name, status, features, ahead=True)
+    if verbose:
+        lines += ["", *_status_text.seams(status.seams, _SHOWN)]
+    return lines
+
+
+def _problems(problems: list[str], frameworks: Mapping[str, FrameworkStatus]) -> list[str]:
+    """Return the problems; all seams that were refused for the same reason are one problem."""
+    refused = {
+        inapplicable(f"{name} {status.version}", seam)
+        for name, status in frameworks.items()
+        for seam in status.seams
+    }
+    told = [problem for problem in problems if problem not in refused]
+    for name, status in frameworks.items():
+        told += _status_text.refusals(f"{name} {status.version}", status.seams)
+    return list(dict.fromkeys(told))
+
+
+def _package_text(name: str, package: Mapping[str, Any]) -> str:
+    text = f"{name} {package['version']}"
+    if package.get("c_extension") is False:
+        text += " (pure Python: slower calls)"
+    return text
+
+
+def _row(label: str, text: str) -> list[str]:
+    # break_words=True, because many paths are longer than a line.
+    return fold(f"{label:<{_COLUMN - 3}} {text}", 2, _COLUMN, break_words=True) if text else []
+
+
+def _short(lines: list[str], verbose: bool) -> list[str]:
+    if verbose or len(lines) <= _LONG:
+        return lines
+    indent = " " * (len(lines[1]) - len(lines[1].lstrip()))
+    return [*lines[: _LONG - 1], f"{indent}... the rest: precision-shim doctor --verbose"]

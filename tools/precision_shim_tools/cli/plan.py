@@ -1,0 +1,229 @@
+"""``precision-shim plan -- COMMAND``: show a job's memory per GPU and illegal config values."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from precision_shim._about import __version__
+
+from . import add_command
+from ._output import show, write
+
+if TYPE_CHECKING:
+    from ..plan.command import Job
+    from ..plan.request import Request, Rules
+    from . import Commands
+
+__all__ = ["register", "run"]
+
+_HELP = "Say what a job's config costs per GPU and whether it is legal, without running it."
+_MORE = (
+    "COMMAND is the line that starts the job; it is not run. Exit status 0: legal; 1: something is "
+    "illegal; 2: it cannot be read. Example: precision-shim plan --gpu-memory 80 -- python -m "
+    "verl.trainer.main_ppo ..."
+)
+
+
+def register(commands: Commands) -> None:
+    """Add ``plan`` to the command line."""
+    parser = add_command(
+        commands,
+        "plan",
+        run,
+        help=_HELP,
+        more=_MORE,
+        usage="precision-shim plan [options] [--] COMMAND ...",
+    )
+    parser.add_argument(
+        "--model", metavar="DIR", help="the directory of config.json, of all its models"
+    )
+    parser.add_argument(
+        "--parameters",
+        metavar="N[,experts=M]",
+        help="the models' size, such as 7.6B or 30.5B,experts=29B, where no directory is here",
+    )
+    parser.add_argument(
+        "--transformer-engine",
+        metavar="V",
+        type=_version,
+        help="the version whose rules to apply: the installed one, else the newest known",
+    )
+    parser.add_argument(
+        "--megatron-core", metavar="V", type=_version, help="the same for megatron-core"
+    )
+    parser.add_argument(
+        "--gpu-memory", metavar="GB", type=_memory, help="the memory of a GPU, in GB of 2^30 bytes"
+    )
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="find the precision settings that fit --gpu-memory",
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
+    parser.add_argument("--plot", metavar="FILE", help="write stacked bars as .svg or .png")
+    parser.add_argument("job", nargs=argparse.REMAINDER, metavar="COMMAND", help="the launch line")
+
+
+def _version(word: str) -> str:
+    if not word[:1].isdigit():
+        raise argparse.ArgumentTypeError(f"{word!r}: expected a version such as 2.14")
+    return word
+
+
+def _memory(word: str) -> float:
+    try:
+        memory = float(word)
+    except ValueError:
+        memory = math.nan
+    if not 0 < memory < math.inf:
+        raise argparse.ArgumentTypeError(f"{word!r}: expected GB, more than 0")
+    return memory
+
+
+def run(asked: argparse.Namespace) -> int:
+    """Plan the job, print the plan, and return the exit status."""
+    from precision_shim.errors import PrecisionShimError
+    from precision_shim.process import standby
+
+    words = asked.job[1:] if asked.job[:1] == ["--"] else asked.job
+    if not words:
+        asked.parser.error("COMMAND is missing: which job is to be planned?")
+    if asked.search and asked.gpu_memory is None:
+        asked.parser.error("--search needs --gpu-memory")
+    standby.stop()  # imports of frameworks must not install the shim in this process
+    try:
+        # At import some frameworks log to standard output, which may contain only the plan.
+        with redirect_stdout(sys.stderr):
+            job, request, rules = _read(asked, _without_run(words))
+        return _show(asked, job, request, rules)
+    except (PrecisionShimError, OSError) as error:
+        print(f"precision-shim plan: {error}", file=sys.stderr)
+    except Exception:
+        traceback.print_exc()
+        print(
+            "precision-shim plan: the plan itself failed, which says nothing of the config. Report "
+            f"this line, the lines above it and the command (precision-shim {__version__}).",
+            file=sys.stderr,
+        )
+    return 2
+
+
+def _without_run(words: list[str]) -> list[str]:
+    """Replace ``precision-shim run`` in a launch line by the variables that it sets for the job.
+
+    Raises:
+        SettingsError: an option of ``run`` has an invalid value.
+    """
+    from precision_shim.process import settings as _settings
+
+    from . import build_parser
+    from . import run as _run
+
+    runs = [
+        place
+        for place, (word, after) in enumerate(pairwise(words))
+        if after == "run" and Path(word).name in ("precision-shim", "precision_shim")
+    ]
+    if not runs:
+        return words
+    front, options = words[: runs[0]], words[runs[0] + 1 :]
+    if front[-1:] == ["-m"]:  # python -m precision_shim run
+        front = front[:-2]
+    given = build_parser(["run"]).parse_args(options)
+    command = given.job[1:] if given.job[:1] == ["--"] else given.job
+    named = dict(word.split("=", 1) for word in front if word.startswith(f"{_settings.PREFIX}="))
+    if _settings.switch({**os.environ, **named}) == "off":  # off, so ``run`` sets no variables
+        return [*front, *command]
+    ours = _run.variables(
+        features=given.features,
+        frameworks=given.frameworks,
+        strict=given.strict,
+        settings=given.settings,
+    )
+    return [*front, *(f"{name}={value}" for name, value in ours.items()), *command]
+
+
+def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Rules]:
+    from precision_shim.errors import PlanError
+    from precision_shim.process import registry as _registry
+    from precision_shim.process import settings as _settings
+    from precision_shim.process.versions import version_of
+    from precision_shim.seams._wrapper import resolve
+
+    from ..plan import command
+    from ..plan.request import Rules
+
+    entries = _registry.entries()
+    options = command.Options(asked.model, asked.parameters)
+    planned = [entry for entry in entries.values() if not entry.by_name]
+    job = command.read_launch_line(words, planned, _settings.resolve(environ={}), options)
+    environ = {**os.environ, **job.environ}
+    settings = _settings.resolve(known_frameworks=entries, environ=environ)
+    job = replace(job, settings=settings)
+    if _settings.switch(environ) == "off":
+        job = replace(job, off=environ[_settings.PREFIX].strip())
+    entry = entries[job.framework]
+    if not entry.plan:  # the registry lacks the ``plan`` of third-party adapters
+        entry = _registry.load(entry)
+    if not entry.plan:
+        raise PlanError(
+            f'{job.framework}: its adapter plans no jobs: expected plan="module:function" in it.'
+        )
+    if version_of(entry.distribution, entry.packages) is None:
+        raise PlanError(
+            f"{job.framework} is not installed here: its own loader has to read the job's config. "
+            "Run the plan in the environment of the job."
+        )
+    with _variables(job.environ):  # the config and the Hugging Face cache may depend on variables
+        request = resolve(entry.plan)(job)
+    rules = Rules(
+        asked.transformer_engine or version_of("transformer-engine", ("transformer_engine",)),
+        asked.megatron_core or version_of("megatron-core", ("megatron",)),
+    )
+    return job, request, rules
+
+
+@contextmanager
+def _variables(named: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(named)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _show(asked: argparse.Namespace, job: Job, request: Request, rules: Rules) -> int:
+    from ..plan import plot, text
+    from ..plan.request import make
+    from ..plan.search import render, search
+
+    plan = make(job, request, rules)
+    memory = (asked.gpu_memory or 0) * text.GB
+    searches = asked.search and not plan.problems
+    found = search(job, request, rules, memory) if searches else []
+    if asked.plot:
+        plot.draw(plan, Path(asked.plot), asked.gpu_memory)
+    if asked.json:
+        values = plan.to_dict()
+        if searches:
+            values["search"] = [asdict(one) for one in found]
+        write(json.dumps(values, indent=1))
+    else:
+        blocks = [text.render(plan, asked.gpu_memory)]
+        if searches:
+            blocks.append("\n".join(render(found, memory)))
+        show("\n\n".join(blocks))
+    return 1 if plan.problems else 0

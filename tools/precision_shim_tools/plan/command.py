@@ -1,0 +1,198 @@
+"""Read a job's launch command: its framework, its target, and the variables that it sets."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from precision_shim.errors import PlanError
+from precision_shim.files.models import directory_of
+
+from ..predicted import PredictedFeatures
+from . import shapes
+from .shapes import Model
+
+if TYPE_CHECKING:
+    from precision_shim.process.framework import Adapter
+    from precision_shim.process.settings import Settings
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options that the user gives in addition to the job's command.
+
+    Attributes:
+        model: a model's directory, used instead of the model in the job's config.
+        parameters: the model's size, such as ``"7.6B"``, used instead of a directory.
+    """
+
+    model: str | None = None
+    parameters: str | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job's launch command, read without importing the job's framework.
+
+    Attributes:
+        framework: name of the framework.
+        target: the module after ``-m``, or the script.
+        source: the file of ``target``; ``None`` if the file is not on this machine.
+        launcher: the command's words before ``target``.
+        arguments: the command's words after ``target``.
+        environ: the variables that the command sets.
+        settings: the shim's settings.
+        options: the options that the user gives in addition to the command.
+        off: ``PRECISION_SHIM``'s value, such as ``"0"``, if it switches the shim off; else empty.
+    """
+
+    framework: str
+    target: str
+    source: Path | None
+    launcher: tuple[str, ...]
+    arguments: tuple[str, ...]
+    environ: Mapping[str, str]
+    settings: Settings
+    options: Options = field(default_factory=Options)
+    off: str = ""
+
+    def model(self, name: object, overrides: Mapping[str, Any] | None = None) -> Model:
+        """Return a model of the job, with the names and shapes of the model's parameters.
+
+        Args:
+            name: a directory, or the name of a Hugging Face hub model that is in the local cache.
+            overrides: values that override the model's config.
+
+        Raises:
+            PlanError: the model is not on this machine, or cannot be read.
+        """
+        if self.options.parameters:
+            return shapes.of_size(self.options.parameters)
+        directory = Path(self.options.model) if self.options.model else directory_of(name)
+        return shapes.read_model(directory, overrides)
+
+    def in_force(self, feature: str, group: str) -> bool:
+        """Whether the seams of ``group`` would make ``feature`` work in this job."""
+        return not self.off and self._foreseen.in_force(self.framework, feature, group)
+
+    @cached_property
+    def _foreseen(self) -> PredictedFeatures:
+        return PredictedFeatures(self.settings)
+
+    def launched(self, name: str) -> int | None:
+        """Return the value of one of the launcher's options, such as ``nproc-per-node``.
+
+        Raises:
+            PlanError: the value, such as torchrun's ``gpu`` (all GPUs of a machine), is no number.
+        """
+        for word, after in zip(self.launcher, (*self.launcher[1:], ""), strict=True):
+            key, equals, value = word.partition("=")
+            if key.lstrip("-").replace("_", "-") == name:
+                most = (value if equals else after).rpartition(":")[2]
+                if not most.isdigit():
+                    raise PlanError(
+                        f"{key}={most}: the number of GPUs depends on the machine that the job "
+                        "starts on. Write a number."
+                    )
+                return int(most)
+        return None
+
+
+def read_launch_line(
+    words: Sequence[str], known: Iterable[Adapter], settings: Settings, options: Options
+) -> Job:
+    """Find a job's framework and target in its launch command.
+
+    Args:
+        words: the command; it may begin with variables, launchers and ``--``.
+        known: the frameworks to which the target may belong.
+        settings: the shim's settings.
+        options: the options that the user gives in addition to the command.
+
+    Raises:
+        PlanError: no word of the command line is an entry point of a framework.
+    """
+    environ = {}
+    by_package = {
+        package: framework.framework for framework in known for package in framework.packages
+    }
+    for place, word in enumerate(words):
+        assignment = _ASSIGNMENT.fullmatch(word)
+        if assignment and not _is_script(word):
+            environ[assignment.group(1)] = assignment.group(2)
+            continue
+        module = words[place - 1] in ("-m", "--module") if place else False
+        if not module and not _is_script(word):
+            continue
+        source = file_of(word) if module else (Path(word) if os.path.isfile(word) else None)
+        framework = _framework(word, source, by_package)
+        if framework:
+            rest = tuple(words[place + 1 :])
+            return Job(
+                framework,
+                word,
+                source,
+                tuple(words[:place]),
+                rest[1:] if rest[:1] == ("--",) else rest,
+                environ,
+                settings,
+                options,
+            )
+    names = ", ".join(sorted(set(by_package.values())))
+    raise PlanError(
+        f"{' '.join(words)!r}: no word of it is an entry point of a known framework ({names}): "
+        "expected a module behind -m, or a script that imports one. Write the line that starts "
+        "the job's Python."
+    )
+
+
+def _is_script(word: str) -> bool:
+    return word.endswith(".py") and not word.startswith("-") and "=" not in word
+
+
+def file_of(module: str) -> Path | None:
+    """Return a module's file, found without importing the module or its packages."""
+    top, *rest = module.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return None
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        path = Path(folder, *rest)
+        for candidate in (path.with_suffix(".py"), path / "__main__.py", path / "__init__.py"):
+            if candidate.is_file():
+                return candidate
+    local = Path(*module.split(".")).with_suffix(".py")
+    return local if local.is_file() else None
+
+
+def _framework(target: str, source: Path | None, by_package: Mapping[str, str]) -> str | None:
+    top = target.partition(".")[0]
+    if not _is_script(target) and top in by_package:
+        return by_package[top]
+    if source is not None:
+        for name in find_imported(source):
+            if name.partition(".")[0] in by_package:
+                return by_package[name.partition(".")[0]]
+    parts = re.split(r"[/\\.]", target)
+    return next((by_package[part] for part in parts if part in by_package), None)
+
+
+def find_imported(source: Path) -> list[str]:
+    """Return the modules that a file imports; empty if the file cannot be read."""
+    try:
+        nodes = list(ast.walk(ast.parse(source.read_text(encoding="utf-8"))))
+    except (OSError, ValueError, SyntaxError):
+        return []
+    modules = [name.name for node in nodes if isinstance(node, ast.Import) for name in node.names]
+    froms = [node for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+    return modules + [str(node.module) for node in froms]

@@ -1,0 +1,256 @@
+"""Compute how Megatron splits a model over GPUs, from names, shapes and group sizes.
+
+Expert and expert-tensor parallelism split experts. Tensor parallelism splits matrices and the
+biases of column-parallel layers. Norms, routers and the down-projections of latent attention stay
+whole. Pipeline parallelism splits layers into stages, as Megatron's ``get_num_layers_to_build`` and
+``get_transformer_layer_offset`` do. The first and the last stage may have another number of layers
+than the middle stages, and a stage may consist of interleaved chunks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ..shapes import Model, Weight
+from .sizes import Sizes
+
+_LEAST = {
+    **dict.fromkeys(("world", "tensor", "pipeline", "context", "expert", "expert_tensor"), 1),
+    **{"virtual": 1, "first": 0, "last": 0},
+}
+"""The smallest value that Megatron accepts for each size."""
+
+
+def fault(sizes: Sizes, model: Model, *, heads_are_shared: bool = True) -> str:
+    """Return why a model cannot be split over the GPUs, with the config's key; empty if it can.
+
+    Args:
+        sizes: the sizes of the parallel groups.
+        model: names and shapes.
+        heads_are_shared: whether several ranks may share a key-value head.
+    """
+    for name, least in _LEAST.items():
+        size = getattr(sizes, name)
+        if size is not None and (type(size) is not int or size < least):
+            key = sizes.keys.get(name, name)
+            return f"{key}={size!r}: expected a whole number, at least {least}"
+    key, found = next(_faults(sizes, model, heads_are_shared), ("", ""))
+    return f"{sizes.keys.get(key, key)}: {found}" if found else ""
+
+
+def _faults(sizes: Sizes, model: Model, shared: bool) -> Iterator[tuple[str, str]]:
+    dense = sizes.tensor * sizes.pipeline * sizes.context
+    experts = sizes.experts_tensor * sizes.expert * sizes.pipeline
+    gpus = f"{sizes.world} GPUs are no multiple of"
+    if sizes.world % dense:
+        yield "world", f"{gpus} {dense}, which is tensor x pipeline x context"
+    if sizes.world % experts:
+        yield "expert", f"{gpus} {experts}, which is expert tensor x expert x pipeline"
+    heads = model.number("num_attention_heads", "n_head")
+    groups = model.number("num_key_value_heads") or heads
+    if heads % sizes.tensor:
+        yield "tensor", f"{heads} attention heads cannot be split {sizes.tensor} ways"
+    if groups % sizes.tensor and (sizes.tensor % groups or not shared):
+        yield "tensor", f"{groups} key-value heads cannot be split {sizes.tensor} ways"
+    if model.experts % sizes.expert:
+        yield "expert", f"{model.experts} experts cannot be split {sizes.expert} ways"
+    if model.config and not layers_of_stages(sizes, number_of_layers(model)):
+        layers = number_of_layers(model)
+        yield "pipeline", f"{layers} layers cannot be split into these {sizes.pipeline} stages"
+
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_OTHER_MODEL = re.compile(
+    r"(^|\.)(visual|vision_tower|vision_model|vision|audio_tower|audio|multi_modal_projector"
+    r"|mm_projector|embed_vision)\."
+)
+
+
+def layer_of(name: str) -> int | None:
+    """The index of a parameter's layer; ``None`` outside the layers of the text model."""
+    match = None if _OTHER_MODEL.search(name) else _LAYER.search(name)
+    return int(match.group(1)) if match else None
+
+
+def number_of_layers(model: Model) -> int:
+    """Number of layers of the text model, without the layers for multi-token prediction."""
+    told = model.number("num_hidden_layers", "n_layer")
+    return told or 1 + max((layer_of(weight.name) or 0 for weight in model.weights), default=0)
+
+
+def layers_of_stages(sizes: Sizes, layers: int) -> list[list[int]]:
+    """The indices of the layers of each pipeline stage; empty if the layers cannot be split."""
+    lengths = _lengths(sizes, layers)
+    if sum(lengths) != layers or min(lengths) < 0 or len(lengths) % sizes.pipeline:
+        return []
+    stages: list[list[int]] = [[] for _ in range(sizes.pipeline)]
+    first = 0
+    for place, length in enumerate(lengths):
+        stages[place % sizes.pipeline] += range(first, first + length)
+        first += length
+    return stages
+
+
+def _lengths(sizes: Sizes, layers: int) -> list[int]:
+    """Number of layers in each chunk of the stages, in the order of the layers."""
+    if sizes.stages:
+        return [place.count("t") for place in _places(sizes.stages)]
+    chunks = (sizes.virtual or 1) if sizes.pipeline > 1 else 1
+    both = ((0, sizes.first), (sizes.pipeline - 1, sizes.last))
+    ends = {stage: number for stage, number in both if number is not None}
+    counted = layers + sizes.count_embedding + sizes.count_loss - sum(ends.values())
+    each = counted // max(sizes.pipeline - len(ends), 1)
+    lengths = [ends.get(stage, each) // chunks for stage in range(sizes.pipeline)] * chunks
+    lengths[0] -= sizes.count_embedding
+    lengths[-1] -= sizes.count_loss
+    return lengths
+
+
+def _places(layout: str | Sequence[Sequence[str]]) -> Sequence[str]:
+    """The chunks of a pipeline layout, each with a letter ``t`` for a layer."""
+    if not isinstance(layout, str):
+        return ["t" * list(place).count("decoder") for place in layout]
+    for part in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        layout = re.sub(part, lambda found: found.group(1) * int(found.group(2)), layout)
+    return layout.split("|")
+
+
+_COLUMN = (
+    *("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "qkv", "c_attn", "g_proj"),
+    *("q_b_proj", "kv_b_proj", "sinks", "A_log", "dt_bias", "D", "conv1d"),
+    *("gate_proj", "up_proj", "gate_up_proj", "gate_up_proj_bias", "fc1", "w1", "w3", "c_fc"),
+    *("wq", "wk", "wv"),
+    *("in_proj", "in_proj_qkvz", "in_proj_qkv", "in_proj_ba", "in_proj_z"),
+    *("in_proj_a", "in_proj_b"),
+)
+"""Column-parallel layers: tensor parallelism splits the outputs of the weight, and the bias."""
+
+_ROW = ("o_proj", "wo", "down_proj", "fc2", "w2", "c_proj", "out_proj", "dense")
+"""Row-parallel layers: tensor parallelism splits the inputs of the weight; the bias stays whole."""
+
+_VOCABULARY = (
+    *("embed_tokens", "wte", "tok_embeddings", "word_embeddings", "embeddings", "embed_in"),
+    *("lm_head", "embed_out", "output"),
+)
+_EMBEDDINGS = _VOCABULARY[:6]
+_LAST = ("norm", "norm_f", "ln_f", "final_layernorm", "final_layer_norm", "score")
+"""Modules after the last layer; the last pipeline stage contains them and the output layer."""
+
+
+def rank_numel(weight: Weight, sizes: Sizes) -> int:
+    """Number of a parameter's elements on one rank of the parameter's pipeline stage.
+
+    Args:
+        weight: the parameter.
+        sizes: the sizes of the parallel groups.
+    """
+    if is_expert(weight.name):
+        ways = 1 if weight.name.endswith("down_proj_bias") else sizes.experts_tensor
+        return weight.numel // (sizes.expert * ways)
+    return weight.numel // _ways(weight, sizes.tensor)
+
+
+def _ways(weight: Weight, tensor: int) -> int:
+    """Number of ranks over which tensor parallelism splits a parameter outside the experts."""
+    words = [part for part in weight.name.split(".") if part not in ("weight", "bias")]
+    word = words[-1] if words else ""
+    if _OTHER_MODEL.search(weight.name):
+        return 1
+    split = word in _VOCABULARY or word in _COLUMN or (word in _ROW and len(weight.shape) > 1)
+    return tensor if split else 1
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter with this name belongs to a routed expert."""
+    return ".experts." in name or name.startswith("experts.")
+
+
+@dataclass(frozen=True)
+class StageCount:
+    """Numbers of parameters on a rank of one pipeline stage.
+
+    Attributes:
+        dense: trained parameters whose optimizer states the data-parallel group shards.
+        experts: parameters of experts, if a separate data-parallel group shards their states.
+        frozen: parameters that are not trained; not counted in ``dense``.
+    """
+
+    dense: int = 0
+    experts: int = 0
+    frozen: int = 0
+
+
+def count(
+    model: Model,
+    sizes: Sizes,
+    *,
+    frozen: Callable[[str], bool] = lambda name: False,
+    value_head: bool = False,
+) -> list[StageCount]:
+    """Count the parameters on one rank of each pipeline stage.
+
+    Args:
+        model: names and shapes.
+        sizes: the sizes of the parallel groups, which must be legal.
+        frozen: function that returns whether the parameter with a given name is frozen.
+        value_head: whether the output layer is a value head with one output.
+    """
+    if not model.config:
+        return _evenly(model, sizes)
+    layers = number_of_layers(model)
+    stage_of = {
+        layer: stage
+        for stage, numbers in enumerate(layers_of_stages(sizes, layers))
+        for layer in numbers
+    }
+    dense, experts, still = ([0] * sizes.pipeline for _ in range(3))
+    last = sizes.pipeline - 1
+
+    def add(stage: int, weight: Weight) -> None:
+        numel = rank_numel(weight, sizes)
+        if is_expert(weight.name) and sizes.expert > 1:
+            experts[stage] += numel
+        elif frozen(weight.name):
+            still[stage] += numel
+        else:
+            dense[stage] += numel
+
+    for weight in model.weights:
+        layer = layer_of(weight.name)
+        if layer is not None:
+            if layer in stage_of:  # layers for multi-token prediction have no stage
+                add(stage_of[layer], weight)
+            continue
+        if value_head and _word(weight.name) in ("lm_head", "embed_out", "score", "v_head"):
+            continue
+        add(_stage_outside(weight.name, last), weight)
+        embedding = _word(weight.name) in _EMBEDDINGS
+        if embedding and model.tied and last and not value_head:
+            add(last, weight)  # the last stage has its own copy of tied weights
+    if value_head:
+        dense[last] += model.number("hidden_size", "n_embd")
+    return [StageCount(*counts) for counts in zip(dense, experts, still, strict=True)]
+
+
+def _evenly(model: Model, sizes: Sizes) -> list[StageCount]:
+    """Split a model's parameters evenly over the stages, for a model without a config."""
+    dense = sum(weight.numel for weight in model.weights if not is_expert(weight.name))
+    experts = sum(weight.numel for weight in model.weights if is_expert(weight.name))
+    own = -(-dense // (sizes.tensor * sizes.pipeline))
+    theirs = -(-experts // (sizes.experts_tensor * sizes.expert * sizes.pipeline))
+    apart = sizes.expert > 1
+    stage = StageCount(own if apart else own + theirs, theirs if apart else 0)
+    return [stage] * sizes.pipeline
+
+
+def _word(name: str) -> str:
+    return name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+
+
+def _stage_outside(name: str, last: int) -> int:
+    """The stage of a parameter outside the layers: last for norm and output, else the first."""
+    if _OTHER_MODEL.search(name):
+        return 0
+    return last if _word(name) in (*_LAST, "lm_head", "embed_out") else 0

@@ -1,0 +1,360 @@
+"""Plan NeMo-RL's jobs from a YAML file, the YAML files that it inherits from, and overrides.
+
+NeMo-RL's own loader, which needs hydra but not torch, reads the YAML files. As in a worker,
+``nemo_rl.megatron`` reads the optimizer's ``RequestedConfig`` from the config.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import look, version_of
+from precision_shim.errors import DtypeError, PlanError
+from precision_shim.precision.dtypes import name_of
+from precision_shim.reporting.problem import Problem
+from precision_shim_adapters.agreement import FEATURE, problems_of, problems_of_heads
+from precision_shim_adapters.common.omegaconf_values import plain, tell_unresolved
+from precision_shim_adapters.megatron import PRECISION_AWARE
+from precision_shim_adapters.nemo_rl import rollout
+from precision_shim_adapters.nemo_rl.training import dtensor, megatron
+from precision_shim_adapters.nemo_rl.training.dtensor import DTYPES, FRAMEWORK
+from precision_shim_adapters.nemo_rl.training.workers import POLICIES, SETUP
+
+from .command import Job
+from .megatron.model import MegatronModel
+from .megatron.sizes import read_sizes
+from .record import Decided
+from .request import Plannable, Request, legal
+from .shapes import is_router
+from .torch_optimizer import ShardedModel, scaling
+from .values import mapping, no_adapters, number_of, said
+
+_ROLES = ("policy", "value", "teacher")
+_CHECKS = (
+    f"{SETUP}:_validate_dtype_config",
+    *(f"{POLICIES[1]}:MegatronPolicyWorker{end}.__init__" for end in ("", "Impl")),
+)
+"""NeMo-RL's functions that check the optimizer's flags, in NeMo-RL 0.5 and later."""
+_FLAGS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_DEFAULT = re.compile(r"[\"']([\w./-]+\.ya?ml)[\"']")
+
+
+def plan_job(job: Job) -> Request:
+    """Read a command line that launches a NeMo-RL job.
+
+    Raises:
+        PlanError: the config or a model cannot be read.
+    """
+    unresolved: list[str] = []
+    config = load(job, unresolved)
+    if not _of(config, "policy") or not config.get("cluster"):
+        raise PlanError(
+            f"{_where()}, {job.target}: its config trains no model: expected policy and cluster. "
+            "Plan the job that trains."
+        )
+    world = _gpus(config)
+    models = tuple(_models(job, config, world))
+    problems, notes = _both_sides(job, config)
+    return Request(
+        FRAMEWORK,
+        version_of(FRAMEWORK, ("nemo_rl",)),
+        world,
+        models,
+        megatron=any(isinstance(model, MegatronModel) for model in models),
+        problems=tuple(problems),
+        notes=(*notes, *tell_unresolved(unresolved)),
+    )
+
+
+def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
+    """Predict the driver's report on the dtypes of policy, rollout and teacher."""
+    try:
+        generation = _of(config["policy"], "policy.generation")
+        if generation:
+            rollout.coerce_names(generation)
+        both = rollout.read_sides(config)
+    except DtypeError as error:
+        return [Problem.of(error, "rollout", error.key)], []
+    on = job.in_force(FEATURE, rollout.GROUP)
+    problems: list[Problem] = []
+    notes: list[str] = []
+    if generation:
+        problems, notes = problems_of_heads(_where(), rollout.read_heads, job.settings, on=on)
+    if both is None or both.trainer is None:
+        return problems, notes
+    trainer, kind = both.trainer, both.model_type
+    found, told = problems_of(_where(), trainer, both.others, job.settings, on=on, model_type=kind)
+    return [*found, *problems], [*told, *notes]
+
+
+def _where() -> str:
+    return f"nemo-rl {version_of(FRAMEWORK, ('nemo_rl',))}"
+
+
+def _of(section: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return the section under the last part of a key; one that is left out or null is empty."""
+    value = section.get(key.rpartition(".")[2])
+    return {} if value is None else mapping(value, key, _where())
+
+
+def load(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
+    """Load a job's config, and apply its overrides.
+
+    Args:
+        job: the job.
+        unresolved: see ``plain``.
+
+    Raises:
+        PlanError: NeMo-RL cannot load the config.
+    """
+    path, overrides = _find_named(job)
+    try:
+        from nemo_rl.utils import config as loader
+        from omegaconf import OmegaConf
+
+        register = getattr(loader, "register_omegaconf_resolvers", None)
+        if register is not None:
+            register()
+        else:  # up to NeMo-RL 0.5 each example registers the resolver ``mul``
+            OmegaConf.register_new_resolver("mul", lambda a, b: a * b, replace=True)
+        made = loader.load_config(path)
+        if overrides:
+            made = loader.parse_hydra_overrides(made, overrides)
+        config: dict[str, Any] = plain(made, unresolved=unresolved)
+    except Exception as error:  # reading files, YAML, hydra and omegaconf raise various errors
+        raise PlanError(
+            f"{_where()}, {path}: {said(error)}. Correct the override or the file, or plan in the "
+            "environment of the job."
+        ) from error
+    return config
+
+
+def _find_named(job: Job) -> tuple[Path, list[str]]:
+    """The path of a job's config file, and its overrides, parsed as in NeMo-RL's examples."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--config", default="")
+    named, overrides = parser.parse_known_args(list(job.arguments))
+    overrides = [word for word in overrides if not word.startswith("--")]  # of the job's script
+    return Path(named.config) if named.config else _default(job), overrides
+
+
+def _default(job: Job) -> Path:
+    """The path of an example's default config file, found in the example's source."""
+    source = Path(job.source or job.target)
+    for name in _DEFAULT.findall(source.read_text(encoding="utf-8")):
+        for folder in ("configs", "."):
+            path = Path(source.parent, folder, name)
+            if path.is_file():
+                return path
+    raise PlanError(f"{_where()}, {source}: names no config. Name the YAML with --config.")
+
+
+def _gpus(config: Mapping[str, Any]) -> int:
+    """The number of GPUs that train, without GPUs that only serve rollout, reward or teachers."""
+    cluster = _of(config, "cluster")
+    each, nodes = (
+        number_of(cluster, f"cluster.{key}", _where()) for key in ("gpus_per_node", "num_nodes")
+    )
+    rewarding = _find_reward_model(config)
+    if nodes == 1:
+        each -= int(rewarding.get("gpus_per_node") or 0)
+    else:
+        nodes -= int(rewarding.get("num_nodes") or 0) + _count_teachers(config)
+    colocated = _of(_of(config["policy"], "policy.generation"), "policy.generation.colocated")
+    if not colocated.get("enabled", True):
+        theirs = _of(colocated, "policy.generation.colocated.resources")
+        if nodes == 1 or not theirs.get("num_nodes"):
+            each -= int(theirs.get("gpus_per_node") or 0)
+        else:
+            nodes -= int(theirs["num_nodes"])
+    return each * nodes
+
+
+def _find_reward_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The resources of a reward model that runs as an environment; empty if the job has none."""
+    section, data = _of(_of(config, "env"), "env.reward_model"), _of(config, "data")
+    # In NeMo-RL 0.5 ``env_name`` is in ``data``, in later versions in sections of ``data``. NeMo-RL
+    # 0.4 has ``enabled`` in the reward model's section instead of ``env_name``.
+    places = [data, *(data.get(name) for name in ("train", "validation", "default"))]
+    names = [place.get("env_name") for place in places if isinstance(place, Mapping)]
+    used = section.get("enabled") is True or "reward_model" in names
+    return _of(section, "env.reward_model.resources") if used else {}
+
+
+def _count_teachers(config: Mapping[str, Any]) -> int:
+    """The number of nodes that are reserved for the teachers of on-policy distillation."""
+    section = _of(config, "on_policy_distillation")
+    apart = _of(section, "on_policy_distillation.non_colocated_teachers")
+    if not (section.get("enabled") and apart.get("enabled")):
+        return 0
+    default, own = apart.get("default_teacher_cfg") or {}, apart.get("teacher_overrides") or {}
+    teachers: list[tuple[str, int]] = []
+    for alias, name in (section.get("teacher_model_by_agent_name") or {}).items():
+        if section.get("deduplicate_shared_teacher_checkpoints", True) and name in dict(teachers):
+            continue
+        teachers.append((name, int({**default, **(own.get(alias) or {})}.get("num_nodes", 1))))
+    return sum(nodes for _, nodes in teachers)
+
+
+def _models(job: Job, config: Mapping[str, Any], world: int) -> Iterator[Plannable]:
+    teachers = config.get("teachers") or []
+    named = {key: (key, _of(config, key)) for key in _ROLES}
+    if teachers:  # without a rollout, a job with teachers never offloads its student
+        named["policy"] = "policy", {**config["policy"], "generation": None}
+    for place, section in enumerate(teachers):
+        named[f"teacher_{place}"] = f"teachers.{place}", section
+    for subject, (key, section) in named.items():
+        if subject == "policy" or section.get("model_name"):
+            yield legal(subject, partial(_model, job, section, key, subject, world))
+
+
+def _model(job: Job, section: Mapping[str, Any], key: str, subject: str, world: int) -> Plannable:
+    _check_names(section, key)
+    if _of(section, f"{key}.megatron_cfg").get("enabled"):
+        return _on_megatron(job, section, key, subject, world)
+    if not _of(section, f"{key}.dtensor_cfg").get("enabled"):
+        raise PlanError(
+            f"{_where()}, {key}: neither megatron_cfg.enabled nor dtensor_cfg.enabled is true. "
+            "Write one of them."
+        )
+    return _on_dtensor(job, section, key, subject, world)
+
+
+def _check_names(section: Mapping[str, Any], key: str) -> None:
+    """Check the dtype keys of a model.
+
+    Raises:
+        DtypeError: a value is none of NeMo-RL's dtype names.
+    """
+    megatron_cfg = _of(section, f"{key}.megatron_cfg")
+    written = {"precision": section.get("precision")}
+    if megatron_cfg.get("enabled") and "pipeline_dtype" in megatron_cfg:
+        written["megatron_cfg.pipeline_dtype"] = megatron_cfg["pipeline_dtype"]
+    for field, value in written.items():
+        if not isinstance(value, str) or value not in DTYPES:
+            raise DtypeError(
+                f"{_where()}: {key}.{field}={value!r} names no dtype that NeMo-RL takes; allowed: "
+                f"{', '.join(DTYPES)}, spelled so. Correct {key}.{field}.",
+                key=f"{key}.{field}",
+            )
+
+
+def _flags(section: Mapping[str, Any], key: str, subject: str) -> Iterator[Problem]:
+    """Yield a problem for each optimizer flag that NeMo-RL refuses because of ``precision``."""
+    if not any(PRECISION_AWARE in look(function).names for function in _CHECKS):
+        return  # NeMo-RL 0.4 checks no flags
+    place, precision = f"{key}.megatron_cfg.optimizer", section["precision"]
+    optimizer = section["megatron_cfg"]["optimizer"]
+    needed = _FLAGS.get(DTYPES[precision])
+    written = [flag for flag in _FLAGS.values() if optimizer.get(flag)]
+    wrong = written if needed is None else written[1:]
+    if needed is not None and optimizer.get(PRECISION_AWARE) and needed not in written:
+        wrong = [needed]
+    values = f"bf16={'bf16' in written}, fp16={'fp16' in written}".lower()
+    for flag in wrong:
+        yield Problem(
+            "flags",
+            subject,
+            f"{place}.{flag}",
+            f"{_where()}: {values} beside {key}.precision={precision}",
+            "Write true for the flag of the precision, and false for the others.",
+        )
+
+
+def _refuse_adapters(key: str, section: Mapping[str, Any]) -> None:
+    if section.get("enabled"):
+        raise no_adapters(f"{_where()}, {key}.enabled=true", f"{key}.enabled=false")
+
+
+def _on_megatron(
+    job: Job, section: Mapping[str, Any], key: str, subject: str, world: int
+) -> Plannable:
+    where = f"{key}.megatron_cfg"
+    cfg = _of(section, where)
+    _refuse_adapters(f"{where}.peft", _of(cfg, f"{where}.peft"))
+    trains = not subject.startswith("teacher")
+    ddp = _of(cfg, f"{where}.distributed_data_parallel_config")
+    if ddp.get("use_custom_fsdp") or ddp.get("use_megatron_fsdp"):
+        raise PlanError(
+            f"{_where()}, {where}.distributed_data_parallel_config: Megatron-FSDP is not planned. "
+            "Plan the job without it."
+        )
+    complete = {
+        **section,
+        "megatron_cfg": {
+            **cfg,
+            "optimizer": _of(cfg, f"{where}.optimizer"),
+            "distributed_data_parallel_config": ddp,
+        },
+    }
+    wishes = megatron.read_requested(complete, subject, megatron_fsdp=False, trains=trains)
+    return MegatronModel(
+        wishes,
+        job.model(section.get("model_name"), section.get("hf_config_overrides")),
+        read_sizes(
+            world,
+            "cluster.gpus_per_node x cluster.num_nodes",
+            where,
+            cfg,
+        ),
+        wishes.declared or torch.bfloat16,
+        bucket_in_fp32=bool(ddp.get("grad_reduce_in_fp32", False)),
+        frozen=is_router if cfg.get("freeze_moe_router") else (lambda name: False),
+        value_head=subject == "value",
+        key=f"{where}.optimizer.{{}}",
+        bucket_key=f"{where}.distributed_data_parallel_config.grad_reduce_in_fp32",
+        prefix="++",
+        illegal=tuple(_flags(complete, key, subject)) if trains else (),
+    )
+
+
+def _on_dtensor(
+    job: Job, section: Mapping[str, Any], key: str, subject: str, world: int
+) -> Plannable:
+    where = f"{key}.dtensor_cfg"
+    cfg = _of(section, where)
+    _refuse_adapters(f"{where}.lora_cfg", _of(cfg, f"{where}.lora_cfg"))
+    trains = not subject.startswith("teacher")
+    precision = name_of(DTYPES[section["precision"]])
+    scaled: tuple[Decided, ...] = ()
+    if trains:
+        scaled = scaling(
+            job,
+            precision,
+            dtensor.group_of(subject, second=bool(cfg.get("_v2"))),
+            dtensor.scaled_because(subject),
+            configured=partial(dtensor.read_section, section, subject),
+        )
+    name = str(_of(section, f"{key}.optimizer").get("name") or "torch.optim.AdamW")
+    keys = {
+        "tensor": f"{where}.tensor_parallel_size",
+        "context": f"{where}.context_parallel_size",
+        "replicas": f"{where}.dp_replicate_size",
+    }
+    sizes: dict[str, Any] = {size: number_of(cfg, at, _where()) for size, at in keys.items()}
+    return ShardedModel(
+        subject,
+        job.model(section.get("model_name"), section.get("hf_config_overrides")),
+        world,
+        "fp32",  # NeMo-RL loads weights in float32, and computes in policy.precision
+        **sizes,
+        compute=precision,
+        optimizer=name if trains else "",
+        decisions=scaled,
+        offload=bool(cfg.get("cpu_offload")),
+        value_head=subject == "value"
+        or bool(_of(section, f"{key}.reward_model_cfg").get("enabled")),
+        keys={
+            "world": "cluster.gpus_per_node x cluster.num_nodes",
+            "shards": "cluster.gpus_per_node x cluster.num_nodes",
+            "optimizer": f"{key}.optimizer.name",
+            **keys,
+        },
+    )

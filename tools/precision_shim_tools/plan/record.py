@@ -1,0 +1,194 @@
+"""A plan as plain data, which can be converted to JSON.
+
+A plan has the same parts and components as an audit (``auditing.record``), so that a plan can be
+compared with the audits of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from precision_shim.process.names import meant
+from precision_shim.reporting.problem import Problem
+
+COMPONENTS = ("params", "frozen", "grad_buckets", "grad_copies", "master", "exp_avg", "exp_avg_sq")
+"""The audit's components whose size is proportional to the parameters, in the audit's order."""
+
+
+@dataclass(frozen=True)
+class ComponentSize:
+    """The size of one component, such as ``exp_avg``, on one rank of a pipeline stage.
+
+    Attributes:
+        dtypes: canonical names, as in the audit.
+        bytes: mean size over the data-parallel group's ranks; includes bytes in the host's memory.
+        group_bytes: the exact sum of the sizes over the data-parallel group.
+        host: the number of ``bytes`` that are in the host's memory.
+        sharded: whether the tensors are sharded over the group.
+    """
+
+    dtypes: tuple[str, ...] = ()
+    bytes: int = 0
+    group_bytes: int = 0
+    host: int = 0
+    sharded: bool = False
+
+
+@dataclass(frozen=True)
+class PlannedPart:
+    """Parameters with the same data-parallel group, which may shard their states.
+
+    Attributes:
+        name: ``"model"``, or ``"dense"`` and ``"experts"``.
+        optimizer: the optimizer's name; empty for a model without an optimizer.
+        data_parallel_size: number of ranks in the group.
+        groups: number of the pipeline stage's data-parallel groups, each with different parameters.
+        parameters: number of trainable parameters of a rank's model.
+        owned: mean number of parameters whose states a rank stores.
+        components: the sizes of the components, by the names in ``COMPONENTS``.
+        at_step: the sizes of tensors that exist only while the optimizer steps (``grad_copies``).
+    """
+
+    name: str
+    optimizer: str
+    data_parallel_size: int
+    groups: int
+    parameters: int
+    owned: int
+    components: Mapping[str, ComponentSize] = field(default_factory=dict)
+    at_step: Mapping[str, ComponentSize] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The tensors on one GPU of a pipeline stage."""
+
+    stage: int
+    parts: tuple[PlannedPart, ...]
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """The bytes of all parts together, for one GPU.
+
+        The keys are ``host`` (in the host's memory), ``gpu`` (on the GPU), ``bytes`` (``host`` plus
+        ``gpu``), and ``peak`` (on the GPU while the optimizer steps).
+        """
+        held = [component for part in self.parts for component in part.components.values()]
+        every, host = sum(size.bytes for size in held), sum(size.host for size in held)
+        top = sum(size.bytes for part in self.parts for size in part.at_step.values())
+        return {"bytes": every, "host": host, "gpu": every - host, "peak": every - host + top}
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A choice that the shim would make in the job, and the reason."""
+
+    feature: str
+    chosen: str
+    because: str
+
+
+def unknown_keys(
+    written: Iterable[str], known: Collection[str], subject: str, key: str, whose: str
+) -> list[Problem]:
+    """Return a ``Problem`` for each key of ``written`` that is not in ``known``.
+
+    Args:
+        written: the keys that the job's config sets.
+        known: the allowed keys; if ``known`` is empty, the function returns no ``Problem``.
+        subject: name of the model.
+        key: the config key in messages, such as ``"actor.optim.{}"``; a key's name replaces ``{}``.
+        whose: the config that allows the keys, such as ``"Megatron's OptimizerConfig"``.
+    """
+    return [
+        Problem(
+            "key",
+            subject,
+            key.format(name),
+            f"{whose} has no {name!r}",
+            f"{_suggest(name, known)} Correct the key, or leave it out.".strip(),
+        )
+        for name in written
+        if known and name not in known
+    ]
+
+
+def _suggest(name: str, known: Collection[str]) -> str:
+    text = meant(name, known)
+    return text[:1].upper() + text[1:]
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """The plan of one model of the job.
+
+    Attributes:
+        subject: name of the model, such as ``"actor"``.
+        parameters: number of parameters of the whole model.
+        layout: how the model is distributed over the GPUs.
+        decisions: the shim's choices.
+        before: the pipeline stages without the shim.
+        after: the pipeline stages with the shim.
+        notes: remarks on legal settings.
+        source: the file or directory from which names and shapes were read.
+        computes: dtype of the parameters while a layer computes.
+        reduces: dtype in which gradients are reduced; empty for Megatron, and without an optimizer.
+    """
+
+    subject: str
+    parameters: int
+    layout: Mapping[str, Any]
+    decisions: tuple[Decided, ...]
+    before: tuple[Stage, ...]
+    after: tuple[Stage, ...]
+    notes: tuple[str, ...] = ()
+    source: str = ""
+    computes: str = ""
+    reduces: str = ""
+
+    @property
+    def fullest(self) -> int:
+        """Number of the pipeline stage whose GPUs need the most memory with the shim."""
+        return max(self.after, key=lambda stage: stage.totals["peak"]).stage
+
+    @property
+    def peak(self) -> int:
+        """The largest number of bytes on a GPU with the shim, while the optimizer steps."""
+        return self.after[self.fullest].totals["peak"]
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """The memory that a job needs per GPU; ``to_dict()`` converts the plan for JSON.
+
+    Attributes:
+        framework: the framework's name.
+        version: the framework's version, or ``None``.
+        transformer_engine: the TransformerEngine version whose rules apply, or ``None``.
+        megatron_core: the Megatron-core version whose rules apply, or ``None``.
+        world_size: number of GPUs that train.
+        problems: the illegal values in the job's config.
+        models: one plan for each model that uses memory of the GPUs that train.
+        notes: notes on the whole job.
+    """
+
+    framework: str
+    version: str | None
+    transformer_engine: str | None
+    megatron_core: str | None
+    world_size: int
+    problems: tuple[Problem, ...]
+    models: tuple[ModelPlan, ...]
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as dicts, lists, strings and numbers."""
+        told = asdict(self)
+        for model, plan in zip(told["models"], self.models, strict=True):
+            for side in ("before", "after"):
+                stages: tuple[Stage, ...] = getattr(plan, side)
+                for shown, stage in zip(model[side], stages, strict=True):
+                    shown["totals"] = stage.totals
+        return told

@@ -1,0 +1,146 @@
+"""Dataclasses for a job whose config an adapter has read, and ``make``, which plans the job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from precision_shim.errors import DtypeError
+from precision_shim.reporting.problem import Problem
+
+from .record import JobPlan, ModelPlan
+
+if TYPE_CHECKING:
+    from .command import Job
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The TransformerEngine and Megatron-core versions whose rules apply; ``None`` if unknown."""
+
+    transformer_engine: str | None
+    megatron_core: str | None
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A model with precision settings that differ from the job's config.
+
+    Attributes:
+        gives_up: text on the loss of precision with these settings.
+        lines: the settings as lines to paste (config keys or environment variables).
+        model: the model with the variant's settings.
+    """
+
+    gives_up: str
+    lines: tuple[str, ...]
+    model: Plannable
+
+
+class Plannable(Protocol):
+    """A model of a job, as an adapter read it from the job's config."""
+
+    @property
+    def subject(self) -> str:
+        """Name of the model, such as ``"actor"``."""
+
+    def plan(self, job: Job, rules: Rules) -> tuple[ModelPlan | None, list[Problem]]:
+        """Plan the model; the plan is ``None`` if a problem makes counting impossible."""
+
+    def variants(self, job: Job, rules: Rules) -> Sequence[Variant]:
+        """Return variants that need less memory, in the order of their loss of precision."""
+
+
+@dataclass(frozen=True)
+class Illegal:
+    """A model whose bytes cannot be counted, because illegal values make its dtypes unknown.
+
+    Attributes:
+        subject: name of the model.
+        problems: the illegal values in the model's config.
+    """
+
+    subject: str
+    problems: tuple[Problem, ...]
+
+    def plan(self, job: Job, rules: Rules) -> tuple[ModelPlan | None, list[Problem]]:
+        """See ``Plannable``."""
+        return None, list(self.problems)
+
+    def variants(self, job: Job, rules: Rules) -> Sequence[Variant]:
+        """See ``Plannable``."""
+        return ()
+
+
+def legal(subject: str, read: Callable[[], Plannable]) -> Plannable:
+    """Return the model that ``read`` returns, or an ``Illegal`` of the error that it raises.
+
+    Args:
+        subject: name of the model.
+        read: function that reads the model's config, and raises the worker's error.
+    """
+    try:
+        return read()
+    except DtypeError as error:
+        return Illegal(subject, (Problem.of(error, subject, error.key),))
+
+
+@dataclass(frozen=True)
+class Request:
+    """A job, as an adapter read it from the job's config.
+
+    Attributes:
+        framework: the framework's name.
+        version: the framework's version.
+        world_size: number of GPUs that train.
+        models: the models that use memory of the GPUs that train.
+        megatron: whether Megatron trains a model of the job.
+        problems: illegal config values of the whole job; each model has its own list.
+        notes: remarks for the user.
+    """
+
+    framework: str
+    version: str | None
+    world_size: int
+    models: tuple[Plannable, ...]
+    megatron: bool = False
+    problems: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+
+NOT_COUNTED = "activations, the rollout engine, CUDA's and NCCL's own memory are not counted"
+
+
+def make(job: Job, request: Request, rules: Rules) -> JobPlan:
+    """Plan all models of a job."""
+    problems = list(request.problems)
+    models = []
+    for plannable in request.models:
+        model, faults = plannable.plan(job, rules)
+        problems += faults
+        if model is not None:
+            models.append(model)
+    notes = [*request.notes, NOT_COUNTED]
+    if request.megatron and rules.transformer_engine is None:
+        notes.insert(
+            -1,
+            "TransformerEngine is not installed here: the newest known rules hold; "
+            "--transformer-engine names another version",
+        )
+    if job.off:
+        notes.insert(
+            0,
+            f"PRECISION_SHIM={job.off} is set, so the shim does nothing in this job: both sides "
+            f"show what {job.framework} does alone. Unset it to see what the shim would do",
+        )
+    return JobPlan(
+        request.framework,
+        request.version,
+        rules.transformer_engine if request.megatron else None,
+        rules.megatron_core if request.megatron else None,
+        request.world_size,
+        tuple(dict.fromkeys(problems)),
+        tuple(models),
+        tuple(notes),
+    )

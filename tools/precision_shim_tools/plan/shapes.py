@@ -1,0 +1,192 @@
+"""Read the names and shapes of a model's parameters: transformers builds the model without weights.
+
+Equal parameters of several experts are one ``Weight`` with a count, so the number of ``Weight``
+objects does not depend on the number of experts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from precision_shim.errors import PlanError
+
+from .values import said
+
+_EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+"""Keys under which a Hugging Face config may have the number of routed experts."""
+
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_ROUTER = re.compile(r"\.(gate|router|router\.layer|gate\.wg|router\.classifier)\.(weight|bias)$")
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter, or parameters of several experts that have the same shape.
+
+    Attributes:
+        name: the parameter's name in transformers, with ``*`` in place of an expert's number.
+        shape: the shape of one parameter.
+        repeated: number of equal parameters.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    repeated: int = 1
+
+    @property
+    def numel(self) -> int:
+        """Number of elements in all ``repeated`` parameters together."""
+        return prod(self.shape) * self.repeated
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model's parameters and config.
+
+    Attributes:
+        weights: the parameters.
+        config: the Hugging Face config, merged with its text model's config.
+        source: the file from which the names and shapes were read.
+        tied: whether the output layer shares its weight with the embedding.
+    """
+
+    weights: tuple[Weight, ...]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""
+    tied: bool = False
+
+    @property
+    def parameters(self) -> int:
+        """Number of all parameters."""
+        return sum(weight.numel for weight in self.weights)
+
+    def number(self, *keys: str) -> int:
+        """Return the first nonzero whole number under ``keys``; 0 if there is none."""
+        return next(filter(None, (_whole(self.config.get(key)) for key in keys)), 0)
+
+    @property
+    def experts(self) -> int:
+        """Number of routed experts of a layer; 0 for a dense model."""
+        return self.number(*_EXPERT_COUNTS)
+
+
+def read_model(directory: Path, overrides: Mapping[str, Any] | None = None) -> Model:
+    """Read the model in a directory.
+
+    Args:
+        directory: the directory of ``config.json``.
+        overrides: values that override the config.
+
+    Raises:
+        PlanError: the file cannot be read, or transformers cannot build the model.
+    """
+    path = directory / "config.json"
+    try:
+        config = {**json.loads(path.read_text(encoding="utf-8")), **(overrides or {})}
+    except (OSError, ValueError, TypeError) as error:
+        raise PlanError(
+            f"{path}: cannot be read ({error}); expected a model's config. Name its directory with "
+            "--model, or its size with --parameters."
+        ) from error
+    return from_config(config, str(path))
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the text model's config, merged over the keys of the outer config."""
+    for key in ("text_config", "llm_config", "language_config", "thinker_config"):
+        inner = config.get(key)
+        if isinstance(inner, Mapping):
+            return {**config, **text_config(inner)}
+    return dict(config)
+
+
+def _whole(value: object) -> int:
+    """Return a config's value if it is a whole number; 0 for other values, such as a list."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+def is_router(name: str) -> bool:
+    """Whether a parameter belongs to a router, by its name."""
+    return bool(_ROUTER.search(name))
+
+
+def from_config(config: Mapping[str, Any], where: str) -> Model:
+    """Build a model on torch's meta device.
+
+    Args:
+        config: the Hugging Face config.
+        where: the config's file, for messages.
+
+    Raises:
+        PlanError: transformers cannot build the model.
+    """
+    written = {key: value for key, value in config.items() if key != "quantization_config"}
+    kind = str(written.pop("model_type", ""))
+    try:
+        import torch
+        from transformers import AutoConfig
+
+        made = AutoConfig.for_model(kind, **written)
+        with torch.device("meta"):
+            model = _class_of(made).from_config(made)
+    except Exception as error:  # transformers is missing, or its code for a model fails
+        raise PlanError(
+            f"{where}: transformers cannot build a model of model_type={kind!r} "
+            f"({said(error)}). Name the model's size with --parameters."
+        ) from error
+    counted = Counter(
+        (_EXPERT.sub(".experts.*.", name), tuple(parameter.shape))
+        for name, parameter in model.named_parameters()
+    )
+    weights = tuple(Weight(name, shape, number) for (name, shape), number in counted.items())
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = output is not None and output.weight is embedding.weight
+    return Model(weights, text_config(config), f"{where}, built on the meta device", tied)
+
+
+def _class_of(config: Any) -> Any:
+    """The class of transformers that builds a model of a config, which may also be for vision."""
+    import transformers
+
+    names = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForVision2Seq")
+    for kind in (getattr(transformers, name, None) for name in names):
+        if kind is not None and type(config) in getattr(kind, "_model_mapping", {}):
+            return kind
+    return transformers.AutoModel
+
+
+def of_size(text: str) -> Model:
+    """Return a model of a given size, such as ``"30e9,experts=29e9"``, without names and shapes.
+
+    Raises:
+        PlanError: the text does not state a size.
+    """
+    first, _, rest = text.partition(",")
+    key, _, value = rest.partition("=")
+    total, experts = _number(first), _number(value) if rest else 0
+    if (rest and key.strip() != "experts") or not 0 <= experts < total:
+        raise PlanError(
+            f"--parameters {text!r}: expected N or N,experts=M, such as 7.6B or 30.5B,experts=29B, "
+            "where M, the parameters of all routed experts, is a part of N."
+        )
+    weights = [Weight("unknown", (total - experts,))]
+    if experts:
+        weights.append(Weight("experts.*.unknown", (1,), experts))
+    return Model(tuple(weights), {}, f"--parameters {text}")
+
+
+def _number(text: str) -> int:
+    """A number of parameters, such as ``7.6B``; -1 if the text is no number."""
+    word = text.strip().upper().replace("_", "")
+    unit = {"T": 10**12, "B": 10**9, "M": 10**6, "K": 10**3}.get(word[-1:], 1)
+    try:
+        return round(float(word[:-1] if unit > 1 else word) * unit)
+    except (ValueError, OverflowError):
+        return -1

@@ -1,0 +1,305 @@
+"""Plan SkyRL's jobs from their command line, with SkyRL's own config loader.
+
+The loader needs no torch. Plan and worker read optimizer settings with ``megatron.of_config``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import version_of
+from precision_shim.errors import DtypeError, PlanError
+from precision_shim.precision.dtypes import name_of
+from precision_shim.reporting.problem import Problem
+from precision_shim_adapters.agreement import FEATURE as AGREEMENT
+from precision_shim_adapters.agreement import (
+    checkpoint_dtype,
+    engine_name,
+    follows,
+    problems_of,
+    problems_of_heads,
+    wire_problems,
+)
+from precision_shim_adapters.megatron import DISPATCH
+from precision_shim_adapters.skyrl.config import INFERENCE, ROLLOUT, note_command_line
+from precision_shim_adapters.skyrl.rollout import dtypes, lm_head
+from precision_shim_adapters.skyrl.training import fsdp, megatron
+from precision_shim_adapters.torch_fp16 import FEATURE
+
+from .command import Job, find_imported
+from .megatron.model import MegatronModel
+from .megatron.sizes import UNEVEN, read_sizes
+from .record import Decided
+from .request import Plannable, Request, legal
+from .shapes import Model, is_router
+from .torch_optimizer import ShardedModel, scaling
+from .values import no_adapters, no_section, number, said
+
+_NO_TRAINER = ("main_generate", "serve")
+"""Suffixes in the names of SkyRL's entry points that train no model."""
+
+
+def plan_job(job: Job) -> Request:
+    """Read a command line that launches a SkyRL job.
+
+    Raises:
+        PlanError: the config or a model cannot be read.
+    """
+    config = load(job)
+    _check_sections(config, type(config)())
+    trainer = config.trainer
+    world = _count(trainer.placement, "policy")
+    models = tuple(_models(job, trainer, world))
+    problems: list[Problem] = []
+    notes: list[str] = []
+    if not (_tunes(job) or job.target.endswith(_NO_TRAINER)):
+        problems, notes = _sides(job, config)
+    return Request(
+        "skyrl",
+        version_of("skyrl", ("skyrl",)),
+        world,
+        models,
+        megatron=any(isinstance(model, MegatronModel) for model in models),
+        problems=tuple(problems),
+        notes=tuple(notes),
+    )
+
+
+def _sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
+    """Predict the driver's report on the dtypes of policy, reference model and engines."""
+    on = job.in_force(AGREEMENT, ROLLOUT)
+    directory = job.options.model or ""
+    try:
+        engine_name(config.generator.inference_engine.model_dtype, dtypes.KEY, _where(), also=())
+        both = dtypes.sides_of(config, job.in_force, directory)
+    except DtypeError as error:
+        # The plan already reports a wrong dtype name in a model's own section.
+        own = error.key.startswith(INFERENCE)
+        return ([Problem.of(error, "rollout", error.key)] if own else []), []
+    heads, fp32 = problems_of_heads(
+        _where(), partial(lm_head.read_heads, config, job.in_force), job.settings, on=on
+    )
+    trainer = both.trainer
+    if trainer is None:
+        return heads, [
+            "rollout: {}: {} ({})".format(AGREEMENT, *dtypes.not_compared(config)),
+            *fp32,
+        ]
+    notes = [f"policy: {AGREEMENT}: {trainer.computes} ({trainer.because})"] * bool(trainer.because)
+    problems, told = problems_of(
+        _where(), trainer, both.others, job.settings, on=on, model_type=both.model_type
+    )
+    if on:
+        for other in both.others:
+            name = follows(trainer, other, both.model_type, job.settings["rollout"])
+            if name:
+                dtypes.write(config, other.key, name)
+        mended = dtypes.send_in_engines_dtype(config)
+        told += [f"rollout: {AGREEMENT}: {chosen} ({because})" for chosen, because in mended]
+    lost, rounded = wire_problems(_where(), dtypes.wires_of(config))
+    return [*problems, *lost, *heads], [*notes, *told, *rounded, *fp32]
+
+
+def _where() -> str:
+    return f"skyrl {version_of('skyrl', ('skyrl',))}"
+
+
+def load(job: Job) -> Any:
+    """Load a job's config, and record the user's keys.
+
+    Raises:
+        PlanError: SkyRL cannot load the config.
+    """
+    # A user's own entry point may have options that are not of the form KEY=VALUE.
+    own = job.target.startswith("skyrl.")
+    words = [word for word in job.arguments if own or "=" in word]
+    try:
+        return _load(job, words)
+    except Exception as error:  # omegaconf and SkyRL raise various errors
+        raise PlanError(
+            f"{_where()}, {job.target}: {said(error)}. Correct the command line, and leave out "
+            "keys that only your own program knows."
+        ) from error
+
+
+def _tunes(job: Job) -> bool:
+    """Whether a job is supervised fine-tuning, without a rollout."""
+    modules = find_imported(job.source) if job.source is not None else []
+    tunes = any("sft_config" in module or "sft_trainer" in module for module in modules)
+    return tunes or job.target.endswith("main_sft")
+
+
+def _load(job: Job, words: list[str]) -> Any:
+    if _tunes(job):
+        from skyrl.train.config.sft_config import SFTConfig, build_skyrl_config_for_sft
+
+        config = build_skyrl_config_for_sft(SFTConfig.from_cli_overrides(words))
+        words = [f"trainer.policy.{word}" for word in words]
+    else:
+        from skyrl.train.config import SkyRLTrainConfig
+
+        config = SkyRLTrainConfig.from_cli_overrides(words)
+    note_command_line(config, words)
+    return config
+
+
+def _check_sections(config: Any, defaults: Any, place: str = "") -> None:
+    """Check that sections have keys; SkyRL's loader accepts a string or ``None`` as a section.
+
+    Raises:
+        PlanError: a section has no keys.
+    """
+    for field in fields(defaults):
+        section, default = getattr(config, field.name), getattr(defaults, field.name)
+        if is_dataclass(default) != is_dataclass(section) and default is not None:
+            raise no_section(section, f"{place}{field.name}", _where())
+        if is_dataclass(default):
+            _check_sections(section, default, f"{place}{field.name}.")
+
+
+def _models(job: Job, trainer: Any, world: int) -> Iterator[Plannable]:
+    strategy = str(trainer.strategy)
+    if strategy not in ("megatron", "fsdp", "fsdp2"):
+        raise PlanError(
+            f"{_where()}, trainer.strategy={strategy!r}: planned are megatron, fsdp and fsdp2. "
+            "Write one of them."
+        )
+    for role in _roles(trainer):
+        section = getattr(trainer, role)
+        rank = getattr(getattr(section.model, "lora", None), "rank", 0)
+        if role != "ref" and rank:
+            key = f"trainer.{role}.model.lora.rank"
+            raise no_adapters(f"{_where()}, {key}={rank}", f"{key}=0")
+        path = section.model.path or trainer.policy.model.path
+        model = job.model(path)
+        shares = role == "policy" or trainer.placement.colocate_all
+        gpus = world if shares else _count(trainer.placement, role)
+        read = _on_megatron if strategy == "megatron" and role != "critic" else _on_fsdp
+        yield legal(role, partial(read, job, trainer, role, model, gpus))
+
+
+def _roles(trainer: Any) -> list[str]:
+    roles = ["policy"]
+    if dtypes.has_reference(trainer):
+        roles.append("ref")
+    if trainer.critic.model.path:
+        roles.append("critic")
+    return roles
+
+
+def _count(place: Any, role: str) -> int:
+    counts = [
+        number(getattr(place, name, 1), f"trainer.placement.{name}", _where())
+        for name in (f"{role}_num_nodes", f"{role}_num_gpus_per_node")
+    ]
+    return counts[0] * counts[1]
+
+
+def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) -> Plannable:
+    section = getattr(trainer, role)
+    config = section.megatron_config
+    heads = getattr(config, "mtp_num_layers", None)
+    if heads is None:
+        heads = model.number("num_nextn_predict_layers")
+    # SkyRL builds a reference model with the policy's DDP config.
+    ddp_config = trainer.policy.megatron_config.ddp_config
+    wishes = replace(
+        megatron.of_config(trainer, "policy", ddp_config, heads=heads),
+        subject=role,
+        trains=role == "policy",
+    )
+    where = f"trainer.{role}.megatron_config"
+    checkpoint = checkpoint_dtype(job.options.model or str(section.model.path or ""))
+    provider = megatron.predicted_provider(
+        trainer, role, checkpoint, obeyed=job.in_force(DISPATCH, "megatron")
+    )
+    illegal, notes = _flags(config, role, provider, checkpoint)
+    foreseen = dtypes.megatron_dtype(trainer, role, job.in_force, job.options.model or "")
+    dtype = foreseen or wishes.declared or torch.bfloat16
+    return MegatronModel(
+        wishes,
+        model,
+        read_sizes(
+            world,
+            f"trainer.placement.{role}_num_gpus_per_node",
+            where,
+            vars(config),
+            within="transformer_config_kwargs",
+            within_names=("virtual", *UNEVEN),
+        ),
+        dtype,
+        bucket_in_fp32=bool(getattr(config.ddp_config, "grad_reduce_in_fp32", False)),
+        frozen=is_router if getattr(config, "freeze_moe_router", False) else (lambda name: False),
+        key=f"{where}.optimizer_config_kwargs.{{}}",
+        bucket_key=f"{where}.ddp_config.grad_reduce_in_fp32",
+        takes_name=megatron.takes_name if megatron.coerces_itself() else None,
+        illegal=tuple(illegal),
+        notes=tuple(notes),
+    )
+
+
+def _flags(
+    config: Any, role: str, provider: Any, checkpoint: str
+) -> tuple[list[Problem], list[str]]:
+    """Check that Megatron is not told fp16 and bf16 at once.
+
+    Args:
+        config: the role's ``megatron_config``.
+        role: the model's key in the config.
+        provider: from ``megatron.foreseen_provider``.
+        checkpoint: canonical name of the checkpoint's dtype; empty if it is not known.
+    """
+    place = f"trainer.{role}.megatron_config.transformer_config_kwargs"
+    written = config.transformer_config_kwargs or {}
+    if provider.fp16 and provider.bf16:
+        key = f"{place}.fp16" if "fp16" in written else f"{place}.bf16"
+        fault = (
+            f"fp16={provider.fp16} and bf16={provider.bf16}: Megatron takes one of them, and the "
+            "other one comes from the checkpoint or trainer.bf16"
+        )
+        remedy = f"Leave it out, or write {place}.fp16 and {place}.bf16."
+        return [Problem("flags", role, key, fault, remedy)], []
+    if written.get("fp16") and "bf16" not in written and not checkpoint:
+        note = (
+            f"{place}.fp16: Megatron refuses it beside a bf16 checkpoint, and the checkpoint is "
+            f"not on this machine; {place}.bf16=false allows it"
+        )
+        return [], [note]
+    return [], []
+
+
+def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Plannable:
+    section = getattr(trainer, role)
+    config = section.fsdp_config
+    key = f"trainer.{role}"
+    shards = number(config.fsdp_size, f"{key}.fsdp_config.fsdp_size", _where())
+    sequence = getattr(section, "sequence_parallel_size", 1)
+    mixed = fsdp.mixed_dtypes(config, f"trainer.{role}.fsdp_config")
+    trains = role != "ref" and not getattr(section, "inference_only_init", False)
+    compute = name_of(mixed["param_dtype"])
+    scaled = scaling(job, compute, fsdp.GROUP, fsdp.scaled_because(role)) if trains else ()
+    low = (role == "ref" and trainer.bf16) or (role == "policy" and not trains)
+    return ShardedModel(
+        role,
+        model,
+        world,
+        "bf16" if low else "fp32",  # SkyRL loads a trained model in fp32, even with trainer.bf16
+        shards=shards,
+        context=number(sequence, f"{key}.sequence_parallel_size", _where()),
+        compute=compute,
+        reduce=name_of(mixed["reduce_dtype"]),
+        optimizer="AdamW" if trains else "",
+        decisions=(*scaled, Decided(FEATURE, *fsdp.AUTOCAST)) if scaled else (),
+        offload=bool(config.cpu_offload),
+        value_head=role == "critic",
+        keys={
+            "world": f"trainer.placement.{role}_num_gpus_per_node",
+            "shards": f"trainer.{role}.fsdp_config.fsdp_size",
+            "context": f"trainer.{role}.sequence_parallel_size",
+        },
+    )

@@ -1,0 +1,266 @@
+"""Plan torchtitan's jobs: torchtitan loads the config and builds the model on the meta device.
+
+Unlike other frameworks' configs, torchtitan's configs are Python code that imports torch. All
+torchtitan models train on FSDP2 with torch's optimizers.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from contextlib import nullcontext, redirect_stderr
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from precision_shim.adapting import version_of
+from precision_shim.errors import DtypeError, PlanError
+from precision_shim.precision.dtypes import name_of, parse_dtype
+from precision_shim.reporting.problem import Problem
+from precision_shim_adapters.agreement import FEATURE, problems_of, problems_of_heads
+from precision_shim_adapters.torchtitan import config
+from precision_shim_adapters.torchtitan.rollout import dtypes, lm_head
+from precision_shim_adapters.torchtitan.training.loss_scaling import BECAUSE
+from precision_shim_adapters.torchtitan.training.trainers import NAMES, PRETRAINING, RL, ROLLOUT
+
+from .command import Job
+from .request import Request
+from .shapes import Model, Weight
+from .torch_optimizer import ShardedModel, scaling
+
+_DEGREES = (
+    *("data_parallel_replicate_degree", "tensor_parallel_degree"),
+    *("context_parallel_degree", "expert_parallel_degree"),
+)
+_KEYS = {
+    "world": "parallelism",
+    "shards": "parallelism.data_parallel_shard_degree",
+    "tensor": "parallelism.tensor_parallel_degree",
+    "optimizer": "optimizer",
+}
+_FRAME = re.compile(r"[\u2500-\u257f]+|-{3,}")
+"""Matches the frame that tyro draws around a message."""
+
+
+def plan_job(job: Job) -> Request:
+    """Read a command line that launches a torchtitan job.
+
+    Raises:
+        PlanError: the config or the model cannot be read.
+    """
+    config = load(job)
+    trainer = getattr(config, "trainer", config)  # in RL the config contains the trainer's config
+    subject, prefix = ("policy", "trainer.") if trainer is not config else ("model", "")
+    group = PRETRAINING if trainer is config else RL
+    parallel, training = trainer.parallelism, trainer.training
+    world, shards = _world(job, prefix, parallel)
+    wrong = list(_dtypes(job, subject, config, trainer))
+    notes: list[str] = []
+    if trainer is not config and not wrong:
+        wrong, notes = _both_sides(job, config)
+    models = []
+    if not any(problem.code == "dtype" for problem in wrong):
+        model = _model(job, config)
+        _check_model(prefix, parallel, config, model, world)
+        asked = ShardedModel(
+            subject,
+            model,
+            world,
+            _name(training.dtype),
+            shards=shards,
+            tensor=parallel.tensor_parallel_degree,
+            compute=_name(training.mixed_precision_param),
+            reduce=_name(training.mixed_precision_reduce),
+            optimizer=_optimizer(trainer.optimizer),
+            decisions=scaling(job, _name(training.mixed_precision_param), group, BECAUSE),
+            offload=bool(training.enable_cpu_offload),
+            keys={name: prefix + key for name, key in _KEYS.items()},
+        )
+        models.append(asked)
+    return Request(
+        "torchtitan",
+        version_of("torchtitan", ("torchtitan",)),
+        world,
+        tuple(models),
+        problems=tuple(wrong),
+        notes=tuple(notes),
+    )
+
+
+def _where() -> str:
+    return f"torchtitan {version_of('torchtitan', ('torchtitan',))}"
+
+
+def load(job: Job) -> Any:
+    """Load a job's config with torchtitan's own config manager.
+
+    Raises:
+        PlanError: torchtitan cannot load the config.
+    """
+    said = io.StringIO()
+    # Accept every spelling of a dtype, as names.parse_args does in the job.
+    spellings = config.any_name if _coerces(job) else nullcontext
+    try:
+        from torchtitan.config import ConfigManager
+
+        with redirect_stderr(said), spellings():
+            return ConfigManager().parse_args(list(job.arguments))
+    except (Exception, SystemExit) as error:  # tyro raises SystemExit for a wrong argument
+        ended = isinstance(error, SystemExit)
+        text = " ".join(_FRAME.sub(" ", said.getvalue() if ended else str(error)).split())
+        missing = isinstance(error, ImportError)
+        more = "; a config of the RL trainer needs vLLM to be importable" if missing else ""
+        raise PlanError(
+            f"{_where()}, {' '.join(job.arguments)}: {type(error).__name__}: {text[:600]}. Correct "
+            f"the arguments{more}."
+        ) from error
+
+
+def _coerces(job: Job) -> bool:
+    return job.in_force(config.FEATURE, NAMES)
+
+
+def _dtypes(job: Job, subject: str, config: Any, trainer: Any) -> Iterator[Problem]:
+    """Replace dtype names by torchtitan's own, as in the job; yield a problem for unknown names."""
+    if not _coerces(job):
+        return
+    try:
+        config.coerce_training(trainer.training)
+    except DtypeError as error:
+        match = re.search(r"training\.\w+(?==)", str(error))
+        key = error.key or (match.group() if match else "training.dtype")
+        yield Problem.of(error, subject, key if trainer is config else f"trainer.{key}")
+
+
+def _both_sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
+    """Predict the controller's report on the dtypes of trainer and generator."""
+    on = job.in_force(FEATURE, ROLLOUT)
+    if on:
+        try:
+            dtypes.generator_dtype_name(config.generator.model_dtype)
+            dtypes.coerce_generator(config.generator)
+        except DtypeError as error:
+            return [Problem.of(error, "rollout", error.key)], []
+    problems, notes = problems_of_heads(
+        _where(), partial(lm_head.read_heads, config), job.settings, on=on
+    )
+    both = dtypes.engines(config.trainer.training, config.generator.model_dtype)
+    if both is None:
+        return problems, notes
+    trainer, rollout = both
+    found, told = problems_of(_where(), trainer, [rollout], job.settings, on=on)
+    return [*found, *problems], [*told, *notes]
+
+
+def _check_model(prefix: str, parallel: Any, config: Any, model: Model, world: int) -> None:
+    """Check that the degrees split GPUs, experts and heads, which ``fp16.plan`` does not check.
+
+    Raises:
+        PlanError: a degree does not divide a number.
+    """
+    heads, experts = "tensor_parallel_degree", "expert_parallel_degree"
+    within = world // parallel.data_parallel_replicate_degree
+    routed = [weight.shape[0] for weight in model.weights if ".routed_experts." in weight.name]
+    counts = [(experts, within, "GPUs of a replica")]
+    counts += [(experts, count, "experts") for count in (model.experts, *routed)]
+    if not model.config and config.model_spec is not None:
+        attention = getattr(config.model_spec.model, "first_attention", None)
+        for name in ("n_heads", "n_kv_heads"):
+            counts += [(heads, getattr(attention, name, None) or 0, name)]
+    for key, count, what in counts:
+        if count % getattr(parallel, key):
+            raise _no_layout(prefix, parallel, key, f"it does not divide {count} {what}")
+
+
+def _no_layout(prefix: str, parallel: Any, key: str, fault: str) -> PlanError:
+    return PlanError(
+        f"{_where()}, {prefix}parallelism.{key}={getattr(parallel, key)}: the job's layout cannot "
+        f"be computed: {fault}. Write a size that goes."
+    )
+
+
+def _count_launched(job: Job) -> int | None:
+    each = job.launched("nproc-per-node")
+    return None if each is None else each * (job.launched("nnodes") or 1)
+
+
+def _world(job: Job, prefix: str, parallel: Any) -> tuple[int, int]:
+    """The number of GPUs of a job, and the number of ranks that shard a parameter.
+
+    Raises:
+        PlanError: the degrees do not multiply to the number of GPUs.
+    """
+    for key in _DEGREES:
+        if getattr(parallel, key) < 1:
+            raise _no_layout(prefix, parallel, key, "it is less than 1")
+    if parallel.pipeline_parallel_degree > 1:
+        fault = "pipelines are not planned; plan one stage's share with 1"
+        raise _no_layout(prefix, parallel, "pipeline_parallel_degree", fault)
+    rest = parallel.tensor_parallel_degree * parallel.data_parallel_replicate_degree
+    rest *= parallel.context_parallel_degree
+    shards, world = parallel.data_parallel_shard_degree, _count_launched(job)
+    if shards < 1:
+        shards = 1 if world is None else max(world // rest, 1)
+    if world not in (None, rest * shards):
+        fault = f"the degrees multiply to {rest * shards} GPUs, and the job has {world}"
+        raise _no_layout(prefix, parallel, "data_parallel_shard_degree", fault)
+    return rest * shards, shards * parallel.context_parallel_degree
+
+
+def _name(value: object) -> str:
+    dtype = parse_dtype(str(value))
+    if dtype is None:
+        raise PlanError(f"{_where()}, training: {value!r} is no dtype. Write float32 or bfloat16.")
+    return name_of(dtype)
+
+
+def _optimizer(config: Any) -> str:
+    """Name of the first optimizer that is not Adam; the first name if all are Adam."""
+    names = [
+        str(named)
+        for group in getattr(config, "param_groups", None) or ()
+        if (named := getattr(group, "optimizer_name", None))
+    ]
+    names = names or [str(getattr(config, "name", "AdamW"))]
+    return next((name for name in names if "adam" not in name.lower()), names[0])
+
+
+def _model(job: Job, config: Any) -> Model:
+    if job.options.parameters or job.options.model:
+        return job.model(config.hf_assets_path)
+    path = Path(config.hf_assets_path)
+    if (path / "config.json").is_file():
+        return job.model(path)
+    spec = config.model_spec
+    if spec is None:
+        raise PlanError(f"{_where()}: the config names no model (model_spec). Name one.")
+    return built(spec)
+
+
+def built(spec: Any) -> Model:
+    """Names and shapes of the weights of torchtitan's own model.
+
+    Raises:
+        PlanError: the model cannot be built on the meta device, or has frozen parameters.
+    """
+    import torch
+
+    try:
+        with torch.device("meta"):
+            model = spec.model.build()
+    except Exception as error:  # a model's own code may raise any error
+        raise PlanError(
+            f"{_where()}: its model cannot be built on the meta device "
+            f"({type(error).__name__}: {error}). Name its size with --parameters."
+        ) from error
+    weights = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            raise PlanError(
+                f"{_where()}: {name} of its model is frozen, as beside LoRA adapters, which are "
+                "not planned: their states are small, and the frozen model keeps its parameters "
+                "alone. Plan the config without the converter for an upper bound."
+            )
+        weights.append(Weight(name, tuple(parameter.shape)))
+    return Model(tuple(weights), {}, "torchtitan's model, built on the meta device")

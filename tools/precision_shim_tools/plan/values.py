@@ -1,0 +1,89 @@
+"""Read single values of a framework's config for a plan, and name a wrong value in an error.
+
+``no_adapters`` makes the error that every framework's plan raises for LoRA adapters.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from precision_shim.errors import PlanError
+
+
+def number(value: object, key: str, where: str) -> int:
+    """Return a config value as a whole number.
+
+    Args:
+        value: the value in the config.
+        key: the value's key.
+        where: framework and version.
+
+    Raises:
+        PlanError: the value is not a whole number.
+    """
+    try:
+        if isinstance(value, int | str | float) and int(value) == float(value):
+            return int(value)
+    except (ValueError, OverflowError):
+        pass
+    raise PlanError(f"{where}, {key}={value!r}: expected a whole number. Write one.")
+
+
+def mapping(value: object, key: str, where: str) -> Mapping[str, Any]:
+    """Return a config value that must be a mapping.
+
+    Args:
+        value: the value in the config.
+        key: the value's key.
+        where: framework and version.
+
+    Raises:
+        PlanError: the value is not a mapping.
+    """
+    if isinstance(value, Mapping):
+        return value
+    raise no_section(value, key, where)
+
+
+def no_section(value: object, key: str, where: str) -> PlanError:
+    """Return the error that ``mapping`` raises for a value that is not a mapping."""
+    kind = type(value).__name__
+    return PlanError(
+        f"{where}, {key}={value!r} ({kind}): expected a section with keys. Write the keys in it."
+    )
+
+
+def number_of(section: Mapping[str, Any], key: str, where: str, default: int = 1) -> int:
+    """Return the number under the last part of the dotted ``key``; ``default`` if there is none.
+
+    Raises:
+        PlanError: the value is not a whole number.
+    """
+    value = section.get(key.rpartition(".")[2])
+    return default if value is None else number(value, key, where)
+
+
+def said(error: BaseException) -> str:
+    """Return the type and message of an error in a framework's loader, on one line.
+
+    If the error has no message, such as that of a bare ``assert``, the line of code stands for it.
+    """
+    text = " ".join(str(error).split())[:400]
+    places = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__}: {text or (places and places[-1].line) or ''}"
+
+
+def no_adapters(where: str, without: str) -> PlanError:
+    """Return the error for a model that is trained with LoRA adapters.
+
+    Args:
+        where: the message's beginning: the framework, its version, and the model or the config key.
+        without: the keys that turn LoRA off.
+    """
+    return PlanError(
+        f"{where}: LoRA adapters are not planned: their states are small, and the frozen model "
+        "keeps its parameters alone. Plan the job without them for an upper bound "
+        f"({without})."
+    )

@@ -1,0 +1,270 @@
+"""Plan verl's jobs from their Hydra YAML and overrides.
+
+Hydra composes the config that the entry point's decorator names, without an import of verl.
+Plan and worker read optimizer settings with ``megatron.of_configs``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import look, version_of, versioned
+from precision_shim.errors import DtypeError, PlanError
+from precision_shim.precision.dtypes import name_of, parse_dtype
+from precision_shim.reporting.problem import Problem
+from precision_shim_adapters.agreement import FEATURE, problems_of, problems_of_heads
+from precision_shim_adapters.common.omegaconf_values import tell_unresolved
+from precision_shim_adapters.megatron import DISPATCH, GROUP, PRECISION_AWARE, RequestedConfig
+from precision_shim_adapters.verl.rollout import driver, dtypes, weight_sync
+from precision_shim_adapters.verl.rollout.lm_head import read_heads
+from precision_shim_adapters.verl.training import fsdp, megatron
+
+from ..command import Job
+from ..megatron.model import MegatronModel
+from ..megatron.sizes import read_sizes
+from ..record import Decided
+from ..request import Plannable, Request, legal
+from ..shapes import Model
+from ..torch_optimizer import ShardedModel, scaling
+from ..values import mapping, no_adapters, number_of
+from . import sections
+from .composing import compose
+from .sections import Section, inner
+
+_ENGINES = ("megatron", "fsdp", "fsdp2", "fsdp_turbo", "veomni", "automodel", "torchtitan")
+_SHARED = "actor_rollout_ref"
+
+
+def _where() -> str:
+    return versioned("verl")
+
+
+def plan_job(job: Job) -> Request:
+    """Read a command line that launches a verl job.
+
+    Raises:
+        PlanError: the config or a model cannot be read.
+    """
+    unresolved: list[str] = []
+    config = compose(job, unresolved)
+    problems: list[Problem] = []
+    notes: list[str] = []
+    if _SHARED in config:
+        gpus = _gpus(config)
+        found = list(_of_ppo(config))
+        problems, notes = _both_sides(job, config)
+    elif "engine" in config and "optim" in config:
+        gpus = _processes(job) or _gpus(config)
+        found = [sections.of_tuning(config)]
+    else:
+        raise PlanError(
+            f"{_where()}, {job.target}: its config trains no model: expected actor_rollout_ref, or "
+            "model, engine and optim. Plan the job that trains."
+        )
+    models = tuple(legal(one.subject, partial(_model, job, one, gpus)) for one in found)
+    return Request(
+        "verl",
+        version_of("verl", ("verl",)),
+        gpus[0],
+        models,
+        megatron=any(isinstance(model, MegatronModel) for model in models),
+        problems=tuple(problems),
+        notes=(*notes, *tell_unresolved(unresolved)),
+    )
+
+
+def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
+    """Predict the report of ``driver.compare_engines`` about actor, reference and rollout."""
+    rollout = inner(inner(config, _SHARED), dtypes.ROLLOUT)
+    try:
+        dtypes.check_names(config)
+        both = dtypes.read_sides(config)
+    except DtypeError as error:
+        return [Problem.of(error, "", error.key)], []
+    if both is None:
+        return [], []
+    on = job.in_force(FEATURE, driver.GROUP)
+    heads = problems_of_heads(
+        versioned("verl"), partial(read_heads, config, job.in_force), job.settings, on=on
+    )
+    if both.trainer is None:
+        unknown = "rollout: {}: {} ({})".format(FEATURE, *dtypes.unknown_engine(both))
+        return heads[0], [unknown, *heads[1]]
+    problems, notes = problems_of(
+        versioned("verl"),
+        both.trainer,
+        both.others,
+        job.settings,
+        on=on,
+        model_type=both.model_type,
+    )
+    refusal, _ = weight_sync.refuses_delta(rollout, both.strategy)
+    if refusal:
+        message, _, remedy = refusal.rpartition(". ")
+        key = f"{dtypes.ROLLOUT}.checkpoint_engine.backend"
+        problems.append(Problem("rollout-dtype", "rollout", key, message, remedy))
+    return [*problems, *heads[0]], [*notes, *heads[1]]
+
+
+def _gpus(config: Mapping[str, Any]) -> tuple[int, str]:
+    """The number of GPUs of a job, and the number's config key."""
+    trainer = inner(config, "trainer")
+    world = _number(trainer, "trainer.n_gpus_per_node") * _number(trainer, "trainer.nnodes")
+    return world, "trainer.n_gpus_per_node x trainer.nnodes"
+
+
+def _processes(job: Job) -> tuple[int, str] | None:
+    """What ``_gpus`` returns, for a job that torchrun starts; ``None`` without its options."""
+    each = job.launched("nproc-per-node")
+    nodes = job.launched("nnodes") or 1
+    return None if each is None else (each * nodes, "--nproc-per-node x --nnodes")
+
+
+def _number(config: Mapping[str, Any], key: str, default: int = 1) -> int:
+    return number_of(config, key, _where(), default)
+
+
+def _of_ppo(config: Mapping[str, Any]) -> Iterator[Section]:
+    shared = inner(config, _SHARED)
+    actor = mapping(shared.get("actor"), f"{_SHARED}.actor", _where())
+    algorithm, critic = inner(config, "algorithm"), inner(config, "critic")
+    model, ref = inner(shared, f"{_SHARED}.model"), inner(shared, f"{_SHARED}.ref")
+    group = fsdp.group_of(inner(config, "trainer").get(fsdp.WORKERS))
+    yield sections.of_role("actor", f"{_SHARED}.actor", actor, model, group)
+    if algorithm.get("use_kl_in_reward") or actor.get("use_kl_loss"):
+        merged = {**ref, "strategy": ref.get("strategy") or actor.get("strategy")}
+        yield sections.of_role("ref", f"{_SHARED}.ref", merged, model, group)
+    enabled = critic.get("enable")
+    if enabled or (enabled is None and algorithm.get("adv_estimator") == "gae"):
+        own = inner(critic, "critic.model")
+        yield sections.of_role("critic", "critic", critic, own, group)
+
+
+def _lora(model: Mapping[str, Any]) -> int:
+    lora = _number(inner(model, "model.lora"), "model.lora.rank", 0)
+    return _number(model, "model.lora_rank", 0) or lora
+
+
+def _model(job: Job, section: Section, gpus: tuple[int, str]) -> Plannable:
+    if section.strategy not in _ENGINES:
+        raise PlanError(
+            f"{_where()}, {section.engine_key}: strategy={section.strategy!r}: planned are "
+            f"{', '.join(_ENGINES)}. Plan the job with one of these."
+        )
+    if _lora(section.model):
+        off = "model.lora_rank=0, model.lora.rank=0"
+        raise no_adapters(f"{_where()}, {section.subject}", off)
+    path = section.model.get("hf_config_path") or section.model.get("path")
+    overrides = inner(section.model, "model.override_config")
+    overrides = overrides.get("model_config") or {
+        key: value
+        for key, value in overrides.items()
+        if key not in ("moe_config", "attn_implementation", "model_config")
+    }
+    shapes = job.model(path, {k: v for k, v in overrides.items() if v is not None})
+    illegal = tuple(sections.unknown(section, dispatches=job.in_force(DISPATCH, GROUP)))
+    if section.strategy == "megatron":
+        return _on_megatron(section, shapes, gpus, illegal)
+    return _sharded(job, section, shapes, gpus, illegal)
+
+
+def _on_megatron(
+    section: Section, model: Model, gpus: tuple[int, str], illegal: tuple[Problem, ...]
+) -> Plannable:
+    engine, optim, subject = section.engine, section.optim, section.subject
+    bucket_key = f"{section.engine_key}.override_ddp_config"
+    inner(engine, f"{section.engine_key}.override_transformer_config")
+    inner(optim, f"{section.optim_key}.override_optimizer_config")
+    sections.check_megatron(section)
+    wishes = megatron.of_configs(
+        engine,
+        optim,
+        subject=subject,
+        declared=parse_dtype(str(engine.get("dtype") or "bfloat16")),
+        trains=section.trains,
+    )
+    return MegatronModel(
+        wishes,
+        model,
+        read_sizes(
+            *gpus,
+            section.engine_key,
+            engine,
+            within="override_transformer_config",
+        ),
+        wishes.declared or torch.bfloat16,
+        bucket_in_fp32=_bucket(section, wishes),
+        value_head=subject == "critic",
+        key=f"{section.optim_key}.override_optimizer_config.{{}}",
+        bucket_key=f"{bucket_key}.grad_reduce_in_fp32",
+        bucket_keys=tuple(map(str, inner(engine, bucket_key))),
+        prefix="++",  # Hydra's prefix that adds or overrides a key
+        illegal=illegal,
+    )
+
+
+def _bucket(section: Section, wishes: RequestedConfig) -> bool:
+    """verl's value of ``grad_reduce_in_fp32`` if the user wrote none.
+
+    verl's ``get_model`` and mbridge set ``grad_reduce_in_fp32`` to True, Megatron-Bridge to False.
+    In verl 0.9 and later, the engine derives ``grad_reduce_in_fp32`` from the optimizer's fields.
+    """
+    aware = bool(wishes.opt_in.get(PRECISION_AWARE))
+    low = wishes.opt_in.get("main_grads_dtype", torch.float32) is not torch.float32
+    resolver = look(f"{megatron.ENGINE}._resolve_override_ddp_config")
+    if resolver.found and aware and low:
+        return False
+    if resolver.found and "use_low_precision_main_grads" in resolver.names:
+        return True
+    engine = section.engine
+    return not (engine.get("use_mbridge") and engine.get("vanilla_mbridge") is False)
+
+
+def _sharded(
+    job: Job, section: Section, model: Model, gpus: tuple[int, str], illegal: tuple[Problem, ...]
+) -> Plannable:
+    engine, subject, trains = section.engine, section.subject, section.trains
+    read = sections.read_sharded(section)
+    # verl always keeps a forward-only model in the host's memory, even without ``param_offload``.
+    forward_only = engine.get("forward_only", True) or engine.get("param_offload")
+    on_host = engine.get("offload_policy") if trains else forward_only
+    compute = name_of(read.compute)
+    scaled: tuple[Decided, ...] = ()
+    name = ""
+    notes: list[str] = []
+    if trains:
+        scaled = scaling(
+            job, compute, read.group, read.because, framework_default=fsdp.VERLS_SCALER
+        )
+        name = str(section.optim.get("optimizer") or section.optim.get("name") or "AdamW")
+        if section.strategy in ("fsdp", "fsdp2"):
+            notes += fsdp.find_ignored(engine, read.compute)
+        notes += [read.note] if read.note else []
+    if scaled and read.stored is torch.float16:
+        sections.check_moments(section, name)
+    keys = {size: f"{section.engine_key}.{key}" for size, key in read.sizes.items()}
+    sizes: dict[str, Any] = {
+        size: _number(engine, key, -1 if size == "shards" else 1) for size, key in keys.items()
+    }
+    if section.sequence > 1:  # the model's own Ulysses size overrides the engine's
+        sizes["context"] = section.sequence
+    return ShardedModel(
+        subject,
+        model,
+        gpus[0],
+        name_of(read.stored),
+        **sizes,
+        compute=compute,
+        reduce=name_of(read.reduce),
+        optimizer=name,
+        decisions=scaled,
+        offload=bool(on_host) and not (trains and section.strategy == "fsdp"),
+        value_head=subject == "critic",
+        keys={"world": gpus[1], "optimizer": f"{section.optim_key}.optimizer", **keys},
+        illegal=illegal,
+        notes=tuple(notes),
+    )

@@ -1,0 +1,288 @@
+"""Read the sections of a model's engine and optimizer in verl's config, and check their keys.
+
+In a worker, hydra would raise a TypeError for a key that the section's dataclass lacks. The shim
+reads the dataclasses' fields from verl's source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import look, versioned
+from precision_shim.errors import DtypeError, PlanError
+from precision_shim.precision.dtypes import parse_dtype
+from precision_shim.reporting.problem import Problem
+from precision_shim_adapters.megatron.policy.optimizer_plan import PRECISION_AWARE_FIELDS
+from precision_shim_adapters.torch_fp16.names import own_dtype
+from precision_shim_adapters.torch_fp16.states import fault_of_eps
+from precision_shim_adapters.verl.training import automodel, engines, fsdp, torchtitan, veomni
+from precision_shim_adapters.verl.training.megatron import has_fields
+
+from ..record import unknown_keys
+from ..values import mapping, number_of
+
+_PACKAGE = "verl.workers.config"
+_MODULES = ("engine", "optimizer")
+_HYDRAS = ("_target_", "_convert_", "_recursive_", "_partial_")
+_TURBOS = ("distributed", "fsdp_plan", "param_dtype")
+_AUTOMODEL = {"model_dtype": "fp32", "mp_param_dtype": "bf16", "mp_reduce_dtype": "fp32"}
+_OWN_SECTION = ("megatron", "veomni", "torchtitan")
+
+
+@dataclass(frozen=True)
+class Section:
+    """The sections of one model.
+
+    Attributes:
+        subject: the model's name, such as ``"actor"``.
+        engine_key: the config key of the engine's section.
+        optim_key: the config key of the optimizer's section.
+        strategy: the engine's strategy.
+        engine: the engine's section.
+        optim: the optimizer's section; empty for a model that is not trained.
+        model: the section that describes the model.
+        sequence: the size of Ulysses' sequence parallelism from the model's own section; newer
+            configs set this size in the engine's section instead.
+        group: the group of the seams on the model's workers, if the engine is FSDP.
+    """
+
+    subject: str
+    engine_key: str
+    optim_key: str
+    strategy: str
+    engine: Mapping[str, Any]
+    optim: Mapping[str, Any]
+    model: Mapping[str, Any]
+    sequence: int = 1
+    group: str = fsdp.ENGINE
+
+    @property
+    def trains(self) -> bool:
+        """Whether the job trains the model."""
+        return self.subject != "ref"
+
+
+def inner(section: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return the section under the last part of a key; one that is left out or null is empty.
+
+    Args:
+        section: the section around it.
+        key: the config's key of the inner section.
+
+    Raises:
+        PlanError: the value is no section.
+    """
+    value = section.get(key.rpartition(".")[2])
+    return {} if value is None else mapping(value, key, versioned("verl"))
+
+
+def of_role(
+    subject: str, key: str, role: Mapping[str, Any], model: Mapping[str, Any], group: str
+) -> Section:
+    """Read the sections of a PPO job's model.
+
+    Two releases of verl moved the critic's FSDP section.
+
+    Args:
+        subject: the model's name.
+        key: the config key of the model's section.
+        role: the model's section.
+        model: the section that describes the model.
+        group: see ``Section``.
+
+    Raises:
+        PlanError: a section has no keys.
+    """
+    strategy = str(role.get("strategy") or "fsdp")
+    names = (strategy,) if strategy in _OWN_SECTION else ("fsdp_config", "fsdp")
+    places = {f"{key}.{name}": inner(role, f"{key}.{name}") for name in names}
+    place = f"{key}.model.fsdp_config"
+    places[place] = inner(inner(role, f"{key}.model"), place)
+    engine_key = next((name for name, found in places.items() if found), f"{key}.{names[0]}")
+    optim = inner(role, f"{key}.optim") if subject != "ref" else {}
+    sequence = number_of(role, f"{key}.ulysses_sequence_parallel_size", versioned("verl"))
+    return Section(
+        subject,
+        engine_key,
+        f"{key}.optim",
+        strategy,
+        places[engine_key],
+        optim,
+        model,
+        sequence,
+        group,
+    )
+
+
+def of_tuning(config: Mapping[str, Any]) -> Section:
+    """Read the sections of a fine-tuning job; for the errors see ``of_role``."""
+    engine, optim, model = (inner(config, key) for key in ("engine", "optim", "model"))
+    target = str(engine.get("_target_", ""))
+    strategy = str(engine.get("strategy") or ("megatron" if "Mcore" in target else "fsdp"))
+    return Section("actor", "engine", "optim", strategy, engine, optim, model)
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """An engine's dtypes and sizes.
+
+    Attributes:
+        stored: dtype of the parameters.
+        compute: dtype in which the parameters are gathered.
+        reduce: dtype of the gradients while they are reduced.
+        because: why the shim scales an fp16 model's loss.
+        group: the group of the seams that scale the model's loss.
+        sizes: maps a field of ``ShardedModel`` to the key that sets it in the engine's section.
+        note: why the engine does not compute in float16 although the config has float16.
+    """
+
+    stored: torch.dtype
+    compute: torch.dtype
+    because: str
+    group: str
+    reduce: torch.dtype = torch.float32
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    note: str = ""
+
+
+def read_sharded(section: Section) -> Sharded:
+    """Read the dtypes and sizes of a model on another engine than Megatron.
+
+    Raises:
+        DtypeError: verl does not accept a dtype, or cannot train in the dtype.
+        PlanError: the plan cannot compute the engine's parallelism, or cannot find its dtype.
+    """
+    engine, key, strategy = section.engine, section.engine_key, section.strategy
+    for degree in ("expert_parallel_size", "ep_size", "pipeline_parallel_size", "pp_size"):
+        if (engine.get(degree) or 1) != 1:
+            raise PlanError(
+                f"{versioned('verl')}, {key}.{degree}={engine[degree]}: planned are data, tensor "
+                f"and context parallelism of its {strategy} engine. Set {key}.{degree}=1."
+            )
+    if strategy in ("veomni", "torchtitan"):
+        return _of_flag(engine, key, strategy)
+    if strategy == "automodel":
+        stored, compute, reduce = (
+            own_dtype(engine.get(name) or default, f"{key}.{name}", versioned("verl"))
+            for name, default in _AUTOMODEL.items()
+        )
+        if compute is torch.float16:
+            automodel.check_fp16(engine, key)
+        sizes = {"tensor": "tp_size", "context": "cp_size", "replicas": "dp_replicate_size"}
+        group = engines.GROUPS[engines.AUTOMODEL]
+        return Sharded(stored, compute, automodel.BECAUSE, group, reduce, sizes)
+    stored = fsdp.model_dtype({"forward_only": not section.trains, **engine}, key)
+    sizes = {"shards": "fsdp_size", "context": "ulysses_sequence_parallel_size"}
+    if strategy == "fsdp_turbo":
+        turbo: Any = engine.get("turbo_config")
+        for name in _TURBOS:
+            turbo = turbo.get(name) if isinstance(turbo, Mapping) else None
+        dtype = parse_dtype(str(turbo))
+        if dtype is None:
+            place = f"{key}.turbo_config.{'.'.join(_TURBOS)}"
+            raise PlanError(
+                f"{versioned('verl')}: {place}={turbo!r} is no dtype, and FSDP Turbo's default is "
+                f"not known here. Set {place}."
+            )
+        group = engines.GROUPS[engines.TURBO]
+        return Sharded(stored, dtype, engines.TURBO_BECAUSE, group, sizes=sizes)
+    mixed = fsdp.mixed_dtypes(engine, key)
+    compute = mixed.get("param_dtype", torch.bfloat16)
+    if section.group == fsdp.LEGACY and section.subject == "actor":
+        compute = fsdp.of_legacy_actor(engine, compute, key)
+    reduce = mixed.get("reduce_dtype", torch.float32)
+    return Sharded(stored, compute, fsdp.scaled_because(), section.group, reduce, sizes)
+
+
+def _of_flag(engine: Mapping[str, Any], key: str, strategy: str) -> Sharded:
+    """Read an engine whose ``dtype`` is float16 or not: VeOmni or torchtitan."""
+    low, note = torch.bfloat16, ""
+    name = engines.VEOMNI if strategy == "veomni" else engines.TITAN
+    if engines.is_fp16(engine.get("dtype")):
+        why = engines.refusal(name)
+        low = torch.bfloat16 if why else torch.float16
+        note = f"dtype=float16 is not what it trains in, but bfloat16: {why}" if why else ""
+    group, stored = engines.GROUPS[name], torch.float32
+    if strategy == "torchtitan":
+        sizes = {
+            "shards": "data_parallel_shard_size",
+            "tensor": "tensor_parallel_size",
+            "context": "context_parallel_size",
+        }
+        return Sharded(stored, low, torchtitan.BECAUSE, group, sizes=sizes, note=note)
+    if low is torch.float16:
+        veomni.check_fp16(engine, key)
+    if not engine.get("mixed_precision"):
+        stored = torch.bfloat16
+    sizes = {"shards": "fsdp_size", "context": "ulysses_parallel_size"}
+    return Sharded(stored, low, veomni.BECAUSE, group, sizes=sizes, note=note)
+
+
+def unknown(section: Section, *, dispatches: bool) -> Iterator[Problem]:
+    """Yield a problem for each key of the engine or the optimizer that verl's dataclass lacks.
+
+    Args:
+        section: the model's sections; without hydra's ``_target_``, any key is allowed.
+        dispatches: whether the shim adds verl 0.9's dtype fields to ``McoreOptimizerConfig``.
+    """
+    for key, read in ((section.engine_key, section.engine), (section.optim_key, section.optim)):
+        name = str(read.get("_target_", "")).rpartition(".")[2]
+        known = set(_fields(name))
+        if name == "McoreOptimizerConfig" and dispatches:
+            known.update(PRECISION_AWARE_FIELDS)
+        written = [word for word in read if word not in _HYDRAS]
+        whose = f"{versioned('verl')}'s {name}"
+        yield from unknown_keys(written, known, section.subject, f"{key}.{{}}", whose)
+
+
+def _fields(name: str) -> tuple[str, ...]:
+    looks = (look(f"{_PACKAGE}.{module}:{name}.__init__") for module in _MODULES)
+    return next((symbol.parameters for symbol in looks if name and symbol.found), ())
+
+
+def check_moments(section: Section, optimizer: str) -> None:
+    """Check that torch's optimizer can step parameters that are stored in fp16.
+
+    Args:
+        section: the model's sections.
+        optimizer: class name of the optimizer.
+
+    Raises:
+        DtypeError: it cannot.
+    """
+    written = inner(section.optim, f"{section.optim_key}.override_optimizer_config")
+    eps, stored = written.get("eps", 1e-8), f"{section.engine_key}.model_dtype"
+    own = (section.optim.get("optimizer_impl") or "torch.optim") != "torch.optim"
+    if own or written.get("fused") or not isinstance(eps, float):
+        return
+    fault = fault_of_eps(optimizer, eps)
+    if fault:
+        where = versioned("verl")
+        raise DtypeError(f"{where}: {stored}=fp16: {fault}. Set {stored}=fp32.", key=stored)
+
+
+def check_megatron(section: Section) -> None:
+    """Check the dtypes that verl's own configs of a model on Megatron check.
+
+    Raises:
+        DtypeError: verl refuses a dtype.
+    """
+    dtype = section.engine.get("dtype", "bfloat16")
+    if dtype not in ("bfloat16", "float16"):
+        raise _refused(f"{section.engine_key}.dtype", dtype, "bfloat16 or float16")
+    for name in PRECISION_AWARE_FIELDS[1:] if has_fields() else ():
+        value = section.optim.get(name, "fp32")
+        # YAML reads verl's dtype name "32" as a number.
+        known = parse_dtype(str(value)) if isinstance(value, int | str) else None
+        if known not in (torch.float32, torch.bfloat16):
+            raise _refused(f"{section.optim_key}.{name}", value, "fp32 or bf16")
+
+
+def _refused(key: str, value: object, allowed: str) -> DtypeError:
+    return DtypeError(
+        f"{versioned('verl')}: {key}={value!r}: its worker takes {allowed}. Correct {key}.", key=key
+    )

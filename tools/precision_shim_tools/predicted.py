@@ -1,0 +1,66 @@
+"""Predict from source code alone which of the shim's features would be in force in a process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from precision_shim.errors import SeamError
+from precision_shim.process.framework import Adapter
+from precision_shim.process.in_force import in_force, refused_groups
+from precision_shim.process.registry import entries, load
+from precision_shim.process.settings import Settings
+from precision_shim.process.versions import tell_missed
+from precision_shim.reporting.record import SeamStatus
+from precision_shim.seams import check
+
+__all__ = ["PredictedFeatures", "predict_seams"]
+
+
+class PredictedFeatures:
+    """Predicts which features would be in force for the installed frameworks.
+
+    Args:
+        settings: the settings of a process in which the shim is on.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._groups: dict[str, frozenset[tuple[str, str]] | None] = {}
+
+    def in_force(self, framework: str, feature: str, group: str) -> bool:
+        """Whether a feature would be in force within one group of seams."""
+        return in_force(self.settings, framework, feature, group, self._is_refused)
+
+    def _is_refused(self, framework: str, feature: str, group: str) -> bool:
+        if framework not in self._groups:
+            self._groups[framework] = self._read_refused(framework)
+        refused = self._groups[framework]
+        return refused is None or (feature, group) in refused
+
+    def _read_refused(self, framework: str) -> frozenset[tuple[str, str]] | None:
+        """Return the refused groups of seams; ``None`` (all) if the adapter cannot be loaded."""
+        try:
+            adapter = load(entries()[framework])
+        except SeamError:
+            return None
+        return refused_groups(predict_seams(adapter, self.settings))
+
+
+def predict_seams(
+    adapter: Adapter,
+    settings: Settings,
+    versions: Callable[[str, Iterable[str]], str | None] | None = None,
+) -> tuple[SeamStatus, ...]:
+    """Predict the states of an adapter's seams from source code alone, without patching anything.
+
+    Args:
+        adapter: the adapter.
+        settings: the user's settings.
+        versions: function that returns the version of a distribution whose source is read; ``None``
+            for ``version_of``, which returns the installed version.
+    """
+
+    def missed(adapter: Adapter) -> Callable[[str], str]:
+        return tell_missed(adapter, versions)
+
+    return check(adapter, settings.features, settings, missed).foretold()

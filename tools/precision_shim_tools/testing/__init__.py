@@ -1,0 +1,77 @@
+"""Tools for testing precision without a GPU: for this project, its contributors and users.
+
+Frameworks and Megatron-core are real, and so is the optimizers' arithmetic. Only code that needs a
+GPU is replaced, and the docstring of each replacement lists its differences from the original. A
+passing test has run the framework's own code, but no CUDA kernel.
+
+This example trains a tiny GPT with Megatron's own DDP and precision-aware DistributedOptimizer, on
+any laptop with torch and megatron-core::
+
+    from precision_shim.testing import (
+        measure_bytes, megatron_on_cpu, model_parallel, stand_in_transformer_engine, tiny_gpt,
+    )
+
+    with stand_in_transformer_engine(), megatron_on_cpu(), model_parallel():
+        provider = tiny_gpt(torch.bfloat16)
+        chunks = verl_get_model(provider, transformer_config=provider.config)
+        optimizer = get_megatron_optimizer(optimizer_config, chunks)
+        ...                                       # forward, backward, optimizer.step()
+        print(measure_bytes(chunks, optimizer))   # bytes per parameter, from live tensors
+
+Enter the three context managers in the order of the example. Each context manager undoes its
+changes on exit. After the exit, models and optimizers still work as plain torch objects, but can be
+trained only inside :func:`megatron_on_cpu`.
+
+* :func:`stand_in_transformer_engine` lets Megatron import a stand-in for the ``FusedAdam`` of any
+  TransformerEngine version from 1.13 on, to test each version's rules.
+* :class:`FusedAdam` is the stand-in; it can also be used as a plain optimizer.
+* :func:`split_master` and :func:`join_master` convert between fp32 masters and bf16 parameters with
+  int16 remainders, bit for bit.
+* :func:`megatron_on_cpu`, :func:`cuda_means_cpu`, :func:`model_parallel` and
+  :func:`tiny_gpt` are the harness for Megatron.
+* :func:`measure_bytes` counts the bytes that are really allocated.
+
+Importing this package imports neither torch nor Megatron; each name in ``__all__`` is loaded on
+first use.
+"""
+
+from precision_shim._lazy import lazily
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from .fused_adam import FusedAdam as FusedAdam
+    from .fused_adam import FusedSGD as FusedSGD
+    from .fused_adam import fused_adam_for as fused_adam_for
+    from .fused_adam import join_master as join_master
+    from .fused_adam import split_master as split_master
+    from .measure import MeasuredBytes as MeasuredBytes
+    from .measure import Part as Part
+    from .measure import measure_bytes as measure_bytes
+    from .megatron_cpu import cuda_means_cpu as cuda_means_cpu
+    from .megatron_cpu import megatron_on_cpu as megatron_on_cpu
+    from .megatron_cpu import model_parallel as model_parallel
+    from .megatron_cpu import tiny_gpt as tiny_gpt
+    from .transformer_engine import StandIn as StandIn
+    from .transformer_engine import real_transformer_engine as real_transformer_engine
+    from .transformer_engine import stand_in_transformer_engine as stand_in_transformer_engine
+
+_WHERE = {
+    "FusedAdam": "fused_adam",
+    "FusedSGD": "fused_adam",
+    "MeasuredBytes": "measure",
+    "Part": "measure",
+    "StandIn": "transformer_engine",
+    "cuda_means_cpu": "megatron_cpu",
+    "fused_adam_for": "fused_adam",
+    "join_master": "fused_adam",
+    "measure_bytes": "measure",
+    "megatron_on_cpu": "megatron_cpu",
+    "model_parallel": "megatron_cpu",
+    "real_transformer_engine": "transformer_engine",
+    "split_master": "fused_adam",
+    "stand_in_transformer_engine": "transformer_engine",
+    "tiny_gpt": "megatron_cpu",
+}
+
+__all__ = list(_WHERE)
+__getattr__, __dir__ = lazily(__name__, _WHERE)

@@ -1,0 +1,59 @@
+"""Find out in which dtypes a rollout engine has copies of a model's weights."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from precision_shim.auditing.meters import DTYPES, Rollout
+from precision_shim.auditing.reading import SIXTEEN_BIT, Reading
+from precision_shim.auditing.torch_reader import mixed_dtype
+
+_KEPT = re.compile(r"(^|\.)((gate|router)\.[^.]+|e_score_correction_bias|A_log|dt_bias)$")
+"""Matches the names of router and state-space parameters, which engines keep in fp32 for many
+models, whatever the engine's dtype is."""
+
+_FACTOR = re.compile(r"lora_|\.adapter\.")
+"""Matches the names of LoRA's factors."""
+
+
+class Copies:
+    """The dtypes of the rollout engines' copies of the weights that one torch optimizer updates.
+
+    Args:
+        reading: the optimizer's ``Reading``.
+        model: the model's modules, or ``None``.
+    """
+
+    def __init__(self, reading: Reading, model: Any) -> None:
+        several = model if isinstance(model, (list, tuple)) else [model]
+        modules = [module for module in several if isinstance(module, torch.nn.Module)]
+        named = [(name, p) for module in modules for name, p in module.named_parameters()]
+        in_model = {p.dtype for p in reading.trainable}
+        in_model |= {p.dtype for _, p in named if p.requires_grad}
+        in_model &= set(SIXTEEN_BIT)
+        # Rollout engines compute in bf16 by default.
+        assumed = mixed_dtype(modules) or torch.bfloat16
+        self._assumed = Rollout(in_model.pop() if len(in_model) == 1 else assumed)
+        names = {id(p): name for name, p in named}
+        self._own: Any = WeakIdKeyDictionary()
+        for its in reading.owned:
+            self._own[its.stepped] = its.dtype, names.get(id(its.parameter), "")
+
+    def dtype(self, stepped: torch.Tensor, rollout: Rollout | None) -> torch.dtype | None:
+        """Return the dtype of a parameter's copy; ``None`` if it is unknown or there is no copy.
+
+        Args:
+            stepped: the parameter, or its master, that the torch optimizer updates.
+            rollout: what an adapter or the user said about the copies, or ``None``.
+        """
+        told = rollout or self._assumed
+        own, name = self._own.get(stepped, (stepped.dtype, ""))
+        if told.dtype is None or own not in DTYPES or _KEPT.search(name):
+            return None
+        if _FACTOR.search(name) and not told.factors:
+            return None
+        return next(dtype for dtype in DTYPES if dtype in (own, told.dtype))
