@@ -66,7 +66,7 @@ MEGATRON = Backend(
 )
 BACKENDS = (MEGATRON,)
 
-FLAGS_RESUME = "precision_shim_tools.checkpoint.megatron:foretell_flags"
+FLAGS_RESUME = "precision_shim_tools.checkpoint.megatron:predict_by_flags"
 """Predicts how a trainer with Megatron's own flags resumes."""
 
 
@@ -249,8 +249,8 @@ ROLL = Adapter(
         steps=r"checkpoint-(\d+)",
         resuming={
             "megatron": FLAGS_RESUME,
-            "dcp": "precision_shim_tools.checkpoint.roll:foretell_sharded",
-            "safetensors": "precision_shim_tools.checkpoint.roll:foretell_sharded",
+            "dcp": "precision_shim_tools.checkpoint.roll:predict_sharded",
+            "safetensors": "precision_shim_tools.checkpoint.roll:predict_sharded",
         },
     ),
     checkpoint_readers={"megatron": "precision_shim_tools.checkpoint.roll:fill_part"},

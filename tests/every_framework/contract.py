@@ -112,7 +112,7 @@ class Worker(Contract):
 class RequestedConfigs(Contract):
     """Each wish, written into a framework's own config, gets the same plan in every framework.
 
-    The fixture ``wishes_of`` writes a case into the framework's config, and reads the wishes.
+    The fixture ``wishes_of`` writes a case into the framework's config, and reads the requested.
     """
 
     @each_case

@@ -15,7 +15,7 @@ from precision_shim.process import versions as _versions
 from precision_shim.process.registry import entries, load
 from precision_shim_tools.checkpoint.prediction import Here
 from precision_shim_tools.plan.command import Job
-from precision_shim_tools.upstream import framework_status as _foresight
+from precision_shim_tools.upstream import framework_status as _framework_status
 
 Pair = tuple[str, str]
 """A feature, and the name of a group of its seams."""
@@ -48,7 +48,9 @@ def answers(framework: str, pair: Pair) -> dict[str, bool]:
         worker = _session.in_force(framework, *pair)
     finally:
         precision_shim.uninstall()
-    found, _ = _foresight.predict_status(entries()[framework], settings, _versions.version_of)
+    found, _ = _framework_status.predict_status(
+        entries()[framework], settings, _versions.version_of
+    )
     doctor = found.state != "off" and not any(
         one.state == "refused" and not one.refusal
         for one in found.seams

@@ -1,4 +1,4 @@
-"""A table of wishes, the values that users request of Megatron's optimizer, with their plans.
+"""A table of requested, the values that users request of Megatron's optimizer, with their plans.
 
 The tests of each framework on Megatron write a wish into its real config, and compare the plan with
 the table.

@@ -98,10 +98,10 @@ def test_what_reads_or_lacks_states_keeps_them_fp32(on: On, name: str) -> None:
 
 
 def test_flags_that_megatron_sets_are_not_asked(name: str) -> None:
-    wishes = ADAPTERS[name].read(Trainer.of(name).args, "critic")
-    assert not {"fp16", "bf16", "params_dtype", "exp_avg_dtype"} & set(wishes.asked)
-    assert wishes.asked["lr"] == 0.01
-    assert (wishes.subject, wishes.bucket_in_fp32) == ("critic", True)
+    requested = ADAPTERS[name].read(Trainer.of(name).args, "critic")
+    assert not {"fp16", "bf16", "params_dtype", "exp_avg_dtype"} & set(requested.asked)
+    assert requested.asked["lr"] == 0.01
+    assert (requested.subject, requested.bucket_in_fp32) == ("critic", True)
     written = Trainer.of(name, "--grad-reduce-in-bf16").args
     assert ADAPTERS[name].read(written, "actor").bucket_in_fp32 is False
 

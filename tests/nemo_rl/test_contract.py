@@ -65,7 +65,7 @@ class TestWorker(contract.Worker):
         return ranks
 
 
-class TestWishes(contract.RequestedConfigs):
+class TestRequestedConfigs(contract.RequestedConfigs):
     driver = DRIVER
     OPEN = ("bf16", "fp16", "params_dtype", "use_precision_aware_optimizer", "adam_beta2")
     """Keys in NeMo-RL's YAML files that ``wishes_of`` omits, unless the case sets them."""

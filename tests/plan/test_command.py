@@ -47,10 +47,10 @@ def job(words: list[str], **options: Any) -> Job:
     return replace(found, framework="verl")
 
 
-def asked(world: int = 64, **wishes: Any) -> MegatronModel:
+def asked(world: int = 64, **requested: Any) -> MegatronModel:
     sizes = Sizes(world, tensor=2, pipeline=2, expert=8)
     return MegatronModel(
-        RequestedConfig(subject="actor", **wishes),
+        RequestedConfig(subject="actor", **requested),
         mixture(QWEN3_30B_A3B),
         sizes,
         torch.bfloat16,

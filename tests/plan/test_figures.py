@@ -42,10 +42,12 @@ def planned(asked: MegatronModel) -> ModelPlan:
     return made
 
 
-def qwen3(**wishes: Any) -> MegatronModel:
+def qwen3(**requested: Any) -> MegatronModel:
     """Qwen3-30B-A3B on 64 GPUs: tensor parallel 2, pipeline parallel 2, expert parallel 8."""
     sizes = Sizes(64, tensor=2, pipeline=2, expert=8)
-    return MegatronModel(RequestedConfig(**wishes), mixture(QWEN3_30B_A3B), sizes, torch.bfloat16)
+    return MegatronModel(
+        RequestedConfig(**requested), mixture(QWEN3_30B_A3B), sizes, torch.bfloat16
+    )
 
 
 def test_the_figures_of_qwen3_30b_a3b() -> None:
@@ -65,7 +67,7 @@ def test_the_figures_of_qwen3_30b_a3b() -> None:
 
 def test_follow_model_reaches_the_smallest_by_itself() -> None:
     asked = replace(
-        qwen3(asked={"adam_beta2": 0.95}), wishes=RequestedConfig(asked={"adam_beta2": 0.95})
+        qwen3(asked={"adam_beta2": 0.95}), requested=RequestedConfig(asked={"adam_beta2": 0.95})
     )
     settings = resolve(settings={"optimizer_states": "follow-model"}, environ={})
     made, found = plan_model(asked, settings, NEWEST)

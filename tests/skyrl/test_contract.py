@@ -43,7 +43,7 @@ class TestWorker(contract.Worker):
         return ranks
 
 
-class TestWishes(contract.RequestedConfigs):
+class TestRequestedConfigs(contract.RequestedConfigs):
     driver = DRIVER
 
     @pytest.fixture

@@ -60,7 +60,7 @@ def go_on(
         straight = train(first, range(3, 6))
         turn(second_on, states_by)
         second = build(checkpoints["bfloat16"], BETA, *overrides)
-        foretold = ask(folder, "skyrl", {PRECISION_AWARE: True} if OWN in overrides else {})
+        declared_states = ask(folder, "skyrl", {PRECISION_AWARE: True} if OWN in overrides else {})
 
         def load() -> str:
             try:
@@ -72,7 +72,7 @@ def go_on(
             return "exact" if train(second, range(3, 6)) == straight else "exact until it trains"
 
         done = load()
-        assert foretold.outcome.verdict == told_by(done), foretold.outcome
+        assert declared_states.outcome.verdict == told_by(done), declared_states.outcome
         return done
 
     return go

@@ -1,4 +1,4 @@
-"""The plan for Megatron's optimizer: equal for equal wishes, and consistent with the bucket."""
+"""The plan for Megatron's optimizer: equal for equal requested, and consistent with the bucket."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ..every_framework.requested_configs import (
 
 HAS_IT = FusedAdamSupport((2, 11), True, "")
 
-wishes = st.builds(
+requested = st.builds(
     RequestedConfig,
     asked=st.fixed_dictionaries(
         {},
@@ -86,7 +86,7 @@ def bucket(asks, model, now, planned, present):
     )
 
 
-@given(wishes, models, in_force, st.booleans())
+@given(requested, models, in_force, st.booleans())
 def test_main_grads_of_the_shims_have_the_buckets_dtype(asks, model, now, present):
     """Main grads and bucket agree if the bucket is as planned: aligned, or as the user wrote it."""
     planned = plan_optimizer(asks, model, now)
@@ -102,7 +102,7 @@ def test_main_grads_of_the_shims_have_the_buckets_dtype(asks, model, now, presen
         assert choice.problem == ""
 
 
-@given(wishes, models, in_force)
+@given(requested, models, in_force)
 def test_what_the_user_wrote_is_in_the_config(asks, model, now):
     planned = plan_optimizer(asks, model, now)
     both = asks.asked.get("fp16") and asks.asked.get("bf16")
@@ -111,13 +111,13 @@ def test_what_the_user_wrote_is_in_the_config(asks, model, now):
         assert planned.asked[key] == (False if both and key == "bf16" else value)
 
 
-@given(wishes, models, in_force)
+@given(requested, models, in_force)
 def test_states_follow_only_where_that_is_in_force(asks, model, now):
     planned = plan_optimizer(asks, model, replace(now, dispatches=False))
     assert not {AWARE, "exp_avg_dtype", "main_grads_dtype"} & set(planned.adds)
 
 
-@given(wishes, models, in_force)
+@given(requested, models, in_force)
 def test_an_opt_in_is_the_same_wish_as_the_fields_themselves(asks, model, now):
     """verl's own fields have the same effect in versions that read them and in all others."""
     fields = {AWARE: True, "exp_avg_dtype": BF16, "exp_avg_sq_dtype": FP32}

@@ -182,14 +182,14 @@ def resumed(job: Job) -> dict[str, Any]:
         one.load_checkpoint(job.path("shim"), del_local_after_load=False)
     support.train(one, range(10, 20), OVERFLOWS)
     end = support.engine_state(one)
-    foretold = [verdict(job.path(name), "verl", FP16) for name in ("shim", "plain")]
+    declared_states = [verdict(job.path(name), "verl", FP16) for name in ("shim", "plain")]
     two = support.engine(job.model)
     with ours() as without:
         two.load_checkpoint(job.path("plain"), del_local_after_load=False)
         two.load_checkpoint(job.path("plain"), del_local_after_load=False)
     return {
         "end": end,
-        "foretold": foretold,
+        "declared_states": declared_states,
         "said": said,
         "said_without": without,
         "fresh": support.engine_state(two)["scale"],

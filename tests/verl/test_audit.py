@@ -96,6 +96,6 @@ def test_a_config_that_cannot_be_read_ends_no_build(
         raise KeyError("optimizer")
 
     shim(features=["audit"])
-    monkeypatch.setattr(Build, "wishes", property(unreadable))
+    monkeypatch.setattr(Build, "requested", property(unreadable))
     build(checkpoint)
     assert [(one.framework, one.subject) for one in precision_shim.status().audit] == [("verl", "")]

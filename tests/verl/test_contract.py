@@ -49,7 +49,7 @@ class TestWorker(contract.Worker):
 
 
 @in_force
-class TestWishes(contract.RequestedConfigs):
+class TestRequestedConfigs(contract.RequestedConfigs):
     driver = DRIVER
 
     @pytest.fixture
@@ -70,7 +70,7 @@ class TestWishes(contract.RequestedConfigs):
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
     @pytest.mark.parametrize("states", ["auto", "follow-model"])
-    def test_wishes_are_read_once_and_planned_once(
+    def test_a_config_is_read_once_and_planned_once(
         self,
         fused_adam: str,
         shim: Any,

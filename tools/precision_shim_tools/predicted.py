@@ -63,4 +63,4 @@ def predict_seams(
     def missed(adapter: Adapter) -> Callable[[str], str]:
         return tell_missed(adapter, versions)
 
-    return check(adapter, settings.features, settings, missed).foretold()
+    return check(adapter, settings.features, settings, missed).predicted()

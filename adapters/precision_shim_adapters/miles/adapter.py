@@ -42,10 +42,10 @@ def read(args: Any, role: str) -> megatron.RequestedConfig:
     """Read one role's flags into ``RequestedConfig``."""
     written = [name for name in NEED_MASTERS if getattr(args, name, False)]
     blockers = [f"miles' {name} reads Megatron's own fp32 masters" for name in written]
-    wishes = megatron.requested_by_flags(args, f"{versioned('miles')}, flags", role, blockers)
+    requested = megatron.requested_by_flags(args, f"{versioned('miles')}, flags", role, blockers)
     if getattr(args, "debug_disable_optimizer", False):  # no flag of the optimizer has an effect
-        wishes = replace(wishes, asked={}, optimizer="adam")
-    return wishes
+        requested = replace(requested, asked={}, optimizer="adam")
+    return requested
 
 
 @seam(f"{MODEL}:setup_model_and_optimizer", BUILDING, why="makes bucket and optimizer", **HERE)

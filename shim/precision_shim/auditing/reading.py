@@ -105,7 +105,7 @@ class Owned:
 
 
 @dataclass(frozen=True)
-class Foretold:
+class DeclaredStates:
     """The dtypes that an optimizer declares for states that its first step will create.
 
     Attributes:
@@ -145,7 +145,8 @@ class Reading:
         params_sharded: whether each data-parallel rank stores only a shard of the parameters.
         scaler: the loss scaler.
         betas: the distinct ``betas`` of the optimizer's parameter groups.
-        foretold: the dtypes that the optimizer declares for states that it has not created yet.
+        declared_states: the dtypes that the optimizer declares for states that it has not
+            created yet.
         copies_later: whether a step makes copies of the gradients.
         stateless: whether the optimizer keeps no states at all.
         wanted: the dtypes that the optimizer's config sets; ``None`` without a config.
@@ -176,7 +177,7 @@ class Reading:
     params_sharded: bool = False
     scaler: Any = None
     betas: tuple[tuple[float, ...], ...] = ()
-    foretold: Foretold = field(default_factory=Foretold)
+    declared_states: DeclaredStates = field(default_factory=DeclaredStates)
     copies_later: bool = False
     stateless: bool = False
     wanted: Wanted | None = None
@@ -188,7 +189,7 @@ class Reading:
     @property
     def states_unknown(self) -> bool:
         """Whether the states are missing and the optimizer does not declare their dtypes."""
-        told = self.foretold.exp_avg is not None or self.stateless
+        told = self.declared_states.exp_avg is not None or self.stateless
         return bool(self.owned) and not told and not any(state.has_state for state in self.owned)
 
     @property
@@ -219,10 +220,10 @@ class Reading:
         if len(waiting) < len(self.owned):  # after a step: FSDP1 makes no gradient for empty shards
             waiting = [state for state in waiting if local(state.stepped).numel()]
         if component == "master":
-            tell = self.foretold.master
+            tell = self.declared_states.master
             found = {tell(state.dtype) for state in waiting if not state.masters} if tell else set()
         else:
-            by_tensor = getattr(self.foretold, component, None)
+            by_tensor = getattr(self.declared_states, component, None)
             found = {by_tensor(state.stepped) for state in waiting} if by_tensor else set()
         return {dtype for dtype in found if dtype is not None}
 

@@ -140,7 +140,7 @@ def _contradictions(reading: Reading, wanted: Wanted) -> Iterator[_Contradiction
 def _masters(
     reading: Reading, wanted: Mapping[torch.dtype, torch.dtype]
 ) -> Iterator[_Contradiction]:
-    told = reading.foretold.master
+    told = reading.declared_states.master
     lacking: list[torch.dtype] = []
     wrong: dict[tuple[str, str], None] = {}
     for state in reading.owned:
@@ -167,7 +167,7 @@ def notes(reading: Reading, part: AuditPart, where: str) -> Iterator[Finding]:
     """Yield findings that contradict no config but put the training's precision at risk."""
     tell = _teller(part.name, where)
     bare = [state for state in reading.owned if state.dtype in SIXTEEN_BIT and not state.masters]
-    told = reading.foretold.master
+    told = reading.declared_states.master
     bare = [state for state in bare if state.has_state or told is None or told(state.dtype) is None]
     if reading.rounds_up_and_down:
         bare = [state for state in bare if state.dtype is not torch.bfloat16]

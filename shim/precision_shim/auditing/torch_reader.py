@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .reading import SIXTEEN_BIT, Foretold, Owned, Reading, gradients_of, tensors_of, unique
+from .reading import SIXTEEN_BIT, DeclaredStates, Owned, Reading, gradients_of, tensors_of, unique
 
 _MODEL_PARALLEL = ("tp", "pp", "cp", "sp", "ep")
 """Names of device mesh dimensions that divide the model instead of the data."""
@@ -57,7 +57,7 @@ def read_torch(
         reading.gradients = [grad for p in params for grad in gradients_of(p)]
         reading.padding = _padding_of(reading, flat)
         read_inner(reading, optimizer)
-        reading.copies_later = reading.foretold.exp_avg is not None
+        reading.copies_later = reading.declared_states.exp_avg is not None
         readings.append(reading)
     if readings and scaler is not None:
         readings[0].other += tensors_of(scaler)
@@ -89,13 +89,13 @@ def read_inner(reading: Reading, optimizer: torch.optim.Optimizer) -> None:
     reading.other += [
         value for group in groups for value in group.values() if isinstance(value, torch.Tensor)
     ]
-    reading.foretold = foretold(optimizer)
+    reading.declared_states = declared_states(optimizer)
     reading.stateless = isinstance(optimizer, torch.optim.SGD) and not any(
         group.get("momentum") for group in groups
     )
 
 
-def foretold(optimizer: torch.optim.Optimizer) -> Foretold:
+def declared_states(optimizer: torch.optim.Optimizer) -> DeclaredStates:
     """Return the dtypes of the states that an optimizer's first step will create.
 
     TransformerEngine's FusedAdam has its states' dtypes as attributes. The Adam of torch creates
@@ -111,13 +111,13 @@ def foretold(optimizer: torch.optim.Optimizer) -> Foretold:
             def master(dtype: torch.dtype) -> torch.dtype | None:
                 return torch.int16 if remainders and dtype is torch.bfloat16 else whole
 
-        return Foretold(
+        return DeclaredStates(
             lambda _: kinds["exp_avg_dtype"], lambda _: kinds.get("exp_avg_sq_dtype"), master
         )
     steps = inspect.unwrap(type(optimizer).step)  # torch wraps its optimizers' ``step``
     if steps.__module__ in ("torch.optim.adam", "torch.optim.adamw"):
-        return Foretold(lambda tensor: tensor.dtype, lambda tensor: tensor.dtype)
-    return Foretold()
+        return DeclaredStates(lambda tensor: tensor.dtype, lambda tensor: tensor.dtype)
+    return DeclaredStates()
 
 
 def _is_divided(parameter: Any) -> bool:

@@ -68,7 +68,7 @@ class SeamPlan:
     rows: tuple[Row, ...]
     refused: Mapping[Group, tuple[str, ...]] = field(default_factory=dict)
 
-    def foretold(self) -> tuple[SeamStatus, ...]:
+    def predicted(self) -> tuple[SeamStatus, ...]:
         """Return the predicted states of the seams; ``install()`` would patch ``pending`` seams."""
         return tuple(
             replace(row, state="refused", reason=row.seam.refusal).status(self.adapter)

@@ -75,9 +75,9 @@ class Switch:
             self._train(made, range(4, 7))
             straight = states(made)
         self._turn(second_on)
-        foretold = ask(folder / "weights", "nemo-rl", self._asked()).outcome
+        declared_states = ask(folder / "weights", "nemo-rl", self._asked()).outcome
         done = self._resume(paths, saved, straight)
-        assert foretold.verdict == told_by(done), foretold
+        assert declared_states.verdict == told_by(done), declared_states
         return done
 
     def _resume(self, paths: dict[str, str], saved: Any, straight: Any) -> str:

@@ -10,7 +10,7 @@ import torch
 
 import precision_shim
 from precision_shim.auditing import readers, torch_reader
-from precision_shim.auditing.reading import Foretold, Owned, Reading, plain, unique
+from precision_shim.auditing.reading import DeclaredStates, Owned, Reading, plain, unique
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -170,7 +170,7 @@ def test_a_state_goes_where_it_belongs() -> None:
 )
 def test_what_transformer_engines_adam_says_of_its_states(fields: Any, masters: Any) -> None:
     optimizer: Any = SimpleNamespace(exp_avg_dtype=BF16, exp_avg_sq_dtype=torch.uint8, **fields)
-    told = torch_reader.foretold(optimizer)
+    told = torch_reader.declared_states(optimizer)
     assert told.exp_avg is not None
     assert told.exp_avg_sq is not None
     assert told.exp_avg(torch.zeros(1)) is BF16
@@ -181,8 +181,10 @@ def test_what_transformer_engines_adam_says_of_its_states(fields: Any, masters: 
 def test_what_the_first_step_makes() -> None:
     waiting, done = Owned(BF16, torch.zeros(1)), Owned(FP32, torch.zeros(1), exp_avg=torch.zeros(1))
     own = Owned(torch.float16, torch.zeros(1), (torch.zeros(1),))
-    tell = Foretold(exp_avg=lambda tensor: tensor.dtype, master={BF16: torch.int16, FP32: FP32}.get)
-    found = Reading("core", "model", "Adam", owned=[waiting, done, own], foretold=tell)
+    tell = DeclaredStates(
+        exp_avg=lambda tensor: tensor.dtype, master={BF16: torch.int16, FP32: FP32}.get
+    )
+    found = Reading("core", "model", "Adam", owned=[waiting, done, own], declared_states=tell)
     assert found.later("exp_avg") == {FP32}
     assert found.later("exp_avg_sq") == set()
     assert found.later("master") == {torch.int16}

@@ -14,7 +14,7 @@ import torch
 
 import precision_shim
 from precision_shim.auditing import audits, counting, rules
-from precision_shim.auditing.reading import Foretold, Owned, Reading, Wanted
+from precision_shim.auditing.reading import DeclaredStates, Owned, Reading, Wanted
 from precision_shim.auditing.record import AuditPart, Finding
 from precision_shim_adapters.megatron.audit.reader import REMEDIES
 
@@ -108,7 +108,9 @@ def test_a_moment_in_another_dtype_than_the_config_says(component: str) -> None:
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_a_moment_that_the_first_step_will_make(dtype: torch.dtype) -> None:
     one = reading(
-        owned=[owned()], wanted=wanted(exp_avg=BF16), foretold=Foretold(exp_avg=lambda _: dtype)
+        owned=[owned()],
+        wanted=wanted(exp_avg=BF16),
+        declared_states=DeclaredStates(exp_avg=lambda _: dtype),
     )
     expected = [] if dtype is BF16 else [("moment-dtype", "exp_avg", "bf16", "fp32")]
     assert told(problems(one)) == expected
@@ -156,7 +158,7 @@ def test_masters_that_the_optimizer_foretells(stepped: bool, master: Any, code: 
     one = reading(
         owned=[owned(**states)],
         wanted=wanted(masters={BF16: FP32}),
-        foretold=Foretold(master={BF16: master}.__getitem__),
+        declared_states=DeclaredStates(master={BF16: master}.__getitem__),
     )
     assert [found.code for found in problems(one)] == code
 
@@ -236,7 +238,7 @@ def test_what_a_caller_expects_of_what_is_not_there() -> None:
     assert problems(reading(owned=[owned()]), other="fp32") == []
     waits = reading(parameter(), owned=[owned()])
     assert [one.component for one in problems(waits, other="fp32", params="fp16")] == ["params"]
-    later = reading(owned=[owned()], foretold=Foretold(exp_avg=lambda _: BF16))
+    later = reading(owned=[owned()], declared_states=DeclaredStates(exp_avg=lambda _: BF16))
     assert problems(later, exp_avg="bf16") == []
     assert [one.found for one in problems(later, exp_avg="fp32")] == ["bf16"]
 
@@ -268,7 +270,7 @@ def test_several_dtypes_are_not_the_one_that_is_expected() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "states", "foretold", "noted"),
+    ("dtype", "states", "declared_states", "noted"),
     [
         pytest.param(BF16, {"exp_avg": FP32}, None, True, id="16 bits are stepped"),
         pytest.param(BF16, {}, None, True, id="before the first step"),
@@ -279,10 +281,10 @@ def test_several_dtypes_are_not_the_one_that_is_expected() -> None:
     ],
 )
 def test_a_note_on_16_bit_weights_without_masters(
-    dtype: Any, states: Any, foretold: Any, noted: bool
+    dtype: Any, states: Any, declared_states: Any, noted: bool
 ) -> None:
-    tell = Foretold(master=lambda _: foretold) if foretold else Foretold()
-    one = reading(owned=[owned(dtype, **states)], foretold=tell)
+    tell = DeclaredStates(master=lambda _: declared_states) if declared_states else DeclaredStates()
+    one = reading(owned=[owned(dtype, **states)], declared_states=tell)
     assert notes(one) == (["no-master"] if noted else [])
     assert notes(replace(one, wanted=wanted())) == []
 
@@ -300,7 +302,9 @@ def test_a_note_on_16_bit_weights_without_masters(
 )
 def test_a_note_on_a_second_moment_that_cannot_decay(betas: Any, dtype: Any, stuck: bool) -> None:
     live = reading(owned=[owned(FP32, exp_avg_sq=dtype), owned(FP32)], betas=betas)
-    later = reading(owned=[owned(FP32)], betas=betas, foretold=Foretold(exp_avg_sq=lambda _: dtype))
+    later = reading(
+        owned=[owned(FP32)], betas=betas, declared_states=DeclaredStates(exp_avg_sq=lambda _: dtype)
+    )
     for one in (live, later):
         assert notes(one) == (["second-moment-stuck"] if stuck else [])
     if stuck:

@@ -399,7 +399,7 @@ def test_a_look_ahead_says_what_install_would_do_and_patches_nothing(lab):
         lab.seam("toy.gone:f", feature="f", optional=True),
     )
     plan = check(adapter, ("f", "g"), "S")
-    assert [(one.state, one.reason) for one in plan.foretold()] == [
+    assert [(one.state, one.reason) for one in plan.predicted()] == [
         ("pending", ""),
         ("refused", "toy.ops:gone not found: no 'gone' there"),
         ("off", ""),

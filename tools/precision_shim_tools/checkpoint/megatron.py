@@ -138,7 +138,7 @@ def predict_resume(
     framework: str,
     part: CheckpointPart,
     here: Here,
-    wishes: RequestedConfig,
+    requested: RequestedConfig,
     *,
     mends_offload: bool = False,
 ) -> Outcome:
@@ -148,7 +148,7 @@ def predict_resume(
         framework: the job's framework.
         part: the checkpoint.
         here: the job's settings.
-        wishes: the settings in the job's config.
+        requested: the settings in the job's config.
         mends_offload: whether the framework itself, such as SkyRL, patches Megatron's load of an
             optimizer for CPU offload.
     """
@@ -158,11 +158,11 @@ def predict_resume(
     if part.masters == UNKNOWN:
         return Outcome(NOT_HERE, "the values of its masters cannot be read, and nothing else tells")
     holds = partial(here.in_force, framework)
-    live = _live(wishes, part, here, holds)
+    live = _live(requested, part, here, holds)
     if live.problem:
         return Outcome(FAILS, f"the optimizer cannot be built: {live.problem}")
     if not holds(DISPATCH, KEYS):  # Megatron compares the keys before it reads a state
-        stored, bucket = part.facts.get("bucket"), wishes.bucket_in_fp32
+        stored, bucket = part.facts.get("bucket"), requested.bucket_in_fp32
         wanted = None if bucket is None else "fp32" if bucket else live.params
         if part.facts.get("sharding") in KEYED and wanted not in (None, stored):
             return Outcome(
@@ -189,14 +189,14 @@ def predict_resume(
 def predict_by_flags(part: CheckpointPart, here: Here) -> Outcome:
     """Predict how a trainer with Megatron's own flags would resume a checkpoint."""
     framework = part.framework
-    wishes = assume_requested(part, here, f"{framework}, flags", part.subject or "actor")
-    return predict_resume(framework, part, here, wishes)
+    requested = assume_requested(part, here, f"{framework}, flags", part.subject or "actor")
+    return predict_resume(framework, part, here, requested)
 
 
-def _live(wishes: RequestedConfig, part: CheckpointPart, here: Here, holds: Any) -> Live:
+def _live(requested: RequestedConfig, part: CheckpointPart, here: Here, holds: Any) -> Live:
     dtype = find_params_dtype(part)
     now = what_is_in_force(here.settings, holds, fused_adam_support())
-    fields = plan_optimizer(wishes, TrainableDtypes({dtype: 1}), now).fields
+    fields = plan_optimizer(requested, TrainableDtypes({dtype: 1}), now).fields
     asked_aware, offloads = bool(fields.get(PRECISION_AWARE)), fields.get(_OFFLOAD)
     aware = asked_aware and not offloads
     on_host = float(fields.get(_SHARE) or 0.0) if offloads else None

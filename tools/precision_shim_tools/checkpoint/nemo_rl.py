@@ -23,8 +23,8 @@ def megatron(part: CheckpointPart, here: Here) -> Outcome:
         "precision": name_of(megatrons.find_params_dtype(part)),
         "megatron_cfg": {"optimizer": fields, "distributed_data_parallel_config": ddp},
     }
-    wishes = read_requested(config, part.subject or "policy", False, True)
-    return megatrons.predict_resume(FRAMEWORK, part, here, wishes)
+    requested = read_requested(config, part.subject or "policy", False, True)
+    return megatrons.predict_resume(FRAMEWORK, part, here, requested)
 
 
 def dtensor(part: CheckpointPart, here: Here) -> Outcome:

@@ -45,7 +45,7 @@ class Here:
     instead: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
-    def _foreseen(self) -> PredictedFeatures:
+    def _predicted(self) -> PredictedFeatures:
         return PredictedFeatures(self.settings)
 
     @classmethod
@@ -71,7 +71,7 @@ class Here:
 
     def in_force(self, framework: str, feature: str, group: str) -> bool:
         """Whether the seams of ``group`` would make ``feature`` work in this environment."""
-        return self.on and self._foreseen.in_force(framework, feature, group)
+        return self.on and self._predicted.in_force(framework, feature, group)
 
     def only_framework(self, kind: str) -> str:
         """Return the one installed framework that loads ``kind`` files; empty for 0 or several."""

@@ -13,8 +13,8 @@ from .prediction import Here
 
 def megatron(part: CheckpointPart, here: Here) -> Outcome:
     """Predict how a job with ``optimizer_config_kwargs`` in ``here.config`` resumes on Megatron."""
-    wishes = megatrons.assume_requested(part, here, f"skyrl, {KWARGS}", part.subject or "policy")
-    return megatrons.predict_resume("skyrl", part, here, wishes, mends_offload=True)
+    requested = megatrons.assume_requested(part, here, f"skyrl, {KWARGS}", part.subject or "policy")
+    return megatrons.predict_resume("skyrl", part, here, requested, mends_offload=True)
 
 
 def fsdp(part: CheckpointPart, here: Here) -> Outcome:

@@ -17,15 +17,15 @@ def areal(part: CheckpointPart, here: Here) -> Outcome:
 
     Without the shim AReaL's optimizer keeps whole master weights beside low-precision moments.
     """
-    wishes = resuming.assume_requested(part, here, f"{versioned('areal')}, megatron", "actor")
+    requested = resuming.assume_requested(part, here, f"{versioned('areal')}, megatron", "actor")
     if not here.in_force("areal", DISPATCH, GROUP):
-        asked = {**wishes.asked, "store_param_remainders": False}
-        wishes = dataclasses.replace(wishes, asked=asked)
-    return resuming.predict_resume("areal", part, here, wishes)
+        asked = {**requested.asked, "store_param_remainders": False}
+        requested = dataclasses.replace(requested, asked=asked)
+    return resuming.predict_resume("areal", part, here, requested)
 
 
 def ms_swift(part: CheckpointPart, here: Here) -> Outcome:
     """Predict how a job with ms-swift's arguments in ``here.config`` would resume a checkpoint."""
     where = f"{versioned('ms-swift', 'swift')}, megatron's arguments"
-    wishes = resuming.assume_requested(part, here, where, "model")
-    return resuming.predict_resume("ms-swift", part, here, wishes)
+    requested = resuming.assume_requested(part, here, where, "model")
+    return resuming.predict_resume("ms-swift", part, here, requested)

@@ -17,13 +17,13 @@ def megatron(part: CheckpointPart, here: Here) -> Outcome:
     fields = megatrons.assume_fields(part, here)
     fields.pop(WORKERS, None)
     bucket = {megatrons.BUCKET: fields.pop(megatrons.BUCKET)} if megatrons.BUCKET in fields else {}
-    wishes = read_requested(
+    requested = read_requested(
         {"override_optimizer_config": fields},
         bucket,
         subject=part.subject or "actor",
         declared=megatrons.find_params_dtype(part),
     )
-    return megatrons.predict_resume("verl", part, here, wishes)
+    return megatrons.predict_resume("verl", part, here, requested)
 
 
 def fsdp(part: CheckpointPart, here: Here) -> Outcome:

@@ -82,10 +82,10 @@ class Job:
 
     def in_force(self, feature: str, group: str) -> bool:
         """Whether the seams of ``group`` would make ``feature`` work in this job."""
-        return not self.off and self._foreseen.in_force(self.framework, feature, group)
+        return not self.off and self._predicted.in_force(self.framework, feature, group)
 
     @cached_property
-    def _foreseen(self) -> PredictedFeatures:
+    def _predicted(self) -> PredictedFeatures:
         return PredictedFeatures(self.settings)
 
     def launched(self, name: str) -> int | None:

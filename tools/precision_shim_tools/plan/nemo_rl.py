@@ -294,9 +294,9 @@ def _on_megatron(
             "distributed_data_parallel_config": ddp,
         },
     }
-    wishes = megatron.read_requested(complete, subject, megatron_fsdp=False, trains=trains)
+    requested = megatron.read_requested(complete, subject, megatron_fsdp=False, trains=trains)
     return MegatronModel(
-        wishes,
+        requested,
         job.model(section.get("model_name"), section.get("hf_config_overrides")),
         read_sizes(
             world,
@@ -304,7 +304,7 @@ def _on_megatron(
             where,
             cfg,
         ),
-        wishes.declared or torch.bfloat16,
+        requested.declared or torch.bfloat16,
         bucket_in_fp32=bool(ddp.get("grad_reduce_in_fp32", False)),
         frozen=is_router if cfg.get("freeze_moe_router") else (lambda name: False),
         value_head=subject == "value",

@@ -208,7 +208,7 @@ def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) ->
         heads = model.number("num_nextn_predict_layers")
     # SkyRL builds a reference model with the policy's DDP config.
     ddp_config = trainer.policy.megatron_config.ddp_config
-    wishes = replace(
+    requested = replace(
         megatron.of_config(trainer, "policy", ddp_config, heads=heads),
         subject=role,
         trains=role == "policy",
@@ -219,10 +219,10 @@ def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) ->
         trainer, role, checkpoint, obeyed=job.in_force(DISPATCH, "megatron")
     )
     illegal, notes = _flags(config, role, provider, checkpoint)
-    foreseen = dtypes.megatron_dtype(trainer, role, job.in_force, job.options.model or "")
-    dtype = foreseen or wishes.declared or torch.bfloat16
+    predicted = dtypes.megatron_dtype(trainer, role, job.in_force, job.options.model or "")
+    dtype = predicted or requested.declared or torch.bfloat16
     return MegatronModel(
-        wishes,
+        requested,
         model,
         read_sizes(
             world,
@@ -251,7 +251,7 @@ def _flags(
     Args:
         config: the role's ``megatron_config``.
         role: the model's key in the config.
-        provider: from ``megatron.foreseen_provider``.
+        provider: from ``megatron.predicted_provider``.
         checkpoint: canonical name of the checkpoint's dtype; empty if it is not known.
     """
     place = f"trainer.{role}.megatron_config.transformer_config_kwargs"

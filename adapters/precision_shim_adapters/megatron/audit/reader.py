@@ -121,7 +121,7 @@ def _read(chunks: Sequence[Any], optimizer: Any) -> Reading:
     in_bucket = {view.dtype for view in reading.bucket_views}
     own = getattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False)
     makes_copies = bool(dtypes & set(SIXTEEN_BIT)) and in_bucket != {torch.float32}
-    reading.copies_later = makes_copies and not own and reading.foretold.exp_avg is not None
+    reading.copies_later = makes_copies and not own and reading.declared_states.exp_avg is not None
     reading.data_parallel_size = _data_parallel_size(optimizer, buffers, reading.name)
     reading.sharded = reading.owned_parameters < reading.parameters
     meshed = any(hasattr(p, "device_mesh") for p in reading.trainable)  # Megatron-FSDP
@@ -172,11 +172,11 @@ def _read_states(reading: Reading, inner: Any, pairs: Sequence[tuple[Any, Any]])
     read_inner(reading, inner)
     for each in steppers:
         read_inner(reading, each)
-    told = reading.foretold
+    told = reading.declared_states
     if beneath and told.exp_avg is not None and told.exp_avg_sq is not None:
         # The inner optimizers have states for copies of the parameters: map parameters to copies.
         first, second = told.exp_avg, told.exp_avg_sq
-        reading.foretold = replace(
+        reading.declared_states = replace(
             told,
             exp_avg=lambda parameter: first(beneath.get(parameter, parameter)),
             exp_avg_sq=lambda parameter: second(beneath.get(parameter, parameter)),

@@ -411,7 +411,7 @@ def predicted_dtype(
 def predicted_provider(trainer: Any, role: str, checkpoint: str, *, obeyed: bool) -> Any:
     """Predict ``bf16``, ``fp16`` and ``params_dtype`` of the model provider in a worker.
 
-    The docstring of ``foreseen_dtype`` describes the arguments.
+    The docstring of ``predicted_dtype`` describes the arguments.
     """
     written = getattr(trainer, role).megatron_config.transformer_config_kwargs or {}
     provider = SimpleNamespace(

@@ -80,7 +80,7 @@ class MegatronModel:
     """One model of a job on Megatron, ready to be planned.
 
     Attributes:
-        wishes: the settings in the framework's config.
+        requested: the settings in the framework's config.
         model: names and shapes.
         sizes: the sizes of the parallel groups.
         dtype: the parameters' dtype.
@@ -97,7 +97,7 @@ class MegatronModel:
             ``None`` if the framework passes all dtype names to Megatron.
     """
 
-    wishes: RequestedConfig
+    requested: RequestedConfig
     model: Model
     sizes: Sizes
     dtype: torch.dtype
@@ -115,7 +115,7 @@ class MegatronModel:
     @property
     def subject(self) -> str:
         """The model's name."""
-        return self.wishes.subject
+        return self.requested.subject
 
     def key_of(self, name: str) -> str:
         """The config's key of an optimizer field or of ``grad_reduce_in_fp32``."""
@@ -123,9 +123,11 @@ class MegatronModel:
 
     def changed(self, **fields: Any) -> MegatronModel:
         """Copy the model with other fields of the optimizer's config, as if the user wrote them."""
-        bucket = fields.pop(_BUCKET, self.wishes.bucket_in_fp32)
-        written = {**self.wishes.asked, **fields}
-        return replace(self, wishes=replace(self.wishes, asked=written, bucket_in_fp32=bucket))
+        bucket = fields.pop(_BUCKET, self.requested.bucket_in_fp32)
+        written = {**self.requested.asked, **fields}
+        return replace(
+            self, requested=replace(self.requested, asked=written, bucket_in_fp32=bucket)
+        )
 
     def plan(self, job: Job, rules: Rules) -> tuple[ModelPlan | None, list[Problem]]:
         """See ``Plannable``."""
@@ -137,7 +139,7 @@ class MegatronModel:
         """See ``Plannable``."""
         support = support_of(rules.transformer_engine)
         now = with_shim(job.settings, support, job.in_force)
-        beta2 = float(self.wishes.asked.get(BETA2, MEGATRON_BETA2))
+        beta2 = float(self.requested.asked.get(BETA2, MEGATRON_BETA2))
         found = []
         for gives_up, fields in cheaper.steps(self.dtype, beta2, support):
             other = self.changed(**fields)
@@ -145,7 +147,7 @@ class MegatronModel:
                 illegal = problems_of(other, decide(other, now), support, holds=job.in_force)
             except DtypeError:
                 continue
-            if self.wishes.trains and not illegal:
+            if self.requested.trains and not illegal:
                 lines = tuple(self._line(*item) for item in fields.items())
                 found.append(Variant(gives_up, lines, other))
         return found
@@ -202,11 +204,11 @@ def plan_model(
     fault = layout.fault(asked.sizes, asked.model, heads_are_shared=shared)
     if fault:
         raise PlanError(
-            f"{asked.wishes.where}: {asked.subject}: its layout cannot be computed: {fault}. Write "
+            f"{asked.requested.where}: {asked.subject}: its layout cannot be computed: {fault}. Write "
             "sizes that divide it."
         )
-    if not asked.wishes.trains:  # a model that is not trained has no optimizer
-        asked = replace(asked, wishes=replace(asked.wishes, asked={}))
+    if not asked.requested.trains:  # a model that is not trained has no optimizer
+        asked = replace(asked, requested=replace(asked.requested, asked={}))
     problems = [*asked.illegal, *_unknown(asked), *_no_names(asked)]
     if any(problem.code == "dtype" for problem in problems):
         return None, problems
@@ -223,7 +225,7 @@ def plan_model(
     except SettingsError as error:
         key = asked.key.removesuffix(".{}")
         return None, [*problems, Problem.of(error, asked.subject, key, "number")]
-    if asked.wishes.trains:
+    if asked.requested.trains:
         problems += problems_of(asked, sides[1], support, holds=holds)
     counts = layout.count(
         asked.model, asked.sizes, frozen=asked.frozen, value_head=asked.value_head
@@ -272,10 +274,10 @@ def decide(asked: MegatronModel, now: InForce) -> Side:
         SettingsError: the user's ``adam_beta2`` is no number.
     """
     model = TrainableDtypes({asked.dtype: max(asked.model.parameters, 1)})
-    wishes = asked.wishes
-    plan = plan_optimizer(wishes, model, now, distributed=wishes.distributed)
-    written = wishes.bucket_in_fp32 is not None
-    present = bool(wishes.bucket_in_fp32) if written else asked.bucket_in_fp32
+    requested = asked.requested
+    plan = plan_optimizer(requested, model, now, distributed=requested.distributed)
+    written = requested.bucket_in_fp32 is not None
+    present = bool(requested.bucket_in_fp32) if written else asked.bucket_in_fp32
     choice = BucketChoice(present, False, "as it stands")
     if now.aligns:
         choice = choose_bucket(
@@ -299,7 +301,7 @@ def fields_of(target: str) -> tuple[str, ...]:
 def _unknown(asked: MegatronModel) -> list[Problem]:
     """List the keys that the framework passes to Megatron's configs but that these configs lack."""
     key = asked.bucket_key.rpartition(".")[0] + ".{}"
-    written, buckets = asked.wishes.asked, asked.bucket_keys
+    written, buckets = asked.requested.asked, asked.bucket_keys
     whose = "Megatron's OptimizerConfig"
     found = unknown_keys(written, fields_of(CONFIG), asked.subject, asked.key, whose)
     whose = "Megatron's DistributedDataParallelConfig"
@@ -309,11 +311,11 @@ def _unknown(asked: MegatronModel) -> list[Problem]:
 def _no_names(asked: MegatronModel) -> Iterator[Problem]:
     """Yield values of dtype fields that are neither names nor dtypes, such as the number ``16``."""
     for name in _DTYPES:
-        value = asked.wishes.asked.get(name, "")
+        value = asked.requested.asked.get(name, "")
         # ``problems_of`` reports ``main_grads_dtype=None``, unless Megatron ignores the field.
         null = value is None and name == "main_grads_dtype"
         if not isinstance(value, str | torch.dtype) and not null:
-            fault = f"{asked.wishes.where}: {name}={value!r} is no name of a dtype"
+            fault = f"{asked.requested.where}: {name}={value!r} is no name of a dtype"
             remedy = "Write a name, such as fp32 or bf16."
             yield Problem("dtype", asked.subject, asked.key_of(name), fault, remedy)
 
@@ -328,7 +330,7 @@ def _check_numbers(asked: MegatronModel, fields: Mapping[str, Any]) -> None:
     names += ("optimizer_offload_fraction",) * bool(fields.get(_OFFLOAD))
     if (asked.dtype is torch.float16 or fields.get("fp16")) and not fields.get(STATIC):
         names += SCALER
-    check_numbers(fields, names, asked.wishes.where)
+    check_numbers(fields, names, asked.requested.where)
 
 
 def problems_of(
@@ -345,16 +347,16 @@ def problems_of(
     Raises:
         PlanError: the optimizer is not Adam.
     """
-    fields, wishes = side.fields, asked.wishes
+    fields, requested = side.fields, asked.requested
     problems: list[Problem] = []
 
     def report(code: str, name: str, message: str, remedy: str) -> None:
         problems.append(Problem(code, asked.subject, asked.key_of(name), message, remedy))
 
-    optimizer = str(fields.get("optimizer", wishes.optimizer))
+    optimizer = str(fields.get("optimizer", requested.optimizer))
     if optimizer != "adam":
         raise PlanError(
-            f"{wishes.where}: {asked.subject}: optimizer={optimizer!r}: its states are not known "
+            f"{requested.where}: {asked.subject}: optimizer={optimizer!r}: its states are not known "
             "here; planned are those of adam. Plan the job with adam for an upper bound."
         )
     aware = bool(fields.get(PRECISION_AWARE))
@@ -362,11 +364,11 @@ def problems_of(
         report(
             "dtype",
             name,
-            f"{wishes.where}: {name}={wishes.asked[name]!r} is not turned into a dtype, as "
+            f"{requested.where}: {name}={requested.asked[name]!r} is not turned into a dtype, as "
             f"{COERCION} is not in force for this job",
             f"Leave it out, or let the shim's {COERCION} act in the job.",
         )
-    if aware and not fields.get("use_distributed_optimizer", wishes.distributed):
+    if aware and not fields.get("use_distributed_optimizer", requested.distributed):
         report(
             "precision-aware",
             PRECISION_AWARE,
@@ -392,9 +394,9 @@ def problems_of(
 
 def _stay_names(asked: MegatronModel) -> list[str]:
     """List the fields in which Megatron receives a dtype's name if the shim turns no name."""
-    takes, written = asked.takes_name, asked.wishes.asked
+    takes, written = asked.takes_name, asked.requested.asked
     # Megatron never reads main_grads_dtype of a precision-aware optimizer.
-    unread = takes is None and asked.wishes.precision_aware_by_itself
+    unread = takes is None and asked.requested.precision_aware_by_itself
     return [
         name
         for name in _DTYPES[1 if unread else 0 :]
@@ -408,7 +410,7 @@ def _stay_names(asked: MegatronModel) -> list[str]:
 def _precision(asked: MegatronModel, side: Side, support: FusedAdamSupport) -> Precision:
     """The dtypes of the tensors that Megatron makes with the fields and the bucket of ``side``."""
     dtype, fields = asked.dtype, dict(side.fields)
-    if not asked.wishes.trains:
+    if not asked.requested.trains:
         return Precision(name_of(dtype))
     fields.update(bf16=dtype is torch.bfloat16, fp16=dtype is torch.float16, params_dtype=dtype)
     if (support.version or ()) < REMAINDERS_SINCE:
@@ -442,14 +444,14 @@ def _stages(
     asked: MegatronModel, side: Side, counts: list[StageCount], support: FusedAdamSupport
 ) -> tuple[Stage, ...]:
     """The contents of a GPU's memory in each pipeline stage."""
-    wishes, sizes = asked.wishes, asked.sizes
+    requested, sizes = asked.requested, asked.sizes
     made = _precision(asked, side, support)
-    distributed = bool(side.fields.get("use_distributed_optimizer", wishes.distributed))
-    name = str(side.fields.get("optimizer", wishes.optimizer)) if wishes.trains else ""
+    distributed = bool(side.fields.get("use_distributed_optimizer", requested.distributed))
+    name = str(side.fields.get("optimizer", requested.optimizer)) if requested.trains else ""
     counted = []
     for number, count in enumerate(counts):
         shares = {"model": Share(count.dense, count.frozen, sizes.shared_by, sizes.tensor)}
-        if not wishes.trains:
+        if not requested.trains:
             every = count.dense + count.experts + count.frozen
             shares = {"model": Share(0, every, sizes.shared_by, sizes.tensor)}
         elif count.experts:
@@ -477,7 +479,7 @@ def _decisions(
     Raises:
         SettingsError: the loss scaler would begin below its minimum.
     """
-    if not asked.wishes.trains:
+    if not asked.requested.trains:
         return
     made = side.plan
     if holds(DISPATCH, GROUP):
@@ -489,24 +491,24 @@ def _decisions(
         yield Decided(ALIGNMENT, chosen, side.bucket.because)
     scales = holds(SCALING, GROUP)
     if scales and asked.dtype is torch.float16:
-        scaler = predicted_scaler(asked.wishes, side.plan.asked, settings)
+        scaler = predicted_scaler(asked.requested, side.plan.asked, settings)
         off = "no loss scaling", "the optimizer's config has fp16=False"
         if scaler is not None:
             yield Decided(SCALING, *(scaler if side.fp16 else off))
     elif side.fields.get("fp16"):
-        refuse_low(side.fields, asked.wishes.where)
+        refuse_low(side.fields, asked.requested.where)
         alone = predicted_own_scaler(side.fields, settings, asked.dtype) if scales else None
         if alone is not None:
             yield Decided(SCALING, *alone)
 
 
 def _notes(asked: MegatronModel, side: Side) -> Iterator[str]:
-    if asked.wishes.trains:
+    if asked.requested.trains:
         made = side.plan
         yield from made.warnings
         yield from filter(None, (made.bucket_warning, side.bucket.problem))
         yield from _of_another_model(asked, side)
-    if asked.wishes.asked and not fields_of(CONFIG):
+    if asked.requested.asked and not fields_of(CONFIG):
         yield (
             "not checked: whether Megatron's OptimizerConfig has the fields that are written; "
             "megatron-core is not installed here"
@@ -531,10 +533,10 @@ def _of_another_model(asked: MegatronModel, side: Side) -> Iterator[str]:
             "model: set its bf16, fp16 and params_dtype to what the model is"
         )
     written = fields.get("params_dtype", asked.dtype)
-    if "params_dtype" not in asked.wishes.unchecked and written is not asked.dtype:
+    if "params_dtype" not in asked.requested.unchecked and written is not asked.dtype:
         yield (
             f"the OptimizerConfig is for {written and name_of(written)} parameters, the trainable "
             f"parameters are {model}"
         )
     if asked.dtype is torch.float16 and not (side.fp16 or side.fields.get(STATIC)):
-        yield unscaled(asked.wishes.where, False, bool(side.fields.get("bf16")))
+        yield unscaled(asked.requested.where, False, bool(side.fields.get("bf16")))

@@ -180,7 +180,7 @@ def _on_megatron(
     inner(engine, f"{section.engine_key}.override_transformer_config")
     inner(optim, f"{section.optim_key}.override_optimizer_config")
     sections.check_megatron(section)
-    wishes = megatron.of_configs(
+    requested = megatron.of_configs(
         engine,
         optim,
         subject=subject,
@@ -188,7 +188,7 @@ def _on_megatron(
         trains=section.trains,
     )
     return MegatronModel(
-        wishes,
+        requested,
         model,
         read_sizes(
             *gpus,
@@ -196,8 +196,8 @@ def _on_megatron(
             engine,
             within="override_transformer_config",
         ),
-        wishes.declared or torch.bfloat16,
-        bucket_in_fp32=_bucket(section, wishes),
+        requested.declared or torch.bfloat16,
+        bucket_in_fp32=_bucket(section, requested),
         value_head=subject == "critic",
         key=f"{section.optim_key}.override_optimizer_config.{{}}",
         bucket_key=f"{bucket_key}.grad_reduce_in_fp32",
@@ -207,14 +207,14 @@ def _on_megatron(
     )
 
 
-def _bucket(section: Section, wishes: RequestedConfig) -> bool:
+def _bucket(section: Section, requested: RequestedConfig) -> bool:
     """verl's value of ``grad_reduce_in_fp32`` if the user wrote none.
 
     verl's ``get_model`` and mbridge set ``grad_reduce_in_fp32`` to True, Megatron-Bridge to False.
     In verl 0.9 and later, the engine derives ``grad_reduce_in_fp32`` from the optimizer's fields.
     """
-    aware = bool(wishes.opt_in.get(PRECISION_AWARE))
-    low = wishes.opt_in.get("main_grads_dtype", torch.float32) is not torch.float32
+    aware = bool(requested.opt_in.get(PRECISION_AWARE))
+    low = requested.opt_in.get("main_grads_dtype", torch.float32) is not torch.float32
     resolver = look(f"{megatron.ENGINE}._resolve_override_ddp_config")
     if resolver.found and aware and low:
         return False
