@@ -10,13 +10,13 @@ if TYPE_CHECKING:
 def lazily(
     package: str, where: dict[str, str]
 ) -> "tuple[Callable[[str], object], Callable[[], list[str]]]":
-    """Return a package's ``__getattr__`` and ``__dir__``; ``where`` maps names to submodules."""
+    """Return a package's ``__getattr__`` and ``__dir__``; ``where`` maps names to modules."""
 
     def get(name: str) -> object:
         if name not in where:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         import importlib
 
-        return getattr(importlib.import_module(f"{package}.{where[name]}"), name)
+        return getattr(importlib.import_module(where[name], package), name)
 
     return get, lambda: sorted({*vars(sys.modules[package]), *where})

@@ -37,7 +37,7 @@ class Hide:
 
 sys.meta_path.insert(0, Hide())
 for name in sys.argv[1].split(","):
-    for seam in importlib.import_module(f"precision_shim_adapters.{name}").SEAMS:
+    for seam in importlib.import_module(f"precision_shim_adapters.{name}.adapter").SEAMS:
         told = (seam.target, seam.feature, seam.group, seam.relies_on, seam.only_if, seam.unless)
         print(name, *told)
 """

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import precision_shim
 import precision_shim_adapters
+import precision_shim_tools
 
-ROOTS = [Path(one.__file__).parent for one in (precision_shim, precision_shim_adapters)]
+PACKAGES = (precision_shim, precision_shim_adapters, precision_shim_tools)
+ROOTS = [Path(str(one.__file__)).parent for one in PACKAGES]
 FRAMEWORKS = ("verl", "skyrl", "nemo-rl", "nemo_rl", "torchtitan", "areal", "swift")
 FIELDS = (
     "use_precision_aware_optimizer",
@@ -35,7 +37,6 @@ OF_FUSED_ADAM = {
     ("precision_shim.auditing.torch_reader", "exp_avg_sq_dtype"),
     ("precision_shim.auditing.torch_reader", "store_param_remainders"),
     ("precision_shim.precision.remainders", "store_param_remainders"),
-    ("precision_shim_tools.updates.rules", "store_param_remainders"),
 }
 """TransformerEngine's optimizer has attributes of these names, even without Megatron."""
 
@@ -46,12 +47,12 @@ FILES = {
 }
 
 
-BACKENDS = ("megatron", "fp16", "rollout")
+BACKENDS = ("megatron", "torch_fp16", "agreement")
 ADAPTERS = (
     *("verl", "skyrl", "nemo_rl", "torchtitan"),
     *("areal", "ms_swift", "roll", "slime", "miles"),
 )
-"""The packages of our adapters, or the beginnings of their modules' names."""
+"""The packages of our adapters."""
 
 
 def anywhere(body):
@@ -89,9 +90,7 @@ def room(name):
     """The adapter or the backend that a module belongs to; ``""`` for any other module."""
     root, _, rest = name.partition(".")
     first = rest.partition(".")[0]
-    if root != "precision_shim_adapters" or first in BACKENDS:
-        return first if first in BACKENDS else ""
-    return next((one for one in ADAPTERS if re.fullmatch(rf"{one}(_.*)?", first)), "")
+    return first if root == "precision_shim_adapters" and first in BACKENDS + ADAPTERS else ""
 
 
 def circle(graph):
@@ -152,12 +151,34 @@ def test_one_module_of_the_core_imports_the_adapters():
     assert found == {"precision_shim.process.registry"}
 
 
+TOOLS_OF_THE_CORE = {
+    "precision_shim": "watch_updates(), loaded on first use",
+    "precision_shim.__main__": "the command line",
+    "precision_shim.testing": "the public name of a tool",
+    "precision_shim.auditing.automatic": "the meter, if PRECISION_SHIM_WATCH_UPDATES is set",
+    "precision_shim.auditing.meters": "the meter, if there is one",
+    "precision_shim.auditing.record": "the meter, if there is one",
+    "precision_shim.auditing.rules": "the meter, if there is one",
+}
+"""The modules that a worker may load and that import a tool, each with the occasion."""
+
+
+def test_what_a_worker_runs_imports_no_tool():
+    found = {
+        name
+        for name in FILES
+        if not name.startswith("precision_shim_tools")
+        for one in named(name)
+        if one.partition(".")[0] == "precision_shim_tools"
+    }
+    assert found == set(TOOLS_OF_THE_CORE)
+
+
 def test_the_core_names_no_framework():
-    """The only exception is the CPU harness, whose tools run frameworks."""
     named = {
         f"{name}: {word}"
         for name, path in FILES.items()
-        if name.startswith("precision_shim.") and not name.startswith("precision_shim.testing")
+        if name.startswith("precision_shim.")
         for word in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(word, ast.Constant)
         and str(word.value).partition(".")[0] in FRAMEWORKS
@@ -172,7 +193,6 @@ def test_the_core_names_no_field_of_megatrons_config():
         (name, field)
         for name, path in FILES.items()
         if name.startswith("precision_shim.")
-        and not name.startswith(("precision_shim.testing", "precision_shim_tools.cli.demo"))
         for word in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(word, (ast.Constant, ast.Attribute, ast.keyword))
         for field in FIELDS

@@ -1,1 +1,1 @@
-"""Shapes of libraries that several frameworks use: Ray's actor classes, OmegaConf's configs."""
+"""Shapes of libraries that several frameworks use: Ray's actors, OmegaConf's configs, Megatron's keys."""

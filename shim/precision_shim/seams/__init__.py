@@ -29,18 +29,18 @@ if TYPE_CHECKING:
     from ._source import look as look
 
 _WHERE = {
-    "Call": "_call",
-    "SeamEngine": "_engine",
-    "NativeProbe": "_seam",
-    "SeamPlan": "_plan",
-    "Seam": "_seam",
-    "Symbol": "_source",
-    "around": "_call",
-    "check": "_plan",
-    "is_there": "_plan",
-    "collect": "_seam",
-    "look": "_source",
-    "seam": "_seam",
+    "Call": "._call",
+    "SeamEngine": "._engine",
+    "NativeProbe": "._seam",
+    "SeamPlan": "._plan",
+    "Seam": "._seam",
+    "Symbol": "._source",
+    "around": "._call",
+    "check": "._plan",
+    "is_there": "._plan",
+    "collect": "._seam",
+    "look": "._source",
+    "seam": "._seam",
 }
 
 __all__ = list(_WHERE)

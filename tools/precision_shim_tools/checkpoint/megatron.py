@@ -19,8 +19,8 @@ from precision_shim.adapting import version_of
 from precision_shim.precision.continuing import how_read, master_is_lost, moment_becomes
 from precision_shim.precision.dtypes import name_of, parse_dtype
 from precision_shim.precision.model import TrainableDtypes
+from precision_shim_adapters.common.megatron_keys import KEEPING, KEYED, OFFLOADED
 from precision_shim_adapters.megatron.checkpoints import cpu_offload
-from precision_shim_adapters.megatron.checkpoints.keys import KEEPING, KEYED, OFFLOADED
 from precision_shim_adapters.megatron.installed import fused_adam_support
 from precision_shim_adapters.megatron.policy.legality import REMAINDERS_SINCE, release
 from precision_shim_adapters.megatron.policy.optimizer_plan import plan_optimizer

@@ -14,7 +14,7 @@ from typing import Any
 
 from precision_shim.files.metadata import dtype_name
 from precision_shim.files.pickles import dicts_in
-from precision_shim_adapters.megatron.checkpoints.keys import (
+from precision_shim_adapters.common.megatron_keys import (
     DTYPES_IN_KEY,
     OFFLOADED,
     is_master,

@@ -56,21 +56,21 @@ if TYPE_CHECKING:
     from .transformer_engine import stand_in_transformer_engine as stand_in_transformer_engine
 
 _WHERE = {
-    "FusedAdam": "fused_adam",
-    "FusedSGD": "fused_adam",
-    "MeasuredBytes": "measure",
-    "Part": "measure",
-    "StandIn": "transformer_engine",
-    "cuda_means_cpu": "megatron_cpu",
-    "fused_adam_for": "fused_adam",
-    "join_master": "fused_adam",
-    "measure_bytes": "measure",
-    "megatron_on_cpu": "megatron_cpu",
-    "model_parallel": "megatron_cpu",
-    "real_transformer_engine": "transformer_engine",
-    "split_master": "fused_adam",
-    "stand_in_transformer_engine": "transformer_engine",
-    "tiny_gpt": "megatron_cpu",
+    "FusedAdam": ".fused_adam",
+    "FusedSGD": ".fused_adam",
+    "MeasuredBytes": ".measure",
+    "Part": ".measure",
+    "StandIn": ".transformer_engine",
+    "cuda_means_cpu": ".megatron_cpu",
+    "fused_adam_for": ".fused_adam",
+    "join_master": ".fused_adam",
+    "measure_bytes": ".measure",
+    "megatron_on_cpu": ".megatron_cpu",
+    "model_parallel": ".megatron_cpu",
+    "real_transformer_engine": ".transformer_engine",
+    "split_master": ".fused_adam",
+    "stand_in_transformer_engine": ".transformer_engine",
+    "tiny_gpt": ".megatron_cpu",
 }
 
 __all__ = list(_WHERE)

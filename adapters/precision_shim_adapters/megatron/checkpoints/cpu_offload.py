@@ -28,8 +28,8 @@ import torch
 from precision_shim.adapting import Call, seam
 from precision_shim.errors import CheckpointLayoutError
 
+from ...common.megatron_keys import OFFLOADED
 from ..policy.requested import DISPATCH, SCALING
-from .keys import OFFLOADED
 
 FEATURES = (DISPATCH, SCALING)
 """Features that need this file's seams to resume exactly; the seams act if at least one is on."""

@@ -38,8 +38,8 @@ from precision_shim.files.metadata import read_entries
 from precision_shim.precision.continuing import how_read
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
+from ...common.megatron_keys import DTYPES_IN_KEY, is_master, is_optimizers
 from ..policy.requested import KEYS, STATES
-from .keys import DTYPES_IN_KEY, is_master, is_optimizers
 
 OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _ISSUE = "https://github.com/NVIDIA/Megatron-LM/issues/4222"

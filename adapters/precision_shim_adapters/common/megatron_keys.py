@@ -1,4 +1,4 @@
-"""The keys of the optimizers in Megatron's distributed checkpoints."""
+"""The optimizers' keys in Megatron's distributed checkpoints, read without torch or Megatron."""
 
 from __future__ import annotations
 
