@@ -1,4 +1,4 @@
-"""Processes that save and are killed, for ``test_files.py``, forked by ``processes/rank_server.py``."""
+"""Processes that save and are killed, for ``test_files.py``; ``rank_server.py`` forks them."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Shapes of libraries that several frameworks use: Ray's actors, OmegaConf's configs, Megatron's keys."""
+"""Shapes that several frameworks share: Ray's actors, OmegaConf's configs, Megatron's keys."""

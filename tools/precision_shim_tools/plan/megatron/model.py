@@ -204,8 +204,8 @@ def plan_model(
     fault = layout.fault(asked.sizes, asked.model, heads_are_shared=shared)
     if fault:
         raise PlanError(
-            f"{asked.requested.where}: {asked.subject}: its layout cannot be computed: {fault}. Write "
-            "sizes that divide it."
+            f"{asked.requested.where}: {asked.subject}: its layout cannot be computed: {fault}. "
+            "Write sizes that divide it."
         )
     if not asked.requested.trains:  # a model that is not trained has no optimizer
         asked = replace(asked, requested=replace(asked.requested, asked={}))
@@ -356,8 +356,8 @@ def problems_of(
     optimizer = str(fields.get("optimizer", requested.optimizer))
     if optimizer != "adam":
         raise PlanError(
-            f"{requested.where}: {asked.subject}: optimizer={optimizer!r}: its states are not known "
-            "here; planned are those of adam. Plan the job with adam for an upper bound."
+            f"{requested.where}: {asked.subject}: optimizer={optimizer!r}: its states are not known here; "
+            "planned are those of adam. Plan the job with adam for an upper bound."
         )
     aware = bool(fields.get(PRECISION_AWARE))
     for name in () if holds(COERCION, GROUP) else _stay_names(asked):
