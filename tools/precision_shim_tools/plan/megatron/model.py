@@ -356,8 +356,8 @@ def problems_of(
     optimizer = str(fields.get("optimizer", requested.optimizer))
     if optimizer != "adam":
         raise PlanError(
-            f"{requested.where}: {asked.subject}: optimizer={optimizer!r}: its states are not known here; "
-            "planned are those of adam. Plan the job with adam for an upper bound."
+            f"{requested.where}: {asked.subject}: optimizer={optimizer!r}: its states are not "
+            "known here; planned are those of adam. Plan the job with adam for an upper bound."
         )
     aware = bool(fields.get(PRECISION_AWARE))
     for name in () if holds(COERCION, GROUP) else _stay_names(asked):
