@@ -27,11 +27,12 @@ from precision_shim.errors import (
 from precision_shim_tools.cli import main
 
 from ..every_framework.shim_warnings import watched
+from ..pages.page_jobs import of
 from ..processes.rank_server import Ranks
 from ..processes.ray_cluster import drive
-from . import test_pages as pages
+from . import setting_up
 from .support import NEMO_RL
-from .test_pages import checkout  # noqa: F401
+from .test_pages import checkout, loaded  # noqa: F401
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 PAIRS = [("fp16", "fp16"), ("fp16", "bf16"), ("bf16", "fp16"), ("fp32", "bf16")]
@@ -49,21 +50,23 @@ class StopError(Exception):
     """Raised when a loop's set-up makes its first call."""
 
 
-class Rollout(pages.Anything):
+class Rollout(setting_up.Anything):
     """Stores the config from which NeMo-RL would start the rollout's workers."""
 
     config: Any = None
 
     def __init__(self, *args: object, **more: Any) -> None:
         found = more.get("config") or more.get("sglang_cfg")
-        if isinstance(found, dict) and "backend" in found:  # pages.Anything replaces others, too
+        if (
+            isinstance(found, dict) and "backend" in found
+        ):  # setting_up.Anything replaces others, too
             Rollout.config = found
 
 
 @functools.cache
 def _read(folder: Path, path: str, words: tuple[str, ...]) -> Any:
-    job = replace(pages.JOBS[0], settings=("--config", path, *words))
-    return pages.loaded(job, folder)
+    job = replace(of("nemo-rl")[0], settings=("--config", path, *words))
+    return loaded(job, folder)
 
 
 def read(folder: Path, path: str, *words: str) -> Any:
@@ -74,10 +77,10 @@ def set_up(config: Any, monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[s
     """Run NeMo-RL's set-up until the first worker; returns the config of the rollout's workers."""
     from nemo_rl.algorithms import grpo
 
-    monkeypatch.setattr(pages, "Anything", Rollout)
+    monkeypatch.setattr(setting_up, "Anything", Rollout)
     if hasattr(grpo, "SGLangGeneration"):
         monkeypatch.setattr(grpo, "SGLangGeneration", Rollout)
-    pages.set_up(config, monkeypatch, folder)
+    setting_up.set_up(config, monkeypatch, folder)
     found: dict[str, Any] = Rollout.config
     return found
 
@@ -313,7 +316,7 @@ def test_a_second_dtype_for_vllm(shim: Any) -> None:
 
 
 def without_dtype(config: Any) -> Any:
-    pages.policy_of(config)["generation"]["sglang_cfg"].pop("dtype", None)
+    setting_up.policy_of(config)["generation"]["sglang_cfg"].pop("dtype", None)
     return config
 
 
@@ -480,7 +483,9 @@ def test_the_plan_says_what_the_driver_says(
     problems, notes = of_plan(planned(capsys, checkout / GRPO, *given))
     config = read(checkout, GRPO, *given)
     shim(settings={"rollout": setting})
-    pages.policy_of(config)["generation"] = complete(pages.policy_of(config)["generation"])
+    setting_up.policy_of(config)["generation"] = complete(
+        setting_up.policy_of(config)["generation"]
+    )
     _, told = watched(lambda: begin("grpo", config, monkeypatch))
     assert problems == told
     assert notes == [f"{one[0]}: rollout-agreement: {one[1]} ({one[2]})" for one in decisions()]

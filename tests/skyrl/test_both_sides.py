@@ -444,12 +444,9 @@ def test_auto_is_for_jobs_without_a_weight_sync(
 
 
 def _dtype_problems(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
-    """The keys of the plan's dtype problems; asserts that the shim does not change them."""
-    on = [one["key"] for one in plan(capsys, *words)["problems"] if one["code"] == "dtype"]
+    """The keys of the plan's dtype problems; the command runs in a process without the shim."""
     precision_shim.uninstall()
-    off = [one["key"] for one in plan(capsys, *words)["problems"] if one["code"] == "dtype"]
-    assert on == off
-    return on
+    return [one["key"] for one in plan(capsys, *words)["problems"] if one["code"] == "dtype"]
 
 
 @pytest.mark.skipif(Version("0.3") <= SKYRL, reason="SkyRL 0.3 has no old style any more")
