@@ -59,7 +59,7 @@ class Rollout(setting_up.Anything):
         found = more.get("config") or more.get("sglang_cfg")
         if (
             isinstance(found, dict) and "backend" in found
-        ):  # setting_up.Anything replaces others, too
+        ):  # Anything replaces others, too
             Rollout.config = found
 
 
