@@ -57,9 +57,7 @@ class Rollout(setting_up.Anything):
 
     def __init__(self, *args: object, **more: Any) -> None:
         found = more.get("config") or more.get("sglang_cfg")
-        if (
-            isinstance(found, dict) and "backend" in found
-        ):  # Anything replaces others, too
+        if isinstance(found, dict) and "backend" in found:  # Anything replaces others, too
             Rollout.config = found
 
 

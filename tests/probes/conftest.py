@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,12 @@ def import_frameworks() -> None:
 def frameworks() -> None:
     """Import the installed framework once."""
     import_frameworks()
+
+
+@pytest.fixture(autouse=True)
+def no_rerun_state() -> Iterator[None]:
+    """Destroy Megatron's rerun state machine, which a framework's own start expects not to exist."""
+    yield
+    module = sys.modules.get("megatron.core.rerun_state_machine")
+    if module is not None:
+        module.destroy_rerun_state_machine()
