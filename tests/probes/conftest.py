@@ -57,7 +57,7 @@ def frameworks() -> None:
 
 @pytest.fixture(autouse=True)
 def no_rerun_state() -> Iterator[None]:
-    """Destroy Megatron's rerun state machine, which a framework's own start expects not to exist."""
+    """Destroy Megatron's rerun state machine: a framework's own start expects none."""
     yield
     module = sys.modules.get("megatron.core.rerun_state_machine")
     if module is not None:
