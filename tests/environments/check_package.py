@@ -19,7 +19,7 @@ START_UP = {path.name for path in ROOT.glob("shim/*.pth")} | {
 }
 SOURCES = {
     path.relative_to(root).as_posix()
-    for root in (ROOT / "shim", ROOT / "adapters")
+    for root in (ROOT / "shim", ROOT / "adapters", ROOT / "tools")
     for path in root.rglob("*")
     if path.is_file() and "__pycache__" not in path.parts
 } | {"precision_shim/_version.py"}
@@ -42,7 +42,7 @@ RUN = "import os; assert os.environ['PRECISION_SHIM'] == 'strict', os.environ"
 
 
 def check_contents(wheel: Path, source: Path) -> None:
-    """The wheel contains every file of both source roots, the licence, and nothing else."""
+    """The wheel contains every file of the three source roots, the licence, and nothing else."""
     with zipfile.ZipFile(wheel) as archive:
         held = set(archive.namelist())
         about = {name for name in held if name.split("/")[0].endswith(".dist-info")}

@@ -16,7 +16,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "shim"), str(ROOT / "adapters")]
+SOURCES = [str(ROOT / root) for root in ("shim", "adapters", "tools")]
+sys.path[:0] = SOURCES
 
 from precision_shim_adapters.frameworks import FRAMEWORKS  # noqa: E402
 
@@ -44,7 +45,7 @@ def main() -> int:
     record.unlink(missing_ok=True)
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "shim"), str(ROOT / "adapters")]),
+        "PYTHONPATH": os.pathsep.join(SOURCES),
     }
     for name in pinned():
         if name not in missing:

@@ -21,7 +21,8 @@ from pathlib import Path
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "shim"), str(ROOT / "adapters")]
+SOURCES = [str(ROOT / root) for root in ("shim", "adapters", "tools")]
+sys.path[:0] = SOURCES
 
 from precision_shim_adapters.frameworks import FRAMEWORKS  # noqa: E402
 
@@ -56,7 +57,7 @@ def judge(path: Path, framework: str, python: Path) -> int:
     """Print the doctor's report on a path for one framework."""
     print(f"\n## {path.name}, in {python.parents[1].name}\n", flush=True)
     command = [str(python), "-m", "precision_shim", "doctor", "--against", str(path)]
-    sources = os.pathsep.join([str(ROOT / "shim"), str(ROOT / "adapters")])
+    sources = os.pathsep.join(SOURCES)
     done = subprocess.run(
         [*command, "--framework", framework],
         env={**os.environ, "PYTHONPATH": sources},

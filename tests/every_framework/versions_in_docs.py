@@ -107,7 +107,9 @@ def _block(page: str, framework: str) -> tuple[int, int]:
 def main() -> int:
     """Let each environment write its column; returns how many environments are missing."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / ".tox"
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "shim"), str(ROOT / "adapters")])
+    paths = os.pathsep.join(
+        [str(ROOT), *(str(ROOT / one) for one in ("shim", "adapters", "tools"))]
+    )
     missing = 0
     made: dict[str, dict[str, Column]] = {}
     for name in pinned():
