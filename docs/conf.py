@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "shim"), str(ROOT / "adapters")]
+sys.path[:0] = [str(ROOT / name) for name in ("shim", "adapters", "tools")]
 
 import precision_shim  # noqa: E402
 

@@ -1,7 +1,7 @@
 """``precision-shim doctor``'s remark on state dtypes that TransformerEngine does not support.
 
 ``precision-shim doctor`` runs without torch and Megatron, so this module is outside the package
-``megatron``, which imports torch.
+``megatron``, whose import needs torch.
 """
 
 from __future__ import annotations
