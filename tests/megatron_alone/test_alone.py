@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import precision_shim
+import precision_shim.testing
 from precision_shim_adapters.megatron import adapter
 
 from ..audit import builds
