@@ -39,21 +39,10 @@ from precision_shim._lazy import lazily
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from .fused_adam import FusedAdam as FusedAdam
-    from .fused_adam import FusedSGD as FusedSGD
-    from .fused_adam import fused_adam_for as fused_adam_for
-    from .fused_adam import join_master as join_master
-    from .fused_adam import split_master as split_master
-    from .measure import MeasuredBytes as MeasuredBytes
-    from .measure import Part as Part
-    from .measure import measure_bytes as measure_bytes
-    from .megatron_cpu import cuda_means_cpu as cuda_means_cpu
-    from .megatron_cpu import megatron_on_cpu as megatron_on_cpu
-    from .megatron_cpu import model_parallel as model_parallel
-    from .megatron_cpu import tiny_gpt as tiny_gpt
-    from .transformer_engine import StandIn as StandIn
-    from .transformer_engine import real_transformer_engine as real_transformer_engine
-    from .transformer_engine import stand_in_transformer_engine as stand_in_transformer_engine
+    from .fused_adam import *  # noqa: F403
+    from .measure import *  # noqa: F403
+    from .megatron_cpu import *  # noqa: F403
+    from .transformer_engine import *  # noqa: F403
 
 _WHERE = {
     "FusedAdam": ".fused_adam",

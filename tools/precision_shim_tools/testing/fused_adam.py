@@ -24,23 +24,22 @@ The stand-in's rules were read in 2026-11 from the released TransformerEngine 1.
 
 from __future__ import annotations
 
-import warnings
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+from precision_shim.precision.releases import release
 from precision_shim.precision.remainders import join_master, split_master
 
 from .releases import (
     DEFAULT_VERSION,
     EMPTY_GROUPS_COUNT_SINCE,
-    OLDEST_VERSION,
+    OLDEST,
     PARAM_REMAINDERS_SINCE,
-    at_least,
     check_state_dtypes,
     refuse_capturable,
-    release_of,
 )
 from .states import StoredStates
 
@@ -89,7 +88,7 @@ class FusedAdam(StoredStates):
         use_decoupled_grad: read ``param.decoupled_grad`` instead of ``param.grad``.
         store_param_remainders: store int16 remainders for bf16 parameters; has an effect only with
             ``master_weights`` and fp32 masters.
-        set_grad_none: deprecated; use ``zero_grad(set_to_none=...)``.
+        set_grad_none: deprecated in TransformerEngine; use ``zero_grad(set_to_none=...)``.
 
     Raises:
         RuntimeError: an argument or a dtype is illegal in the TransformerEngine release.
@@ -121,19 +120,13 @@ class FusedAdam(StoredStates):
     ) -> None:
         if amsgrad:
             raise RuntimeError("FusedAdam (stand-in): AMSGrad is not supported.")
-        check_state_dtypes(
-            self.te_version,
-            master_weight_dtype if master_weights else None,
-            exp_avg_dtype,
-            exp_avg_sq_dtype,
-        )
-        remainders = (
-            store_param_remainders and master_weights and master_weight_dtype == torch.float32
-        )
+        master = master_weight_dtype if master_weights else None
+        check_state_dtypes(self.te_version, master, exp_avg_dtype, exp_avg_sq_dtype)
+        remainders = store_param_remainders and master == torch.float32
         if capturable:
             refuse_capturable(
                 self.te_version,
-                master_weight_dtype if master_weights else None,
+                master,
                 exp_avg_dtype,
                 exp_avg_sq_dtype,
                 asked_remainders=store_param_remainders,
@@ -163,13 +156,6 @@ class FusedAdam(StoredStates):
         self.store_param_remainders = remainders
         self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self.set_grad_none = set_grad_none
-        if set_grad_none is not None and at_least(self.te_version, PARAM_REMAINDERS_SINCE):
-            warnings.warn(
-                "FusedAdam (stand-in): set_grad_none is deprecated, "
-                "use zero_grad(set_to_none=...).",
-                DeprecationWarning,
-                stacklevel=2,
-            )
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drop (default) or zero the gradients that this optimizer reads.
@@ -178,20 +164,11 @@ class FusedAdam(StoredStates):
         does not change.
 
         Args:
-            set_to_none: drop gradients instead of zeroing them; None means True.
-
-        Raises:
-            ValueError: ``set_to_none`` contradicts the constructor's ``set_grad_none``.
+            set_to_none: drop gradients instead of zeroing them; None means the constructor's
+                ``set_grad_none``, or else True.
         """
-        if self.set_grad_none is not None:
-            if set_to_none is not None and set_to_none != self.set_grad_none:
-                raise ValueError(
-                    f"FusedAdam (stand-in): zero_grad(set_to_none={set_to_none}) contradicts "
-                    f"set_grad_none={self.set_grad_none} of the constructor"
-                )
-            set_to_none = self.set_grad_none
         if set_to_none is None:
-            set_to_none = True
+            set_to_none = self.set_grad_none is not False
         if not self.use_decoupled_grad:
             super().zero_grad(set_to_none=set_to_none)
             return
@@ -224,7 +201,7 @@ class FusedAdam(StoredStates):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            if group["params"] or at_least(self.te_version, EMPTY_GROUPS_COUNT_SINCE):
+            if group["params"] or release(self.te_version) >= EMPTY_GROUPS_COUNT_SINCE:
                 group["step"] = group.get("step", 0) + 1
             if group["params"]:
                 self._step_group(group)
@@ -324,49 +301,26 @@ def _as_fp32(number: Any) -> float:
     return float(torch.tensor(float(number), dtype=torch.float32))
 
 
+_WITH_REMAINDERS = inspect.signature(FusedAdam.__init__)
+_WITHOUT_REMAINDERS = _WITH_REMAINDERS.replace(
+    parameters=[
+        parameter
+        for name, parameter in _WITH_REMAINDERS.parameters.items()
+        if name != "store_param_remainders"
+    ]
+)
+
+
 class _FusedAdamWithoutRemainders(FusedAdam):
-    """``FusedAdam`` before TransformerEngine 2.1, without remainders and with other defaults."""
+    """``FusedAdam`` before TransformerEngine 2.1; pass the arguments after ``amsgrad`` by name."""
 
     te_version = "2.0.0"
 
-    def __init__(  # noqa: PLR0917 - TransformerEngine's signature
-        self,
-        params: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]],
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        adam_w_mode: bool = True,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        set_grad_none: bool = True,
-        capturable: bool = False,
-        master_weights: bool = False,
-        master_weight_dtype: torch.dtype = torch.float32,
-        exp_avg_dtype: torch.dtype = torch.float32,
-        exp_avg_sq_dtype: torch.dtype = torch.float32,
-        use_decoupled_grad: bool = False,
-    ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            bias_correction=bias_correction,
-            adam_w_mode=adam_w_mode,
-            capturable=capturable,
-            master_weights=master_weights,
-            master_weight_dtype=master_weight_dtype,
-            exp_avg_dtype=exp_avg_dtype,
-            exp_avg_sq_dtype=exp_avg_sq_dtype,
-            use_decoupled_grad=use_decoupled_grad,
-            set_grad_none=set_grad_none,
-        )
+    def __init__(self, *args: Any, **options: Any) -> None:
+        _WITHOUT_REMAINDERS.bind(self, *args, **options)
+        super().__init__(*args, **options)
 
-    def zero_grad(self) -> None:  # type: ignore[override]
-        super().zero_grad()
+    __init__.__signature__ = _WITHOUT_REMAINDERS  # type: ignore[attr-defined]
 
     def initialize_state(self, param: torch.Tensor) -> None:  # type: ignore[override]
         super().initialize_state(param, False)
@@ -392,14 +346,15 @@ def fused_adam_for(version: str) -> type[FusedAdam]:
     Raises:
         ValueError: ``version`` is not a version, or is older than 1.13.
     """
-    release = release_of(version)
-    if release < release_of(OLDEST_VERSION):
+    if release(version) < OLDEST:
         raise ValueError(
-            f"no stand-in for TransformerEngine {version}: known from {OLDEST_VERSION} on"
+            f"no stand-in for TransformerEngine {version}: known from {'.'.join(map(str, OLDEST))} "
+            "on"
         )
     if version == DEFAULT_VERSION:
         return FusedAdam
-    base = FusedAdam if release >= PARAM_REMAINDERS_SINCE else _FusedAdamWithoutRemainders
+    has_remainders = release(version) >= PARAM_REMAINDERS_SINCE
+    base = FusedAdam if has_remainders else _FusedAdamWithoutRemainders
     return type("FusedAdam", (base,), {"te_version": version, "__doc__": base.__doc__})
 
 

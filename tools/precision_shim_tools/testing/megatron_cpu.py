@@ -23,6 +23,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -175,21 +176,8 @@ def cuda_means_cpu() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _patch(owner: Any, values: dict[str, Any]) -> Iterator[None]:
-    missing = object()
-    before = {name: vars(owner).get(name, missing) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            if value is missing:
-                with contextlib.suppress(AttributeError):
-                    delattr(owner, name)
-            else:
-                setattr(owner, name, value)
+def _patch(owner: Any, values: dict[str, Any]) -> Any:
+    return mock.patch.multiple(owner, create=True, **values)
 
 
 @contextmanager
@@ -265,7 +253,7 @@ def model_parallel(
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             init_file = os.path.join(folder, "rendezvous")
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
-        stack.enter_context(_environment({name: str(n) for name, n in numbers.items()}))
+        stack.enter_context(mock.patch.dict(os.environ, {k: str(n) for k, n in numbers.items()}))
         torch.distributed.init_process_group(
             "gloo", init_method=f"file://{init_file}", world_size=world_size, rank=rank
         )
@@ -275,20 +263,6 @@ def model_parallel(
         torch.manual_seed(seed)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         yield
-
-
-@contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def tiny_gpt(

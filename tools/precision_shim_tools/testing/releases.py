@@ -6,37 +6,19 @@ docstring of ``fused_adam`` lists the releases from whose source the rules were 
 
 from __future__ import annotations
 
-import re
-
 import torch
+
+from precision_shim.precision.releases import BF16_MOMENTS_SINCE, release
 
 DEFAULT_VERSION = "2.11.0"
 """The TransformerEngine release that the class ``FusedAdam`` reproduces."""
 
-OLDEST_VERSION = "1.13.0"
+OLDEST = (1, 13)
 """The oldest release that ``fused_adam_for`` supports."""
 
 PARAM_REMAINDERS_SINCE = (2, 1)
 EMPTY_GROUPS_COUNT_SINCE = (2, 19)
-_BF16_MOMENTS_SINCE = (2, 3)
 _CAPTURABLE_BF16_SINCE = (2, 14)
-
-
-def release_of(version: str) -> tuple[int, int]:
-    """Return the major and minor number of a version.
-
-    Raises:
-        ValueError: the text is not a version.
-    """
-    match = re.match(r"v?(\d+)\.(\d+)", version)
-    if match is None:
-        raise ValueError(f"not a TransformerEngine version: {version!r}")
-    return int(match[1]), int(match[2])
-
-
-def at_least(version: str, release: tuple[int, int]) -> bool:
-    """Whether a version is ``release`` or newer, such as ``"2.3.1"`` for ``(2, 3)``."""
-    return release_of(version) >= release
 
 
 def check_state_dtypes(
@@ -45,23 +27,16 @@ def check_state_dtypes(
     exp_avg: torch.dtype,
     exp_avg_sq: torch.dtype,
 ) -> None:
-    """Raise an error if a version does not accept the given dtypes of the states.
+    """Raise a ``RuntimeError`` if a version does not accept the given dtypes of the states.
 
-    Args:
-        version: a TransformerEngine version.
-        master: dtype of the masters; ``None`` without masters.
-        exp_avg: dtype of the first moment.
-        exp_avg_sq: dtype of the second moment.
-
-    Raises:
-        RuntimeError: the version does not accept one of the dtypes.
+    ``master`` is ``None`` without masters.
     """
     if master not in (None, torch.float32, torch.float16):
         raise RuntimeError(
             f"FusedAdam (stand-in {version}): master weights must be fp32 or fp16, got {master}."
         )
     legal = [torch.float32, torch.float16, torch.uint8]
-    if at_least(version, _BF16_MOMENTS_SINCE):
+    if release(version) >= BF16_MOMENTS_SINCE:
         legal.append(torch.bfloat16)
     for name, dtype in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
         if dtype not in legal:
@@ -89,17 +64,13 @@ def refuse_capturable(
         exp_avg_sq: dtype of the second moment.
         asked_remainders: whether ``store_param_remainders`` was passed.
         remainders: whether ``store_param_remainders`` has an effect.
-
-    Raises:
-        RuntimeError: the version does not accept the arguments.
-        NotImplementedError: the arguments are legal, but the stand-in has no CUDA graphs.
     """
     where = f"FusedAdam (stand-in {version}): capturable"
     if master not in (None, torch.float32):
         raise RuntimeError(f"{where} takes only fp32 master weights, got {master}.")
     both_bf16 = exp_avg == exp_avg_sq == torch.bfloat16
     both_fp32 = exp_avg == exp_avg_sq == torch.float32
-    newer = at_least(version, _CAPTURABLE_BF16_SINCE)
+    newer = release(version) >= _CAPTURABLE_BF16_SINCE
     if not both_fp32 and not (newer and both_bf16):
         allowed = "both fp32 or both bf16" if newer else "fp32"
         raise RuntimeError(

@@ -6,7 +6,6 @@ The module docstring of ``fused_adam`` lists the differences from TransformerEng
 from __future__ import annotations
 
 from collections.abc import Iterable
-from copy import deepcopy
 from itertools import chain
 from typing import Any
 
@@ -95,7 +94,7 @@ class StoredStates(torch.optim.Optimizer):
         assert unscaled_state.dtype == expected, (state_name, unscaled_state.dtype, expected)
         state = self.state[param]
         if state_name not in state:
-            self._initialize_state(param, state_name, False, remainder)
+            self._initialize_state(param, state_name, remainder)
         if self.name_to_dtype_map[state_name] == torch.float32:
             state[state_name].copy_(unscaled_state)
         else:
@@ -126,21 +125,11 @@ class StoredStates(torch.optim.Optimizer):
         else:
             scaled_state.view(_FP8).copy_((unscaled_state * inverse).to(_FP8))
 
-    def _initialize_state(
-        self,
-        param: torch.Tensor,
-        state_name: str,
-        zero_buffer: bool,
-        store_param_remainders: bool = False,
-    ) -> None:
+    def _initialize_state(self, param: torch.Tensor, state_name: str, remainder: bool) -> None:
         dtype = self.name_to_dtype_map[state_name]
-        if store_param_remainders:
-            data = torch.zeros(param.shape, dtype=torch.int16, device=param.device)
-        else:
-            data = torch.empty(param.shape, dtype=dtype, device=param.device)
-        if zero_buffer:
-            data.zero_()
-        self.state[param][state_name] = data
+        self.state[param][state_name] = torch.zeros(
+            param.shape, dtype=torch.int16 if remainder else dtype, device=param.device
+        )
         if dtype != torch.float32:
             self._scales.setdefault(param, {})[state_name] = torch.ones(
                 [1], dtype=torch.float32, device=param.device
@@ -155,16 +144,11 @@ class StoredStates(torch.optim.Optimizer):
             param: a parameter of this optimizer.
             store_param_remainders: whether to store a remainder instead of the master.
         """
-        self._initialize_state(param, "exp_avg", zero_buffer=True)
-        self._initialize_state(param, "exp_avg_sq", zero_buffer=True)
+        self._initialize_state(param, "exp_avg", False)
+        self._initialize_state(param, "exp_avg_sq", False)
         if not self.master_weights:
             return
-        self._initialize_state(
-            param,
-            "master_param",
-            zero_buffer=False,
-            store_param_remainders=store_param_remainders,
-        )
+        self._initialize_state(param, "master_param", store_param_remainders)
         if not store_param_remainders:
             self.set_scaled_state(param, "master_param", param.detach().clone().float())
 
@@ -215,6 +199,5 @@ class StoredStates(torch.optim.Optimizer):
                 self.set_scaled_state(param, name, value if remainder else value.float())
 
     def _params_by_index(self, state_dict: dict[str, Any]) -> dict[Any, torch.Tensor]:
-        saved = deepcopy(state_dict["param_groups"])
-        indices = chain.from_iterable(group["params"] for group in saved)
+        indices = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         return dict(zip(indices, self._all_params(), strict=False))
