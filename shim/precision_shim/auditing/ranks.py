@@ -156,7 +156,7 @@ def compare(audits: Iterable[tuple[str, Audit]]) -> list[Comparison]:
     worlds: dict[str, int] = {}
     present: dict[str, set[int]] = {}
     for number, audit in sorted(audits, key=lambda pair: pair[1].rank):
-        whose = f"{audit.framework} {audit.subject}".strip()
+        whose = audit.whose
         part = "+".join(part.name for part in audit.parts)
         part += f", optimizer {number}" if number else ""
         groups.setdefault((whose, part), {})[audit.rank] = audit
