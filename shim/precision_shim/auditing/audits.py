@@ -118,6 +118,7 @@ def look(
 
 def _part(reading: Reading, measured: Mapping[str, Measured]) -> AuditPart:
     parameters, owned = reading.parameters, reading.owned_parameters
+    meter = meters.of(reading.steppers[0]) if reading.steppers else None
     return AuditPart(
         name=reading.name,
         optimizer=reading.optimizer,
@@ -131,15 +132,9 @@ def _part(reading: Reading, measured: Mapping[str, Measured]) -> AuditPart:
             )
             for name in COMPONENTS
         },
-        updates=_updates(reading),
+        updates=None if meter is None else meter.figures,
         shards=reading.shards or reading.data_parallel_size,
     )
-
-
-def _updates(reading: Reading) -> dict[str, Any] | None:
-    """Return the latest measurements of an optimizer's updates lost to rounding, or ``None``."""
-    meter = meters.of(reading.steppers[0]) if reading.steppers else None
-    return None if meter is None else meter.figures
 
 
 @functools.cache  # versions are read from files

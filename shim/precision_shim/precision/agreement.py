@@ -112,23 +112,12 @@ def _compare(trainer: Engine, other: Engine, model_type: str) -> Verdict:
     if refused:
         return Verdict(other, False, True, dtype, refused, remedy)
     if dtype == trainer.computes:
-        return Verdict(
-            other,
-            agrees=True,
-            lost=False,
-            chosen=f"{dtype}, as the {trainer.subject}",
-            because=source,
-        )
+        return Verdict(other, True, False, f"{dtype}, as the {trainer.subject}", source)
     # With an fp16 trainer, an fp32 engine has as small a mismatch as an fp16 engine.
     lost = trainer.computes == "fp16" and dtype in ("bf16", AUTO)
     if dtype == FP8:
-        return Verdict(
-            other,
-            agrees=False,
-            lost=False,
-            chosen=f"fp8 beside {whose}",
-            because=f"{source}: its weights are rounded to fp8, so its probabilities differ",
-        )
+        because = f"{source}: its weights are rounded to fp8, so its probabilities differ"
+        return Verdict(other, False, False, f"fp8 beside {whose}", because)
     if dtype == AUTO:
         chosen = f"the checkpoint's dtype beside {whose}"
         reason = "for an fp32 checkpoint vLLM takes bf16, SGLang fp16"

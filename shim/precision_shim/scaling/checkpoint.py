@@ -27,8 +27,6 @@ from ..precision.belonging import fingerprints, foreign
 from ..precision.scaler_record import FILE_NAME, parse, read_record, state_of
 from .record import bind, record_of, restore
 
-__all__ = ["FILE_NAME", "Files", "agree", "load", "save", "save_record"]
-
 Files = Mapping[str, "str | os.PathLike[str]"]
 """Maps a file's name in a checkpoint to the path of this rank's file."""
 

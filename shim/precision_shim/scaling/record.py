@@ -19,28 +19,15 @@ from ..precision.belonging import fingerprints
 from ..precision.scaler_record import (
     FORMAT,
     KIND,
-    ScalerRecord,
     ScalerSettings,
     bad_record,
     choose_values,
     digest_of,
-    parse,
     parse_bytes,
     read_record,
 )
 from .scaler import LossScaler
-
-__all__ = [
-    "FORMAT",
-    "BoundWhenPickled",
-    "ScalerRecord",
-    "from_tensor",
-    "parse",
-    "read_record",
-    "record_of",
-    "restore",
-    "to_tensor",
-]
+from .skips import SkipCounter
 
 _BYTES = 2048
 """Size of a record's tensor, in bytes; a record without ``files`` needs less than a third of it."""
@@ -59,24 +46,25 @@ def record_of(scaler: GradScaler, files: Mapping[str, str] | None = None) -> dic
         ``world_size``, ``written_by``, ``files`` (if given), and ``digest`` (of all other entries).
     """
     state = scaler.state_dict()
-    ours = isinstance(scaler, LossScaler)
-    settings = scaler.settings if isinstance(scaler, LossScaler) else ScalerSettings()
-    counter = scaler.counter if isinstance(scaler, LossScaler) else None
+    if isinstance(scaler, LossScaler):
+        settings, counter = scaler.settings, scaler.counter
+    else:
+        settings, counter = ScalerSettings(init_scale=state["scale"]), SkipCounter()
     record: dict[str, Any] = {
         "kind": KIND,
         "format": FORMAT,
         "state": {"scale": state["scale"], "growth_tracker": state["_growth_tracker"]},
         "settings": {
-            "init_scale": settings.init_scale if ours else state["scale"],
+            "init_scale": settings.init_scale,
             "growth_interval": state["growth_interval"],
             "growth_factor": state["growth_factor"],
             "backoff_factor": state["backoff_factor"],
             "min_scale": min(state.get("min_scale", settings.min_scale), state["scale"]),
         },
         "counters": {
-            "steps": counter.steps if counter else 0,
-            "skipped": counter.skipped if counter else 0,
-            "skipped_in_row": counter.in_row if counter else 0,
+            "steps": counter.steps,
+            "skipped": counter.skipped,
+            "skipped_in_row": counter.in_row,
         },
         "world_size": _world_size(),
         "written_by": {"precision_shim": __version__, "torch": str(torch.__version__)},

@@ -255,16 +255,8 @@ class LossScaler(ShardedGradScaler):
 
     def reset(self) -> None:
         """Reset the scale to the settings' initial scale, and all counters to 0."""
-        self.load_state_dict(
-            {
-                "scale": self.settings.init_scale,
-                "growth_factor": self.settings.growth_factor,
-                "backoff_factor": self.settings.backoff_factor,
-                "growth_interval": self.settings.growth_interval,
-                "_growth_tracker": 0,
-                "min_scale": self.settings.min_scale,
-            }
-        )
+        scale = {"scale": self.settings.init_scale, "_growth_tracker": 0}
+        self.load_state_dict({**vars(self.settings), **scale})
         self.counter = SkipCounter(self.settings.max_skips)
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:

@@ -12,8 +12,6 @@ from torch.optim import Optimizer
 from ..errors import LossScaleError
 from ..precision.scaler_record import MAX_SKIPS
 
-__all__ = ["MAX_SKIPS", "SkipCounter", "states_of_no_step"]
-
 
 @dataclass
 class SkipCounter:

@@ -16,7 +16,7 @@ any laptop with torch and megatron-core::
         chunks = verl_get_model(provider, transformer_config=provider.config)
         optimizer = get_megatron_optimizer(optimizer_config, chunks)
         ...                                       # forward, backward, optimizer.step()
-        print(measure_bytes(chunks, optimizer))   # bytes per parameter, from live tensors
+        print(measure_bytes(chunks, optimizer).per_parameter)   # bytes, from live tensors
 
 Enter the three context managers in the order of the example. Each context manager undoes its
 changes on exit. After the exit, models and optimizers still work as plain torch objects, but can be
@@ -44,23 +44,13 @@ if TYPE_CHECKING:
     from .megatron_cpu import *  # noqa: F403
     from .transformer_engine import *  # noqa: F403
 
-_WHERE = {
-    "FusedAdam": ".fused_adam",
-    "FusedSGD": ".fused_adam",
-    "MeasuredBytes": ".measure",
-    "Part": ".measure",
-    "StandIn": ".transformer_engine",
-    "cuda_means_cpu": ".megatron_cpu",
-    "fused_adam_for": ".fused_adam",
-    "join_master": ".fused_adam",
-    "measure_bytes": ".measure",
-    "megatron_on_cpu": ".megatron_cpu",
-    "model_parallel": ".megatron_cpu",
-    "real_transformer_engine": ".transformer_engine",
-    "split_master": ".fused_adam",
-    "stand_in_transformer_engine": ".transformer_engine",
-    "tiny_gpt": ".megatron_cpu",
+_NAMES = {
+    ".fused_adam": ("FusedAdam", "FusedSGD", "fused_adam_for", "join_master", "split_master"),
+    ".measure": ("MeasuredBytes", "Part", "measure_bytes"),
+    ".megatron_cpu": ("cuda_means_cpu", "megatron_on_cpu", "model_parallel", "tiny_gpt"),
+    ".transformer_engine": ("StandIn", "real_transformer_engine", "stand_in_transformer_engine"),
 }
+_WHERE = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = list(_WHERE)
+__all__ = sorted(_WHERE)
 __getattr__, __dir__ = lazily(__name__, _WHERE)

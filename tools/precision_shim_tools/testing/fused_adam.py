@@ -13,6 +13,7 @@ The stand-in differs from TransformerEngine:
   one parameter at a time; TransformerEngine makes them for a whole parameter group.
 * The last bit of an update may differ, because a GPU compiler may contract ``a * b + c``.
 * ``capturable=True`` (for CUDA graphs) raises an error after TransformerEngine's own checks.
+* Sparse gradients and parameters of other dtypes than fp32, fp16 and bf16 raise no error.
 * fp8 *parameters* (``Float8Tensor`` and its relatives) and DTensor states are not supported.
 * The layout of fp8 *moments* is one byte per element plus one scale. TransformerEngine's
   ``Float8Tensor`` may also contain a transposed copy.
@@ -193,8 +194,7 @@ class FusedAdam(StoredStates):
             The result of ``closure``, or None.
 
         Raises:
-            RuntimeError: a gradient is sparse, a parameter is not fp32, fp16 or bf16, or a group
-                contains both fp16 and bf16 parameters.
+            RuntimeError: a group contains both fp16 and bf16 parameters.
         """
         loss = None
         if closure is not None:
@@ -209,25 +209,15 @@ class FusedAdam(StoredStates):
 
     def _step_group(self, group: dict[str, Any]) -> None:
         ready: list[tuple[torch.Tensor, torch.Tensor]] = []
-        half_precisions = set()
+        gradient = "decoupled_grad" if self.use_decoupled_grad else "grad"
         for param in group["params"]:
             if not self.state[param]:
                 self._initialize_for_step(param)
-            decoupled = self.use_decoupled_grad
-            grad = getattr(param, "decoupled_grad", None) if decoupled else param.grad
-            if grad is None:
-                continue
-            if grad.is_sparse:
-                raise RuntimeError("FusedAdam (stand-in): sparse gradients are not supported.")
-            if param.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-                raise RuntimeError(
-                    "FusedAdam (stand-in): parameters must be fp32, fp16 or bf16, "
-                    f"got {param.dtype}."
-                )
-            half_precisions.add(param.dtype)
-            ready.append((param, grad))
+            grad = getattr(param, gradient, None)
+            if grad is not None:
+                ready.append((param, grad))
         # TransformerEngine's kernels accept one list of 16-bit parameters, all of the same dtype.
-        if {torch.float16, torch.bfloat16} <= half_precisions:
+        if {torch.float16, torch.bfloat16} <= {param.dtype for param, _ in ready}:
             raise RuntimeError(
                 "FusedAdam (stand-in): fp16 and bf16 parameters cannot share a parameter group."
             )

@@ -76,11 +76,6 @@ class MeasuredBytes:
     data_parallel_sizes: Mapping[str, int]
 
     @property
-    def data_parallel_size(self) -> int:
-        """Number of ranks that share the states of the first entry of ``data_parallel_sizes``."""
-        return next(iter(self.data_parallel_sizes.values()))
-
-    @property
     def parts(self) -> dict[str, Part]:
         """The ``Part`` of each kind of tensor, by name, in the order of ``COMPONENTS``."""
         return {name: getattr(self, name) for name in COMPONENTS}
@@ -99,19 +94,6 @@ class MeasuredBytes:
         sizes do not depend on the number of trainable parameters.
         """
         return sum(self.parts[name].bytes_per_parameter for name in PER_PARAMETER)
-
-    def __str__(self) -> str:
-        lines = [f"{'part':<13}{'dtypes':<20}{'bytes':>12}{'B/param':>9}  held"]
-        for name, part in self.parts.items():
-            if part.nbytes:
-                sizes = dict.fromkeys(self.data_parallel_sizes.values())
-                held = ", ".join(f"1/{size}" for size in sizes) if part.sharded else "whole"
-                lines.append(
-                    f"{name:<13}{'+'.join(part.dtypes):<20}{part.nbytes:>12,}"
-                    f"{part.bytes_per_parameter:>9.2f}  {held}"
-                )
-        lines.append(f"{'total':<33}{self.total:>12,}{self.per_parameter:>9.2f}")
-        return "\n".join(lines)
 
 
 def measure_bytes(model_chunks: Any, optimizer: Any) -> MeasuredBytes:

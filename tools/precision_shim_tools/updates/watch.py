@@ -100,8 +100,7 @@ def watch_updates(
     if isinstance(dtype, torch.dtype):
         for reading in readings:
             meters.tell_rollout(reading.steppers, name_of(dtype))
-    meters_or_none = [attach(reading, every, model=model) for reading in readings]
-    return UpdateWatch([meter for meter in meters_or_none if meter is not None])
+    return UpdateWatch(list(filter(None, (attach(each, every, model=model) for each in readings))))
 
 
 def attach(
