@@ -57,17 +57,14 @@ def drop(stepper: Any) -> None:
 def tell_rollout(optimizer: Any, *names: str, factors: bool = False) -> None:
     """Record the dtypes of the rollout's copies of an optimizer's weights.
 
-    Args:
-        optimizer: see ``metrics``.
-        names: canonical names of all dtypes that a weight is rounded to on its way into the engine,
-            the engine's own among them.
-        factors: see ``Rollout``.
+    ``names`` are the canonical names of all dtypes that a weight is rounded to on its way into the
+    engine, the engine's own among them. ``optimizer``: see ``metrics``; ``factors``: ``Rollout``.
     """
     known = {name_of(dtype): dtype for dtype in DTYPES}
-    dtypes = [known.get(name) for name in names]
-    dtype = next((dtype for dtype in DTYPES if dtype in dtypes), None)
+    coarsest = next((known[name] for name in known if name in names), None)
+    dtype = coarsest if known.keys() >= set(names) else None
     for stepper in _steppers(optimizer):
-        _rollouts[stepper] = Rollout(None if None in dtypes else dtype, factors)
+        _rollouts[stepper] = Rollout(dtype, factors)
 
 
 def rollout_of(stepper: Any) -> Rollout | None:
@@ -98,8 +95,8 @@ def metrics(optimizer: Any, prefix: str = "") -> dict[str, float]:
 
 
 def _steppers(optimizer: Any) -> Iterator[Any]:
-    for name in ("chained_optimizers", "optimizers", ""):
-        inside = getattr(optimizer, name, None) if name else optimizer
+    chained = (getattr(optimizer, name, None) for name in ("chained_optimizers", "optimizers"))
+    for inside in (*chained, optimizer):
         if isinstance(inside, (list, tuple)):
             for each in inside:
                 yield from _steppers(each)

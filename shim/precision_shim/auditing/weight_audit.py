@@ -41,12 +41,9 @@ Named = Iterable[tuple[str, Any]]
 
 
 def tell_asked(framework: str, name: str, key: str) -> None:
-    """Record the dtype that this job's config sets for the framework's rollout.
+    """Record the dtype that this job's config sets for the framework's rollout, and its key.
 
-    Args:
-        framework: the framework's name.
-        name: the dtype name that the engine receives; empty if it is not known.
-        key: the config key of the rollout's dtype.
+    ``name`` is the dtype name that the engine receives; empty if it is not known.
     """
     latest.rollouts[framework] = name, key
 

@@ -16,7 +16,7 @@ any laptop with torch and megatron-core::
         chunks = verl_get_model(provider, transformer_config=provider.config)
         optimizer = get_megatron_optimizer(optimizer_config, chunks)
         ...                                       # forward, backward, optimizer.step()
-        print(measure_bytes(chunks, optimizer).per_parameter)   # bytes, from live tensors
+        print(measure_bytes(chunks, optimizer))   # bytes per parameter, from live tensors
 
 Enter the three context managers in the order of the example. Each context manager undoes its
 changes on exit. After the exit, models and optimizers still work as plain torch objects, but can be
@@ -52,5 +52,5 @@ _NAMES = {
 }
 _WHERE = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = sorted(_WHERE)
+__all__ = list(_WHERE)
 __getattr__, __dir__ = lazily(__name__, _WHERE)

@@ -248,15 +248,10 @@ class FusedAdam(StoredStates):
             state["master_param"].copy_(low)
         elif value.data_ptr() != param.data_ptr():
             param.copy_(value)
-        self._store(param, "exp_avg", exp_avg)
-        self._store(param, "exp_avg_sq", exp_avg_sq)
+        self.set_scaled_state(param, "exp_avg", exp_avg)
+        self.set_scaled_state(param, "exp_avg_sq", exp_avg_sq)
         if master is not None:
-            self._store(param, "master_param", master)
-
-    def _store(self, param: torch.Tensor, name: str, value: torch.Tensor) -> None:
-        # An fp32 state needs no copy, because _adam() has updated it in place.
-        if self.name_to_dtype_map[name] != torch.float32:
-            self._apply_scale(name, value, self.state[param][name], self._scales[param][name])
+            self.set_scaled_state(param, "master_param", master)
 
     def _adam(
         self,

@@ -76,6 +76,11 @@ class MeasuredBytes:
     data_parallel_sizes: Mapping[str, int]
 
     @property
+    def data_parallel_size(self) -> int:
+        """The first entry of ``data_parallel_sizes``."""
+        return next(iter(self.data_parallel_sizes.values()))
+
+    @property
     def parts(self) -> dict[str, Part]:
         """The ``Part`` of each kind of tensor, by name, in the order of ``COMPONENTS``."""
         return {name: getattr(self, name) for name in COMPONENTS}
@@ -94,6 +99,16 @@ class MeasuredBytes:
         sizes do not depend on the number of trainable parameters.
         """
         return sum(self.parts[name].bytes_per_parameter for name in PER_PARAMETER)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{name}: {'+'.join(part.dtypes)}, {part.nbytes:,} bytes, "
+            f"{part.bytes_per_parameter:.2f} per parameter"
+            for name, part in self.parts.items()
+            if part.nbytes
+        ]
+        total = f"total: {self.total:,} bytes, {self.per_parameter:.2f} per parameter"
+        return "\n".join([*lines, total])
 
 
 def measure_bytes(model_chunks: Any, optimizer: Any) -> MeasuredBytes:

@@ -240,14 +240,11 @@ def model_parallel(
 
     Raises:
         ValueError: there are several processes, but no ``init_file``.
-        RuntimeError: a process group already exists.
     """
     from megatron.core import parallel_state, tensor_parallel
 
     if world_size > 1 and init_file is None:
         raise ValueError("several processes need an init_file to meet at")
-    if torch.distributed.is_initialized():
-        raise RuntimeError("model_parallel: torch.distributed is initialized already")
     with contextlib.ExitStack() as stack:
         if init_file is None:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -268,9 +265,7 @@ def model_parallel(
 def tiny_gpt(
     dtype: torch.dtype = torch.bfloat16,
     *,
-    num_layers: int = 2,
     hidden_size: int = 16,
-    num_attention_heads: int = 2,
     vocab_size: int = 32,
     max_sequence_length: int = 8,
     num_moe_experts: int | None = None,
@@ -286,13 +281,12 @@ def tiny_gpt(
         dtype: dtype of the parameters: ``torch.bfloat16``, ``torch.float16`` or ``torch.float32``.
             The caller or ``get_model`` wraps a 16-bit model in Megatron's ``Float16Module``, which
             converts the parameters.
-        num_layers: number of transformer layers.
         hidden_size: width of the model.
-        num_attention_heads: number of heads per layer.
         vocab_size: number of tokens.
         max_sequence_length: number of positions.
         num_moe_experts: number of experts; None for a dense model.
-        config: further fields of ``TransformerConfig``, which override the other arguments' values.
+        config: further fields of ``TransformerConfig``, such as ``num_layers`` (default 2) and
+            ``num_attention_heads`` (default 2).
 
     Returns:
         ``provider(pre_process=True, post_process=True, vp_stage=None, **ignored)``, which returns a
@@ -310,9 +304,9 @@ def tiny_gpt(
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     values: dict[str, Any] = {
-        "num_layers": num_layers,
+        "num_layers": 2,
         "hidden_size": hidden_size,
-        "num_attention_heads": num_attention_heads,
+        "num_attention_heads": 2,
         "ffn_hidden_size": 4 * hidden_size,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,

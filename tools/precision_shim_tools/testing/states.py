@@ -95,35 +95,21 @@ class StoredStates(torch.optim.Optimizer):
         state = self.state[param]
         if state_name not in state:
             self._initialize_state(param, state_name, remainder)
-        if self.name_to_dtype_map[state_name] == torch.float32:
-            state[state_name].copy_(unscaled_state)
-        else:
-            scale = self._scales[param][state_name]
-            self._apply_scale(state_name, unscaled_state, state[state_name], scale)
-
-    def _apply_scale(
-        self,
-        state_name: str,
-        unscaled_state: torch.Tensor,
-        scaled_state: torch.Tensor,
-        scale: torch.Tensor,
-    ) -> None:
-        assert unscaled_state.dtype == torch.float32, unscaled_state.dtype
-        dtype = self.name_to_dtype_map[state_name]
-        assert scaled_state.dtype == dtype, (state_name, scaled_state.dtype, dtype)
-        if dtype == torch.bfloat16:
-            scaled_state.copy_(unscaled_state)
+        stored = state[state_name]
+        if stored.dtype not in _LARGEST_SCALED:
+            stored.copy_(unscaled_state)
             return
-        unscaled_state = unscaled_state.to(scaled_state.device)
+        scale = self._scales[param][state_name]
+        unscaled_state = unscaled_state.to(stored.device)
         lowest, highest = torch.aminmax(unscaled_state)
-        scale.copy_(torch.maximum(-lowest, highest) / _LARGEST_SCALED[dtype])
+        scale.copy_(torch.maximum(-lowest, highest) / _LARGEST_SCALED[stored.dtype])
         # A tensor of zeros has the scale 0. TransformerEngine prevents the division by a scale of 0
         # only for fp16.
         inverse = torch.where(scale > 0, scale.reciprocal(), torch.zeros_like(scale))
-        if dtype == torch.float16:
-            scaled_state.copy_(unscaled_state.mul_(inverse))
+        if stored.dtype == torch.float16:
+            stored.copy_(unscaled_state.mul_(inverse))
         else:
-            scaled_state.view(_FP8).copy_((unscaled_state * inverse).to(_FP8))
+            stored.view(_FP8).copy_((unscaled_state * inverse).to(_FP8))
 
     def _initialize_state(self, param: torch.Tensor, state_name: str, remainder: bool) -> None:
         dtype = self.name_to_dtype_map[state_name]
