@@ -39,8 +39,7 @@ from .releases import (
     EMPTY_GROUPS_COUNT_SINCE,
     OLDEST,
     PARAM_REMAINDERS_SINCE,
-    check_state_dtypes,
-    refuse_capturable,
+    check_arguments,
 )
 from .states import StoredStates
 
@@ -122,18 +121,14 @@ class FusedAdam(StoredStates):
         if amsgrad:
             raise RuntimeError("FusedAdam (stand-in): AMSGrad is not supported.")
         master = master_weight_dtype if master_weights else None
-        check_state_dtypes(self.te_version, master, exp_avg_dtype, exp_avg_sq_dtype)
-        remainders = store_param_remainders and master == torch.float32
-        if capturable:
-            refuse_capturable(
-                self.te_version,
-                master,
-                exp_avg_dtype,
-                exp_avg_sq_dtype,
-                asked_remainders=store_param_remainders,
-                remainders=remainders,
-            )
-
+        check_arguments(
+            self.te_version,
+            master,
+            exp_avg_dtype,
+            exp_avg_sq_dtype,
+            capturable=capturable,
+            remainders=store_param_remainders,
+        )
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -154,7 +149,7 @@ class FusedAdam(StoredStates):
             "master_param": master_weight_dtype,
         }
         self.use_decoupled_grad = use_decoupled_grad
-        self.store_param_remainders = remainders
+        self.store_param_remainders = store_param_remainders and master == torch.float32
         self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self.set_grad_none = set_grad_none
 
@@ -212,7 +207,8 @@ class FusedAdam(StoredStates):
         gradient = "decoupled_grad" if self.use_decoupled_grad else "grad"
         for param in group["params"]:
             if not self.state[param]:
-                self._initialize_for_step(param)
+                # The arguments of initialize_state() differ between the releases.
+                super().initialize_state(param, self._keeps_remainder(param, "master_param"))
             grad = getattr(param, gradient, None)
             if grad is not None:
                 ready.append((param, grad))
@@ -223,9 +219,6 @@ class FusedAdam(StoredStates):
             )
         for param, grad in ready:
             self._step_param(group, param, grad)
-
-    def _initialize_for_step(self, param: torch.Tensor) -> None:
-        self.initialize_state(param, self._keeps_remainder(param, "master_param"))
 
     def _step_param(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor) -> None:
         state = self.state[param]
@@ -240,28 +233,7 @@ class FusedAdam(StoredStates):
         else:
             master = value = self.get_unscaled_state(param, "master_param")
 
-        self._adam(group, value, grad.detach().float(), exp_avg, exp_avg_sq)
-
-        if remainder:
-            rounded, low = split_master(value)
-            param.copy_(rounded)
-            state["master_param"].copy_(low)
-        elif value.data_ptr() != param.data_ptr():
-            param.copy_(value)
-        self.set_scaled_state(param, "exp_avg", exp_avg)
-        self.set_scaled_state(param, "exp_avg_sq", exp_avg_sq)
-        if master is not None:
-            self.set_scaled_state(param, "master_param", master)
-
-    def _adam(
-        self,
-        group: dict[str, Any],
-        value: torch.Tensor,
-        grad: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-    ) -> None:
-        """Update ``value``, ``exp_avg`` and ``exp_avg_sq`` (fp32) in place."""
+        grad = grad.detach().float()
         # The kernel receives hyperparameters in fp32, and also computes 1 - beta in fp32.
         beta1, beta2, lr, eps, decay = (
             _as_fp32(x) for x in (*group["betas"], group["lr"], group["eps"], group["weight_decay"])
@@ -280,6 +252,17 @@ class FusedAdam(StoredStates):
         if self.adam_w_mode:
             update.add_(decay * value)
         value.sub_(update.mul_(lr))
+
+        if remainder:
+            rounded, low = split_master(value)
+            param.copy_(rounded)
+            state["master_param"].copy_(low)
+        elif value.data_ptr() != param.data_ptr():
+            param.copy_(value)
+        self.set_scaled_state(param, "exp_avg", exp_avg)
+        self.set_scaled_state(param, "exp_avg_sq", exp_avg_sq)
+        if master is not None:
+            self.set_scaled_state(param, "master_param", master)
 
 
 def _as_fp32(number: Any) -> float:
@@ -310,9 +293,6 @@ class _FusedAdamWithoutRemainders(FusedAdam):
     def initialize_state(self, param: torch.Tensor) -> None:  # type: ignore[override]
         super().initialize_state(param, False)
 
-    def _initialize_for_step(self, param: torch.Tensor) -> None:
-        self.initialize_state(param)
-
 
 def fused_adam_for(version: str) -> type[FusedAdam]:
     """Return the stand-in for ``FusedAdam`` of TransformerEngine ``version``.
@@ -332,10 +312,7 @@ def fused_adam_for(version: str) -> type[FusedAdam]:
         ValueError: ``version`` is not a version, or is older than 1.13.
     """
     if release(version) < OLDEST:
-        raise ValueError(
-            f"no stand-in for TransformerEngine {version}: known from {'.'.join(map(str, OLDEST))} "
-            "on"
-        )
+        raise ValueError(f"no stand-in for TransformerEngine {version}: known from 1.13 on")
     if version == DEFAULT_VERSION:
         return FusedAdam
     has_remainders = release(version) >= PARAM_REMAINDERS_SINCE
