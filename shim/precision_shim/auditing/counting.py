@@ -104,13 +104,9 @@ def _tensors(reading: Reading, component: str) -> tuple[_Tensors, _Tensors]:
 
 
 def component_of(reading: Reading, name: str, found: Measured, covered: int) -> AuditComponent:
-    """Make the ``AuditComponent`` for one component of a ``Reading``.
+    """Make the ``AuditComponent`` for one component of a ``Reading``, from its ``measure``.
 
-    Args:
-        reading: the reading of the model and its optimizer.
-        name: the component's name.
-        found: the component's size, from ``measure``.
-        covered: number of parameters by which the bytes are divided for ``bytes_per_parameter``.
+    ``bytes_per_parameter`` is the bytes divided by ``covered``, a number of parameters.
     """
     later = reading.later(name) if name in ("master", "exp_avg", "exp_avg_sq") else set()
     if later or (name == "other" and reading.states_unknown):

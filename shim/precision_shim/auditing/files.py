@@ -25,12 +25,9 @@ def stem(audit: Audit) -> str:
 
 
 def write(directory: str | os.PathLike[str], stem: str, audit: Audit) -> Path:
-    """Write an audit into a file; the file is replaced atomically.
+    """Write an audit into a file named by ``stem`` and the rank; the file is replaced atomically.
 
-    Args:
-        directory: the file's directory; created if it does not exist.
-        stem: the beginning of the file's name; ``write`` appends the rank.
-        audit: the audit.
+    The directory is created if it does not exist.
 
     Raises:
         OSError: the file cannot be written; no temporary file is left.
@@ -82,10 +79,7 @@ def read_files(
 ) -> Iterator[tuple[Path, T | str]]:
     """Read a directory's JSON files in order of their names; yield an error for an invalid file.
 
-    Args:
-        directory: the directory of the files.
-        suffix: the end of the files' names.
-        make: function that converts a file's parsed JSON into a record.
+    ``make`` converts a parsed file whose name ends with ``suffix`` into a record.
 
     Raises:
         OSError: the directory cannot be read.

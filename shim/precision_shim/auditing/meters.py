@@ -80,11 +80,8 @@ def count() -> int:
 def metrics(optimizer: Any, prefix: str = "") -> dict[str, float]:
     """Return the latest shares of an optimizer's lost updates, for a framework's metrics.
 
-    The function reads nothing from a device. The result is empty before the first measurement.
-
-    Args:
-        optimizer: a framework's, Megatron's (chained or single) or torch's optimizer, or ``None``.
-        prefix: prefix of the metrics' names.
+    The optimizer is a framework's, Megatron's or torch's, or ``None``. The function reads nothing
+    from a device. The result is empty before the first measurement.
     """
     if not _meters:
         return {}

@@ -21,13 +21,7 @@ _MODEL_PARALLEL = ("tp", "pp", "cp", "sp", "ep")
 def read_torch(
     chunks: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer], scaler: Any
 ) -> list[Reading]:
-    """Read torch's optimizers.
-
-    Args:
-        chunks: the model's modules; may be empty.
-        optimizers: single optimizers.
-        scaler: the loss scaler, or ``None``.
-    """
+    """Read torch's single optimizers of a model; there may be no modules and no scaler."""
     in_model = {id(p) for chunk in chunks for p in chunk.parameters()}
     in_model |= {id(shard) for shard in shards_by_gathered(chunks).values()}
     flat = _flat_parameters(chunks)

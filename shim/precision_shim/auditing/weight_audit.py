@@ -71,8 +71,7 @@ def observe(
         framework: the framework's name.
         subject: name of the model, such as ``"actor"``.
         model: the trainer's modules; ``None`` to use the modules that ``watch`` stored.
-        then: the dtype to which the framework rounds the stream's tensors afterwards; ``None`` if
-            the framework does not round them.
+        then: the dtype to which the framework rounds the stream's tensors afterwards, if it does.
         pairs: function that returns the (name, tensor) pairs in an item; ``None`` if each item is
             one such pair.
     """

@@ -40,10 +40,6 @@ def record_of(scaler: GradScaler, files: Mapping[str, str] | None = None) -> dic
         scaler: a ``LossScaler``, or a framework's own GradScaler, which has no counters and no
             ``min_scale``.
         files: fingerprints of the files that are saved with the record; ``None`` to list no files.
-
-    Returns:
-        The record, with the keys ``kind``, ``format``, ``state``, ``settings``, ``counters``,
-        ``world_size``, ``written_by``, ``files`` (if given), and ``digest`` (of all other entries).
     """
     state = scaler.state_dict()
     if isinstance(scaler, LossScaler):
@@ -85,12 +81,8 @@ class BoundWhenPickled(OrderedDict[str, Any]):
     """A record that, when pickled, adds the fingerprints of the other files of the same save.
 
     ``BoundWhenPickled`` is for a framework that requests the record while a save is still writing
-    files, and pickles the record into the save's last file. The record is pickled as an
+    ``files``, and pickles the record into the save's last file. The record is pickled as an
     ``OrderedDict``, which a process without the shim can read.
-
-    Args:
-        record: from ``record_of``.
-        files: paths, keyed by the files' names in the record.
     """
 
     def __init__(
@@ -110,7 +102,7 @@ class BoundWhenPickled(OrderedDict[str, Any]):
 
 
 def restore(scaler: GradScaler, record: object, where: str) -> tuple[str, ...]:
-    """Restore a scaler to a record's state.
+    """Restore a scaler to a record's state; return a line for each value that differs from it.
 
     The record supplies scale, growth tracker, counters and settings, except a growth interval or
     factors that the user set in this process. ``min_scale`` becomes the lower of the saved value
@@ -120,9 +112,6 @@ def restore(scaler: GradScaler, record: object, where: str) -> tuple[str, ...]:
         scaler: a ``LossScaler``, or a framework's own GradScaler.
         record: see ``read_record``.
         where: the file, for messages.
-
-    Returns:
-        One line for each restored value that differs from the saved value.
 
     Raises:
         ScalerCheckpointError: see ``read_record``; the scaler is then unchanged.
@@ -157,11 +146,7 @@ def to_tensor(record: Mapping[str, Any] | None = None) -> torch.Tensor:
 
 
 def from_tensor(tensor: torch.Tensor, where: str) -> object:
-    """Return the record in a tensor of bytes, without validating the record.
-
-    Args:
-        tensor: the result of ``to_tensor``, loaded from a checkpoint.
-        where: the file, for messages.
+    """Return the record in a tensor of ``to_tensor``, without validating the record.
 
     Raises:
         ScalerCheckpointError: the bytes are not a record.

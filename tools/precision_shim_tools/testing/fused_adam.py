@@ -71,24 +71,9 @@ class FusedAdam(StoredStates):
     Steps are counted per parameter group (``group["step"]``), not per parameter. TransformerEngine
     2.19 and later count steps for groups without parameters, too.
 
-    Args:
-        params: parameters or parameter groups.
-        lr: learning rate.
-        betas: decay rates of the first and the second moment.
-        eps: added to the denominator.
-        weight_decay: decoupled (AdamW), or added to the gradient with ``adam_w_mode=False``.
-        amsgrad: never supported.
-        bias_correction: divide the moments by ``1 - beta ** step``.
-        adam_w_mode: decoupled weight decay.
-        capturable: True raises an error, because the stand-in does not support CUDA graphs.
-        master_weights: store a master copy of 16-bit parameters.
-        master_weight_dtype: fp32 or fp16; ignored without ``master_weights``.
-        exp_avg_dtype: fp32, bf16, fp16 or uint8 (fp8).
-        exp_avg_sq_dtype: fp32, bf16, fp16 or uint8 (fp8).
-        use_decoupled_grad: read ``param.decoupled_grad`` instead of ``param.grad``.
-        store_param_remainders: store int16 remainders for bf16 parameters; has an effect only with
-            ``master_weights`` and fp32 masters.
-        set_grad_none: deprecated in TransformerEngine; use ``zero_grad(set_to_none=...)``.
+    The arguments are TransformerEngine's. ``amsgrad`` and ``capturable`` always raise an error,
+    ``use_decoupled_grad`` reads ``param.decoupled_grad`` instead of ``param.grad``, and
+    ``store_param_remainders`` has an effect only with fp32 masters.
 
     Raises:
         RuntimeError: an argument or a dtype is illegal in the TransformerEngine release.
@@ -156,12 +141,8 @@ class FusedAdam(StoredStates):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drop (default) or zero the gradients that this optimizer reads.
 
-        With ``use_decoupled_grad`` the optimizer reads ``param.decoupled_grad``, and ``param.grad``
-        does not change.
-
-        Args:
-            set_to_none: drop gradients instead of zeroing them; None means the constructor's
-                ``set_grad_none``, or else True.
+        With ``use_decoupled_grad``, ``param.grad`` does not change. ``set_to_none=None`` means the
+        constructor's deprecated ``set_grad_none``, or else True.
         """
         if set_to_none is None:
             set_to_none = self.set_grad_none is not False
@@ -176,17 +157,11 @@ class FusedAdam(StoredStates):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
-        """Take an Adam step for all parameters that have a gradient.
+        """Take an Adam step for all parameters that have a gradient, of any floating dtype.
 
-        Gradients may have any floating dtype. The step does not check for infinite and NaN
-        gradients, which make the parameters and states non-finite, as in TransformerEngine.
-
-        Args:
-            closure: computes the loss again and returns it.
-            grad_scaler: ignored; TransformerEngine reads it only with ``capturable``.
-
-        Returns:
-            The result of ``closure``, or None.
+        The step does not check for infinite and NaN gradients, which make the parameters and states
+        non-finite, as in TransformerEngine. ``grad_scaler`` is ignored: TransformerEngine reads it
+        only with ``capturable``.
 
         Raises:
             RuntimeError: a group contains both fp16 and bf16 parameters.
@@ -295,18 +270,12 @@ class _FusedAdamWithoutRemainders(FusedAdam):
 
 
 def fused_adam_for(version: str) -> type[FusedAdam]:
-    """Return the stand-in for ``FusedAdam`` of TransformerEngine ``version``.
+    """Return the stand-in for ``FusedAdam`` of TransformerEngine ``version``, 1.13 or newer.
 
     TransformerEngine 2.1 and later have remainders; before 2.1 the constructor lacks the argument
     ``store_param_remainders``, and ``initialize_state`` has one parameter. TransformerEngine 2.3
     and later accept bf16 moments. TransformerEngine 2.14 and later accept two bf16 moments with
     ``capturable``. TransformerEngine 2.19 and later count steps for groups without parameters, too.
-
-    Args:
-        version: a TransformerEngine version, 1.13 or newer.
-
-    Returns:
-        :class:`FusedAdam` for 2.11.0, a subclass of the same name for any other version.
 
     Raises:
         ValueError: ``version`` is not a version, or is older than 1.13.

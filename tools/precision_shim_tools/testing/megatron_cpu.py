@@ -161,10 +161,9 @@ def cuda_means_cpu() -> Iterator[None]:
     """Map CUDA device names to the CPU in torch, in this thread, inside the context.
 
     Inside the context, a device given as ``"cuda"``, ``"cuda:0"``, ``torch.device("cuda")`` or a
-    bare number means the CPU in every torch function and in ``Tensor.to``. ``Tensor.cuda()`` and
-    ``pin_memory()`` return the tensor itself. ``Tensor.type()`` returns a GPU's names, such as
-    ``torch.cuda.FloatTensor``, because Megatron's optimizers compare these names. Streams, events,
-    ``synchronize`` and seed functions do nothing, and ``torch.cuda.current_device()`` is 0.
+    bare number means the CPU in every torch function and in ``Tensor.to``. ``Tensor.type()``
+    returns a GPU's names, such as ``torch.cuda.FloatTensor``, because Megatron's optimizers compare
+    these names. Streams, events, ``synchronize`` and seed functions do nothing.
     ``torch.cuda.is_available()`` is unchanged. The context can be nested.
 
     The device names are mapped in the calling thread only (a ``TorchFunctionMode``); the
@@ -228,7 +227,6 @@ def model_parallel(
 
     Each of the ``world_size`` processes passes its own ``rank`` and the same ``init_file``, a path
     that does not exist yet. ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` are set inside the context.
-    Seeds torch.
 
     Args:
         world_size: number of processes.
@@ -237,9 +235,6 @@ def model_parallel(
         seed: seed of torch's random generator and of Megatron's tracker of random-number states.
         parallel: arguments of ``parallel_state.initialize_model_parallel``, for example
             ``tensor_model_parallel_size=2`` or ``expert_model_parallel_size=2``.
-
-    Raises:
-        ValueError: there are several processes, but no ``init_file``.
     """
     from megatron.core import parallel_state, tensor_parallel
 
@@ -292,10 +287,6 @@ def tiny_gpt(
         ``provider(pre_process=True, post_process=True, vp_stage=None, **ignored)``, which returns a
         ``megatron.core.models.gpt.GPTModel``. Parameters of Megatron's layers that read
         ``params_dtype`` are in ``dtype``, all other parameters are in fp32.
-
-    Raises:
-        ImportError: megatron-core is not installed.
-        ValueError: ``dtype`` is not bf16, fp16 or fp32.
     """
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"tiny_gpt: dtype must be bf16, fp16 or fp32, got {dtype}")

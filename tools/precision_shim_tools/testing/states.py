@@ -49,13 +49,6 @@ class StoredStates(torch.optim.Optimizer):
         For an fp32 state the stored tensor is returned, not a copy. For a remainder the int16
         tensor is returned, **not** the master; :func:`join_master` rebuilds the master.
 
-        Args:
-            param: a parameter of this optimizer.
-            state_name: ``exp_avg``, ``exp_avg_sq`` or ``master_param``.
-
-        Returns:
-            A tensor of the parameter's shape, in fp32 (int16 for a remainder).
-
         Raises:
             KeyError: the state does not exist.
             AssertionError: the stored tensor does not have the dtype in ``name_to_dtype_map``.
@@ -77,14 +70,9 @@ class StoredStates(torch.optim.Optimizer):
     def set_scaled_state(
         self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor
     ) -> None:
-        """Store a state of ``param``, scaled and rounded to the dtype of the state.
+        """Store a state of ``param``, scaled and rounded to the state's dtype.
 
         As in TransformerEngine, storing an fp16 state scales ``unscaled_state`` **in place**.
-
-        Args:
-            param: a parameter of this optimizer.
-            state_name: ``exp_avg``, ``exp_avg_sq`` or ``master_param``.
-            unscaled_state: fp32 (int16 for a remainder), of the parameter's shape.
 
         Raises:
             AssertionError: ``unscaled_state`` is not fp32 (int16 for a remainder).
@@ -125,10 +113,6 @@ class StoredStates(torch.optim.Optimizer):
         """Create the states of ``param``: moments of zero, the master equal to the parameter.
 
         In TransformerEngine 2.0 and earlier ``initialize_state`` has no second argument.
-
-        Args:
-            param: a parameter of this optimizer.
-            store_param_remainders: whether to store a remainder instead of the master.
         """
         self._initialize_state(param, "exp_avg", False)
         self._initialize_state(param, "exp_avg_sq", False)
@@ -141,9 +125,7 @@ class StoredStates(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state dict with every state as fp32, except int16 remainders.
 
-        Returns:
-            ``{"state": {index: {name: tensor}}, "param_groups": [...]}``. fp32 states are the live
-            tensors, not copies.
+        fp32 states are the live tensors, not copies.
         """
         state_dict = super().state_dict()
         by_index = self._params_by_index(state_dict)
@@ -160,11 +142,7 @@ class StoredStates(torch.optim.Optimizer):
 
         A state that this optimizer does not store as a remainder is first cast to fp32, **whatever
         its dtype**. Even another optimizer's int16 remainder is loaded without an error, as a
-        master with wrong values (whole numbers). Loading an fp32 master raises an AssertionError if
-        this optimizer stores remainders.
-
-        Args:
-            state_dict: the result of :meth:`state_dict`.
+        master with wrong values (whole numbers).
 
         Raises:
             ValueError: the groups do not match.

@@ -54,11 +54,10 @@ class StandIn:
 
 
 def real_transformer_engine() -> tuple[str, type[Any]] | None:
-    """Return the installed TransformerEngine, if its optimizers can be imported.
+    """Return the version and the ``FusedAdam`` of the installed TransformerEngine.
 
-    Returns:
-        ``(version, FusedAdam)``, or None if TransformerEngine is absent, cannot be imported (built
-        for another torch, no CUDA libraries), or is a stand-in.
+    The result is None if TransformerEngine is absent, cannot be imported (built for another torch,
+    no CUDA libraries), or is a stand-in.
     """
     try:
         with warnings.catch_warnings():
@@ -85,17 +84,12 @@ def stand_in_transformer_engine(version: str | None = None) -> Iterator[StandIn]
     the exit. The context manager cannot be nested in itself.
 
     If a real TransformerEngine can be imported, and ``version`` is None or the real version, the
-    real constructor checks the arguments. The real constructor receives a temporary CPU parameter.
-    All other methods are the stand-in's, because the real ``step()`` needs a GPU.
-    :attr:`StandIn.checked_by` names the constructor that checks the arguments. If TransformerEngine
-    is installed, Megatron also imports TransformerEngine's layers, which have no stand-in.
+    real constructor checks the arguments, with a temporary CPU parameter. All other methods are the
+    stand-in's, because the real ``step()`` needs a GPU.
 
     Args:
         version: the TransformerEngine release whose rules the stand-in follows, 1.13 or newer. None
             means the installed version, or 2.11.0 if TransformerEngine is not installed.
-
-    Yields:
-        A :class:`StandIn`.
 
     Raises:
         ValueError: there is no stand-in for ``version``.
