@@ -56,8 +56,8 @@ def watch(
         stepped = None  # a frozen model has a placeholder instead of an optimizer
     elif latest.has(stepped):
         return
-    watcher = _Watcher(framework, subject, optimizer, stepped=stepped, model=model, scaler=scaler)
-    watcher.by_user, watcher.told = by_user, told
+    watcher = _Watcher(framework, subject, optimizer, stepped=stepped, model=model)
+    watcher.scaler, watcher.by_user, watcher.told = scaler, by_user, told
     latest.add(watcher)
     every = current_settings()["watch_updates"]
     if stepped is not None and every:
@@ -71,6 +71,7 @@ def watch(
 class _Watcher(latest.Watched):
     """Audits one optimizer; has only weak references to the optimizer and the model."""
 
+    scaler: Callable[[], Any] | None = None
     by_user: Callable[[Finding], bool] | None = None
     told: Callable[[Finding], bool] | None = None
 
@@ -82,14 +83,12 @@ class _Watcher(latest.Watched):
         *,
         stepped: torch.optim.Optimizer | None,
         model: Any,
-        scaler: Callable[[], Any] | None = None,
     ) -> None:
         several = model if isinstance(model, (list, tuple)) else [model]
         modules = [weakref.ref(module) for module in several if module is not None]
         owner = weakref.ref(stepped) if stepped is not None else next(iter(modules), None)
         super().__init__(framework, subject, owner, modules)
         self._optimizer = weakref.ref(optimizer)
-        self._scaler = scaler
         self._stem = ""
         self._steps = 0
         self._done = False
@@ -114,7 +113,7 @@ class _Watcher(latest.Watched):
             audit = look(
                 self.modules() or None,
                 optimizer,
-                scaler=None if self._scaler is None else self._scaler(),
+                scaler=self.scaler and self.scaler(),
                 framework=self.framework,
                 subject=self.subject,
                 whole=False,

@@ -109,7 +109,7 @@ class Meter:
         self._handles.clear()
         stepper = self._stepper()
         if stepper is not None and meters.of(stepper) is self:
-            meters.drop(stepper)
+            del meters.by_stepper[stepper]
 
     def _give_up(self, reason: str) -> None:
         # The hooks stay registered, because torch is iterating over the hooks during this call.
@@ -136,8 +136,9 @@ class Meter:
             for group in optimizer.param_groups
         ]
         self._elements = [sum(map(numel, group)) for group in stepping]
-        taken = sample(stepping, MOST_ELEMENTS // max(1, meters.count()))
-        rollout = meters.rollout_of(optimizer)
+        measuring = sum(not meter.unmeasured for meter in meters.by_stepper.values())
+        taken = sample(stepping, MOST_ELEMENTS // max(1, measuring))
+        rollout = meters.rollouts.get(optimizer)
         before = []
         for number, group in enumerate(optimizer.param_groups):
             alike: dict[Any, list[Any]] = {}

@@ -124,7 +124,7 @@ def attach(
     where = where_of(framework, reading.framework)
     names = (f"{where}, {subject}" if subject else where, reading.name)
     meter = Meter(stepper, every, names, Copies(reading, model), on_figures)
-    meters.add(stepper, meter)
+    meters.by_stepper[stepper] = meter
     # A strong reference in ``latest`` would keep the optimizer's tensors alive until uninstall().
     weak = weakref.ref(meter)
     latest.at_clear(lambda: None if (watch := weak()) is None else watch.remove())
