@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -186,8 +187,9 @@ class Audit:
         return not self.complete and not any(moment.allocated for moment in moments)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the audit in a form for JSON."""
-        return {**asdict(self), "ok": self.ok, "complete": self.complete}
+        """Return the audit as dicts, lists, strings and numbers, as read from its JSON file."""
+        plain = json.loads(json.dumps(asdict(self)))
+        return {**plain, "ok": self.ok, "complete": self.complete}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Audit:
