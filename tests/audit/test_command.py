@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -180,11 +179,11 @@ def test_a_file_is_there_whole_or_not_at_all(
     (path,) = tmp_path.iterdir()
     before = path.read_text()
 
-    def full(handle: int, *_: object, **__: object) -> None:
-        os.close(handle)
+    def full(path: Path, *_: object, **__: object) -> None:
+        path.touch()
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(os, "fdopen", full)
+    monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(OSError, match="no space"):
         put(tmp_path, audit_of(0, exp_avg="fp32"))
     assert [one.name for one in tmp_path.iterdir()] == [path.name]

@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 from precision_shim.process.finders import Watcher
 
@@ -54,14 +55,12 @@ def nemo_rl_on_cpu(
         raise ValueError("several processes need an init_file to meet at")
     import torch.distributed as dist
 
-    from precision_shim_tools.testing.megatron_cpu import _environment
-
     with contextlib.ExitStack() as stack:
         if init_file is None:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             init_file = os.path.join(folder, "rendezvous")
         numbers = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": world_size}
-        stack.enter_context(_environment({name: str(n) for name, n in numbers.items()}))
+        stack.enter_context(mock.patch.dict(os.environ, {k: str(n) for k, n in numbers.items()}))
         _answer_for_gpus(stack, f"file://{init_file}")
         watcher = Watcher(_module_is_there)
         watcher.watch(_WATCHED)

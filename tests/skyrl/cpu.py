@@ -164,12 +164,11 @@ def skyrl_on_cpu() -> Iterator[None]:
         return mesh("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
     meshes = {"init_device_mesh": init_device_mesh}
-    own = meshes if hasattr(fsdp_utils, "init_device_mesh") else {}
     with (
         cuda_means_cpu(),
         _patch(torch, {"autocast": Autocast}),
         _patch(device_mesh, meshes),
-        _patch(fsdp_utils, own),
+        _patch(fsdp_utils, meshes),
     ):
         yield
 

@@ -77,30 +77,23 @@ def look(
 ) -> Audit:
     """Make the audit that ``audit`` returns, with the framework's and the model's names set.
 
-    Args:
-        model: see ``audit``.
-        optimizer: see ``audit``.
-        scaler: see ``audit``.
-        expected: see ``audit``.
-        framework: the framework's name; empty to use the name of the optimizer's package.
-        subject: name of the model, such as ``"actor"``.
-        whole: whether ``optimizer`` includes all of the model's optimizers.
+    An empty ``framework`` means the name of the optimizer's package. ``whole`` is whether
+    ``optimizer`` includes all of the model's optimizers. All other arguments: see ``audit``.
     """
     named = rules.parse_expected(expected)
     readings = read_optimizers(model, optimizer, scaler, whole=whole)
     measured = measure(readings)
     parts = tuple(_part(*pair) for pair in zip(readings, measured, strict=True))
-    where = where_of(framework, readings[0].framework)
+    package = readings[0].framework
+    where = where_of(framework, package)
     problems: list[Finding] = []
     notes: list[Finding] = []
     for reading, part in zip(readings, parts, strict=True):
-        due = named
+        due = dict(named)
         if part is not parts[0]:  # the first has the model's frozen parameters and buffers
-            due = {
-                name: dtype
-                for name, dtype in named.items()
-                if name not in ("frozen", "other") or part.components[name].dtypes
-            }
+            for name in ("frozen", "other"):
+                if not part.components[name].dtypes:
+                    due.pop(name, None)
         problems += rules.problems(reading, part, due, where)
         notes += rules.notes(reading, part, where)
     rank, world = rank_of_job()
@@ -112,12 +105,15 @@ def look(
         # torch's allocator counts allocated bytes on the host: reading the count accesses no GPU.
         "cuda_allocated": int(torch.cuda.memory_allocated()),
     }
-    who = framework or readings[0].framework
-    return Audit(who, subject, rank, world, parts, totals, tuple(problems), tuple(notes))
+    return Audit(
+        framework or package, subject, rank, world, parts, totals, tuple(problems), tuple(notes)
+    )
 
 
 def _part(reading: Reading, measured: Mapping[str, Measured]) -> AuditPart:
     parameters, owned = reading.parameters, reading.owned_parameters
+    covered = dict.fromkeys(COMPONENTS, owned) | dict.fromkeys(OF_MODEL, parameters)
+    meter = meters.of(reading.steppers[0]) if reading.steppers else None
     return AuditPart(
         name=reading.name,
         optimizer=reading.optimizer,
@@ -126,20 +122,11 @@ def _part(reading: Reading, measured: Mapping[str, Measured]) -> AuditPart:
         owned=owned,
         scaler=reading.scaler_name,
         components={
-            name: component_of(
-                reading, name, measured[name], parameters if name in OF_MODEL else owned
-            )
-            for name in COMPONENTS
+            name: component_of(reading, name, measured[name], covered[name]) for name in COMPONENTS
         },
-        updates=_updates(reading),
+        updates=None if meter is None else meter.figures,
         shards=reading.shards or reading.data_parallel_size,
     )
-
-
-def _updates(reading: Reading) -> dict[str, Any] | None:
-    """Return the latest measurements of an optimizer's updates lost to rounding, or ``None``."""
-    meter = meters.of(reading.steppers[0]) if reading.steppers else None
-    return None if meter is None else meter.figures
 
 
 @functools.cache  # versions are read from files

@@ -56,27 +56,24 @@ def watch(
         stepped = None  # a frozen model has a placeholder instead of an optimizer
     elif latest.has(stepped):
         return
-    watcher = _Watcher(
-        framework,
-        subject,
-        optimizer,
-        stepped=stepped,
-        model=model,
-        scaler=scaler,
-        by_user=by_user,
-        told=told,
-    )
-    latest.add(watcher.watched)
-    if stepped is not None and current_settings()["watch_updates"]:
-        watcher.watch_updates(current_settings()["watch_updates"])
+    watcher = _Watcher(framework, subject, optimizer, stepped=stepped, model=model)
+    watcher.scaler, watcher.by_user, watcher.told = scaler, by_user, told
+    latest.add(watcher)
+    every = current_settings()["watch_updates"]
+    if stepped is not None and every:
+        watcher.watch_updates(every)
     audit = watcher.look()
     if stepped is not None and audit is not None and not audit.complete:
         handle = stepped.register_step_post_hook(watcher.after_step)
         latest.at_clear(handle.remove)
 
 
-class _Watcher:
+class _Watcher(latest.Watched):
     """Audits one optimizer; has only weak references to the optimizer and the model."""
+
+    scaler: Callable[[], Any] | None = None
+    by_user: Callable[[Finding], bool] | None = None
+    told: Callable[[Finding], bool] | None = None
 
     def __init__(
         self,
@@ -86,18 +83,12 @@ class _Watcher:
         *,
         stepped: torch.optim.Optimizer | None,
         model: Any,
-        scaler: Callable[[], Any] | None = None,
-        by_user: Callable[[Finding], bool] | None = None,
-        told: Callable[[Finding], bool] | None = None,
     ) -> None:
         several = model if isinstance(model, (list, tuple)) else [model]
         modules = [weakref.ref(module) for module in several if module is not None]
         owner = weakref.ref(stepped) if stepped is not None else next(iter(modules), None)
-        self.watched = latest.Watched(framework, subject, owner, modules)
+        super().__init__(framework, subject, owner, modules)
         self._optimizer = weakref.ref(optimizer)
-        self._scaler = scaler
-        self._by_user = by_user or (lambda _: False)
-        self._told = told or (lambda _: False)
         self._stem = ""
         self._steps = 0
         self._done = False
@@ -118,14 +109,13 @@ class _Watcher:
         optimizer = self._optimizer()
         if optimizer is None:
             return None
-        watched = self.watched
         try:
             audit = look(
-                watched.modules() or None,
+                self.modules() or None,
                 optimizer,
-                scaler=None if self._scaler is None else self._scaler(),
-                framework=watched.framework,
-                subject=watched.subject,
+                scaler=self.scaler and self.scaler(),
+                framework=self.framework,
+                subject=self.subject,
                 whole=False,
             )
         except Exception as error:  # a failed audit must not end the training run
@@ -133,67 +123,57 @@ class _Watcher:
             return None
         self._keep(audit)
         if last or audit.complete:
-            who = f"{audit.framework} {audit.subject}".strip()
-            _journal.announce(f"{who}: audit: {audit.brief()}")
+            _journal.announce(f"{audit.whose}: audit: {audit.brief()}")
         self._judge(audit)
         return audit
 
     def watch_updates(self, every: int) -> None:
         """Attach a meter of updates lost to rounding; on failure, warn that nothing is measured."""
-        framework, subject = self.watched.framework, self.watched.subject
-        model = self.watched.modules() or None
+        model = self.modules() or None
+        names = {"framework": self.framework, "subject": self.subject}
         try:
             from precision_shim_tools.updates.watch import attach
 
             for reading in read_optimizers(model, self._optimizer(), whole=False):
-                attach(
-                    reading,
-                    every,
-                    model=model,
-                    framework=framework,
-                    subject=subject,
-                    on_figures=self.take_figures,
-                )
+                attach(reading, every, model=model, on_figures=self.take_figures, **names)
         except Exception as error:  # a failed measurement must not end the training run
-            _journal.tell(f"{framework} {subject}: lost updates are not measured: {error!r}")
+            _journal.tell(
+                f"{self.framework} {self.subject}: lost updates are not measured: {error!r}"
+            )
 
     def take_figures(self, meter: Any) -> None:
         """Put a meter's measurements into the stored audit; print only the first measurements."""
-        figures, audit = meter.figures, self.watched.audit
+        figures, audit = meter.figures, self.audit
         if figures is None or audit is None:
             return
         from precision_shim_tools.updates import lost
 
-        part = meter.names[1]
-        parts = [
-            replace(each, updates=figures) if each.name == part else each for each in audit.parts
-        ]
-        notes = [note for note in audit.notes if (note.code, note.part) != (lost.CODE, part)]
-        masters = {
-            dtype
-            for each in parts
-            if each.name == part
-            for dtype in each.components["master"].dtypes
-        }
-        found = lost.findings(figures, part, meter.names[0], masters)
-        notes += [Finding(*fields) for _, fields in found]
-        audit = replace(audit, parts=tuple(parts), notes=tuple(notes))
+        where, name = meter.names
+        parts = {part.name: part for part in audit.parts}
+        parts[name] = replace(parts[name], updates=figures)
+        notes = [note for note in audit.notes if (note.code, note.part) != (lost.CODE, name)]
+        masters = parts[name].components["master"].dtypes
+        notes += [Finding(*fields) for _, fields in lost.findings(figures, name, where, masters)]
+        audit = replace(audit, parts=tuple(parts.values()), notes=tuple(notes))
         self._keep(audit)
         if not self._said_figures:
             self._said_figures = True
-            who = f"{audit.framework} {audit.subject}".strip()
-            _journal.announce(f"{who}: {lost.brief(figures)}")
+            _journal.announce(f"{audit.whose}: {lost.brief(figures)}")
 
     def _judge(self, audit: Audit) -> None:
         if current_settings().strict:
-            wrong = [problem.message for problem in audit.problems if not self._by_user(problem)]
+            wrong = [
+                problem.message
+                for problem in audit.problems
+                if not (self.by_user and self.by_user(problem))
+            ]
             if wrong:
                 raise InconsistentPrecisionError(
                     f"{' '.join(wrong)} (precision_shim's audit under strict; take it away with "
                     "PRECISION_SHIM_FEATURES=-audit)"
                 )
         for problem in audit.problems:
-            if self._told(problem):
+            if self.told and self.told(problem):
                 continue
             _journal.warn(
                 f"{audit.subject or 'audit'}: {problem.code}: {problem.message}", stacklevel=None
@@ -201,14 +181,14 @@ class _Watcher:
 
     def _keep(self, audit: Audit) -> None:
         """Store an audit, and write it into ``PRECISION_SHIM_AUDIT_DIR``."""
-        self.watched.audit = audit
+        self.audit = audit
         directory = current_settings()["audit_dir"]
         if not directory:
             return
         self._stem = self._stem or latest.name(files.stem(audit))
         try:
             files.write(directory, self._stem, audit)
-            self.watched.not_written = ""
+            self.not_written = ""
         except OSError as error:
-            self.watched.not_written = files.not_written(directory, error)
-            _journal.tell(self.watched.not_written)
+            self.not_written = files.not_written(directory, error)
+            _journal.tell(self.not_written)

@@ -104,27 +104,19 @@ def _tensors(reading: Reading, component: str) -> tuple[_Tensors, _Tensors]:
 
 
 def component_of(reading: Reading, name: str, found: Measured, covered: int) -> AuditComponent:
-    """Make the ``AuditComponent`` for one component of a ``Reading``.
+    """Make the ``AuditComponent`` for one component of a ``Reading``, from its ``measure``.
 
-    Args:
-        reading: the reading of the model and its optimizer.
-        name: the component's name.
-        found: the component's size, from ``measure``.
-        covered: number of parameters by which the bytes are divided for ``bytes_per_parameter``.
+    ``bytes_per_parameter`` is the bytes divided by ``covered``, a number of parameters.
     """
     later = reading.later(name) if name in ("master", "exp_avg", "exp_avg_sq") else set()
-    copies = (
-        name == "grad_copies"
-        and reading.copies_later
-        and not found.elements
-        and any(not state.has_state for state in reading.owned)
-    )
     if later or (name == "other" and reading.states_unknown):
         state = "later"
     elif found.elements or found.allocated:
         state = "live"
     else:
-        state = "later" if copies else "none"
+        copies = name == "grad_copies" and reading.copies_later
+        waits = copies and any(not state.has_state for state in reading.owned)
+        state = "later" if waits else "none"
     return AuditComponent(
         dtypes=tuple(sorted(map(name_of, found.dtypes | later))),
         bytes=found.bytes,

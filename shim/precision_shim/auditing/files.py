@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,12 +25,9 @@ def stem(audit: Audit) -> str:
 
 
 def write(directory: str | os.PathLike[str], stem: str, audit: Audit) -> Path:
-    """Write an audit into a file; the file is replaced atomically.
+    """Write an audit into a file named by ``stem`` and the rank; the file is replaced atomically.
 
-    Args:
-        directory: the file's directory; created if it does not exist.
-        stem: the beginning of the file's name; ``write`` appends the rank.
-        audit: the audit.
+    The directory is created if it does not exist.
 
     Raises:
         OSError: the file cannot be written; no temporary file is left.
@@ -47,30 +44,27 @@ def write_whole(path: Path, text: str) -> None:
         OSError: the file cannot be written; no temporary file is left.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=".audit-", suffix=".tmp", dir=path.parent)
+    part = path.with_name(f".audit-{uuid.uuid4().hex}.tmp")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(name, 0o644)  # mkstemp lets only the owner read the file
-        os.replace(name, path)
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
         raise
 
 
 def not_written(directory: str | os.PathLike[str], error: OSError) -> str:
     """Return the warning that audits are not written; its text names no optimizer and no step."""
     # str(error) would contain the temporary file's name, which differs each time.
-    problem = (
+    return (
         f"PRECISION_SHIM_AUDIT_DIR={directory}: the audit was not written: "
         f"{error.strerror or error}. Set PRECISION_SHIM_AUDIT_DIR to a directory that every rank "
         "may write to, or unset it. status() has the audit all the same."
     )
-    return problem
 
 
 def number(path: Path, audit: Audit) -> str:
-    """Return the number that ``kept.name`` appended to a file's name, or an empty string."""
+    """Return the number that ``latest.name`` appended to a file's name, or an empty string."""
     name = path.name.removesuffix(f".rank{audit.rank}{SUFFIX}")
     return name.removeprefix(stem(audit)).removeprefix("-")
 
@@ -85,10 +79,7 @@ def read_files(
 ) -> Iterator[tuple[Path, T | str]]:
     """Read a directory's JSON files in order of their names; yield an error for an invalid file.
 
-    Args:
-        directory: the directory of the files.
-        suffix: the end of the files' names.
-        make: function that converts a file's parsed JSON into a record.
+    ``make`` converts a parsed file whose name ends with ``suffix`` into a record.
 
     Raises:
         OSError: the directory cannot be read.

@@ -33,6 +33,11 @@ class Watched:
     audit: Audit | None = None
     not_written: str = ""
 
+    @property
+    def exists(self) -> bool:
+        """Whether the owner was not garbage-collected."""
+        return self.owner is None or self.owner() is not None
+
     def modules(self) -> list[Any]:
         """Return the model's modules, except modules that were garbage-collected."""
         return [module for ref in self.model if (module := ref()) is not None]
@@ -50,7 +55,7 @@ syncs: Counter[str] = Counter()
 
 def add(watched: Watched) -> None:
     """Store an object, and forget the objects whose owners were garbage-collected."""
-    _watched[:] = [each for each in _watched if each.owner is None or each.owner() is not None]
+    _watched[:] = [each for each in _watched if each.exists]
     _watched.append(watched)
 
 
@@ -80,8 +85,7 @@ def model_of(framework: str, subject: str) -> list[Any]:
 
 def audits() -> list[Audit]:
     """Return the latest audit of each optimizer that still exists, the oldest first."""
-    alive = (each for each in _watched if each.owner is None or each.owner() is not None)
-    return [each.audit for each in alive if each.audit is not None]
+    return [each.audit for each in _watched if each.exists and each.audit is not None]
 
 
 def at_clear(undo: Callable[[], object]) -> None:

@@ -32,74 +32,48 @@ class Rollout:
     factors: bool = False
 
 
-_meters: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+by_stepper: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """Maps a torch optimizer to the ``updates.measuring.Meter`` that measures it."""
 
-_rollouts: weakref.WeakKeyDictionary[Any, Rollout] = weakref.WeakKeyDictionary()
+rollouts: weakref.WeakKeyDictionary[Any, Rollout] = weakref.WeakKeyDictionary()
 """Maps a torch optimizer, with or without a meter, to its ``Rollout``."""
 
 
 def of(stepper: Any) -> Any:
     """Return the meter of a torch optimizer, or ``None``."""
-    return _meters.get(stepper)
-
-
-def add(stepper: Any, meter: Any) -> None:
-    """Register an optimizer's meter, for as long as the optimizer exists."""
-    _meters[stepper] = meter
-
-
-def drop(stepper: Any) -> None:
-    """Remove an optimizer's meter from the register."""
-    _meters.pop(stepper, None)
+    return by_stepper.get(stepper)
 
 
 def tell_rollout(optimizer: Any, *names: str, factors: bool = False) -> None:
     """Record the dtypes of the rollout's copies of an optimizer's weights.
 
-    Args:
-        optimizer: see ``metrics``.
-        names: canonical names of all dtypes that a weight is rounded to on its way into the engine,
-            the engine's own among them.
-        factors: see ``Rollout``.
+    ``names`` are the canonical names of all dtypes that a weight is rounded to on its way into the
+    engine, the engine's own among them. ``optimizer``: see ``metrics``; ``factors``: ``Rollout``.
     """
     known = {name_of(dtype): dtype for dtype in DTYPES}
-    dtypes = [known.get(name) for name in names]
-    dtype = next((dtype for dtype in DTYPES if dtype in dtypes), None)
+    coarsest = next((known[name] for name in known if name in names), None)
+    dtype = coarsest if known.keys() >= set(names) else None
     for stepper in _steppers(optimizer):
-        _rollouts[stepper] = Rollout(None if None in dtypes else dtype, factors)
-
-
-def rollout_of(stepper: Any) -> Rollout | None:
-    """Return the ``Rollout`` of a torch optimizer; ``None`` if not recorded."""
-    return _rollouts.get(stepper)
-
-
-def count() -> int:
-    """Return the number of meters that still measure."""
-    return sum(not meter.unmeasured for meter in _meters.values())
+        rollouts[stepper] = Rollout(dtype, factors)
 
 
 def metrics(optimizer: Any, prefix: str = "") -> dict[str, float]:
     """Return the latest shares of an optimizer's lost updates, for a framework's metrics.
 
-    The function reads nothing from a device. The result is empty before the first measurement.
-
-    Args:
-        optimizer: a framework's, Megatron's (chained or single) or torch's optimizer, or ``None``.
-        prefix: prefix of the metrics' names.
+    The optimizer is a framework's, Megatron's or torch's, or ``None``. The function reads nothing
+    from a device. The result is empty before the first measurement.
     """
-    if not _meters:
+    if not by_stepper:
         return {}
     from precision_shim_tools.updates import lost
 
-    watched = (_meters.get(stepper) for stepper in _steppers(optimizer))
+    watched = (by_stepper.get(stepper) for stepper in _steppers(optimizer))
     return lost.metrics([watch.figures for watch in watched if watch and watch.figures], prefix)
 
 
 def _steppers(optimizer: Any) -> Iterator[Any]:
-    for name in ("chained_optimizers", "optimizers", ""):
-        inside = getattr(optimizer, name, None) if name else optimizer
+    chained = (getattr(optimizer, name, None) for name in ("chained_optimizers", "optimizers"))
+    for inside in (*chained, optimizer):
         if isinstance(inside, (list, tuple)):
             for each in inside:
                 yield from _steppers(each)

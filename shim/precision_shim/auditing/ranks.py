@@ -54,7 +54,6 @@ class Comparison:
     Attributes:
         whose: framework and subject.
         part: names of the audit's parts, such as ``"dense+experts"``.
-        world_size: number of ranks of the job.
         audits: the audit of each rank that has one, by rank.
         differ: for each rank outside the majority, maps each differing key to the majority's value
             and the rank's value.
@@ -107,11 +106,11 @@ class Comparison:
         lines.append(f"  {numbers(alike)}: {example.brief()}")
         by_what: dict[str, list[int]] = {}
         for rank, what in self.differ.items():
-            text = "; ".join(
+            texts = (
                 f"{key} is {shown(there)}, elsewhere {shown(here)}"
                 for key, (here, there) in what.items()
             )
-            by_what.setdefault(text, []).append(rank)
+            by_what.setdefault("; ".join(texts), []).append(rank)
         lines += [f"  differs, {numbers(ranks)}: {text}" for text, ranks in by_what.items()]
         lines += [
             f"  {text}: {numbers(ranks)}"
@@ -156,7 +155,7 @@ def compare(audits: Iterable[tuple[str, Audit]]) -> list[Comparison]:
     worlds: dict[str, int] = {}
     present: dict[str, set[int]] = {}
     for number, audit in sorted(audits, key=lambda pair: pair[1].rank):
-        whose = f"{audit.framework} {audit.subject}".strip()
+        whose = audit.whose
         part = "+".join(part.name for part in audit.parts)
         part += f", optimizer {number}" if number else ""
         groups.setdefault((whose, part), {})[audit.rank] = audit

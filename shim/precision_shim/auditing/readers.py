@@ -25,13 +25,7 @@ _NO_HELPERS = ("builtins", "collections", "functools", "torch")
 def read_optimizers(
     model: Any, optimizer: Any, scaler: Any = None, *, whole: bool = True
 ) -> list[Reading]:
-    """Read a model and its optimizers.
-
-    Args:
-        model: a module, a list of modules, or ``None``.
-        optimizer: an optimizer, a list of optimizers, or ``None`` to read the model alone.
-        scaler: loss scaler of the torch optimizers.
-        whole: whether ``optimizer`` includes all of the model's optimizers.
+    """Read a model and its optimizers; see ``audits.look`` for the arguments.
 
     Raises:
         AuditError: there is no reader for the model or the optimizer.

@@ -36,8 +36,7 @@ class Wanted:
         params: dtype of the trainable parameters.
         main_grads: dtype of the gradient bucket of 16-bit parameters.
         masters: maps a 16-bit dtype of parameters to the dtype of their masters; empty if not set.
-        exp_avg: dtype of the first moment.
-        exp_avg_sq: dtype of the second moment.
+        exp_avg, exp_avg_sq: dtypes of the moments.
         remedies: maps a problem's code to the remedy that its message ends with. Placeholders in a
             remedy are ``{wanted}`` (expected dtype), ``{source}``, ``{component}`` (the moment),
             ``{optimizer}`` (its class) and ``{params}`` (dtypes of parameters without masters). The
@@ -67,8 +66,7 @@ class Owned:
         dtype: dtype of the parameter in the model.
         stepped: the tensor that the optimizer updates: the parameter's shard or master.
         masters: the master copy, or only its 16 low bits if a bf16 parameter has the high bits.
-        exp_avg: first moment.
-        exp_avg_sq: second moment.
+        exp_avg, exp_avg_sq: the moments.
         other: state tensors other than masters and moments.
         parameter: the model's parameter.
     """
@@ -88,20 +86,16 @@ class Owned:
 
     def take(self, state: Mapping[Any, Any]) -> None:
         """Assign the tensors in this parameter's optimizer state to this object's fields."""
-        other = list(self.other)
         for name, value in state.items():
             if not isinstance(value, torch.Tensor):
                 continue
-            if name == "exp_avg":
-                self.exp_avg = value
-            elif name == "exp_avg_sq":
-                self.exp_avg_sq = value
+            if name in ("exp_avg", "exp_avg_sq"):
+                setattr(self, name, value)
             elif name in ("master_param", "master_weight"):
                 if all(value is not master for master in self.masters):
                     self.masters += (value,)
             else:
-                other.append(value)
-        self.other = tuple(other)
+                self.other += (value,)
 
 
 @dataclass(frozen=True)
@@ -109,9 +103,8 @@ class DeclaredStates:
     """The dtypes that an optimizer declares for states that its first step will create.
 
     Attributes:
-        exp_avg: function that returns the dtype of the first moment, given the tensor that the
+        exp_avg, exp_avg_sq: functions that return a moment's dtype, given the tensor that the
             optimizer updates; ``None`` if the optimizer declares no dtype.
-        exp_avg_sq: like ``exp_avg``, for the second moment.
         master: function that returns the dtype of a master, given the parameter's dtype; ``None``
             if the optimizer makes no masters.
     """
@@ -145,8 +138,7 @@ class Reading:
         params_sharded: whether each data-parallel rank stores only a shard of the parameters.
         scaler: the loss scaler.
         betas: the distinct ``betas`` of the optimizer's parameter groups.
-        declared_states: the dtypes that the optimizer declares for states that it has not
-            created yet.
+        declared_states: the dtypes of the states that the optimizer has not created yet.
         copies_later: whether a step makes copies of the gradients.
         stateless: whether the optimizer keeps no states at all.
         wanted: the dtypes that the optimizer's config sets; ``None`` without a config.
@@ -215,17 +207,18 @@ class Reading:
         return type(self.scaler).__name__
 
     def later(self, component: str) -> set[torch.dtype]:
-        """Return the dtypes of a component's states that a later step will create."""
+        """Return the dtypes that a later step will create, of masters or of a moment."""
         waiting = [state for state in self.owned if not state.has_state]
         if len(waiting) < len(self.owned):  # after a step: FSDP1 makes no gradient for empty shards
             waiting = [state for state in waiting if local(state.stepped).numel()]
+        tell = getattr(self.declared_states, component)
+        if tell is None:
+            return set()
         if component == "master":
-            tell = self.declared_states.master
-            found = {tell(state.dtype) for state in waiting if not state.masters} if tell else set()
+            found = {tell(state.dtype) for state in waiting if not state.masters}
         else:
-            by_tensor = getattr(self.declared_states, component, None)
-            found = {by_tensor(state.stepped) for state in waiting} if by_tensor else set()
-        return {dtype for dtype in found if dtype is not None}
+            found = {tell(state.stepped) for state in waiting}
+        return found - {None}
 
 
 def unique(tensors: Iterable[Any]) -> list[Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 COMPONENTS = (
@@ -157,6 +158,11 @@ class Audit:
     ranks: Mapping[str, Any] | None = None
 
     @property
+    def whose(self) -> str:
+        """Framework and subject."""
+        return f"{self.framework} {self.subject}".strip()
+
+    @property
     def ok(self) -> bool:
         """Whether there is no problem."""
         return not self.problems
@@ -181,8 +187,9 @@ class Audit:
         return not self.complete and not any(moment.allocated for moment in moments)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the audit as dicts, lists, strings and numbers, which JSON can represent."""
-        return {**_plain(self), "ok": self.ok, "complete": self.complete}
+        """Return the audit as dicts, lists, strings and numbers, as read from its JSON file."""
+        plain = json.loads(json.dumps(asdict(self)))
+        return {**plain, "ok": self.ok, "complete": self.complete}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Audit:
@@ -202,19 +209,15 @@ class Audit:
         """Framework, subject, rank and number of problems, in one line."""
         count = len(self.problems)
         verdict = "ok" if self.ok else f"{count} problem{'s' if count > 1 else ''}"
-        looked = (
-            "" if self.complete else f", {'before the first step' if self.before_step else SOME}"
-        )
-        who = f"{self.framework} {self.subject}".strip()
-        return f"{who}, rank {self.rank} of {self.world_size}: {verdict}{looked}"
+        if not self.complete:
+            verdict += ", before the first step" if self.before_step else f", {SOME}"
+        return f"{self.whose}, rank {self.rank} of {self.world_size}: {verdict}"
 
     def brief(self) -> str:
         """Return the dtypes in use and the codes of problems and notes, in one line."""
-        parts = [
-            words if len(self.parts) == 1 and part.name == "model" else f"{part.name}: {words}"
-            for part in self.parts
-            for words in (part.brief(),)
-        ]
+        parts = [f"{part.name}: {part.brief()}" for part in self.parts]
+        if [part.name for part in self.parts] == ["model"]:
+            parts = [self.parts[0].brief()]
         codes = ", ".join(dict.fromkeys(finding.code for finding in self.problems))
         noted = ", ".join(dict.fromkeys(finding.code for finding in self.notes))
         verdict = f"problems: {codes}" if codes else "no problems"
@@ -231,29 +234,18 @@ class Audit:
             lines.append(f"ranks compared: {self.ranks['compared']}, that differ: {unlike}")
         for title, findings in (("problems", self.problems), ("notes", self.notes)):
             if findings:
-                lines += [
-                    "",
-                    title,
-                    *(f"{_INDENT}{finding.code}: {finding.message}" for finding in findings),
-                ]
+                lines += ["", title]
+            lines += [f"{_INDENT}{finding.code}: {finding.message}" for finding in findings]
         return "\n".join(lines)
 
 
-def _plain(value: Any) -> Any:
-    if is_dataclass(value):
-        return _plain(vars(value))
-    if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
-
-
 def _part_of(values: Mapping[str, Any]) -> AuditPart:
-    components = {
-        name: AuditComponent(**{**entry, "dtypes": tuple(entry["dtypes"])})
-        for name in COMPONENTS
-        for entry in (values["components"][name],)
+    components = {name: values["components"][name] for name in COMPONENTS}
+    made = {
+        name: AuditComponent(**{**fields, "dtypes": tuple(fields["dtypes"])})
+        for name, fields in components.items()
     }
-    return AuditPart(**{**values, "components": components})
+    return AuditPart(**{**values, "components": made})
 
 
 def _part(part: AuditPart) -> list[str]:
@@ -284,14 +276,13 @@ def _part(part: AuditPart) -> list[str]:
         )
         for row in rows
     )
-    updates: Iterable[str] = ()
-    if part.updates:
-        from precision_shim_tools.updates import lost
-
-        updates = lost.lines(part.updates)
-    return [
+    lines = [
         f"{part.name}: {part.optimizer}, {part.parameters:,} parameters, {part.owned:,} owned, "
         f"data parallel {part.data_parallel_size}, scaler {part.scaler or 'none'}",
         *(f"{_INDENT}{line}".rstrip() for line in table),
-        *(f"{_INDENT}{line}" for line in updates),
     ]
+    if part.updates:
+        from precision_shim_tools.updates import lost
+
+        lines += [f"{_INDENT}{line}" for line in lost.lines(part.updates)]
+    return lines

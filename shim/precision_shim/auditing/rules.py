@@ -18,12 +18,7 @@ NOTHING = "none"
 
 
 def parse_expected(expected: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return the dtypes that a caller expects, by component, as canonical names.
-
-    Raises:
-        AuditError: a component is unknown.
-        DtypeError: a dtype name is unknown.
-    """
+    """Return the dtypes that a caller expects, by component, as canonical names."""
     found = {}
     for component, dtype in (expected or {}).items():
         if component not in COMPONENTS:
@@ -54,7 +49,7 @@ def problems(
     """Yield the contradictions between a part and the optimizer's config or ``expected``.
 
     Args:
-        reading: the reading.
+        reading: the optimizer.
         part: the ``AuditPart`` that was made from the reading.
         expected: dtypes that the caller expects, by component; they override the config's dtypes.
         where: framework and version, for messages.
@@ -115,9 +110,9 @@ def _contradictions(reading: Reading, wanted: Wanted) -> Iterator[_Contradiction
         for p in reading.trainable
         if (grad := getattr(p, "main_grad", None)) is not None and p.dtype in SIXTEEN_BIT
     }
-    if wanted.main_grads is not None and gradients - {wanted.main_grads}:
-        found = _names(gradients - {wanted.main_grads})
-        yield "main-grads-dtype", "grad_buckets", name_of(wanted.main_grads), found, {}
+    wrong = gradients - {wanted.main_grads}
+    if wanted.main_grads is not None and wrong:
+        yield "main-grads-dtype", "grad_buckets", name_of(wanted.main_grads), _names(wrong), {}
     for moment in ("exp_avg", "exp_avg_sq"):
         due: torch.dtype | None = getattr(wanted, moment)
         states = (getattr(state, moment) for state in reading.owned)
@@ -166,8 +161,8 @@ def _masters(
 def notes(reading: Reading, part: AuditPart, where: str) -> Iterator[Finding]:
     """Yield findings that contradict no config but put the training's precision at risk."""
     tell = _teller(part.name, where)
-    bare = [state for state in reading.owned if state.dtype in SIXTEEN_BIT and not state.masters]
     told = reading.declared_states.master
+    bare = [state for state in reading.owned if state.dtype in SIXTEEN_BIT and not state.masters]
     bare = [state for state in bare if state.has_state or told is None or told(state.dtype) is None]
     if reading.rounds_up_and_down:
         bare = [state for state in bare if state.dtype is not torch.bfloat16]

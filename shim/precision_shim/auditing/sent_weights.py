@@ -82,11 +82,11 @@ class Sent:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Sent:
         """Make a ``Sent`` from the values in a JSON file."""
-        groups = {
-            side: {name: Weights(**weights) for name, weights in values[side].items()}
+        sent, own = (
+            {name: Weights(**weights) for name, weights in values[side].items()}
             for side in ("sent", "own")
-        }
-        return cls(**{**values, **groups})
+        )
+        return cls(**{**values, "sent": sent, "own": own})
 
     def contradictions(self) -> Iterator[tuple[str, str]]:
         """Yield a code and a message for each contradiction with the rollout's configured dtype.
@@ -177,7 +177,7 @@ class WeightAudit:
         return lines
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a summary of records and contradictions in a form for JSON."""
+        """Return a summary in a form for JSON."""
         return {
             "framework": self.framework,
             "ok": self.ok,
@@ -203,9 +203,8 @@ def write(directory: str, sent: Sent) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    stem = f"{sent.framework}.{sent.subject}.sent.rank{sent.rank}"
-    name = re.sub(r"[^\w.+-]+", "-", stem)
-    write_whole(Path(directory) / f"{name}{SUFFIX}", json.dumps(asdict(sent), indent=1) + "\n")
+    stem = re.sub(r"[^\w.+-]+", "-", f"{sent.framework}.{sent.subject}.sent.rank{sent.rank}")
+    write_whole(Path(directory) / f"{stem}{SUFFIX}", json.dumps(asdict(sent), indent=1) + "\n")
 
 
 def read(directory: str) -> Iterator[tuple[Path, Sent | str]]:
@@ -221,9 +220,8 @@ def _mostly_bf16(weights: Weights, then: str = "") -> bool:
 
 def _rounded(before: Weights, after: Weights) -> bool:
     """Whether bf16 represents nearly all weights exactly after a transfer, but not before it."""
-    if before.exact is None or after.exact is None:
-        return False
-    if min(before.sampled, after.sampled) < LEAST_SAMPLE:
+    few = min(before.sampled, after.sampled) < LEAST_SAMPLE
+    if few or before.exact is None or after.exact is None:
         return False
     return before.exact < OWN_AT_MOST and after.exact > SENT_AT_LEAST
 

@@ -21,13 +21,7 @@ _MODEL_PARALLEL = ("tp", "pp", "cp", "sp", "ep")
 def read_torch(
     chunks: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer], scaler: Any
 ) -> list[Reading]:
-    """Read torch's optimizers.
-
-    Args:
-        chunks: the model's modules; may be empty.
-        optimizers: single optimizers.
-        scaler: the loss scaler, or ``None``.
-    """
+    """Read torch's single optimizers of a model; there may be no modules and no scaler."""
     in_model = {id(p) for chunk in chunks for p in chunk.parameters()}
     in_model |= {id(shard) for shard in shards_by_gathered(chunks).values()}
     flat = _flat_parameters(chunks)
@@ -48,7 +42,7 @@ def read_torch(
             reading.owned.append(owned)
             if not is_master:
                 reading.trainable.append(p)
-        meshes = [p for p in params if _is_divided(p)]
+        meshes = [p for p in params if any(map(_divides, getattr(p, "placements", ())))]
         reading.whole_sizes = {id(p): flat[id(p)].size for p in params if id(p) in flat}
         in_flat = [flat[id(p)].shards for p in params if id(p) in flat]
         reading.shards = max([*map(_shards, meshes), *in_flat], default=1)
@@ -76,19 +70,13 @@ def read_inner(reading: Reading, optimizer: torch.optim.Optimizer) -> None:
             and not any(isinstance(beta, torch.Tensor) for beta in group["betas"])
         )
     )
-    reading.other += [
-        value
-        for scales in getattr(optimizer, "_scales", {}).values()
-        for value in scales.values()
-        if isinstance(value, torch.Tensor)
-    ]
     # torchao's optimizers
     reading.rounds_up_and_down = bool(vars(optimizer).get("bf16_stochastic_round"))
     # An optimizer's attributes (an overflow flag) and parameter groups (an lr) may be tensors.
     reading.other += tensors_of(optimizer)
-    reading.other += [
-        value for group in groups for value in group.values() if isinstance(value, torch.Tensor)
-    ]
+    scales = getattr(optimizer, "_scales", {}).values()  # of TransformerEngine's FusedAdam
+    for values in (*scales, *groups):
+        reading.other += [value for value in values.values() if isinstance(value, torch.Tensor)]
     reading.declared_states = declared_states(optimizer)
     reading.stateless = isinstance(optimizer, torch.optim.SGD) and not any(
         group.get("momentum") for group in groups
@@ -120,40 +108,32 @@ def declared_states(optimizer: torch.optim.Optimizer) -> DeclaredStates:
     return DeclaredStates()
 
 
-def _is_divided(parameter: Any) -> bool:
-    return any(map(_divides, getattr(parameter, "placements", ())))
-
-
 def _divides(placement: Any) -> bool:
     # ``is_shard()`` is false for FSDP2's shards of tensor-parallel parameters.
     return not (placement.is_replicate() or placement.is_partial())
 
 
+def _data_sizes(mesh: Any) -> list[int]:
+    """Return the size of each dimension of a mesh; 1 for dimensions that divide the model."""
+    names = mesh.mesh_dim_names or (None,) * mesh.ndim
+    return [
+        1 if name in _MODEL_PARALLEL else mesh.size(dimension)
+        for dimension, name in enumerate(names)
+    ]
+
+
 def _shards(parameter: Any) -> int:
     """Return the number of a DTensor's shards, not counting model-parallel mesh dimensions."""
-    mesh = parameter.device_mesh
-    names = mesh.mesh_dim_names or (None,) * mesh.ndim
-    return math.prod(
-        mesh.size(dimension)
-        for dimension, placement in enumerate(parameter.placements)
-        if _divides(placement) and names[dimension] not in _MODEL_PARALLEL
-    )
+    sizes = zip(_data_sizes(parameter.device_mesh), parameter.placements, strict=True)
+    return math.prod(size for size, placement in sizes if _divides(placement))
 
 
 def _data_parallel_size(
     chunks: Sequence[torch.nn.Module], parameters: Sequence[torch.Tensor]
 ) -> int:
-    mesh = next(
-        (parameter.device_mesh for parameter in parameters if hasattr(parameter, "device_mesh")),
-        None,
-    )
-    if mesh is not None:
-        names = mesh.mesh_dim_names or (None,) * mesh.ndim
-        size = 1
-        for dimension, name in enumerate(names):
-            if name not in _MODEL_PARALLEL:
-                size *= mesh.size(dimension)
-        return size
+    for parameter in parameters:
+        if hasattr(parameter, "device_mesh"):
+            return math.prod(_data_sizes(parameter.device_mesh))
     for chunk in chunks:  # torch's DDP, FSDP1
         group = vars(chunk).get("process_group")
         if group is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -40,12 +41,9 @@ Named = Iterable[tuple[str, Any]]
 
 
 def tell_asked(framework: str, name: str, key: str) -> None:
-    """Record the dtype that this job's config sets for the framework's rollout.
+    """Record the dtype that this job's config sets for the framework's rollout, and its key.
 
-    Args:
-        framework: the framework's name.
-        name: the dtype name that the engine receives; empty if it is not known.
-        key: the config key of the rollout's dtype.
+    ``name`` is the dtype name that the engine receives; empty if it is not known.
     """
     latest.rollouts[framework] = name, key
 
@@ -73,8 +71,7 @@ def observe(
         framework: the framework's name.
         subject: name of the model, such as ``"actor"``.
         model: the trainer's modules; ``None`` to use the modules that ``watch`` stored.
-        then: the dtype to which the framework rounds the stream's tensors afterwards; ``None`` if
-            the framework does not round them.
+        then: the dtype to which the framework rounds the stream's tensors afterwards, if it does.
         pairs: function that returns the (name, tensor) pairs in an item; ``None`` if each item is
             one such pair.
     """
@@ -87,7 +84,10 @@ def observe(
     if model is None:
         model = latest.model_of(framework, subject)
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
-    return _observed(items, _Looker(framework, subject, sync, then, chunks), pairs)
+    asked, key = latest.rollouts.get(framework, ("", ""))
+    rounded = "" if then is None else name_of(then)
+    record = Sent(framework, subject, rank_of_job()[0], asked, key, sync, {}, {}, rounded)
+    return _observed(items, _Looker(record, then, chunks), pairs)
 
 
 def _observed(
@@ -148,19 +148,13 @@ class _Looker:
     """Audits the weights of one sync."""
 
     def __init__(
-        self,
-        framework: str,
-        subject: str,
-        sync: int,
-        then: torch.dtype | None,
-        chunks: list[torch.nn.Module],
+        self, record: Sent, then: torch.dtype | None, chunks: list[torch.nn.Module]
     ) -> None:
-        self._names = (framework, subject)
-        self._sync, self._then, self._chunks = sync, then, chunks
+        self._record, self._then, self._chunks = record, then, chunks
+        self._who = f"{record.framework} {record.subject}"
         self._sent, self._own = _Groups(), _Groups()
         self._quantised = 0
         self._failed = False
-        self._head = self._computes = ""
 
     def guard(self, act: Callable[..., None], *args: Any) -> None:
         """Call a method; if it fails, warn once and audit nothing more."""
@@ -171,9 +165,8 @@ class _Looker:
                 act(*args)
         except Exception as error:  # a failed audit must not end the training run
             self._failed = True
-            who = " ".join(self._names)
             _journal.tell(
-                f"{who}: the weights that are sent to the rollout are not audited: {error!r}"
+                f"{self._who}: the weights that are sent to the rollout are not audited: {error!r}"
             )
 
     def look_at_own(self) -> None:
@@ -188,11 +181,19 @@ class _Looker:
         self._sent, self._own = _Groups(every, self._then), _Groups(every)
         for name, parameter in named:
             self._own.add(name, parameter)
-        for module in (module for chunk in self._chunks for module in chunk.modules()):
-            self._head = vars(module).get(HEAD_MARK, self._head)
+        heads = [
+            head
+            for chunk in self._chunks
+            for module in chunk.modules()
+            if (head := vars(module).get(HEAD_MARK))
+        ]
         held = {parameter.dtype for name, parameter in named if _group_of(name) == BASE}
         computes = mixed_dtype(self._chunks) or (held.pop() if len(held) == 1 else None)
-        self._computes = name_of(computes) if computes in SIXTEEN_BIT else ""
+        self._record = replace(
+            self._record,
+            head=heads[-1] if heads else "",
+            computes=name_of(computes) if computes in SIXTEEN_BIT else "",
+        )
 
     def look_at(self, name: str, tensor: Any) -> None:
         """Read a tensor that is sent."""
@@ -205,21 +206,11 @@ class _Looker:
 
     def write(self) -> None:
         """Write the record into ``PRECISION_SHIM_AUDIT_DIR``, and warn of its contradictions."""
-        framework, subject = self._names
-        asked, key = latest.rollouts.get(framework, ("", ""))
-        sent = Sent(
-            framework=framework,
-            subject=subject,
-            rank=rank_of_job()[0],
-            asked=asked,
-            key=key,
-            sync=self._sync,
+        sent = replace(
+            self._record,
             sent=self._sent.weights(),
             own=self._own.weights(),
-            then="" if self._then is None else name_of(self._then),
             quantised=self._quantised,
-            head=self._head,
-            computes=self._computes,
         )
         directory = current_settings()["audit_dir"]
         try:
@@ -228,7 +219,7 @@ class _Looker:
             _journal.tell(files.not_written(directory, error))
         if sent.rank == 0:
             for code, message in sent.contradictions():
-                _journal.warn(f"{framework} {subject}: {code}: {message}", stacklevel=None)
+                _journal.warn(f"{self._who}: {code}: {message}", stacklevel=None)
 
 
 def _group_of(name: str) -> str:

@@ -81,12 +81,9 @@ class Verdict:
 
 
 def compare(trainer: Engine, other: Engine, model_type: str = "") -> Verdict:
-    """Compare a trainer with another engine of its job.
+    """Compare a trainer, which computes in fp16, bf16 or fp32, with another engine of its job.
 
-    Args:
-        trainer: the trained policy; it computes in fp16, bf16 or fp32.
-        other: the rollout, the reference model or a teacher.
-        model_type: the model's type in its HF config; empty if it is not known.
+    ``model_type`` is the model's type in its HF config; empty if it is not known.
     """
     found = _compare(trainer, other, model_type)
     what, key = other.rounded
@@ -112,23 +109,12 @@ def _compare(trainer: Engine, other: Engine, model_type: str) -> Verdict:
     if refused:
         return Verdict(other, False, True, dtype, refused, remedy)
     if dtype == trainer.computes:
-        return Verdict(
-            other,
-            agrees=True,
-            lost=False,
-            chosen=f"{dtype}, as the {trainer.subject}",
-            because=source,
-        )
+        return Verdict(other, True, False, f"{dtype}, as the {trainer.subject}", source)
     # With an fp16 trainer, an fp32 engine has as small a mismatch as an fp16 engine.
     lost = trainer.computes == "fp16" and dtype in ("bf16", AUTO)
     if dtype == FP8:
-        return Verdict(
-            other,
-            agrees=False,
-            lost=False,
-            chosen=f"fp8 beside {whose}",
-            because=f"{source}: its weights are rounded to fp8, so its probabilities differ",
-        )
+        because = f"{source}: its weights are rounded to fp8, so its probabilities differ"
+        return Verdict(other, False, False, f"fp8 beside {whose}", because)
     if dtype == AUTO:
         chosen = f"the checkpoint's dtype beside {whose}"
         reason = "for an fp32 checkpoint vLLM takes bf16, SGLang fp16"
@@ -144,7 +130,7 @@ def resolve_auto(engine: Engine, backend: str, checkpoint: str, model_type: str 
         engine: an engine of the job.
         backend: ``"vllm"`` or ``"sglang"``.
         checkpoint: canonical name of the dtype in the model's ``config.json``; empty if unknown.
-        model_type: the model's type in its HF config; empty if it is not known.
+        model_type: see ``compare``.
     """
     dtype = _OF_FP32.get(backend, "") if checkpoint == "fp32" else checkpoint
     if engine.computes != AUTO or not dtype:
@@ -166,11 +152,6 @@ def value_to_follow(trainer: Engine, other: Engine, model_type: str = "") -> str
     """The value that gives another engine's key the trainer's dtype; empty if it is not written.
 
     An engine with fp8 weights keeps them, and vLLM is not made to run a model that it refuses.
-
-    Args:
-        trainer: the trained policy.
-        other: another engine of the job.
-        model_type: the model's type in its HF config; empty if it is not known.
     """
     dtype = trainer.computes
     if not other.key or not other.follows or other.computes in (dtype, FP8):
@@ -181,12 +162,7 @@ def value_to_follow(trainer: Engine, other: Engine, model_type: str = "") -> str
 
 
 def rounds(sent: str, computes: str) -> bool:
-    """Whether the dtype of the transfer rounds weights more than the engine's compute dtype does.
-
-    Args:
-        sent: canonical name of the dtype in which the weights are transferred.
-        computes: canonical name of the engine's compute dtype.
-    """
+    """Whether weights sent in one dtype are rounded more than the engine that computes does."""
     return sent not in ("fp32", computes)
 
 

@@ -47,9 +47,6 @@ def fingerprint(path: str | os.PathLike[str]) -> str:
 def fingerprints(files: Mapping[str, str | os.PathLike[str]]) -> dict[str, str]:
     """Return the fingerprint of each file that exists, under the same key as in ``files``.
 
-    Args:
-        files: paths, keyed by the names under which the scaler's record lists the files.
-
     Raises:
         OSError: an existing file cannot be read.
     """
@@ -76,11 +73,8 @@ def files_beneath(directory: str | os.PathLike[str]) -> dict[str, str]:
 def foreign(bound: Mapping[str, str], prints: Mapping[str, str]) -> list[str]:
     """Return the names of files of another save: the record lacks them or has other fingerprints.
 
-    Names of deleted files are not returned, because users may delete optimizer states.
-
-    Args:
-        bound: the fingerprints in the record.
-        prints: the fingerprints of the files that exist.
+    ``bound`` are the fingerprints in the record, ``prints`` those of the files that exist. Users
+    may delete optimizer states, so a deleted file is not returned.
     """
     return sorted(name for name, print_ in prints.items() if bound.get(name) != print_)
 

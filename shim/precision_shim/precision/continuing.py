@@ -19,10 +19,7 @@ NARROWER = ("bf16",)
 def how_read(stored: str, wanted: str, *, master: bool) -> str:
     """Return how loading converts a checkpoint's tensor to the live optimizer's dtype.
 
-    Args:
-        stored: the tensor's dtype in the checkpoint.
-        wanted: the live optimizer's dtype.
-        master: whether the checkpoint stores the tensor as master weights.
+    ``master`` is whether the checkpoint stores the tensor as master weights.
 
     Returns:
         ``"as it is"``: no conversion is needed. ``"as remainders"``: the masters are rebuilt from
@@ -51,12 +48,10 @@ def master_is_lost(
 
 
 def moment_becomes(live: str, fits: Callable[[], bool]) -> str:
-    """Return how loading changes an fp32 moment (``exp_avg``, ``exp_avg_sq``) of a checkpoint.
+    """Return how loading changes an fp32 moment of a checkpoint into the ``live`` dtype.
 
-    Args:
-        live: the dtype of the moment in the live optimizer.
-        fits: function that returns whether ``live`` represents every value in the checkpoint
-            exactly; called only for a dtype in ``NARROWER``.
+    ``fits`` returns whether ``live`` represents every value in the checkpoint exactly; it is called
+    only for a dtype in ``NARROWER``.
 
     Returns:
         ``"exact"``, ``"rounded"``, or ``"scaled"`` (stored with a newly computed scale).

@@ -51,10 +51,7 @@ def parse_dtype(name: str) -> torch.dtype | None:
 def coerce_dtype(value: object, *, key: str, where: str = "") -> object:
     """Convert a dtype name to a ``torch.dtype``; return every other value unchanged.
 
-    Args:
-        value: a name, a ``torch.dtype``, ``None``, or anything else.
-        key: the config key, for the message.
-        where: framework and version, for the message.
+    ``key`` and ``where`` (framework and version) are for the message.
 
     Raises:
         DtypeError: the value is a string, but not the name of a dtype.
@@ -72,14 +69,9 @@ def coerce_dtype(value: object, *, key: str, where: str = "") -> object:
 
 
 def coerce_dtypes(config: Mapping[str, Any] | None, *, where: str = "") -> dict[str, Any]:
-    """Convert the dtype names under all ``*_dtype`` keys of a mapping.
+    """Return a new dict, with the dtype names under all ``*_dtype`` keys converted.
 
-    Args:
-        config: the caller's mapping, never changed; ``None`` counts as an empty mapping.
-        where: framework and version, for messages.
-
-    Returns:
-        A new dict. Only strings under ``*_dtype`` keys are converted.
+    ``where``: framework and version, for messages. ``None`` counts as an empty mapping.
 
     Raises:
         DtypeError: a string under a ``*_dtype`` key is not the name of a dtype.

@@ -41,8 +41,6 @@ class Head:
 def refused(heads: Sequence[Head], *, may_write: bool) -> list[Head]:
     """Return the LM heads that cannot be in fp32; if there is one, the shim changes no head.
 
-    Args:
-        heads: the LM heads of a job's engines.
-        may_write: whether the shim can still set the engines' config keys.
+    ``may_write`` is whether the shim can still set the engines' config keys.
     """
     return [head for head in heads if head.refusal or not (head.in_fp32 or may_write)]

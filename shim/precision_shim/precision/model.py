@@ -41,11 +41,7 @@ class TrainableDtypes:
 
 
 def trainable_dtypes(parameters: Iterable[Any]) -> TrainableDtypes:
-    """Count the trainable elements of a model by dtype.
-
-    Args:
-        parameters: parameters of any shape and dtype, such as ``module.parameters()``.
-    """
+    """Count the trainable elements of parameters by dtype."""
     counts: Counter[torch.dtype] = Counter()
     fp8 = False
     for parameter in parameters:

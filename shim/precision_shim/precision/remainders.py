@@ -47,9 +47,6 @@ def join_master(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
         param: bf16, any shape.
         remainder: int16, of the shape of ``param``.
 
-    Returns:
-        fp32, of the shape of ``param``.
-
     Raises:
         TypeError: an argument has a wrong dtype.
     """
@@ -91,10 +88,5 @@ def looks_like_remainders(master: torch.Tensor, param: Callable[[], torch.Tensor
 
 
 def rounds_exactly(value: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a narrower dtype represents every element of a tensor exactly.
-
-    Args:
-        value: fp32, any shape.
-        dtype: the narrower dtype.
-    """
+    """Whether a narrower dtype represents every element of an fp32 tensor exactly."""
     return bool(torch.equal(value.to(dtype).to(value.dtype).nan_to_num(), value.nan_to_num()))

@@ -190,11 +190,6 @@ def choose_values(
 ) -> tuple[dict[str, Any], int, tuple[str, ...]]:
     """Return the values for restoring a scaler: the record's values, or the user's settings.
 
-    Args:
-        saved: the record.
-        mine: the scaler's settings in this process.
-        where: the file, for messages.
-
     Returns:
         A tuple of a dict (growth interval, both factors, ``min_scale``), the growth tracker, and a
         line of text for each value that differs from the record.
@@ -220,17 +215,10 @@ def choose_values(
 
 
 def lower_tracker(tracker: int, growth_interval: float) -> tuple[int, str]:
-    """Lower a growth tracker to just below a growth interval.
+    """Lower a checkpoint's growth tracker to just below a growth interval; say so, if it changes.
 
     torch's and Megatron's scalers grow the scale if tracker == interval. With a tracker above the
-    interval the scale would never grow again.
-
-    Args:
-        tracker: the growth tracker of a checkpoint, in steps.
-        growth_interval: this process's growth interval, in steps; may be fractional in Megatron.
-
-    Returns:
-        The new tracker, and a line of text about the change (empty if nothing changed).
+    interval the scale would never grow again. Megatron's interval may be fractional.
     """
     most = math.ceil(growth_interval) - 1
     if tracker <= most:

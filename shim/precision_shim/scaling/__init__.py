@@ -6,40 +6,23 @@ nothing.
 
 from __future__ import annotations
 
-from ..precision.scaler_record import ScalerSettings
-from .checkpoint import FILE_NAME, Files, agree, load, other_save, save, save_record
-from .record import (
-    FORMAT,
-    BoundWhenPickled,
-    ScalerRecord,
-    from_tensor,
-    read_record,
-    record_of,
-    restore,
-    to_tensor,
-)
-from .scaler import LossScaler
-from .skips import MAX_SKIPS, SkipCounter, states_of_no_step
-
-__all__ = [
-    "FILE_NAME",
-    "FORMAT",
-    "MAX_SKIPS",
-    "BoundWhenPickled",
-    "Files",
-    "LossScaler",
-    "ScalerRecord",
-    "ScalerSettings",
-    "SkipCounter",
-    "agree",
-    "from_tensor",
-    "load",
-    "other_save",
-    "read_record",
-    "record_of",
-    "restore",
-    "save",
-    "save_record",
-    "states_of_no_step",
-    "to_tensor",
-]
+from ..precision.scaler_record import FILE_NAME as FILE_NAME
+from ..precision.scaler_record import FORMAT as FORMAT
+from ..precision.scaler_record import MAX_SKIPS as MAX_SKIPS
+from ..precision.scaler_record import ScalerRecord as ScalerRecord
+from ..precision.scaler_record import ScalerSettings as ScalerSettings
+from ..precision.scaler_record import read_record as read_record
+from .checkpoint import Files as Files
+from .checkpoint import agree as agree
+from .checkpoint import load as load
+from .checkpoint import other_save as other_save
+from .checkpoint import save as save
+from .checkpoint import save_record as save_record
+from .record import BoundWhenPickled as BoundWhenPickled
+from .record import from_tensor as from_tensor
+from .record import record_of as record_of
+from .record import restore as restore
+from .record import to_tensor as to_tensor
+from .scaler import LossScaler as LossScaler
+from .skips import SkipCounter as SkipCounter
+from .skips import states_of_no_step as states_of_no_step

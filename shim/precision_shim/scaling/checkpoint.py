@@ -27,8 +27,6 @@ from ..precision.belonging import fingerprints, foreign
 from ..precision.scaler_record import FILE_NAME, parse, read_record, state_of
 from .record import bind, record_of, restore
 
-__all__ = ["FILE_NAME", "Files", "agree", "load", "save", "save_record"]
-
 Files = Mapping[str, "str | os.PathLike[str]"]
 """Maps a file's name in a checkpoint to the path of this rank's file."""
 
@@ -52,9 +50,6 @@ def save(
         files: this rank's files in the checkpoint; ``load`` checks that they are of the same save
             as the state. With ``None``, ``load`` checks no files.
 
-    Returns:
-        Path of the scaler's file.
-
     Raises:
         ScalerCheckpointError: the state cannot be written, or one of ``files`` cannot be read;
             raised on every rank.
@@ -68,11 +63,7 @@ def save_record(
     group: dist.ProcessGroup | None = None,
     files: Files | None = None,
 ) -> Path:
-    """Write a record like ``save``, for a framework that saves in the background.
-
-    Raises:
-        ScalerCheckpointError: see ``save``.
-    """
+    """Write a record like ``save``, for a framework that saves in the background."""
     path = Path(directory) / FILE_NAME
     bound, failure = _fingerprints_of_all(path, files, group)
     if not failure and _is_first(group):
@@ -100,16 +91,9 @@ def load(
 ) -> tuple[str, ...] | None:
     """Restore the scaler's state from a checkpoint's directory; called by every rank.
 
-    Args:
-        directory: this rank's path of the checkpoint's directory.
-        scaler: the scaler to restore.
-        group: the calling ranks; ``None`` for all ranks.
-        files: this rank's files in the checkpoint, to check that they are of the same save as the
-            state; ``None`` to skip the check.
-
-    Returns:
-        ``None`` if the checkpoint has no scaler state; otherwise lines of text. A line reports a
-        restored value that differs from the saved value, or a saved state without a list of files.
+    Returns ``None`` if the checkpoint has no scaler state; otherwise a line of text for each
+    restored value that differs from the saved value, or for a saved state without a list of files.
+    The arguments are those of ``save``; without ``files``, nothing is compared.
 
     Raises:
         ScalerOfAnotherSaveError: the ``files`` and the state are from different saves.
@@ -156,13 +140,8 @@ def load(
 def other_save(record: object, where: str, files: Files | None) -> str:
     """Validate a scaler's record that a framework saved in its own file; call before ``agree``.
 
-    Args:
-        record: see ``read_record``.
-        where: the file, for messages.
-        files: this rank's files, to compare with the files that the record names.
-
-    Returns:
-        A message if ``files`` and the record are from different saves; otherwise ``""``.
+    Returns a message if this rank's ``files`` and the record are from different saves; otherwise
+    ``""``. ``where`` is the record's file, for messages.
 
     Raises:
         ScalerCheckpointError: the record is damaged, or a file cannot be read.
@@ -201,8 +180,7 @@ def agree(problem: str, record: object, where: str, another: str = "") -> str:
         The first message in the ranks' arguments ``another``; empty if all are empty.
 
     Raises:
-        ScalerCheckpointError: a rank has a ``problem`` (the message is the first problem), or the
-            ranks' states differ.
+        ScalerCheckpointError: a rank has a ``problem``, or the ranks' states differ.
     """
     all_of_them = _from_all((problem, state_of(record), another))
     problems = [text for text, *_ in all_of_them if text]

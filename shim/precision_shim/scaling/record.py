@@ -19,28 +19,15 @@ from ..precision.belonging import fingerprints
 from ..precision.scaler_record import (
     FORMAT,
     KIND,
-    ScalerRecord,
     ScalerSettings,
     bad_record,
     choose_values,
     digest_of,
-    parse,
     parse_bytes,
     read_record,
 )
 from .scaler import LossScaler
-
-__all__ = [
-    "FORMAT",
-    "BoundWhenPickled",
-    "ScalerRecord",
-    "from_tensor",
-    "parse",
-    "read_record",
-    "record_of",
-    "restore",
-    "to_tensor",
-]
+from .skips import SkipCounter
 
 _BYTES = 2048
 """Size of a record's tensor, in bytes; a record without ``files`` needs less than a third of it."""
@@ -53,30 +40,27 @@ def record_of(scaler: GradScaler, files: Mapping[str, str] | None = None) -> dic
         scaler: a ``LossScaler``, or a framework's own GradScaler, which has no counters and no
             ``min_scale``.
         files: fingerprints of the files that are saved with the record; ``None`` to list no files.
-
-    Returns:
-        The record, with the keys ``kind``, ``format``, ``state``, ``settings``, ``counters``,
-        ``world_size``, ``written_by``, ``files`` (if given), and ``digest`` (of all other entries).
     """
     state = scaler.state_dict()
-    ours = isinstance(scaler, LossScaler)
-    settings = scaler.settings if isinstance(scaler, LossScaler) else ScalerSettings()
-    counter = scaler.counter if isinstance(scaler, LossScaler) else None
+    if isinstance(scaler, LossScaler):
+        settings, counter = scaler.settings, scaler.counter
+    else:
+        settings, counter = ScalerSettings(init_scale=state["scale"]), SkipCounter()
     record: dict[str, Any] = {
         "kind": KIND,
         "format": FORMAT,
         "state": {"scale": state["scale"], "growth_tracker": state["_growth_tracker"]},
         "settings": {
-            "init_scale": settings.init_scale if ours else state["scale"],
+            "init_scale": settings.init_scale,
             "growth_interval": state["growth_interval"],
             "growth_factor": state["growth_factor"],
             "backoff_factor": state["backoff_factor"],
             "min_scale": min(state.get("min_scale", settings.min_scale), state["scale"]),
         },
         "counters": {
-            "steps": counter.steps if counter else 0,
-            "skipped": counter.skipped if counter else 0,
-            "skipped_in_row": counter.in_row if counter else 0,
+            "steps": counter.steps,
+            "skipped": counter.skipped,
+            "skipped_in_row": counter.in_row,
         },
         "world_size": _world_size(),
         "written_by": {"precision_shim": __version__, "torch": str(torch.__version__)},
@@ -97,12 +81,8 @@ class BoundWhenPickled(OrderedDict[str, Any]):
     """A record that, when pickled, adds the fingerprints of the other files of the same save.
 
     ``BoundWhenPickled`` is for a framework that requests the record while a save is still writing
-    files, and pickles the record into the save's last file. The record is pickled as an
+    ``files``, and pickles the record into the save's last file. The record is pickled as an
     ``OrderedDict``, which a process without the shim can read.
-
-    Args:
-        record: from ``record_of``.
-        files: paths, keyed by the files' names in the record.
     """
 
     def __init__(
@@ -122,7 +102,7 @@ class BoundWhenPickled(OrderedDict[str, Any]):
 
 
 def restore(scaler: GradScaler, record: object, where: str) -> tuple[str, ...]:
-    """Restore a scaler to a record's state.
+    """Restore a scaler to a record's state; return a line for each value that differs from it.
 
     The record supplies scale, growth tracker, counters and settings, except a growth interval or
     factors that the user set in this process. ``min_scale`` becomes the lower of the saved value
@@ -132,9 +112,6 @@ def restore(scaler: GradScaler, record: object, where: str) -> tuple[str, ...]:
         scaler: a ``LossScaler``, or a framework's own GradScaler.
         record: see ``read_record``.
         where: the file, for messages.
-
-    Returns:
-        One line for each restored value that differs from the saved value.
 
     Raises:
         ScalerCheckpointError: see ``read_record``; the scaler is then unchanged.
@@ -169,11 +146,7 @@ def to_tensor(record: Mapping[str, Any] | None = None) -> torch.Tensor:
 
 
 def from_tensor(tensor: torch.Tensor, where: str) -> object:
-    """Return the record in a tensor of bytes, without validating the record.
-
-    Args:
-        tensor: the result of ``to_tensor``, loaded from a checkpoint.
-        where: the file, for messages.
+    """Return the record in a tensor of ``to_tensor``, without validating the record.
 
     Raises:
         ScalerCheckpointError: the bytes are not a record.

@@ -75,10 +75,6 @@ class LossScaler(ShardedGradScaler):
         device: device type of the gradients, ``"cuda"`` or ``"cpu"``.
         process_group: the ranks that skip the same steps, including all ranks that store a part of
             the same parameter. ``None`` for all ranks.
-
-    Attributes:
-        settings: the settings that the scaler was made with.
-        counter: counts steps, skipped steps and consecutive skips.
     """
 
     def __init__(
@@ -109,10 +105,9 @@ class LossScaler(ShardedGradScaler):
 
     @property
     def loss_scale(self) -> float:
-        """The scale of the last step (before the first step: the initial scale).
+        """The scale of the last step; before the first step the initial scale, or 1 if disabled.
 
-        Reading ``loss_scale`` does not synchronise with the device. ``loss_scale`` is 1 if the
-        scaler is disabled, like ``get_scale()``.
+        Reading ``loss_scale`` does not synchronise with the device.
         """
         if not self._enabled:
             return 1.0
@@ -129,9 +124,8 @@ class LossScaler(ShardedGradScaler):
     def overflow(self) -> torch.Tensor | None:
         """Whether a gradient of any rank is not finite, as a tensor on the device.
 
-        ``overflow`` is ``None`` before ``unscale_`` and after ``update``. A framework that tests
-        the grad norm before the step can read ``overflow``, because reading it does not synchronise
-        with the device.
+        ``overflow`` is ``None`` before ``unscale_`` and after ``update``. Reading it does not
+        synchronise with the device.
         """
         if not self._enabled:
             return None
@@ -147,13 +141,10 @@ class LossScaler(ShardedGradScaler):
         return torch.stack(flags).sum() > 0
 
     def attach(self, loss: torch.Tensor) -> None:
-        """Scale the gradients that this loss will backpropagate; the loss itself is unchanged.
+        """Scale the gradients that this scalar loss will backpropagate; the loss is unchanged.
 
         The gradients are bitwise equal to those of ``scaler.scale(loss).backward()``. A loss that
         requires no gradient (eval mode) is ignored.
-
-        Args:
-            loss: a scalar, of any floating dtype.
         """
         if not self._enabled or not loss.requires_grad:
             return
@@ -244,8 +235,7 @@ class LossScaler(ShardedGradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore scale, growth tracker and settings, as GradScaler does, and ``min_scale``.
 
-        If the state has no ``min_scale`` (like GradScaler's state), the settings' ``min_scale`` is
-        used. A ``min_scale`` above the state's scale is lowered to the state's scale.
+        If the state has no ``min_scale``, the settings' is used, lowered to the state's scale.
         """
         super().load_state_dict(state_dict)
         if self._enabled:
@@ -255,24 +245,15 @@ class LossScaler(ShardedGradScaler):
 
     def reset(self) -> None:
         """Reset the scale to the settings' initial scale, and all counters to 0."""
-        self.load_state_dict(
-            {
-                "scale": self.settings.init_scale,
-                "growth_factor": self.settings.growth_factor,
-                "backoff_factor": self.settings.backoff_factor,
-                "growth_interval": self.settings.growth_interval,
-                "_growth_tracker": 0,
-                "min_scale": self.settings.min_scale,
-            }
-        )
+        scale = {"scale": self.settings.init_scale, "_growth_tracker": 0}
+        self.load_state_dict({**vars(self.settings), **scale})
         self.counter = SkipCounter(self.settings.max_skips)
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
         """Update the scale after a framework's loop took a step, or skipped it as non-finite.
 
-        ``settle`` is for a loop that tests the norm of the unscaled gradients itself and cannot
-        call this scaler's ``step``. A framework's loop calls ``unscale_once`` before each step, and
-        ``settle`` after each step.
+        For a loop that tests the norm of the unscaled gradients itself, and calls ``unscale_once``
+        before each step and ``settle`` after it instead of this scaler's ``step``.
 
         Raises:
             LossScaleError: see ``update``.

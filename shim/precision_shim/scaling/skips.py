@@ -12,8 +12,6 @@ from torch.optim import Optimizer
 from ..errors import LossScaleError
 from ..precision.scaler_record import MAX_SKIPS
 
-__all__ = ["MAX_SKIPS", "SkipCounter", "states_of_no_step"]
-
 
 @dataclass
 class SkipCounter:
@@ -32,11 +30,7 @@ class SkipCounter:
     in_row: int = 0
 
     def note(self, skipped: bool, scale: float) -> None:
-        """Count one step.
-
-        Args:
-            skipped: whether the step was skipped because its gradients were non-finite.
-            scale: the loss scale of the step.
+        """Count one step, which was skipped or not, at a loss scale.
 
         Raises:
             LossScaleError: this is the ``limit``-th consecutive skip.
@@ -57,16 +51,12 @@ class SkipCounter:
 
 
 def states_of_no_step(optimizer: Optimizer, initialize: Callable[[], Any]) -> Any:
-    """Make the states of an optimizer without states, with a step count of 0.
+    """Make the states of an optimizer without states with ``initialize``, with a step count of 0.
 
     To make missing states, torch's distributed checkpoint and torchtitan step on zero gradients;
     the step counts are then 1. If parameters have gradients, torch and torchtitan make no states.
     Without this function, a checkpoint that is saved after only skipped steps would not resume
     exactly, or would not load.
-
-    Args:
-        optimizer: an optimizer without states.
-        initialize: makes the states.
     """
     parameters = [param for group in optimizer.param_groups for param in group["params"]]
     gradients = [param.grad for param in parameters]

@@ -39,39 +39,18 @@ from precision_shim._lazy import lazily
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from .fused_adam import FusedAdam as FusedAdam
-    from .fused_adam import FusedSGD as FusedSGD
-    from .fused_adam import fused_adam_for as fused_adam_for
-    from .fused_adam import join_master as join_master
-    from .fused_adam import split_master as split_master
-    from .measure import MeasuredBytes as MeasuredBytes
-    from .measure import Part as Part
-    from .measure import measure_bytes as measure_bytes
-    from .megatron_cpu import cuda_means_cpu as cuda_means_cpu
-    from .megatron_cpu import megatron_on_cpu as megatron_on_cpu
-    from .megatron_cpu import model_parallel as model_parallel
-    from .megatron_cpu import tiny_gpt as tiny_gpt
-    from .transformer_engine import StandIn as StandIn
-    from .transformer_engine import real_transformer_engine as real_transformer_engine
-    from .transformer_engine import stand_in_transformer_engine as stand_in_transformer_engine
+    from .fused_adam import *  # noqa: F403
+    from .measure import *  # noqa: F403
+    from .megatron_cpu import *  # noqa: F403
+    from .transformer_engine import *  # noqa: F403
 
-_WHERE = {
-    "FusedAdam": ".fused_adam",
-    "FusedSGD": ".fused_adam",
-    "MeasuredBytes": ".measure",
-    "Part": ".measure",
-    "StandIn": ".transformer_engine",
-    "cuda_means_cpu": ".megatron_cpu",
-    "fused_adam_for": ".fused_adam",
-    "join_master": ".fused_adam",
-    "measure_bytes": ".measure",
-    "megatron_on_cpu": ".megatron_cpu",
-    "model_parallel": ".megatron_cpu",
-    "real_transformer_engine": ".transformer_engine",
-    "split_master": ".fused_adam",
-    "stand_in_transformer_engine": ".transformer_engine",
-    "tiny_gpt": ".megatron_cpu",
+_NAMES = {
+    ".fused_adam": ("FusedAdam", "FusedSGD", "fused_adam_for", "join_master", "split_master"),
+    ".measure": ("MeasuredBytes", "Part", "measure_bytes"),
+    ".megatron_cpu": ("cuda_means_cpu", "megatron_on_cpu", "model_parallel", "tiny_gpt"),
+    ".transformer_engine": ("StandIn", "real_transformer_engine", "stand_in_transformer_engine"),
 }
+_WHERE = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = list(_WHERE)
 __getattr__, __dir__ = lazily(__name__, _WHERE)

@@ -13,6 +13,7 @@ The stand-in differs from TransformerEngine:
   one parameter at a time; TransformerEngine makes them for a whole parameter group.
 * The last bit of an update may differ, because a GPU compiler may contract ``a * b + c``.
 * ``capturable=True`` (for CUDA graphs) raises an error after TransformerEngine's own checks.
+* Sparse gradients and parameters of other dtypes than fp32, fp16 and bf16 raise no error.
 * fp8 *parameters* (``Float8Tensor`` and its relatives) and DTensor states are not supported.
 * The layout of fp8 *moments* is one byte per element plus one scale. TransformerEngine's
   ``Float8Tensor`` may also contain a transposed copy.
@@ -24,23 +25,21 @@ The stand-in's rules were read in 2026-11 from the released TransformerEngine 1.
 
 from __future__ import annotations
 
-import warnings
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+from precision_shim.precision.releases import release
 from precision_shim.precision.remainders import join_master, split_master
 
 from .releases import (
     DEFAULT_VERSION,
     EMPTY_GROUPS_COUNT_SINCE,
-    OLDEST_VERSION,
+    OLDEST,
     PARAM_REMAINDERS_SINCE,
-    at_least,
-    check_state_dtypes,
-    refuse_capturable,
-    release_of,
+    check_arguments,
 )
 from .states import StoredStates
 
@@ -72,24 +71,9 @@ class FusedAdam(StoredStates):
     Steps are counted per parameter group (``group["step"]``), not per parameter. TransformerEngine
     2.19 and later count steps for groups without parameters, too.
 
-    Args:
-        params: parameters or parameter groups.
-        lr: learning rate.
-        betas: decay rates of the first and the second moment.
-        eps: added to the denominator.
-        weight_decay: decoupled (AdamW), or added to the gradient with ``adam_w_mode=False``.
-        amsgrad: never supported.
-        bias_correction: divide the moments by ``1 - beta ** step``.
-        adam_w_mode: decoupled weight decay.
-        capturable: True raises an error, because the stand-in does not support CUDA graphs.
-        master_weights: store a master copy of 16-bit parameters.
-        master_weight_dtype: fp32 or fp16; ignored without ``master_weights``.
-        exp_avg_dtype: fp32, bf16, fp16 or uint8 (fp8).
-        exp_avg_sq_dtype: fp32, bf16, fp16 or uint8 (fp8).
-        use_decoupled_grad: read ``param.decoupled_grad`` instead of ``param.grad``.
-        store_param_remainders: store int16 remainders for bf16 parameters; has an effect only with
-            ``master_weights`` and fp32 masters.
-        set_grad_none: deprecated; use ``zero_grad(set_to_none=...)``.
+    The arguments are TransformerEngine's. ``amsgrad`` and ``capturable`` always raise an error,
+    ``use_decoupled_grad`` reads ``param.decoupled_grad`` instead of ``param.grad``, and
+    ``store_param_remainders`` has an effect only with fp32 masters.
 
     Raises:
         RuntimeError: an argument or a dtype is illegal in the TransformerEngine release.
@@ -121,25 +105,15 @@ class FusedAdam(StoredStates):
     ) -> None:
         if amsgrad:
             raise RuntimeError("FusedAdam (stand-in): AMSGrad is not supported.")
-        check_state_dtypes(
+        master = master_weight_dtype if master_weights else None
+        check_arguments(
             self.te_version,
-            master_weight_dtype if master_weights else None,
+            master,
             exp_avg_dtype,
             exp_avg_sq_dtype,
+            capturable=capturable,
+            remainders=store_param_remainders,
         )
-        remainders = (
-            store_param_remainders and master_weights and master_weight_dtype == torch.float32
-        )
-        if capturable:
-            refuse_capturable(
-                self.te_version,
-                master_weight_dtype if master_weights else None,
-                exp_avg_dtype,
-                exp_avg_sq_dtype,
-                asked_remainders=store_param_remainders,
-                remainders=remainders,
-            )
-
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -160,38 +134,18 @@ class FusedAdam(StoredStates):
             "master_param": master_weight_dtype,
         }
         self.use_decoupled_grad = use_decoupled_grad
-        self.store_param_remainders = remainders
+        self.store_param_remainders = store_param_remainders and master == torch.float32
         self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self.set_grad_none = set_grad_none
-        if set_grad_none is not None and at_least(self.te_version, PARAM_REMAINDERS_SINCE):
-            warnings.warn(
-                "FusedAdam (stand-in): set_grad_none is deprecated, "
-                "use zero_grad(set_to_none=...).",
-                DeprecationWarning,
-                stacklevel=2,
-            )
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drop (default) or zero the gradients that this optimizer reads.
 
-        With ``use_decoupled_grad`` the optimizer reads ``param.decoupled_grad``, and ``param.grad``
-        does not change.
-
-        Args:
-            set_to_none: drop gradients instead of zeroing them; None means True.
-
-        Raises:
-            ValueError: ``set_to_none`` contradicts the constructor's ``set_grad_none``.
+        With ``use_decoupled_grad``, ``param.grad`` does not change. ``set_to_none=None`` means the
+        constructor's deprecated ``set_grad_none``, or else True.
         """
-        if self.set_grad_none is not None:
-            if set_to_none is not None and set_to_none != self.set_grad_none:
-                raise ValueError(
-                    f"FusedAdam (stand-in): zero_grad(set_to_none={set_to_none}) contradicts "
-                    f"set_grad_none={self.set_grad_none} of the constructor"
-                )
-            set_to_none = self.set_grad_none
         if set_to_none is None:
-            set_to_none = True
+            set_to_none = self.set_grad_none is not False
         if not self.use_decoupled_grad:
             super().zero_grad(set_to_none=set_to_none)
             return
@@ -203,28 +157,21 @@ class FusedAdam(StoredStates):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
-        """Take an Adam step for all parameters that have a gradient.
+        """Take an Adam step for all parameters that have a gradient, of any floating dtype.
 
-        Gradients may have any floating dtype. The step does not check for infinite and NaN
-        gradients, which make the parameters and states non-finite, as in TransformerEngine.
-
-        Args:
-            closure: computes the loss again and returns it.
-            grad_scaler: ignored; TransformerEngine reads it only with ``capturable``.
-
-        Returns:
-            The result of ``closure``, or None.
+        The step does not check for infinite and NaN gradients, which make the parameters and states
+        non-finite, as in TransformerEngine. ``grad_scaler`` is ignored: TransformerEngine reads it
+        only with ``capturable``.
 
         Raises:
-            RuntimeError: a gradient is sparse, a parameter is not fp32, fp16 or bf16, or a group
-                contains both fp16 and bf16 parameters.
+            RuntimeError: a group contains both fp16 and bf16 parameters.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            if group["params"] or at_least(self.te_version, EMPTY_GROUPS_COUNT_SINCE):
+            if group["params"] or release(self.te_version) >= EMPTY_GROUPS_COUNT_SINCE:
                 group["step"] = group.get("step", 0) + 1
             if group["params"]:
                 self._step_group(group)
@@ -232,33 +179,21 @@ class FusedAdam(StoredStates):
 
     def _step_group(self, group: dict[str, Any]) -> None:
         ready: list[tuple[torch.Tensor, torch.Tensor]] = []
-        half_precisions = set()
+        gradient = "decoupled_grad" if self.use_decoupled_grad else "grad"
         for param in group["params"]:
             if not self.state[param]:
-                self._initialize_for_step(param)
-            decoupled = self.use_decoupled_grad
-            grad = getattr(param, "decoupled_grad", None) if decoupled else param.grad
-            if grad is None:
-                continue
-            if grad.is_sparse:
-                raise RuntimeError("FusedAdam (stand-in): sparse gradients are not supported.")
-            if param.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-                raise RuntimeError(
-                    "FusedAdam (stand-in): parameters must be fp32, fp16 or bf16, "
-                    f"got {param.dtype}."
-                )
-            half_precisions.add(param.dtype)
-            ready.append((param, grad))
+                # The arguments of initialize_state() differ between the releases.
+                super().initialize_state(param, self._keeps_remainder(param, "master_param"))
+            grad = getattr(param, gradient, None)
+            if grad is not None:
+                ready.append((param, grad))
         # TransformerEngine's kernels accept one list of 16-bit parameters, all of the same dtype.
-        if {torch.float16, torch.bfloat16} <= half_precisions:
+        if {torch.float16, torch.bfloat16} <= {param.dtype for param, _ in ready}:
             raise RuntimeError(
                 "FusedAdam (stand-in): fp16 and bf16 parameters cannot share a parameter group."
             )
         for param, grad in ready:
             self._step_param(group, param, grad)
-
-    def _initialize_for_step(self, param: torch.Tensor) -> None:
-        self.initialize_state(param, self._keeps_remainder(param, "master_param"))
 
     def _step_param(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor) -> None:
         state = self.state[param]
@@ -273,33 +208,7 @@ class FusedAdam(StoredStates):
         else:
             master = value = self.get_unscaled_state(param, "master_param")
 
-        self._adam(group, value, grad.detach().float(), exp_avg, exp_avg_sq)
-
-        if remainder:
-            rounded, low = split_master(value)
-            param.copy_(rounded)
-            state["master_param"].copy_(low)
-        elif value.data_ptr() != param.data_ptr():
-            param.copy_(value)
-        self._store(param, "exp_avg", exp_avg)
-        self._store(param, "exp_avg_sq", exp_avg_sq)
-        if master is not None:
-            self._store(param, "master_param", master)
-
-    def _store(self, param: torch.Tensor, name: str, value: torch.Tensor) -> None:
-        # An fp32 state needs no copy, because _adam() has updated it in place.
-        if self.name_to_dtype_map[name] != torch.float32:
-            self._apply_scale(name, value, self.state[param][name], self._scales[param][name])
-
-    def _adam(
-        self,
-        group: dict[str, Any],
-        value: torch.Tensor,
-        grad: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-    ) -> None:
-        """Update ``value``, ``exp_avg`` and ``exp_avg_sq`` (fp32) in place."""
+        grad = grad.detach().float()
         # The kernel receives hyperparameters in fp32, and also computes 1 - beta in fp32.
         beta1, beta2, lr, eps, decay = (
             _as_fp32(x) for x in (*group["betas"], group["lr"], group["eps"], group["weight_decay"])
@@ -319,87 +228,64 @@ class FusedAdam(StoredStates):
             update.add_(decay * value)
         value.sub_(update.mul_(lr))
 
+        if remainder:
+            rounded, low = split_master(value)
+            param.copy_(rounded)
+            state["master_param"].copy_(low)
+        elif value.data_ptr() != param.data_ptr():
+            param.copy_(value)
+        self.set_scaled_state(param, "exp_avg", exp_avg)
+        self.set_scaled_state(param, "exp_avg_sq", exp_avg_sq)
+        if master is not None:
+            self.set_scaled_state(param, "master_param", master)
+
 
 def _as_fp32(number: Any) -> float:
     return float(torch.tensor(float(number), dtype=torch.float32))
 
 
+_WITH_REMAINDERS = inspect.signature(FusedAdam.__init__)
+_WITHOUT_REMAINDERS = _WITH_REMAINDERS.replace(
+    parameters=[
+        parameter
+        for name, parameter in _WITH_REMAINDERS.parameters.items()
+        if name != "store_param_remainders"
+    ]
+)
+
+
 class _FusedAdamWithoutRemainders(FusedAdam):
-    """``FusedAdam`` before TransformerEngine 2.1, without remainders and with other defaults."""
+    """``FusedAdam`` before TransformerEngine 2.1; pass the arguments after ``amsgrad`` by name."""
 
     te_version = "2.0.0"
 
-    def __init__(  # noqa: PLR0917 - TransformerEngine's signature
-        self,
-        params: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]],
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        adam_w_mode: bool = True,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        set_grad_none: bool = True,
-        capturable: bool = False,
-        master_weights: bool = False,
-        master_weight_dtype: torch.dtype = torch.float32,
-        exp_avg_dtype: torch.dtype = torch.float32,
-        exp_avg_sq_dtype: torch.dtype = torch.float32,
-        use_decoupled_grad: bool = False,
-    ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            bias_correction=bias_correction,
-            adam_w_mode=adam_w_mode,
-            capturable=capturable,
-            master_weights=master_weights,
-            master_weight_dtype=master_weight_dtype,
-            exp_avg_dtype=exp_avg_dtype,
-            exp_avg_sq_dtype=exp_avg_sq_dtype,
-            use_decoupled_grad=use_decoupled_grad,
-            set_grad_none=set_grad_none,
-        )
+    def __init__(self, *args: Any, **options: Any) -> None:
+        _WITHOUT_REMAINDERS.bind(self, *args, **options)
+        super().__init__(*args, **options)
 
-    def zero_grad(self) -> None:  # type: ignore[override]
-        super().zero_grad()
+    __init__.__signature__ = _WITHOUT_REMAINDERS  # type: ignore[attr-defined]
 
     def initialize_state(self, param: torch.Tensor) -> None:  # type: ignore[override]
         super().initialize_state(param, False)
 
-    def _initialize_for_step(self, param: torch.Tensor) -> None:
-        self.initialize_state(param)
-
 
 def fused_adam_for(version: str) -> type[FusedAdam]:
-    """Return the stand-in for ``FusedAdam`` of TransformerEngine ``version``.
+    """Return the stand-in for ``FusedAdam`` of TransformerEngine ``version``, 1.13 or newer.
 
     TransformerEngine 2.1 and later have remainders; before 2.1 the constructor lacks the argument
     ``store_param_remainders``, and ``initialize_state`` has one parameter. TransformerEngine 2.3
     and later accept bf16 moments. TransformerEngine 2.14 and later accept two bf16 moments with
     ``capturable``. TransformerEngine 2.19 and later count steps for groups without parameters, too.
 
-    Args:
-        version: a TransformerEngine version, 1.13 or newer.
-
-    Returns:
-        :class:`FusedAdam` for 2.11.0, a subclass of the same name for any other version.
-
     Raises:
         ValueError: ``version`` is not a version, or is older than 1.13.
     """
-    release = release_of(version)
-    if release < release_of(OLDEST_VERSION):
-        raise ValueError(
-            f"no stand-in for TransformerEngine {version}: known from {OLDEST_VERSION} on"
-        )
+    if release(version) < OLDEST:
+        raise ValueError(f"no stand-in for TransformerEngine {version}: known from 1.13 on")
     if version == DEFAULT_VERSION:
         return FusedAdam
-    base = FusedAdam if release >= PARAM_REMAINDERS_SINCE else _FusedAdamWithoutRemainders
+    has_remainders = release(version) >= PARAM_REMAINDERS_SINCE
+    base = FusedAdam if has_remainders else _FusedAdamWithoutRemainders
     return type("FusedAdam", (base,), {"te_version": version, "__doc__": base.__doc__})
 
 

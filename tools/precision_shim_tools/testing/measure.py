@@ -77,7 +77,7 @@ class MeasuredBytes:
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of ranks that share the states of the first entry of ``data_parallel_sizes``."""
+        """The first entry of ``data_parallel_sizes``."""
         return next(iter(self.data_parallel_sizes.values()))
 
     @property
@@ -94,43 +94,31 @@ class MeasuredBytes:
     def per_parameter(self) -> float:
         """Bytes per trainable parameter for a data-parallel size of 1, without padding.
 
-        Each kind's bytes are divided by the parameters that this rank's model or optimizer has, so
-        sharding does not change the quotient. ``frozen`` and ``other`` are left out, because their
-        sizes do not depend on the number of trainable parameters.
+        ``frozen`` and ``other`` are left out, because their sizes do not depend on the number of
+        trainable parameters.
         """
         return sum(self.parts[name].bytes_per_parameter for name in PER_PARAMETER)
 
     def __str__(self) -> str:
-        lines = [f"{'part':<13}{'dtypes':<20}{'bytes':>12}{'B/param':>9}  held"]
-        for name, part in self.parts.items():
-            if part.nbytes:
-                sizes = dict.fromkeys(self.data_parallel_sizes.values())
-                held = ", ".join(f"1/{size}" for size in sizes) if part.sharded else "whole"
-                lines.append(
-                    f"{name:<13}{'+'.join(part.dtypes):<20}{part.nbytes:>12,}"
-                    f"{part.bytes_per_parameter:>9.2f}  {held}"
-                )
-        lines.append(f"{'total':<33}{self.total:>12,}{self.per_parameter:>9.2f}")
-        return "\n".join(lines)
+        lines = [
+            f"{name}: {'+'.join(part.dtypes)}, {part.nbytes:,} bytes, "
+            f"{part.bytes_per_parameter:.2f} per parameter"
+            for name, part in self.parts.items()
+            if part.nbytes
+        ]
+        total = f"total: {self.total:,} bytes, {self.per_parameter:.2f} per parameter"
+        return "\n".join([*lines, total])
 
 
 def measure_bytes(model_chunks: Any, optimizer: Any) -> MeasuredBytes:
     """Count the bytes of model, gradients and optimizer state from the live tensors.
 
-    The function accepts Megatron's DDP chunks with a ``DistributedOptimizer``, a
-    ``ChainedOptimizer`` or a mixed-precision optimizer without sharding. The function also accepts
-    a plain module with a torch optimizer. Optimizer states exist only after the first step.
+    Model and optimizer can have any form that ``precision_shim.audit`` accepts; an optimizer of
+    ``None`` counts the model only. Optimizer states exist only after the first step.
 
     On megatron-core 0.16.1 with data-parallel size 1, a bf16 model has 18 bytes per parameter with
     Megatron's defaults (measured 2026-11). With bf16 main gradients and bf16 moments, a bf16 model
     has 12 bytes per parameter with fp32 masters, or 10 with int16 remainders as masters.
-
-    Args:
-        model_chunks: a module or a list of modules (``get_megatron_optimizer`` accepts the same).
-        optimizer: the optimizer of ``model_chunks``; None to count the model only.
-
-    Returns:
-        :class:`MeasuredBytes` for this rank.
     """
     readings = read_optimizers(model_chunks, optimizer)
     measured = measure(readings)

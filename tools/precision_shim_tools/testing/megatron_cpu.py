@@ -23,6 +23,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -160,10 +161,9 @@ def cuda_means_cpu() -> Iterator[None]:
     """Map CUDA device names to the CPU in torch, in this thread, inside the context.
 
     Inside the context, a device given as ``"cuda"``, ``"cuda:0"``, ``torch.device("cuda")`` or a
-    bare number means the CPU in every torch function and in ``Tensor.to``. ``Tensor.cuda()`` and
-    ``pin_memory()`` return the tensor itself. ``Tensor.type()`` returns a GPU's names, such as
-    ``torch.cuda.FloatTensor``, because Megatron's optimizers compare these names. Streams, events,
-    ``synchronize`` and seed functions do nothing, and ``torch.cuda.current_device()`` is 0.
+    bare number means the CPU in every torch function and in ``Tensor.to``. ``Tensor.type()``
+    returns a GPU's names, such as ``torch.cuda.FloatTensor``, because Megatron's optimizers compare
+    these names. Streams, events, ``synchronize`` and seed functions do nothing.
     ``torch.cuda.is_available()`` is unchanged. The context can be nested.
 
     The device names are mapped in the calling thread only (a ``TorchFunctionMode``); the
@@ -175,21 +175,8 @@ def cuda_means_cpu() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _patch(owner: Any, values: dict[str, Any]) -> Iterator[None]:
-    missing = object()
-    before = {name: vars(owner).get(name, missing) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            if value is missing:
-                with contextlib.suppress(AttributeError):
-                    delattr(owner, name)
-            else:
-                setattr(owner, name, value)
+def _patch(owner: Any, values: dict[str, Any]) -> Any:
+    return mock.patch.multiple(owner, create=True, **values)
 
 
 @contextmanager
@@ -240,7 +227,6 @@ def model_parallel(
 
     Each of the ``world_size`` processes passes its own ``rank`` and the same ``init_file``, a path
     that does not exist yet. ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` are set inside the context.
-    Seeds torch.
 
     Args:
         world_size: number of processes.
@@ -249,23 +235,17 @@ def model_parallel(
         seed: seed of torch's random generator and of Megatron's tracker of random-number states.
         parallel: arguments of ``parallel_state.initialize_model_parallel``, for example
             ``tensor_model_parallel_size=2`` or ``expert_model_parallel_size=2``.
-
-    Raises:
-        ValueError: there are several processes, but no ``init_file``.
-        RuntimeError: a process group already exists.
     """
     from megatron.core import parallel_state, tensor_parallel
 
     if world_size > 1 and init_file is None:
         raise ValueError("several processes need an init_file to meet at")
-    if torch.distributed.is_initialized():
-        raise RuntimeError("model_parallel: torch.distributed is initialized already")
     with contextlib.ExitStack() as stack:
         if init_file is None:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             init_file = os.path.join(folder, "rendezvous")
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
-        stack.enter_context(_environment({name: str(n) for name, n in numbers.items()}))
+        stack.enter_context(mock.patch.dict(os.environ, {k: str(n) for k, n in numbers.items()}))
         torch.distributed.init_process_group(
             "gloo", init_method=f"file://{init_file}", world_size=world_size, rank=rank
         )
@@ -277,26 +257,10 @@ def model_parallel(
         yield
 
 
-@contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
 def tiny_gpt(
     dtype: torch.dtype = torch.bfloat16,
     *,
-    num_layers: int = 2,
     hidden_size: int = 16,
-    num_attention_heads: int = 2,
     vocab_size: int = 32,
     max_sequence_length: int = 8,
     num_moe_experts: int | None = None,
@@ -312,22 +276,17 @@ def tiny_gpt(
         dtype: dtype of the parameters: ``torch.bfloat16``, ``torch.float16`` or ``torch.float32``.
             The caller or ``get_model`` wraps a 16-bit model in Megatron's ``Float16Module``, which
             converts the parameters.
-        num_layers: number of transformer layers.
         hidden_size: width of the model.
-        num_attention_heads: number of heads per layer.
         vocab_size: number of tokens.
         max_sequence_length: number of positions.
         num_moe_experts: number of experts; None for a dense model.
-        config: further fields of ``TransformerConfig``, which override the other arguments' values.
+        config: further fields of ``TransformerConfig``, such as ``num_layers`` (default 2) and
+            ``num_attention_heads`` (default 2).
 
     Returns:
         ``provider(pre_process=True, post_process=True, vp_stage=None, **ignored)``, which returns a
         ``megatron.core.models.gpt.GPTModel``. Parameters of Megatron's layers that read
         ``params_dtype`` are in ``dtype``, all other parameters are in fp32.
-
-    Raises:
-        ImportError: megatron-core is not installed.
-        ValueError: ``dtype`` is not bf16, fp16 or fp32.
     """
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"tiny_gpt: dtype must be bf16, fp16 or fp32, got {dtype}")
@@ -336,9 +295,9 @@ def tiny_gpt(
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     values: dict[str, Any] = {
-        "num_layers": num_layers,
+        "num_layers": 2,
         "hidden_size": hidden_size,
-        "num_attention_heads": num_attention_heads,
+        "num_attention_heads": 2,
         "ffn_hidden_size": 4 * hidden_size,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,

@@ -1,115 +1,74 @@
 """Rules on the arguments of ``FusedAdam`` in each TransformerEngine release, for the stand-in.
 
-Each function has a TransformerEngine version as argument and needs no optimizer. The module
-docstring of ``fused_adam`` lists the releases from whose source the rules were read.
+The module docstring of ``fused_adam`` lists the releases from whose source the rules were read.
 """
 
 from __future__ import annotations
 
-import re
-
 import torch
+
+from precision_shim.precision.releases import BF16_MOMENTS_SINCE, release
 
 DEFAULT_VERSION = "2.11.0"
 """The TransformerEngine release that the class ``FusedAdam`` reproduces."""
 
-OLDEST_VERSION = "1.13.0"
+OLDEST = (1, 13)
 """The oldest release that ``fused_adam_for`` supports."""
 
 PARAM_REMAINDERS_SINCE = (2, 1)
 EMPTY_GROUPS_COUNT_SINCE = (2, 19)
-_BF16_MOMENTS_SINCE = (2, 3)
 _CAPTURABLE_BF16_SINCE = (2, 14)
 
 
-def release_of(version: str) -> tuple[int, int]:
-    """Return the major and minor number of a version.
-
-    Raises:
-        ValueError: the text is not a version.
-    """
-    match = re.match(r"v?(\d+)\.(\d+)", version)
-    if match is None:
-        raise ValueError(f"not a TransformerEngine version: {version!r}")
-    return int(match[1]), int(match[2])
-
-
-def at_least(version: str, release: tuple[int, int]) -> bool:
-    """Whether a version is ``release`` or newer, such as ``"2.3.1"`` for ``(2, 3)``."""
-    return release_of(version) >= release
-
-
-def check_state_dtypes(
-    version: str,
-    master: torch.dtype | None,
-    exp_avg: torch.dtype,
-    exp_avg_sq: torch.dtype,
-) -> None:
-    """Raise an error if a version does not accept the given dtypes of the states.
-
-    Args:
-        version: a TransformerEngine version.
-        master: dtype of the masters; ``None`` without masters.
-        exp_avg: dtype of the first moment.
-        exp_avg_sq: dtype of the second moment.
-
-    Raises:
-        RuntimeError: the version does not accept one of the dtypes.
-    """
-    if master not in (None, torch.float32, torch.float16):
-        raise RuntimeError(
-            f"FusedAdam (stand-in {version}): master weights must be fp32 or fp16, got {master}."
-        )
-    legal = [torch.float32, torch.float16, torch.uint8]
-    if at_least(version, _BF16_MOMENTS_SINCE):
-        legal.append(torch.bfloat16)
-    for name, dtype in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
-        if dtype not in legal:
-            raise RuntimeError(
-                f"FusedAdam (stand-in {version}): {name} must be one of "
-                f"{', '.join(map(str, legal))}, got {dtype!r}."
-            )
-
-
-def refuse_capturable(
+def check_arguments(
     version: str,
     master: torch.dtype | None,
     exp_avg: torch.dtype,
     exp_avg_sq: torch.dtype,
     *,
-    asked_remainders: bool,
+    capturable: bool,
     remainders: bool,
 ) -> None:
-    """Raise the version's error for ``capturable=True``, or else ``NotImplementedError``.
+    """Raise an error if a version does not accept the given arguments.
 
     Args:
         version: a TransformerEngine version.
         master: dtype of the masters; ``None`` without masters.
         exp_avg: dtype of the first moment.
         exp_avg_sq: dtype of the second moment.
-        asked_remainders: whether ``store_param_remainders`` was passed.
-        remainders: whether ``store_param_remainders`` has an effect.
+        capturable: the constructor's argument.
+        remainders: whether ``store_param_remainders`` was passed.
 
     Raises:
         RuntimeError: the version does not accept the arguments.
-        NotImplementedError: the arguments are legal, but the stand-in has no CUDA graphs.
+        NotImplementedError: the version accepts ``capturable``, but the stand-in does not.
     """
-    where = f"FusedAdam (stand-in {version}): capturable"
+    who = f"FusedAdam (stand-in {version}):"
+    if master not in (None, torch.float32, torch.float16):
+        raise RuntimeError(f"{who} master weights must be fp32 or fp16, got {master}.")
+    legal = [torch.float32, torch.float16, torch.uint8]
+    if release(version) >= BF16_MOMENTS_SINCE:
+        legal.append(torch.bfloat16)
+    for name, dtype in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+        if dtype not in legal:
+            allowed = ", ".join(map(str, legal))
+            raise RuntimeError(f"{who} {name} must be one of {allowed}, got {dtype!r}.")
+    if not capturable:
+        return
     if master not in (None, torch.float32):
-        raise RuntimeError(f"{where} takes only fp32 master weights, got {master}.")
-    both_bf16 = exp_avg == exp_avg_sq == torch.bfloat16
-    both_fp32 = exp_avg == exp_avg_sq == torch.float32
-    newer = at_least(version, _CAPTURABLE_BF16_SINCE)
-    if not both_fp32 and not (newer and both_bf16):
+        raise RuntimeError(f"{who} capturable takes only fp32 master weights, got {master}.")
+    newer = release(version) >= _CAPTURABLE_BF16_SINCE
+    capturable_dtypes = (torch.float32, torch.bfloat16) if newer else (torch.float32,)
+    if exp_avg != exp_avg_sq or exp_avg not in capturable_dtypes:
         allowed = "both fp32 or both bf16" if newer else "fp32"
         raise RuntimeError(
-            f"{where} wants moments that are {allowed}, got {exp_avg} and {exp_avg_sq}."
+            f"{who} capturable wants moments that are {allowed}, got {exp_avg} and {exp_avg_sq}."
         )
     # TransformerEngine 2.13 and earlier refuse store_param_remainders; 2.14 and later refuse it
     # only if it has an effect.
-    if remainders if newer else asked_remainders:
-        raise RuntimeError(f"{where} does not go with store_param_remainders.")
+    if remainders and (master is not None or not newer):
+        raise RuntimeError(f"{who} capturable does not go with store_param_remainders.")
     raise NotImplementedError(
-        f"{where}=True is legal in TransformerEngine {version} but needs CUDA graphs; "
+        f"{who} capturable=True is legal in TransformerEngine {version} but needs CUDA graphs; "
         "this stand-in runs without them. Use capturable=False, or the real FusedAdam."
     )

@@ -6,7 +6,6 @@ The module docstring of ``fused_adam`` lists the differences from TransformerEng
 from __future__ import annotations
 
 from collections.abc import Iterable
-from copy import deepcopy
 from itertools import chain
 from typing import Any
 
@@ -50,13 +49,6 @@ class StoredStates(torch.optim.Optimizer):
         For an fp32 state the stored tensor is returned, not a copy. For a remainder the int16
         tensor is returned, **not** the master; :func:`join_master` rebuilds the master.
 
-        Args:
-            param: a parameter of this optimizer.
-            state_name: ``exp_avg``, ``exp_avg_sq`` or ``master_param``.
-
-        Returns:
-            A tensor of the parameter's shape, in fp32 (int16 for a remainder).
-
         Raises:
             KeyError: the state does not exist.
             AssertionError: the stored tensor does not have the dtype in ``name_to_dtype_map``.
@@ -78,14 +70,9 @@ class StoredStates(torch.optim.Optimizer):
     def set_scaled_state(
         self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor
     ) -> None:
-        """Store a state of ``param``, scaled and rounded to the dtype of the state.
+        """Store a state of ``param``, scaled and rounded to the state's dtype.
 
         As in TransformerEngine, storing an fp16 state scales ``unscaled_state`` **in place**.
-
-        Args:
-            param: a parameter of this optimizer.
-            state_name: ``exp_avg``, ``exp_avg_sq`` or ``master_param``.
-            unscaled_state: fp32 (int16 for a remainder), of the parameter's shape.
 
         Raises:
             AssertionError: ``unscaled_state`` is not fp32 (int16 for a remainder).
@@ -95,52 +82,28 @@ class StoredStates(torch.optim.Optimizer):
         assert unscaled_state.dtype == expected, (state_name, unscaled_state.dtype, expected)
         state = self.state[param]
         if state_name not in state:
-            self._initialize_state(param, state_name, False, remainder)
-        if self.name_to_dtype_map[state_name] == torch.float32:
-            state[state_name].copy_(unscaled_state)
-        else:
-            scale = self._scales[param][state_name]
-            self._apply_scale(state_name, unscaled_state, state[state_name], scale)
-
-    def _apply_scale(
-        self,
-        state_name: str,
-        unscaled_state: torch.Tensor,
-        scaled_state: torch.Tensor,
-        scale: torch.Tensor,
-    ) -> None:
-        assert unscaled_state.dtype == torch.float32, unscaled_state.dtype
-        dtype = self.name_to_dtype_map[state_name]
-        assert scaled_state.dtype == dtype, (state_name, scaled_state.dtype, dtype)
-        if dtype == torch.bfloat16:
-            scaled_state.copy_(unscaled_state)
+            self._initialize_state(param, state_name, remainder)
+        stored = state[state_name]
+        if stored.dtype not in _LARGEST_SCALED:
+            stored.copy_(unscaled_state)
             return
-        unscaled_state = unscaled_state.to(scaled_state.device)
+        scale = self._scales[param][state_name]
+        unscaled_state = unscaled_state.to(stored.device)
         lowest, highest = torch.aminmax(unscaled_state)
-        scale.copy_(torch.maximum(-lowest, highest) / _LARGEST_SCALED[dtype])
+        scale.copy_(torch.maximum(-lowest, highest) / _LARGEST_SCALED[stored.dtype])
         # A tensor of zeros has the scale 0. TransformerEngine prevents the division by a scale of 0
         # only for fp16.
         inverse = torch.where(scale > 0, scale.reciprocal(), torch.zeros_like(scale))
-        if dtype == torch.float16:
-            scaled_state.copy_(unscaled_state.mul_(inverse))
+        if stored.dtype == torch.float16:
+            stored.copy_(unscaled_state.mul_(inverse))
         else:
-            scaled_state.view(_FP8).copy_((unscaled_state * inverse).to(_FP8))
+            stored.view(_FP8).copy_((unscaled_state * inverse).to(_FP8))
 
-    def _initialize_state(
-        self,
-        param: torch.Tensor,
-        state_name: str,
-        zero_buffer: bool,
-        store_param_remainders: bool = False,
-    ) -> None:
+    def _initialize_state(self, param: torch.Tensor, state_name: str, remainder: bool) -> None:
         dtype = self.name_to_dtype_map[state_name]
-        if store_param_remainders:
-            data = torch.zeros(param.shape, dtype=torch.int16, device=param.device)
-        else:
-            data = torch.empty(param.shape, dtype=dtype, device=param.device)
-        if zero_buffer:
-            data.zero_()
-        self.state[param][state_name] = data
+        self.state[param][state_name] = torch.zeros(
+            param.shape, dtype=torch.int16 if remainder else dtype, device=param.device
+        )
         if dtype != torch.float32:
             self._scales.setdefault(param, {})[state_name] = torch.ones(
                 [1], dtype=torch.float32, device=param.device
@@ -150,30 +113,19 @@ class StoredStates(torch.optim.Optimizer):
         """Create the states of ``param``: moments of zero, the master equal to the parameter.
 
         In TransformerEngine 2.0 and earlier ``initialize_state`` has no second argument.
-
-        Args:
-            param: a parameter of this optimizer.
-            store_param_remainders: whether to store a remainder instead of the master.
         """
-        self._initialize_state(param, "exp_avg", zero_buffer=True)
-        self._initialize_state(param, "exp_avg_sq", zero_buffer=True)
+        self._initialize_state(param, "exp_avg", False)
+        self._initialize_state(param, "exp_avg_sq", False)
         if not self.master_weights:
             return
-        self._initialize_state(
-            param,
-            "master_param",
-            zero_buffer=False,
-            store_param_remainders=store_param_remainders,
-        )
+        self._initialize_state(param, "master_param", store_param_remainders)
         if not store_param_remainders:
             self.set_scaled_state(param, "master_param", param.detach().clone().float())
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state dict with every state as fp32, except int16 remainders.
 
-        Returns:
-            ``{"state": {index: {name: tensor}}, "param_groups": [...]}``. fp32 states are the live
-            tensors, not copies.
+        fp32 states are the live tensors, not copies.
         """
         state_dict = super().state_dict()
         by_index = self._params_by_index(state_dict)
@@ -190,11 +142,7 @@ class StoredStates(torch.optim.Optimizer):
 
         A state that this optimizer does not store as a remainder is first cast to fp32, **whatever
         its dtype**. Even another optimizer's int16 remainder is loaded without an error, as a
-        master with wrong values (whole numbers). Loading an fp32 master raises an AssertionError if
-        this optimizer stores remainders.
-
-        Args:
-            state_dict: the result of :meth:`state_dict`.
+        master with wrong values (whole numbers).
 
         Raises:
             ValueError: the groups do not match.
@@ -215,6 +163,5 @@ class StoredStates(torch.optim.Optimizer):
                 self.set_scaled_state(param, name, value if remainder else value.float())
 
     def _params_by_index(self, state_dict: dict[str, Any]) -> dict[Any, torch.Tensor]:
-        saved = deepcopy(state_dict["param_groups"])
-        indices = chain.from_iterable(group["params"] for group in saved)
+        indices = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         return dict(zip(indices, self._all_params(), strict=False))

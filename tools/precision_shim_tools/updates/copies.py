@@ -21,12 +21,7 @@ _FACTOR = re.compile(r"lora_|\.adapter\.")
 
 
 class Copies:
-    """The dtypes of the rollout engines' copies of the weights that one torch optimizer updates.
-
-    Args:
-        reading: the optimizer's ``Reading``.
-        model: the model's modules, or ``None``.
-    """
+    """The dtypes of the rollout engines' copies of the weights that one torch optimizer updates."""
 
     def __init__(self, reading: Reading, model: Any) -> None:
         several = model if isinstance(model, (list, tuple)) else [model]
@@ -44,11 +39,10 @@ class Copies:
             self._own[its.stepped] = its.dtype, names.get(id(its.parameter), "")
 
     def dtype(self, stepped: torch.Tensor, rollout: Rollout | None) -> torch.dtype | None:
-        """Return the dtype of a parameter's copy; ``None`` if it is unknown or there is no copy.
+        """Return the dtype of the copy of a parameter (or of its master, if the optimizer has one).
 
-        Args:
-            stepped: the parameter, or its master, that the torch optimizer updates.
-            rollout: what an adapter or the user said about the copies, or ``None``.
+        The result is ``None`` if the dtype is unknown or there is no copy. ``rollout`` is what an
+        adapter or the user said about the copies.
         """
         told = rollout or self._assumed
         own, name = self._own.get(stepped, (stepped.dtype, ""))

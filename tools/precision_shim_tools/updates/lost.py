@@ -31,28 +31,25 @@ _SHOWN = 8  # maximum number of parameter groups in a table; Megatron makes up t
 def describe(step: int, every: int, groups: list[dict[str, Any]]) -> dict[str, Any]:
     """Return how many of an optimizer's updates were lost on this rank, as data for JSON.
 
+    The result has the arguments, and the share of each kind over all groups, or ``None``.
+
     Args:
         step: number of the step, counted from the attachment of the meter.
         every: number of steps from one measurement to the next.
         groups: for each parameter group whose updates were not all zero: its number ``group``, the
             step's ``lr``, the number of ``elements`` that the step updated, the number of elements
             ``sampled``, and the ``count``s of ``weights``, ``exp_avg_sq`` and ``rollout``.
-
-    Returns:
-        The arguments, and the share of each kind over all groups, or ``None``.
     """
     figures: dict[str, Any] = {"step": step, "every": every, "groups": groups}
     return {**figures, **{name: share([figures], name) for name in METRICS}}
 
 
 def count(dtype: str, updates: int, lost: int) -> dict[str, Any] | None:
-    """Return the counts of one kind of numbers as data for JSON.
+    """Return the counts of one kind of numbers as data for JSON; ``None`` if there are none.
 
-    Args:
-        dtype: how the numbers are stored, such as ``"bf16+int16"``; empty if there are none.
-        updates: number of elements whose update was not zero; for ``exp_avg_sq``, number of
-            elements that the update should make smaller.
-        lost: number of elements in ``updates`` whose stored value did not change.
+    ``dtype`` is how the numbers are stored, such as ``"bf16+int16"``. ``updates`` counts the
+    elements whose update was not zero (for ``exp_avg_sq``: should make them smaller), and ``lost``
+    those of them whose stored value did not change.
     """
     return {"dtype": dtype, "updates": updates, "lost": lost} if dtype else None
 
@@ -60,9 +57,7 @@ def count(dtype: str, updates: int, lost: int) -> dict[str, Any] | None:
 def share(figures: Iterable[Mapping[str, Any]], name: str) -> float | None:
     """Return the share of lost updates over several optimizers, weighted by each group's elements.
 
-    Args:
-        figures: the figures of each optimizer.
-        name: ``"weights"``, ``"exp_avg_sq"`` or ``"rollout"``.
+    ``name`` is a key of ``METRICS``.
     """
     updates = lost = 0.0
     for figure in figures:
@@ -116,11 +111,7 @@ def findings(
 ) -> Iterator[tuple[int, tuple[str, str | None, str | None, str, str, str]]]:
     """Yield the index of each group that lost most of its updates, with fields for a ``Finding``.
 
-    Args:
-        updates: the optimizer's figures.
-        part: the name of the part (optimizer) that the figures belong to.
-        where: framework and version, for messages.
-        masters: dtypes of the part's masters.
+    ``masters`` are the dtypes of the part's masters; ``where`` is framework and version.
     """
     for group in updates.get("groups", ()):
         count = group["weights"]

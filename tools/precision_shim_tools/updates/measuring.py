@@ -30,10 +30,7 @@ from .sampling import MOST_ELEMENTS, Tensors, numel, sample
 class _BeforeStep:
     """Some parameters of one group before a step, on one device and with copies of one dtype.
 
-    Attributes:
-        copy: the dtype of the rollout engines' copies; ``None`` without copies.
-        copies: the rollout engines' copies; ``None`` without copies.
-        ideal: the changes that the step would make without rounding.
+    ``copy`` and ``copies`` are the dtype and the values of the rollout engines' copies.
     """
 
     number: int
@@ -47,13 +44,10 @@ class _BeforeStep:
 
 @dataclass(frozen=True)
 class _Counted:
-    """The counts of a ``_Before``, which are being copied to the host.
+    """The counts of a ``_BeforeStep``, which are being copied to the host.
 
-    Attributes:
-        counts: host tensor that receives the counts and the learning rate.
-        event: recorded after the copy; ``None`` for counts that were made on the host.
-        sampled: size of the sample.
-        weights, exp_avg_sq, copy: how the numbers are stored; empty for numbers that do not exist.
+    ``weights``, ``exp_avg_sq`` and ``copy`` are how the numbers are stored; empty for numbers that
+    do not exist. ``event`` is recorded after the copy; ``None`` for counts made on the host.
     """
 
     number: int
@@ -115,7 +109,7 @@ class Meter:
         self._handles.clear()
         stepper = self._stepper()
         if stepper is not None and meters.of(stepper) is self:
-            meters.drop(stepper)
+            del meters.by_stepper[stepper]
 
     def _give_up(self, reason: str) -> None:
         # The hooks stay registered, because torch is iterating over the hooks during this call.
@@ -142,8 +136,9 @@ class Meter:
             for group in optimizer.param_groups
         ]
         self._elements = [sum(map(numel, group)) for group in stepping]
-        taken = sample(stepping, MOST_ELEMENTS // max(1, meters.count()))
-        rollout = meters.rollout_of(optimizer)
+        measuring = sum(not meter.unmeasured for meter in meters.by_stepper.values())
+        taken = sample(stepping, MOST_ELEMENTS // max(1, measuring))
+        rollout = meters.rollouts.get(optimizer)
         before = []
         for number, group in enumerate(optimizer.param_groups):
             alike: dict[Any, list[Any]] = {}

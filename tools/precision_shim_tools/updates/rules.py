@@ -33,9 +33,8 @@ class UnknownRuleError(Exception):
 class StoredState(NamedTuple):
     """The stored numbers of a sample in fp64; all tensors have the same length.
 
-    Attributes:
-        weights: the weights that the optimizer updates: the masters if there are any.
-        states: the states by name; zeros for a state that the first step will create.
+    ``weights`` are the masters if there are any. ``states`` has zeros for a state that the first
+    step will create.
     """
 
     weights: torch.Tensor
@@ -43,12 +42,7 @@ class StoredState(NamedTuple):
 
 
 class Ideal(NamedTuple):
-    """The changes that one step would make without rounding.
-
-    Attributes:
-        update: change of the weights.
-        exp_avg_sq: change of the second moment; ``None`` without a second moment.
-    """
+    """The changes of weights and second moment (if any) by one step without rounding."""
 
     update: torch.Tensor
     exp_avg_sq: torch.Tensor | None = None
@@ -89,10 +83,7 @@ def _sgd(
 
 
 class Rule:
-    """How one optimizer stores its numbers, and how a step changes them.
-
-    Args:
-        optimizer: a torch optimizer.
+    """How one torch optimizer stores its numbers, and how a step changes them.
 
     Raises:
         UnknownRuleError: there is no rule for the optimizer.

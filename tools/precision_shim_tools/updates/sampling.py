@@ -16,13 +16,7 @@ MOST_TENSORS = 512
 
 
 class Taken:
-    """Samples a parameter, its gradient and its states at the same positions.
-
-    Args:
-        first: position of the first element in this rank's shard.
-        step: distance between the elements.
-        size: number of elements of this rank's shard.
-    """
+    """Samples a parameter, its gradient and its states at the same positions of a shard."""
 
     def __init__(self, first: int, step: int, size: int) -> None:
         self.first, self.step = first, step
@@ -46,11 +40,9 @@ Tensors = Sequence[tuple[torch.Tensor, Taken]]
 
 
 def sample(groups: Sequence[Sequence[torch.Tensor]], most: int) -> list[Tensors]:
-    """Sample evenly spaced elements; each group contributes an equal number, or all it has.
+    """Sample at most ``most`` evenly spaced elements of the parameters of each group.
 
-    Args:
-        groups: the parameters of each group.
-        most: maximum number of elements.
+    Each group contributes an equal number, or all it has.
     """
     there = max(1, sum(map(bool, groups)))
     return [

@@ -31,13 +31,10 @@ class UpdateWatch:
         return [meter.figures for meter in self._meters if meter.figures is not None]
 
     def metrics(self, prefix: str = "") -> dict[str, float]:
-        """Return the shares of lost updates over all optimizers.
+        """Return the shares of lost updates over all optimizers, for a framework's metrics.
 
-        The metrics' names are ``updates_lost``, ``updates_lost_exp_avg_sq`` and
+        The names, after ``prefix``, are ``updates_lost``, ``updates_lost_exp_avg_sq`` and
         ``updates_lost_rollout``.
-
-        Args:
-            prefix: prefix of the metrics' names.
         """
         return lost.metrics([meter.figures for meter in self._meters if meter.figures], prefix)
 
@@ -100,8 +97,7 @@ def watch_updates(
     if isinstance(dtype, torch.dtype):
         for reading in readings:
             meters.tell_rollout(reading.steppers, name_of(dtype))
-    meters_or_none = [attach(reading, every, model=model) for reading in readings]
-    return UpdateWatch([meter for meter in meters_or_none if meter is not None])
+    return UpdateWatch(list(filter(None, (attach(each, every, model=model) for each in readings))))
 
 
 def attach(
@@ -115,13 +111,8 @@ def attach(
 ) -> Meter | None:
     """Attach a meter to the torch optimizer of a ``Reading``; ``None`` if there is no optimizer.
 
-    Args:
-        reading: the optimizer's ``Reading``.
-        every: number of steps from one measurement to the next.
-        model: the model's modules; the meter reads their parameters' names and compute dtype.
-        framework: see ``looking.look``.
-        subject: the model's name, such as ``"actor"``.
-        on_figures: function that is called with the meter when the meter has new figures.
+    The meter reads the model's parameter names and compute dtype. ``on_figures`` is called with the
+    meter when the meter has new figures. ``framework`` and ``subject``: see ``audits.look``.
     """
     if not reading.steppers:
         return None
@@ -133,8 +124,8 @@ def attach(
     where = where_of(framework, reading.framework)
     names = (f"{where}, {subject}" if subject else where, reading.name)
     meter = Meter(stepper, every, names, Copies(reading, model), on_figures)
-    meters.add(stepper, meter)
-    # A strong reference in ``kept`` would keep the optimizer's tensors alive until uninstall().
+    meters.by_stepper[stepper] = meter
+    # A strong reference in ``latest`` would keep the optimizer's tensors alive until uninstall().
     weak = weakref.ref(meter)
     latest.at_clear(lambda: None if (watch := weak()) is None else watch.remove())
     return meter
