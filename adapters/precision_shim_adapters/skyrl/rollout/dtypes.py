@@ -10,25 +10,21 @@ from typing import Any
 
 import torch
 
-from precision_shim.precision.agreement import ENGINE_NAMES
+from precision_shim.precision.agreement import AUTO, ENGINE_NAMES, FP8, Engine
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
-from ...agreement import (
-    AUTO,
-    FP8,
+from ...agreement.lm_head import IsInForce
+from ...agreement.model_files import (
     OF_HEADER,
-    Engine,
-    IsInForce,
-    JobEngines,
-    Wire,
     checkpoint_dtype,
     model_type,
     resolve_by_model,
     stored_dtypes,
-    with_rounded,
-    write_key,
 )
-from ...megatron import DISPATCH
+from ...agreement.names import with_rounded, write_key
+from ...agreement.report import JobEngines
+from ...agreement.weight_sync import Wire
+from ...megatron import DISPATCH, GROUP
 from ...torch_fp16 import FEATURE as FSDP_SCALING
 from ..config import INFERENCE, MODEL_DTYPE, named
 from ..training import fsdp, megatron
@@ -109,13 +105,14 @@ def megatron_dtype(
         in_force: see ``InForce``.
         directory: the model's directory, if it is not the directory in the config.
     """
-    path = getattr(trainer, role).model.path or trainer.policy.model.path
-    return megatron.predicted_dtype(
-        trainer,
-        role,
-        checkpoint_dtype(directory or str(path)),
-        obeyed=in_force(DISPATCH, "megatron"),
-    )
+    path = directory or str(getattr(trainer, role).model.path or trainer.policy.model.path)
+    written = getattr(trainer, role).megatron_config.transformer_config_kwargs or {}
+    checkpoint, bf16 = checkpoint_dtype(path), bool(trainer.bf16)
+    if not checkpoint and not bf16 and not written.get("fp16"):
+        return None
+    obeyed = in_force(DISPATCH, GROUP)
+    provider = megatron.predicted_provider(trainer, role, checkpoint, obeyed=obeyed)
+    return megatron.dtype_of(provider, bf16)
 
 
 def _on_fsdp(trainer: Any, role: str, in_force: IsInForce) -> Engine:
