@@ -69,7 +69,7 @@ def report_lost_updates(call: Call) -> Any:
     group="metrics",
     why="the worker learns here which dtype the inference engines have",
     delete_when="SkyRL says which of its updates are lost to rounding",
-    relies_on=("inference_engine_cfg",),
+    relies_on=("inference_engine_cfg", "cfg"),
     optional=True,
 )
 async def know_rollout(call: Call, inference_engine_cfg: Any) -> Any:

@@ -1,7 +1,4 @@
-"""The dtypes in which a SkyRL job's policy, reference model and inference engines compute.
-
-The driver and ``precision-shim plan`` use this module to read the dtypes from the job's config.
-"""
+"""Read from a SkyRL job's config in which dtypes policy, reference model and engines compute."""
 
 from __future__ import annotations
 
@@ -35,6 +32,18 @@ OVER = ("engine_init_kwargs", "prefill_init_kwargs", "decode_init_kwargs")
 """Sections that override SkyRL's engine settings; before 0.4 SkyRL has only the section
 ``engine_init_kwargs``."""
 
+_DELTA = "skyrl.backends.skyrl_train.weight_sync.delta.checkpoint:DeltaCheckpointPublisher"
+PUBLISHER: dict[str, Any] = {
+    "target": f"{_DELTA}.create_delta_files",
+    "only_if": (_DELTA,),
+    "delete_when": "SkyRL's delta sync sends model_dtype",
+    "optional": True,
+}
+"""Arguments of the seams on the delta sync."""
+
+READ = ("target_dtype", "_base_location", "_current_rank", "_ensure_base_locations")
+"""Names of the delta sync's class on which ``base_dtypes`` relies."""
+
 _KWARGS = "transformer_config_kwargs"
 _MIXED = "mixed_precision"
 _AUTOCAST = "SkyRL runs the model under an autocast to bf16"
@@ -47,7 +56,7 @@ def sides_of(config: Any, in_force: IsInForce, directory: str = "") -> JobEngine
 
     Args:
         config: SkyRL's whole config.
-        in_force: see ``InForce``.
+        in_force: see ``IsInForce``.
         directory: the model's directory, if it is not the directory in the config.
 
     Raises:
@@ -102,7 +111,7 @@ def megatron_dtype(
     Args:
         trainer: the trainer's config.
         role: the model's section in ``trainer``, such as ``"policy"`` or ``"ref"``.
-        in_force: see ``InForce``.
+        in_force: see ``IsInForce``.
         directory: the model's directory, if it is not the directory in the config.
     """
     path = directory or str(getattr(trainer, role).model.path or trainer.policy.model.path)
@@ -219,11 +228,10 @@ def hand_on_names(config: Any) -> None:
 
 
 def send_in_engines_dtype(config: Any) -> list[tuple[str, str]]:
-    """Make SkyRL send the weights in the dtype in which the engines compute.
+    """Make SkyRL, which casts the weights to ``model_dtype``, send them in the engines' dtype.
 
-    SkyRL casts the weights to ``model_dtype`` before it sends them. If a section such as
-    ``engine_init_kwargs`` sets another dtype for all engines, unpatched SkyRL would round the
-    weights twice.
+    If a section such as ``engine_init_kwargs`` sets another dtype for all engines, unpatched SkyRL
+    would round the weights twice.
 
     Returns:
         The decision and its reason, if ``model_dtype`` is replaced.
@@ -297,23 +305,19 @@ def way_of_weights(engines: Any, path: str) -> tuple[str, ...]:
     return (sent, *computes)
 
 
-def dtypes_of_locations(locations: Mapping[str, Any]) -> frozenset[str]:
-    """Canonical names of a base checkpoint's dtypes, read from SkyRL's index of the checkpoint."""
-    return frozenset(
-        OF_HEADER[location.dtype] for location in locations.values() if location.dtype in OF_HEADER
-    )
+def base_dtypes(publisher: Any) -> frozenset[str]:
+    """Canonical names of the dtypes in a delta sync's base checkpoint; empty but on rank 0."""
+    if publisher._current_rank() != 0:
+        return frozenset()
+    names = {location.dtype for location in publisher._ensure_base_locations().values()}
+    return frozenset(OF_HEADER[name] for name in names if name in OF_HEADER)
 
 
 def delta_wires(computes: set[str], stored: frozenset[str]) -> list[Wire]:
     """Make a ``Wire`` for each pair of a base checkpoint's dtype and an engine's dtype.
 
-    The receiver of a delta sync changes bytes in a copy of the base checkpoint. In a delta sync,
-    SkyRL therefore sends the weights in the dtypes of the checkpoint's files and ignores
-    ``model_dtype``.
-
-    Args:
-        computes: canonical names of the dtypes in which the engines compute.
-        stored: canonical names of the dtypes in the base checkpoint's files.
+    The receiver of a delta sync changes bytes in a copy of the base checkpoint, so SkyRL sends the
+    weights in the dtypes of the checkpoint's files (``stored``), whatever ``model_dtype`` is.
     """
     return [
         Wire(

@@ -91,6 +91,7 @@ def _without_mark(overrides: Mapping[str, Any]) -> dict[str, Any]:
     group=GROUP,
     why="builds the Hugging Face model of policy and reference model before FSDP wraps it",
     delete_when=_DELETE,
+    relies_on=("model",),
     optional=True,
 )
 def build_model(call: Call, model_config_kwargs: Any) -> None:
