@@ -18,7 +18,7 @@ from precision_shim.auditing import weight_audit
 from precision_shim.precision.dtypes import CANONICAL
 
 from ..rollout.dtypes import PUBLISHER, READ, base_dtypes
-from ..training.megatron import TRAIN
+from ..training.megatron import TRAIN, WORKER
 
 _AUDIT: dict[str, Any] = {"feature": "audit", "group": "weights audit"}
 _SOURCES = f"{TRAIN}.weight_sync.sources"
@@ -85,13 +85,10 @@ def know_base(call: Call, source: Any) -> Any:
 
 @seam(
     at=[
-        {
-            "target": f"{TRAIN}.workers.{name}.extract_weights",
-            "only_if": (f"{TRAIN}.workers.{name}",),
-        }
-        for name in (
-            "fsdp.fsdp_worker:FSDPWeightExtractor",
-            "megatron.megatron_worker:MegatronWeightExtractor",
+        {"target": f"{extractor}.extract_weights", "only_if": (extractor,)}
+        for extractor in (
+            f"{TRAIN}.workers.fsdp.fsdp_worker:FSDPWeightExtractor",
+            f"{WORKER}:MegatronWeightExtractor",
         )
     ],
     why=_WHY,

@@ -73,10 +73,8 @@ def sides_of(config: Any, in_force: IsInForce, directory: str = "") -> JobEngine
 
 def has_reference(trainer: Any) -> bool:
     """Whether SkyRL builds a reference model."""
-    algorithm = trainer.algorithm
-    return bool(
-        getattr(algorithm, "use_kl_loss", False) or getattr(algorithm, "use_kl_in_reward", False)
-    )
+    keys = ("use_kl_loss", "use_kl_in_reward")
+    return any(getattr(trainer.algorithm, key, False) for key in keys)
 
 
 def _read_trained(trainer: Any, role: str, in_force: IsInForce, directory: str) -> Engine | None:
@@ -187,22 +185,16 @@ def _over_own(own: Engine, section: str, values: Mapping[str, Any]) -> Engine:
 
 def overriding(engines: Any) -> dict[str, Mapping[str, Any]]:
     """The config sections whose values override SkyRL's own values for some or all engines."""
+    sections = {name: getattr(engines, name, None) or {} for name in OVER}
     first, *roles = OVER
-    by_role = getattr(engines, "enable_pd", False) and any(
-        getattr(engines, role, None) for role in roles
-    )
-    return {
-        f"{INFERENCE}.{role}": getattr(engines, role, None) or {}
-        for role in (roles if by_role else (first,))
-    }
+    by_role = getattr(engines, "enable_pd", False) and any(sections[role] for role in roles)
+    return {f"{INFERENCE}.{name}": sections[name] for name in (roles if by_role else (first,))}
 
 
 def started_elsewhere(engines: Any) -> bool:
     """Whether SkyRL uses inference servers that SkyRL itself did not start."""
-    return not engines.run_engines_locally or bool(
-        getattr(engines, "external_proxy_url", None)
-        or getattr(engines, "external_server_urls", None)
-    )
+    keys = ("external_proxy_url", "external_server_urls")
+    return not engines.run_engines_locally or any(getattr(engines, key, None) for key in keys)
 
 
 def _canonical(name: str) -> str:
@@ -217,14 +209,11 @@ def hand_on_names(config: Any) -> None:
         DtypeError: a key's value is no dtype in which an engine computes.
     """
     engines = config.generator.inference_engine
-    name = named(engines.model_dtype)
-    if name != engines.model_dtype:
-        engines.model_dtype = name
+    engines.model_dtype = named(engines.model_dtype)
     for section, values in overriding(engines).items():
         if "dtype" in values:
             name = named(values["dtype"], section, "dtype")
-            if name != values["dtype"]:
-                setattr(engines, section.rpartition(".")[2], {**values, "dtype": name})
+            setattr(engines, section.rpartition(".")[2], {**values, "dtype": name})
 
 
 def send_in_engines_dtype(config: Any) -> list[tuple[str, str]]:
@@ -246,7 +235,7 @@ def send_in_engines_dtype(config: Any) -> list[tuple[str, str]]:
 
 
 def write(config: Any, key: str, value: str) -> None:
-    """Write a value to an engine's config key; see ``rollout.settle``."""
+    """Write a value to an engine's config key."""
     if _KWARGS in key:
         megatron = config.trainer.ref.megatron_config
         kwargs = {**(megatron.transformer_config_kwargs or {}), "fp16": value == "true"}
@@ -263,18 +252,14 @@ def write(config: Any, key: str, value: str) -> None:
 def wires_of(config: Any) -> list[Wire]:
     """Describe the dtypes of a job's weight syncs, from the config that the shim has changed."""
     engines = config.generator.inference_engine
-    sent = _canonical(named(engines.model_dtype))
-    wires = []
-    for rollout in _rollouts(config):
-        if rollout.computes not in (AUTO, FP8, sent):
-            remedy = f"Write {KEY}={ENGINE_NAMES[rollout.computes]}."
-            because = f"SkyRL casts to {KEY}"
-            wires.append(Wire("rollout", rollout.computes, sent, because, KEY, remedy))
+    sent, because = _canonical(named(engines.model_dtype)), f"SkyRL casts to {KEY}"
+    computes = {rollout.computes for rollout in _rollouts(config)} - {AUTO, FP8}
+    wires = [
+        Wire("rollout", dtype, sent, because, KEY, f"Write {KEY}={ENGINE_NAMES[dtype]}.")
+        for dtype in sorted(computes - {sent})
+    ]
     if engines.weight_sync_backend == "delta":
-        stored = stored_dtypes(str(config.trainer.policy.model.path))
-        wires += delta_wires(
-            {rollout.computes for rollout in _rollouts(config)} - {AUTO, FP8}, stored
-        )
+        wires += delta_wires(computes, stored_dtypes(str(config.trainer.policy.model.path)))
     return wires
 
 

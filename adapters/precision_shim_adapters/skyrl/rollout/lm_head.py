@@ -1,7 +1,7 @@
 """SkyRL: compute the LM head in fp32 in policy, reference model and inference engines.
 
-For an fp32 LM head, the driver writes a key into ``model_config_kwargs``, which override the HF
-config. On Megatron, SkyRL reads only the key ``model_config`` inside ``model_config_kwargs``.
+The driver writes a key into ``model_config_kwargs``, which override the HF config. On Megatron,
+SkyRL reads only the key ``model_config`` inside ``model_config_kwargs``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def read_heads(config: Any, in_force: IsInForce) -> list[Head]:
 
     Args:
         config: SkyRL's whole config.
-        in_force: see ``InForce``.
+        in_force: see ``IsInForce``.
     """
     trainer, engines = config.trainer, config.generator.inference_engine
     group, heads = f"Megatron {GROUP}" if trainer.strategy == "megatron" else GROUP, []

@@ -36,13 +36,8 @@ _LOOP = (
     f"{TRAINER}.__init__",
     why="the loss function and the pipeline's schedule exist; the checkpoint is loaded in train()",
     relies_on=(
-        *_LOOP,
-        "loss_fn",
-        "pp_schedule",
-        "optimizers",
-        "model_parts",
-        "checkpointer",
-        "device",
+        *(*_LOOP, "loss_fn", "pp_schedule"),
+        *("optimizers", "model_parts", "checkpointer", "device"),
     ),
     **SCALED,
     **ON_PRETRAINING,
@@ -111,13 +106,7 @@ def other_loop(call: Call, config: Any) -> Any:
 @seam(
     f"{TRAINER}.train_step",
     why="forms the losses of one step, clips and steps",
-    relies_on=(
-        "clip_grad_norm_",
-        "optimizers",
-        "lr_schedulers",
-        "metrics_processor",
-        "zero_grad",
-    ),
+    relies_on=("clip_grad_norm_", "optimizers", "lr_schedulers", "metrics_processor", "zero_grad"),
     **SCALED,
     **ON_PRETRAINING,
 )
