@@ -1,8 +1,4 @@
-"""The dtypes in which the trainer, the reference model and the rollout of an AReaL job compute.
-
-AReaL's launchers and training scripts merge the user's config with AReaL's defaults before they
-start an engine. The shim compares the dtypes in the merged config.
-"""
+"""The dtypes in which the trainer, the reference model and the rollout of an AReaL job compute."""
 
 from __future__ import annotations
 
@@ -61,7 +57,7 @@ def engines(config: Any, *, follows: bool = True) -> tuple[Engine, list[Engine]]
         for name in _SECTIONS.values()
         if backend.startswith(name) and OmegaConf.select(config, name) is not None
     ]
-    return trainer, [other for other in others if other is not None]
+    return trainer, list(filter(None, others))
 
 
 heads = unchanged_heads("actor", "AReaL")

@@ -1,7 +1,6 @@
 """The dtypes in which the trainer and the rollout of a Ray job of ms-swift compute.
 
-Without Ray, the rollout in the trainer's process takes the trainer's dtype. With Ray, ms-swift's
-driver starts vLLM with a key of its own, whose default is the checkpoint's dtype.
+Without Ray, the rollout takes the trainer's dtype. With Ray, vLLM has a key of its own.
 """
 
 from __future__ import annotations
@@ -32,11 +31,7 @@ def _where() -> str:
 
 
 def _engine(group: str, config: dict[str, Any]) -> Engine:
-    """Read a group of vLLM engines; its dtype name is replaced by the name that vLLM accepts.
-
-    Raises:
-        DtypeError: the group's dtype is unknown.
-    """
+    """Read a group of vLLM engines; its dtype name is replaced by the name that vLLM accepts."""
     section, key, extra = config, f"{group}.dtype", config.get(_EXTRA)
     if isinstance(extra, dict) and "dtype" in extra:
         section, key = extra, f"{group}.{_EXTRA}.dtype"

@@ -59,10 +59,7 @@ def coerce_training(training: Any) -> None:
         DtypeError: a name is unknown, or ``training.dtype`` is float16.
     """
     for key in KEYS:
-        value = getattr(training, key)
-        own = own_name(value, f"training.{key}")
-        if own is not value:
-            setattr(training, key, own)
+        setattr(training, key, own_name(getattr(training, key), f"training.{key}"))
     refuse_float16_states(training)
 
 

@@ -14,6 +14,13 @@ from ..rollout.dtypes import asked_of, way_of_weights
 from ..training.megatron import WORKER
 from ..training.overflow import BASE, add_figures
 
+_LOST: dict[str, Any] = {
+    "feature": "audit",
+    "group": "metrics",
+    "delete_when": "SkyRL says which of its updates are lost to rounding",
+    "optional": True,
+}
+
 
 @seam(
     "skyrl.backends.skyrl_train.distributed.fsdp_strategy:FSDPStrategy._fsdp_init_train_model",
@@ -33,28 +40,20 @@ def train_model(call: Call) -> Any:
         return None if training is None else training.scaler
 
     if optimizer is not None:
-        watch(
-            "skyrl",
-            "policy" if type(model).__name__ == "HFModelWrapper" else "critic",
-            optimizer,
-            model=model,
-            scaler=scaler,
-        )
+        subject = "policy" if type(model).__name__ == "HFModelWrapper" else "critic"
+        watch("skyrl", subject, optimizer, model=model, scaler=scaler)
     return model, optimizer, scheduler
 
 
 @seam(
-    feature="audit",
     at=[
         f"{WORKER}:MegatronPolicyWorkerBase.forward_backward",
         f"{BASE}:PolicyWorkerBase.forward_backward",
         f"{BASE}:CriticWorkerBase.forward_backward",
     ],
-    group="metrics",
     why="returns the metrics that the trainer logs, reduced over the ranks",
-    delete_when="SkyRL says which of its updates are lost to rounding",
     relies_on=("all_reduce_metrics", "optimizer"),
-    optional=True,
+    **_LOST,
 )
 def report_lost_updates(call: Call) -> Any:
     """Add the fractions of weight updates lost to rounding to ``forward_backward``'s metrics."""
@@ -65,12 +64,9 @@ def report_lost_updates(call: Call) -> Any:
 
 @seam(
     f"{BASE}:Worker.init_weight_sync_state",
-    "audit",
-    group="metrics",
     why="the worker learns here which dtype the inference engines have",
-    delete_when="SkyRL says which of its updates are lost to rounding",
     relies_on=("inference_engine_cfg", "cfg"),
-    optional=True,
+    **_LOST,
 )
 async def know_rollout(call: Call, inference_engine_cfg: Any) -> Any:
     """Record the inference engines' weight dtypes, for the audit and the count of lost updates."""

@@ -63,7 +63,7 @@ def sides_of(config: Any, in_force: IsInForce, directory: str = "") -> JobEngine
         DtypeError: a key's value is no dtype name.
     """
     trainer, path = config.trainer, directory or str(config.trainer.policy.model.path)
-    others = list(_rollouts(config, directory))
+    others = _rollouts(config.generator.inference_engine, path)
     ref = _read_trained(trainer, "ref", in_force, directory) if has_reference(trainer) else None
     if ref is not None:
         others.insert(0, ref)
@@ -148,11 +148,14 @@ def not_compared(config: Any) -> tuple[str, str]:
     )
 
 
-def _rollouts(config: Any, directory: str = "") -> Iterator[Engine]:
-    path = directory or str(config.trainer.policy.model.path)
-    backend = str(config.generator.inference_engine.backend)
-    for engine in _read_asked(config.generator.inference_engine):
-        yield resolve_by_model(engine, backend, path)
+def _rollouts(engines: Any, path: str) -> list[Engine]:
+    backend = str(engines.backend)
+    return [resolve_by_model(engine, backend, path) for engine in _read_asked(engines)]
+
+
+def _computes(config: Any) -> set[str]:
+    path = str(config.trainer.policy.model.path)
+    return {engine.computes for engine in _rollouts(config.generator.inference_engine, path)}
 
 
 def _read_asked(engines: Any) -> Iterator[Engine]:
@@ -226,7 +229,7 @@ def send_in_engines_dtype(config: Any) -> list[tuple[str, str]]:
         The decision and its reason, if ``model_dtype`` is replaced.
     """
     engines = config.generator.inference_engine
-    computes, before = {rollout.computes for rollout in _rollouts(config)}, engines.model_dtype
+    computes, before = _computes(config), engines.model_dtype
     if len(computes) != 1 or computes & {AUTO, FP8, _canonical(named(before))}:
         return []
     (dtype,) = computes
@@ -253,7 +256,7 @@ def wires_of(config: Any) -> list[Wire]:
     """Describe the dtypes of a job's weight syncs, from the config that the shim has changed."""
     engines = config.generator.inference_engine
     sent, because = _canonical(named(engines.model_dtype)), f"SkyRL casts to {KEY}"
-    computes = {rollout.computes for rollout in _rollouts(config)} - {AUTO, FP8}
+    computes = _computes(config) - {AUTO, FP8}
     wires = [
         Wire("rollout", dtype, sent, because, KEY, f"Write {KEY}={ENGINE_NAMES[dtype]}.")
         for dtype in sorted(computes - {sent})
@@ -264,11 +267,7 @@ def wires_of(config: Any) -> list[Wire]:
 
 
 def asked_of(engines: Any) -> tuple[str, str]:
-    """The name and config key of the engines' dtype; the name is empty if their dtypes differ.
-
-    Args:
-        engines: the section ``generator.inference_engine``.
-    """
+    """The name and config key of the engines' dtype; the name is empty if their dtypes differ."""
     asked = {(engine.computes, engine.key) for engine in _read_asked(engines)}
     if len(asked) > 1:
         return "", KEY
@@ -279,15 +278,12 @@ def asked_of(engines: Any) -> tuple[str, str]:
 def way_of_weights(engines: Any, path: str) -> tuple[str, ...]:
     """Names of the dtypes to which a sync rounds a weight, in order; ``"auto"`` if not known.
 
-    Args:
-        engines: the section ``generator.inference_engine``.
-        path: the policy's model.
+    ``engines`` is the section ``generator.inference_engine``, and ``path`` the policy's model.
     """
-    backend, sent = str(engines.backend), _canonical(named(engines.model_dtype))
-    computes = {resolve_by_model(engine, backend, path).computes for engine in _read_asked(engines)}
+    computes = {engine.computes for engine in _rollouts(engines, path)}
     if len(computes) > 1 or engines.weight_sync_backend == "delta":
         return (AUTO,)  # a delta sync sends weights in the base checkpoint's dtypes
-    return (sent, *computes)
+    return (_canonical(named(engines.model_dtype)), *computes)
 
 
 def base_dtypes(publisher: Any) -> frozenset[str]:
