@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from precision_shim.adapting import Call, around, in_force, seam
 from precision_shim.auditing import meters
 from precision_shim.auditing.automatic import watch
@@ -16,7 +14,7 @@ from precision_shim.precision.dtypes import name_of
 from ...common.ray_actors import put_in_front
 from ...torch_fp16 import ScaledTraining
 from ..rollout import asked_of, rollout_dtype
-from ..training.dtensor import DTYPES, FRAMEWORK, TRAIN
+from ..training.dtensor import DTYPES, FRAMEWORK, TRAIN, add_figures
 from ..training.workers import DTENSOR, EXPORTED, INHERITED, MEGATRON, VALUE_V2, group_at
 
 FEATURE = "audit"
@@ -27,15 +25,16 @@ _RELIES_ON = ("__init__", "optimizer", "model")
 def see(worker: Any) -> None:
     """Audit a worker's optimizer, if the worker has one."""
     optimizer = getattr(worker, "optimizer", None)
-
-    def scaler() -> Any:
-        training = ScaledTraining.of(worker)
-        return None if training is None else training.scaler
-
     group = group_at(worker)
     if optimizer is not None and in_force(FRAMEWORK, FEATURE, group):
         subject = "value" if group == VALUE_V2 else "policy"
-        watch(FRAMEWORK, subject, optimizer, model=worker.model, scaler=scaler)
+        watch(
+            FRAMEWORK,
+            subject,
+            optimizer,
+            model=worker.model,
+            scaler=lambda: getattr(ScaledTraining.of(worker), "scaler", None),
+        )
         _tell_audit(worker)
 
 
@@ -100,17 +99,11 @@ def look_at(call: Call) -> Any:
     optional=True,
 )
 def report_lost_updates(call: Call, eval_mode: Any = False) -> Any:
-    """Add the fractions of weight updates that are lost to rounding to the metrics of ``train``.
-
-    NeMo-RL sums most lists in ``all_mb_metrics`` over micro-batches and ranks, so the shim adds
-    each fraction once per call, on rank 0.
-    """
+    """Add the fractions of weight updates that are lost to rounding to the metrics of ``train``."""
     _tell_meter(call.instance)
     result = call.proceed()
-    first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    if not eval_mode and first:
-        for name, value in meters.metrics(getattr(call.instance, "optimizer", None)).items():
-            result["all_mb_metrics"][name] = [value]
+    if not eval_mode:
+        add_figures(result, meters.metrics(getattr(call.instance, "optimizer", None)))
     return result
 
 

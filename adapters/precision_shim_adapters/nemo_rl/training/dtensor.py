@@ -135,12 +135,10 @@ def build(call: Call, weights_path: Any, optimizer_path: Any) -> None:
                 "that every worker has it."
             )
             return
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        because, configured = scaled_because(name), read_section(instance.cfg, name)
         training = ScaledTraining.make(
-            FRAMEWORK,
-            name,
-            device="cuda" if torch.cuda.is_available() else "cpu",
-            because=scaled_because(name),
-            configured=read_section(instance.cfg, name),
+            FRAMEWORK, name, device=device, because=because, configured=configured
         )
         # Restore the scaler here, because a v1 worker calls load_checkpoint before the scaler
         # exists. In NeMo-RL 0.6 and later a v2 worker does not call load_checkpoint.
@@ -194,7 +192,10 @@ def train(call: Call, loss_fn: Any, eval_mode: Any = False) -> Any:
         with steps, auxiliary_losses(training) as follow:
             call.arguments["loss_fn"] = training.scaled(loss_fn, follow)
             result = call.proceed()
-    return _report(result, training)
+    if result.get("grad_norm") is not None:
+        result["grad_norm"] = training.norm(result["grad_norm"])
+    add_figures(result, training.metrics())
+    return result
 
 
 @seam(
@@ -219,14 +220,10 @@ def unscale_first(call: Call) -> Any:
     return call.proceed()
 
 
-def _report(result: dict[str, Any], training: ScaledTraining) -> dict[str, Any]:
-    """Add the scaler's metrics to a ``train`` result on rank 0, since NeMo-RL sums over ranks."""
-    if result.get("grad_norm") is not None:
-        result["grad_norm"] = training.norm(result["grad_norm"])
+def add_figures(result: dict[str, Any], figures: Mapping[str, float]) -> None:
+    """Add metrics to a ``train`` result on rank 0, because NeMo-RL sums most lists over ranks."""
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        for name, value in training.metrics().items():
-            result["all_mb_metrics"][name] = [value]
-    return result
+        result["all_mb_metrics"].update({name: [value] for name, value in figures.items()})
 
 
 @seam(at=_at_method("save_checkpoint"), why=INHERITED, **_FP16)

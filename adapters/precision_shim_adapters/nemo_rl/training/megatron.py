@@ -19,8 +19,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import torch
-
 from precision_shim.adapting import Call, around, seam, versioned
 from precision_shim.precision.dtypes import parse_dtype
 
@@ -28,7 +26,7 @@ from ... import megatron
 from ...common.ray_actors import put_in_front
 from ...megatron import BUILDING, SCALING, RequestedConfig, building
 from ..audit.optimizers import report_lost_updates
-from .dtensor import BLOCK, FRAMEWORK, TRAIN
+from .dtensor import BLOCK, FRAMEWORK, TRAIN, add_figures
 from .workers import EXPORTED, INHERITED, INLINE, MEGATRON, POLICIES, SETUP, VALUE
 
 _ONE_PLACE = "NeMo-RL decides bucket and optimizer states in one place"
@@ -172,15 +170,10 @@ _RELIES_ON = ("train", "optimizer", "all_mb_metrics", "grad_norm", "eval_mode")
     optional=True,
 )
 def report(call: Call, eval_mode: Any = False) -> Any:
-    """Add the loss scale and the skipped steps to the metrics of a worker's ``train``.
-
-    NeMo-RL sums most lists in ``all_mb_metrics`` over micro-batches and ranks, so the shim adds
-    each metric once per call, on rank 0.
-    """
+    """Add the loss scale and the skipped steps to the metrics of a worker's ``train``."""
     result = call.proceed()
-    if not eval_mode and torch.distributed.get_rank() == 0:
-        for name, value in megatron.metrics(call.instance.optimizer).items():
-            result["all_mb_metrics"][name] = [value]
+    if not eval_mode:
+        add_figures(result, megatron.metrics(call.instance.optimizer))
     return result
 
 

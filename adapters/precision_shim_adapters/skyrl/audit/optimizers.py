@@ -34,14 +34,15 @@ def train_model(call: Call) -> Any:
     """Audit the optimizer of a policy or a critic on FSDP."""
     model, optimizer, scheduler = call.proceed()
     strategy = call.instance
-
-    def scaler() -> Any:
-        training = ScaledTraining.of(strategy)
-        return None if training is None else training.scaler
-
     if optimizer is not None:
         subject = "policy" if type(model).__name__ == "HFModelWrapper" else "critic"
-        watch("skyrl", subject, optimizer, model=model, scaler=scaler)
+        watch(
+            "skyrl",
+            subject,
+            optimizer,
+            model=model,
+            scaler=lambda: getattr(ScaledTraining.of(strategy), "scaler", None),
+        )
     return model, optimizer, scheduler
 
 
@@ -71,11 +72,9 @@ def report_lost_updates(call: Call) -> Any:
 async def know_rollout(call: Call, inference_engine_cfg: Any) -> Any:
     """Record the inference engines' weight dtypes, for the audit and the count of lost updates."""
     worker = call.instance
-    model = getattr(getattr(worker.cfg, "policy", None), "model", None)
-    path = str(getattr(model, "path", "") or "")
     if is_wanted():
         tell_asked("skyrl", *asked_of(inference_engine_cfg))
-    names = way_of_weights(inference_engine_cfg, path)
+    names = way_of_weights(inference_engine_cfg, str(worker.cfg.policy.model.path))
     # Megatron-Bridge merges LoRA into the weights that it exports.
     factors = worker.cfg.strategy != "megatron"
     meters.tell_rollout(getattr(worker, "optimizer", None), *names, factors=factors)

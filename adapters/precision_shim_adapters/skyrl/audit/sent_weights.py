@@ -48,13 +48,9 @@ def wrap(call: Call, source: Any) -> None:
 
 @seam(
     at=[
-        {"target": f"{_SOURCES}:{name}.__iter__", "only_if": (f"{_SOURCES}:{name}",)}
-        for name in (
-            "FsdpWeightSource",
-            "MegatronWeightSource",
-            "SerializedFp8WeightSource",
-            "LoraAdapterWeightSource",
-        )
+        {"target": f"{source}.__iter__", "only_if": (source,)}
+        for kind in ("Fsdp", "Megatron", "SerializedFp8", "LoraAdapter")
+        for source in (f"{_SOURCES}:{kind}WeightSource",)
     ],
     why=_WHY,
     delete_when=_DELETE,

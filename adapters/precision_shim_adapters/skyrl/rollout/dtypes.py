@@ -10,14 +10,8 @@ import torch
 from precision_shim.precision.agreement import AUTO, ENGINE_NAMES, FP8, Engine
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
+from ...agreement import model_files
 from ...agreement.lm_head import IsInForce
-from ...agreement.model_files import (
-    OF_HEADER,
-    checkpoint_dtype,
-    model_type,
-    resolve_by_model,
-    stored_dtypes,
-)
 from ...agreement.names import with_rounded, write_key
 from ...agreement.report import JobEngines
 from ...agreement.weight_sync import Wire
@@ -68,7 +62,7 @@ def sides_of(config: Any, in_force: IsInForce, directory: str = "") -> JobEngine
     if ref is not None:
         others.insert(0, ref)
     policy = _read_trained(trainer, "policy", in_force, directory)
-    return JobEngines(policy, tuple(others), model_type(path))
+    return JobEngines(policy, tuple(others), model_files.model_type(path))
 
 
 def has_reference(trainer: Any) -> bool:
@@ -87,18 +81,13 @@ def _on_megatron(trainer: Any, role: str, in_force: IsInForce, directory: str) -
     dtype = megatron_dtype(trainer, role, in_force, directory)
     if dtype is None:
         return None
-    section = f"trainer.{role}.megatron_config"
     written = getattr(trainer, role).megatron_config.transformer_config_kwargs or {}
     if role == "policy" and not written.get("fp16"):
         return Engine(role, name_of(dtype), "trainer.bf16")
-    return Engine(
-        role,
-        name_of(dtype),
-        f"{section}.{_KWARGS}.fp16",
-        written.get("fp16"),
-        because="" if "fp16" in written else f"trainer.bf16={trainer.bf16}",
-        values={"fp16": "true", "bf16" if trainer.bf16 else "fp32": "false"},
-    )
+    key = f"trainer.{role}.megatron_config.{_KWARGS}.fp16"
+    because = "" if "fp16" in written else f"trainer.bf16={trainer.bf16}"
+    values = {"fp16": "true", "bf16" if trainer.bf16 else "fp32": "false"}
+    return Engine(role, name_of(dtype), key, written.get("fp16"), because, values=values)
 
 
 def megatron_dtype(
@@ -114,7 +103,7 @@ def megatron_dtype(
     """
     path = directory or str(getattr(trainer, role).model.path or trainer.policy.model.path)
     written = getattr(trainer, role).megatron_config.transformer_config_kwargs or {}
-    checkpoint, bf16 = checkpoint_dtype(path), bool(trainer.bf16)
+    checkpoint, bf16 = model_files.checkpoint_dtype(path), bool(trainer.bf16)
     if not checkpoint and not bf16 and not written.get("fp16"):
         return None
     obeyed = in_force(DISPATCH, GROUP)
@@ -128,15 +117,11 @@ def _on_fsdp(trainer: Any, role: str, in_force: IsInForce) -> Engine:
     asked = name_of(fsdp.mixed_dtypes(config, section)["param_dtype"])
     in_fp16 = asked == "fp16" and in_force(FSDP_SCALING, fsdp.GROUP)
     key = f"{section}.{_MIXED}.param_dtype"
-    return Engine(
-        role,
-        asked if in_fp16 else "bf16",
-        key,
-        getattr(getattr(config, _MIXED, None), "param_dtype", None),
-        because="" if in_fp16 or asked == "bf16" else f"{_AUTOCAST}, whatever {key} says",
-        # No value of param_dtype gives fp32 matrix products, because SkyRL autocasts to bf16.
-        values={"bf16": "bfloat16", "fp16": "float16"},
-    )
+    written = getattr(getattr(config, _MIXED, None), "param_dtype", None)
+    because = "" if in_fp16 or asked == "bf16" else f"{_AUTOCAST}, whatever {key} says"
+    # No value of param_dtype gives fp32 matrix products, because SkyRL autocasts to bf16.
+    values = {"bf16": "bfloat16", "fp16": "float16"}
+    return Engine(role, asked if in_fp16 else "bf16", key, written, because, values=values)
 
 
 def not_compared(config: Any) -> tuple[str, str]:
@@ -150,7 +135,7 @@ def not_compared(config: Any) -> tuple[str, str]:
 
 def _rollouts(engines: Any, path: str) -> list[Engine]:
     backend = str(engines.backend)
-    return [resolve_by_model(engine, backend, path) for engine in _read_asked(engines)]
+    return [model_files.resolve_by_model(engine, backend, path) for engine in _read_asked(engines)]
 
 
 def _computes(config: Any) -> set[str]:
@@ -164,14 +149,8 @@ def _read_asked(engines: Any) -> Iterator[Engine]:
         yield Engine("rollout", FP8, "", because=f"{INFERENCE}.fp8_weight_sync_mode={wanted}")
         return
     elsewhere, name = started_elsewhere(engines), named(engines.model_dtype)
-    own = Engine(
-        "rollout",
-        _canonical(name),
-        KEY,
-        name,
-        because=f"{KEY}, if the servers that run already were started so" if elsewhere else "",
-        follows=not elsewhere,
-    )
+    because = f"{KEY}, if the servers that run already were started so" if elsewhere else ""
+    own = Engine("rollout", _canonical(name), KEY, name, because, follows=not elsewhere)
     over = {} if elsewhere else overriding(engines)
     yield from {_over_own(own, section, values) for section, values in over.items()} or {own}
 
@@ -262,7 +241,8 @@ def wires_of(config: Any) -> list[Wire]:
         for dtype in sorted(computes - {sent})
     ]
     if engines.weight_sync_backend == "delta":
-        wires += delta_wires(computes, stored_dtypes(str(config.trainer.policy.model.path)))
+        path = str(config.trainer.policy.model.path)
+        wires += delta_wires(computes, model_files.stored_dtypes(path))
     return wires
 
 
@@ -291,7 +271,7 @@ def base_dtypes(publisher: Any) -> frozenset[str]:
     if publisher._current_rank() != 0:
         return frozenset()
     names = {location.dtype for location in publisher._ensure_base_locations().values()}
-    return frozenset(OF_HEADER[name] for name in names if name in OF_HEADER)
+    return frozenset(model_files.OF_HEADER[name] for name in names if name in model_files.OF_HEADER)
 
 
 def delta_wires(computes: set[str], stored: frozenset[str]) -> list[Wire]:

@@ -105,22 +105,14 @@ def scale_train_model(call: Call) -> Any:
     model, optimizer, scheduler = call.proceed()
     if optimizer is not None and _is_fp16(call.instance):
         subject = "policy" if type(model).__name__ == "HFModelWrapper" else "critic"
-        training = ScaledTraining.make(
-            "skyrl",
-            subject,
-            device=call.instance.device_mesh.device_type,
-            because=scaled_because(subject),
-        )
+        device, because = call.instance.device_mesh.device_type, scaled_because(subject)
+        training = ScaledTraining.make("skyrl", subject, device=device, because=because)
         training.keep(call.instance)
         decide("skyrl", subject, FEATURE, *AUTOCAST)
     return model, optimizer, scheduler
 
 
-@seam(
-    f"{_STRATEGY}.backward",
-    why="every backward pass of the FSDP workers",
-    **_FP16,
-)
+@seam(f"{_STRATEGY}.backward", why="every backward pass of the FSDP workers", **_FP16)
 def scale_loss(call: Call, loss: Any) -> Any:
     """Scale the gradients of a backward pass; the loss that SkyRL reports stays unchanged."""
     training = ScaledTraining.of(call.instance)

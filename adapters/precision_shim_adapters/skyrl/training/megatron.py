@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from contextvars import ContextVar
 from types import SimpleNamespace
@@ -223,15 +222,8 @@ def module_build(call: Call, ddp_config: Any) -> Any:
         return call.proceed()
 
 
-@dataclasses.dataclass
-class _Flag:
-    """Stores ``trainer.bf16``, and the checkpoint's dtype if ``follow_flag`` set another dtype."""
-
-    bf16: bool
-    over: torch.dtype | None = None
-
-
-_flag: ContextVar[_Flag | None] = ContextVar("precision_shim_skyrl_flag", default=None)
+_flag: ContextVar[Any] = ContextVar("precision_shim_skyrl_flag", default=None)
+"""``bf16`` is ``trainer.bf16``; ``over``: the checkpoint's dtype if ``follow_flag`` set another."""
 
 
 @seam(
@@ -244,12 +236,8 @@ _flag: ContextVar[_Flag | None] = ContextVar("precision_shim_skyrl_flag", defaul
     **_HERE,
 )
 def note_flag(call: Call, bf16: Any) -> Any:
-    """Pass ``bf16`` to ``follow_flag``, which sets the dtype of a worker's model.
-
-    The shim reports the dtype after ``init_configs`` has returned, because within ``init_configs``
-    the user's ``transformer_config_kwargs`` may override the dtype.
-    """
-    flag = _Flag(bool(bf16))
+    """Pass ``bf16`` to ``follow_flag``; report the dtype, which the user's kwargs may override."""
+    flag = SimpleNamespace(bf16=bool(bf16), over=None)
     token = _flag.set(flag)
     try:
         result = call.proceed()
@@ -260,13 +248,8 @@ def note_flag(call: Call, bf16: Any) -> Any:
     if flag.over is not None:
         wanted = torch.bfloat16 if flag.bf16 else torch.float32
         own = "" if dtype is wanted else "transformer_config_kwargs go over "
-        decide(
-            "skyrl",
-            _role(worker),
-            DISPATCH,
-            f"model in {name_of(dtype)}",
-            f"{own}trainer.bf16={flag.bf16}; the checkpoint is {name_of(flag.over)}",
-        )
+        because = f"{own}trainer.bf16={flag.bf16}; the checkpoint is {name_of(flag.over)}"
+        decide("skyrl", _role(worker), DISPATCH, f"model in {name_of(dtype)}", because)
     if dtype is torch.float32:
         _warn_of_attention(worker)
     return result
@@ -275,9 +258,8 @@ def note_flag(call: Call, bf16: Any) -> Any:
 def dtype_of(provider: Any, bf16: bool) -> torch.dtype:
     """The dtype of the model that Megatron will build from a provider.
 
-    Megatron-Bridge 0.6 reads ``trainer.bf16`` again when it builds the model. Megatron-Bridge
-    before 0.6 sets the provider's ``bf16`` if ``trainer.bf16`` is true; otherwise it uses the
-    provider's dtype.
+    Megatron-Bridge 0.6 reads ``trainer.bf16`` again when it builds the model. Before 0.6 it sets
+    the provider's ``bf16`` if ``trainer.bf16`` is true.
     """
     if "pipeline_dtype" in look(_BUILDER).names and (bf16 or not provider.fp16):
         return torch.bfloat16 if bf16 else torch.float32
@@ -289,9 +271,7 @@ def dtype_of(provider: Any, bf16: bool) -> torch.dtype:
 def _warn_of_attention(worker: Any) -> None:
     """Warn if TransformerEngine has no attention backend for an fp32 model.
 
-    TransformerEngine's flash and fused attention accept fp16 and bf16 only, and its unfused
-    attention has other limits. SkyRL's ``attention_backend`` has no effect, because it is a string
-    that Megatron compares with an enum.
+    SkyRL's ``attention_backend`` has no effect: it is a string that Megatron compares with an enum.
     """
     release = fused_adam_support().version
     if release is None:
@@ -324,9 +304,7 @@ def follow_flag(call: Call) -> Any:
 
     Megatron-Bridge sets the provider's dtype to the checkpoint's dtype. Without this seam,
     ``bf16=false`` has no effect on a bf16 checkpoint, and ``bf16=true`` contradicts an fp16
-    checkpoint. An fp16 checkpoint with ``bf16=false`` stays fp16. Megatron-Bridge 0.6 and later
-    applies ``bf16`` when it builds the parameters. With a bf16 checkpoint and ``bf16=true``,
-    Megatron raises an error if the user also sets ``fp16=true``.
+    checkpoint. An fp16 checkpoint with ``bf16=false`` stays fp16.
     """
     provider = call.proceed()
     flag = _flag.get()

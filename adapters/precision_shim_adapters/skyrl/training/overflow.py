@@ -146,11 +146,7 @@ def _figures_in(output: Any) -> dict[str, Any]:
     group="trainer",
     why="takes means over a step's mini-batches, of a loss scale and a count too",
     delete_when="it has a reduction for the last value",
-    aliases=(
-        "skyrl.train.trainer:reduce_metrics",
-        f"{BASE}:reduce_metrics",
-        f"{WORKER}:reduce_metrics",
-    ),
+    aliases=tuple(f"{name}:reduce_metrics" for name in ("skyrl.train.trainer", BASE, WORKER)),
 )
 def keep_last(call: Call, metrics: Any) -> Any:
     """Report the last loss scale and skipped-step count, not the means over mini-batches."""

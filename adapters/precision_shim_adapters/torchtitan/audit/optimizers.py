@@ -15,7 +15,7 @@ from precision_shim.precision.dtypes import name_of, parse_dtype
 from ...torch_fp16 import ScaledTraining
 from ..rollout.dtypes import KEY
 from ..training.endpoints import remake
-from ..training.trainers import FRAMEWORK, METRICS, POLICY, PRETRAINING, RL, RL_METRICS, TRAINER
+from ..training.trainers import FRAMEWORK, METRICS, POLICY, PRETRAINING, RL, TRAINER
 
 FEATURE = "audit"
 _BUILT: dict[str, Any] = {
@@ -33,10 +33,6 @@ def _see(trainer: Any, subject: str) -> None:
     if not optimizers:
         return
 
-    def scaler() -> Any:
-        training = ScaledTraining.of(trainer)
-        return None if training is None else training.scaler
-
     watch(
         FRAMEWORK,
         subject,
@@ -44,7 +40,7 @@ def _see(trainer: Any, subject: str) -> None:
         # In a skipped step no inner optimizer steps. All have states once the last has stepped.
         inner=optimizers[-1],
         model=trainer.model_parts,
-        scaler=scaler,
+        scaler=lambda: getattr(ScaledTraining.of(trainer), "scaler", None),
     )
 
 
@@ -70,7 +66,7 @@ def trainer(call: Call) -> None:
 @seam(
     f"{POLICY}.optim_step",
     FEATURE,
-    group=RL_METRICS,
+    group="rl metrics",
     why="its output has the figures of a step",
     delete_when=_LOST,
     relies_on=("OptimStepOutput", "optimizers", "concurrent_endpoint"),

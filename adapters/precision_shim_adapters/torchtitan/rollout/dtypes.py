@@ -74,10 +74,8 @@ def engines(training: Any, model_dtype: Any) -> tuple[Engine, Engine] | None:
     generates = parse_dtype(str(model_dtype))
     if computes is None or generates is None:
         return None
-    return (
-        Engine("policy", name_of(computes), TRAINER_KEY),
-        Engine("rollout", name_of(generates), KEY, model_dtype),
-    )
+    rollout = Engine("rollout", name_of(generates), KEY, model_dtype)
+    return Engine("policy", name_of(computes), TRAINER_KEY), rollout
 
 
 @seam(

@@ -17,8 +17,9 @@ from precision_shim.adapting import decide, in_force, seam
 from precision_shim.errors import SeamError
 
 from ...torch_fp16 import FEATURE
-from .trainers import ATTENTION, FRAMEWORK, UPSTREAM
+from .trainers import FRAMEWORK, UPSTREAM
 
+_GROUP = "attention"
 _CAST, _KEPT = "bfloat16", "float16"
 _IN_FLOAT16 = (
     "varlen attention in float16",
@@ -37,7 +38,7 @@ _EXPERTS = (
 @seam(
     "torchtitan.models.common.attention:VarlenAttention.forward",
     FEATURE,
-    group=ATTENTION,
+    group=_GROUP,
     why="the cast to bfloat16, which the trainer's generator does not make",
     upstream=UPSTREAM,
     delete_when="torchtitan's varlen attention leaves float16 as it is",
@@ -57,13 +58,8 @@ def keep_float16(forward: Any) -> Any:
     if not isinstance(forward, FunctionType) or _CAST not in names or _KEPT in names:
         raise SeamError(f"{forward!r} is no function that casts to torch.{_CAST} and nothing else")
     exchanged = tuple(_KEPT if name == _CAST else name for name in names)
-    in_float16 = FunctionType(
-        forward.__code__.replace(co_names=exchanged),
-        forward.__globals__,
-        forward.__name__,
-        forward.__defaults__,
-        forward.__closure__,
-    )
+    rest = (forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__)
+    in_float16 = FunctionType(forward.__code__.replace(co_names=exchanged), *rest)
     in_float16.__kwdefaults__ = forward.__kwdefaults__
 
     # Keep ``wraps``, since torchtitan's Module.parallelize reads the function's parameter names.
@@ -85,7 +81,7 @@ def tell(subject: str, model_parts: Any) -> None:
     modules = [module for part in model_parts for module in part.modules()]
     said = []
     if any(isinstance(module, VarlenAttention) for module in modules):
-        said.append(_IN_FLOAT16 if in_force(FRAMEWORK, FEATURE, ATTENTION) else _IN_BFLOAT16)
+        said.append(_IN_FLOAT16 if in_force(FRAMEWORK, FEATURE, _GROUP) else _IN_BFLOAT16)
     if any(isinstance(module, GroupedExperts) for module in modules):
         said.append(_EXPERTS)
     for chosen, because in said:

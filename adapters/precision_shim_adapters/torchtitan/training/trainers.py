@@ -17,12 +17,7 @@ FRAMEWORK = "torchtitan"
 
 RL = "rl"
 PRETRAINING = TITAN_PRETRAINING
-ATTENTION = "attention"
 METRICS = "pretraining metrics"
-RL_METRICS = "rl metrics"
-SENT = "weights audit"
-TORCHFT = "torchft"
-FORGE = "forge"
 NAMES = "names"
 ROLLOUT = "rollout"
 """Names of the groups of torchtitan's seams."""
