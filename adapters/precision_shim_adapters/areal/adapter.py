@@ -1,10 +1,8 @@
 """precision_shim for AReaL: dtype names, dtypes of the optimizer's states, and fp16.
 
 AReaL's MegatronEngine sets the dtypes of the optimizer's states after Megatron has validated its
-OptimizerConfig. Fields that the validation derives from the states' dtypes are therefore wrong:
-with ``adam_bf16`` the optimizer keeps fp32 masters beside the parameters. AReaL's loss scaler
-settings do not reach Megatron. AReaL's engine itself multiplies its loss by ``get_loss_scale()``
-and accepts a skipped step.
+OptimizerConfig, so fields that the validation derives from them are wrong. AReaL's loss scaler
+settings do not reach Megatron. AReaL itself scales its loss and accepts a skipped step.
 
 The adapter does not change AReaL's FSDP and Archon engines. Delete the adapter when AReaL passes
 the dtypes to the constructor of Megatron's OptimizerConfig.

@@ -1,8 +1,4 @@
-"""The dtypes in which the trainer, the reference model and the rollout of an AReaL job compute.
-
-AReaL's launchers and training scripts merge the user's config with AReaL's defaults before they
-start an engine. The shim compares the dtypes in the merged config.
-"""
+"""The dtypes in which the trainer, the reference model and the rollout of an AReaL job compute."""
 
 from __future__ import annotations
 
@@ -11,21 +7,13 @@ from functools import partial
 from typing import Any
 
 from precision_shim.adapting import Call, seam, versioned
+from precision_shim.precision.agreement import AUTO, CANONICAL, Engine
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
-from ..agreement import (
-    AUTO,
-    CANONICAL,
-    FEATURE,
-    Engine,
-    engine_name,
-    model_type,
-    report_engines,
-    report_heads,
-    resolve_by_model,
-    unchanged_heads,
-    write_key,
-)
+from ..agreement.lm_head import report_heads, unchanged_heads
+from ..agreement.model_files import model_type, resolve_by_model
+from ..agreement.names import engine_name, write_key
+from ..agreement.report import FEATURE, report_engines
 
 GROUP = "rollout"
 _BF16_ADAM = "adam_bf16"
@@ -69,7 +57,7 @@ def engines(config: Any, *, follows: bool = True) -> tuple[Engine, list[Engine]]
         for name in _SECTIONS.values()
         if backend.startswith(name) and OmegaConf.select(config, name) is not None
     ]
-    return trainer, [other for other in others if other is not None]
+    return trainer, list(filter(None, others))
 
 
 heads = unchanged_heads("actor", "AReaL")

@@ -1,11 +1,8 @@
 """Adapter for miles on Megatron-core: optimizer states, fp16, and a count of skipped steps.
 
-miles began as a copy of slime and, like slime, calls ``prepare_grads`` twice in a step. Unlike
-slime, miles may have no optimizer, returns three values from a step, and reports a skipped step
-with a grad norm of 0.0.
-
-The shim patches neither Muon nor the optimizers of several LoRA adapters. Other functions of miles
-make Muon and the LoRA optimizers, which never train in fp16.
+Like slime, miles calls ``prepare_grads`` twice in a step. Unlike slime, miles may have no
+optimizer, and reports a skipped step with a grad norm of 0.0. Other functions of miles make Muon
+and the optimizers of several LoRA adapters, which never train in fp16.
 
 Delete this module when miles calls ``prepare_grads`` once, and reports loss scale and skips.
 """

@@ -1,14 +1,10 @@
 """Adapter for ms-swift on Megatron: optimizer states, gradient bucket and fp16.
 
-ms-swift's Megatron trainers scale their loss, but fail at the first overflow, because ms-swift
-always turns on the DDP's check of gradients. With the check off, the first skipped step would end
-the job, because the trainers convert the step's gradient norm, which is ``None``, to a tensor. The
-initial loss scale is 2**32, so a job's first steps are skipped. The gradients of an fp16 model are
-summed in fp16 unless the user writes ``--accumulate_allreduce_grads_in_fp32``.
+ms-swift's Megatron trainers scale their loss, but fail at the first overflow: ms-swift always turns
+on the DDP's check of gradients, and converts a skipped step's gradient norm, which is ``None``, to
+a tensor. ``args.loss_scale`` is ms-swift's weighting of tokens, not Megatron's loss scale.
 
-``args.loss_scale`` is ms-swift's weighting of tokens, not Megatron's loss scale, so the adapter
-never reads it. The adapter does not patch ms-swift's trainers for Hugging Face's library
-transformers. Delete the adapter when ms-swift's Megatron trainers accept a skipped step.
+Delete the adapter when ms-swift's Megatron trainers accept a skipped step.
 """
 
 from __future__ import annotations
@@ -33,6 +29,8 @@ _FIELDS = (
     *(megatron.PRECISION_AWARE, *STATES, "optimizer_cpu_offload", "optimizer_cuda_graph"),
     OVERLAP,
 )
+_HERE: dict[str, Any] = {"group": GROUP, "optional": True}
+"""Arguments of the seams; another project's package is also named swift."""
 _ALWAYS = ("optimizer", "adam_beta2", "clip_grad", "optimizer_offload_fraction")
 """Arguments whose default may differ from the default of Megatron's OptimizerConfig."""
 
@@ -68,10 +66,9 @@ def coerced(value: Any) -> Any:
 @seam(
     f"{TRAINER}:BaseMegatronTrainer.__init__",
     BUILDING,
-    group=GROUP,
-    optional=True,  # another project's package is also named swift
     why="makes the DDP and the optimizer, in two calls",
     relies_on=("prepare_model", "get_optimizer_and_scheduler"),
+    **_HERE,
 )
 def build(call: Call, args: Any) -> None:
     """Record that ms-swift builds a model, with a function that reads ms-swift's arguments."""
@@ -82,11 +79,10 @@ def build(call: Call, args: Any) -> None:
 @seam(
     "megatron.core.optimizer:get_megatron_optimizer",
     (*APPLYING, ALIGNMENT),
-    group=GROUP,
-    optional=True,
     why="ms-swift makes its OptimizerConfig inline, and this call has config and buckets in hand",
     delete_when="ms-swift's arguments have the fields of Megatron's loss scaler",
     aliases=(f"{TRAINER}:get_megatron_optimizer",),
+    **_HERE,
 )
 def set_fields(call: Call, config: Any, model_chunks: Any) -> Any:
     """Write the user's fields and the shim's fields into the OptimizerConfig."""
@@ -96,11 +92,10 @@ def set_fields(call: Call, config: Any, model_chunks: Any) -> Any:
 @seam(
     f"{TRAINER}:BaseMegatronTrainer.train_step",
     SCALING,
-    group=GROUP,
-    optional=True,
     why="makes a tensor of the gradient norm, which is None where Megatron skipped the step",
     delete_when="ms-swift takes a skipped step",
     relies_on=("reduce_max_stat_across_model_parallel_group",),
+    **_HERE,
 )
 def step(call: Call) -> Any:
     """Treat an overflow as a skipped step with norm NaN; ms-swift then omits the scheduler step."""

@@ -1,7 +1,6 @@
 """The dtypes in which the trainer and the rollout of a Ray job of ms-swift compute.
 
-Without Ray, the rollout in the trainer's process takes the trainer's dtype. With Ray, ms-swift's
-driver starts vLLM with a key of its own, whose default is the checkpoint's dtype.
+Without Ray, the rollout takes the trainer's dtype. With Ray, vLLM has a key of its own.
 """
 
 from __future__ import annotations
@@ -10,21 +9,13 @@ from functools import partial
 from typing import Any
 
 from precision_shim.adapting import Call, seam, versioned
+from precision_shim.precision.agreement import AUTO, CANONICAL, Engine
 from precision_shim.precision.dtypes import name_of
 
-from ..agreement import (
-    AUTO,
-    CANONICAL,
-    FEATURE,
-    Engine,
-    engine_name,
-    model_type,
-    report_engines,
-    report_heads,
-    resolve_by_model,
-    unchanged_heads,
-    write_key,
-)
+from ..agreement.lm_head import report_heads, unchanged_heads
+from ..agreement.model_files import model_type, resolve_by_model
+from ..agreement.names import engine_name, write_key
+from ..agreement.report import FEATURE, report_engines
 
 GROUP = "rollout"
 _EXTRA = "vllm_engine_kwargs"
@@ -40,11 +31,7 @@ def _where() -> str:
 
 
 def _engine(group: str, config: dict[str, Any]) -> Engine:
-    """Read a group of vLLM engines; its dtype name is replaced by the name that vLLM accepts.
-
-    Raises:
-        DtypeError: the group's dtype is unknown.
-    """
+    """Read a group of vLLM engines; its dtype name is replaced by the name that vLLM accepts."""
     section, key, extra = config, f"{group}.dtype", config.get(_EXTRA)
     if isinstance(extra, dict) and "dtype" in extra:
         section, key = extra, f"{group}.{_EXTRA}.dtype"

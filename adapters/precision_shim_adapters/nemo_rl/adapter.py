@@ -1,19 +1,14 @@
 """The adapter for NeMo-RL, and the reasons for its choice of seams.
 
-NeMo-RL's workers are Ray actors. While a worker's module is imported, ``@ray.remote`` copies the
-worker's methods, and a decorator makes Ray pickle the method ``train`` by value. If the shim
-patches a worker's module or class after the import, Ray's actor does not change. The shim therefore
-makes a new actor class, with the same name and options, from a subclass of the worker, and replaces
-the original. To change a function that a worker calls, the shim patches the module that defines the
-function.
+NeMo-RL's workers are Ray actors. ``@ray.remote`` copies a worker's methods while its module is
+imported, so a later patch of the module or the class does not change the actor. The shim therefore
+makes a new actor class, with the same name and options, from a subclass of the worker. To change a
+function that a worker calls, the shim patches the module that defines the function. If NeMo-RL (0.6
+and later) exports the class that ``ray.remote`` decorates, the shim also patches this class,
+because other workers inherit from it (``worker_extension_cls_fqn``, quantized workers).
 
-If NeMo-RL (0.6 and later) exports the class that ``ray.remote`` decorates, the shim also patches
-the methods of this class, because other workers inherit from it (``worker_extension_cls_fqn``,
-quantized workers).
-
-The shim deliberately does not patch ``begin_train_step`` and ``finish_train_step``, which only
-Megatron workers of NeMo-RL's newest commit have. With ``begin_train_step``, a Megatron worker's
-optimizer also skips steps, but the metrics lack ``loss_scale`` and ``skipped_steps``.
+The shim does not patch ``begin_train_step`` and ``finish_train_step``, which only Megatron workers
+of NeMo-RL's newest commit have: the metrics of these lack ``loss_scale`` and ``skipped_steps``.
 
 Delete this package when NeMo-RL scales the loss of its float16 policies and saves the scaler.
 """

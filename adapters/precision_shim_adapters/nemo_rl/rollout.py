@@ -1,10 +1,8 @@
 """The dtypes in which a NeMo-RL job's policy, rollout and teacher compute.
 
-In NeMo-RL's YAML files ``policy.generation.vllm_cfg.precision`` is ``${policy.precision}``, so by
-default the rollout has the policy's dtype. Only the key of SGLang's dtype may be absent. The
-reference model is the policy itself with other weights. Megatron's own rollout
-(``backend: megatron``) and the teachers of ``on_policy_distillation`` use the policy's config.
-NeMo-RL's ``setup`` runs in the driver, before the driver starts workers.
+Only the key of SGLang's dtype may be absent. The reference model is the policy itself with other
+weights. Megatron's own rollout (``backend: megatron``) and the teachers of
+``on_policy_distillation`` use the policy's config.
 """
 
 from __future__ import annotations
@@ -16,25 +14,14 @@ from typing import Any
 
 from precision_shim.adapting import Call, seam, versioned
 from precision_shim.errors import DtypeError
-from precision_shim.precision.agreement import ENGINE_NAMES
+from precision_shim.precision.agreement import AUTO, CANONICAL, ENGINE_NAMES, FP8, Engine
 from precision_shim.precision.dtypes import name_of
+from precision_shim.precision.lm_head import Head
 
-from ..agreement import (
-    AUTO,
-    CANONICAL,
-    FEATURE,
-    FP8,
-    Engine,
-    Head,
-    JobEngines,
-    engine_name,
-    model_type,
-    report_engines,
-    report_heads,
-    resolve_by_model,
-    with_rounded,
-    write_key,
-)
+from ..agreement.lm_head import report_heads
+from ..agreement.model_files import model_type, resolve_by_model
+from ..agreement.names import engine_name, with_rounded, write_key
+from ..agreement.report import FEATURE, JobEngines, report_engines
 from .training.dtensor import DTYPES, FRAMEWORK
 
 GROUP = "rollout"
@@ -105,18 +92,27 @@ def read_sides(config: Any) -> JobEngines | None:
     trainer = _trained(policy, "policy")
     if trainer is None or not _generates(policy) or _part(config, "teachers"):
         return None
-    path, backend = str(policy.get("model_name") or ""), policy["generation"].get("backend")
-    rollout, teacher = _rollout_of(policy), _trained(_part(config, "teacher"), "teacher")
-    if rollout is not None:
-        rollout = resolve_by_model(rollout, str(backend), path)
+    rollout, teacher = _resolved(policy), _trained(_part(config, "teacher"), "teacher")
     others = [engine for engine in (rollout, teacher) if engine is not None]
-    return JobEngines(trainer, others, model_type(path) if backend == "vllm" else "")
+    on_vllm = policy["generation"].get("backend") == "vllm"
+    return JobEngines(trainer, others, model_type(_path(policy)) if on_vllm else "")
+
+
+def _path(policy: Mapping[str, Any]) -> str:
+    return str(policy.get("model_name") or "")
+
+
+def _resolved(policy: Mapping[str, Any]) -> Engine | None:
+    engine = _rollout_of(policy)
+    if engine is None:
+        return None
+    return resolve_by_model(engine, str(policy["generation"].get("backend")), _path(policy))
 
 
 def _trained(section: Mapping[str, Any], name: str) -> Engine | None:
-    dtype = DTYPES.get(section.get("precision", ""))
-    key = f"{name}.precision"
-    return None if dtype is None else Engine(name, name_of(dtype), key, section["precision"])
+    written = section.get("precision", "")
+    dtype = DTYPES.get(written)
+    return None if dtype is None else Engine(name, name_of(dtype), f"{name}.precision", written)
 
 
 def _generates(policy: Mapping[str, Any]) -> bool:
@@ -125,11 +121,8 @@ def _generates(policy: Mapping[str, Any]) -> bool:
 
 def read_heads() -> list[Head]:
     """Describe the LM head of a job's rollout, which the shim cannot change."""
-    refusal = (
-        "the shim changes no LM head in NeMo-RL, whose vLLM up to NeMo-RL 0.7 (0.20 and older) "
-        "does not use head_dtype"
-    )
-    return [Head("rollout", refusal=refusal)]
+    vllm = "whose vLLM up to NeMo-RL 0.7 (0.20 and older) does not use head_dtype"
+    return [Head("rollout", refusal=f"the shim changes no LM head in NeMo-RL, {vllm}")]
 
 
 def _part(config: Any, name: str) -> Any:
@@ -157,24 +150,20 @@ def _rollout_of(policy: Mapping[str, Any]) -> Engine | None:
         at = f"{at}.quantization"
         return Engine("rollout", FP8, at, because=f"{at}={quantised}")
     key, value, because = f"{PLACE}.{name}.{field}", section.get(field), ""
-    if value is None and (name == "vllm_cfg" or name not in generation):
-        return None
-    if value is None:  # NeMo-RL passes SGLang no dtype
-        read, because = AUTO, f"{key} is left out"
-    else:
+    if value is not None:
         read = engine_name(value, key, versioned(FRAMEWORK), (AUTO, FP8))
-    if read == FP8:
-        because = f"{key}=fp8, beside which NeMo-RL gives vLLM bfloat16"
+        if read == FP8:
+            because = f"{key}=fp8, beside which NeMo-RL gives vLLM bfloat16"
+    elif name == "vllm_cfg" or name not in generation:
+        return None
+    else:  # NeMo-RL passes SGLang no dtype
+        read, because = AUTO, f"{key} is left out"
     own = Engine("rollout", CANONICAL.get(read, read), key, value, because)
     return with_rounded(own, options, at)
 
 
 def asked_of(policy: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The value and the key of the rollout's dtype in a policy's config; ``None`` without rollout.
-
-    Args:
-        policy: the policy's config, as the policy's worker has it.
-    """
+    """The value and key of the rollout's dtype in a policy's config; ``None`` without rollout."""
     engine = _rollout_of(policy)
     if engine is None:
         return None
@@ -182,16 +171,9 @@ def asked_of(policy: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def rollout_dtype(policy: Mapping[str, Any]) -> str:
-    """Canonical name of the dtype in which a policy's rollout computes; empty without a rollout.
-
-    Args:
-        policy: the policy's config, as the policy's worker has it.
-    """
-    engine = _rollout_of(policy)
-    if engine is None:
-        return ""
-    path, backend = str(policy.get("model_name") or ""), str(policy["generation"].get("backend"))
-    return resolve_by_model(engine, backend, path).computes
+    """Canonical name of the dtype in which a policy's rollout computes; empty without a rollout."""
+    engine = _resolved(policy)
+    return "" if engine is None else engine.computes
 
 
 @seam(

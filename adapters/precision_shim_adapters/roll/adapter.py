@@ -1,13 +1,9 @@
 """Adapter for ROLL on Megatron-core: loss scaling for fp16, and a count of skipped steps.
 
-ROLL's strategy never sets the model's ``grad_scale_func``. Megatron therefore divides the gradients
-by the loss scale, but does not multiply the loss by this scale. ROLL's config has no field for the
-optimizer's dtypes. ROLL's offload packs all states of an optimizer into one buffer of one dtype,
-which would round low-precision states. The shim therefore leaves the optimizer states of ROLL's
-jobs fp32.
-
-The shim does not patch the rollout engines. The shim does not patch mcore_adapter's own trainer,
-because this trainer scales the loss. ``roll_fsdp`` patches ROLL on FSDP2.
+ROLL's strategy never sets the model's ``grad_scale_func``, so Megatron divides the gradients by a
+loss scale by which no loss was multiplied. ROLL's offload packs all states of an optimizer into one
+buffer of one dtype, so the shim leaves the optimizer states fp32. The shim does not patch
+mcore_adapter's own trainer, which scales the loss.
 
 Delete this module when ROLL scales its loss on Megatron, and accepts and reports a skipped step.
 """

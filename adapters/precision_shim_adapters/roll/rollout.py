@@ -1,7 +1,6 @@
 """The dtypes in which the trainer, the reference model and the rollout of a ROLL job compute.
 
-Each of ROLL's workers has a dtype of its own, and the default is bf16. A pipeline, which is the
-driver, has the config of all workers before it starts them.
+Each of ROLL's workers has a dtype of its own. A pipeline is the driver.
 """
 
 from __future__ import annotations
@@ -10,19 +9,13 @@ from functools import partial
 from typing import Any
 
 from precision_shim.adapting import Call, seam, versioned
+from precision_shim.precision.agreement import AUTO, Engine
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
-from ..agreement import (
-    AUTO,
-    FEATURE,
-    Engine,
-    model_type,
-    report_engines,
-    report_heads,
-    resolve_by_model,
-    unchanged_heads,
-    write_key,
-)
+from ..agreement.lm_head import report_heads, unchanged_heads
+from ..agreement.model_files import model_type, resolve_by_model
+from ..agreement.names import write_key
+from ..agreement.report import FEATURE, report_engines
 
 GROUP = "rollout"
 _ENGINES = ("vllm", "sglang")
@@ -42,16 +35,11 @@ def engines(config: Any) -> tuple[Engine, list[Engine]] | None:
     others = [_engine(config, "actor_infer", "rollout")]
     if getattr(config, "enable_reference", True):
         others.append(_engine(config, "reference", "ref"))
-    return trainer, [other for other in others if other is not None]
+    return trainer, list(filter(None, others))
 
 
 heads = unchanged_heads("actor", "ROLL")
 """Reads the LM head of the trainer."""
-
-
-def path_of(config: Any) -> str:
-    """Path or name of the trained model."""
-    return str(config.actor_train.model_args.model_name_or_path)
 
 
 def _engine(config: Any, key: str, subject: str) -> Engine | None:
@@ -75,8 +63,7 @@ def _engine(config: Any, key: str, subject: str) -> Engine | None:
     engine = Engine(subject, computes, where, written, values=_NAMES)
     if name not in _ENGINES:
         return engine
-    path = str(worker.model_args.model_name_or_path)
-    return resolve_by_model(engine, name, path)
+    return resolve_by_model(engine, name, str(worker.model_args.model_name_or_path))
 
 
 def _write(config: Any, key: str, value: str) -> None:
@@ -106,6 +93,6 @@ def start(call: Call, pipeline_config: Any) -> None:
     both = engines(pipeline_config)
     if both is not None:
         report_heads(versioned("roll"), heads, None)
-        kind = model_type(path_of(pipeline_config))
+        kind = model_type(str(pipeline_config.actor_train.model_args.model_name_or_path))
         report_engines(versioned("roll"), *both, partial(_write, pipeline_config), kind)
     call.proceed()

@@ -1,9 +1,8 @@
 """ROLL on FSDP2 in fp16: keep fp32 parameters, end each scaled step, count skips, save the scaler.
 
 ROLL scales its loss with torch's GradScaler. With a scaler, ROLL's loop neither steps the LR
-scheduler nor clears the gradients, so the gradients add up over all steps. ROLL does not save the
-scaler in checkpoints. On a resume, ROLL silently does not load the checkpoint's moments. ROLL also
-keeps the parameters in fp16, where AdamW's eps of 1e-8 is zero: the first step divides by zero.
+scheduler nor clears the gradients. On a resume, ROLL silently does not load the checkpoint's
+moments. ROLL also keeps the parameters in fp16, where AdamW's eps of 1e-8 is zero.
 
 Delete this module when ROLL keeps fp32 parameters, saves its scaler, and a scaler no longer changes
 ROLL's loop.
@@ -110,6 +109,7 @@ def _ended(strategy: Any, training: ScaledTraining) -> Iterator[None]:
     ROLL scales the next loss or ends ``train_step``, ROLL has not stepped the scheduler.
     """
     scaler, scheduler = strategy.scaler, strategy.scheduler
+    own_scale, own_update = scaler.scale, scaler.update
     at: list[int] = []
 
     def end() -> None:
@@ -119,22 +119,16 @@ def _ended(strategy: Any, training: ScaledTraining) -> Iterator[None]:
             scheduler.step()
             strategy.optimizer.zero_grad(set_to_none=True)
 
-    def before(own: Callable[..., Any]) -> Callable[..., Any]:
-        def scale(*args: Any, **kwargs: Any) -> Any:
-            end()
-            return own(*args, **kwargs)
+    def scale(*args: Any, **kwargs: Any) -> Any:
+        end()
+        return own_scale(*args, **kwargs)
 
-        return scale
+    def update(*args: Any, **kwargs: Any) -> Any:
+        result = own_update(*args, **kwargs)
+        at.append(scheduler.last_epoch)
+        return result
 
-    def after(own: Callable[..., Any]) -> Callable[..., Any]:
-        def update(*args: Any, **kwargs: Any) -> Any:
-            result = own(*args, **kwargs)
-            at.append(scheduler.last_epoch)
-            return result
-
-        return update
-
-    scaler.scale, scaler.update = before(scaler.scale), after(scaler.update)
+    scaler.scale, scaler.update = scale, update
     try:
         yield
         end()
@@ -149,12 +143,9 @@ def _ended(strategy: Any, training: ScaledTraining) -> Iterator[None]:
     **HERE,
 )
 def save(call: Call, checkpoint_dir: Any) -> Any:
-    """Save the scaler's state, and a list of ROLL's checkpoint files, beside the checkpoint.
-
-    If ROLL saves in the background, the state is written after ROLL's files and before the upload.
-    """
+    """Save the scaler's state, and a list of ROLL's checkpoint files, beside the checkpoint."""
     strategy = call.instance
-    training = training_of(strategy) if hasattr(strategy, "scaler") else None
+    training = training_of(strategy)
     if training is None:
         return call.proceed()
     make_missing_states(strategy.optimizer)
@@ -172,7 +163,7 @@ def save(call: Call, checkpoint_dir: Any) -> Any:
 def load_states(call: Call, checkpoint_dir: Any) -> Any:
     """Make the moments of a new optimizer, because ROLL loads only into existing moments."""
     strategy = call.instance
-    training = training_of(strategy) if hasattr(strategy, "scaler") else None
+    training = training_of(strategy)
     if training is not None and has_states(checkpoint_dir):
         make_missing_states(strategy.optimizer)
     return call.proceed()
@@ -182,7 +173,7 @@ def load_states(call: Call, checkpoint_dir: Any) -> Any:
 def load(call: Call, load_dir: Any) -> Any:
     """Restore the scaler's state."""
     result = call.proceed()
-    training = training_of(call.instance) if hasattr(call.instance, "scaler") else None
+    training = training_of(call.instance)
     if training is not None:
         training.restore(load_dir, files_of_rank(load_dir))
     return result

@@ -1,11 +1,8 @@
 """SkyRL's config: distinguish the user's values from the defaults of the dataclasses.
 
-A SkyRL config built from a command line or a YAML does not show which values the user wrote. While
-SkyRL builds a config dataclass, the shim therefore records in the instance's ``__dict__`` which
-values the user wrote. Workers receive a pickled config, and a pickle keeps each ``__dict__``.
-
-The shim deletes ``grad_reduce_in_fp32`` from an instance if the user did not write it. A read of a
-deleted attribute returns the class's default; an assignment sets the attribute again. For
+While SkyRL builds a config dataclass, the shim records in the instance's ``__dict__``, which a
+pickle keeps, which values the user wrote. The shim deletes ``grad_reduce_in_fp32`` from an instance
+if the user did not write it; a read then returns the class's default. For
 ``optimizer_config_kwargs``, to which SkyRL 0.3 and later adds default keys, the shim stores the
 user's keys in an attribute that is no dataclass field.
 """
@@ -20,8 +17,8 @@ from precision_shim.adapting import Call, in_force, seam, versioned
 from precision_shim.errors import DtypeError
 from precision_shim.precision.agreement import ENGINE_NAMES
 
-from ..agreement import FEATURE as AGREEMENT
-from ..agreement import engine_name
+from ..agreement.names import engine_name
+from ..agreement.report import FEATURE as AGREEMENT
 
 BUCKET = "grad_reduce_in_fp32"
 KWARGS = "optimizer_config_kwargs"
@@ -35,39 +32,45 @@ ROLLOUT = "rollout"
 _WRITTEN = "_precision_shim_written"
 
 _DATACLASSES = "skyrl.train.config.config"
-_FEATURES = ("bf16-dispatch", "grad-bucket-alignment")
-"""Features that distinguish a key that the user wrote from SkyRL's default."""
-_DELETE = "SkyRL's config tells what was written from what was defaulted"
+_KEYS: dict[str, Any] = {
+    "feature": ("bf16-dispatch", "grad-bucket-alignment"),
+    "group": "megatron",
+    "delete_when": "SkyRL's config tells what was written from what was defaulted",
+}
+"""Arguments of the seams that record the user's keys."""
+
+_NAMES: dict[str, Any] = {
+    "feature": AGREEMENT,
+    "group": ROLLOUT,
+    "delete_when": "SkyRL takes all spellings of a dtype",
+}
+"""Arguments of the seams that convert the inference engines' dtype names."""
 
 _old_style: ContextVar[bool] = ContextVar("precision_shim_skyrl_old_style", default=False)
-"""Whether SkyRL is building the config from a base YAML; set by ``note_old_style``."""
+"""Whether SkyRL is building the config from a base YAML."""
 
 _overriding: ContextVar[bool] = ContextVar("precision_shim_skyrl_overriding", default=False)
-"""Whether SkyRL is building the config from overrides; set by ``note_overrides``."""
+"""Whether SkyRL is building the config from overrides."""
 
 
 @seam(
     f"{_DATACLASSES}:MegatronDDPConfig.__init__",
-    _FEATURES,
-    group="megatron",
     why="a written grad_reduce_in_fp32=True looks like the default",
-    delete_when=_DELETE,
+    **_KEYS,
 )
 def leave_default_to_class(call: Call, grad_reduce_in_fp32: Any) -> Any:
     """Delete ``grad_reduce_in_fp32`` from an instance if the caller did not pass this argument."""
     given = BUCKET in call.arguments
     result = call.proceed()
     if not given:
-        _leave_to_class(call.instance, BUCKET)
+        _leave_to_class(call.instance)
     return result
 
 
 @seam(
     f"{_DATACLASSES}:InferenceEngineConfig.__init__",
-    AGREEMENT,
-    group=ROLLOUT,
     why="every config of inference engines passes here",
-    delete_when="SkyRL takes all spellings of a dtype",
+    **_NAMES,
 )
 def name_engines_dtype(call: Call, model_dtype: Any) -> Any:
     """Replace the user's ``model_dtype`` by the engine's dtype name.
@@ -88,10 +91,8 @@ def name_engines_dtype(call: Call, model_dtype: Any) -> Any:
 
 @seam(
     f"{_DATACLASSES}:MegatronConfig.__init__",
-    _FEATURES,
-    group="megatron",
     why="a written use_precision_aware_optimizer=False looks like the default",
-    delete_when=_DELETE,
+    **_KEYS,
 )
 def note_written_kwargs(call: Call, optimizer_config_kwargs: Any) -> Any:
     """Record which optimizer settings the user wrote in a YAML or in code."""
@@ -104,11 +105,9 @@ def note_written_kwargs(call: Call, optimizer_config_kwargs: Any) -> Any:
 
 @seam(
     "skyrl.train.config.legacy:translate_legacy_config",
-    _FEATURES,
-    group="megatron",
     why="tells that the YAML was gone through; only the old style comes here",
-    delete_when="SkyRL >= 0.3 is the oldest in use",
     optional=True,
+    **{**_KEYS, "delete_when": "SkyRL >= 0.3 is the oldest in use"},
 )
 def note_old_style(call: Call) -> Any:
     """Record that SkyRL builds the config from a base YAML."""
@@ -118,19 +117,15 @@ def note_old_style(call: Call) -> Any:
 
 @seam(
     f"{_DATACLASSES}:SkyRLTrainConfig.from_cli_overrides",
-    AGREEMENT,
-    group=ROLLOUT,
     why="a wrong name is known here before an engine starts",
-    delete_when="SkyRL takes all spellings of a dtype",
     relies_on=("from_cli",),
+    **_NAMES,
 )
 @seam(
     f"{_DATACLASSES}:SkyRLTrainConfig.from_cli_overrides",
-    _FEATURES,
-    group="megatron",
     why="overrides in the old style are merged over a YAML that spells out the defaults",
-    delete_when=_DELETE,
     relies_on=("from_cli",),
+    **_KEYS,
 )
 def note_overrides(call: Call, args: Any) -> Any:
     """Record which settings the user wrote as overrides on a command line.
@@ -146,7 +141,7 @@ def note_overrides(call: Call, args: Any) -> Any:
     try:
         config = call.proceed()
         if _old_style.get():
-            _keep_overrides(config, args)
+            note_command_line(config, args)
     finally:
         _old_style.reset(old_style)
         _overriding.reset(overriding)
@@ -155,21 +150,13 @@ def note_overrides(call: Call, args: Any) -> Any:
     return config
 
 
-def note_command_line(config: Any, words: list[str]) -> None:
-    """Record which values of a config come from a command line, even if the shim is off.
+def note_command_line(config: Any, given: Any) -> None:
+    """Record which values of a config come from overrides, even if the shim is off.
 
     Args:
-        config: the config that ``from_cli_overrides`` made from ``words``.
-        words: the overrides.
+        config: the config that ``from_cli_overrides`` made from ``given``.
+        given: the overrides, a list or a dict.
     """
-    for role in ("policy", "ref"):
-        megatron = getattr(getattr(config.trainer, role), "megatron_config", None)
-        if megatron is not None:
-            vars(megatron).setdefault(_WRITTEN, ())
-    _keep_overrides(config, words)
-
-
-def _keep_overrides(config: Any, given: Any) -> None:
     from omegaconf import OmegaConf
 
     lines = [f"{key}={value}" for key, value in given.items()] if isinstance(given, dict) else given
@@ -182,9 +169,8 @@ def _keep_overrides(config: Any, given: Any) -> None:
         ddp_config = getattr(megatron, "ddp_config", None)  # ``ddp_config`` may be null
         written = OmegaConf.select(overrides, f"{base}.ddp_config.{BUCKET}") is not None
         if ddp_config is not None and not written:
-            _leave_to_class(ddp_config, BUCKET)
-        if _WRITTEN in vars(megatron):
-            vars(megatron)[_WRITTEN] = _keys(OmegaConf.select(overrides, f"{base}.{KWARGS}"))
+            _leave_to_class(ddp_config)
+        vars(megatron)[_WRITTEN] = _keys(OmegaConf.select(overrides, f"{base}.{KWARGS}"))
 
 
 def _keys(given: Any) -> tuple[str, ...]:
@@ -192,23 +178,9 @@ def _keys(given: Any) -> tuple[str, ...]:
     return tuple(str(key) for key in given) if isinstance(given, Mapping) else ()
 
 
-def _leave_to_class(config: Any, key: str) -> None:
-    default = getattr(type(config), key, None)
-    own = vars(config)
-    if default is not None and own.get(key) == default:
-        del own[key]
-
-
-def bucket_is_written(ddp_config: Any) -> bool:
-    """Whether the user wrote ``grad_reduce_in_fp32``; true if the shim cannot tell."""
-    if ddp_config is None:
-        return False
-    if isinstance(ddp_config, Mapping):
-        return BUCKET in ddp_config
-    try:
-        return BUCKET in vars(ddp_config)
-    except TypeError:  # an object without __dict__
-        return True
+def _leave_to_class(ddp_config: Any) -> None:
+    if vars(ddp_config).get(BUCKET) == getattr(type(ddp_config), BUCKET, None):
+        vars(ddp_config).pop(BUCKET, None)
 
 
 def named(value: Any, section: str = INFERENCE, key: str = MODEL_DTYPE) -> str:
@@ -225,6 +197,12 @@ def named(value: Any, section: str = INFERENCE, key: str = MODEL_DTYPE) -> str:
     if isinstance(value, str) and value in ENGINE_NAMES.values():
         return value  # return early, because a call of ``versioned`` takes milliseconds
     return engine_name(value, f"{section}.{key}", versioned("skyrl"))
+
+
+def written_bucket(ddp_config: Any) -> bool | None:
+    """``grad_reduce_in_fp32`` if the user wrote it, else ``None``."""
+    written = ddp_config if isinstance(ddp_config, Mapping) else getattr(ddp_config, "__dict__", {})
+    return bool(written[BUCKET]) if BUCKET in written else None
 
 
 def written_kwargs(megatron_config: Any) -> frozenset[str] | None:

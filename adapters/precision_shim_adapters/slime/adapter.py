@@ -1,12 +1,8 @@
 """slime on Megatron-core: set states by slime's flags, train in fp16, count skipped steps.
 
 slime checks for an overflow with ``prepare_grads()`` and then calls ``step()``, which prepares the
-gradients again. The backend makes the second ``prepare_grads()`` do nothing. slime parses
-Megatron's own flags, so the shim adds low-precision states only if the user sets
-``PRECISION_SHIM_OPTIMIZER_STATES`` to do so.
-
-The shim patches neither slime's SGLang engines nor slime's loss, which Megatron scales through
-``grad_scale_func``.
+gradients again; the backend makes the second ``prepare_grads()`` do nothing. Megatron scales
+slime's loss through ``grad_scale_func``.
 
 Delete this file when slime prepares its gradients once, and reports loss scale and skipped steps.
 """

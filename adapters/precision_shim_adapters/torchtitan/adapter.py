@@ -1,19 +1,14 @@
 """The adapter for torchtitan, and the reasons for its choice of seams.
 
-In RL, a controller in another process calls the endpoints of torchtitan's trainer. In pre-training,
-``Trainer.train`` runs the training loop. RL and pre-training call the same function to clip
-gradients, and step the same class of optimizer container. The RL trainer computes losses outside
-``optim_step``, so the shim scales every loss of an RL trainer whose ``optim_step`` the shim has
-replaced. In pre-training the shim scales only losses inside ``Trainer.train_step``, since other
-code builds a ``Trainer`` and runs its own loop.
+In RL, a controller in another process calls the endpoints of torchtitan's trainer. The RL trainer
+computes losses outside ``optim_step``, so the shim scales every loss of an RL trainer whose
+``optim_step`` the shim has replaced. In pre-training the shim scales only losses inside
+``Trainer.train_step``, since other code builds a ``Trainer`` and runs its own loop.
 
 The seams replace ``optim_step`` and the attention without a wrapt wrapper, because ``optim_step``
-is a Monarch object, and dynamo compiles the attention.
-
-The shim does not patch the experts' grouped matrix products, which torchtitan computes in bfloat16
-in training and in its generator. ``PolicyTrainer.push_model_state_dict`` needs no patch, because it
-casts the state dict that it sends. For trainers with their own loop (Flux, TorchFT, Forge, the
-graph trainer), the shim only warns.
+is a Monarch object, and dynamo compiles the attention. The shim does not patch the experts' grouped
+matrix products, which torchtitan computes in bfloat16 in training and in its generator. For
+trainers with their own loop (Flux, TorchFT, Forge, the graph trainer), the shim only warns.
 
 Delete this package when torchtitan scales the loss of float16 training and saves the scaler.
 """

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import os
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from precision_shim.adapting import Call, seam
 from precision_shim.errors import CheckpointUnreadableError, ScalerCheckpointError
 from precision_shim.files.metadata import NAME as METADATA
 from precision_shim.files.metadata import read_entries
+from precision_shim.scaling import agree
 
 from ..torch_fp16 import ScaledTraining
 from .training.trainers import BOTH, SCALED, of_both
@@ -36,15 +35,10 @@ _OTHERWISE = (
 )
 
 
-@dataclass(frozen=True)
-class _Load:
-    """The path of the checkpoint being loaded, and the size of its scaler record, if any."""
-
-    where: str
-    size: tuple[int, ...] | None
-
-
-_loading: ContextVar[_Load | None] = ContextVar("precision_shim_torchtitan_load", default=None)
+_loading: ContextVar[tuple[str, tuple[int, ...] | None] | None] = ContextVar(
+    "precision_shim_torchtitan_load", default=None
+)
+"""The place of the scaler's record in the checkpoint being loaded, and the record's size."""
 
 
 @seam(
@@ -60,7 +54,13 @@ def load(call: Call, state_dict: Any, checkpoint_id: Any, from_hf: Any) -> Any:
     if ScaledTraining.of(trainer) is None:  # the trainer has no scaler, or only the model is loaded
         return call.proceed()
     where = f"{checkpoint_id} ({STATE}.{KEY})"
-    token = _loading.set(_Load(where, _size_of_record(str(checkpoint_id), where)))
+    size, problem = None, ""
+    try:
+        size = _size_of_record(str(checkpoint_id), where)
+    except ScalerCheckpointError as error:
+        problem = str(error)
+    agree(problem, None, where)  # raises the error on all ranks
+    token = _loading.set((where, size))
     try:
         return call.proceed()
     finally:
@@ -68,22 +68,6 @@ def load(call: Call, state_dict: Any, checkpoint_id: Any, from_hf: Any) -> Any:
 
 
 def _size_of_record(checkpoint: str, where: str) -> tuple[int, ...] | None:
-    """The size of a checkpoint's scaler record, read by rank 0; errors are raised on all ranks."""
-    box: list[Any] = [None]
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        try:
-            box = [_look(checkpoint, where)]
-        except ScalerCheckpointError as error:  # all ranks raise the error after the broadcast
-            box = [str(error)]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(box, src=0)
-    if isinstance(box[0], str):
-        raise ScalerCheckpointError(box[0])
-    size: tuple[int, ...] | None = box[0]
-    return size
-
-
-def _look(checkpoint: str, where: str) -> tuple[int, ...] | None:
     file_name = os.path.join(checkpoint, METADATA)
     try:
         with _open_metadata(checkpoint) as file:
@@ -132,9 +116,8 @@ def state_dict(call: Call) -> Any:
     loading = _loading.get()
     if loading is None:
         return {**state, KEY: training.record_tensor()}
-    if loading.size is None:
-        return state
-    return {**state, KEY: torch.zeros(loading.size, dtype=torch.uint8)}
+    size = loading[1]
+    return state if size is None else {**state, KEY: torch.zeros(size, dtype=torch.uint8)}
 
 
 @seam(at=of_both("load_state_dict"), why="what comes from a checkpoint", **SCALED)
@@ -147,7 +130,6 @@ def load_state_dict(call: Call, state_dict: Any) -> Any:
     record = rest.pop(KEY, None)
     call.arguments["state_dict"] = rest
     result = call.proceed()
-    loading = _loading.get()
-    where = loading.where if loading is not None else f"{STATE}.{KEY}"
+    where, _ = _loading.get() or (f"{STATE}.{KEY}", None)
     training.restore_record(record, where, _OTHERWISE)
     return result

@@ -1,9 +1,7 @@
 """Replace every spelling of a training dtype by torchtitan's name before torchtitan reads it.
 
 torchtitan compares dtype names as strings, and looks them up in a dict of three names. The shim
-replaces a dtype name when torchtitan builds a config. Other code may assign a dtype name later, so
-the shim checks dtype names again when a trainer receives the config. The module ``sides`` replaces
-the dtype name in a generator's config.
+replaces a name when torchtitan builds a config, and again when a trainer receives the config.
 """
 
 from __future__ import annotations
@@ -16,8 +14,7 @@ import torch
 
 from precision_shim.adapting import Call, seam, versioned
 from precision_shim.errors import DtypeError
-from precision_shim.precision.dtypes import CANONICAL, parse_dtype
-from precision_shim.precision.names import ALIASES
+from precision_shim.precision.dtypes import parse_dtype
 
 from .training.trainers import NAMES, OWN_NAMES, POLICY, RL, TRAINER, refuse_float16_states
 
@@ -25,8 +22,12 @@ FEATURE = "dtype-coercion"
 KEYS = ("dtype", "mixed_precision_param")
 """The keys of ``TrainingConfig`` whose dtype names the shim coerces."""
 
-_DELETE = "torchtitan accepts aliases of dtype names"
-_UPSTREAM = "https://github.com/pytorch/torchtitan/issues/2356"
+_SPELLINGS = "float16/fp16/half/16, bfloat16/bf16, float32/fp32/float/32"
+_COERCES: dict[str, Any] = {
+    "feature": FEATURE,
+    "upstream": "https://github.com/pytorch/torchtitan/issues/2356",
+    "delete_when": "torchtitan accepts aliases of dtype names",
+}
 
 
 def own_name(value: Any, key: str) -> Any:
@@ -42,22 +43,13 @@ def own_name(value: Any, key: str) -> Any:
     if not isinstance(value, str | torch.dtype):
         return value
     dtype = parse_dtype(value) if isinstance(value, str) else value
-    name = OWN_NAMES.get(dtype)  # type: ignore[arg-type]
+    name = OWN_NAMES.get(dtype)
     if name is None:
         raise DtypeError(
             f"{versioned('torchtitan')}: {key}={value!r} names no dtype that torchtitan computes "
-            f"in; allowed: {_names()}, in any case, also with the prefix 'torch.'. Correct {key}."
+            f"in; allowed: {_SPELLINGS}, in any case, also with the prefix 'torch.'. Correct {key}."
         )
     return name
-
-
-def _names() -> str:
-    spellings: dict[str, list[str]] = {name: [] for name in OWN_NAMES.values()}
-    for name in (*CANONICAL, *ALIASES):
-        own = OWN_NAMES.get(parse_dtype(name))  # type: ignore[arg-type]
-        if own is not None and name != own:
-            spellings[own].append(name)
-    return ", ".join("/".join([own, *others]) for own, others in spellings.items())
 
 
 def coerce_training(training: Any) -> None:
@@ -67,20 +59,15 @@ def coerce_training(training: Any) -> None:
         DtypeError: a name is unknown, or ``training.dtype`` is float16.
     """
     for key in KEYS:
-        value = getattr(training, key)
-        own = own_name(value, f"training.{key}")
-        if own is not value:
-            setattr(training, key, own)
+        setattr(training, key, own_name(getattr(training, key), f"training.{key}"))
     refuse_float16_states(training)
 
 
 @seam(
     "torchtitan.config.configs:TrainingConfig.__init__",
-    FEATURE,
     group=NAMES,
     why="before any comparison: RL's controller compares names while its config is built",
-    upstream=_UPSTREAM,
-    delete_when=_DELETE,
+    **_COERCES,
 )
 def build_training(call: Call, dtype: Any, mixed_precision_param: Any) -> None:
     """Build a ``TrainingConfig`` with torchtitan's own dtype names."""
@@ -90,12 +77,10 @@ def build_training(call: Call, dtype: Any, mixed_precision_param: Any) -> None:
 
 @seam(
     "torchtitan.config.manager:ConfigManager.parse_args",
-    FEATURE,
     group=NAMES,
     why="the command line knows only the values that stand in TrainingConfig's annotations",
-    upstream=_UPSTREAM,
-    delete_when=_DELETE,
     relies_on=("tyro", "cli"),
+    **_COERCES,
 )
 def parse_args(call: Call) -> Any:
     """Make the command line accept every spelling of a dtype, without a new option."""
@@ -124,29 +109,22 @@ def any_name() -> Iterator[None]:
 
 
 @seam(
-    f"{POLICY}.__init__",
-    FEATURE,
-    group=RL,
-    why="the trainer looks names up in a dict that knows three",
-    upstream=_UPSTREAM,
-    delete_when=_DELETE,
-    optional=True,
-)
-def build_policy_trainer(call: Call, config: Any) -> Any:
-    """Replace the dtype names in an RL trainer's config by torchtitan's own names."""
-    coerce_training(config.training)
-    return call.proceed()
-
-
-@seam(
-    f"{TRAINER}.__init__",
-    FEATURE,
-    group=NAMES,
-    why="a name that was assigned after the config was built",
-    upstream=_UPSTREAM,
-    delete_when=_DELETE,
+    at=[
+        {
+            "target": f"{POLICY}.__init__",
+            "group": RL,
+            "why": "the trainer looks names up in a dict that knows three",
+            "optional": True,
+        },
+        {
+            "target": f"{TRAINER}.__init__",
+            "group": NAMES,
+            "why": "a name that was assigned after the config was built",
+        },
+    ],
+    **_COERCES,
 )
 def build_trainer(call: Call, config: Any) -> Any:
-    """Replace the dtype names in a pre-training config by torchtitan's own names."""
+    """Replace the dtype names in a trainer's config by torchtitan's own names."""
     coerce_training(config.training)
     return call.proceed()

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from precision_shim.adapting import Call, around, in_force, seam
 from precision_shim.auditing import meters
 from precision_shim.auditing.automatic import watch
@@ -16,10 +14,9 @@ from precision_shim.precision.dtypes import name_of
 from ...common.ray_actors import put_in_front
 from ...torch_fp16 import ScaledTraining
 from ..rollout import asked_of, rollout_dtype
-from ..training.dtensor import DTYPES, TRAIN
+from ..training.dtensor import DTYPES, FRAMEWORK, TRAIN, add_figures
 from ..training.workers import DTENSOR, EXPORTED, INHERITED, MEGATRON, VALUE_V2, group_at
 
-FRAMEWORK = "nemo-rl"
 FEATURE = "audit"
 _DELETE = "NeMo-RL says which precision its optimizers have"
 _RELIES_ON = ("__init__", "optimizer", "model")
@@ -28,29 +25,29 @@ _RELIES_ON = ("__init__", "optimizer", "model")
 def see(worker: Any) -> None:
     """Audit a worker's optimizer, if the worker has one."""
     optimizer = getattr(worker, "optimizer", None)
-
-    def scaler() -> Any:
-        training = ScaledTraining.of(worker)
-        return None if training is None else training.scaler
-
     group = group_at(worker)
     if optimizer is not None and in_force(FRAMEWORK, FEATURE, group):
+        subject = "value" if group == VALUE_V2 else "policy"
         watch(
             FRAMEWORK,
-            "value" if group == VALUE_V2 else "policy",
+            subject,
             optimizer,
             model=worker.model,
-            scaler=scaler,
+            scaler=lambda: getattr(ScaledTraining.of(worker), "scaler", None),
         )
-        if group != VALUE_V2:
-            _tell_audit(worker)
+        _tell_audit(worker)
 
 
-def _tell_audit(worker: Any) -> None:
+def _tell_audit(worker: Any) -> Mapping[str, Any] | None:
+    """Report the dtype of the rollout; return the worker's config, or ``None`` without rollout."""
     config = getattr(worker, "cfg", None)
-    asked = asked_of(config) if isinstance(config, Mapping) else None
-    if asked is not None:
-        tell_asked(FRAMEWORK, *asked)
+    if group_at(worker) == VALUE_V2 or not isinstance(config, Mapping):
+        return None
+    asked = asked_of(config)
+    if asked is None:
+        return None
+    tell_asked(FRAMEWORK, *asked)
+    return config
 
 
 class AuditedWorker:
@@ -74,11 +71,7 @@ class AuditedWorker:
     replaces=True,
 )
 def redecorate(actor_class: Any) -> Any:
-    """Make the actor class again with ``AuditedWorker`` as the worker's first base class.
-
-    Raises:
-        SeamError: the argument is no actor class made by ``ray.remote``.
-    """
+    """Make the actor class again with ``AuditedWorker`` as the worker's first base class."""
     return put_in_front(AuditedWorker, actor_class)
 
 
@@ -106,32 +99,22 @@ def look_at(call: Call) -> Any:
     optional=True,
 )
 def report_lost_updates(call: Call, eval_mode: Any = False) -> Any:
-    """Add the fractions of weight updates that are lost to rounding to the metrics of ``train``.
-
-    NeMo-RL reports only the lists in ``all_mb_metrics``, and sums most lists over micro-batches and
-    ranks. The shim therefore adds each share of lost updates once per call of ``train``, on rank 0.
-    """
+    """Add the fractions of weight updates that are lost to rounding to the metrics of ``train``."""
     _tell_meter(call.instance)
     result = call.proceed()
-    first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    if not eval_mode and first:
-        for name, value in meters.metrics(getattr(call.instance, "optimizer", None)).items():
-            result["all_mb_metrics"][name] = [value]
+    if not eval_mode:
+        add_figures(result, meters.metrics(getattr(call.instance, "optimizer", None)))
     return result
 
 
 def _tell_meter(worker: Any) -> None:
     """Record the dtypes of the weights for the rollout, to measure updates lost to rounding.
 
-    A value model has no rollout. DTensor workers first cast weights to the policy's dtype. All
-    workers merge LoRA while sending.
+    DTensor workers first cast weights to the policy's dtype. All workers merge LoRA while sending.
     """
-    group, optimizer = group_at(worker), getattr(worker, "optimizer", None)
-    config = getattr(worker, "cfg", None)
-    if group == VALUE_V2 or not isinstance(config, Mapping):
-        return
-    dtype = rollout_dtype(config)
-    _tell_audit(worker)
-    if dtype:
-        own = [DTYPES[config["precision"]]] if group and config.get("precision") in DTYPES else []
-        meters.tell_rollout(optimizer, *map(name_of, own), dtype)
+    config = _tell_audit(worker)
+    if config is not None:
+        precision = str(config.get("precision"))
+        own = [DTYPES[precision]] if group_at(worker) and precision in DTYPES else []
+        optimizer = getattr(worker, "optimizer", None)
+        meters.tell_rollout(optimizer, *map(name_of, own), rollout_dtype(config))

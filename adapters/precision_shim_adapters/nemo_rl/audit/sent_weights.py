@@ -13,15 +13,18 @@ from precision_shim.auditing import weight_audit
 
 from ..training.dtensor import FRAMEWORK
 
-FEATURE, GROUP = "audit", "weights audit"
 _UTILS = "nemo_rl.models.policy.utils"
 _WORKERS = "nemo_rl.models.policy.workers"
-_DELETE = "NeMo-RL says which precision its rollouts have"
-_WHY = "gets the stream of weights of every kind of worker"
+_AUDIT: dict[str, Any] = {
+    "feature": "audit",
+    "group": "weights audit",
+    "why": "gets the stream of weights of every kind of worker",
+    "delete_when": "NeMo-RL says which precision its rollouts have",
+    "optional": True,
+}
 
 
 @seam(
-    feature=FEATURE,
     at=[
         f"{_UTILS}:stream_weights_via_ipc_zmq_impl",
         {
@@ -29,35 +32,25 @@ _WHY = "gets the stream of weights of every kind of worker"
             "only_if": (f"{_UTILS}:stream_weights_via_http_impl",),
         },
     ],
-    group=GROUP,
-    why=_WHY,
-    delete_when=_DELETE,
-    optional=True,
+    **_AUDIT,
 )
 def look_at_stream(call: Call, params_generator: Any) -> Any:
     """Observe the stream of weights while NeMo-RL sends it."""
     seen = weight_audit.observe(params_generator, FRAMEWORK, "policy")
-    if seen is not params_generator:
-        call.arguments["params_generator"] = seen
+    call.arguments["params_generator"] = seen
     return call.proceed()
 
 
 @seam(
     "nemo_rl.utils.packed_tensor:packed_broadcast_producer",
-    FEATURE,
-    group=GROUP,
     aliases=tuple(
         f"{_WORKERS}.{kind}_policy_worker{version}:packed_broadcast_producer"
         for kind, version in (("dtensor", ""), ("dtensor", "_v2"), ("megatron", ""))
     ),
-    why=_WHY,
-    delete_when=_DELETE,
     relies_on=("next", "iterator"),
-    optional=True,
+    **_AUDIT,
 )
 def look_at_broadcast(call: Call, iterator: Any) -> Any:
     """Observe the stream of weights while NeMo-RL broadcasts it to a rollout on other GPUs."""
-    seen = weight_audit.observe(iterator, FRAMEWORK, "policy")
-    if seen is not iterator:
-        call.arguments["iterator"] = seen
+    call.arguments["iterator"] = weight_audit.observe(iterator, FRAMEWORK, "policy")
     return call.proceed()

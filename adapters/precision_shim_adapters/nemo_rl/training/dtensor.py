@@ -14,15 +14,7 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import (
-    Call,
-    around,
-    in_force,
-    parse_settings,
-    seam,
-    versioned,
-    warn,
-)
+from precision_shim.adapting import Call, around, in_force, parse_settings, seam, versioned, warn
 from precision_shim.errors import SeamError
 
 from ...common.ray_actors import class_beneath, put_in_front
@@ -34,21 +26,15 @@ from .workers import DTENSOR, EXPORTED, INHERITED, V1, V2, VALUE_V2, group_at
 
 FRAMEWORK = "nemo-rl"
 DTYPES: Mapping[str, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
+    name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")
 }
 """The dtype names that NeMo-RL accepts; for other names NeMo-RL raises KeyError or ValueError."""
 
 BLOCK = "precision_shim"
 """Key of the shim's optional block in the config of a policy or value model."""
 
-_READ = {
-    "__init__": ("weights_path", "optimizer_path"),
-    "save_checkpoint": ("weights_path", "optimizer_path"),
-    "load_checkpoint": ("weights_path", "optimizer_path"),
-}
-"""Maps a worker's methods to the parameters that this file's functions read."""
+_READ = ("weights_path", "optimizer_path")
+"""Parameters of ``__init__`` and of the methods for checkpoints that this file's functions read."""
 
 TRAIN = ("data", "loss_fn", "eval_mode")
 """The first parameters of a worker's ``train``, whose decorator hides the signature."""
@@ -104,13 +90,12 @@ def redecorate(actor_class: Any) -> Any:
     """Make the actor class again with ``ScaledWorker`` as the worker's first base class.
 
     Raises:
-        SeamError: the argument is no actor class made by ``ray.remote``, or a method lacks a
-            parameter in ``_READ``.
+        SeamError: a method lacks a parameter in ``_READ``.
     """
     worker = class_beneath(actor_class)
-    for method, needed in _READ.items():
+    for method in ("__init__", "save_checkpoint", "load_checkpoint"):
         parameters = inspect.signature(getattr(worker, method)).parameters
-        lacking = [name for name in needed if name not in parameters]
+        lacking = [name for name in _READ if name not in parameters]
         if lacking:
             raise SeamError(f"{worker.__name__}.{method} has no parameter {lacking[0]!r}")
     return put_in_front(ScaledWorker, actor_class)
@@ -150,12 +135,10 @@ def build(call: Call, weights_path: Any, optimizer_path: Any) -> None:
                 "that every worker has it."
             )
             return
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        because, configured = scaled_because(name), read_section(instance.cfg, name)
         training = ScaledTraining.make(
-            FRAMEWORK,
-            name,
-            device="cuda" if torch.cuda.is_available() else "cpu",
-            because=scaled_because(name),
-            configured=read_section(instance.cfg, name),
+            FRAMEWORK, name, device=device, because=because, configured=configured
         )
         # Restore the scaler here, because a v1 worker calls load_checkpoint before the scaler
         # exists. In NeMo-RL 0.6 and later a v2 worker does not call load_checkpoint.
@@ -167,9 +150,7 @@ def build(call: Call, weights_path: Any, optimizer_path: Any) -> None:
 def group_of(name: str, *, second: bool) -> str:
     """The group name (see ``Seam``) of all seams on a model's DTensor workers.
 
-    Args:
-        name: the model's key in the config, ``"policy"`` or ``"value"``.
-        second: whether the config selects the v2 worker (``dtensor_cfg._v2``).
+    ``name`` is the model's key in the config; ``second`` is ``dtensor_cfg._v2``.
     """
     return VALUE_V2 if name == "value" else V2 if second else V1
 
@@ -185,10 +166,8 @@ def read_section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     Raises:
         SettingsError: a value is not allowed; the message has key, value and allowed values.
     """
-    block = config.get(BLOCK) or {}
-    values = parse_settings(
-        block, SETTINGS.values(), f"{versioned(FRAMEWORK, called='NeMo-RL')}, {name}.{BLOCK}"
-    )
+    where = f"{versioned(FRAMEWORK, called='NeMo-RL')}, {name}.{BLOCK}"
+    values = parse_settings(config.get(BLOCK) or {}, SETTINGS.values(), where)
     return {ours: values[key] for ours, key in SETTINGS.items() if key in values}
 
 
@@ -209,13 +188,14 @@ def train(call: Call, loss_fn: Any, eval_mode: Any = False) -> Any:
     with _outermost(call.instance, "train") as outermost:
         if not outermost or eval_mode:
             return call.proceed()
-        with (
-            training.several_steps(call.instance.optimizer),
-            auxiliary_losses(training) as follow,
-        ):
+        steps = training.several_steps(call.instance.optimizer)
+        with steps, auxiliary_losses(training) as follow:
             call.arguments["loss_fn"] = training.scaled(loss_fn, follow)
             result = call.proceed()
-    return _report(result, training)
+    if result.get("grad_norm") is not None:
+        result["grad_norm"] = training.norm(result["grad_norm"])
+    add_figures(result, training.metrics())
+    return result
 
 
 @seam(
@@ -240,29 +220,25 @@ def unscale_first(call: Call) -> Any:
     return call.proceed()
 
 
-def _report(result: dict[str, Any], training: ScaledTraining) -> dict[str, Any]:
-    """Add the scaler's metrics to a ``train`` result on rank 0, since NeMo-RL sums over ranks."""
-    if result.get("grad_norm") is not None:
-        result["grad_norm"] = training.norm(result["grad_norm"])
+def add_figures(result: dict[str, Any], figures: Mapping[str, float]) -> None:
+    """Add metrics to a ``train`` result on rank 0, because NeMo-RL sums most lists over ranks."""
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        for name, value in training.metrics().items():
-            result["all_mb_metrics"][name] = [value]
-    return result
+        result["all_mb_metrics"].update({name: [value] for name, value in figures.items()})
 
 
 @seam(at=_at_method("save_checkpoint"), why=INHERITED, **_FP16)
 def save_checkpoint(call: Call, optimizer_path: Any) -> Any:
     """Save a checkpoint; if NeMo-RL saves the optimizer, save the scaler's state as well."""
-    with _outermost(call.instance, "save") as outermost:
-        training = _training_of(call.instance)
-        if outermost and optimizer_path and training is not None:
-            make_missing_states(call.instance.optimizer)
+    worker = call.instance
+    with _outermost(worker, "save") as outermost:
+        training = _training_of(worker) if outermost and optimizer_path else None
+        if training is None:
+            return call.proceed()
+        make_missing_states(worker.optimizer)
         result = call.proceed()
-        if outermost and optimizer_path and training is not None:
-            files = (
-                None if _saves_later(call.instance) else files_of_rank(optimizer_path, written=True)
-            )
-            training.save(optimizer_path, files)
+        later = _saves_later(worker)
+        files = None if later else files_of_rank(optimizer_path, written=True)
+        training.save(optimizer_path, files)
         return result
 
 
@@ -271,8 +247,8 @@ def load_checkpoint(call: Call, optimizer_path: Any) -> Any:
     """Load a checkpoint; if NeMo-RL restores the optimizer, restore the scaler as well."""
     with _outermost(call.instance, "load") as outermost:
         result = call.proceed()
-        training = _training_of(call.instance)
-        if outermost and optimizer_path and training is not None:
+        training = _training_of(call.instance) if outermost and optimizer_path else None
+        if training is not None:
             training.restore(optimizer_path, files_of_rank(optimizer_path))
         return result
 

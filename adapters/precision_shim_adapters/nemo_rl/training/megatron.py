@@ -1,22 +1,16 @@
 """NeMo-RL on Megatron: read a policy config, and patch the functions that build a model.
 
-A policy config has the optimizer's fields under the names that Megatron-Bridge reads. The shim
-regards each optimizer field of a policy config as written by the user. NeMo-RL's own YAML files set
-nearly all fields, including ``grad_reduce_in_fp32``, for which NeMo-RL's code has no default.
-NeMo-RL's code turns on Megatron-Bridge's NaN check of gradients; no config key turns on this check.
+The shim regards each optimizer field of a policy config as written by the user. NeMo-RL's own YAML
+files set nearly all fields, including ``grad_reduce_in_fp32``. NeMo-RL's code, and no config key,
+turns on Megatron-Bridge's NaN check of gradients.
 
-The shim patches the function that builds a worker's model and optimizer from the policy config and
-Bridge's config, because Ray pickles this function by reference, unlike a worker's methods. The seam
-on Megatron's DDP reads the live parameters. Bridge's ``setup_optimizer`` makes every kind of
-optimizer from the OptimizerConfig. The shim turns dtype names into dtypes when Megatron validates
-the OptimizerConfig. Megatron-Bridge 0.4 validates the config when it makes the config; later
-versions validate it in ``finalize()``. A worker's ``validate()`` calls ``finalize()`` before the
-build starts. The shim does not patch the conversion of a Hugging Face checkpoint, because the
-conversion trains nothing.
+The shim patches the function that builds a worker's model and optimizer, because Ray pickles this
+function by reference, unlike a worker's methods. The shim turns dtype names into dtypes when
+Megatron validates the OptimizerConfig: Megatron-Bridge 0.4 when it makes the config, later versions
+in ``finalize()``, which a worker's ``validate()`` calls before the build starts.
 
-NeMo-RL accepts a step that Megatron skipped. A skipped step's missing grad norm makes a policy
-worker's ``train`` fail, and a value worker reports the norm as 0. For a skipped step the shim
-therefore returns the success flag False and the grad norm NaN.
+NeMo-RL accepts a step that Megatron skipped, but the missing grad norm makes a policy worker's
+``train`` fail. The shim returns the success flag False and the grad norm NaN.
 """
 
 from __future__ import annotations
@@ -25,8 +19,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import torch
-
 from precision_shim.adapting import Call, around, seam, versioned
 from precision_shim.precision.dtypes import parse_dtype
 
@@ -34,15 +26,12 @@ from ... import megatron
 from ...common.ray_actors import put_in_front
 from ...megatron import BUILDING, SCALING, RequestedConfig, building
 from ..audit.optimizers import report_lost_updates
-from .dtensor import BLOCK, FRAMEWORK, TRAIN
+from .dtensor import BLOCK, FRAMEWORK, TRAIN, add_figures
 from .workers import EXPORTED, INHERITED, INLINE, MEGATRON, POLICIES, SETUP, VALUE
 
 _ONE_PLACE = "NeMo-RL decides bucket and optimizer states in one place"
-_SETUP_OPTIMIZER = "megatron.bridge.training.optim:setup_optimizer"
-_SETUP_ALIASES = (
-    "megatron.bridge.training.setup:setup_optimizer",
-    *(f"{module}:setup_optimizer" for module in (*POLICIES, SETUP)),
-)
+_COPIES = ("megatron.bridge.training.setup", *POLICIES, SETUP)
+"""Modules that import Bridge's ``setup_optimizer`` by value."""
 
 
 def read_requested(
@@ -61,12 +50,11 @@ def read_requested(
     section = config["megatron_cfg"]
     optimizer, ddp = section["optimizer"], section["distributed_data_parallel_config"]
     blockers = []
-    fp8 = section.get("fp8_cfg") or {}
+    fp8, bucket = section.get("fp8_cfg") or {}, "grad_reduce_in_fp32"
     if fp8.get("enabled") and fp8.get("fp8_recipe") != "delayed":
         blockers.append(f"fp8_cfg.fp8_recipe is {fp8.get('fp8_recipe')!r}, not 'delayed'")
     if megatron_fsdp:
         blockers.append("Megatron-FSDP keeps gradients and states in its own buffers")
-    bucket = "grad_reduce_in_fp32"
     return RequestedConfig(
         where=f"{where}.megatron_cfg.optimizer",
         subject=subject,
@@ -129,19 +117,16 @@ def _build_model(call: Call, policy_cfg: Any, ddp_config: Any, subject: str, tra
 
 
 @seam(
-    _SETUP_OPTIMIZER,
+    "megatron.bridge.training.optim:setup_optimizer",
     BUILDING,
     group="megatron",
     why="config, parameters and buckets are known, and the optimizer comes out here",
     delete_when="NeMo-RL dispatches on policy.precision, fp16 with a scaler that suits it",
-    aliases=_SETUP_ALIASES,
+    aliases=tuple(f"{module}:setup_optimizer" for module in _COPIES),
     optional=True,
 )
 def set_up_optimizer(call: Call, optimizer_config: Any, model: Any) -> Any:
-    """Set OptimizerConfig fields by the model's dtype, if the policy config lacks these fields.
-
-    A worker calls ``setup_optimizer`` once, after its DDP is built.
-    """
+    """Set OptimizerConfig fields by the model's dtype, if the policy config lacks these fields."""
     build = megatron.current_build(FRAMEWORK)
     if build is None:
         return call.proceed()
@@ -185,28 +170,21 @@ _RELIES_ON = ("train", "optimizer", "all_mb_metrics", "grad_norm", "eval_mode")
     optional=True,
 )
 def report(call: Call, eval_mode: Any = False) -> Any:
-    """Add the loss scale and the skipped steps to the metrics of a worker's ``train``.
-
-    NeMo-RL reports only the lists in ``all_mb_metrics``, and sums most lists over micro-batches and
-    ranks. The shim therefore adds each metric once per call of ``train``, on rank 0.
-    """
+    """Add the loss scale and the skipped steps to the metrics of a worker's ``train``."""
     result = call.proceed()
-    if not eval_mode and torch.distributed.get_rank() == 0:
-        for name, value in megatron.metrics(call.instance.optimizer).items():
-            result["all_mb_metrics"][name] = [value]
+    if not eval_mode:
+        add_figures(result, megatron.metrics(call.instance.optimizer))
     return result
 
 
 def times_loss_scale(function: Any, worker: Any) -> Any:
     """Multiply a worker's gradient scale for an auxiliary loss by the loss scale.
 
-    NeMo-RL 0.7 and later sets a gradient scale for the auxiliary losses of MoE and of multi-token
-    prediction. Megatron 0.19 and later uses the auxiliary losses' scale instead of the loss scale.
+    Megatron 0.19 and later uses the auxiliary losses' scale instead of the loss scale.
     """
     optimizer = worker.optimizer
-    if function is None or hasattr(function, "_precision_shim"):
-        return function
-    if optimizer is None or not megatron.dynamic_scalers(optimizer):
+    scales = optimizer is not None and megatron.dynamic_scalers(optimizer)
+    if function is None or not scales or hasattr(function, "_precision_shim"):
         return function
 
     def scaled() -> Any:

@@ -14,6 +14,13 @@ from ..rollout.dtypes import asked_of, way_of_weights
 from ..training.megatron import WORKER
 from ..training.overflow import BASE, add_figures
 
+_LOST: dict[str, Any] = {
+    "feature": "audit",
+    "group": "metrics",
+    "delete_when": "SkyRL says which of its updates are lost to rounding",
+    "optional": True,
+}
+
 
 @seam(
     "skyrl.backends.skyrl_train.distributed.fsdp_strategy:FSDPStrategy._fsdp_init_train_model",
@@ -27,34 +34,27 @@ def train_model(call: Call) -> Any:
     """Audit the optimizer of a policy or a critic on FSDP."""
     model, optimizer, scheduler = call.proceed()
     strategy = call.instance
-
-    def scaler() -> Any:
-        training = ScaledTraining.of(strategy)
-        return None if training is None else training.scaler
-
     if optimizer is not None:
+        subject = "policy" if type(model).__name__ == "HFModelWrapper" else "critic"
         watch(
             "skyrl",
-            "policy" if type(model).__name__ == "HFModelWrapper" else "critic",
+            subject,
             optimizer,
             model=model,
-            scaler=scaler,
+            scaler=lambda: getattr(ScaledTraining.of(strategy), "scaler", None),
         )
     return model, optimizer, scheduler
 
 
 @seam(
-    feature="audit",
     at=[
         f"{WORKER}:MegatronPolicyWorkerBase.forward_backward",
         f"{BASE}:PolicyWorkerBase.forward_backward",
         f"{BASE}:CriticWorkerBase.forward_backward",
     ],
-    group="metrics",
     why="returns the metrics that the trainer logs, reduced over the ranks",
-    delete_when="SkyRL says which of its updates are lost to rounding",
     relies_on=("all_reduce_metrics", "optimizer"),
-    optional=True,
+    **_LOST,
 )
 def report_lost_updates(call: Call) -> Any:
     """Add the fractions of weight updates lost to rounding to ``forward_backward``'s metrics."""
@@ -65,21 +65,16 @@ def report_lost_updates(call: Call) -> Any:
 
 @seam(
     f"{BASE}:Worker.init_weight_sync_state",
-    "audit",
-    group="metrics",
     why="the worker learns here which dtype the inference engines have",
-    delete_when="SkyRL says which of its updates are lost to rounding",
-    relies_on=("inference_engine_cfg",),
-    optional=True,
+    relies_on=("inference_engine_cfg", "cfg"),
+    **_LOST,
 )
 async def know_rollout(call: Call, inference_engine_cfg: Any) -> Any:
     """Record the inference engines' weight dtypes, for the audit and the count of lost updates."""
     worker = call.instance
-    model = getattr(getattr(worker.cfg, "policy", None), "model", None)
-    path = str(getattr(model, "path", "") or "")
     if is_wanted():
         tell_asked("skyrl", *asked_of(inference_engine_cfg))
-    names = way_of_weights(inference_engine_cfg, path)
+    names = way_of_weights(inference_engine_cfg, str(worker.cfg.policy.model.path))
     # Megatron-Bridge merges LoRA into the weights that it exports.
     factors = worker.cfg.strategy != "megatron"
     meters.tell_rollout(getattr(worker, "optimizer", None), *names, factors=factors)

@@ -1,9 +1,8 @@
 """SkyRL: audit the weights that the policy sends to the inference engines.
 
-SkyRL 0.4 and later makes a weight source, an iterable of the live model's weights. In each weight
-sync, vLLM's sender iterates over the weight source once. SkyRL before 0.4 makes an extractor that
-yields weights in chunks. For fp8, a weight source wraps another weight source, and SkyRL sends only
-the outer source's weights.
+SkyRL 0.4 and later iterates over a weight source once in each weight sync; before 0.4 an extractor
+yields weights in chunks. For fp8, a weight source wraps another one, and SkyRL sends only the outer
+source's weights.
 """
 
 from __future__ import annotations
@@ -18,16 +17,13 @@ from precision_shim.adapting import Call, seam
 from precision_shim.auditing import weight_audit
 from precision_shim.precision.dtypes import CANONICAL
 
-from ..rollout.dtypes import dtypes_of_locations
-from ..training.megatron import TRAIN
+from ..rollout.dtypes import PUBLISHER, READ, base_dtypes
+from ..training.megatron import TRAIN, WORKER
 
-FEATURE, GROUP = "audit", "weights audit"
-_SOURCES = "skyrl.backends.skyrl_train.weight_sync.sources"
-_WORKERS = f"{TRAIN}.workers"
+_AUDIT: dict[str, Any] = {"feature": "audit", "group": "weights audit"}
+_SOURCES = f"{TRAIN}.weight_sync.sources"
 _WHY = "the stream of weights, as it is sent"
 _DELETE = "SkyRL says which precision its inference engines have"
-
-_DELTA = "skyrl.backends.skyrl_train.weight_sync.delta.checkpoint"
 
 _wrapped: WeakSet[Any] = WeakSet()
 """Weight sources that another weight source wraps."""
@@ -38,12 +34,11 @@ _stored: WeakKeyDictionary[Any, torch.dtype] = WeakKeyDictionary()
 
 @seam(
     f"{_SOURCES}:SerializedFp8WeightSource.__init__",
-    FEATURE,
-    group=GROUP,
     only_if=(f"{_SOURCES}:SerializedFp8WeightSource",),
     why="wraps the source of the weights that are quantised",
     delete_when=_DELETE,
     optional=True,
+    **_AUDIT,
 )
 def wrap(call: Call, source: Any) -> None:
     """Record that another weight source wraps ``source``, so that the audit ignores ``source``."""
@@ -52,23 +47,15 @@ def wrap(call: Call, source: Any) -> None:
 
 
 @seam(
-    feature=FEATURE,
     at=[
-        {
-            "target": f"{_SOURCES}:{name}.__iter__",
-            "only_if": (f"{_SOURCES}:{name}",),
-        }
-        for name in (
-            "FsdpWeightSource",
-            "MegatronWeightSource",
-            "SerializedFp8WeightSource",
-            "LoraAdapterWeightSource",
-        )
+        {"target": f"{source}.__iter__", "only_if": (source,)}
+        for kind in ("Fsdp", "Megatron", "SerializedFp8", "LoraAdapter")
+        for source in (f"{_SOURCES}:{kind}WeightSource",)
     ],
-    group=GROUP,
     why=_WHY,
     delete_when=_DELETE,
     optional=True,
+    **_AUDIT,
 )
 def look_at_source(call: Call) -> Iterator[Any]:
     """Yield a weight source's weights unchanged, and pass each weight to the audit."""
@@ -79,41 +66,31 @@ def look_at_source(call: Call) -> Iterator[Any]:
 
 
 @seam(
-    f"{_DELTA}:DeltaCheckpointPublisher.create_delta_files",
-    FEATURE,
-    group=GROUP,
-    only_if=(f"{_DELTA}:DeltaCheckpointPublisher",),
     why="rounds the weights to the dtype of the base checkpoint, after it has taken them",
-    delete_when="SkyRL's delta sync sends model_dtype",
-    relies_on=("target_dtype", "_base_location"),
-    optional=True,
+    relies_on=READ,
+    **_AUDIT,
+    **PUBLISHER,
 )
 def know_base(call: Call, source: Any) -> Any:
     """Record the base checkpoint's dtype, on the rank that sends the weights."""
-    publisher = call.instance
-    if weight_audit.is_wanted() and publisher._current_rank() == 0:
-        stored = dtypes_of_locations(publisher._ensure_base_locations())
-        if len(stored) == 1:
-            _stored[source] = CANONICAL[next(iter(stored))]
+    stored = base_dtypes(call.instance) if weight_audit.is_wanted() else ()
+    if len(stored) == 1:
+        _stored[source] = CANONICAL[next(iter(stored))]
     return call.proceed()
 
 
 @seam(
-    feature=FEATURE,
     at=[
-        {
-            "target": f"{_WORKERS}.{module}:{name}.extract_weights",
-            "only_if": (f"{_WORKERS}.{module}:{name}",),
-        }
-        for module, name in (
-            ("fsdp.fsdp_worker", "FSDPWeightExtractor"),
-            ("megatron.megatron_worker", "MegatronWeightExtractor"),
+        {"target": f"{extractor}.extract_weights", "only_if": (extractor,)}
+        for extractor in (
+            f"{TRAIN}.workers.fsdp.fsdp_worker:FSDPWeightExtractor",
+            f"{WORKER}:MegatronWeightExtractor",
         )
     ],
-    group=GROUP,
     why=_WHY,
     delete_when="SkyRL 0.4 is the oldest in use",
     optional=True,
+    **_AUDIT,
 )
 def look_at_chunks(call: Call) -> Iterator[Any]:
     """Pass to the audit the chunks of weights that SkyRL before 0.4 sends."""

@@ -1,8 +1,7 @@
 """SkyRL: compare the dtypes of policy, reference model and inference engines.
 
-SkyRL validates a job's config in the driver, before Ray starts. Every actor therefore receives the
-dtypes that the shim writes into the config. SkyRL casts the weights to ``model_dtype`` once before
-it sends them, in every version and on every path except the delta sync.
+SkyRL validates a job's config in the driver, before Ray starts, so every actor receives the dtypes
+that the shim writes into the config.
 """
 
 from __future__ import annotations
@@ -13,38 +12,31 @@ from typing import Any
 from precision_shim.adapting import Call, decide, in_force, seam, versioned
 from precision_shim.precision.dtypes import name_of
 
-from ...agreement import (
-    FEATURE,
-    engine_name,
-    report_engines,
-    report_heads,
-    tell_of_wires,
-    write_key,
-)
+from ...agreement.lm_head import report_heads
+from ...agreement.names import engine_name, write_key
+from ...agreement.report import FEATURE, report_engines
+from ...agreement.weight_sync import tell_of_wires
 from ..config import ROLLOUT
 from . import dtypes, lm_head
 
 _UTILS = "skyrl.train.utils.utils"
-_DELTA = "skyrl.backends.skyrl_train.weight_sync.delta.checkpoint"
-_ENTRYPOINTS = "skyrl.train.entrypoints"
+_COMPARES = "SkyRL compares its engines' dtypes with the policy's"
+
+
+def _validation(name: str, entrypoint: str) -> dict[str, Any]:
+    copies = ("skyrl.train.utils", f"skyrl.train.entrypoints.{entrypoint}")
+    return {
+        "target": f"{_UTILS}:{name}",
+        "aliases": tuple(f"{module}:{name}" for module in copies),
+    }
 
 
 @seam(
     feature=FEATURE,
     at=[
+        _validation("validate_generator_cfg", "main_generate"),
         {
-            "target": f"{_UTILS}:validate_generator_cfg",
-            "aliases": (
-                "skyrl.train.utils:validate_generator_cfg",
-                f"{_ENTRYPOINTS}.main_generate:validate_generator_cfg",
-            ),
-        },
-        {
-            "target": f"{_UTILS}:validate_inference_engine_cfg",
-            "aliases": (
-                "skyrl.train.utils:validate_inference_engine_cfg",
-                f"{_ENTRYPOINTS}.serve:validate_inference_engine_cfg",
-            ),
+            **_validation("validate_inference_engine_cfg", "serve"),
             "only_if": (f"{_UTILS}:validate_inference_engine_cfg",),
         },
     ],
@@ -64,13 +56,12 @@ def hand_on_names(call: Call, cfg: Any) -> Any:
 
 
 @seam(
-    f"{_UTILS}:validate_cfg",
-    FEATURE,
+    feature=FEATURE,
     group=ROLLOUT,
     why="every training job calls it in the driver, before Ray starts",
-    delete_when="SkyRL compares its engines' dtypes with the policy's",
+    delete_when=_COMPARES,
     relies_on=("validate_generator_cfg", "policy"),
-    aliases=("skyrl.train.utils:validate_cfg", f"{_ENTRYPOINTS}.main_base:validate_cfg"),
+    **_validation("validate_cfg", "main_base"),
 )
 def compare(call: Call, cfg: Any) -> Any:
     """Compare the dtypes of a training job's policy, reference model and inference engines.
@@ -81,7 +72,7 @@ def compare(call: Call, cfg: Any) -> Any:
     """
     dtypes.hand_on_names(cfg)
     result = call.proceed()
-    _settle(cfg)
+    _report(cfg)
     return result
 
 
@@ -90,24 +81,19 @@ def compare(call: Call, cfg: Any) -> Any:
     FEATURE,
     group=f"{ROLLOUT} tinker",
     why="the Tinker server makes its config here and validates it nowhere",
-    delete_when="SkyRL compares its engines' dtypes with the policy's",
+    delete_when=_COMPARES,
     relies_on=("from_cli_overrides",),
     optional=True,
 )
 def compare_tinkers(call: Call) -> Any:
-    """Compare a Tinker server's dtypes, as ``compare`` does for a training job.
-
-    Raises:
-        DtypeError: a key's value is no dtype name.
-        UnsupportedPrecisionError: strict mode is on, the policy is fp16, and an engine is not.
-    """
+    """Compare a Tinker server's dtypes, as ``compare`` does for a training job."""
     config = call.proceed()
     dtypes.hand_on_names(config)
-    _settle(config)
+    _report(config)
     return config
 
 
-def _settle(config: Any) -> None:
+def _report(config: Any) -> None:
     where = versioned("skyrl")
     # SkyRL parses model_dtype for each weight sync, and rejects "auto".
     engine_name(config.generator.inference_engine.model_dtype, dtypes.KEY, where, also=())
@@ -126,21 +112,16 @@ def _settle(config: Any) -> None:
 
 
 @seam(
-    f"{_DELTA}:DeltaCheckpointPublisher.create_delta_files",
-    FEATURE,
+    feature=FEATURE,
     group=f"{ROLLOUT} weight sync",
-    only_if=(f"{_DELTA}:DeltaCheckpointPublisher",),
     why="rounds every weight to the dtype of the base checkpoint, which the driver may not have",
-    delete_when="SkyRL's delta sync sends model_dtype",
-    relies_on=("_stage_tensor_for_publish", "target_dtype", "_base_location", "is_source_rank"),
-    optional=True,
+    relies_on=("_stage_tensor_for_publish", "is_source_rank", "version", *dtypes.READ),
+    **dtypes.PUBLISHER,
 )
 def tell_of_delta(call: Call, source: Any) -> Any:
     """Report the dtype of the sent weights, in the worker that sends the first delta."""
-    publisher = call.instance
     sent = getattr(source, "_dtype", None)
-    if publisher.version == 0 and publisher._current_rank() == 0 and sent is not None:
-        stored = dtypes.dtypes_of_locations(publisher._ensure_base_locations())
-        wires = dtypes.delta_wires({name_of(sent)}, stored)
+    if call.instance.version == 0 and sent is not None:
+        wires = dtypes.delta_wires({name_of(sent)}, dtypes.base_dtypes(call.instance))
         tell_of_wires(versioned("skyrl"), wires, may_raise=False)
     return call.proceed()

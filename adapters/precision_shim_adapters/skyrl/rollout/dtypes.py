@@ -1,7 +1,4 @@
-"""The dtypes in which a SkyRL job's policy, reference model and inference engines compute.
-
-The driver and ``precision-shim plan`` use this module to read the dtypes from the job's config.
-"""
+"""Read from a SkyRL job's config in which dtypes policy, reference model and engines compute."""
 
 from __future__ import annotations
 
@@ -10,25 +7,15 @@ from typing import Any
 
 import torch
 
-from precision_shim.precision.agreement import ENGINE_NAMES
+from precision_shim.precision.agreement import AUTO, ENGINE_NAMES, FP8, Engine
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
-from ...agreement import (
-    AUTO,
-    FP8,
-    OF_HEADER,
-    Engine,
-    IsInForce,
-    JobEngines,
-    Wire,
-    checkpoint_dtype,
-    model_type,
-    resolve_by_model,
-    stored_dtypes,
-    with_rounded,
-    write_key,
-)
-from ...megatron import DISPATCH
+from ...agreement import model_files
+from ...agreement.lm_head import IsInForce
+from ...agreement.names import with_rounded, write_key
+from ...agreement.report import JobEngines
+from ...agreement.weight_sync import Wire
+from ...megatron import DISPATCH, GROUP
 from ...torch_fp16 import FEATURE as FSDP_SCALING
 from ..config import INFERENCE, MODEL_DTYPE, named
 from ..training import fsdp, megatron
@@ -38,6 +25,18 @@ KEY = f"{INFERENCE}.{MODEL_DTYPE}"
 OVER = ("engine_init_kwargs", "prefill_init_kwargs", "decode_init_kwargs")
 """Sections that override SkyRL's engine settings; before 0.4 SkyRL has only the section
 ``engine_init_kwargs``."""
+
+_DELTA = "skyrl.backends.skyrl_train.weight_sync.delta.checkpoint:DeltaCheckpointPublisher"
+PUBLISHER: dict[str, Any] = {
+    "target": f"{_DELTA}.create_delta_files",
+    "only_if": (_DELTA,),
+    "delete_when": "SkyRL's delta sync sends model_dtype",
+    "optional": True,
+}
+"""Arguments of the seams on the delta sync."""
+
+READ = ("target_dtype", "_base_location", "_current_rank", "_ensure_base_locations")
+"""Names of the delta sync's class on which ``base_dtypes`` relies."""
 
 _KWARGS = "transformer_config_kwargs"
 _MIXED = "mixed_precision"
@@ -51,27 +50,25 @@ def sides_of(config: Any, in_force: IsInForce, directory: str = "") -> JobEngine
 
     Args:
         config: SkyRL's whole config.
-        in_force: see ``InForce``.
+        in_force: see ``IsInForce``.
         directory: the model's directory, if it is not the directory in the config.
 
     Raises:
         DtypeError: a key's value is no dtype name.
     """
     trainer, path = config.trainer, directory or str(config.trainer.policy.model.path)
-    others = list(_rollouts(config, directory))
+    others = _rollouts(config.generator.inference_engine, path)
     ref = _read_trained(trainer, "ref", in_force, directory) if has_reference(trainer) else None
     if ref is not None:
         others.insert(0, ref)
     policy = _read_trained(trainer, "policy", in_force, directory)
-    return JobEngines(policy, tuple(others), model_type(path))
+    return JobEngines(policy, tuple(others), model_files.model_type(path))
 
 
 def has_reference(trainer: Any) -> bool:
     """Whether SkyRL builds a reference model."""
-    algorithm = trainer.algorithm
-    return bool(
-        getattr(algorithm, "use_kl_loss", False) or getattr(algorithm, "use_kl_in_reward", False)
-    )
+    keys = ("use_kl_loss", "use_kl_in_reward")
+    return any(getattr(trainer.algorithm, key, False) for key in keys)
 
 
 def _read_trained(trainer: Any, role: str, in_force: IsInForce, directory: str) -> Engine | None:
@@ -84,18 +81,13 @@ def _on_megatron(trainer: Any, role: str, in_force: IsInForce, directory: str) -
     dtype = megatron_dtype(trainer, role, in_force, directory)
     if dtype is None:
         return None
-    section = f"trainer.{role}.megatron_config"
     written = getattr(trainer, role).megatron_config.transformer_config_kwargs or {}
     if role == "policy" and not written.get("fp16"):
         return Engine(role, name_of(dtype), "trainer.bf16")
-    return Engine(
-        role,
-        name_of(dtype),
-        f"{section}.{_KWARGS}.fp16",
-        written.get("fp16"),
-        because="" if "fp16" in written else f"trainer.bf16={trainer.bf16}",
-        values={"fp16": "true", "bf16" if trainer.bf16 else "fp32": "false"},
-    )
+    key = f"trainer.{role}.megatron_config.{_KWARGS}.fp16"
+    because = "" if "fp16" in written else f"trainer.bf16={trainer.bf16}"
+    values = {"fp16": "true", "bf16" if trainer.bf16 else "fp32": "false"}
+    return Engine(role, name_of(dtype), key, written.get("fp16"), because, values=values)
 
 
 def megatron_dtype(
@@ -106,16 +98,17 @@ def megatron_dtype(
     Args:
         trainer: the trainer's config.
         role: the model's section in ``trainer``, such as ``"policy"`` or ``"ref"``.
-        in_force: see ``InForce``.
+        in_force: see ``IsInForce``.
         directory: the model's directory, if it is not the directory in the config.
     """
-    path = getattr(trainer, role).model.path or trainer.policy.model.path
-    return megatron.predicted_dtype(
-        trainer,
-        role,
-        checkpoint_dtype(directory or str(path)),
-        obeyed=in_force(DISPATCH, "megatron"),
-    )
+    path = directory or str(getattr(trainer, role).model.path or trainer.policy.model.path)
+    written = getattr(trainer, role).megatron_config.transformer_config_kwargs or {}
+    checkpoint, bf16 = model_files.checkpoint_dtype(path), bool(trainer.bf16)
+    if not checkpoint and not bf16 and not written.get("fp16"):
+        return None
+    obeyed = in_force(DISPATCH, GROUP)
+    provider = megatron.predicted_provider(trainer, role, checkpoint, obeyed=obeyed)
+    return megatron.dtype_of(provider, bf16)
 
 
 def _on_fsdp(trainer: Any, role: str, in_force: IsInForce) -> Engine:
@@ -124,15 +117,11 @@ def _on_fsdp(trainer: Any, role: str, in_force: IsInForce) -> Engine:
     asked = name_of(fsdp.mixed_dtypes(config, section)["param_dtype"])
     in_fp16 = asked == "fp16" and in_force(FSDP_SCALING, fsdp.GROUP)
     key = f"{section}.{_MIXED}.param_dtype"
-    return Engine(
-        role,
-        asked if in_fp16 else "bf16",
-        key,
-        getattr(getattr(config, _MIXED, None), "param_dtype", None),
-        because="" if in_fp16 or asked == "bf16" else f"{_AUTOCAST}, whatever {key} says",
-        # No value of param_dtype gives fp32 matrix products, because SkyRL autocasts to bf16.
-        values={"bf16": "bfloat16", "fp16": "float16"},
-    )
+    written = getattr(getattr(config, _MIXED, None), "param_dtype", None)
+    because = "" if in_fp16 or asked == "bf16" else f"{_AUTOCAST}, whatever {key} says"
+    # No value of param_dtype gives fp32 matrix products, because SkyRL autocasts to bf16.
+    values = {"bf16": "bfloat16", "fp16": "float16"}
+    return Engine(role, asked if in_fp16 else "bf16", key, written, because, values=values)
 
 
 def not_compared(config: Any) -> tuple[str, str]:
@@ -144,11 +133,14 @@ def not_compared(config: Any) -> tuple[str, str]:
     )
 
 
-def _rollouts(config: Any, directory: str = "") -> Iterator[Engine]:
-    path = directory or str(config.trainer.policy.model.path)
-    backend = str(config.generator.inference_engine.backend)
-    for engine in _read_asked(config.generator.inference_engine):
-        yield resolve_by_model(engine, backend, path)
+def _rollouts(engines: Any, path: str) -> list[Engine]:
+    backend = str(engines.backend)
+    return [model_files.resolve_by_model(engine, backend, path) for engine in _read_asked(engines)]
+
+
+def _computes(config: Any) -> set[str]:
+    path = str(config.trainer.policy.model.path)
+    return {engine.computes for engine in _rollouts(config.generator.inference_engine, path)}
 
 
 def _read_asked(engines: Any) -> Iterator[Engine]:
@@ -157,14 +149,8 @@ def _read_asked(engines: Any) -> Iterator[Engine]:
         yield Engine("rollout", FP8, "", because=f"{INFERENCE}.fp8_weight_sync_mode={wanted}")
         return
     elsewhere, name = started_elsewhere(engines), named(engines.model_dtype)
-    own = Engine(
-        "rollout",
-        _canonical(name),
-        KEY,
-        name,
-        because=f"{KEY}, if the servers that run already were started so" if elsewhere else "",
-        follows=not elsewhere,
-    )
+    because = f"{KEY}, if the servers that run already were started so" if elsewhere else ""
+    own = Engine("rollout", _canonical(name), KEY, name, because, follows=not elsewhere)
     over = {} if elsewhere else overriding(engines)
     yield from {_over_own(own, section, values) for section, values in over.items()} or {own}
 
@@ -181,22 +167,16 @@ def _over_own(own: Engine, section: str, values: Mapping[str, Any]) -> Engine:
 
 def overriding(engines: Any) -> dict[str, Mapping[str, Any]]:
     """The config sections whose values override SkyRL's own values for some or all engines."""
+    sections = {name: getattr(engines, name, None) or {} for name in OVER}
     first, *roles = OVER
-    by_role = getattr(engines, "enable_pd", False) and any(
-        getattr(engines, role, None) for role in roles
-    )
-    return {
-        f"{INFERENCE}.{role}": getattr(engines, role, None) or {}
-        for role in (roles if by_role else (first,))
-    }
+    by_role = getattr(engines, "enable_pd", False) and any(sections[role] for role in roles)
+    return {f"{INFERENCE}.{name}": sections[name] for name in (roles if by_role else (first,))}
 
 
 def started_elsewhere(engines: Any) -> bool:
     """Whether SkyRL uses inference servers that SkyRL itself did not start."""
-    return not engines.run_engines_locally or bool(
-        getattr(engines, "external_proxy_url", None)
-        or getattr(engines, "external_server_urls", None)
-    )
+    keys = ("external_proxy_url", "external_server_urls")
+    return not engines.run_engines_locally or any(getattr(engines, key, None) for key in keys)
 
 
 def _canonical(name: str) -> str:
@@ -211,28 +191,24 @@ def hand_on_names(config: Any) -> None:
         DtypeError: a key's value is no dtype in which an engine computes.
     """
     engines = config.generator.inference_engine
-    name = named(engines.model_dtype)
-    if name != engines.model_dtype:
-        engines.model_dtype = name
+    engines.model_dtype = named(engines.model_dtype)
     for section, values in overriding(engines).items():
         if "dtype" in values:
             name = named(values["dtype"], section, "dtype")
-            if name != values["dtype"]:
-                setattr(engines, section.rpartition(".")[2], {**values, "dtype": name})
+            setattr(engines, section.rpartition(".")[2], {**values, "dtype": name})
 
 
 def send_in_engines_dtype(config: Any) -> list[tuple[str, str]]:
-    """Make SkyRL send the weights in the dtype in which the engines compute.
+    """Make SkyRL, which casts the weights to ``model_dtype``, send them in the engines' dtype.
 
-    SkyRL casts the weights to ``model_dtype`` before it sends them. If a section such as
-    ``engine_init_kwargs`` sets another dtype for all engines, unpatched SkyRL would round the
-    weights twice.
+    If a section such as ``engine_init_kwargs`` sets another dtype for all engines, unpatched SkyRL
+    would round the weights twice.
 
     Returns:
         The decision and its reason, if ``model_dtype`` is replaced.
     """
     engines = config.generator.inference_engine
-    computes, before = {rollout.computes for rollout in _rollouts(config)}, engines.model_dtype
+    computes, before = _computes(config), engines.model_dtype
     if len(computes) != 1 or computes & {AUTO, FP8, _canonical(named(before))}:
         return []
     (dtype,) = computes
@@ -241,7 +217,7 @@ def send_in_engines_dtype(config: Any) -> list[tuple[str, str]]:
 
 
 def write(config: Any, key: str, value: str) -> None:
-    """Write a value to an engine's config key; see ``rollout.settle``."""
+    """Write a value to an engine's config key."""
     if _KWARGS in key:
         megatron = config.trainer.ref.megatron_config
         kwargs = {**(megatron.transformer_config_kwargs or {}), "fp16": value == "true"}
@@ -258,27 +234,20 @@ def write(config: Any, key: str, value: str) -> None:
 def wires_of(config: Any) -> list[Wire]:
     """Describe the dtypes of a job's weight syncs, from the config that the shim has changed."""
     engines = config.generator.inference_engine
-    sent = _canonical(named(engines.model_dtype))
-    wires = []
-    for rollout in _rollouts(config):
-        if rollout.computes not in (AUTO, FP8, sent):
-            remedy = f"Write {KEY}={ENGINE_NAMES[rollout.computes]}."
-            because = f"SkyRL casts to {KEY}"
-            wires.append(Wire("rollout", rollout.computes, sent, because, KEY, remedy))
+    sent, because = _canonical(named(engines.model_dtype)), f"SkyRL casts to {KEY}"
+    computes = _computes(config) - {AUTO, FP8}
+    wires = [
+        Wire("rollout", dtype, sent, because, KEY, f"Write {KEY}={ENGINE_NAMES[dtype]}.")
+        for dtype in sorted(computes - {sent})
+    ]
     if engines.weight_sync_backend == "delta":
-        stored = stored_dtypes(str(config.trainer.policy.model.path))
-        wires += delta_wires(
-            {rollout.computes for rollout in _rollouts(config)} - {AUTO, FP8}, stored
-        )
+        path = str(config.trainer.policy.model.path)
+        wires += delta_wires(computes, model_files.stored_dtypes(path))
     return wires
 
 
 def asked_of(engines: Any) -> tuple[str, str]:
-    """The name and config key of the engines' dtype; the name is empty if their dtypes differ.
-
-    Args:
-        engines: the section ``generator.inference_engine``.
-    """
+    """The name and config key of the engines' dtype; the name is empty if their dtypes differ."""
     asked = {(engine.computes, engine.key) for engine in _read_asked(engines)}
     if len(asked) > 1:
         return "", KEY
@@ -289,34 +258,27 @@ def asked_of(engines: Any) -> tuple[str, str]:
 def way_of_weights(engines: Any, path: str) -> tuple[str, ...]:
     """Names of the dtypes to which a sync rounds a weight, in order; ``"auto"`` if not known.
 
-    Args:
-        engines: the section ``generator.inference_engine``.
-        path: the policy's model.
+    ``engines`` is the section ``generator.inference_engine``, and ``path`` the policy's model.
     """
-    backend, sent = str(engines.backend), _canonical(named(engines.model_dtype))
-    computes = {resolve_by_model(engine, backend, path).computes for engine in _read_asked(engines)}
+    computes = {engine.computes for engine in _rollouts(engines, path)}
     if len(computes) > 1 or engines.weight_sync_backend == "delta":
         return (AUTO,)  # a delta sync sends weights in the base checkpoint's dtypes
-    return (sent, *computes)
+    return (_canonical(named(engines.model_dtype)), *computes)
 
 
-def dtypes_of_locations(locations: Mapping[str, Any]) -> frozenset[str]:
-    """Canonical names of a base checkpoint's dtypes, read from SkyRL's index of the checkpoint."""
-    return frozenset(
-        OF_HEADER[location.dtype] for location in locations.values() if location.dtype in OF_HEADER
-    )
+def base_dtypes(publisher: Any) -> frozenset[str]:
+    """Canonical names of the dtypes in a delta sync's base checkpoint; empty but on rank 0."""
+    if publisher._current_rank() != 0:
+        return frozenset()
+    names = {location.dtype for location in publisher._ensure_base_locations().values()}
+    return frozenset(model_files.OF_HEADER[name] for name in names if name in model_files.OF_HEADER)
 
 
 def delta_wires(computes: set[str], stored: frozenset[str]) -> list[Wire]:
     """Make a ``Wire`` for each pair of a base checkpoint's dtype and an engine's dtype.
 
-    The receiver of a delta sync changes bytes in a copy of the base checkpoint. In a delta sync,
-    SkyRL therefore sends the weights in the dtypes of the checkpoint's files and ignores
-    ``model_dtype``.
-
-    Args:
-        computes: canonical names of the dtypes in which the engines compute.
-        stored: canonical names of the dtypes in the base checkpoint's files.
+    The receiver of a delta sync changes bytes in a copy of the base checkpoint, so SkyRL sends the
+    weights in the dtypes of the checkpoint's files (``stored``), whatever ``model_dtype`` is.
     """
     return [
         Wire(

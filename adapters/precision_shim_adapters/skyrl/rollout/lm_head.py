@@ -1,7 +1,7 @@
 """SkyRL: compute the LM head in fp32 in policy, reference model and inference engines.
 
-For an fp32 LM head, the driver writes a key into ``model_config_kwargs``, which override the HF
-config. On Megatron, SkyRL reads only the key ``model_config`` inside ``model_config_kwargs``.
+The driver writes a key into ``model_config_kwargs``, which override the HF config. On Megatron,
+SkyRL reads only the key ``model_config`` inside ``model_config_kwargs``.
 """
 
 from __future__ import annotations
@@ -10,20 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from precision_shim.adapting import Call, seam, versioned
+from precision_shim.precision.lm_head import Head
 
-from ...agreement import (
-    FEATURE,
-    FIELD,
-    NOT_IN_FORCE,
-    SETTING,
-    Head,
-    IsInForce,
-    compute_in_fp32,
-    is_marked,
-    names_head,
-    of_rollout,
-    of_trainer,
-)
+from ...agreement import lm_head as shared
+from ...agreement.report import FEATURE
 from ...megatron.training.lm_head import compute_in_fp32 as compute_megatrons
 from ..config import INFERENCE
 from . import dtypes
@@ -33,12 +23,12 @@ _WORKERS = "skyrl.backends.skyrl_train.workers"
 _DELETE = "SkyRL computes the LM head in fp32 by an option"
 
 
-def read_heads(config: Any, in_force: IsInForce) -> list[Head]:
+def read_heads(config: Any, in_force: shared.IsInForce) -> list[Head]:
     """Describe the LM heads of a job's policy, reference model and inference engines.
 
     Args:
         config: SkyRL's whole config.
-        in_force: see ``InForce``.
+        in_force: see ``IsInForce``.
     """
     trainer, engines = config.trainer, config.generator.inference_engine
     group, heads = f"Megatron {GROUP}" if trainer.strategy == "megatron" else GROUP, []
@@ -51,17 +41,17 @@ def read_heads(config: Any, in_force: IsInForce) -> list[Head]:
             refusal = (
                 "trainer.fused_lm_head_logprob multiplies in the model's dtype, set it to false"
             )
-        elif role == "policy" and names_head(_targets(trainer.policy.model)):
+        elif role == "policy" and shared.names_head(_targets(trainer.policy.model)):
             refusal = "trainer.policy.model.lora.target_modules has the LM head"
         elif not in_force(FEATURE, group):
-            refusal = NOT_IN_FORCE
-        heads.append(of_trainer(role, overrides, place, refusal))
+            refusal = shared.NOT_IN_FORCE
+        heads.append(shared.of_trainer(role, overrides, place, refusal))
     if dtypes.started_elsewhere(engines):
         refusal = "servers that SkyRL does not start keep the head that they were started with"
         return [*heads, Head("rollout", refusal=refusal)]
     backend = str(engines.backend)
     sections = dtypes.overriding(engines) or {f"{INFERENCE}.engine_init_kwargs": {}}
-    heads += [of_rollout(backend, values, section) for section, values in sections.items()]
+    heads += [shared.of_rollout(backend, values, section) for section, values in sections.items()]
     return heads
 
 
@@ -82,7 +72,7 @@ def _targets(model: Any) -> Any:
 
 def _without_mark(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Remove the key for an fp32 LM head, which SkyRL would otherwise save in the HF config."""
-    return {name: value for name, value in overrides.items() if name != FIELD}
+    return {name: value for name, value in overrides.items() if name != shared.FIELD}
 
 
 @seam(
@@ -91,6 +81,7 @@ def _without_mark(overrides: Mapping[str, Any]) -> dict[str, Any]:
     group=GROUP,
     why="builds the Hugging Face model of policy and reference model before FSDP wraps it",
     delete_when=_DELETE,
+    relies_on=("model",),
     optional=True,
 )
 def build_model(call: Call, model_config_kwargs: Any) -> None:
@@ -99,12 +90,12 @@ def build_model(call: Call, model_config_kwargs: Any) -> None:
     Raises:
         UnsupportedPrecisionError: the LM head is no plain linear layer.
     """
-    marked = is_marked(model_config_kwargs)
+    marked = shared.is_marked(model_config_kwargs)
     if marked:
         call.arguments["model_config_kwargs"] = _without_mark(model_config_kwargs)
     call.proceed()
     if marked:
-        compute_in_fp32(call.instance.model, versioned("skyrl"))
+        shared.compute_in_fp32(call.instance.model, versioned("skyrl"))
 
 
 @seam(
@@ -123,7 +114,7 @@ def make_provider(call: Call, model_config_kwargs: Any) -> Any:
         UnsupportedPrecisionError: the output layer of Megatron cannot compute in fp32.
     """
     inner: Any = (model_config_kwargs or {}).get("model_config")
-    marked = is_marked(inner)
+    marked = shared.is_marked(inner)
     if marked:
         rest = {**model_config_kwargs, "model_config": _without_mark(inner)}
         call.arguments["model_config_kwargs"] = rest
@@ -131,7 +122,7 @@ def make_provider(call: Call, model_config_kwargs: Any) -> Any:
     if marked:
 
         def change(chunks: Any) -> Any:
-            compute_megatrons(chunks, versioned("skyrl"), SETTING)
+            compute_megatrons(chunks, versioned("skyrl"), shared.SETTING)
             return chunks
 
         call.instance.provider.register_pre_wrap_hook(change)

@@ -1,9 +1,7 @@
 """SkyRL on FSDP in fp16: autocast, loss scaling, the scaler's checkpoint and metrics.
 
-``fsdp_config.mixed_precision.param_dtype="fp16"`` makes FSDP compute with fp16 parameters. SkyRL's
-workers run an fp16 model under an autocast to bf16, and have no scaler that keeps small gradients
-from becoming zero. The shim switches the autocast to fp16, and adds a loss scaler to SkyRL's
-``FSDPStrategy``, which makes the optimizer.
+``fsdp_config.mixed_precision.param_dtype="fp16"`` makes FSDP compute with fp16 parameters, but
+SkyRL's workers run the model under an autocast to bf16, and do not scale the loss.
 """
 
 from __future__ import annotations
@@ -86,9 +84,9 @@ def follow_param_dtype(call: Call) -> Any:
     Raises:
         DtypeError: a value in ``mixed_precision`` is no dtype name.
     """
-    mixed_dtypes(call.instance.fsdp_config)
+    in_fp16 = _is_fp16(call.instance)
     module = call.proceed()
-    if _is_fp16(call.instance):
+    if in_fp16:
         autocast_in_fp16(module, call.instance.device_mesh.device_type)
     return module
 
@@ -107,22 +105,14 @@ def scale_train_model(call: Call) -> Any:
     model, optimizer, scheduler = call.proceed()
     if optimizer is not None and _is_fp16(call.instance):
         subject = "policy" if type(model).__name__ == "HFModelWrapper" else "critic"
-        training = ScaledTraining.make(
-            "skyrl",
-            subject,
-            device=call.instance.device_mesh.device_type,
-            because=scaled_because(subject),
-        )
+        device, because = call.instance.device_mesh.device_type, scaled_because(subject)
+        training = ScaledTraining.make("skyrl", subject, device=device, because=because)
         training.keep(call.instance)
         decide("skyrl", subject, FEATURE, *AUTOCAST)
     return model, optimizer, scheduler
 
 
-@seam(
-    f"{_STRATEGY}.backward",
-    why="every backward pass of the FSDP workers",
-    **_FP16,
-)
+@seam(f"{_STRATEGY}.backward", why="every backward pass of the FSDP workers", **_FP16)
 def scale_loss(call: Call, loss: Any) -> Any:
     """Scale the gradients of a backward pass; the loss that SkyRL reports stays unchanged."""
     training = ScaledTraining.of(call.instance)
@@ -166,8 +156,7 @@ def save(call: Call, ckpt_dir: Any, optimizer: Any, client_state: Any) -> Any:
     training = ScaledTraining.of(call.instance)
     if training is not None and optimizer is not None:
         record = training.record(_files(call.instance, ckpt_dir))
-        kept = {**(client_state or {}), CLIENT_KEY: record}
-        call.arguments["client_state"] = kept
+        call.arguments["client_state"] = {**(client_state or {}), CLIENT_KEY: record}
     return call.proceed()
 
 
@@ -200,10 +189,9 @@ def _name(strategy: Any, what: str) -> str:
 def _files(strategy: Any, directory: Any) -> Files:
     """The files that SkyRL writes on this rank before the scaler's state.
 
-    SkyRL overwrites a checkpoint's files in place, so a job killed during a save leaves a mixture
-    of old and new files. The scaler's state has no fingerprints of a remote checkpoint's files.
+    SkyRL overwrites files in place, so a job killed during a save leaves old and new files mixed.
     """
-    names = [_name(strategy, what) for what in ("model", "optim")]
+    names = (_name(strategy, what) for what in ("model", "optim"))
     return {name: os.path.join(str(directory), name) for name in names}
 
 
@@ -221,8 +209,6 @@ def report(call: Call) -> Any:
     output = call.proceed()
     training = ScaledTraining.of(call.instance.strategy)
     if training is not None:
-        # Report the loss scale of this forward-backward pass. Reading the scale does not wait for
-        # the device, since SkyRL has already read the loss.
-        scale = float(training.scaler.get_scale())
+        scale = float(training.scaler.get_scale())  # of this pass, not of the last step
         add_figures(output, {**training.metrics(), "loss_scale": scale})
     return output

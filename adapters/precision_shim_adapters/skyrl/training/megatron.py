@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from contextvars import ContextVar
 from types import SimpleNamespace
@@ -10,37 +9,30 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import (
-    Call,
-    Settings,
-    Symbol,
-    decide,
-    in_force,
-    look,
-    seam,
-    versioned,
-    warn,
-)
+from precision_shim.adapting import Call, Symbol, decide, in_force, look, seam, versioned, warn
 from precision_shim.precision.dtypes import CANONICAL, name_of
+from precision_shim.precision.names import ALIASES
 
 from ... import megatron
-from ...megatron import ALIGNMENT, BUILDING, DISPATCH, PRECISION_AWARE, SCALING, Build
+from ...megatron import ALIGNMENT, BUILDING, DISPATCH, GROUP, PRECISION_AWARE, SCALING, Build
 from ...megatron.installed import fused_adam_support
 from ...megatron.policy.legality import UNFUSED_PACKED_SINCE
-from ..config import BUCKET, KWARGS, bucket_is_written, written_kwargs
+from ..config import KWARGS, written_bucket, written_kwargs
 
 _MTP = "skyrl.backends.skyrl_train.mtp.grad_clip:install_mtp_separate_grad_clip"
 _BUILDER = "megatron.bridge.models.model_provider:get_model"
 TRAIN = "skyrl.backends.skyrl_train"
 WORKER = f"{TRAIN}.workers.megatron.megatron_worker"
 OPTIMIZER = f"{TRAIN}.distributed.megatron.optimizer:init_megatron_optim_config"
-_ALIASES = (f"{WORKER}:init_megatron_optim_config",)
 _ONE_PLACE = "SkyRL decides bucket and optimizer states in one place"
 _OBEYED = "init_configs sets the provider's dtype from its bf16 argument"
 _PACKING = ("use_sample_packing", "remove_microbatch_padding")
+_HERE: dict[str, Any] = {"group": GROUP, "optional": True}
+_CONFIG: dict[str, Any] = {**_HERE, "aliases": (f"{WORKER}:init_megatron_optim_config",)}
+_OWN_NAMES = [name for name in (*CANONICAL, *ALIASES) if name.isidentifier()]
 
 
-def native_coercion(symbol: Symbol, settings: Settings) -> str | None:
+def native_coercion(symbol: Symbol, settings: Any) -> str | None:
     """Return a reason to skip the seam if SkyRL itself converts dtype names (since 0.3)."""
     if "coerce_optimizer_dtype_kwargs" in symbol.names:
         return (
@@ -50,15 +42,9 @@ def native_coercion(symbol: Symbol, settings: Settings) -> str | None:
     return None
 
 
-_OWN_NAMES = (
-    *("fp32", "float32", "float", "bf16", "bfloat16", "fp16", "float16", "half"),
-    *("fp8", "float8", "uint8"),
-)
-
-
 def coerces_itself() -> bool:
     """Whether SkyRL itself turns dtype names in ``optimizer_config_kwargs`` into dtypes."""
-    return "coerce_optimizer_dtype_kwargs" in look(OPTIMIZER).names
+    return native_coercion(look(OPTIMIZER), None) is not None
 
 
 def takes_name(name: str) -> bool:
@@ -67,12 +53,13 @@ def takes_name(name: str) -> bool:
 
 
 def _read_asked(optim_config: Any, kwargs: Any, written: frozenset[str] | None) -> dict[str, Any]:
-    """Return the OptimizerConfig fields that the user wrote, and ``optim_config``'s Adam beta2."""
+    """Return the OptimizerConfig fields that the user wrote, and ``optim_config``'s Adam beta2.
+
+    ``written`` has the user's keys, and is ``None`` if they are not known.
+    """
     asked = {} if kwargs is None else {str(key): kwargs[key] for key in kwargs}
-    # Count SkyRL's default use_precision_aware_optimizer=False as the user's value only if the user
-    # wrote it, or if the user's keys are not known.
     default = written is not None and PRECISION_AWARE not in written
-    if default and asked.get(PRECISION_AWARE) is False:
+    if default and asked.get(PRECISION_AWARE) is False:  # SkyRL's default, not the user's value
         del asked[PRECISION_AWARE]
     betas = getattr(optim_config, "adam_betas", None)
     if betas is not None and "adam_beta2" in look(OPTIMIZER).names:  # since SkyRL 0.3
@@ -118,10 +105,6 @@ def of_config(
     config = getattr(trainer, role)
     optim_config = getattr(config, "optimizer_config", None)
     kwargs = config.megatron_config.optimizer_config_kwargs
-    by_mapping = isinstance(ddp_config, Mapping)
-    bucket = None
-    if bucket_is_written(ddp_config):
-        bucket = bool(ddp_config[BUCKET] if by_mapping else getattr(ddp_config, BUCKET))
     asked = _read_asked(optim_config, kwargs, written_kwargs(config.megatron_config))
     blockers = []
     if adapters:
@@ -136,9 +119,9 @@ def of_config(
         # Keep use_precision_aware_optimizer=True if the user wrote it; SkyRL may raise an error.
         blockers=() if asked.get(PRECISION_AWARE) else tuple(blockers),
         optimizer=str(getattr(optim_config, "optimizer", "adam")),
-        bucket_in_fp32=bucket,
+        bucket_in_fp32=written_bucket(ddp_config),
         # Only a mapping, not SkyRL's dataclass, can have the key ``check_for_nan_in_grad``.
-        nan_check_written=by_mapping and "check_for_nan_in_grad" in ddp_config,
+        nan_check_written=isinstance(ddp_config, Mapping) and "check_for_nan_in_grad" in ddp_config,
     )
 
 
@@ -149,34 +132,28 @@ def _role(worker: Any) -> str:
 @seam(
     OPTIMIZER,
     DISPATCH,
-    group="megatron",
     why="the one function that makes SkyRL's OptimizerConfig; it hard-codes bf16",
     delete_when="it is given the model's dtype",
     relies_on=("bf16", "params_dtype", "update"),
-    aliases=_ALIASES,
-    optional=True,
+    **_CONFIG,
 )
 @seam(
     OPTIMIZER,
     "dtype-coercion",
-    group="megatron",
     why="optimizer_config_kwargs reach Megatron as YAML wrote them, strings included",
     upstream="https://github.com/NovaSky-AI/SkyRL/pull/1805",
     delete_when="SkyRL >= 0.3 is the oldest in use",
     relies_on=("update",),
-    aliases=_ALIASES,
     native=native_coercion,
-    optional=True,
+    **_CONFIG,
 )
 @seam(
     OPTIMIZER,
     SCALING,
-    group="megatron",
     why="its kwargs are the one way to the scaler's fields",
     delete_when="SkyRL's optimizer config has fields for the loss scaler",
     relies_on=("update",),
-    aliases=_ALIASES,
-    optional=True,
+    **_CONFIG,
 )
 def configure(call: Call, optim_config: Any, optimizer_config_kwargs: Any) -> Any:
     """Set the fields of SkyRL's OptimizerConfig that depend on the model's dtype.
@@ -196,11 +173,10 @@ def configure(call: Call, optim_config: Any, optimizer_config_kwargs: Any) -> An
 @seam(
     f"{TRAIN}.distributed.megatron.optimizer:get_megatron_optimizer",
     ALIGNMENT,
-    group="megatron",
     why="the first call that has config, parameters and buckets in hand",
     delete_when="Megatron checks main_grads_dtype against the bucket",
     aliases=(f"{WORKER}:get_megatron_optimizer",),
-    optional=True,
+    **_HERE,
 )
 def check_optimizer(call: Call, model: Any, config: Any) -> Any:
     """Compare the OptimizerConfig with the live model before SkyRL builds the optimizer."""
@@ -211,11 +187,10 @@ def check_optimizer(call: Call, model: Any, config: Any) -> Any:
 @seam(
     f"{WORKER}:MegatronPolicyWorkerBase.init_model",
     BUILDING,
-    group="megatron",
     why="around model and optimizer, with the worker's config",
     delete_when=_ONE_PLACE,
     relies_on=("make_megatron_module", "init_megatron_optim_config", "megatron_config", "cfg"),
-    optional=True,
+    **_HERE,
 )
 def worker_build(call: Call) -> Any:
     """Record that a policy worker builds its model and optimizer."""
@@ -228,87 +203,63 @@ def worker_build(call: Call) -> Any:
 @seam(
     f"{WORKER}:MegatronWorker.make_megatron_module",
     BUILDING,
-    group="megatron",
     why="a caller outside init_model gets the same bucket",
     delete_when=_ONE_PLACE,
     relies_on=("provide_distributed_model", "pipeline_dtype", "provider", "cfg"),
-    optional=True,
+    **_HERE,
 )
 def module_build(call: Call, ddp_config: Any) -> Any:
     """Record that a model is being built, even if code other than ``init_model`` builds it."""
     worker = call.instance
     provider = worker.provider
-    changes = any(
-        in_force("skyrl", feature, "megatron") for feature in (DISPATCH, ALIGNMENT, SCALING)
-    )
-    if (
-        changes  # if ``audit`` is the only feature, change nothing
-        and provider.fp16
-        and provider.pipeline_dtype is torch.float32
-        and not worker.cfg.bf16
-    ):
-        # SkyRL sets pipeline_dtype to bf16 or fp32, but fp16 pipeline stages exchange fp16.
+    # SkyRL sets pipeline_dtype to bf16 or fp32, but fp16 pipeline stages exchange fp16.
+    wrong = provider.pipeline_dtype is torch.float32 and not worker.cfg.bf16
+    # If ``audit`` is the only feature, change nothing.
+    features = (DISPATCH, ALIGNMENT, SCALING)
+    if provider.fp16 and wrong and any(in_force("skyrl", name, GROUP) for name in features):
         provider.pipeline_dtype = torch.float16
     with megatron.building("skyrl", lambda: of_worker(worker, ddp_config)):
         return call.proceed()
 
 
-@dataclasses.dataclass
-class _Flag:
-    """Stores ``trainer.bf16``, and the checkpoint's dtype if ``follow_flag`` set another dtype."""
-
-    bf16: bool
-    over: torch.dtype | None = None
-
-
-_flag: ContextVar[_Flag | None] = ContextVar("precision_shim_skyrl_flag", default=None)
+_flag: ContextVar[Any] = ContextVar("precision_shim_skyrl_flag", default=None)
+"""``bf16`` is ``trainer.bf16``; ``over``: the checkpoint's dtype if ``follow_flag`` set another."""
 
 
 @seam(
     f"{WORKER}:MegatronWorker.init_configs",
     DISPATCH,
-    group="megatron",
     why="knows trainer.bf16, which beside a bf16 or fp16 checkpoint is not obeyed, or only once "
     "the provider is settled",
     delete_when=_OBEYED,
     relies_on=("to_megatron_provider", "transformer_config_kwargs", "finalize", "provider", "cfg"),
-    optional=True,
+    **_HERE,
 )
 def note_flag(call: Call, bf16: Any) -> Any:
-    """Pass ``bf16`` to ``follow_flag``, which sets the dtype of a worker's model.
-
-    The shim reports the dtype after ``init_configs`` has returned, because within ``init_configs``
-    the user's ``transformer_config_kwargs`` may override the dtype.
-    """
-    flag = _Flag(bool(bf16))
+    """Pass ``bf16`` to ``follow_flag``; report the dtype, which the user's kwargs may override."""
+    flag = SimpleNamespace(bf16=bool(bf16), over=None)
     token = _flag.set(flag)
     try:
         result = call.proceed()
     finally:
         _flag.reset(token)
     worker = call.instance
-    dtype = _dtype_of(worker.provider, flag.bf16)
+    dtype = dtype_of(worker.provider, flag.bf16)
     if flag.over is not None:
         wanted = torch.bfloat16 if flag.bf16 else torch.float32
         own = "" if dtype is wanted else "transformer_config_kwargs go over "
-        decide(
-            "skyrl",
-            _role(worker),
-            DISPATCH,
-            f"model in {name_of(dtype)}",
-            f"{own}trainer.bf16={flag.bf16}; the checkpoint is {name_of(flag.over)}",
-        )
+        because = f"{own}trainer.bf16={flag.bf16}; the checkpoint is {name_of(flag.over)}"
+        decide("skyrl", _role(worker), DISPATCH, f"model in {name_of(dtype)}", because)
     if dtype is torch.float32:
         _warn_of_attention(worker)
     return result
 
 
-def _dtype_of(provider: Any, bf16: bool) -> torch.dtype:
+def dtype_of(provider: Any, bf16: bool) -> torch.dtype:
     """The dtype of the model that Megatron will build from a provider.
 
-    Megatron-Bridge 0.6 reads ``trainer.bf16`` again when it builds the model. Megatron-Bridge
-    before 0.6 sets the provider's ``bf16`` if ``trainer.bf16`` is true; otherwise it uses the
-    provider's dtype.
+    Megatron-Bridge 0.6 reads ``trainer.bf16`` again when it builds the model. Before 0.6 it sets
+    the provider's ``bf16`` if ``trainer.bf16`` is true.
     """
     if "pipeline_dtype" in look(_BUILDER).names and (bf16 or not provider.fp16):
         return torch.bfloat16 if bf16 else torch.float32
@@ -320,9 +271,7 @@ def _dtype_of(provider: Any, bf16: bool) -> torch.dtype:
 def _warn_of_attention(worker: Any) -> None:
     """Warn if TransformerEngine has no attention backend for an fp32 model.
 
-    TransformerEngine's flash and fused attention accept fp16 and bf16 only, and its unfused
-    attention has other limits. SkyRL's ``attention_backend`` has no effect, because it is a string
-    that Megatron compares with an enum.
+    SkyRL's ``attention_backend`` has no effect: it is a string that Megatron compares with an enum.
     """
     release = fused_adam_support().version
     if release is None:
@@ -346,72 +295,46 @@ def _warn_of_attention(worker: Any) -> None:
 @seam(
     "megatron.bridge.models.conversion.auto_bridge:AutoBridge.to_megatron_provider",
     DISPATCH,
-    group="megatron",
     why="the checkpoint's dtype is known, and the user's own settings come after",
     delete_when=_OBEYED,
-    optional=True,
+    **_HERE,
 )
 def follow_flag(call: Call) -> Any:
     """Set a provider's dtype from ``trainer.bf16``, before SkyRL applies the user's own settings.
 
     Megatron-Bridge sets the provider's dtype to the checkpoint's dtype. Without this seam,
     ``bf16=false`` has no effect on a bf16 checkpoint, and ``bf16=true`` contradicts an fp16
-    checkpoint. An fp16 checkpoint with ``bf16=false`` stays fp16. Megatron-Bridge 0.6 and later
-    applies ``bf16`` when it builds the parameters. With a bf16 checkpoint and ``bf16=true``,
-    Megatron raises an error if the user also sets ``fp16=true``.
+    checkpoint. An fp16 checkpoint with ``bf16=false`` stays fp16.
     """
     provider = call.proceed()
     flag = _flag.get()
     if flag is None:
         return provider
-    over = provider.params_dtype
-    wanted = _obey(provider, bf16=flag.bf16)
-    if wanted is None:
-        return provider
-    flag.over = over
-    if getattr(provider, "autocast_dtype", None) is over:
-        provider.autocast_dtype = wanted
+    before = provider.params_dtype
+    if _obey(provider, flag.bf16):
+        flag.over = before
+        if getattr(provider, "autocast_dtype", None) is before:
+            provider.autocast_dtype = provider.params_dtype
     return provider
 
 
-def _obey(provider: Any, *, bf16: bool) -> torch.dtype | None:
-    """Set a provider's dtype from ``trainer.bf16``; return the dtype, or ``None`` for no change."""
-    if provider.bf16 and not bf16:
-        wanted = torch.float32
-    elif provider.fp16 and bf16:
-        wanted = torch.bfloat16
-    else:
-        return None
-    provider.params_dtype = wanted
-    provider.bf16, provider.fp16 = wanted is torch.bfloat16, False
-    return wanted
+def _obey(provider: Any, bf16: bool) -> bool:
+    """Set a provider's dtype from ``trainer.bf16``; return whether it changes."""
+    if not (provider.fp16 if bf16 else provider.bf16):
+        return False
+    provider.params_dtype = torch.bfloat16 if bf16 else torch.float32
+    provider.bf16, provider.fp16 = bf16, False
+    return True
 
 
-def predicted_dtype(
-    trainer: Any, role: str, checkpoint: str, *, obeyed: bool
-) -> torch.dtype | None:
-    """Predict from the job's config the dtype that a worker's model will have.
+def predicted_provider(trainer: Any, role: str, checkpoint: str, *, obeyed: bool) -> Any:
+    """Predict ``bf16``, ``fp16`` and ``params_dtype`` of the model provider in a worker.
 
     Args:
         trainer: the trainer's config.
         role: the model's key in the config, ``"policy"`` or ``"ref"``.
         checkpoint: canonical name of the checkpoint's dtype; empty if it is not known.
         obeyed: whether the shim's patch ``follow_flag`` is applied in the worker.
-
-    Returns:
-        The dtype; ``None`` if it depends on a checkpoint that is not on this machine.
-    """
-    written = getattr(trainer, role).megatron_config.transformer_config_kwargs or {}
-    bf16 = bool(trainer.bf16)
-    if not checkpoint and not bf16 and not written.get("fp16"):
-        return None
-    return _dtype_of(predicted_provider(trainer, role, checkpoint, obeyed=obeyed), bf16)
-
-
-def predicted_provider(trainer: Any, role: str, checkpoint: str, *, obeyed: bool) -> Any:
-    """Predict ``bf16``, ``fp16`` and ``params_dtype`` of the model provider in a worker.
-
-    The docstring of ``predicted_dtype`` describes the arguments.
     """
     written = getattr(trainer, role).megatron_config.transformer_config_kwargs or {}
     provider = SimpleNamespace(
@@ -420,6 +343,6 @@ def predicted_provider(trainer: Any, role: str, checkpoint: str, *, obeyed: bool
         params_dtype=CANONICAL.get(checkpoint, torch.float32),
     )
     if obeyed:
-        _obey(provider, bf16=bool(trainer.bf16))
+        _obey(provider, bool(trainer.bf16))
     vars(provider).update({key: written[key] for key in ("fp16", "bf16") if key in written})
     return provider

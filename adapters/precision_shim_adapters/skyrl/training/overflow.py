@@ -1,8 +1,7 @@
-"""SkyRL on Megatron in fp16: report skipped steps in SkyRL's metrics.
+"""SkyRL on Megatron in fp16: report skipped steps in SkyRL's metrics, with grad norm NaN.
 
 SkyRL ignores the success flag of Megatron's ``step``, and omits a grad norm of None from its
-metrics. SkyRL's metrics therefore do not show a skipped step. The shim reports a skipped step with
-grad norm NaN. Even with the shim, SkyRL's learning rate scheduler counts skipped steps.
+metrics. Even with the shim, SkyRL's learning rate scheduler counts skipped steps.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import wrapt
 
 from precision_shim.adapting import Call, seam
 
-from ...megatron import SCALING, answer_step, metrics, skipping
+from ...megatron import GROUP, SCALING, answer_step, metrics, skipping
 from ...torch_fp16.stepping import steps_through
 from .megatron import TRAIN, WORKER
 
@@ -32,16 +31,16 @@ _log = logging.getLogger("precision_shim")
 
 
 BASE = f"{TRAIN}.workers.worker"
+_FP16: dict[str, Any] = {"feature": SCALING, "optional": True}
 
 
 @seam(
     f"{TRAIN}.distributed.megatron.megatron_strategy:MegatronStrategy.optimizer_step",
-    SCALING,
-    group="megatron",
+    group=GROUP,
     why="drops what Megatron's step says of success",
     delete_when="SkyRL counts and reports skipped steps",
     relies_on=("step", "scheduler"),
-    optional=True,
+    **_FP16,
 )
 def step(call: Call, optimizer: Any) -> Any:
     """Return NaN as the grad norm of a skipped step of a policy worker, and log the skip."""
@@ -72,17 +71,13 @@ def _count_steps(optimizer: Any) -> AbstractContextManager[None]:
 
 @seam(
     f"{TRAIN}.workers.worker_dispatch:WorkerDispatch.forward_backward",
-    SCALING,
     group="tinker",
     why="the driver sees here which model's workers scale their loss",
     delete_when="SkyRL's optim_step says which steps were skipped",
-    optional=True,
+    **_FP16,
 )
 def note_scaled(call: Call, model: Any) -> Any:
-    """Record on the driver, after each pass, whether the model's workers scale the loss.
-
-    The driver has no scaler, so the shim looks for ``loss_scale`` in the workers' metrics.
-    """
+    """Record on the driver, which has no scaler, whether the workers' metrics have a loss scale."""
     output = call.proceed()
     scaled = _scaled.setdefault(call.instance, set())
     (scaled.add if _SCALE in _figures_in(output) else scaled.discard)(model)
@@ -91,19 +86,17 @@ def note_scaled(call: Call, model: Any) -> Any:
 
 @seam(
     "skyrl.backends.skyrl_train_backend:SkyRLTrainBackend.optim_step",
-    SCALING,
     group="tinker",
     why="the Tinker server's answer is JSON, in which a grad norm of NaN is an error",
     delete_when="it leaves out what is not finite",
     relies_on=("metrics", "grad_norm", "_dispatch"),
-    optional=True,
+    **_FP16,
 )
 def report_to_client(call: Call, model_id: Any) -> Any:
     """Remove a skipped step's NaN grad norm from the JSON reply to a Tinker client.
 
-    If a model's workers scale the loss, a grad norm of NaN means a skipped step. If the workers do
-    not scale the loss, NaN means that training diverged, and the shim does not change SkyRL's own
-    error.
+    If the model's workers do not scale the loss, NaN means that training diverged, and SkyRL's own
+    error stays.
     """
     output = call.proceed()
     norm = output.metrics.get(_TINKERS_NORM)
@@ -119,12 +112,11 @@ def report_to_client(call: Call, model_id: Any) -> Any:
 
 @seam(
     f"{WORKER}:MegatronPolicyWorkerBase.forward_backward",
-    SCALING,
-    group="megatron",
+    group=GROUP,
     why="returns the metrics that the trainer logs, reduced over the ranks",
     delete_when="SkyRL reports the loss scale",
     relies_on=("all_reduce_metrics",),
-    optional=True,
+    **_FP16,
 )
 def report(call: Call) -> Any:
     """Add loss scale and skipped steps to the metrics of a policy worker's pass."""
@@ -154,11 +146,7 @@ def _figures_in(output: Any) -> dict[str, Any]:
     group="trainer",
     why="takes means over a step's mini-batches, of a loss scale and a count too",
     delete_when="it has a reduction for the last value",
-    aliases=(
-        "skyrl.train.trainer:reduce_metrics",
-        f"{BASE}:reduce_metrics",
-        f"{WORKER}:reduce_metrics",
-    ),
+    aliases=tuple(f"{name}:reduce_metrics" for name in ("skyrl.train.trainer", BASE, WORKER)),
 )
 def keep_last(call: Call, metrics: Any) -> Any:
     """Report the last loss scale and skipped-step count, not the means over mini-batches."""
@@ -183,24 +171,21 @@ def _resize(task: Any) -> Any:
 
 @seam(
     f"{WORKER}:MegatronWeightExtractor._init_param_buckets",
-    SCALING,
     group="megatron weight sync",  # training is correct without this seam
     only_if=(f"{WORKER}:MegatronWeightExtractor",),
     why="its table of sizes has no fp16: sending the weights would end in a KeyError",
     delete_when="its table of sizes has fp16",
     relies_on=("prec_to_bytes", "get_conversion_tasks"),
-    optional=True,
+    **_FP16,
 )
 def size_fp16(call: Call) -> Any:
     """Make the weight extractor, whose table of sizes lacks fp16, use bf16's size for fp16.
 
-    The weight extractor sends no bf16 views, because ``_init_param_buckets`` stores only indices,
-    and each transfer reads the weights again.
+    ``_init_param_buckets`` stores only indices, so the extractor sends no bf16 views.
     """
-    extractor = call.instance
-    bridge = extractor.bridge
-    extractor.bridge = _Bf16Sized(bridge)
+    bridge = call.instance.bridge
+    call.instance.bridge = _Bf16Sized(bridge)
     try:
         return call.proceed()
     finally:
-        extractor.bridge = bridge
+        call.instance.bridge = bridge

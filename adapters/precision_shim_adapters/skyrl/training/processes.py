@@ -23,8 +23,7 @@ from ...common.ray_actors import make_again, plain_class
 def carry_variables(call: Call) -> Any:
     """Add the shim's variables to the environment variables that a driver forwards to its workers.
 
-    The shim omits variables that ``ray job submit`` has already set, because Ray rejects a key that
-    is set twice.
+    Ray rejects a key that ``ray job submit`` has already set.
     """
     env_vars = call.proceed()
     job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
@@ -45,14 +44,11 @@ def renew_actor_class(call: Call) -> Any:
     """Make the actor class again, with the shim's patches, before SkyRL starts a group of workers.
 
     SkyRL's modules call ``ray.remote`` on their last lines, before the shim patches the modules.
-    Ray would pickle the methods of SkyRL's own actor class by value, because the methods' names now
-    refer to patched methods. With SkyRL's own actor class, workers would run unpatched methods even
-    if the shim patched the workers' own modules.
+    Ray would pickle the methods of SkyRL's own actor class by value, so that workers would run
+    unpatched methods.
     """
-    call.instance.ray_actor_type = _renew(call.instance.ray_actor_type)
-    return call.proceed()
-
-
-def _renew(actor_class: Any) -> Any:
+    actor_class = call.instance.ray_actor_type
     plain = plain_class(actor_class)
-    return actor_class if plain is None else make_again(actor_class, plain)
+    if plain is not None:
+        call.instance.ray_actor_type = make_again(actor_class, plain)
+    return call.proceed()

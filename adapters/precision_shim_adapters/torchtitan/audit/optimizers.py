@@ -15,11 +15,17 @@ from precision_shim.precision.dtypes import name_of, parse_dtype
 from ...torch_fp16 import ScaledTraining
 from ..rollout.dtypes import KEY
 from ..training.endpoints import remake
-from ..training.trainers import FRAMEWORK, METRICS, POLICY, PRETRAINING, RL, RL_METRICS, TRAINER
+from ..training.trainers import FRAMEWORK, METRICS, POLICY, PRETRAINING, RL, TRAINER
 
 FEATURE = "audit"
-_WHY = "model parts and optimizers stand together, and the scaler was made"
-_DELETE = "torchtitan says which precision its optimizers have"
+_BUILT: dict[str, Any] = {
+    "feature": FEATURE,
+    "why": "model parts and optimizers stand together, and the scaler was made",
+    "delete_when": "torchtitan says which precision its optimizers have",
+    "relies_on": ("optimizers", "model_parts"),
+}
+"""Arguments of the seams on the trainers' ``__init__``."""
+_LOST = "torchtitan says which of its updates are lost to rounding"
 
 
 def _see(trainer: Any, subject: str) -> None:
@@ -27,31 +33,18 @@ def _see(trainer: Any, subject: str) -> None:
     if not optimizers:
         return
 
-    def scaler() -> Any:
-        training = ScaledTraining.of(trainer)
-        return None if training is None else training.scaler
-
     watch(
         FRAMEWORK,
         subject,
         trainer.optimizers,
-        # When a step is skipped, the container's ``step`` runs, but no inner optimizer's ``step``.
-        # Inner optimizers step in order, so each has states after the last of them has stepped.
+        # In a skipped step no inner optimizer steps. All have states once the last has stepped.
         inner=optimizers[-1],
         model=trainer.model_parts,
-        scaler=scaler,
+        scaler=lambda: getattr(ScaledTraining.of(trainer), "scaler", None),
     )
 
 
-@seam(
-    f"{POLICY}.__init__",
-    FEATURE,
-    group=RL,
-    why=_WHY,
-    delete_when=_DELETE,
-    relies_on=("optimizers", "model_parts"),
-    optional=True,
-)
+@seam(f"{POLICY}.__init__", group=RL, optional=True, **_BUILT)
 def policy(call: Call, generator_dtype: Any = None) -> None:
     """Audit the optimizers of an RL trainer, which sends its weights in the generator's dtype."""
     call.proceed()
@@ -63,27 +56,17 @@ def policy(call: Call, generator_dtype: Any = None) -> None:
         tell_asked(FRAMEWORK, ENGINE_NAMES.get(short, short), KEY)
 
 
-@seam(
-    f"{TRAINER}.__init__",
-    FEATURE,
-    group=PRETRAINING,
-    why=_WHY,
-    delete_when=_DELETE,
-    relies_on=("optimizers", "model_parts"),
-)
+@seam(f"{TRAINER}.__init__", group=PRETRAINING, **_BUILT)
 def trainer(call: Call) -> None:
     """Audit the optimizers of a pre-training or SFT trainer."""
     call.proceed()
     _see(call.instance, "model")
 
 
-_LOST = "torchtitan says which of its updates are lost to rounding"
-
-
 @seam(
     f"{POLICY}.optim_step",
     FEATURE,
-    group=RL_METRICS,
+    group="rl metrics",
     why="its output has the figures of a step",
     delete_when=_LOST,
     relies_on=("OptimStepOutput", "optimizers", "concurrent_endpoint"),
@@ -91,11 +74,7 @@ _LOST = "torchtitan says which of its updates are lost to rounding"
     replaces=True,
 )
 def report_from_endpoint(endpoint: Any) -> Any:
-    """Make an endpoint that reports the shares of updates lost to rounding.
-
-    Raises:
-        SeamError: the endpoint was not made by Monarch's ``concurrent_endpoint``.
-    """
+    """Make an endpoint that reports the shares of updates lost to rounding."""
 
     async def step(trainer: Any, own: Callable[[], Awaitable[Any]]) -> Any:
         output = await own()

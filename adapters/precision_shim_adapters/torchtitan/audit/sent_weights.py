@@ -12,9 +12,7 @@ from typing import Any
 from precision_shim.adapting import Call, seam
 from precision_shim.auditing import weight_audit
 
-from ..training.trainers import FRAMEWORK, SENT
-
-_DELETE = "torchtitan says which precision its generators have"
+from ..training.trainers import FRAMEWORK
 
 _KEY = "model_state_dict"
 """The key under which torchtitan's trainer stores weights for the rollout engines."""
@@ -23,10 +21,10 @@ _KEY = "model_state_dict"
 @seam(
     "torchstore.api:put_state_dict",
     "audit",
-    group=SENT,
+    group="weights audit",
     aliases=("torchstore:put_state_dict",),
     why="gets the weights as they are sent",
-    delete_when=_DELETE,
+    delete_when="torchtitan says which precision its generators have",
     optional=True,
 )
 async def look_at_state_dict(call: Call, state_dict: Any, key: Any) -> Any:

@@ -1,9 +1,8 @@
 """The dtypes in which the trainer and the generator of an RL job compute.
 
-torchtitan's RL package has no reference model and no teacher. ``Controller`` is the driver, and has
-the whole config before it starts the processes of the trainer and of the generators. The trainer
-receives the generator's dtype as ``generator_dtype``, and sends weights rounded once to this dtype.
-In a generator, vLLM runs torchtitan's own model, and so accepts float16 for each ``model_type``.
+torchtitan's RL package has no reference model and no teacher. ``Controller`` is the driver. The
+trainer sends weights rounded once to ``generator_dtype``. In a generator, vLLM runs torchtitan's
+own model, and so accepts float16 for each ``model_type``.
 """
 
 from __future__ import annotations
@@ -24,7 +23,12 @@ from . import lm_head
 KEY = "generator.model_dtype"
 TRAINER_KEY = "trainer.training.mixed_precision_param"
 
-_DELETE = "torchtitan compares the two dtypes, and accepts aliases of dtype names"
+_HERE: dict[str, Any] = {
+    "feature": FEATURE,
+    "group": ROLLOUT,
+    "delete_when": "torchtitan compares the two dtypes, and accepts aliases of dtype names",
+    "optional": True,
+}
 
 
 def coerce_generator(config: Any) -> None:
@@ -70,19 +74,14 @@ def engines(training: Any, model_dtype: Any) -> tuple[Engine, Engine] | None:
     generates = parse_dtype(str(model_dtype))
     if computes is None or generates is None:
         return None
-    return (
-        Engine("policy", name_of(computes), TRAINER_KEY),
-        Engine("rollout", name_of(generates), KEY, model_dtype),
-    )
+    rollout = Engine("rollout", name_of(generates), KEY, model_dtype)
+    return Engine("policy", name_of(computes), TRAINER_KEY), rollout
 
 
 @seam(
     f"{GENERATORS}.Config.__init__",
-    FEATURE,
-    group=ROLLOUT,
     why="the driver's config goes on to the trainer and to vLLM",
-    delete_when=_DELETE,
-    optional=True,
+    **_HERE,
 )
 def build_generator_config(call: Call, model_dtype: Any) -> None:
     """Build a generator's config with a dtype name that vLLM and torchtitan accept."""
@@ -92,11 +91,8 @@ def build_generator_config(call: Call, model_dtype: Any) -> None:
 
 @seam(
     f"{GENERATORS}.__init__",
-    FEATURE,
-    group=ROLLOUT,
     why="a name that was assigned after the config was built, before vLLM sees it",
-    delete_when=_DELETE,
-    optional=True,
+    **_HERE,
 )
 def build_generator(call: Call, config: Any) -> Any:
     """Replace the dtype name in a generator's config by a name that vLLM accepts."""
@@ -106,11 +102,8 @@ def build_generator(call: Call, config: Any) -> Any:
 
 @seam(
     "torchtitan.experiments.rl.controller:Controller.__init__",
-    FEATURE,
-    group=ROLLOUT,
     why="the driver, before it starts a process of the trainer or of a generator",
-    delete_when=_DELETE,
-    optional=True,
+    **_HERE,
 )
 def build_controller(call: Call, config: Any) -> Any:
     """Compare the dtypes of trainer and generator before the controller starts their processes.
@@ -133,18 +126,12 @@ def build_controller(call: Call, config: Any) -> Any:
 
 @seam(
     f"{POLICY}.__init__",
-    FEATURE,
-    group=ROLLOUT,
     why="the trainer looks the generator's name up in a dict that knows three, and other drivers "
     "than Controller start trainers",
-    delete_when=_DELETE,
-    optional=True,
+    **_HERE,
 )
 def build_policy_trainer(call: Call, config: Any, generator_dtype: Any) -> None:
-    """Replace the name of the sent weights' dtype; report the dtypes of trainer and generator.
-
-    Only the driver warns of different dtypes, because this function runs on every rank.
-    """
+    """Replace the name of the sent weights' dtype; report the dtypes of trainer and generator."""
     name = generator_dtype_name(generator_dtype)
     if "generator_dtype" in call.arguments:
         call.arguments["generator_dtype"] = name

@@ -17,15 +17,28 @@ from precision_shim.adapting import decide, in_force, seam
 from precision_shim.errors import SeamError
 
 from ...torch_fp16 import FEATURE
-from .trainers import ATTENTION, FRAMEWORK, UPSTREAM
+from .trainers import FRAMEWORK, UPSTREAM
 
+_GROUP = "attention"
 _CAST, _KEPT = "bfloat16", "float16"
+_IN_FLOAT16 = (
+    "varlen attention in float16",
+    "the model computes in float16; torchtitan alone casts to bfloat16",
+)
+_IN_BFLOAT16 = (
+    "varlen attention in bfloat16",
+    "torchtitan casts to it, and the shim's attention is refused in this version",
+)
+_EXPERTS = (
+    "grouped experts in bfloat16",
+    "torchtitan casts their inputs and weights to it, in training and in its generator",
+)
 
 
 @seam(
     "torchtitan.models.common.attention:VarlenAttention.forward",
     FEATURE,
-    group=ATTENTION,
+    group=_GROUP,
     why="the cast to bfloat16, which the trainer's generator does not make",
     upstream=UPSTREAM,
     delete_when="torchtitan's varlen attention leaves float16 as it is",
@@ -35,25 +48,18 @@ _CAST, _KEPT = "bfloat16", "float16"
 def keep_float16(forward: Any) -> Any:
     """Make an attention function that does not cast float16 to bfloat16.
 
-    Without a float16 input, the new attention function calls torchtitan's own function. With a
-    float16 input, the new attention function calls a copy of torchtitan's function in which
-    ``float16`` replaces the name ``bfloat16``.
+    With a float16 input, the new function calls a copy of torchtitan's function in which
+    ``float16`` replaces the name ``bfloat16``; without, it calls torchtitan's own function.
 
     Raises:
         SeamError: torchtitan's function does not cast to bfloat16, or also mentions float16.
     """
-    code = getattr(forward, "__code__", None)
-    names = getattr(code, "co_names", ())
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
     if not isinstance(forward, FunctionType) or _CAST not in names or _KEPT in names:
         raise SeamError(f"{forward!r} is no function that casts to torch.{_CAST} and nothing else")
     exchanged = tuple(_KEPT if name == _CAST else name for name in names)
-    in_float16 = FunctionType(
-        forward.__code__.replace(co_names=exchanged),
-        forward.__globals__,
-        forward.__name__,
-        forward.__defaults__,
-        forward.__closure__,
-    )
+    rest = (forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__)
+    in_float16 = FunctionType(forward.__code__.replace(co_names=exchanged), *rest)
     in_float16.__kwdefaults__ = forward.__kwdefaults__
 
     # Keep ``wraps``, since torchtitan's Module.parallelize reads the function's parameter names.
@@ -68,38 +74,15 @@ def keep_float16(forward: Any) -> Any:
 
 
 def tell(subject: str, model_parts: Any) -> None:
-    """Report in which dtype a float16 model's attention and experts compute.
-
-    Args:
-        subject: the model's name, such as ``"policy"``.
-        model_parts: the model's modules.
-    """
+    """Report in which dtype a float16 model's attention and experts compute."""
     from torchtitan.models.common.attention import VarlenAttention
     from torchtitan.models.common.moe import GroupedExperts
 
     modules = [module for part in model_parts for module in part.modules()]
+    said = []
     if any(isinstance(module, VarlenAttention) for module in modules):
-        if in_force(FRAMEWORK, FEATURE, ATTENTION):
-            decide(
-                FRAMEWORK,
-                subject,
-                FEATURE,
-                "varlen attention in float16",
-                "the model computes in float16; torchtitan alone casts to bfloat16",
-            )
-        else:
-            decide(
-                FRAMEWORK,
-                subject,
-                FEATURE,
-                "varlen attention in bfloat16",
-                "torchtitan casts to it, and the shim's attention is refused in this version",
-            )
+        said.append(_IN_FLOAT16 if in_force(FRAMEWORK, FEATURE, _GROUP) else _IN_BFLOAT16)
     if any(isinstance(module, GroupedExperts) for module in modules):
-        decide(
-            FRAMEWORK,
-            subject,
-            FEATURE,
-            "grouped experts in bfloat16",
-            "torchtitan casts their inputs and weights to it, in training and in its generator",
-        )
+        said.append(_EXPERTS)
+    for chosen, because in said:
+        decide(FRAMEWORK, subject, FEATURE, chosen, because)

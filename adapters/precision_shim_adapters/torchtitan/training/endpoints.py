@@ -21,7 +21,7 @@ def remake(
     """Make an endpoint that calls ``act`` and has the old endpoint's name.
 
     Args:
-        endpoint: an endpoint made by Monarch's ``concurrent_endpoint``.
+        endpoint: the old endpoint.
         act: computes the new endpoint's result from the actor and from a function that calls the
             old endpoint's method.
         marks: attributes to set on the new endpoint; ``UNSCALES`` is copied from the old one.

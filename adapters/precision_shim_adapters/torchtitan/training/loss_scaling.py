@@ -22,35 +22,22 @@ from . import attention
 from .trainers import BOTH, FRAMEWORK, SCALED, refuse_float16_states
 
 BECAUSE = "training.mixed_precision_param is float16, and torchtitan does not scale the loss"
-INIT_OPTIM_STATE = "torchtitan.components.optimizer.utils:init_optim_state"
 
 
 def make(trainer: Any, subject: str) -> ScaledTraining:
-    """Make a float16 model's ``ScaledTraining``, and store it on the trainer.
-
-    Args:
-        trainer: a ``PolicyTrainer`` or a ``Trainer``.
-        subject: the model's name in the shim's reports.
-    """
+    """Make a float16 model's ``ScaledTraining``, and store it on the trainer."""
     refuse_float16_states(trainer.config.training)
-    return ScaledTraining.make(
-        FRAMEWORK,
-        subject,
-        device=trainer.device.type,
-        because=BECAUSE,
-    ).keep(trainer)
+    device = trainer.device.type
+    return ScaledTraining.make(FRAMEWORK, subject, device=device, because=BECAUSE).keep(trainer)
 
 
 def leave(name: str, own: Iterable[str], instead: str) -> None:
-    """Warn that the shim does not scale the float16 loss of a trainer with methods of its own.
+    """Warn (strict: raise) that the shim does not scale a float16 loss.
 
     Args:
         name: the name of the trainer's class.
         own: the trainer's methods that are not torchtitan's.
         instead: what the message recommends besides training in bfloat16.
-
-    Raises:
-        UnsupportedPrecisionError: strict mode is on.
     """
     message = (
         f"{versioned('torchtitan')}: {name} has its own {', '.join(own)}, which the shim does not "
@@ -62,12 +49,7 @@ def leave(name: str, own: Iterable[str], instead: str) -> None:
 
 
 def scale_innermost(trainer: Any, attach: Callable[[torch.Tensor], None]) -> None:
-    """Make torchtitan call ``attach`` with each loss before the loss's backward pass.
-
-    Args:
-        trainer: a ``PolicyTrainer`` or a ``Trainer``, with its loss function and pipeline schedule.
-        attach: a function that scales the gradients of a loss.
-    """
+    """Make torchtitan call ``attach`` with each loss before the loss's backward pass."""
     from torchtitan.components.loss import ChunkedLossWrapper
 
     loss_fn = trainer.loss_fn
@@ -100,8 +82,7 @@ def clip(call: Call, parameters: Any, max_norm: Any) -> Any:
         return call.proceed()
     training.before_clipping()
     norm = call.proceed()
-    scaler = training.scaler
-    overflow = scaler.overflow if isinstance(scaler, LossScaler) else None
+    overflow = training.scaler.overflow if isinstance(training.scaler, LossScaler) else None
     if overflow is None:
         return norm
     # Newer Trainers assert a finite norm before the step. If gradients overflowed, return the norm
@@ -110,7 +91,7 @@ def clip(call: Call, parameters: Any, max_norm: Any) -> Any:
 
 
 @seam(
-    INIT_OPTIM_STATE,
+    "torchtitan.components.optimizer.utils:init_optim_state",
     FEATURE,
     at=BOTH,
     why="it counts its dummy step, and does nothing where gradients are set: a save before the "

@@ -10,18 +10,7 @@ from precision_shim.adapting import Call, in_force, seam, versioned, warn
 
 from ...torch_fp16 import FEATURE, ScaledTraining
 from .loss_scaling import leave, make, ready, scale_innermost
-from .trainers import (
-    FORGE,
-    FRAMEWORK,
-    METRICS,
-    ON_PRETRAINING,
-    PRETRAINING,
-    SCALED,
-    TORCHFT,
-    TRAINER,
-    computes_in_float16,
-    native_pretraining,
-)
+from .trainers import FRAMEWORK, METRICS, ON_PRETRAINING, SCALED, TRAINER, computes_in_float16
 
 _LOOP = (
     "train_step",
@@ -36,13 +25,8 @@ _LOOP = (
     f"{TRAINER}.__init__",
     why="the loss function and the pipeline's schedule exist; the checkpoint is loaded in train()",
     relies_on=(
-        *_LOOP,
-        "loss_fn",
-        "pp_schedule",
-        "optimizers",
-        "model_parts",
-        "checkpointer",
-        "device",
+        *(*_LOOP, "loss_fn", "pp_schedule"),
+        *("optimizers", "model_parts", "checkpointer", "device"),
     ),
     **SCALED,
     **ON_PRETRAINING,
@@ -59,7 +43,7 @@ def build(call: Call, config: Any) -> None:
     def attach(loss: torch.Tensor) -> None:
         if ScaledTraining.current() is training:
             training.attach(loss)
-        elif loss.requires_grad and in_force(FRAMEWORK, FEATURE, PRETRAINING):
+        elif loss.requires_grad and in_force(FRAMEWORK, FEATURE, ON_PRETRAINING["group"]):
             warn(
                 f"{versioned('torchtitan')}: a loss of {type(trainer).__name__} was formed outside "
                 "of its train_step, by a loop that unscales nothing: it is not scaled, and "
@@ -86,13 +70,13 @@ def _has_our_loop(trainer: Any) -> bool:
     at=[
         {
             "target": "torchtitan.experiments.forge.engine:ForgeEngine.__init__",
-            "group": FORGE,
+            "group": "forge",
             "why": "says so where float16 is asked for, instead of training unscaled",
             "refusal": "Forge's engine leaves the training loop to its user",
         },
         {
             "target": "torchtitan.experiments.torchft.trainer:FaultTolerantTrainer.__init__",
-            "group": TORCHFT,
+            "group": "torchft",
             "why": "says so where float16 is asked for: it derives from Trainer, and never calls "
             "its __init__",
             "refusal": "TorchFT's trainer has its own __init__ and train_step",
@@ -111,13 +95,7 @@ def other_loop(call: Call, config: Any) -> Any:
 @seam(
     f"{TRAINER}.train_step",
     why="forms the losses of one step, clips and steps",
-    relies_on=(
-        "clip_grad_norm_",
-        "optimizers",
-        "lr_schedulers",
-        "metrics_processor",
-        "zero_grad",
-    ),
+    relies_on=("clip_grad_norm_", "optimizers", "lr_schedulers", "metrics_processor", "zero_grad"),
     **SCALED,
     **ON_PRETRAINING,
 )
@@ -133,10 +111,9 @@ def train_step(call: Call) -> Any:
 
 @seam(
     "torchtitan.components.metrics:MetricsProcessor.log",
-    group=METRICS,
     why="the figures of a step, where they are logged",
-    native=native_pretraining,
     **SCALED,
+    **{**ON_PRETRAINING, "group": METRICS},
 )
 def log(call: Call, grad_norm: Any, extra_metrics: Any = None) -> Any:
     """Log the scaler's metrics next to the grad norm, which is NaN for a skipped step."""

@@ -1,7 +1,7 @@
 """Loss scaling for the RL trainer in float16, the Monarch actor ``PolicyTrainer``.
 
-The RL trainer does not compute gradients in ``optim_step``. The shim replaces ``optim_step`` by an
-endpoint that unscales gradients, and scales losses only of trainers with this endpoint.
+The shim replaces ``optim_step`` by an endpoint that unscales the gradients, which the trainer
+computes elsewhere, and scales losses only of trainers with this endpoint.
 """
 
 from __future__ import annotations
@@ -51,11 +51,7 @@ def build(call: Call, config: Any) -> Any:
 
 
 def _own_endpoints(trainer: Any) -> list[str]:
-    """The endpoints in which a subclass computes gradients or steps in its own way.
-
-    A subclass's own ``optim_step`` does not unscale the gradients. If a subclass computes gradients
-    itself, the shim's ``optim_step`` would divide unscaled gradients by the loss scale.
-    """
+    """The endpoints in which a subclass computes gradients or steps in its own way."""
     own = [] if hasattr(type(trainer).optim_step, UNSCALES) else ["optim_step"]
     return own + _list_overridden(trainer, "forward_backward")
 
@@ -68,37 +64,26 @@ def _list_overridden(trainer: Any, name: str) -> list[str]:
     return [] if held is theirs else [name]
 
 
-@seam(
-    f"{POLICY}.__init__",
-    why="the optimizers exist",
-    optional=True,
-    **SCALED,
-    **ON_RL,
-)
+@seam(f"{POLICY}.__init__", why="the optimizers exist", optional=True, **SCALED, **ON_RL)
 def build_trainer(call: Call, config: Any) -> None:
     """Build a trainer; then store its loss-scaling object, if it has one, on its optimizers."""
     call.proceed()
-    training = ScaledTraining.of(call.instance)
-    if training is None:
-        own = _list_overridden(call.instance, "_build_model")
-        if own and computes_in_float16(config.training) and not _own_endpoints(call.instance):
-            leave(type(call.instance).__name__, own, "call PolicyTrainer's in it")
-        return
-    ready(training, call.instance)
+    trainer = call.instance
+    training = ScaledTraining.of(trainer)
+    if training is not None:
+        ready(training, trainer)
+    elif computes_in_float16(config.training) and not _own_endpoints(trainer):
+        own = _list_overridden(trainer, "_build_model")
+        if own:
+            leave(type(trainer).__name__, own, "call PolicyTrainer's in it")
 
 
 @seam(
     f"{POLICY}.optim_step",
     why="clips, steps and reports",
     relies_on=(
-        "clip_grad_norm_",
-        "optimizers",
-        "lr_schedulers",
-        "zero_grad",
-        "policy_version",
-        "OptimStepOutput",
-        "concurrent_endpoint",
-        _NORM,
+        *("clip_grad_norm_", "optimizers", "lr_schedulers", "zero_grad"),
+        *("policy_version", "OptimStepOutput", "concurrent_endpoint", _NORM),
     ),
     optional=True,
     replaces=True,
@@ -106,11 +91,7 @@ def build_trainer(call: Call, config: Any) -> None:
     **ON_RL,
 )
 def make_endpoint(endpoint: Any) -> Any:
-    """Make an endpoint that steps with the trainer's scaler, if the trainer has a scaler.
-
-    Raises:
-        SeamError: the endpoint was not made by Monarch's ``concurrent_endpoint``.
-    """
+    """Make an endpoint that steps with the trainer's scaler, if the trainer has a scaler."""
 
     async def step(trainer: Any, own: Callable[[], Awaitable[Any]]) -> Any:
         training = ScaledTraining.of(trainer)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import Symbol, look, versioned
+from precision_shim.adapting import NativeProbe, look, versioned
 from precision_shim.errors import DtypeError
 from precision_shim.precision.dtypes import parse_dtype
 
@@ -17,12 +17,7 @@ FRAMEWORK = "torchtitan"
 
 RL = "rl"
 PRETRAINING = TITAN_PRETRAINING
-ATTENTION = "attention"
 METRICS = "pretraining metrics"
-RL_METRICS = "rl metrics"
-SENT = "weights audit"
-TORCHFT = "torchft"
-FORGE = "forge"
 NAMES = "names"
 ROLLOUT = "rollout"
 """Names of the groups of torchtitan's seams."""
@@ -36,11 +31,7 @@ DELETE = "torchtitan scales the loss of float16 training and saves the scaler"
 SCALED: dict[str, Any] = {"feature": FEATURE, "upstream": UPSTREAM, "delete_when": DELETE}
 """Arguments that all seams for loss scaling share."""
 
-OWN_NAMES = {
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float32: "float32",
-}
+OWN_NAMES = {getattr(torch, name): name for name in ("float16", "bfloat16", "float32")}
 """Maps each dtype in which torchtitan trains and generates to torchtitan's only name for it."""
 
 
@@ -51,11 +42,7 @@ def computes_in_float16(training: Any) -> bool:
 
 
 def refuse_float16_states(training: Any) -> None:
-    """Refuse a config with parameters and optimizer states in float16.
-
-    Raises:
-        DtypeError: ``training.dtype`` is float16.
-    """
+    """Raise a ``DtypeError`` if a config has parameters and optimizer states in float16."""
     if isinstance(training.dtype, str) and parse_dtype(training.dtype) is torch.float16:
         raise DtypeError(
             f"{versioned(FRAMEWORK)}: training.dtype={training.dtype!r} puts parameters and "
@@ -65,25 +52,19 @@ def refuse_float16_states(training: Any) -> None:
         )
 
 
-def _has_scaler(target: str) -> bool:
-    names = look(target).names
-    return any("scaler" in name.lower() for name in names if name.isidentifier())
+def _native(step: str, trainer: str) -> NativeProbe:
+    def native(symbol: object, settings: object) -> str | None:
+        """Return a reason to skip the seam if torchtitan has a scaler; no version has one yet."""
+        names = (name.lower() for name in look(step).names if name.isidentifier())
+        scaler = any("scaler" in name for name in names)
+        return f"torchtitan's {trainer} has a loss scaler of its own" if scaler else None
+
+    return native
 
 
-def native_rl(symbol: Symbol, settings: Any) -> str | None:
-    """Return a reason to skip the seam if ``optim_step`` has a scaler; no version has one yet."""
-    scaler = _has_scaler(f"{POLICY}.optim_step")
-    return "torchtitan's RL trainer has a loss scaler of its own" if scaler else None
-
-
-def native_pretraining(symbol: Symbol, settings: Any) -> str | None:
-    """Return a reason to skip the seam if ``train_step`` has a scaler; no version has one yet."""
-    scaler = _has_scaler(f"{TRAINER}.train_step")
-    return "torchtitan's Trainer has a loss scaler of its own" if scaler else None
-
-
-ON_RL: dict[str, Any] = {"group": RL, "native": native_rl}
+native_pretraining = _native(f"{TRAINER}.train_step", "Trainer")
 ON_PRETRAINING: dict[str, Any] = {"group": PRETRAINING, "native": native_pretraining}
+ON_RL: dict[str, Any] = {"group": RL, "native": _native(f"{POLICY}.optim_step", "RL trainer")}
 BOTH = (ON_RL, ON_PRETRAINING)
 """Arguments of seams on the RL trainer (``ON_RL``), on ``Trainer`` (``ON_PRETRAINING``) or both."""
 
