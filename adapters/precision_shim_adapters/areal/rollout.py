@@ -11,21 +11,13 @@ from functools import partial
 from typing import Any
 
 from precision_shim.adapting import Call, seam, versioned
+from precision_shim.precision.agreement import AUTO, CANONICAL, Engine
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
-from ..agreement import (
-    AUTO,
-    CANONICAL,
-    FEATURE,
-    Engine,
-    engine_name,
-    model_type,
-    report_engines,
-    report_heads,
-    resolve_by_model,
-    unchanged_heads,
-    write_key,
-)
+from ..agreement.lm_head import report_heads, unchanged_heads
+from ..agreement.model_files import model_type, resolve_by_model
+from ..agreement.names import engine_name, write_key
+from ..agreement.report import FEATURE, report_engines
 
 GROUP = "rollout"
 _BF16_ADAM = "adam_bf16"

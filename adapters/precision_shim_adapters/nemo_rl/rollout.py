@@ -16,25 +16,14 @@ from typing import Any
 
 from precision_shim.adapting import Call, seam, versioned
 from precision_shim.errors import DtypeError
-from precision_shim.precision.agreement import ENGINE_NAMES
+from precision_shim.precision.agreement import AUTO, CANONICAL, ENGINE_NAMES, FP8, Engine
 from precision_shim.precision.dtypes import name_of
+from precision_shim.precision.lm_head import Head
 
-from ..agreement import (
-    AUTO,
-    CANONICAL,
-    FEATURE,
-    FP8,
-    Engine,
-    Head,
-    JobEngines,
-    engine_name,
-    model_type,
-    report_engines,
-    report_heads,
-    resolve_by_model,
-    with_rounded,
-    write_key,
-)
+from ..agreement.lm_head import report_heads
+from ..agreement.model_files import model_type, resolve_by_model
+from ..agreement.names import engine_name, with_rounded, write_key
+from ..agreement.report import FEATURE, JobEngines, report_engines
 from .training.dtensor import DTYPES, FRAMEWORK
 
 GROUP = "rollout"

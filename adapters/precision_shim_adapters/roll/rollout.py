@@ -10,19 +10,13 @@ from functools import partial
 from typing import Any
 
 from precision_shim.adapting import Call, seam, versioned
+from precision_shim.precision.agreement import AUTO, Engine
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
-from ..agreement import (
-    AUTO,
-    FEATURE,
-    Engine,
-    model_type,
-    report_engines,
-    report_heads,
-    resolve_by_model,
-    unchanged_heads,
-    write_key,
-)
+from ..agreement.lm_head import report_heads, unchanged_heads
+from ..agreement.model_files import model_type, resolve_by_model
+from ..agreement.names import write_key
+from ..agreement.report import FEATURE, report_engines
 
 GROUP = "rollout"
 _ENGINES = ("vllm", "sglang")

@@ -20,8 +20,8 @@ from precision_shim.adapting import Call, in_force, seam, versioned
 from precision_shim.errors import DtypeError
 from precision_shim.precision.agreement import ENGINE_NAMES
 
-from ..agreement import FEATURE as AGREEMENT
-from ..agreement import engine_name
+from ..agreement.names import engine_name
+from ..agreement.report import FEATURE as AGREEMENT
 
 BUCKET = "grad_reduce_in_fp32"
 KWARGS = "optimizer_config_kwargs"

@@ -13,14 +13,10 @@ from typing import Any
 from precision_shim.adapting import Call, decide, in_force, seam, versioned
 from precision_shim.precision.dtypes import name_of
 
-from ...agreement import (
-    FEATURE,
-    engine_name,
-    report_engines,
-    report_heads,
-    tell_of_wires,
-    write_key,
-)
+from ...agreement.lm_head import report_heads
+from ...agreement.names import engine_name, write_key
+from ...agreement.report import FEATURE, report_engines
+from ...agreement.weight_sync import tell_of_wires
 from ..config import ROLLOUT
 from . import dtypes, lm_head
 

@@ -10,24 +10,20 @@ from typing import Any
 
 import torch
 
-from precision_shim.precision.agreement import ENGINE_NAMES
+from precision_shim.precision.agreement import AUTO, ENGINE_NAMES, FP8, Engine
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
-from ...agreement import (
-    AUTO,
-    FP8,
+from ...agreement.lm_head import IsInForce
+from ...agreement.model_files import (
     OF_HEADER,
-    Engine,
-    IsInForce,
-    JobEngines,
-    Wire,
     checkpoint_dtype,
     model_type,
     resolve_by_model,
     stored_dtypes,
-    with_rounded,
-    write_key,
 )
+from ...agreement.names import with_rounded, write_key
+from ...agreement.report import JobEngines
+from ...agreement.weight_sync import Wire
 from ...megatron import DISPATCH
 from ...torch_fp16 import FEATURE as FSDP_SCALING
 from ..config import INFERENCE, MODEL_DTYPE, named

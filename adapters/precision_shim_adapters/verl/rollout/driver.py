@@ -16,7 +16,9 @@ from typing import Any
 from precision_shim.adapting import Call, current_settings, decide, in_force, seam, versioned
 from precision_shim.errors import UnsupportedPrecisionError
 
-from ...agreement import FEATURE, engine_name, report_engines, report_heads
+from ...agreement.lm_head import report_heads
+from ...agreement.names import engine_name
+from ...agreement.report import FEATURE, report_engines
 from ...common.omegaconf_values import plain
 from ..training import fsdp
 from . import dtypes, weight_sync

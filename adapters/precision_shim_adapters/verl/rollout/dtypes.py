@@ -12,10 +12,12 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import look, versioned
+from precision_shim.precision.agreement import AUTO, FP8, Engine
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
-from ... import agreement
-from ...agreement import AUTO, FP8, Engine, engine_name, model_type, resolve_by_model, with_rounded
+from ...agreement.model_files import model_type, resolve_by_model
+from ...agreement.names import engine_name, with_rounded
+from ...agreement.report import JobEngines
 from ..training import fsdp
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -33,7 +35,7 @@ SECTIONS = (
 
 
 @dataclass(frozen=True)
-class VerlEngines(agreement.JobEngines):
+class VerlEngines(JobEngines):
     """The engines of a job; ``strategy`` is the actor's, such as ``"fsdp"``."""
 
     strategy: str = ""

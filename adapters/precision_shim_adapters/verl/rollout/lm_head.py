@@ -11,13 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from precision_shim.adapting import Call, seam, versioned
+from precision_shim.precision.lm_head import Head
 
-from ...agreement import (
-    FEATURE,
+from ...agreement.lm_head import (
     FIELD,
     NOT_IN_FORCE,
     SETTING,
-    Head,
     IsInForce,
     compute_in_fp32,
     is_marked,
@@ -25,6 +24,7 @@ from ...agreement import (
     of_rollout,
     of_trainer,
 )
+from ...agreement.report import FEATURE
 from ...megatron.training.lm_head import compute_in_fp32 as compute_megatrons
 from ..training import fsdp
 

@@ -30,8 +30,10 @@ from torch.distributed.tensor import DTensor
 from precision_shim.adapting import Call, current_settings, decide, look, seam, versioned, warn
 from precision_shim.auditing import meters
 from precision_shim.errors import UnsupportedPrecisionError
+from precision_shim.precision.agreement import AUTO, CANONICAL
 
-from ...agreement import AUTO, CANONICAL, FEATURE, engine_name
+from ...agreement.names import engine_name
+from ...agreement.report import FEATURE
 from .dtypes import asked_dtype, rollout_dtype
 
 FSDP, TITAN, CHECKPOINTS = "fsdp weights", "torchtitan weights", "checkpoint engines"
