@@ -5,6 +5,7 @@ For verl 0.7.1's legacy workers, this module also reports which share of updates
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from precision_shim.adapting import Call, seam
@@ -12,69 +13,69 @@ from precision_shim.auditing import meters
 from precision_shim.auditing.automatic import watch
 
 from ..rollout.dtypes import rollout_dtype
+from ..training import fsdp
+from ..training.engines import AUTOMODEL, GROUPS, SINCE, VEOMNI, inside
 from .sent_weights import know_legacy_rollout
 
 FEATURE = "audit"
 _WHY = "model, optimizer and scaler stand together for the first time"
-_DELETE = "verl says which precision its optimizers have"
 _LEGACY: dict[str, Any] = {"delete_when": "verl 0.8 is the oldest in use", "optional": True}
 
 
 @seam(
-    "verl.workers.engine.fsdp.transformer_impl:FSDPEngine._build_model_optimizer",
-    FEATURE,
-    group="fsdp engine",
+    feature=FEATURE,
+    at=[
+        {"target": f"{fsdp.SHARDED}._build_model_optimizer", "group": fsdp.ENGINE},
+        *(
+            {"target": f"{engine}.{method}", "group": GROUPS[engine], "only_if": SINCE[engine]}
+            for engine, method in ((VEOMNI, "_build_model_optimizer"), (AUTOMODEL, "initialize"))
+        ),
+    ],
     why=_WHY,
-    delete_when=_DELETE,
+    delete_when="verl says which precision its optimizers have",
     relies_on=("optimizer", "module", "model_config"),
     optional=True,
 )
 def engine(call: Call) -> Any:
-    """Audit an engine's optimizer."""
+    """Audit the optimizer of an engine that no other adapter audits."""
     result = call.proceed()
-    engine = call.instance
-    if engine.optimizer is not None:
-        kind = getattr(engine.model_config, "model_type", "")
-        watch(
-            "verl",
-            "critic" if kind == "value_model" else "actor",
-            engine.optimizer,
-            model=engine.module,
-            scaler=lambda: getattr(engine, "scaler", None),
-        )
+    engine, optimizer = call.instance, call.instance.optimizer
+    if optimizer is not None:
+        parts = inside(optimizer)
+        if parts and not hasattr(optimizer, "optimizers"):
+            optimizer.optimizers = list(parts)  # the audit reads ``optimizers`` of a container
+        _watch(engine, optimizer, engine.module, parts[-1] if parts else None)
     return result
+
+
+def _watch(owner: Any, optimizer: Any, model: Any, inner: Any = None) -> None:
+    scaler = functools.partial(getattr, owner, "scaler", None)
+    subject = fsdp.subject_of(owner)
+    watch("verl", subject, optimizer, inner=inner, model=model, scaler=scaler)
 
 
 @seam(
     feature=FEATURE,
     at=[
         {
-            "target": "verl.workers.critic.dp_critic:DataParallelPPOCritic.__init__",
+            "target": f"{fsdp.CRITIC}.__init__",
             "relies_on": ("critic_optimizer", "critic_module"),
         },
         {
-            "target": "verl.workers.actor.dp_actor:DataParallelPPOActor.__init__",
+            "target": f"{fsdp.ACTOR}.__init__",
             "relies_on": ("actor_optimizer", "actor_module"),
         },
     ],
-    group="legacy fsdp workers",
+    group=fsdp.LEGACY,
     why=_WHY,
     **_LEGACY,
 )
 def legacy(call: Call) -> Any:
     """Audit the optimizer of verl 0.7.1's actor or critic."""
     result = call.proceed()
-    worker = call.instance
-    subject = "actor" if hasattr(worker, "actor_module") else "critic"
-    optimizer = getattr(worker, f"{subject}_optimizer")
+    worker, optimizer = call.instance, fsdp.optimizer_of(call.instance)
     if optimizer is not None:  # a reference policy has no optimizer
-        watch(
-            "verl",
-            subject,
-            optimizer,
-            model=getattr(worker, f"{subject}_module"),
-            scaler=lambda: getattr(worker, "scaler", None),
-        )
+        _watch(worker, optimizer, getattr(worker, f"{fsdp.subject_of(worker)}_module"))
     return result
 
 
@@ -108,8 +109,8 @@ def legacy_rollout(call: Call) -> Any:
         for target, subject in (
             ("verl.workers.critic.megatron_critic:MegatronPPOCritic.update_critic", "critic"),
             ("verl.workers.actor.megatron_actor:MegatronPPOActor.update_policy", "actor"),
-            ("verl.workers.critic.dp_critic:DataParallelPPOCritic.update_critic", "critic"),
-            ("verl.workers.actor.dp_actor:DataParallelPPOActor.update_policy", "actor"),
+            (f"{fsdp.CRITIC}.update_critic", "critic"),
+            (f"{fsdp.ACTOR}.update_policy", "actor"),
         )
     ],
     group="legacy metrics",
@@ -119,6 +120,6 @@ def legacy_rollout(call: Call) -> Any:
 def legacy_lost_updates(call: Call) -> Any:
     """Add to a legacy worker's metrics the shares of updates that rounding loses (verl 0.7.1)."""
     result = call.proceed()
-    kind = "actor" if hasattr(call.instance, "actor_optimizer") else "critic"
-    result.update(meters.metrics(getattr(call.instance, f"{kind}_optimizer"), f"{kind}/"))
+    worker = call.instance
+    result.update(meters.metrics(fsdp.optimizer_of(worker), f"{fsdp.subject_of(worker)}/"))
     return result

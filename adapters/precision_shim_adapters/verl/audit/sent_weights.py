@@ -78,6 +78,7 @@ def know_rollout(call: Call) -> Any:
     group=SENT,
     why="returns the weights that are sent, unstarted",
     delete_when=_DELETE,
+    relies_on=("module",),
     optional=True,
 )
 def look_at_stream(call: Call) -> Any:
@@ -94,7 +95,7 @@ def look_at_stream(call: Call) -> Any:
 def _rounds_to(sender: Any) -> torch.dtype | None:
     """The dtype to which a checkpoint engine rounds the weights before sending them."""
     dtype = getattr(sender, "rollout_dtype", None)
-    if dtype is None or not (weight_sync.casts(sender) or weight_sync.is_delta(sender)):
+    if dtype is None or not weight_sync.rounds_weights(sender):
         return None
     found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype), None)
     return found if isinstance(found, torch.dtype) else None

@@ -120,7 +120,7 @@ def _compare(config: Any) -> None:
     ],
     why="a driver of the user's own around verl's trainer calls none of the functions above",
     delete_when="verl compares them in its trainer",
-    relies_on=("role", "config"),
+    relies_on=("role", "config", "rank"),
 )
 def compare_in_worker(call: Call) -> Any:
     """Compare a job's dtypes in the actor's workers: on rank 0, or in strict mode on all ranks.

@@ -1,12 +1,10 @@
 """Send verl's weights to the rollout engine in the engine's dtype, rounded once.
 
 verl's torchtitan engine and verl's FSDP engine (since 0.9 only for merged LoRA) round every weight
-to bf16, regardless of ``actor_rollout_ref.rollout.dtype``. In the torchtitan and FSDP engines,
-``get_per_tensor_param`` returns the weights as a generator that has not started. The shim reads
-which tensors verl's generator would gather. The shim returns its own generator, which gathers the
-same tensors in the same order and rounds them to the rollout's dtype. The shim does not start
-verl's generator, which would run collective operations. For a bf16 rollout the shim returns verl's
-generator unchanged.
+to bf16, regardless of ``actor_rollout_ref.rollout.dtype``. ``get_per_tensor_param`` returns the
+weights as a generator that has not started. The shim does not start verl's generator, which would
+run collective operations. The shim reads which tensors verl's generator would gather, and returns a
+generator that gathers the same tensors in the same order, and rounds them to the rollout's dtype.
 
 verl does not cast the weights of the Megatron, VeOmni and Automodel engines, of 0.7.1's legacy
 workers, or of the FSDP engine in 0.9 and later without merged LoRA. For a delta sync, every
@@ -36,9 +34,7 @@ from ...agreement.names import engine_name
 from ...agreement.report import FEATURE
 from .dtypes import asked_dtype, rollout_dtype
 
-FSDP, TITAN, CHECKPOINTS = "fsdp weights", "torchtitan weights", "checkpoint engines"
-"""Groups of seams: one for each engine that rounds weights, one for verl's checkpoint engines."""
-
+FSDP, CHECKPOINTS = "fsdp weights", "checkpoint engines"
 DELTA = "delta_sharded"
 """Name of the backend of verl's checkpoint engine that sends only changed weights."""
 
@@ -65,7 +61,7 @@ _deltas: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 @seam(
-    at=[{**_INIT, "group": FSDP}, {**_INIT, "group": TITAN}],
+    at=[{**_INIT, "group": FSDP}, {**_INIT, "group": "torchtitan weights"}],
     why="the worker knows both the engine and the rollout's dtype; the engine does not",
     delete_when="verl sends weights in the rollout's dtype",
     **_FIRST,
@@ -97,16 +93,29 @@ def _tell_meter(engine: Any, *before: str) -> None:
 
 
 @seam(
-    f"{_IMPL}.fsdp.transformer_impl:FSDPEngine.get_per_tensor_param",
-    group=FSDP,
-    why="returns the weights, unstarted; before 0.9 and for merged LoRA they are rounded to bf16",
-    upstream="https://github.com/volcengine/verl/pull/7161",
-    delete_when="verl sends merged LoRA in the rollout's dtype, and 0.9 is the oldest in use",
-    relies_on=("params", "DTensor", "full_tensor", "module"),
+    at=[
+        {
+            "target": f"{_IMPL}.fsdp.transformer_impl:FSDPEngine.get_per_tensor_param",
+            "group": FSDP,
+            "why": "returns the weights, unstarted; before 0.9 and for merged LoRA they are "
+            "rounded to bf16",
+            "upstream": "https://github.com/volcengine/verl/pull/7161",
+            "delete_when": "verl sends merged LoRA in the rollout's dtype, and 0.9 is the oldest "
+            "in use",
+            "relies_on": ("params", "DTensor", "full_tensor", "module", "_is_offload_param"),
+        },
+        {
+            "target": f"{_IMPL}.torchtitan.transformer_impl:TorchTitanEngine.get_per_tensor_param",
+            "group": "torchtitan weights",
+            "why": "returns the weights, unstarted, rounded to bf16",
+            "delete_when": "verl's torchtitan engine sends weights in the rollout's dtype",
+            "relies_on": ("params", "DTensor", "full_tensor"),
+        },
+    ],
     **_FIRST,
 )
-def send_sharded(call: Call) -> Any:
-    """Return the FSDP engine's weights rounded to the rollout's dtype and not to bf16."""
+def send_weights(call: Call) -> Any:
+    """Return an engine's weights rounded to the rollout's dtype and not to bf16."""
     stream, *rest = result = call.proceed()
     engine = call.instance
     found = inspect.getgeneratorlocals(stream) if isinstance(stream, GeneratorType) else {}
@@ -117,39 +126,22 @@ def send_sharded(call: Call) -> Any:
         )
     if not _to_mend(engine, stream):
         return result
-    if ".0" in found and "device" in found:  # ``.0`` is a generator expression's first iterable
-        return (_gathered(found[".0"], found["device"], _wire(engine)), *rest)
-    if stream.gi_code.co_name == "_merged_lora_per_tensor_param":
-        return (_merged(engine, _wire(engine)), *rest)
-    return _left(
-        engine, result, f"{stream.gi_code.co_name} is a generator that the shim does not know"
-    )
-
-
-@seam(
-    f"{_IMPL}.torchtitan.transformer_impl:TorchTitanEngine.get_per_tensor_param",
-    group=TITAN,
-    why="returns the weights, unstarted, rounded to bf16",
-    delete_when="verl's torchtitan engine sends weights in the rollout's dtype",
-    relies_on=("params", "DTensor", "full_tensor"),
-    **_FIRST,
-)
-def send_titan(call: Call) -> Any:
-    """Return the torchtitan engine's weights rounded to the rollout's dtype and not to bf16."""
-    stream, *rest = result = call.proceed()
-    engine = call.instance
-    if not _to_mend(engine, stream):
-        return result
-    found = inspect.getgeneratorlocals(stream)
-    if ".0" in found and "device" in found:
-        return (_gathered(found[".0"], found["device"], _wire(engine)), *rest)
-    if {"dense", "expert_stacks", "device"} <= found.keys():  # from 0.9.1
-        dtype = _wire(engine)
-        dense = _gathered(found["dense"].items(), found["device"], dtype)
-        return (_with_experts(dense, found["expert_stacks"], found["device"], dtype), *rest)
-    return _left(
-        engine, result, "verl gathers and rounds experts in one step under expert parallelism"
-    )
+    kind = stream.gi_code.co_name
+    if {".0", "device"} <= found.keys():  # ``.0`` is a generator expression's first iterable
+        ours = _gathered(found[".0"], found["device"], _wire(engine))
+    elif {"dense", "expert_stacks", "device"} <= found.keys():  # torchtitan, from 0.9.1
+        ours = _with_experts(
+            found["dense"].items(), found["expert_stacks"], found["device"], _wire(engine)
+        )
+    elif kind == "_merged_lora_per_tensor_param":
+        ours = _merged(engine, _wire(engine))
+    elif kind == "iter_per_tensor_params_ep":
+        return _left(
+            engine, result, "verl gathers and rounds experts in one step under expert parallelism"
+        )
+    else:
+        return _left(engine, result)
+    return (ours, *rest)
 
 
 def _to_mend(engine: Any, stream: Any) -> bool:
@@ -181,7 +173,8 @@ def _wire(engine: Any) -> torch.dtype:
     return dtype
 
 
-def _left(engine: Any, result: Any, reason: str) -> Any:
+def _left(engine: Any, result: Any, reason: str = "") -> Any:
+    reason = reason or f"{result[0].gi_code.co_name} is a generator that the shim does not know"
     name, key = _asked[engine]
     message = (
         f"{versioned('verl')}: the weights reach the rollout rounded to bf16, although {key}={name}"
@@ -205,15 +198,17 @@ def _tell_auto(key: str, what: str) -> None:
 
 
 Pairs = Iterable[tuple[str, Any]]
+Weights = Iterator[tuple[str, torch.Tensor]]
 
 
-def _gathered(pairs: Pairs, device: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def _gathered(pairs: Pairs, device: Any, dtype: torch.dtype) -> Weights:
     for name, param in pairs:
         yield name, _whole(param, device, dtype) if isinstance(param, DTensor) else param
 
 
 def _whole(param: Any, device: Any, dtype: torch.dtype) -> torch.Tensor:
-    return _rounded(param.to(device, non_blocking=True).full_tensor(), dtype)
+    moved = param.to(device, non_blocking=True)
+    return _rounded(moved.full_tensor() if isinstance(moved, DTensor) else moved, dtype)
 
 
 def _rounded(one: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -225,18 +220,16 @@ def _rounded(one: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _with_experts(
     dense: Pairs, stacks: Iterable[tuple[Any, Any]], device: Any, dtype: torch.dtype
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the dense weights, then the experts, one stack at a time since a stack is large."""
-    yield from dense
+) -> Weights:
+    yield from _gathered(dense, device, dtype)
     for stack, slots in stacks:
-        whole = stack.to(device, non_blocking=True)
-        whole = _rounded(whole.full_tensor() if isinstance(whole, DTensor) else whole, dtype)
+        whole = _whole(stack, device, dtype)
         for index, (name, _) in enumerate(slots):
             yield name, whole[index].clone()
-        del whole
+        del whole  # before the next stack is gathered, since a stack is large
 
 
-def _merged(engine: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def _merged(engine: Any, dtype: torch.dtype) -> Weights:
     """Merge LoRA into the weights, and yield the merged weights, as verl's generator does."""
     verl: Any = importlib.import_module(f"{_IMPL}.fsdp.transformer_impl")
     module, device = engine.module, verl.get_device_id()
@@ -249,16 +242,13 @@ def _merged(engine: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor
                     yield name, param.detach().clone()
                     continue
                 whole = _whole(param, device, dtype)
-                # Clone the weight: verl later restores the unmerged weight in the same memory.
-                yield name, whole.clone() if _shares(whole, param) else whole
+                # verl later restores the unmerged weight in the same memory.
+                shared = param.to_local().untyped_storage().data_ptr()
+                own = whole.untyped_storage().data_ptr()
+                yield name, whole.clone() if own == shared else whole
     finally:
         if engine._is_offload_param:
             verl.offload_fsdp_model_to_cpu(module)
-
-
-def _shares(whole: torch.Tensor, param: DTensor) -> bool:
-    own = param.to_local().untyped_storage()
-    return whole.untyped_storage().data_ptr() == own.data_ptr()
 
 
 @seam(
@@ -286,13 +276,12 @@ def checkpoint_engine(call: Call) -> Any:
     if refusal:
         warn(refusal)
     result = call.proceed()
-    sender, delta = worker.checkpoint_engine, _backend(rollout) == DELTA
-    rounds = delta or casts(sender)
-    name = "" if refusal else _give(sender, rollout, rounds)
-    if rounds:
-        _tell_meter(worker.actor.engine, CANONICAL.get(name, "bf16"))
-    if delta and name:
-        _deltas[worker.actor.engine] = name
+    engine, sender = worker.actor.engine, worker.checkpoint_engine
+    if rounds_weights(sender):
+        name = "" if refusal else _set_dtype(sender, rollout)
+        _tell_meter(engine, CANONICAL.get(name, "bf16"))
+        if name and _backend(rollout) == DELTA:
+            _deltas[engine] = name
     return result
 
 
@@ -313,11 +302,7 @@ def send_shards(call: Call) -> Any:
         return result
     found = inspect.getgeneratorlocals(stream)
     if not {"params", "device", "ShardSpec"} <= found.keys():
-        return _left(
-            call.instance,
-            result,
-            f"{stream.gi_code.co_name} is a generator that the shim does not know",
-        )
+        return _left(call.instance, result)
     params, device, spec = found["params"], found["device"], found["ShardSpec"]
     return (_shards(params, device, spec, getattr(torch, name)), *rest)
 
@@ -366,12 +351,11 @@ def refuses_delta(rollout: Any, strategy: str) -> tuple[str, bool]:
     return message, vllm
 
 
-def _give(engine: Any, rollout: Any, rounds: bool) -> str:
+def _set_dtype(engine: Any, rollout: Any) -> str:
     """Set a checkpoint engine's dtype; return the dtype's name, empty if verl's dtype stays."""
-    if not rounds:
-        return ""
     backend = _backend(rollout)
-    written = _kwargs(rollout, backend).get("rollout_dtype")
+    kwargs = rollout["checkpoint_engine"].get("engine_kwargs") or {}
+    written = (kwargs.get(backend) or {}).get("rollout_dtype")
     at = f"{_ROLLOUT}.checkpoint_engine.engine_kwargs.{backend}.rollout_dtype"
     name, key = asked_dtype(rollout, _ROLLOUT)
     if written is not None:
@@ -393,21 +377,12 @@ def _give(engine: Any, rollout: Any, rounds: bool) -> str:
     return name
 
 
-def is_delta(engine: Any) -> bool:
-    """Whether a checkpoint engine is a delta engine, which sends only the changed weights."""
-    return "Delta" in type(engine).__name__
-
-
-def casts(engine: Any) -> bool:
+def rounds_weights(engine: Any) -> bool:
     """Whether a checkpoint engine rounds weights; some engines only store ``rollout_dtype``."""
     send = inspect.unwrap(engine.send_weights)
-    return "rollout_dtype" in getattr(getattr(send, "__code__", None), "co_names", ())
+    casts = "rollout_dtype" in getattr(getattr(send, "__code__", None), "co_names", ())
+    return casts or "Delta" in type(engine).__name__
 
 
 def _backend(rollout: Any) -> str:
     return str((rollout.get("checkpoint_engine") or {}).get("backend") or "")
-
-
-def _kwargs(rollout: Any, backend: str) -> Any:
-    kwargs = (rollout.get("checkpoint_engine") or {}).get("engine_kwargs") or {}
-    return kwargs.get(backend) or {}

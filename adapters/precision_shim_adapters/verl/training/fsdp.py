@@ -208,7 +208,7 @@ def make(owner: Any, own: Any, because: str, *, drives: bool = False) -> None:
         )
     training = ScaledTraining.make(
         "verl",
-        _subject(owner),
+        subject_of(owner),
         device=get_device_name(),
         because=because,
         framework_default=verls,
@@ -220,7 +220,7 @@ def make(owner: Any, own: Any, because: str, *, drives: bool = False) -> None:
 
 def training_of(owner: Any) -> ScaledTraining | None:
     """The ``ScaledTraining`` of an engine, or of a legacy actor or critic."""
-    return ScaledTraining.of_attribute(owner, _SCALER, "verl", _subject(owner))
+    return ScaledTraining.of_attribute(owner, _SCALER, "verl", subject_of(owner))
 
 
 def keep_at_optimizer(worker: Any) -> None:
@@ -367,7 +367,8 @@ def _get(config: Any, key: str) -> Any:
     return config.get(key) if hasattr(config, "get") else getattr(config, key, None)
 
 
-def _subject(owner: Any) -> str:
+def subject_of(owner: Any) -> str:
+    """``"actor"`` or ``"critic"``: the model of an engine, or of a legacy actor or critic."""
     kind = getattr(getattr(owner, "model_config", None), "model_type", "")
     return "critic" if kind == "value_model" or hasattr(owner, "critic_optimizer") else "actor"
 

@@ -13,6 +13,7 @@ from typing import Any
 from precision_shim.adapting import Call, seam
 
 from ...megatron import SCALING, metrics, skipping
+from .fsdp import optimizer_of, subject_of
 from .megatron import ENGINE
 
 
@@ -52,6 +53,5 @@ def update(call: Call) -> Any:
     """Report skipped steps as successful in 0.7.1's workers; add the loss scaler's metrics."""
     with skipping(succeeds=True):
         result = call.proceed()
-    kind = "actor" if hasattr(call.instance, "actor_optimizer") else "critic"
-    result.update(metrics(getattr(call.instance, f"{kind}_optimizer"), f"{kind}/"))
+    result.update(metrics(optimizer_of(call.instance), f"{subject_of(call.instance)}/"))
     return result
