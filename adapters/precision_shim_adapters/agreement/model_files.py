@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from precision_shim.errors import PlanError
@@ -61,19 +62,12 @@ def stored_dtypes(path: str) -> frozenset[str]:
     Args:
         path: see ``model_type``.
     """
-    return frozenset(_stored(path))
-
-
-def _stored(path: str) -> Iterator[str]:
-    try:
-        files = sorted(directory_of(path).glob("*.safetensors"))
-        for file in files:
+    dtypes: set[str] = set()
+    with suppress(PlanError, OSError, ValueError, AttributeError, KeyError, TypeError):
+        for file in sorted(directory_of(path).glob("*.safetensors")):
             entries, _ = read_header(file)
-            for entry in entries.values():
-                if entry["dtype"] in OF_HEADER:
-                    yield OF_HEADER[entry["dtype"]]
-    except (PlanError, OSError, ValueError, AttributeError, KeyError, TypeError):
-        return
+            dtypes.update(entry["dtype"] for entry in entries.values())
+    return frozenset(OF_HEADER[dtype] for dtype in dtypes & OF_HEADER.keys())
 
 
 def _config(path: str) -> Mapping[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from precision_shim.adapting import current_settings, decide, warn
 from precision_shim.errors import UnsupportedPrecisionError
@@ -39,27 +38,13 @@ class JobEngines:
     model_type: str = ""
 
 
-class _Report(NamedTuple):
-    """What the driver does about a job's engines.
-
-    Attributes:
-        written: the engines whose key is written, with the key's new value.
-        decisions: subject, choice and reason of each decision.
-        problems: the disagreements of which the driver warns.
-    """
-
-    written: list[tuple[Engine, str]]
-    decisions: list[tuple[str, str, str]]
-    problems: list[Problem]
-
-
 def follows(trainer: Engine, other: Engine, model_type: str, rollout: object) -> str:
     """The value that ``PRECISION_SHIM_ROLLOUT`` requires in an engine's key; empty if none.
 
     Args:
         trainer: the trained policy.
         other: another engine of the job.
-        model_type: the model's type in its HF config; empty if unknown.
+        model_type: see ``JobEngines``.
         rollout: the value of ``PRECISION_SHIM_ROLLOUT``.
     """
     return value_to_follow(trainer, other, model_type) if rollout == "follow" else ""
@@ -87,16 +72,18 @@ def report_engines(
             rollout engine refuses the model in fp16.
     """
     settings = current_settings()
-    report = _report(where, trainer, others, model_type, settings, may_write=write is not None)
-    for engine, value in report.written:
+    written, decided, problems = _compare_all(
+        where, trainer, others, model_type, settings, may_write=write is not None
+    )
+    for engine, value in written:
         if write is not None:
             write(engine.key, value)
     # A framework may check its config twice: do not report a decision of the first check again.
     said = {(one.subject, one.chosen) for one in decisions() if one.feature == FEATURE}
-    for subject, chosen, because in report.decisions:
+    for subject, chosen, because in decided:
         if (subject, chosen) not in said:
             decide(where.split(" ", 1)[0], subject, FEATURE, chosen, because)
-    messages = [f"{problem.message}. {problem.remedy}" for problem in report.problems]
+    messages = [f"{problem.message}. {problem.remedy}" for problem in problems]
     if messages and settings.strict:
         raise UnsupportedPrecisionError("\n".join(messages))
     for message in messages:
@@ -112,7 +99,7 @@ def problems_of(
     on: bool,
     model_type: str = "",
 ) -> tuple[list[Problem], list[str]]:
-    """Predict for ``precision-shim plan`` the warnings and the decisions of ``settle``.
+    """Predict for ``precision-shim plan`` the warnings and the decisions of ``report_engines``.
 
     Args:
         where: framework and version.
@@ -122,14 +109,12 @@ def problems_of(
         on: whether ``rollout-agreement`` is in force; if not, the shim changes no engine's dtype.
         model_type: the model's type in its HF config; empty if unknown.
     """
-    report = _report(where, trainer, others, model_type, settings, may_write=on)
-    return report.problems, [
-        f"{subject}: {FEATURE}: {chosen} ({because})"
-        for subject, chosen, because in report.decisions
-    ]
+    _, decided, problems = _compare_all(where, trainer, others, model_type, settings, may_write=on)
+    notes = [f"{subject}: {FEATURE}: {chosen} ({because})" for subject, chosen, because in decided]
+    return problems, notes
 
 
-def _report(
+def _compare_all(
     where: str,
     trainer: Engine,
     others: Sequence[Engine],
@@ -137,7 +122,13 @@ def _report(
     settings: Settings,
     *,
     may_write: bool,
-) -> _Report:
+) -> tuple[list[tuple[Engine, str]], list[tuple[str, str, str]], list[Problem]]:
+    """Compare each engine with the trainer.
+
+    Returns:
+        The engines whose key is written, each with the key's new value; subject, choice and reason
+        of each decision; the disagreements of which the driver warns.
+    """
     setting = settings["rollout"]
     written, decided, problems = [], [], []
     for other in others:
@@ -156,7 +147,7 @@ def _report(
     ]
     if changes:
         decided.insert(0, (KEYS, "; ".join(changes), FOLLOWED))
-    return _Report(written, decided, problems)
+    return written, decided, problems
 
 
 def _message_of(where: str, trainer: Engine, verdict: Verdict, rollout: object) -> tuple[str, str]:

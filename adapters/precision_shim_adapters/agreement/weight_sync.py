@@ -79,17 +79,14 @@ def wire_problems(where: str, wires: Sequence[Wire]) -> tuple[list[Problem], lis
         for wire in wires
         if wire.lost
     ]
-    notes = [
-        f"{wire.subject}: {FEATURE}: {wire.chosen} ({wire.because})"
-        for wire in wires
-        if wire.rounds
+    rounding = [wire for wire in wires if wire.rounds]
+    return problems, [
+        f"{wire.subject}: {FEATURE}: {wire.chosen} ({wire.because})" for wire in rounding
     ]
-    return problems, notes
 
 
 def _message(where: str, one: Wire) -> str:
-    message = (
+    return (
         f"{where}: the {one.subject} computes in {one.computes}, and its weights go out in "
         f"{one.sent} ({one.because}): each sync rounds every weight to {one.sent}"
     )
-    return message

@@ -12,14 +12,9 @@ from precision_shim.adapting import Call, seam
 from precision_shim.auditing import meters
 from precision_shim.auditing.automatic import watch
 
-from ..rollout.dtypes import rollout_dtype
 from ..training import fsdp
 from ..training.engines import AUTOMODEL, GROUPS, SINCE, VEOMNI, inside
-from .sent_weights import know_legacy_rollout
-
-FEATURE = "audit"
-_WHY = "model, optimizer and scaler stand together for the first time"
-_LEGACY: dict[str, Any] = {"delete_when": "verl 0.8 is the oldest in use", "optional": True}
+from .sent_weights import FEATURE, LEGACY
 
 
 @seam(
@@ -31,7 +26,7 @@ _LEGACY: dict[str, Any] = {"delete_when": "verl 0.8 is the oldest in use", "opti
             for engine, method in ((VEOMNI, "_build_model_optimizer"), (AUTOMODEL, "initialize"))
         ),
     ],
-    why=_WHY,
+    why="model, optimizer and scaler stand together for the first time",
     delete_when="verl says which precision its optimizers have",
     relies_on=("optimizer", "module", "model_config"),
     optional=True,
@@ -58,17 +53,14 @@ def _watch(owner: Any, optimizer: Any, model: Any, inner: Any = None) -> None:
     feature=FEATURE,
     at=[
         {
-            "target": f"{fsdp.CRITIC}.__init__",
-            "relies_on": ("critic_optimizer", "critic_module"),
-        },
-        {
-            "target": f"{fsdp.ACTOR}.__init__",
-            "relies_on": ("actor_optimizer", "actor_module"),
-        },
+            "target": f"{owner}.__init__",
+            "relies_on": (f"{subject}_optimizer", f"{subject}_module"),
+        }
+        for owner, subject in ((fsdp.CRITIC, "critic"), (fsdp.ACTOR, "actor"))
     ],
     group=fsdp.LEGACY,
-    why=_WHY,
-    **_LEGACY,
+    why="model, optimizer and scaler stand together for the first time",
+    **LEGACY,
 )
 def legacy(call: Call) -> Any:
     """Audit the optimizer of verl 0.7.1's actor or critic."""
@@ -76,29 +68,6 @@ def legacy(call: Call) -> Any:
     worker, optimizer = call.instance, fsdp.optimizer_of(call.instance)
     if optimizer is not None:  # a reference policy has no optimizer
         _watch(worker, optimizer, getattr(worker, f"{fsdp.subject_of(worker)}_module"))
-    return result
-
-
-@seam(
-    feature=FEATURE,
-    at=[
-        {
-            "target": f"verl.workers.{kind}_workers:ActorRolloutRefWorker.init_model",
-            "relies_on": ("_is_actor", "_is_rollout", "actor_optimizer", "config"),
-        }
-        for kind in ("fsdp", "megatron")
-    ],
-    group="legacy metrics",
-    why="the worker knows both the optimizer and the rollout's dtype",
-    **_LEGACY,
-)
-def legacy_rollout(call: Call) -> Any:
-    """Record the dtype of verl 0.7.1's rollout, for the lost-update meter and for the audit."""
-    result = call.proceed()
-    worker = call.instance
-    if worker._is_actor and worker._is_rollout:
-        know_legacy_rollout(worker)
-        meters.tell_rollout(worker.actor_optimizer, rollout_dtype(worker.config))
     return result
 
 
@@ -115,7 +84,7 @@ def legacy_rollout(call: Call) -> Any:
     ],
     group="legacy metrics",
     why="its dict of metrics",
-    **_LEGACY,
+    **LEGACY,
 )
 def legacy_lost_updates(call: Call) -> Any:
     """Add to a legacy worker's metrics the shares of updates that rounding loses (verl 0.7.1)."""

@@ -1,14 +1,14 @@
 """Compare in verl's driver the dtypes in which actor, reference model and rollout compute.
 
-Every entry point of verl first calls ``auto_set_device`` on its config. ``auto_set_device`` runs in
-the driver, before Ray starts a worker. A program that itself calls ``run_ppo`` skips
-``auto_set_device``. The shim therefore also compares the dtypes in ``validate_config``, which verl
-up to 0.8 calls in a Ray actor. A user's own driver may call neither ``auto_set_device`` nor
-``validate_config``, so the actor's workers compare dtypes again.
+Every entry point of verl first calls ``auto_set_device`` on its config, in the driver, before Ray
+starts a worker. A program that itself calls ``run_ppo`` calls only ``validate_config``, which runs
+in a Ray actor up to 0.8. A user's own driver may call neither, so the actor's workers compare the
+dtypes again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -96,19 +96,26 @@ def compare_engines(call: Call, config: Any) -> Any:
 
 
 def _compare(config: Any) -> None:
-    found, write = plain(config, dtypes.SECTIONS), partial(write_key, config)
+    found = plain(config, dtypes.SECTIONS)
     dtypes.check_names(found)
-    job = dtypes.read_sides(found)
+    job = _report(found, partial(write_key, config))
     if job is None:
         return
-    report_heads(versioned("verl"), partial(read_heads, found, partial(in_force, "verl")), write)
     if job.trainer is None:
         decide("verl", "rollout", FEATURE, *dtypes.unknown_engine(job))
         return
-    report_engines(versioned("verl"), job.trainer, job.others, write, job.model_type)
     refusal, fatal = weight_sync.refuses_delta(found["actor_rollout_ref"]["rollout"], job.strategy)
     if refusal and (fatal or current_settings().strict):
         raise UnsupportedPrecisionError(refusal)
+
+
+def _report(config: Mapping[str, Any], write: Any = None) -> dtypes.VerlEngines | None:
+    job, where = dtypes.read_sides(config), versioned("verl")
+    if job is not None:
+        report_heads(where, partial(read_heads, config, partial(in_force, "verl")), write)
+        if job.trainer is not None:
+            report_engines(where, job.trainer, job.others, write, job.model_type)
+    return job
 
 
 @seam(
@@ -131,19 +138,9 @@ def compare_in_worker(call: Call) -> Any:
     """
     worker = call.instance
     if "actor" in worker.role and (worker.rank == 0 or current_settings().strict):
-        shared = plain(worker.config)
         legacy = type(worker).__module__.rpartition(".")[2] != _WORKERS[0]
-        config = {
-            "actor_rollout_ref": shared,
-            "trainer": {fsdp.WORKERS: "enable" if legacy else "disable"},
-        }
-        job = dtypes.read_sides(config)
-        if job is not None:
-            report_heads(
-                versioned("verl"), partial(read_heads, config, partial(in_force, "verl")), None
-            )
-        if job is not None and job.trainer is not None:
-            report_engines(versioned("verl"), job.trainer, job.others, model_type=job.model_type)
+        workers = {fsdp.WORKERS: "enable" if legacy else "disable"}
+        _report({"actor_rollout_ref": plain(worker.config), "trainer": workers})
     return call.proceed()
 
 

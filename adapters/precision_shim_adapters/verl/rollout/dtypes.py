@@ -23,14 +23,7 @@ from ..training import fsdp
 ROLLOUT = "actor_rollout_ref.rollout"
 _MATRIX_PRODUCTS = "the dtype of verl's autocast, in which the matrix products run"
 
-SECTIONS = (
-    "trainer",
-    "algorithm",
-    "actor_rollout_ref",
-    "distillation",
-    "reward",
-    "reward_model",
-)
+SECTIONS = ("trainer", "algorithm", "actor_rollout_ref", "distillation", "reward", "reward_model")
 """The sections of a job's config that this file reads."""
 
 
@@ -105,7 +98,9 @@ def _of_role(role: Mapping[str, Any], subject: str, group: str) -> Engine | None
         because = f"{own}: {_MATRIX_PRODUCTS}"
         return Engine(subject, name_of(dtype), own, section.get("dtype"), because)
     dtype = fsdp.computed(section, section=key)
-    if dtype is not torch.float32 and not _autocasts_in_param_dtype():
+    # From 0.8 verl's FSDP engine autocasts to FSDP's dtype, and not always to bfloat16.
+    autocasts = "_autocast_dtype" in look(f"{fsdp.SHARDED}._build_fsdp_module").names
+    if dtype is not torch.float32 and not autocasts:
         because = f"verl {fsdp.ENGINE}: it autocasts to bfloat16, whatever {mixed} says"
         return Engine(subject, "bf16", "", because=because)
     given = _section(section, "mixed_precision")
@@ -113,17 +108,8 @@ def _of_role(role: Mapping[str, Any], subject: str, group: str) -> Engine | None
     return Engine(subject, name_of(dtype), mixed, given.get("param_dtype"), prefix=prefix)
 
 
-def _autocasts_in_param_dtype() -> bool:
-    """Whether verl's FSDP engine autocasts to FSDP's dtype (from 0.8), not always to bfloat16."""
-    symbol = look(f"{fsdp.SHARDED}._build_fsdp_module")
-    return symbol.found and "_autocast_dtype" in symbol.names
-
-
 def _reference(
-    config: Mapping[str, Any],
-    shared: Mapping[str, Any],
-    group: str,
-    trainer: Engine | None,
+    config: Mapping[str, Any], shared: Mapping[str, Any], group: str, trainer: Engine | None
 ) -> Iterator[Engine]:
     actor, model = _section(shared, "actor"), _section(shared, "model")
     kl = actor.get("use_kl_loss") or _section(config, "algorithm").get("use_kl_in_reward")

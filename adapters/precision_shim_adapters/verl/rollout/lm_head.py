@@ -13,17 +13,7 @@ from typing import Any
 from precision_shim.adapting import Call, seam, versioned
 from precision_shim.precision.lm_head import Head
 
-from ...agreement.lm_head import (
-    FIELD,
-    NOT_IN_FORCE,
-    SETTING,
-    IsInForce,
-    compute_in_fp32,
-    is_marked,
-    names_head,
-    of_rollout,
-    of_trainer,
-)
+from ...agreement import lm_head as fp32_head
 from ...agreement.report import FEATURE
 from ...megatron.training.lm_head import compute_in_fp32 as compute_megatrons
 from ..training import fsdp
@@ -35,12 +25,12 @@ _DELETE = "verl computes the LM head in fp32 by an option"
 _LEGACY = "verl 0.8 is the oldest in use"
 
 
-def read_heads(config: Mapping[str, Any], in_force: IsInForce) -> list[Head]:
+def read_heads(config: Mapping[str, Any], in_force: fp32_head.IsInForce) -> list[Head]:
     """Describe the LM heads of a PPO job's actor, reference model and rollout.
 
     Args:
         config: the job's config as plain data.
-        in_force: see ``InForce``.
+        in_force: see ``fp32_head.IsInForce``.
     """
     shared = config["actor_rollout_ref"]
     model, rollout = shared.get("model") or {}, shared["rollout"]
@@ -54,17 +44,14 @@ def read_heads(config: Mapping[str, Any], in_force: IsInForce) -> list[Head]:
         group = f"legacy {group}" if legacy else group
         refusal = _refuses(model, role, strategy, subject)
         if not refusal and not in_force(FEATURE, group):
-            refusal = NOT_IN_FORCE
-        heads.append(of_trainer(subject, overrides, place, refusal))
+            refusal = fp32_head.NOT_IN_FORCE
+        heads.append(fp32_head.of_trainer(subject, overrides, place, refusal))
     backend, section = str(rollout.get("name") or ""), rollout.get("engine_kwargs") or {}
     qat = (rollout.get("qat") or {}).get("enable")
     quantised = "qat" if qat else "quantization" if rollout.get("quantization") else ""
-    head = of_rollout(
-        backend,
-        section.get(backend) or {},
-        f"{ROLLOUT}.engine_kwargs.{backend}",
-        f"{ROLLOUT}.{quantised}" if quantised else "",
-    )
+    options, place = section.get(backend) or {}, f"{ROLLOUT}.engine_kwargs.{backend}"
+    quantised = f"{ROLLOUT}.{quantised}" if quantised else ""
+    head = fp32_head.of_rollout(backend, options, place, quantised)
     if backend == "sglang" and _adapts_in_sglang(model):
         # With a LoRA adapter on the LM head, SGLang ignores enable_fp32_lm_head.
         refusal = "SGLang puts a LoRA adapter on its LM head, which then computes in 16 bits"
@@ -79,7 +66,7 @@ def _adapts_in_sglang(model: Mapping[str, Any]) -> bool:
     if not (model.get("lora_rank") or lora.get("rank")) or lora.get("merge"):
         return False
     targets = model.get("target_modules") or "all-linear"
-    return targets == "all-linear" or names_head(targets, lora.get("target_modules"))
+    return targets == "all-linear" or fp32_head.names_head(targets, lora.get("target_modules"))
 
 
 def _overrides(model: Mapping[str, Any], *, nested: bool) -> tuple[str, object]:
@@ -99,19 +86,29 @@ def _refuses(model: Mapping[str, Any], role: Mapping[str, Any], strategy: str, s
     if strategy == "megatron" and (role.get("megatron") or {}).get("use_megatron_fsdp"):
         key = f"actor_rollout_ref.{subject}.megatron.use_megatron_fsdp"
         return f"{key}: Megatron-FSDP owns the LM head's weight"
-    if names_head(model.get("target_modules"), (model.get("lora") or {}).get("target_modules")):
+    targets = (model.get("target_modules"), (model.get("lora") or {}).get("target_modules"))
+    if fp32_head.names_head(*targets):
         return f"target_modules of {MODEL} has the LM head, whose adapter computes in 16 bits"
     return ""
 
 
-def _take_mark(overrides: Any, *configs: Any) -> bool:
-    """Return whether the driver set the fp32 head's key; delete the key, which verl would save."""
+def _compute_in_fp32(model: Any, overrides: Any, *configs: Any) -> None:
+    """If the driver set the fp32 head's key, change a Hugging Face model or Megatron's chunks.
+
+    The key is deleted from the HF configs, because verl would save it with the model.
+
+    Raises:
+        UnsupportedPrecisionError: the LM head cannot compute in fp32.
+    """
     inner = overrides.get("model_config", overrides) if hasattr(overrides, "get") else None
-    if not is_marked(inner):
-        return False
+    if not fp32_head.is_marked(inner):
+        return
     for config in configs:
-        vars(config).pop(FIELD, None)
-    return True
+        vars(config).pop(fp32_head.FIELD, None)
+    if hasattr(model, "get_output_embeddings"):
+        fp32_head.compute_in_fp32(model, versioned("verl"))
+    else:
+        compute_megatrons(model, versioned("verl"), fp32_head.SETTING)
 
 
 @seam(
@@ -124,15 +121,10 @@ def _take_mark(overrides: Any, *configs: Any) -> bool:
     optional=True,
 )
 def build_model(call: Call) -> Any:
-    """Make the FSDP engine's language model compute its LM head in fp32.
-
-    Raises:
-        UnsupportedPrecisionError: the LM head is no plain linear layer.
-    """
+    """Make the FSDP engine's language model compute its LM head in fp32."""
     module, config = call.proceed(), call.instance.model_config
-    if _is_critic(call) or not _take_mark(config.override_config, config.hf_config, module.config):
-        return module
-    compute_in_fp32(module, versioned("verl"))
+    if not _is_critic(call):
+        _compute_in_fp32(module, config.override_config, config.hf_config, module.config)
     return module
 
 
@@ -146,14 +138,10 @@ def build_model(call: Call) -> Any:
     optional=True,
 )
 def build_chunks(call: Call) -> Any:
-    """Make the Megatron engine's language model compute its LM head in fp32.
-
-    Raises:
-        UnsupportedPrecisionError: the output layer of Megatron cannot compute in fp32.
-    """
+    """Make the Megatron engine's language model compute its LM head in fp32."""
     chunks, config = call.proceed(), call.instance.model_config
-    if not _is_critic(call) and _take_mark(config.override_config, config.hf_config):
-        compute_megatrons(chunks, versioned("verl"), SETTING)
+    if not _is_critic(call):
+        _compute_in_fp32(chunks, config.override_config, config.hf_config)
     return chunks
 
 
@@ -166,15 +154,10 @@ def build_chunks(call: Call) -> Any:
     optional=True,
 )
 def build_legacy_model(call: Call, override_model_config: Any) -> Any:
-    """Make a legacy FSDP worker's model compute its LM head in fp32.
-
-    Raises:
-        UnsupportedPrecisionError: the LM head is no plain linear layer.
-    """
-    module, *rest = call.proceed()
-    if _take_mark(override_model_config, module.config, rest[-1]):
-        compute_in_fp32(module, versioned("verl"))
-    return (module, *rest)
+    """Make a legacy FSDP worker's model compute its LM head in fp32."""
+    module, *rest = result = call.proceed()
+    _compute_in_fp32(module, override_model_config, module.config, rest[-1])
+    return result
 
 
 @seam(
@@ -187,14 +170,9 @@ def build_legacy_model(call: Call, override_model_config: Any) -> Any:
     optional=True,
 )
 def build_legacy_chunks(call: Call, override_model_config: Any) -> Any:
-    """Make a legacy Megatron worker's model compute its LM head in fp32.
-
-    Raises:
-        UnsupportedPrecisionError: the output layer of Megatron cannot compute in fp32.
-    """
+    """Make a legacy Megatron worker's model compute its LM head in fp32."""
     built = call.proceed()
-    if _take_mark(override_model_config, call.instance.hf_config):
-        compute_megatrons(built[0], versioned("verl"), SETTING)
+    _compute_in_fp32(built[0], override_model_config, call.instance.hf_config)
     return built
 
 

@@ -49,12 +49,9 @@ _INIT: dict[str, Any] = {
 }
 _FIRST: dict[str, Any] = {"feature": FEATURE, "optional": True}
 
-_asked: WeakKeyDictionary[Any, tuple[str, str]] = WeakKeyDictionary()
-"""Maps an actor's engine to the rollout's dtype name and the config key of that name. The engine
-itself has no access to the rollout's config."""
-
-_computes: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-"""Maps an actor's engine to the canonical name of the rollout's dtype, for the meter."""
+_asked: WeakKeyDictionary[Any, tuple[str, str, str]] = WeakKeyDictionary()
+"""Maps an actor's engine to the name of the rollout's dtype, the config key of that name, and the
+canonical name of the dtype that the rollout computes in. The engine itself does not know these."""
 
 _deltas: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """Maps an actor's engine to the dtype name that its delta checkpoint engine received."""
@@ -78,8 +75,7 @@ def announce(call: Call) -> Any:
     asked = asked_dtype(worker.config.rollout, _ROLLOUT)
     result = call.proceed()
     engine = worker.actor.engine
-    _asked[engine] = asked
-    _computes[engine] = rollout_dtype(worker.config)
+    _asked[engine] = (*asked, rollout_dtype(worker.config))
     _tell_meter(engine)
     return result
 
@@ -87,9 +83,9 @@ def announce(call: Call) -> Any:
 def _tell_meter(engine: Any, *before: str) -> None:
     """Tell the lost-update meter that weights round to ``before``, then to the rollout's dtype."""
     lora = getattr(getattr(engine, "model_config", None), "lora", None) or {}
-    names = (*before, _computes.get(engine, AUTO))
+    *_, computes = _asked.get(engine, (AUTO,))
     optimizer = getattr(engine, "optimizer", None)
-    meters.tell_rollout(optimizer, *names, factors=not lora.get("merge"))
+    meters.tell_rollout(optimizer, *before, computes, factors=not lora.get("merge"))
 
 
 @seam(
@@ -146,7 +142,7 @@ def send_weights(call: Call) -> Any:
 
 def _to_mend(engine: Any, stream: Any) -> bool:
     """Whether verl's unstarted generator rounds to bf16 although the config sets another dtype."""
-    name, key = _asked.get(engine, (_BF16, ""))
+    name, key, _ = _asked.get(engine, (_BF16, "", ""))
     if name == _BF16 or not _rounds(stream):
         return False
     if name == AUTO:
@@ -165,7 +161,7 @@ def _rounds(stream: Any) -> bool:
 
 
 def _wire(engine: Any) -> torch.dtype:
-    name, _ = _asked[engine]
+    name, *_ = _asked[engine]
     reason = "verl itself would round them to bf16 on the way"
     chosen = "as the trainer stores them" if name == "float32" else f"{name}, rounded once"
     decide("verl", _SUBJECT, FEATURE, chosen, reason)
@@ -175,7 +171,7 @@ def _wire(engine: Any) -> torch.dtype:
 
 def _left(engine: Any, result: Any, reason: str = "") -> Any:
     reason = reason or f"{result[0].gi_code.co_name} is a generator that the shim does not know"
-    name, key = _asked[engine]
+    name, key, _ = _asked[engine]
     message = (
         f"{versioned('verl')}: the weights reach the rollout rounded to bf16, although {key}={name}"
         f": {reason}, so the shim leaves verl's weight sync as it is. Write {key}=bfloat16 and "
@@ -276,8 +272,9 @@ def checkpoint_engine(call: Call) -> Any:
     if refusal:
         warn(refusal)
     result = call.proceed()
-    engine, sender = worker.actor.engine, worker.checkpoint_engine
+    sender = worker.checkpoint_engine
     if rounds_weights(sender):
+        engine = worker.actor.engine
         name = "" if refusal else _set_dtype(sender, rollout)
         _tell_meter(engine, CANONICAL.get(name, "bf16"))
         if name and _backend(rollout) == DELTA:
@@ -354,7 +351,7 @@ def refuses_delta(rollout: Any, strategy: str) -> tuple[str, bool]:
 def _set_dtype(engine: Any, rollout: Any) -> str:
     """Set a checkpoint engine's dtype; return the dtype's name, empty if verl's dtype stays."""
     backend = _backend(rollout)
-    kwargs = rollout["checkpoint_engine"].get("engine_kwargs") or {}
+    kwargs = (rollout.get("checkpoint_engine") or {}).get("engine_kwargs") or {}
     written = (kwargs.get(backend) or {}).get("rollout_dtype")
     at = f"{_ROLLOUT}.checkpoint_engine.engine_kwargs.{backend}.rollout_dtype"
     name, key = asked_dtype(rollout, _ROLLOUT)

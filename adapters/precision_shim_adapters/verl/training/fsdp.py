@@ -139,7 +139,7 @@ def build_actor(call: Call) -> Any:
     actor = call.instance
     if actor.actor_optimizer is None:
         return result
-    config = _get(actor.config, "fsdp_config")
+    config = read_key(actor.config, "fsdp_config")
     if actor.scaler is not None:
         _instead_of(actor.scaler, actor)
     elif config is not None and computed(config, actor.param_dtype) is torch.float16:
@@ -161,7 +161,7 @@ def build_critic(call: Call) -> Any:
     """Set the shim's scaler on 0.7.1's critic."""
     result = call.proceed()
     critic = call.instance
-    config = _get(_get(critic.config, "model"), "fsdp_config")
+    config = read_key(read_key(critic.config, "model"), "fsdp_config")
     if critic.critic_optimizer is not None and config is not None:
         if computed(config) is torch.float16:
             _where_none_was(critic, "its legacy critic")
@@ -268,7 +268,7 @@ def mixed_dtypes(config: Any, section: str = "fsdp_config") -> dict[str, torch.d
     Raises:
         DtypeError: verl does not accept a dtype name; verl's own error would not name the key.
     """
-    mixed, place = _get(config, "mixed_precision"), f"{section}.mixed_precision"
+    mixed, place = read_key(config, "mixed_precision"), f"{section}.mixed_precision"
     if mixed is None:
         return {}
     if not hasattr(mixed, "get"):
@@ -289,9 +289,9 @@ def model_dtype(config: Any, section: str = "fsdp_config") -> torch.dtype:
     Raises:
         DtypeError: verl does not accept the dtype name.
     """
-    value = _get(config, "model_dtype")
+    value = read_key(config, "model_dtype")
     if value is None:
-        return torch.bfloat16 if _get(config, "forward_only") else torch.float32
+        return torch.bfloat16 if read_key(config, "forward_only") else torch.float32
     return own_dtype(value, f"{section}.model_dtype", versioned("verl"))
 
 
@@ -313,11 +313,11 @@ def of_legacy_actor(config: Any, mixed: torch.dtype, section: str = "fsdp_config
     Raises:
         DtypeError: verl does not accept the name in ``dtype``.
     """
-    value = _get(config, "dtype") or "bfloat16"
+    value = read_key(config, "dtype") or "bfloat16"
     own = own_dtype(value, f"{section}.dtype", versioned("verl"))
     if torch.float16 in (own, mixed):
         return torch.float16
-    return own if _get(config, "mixed_precision") is None else mixed
+    return own if read_key(config, "mixed_precision") is None else mixed
 
 
 def of_legacy_autocast(config: Any, section: str = "fsdp_config") -> torch.dtype:
@@ -328,7 +328,7 @@ def of_legacy_autocast(config: Any, section: str = "fsdp_config") -> torch.dtype
     Raises:
         DtypeError: verl does not accept a dtype name.
     """
-    value = _get(config, "dtype") or "bfloat16"
+    value = read_key(config, "dtype") or "bfloat16"
     own = own_dtype(value, f"{section}.dtype", versioned("verl"))
     return computed(config, own, section) if own is torch.float32 else own
 
@@ -340,7 +340,7 @@ def find_ignored(config: Any, computes: torch.dtype) -> list[str]:
         config: an engine's config.
         computes: the dtype in which the engine trains.
     """
-    mixed = _get(config, "mixed_precision")
+    mixed = read_key(config, "mixed_precision")
     keys = []
     for key in mixed or ():
         if key not in MIXED:
@@ -361,10 +361,10 @@ def find_ignored(config: Any, computes: torch.dtype) -> list[str]:
     return keys
 
 
-def _get(config: Any, key: str) -> Any:
-    if config is None:
-        return None
-    return config.get(key) if hasattr(config, "get") else getattr(config, key, None)
+def read_key(config: Any, key: str, default: Any = None) -> Any:
+    """Read a key of a verl config: a dataclass, an OmegaConf node, a dict, or ``None``."""
+    get = getattr(config, "get", None)
+    return get(key, default) if get is not None else getattr(config, key, default)
 
 
 def subject_of(owner: Any) -> str:

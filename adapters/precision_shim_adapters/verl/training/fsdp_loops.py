@@ -13,19 +13,9 @@ from precision_shim.adapting import Call, Symbol, seam
 
 from ...torch_fp16 import ScaledTraining
 from ...torch_fp16.auxiliary import auxiliary_losses
+from . import fsdp
 from .engines import AUTOMODEL, TITAN, TURBO, VEOMNI, inside, on
-from .fsdp import (
-    ACTOR,
-    CRITIC,
-    ON_ENGINE,
-    ON_LEGACY,
-    SHARDED,
-    keep_at_optimizer,
-    no_legacy_workers,
-    optimizer_of,
-    subject_of,
-    training_of,
-)
+from .fsdp import training_of
 
 
 def native_loop(symbol: Symbol, settings: Any) -> str | None:
@@ -34,12 +24,12 @@ def native_loop(symbol: Symbol, settings: Any) -> str | None:
 
 
 @seam(
-    f"{SHARDED}.forward_backward_batch",
+    f"{fsdp.SHARDED}.forward_backward_batch",
     why="0.7.1's loop knows no scaler: its loss comes from this argument",
     delete_when="verl >= 0.8 is the oldest in use",
     relies_on=("backward",),
     native=native_loop,
-    **ON_ENGINE,
+    **fsdp.ON_ENGINE,
 )
 @seam(
     at=[
@@ -60,34 +50,34 @@ def scale_loss(call: Call, loss_function: Any, forward_only: Any) -> Any:
 
 
 @seam(
-    f"{ACTOR}.update_policy",
+    f"{fsdp.ACTOR}.update_policy",
     why="its dict of metrics",
     relies_on=("scaler", "actor_optimizer"),
-    **ON_LEGACY,
+    **fsdp.ON_LEGACY,
 )
 @seam(
-    f"{CRITIC}.update_critic",
+    f"{fsdp.CRITIC}.update_critic",
     why="tells whose loss is being made; its dict of metrics",
     relies_on=("compute_value_loss", "backward", "_optimizer_step"),
-    **ON_LEGACY,
+    **fsdp.ON_LEGACY,
 )
 def update(call: Call) -> Any:
     """Let ``scale_value_loss`` scale a critic's loss; add the scaler's metrics."""
-    keep_at_optimizer(call.instance)  # the actor may have been made before install()
+    fsdp.keep_at_optimizer(call.instance)  # the actor may have been made before install()
     training = training_of(call.instance)
     if training is None:
         return call.proceed()
     with training.in_progress():
         result = call.proceed()
-    result.update(training.metrics(f"{subject_of(call.instance)}/"))
+    result.update(training.metrics(f"{fsdp.subject_of(call.instance)}/"))
     return result
 
 
 @seam(
     "verl.trainer.ppo.core_algos:compute_value_loss",
     why="the loss of the legacy critic, before its backward",
-    native=no_legacy_workers,
-    **ON_LEGACY,
+    native=fsdp.no_legacy_workers,
+    **fsdp.ON_LEGACY,
 )
 def scale_value_loss(call: Call) -> Any:
     """Scale the loss of 0.7.1's critic."""
@@ -99,24 +89,24 @@ def scale_value_loss(call: Call) -> Any:
 
 
 @seam(
-    f"{SHARDED}.optimizer_step",
+    f"{fsdp.SHARDED}.optimizer_step",
     why="a skipped step has grad norm NaN; around 0.7.1's, which unscales nothing, the rest of the "
     "scaler's work",
     delete_when="verl reports skipped steps",
     relies_on=("optimizer", "isfinite"),
-    **ON_ENGINE,
+    **fsdp.ON_ENGINE,
 )
 @seam(
-    f"{ACTOR}._optimizer_step",
+    f"{fsdp.ACTOR}._optimizer_step",
     why="a skipped step has grad norm NaN",
     relies_on=("scaler", "actor_optimizer"),
-    **ON_LEGACY,
+    **fsdp.ON_LEGACY,
 )
 @seam(
-    f"{CRITIC}._optimizer_step",
+    f"{fsdp.CRITIC}._optimizer_step",
     why="unscale before its clipping, update after its step",
     relies_on=("critic_optimizer", "isfinite"),
-    **ON_LEGACY,
+    **fsdp.ON_LEGACY,
 )
 @seam(
     at=[
@@ -134,7 +124,7 @@ def step(call: Call) -> Any:
     training = training_of(call.instance)
     if training is None:
         return call.proceed()
-    optimizer = optimizer_of(call.instance)
+    optimizer = fsdp.optimizer_of(call.instance)
     with training.one_step(optimizer, inside(optimizer)):
         norm = call.proceed()
     return training.norm(norm)

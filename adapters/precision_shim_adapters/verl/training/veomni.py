@@ -15,6 +15,7 @@ from precision_shim.adapting import Call, seam, versioned
 from precision_shim.errors import DtypeError
 
 from .engines import VEOMNI, in_fp16, inside, is_fp16, is_in_fp16, on, scale
+from .fsdp import read_key
 
 BECAUSE = "dtype is float16, and verl's VeOmni engine has no loss scaler"
 
@@ -29,7 +30,7 @@ def check_fp16(config: Any, section: str = "engine_config") -> None:
     Raises:
         DtypeError: ``mixed_precision`` is off.
     """
-    mixed = config.get("mixed_precision") if hasattr(config, "get") else config.mixed_precision
+    mixed = read_key(config, "mixed_precision")
     if not mixed:
         raise DtypeError(
             f"{versioned('verl')}: {section}.dtype=float16 beside {section}.mixed_precision="
