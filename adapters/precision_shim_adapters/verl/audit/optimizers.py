@@ -5,7 +5,6 @@ For verl 0.7.1's legacy workers, this module also reports which share of updates
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from precision_shim.adapting import Call, seam
@@ -15,6 +14,8 @@ from precision_shim.auditing.automatic import watch
 from ..training import fsdp
 from ..training.engines import AUTOMODEL, GROUPS, SINCE, VEOMNI, inside
 from .sent_weights import FEATURE, LEGACY
+
+_WHY = "model, optimizer and scaler stand together for the first time"
 
 
 @seam(
@@ -26,29 +27,11 @@ from .sent_weights import FEATURE, LEGACY
             for engine, method in ((VEOMNI, "_build_model_optimizer"), (AUTOMODEL, "initialize"))
         ),
     ],
-    why="model, optimizer and scaler stand together for the first time",
+    why=_WHY,
     delete_when="verl says which precision its optimizers have",
     relies_on=("optimizer", "module", "model_config"),
     optional=True,
 )
-def engine(call: Call) -> Any:
-    """Audit the optimizer of an engine that no other adapter audits."""
-    result = call.proceed()
-    engine, optimizer = call.instance, call.instance.optimizer
-    if optimizer is not None:
-        parts = inside(optimizer)
-        if parts and not hasattr(optimizer, "optimizers"):
-            optimizer.optimizers = list(parts)  # the audit reads ``optimizers`` of a container
-        _watch(engine, optimizer, engine.module, parts[-1] if parts else None)
-    return result
-
-
-def _watch(owner: Any, optimizer: Any, model: Any, inner: Any = None) -> None:
-    scaler = functools.partial(getattr, owner, "scaler", None)
-    subject = fsdp.subject_of(owner)
-    watch("verl", subject, optimizer, inner=inner, model=model, scaler=scaler)
-
-
 @seam(
     feature=FEATURE,
     at=[
@@ -59,15 +42,26 @@ def _watch(owner: Any, optimizer: Any, model: Any, inner: Any = None) -> None:
         for owner, subject in ((fsdp.CRITIC, "critic"), (fsdp.ACTOR, "actor"))
     ],
     group=fsdp.LEGACY,
-    why="model, optimizer and scaler stand together for the first time",
+    why=_WHY,
     **LEGACY,
 )
-def legacy(call: Call) -> Any:
-    """Audit the optimizer of verl 0.7.1's actor or critic."""
+def audit(call: Call) -> Any:
+    """Audit the optimizer of an engine that no other adapter audits, or of a legacy worker."""
     result = call.proceed()
-    worker, optimizer = call.instance, fsdp.optimizer_of(call.instance)
-    if optimizer is not None:  # a reference policy has no optimizer
-        _watch(worker, optimizer, getattr(worker, f"{fsdp.subject_of(worker)}_module"))
+    owner, optimizer = call.instance, fsdp.optimizer_of(call.instance)
+    if optimizer is None:  # a reference model has no optimizer
+        return result
+    parts, subject = inside(optimizer), fsdp.subject_of(owner)
+    if parts and not hasattr(optimizer, "optimizers"):
+        optimizer.optimizers = list(parts)  # the audit reads ``optimizers`` of a container
+    watch(
+        "verl",
+        subject,
+        optimizer,
+        inner=parts[-1] if parts else None,
+        model=getattr(owner, "module" if hasattr(owner, "module") else f"{subject}_module"),
+        scaler=lambda: getattr(owner, "scaler", None),
+    )
     return result
 
 

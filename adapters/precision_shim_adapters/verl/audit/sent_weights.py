@@ -18,6 +18,9 @@ from precision_shim.auditing import meters, weight_audit
 from precision_shim.errors import DtypeError
 
 from ..rollout import dtypes, weight_sync
+from ..training.engines import AUTOMODEL, TITAN, VEOMNI
+from ..training.fsdp import SHARDED
+from ..training.megatron import ENGINE
 
 FEATURE, SENT = "audit", "weights audit"
 LEGACY: dict[str, Any] = {"delete_when": "verl 0.8 is the oldest in use", "optional": True}
@@ -60,16 +63,7 @@ def know_rollout(call: Call) -> Any:
 
 @seam(
     feature=FEATURE,
-    at=[
-        f"verl.workers.engine.{package}.transformer_impl:{name}.get_per_tensor_param"
-        for package, name in (
-            ("fsdp", "FSDPEngine"),
-            ("megatron", "MegatronEngine"),
-            ("veomni", "VeOmniEngine"),
-            ("automodel", "AutomodelEngine"),
-            ("torchtitan", "TorchTitanEngine"),
-        )
-    ],
+    at=[f"{engine}.get_per_tensor_param" for engine in (SHARDED, ENGINE, VEOMNI, AUTOMODEL, TITAN)],
     group=SENT,
     why="returns the weights that are sent, unstarted",
     delete_when=_DELETE,

@@ -62,7 +62,7 @@ def save(call: Call, local_path: Any) -> Any:
     manager, training = _find_manager(call.instance)
     contents = manager.checkpoint_save_contents
     result = call.proceed()
-    if training is not None and _goes_with(manager, local_path, training, contents):
+    if training is not None and _goes_with(manager, local_path, contents):
         training.save(local_path, _files(manager, local_path))
     return result
 
@@ -75,7 +75,7 @@ def load(call: Call, local_path: Any, del_local_after_load: Any = False) -> Any:
     manager, training = _find_manager(call.instance)
     result = call.proceed()
     contents = manager.checkpoint_load_contents
-    if training is not None and _goes_with(manager, local_path, training, contents):
+    if training is not None and _goes_with(manager, local_path, contents):
         files = _files(manager, local_path, contents)
         with _near(local_path, bool(del_local_after_load)) as directory:
             training.restore(directory, files)
@@ -105,11 +105,10 @@ def _files(manager: Any, path: str, loaded: Any = ()) -> Files:
     return files
 
 
-def _goes_with(manager: Any, path: Any, training: ScaledTraining, contents: Any) -> bool:
+def _goes_with(manager: Any, path: Any, contents: Any) -> bool:
     return (
         path is not None
         and manager.optimizer is not None
-        and training.scaler.is_enabled()
         and any(part in contents for part in _CONTENTS)
     )
 

@@ -17,11 +17,11 @@ from ...agreement import lm_head as fp32_head
 from ...agreement.report import FEATURE
 from ...megatron.training.lm_head import compute_in_fp32 as compute_megatrons
 from ..training import fsdp
+from ..training.megatron import ENGINE
 
 GROUP = "LM head"
 MODEL = "actor_rollout_ref.model"
 ROLLOUT = "actor_rollout_ref.rollout"
-_DELETE = "verl computes the LM head in fp32 by an option"
 _LEGACY = "verl 0.8 is the oldest in use"
 
 
@@ -92,10 +92,8 @@ def _refuses(model: Mapping[str, Any], role: Mapping[str, Any], strategy: str, s
     return ""
 
 
-def _compute_in_fp32(model: Any, overrides: Any, *configs: Any) -> None:
+def _compute_in_fp32(model: Any, overrides: Any, hf_config: Any) -> None:
     """If the driver set the fp32 head's key, change a Hugging Face model or Megatron's chunks.
-
-    The key is deleted from the HF configs, because verl would save it with the model.
 
     Raises:
         UnsupportedPrecisionError: the LM head cannot compute in fp32.
@@ -103,46 +101,38 @@ def _compute_in_fp32(model: Any, overrides: Any, *configs: Any) -> None:
     inner = overrides.get("model_config", overrides) if hasattr(overrides, "get") else None
     if not fp32_head.is_marked(inner):
         return
-    for config in configs:
-        vars(config).pop(fp32_head.FIELD, None)
+    vars(hf_config).pop(fp32_head.FIELD, None)  # verl would save the key with the model
     if hasattr(model, "get_output_embeddings"):
+        vars(model.config).pop(fp32_head.FIELD, None)
         fp32_head.compute_in_fp32(model, versioned("verl"))
     else:
         compute_megatrons(model, versioned("verl"), fp32_head.SETTING)
 
 
 @seam(
-    "verl.workers.engine.fsdp.transformer_impl:FSDPEngine._build_module",
-    FEATURE,
-    group=GROUP,
-    why="returns the Hugging Face model before LoRA and FSDP wrap it",
-    delete_when=_DELETE,
+    feature=FEATURE,
+    at=[
+        {
+            "target": f"{fsdp.SHARDED}._build_module",
+            "group": GROUP,
+            "why": "returns the Hugging Face model before LoRA and FSDP wrap it",
+        },
+        {
+            "target": f"{ENGINE}._build_megatron_module",
+            "group": f"Megatron {GROUP}",
+            "why": "returns the model chunks before the optimizer is built",
+        },
+    ],
+    delete_when="verl computes the LM head in fp32 by an option",
     relies_on=("model_config", "hf_config"),
     optional=True,
 )
 def build_model(call: Call) -> Any:
-    """Make the FSDP engine's language model compute its LM head in fp32."""
-    module, config = call.proceed(), call.instance.model_config
-    if not _is_critic(call):
-        _compute_in_fp32(module, config.override_config, config.hf_config, module.config)
-    return module
-
-
-@seam(
-    "verl.workers.engine.megatron.transformer_impl:MegatronEngine._build_megatron_module",
-    FEATURE,
-    group=f"Megatron {GROUP}",
-    why="returns the model chunks before the optimizer is built",
-    delete_when=_DELETE,
-    relies_on=("model_config", "hf_config"),
-    optional=True,
-)
-def build_chunks(call: Call) -> Any:
-    """Make the Megatron engine's language model compute its LM head in fp32."""
-    chunks, config = call.proceed(), call.instance.model_config
-    if not _is_critic(call):
-        _compute_in_fp32(chunks, config.override_config, config.hf_config)
-    return chunks
+    """Make an engine's language model compute its LM head in fp32."""
+    model, config = call.proceed(), call.instance.model_config
+    if not type(call.instance).__name__.endswith("ValueHead"):  # a critic has no LM head
+        _compute_in_fp32(model, config.override_config, config.hf_config)
+    return model
 
 
 @seam(
@@ -156,7 +146,7 @@ def build_chunks(call: Call) -> Any:
 def build_legacy_model(call: Call, override_model_config: Any) -> Any:
     """Make a legacy FSDP worker's model compute its LM head in fp32."""
     module, *rest = result = call.proceed()
-    _compute_in_fp32(module, override_model_config, module.config, rest[-1])
+    _compute_in_fp32(module, override_model_config, rest[-1])
     return result
 
 
@@ -174,7 +164,3 @@ def build_legacy_chunks(call: Call, override_model_config: Any) -> Any:
     built = call.proceed()
     _compute_in_fp32(built[0], override_model_config, call.instance.hf_config)
     return built
-
-
-def _is_critic(call: Call) -> bool:
-    return type(call.instance).__name__.endswith("ValueHead")

@@ -32,6 +32,8 @@ from precision_shim.precision.agreement import AUTO, CANONICAL
 
 from ...agreement.names import engine_name
 from ...agreement.report import FEATURE
+from ..training.engines import TITAN
+from ..training.fsdp import SHARDED
 from .dtypes import asked_dtype, rollout_dtype
 
 FSDP, CHECKPOINTS = "fsdp weights", "checkpoint engines"
@@ -42,7 +44,6 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _SUBJECT = "weights to the rollout"
 _BF16 = "bfloat16"
 _VLLM_DELTA = "verl.workers.rollout.vllm_rollout.delta_weight_transfer"
-_IMPL = "verl.workers.engine"
 _INIT: dict[str, Any] = {
     "target": "verl.workers.engine_workers:ActorRolloutRefWorker.init_model",
     "relies_on": ("actor", "role", "rollout", "config"),
@@ -91,7 +92,7 @@ def _tell_meter(engine: Any, *before: str) -> None:
 @seam(
     at=[
         {
-            "target": f"{_IMPL}.fsdp.transformer_impl:FSDPEngine.get_per_tensor_param",
+            "target": f"{SHARDED}.get_per_tensor_param",
             "group": FSDP,
             "why": "returns the weights, unstarted; before 0.9 and for merged LoRA they are "
             "rounded to bf16",
@@ -101,7 +102,7 @@ def _tell_meter(engine: Any, *before: str) -> None:
             "relies_on": ("params", "DTensor", "full_tensor", "module", "_is_offload_param"),
         },
         {
-            "target": f"{_IMPL}.torchtitan.transformer_impl:TorchTitanEngine.get_per_tensor_param",
+            "target": f"{TITAN}.get_per_tensor_param",
             "group": "torchtitan weights",
             "why": "returns the weights, unstarted, rounded to bf16",
             "delete_when": "verl's torchtitan engine sends weights in the rollout's dtype",
@@ -227,7 +228,7 @@ def _with_experts(
 
 def _merged(engine: Any, dtype: torch.dtype) -> Weights:
     """Merge LoRA into the weights, and yield the merged weights, as verl's generator does."""
-    verl: Any = importlib.import_module(f"{_IMPL}.fsdp.transformer_impl")
+    verl: Any = importlib.import_module(SHARDED.partition(":")[0])
     module, device = engine.module, verl.get_device_id()
     inner = getattr(module, "_fsdp_wrapped_module", module)
     try:
@@ -283,12 +284,12 @@ def checkpoint_engine(call: Call) -> Any:
 
 
 @seam(
-    f"{_IMPL}.fsdp.transformer_impl:FSDPEngine.get_per_tensor_param_shard",
+    f"{SHARDED}.get_per_tensor_param_shard",
     group=CHECKPOINTS,
     why="returns this rank's shards, unstarted, rounded to bf16; the delta engine compares these",
     delete_when="verl's delta checkpoint engine sends the rollout's dtype",
     relies_on=("params", "DTensor", "ShardSpec"),
-    only_if=(f"{_IMPL}.fsdp.transformer_impl:FSDPEngine.get_per_tensor_param_shard",),
+    only_if=(f"{SHARDED}.get_per_tensor_param_shard",),
     **_FIRST,
 )
 def send_shards(call: Call) -> Any:

@@ -68,22 +68,18 @@ def is_fp16(value: object) -> bool:
     return value is not None and parse_dtype(str(value)) is torch.float16
 
 
-_in_fp16: ContextVar[bool] = ContextVar("precision_shim_verl_in_fp16", default=False)
+IN_FP16: ContextVar[bool] = ContextVar("precision_shim_verl_in_fp16", default=False)
+"""Whether the model that VeOmni or torchtitan is building will compute in float16."""
 
 
 @contextmanager
 def in_fp16() -> Iterator[None]:
-    """A context in which a VeOmni or torchtitan engine builds a model that computes in float16."""
-    token = _in_fp16.set(True)
+    """A context in which ``IN_FP16`` is true."""
+    token = IN_FP16.set(True)
     try:
         yield
     finally:
-        _in_fp16.reset(token)
-
-
-def is_in_fp16() -> bool:
-    """Whether the caller is within ``in_fp16``."""
-    return _in_fp16.get()
+        IN_FP16.reset(token)
 
 
 def policy_of(module: Any) -> torch.dtype | None:

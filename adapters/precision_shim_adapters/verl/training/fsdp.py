@@ -88,23 +88,11 @@ ON_LEGACY: dict[str, Any] = {
     **ON_ENGINE,
 )
 def build_engine(call: Call) -> Any:
-    """Set the shim's scaler on the engine, in place of verl's own scaler if there is one.
-
-    Raises:
-        DtypeError: a value in ``mixed_precision`` is no dtype name.
-    """
-    engine = call.instance
-    config = engine.engine_config
-    mixed_dtypes(config)
+    """Set the shim's scaler on the engine, in place of verl's own scaler if there is one."""
+    engine, config = call.instance, call.instance.engine_config
     module = call.proceed()
-    if getattr(config, "forward_only", False):  # a reference model takes no step
-        return module
-    own = getattr(engine, _SCALER, None)
-    if own is not None:
-        _instead_of(own, engine)
-    elif computed(config) is torch.float16:
-        _where_none_was(engine, "its FSDP engine")
-    _tell_ignored(config)
+    if not config.forward_only:  # a reference model takes no step
+        _scale(engine, config, "its FSDP engine")
     return module
 
 
@@ -141,7 +129,7 @@ def build_actor(call: Call) -> Any:
         return result
     config = read_key(actor.config, "fsdp_config")
     if actor.scaler is not None:
-        _instead_of(actor.scaler, actor)
+        _replace_scaler(actor)
     elif config is not None and computed(config, actor.param_dtype) is torch.float16:
         # verl makes a scaler only if fsdp_config.dtype is fp16, but the actor's loop can use any
         # scaler.
@@ -163,27 +151,30 @@ def build_critic(call: Call) -> Any:
     critic = call.instance
     config = read_key(read_key(critic.config, "model"), "fsdp_config")
     if critic.critic_optimizer is not None and config is not None:
-        if computed(config) is torch.float16:
-            _where_none_was(critic, "its legacy critic")
-            keep_at_optimizer(critic)
-        _tell_ignored(config)
+        _scale(critic, config, "its legacy critic")
+        keep_at_optimizer(critic)
     return result
 
 
-def _instead_of(own: Any, owner: Any) -> None:
-    if type(own) is ShardedGradScaler:  # keep the user's own subclass of ShardedGradScaler
-        make(owner, own, _OWN)
+def _scale(owner: Any, config: Any, where: str) -> None:
+    if getattr(owner, _SCALER, None) is not None:
+        _replace_scaler(owner)
+    elif computed(config) is torch.float16:
+        make(owner, None, f"fp16 parameters, and {where} has no scaler", drives=True)
+        _tell_autocast(where, "verl 0.8 and later compute in float16")
+    for message in find_ignored(config, computed(config)):
+        warn(message)
+
+
+def _replace_scaler(owner: Any) -> None:
+    if type(owner.scaler) is ShardedGradScaler:  # keep the user's own subclass
+        make(owner, owner.scaler, _OWN)
 
 
 def scaled_because() -> str:
     """Why the shim scales the loss of an fp16 model, as the command ``plan`` reports it."""
     made = look(f"{SHARDED}._build_fsdp_module")
     return _OWN if "ShardedGradScaler" in made.names else "fp16 parameters"
-
-
-def _where_none_was(owner: Any, where: str) -> None:
-    make(owner, None, f"fp16 parameters, and {where} has no scaler", drives=True)
-    _tell_autocast(where, "verl 0.8 and later compute in float16")
 
 
 def make(owner: Any, own: Any, because: str, *, drives: bool = False) -> None:
@@ -379,8 +370,3 @@ def _tell_autocast(where: str, otherwise: str) -> None:
         "pass under a bfloat16 autocast: parameters are gathered, and gradients come, in float16, "
         f"and the shim scales the loss for them; the matrix products are in bfloat16 ({otherwise})."
     )
-
-
-def _tell_ignored(config: Any) -> None:
-    for message in find_ignored(config, computed(config)):
-        warn(message)

@@ -16,7 +16,7 @@ from precision_shim.errors import UnsupportedPrecisionError
 from ...frameworks import TITAN_PRETRAINING, TORCHTITAN
 from ...torch_fp16 import FEATURE, ScaledTraining
 from ...torch_fp16.autocast import autocast_in_fp16
-from .engines import TITAN, in_fp16, is_fp16, is_in_fp16, on
+from .engines import IN_FP16, TITAN, in_fp16, is_fp16, on
 
 BECAUSE = "dtype is float16, and verl's torchtitan engine has no loss scaler"
 
@@ -62,7 +62,7 @@ def build(call: Call, engine_config: Any) -> Any:
 )
 def compute_in_fp16(call: Call, config: Any) -> Any:
     """Set float16 in the trainer's config if ``build`` makes the trainer."""
-    if is_in_fp16():
+    if IN_FP16.get():
         config.training.mixed_precision_param = "float16"
     return call.proceed()
 

@@ -14,7 +14,7 @@ import torch
 from precision_shim.adapting import Call, seam, versioned
 from precision_shim.errors import DtypeError
 
-from .engines import VEOMNI, in_fp16, inside, is_fp16, is_in_fp16, on, scale
+from .engines import IN_FP16, VEOMNI, in_fp16, inside, is_fp16, on, scale
 from .fsdp import read_key
 
 BECAUSE = "dtype is float16, and verl's VeOmni engine has no loss scaler"
@@ -81,7 +81,7 @@ def build(call: Call) -> Any:
 )
 def compute_in_fp16(call: Call, mixed_precision: Any) -> Any:
     """Gather parameters in float16 for a model that ``build`` builds."""
-    if is_in_fp16():
+    if IN_FP16.get():
         call.arguments["mixed_precision"] = dataclasses.replace(
             mixed_precision, param_dtype="float16"
         )
