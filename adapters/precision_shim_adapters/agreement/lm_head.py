@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -37,18 +37,12 @@ Read = Callable[[], Sequence[Head]]
 """A function that describes the LM head of each engine of a job."""
 
 
-class _Option(NamedTuple):
-    """A rollout engine's option for an LM head in fp32, and how to install a release with it."""
-
-    name: str
-    value: str | bool
-    newer: str
-
-
-_OPTIONS = {
-    "vllm": _Option(FIELD, "float32", "Install vLLM 0.26 or later"),
-    "sglang": _Option("enable_fp32_lm_head", True, "Install a newer SGLang, such as 0.5.12"),
+_OPTIONS: dict[str, tuple[str, str | bool, str]] = {
+    "vllm": (FIELD, "float32", "Install vLLM 0.26 or later"),
+    "sglang": ("enable_fp32_lm_head", True, "Install a newer SGLang, such as 0.5.12"),
 }
+"""A rollout engine's option for an LM head in fp32, and how to install a release with it."""
+
 _PLACES = {
     "vllm": "vllm.model_executor.layers.logits_processor:LogitsProcessor",
     "sglang": "sglang.srt.layers.logits_processor:LogitsProcessor",
@@ -67,23 +61,23 @@ def of_rollout(backend: str, options: Mapping[str, Any], place: str, quantised: 
     """
     if backend not in _OPTIONS:
         return Head("rollout", refusal=f"the shim does not set the LM head of {backend}")
-    option = _OPTIONS[backend]
+    option, value, newer = _OPTIONS[backend]
     inner = f"{place}.hf_overrides" if backend == "vllm" else place
-    key = f"{inner}.{option.name}"
+    key = f"{inner}.{option}"
     section = options.get("hf_overrides") if backend == "vllm" else options
     if section is not None and not isinstance(section, Mapping):
         return Head("rollout", key, refusal=f"{inner}={section!r} is no mapping")
-    written = (section or {}).get(option.name)
+    written = (section or {}).get(option)
     in_fp32 = written is True or _is_float32(written)
     if written is not None and not in_fp32:
         return Head("rollout", key, refusal=f"{key}={written}", remedy=f"Leave {key} out")
     if quantised and backend == "vllm" and not in_fp32:
         refusal = f"{quantised} makes hf_overrides of its own, which {key} would replace"
-        remedy = f"Write {inner} whole, with {option.name}: float32"
+        remedy = f"Write {inner} whole, with {option}: float32"
         return Head("rollout", key, refusal=refusal, remedy=remedy)
-    refusal, known = _lacks(backend, option.name)
-    remedy = option.newer if refusal else ""
-    return Head("rollout", key, in_fp32, refusal, remedy, option.value, known)
+    refusal, known = _lacks(backend, option)
+    remedy = newer if refusal else ""
+    return Head("rollout", key, in_fp32, refusal, remedy, value, known)
 
 
 def _is_float32(written: object) -> bool:

@@ -72,12 +72,7 @@ def report_engines(
             rollout engine refuses the model in fp16.
     """
     settings = current_settings()
-    written, decided, problems = _compare_all(
-        where, trainer, others, model_type, settings, may_write=write is not None
-    )
-    for engine, value in written:
-        if write is not None:
-            write(engine.key, value)
+    decided, problems = _compare_all(where, trainer, others, model_type, settings, write=write)
     # A framework may check its config twice: do not report a decision of the first check again.
     said = {(one.subject, one.chosen) for one in decisions() if one.feature == FEATURE}
     for subject, chosen, because in decided:
@@ -109,7 +104,8 @@ def problems_of(
         on: whether ``rollout-agreement`` is in force; if not, the shim changes no engine's dtype.
         model_type: the model's type in its HF config; empty if unknown.
     """
-    _, decided, problems = _compare_all(where, trainer, others, model_type, settings, may_write=on)
+    write = (lambda key, value: None) if on else None
+    decided, problems = _compare_all(where, trainer, others, model_type, settings, write=write)
     notes = [f"{subject}: {FEATURE}: {chosen} ({because})" for subject, chosen, because in decided]
     return problems, notes
 
@@ -121,33 +117,30 @@ def _compare_all(
     model_type: str,
     settings: Settings,
     *,
-    may_write: bool,
-) -> tuple[list[tuple[Engine, str]], list[tuple[str, str, str]], list[Problem]]:
-    """Compare each engine with the trainer.
+    write: Write | None,
+) -> tuple[list[tuple[str, str, str]], list[Problem]]:
+    """Compare each engine with the trainer; write the keys under ``PRECISION_SHIM_ROLLOUT=follow``.
 
     Returns:
-        The engines whose key is written, each with the key's new value; subject, choice and reason
-        of each decision; the disagreements of which the driver warns.
+        Subject, choice and reason of each decision; the disagreements of which the driver warns.
     """
     setting = settings["rollout"]
-    written, decided, problems = [], [], []
+    changes, decided, problems = [], [], []
     for other in others:
-        value = follows(trainer, other, model_type, setting) if may_write else ""
-        if value:
-            written.append((other, value))
+        value = follows(trainer, other, model_type, setting)
+        if value and write is not None:
+            write(other.key, value)
+            before = "not set" if other.value is None else other.value
+            changes.append(f"{other.key}: {before} -> {value}")
             other = replace(other, computes=trainer.computes, because=FOLLOWED)  # noqa: PLW2901
         verdict = compare(trainer, other, model_type)
         decided.append((other.subject, verdict.chosen, verdict.because))
         if verdict.lost:
             texts = _message_of(where, trainer, verdict, setting)
             problems.append(Problem("rollout-dtype", other.subject, other.key, *texts))
-    changes = [
-        f"{engine.key}: {'not set' if engine.value is None else engine.value} -> {value}"
-        for engine, value in written
-    ]
     if changes:
         decided.insert(0, (KEYS, "; ".join(changes), FOLLOWED))
-    return written, decided, problems
+    return decided, problems
 
 
 def _message_of(where: str, trainer: Engine, verdict: Verdict, rollout: object) -> tuple[str, str]:

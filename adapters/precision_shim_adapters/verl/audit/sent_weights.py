@@ -84,10 +84,9 @@ def look_at_stream(call: Call) -> Any:
 def _rounds_to(sender: Any) -> torch.dtype | None:
     """The dtype to which a checkpoint engine rounds the weights before sending them."""
     dtype = getattr(sender, "rollout_dtype", None)
-    if dtype is None or not weight_sync.rounds_weights(sender):
-        return None
-    found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype), None)
-    return found if isinstance(found, torch.dtype) else None
+    if isinstance(dtype, torch.dtype) and weight_sync.rounds_weights(sender):
+        return dtype
+    return None
 
 
 @seam(

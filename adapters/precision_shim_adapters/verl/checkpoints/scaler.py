@@ -96,12 +96,11 @@ def _files(manager: Any, path: str, loaded: Any = ()) -> Files:
     remote = is_non_local(path)
     files = {}
     for part, beginning in _NAMES.items():
-        name = f"{beginning}_world_size_{manager.world_size}_rank_{manager.rank}.pt"
-        place = os.path.join(path, name)
-        if not remote:
-            files[name] = place
-        elif part in loaded:  # ``copy_to_local`` returns the copy that verl has made
-            files[name] = copy_to_local(place)
+        if part in loaded or not remote:
+            name = f"{beginning}_world_size_{manager.world_size}_rank_{manager.rank}.pt"
+            place = os.path.join(path, name)
+            # ``copy_to_local`` returns the copy that verl has made
+            files[name] = copy_to_local(place) if remote else place
     return files
 
 

@@ -91,22 +91,17 @@ def compare_engines(call: Call, config: Any) -> Any:
             verl's delta checkpoint engine cannot send weights in the rollout's dtype.
     """
     if hasattr(config, "get") and config.get("actor_rollout_ref") is not None:
-        _compare(config)
+        found = plain(config, dtypes.SECTIONS)
+        dtypes.check_names(found)
+        job = _report(found, partial(write_key, config))
+        if job is not None and job.trainer is None:
+            decide("verl", "rollout", FEATURE, *dtypes.unknown_engine(job))
+        elif job is not None:
+            rollout = found["actor_rollout_ref"]["rollout"]
+            refusal, fatal = weight_sync.refuses_delta(rollout, job.strategy)
+            if refusal and (fatal or current_settings().strict):
+                raise UnsupportedPrecisionError(refusal)
     return call.proceed()
-
-
-def _compare(config: Any) -> None:
-    found = plain(config, dtypes.SECTIONS)
-    dtypes.check_names(found)
-    job = _report(found, partial(write_key, config))
-    if job is None:
-        return
-    if job.trainer is None:
-        decide("verl", "rollout", FEATURE, *dtypes.unknown_engine(job))
-        return
-    refusal, fatal = weight_sync.refuses_delta(found["actor_rollout_ref"]["rollout"], job.strategy)
-    if refusal and (fatal or current_settings().strict):
-        raise UnsupportedPrecisionError(refusal)
 
 
 def _report(config: Mapping[str, Any], write: Any = None) -> dtypes.VerlEngines | None:

@@ -21,7 +21,6 @@ from ...agreement.report import JobEngines
 from ..training import fsdp
 
 ROLLOUT = "actor_rollout_ref.rollout"
-_MATRIX_PRODUCTS = "the dtype of verl's autocast, in which the matrix products run"
 
 SECTIONS = ("trainer", "algorithm", "actor_rollout_ref", "distillation", "reward", "reward_model")
 """The sections of a job's config that this file reads."""
@@ -71,13 +70,13 @@ def check_names(config: Mapping[str, Any]) -> None:
     Raises:
         DtypeError: a key's value is no dtype name.
     """
-    model = _section(_section(config, "reward"), "reward_model")
-    for section, place in (
-        (_section(model, "rollout"), "reward.reward_model.rollout"),
-        (_section(_section(config, "reward_model"), "rollout"), "reward_model.rollout"),
-    ):
-        if model.get("enable") or _section(config, "reward_model").get("enable"):
-            _of_rollout(section, "reward model", place)
+    new, old = (
+        _section(_section(config, "reward"), "reward_model"),
+        _section(config, "reward_model"),
+    )
+    if new.get("enable") or old.get("enable"):
+        _of_rollout(_section(new, "rollout"), "reward model", "reward.reward_model.rollout")
+        _of_rollout(_section(old, "rollout"), "reward model", "reward_model.rollout")
 
 
 def _of_role(role: Mapping[str, Any], subject: str, group: str) -> Engine | None:
@@ -95,7 +94,7 @@ def _of_role(role: Mapping[str, Any], subject: str, group: str) -> Engine | None
     if group == fsdp.LEGACY:
         own = f"{key}.dtype"
         dtype = fsdp.of_legacy_autocast(section, key)
-        because = f"{own}: {_MATRIX_PRODUCTS}"
+        because = f"{own}: the dtype of verl's autocast, in which the matrix products run"
         return Engine(subject, name_of(dtype), own, section.get("dtype"), because)
     dtype = fsdp.computed(section, section=key)
     # From 0.8 verl's FSDP engine autocasts to FSDP's dtype, and not always to bfloat16.

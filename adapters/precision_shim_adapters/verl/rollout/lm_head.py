@@ -22,7 +22,6 @@ from ..training.megatron import ENGINE
 GROUP = "LM head"
 MODEL = "actor_rollout_ref.model"
 ROLLOUT = "actor_rollout_ref.rollout"
-_LEGACY = "verl 0.8 is the oldest in use"
 
 
 def read_heads(config: Mapping[str, Any], in_force: fp32_head.IsInForce) -> list[Head]:
@@ -136,31 +135,26 @@ def build_model(call: Call) -> Any:
 
 
 @seam(
-    "verl.workers.fsdp_workers:ActorRolloutRefWorker._build_model_optimizer",
-    FEATURE,
-    group=f"legacy {GROUP}",
-    why="returns the Hugging Face model of actor or reference model, wrapped by FSDP",
-    delete_when=_LEGACY,
+    feature=FEATURE,
+    at=[
+        {
+            "target": "verl.workers.fsdp_workers:ActorRolloutRefWorker._build_model_optimizer",
+            "group": f"legacy {GROUP}",
+            "why": "returns the Hugging Face model of actor or reference model, wrapped by FSDP",
+        },
+        {
+            "target": "verl.workers.megatron_workers:ActorRolloutRefWorker._build_model_optimizer",
+            "group": f"legacy Megatron {GROUP}",
+            "why": "returns the model chunks of actor or reference model",
+            "relies_on": ("hf_config",),
+        },
+    ],
+    delete_when="verl 0.8 is the oldest in use",
     optional=True,
 )
 def build_legacy_model(call: Call, override_model_config: Any) -> Any:
-    """Make a legacy FSDP worker's model compute its LM head in fp32."""
-    module, *rest = result = call.proceed()
-    _compute_in_fp32(module, override_model_config, rest[-1])
-    return result
-
-
-@seam(
-    "verl.workers.megatron_workers:ActorRolloutRefWorker._build_model_optimizer",
-    FEATURE,
-    group=f"legacy Megatron {GROUP}",
-    why="returns the model chunks of actor or reference model",
-    delete_when=_LEGACY,
-    relies_on=("hf_config",),
-    optional=True,
-)
-def build_legacy_chunks(call: Call, override_model_config: Any) -> Any:
-    """Make a legacy Megatron worker's model compute its LM head in fp32."""
+    """Make a legacy worker's model compute its LM head in fp32."""
     built = call.proceed()
-    _compute_in_fp32(built[0], override_model_config, call.instance.hf_config)
+    hf_config = getattr(call.instance, "hf_config", built[-1])  # FSDP's worker returns it
+    _compute_in_fp32(built[0], override_model_config, hf_config)
     return built

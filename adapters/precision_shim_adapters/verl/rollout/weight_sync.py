@@ -34,13 +34,12 @@ from ...agreement.names import engine_name
 from ...agreement.report import FEATURE
 from ..training.engines import TITAN
 from ..training.fsdp import SHARDED
-from .dtypes import asked_dtype, rollout_dtype
+from .dtypes import ROLLOUT, asked_dtype, rollout_dtype
 
 FSDP, CHECKPOINTS = "fsdp weights", "checkpoint engines"
 DELTA = "delta_sharded"
 """Name of the backend of verl's checkpoint engine that sends only changed weights."""
 
-_ROLLOUT = "actor_rollout_ref.rollout"
 _SUBJECT = "weights to the rollout"
 _BF16 = "bfloat16"
 _VLLM_DELTA = "verl.workers.rollout.vllm_rollout.delta_weight_transfer"
@@ -73,7 +72,7 @@ def announce(call: Call) -> Any:
     worker = call.instance
     if "actor" not in worker.role:
         return call.proceed()
-    asked = asked_dtype(worker.config.rollout, _ROLLOUT)
+    asked = asked_dtype(worker.config.rollout, ROLLOUT)
     result = call.proceed()
     engine = worker.actor.engine
     _asked[engine] = (*asked, rollout_dtype(worker.config))
@@ -149,8 +148,7 @@ def _to_mend(engine: Any, stream: Any) -> bool:
     if name == AUTO:
         _tell_auto(key, "verl rounds every weight to bf16 on the way to the rollout")
         _tell_meter(engine, "bf16")
-        return False
-    return True
+    return name != AUTO
 
 
 def _rounds(stream: Any) -> bool:
@@ -273,12 +271,12 @@ def checkpoint_engine(call: Call) -> Any:
     if refusal:
         warn(refusal)
     result = call.proceed()
-    sender = worker.checkpoint_engine
-    if rounds_weights(sender):
+    sender, delta = worker.checkpoint_engine, _backend(rollout) == DELTA
+    if delta or rounds_weights(sender):
         engine = worker.actor.engine
         name = "" if refusal else _set_dtype(sender, rollout)
         _tell_meter(engine, CANONICAL.get(name, "bf16"))
-        if name and _backend(rollout) == DELTA:
+        if delta and name:
             _deltas[engine] = name
     return result
 
@@ -327,14 +325,14 @@ def refuses_delta(rollout: Any, strategy: str) -> tuple[str, bool]:
     Raises:
         DtypeError: no engine computes in the rollout's dtype.
     """
-    name, key = asked_dtype(rollout, _ROLLOUT)
+    name, key = asked_dtype(rollout, ROLLOUT)
     engine = rollout.get("name")
     if _backend(rollout) != DELTA or name in (_BF16, AUTO) or engine not in ("vllm", "sglang"):
         return "", False
     vllm = engine == "vllm"
-    if vllm and not look(f"{_VLLM_DELTA}:VerlDeltaIPCWeightTransferEngine").found:
-        return "", False  # verl before 0.9.1 itself refuses the delta engine with vLLM
-    if not vllm and strategy in ("fsdp", "fsdp2"):
+    # verl before 0.9.1 itself refuses the delta engine with vLLM
+    known = look(f"{_VLLM_DELTA}:VerlDeltaIPCWeightTransferEngine").found
+    if not known if vllm else strategy in ("fsdp", "fsdp2"):
         return "", False
     what = (
         "verl's receiver in vLLM takes no other dtype than bfloat16"
@@ -342,9 +340,9 @@ def refuses_delta(rollout: Any, strategy: str) -> tuple[str, bool]:
         else f"with actor.strategy={strategy} verl sends every weight rounded to bf16"
     )
     message = (
-        f"{versioned('verl')}: {_ROLLOUT}.checkpoint_engine.backend=delta_sharded with {key}={name}"
+        f"{versioned('verl')}: {ROLLOUT}.checkpoint_engine.backend=delta_sharded with {key}={name}"
         f": {what}. Write {key}=bfloat16 and train in bf16, or choose another backend, such as "
-        f"{_ROLLOUT}.checkpoint_engine.backend=nccl."
+        f"{ROLLOUT}.checkpoint_engine.backend=nccl."
     )
     return message, vllm
 
@@ -354,8 +352,8 @@ def _set_dtype(engine: Any, rollout: Any) -> str:
     backend = _backend(rollout)
     kwargs = (rollout.get("checkpoint_engine") or {}).get("engine_kwargs") or {}
     written = (kwargs.get(backend) or {}).get("rollout_dtype")
-    at = f"{_ROLLOUT}.checkpoint_engine.engine_kwargs.{backend}.rollout_dtype"
-    name, key = asked_dtype(rollout, _ROLLOUT)
+    at = f"{ROLLOUT}.checkpoint_engine.engine_kwargs.{backend}.rollout_dtype"
+    name, key = asked_dtype(rollout, ROLLOUT)
     if written is not None:
         own = engine_name(written, at, versioned("verl"), also=())
         engine.rollout_dtype = getattr(torch, own)  # ``Tensor.to`` raises for a string

@@ -27,7 +27,7 @@ from precision_shim.errors import UnsupportedPrecisionError
 from precision_shim.precision.dtypes import parse_dtype
 
 from ...torch_fp16 import FEATURE
-from .fsdp import asks_fp16, make
+from .fsdp import fp16_keys, make
 
 _IMPL = "verl.workers.engine"
 VEOMNI = f"{_IMPL}.veomni.transformer_impl:VeOmniEngine"
@@ -116,7 +116,7 @@ def tell_ignored(config: Any, key: str) -> None:
         config: an engine's config.
         key: the key that makes the engine train in float16.
     """
-    if asks_fp16(config) and not config.forward_only:
+    if any(fp16_keys(config)) and not config.forward_only:
         warn(
             f"{versioned('verl')}: a dtype of its {config.strategy} engine's config is float16, "
             f"but {key} is not: it trains in another dtype, and the loss is not scaled. Set "
@@ -205,7 +205,7 @@ def refusal(engine: str) -> str:
 )
 def refuse_fp16(call: Call, engine_config: Any) -> Any:
     """Warn (strict: raise) if an engine whose loss the shim cannot scale is set to float16."""
-    if not asks_fp16(engine_config) or engine_config.forward_only:
+    if not any(fp16_keys(engine_config)) or engine_config.forward_only:
         return call.proceed()
     kinds = {base.__name__ for base in type(call.instance).__mro__}
     reason = next(why for refused, why in REFUSED.items() if refused.rpartition(":")[2] in kinds)

@@ -10,7 +10,7 @@ before verl clips them. If a grad norm is not finite, verl itself skips the step
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -227,22 +227,20 @@ def optimizer_of(instance: Any) -> Any:
     return next((getattr(instance, name) for name in names if hasattr(instance, name)), None)
 
 
-def asks_fp16(config: Any) -> bool:
-    """Whether any dtype in an engine's config is float16."""
-    return any(dtype is torch.float16 for dtype in _dtypes(config).values())
+def fp16_keys(config: Any, place: str = "") -> Iterator[str]:
+    """Yield the dtype keys of an engine's config that name float16.
 
-
-def _dtypes(config: Any) -> dict[str, torch.dtype | None]:
+    Args:
+        config: a dataclass or a mapping.
+        place: the text before each key.
+    """
     if dataclasses.is_dataclass(config):
         config = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    dtypes: dict[str, torch.dtype | None] = {}
     for name, value in config.items() if isinstance(config, Mapping) else ():
-        if "dtype" in str(name):
-            dtypes[str(name)] = parse_dtype(str(value))
-        else:
-            inner = _dtypes(value)
-            dtypes.update({f"{name}.{key}": dtype for key, dtype in inner.items()})
-    return dtypes
+        if "dtype" not in str(name):
+            yield from fp16_keys(value, f"{place}{name}.")
+        elif parse_dtype(str(value)) is torch.float16:
+            yield f"{place}{name}"
 
 
 MIXED = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
@@ -324,32 +322,27 @@ def of_legacy_autocast(config: Any, section: str = "fsdp_config") -> torch.dtype
     return computed(config, own, section) if own is torch.float32 else own
 
 
-def find_ignored(config: Any, computes: torch.dtype) -> list[str]:
-    """Return warnings about dtype keys that verl's FSDP ignores, for a worker and for a plan.
+def find_ignored(config: Any, computes: torch.dtype) -> Iterator[str]:
+    """Yield warnings about dtype keys that verl's FSDP ignores, for a worker and for a plan.
 
     Args:
         config: an engine's config.
         computes: the dtype in which the engine trains.
     """
-    mixed = read_key(config, "mixed_precision")
-    keys = []
-    for key in mixed or ():
+    for key in read_key(config, "mixed_precision") or ():
         if key not in MIXED:
             near = meant(str(key), MIXED)
-            message = (
+            yield (
                 f"{versioned('verl')}: mixed_precision.{key} is a key that verl never reads; "
                 f"allowed: {', '.join(MIXED)}{'; ' if near else '.'}{near}"
             )
-            keys.append(message)
-    asked = [name for name, dtype in _dtypes(config).items() if dtype is torch.float16]
+    asked = list(fp16_keys(config))
     if asked and computes is not torch.float16:
-        message = (
+        yield (
             f"{versioned('verl')}: {', '.join(asked)}=float16 is no fp16 training here: FSDP takes "
             f"its dtype from mixed_precision.param_dtype, which is {name_of(computes)}. The loss "
             "is not scaled. Set mixed_precision: {param_dtype: fp16} to train in float16."
         )
-        keys.append(message)
-    return keys
 
 
 def read_key(config: Any, key: str, default: Any = None) -> Any:

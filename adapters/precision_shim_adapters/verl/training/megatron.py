@@ -34,13 +34,9 @@ _FIELDS = "verl.workers.config.optimizer:McoreOptimizerConfig.__init__"
 _ONE_PLACE = "verl decides bucket and optimizer states in one place"
 
 
-def _dispatches_itself(has_opt_in: bool, settings: Settings) -> bool:
-    return has_opt_in and settings["optimizer_states"] != "follow-model"
-
-
 def native_dispatch(symbol: Symbol, settings: Settings) -> str | None:
     """Return a reason to skip the seam in verl 0.9, unless ``optimizer_states=follow-model``."""
-    if _dispatches_itself("bf16" in symbol.parameters, settings):
+    if "bf16" in symbol.parameters and settings["optimizer_states"] != "follow-model":
         return "verl dispatches on the dtype and has the opt-in in its own optimizer config"
     return None
 
@@ -222,7 +218,8 @@ def configure(
         build = megatron.Build(
             "verl", lambda: read_requested(optim_config, declared=flagged, distributed=distributed)
         )
-    plan = megatron.apply_plan(build, native=_dispatches_itself(has_fields(), current_settings()))
+    native = native_dispatch(look(CONFIG), current_settings()) is not None
+    plan = megatron.apply_plan(build, native=native)
     if plan.fields:
         call.arguments["optim_config"] = _WithOverrides(optim_config, plan.fields)
     if plan.by_user is not None:

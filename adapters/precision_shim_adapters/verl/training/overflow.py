@@ -35,14 +35,11 @@ def step_engine(call: Call) -> Any:
 @seam(
     feature=SCALING,
     at=[
-        {
-            "target": "verl.workers.actor.megatron_actor:MegatronPPOActor.update_policy",
-            "relies_on": ("actor_optimizer", "NotImplementedError"),
-        },
-        {
-            "target": "verl.workers.critic.megatron_critic:MegatronPPOCritic.update_critic",
-            "relies_on": ("critic_optimizer", "NotImplementedError"),
-        },
+        {"target": target, "relies_on": (f"{subject}_optimizer", "NotImplementedError")}
+        for target, subject in (
+            ("verl.workers.actor.megatron_actor:MegatronPPOActor.update_policy", "actor"),
+            ("verl.workers.critic.megatron_critic:MegatronPPOCritic.update_critic", "critic"),
+        )
     ],
     group="legacy workers",
     why="0.7.1 raises inline: only the optimizer's step inside can be answered for",
