@@ -116,12 +116,7 @@ def of_trainer(subject: str, overrides: object, place: str, refusal: str = "") -
 
 
 def unchanged_heads(subject: str, framework: str) -> Read:
-    """A function that reads the LM head of a trained model, which the shim does not change.
-
-    Args:
-        subject: the trained model.
-        framework: the framework's name, for the refusal.
-    """
+    """A function that reads the LM head of a trained model, which the shim does not change."""
     refusal = f"the shim does not change the LM heads of {framework}"
     return lambda: [Head(subject, SETTING, refusal=refusal)]
 
@@ -139,9 +134,8 @@ def report_heads(where: str, read: Read, write: Callable[[str, str | bool], obje
 
     Args:
         where: framework and version, such as ``"verl 0.9.1"``.
-        read: see ``Read``; called only if the user asked for fp32.
-        write: sets a config key to a value; ``None`` if the framework has already copied the
-            config.
+        read: called only if the user asked for fp32.
+        write: sets a config key; ``None`` if the framework has already copied the config.
 
     Raises:
         UnsupportedPrecisionError: in strict mode, an engine cannot compute its LM head in fp32.
@@ -169,8 +163,8 @@ def problems_of_heads(
     """Predict for ``precision-shim plan`` what ``report_heads`` reports.
 
     Args:
-        where: framework and version.
-        read: see ``Read``.
+        where: see ``report_heads``.
+        read: see ``report_heads``.
         settings: the shim's settings for the job.
         on: whether ``rollout-agreement`` is in force.
     """
@@ -219,11 +213,7 @@ def _reasons(stay: Sequence[Head]) -> str:
 
 
 def is_marked(overrides: object) -> bool:
-    """Whether a trainer's model has to compute its LM head in fp32.
-
-    Args:
-        overrides: the overrides of the model's HF config, as the trainer's worker has them.
-    """
+    """Whether the overrides of a model's HF config ask for an LM head in fp32."""
     return isinstance(overrides, Mapping) and _is_float32(overrides.get(FIELD))
 
 

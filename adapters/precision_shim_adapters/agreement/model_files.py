@@ -17,25 +17,17 @@ OF_HEADER = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
 
 
 def model_type(path: str) -> str:
-    """The ``model_type`` in a model's ``config.json``, such as ``"gemma2"``.
+    """The ``model_type`` in a model's ``config.json``, such as ``"gemma2"``; empty if unknown.
 
     Args:
-        path: the model's path in the framework's config, which is a directory or the name of a
-            Hugging Face model in the local cache.
-
-    Returns:
-        The model's type; empty if the model is not on this machine.
+        path: a directory or the name of a Hugging Face model in the local cache.
     """
     found = _config(path).get("model_type")
     return found if isinstance(found, str) else ""
 
 
 def checkpoint_dtype(path: str) -> str:
-    """Canonical name of the dtype in a model's ``config.json``; empty if unknown.
-
-    Args:
-        path: see ``model_type``.
-    """
+    """Canonical name of the dtype in a model's ``config.json``; empty if unknown."""
     config = _config(path)
     for section in (config, config.get("text_config")):
         if isinstance(section, dict):
@@ -46,22 +38,12 @@ def checkpoint_dtype(path: str) -> str:
 
 
 def resolve_by_model(engine: Engine, backend: str, path: str) -> Engine:
-    """Resolve an engine's dtype ``"auto"`` by its model's ``config.json``; see ``resolve_auto``.
-
-    Args:
-        engine: the engine.
-        backend: ``"vllm"`` or ``"sglang"``.
-        path: see ``model_type``.
-    """
+    """Resolve an engine's dtype ``"auto"`` by its model's ``config.json``; see ``resolve_auto``."""
     return resolve_auto(engine, backend, checkpoint_dtype(path), model_type(path))
 
 
 def stored_dtypes(path: str) -> frozenset[str]:
-    """Canonical names of the dtypes in a model's safetensors files; empty without such files.
-
-    Args:
-        path: see ``model_type``.
-    """
+    """Canonical names of the dtypes in a model's safetensors files; empty without such files."""
     dtypes: set[str] = set()
     with suppress(PlanError, OSError, ValueError, AttributeError, KeyError, TypeError):
         for file in sorted(directory_of(path).glob("*.safetensors")):

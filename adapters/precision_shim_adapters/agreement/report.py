@@ -39,14 +39,7 @@ class JobEngines:
 
 
 def follows(trainer: Engine, other: Engine, model_type: str, rollout: object) -> str:
-    """The value that ``PRECISION_SHIM_ROLLOUT`` requires in an engine's key; empty if none.
-
-    Args:
-        trainer: the trained policy.
-        other: another engine of the job.
-        model_type: see ``JobEngines``.
-        rollout: the value of ``PRECISION_SHIM_ROLLOUT``.
-    """
+    """The value that ``PRECISION_SHIM_ROLLOUT`` requires in an engine's key; empty if none."""
     return value_to_follow(trainer, other, model_type) if rollout == "follow" else ""
 
 
@@ -97,12 +90,12 @@ def problems_of(
     """Predict for ``precision-shim plan`` the warnings and the decisions of ``report_engines``.
 
     Args:
-        where: framework and version.
-        trainer: the trained policy.
-        others: the job's other engines.
+        where: see ``report_engines``.
+        trainer: see ``report_engines``.
+        others: see ``report_engines``.
         settings: the shim's settings for the job.
         on: whether ``rollout-agreement`` is in force; if not, the shim changes no engine's dtype.
-        model_type: the model's type in its HF config; empty if unknown.
+        model_type: see ``report_engines``.
     """
     write = (lambda key, value: None) if on else None
     decided, problems = _compare_all(where, trainer, others, model_type, settings, write=write)

@@ -55,8 +55,7 @@ def tell_of_wires(where: str, wires: Sequence[Wire], *, may_raise: bool = True) 
     Args:
         where: framework and version, such as ``"skyrl 0.4.0"``.
         wires: the weight syncs of the job.
-        may_raise: whether strict mode may raise; false in a worker, because the other ranks would
-            wait for the rank that raised.
+        may_raise: false in a worker, because the other ranks would wait for the rank that raised.
 
     Raises:
         UnsupportedPrecisionError: in strict mode, a sync rounds the weights of an fp16 engine.

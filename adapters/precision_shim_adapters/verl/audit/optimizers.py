@@ -35,10 +35,7 @@ _WHY = "model, optimizer and scaler stand together for the first time"
 @seam(
     feature=FEATURE,
     at=[
-        {
-            "target": f"{owner}.__init__",
-            "relies_on": (f"{subject}_optimizer", f"{subject}_module"),
-        }
+        {"target": f"{owner}.__init__", "relies_on": (f"{subject}_optimizer", f"{subject}_module")}
         for owner, subject in ((fsdp.CRITIC, "critic"), (fsdp.ACTOR, "actor"))
     ],
     group=fsdp.LEGACY,
@@ -83,6 +80,6 @@ def audit(call: Call) -> Any:
 def legacy_lost_updates(call: Call) -> Any:
     """Add to a legacy worker's metrics the shares of updates that rounding loses (verl 0.7.1)."""
     result = call.proceed()
-    worker = call.instance
-    result.update(meters.metrics(fsdp.optimizer_of(worker), f"{fsdp.subject_of(worker)}/"))
+    prefix = f"{fsdp.subject_of(call.instance)}/"
+    result.update(meters.metrics(fsdp.optimizer_of(call.instance), prefix))
     return result

@@ -1,12 +1,11 @@
 """Save the scaler's state beside verl's FSDP checkpoints, and restore it.
 
-For an engine, the seams wrap the engine's methods, since the engine has the scaler. For legacy
-workers, the seams wrap the checkpoint manager, which has the optimizer.
+The seams wrap the methods of an engine, which has the scaler, and the checkpoint manager of legacy
+workers, which has the optimizer.
 
 The shim writes the scaler's state after verl's own files, with fingerprints of verl's files,
 because verl overwrites its files in place, one after the other. If a job is killed between verl's
-last file and the shim's file, the scaler's state is lost, and a resume warns. The previous
-checkpoint is lost as well, because verl has already removed it.
+last file and the shim's file, the scaler's state is lost, and a resume warns.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Read the dtypes in which a verl job's actor, reference model and rollout compute.
 
-The driver and ``precision-shim plan`` read a job's config with the same functions.
+The driver and ``precision-shim plan`` call the same functions.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """verl: compute the LM head in fp32 in actor, reference model and rollout.
 
-For actor and reference model, the key for an fp32 LM head is in ``override_config``, which verl
-copies into the model's HF config. For the rollout, the key for an fp32 LM head is in
-``engine_kwargs``.
+The key of actor and reference model is in ``override_config``, which verl copies into the model's
+HF config; the rollout's key is in ``engine_kwargs``.
 """
 
 from __future__ import annotations

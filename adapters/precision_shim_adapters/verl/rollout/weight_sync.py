@@ -8,9 +8,8 @@ generator that gathers the same tensors in the same order, and rounds them to th
 
 verl does not cast the weights of the Megatron, VeOmni and Automodel engines, of 0.7.1's legacy
 workers, or of the FSDP engine in 0.9 and later without merged LoRA. For a delta sync, every
-training engine of verl rounds to bf16, and verl's receiver in vLLM accepts only bf16. For a delta
-sync from FSDP to SGLang, the shim rounds the weights to the rollout's dtype. For a delta sync to
-vLLM, or without FSDP, the shim refuses rollout dtypes other than bf16, or warns.
+training engine rounds to bf16, and verl's receiver in vLLM accepts only bf16: the shim rounds to
+the rollout's dtype from FSDP to SGLang, and otherwise refuses rollout dtypes but bf16, or warns.
 """
 
 from __future__ import annotations
@@ -36,7 +35,9 @@ from ..training.engines import TITAN
 from ..training.fsdp import SHARDED
 from .dtypes import ROLLOUT, asked_dtype, rollout_dtype
 
-FSDP, CHECKPOINTS = "fsdp weights", "checkpoint engines"
+FSDP, TITANS, CHECKPOINTS = "fsdp weights", "torchtitan weights", "checkpoint engines"
+"""Groups of seams: one for each engine that rounds weights, one for verl's checkpoint engines."""
+
 DELTA = "delta_sharded"
 """Name of the backend of verl's checkpoint engine that sends only changed weights."""
 
@@ -58,7 +59,7 @@ _deltas: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 @seam(
-    at=[{**_INIT, "group": FSDP}, {**_INIT, "group": "torchtitan weights"}],
+    at=[{**_INIT, "group": FSDP}, {**_INIT, "group": TITANS}],
     why="the worker knows both the engine and the rollout's dtype; the engine does not",
     delete_when="verl sends weights in the rollout's dtype",
     **_FIRST,
@@ -102,7 +103,7 @@ def _tell_meter(engine: Any, *before: str) -> None:
         },
         {
             "target": f"{TITAN}.get_per_tensor_param",
-            "group": "torchtitan weights",
+            "group": TITANS,
             "why": "returns the weights, unstarted, rounded to bf16",
             "delete_when": "verl's torchtitan engine sends weights in the rollout's dtype",
             "relies_on": ("params", "DTensor", "full_tensor"),

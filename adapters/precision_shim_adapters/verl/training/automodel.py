@@ -30,10 +30,10 @@ _OPTIMIZER = "optim"
 
 
 def check_fp16(config: Any, section: str = "engine_config") -> None:
-    """Raise if an engine's config combines float16 with settings that do not allow float16.
+    """Raise if a config whose ``mp_param_dtype`` is float16 has settings that do not allow float16.
 
     Args:
-        config: an engine's config whose ``mp_param_dtype`` is float16.
+        config: an engine's config.
         section: the key of this section in the job's config, for error messages.
 
     Raises:

@@ -110,12 +110,7 @@ def scale(engine: Any, because: str) -> None:
 
 
 def tell_ignored(config: Any, key: str) -> None:
-    """Warn if a config has float16 only in keys that do not make the engine train in float16.
-
-    Args:
-        config: an engine's config.
-        key: the key that makes the engine train in float16.
-    """
+    """Warn if a config has float16, but not in ``key``, which makes the engine train in float16."""
     if any(fp16_keys(config)) and not config.forward_only:
         warn(
             f"{versioned('verl')}: a dtype of its {config.strategy} engine's config is float16, "

@@ -1,10 +1,9 @@
 """Replace verl's loss scaler on FSDP in fp16, and read verl's FSDP configs.
 
-verl 0.8 and later make a grad scaler in ``FSDPEngine._build_fsdp_module``. Up to verl 0.7, the
-legacy actor makes the grad scaler. The shim replaces verl's scaler by a ``LossScaler`` with the
-settings of verl's scaler. The FSDP engine and the legacy critic of 0.7.1 train fp16 parameters
-without a scaler. If verl has no scaler, the shim itself scales the loss, and unscales the gradients
-before verl clips them. If a grad norm is not finite, verl itself skips the step.
+verl 0.8 and later make a grad scaler in ``FSDPEngine._build_fsdp_module``, and 0.7.1 in the legacy
+actor. The shim replaces it by a ``LossScaler`` with its settings. The FSDP engine and the legacy
+critic of 0.7.1 train fp16 parameters without a scaler. There the shim itself scales the loss, and
+unscales the gradients before verl clips them; verl skips a step whose grad norm is not finite.
 """
 
 from __future__ import annotations
@@ -16,15 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from precision_shim.adapting import (
-    Call,
-    Symbol,
-    look,
-    meant,
-    seam,
-    versioned,
-    warn,
-)
+from precision_shim.adapting import Call, Symbol, look, meant, seam, versioned, warn
 from precision_shim.errors import DtypeError
 from precision_shim.precision.dtypes import name_of, parse_dtype
 from precision_shim.scaling import ScalerSettings
@@ -58,7 +49,7 @@ def no_legacy_workers(symbol: Symbol, settings: Any) -> str | None:
 
 
 def group_of(asked: object = None) -> str:
-    """The group of seams, on the engine or on legacy workers, that a PPO job's training uses.
+    """The group of the seams on a PPO job's training.
 
     Args:
         asked: the job's ``trainer.use_legacy_worker_impl``; ``None`` if the config lacks it.
@@ -68,8 +59,7 @@ def group_of(asked: object = None) -> str:
 
 
 ON_ENGINE: dict[str, Any] = {"feature": FEATURE, "group": ENGINE, "optional": True}
-"""Arguments that all seams on verl's FSDP engine share. Up to verl 0.7.1 the engine has no scaler;
-later versions have torch's scaler."""
+"""Arguments that all seams on verl's FSDP engine share."""
 
 ON_LEGACY: dict[str, Any] = {
     "feature": FEATURE,
@@ -131,8 +121,7 @@ def build_actor(call: Call) -> Any:
     if actor.scaler is not None:
         _replace_scaler(actor)
     elif config is not None and computed(config, actor.param_dtype) is torch.float16:
-        # verl makes a scaler only if fsdp_config.dtype is fp16, but the actor's loop can use any
-        # scaler.
+        # verl makes a scaler only for fsdp_config.dtype=fp16, but the actor's loop takes any scaler
         make(actor, None, "fp16 parameters that verl makes no scaler for")
         _tell_autocast("its legacy actor", "fsdp_config.dtype is not float16: set it too")
     keep_at_optimizer(actor)
@@ -184,7 +173,7 @@ def make(owner: Any, own: Any, because: str, *, drives: bool = False) -> None:
         owner: the engine, or the legacy actor or critic.
         own: verl's own scaler, or ``None``; its settings are the new scaler's defaults.
         because: why the shim scales the loss.
-        drives: whether the shim, not verl's own loop, scales the loss and steps.
+        drives: see ``ScaledTraining``.
     """
     from verl.utils.device import get_device_name
 
@@ -228,12 +217,7 @@ def optimizer_of(instance: Any) -> Any:
 
 
 def fp16_keys(config: Any, place: str = "") -> Iterator[str]:
-    """Yield the dtype keys of an engine's config that name float16.
-
-    Args:
-        config: a dataclass or a mapping.
-        place: the text before each key.
-    """
+    """Yield the dtype keys of an engine's config that name float16, each after ``place``."""
     if dataclasses.is_dataclass(config):
         config = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     for name, value in config.items() if isinstance(config, Mapping) else ():

@@ -1,7 +1,7 @@
 """Scale the fp16 loss in the loops of verl's engines and legacy workers, and report skipped steps.
 
 All of verl's engines but Megatron's shard with FSDP. VeOmni, Automodel and torchtitan engines, and
-the FSDP engine up to 0.7.1, neither scale the loss nor unscale the gradients, and skip a step whose
+the FSDP engine of 0.7.1, neither scale the loss nor unscale the gradients, and skip a step whose
 grad norm is not finite. FSDP Turbo runs the FSDP engine's loop.
 """
 

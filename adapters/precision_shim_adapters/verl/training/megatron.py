@@ -69,9 +69,8 @@ def has_fields() -> bool:
 def _opt_in(optim_config: Any, fields: bool) -> dict[str, Any]:
     """Read verl 0.9's fields for the states' dtypes, and convert dtype names to dtypes.
 
-    Before 0.9, verl adds no field for the states' dtypes to the config, so the user wrote every
-    such field in the config. From 0.9, the default of ``use_precision_aware_optimizer`` is
-    ``False``, so ``False`` does not count as the user's choice.
+    Before 0.9, the user wrote every such field. From 0.9, ``use_precision_aware_optimizer`` has the
+    default ``False``, which does not count as the user's choice.
     """
     if fields and not read_key(optim_config, megatron.PRECISION_AWARE):
         return {}
@@ -130,7 +129,7 @@ def of_configs(config: Any, optim_config: Any, **known: Any) -> megatron.Request
     Args:
         config: the engine's config.
         optim_config: the optimizer's config.
-        known: values of ``RequestedConfig``'s fields ``subject``, ``declared`` and ``trains``.
+        known: further fields of the returned ``RequestedConfig``, with their values.
     """
     blockers = []
     if read_key(config, "use_megatron_fsdp", False):
@@ -152,9 +151,7 @@ def of_configs(config: Any, optim_config: Any, **known: Any) -> megatron.Request
 class _WithOverrides(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """verl's optimizer config with another ``override_optimizer_config``.
 
-    verl's configs are frozen dataclasses, which cannot be changed, or OmegaConf nodes, which cannot
-    contain a ``torch.dtype``. All keys but ``override_optimizer_config`` come from the caller's
-    object, which stays unchanged.
+    verl's configs are frozen dataclasses, or OmegaConf nodes, which cannot contain a dtype.
     """
 
     def __init__(self, wrapped: Any, overrides: Mapping[str, Any]) -> None:
@@ -208,8 +205,7 @@ def configure(
 ) -> Any:
     """Set the fields of verl's OptimizerConfig that depend on the model's dtype.
 
-    verl calls ``init_megatron_optim_config`` for each trained model, after the DDP is built. The
-    shim makes verl before 0.9 accept the argument ``bf16``, too.
+    verl calls this for each trained model, after the DDP is built; before 0.9 without ``bf16``.
     """
     flagged = torch.float16 if fp16 else torch.bfloat16 if bf16 else torch.float32
     build = megatron.current_build("verl")

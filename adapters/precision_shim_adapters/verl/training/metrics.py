@@ -1,7 +1,6 @@
 """Add to verl's metrics the loss scale and skipped steps of fp16, and the updates lost to rounding.
 
-The seams in this module apply to every engine of verl. The legacy workers of 0.7.1 have their own
-dicts of metrics; the seams on the workers' steps add the values to these dicts.
+The seams apply to every engine; 0.7.1's legacy workers have their own dicts of metrics.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ def of_engine(engine: Any) -> dict[str, float]:
 def report(call: Call) -> Any:
     """Add the loss scaler's metrics next to the grad norm, after each batch or Tinker step.
 
-    The shim adds the scaler's metrics only after the batch, because during a batch verl gathers all
-    metrics over the data-parallel ranks. Gathering turns a number into a list, and
+    During a batch verl gathers all metrics over the ranks, which turns a number into a list, and
     ``train_mini_batch`` fails on a list.
     """
     result = call.proceed()
@@ -71,9 +69,8 @@ def _add(result: Any, figures: dict[str, float]) -> None:
     if not figures:
         return
     metrics = result if isinstance(result, dict) else tu.get(result, "metrics")
-    if "grad_norm" not in metrics:  # only a training step has ``grad_norm``
-        return
-    if metrics is result:
+    # only a training step has ``grad_norm``
+    if "grad_norm" in metrics and metrics is result:
         result.update(figures)
-    else:
+    elif "grad_norm" in metrics:
         tu.assign_non_tensor(result, metrics={**metrics, **figures})

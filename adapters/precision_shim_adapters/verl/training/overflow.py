@@ -1,9 +1,8 @@
 """verl on Megatron in fp16: report a skipped step to verl as a step with grad norm NaN.
 
-If Megatron skips a step, verl raises ``NotImplementedError``: engines raise in ``optimizer_step``,
-0.7.1's legacy workers in the update function itself. A grad norm of None also makes verl fail,
-because the SFT trainer on Ray pops ``grad_norm``, and the RL trainers compute a mean. Schedulers
-and counters of verl count a skipped step too, as on FSDP.
+If Megatron skips a step, verl raises ``NotImplementedError``: engines in ``optimizer_step``, the
+legacy workers in the update function itself. verl fails on a grad norm of None, too. Schedulers and
+counters of verl count a skipped step, as on FSDP.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Pass ``dtype: float16`` of verl's torchtitan engine to torchtitan as its compute dtype.
 
-verl itself ignores ``dtype`` of its torchtitan engine; torchtitan's own default is bfloat16. When
-verl's engine builds a ``Trainer``, the shim's torchtitan adapter makes the ``ScaledTraining``, and
-saves the scaler in torchtitan's checkpoints. This module passes the ``ScaledTraining`` to verl's
-loop.
+verl ignores ``dtype``, and torchtitan's default is bfloat16. When verl builds a ``Trainer``, the
+shim's torchtitan adapter makes the ``ScaledTraining``; torchtitan's checkpoints keep the scaler.
 """
 
 from __future__ import annotations

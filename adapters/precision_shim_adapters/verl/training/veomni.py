@@ -1,7 +1,6 @@
 """Pass ``dtype: float16`` of verl's VeOmni engine to VeOmni as its compute dtype.
 
-Without the shim, verl ignores the key ``dtype`` of its VeOmni engine, and VeOmni gathers
-parameters in bfloat16.
+Without the shim, verl ignores this key, and VeOmni gathers parameters in bfloat16.
 """
 
 from __future__ import annotations
