@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from precision_shim_adapters.agreement import compute_in_fp32
+from precision_shim_adapters.agreement.lm_head import compute_in_fp32
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "both-sides.md"

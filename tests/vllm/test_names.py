@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from precision_shim.precision.agreement import ENGINE_NAMES, NO_FP16
-from precision_shim_adapters.agreement import FIELD, engine_name, of_rollout
+from precision_shim_adapters.agreement.lm_head import FIELD, of_rollout
+from precision_shim_adapters.agreement.names import engine_name
 
 CONFIG = Callable[..., Any]
 OLDER_VLLM_ONLY = {"plamo2"}

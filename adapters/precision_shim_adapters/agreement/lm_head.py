@@ -1,8 +1,8 @@
 """Compute the LM head in fp32 in the trainer and in the rollout engine, or in neither.
 
 ``PRECISION_SHIM_HEAD=fp32`` requests fp32. In the driver, the adapter describes each engine's LM
-head as a ``Head``; ``settle_heads`` writes the heads' dtypes into the config. For the trainer,
-``settle_heads`` adds ``head_dtype`` (vLLM's name) to the overrides of the model's HF config. The
+head as a ``Head``; ``report_heads`` writes the heads' dtypes into the config. For the trainer,
+``report_heads`` adds ``head_dtype`` (vLLM's name) to the overrides of the model's HF config. The
 trainer's workers read ``head_dtype``; ``compute_in_fp32`` then changes torch's ``Linear``.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -23,8 +23,7 @@ from precision_shim.reporting.problem import Problem
 
 from .report import FEATURE
 
-_VARIABLE = "PRECISION_SHIM_HEAD"
-SETTING = f"{_VARIABLE}=fp32"
+SETTING = "PRECISION_SHIM_HEAD=fp32"
 SUBJECT = "LM head"
 FIELD = "head_dtype"
 """vLLM's name for the LM head's dtype in a model's HF config."""
@@ -38,41 +37,17 @@ Read = Callable[[], Sequence[Head]]
 """A function that describes the LM head of each engine of a job."""
 
 
-class _Option(NamedTuple):
-    """A rollout engine's option for an LM head in fp32.
-
-    Attributes:
-        name: the option's name.
-        value: the value for fp32.
-        place: the class that reads the option; older releases' class does not read the option.
-        newer: how to install a release that has the option.
-    """
-
-    name: str
-    value: str | bool
-    place: str
-    newer: str
-
-
-_OPTIONS = {
-    "vllm": _Option(
-        FIELD,
-        "float32",
-        "vllm.model_executor.layers.logits_processor:LogitsProcessor",
-        "Install vLLM 0.26 or later",
-    ),
-    "sglang": _Option(
-        "enable_fp32_lm_head",
-        True,
-        "sglang.srt.layers.logits_processor:LogitsProcessor",
-        "Install a newer SGLang, such as 0.5.12",
-    ),
+_OPTIONS: dict[str, tuple[str, str | bool, str]] = {
+    "vllm": (FIELD, "float32", "Install vLLM 0.26 or later"),
+    "sglang": ("enable_fp32_lm_head", True, "Install a newer SGLang, such as 0.5.12"),
 }
+"""A rollout engine's option for an LM head in fp32, and how to install a release with it."""
 
-
-def is_asked(settings: Settings) -> bool:
-    """Whether the user asked for an LM head in fp32."""
-    return bool(settings["head"] == "fp32")
+_PLACES = {
+    "vllm": "vllm.model_executor.layers.logits_processor:LogitsProcessor",
+    "sglang": "sglang.srt.layers.logits_processor:LogitsProcessor",
+}
+"""The class that reads the option; the class of older releases does not mention the option."""
 
 
 def of_rollout(backend: str, options: Mapping[str, Any], place: str, quantised: str = "") -> Head:
@@ -86,42 +61,39 @@ def of_rollout(backend: str, options: Mapping[str, Any], place: str, quantised: 
     """
     if backend not in _OPTIONS:
         return Head("rollout", refusal=f"the shim does not set the LM head of {backend}")
-    option = _OPTIONS[backend]
+    option, value, newer = _OPTIONS[backend]
     inner = f"{place}.hf_overrides" if backend == "vllm" else place
-    key = f"{inner}.{option.name}"
+    key = f"{inner}.{option}"
     section = options.get("hf_overrides") if backend == "vllm" else options
     if section is not None and not isinstance(section, Mapping):
         return Head("rollout", key, refusal=f"{inner}={section!r} is no mapping")
-    written = (section or {}).get(option.name)
+    written = (section or {}).get(option)
     in_fp32 = written is True or _is_float32(written)
     if written is not None and not in_fp32:
         return Head("rollout", key, refusal=f"{key}={written}", remedy=f"Leave {key} out")
     if quantised and backend == "vllm" and not in_fp32:
-        return Head(
-            "rollout",
-            key,
-            refusal=f"{quantised} makes hf_overrides of its own, which {key} would replace",
-            remedy=f"Write {inner} whole, with {option.name}: float32",
-        )
+        refusal = f"{quantised} makes hf_overrides of its own, which {key} would replace"
+        remedy = f"Write {inner} whole, with {option}: float32"
+        return Head("rollout", key, refusal=refusal, remedy=remedy)
     refusal, known = _lacks(backend, option)
-    remedy = option.newer if refusal else ""
-    return Head("rollout", key, in_fp32, refusal, remedy, option.value, known)
+    remedy = newer if refusal else ""
+    return Head("rollout", key, in_fp32, refusal, remedy, value, known)
 
 
 def _is_float32(written: object) -> bool:
     return str(written).removeprefix("torch.") == "float32"
 
 
-def _lacks(backend: str, option: _Option) -> tuple[str, bool]:
-    """Return why an engine ignores ``option``, or ``""``, and whether the engine is installed."""
-    symbol = look(option.place)
-    if option.name in symbol.names:
+def _lacks(backend: str, option: str) -> tuple[str, bool]:
+    """Return why an engine ignores its option, or ``""``, and whether the engine is installed."""
+    symbol = look(_PLACES[backend])
+    if option in symbol.names:
         return "", True
     ignores = f"{backend} {version_of(backend, (backend,)) or ''}".rstrip()
     if symbol.found:
-        return f"{ignores} does not use {option.name} for its LM head", True
+        return f"{ignores} does not use {option} for its LM head", True
     problem = symbol.problem or f"{symbol.target} not found"
-    return f"{problem}, so whether {ignores} uses {option.name} is not known", symbol.module_found
+    return f"{problem}, so whether {ignores} uses {option} is not known", symbol.module_found
 
 
 def of_trainer(subject: str, overrides: object, place: str, refusal: str = "") -> Head:
@@ -144,12 +116,7 @@ def of_trainer(subject: str, overrides: object, place: str, refusal: str = "") -
 
 
 def unchanged_heads(subject: str, framework: str) -> Read:
-    """A function that reads the LM head of a framework's trainer, which the shim does not change.
-
-    Args:
-        subject: the trained model.
-        framework: the framework's name, for the refusal.
-    """
+    """A function that reads the LM head of a trained model, which the shim does not change."""
     refusal = f"the shim does not change the LM heads of {framework}"
     return lambda: [Head(subject, SETTING, refusal=refusal)]
 
@@ -167,22 +134,20 @@ def report_heads(where: str, read: Read, write: Callable[[str, str | bool], obje
 
     Args:
         where: framework and version, such as ``"verl 0.9.1"``.
-        read: see ``Read``; called only if the user asked for fp32.
-        write: sets a config key to a value; ``None`` if the framework has already copied the
-            config.
+        read: called only if the user asked for fp32.
+        write: sets a config key; ``None`` if the framework has already copied the config.
 
     Raises:
         UnsupportedPrecisionError: in strict mode, an engine cannot compute its LM head in fp32.
     """
     settings = current_settings()
-    if not is_asked(settings):
+    if settings["head"] != "fp32":
         return
-    framework, heads = where.split(" ", 1)[0], read()
+    heads = read()
     stay = refused(heads, may_write=write is not None)
-    chosen, because = verdict_of(heads, stay)
-    decide(framework, SUBJECT, FEATURE, chosen, because)
+    decide(where.split(" ", 1)[0], SUBJECT, FEATURE, *_choice(heads, stay))
     if stay:
-        message = ". ".join(message_of(where, heads, stay))
+        message = ". ".join(_message(where, heads, stay))
         if settings.strict:
             raise UnsupportedPrecisionError(message)
         warn(message)
@@ -192,79 +157,70 @@ def report_heads(where: str, read: Read, write: Callable[[str, str | bool], obje
             write(head.key, head.value)
 
 
-def verdict_of(heads: Sequence[Head], stay: Sequence[Head]) -> tuple[str, str]:
-    """Describe the choice that ``settle_heads`` makes for the LM heads, and the reason for it."""
+def problems_of_heads(
+    where: str, read: Read, settings: Settings, *, on: bool
+) -> tuple[list[Problem], list[str]]:
+    """Predict for ``precision-shim plan`` what ``report_heads`` reports.
+
+    Args:
+        where: see ``report_heads``.
+        read: see ``report_heads``.
+        settings: the shim's settings for the job.
+        on: whether ``rollout-agreement`` is in force.
+    """
+    if not on or settings["head"] != "fp32":
+        return [], []
+    heads = read()
+    stay = refused(heads, may_write=True)
+    notes = ["{}: {}: {} ({})".format(SUBJECT, FEATURE, *_choice(heads, stay))]
+    sure = [head for head in stay if head.known]
+    if not sure:
+        return [], notes
+    return [Problem("lm-head", SUBJECT, sure[0].key, *_message(where, heads, sure))], notes
+
+
+def _choice(heads: Sequence[Head], stay: Sequence[Head]) -> tuple[str, str]:
+    """Describe the choice for the LM heads, and the reason for it."""
     if stay:
-        reasons = "; ".join(f"{head.subject}: {_reason(head)}" for head in stay)
-        return "each engine's own dtype", f"{SETTING} is refused: {reasons}"
+        return "each engine's own dtype", f"{SETTING} is refused: {_reasons(stay)}"
     keys = ", ".join(dict.fromkeys(head.key for head in heads if head.key))
     return "fp32 in trainer and rollout", f"{SETTING}; {keys}"
 
 
-def message_of(where: str, heads: Sequence[Head], stay: Sequence[Head]) -> tuple[str, str]:
-    """The two parts of the message about a refusal: the reason and the remedy.
-
-    Args:
-        where: framework and version.
-        heads: the LM head of each engine of the job.
-        stay: the LM heads that cannot compute in fp32.
-    """
-    reasons = "; ".join(f"{head.subject}: {_reason(head)}" for head in stay)
+def _message(where: str, heads: Sequence[Head], stay: Sequence[Head]) -> tuple[str, str]:
+    """The two parts of the message about the refusal of ``stay``: the reason and the remedy."""
     remedies = {
         head.remedy or ("" if head.refusal else f"Write {head.key}={head.value}") for head in stay
     }
     ways = ". ".join(sorted(remedies - {""}))
     message = (
         f"{where}: {SETTING} is refused, because it takes effect in all engines or in none: "
-        f"{reasons}. The shim changes no LM head"
+        f"{_reasons(stay)}. The shim changes no LM head"
     )
     theirs = ", ".join(dict.fromkeys(head.key for head in heads if head.in_fp32 and head.key))
     if theirs:
         message += f", but {theirs} in the config takes effect"
-    return message, f"{ways}. Or unset {_VARIABLE}." if ways else f"Unset {_VARIABLE}."
+    unset = f"{ways}. Or unset" if ways else "Unset"
+    return message, f"{unset} PRECISION_SHIM_HEAD."
 
 
-def _reason(head: Head) -> str:
-    return head.refusal or f"{head.key} is not set, and the config is copied already"
-
-
-def problems_of_heads(
-    where: str, read: Read, settings: Settings, *, on: bool
-) -> tuple[list[Problem], list[str]]:
-    """Predict for ``precision-shim plan`` what ``settle_heads`` reports.
-
-    Args:
-        where: framework and version.
-        read: see ``Read``.
-        settings: the shim's settings for the job.
-        on: whether ``rollout-agreement`` is in force.
-    """
-    if not on or not is_asked(settings):
-        return [], []
-    heads = read()
-    stay = refused(heads, may_write=True)
-    chosen, because = verdict_of(heads, stay)
-    notes = [f"{SUBJECT}: {FEATURE}: {chosen} ({because})"]
-    sure = [head for head in stay if head.known]
-    if not sure:
-        return [], notes
-    return [Problem("lm-head", SUBJECT, sure[0].key, *message_of(where, heads, sure))], notes
+def _reasons(stay: Sequence[Head]) -> str:
+    return "; ".join(
+        f"{head.subject}: "
+        + (head.refusal or f"{head.key} is not set, and the config is copied already")
+        for head in stay
+    )
 
 
 def is_marked(overrides: object) -> bool:
-    """Whether a trainer's model has to compute its LM head in fp32.
-
-    Args:
-        overrides: the overrides of the model's HF config, as the trainer's worker has them.
-    """
+    """Whether the overrides of a model's HF config ask for an LM head in fp32."""
     return isinstance(overrides, Mapping) and _is_float32(overrides.get(FIELD))
 
 
 def compute_in_fp32(model: torch.nn.Module, where: str) -> None:
-    """Make a Hugging Face model compute its LM head in fp32.
+    """Make a Hugging Face model compute its LM head in fp32, as vLLM and SGLang compute theirs.
 
-    The LM head rounds as vLLM's and SGLang's LM heads do. Input and weight are rounded to the
-    model's compute dtype; the product and the logits are fp32.
+    Input and weight are rounded to the model's compute dtype; the product and the logits are fp32.
 
     Args:
         model: the model, whose LM head is a ``torch.nn.Linear``.

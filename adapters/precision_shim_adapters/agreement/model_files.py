@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from precision_shim.errors import PlanError
@@ -16,25 +17,17 @@ OF_HEADER = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
 
 
 def model_type(path: str) -> str:
-    """The ``model_type`` in a model's ``config.json``, such as ``"gemma2"``.
+    """The ``model_type`` in a model's ``config.json``, such as ``"gemma2"``; empty if unknown.
 
     Args:
-        path: the model's path in the framework's config, which is a directory or the name of a
-            Hugging Face model in the local cache.
-
-    Returns:
-        The model's type; empty if the model is not on this machine.
+        path: a directory or the name of a Hugging Face model in the local cache.
     """
     found = _config(path).get("model_type")
     return found if isinstance(found, str) else ""
 
 
 def checkpoint_dtype(path: str) -> str:
-    """Canonical name of the dtype in a model's ``config.json``; empty if unknown.
-
-    Args:
-        path: see ``model_type``.
-    """
+    """Canonical name of the dtype in a model's ``config.json``; empty if unknown."""
     config = _config(path)
     for section in (config, config.get("text_config")):
         if isinstance(section, dict):
@@ -45,35 +38,18 @@ def checkpoint_dtype(path: str) -> str:
 
 
 def resolve_by_model(engine: Engine, backend: str, path: str) -> Engine:
-    """Resolve an engine's dtype ``"auto"`` by its model's ``config.json``; see ``resolve_auto``.
-
-    Args:
-        engine: the engine.
-        backend: ``"vllm"`` or ``"sglang"``.
-        path: see ``model_type``.
-    """
+    """Resolve an engine's dtype ``"auto"`` by its model's ``config.json``; see ``resolve_auto``."""
     return resolve_auto(engine, backend, checkpoint_dtype(path), model_type(path))
 
 
 def stored_dtypes(path: str) -> frozenset[str]:
-    """Canonical names of the dtypes in a model's safetensors files; empty without such files.
-
-    Args:
-        path: see ``model_type``.
-    """
-    return frozenset(_stored(path))
-
-
-def _stored(path: str) -> Iterator[str]:
-    try:
-        files = sorted(directory_of(path).glob("*.safetensors"))
-        for file in files:
+    """Canonical names of the dtypes in a model's safetensors files; empty without such files."""
+    dtypes: set[str] = set()
+    with suppress(PlanError, OSError, ValueError, AttributeError, KeyError, TypeError):
+        for file in sorted(directory_of(path).glob("*.safetensors")):
             entries, _ = read_header(file)
-            for entry in entries.values():
-                if entry["dtype"] in OF_HEADER:
-                    yield OF_HEADER[entry["dtype"]]
-    except (PlanError, OSError, ValueError, AttributeError, KeyError, TypeError):
-        return
+            dtypes.update(entry["dtype"] for entry in entries.values())
+    return frozenset(OF_HEADER[dtype] for dtype in dtypes & OF_HEADER.keys())
 
 
 def _config(path: str) -> Mapping[str, Any]:

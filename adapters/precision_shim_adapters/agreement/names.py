@@ -26,8 +26,7 @@ def engine_name(value: object, key: str, where: str, also: Sequence[str] = ("aut
         ``"float16"``, ``"bfloat16"``, ``"float32"``, or a word of ``also``.
 
     Raises:
-        DtypeError: the value is no dtype name. Without ``engine_name``, an engine's process would
-            raise an error that does not name the key.
+        DtypeError: the value is no dtype name.
     """
     text = str(value).strip().lower()
     if text in also:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from precision_shim.adapting import current_settings, decide, warn
 from precision_shim.errors import UnsupportedPrecisionError
@@ -39,29 +38,8 @@ class JobEngines:
     model_type: str = ""
 
 
-class _Report(NamedTuple):
-    """What the driver does about a job's engines.
-
-    Attributes:
-        written: the engines whose key is written, with the key's new value.
-        decisions: subject, choice and reason of each decision.
-        problems: the disagreements of which the driver warns.
-    """
-
-    written: list[tuple[Engine, str]]
-    decisions: list[tuple[str, str, str]]
-    problems: list[Problem]
-
-
 def follows(trainer: Engine, other: Engine, model_type: str, rollout: object) -> str:
-    """The value that ``PRECISION_SHIM_ROLLOUT`` requires in an engine's key; empty if none.
-
-    Args:
-        trainer: the trained policy.
-        other: another engine of the job.
-        model_type: the model's type in its HF config; empty if unknown.
-        rollout: the value of ``PRECISION_SHIM_ROLLOUT``.
-    """
+    """The value that ``PRECISION_SHIM_ROLLOUT`` requires in an engine's key; empty if none."""
     return value_to_follow(trainer, other, model_type) if rollout == "follow" else ""
 
 
@@ -87,16 +65,13 @@ def report_engines(
             rollout engine refuses the model in fp16.
     """
     settings = current_settings()
-    report = _report(where, trainer, others, model_type, settings, may_write=write is not None)
-    for engine, value in report.written:
-        if write is not None:
-            write(engine.key, value)
+    decided, problems = _compare_all(where, trainer, others, model_type, settings, write=write)
     # A framework may check its config twice: do not report a decision of the first check again.
     said = {(one.subject, one.chosen) for one in decisions() if one.feature == FEATURE}
-    for subject, chosen, because in report.decisions:
+    for subject, chosen, because in decided:
         if (subject, chosen) not in said:
             decide(where.split(" ", 1)[0], subject, FEATURE, chosen, because)
-    messages = [f"{problem.message}. {problem.remedy}" for problem in report.problems]
+    messages = [f"{problem.message}. {problem.remedy}" for problem in problems]
     if messages and settings.strict:
         raise UnsupportedPrecisionError("\n".join(messages))
     for message in messages:
@@ -112,51 +87,53 @@ def problems_of(
     on: bool,
     model_type: str = "",
 ) -> tuple[list[Problem], list[str]]:
-    """Predict for ``precision-shim plan`` the warnings and the decisions of ``settle``.
+    """Predict for ``precision-shim plan`` the warnings and the decisions of ``report_engines``.
 
     Args:
-        where: framework and version.
-        trainer: the trained policy.
-        others: the job's other engines.
+        where: see ``report_engines``.
+        trainer: see ``report_engines``.
+        others: see ``report_engines``.
         settings: the shim's settings for the job.
         on: whether ``rollout-agreement`` is in force; if not, the shim changes no engine's dtype.
-        model_type: the model's type in its HF config; empty if unknown.
+        model_type: see ``report_engines``.
     """
-    report = _report(where, trainer, others, model_type, settings, may_write=on)
-    return report.problems, [
-        f"{subject}: {FEATURE}: {chosen} ({because})"
-        for subject, chosen, because in report.decisions
-    ]
+    write = (lambda key, value: None) if on else None
+    decided, problems = _compare_all(where, trainer, others, model_type, settings, write=write)
+    notes = [f"{subject}: {FEATURE}: {chosen} ({because})" for subject, chosen, because in decided]
+    return problems, notes
 
 
-def _report(
+def _compare_all(
     where: str,
     trainer: Engine,
     others: Sequence[Engine],
     model_type: str,
     settings: Settings,
     *,
-    may_write: bool,
-) -> _Report:
+    write: Write | None,
+) -> tuple[list[tuple[str, str, str]], list[Problem]]:
+    """Compare each engine with the trainer; write the keys under ``PRECISION_SHIM_ROLLOUT=follow``.
+
+    Returns:
+        Subject, choice and reason of each decision; the disagreements of which the driver warns.
+    """
     setting = settings["rollout"]
-    written, decided, problems = [], [], []
+    changes, decided, problems = [], [], []
     for other in others:
-        value = follows(trainer, other, model_type, setting) if may_write else ""
-        if value:
-            written.append((other, value))
+        value = follows(trainer, other, model_type, setting)
+        if value and write is not None:
+            write(other.key, value)
+            before = "not set" if other.value is None else other.value
+            changes.append(f"{other.key}: {before} -> {value}")
             other = replace(other, computes=trainer.computes, because=FOLLOWED)  # noqa: PLW2901
         verdict = compare(trainer, other, model_type)
         decided.append((other.subject, verdict.chosen, verdict.because))
         if verdict.lost:
             texts = _message_of(where, trainer, verdict, setting)
             problems.append(Problem("rollout-dtype", other.subject, other.key, *texts))
-    changes = [
-        f"{engine.key}: {'not set' if engine.value is None else engine.value} -> {value}"
-        for engine, value in written
-    ]
     if changes:
         decided.insert(0, (KEYS, "; ".join(changes), FOLLOWED))
-    return _Report(written, decided, problems)
+    return decided, problems
 
 
 def _message_of(where: str, trainer: Engine, verdict: Verdict, rollout: object) -> tuple[str, str]:

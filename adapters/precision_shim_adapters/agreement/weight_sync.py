@@ -55,8 +55,7 @@ def tell_of_wires(where: str, wires: Sequence[Wire], *, may_raise: bool = True) 
     Args:
         where: framework and version, such as ``"skyrl 0.4.0"``.
         wires: the weight syncs of the job.
-        may_raise: whether strict mode may raise; false in a worker, because the other ranks would
-            wait for the rank that raised.
+        may_raise: false in a worker, because the other ranks would wait for the rank that raised.
 
     Raises:
         UnsupportedPrecisionError: in strict mode, a sync rounds the weights of an fp16 engine.
@@ -79,17 +78,14 @@ def wire_problems(where: str, wires: Sequence[Wire]) -> tuple[list[Problem], lis
         for wire in wires
         if wire.lost
     ]
-    notes = [
-        f"{wire.subject}: {FEATURE}: {wire.chosen} ({wire.because})"
-        for wire in wires
-        if wire.rounds
+    rounding = [wire for wire in wires if wire.rounds]
+    return problems, [
+        f"{wire.subject}: {FEATURE}: {wire.chosen} ({wire.because})" for wire in rounding
     ]
-    return problems, notes
 
 
 def _message(where: str, one: Wire) -> str:
-    message = (
+    return (
         f"{where}: the {one.subject} computes in {one.computes}, and its weights go out in "
         f"{one.sent} ({one.because}): each sync rounds every weight to {one.sent}"
     )
-    return message

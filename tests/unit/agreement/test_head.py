@@ -13,10 +13,10 @@ from torch.nn import functional
 
 import precision_shim
 from precision_shim.errors import PrecisionShimWarning, UnsupportedPrecisionError
+from precision_shim.precision.lm_head import Head
 from precision_shim.process.settings import resolve
 from precision_shim.reporting import journal
-from precision_shim_adapters.agreement import (
-    Head,
+from precision_shim_adapters.agreement.lm_head import (
     compute_in_fp32,
     is_marked,
     names_head,

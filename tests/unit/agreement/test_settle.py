@@ -12,18 +12,11 @@ import torch
 
 import precision_shim
 from precision_shim.errors import DtypeError, PrecisionShimWarning, UnsupportedPrecisionError
+from precision_shim.precision.agreement import AUTO, FP8, Engine
 from precision_shim.process.settings import resolve
 from precision_shim.reporting import journal
-from precision_shim_adapters.agreement import (
-    AUTO,
-    FP8,
-    Engine,
-    engine_name,
-    problems_of,
-    report_engines,
-    with_rounded,
-    write_key,
-)
+from precision_shim_adapters.agreement.names import engine_name, with_rounded, write_key
+from precision_shim_adapters.agreement.report import problems_of, report_engines
 
 WHERE = "toyfw 1.0"
 NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}

@@ -16,15 +16,12 @@ from precision_shim.adapting import version_of
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.precision.dtypes import name_of
 from precision_shim.reporting.problem import Problem
-from precision_shim_adapters.agreement import FEATURE as AGREEMENT
-from precision_shim_adapters.agreement import (
-    checkpoint_dtype,
-    engine_name,
-    follows,
-    problems_of,
-    problems_of_heads,
-    wire_problems,
-)
+from precision_shim_adapters.agreement.lm_head import problems_of_heads
+from precision_shim_adapters.agreement.model_files import checkpoint_dtype
+from precision_shim_adapters.agreement.names import engine_name
+from precision_shim_adapters.agreement.report import FEATURE as AGREEMENT
+from precision_shim_adapters.agreement.report import follows, problems_of
+from precision_shim_adapters.agreement.weight_sync import wire_problems
 from precision_shim_adapters.megatron import DISPATCH
 from precision_shim_adapters.skyrl.config import INFERENCE, ROLLOUT, note_command_line
 from precision_shim_adapters.skyrl.rollout import dtypes, lm_head

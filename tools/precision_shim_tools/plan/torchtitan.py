@@ -18,7 +18,8 @@ from precision_shim.adapting import version_of
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.precision.dtypes import name_of, parse_dtype
 from precision_shim.reporting.problem import Problem
-from precision_shim_adapters.agreement import FEATURE, problems_of, problems_of_heads
+from precision_shim_adapters.agreement.lm_head import problems_of_heads
+from precision_shim_adapters.agreement.report import FEATURE, problems_of
 from precision_shim_adapters.torchtitan import config as dtype_names
 from precision_shim_adapters.torchtitan.rollout import dtypes, lm_head
 from precision_shim_adapters.torchtitan.training.loss_scaling import BECAUSE

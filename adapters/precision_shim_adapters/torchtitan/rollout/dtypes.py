@@ -13,10 +13,12 @@ from typing import Any
 
 from precision_shim.adapting import Call, decide, seam, versioned
 from precision_shim.errors import DtypeError
-from precision_shim.precision.agreement import compare
+from precision_shim.precision.agreement import AUTO, Engine, compare
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
-from ...agreement import AUTO, FEATURE, Engine, engine_name, report_engines, report_heads, write_key
+from ...agreement.lm_head import report_heads
+from ...agreement.names import engine_name, write_key
+from ...agreement.report import FEATURE, report_engines
 from ..training.trainers import FRAMEWORK, GENERATORS, POLICY, ROLLOUT
 from . import lm_head
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...agreement import Head
+from precision_shim.precision.lm_head import Head
 
 CONVERTER = "torchtitan.experiments.rl.models.cast_linear.LMHeadCastConverter"
 

@@ -11,93 +11,54 @@ from precision_shim.adapting import Call, seam
 from precision_shim.auditing import meters
 from precision_shim.auditing.automatic import watch
 
-from ..rollout.dtypes import rollout_dtype
-from .sent_weights import know_legacy_rollout
+from ..training import fsdp
+from ..training.engines import AUTOMODEL, GROUPS, SINCE, VEOMNI, inside
+from .sent_weights import FEATURE, LEGACY
 
-FEATURE = "audit"
 _WHY = "model, optimizer and scaler stand together for the first time"
-_DELETE = "verl says which precision its optimizers have"
-_LEGACY: dict[str, Any] = {"delete_when": "verl 0.8 is the oldest in use", "optional": True}
 
 
 @seam(
-    "verl.workers.engine.fsdp.transformer_impl:FSDPEngine._build_model_optimizer",
-    FEATURE,
-    group="fsdp engine",
+    feature=FEATURE,
+    at=[
+        {"target": f"{fsdp.SHARDED}._build_model_optimizer", "group": fsdp.ENGINE},
+        *(
+            {"target": f"{engine}.{method}", "group": GROUPS[engine], "only_if": SINCE[engine]}
+            for engine, method in ((VEOMNI, "_build_model_optimizer"), (AUTOMODEL, "initialize"))
+        ),
+    ],
     why=_WHY,
-    delete_when=_DELETE,
+    delete_when="verl says which precision its optimizers have",
     relies_on=("optimizer", "module", "model_config"),
     optional=True,
 )
-def engine(call: Call) -> Any:
-    """Audit an engine's optimizer."""
-    result = call.proceed()
-    engine = call.instance
-    if engine.optimizer is not None:
-        kind = getattr(engine.model_config, "model_type", "")
-        watch(
-            "verl",
-            "critic" if kind == "value_model" else "actor",
-            engine.optimizer,
-            model=engine.module,
-            scaler=lambda: getattr(engine, "scaler", None),
-        )
-    return result
-
-
 @seam(
     feature=FEATURE,
     at=[
-        {
-            "target": "verl.workers.critic.dp_critic:DataParallelPPOCritic.__init__",
-            "relies_on": ("critic_optimizer", "critic_module"),
-        },
-        {
-            "target": "verl.workers.actor.dp_actor:DataParallelPPOActor.__init__",
-            "relies_on": ("actor_optimizer", "actor_module"),
-        },
+        {"target": f"{owner}.__init__", "relies_on": (f"{subject}_optimizer", f"{subject}_module")}
+        for owner, subject in ((fsdp.CRITIC, "critic"), (fsdp.ACTOR, "actor"))
     ],
-    group="legacy fsdp workers",
+    group=fsdp.LEGACY,
     why=_WHY,
-    **_LEGACY,
+    **LEGACY,
 )
-def legacy(call: Call) -> Any:
-    """Audit the optimizer of verl 0.7.1's actor or critic."""
+def audit(call: Call) -> Any:
+    """Audit the optimizer of an engine that no other adapter audits, or of a legacy worker."""
     result = call.proceed()
-    worker = call.instance
-    subject = "actor" if hasattr(worker, "actor_module") else "critic"
-    optimizer = getattr(worker, f"{subject}_optimizer")
-    if optimizer is not None:  # a reference policy has no optimizer
-        watch(
-            "verl",
-            subject,
-            optimizer,
-            model=getattr(worker, f"{subject}_module"),
-            scaler=lambda: getattr(worker, "scaler", None),
-        )
-    return result
-
-
-@seam(
-    feature=FEATURE,
-    at=[
-        {
-            "target": f"verl.workers.{kind}_workers:ActorRolloutRefWorker.init_model",
-            "relies_on": ("_is_actor", "_is_rollout", "actor_optimizer", "config"),
-        }
-        for kind in ("fsdp", "megatron")
-    ],
-    group="legacy metrics",
-    why="the worker knows both the optimizer and the rollout's dtype",
-    **_LEGACY,
-)
-def legacy_rollout(call: Call) -> Any:
-    """Record the dtype of verl 0.7.1's rollout, for the lost-update meter and for the audit."""
-    result = call.proceed()
-    worker = call.instance
-    if worker._is_actor and worker._is_rollout:
-        know_legacy_rollout(worker)
-        meters.tell_rollout(worker.actor_optimizer, rollout_dtype(worker.config))
+    owner, optimizer = call.instance, fsdp.optimizer_of(call.instance)
+    if optimizer is None:  # a reference model has no optimizer
+        return result
+    parts, subject = inside(optimizer), fsdp.subject_of(owner)
+    if parts and not hasattr(optimizer, "optimizers"):
+        optimizer.optimizers = list(parts)  # the audit reads ``optimizers`` of a container
+    watch(
+        "verl",
+        subject,
+        optimizer,
+        inner=parts[-1] if parts else None,
+        model=getattr(owner, "module" if hasattr(owner, "module") else f"{subject}_module"),
+        scaler=lambda: getattr(owner, "scaler", None),
+    )
     return result
 
 
@@ -108,17 +69,17 @@ def legacy_rollout(call: Call) -> Any:
         for target, subject in (
             ("verl.workers.critic.megatron_critic:MegatronPPOCritic.update_critic", "critic"),
             ("verl.workers.actor.megatron_actor:MegatronPPOActor.update_policy", "actor"),
-            ("verl.workers.critic.dp_critic:DataParallelPPOCritic.update_critic", "critic"),
-            ("verl.workers.actor.dp_actor:DataParallelPPOActor.update_policy", "actor"),
+            (f"{fsdp.CRITIC}.update_critic", "critic"),
+            (f"{fsdp.ACTOR}.update_policy", "actor"),
         )
     ],
     group="legacy metrics",
     why="its dict of metrics",
-    **_LEGACY,
+    **LEGACY,
 )
 def legacy_lost_updates(call: Call) -> Any:
     """Add to a legacy worker's metrics the shares of updates that rounding loses (verl 0.7.1)."""
     result = call.proceed()
-    kind = "actor" if hasattr(call.instance, "actor_optimizer") else "critic"
-    result.update(meters.metrics(getattr(call.instance, f"{kind}_optimizer"), f"{kind}/"))
+    prefix = f"{fsdp.subject_of(call.instance)}/"
+    result.update(meters.metrics(fsdp.optimizer_of(call.instance), prefix))
     return result

@@ -1,28 +1,32 @@
 """Audit the weights that verl's actor sends to the rollout.
 
-An actor's engine returns its weights as a generator that has not started, for verl's own weight
-sync and for a checkpoint engine. The legacy workers of 0.7.1 make the generator of weights inside a
-method, and pass it to the rollout's ``ServerAdapter``. The seams of this module run after the seams
-of ``sync``, and so read the weights that the shim sends.
+An actor's engine returns its weights as a generator that has not started. The legacy workers of
+0.7.1 pass the generator to the rollout's ``ServerAdapter``. The seams of this module run after the
+seams of ``weight_sync``, and so read the weights that the shim sends.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from precision_shim.adapting import Call, seam
-from precision_shim.auditing import weight_audit
+from precision_shim.auditing import meters, weight_audit
 from precision_shim.errors import DtypeError
 
 from ..rollout import dtypes, weight_sync
+from ..training.engines import AUTOMODEL, TITAN, VEOMNI
+from ..training.fsdp import SHARDED
+from ..training.megatron import ENGINE
 
 FEATURE, SENT = "audit", "weights audit"
-_ENGINES = "verl.workers.engine.{}.transformer_impl:{}.get_per_tensor_param"
+LEGACY: dict[str, Any] = {"delete_when": "verl 0.8 is the oldest in use", "optional": True}
+"""Arguments that all seams on verl 0.7.1's workers share."""
+
 _DELETE = "verl says which precision its rollouts have"
-_ADAPTER = "ServerAdapter.update_weights"
 
 _senders: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """Maps an actor's engine to the checkpoint engine that sends its weights, if there is one."""
@@ -31,17 +35,11 @@ _legacy: list[str] = []
 """The module of this process's legacy worker, if the worker trains an actor; otherwise empty."""
 
 
-def tell_asked(rollout: Any) -> None:
-    """Record the configured dtype of a worker's rollout, for the audit.
-
-    Args:
-        rollout: the section ``actor_rollout_ref.rollout`` of the worker's config.
-    """
-    try:
-        name, key = dtypes.asked_dtype(rollout, dtypes.ROLLOUT)
-    except DtypeError:  # ``rollout-agreement`` has reported this dtype
-        return
-    weight_audit.tell_asked("verl", name, key)
+def _tell_asked(worker: Any) -> None:
+    """Record the configured dtype of a worker's rollout, for the audit."""
+    with suppress(DtypeError):  # ``rollout-agreement`` has reported a wrong dtype
+        asked = dtypes.asked_dtype(worker.config.rollout, dtypes.ROLLOUT)
+        weight_audit.tell_asked("verl", *asked)
 
 
 @seam(
@@ -58,26 +56,18 @@ def know_rollout(call: Call) -> Any:
     result = call.proceed()
     worker = call.instance
     if weight_audit.is_wanted() and "actor" in worker.role:
-        tell_asked(worker.config.rollout)
+        _tell_asked(worker)
         _senders[worker.actor.engine] = getattr(worker, "checkpoint_engine", None)
     return result
 
 
 @seam(
     feature=FEATURE,
-    at=[
-        {"target": _ENGINES.format(package, name)}
-        for package, name in (
-            ("fsdp", "FSDPEngine"),
-            ("megatron", "MegatronEngine"),
-            ("veomni", "VeOmniEngine"),
-            ("automodel", "AutomodelEngine"),
-            ("torchtitan", "TorchTitanEngine"),
-        )
-    ],
+    at=[f"{engine}.get_per_tensor_param" for engine in (SHARDED, ENGINE, VEOMNI, AUTOMODEL, TITAN)],
     group=SENT,
     why="returns the weights that are sent, unstarted",
     delete_when=_DELETE,
+    relies_on=("module",),
     optional=True,
 )
 def look_at_stream(call: Call) -> Any:
@@ -94,24 +84,22 @@ def look_at_stream(call: Call) -> Any:
 def _rounds_to(sender: Any) -> torch.dtype | None:
     """The dtype to which a checkpoint engine rounds the weights before sending them."""
     dtype = getattr(sender, "rollout_dtype", None)
-    if dtype is None or not (weight_sync.casts(sender) or weight_sync.is_delta(sender)):
-        return None
-    found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype), None)
-    return found if isinstance(found, torch.dtype) else None
+    if isinstance(dtype, torch.dtype) and weight_sync.rounds_weights(sender):
+        return dtype
+    return None
 
 
 @seam(
     feature=FEATURE,
     at=[
-        f"verl.workers.rollout.{engine}_rollout.{engine}_rollout:{_ADAPTER}"
+        f"verl.workers.rollout.{engine}_rollout.{engine}_rollout:ServerAdapter.update_weights"
         for engine in ("vllm", "sglang")
     ],
     only_if=("verl.workers.fsdp_workers",),
     group=f"legacy {SENT}",
     why="gets the weights of the legacy workers, unstarted",
-    delete_when="verl 0.8 is the oldest in use",
     relies_on=("weights",),
-    optional=True,
+    **LEGACY,
 )
 async def look_at_legacy_stream(call: Call, weights: Any) -> Any:
     """Wrap a legacy worker's weights in a generator that also passes each weight to the audit."""
@@ -122,12 +110,24 @@ async def look_at_legacy_stream(call: Call, weights: Any) -> Any:
     return await call.proceed()
 
 
-def know_legacy_rollout(worker: Any) -> None:
-    """Store the rollout dtype of a legacy worker of verl 0.7.1, for the audit.
-
-    Args:
-        worker: an ``ActorRolloutRefWorker`` with an actor and a rollout.
-    """
-    if weight_audit.is_wanted():
-        tell_asked(worker.config.rollout)
-        _legacy[:] = [type(worker).__module__]
+@seam(
+    feature=FEATURE,
+    at=[
+        f"verl.workers.{kind}_workers:ActorRolloutRefWorker.init_model"
+        for kind in ("fsdp", "megatron")
+    ],
+    group="legacy metrics",
+    why="the worker knows both the optimizer and the rollout's dtype",
+    relies_on=("_is_actor", "_is_rollout", "actor_optimizer", "config"),
+    **LEGACY,
+)
+def know_legacy_rollout(call: Call) -> Any:
+    """Record the dtype of verl 0.7.1's rollout, for the lost-update meter and for the audit."""
+    result = call.proceed()
+    worker = call.instance
+    if worker._is_actor and worker._is_rollout:
+        if weight_audit.is_wanted():
+            _tell_asked(worker)
+            _legacy[:] = [type(worker).__module__]
+        meters.tell_rollout(worker.actor_optimizer, dtypes.rollout_dtype(worker.config))
+    return result

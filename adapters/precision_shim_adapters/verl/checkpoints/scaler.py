@@ -1,12 +1,11 @@
 """Save the scaler's state beside verl's FSDP checkpoints, and restore it.
 
-For an engine, the seams wrap the engine's methods, since the engine has the scaler. For legacy
-workers, the seams wrap the checkpoint manager, which has the optimizer.
+The seams wrap the methods of an engine, which has the scaler, and the checkpoint manager of legacy
+workers, which has the optimizer.
 
 The shim writes the scaler's state after verl's own files, with fingerprints of verl's files,
 because verl overwrites its files in place, one after the other. If a job is killed between verl's
-last file and the shim's file, the scaler's state is lost, and a resume warns. The previous
-checkpoint is lost as well, because verl has already removed it.
+last file and the shim's file, the scaler's state is lost, and a resume warns.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def save(call: Call, local_path: Any) -> Any:
     manager, training = _find_manager(call.instance)
     contents = manager.checkpoint_save_contents
     result = call.proceed()
-    if training is not None and _goes_with(manager, local_path, training, contents):
+    if training is not None and _goes_with(manager, local_path, contents):
         training.save(local_path, _files(manager, local_path))
     return result
 
@@ -75,7 +74,7 @@ def load(call: Call, local_path: Any, del_local_after_load: Any = False) -> Any:
     manager, training = _find_manager(call.instance)
     result = call.proceed()
     contents = manager.checkpoint_load_contents
-    if training is not None and _goes_with(manager, local_path, training, contents):
+    if training is not None and _goes_with(manager, local_path, contents):
         files = _files(manager, local_path, contents)
         with _near(local_path, bool(del_local_after_load)) as directory:
             training.restore(directory, files)
@@ -96,20 +95,18 @@ def _files(manager: Any, path: str, loaded: Any = ()) -> Files:
     remote = is_non_local(path)
     files = {}
     for part, beginning in _NAMES.items():
-        name = f"{beginning}_world_size_{manager.world_size}_rank_{manager.rank}.pt"
-        place = os.path.join(path, name)
-        if not remote:
-            files[name] = place
-        elif part in loaded:  # ``copy_to_local`` returns the copy that verl has made
-            files[name] = copy_to_local(place)
+        if part in loaded or not remote:
+            name = f"{beginning}_world_size_{manager.world_size}_rank_{manager.rank}.pt"
+            place = os.path.join(path, name)
+            # ``copy_to_local`` returns the copy that verl has made
+            files[name] = copy_to_local(place) if remote else place
     return files
 
 
-def _goes_with(manager: Any, path: Any, training: ScaledTraining, contents: Any) -> bool:
+def _goes_with(manager: Any, path: Any, contents: Any) -> bool:
     return (
         path is not None
         and manager.optimizer is not None
-        and training.scaler.is_enabled()
         and any(part in contents for part in _CONTENTS)
     )
 

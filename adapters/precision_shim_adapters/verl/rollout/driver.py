@@ -1,14 +1,14 @@
 """Compare in verl's driver the dtypes in which actor, reference model and rollout compute.
 
-Every entry point of verl first calls ``auto_set_device`` on its config. ``auto_set_device`` runs in
-the driver, before Ray starts a worker. A program that itself calls ``run_ppo`` skips
-``auto_set_device``. The shim therefore also compares the dtypes in ``validate_config``, which verl
-up to 0.8 calls in a Ray actor. A user's own driver may call neither ``auto_set_device`` nor
-``validate_config``, so the actor's workers compare dtypes again.
+Every entry point of verl first calls ``auto_set_device`` on its config, in the driver, before Ray
+starts a worker. A program that itself calls ``run_ppo`` calls only ``validate_config``, which runs
+in a Ray actor up to 0.8. A user's own driver may call neither, so the actor's workers compare the
+dtypes again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -16,7 +16,9 @@ from typing import Any
 from precision_shim.adapting import Call, current_settings, decide, in_force, seam, versioned
 from precision_shim.errors import UnsupportedPrecisionError
 
-from ...agreement import FEATURE, engine_name, report_engines, report_heads
+from ...agreement.lm_head import report_heads
+from ...agreement.names import engine_name
+from ...agreement.report import FEATURE, report_engines
 from ...common.omegaconf_values import plain
 from ..training import fsdp
 from . import dtypes, weight_sync
@@ -89,24 +91,26 @@ def compare_engines(call: Call, config: Any) -> Any:
             verl's delta checkpoint engine cannot send weights in the rollout's dtype.
     """
     if hasattr(config, "get") and config.get("actor_rollout_ref") is not None:
-        _compare(config)
+        found = plain(config, dtypes.SECTIONS)
+        dtypes.check_names(found)
+        job = _report(found, partial(write_key, config))
+        if job is not None and job.trainer is None:
+            decide("verl", "rollout", FEATURE, *dtypes.unknown_engine(job))
+        elif job is not None:
+            rollout = found["actor_rollout_ref"]["rollout"]
+            refusal, fatal = weight_sync.refuses_delta(rollout, job.strategy)
+            if refusal and (fatal or current_settings().strict):
+                raise UnsupportedPrecisionError(refusal)
     return call.proceed()
 
 
-def _compare(config: Any) -> None:
-    found, write = plain(config, dtypes.SECTIONS), partial(write_key, config)
-    dtypes.check_names(found)
-    job = dtypes.read_sides(found)
-    if job is None:
-        return
-    report_heads(versioned("verl"), partial(read_heads, found, partial(in_force, "verl")), write)
-    if job.trainer is None:
-        decide("verl", "rollout", FEATURE, *dtypes.unknown_engine(job))
-        return
-    report_engines(versioned("verl"), job.trainer, job.others, write, job.model_type)
-    refusal, fatal = weight_sync.refuses_delta(found["actor_rollout_ref"]["rollout"], job.strategy)
-    if refusal and (fatal or current_settings().strict):
-        raise UnsupportedPrecisionError(refusal)
+def _report(config: Mapping[str, Any], write: Any = None) -> dtypes.VerlEngines | None:
+    job, where = dtypes.read_sides(config), versioned("verl")
+    if job is not None:
+        report_heads(where, partial(read_heads, config, partial(in_force, "verl")), write)
+        if job.trainer is not None:
+            report_engines(where, job.trainer, job.others, write, job.model_type)
+    return job
 
 
 @seam(
@@ -118,7 +122,7 @@ def _compare(config: Any) -> None:
     ],
     why="a driver of the user's own around verl's trainer calls none of the functions above",
     delete_when="verl compares them in its trainer",
-    relies_on=("role", "config"),
+    relies_on=("role", "config", "rank"),
 )
 def compare_in_worker(call: Call) -> Any:
     """Compare a job's dtypes in the actor's workers: on rank 0, or in strict mode on all ranks.
@@ -129,19 +133,9 @@ def compare_in_worker(call: Call) -> Any:
     """
     worker = call.instance
     if "actor" in worker.role and (worker.rank == 0 or current_settings().strict):
-        shared = plain(worker.config)
         legacy = type(worker).__module__.rpartition(".")[2] != _WORKERS[0]
-        config = {
-            "actor_rollout_ref": shared,
-            "trainer": {fsdp.WORKERS: "enable" if legacy else "disable"},
-        }
-        job = dtypes.read_sides(config)
-        if job is not None:
-            report_heads(
-                versioned("verl"), partial(read_heads, config, partial(in_force, "verl")), None
-            )
-        if job is not None and job.trainer is not None:
-            report_engines(versioned("verl"), job.trainer, job.others, model_type=job.model_type)
+        workers = {fsdp.WORKERS: "enable" if legacy else "disable"}
+        _report({"actor_rollout_ref": plain(worker.config), "trainer": workers})
     return call.proceed()
 
 

@@ -1,6 +1,6 @@
 """Read the dtypes in which a verl job's actor, reference model and rollout compute.
 
-The driver and ``precision-shim plan`` read a job's config with the same functions.
+The driver and ``precision-shim plan`` call the same functions.
 """
 
 from __future__ import annotations
@@ -12,28 +12,22 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import look, versioned
+from precision_shim.precision.agreement import AUTO, FP8, Engine
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
-from ... import agreement
-from ...agreement import AUTO, FP8, Engine, engine_name, model_type, resolve_by_model, with_rounded
+from ...agreement.model_files import model_type, resolve_by_model
+from ...agreement.names import engine_name, with_rounded
+from ...agreement.report import JobEngines
 from ..training import fsdp
 
 ROLLOUT = "actor_rollout_ref.rollout"
-_MATRIX_PRODUCTS = "the dtype of verl's autocast, in which the matrix products run"
 
-SECTIONS = (
-    "trainer",
-    "algorithm",
-    "actor_rollout_ref",
-    "distillation",
-    "reward",
-    "reward_model",
-)
+SECTIONS = ("trainer", "algorithm", "actor_rollout_ref", "distillation", "reward", "reward_model")
 """The sections of a job's config that this file reads."""
 
 
 @dataclass(frozen=True)
-class VerlEngines(agreement.JobEngines):
+class VerlEngines(JobEngines):
     """The engines of a job; ``strategy`` is the actor's, such as ``"fsdp"``."""
 
     strategy: str = ""
@@ -76,13 +70,13 @@ def check_names(config: Mapping[str, Any]) -> None:
     Raises:
         DtypeError: a key's value is no dtype name.
     """
-    model = _section(_section(config, "reward"), "reward_model")
-    for section, place in (
-        (_section(model, "rollout"), "reward.reward_model.rollout"),
-        (_section(_section(config, "reward_model"), "rollout"), "reward_model.rollout"),
-    ):
-        if model.get("enable") or _section(config, "reward_model").get("enable"):
-            _of_rollout(section, "reward model", place)
+    new, old = (
+        _section(_section(config, "reward"), "reward_model"),
+        _section(config, "reward_model"),
+    )
+    if new.get("enable") or old.get("enable"):
+        _of_rollout(_section(new, "rollout"), "reward model", "reward.reward_model.rollout")
+        _of_rollout(_section(old, "rollout"), "reward model", "reward_model.rollout")
 
 
 def _of_role(role: Mapping[str, Any], subject: str, group: str) -> Engine | None:
@@ -100,10 +94,12 @@ def _of_role(role: Mapping[str, Any], subject: str, group: str) -> Engine | None
     if group == fsdp.LEGACY:
         own = f"{key}.dtype"
         dtype = fsdp.of_legacy_autocast(section, key)
-        because = f"{own}: {_MATRIX_PRODUCTS}"
+        because = f"{own}: the dtype of verl's autocast, in which the matrix products run"
         return Engine(subject, name_of(dtype), own, section.get("dtype"), because)
     dtype = fsdp.computed(section, section=key)
-    if dtype is not torch.float32 and not _autocasts_in_param_dtype():
+    # From 0.8 verl's FSDP engine autocasts to FSDP's dtype, and not always to bfloat16.
+    autocasts = "_autocast_dtype" in look(f"{fsdp.SHARDED}._build_fsdp_module").names
+    if dtype is not torch.float32 and not autocasts:
         because = f"verl {fsdp.ENGINE}: it autocasts to bfloat16, whatever {mixed} says"
         return Engine(subject, "bf16", "", because=because)
     given = _section(section, "mixed_precision")
@@ -111,17 +107,8 @@ def _of_role(role: Mapping[str, Any], subject: str, group: str) -> Engine | None
     return Engine(subject, name_of(dtype), mixed, given.get("param_dtype"), prefix=prefix)
 
 
-def _autocasts_in_param_dtype() -> bool:
-    """Whether verl's FSDP engine autocasts to FSDP's dtype (from 0.8), not always to bfloat16."""
-    symbol = look(f"{fsdp.SHARDED}._build_fsdp_module")
-    return symbol.found and "_autocast_dtype" in symbol.names
-
-
 def _reference(
-    config: Mapping[str, Any],
-    shared: Mapping[str, Any],
-    group: str,
-    trainer: Engine | None,
+    config: Mapping[str, Any], shared: Mapping[str, Any], group: str, trainer: Engine | None
 ) -> Iterator[Engine]:
     actor, model = _section(shared, "actor"), _section(shared, "model")
     kl = actor.get("use_kl_loss") or _section(config, "algorithm").get("use_kl_in_reward")

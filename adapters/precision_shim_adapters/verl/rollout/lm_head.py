@@ -1,8 +1,7 @@
 """verl: compute the LM head in fp32 in actor, reference model and rollout.
 
-For actor and reference model, the key for an fp32 LM head is in ``override_config``, which verl
-copies into the model's HF config. For the rollout, the key for an fp32 LM head is in
-``engine_kwargs``.
+The key of actor and reference model is in ``override_config``, which verl copies into the model's
+HF config; the rollout's key is in ``engine_kwargs``.
 """
 
 from __future__ import annotations
@@ -11,36 +10,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from precision_shim.adapting import Call, seam, versioned
+from precision_shim.precision.lm_head import Head
 
-from ...agreement import (
-    FEATURE,
-    FIELD,
-    NOT_IN_FORCE,
-    SETTING,
-    Head,
-    IsInForce,
-    compute_in_fp32,
-    is_marked,
-    names_head,
-    of_rollout,
-    of_trainer,
-)
+from ...agreement import lm_head as fp32_head
+from ...agreement.report import FEATURE
 from ...megatron.training.lm_head import compute_in_fp32 as compute_megatrons
 from ..training import fsdp
+from ..training.megatron import ENGINE
 
 GROUP = "LM head"
 MODEL = "actor_rollout_ref.model"
 ROLLOUT = "actor_rollout_ref.rollout"
-_DELETE = "verl computes the LM head in fp32 by an option"
-_LEGACY = "verl 0.8 is the oldest in use"
 
 
-def read_heads(config: Mapping[str, Any], in_force: IsInForce) -> list[Head]:
+def read_heads(config: Mapping[str, Any], in_force: fp32_head.IsInForce) -> list[Head]:
     """Describe the LM heads of a PPO job's actor, reference model and rollout.
 
     Args:
         config: the job's config as plain data.
-        in_force: see ``InForce``.
+        in_force: see ``fp32_head.IsInForce``.
     """
     shared = config["actor_rollout_ref"]
     model, rollout = shared.get("model") or {}, shared["rollout"]
@@ -54,17 +42,14 @@ def read_heads(config: Mapping[str, Any], in_force: IsInForce) -> list[Head]:
         group = f"legacy {group}" if legacy else group
         refusal = _refuses(model, role, strategy, subject)
         if not refusal and not in_force(FEATURE, group):
-            refusal = NOT_IN_FORCE
-        heads.append(of_trainer(subject, overrides, place, refusal))
+            refusal = fp32_head.NOT_IN_FORCE
+        heads.append(fp32_head.of_trainer(subject, overrides, place, refusal))
     backend, section = str(rollout.get("name") or ""), rollout.get("engine_kwargs") or {}
     qat = (rollout.get("qat") or {}).get("enable")
     quantised = "qat" if qat else "quantization" if rollout.get("quantization") else ""
-    head = of_rollout(
-        backend,
-        section.get(backend) or {},
-        f"{ROLLOUT}.engine_kwargs.{backend}",
-        f"{ROLLOUT}.{quantised}" if quantised else "",
-    )
+    options, place = section.get(backend) or {}, f"{ROLLOUT}.engine_kwargs.{backend}"
+    quantised = f"{ROLLOUT}.{quantised}" if quantised else ""
+    head = fp32_head.of_rollout(backend, options, place, quantised)
     if backend == "sglang" and _adapts_in_sglang(model):
         # With a LoRA adapter on the LM head, SGLang ignores enable_fp32_lm_head.
         refusal = "SGLang puts a LoRA adapter on its LM head, which then computes in 16 bits"
@@ -79,7 +64,7 @@ def _adapts_in_sglang(model: Mapping[str, Any]) -> bool:
     if not (model.get("lora_rank") or lora.get("rank")) or lora.get("merge"):
         return False
     targets = model.get("target_modules") or "all-linear"
-    return targets == "all-linear" or names_head(targets, lora.get("target_modules"))
+    return targets == "all-linear" or fp32_head.names_head(targets, lora.get("target_modules"))
 
 
 def _overrides(model: Mapping[str, Any], *, nested: bool) -> tuple[str, object]:
@@ -99,104 +84,76 @@ def _refuses(model: Mapping[str, Any], role: Mapping[str, Any], strategy: str, s
     if strategy == "megatron" and (role.get("megatron") or {}).get("use_megatron_fsdp"):
         key = f"actor_rollout_ref.{subject}.megatron.use_megatron_fsdp"
         return f"{key}: Megatron-FSDP owns the LM head's weight"
-    if names_head(model.get("target_modules"), (model.get("lora") or {}).get("target_modules")):
+    targets = (model.get("target_modules"), (model.get("lora") or {}).get("target_modules"))
+    if fp32_head.names_head(*targets):
         return f"target_modules of {MODEL} has the LM head, whose adapter computes in 16 bits"
     return ""
 
 
-def _take_mark(overrides: Any, *configs: Any) -> bool:
-    """Return whether the driver set the fp32 head's key; delete the key, which verl would save."""
+def _compute_in_fp32(model: Any, overrides: Any, hf_config: Any) -> None:
+    """If the driver set the fp32 head's key, change a Hugging Face model or Megatron's chunks.
+
+    Raises:
+        UnsupportedPrecisionError: the LM head cannot compute in fp32.
+    """
     inner = overrides.get("model_config", overrides) if hasattr(overrides, "get") else None
-    if not is_marked(inner):
-        return False
-    for config in configs:
-        vars(config).pop(FIELD, None)
-    return True
+    if not fp32_head.is_marked(inner):
+        return
+    vars(hf_config).pop(fp32_head.FIELD, None)  # verl would save the key with the model
+    if hasattr(model, "get_output_embeddings"):
+        vars(model.config).pop(fp32_head.FIELD, None)
+        fp32_head.compute_in_fp32(model, versioned("verl"))
+    else:
+        compute_megatrons(model, versioned("verl"), fp32_head.SETTING)
 
 
 @seam(
-    "verl.workers.engine.fsdp.transformer_impl:FSDPEngine._build_module",
-    FEATURE,
-    group=GROUP,
-    why="returns the Hugging Face model before LoRA and FSDP wrap it",
-    delete_when=_DELETE,
+    feature=FEATURE,
+    at=[
+        {
+            "target": f"{fsdp.SHARDED}._build_module",
+            "group": GROUP,
+            "why": "returns the Hugging Face model before LoRA and FSDP wrap it",
+        },
+        {
+            "target": f"{ENGINE}._build_megatron_module",
+            "group": f"Megatron {GROUP}",
+            "why": "returns the model chunks before the optimizer is built",
+        },
+    ],
+    delete_when="verl computes the LM head in fp32 by an option",
     relies_on=("model_config", "hf_config"),
     optional=True,
 )
 def build_model(call: Call) -> Any:
-    """Make the FSDP engine's language model compute its LM head in fp32.
-
-    Raises:
-        UnsupportedPrecisionError: the LM head is no plain linear layer.
-    """
-    module, config = call.proceed(), call.instance.model_config
-    if _is_critic(call) or not _take_mark(config.override_config, config.hf_config, module.config):
-        return module
-    compute_in_fp32(module, versioned("verl"))
-    return module
+    """Make an engine's language model compute its LM head in fp32."""
+    model, config = call.proceed(), call.instance.model_config
+    if not type(call.instance).__name__.endswith("ValueHead"):  # a critic has no LM head
+        _compute_in_fp32(model, config.override_config, config.hf_config)
+    return model
 
 
 @seam(
-    "verl.workers.engine.megatron.transformer_impl:MegatronEngine._build_megatron_module",
-    FEATURE,
-    group=f"Megatron {GROUP}",
-    why="returns the model chunks before the optimizer is built",
-    delete_when=_DELETE,
-    relies_on=("model_config", "hf_config"),
-    optional=True,
-)
-def build_chunks(call: Call) -> Any:
-    """Make the Megatron engine's language model compute its LM head in fp32.
-
-    Raises:
-        UnsupportedPrecisionError: the output layer of Megatron cannot compute in fp32.
-    """
-    chunks, config = call.proceed(), call.instance.model_config
-    if not _is_critic(call) and _take_mark(config.override_config, config.hf_config):
-        compute_megatrons(chunks, versioned("verl"), SETTING)
-    return chunks
-
-
-@seam(
-    "verl.workers.fsdp_workers:ActorRolloutRefWorker._build_model_optimizer",
-    FEATURE,
-    group=f"legacy {GROUP}",
-    why="returns the Hugging Face model of actor or reference model, wrapped by FSDP",
-    delete_when=_LEGACY,
+    feature=FEATURE,
+    at=[
+        {
+            "target": "verl.workers.fsdp_workers:ActorRolloutRefWorker._build_model_optimizer",
+            "group": f"legacy {GROUP}",
+            "why": "returns the Hugging Face model of actor or reference model, wrapped by FSDP",
+        },
+        {
+            "target": "verl.workers.megatron_workers:ActorRolloutRefWorker._build_model_optimizer",
+            "group": f"legacy Megatron {GROUP}",
+            "why": "returns the model chunks of actor or reference model",
+            "relies_on": ("hf_config",),
+        },
+    ],
+    delete_when="verl 0.8 is the oldest in use",
     optional=True,
 )
 def build_legacy_model(call: Call, override_model_config: Any) -> Any:
-    """Make a legacy FSDP worker's model compute its LM head in fp32.
-
-    Raises:
-        UnsupportedPrecisionError: the LM head is no plain linear layer.
-    """
-    module, *rest = call.proceed()
-    if _take_mark(override_model_config, module.config, rest[-1]):
-        compute_in_fp32(module, versioned("verl"))
-    return (module, *rest)
-
-
-@seam(
-    "verl.workers.megatron_workers:ActorRolloutRefWorker._build_model_optimizer",
-    FEATURE,
-    group=f"legacy Megatron {GROUP}",
-    why="returns the model chunks of actor or reference model",
-    delete_when=_LEGACY,
-    relies_on=("hf_config",),
-    optional=True,
-)
-def build_legacy_chunks(call: Call, override_model_config: Any) -> Any:
-    """Make a legacy Megatron worker's model compute its LM head in fp32.
-
-    Raises:
-        UnsupportedPrecisionError: the output layer of Megatron cannot compute in fp32.
-    """
+    """Make a legacy worker's model compute its LM head in fp32."""
     built = call.proceed()
-    if _take_mark(override_model_config, call.instance.hf_config):
-        compute_megatrons(built[0], versioned("verl"), SETTING)
+    hf_config = getattr(call.instance, "hf_config", built[-1])  # FSDP's worker returns it
+    _compute_in_fp32(built[0], override_model_config, hf_config)
     return built
-
-
-def _is_critic(call: Call) -> bool:
-    return type(call.instance).__name__.endswith("ValueHead")

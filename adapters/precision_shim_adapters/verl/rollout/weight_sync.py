@@ -1,18 +1,15 @@
 """Send verl's weights to the rollout engine in the engine's dtype, rounded once.
 
 verl's torchtitan engine and verl's FSDP engine (since 0.9 only for merged LoRA) round every weight
-to bf16, regardless of ``actor_rollout_ref.rollout.dtype``. In the torchtitan and FSDP engines,
-``get_per_tensor_param`` returns the weights as a generator that has not started. The shim reads
-which tensors verl's generator would gather. The shim returns its own generator, which gathers the
-same tensors in the same order and rounds them to the rollout's dtype. The shim does not start
-verl's generator, which would run collective operations. For a bf16 rollout the shim returns verl's
-generator unchanged.
+to bf16, regardless of ``actor_rollout_ref.rollout.dtype``. ``get_per_tensor_param`` returns the
+weights as a generator that has not started. The shim does not start verl's generator, which would
+run collective operations. The shim reads which tensors verl's generator would gather, and returns a
+generator that gathers the same tensors in the same order, and rounds them to the rollout's dtype.
 
 verl does not cast the weights of the Megatron, VeOmni and Automodel engines, of 0.7.1's legacy
 workers, or of the FSDP engine in 0.9 and later without merged LoRA. For a delta sync, every
-training engine of verl rounds to bf16, and verl's receiver in vLLM accepts only bf16. For a delta
-sync from FSDP to SGLang, the shim rounds the weights to the rollout's dtype. For a delta sync to
-vLLM, or without FSDP, the shim refuses rollout dtypes other than bf16, or warns.
+training engine rounds to bf16, and verl's receiver in vLLM accepts only bf16: the shim rounds to
+the rollout's dtype from FSDP to SGLang, and otherwise refuses rollout dtypes but bf16, or warns.
 """
 
 from __future__ import annotations
@@ -30,40 +27,39 @@ from torch.distributed.tensor import DTensor
 from precision_shim.adapting import Call, current_settings, decide, look, seam, versioned, warn
 from precision_shim.auditing import meters
 from precision_shim.errors import UnsupportedPrecisionError
+from precision_shim.precision.agreement import AUTO, CANONICAL
 
-from ...agreement import AUTO, CANONICAL, FEATURE, engine_name
-from .dtypes import asked_dtype, rollout_dtype
+from ...agreement.names import engine_name
+from ...agreement.report import FEATURE
+from ..training.engines import TITAN
+from ..training.fsdp import SHARDED
+from .dtypes import ROLLOUT, asked_dtype, rollout_dtype
 
-FSDP, TITAN, CHECKPOINTS = "fsdp weights", "torchtitan weights", "checkpoint engines"
+FSDP, TITANS, CHECKPOINTS = "fsdp weights", "torchtitan weights", "checkpoint engines"
 """Groups of seams: one for each engine that rounds weights, one for verl's checkpoint engines."""
 
 DELTA = "delta_sharded"
 """Name of the backend of verl's checkpoint engine that sends only changed weights."""
 
-_ROLLOUT = "actor_rollout_ref.rollout"
 _SUBJECT = "weights to the rollout"
 _BF16 = "bfloat16"
 _VLLM_DELTA = "verl.workers.rollout.vllm_rollout.delta_weight_transfer"
-_IMPL = "verl.workers.engine"
 _INIT: dict[str, Any] = {
     "target": "verl.workers.engine_workers:ActorRolloutRefWorker.init_model",
     "relies_on": ("actor", "role", "rollout", "config"),
 }
 _FIRST: dict[str, Any] = {"feature": FEATURE, "optional": True}
 
-_asked: WeakKeyDictionary[Any, tuple[str, str]] = WeakKeyDictionary()
-"""Maps an actor's engine to the rollout's dtype name and the config key of that name. The engine
-itself has no access to the rollout's config."""
-
-_computes: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-"""Maps an actor's engine to the canonical name of the rollout's dtype, for the meter."""
+_asked: WeakKeyDictionary[Any, tuple[str, str, str]] = WeakKeyDictionary()
+"""Maps an actor's engine to the name of the rollout's dtype, the config key of that name, and the
+canonical name of the dtype that the rollout computes in. The engine itself does not know these."""
 
 _deltas: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """Maps an actor's engine to the dtype name that its delta checkpoint engine received."""
 
 
 @seam(
-    at=[{**_INIT, "group": FSDP}, {**_INIT, "group": TITAN}],
+    at=[{**_INIT, "group": FSDP}, {**_INIT, "group": TITANS}],
     why="the worker knows both the engine and the rollout's dtype; the engine does not",
     delete_when="verl sends weights in the rollout's dtype",
     **_FIRST,
@@ -77,11 +73,10 @@ def announce(call: Call) -> Any:
     worker = call.instance
     if "actor" not in worker.role:
         return call.proceed()
-    asked = asked_dtype(worker.config.rollout, _ROLLOUT)
+    asked = asked_dtype(worker.config.rollout, ROLLOUT)
     result = call.proceed()
     engine = worker.actor.engine
-    _asked[engine] = asked
-    _computes[engine] = rollout_dtype(worker.config)
+    _asked[engine] = (*asked, rollout_dtype(worker.config))
     _tell_meter(engine)
     return result
 
@@ -89,22 +84,35 @@ def announce(call: Call) -> Any:
 def _tell_meter(engine: Any, *before: str) -> None:
     """Tell the lost-update meter that weights round to ``before``, then to the rollout's dtype."""
     lora = getattr(getattr(engine, "model_config", None), "lora", None) or {}
-    names = (*before, _computes.get(engine, AUTO))
+    *_, computes = _asked.get(engine, (AUTO,))
     optimizer = getattr(engine, "optimizer", None)
-    meters.tell_rollout(optimizer, *names, factors=not lora.get("merge"))
+    meters.tell_rollout(optimizer, *before, computes, factors=not lora.get("merge"))
 
 
 @seam(
-    f"{_IMPL}.fsdp.transformer_impl:FSDPEngine.get_per_tensor_param",
-    group=FSDP,
-    why="returns the weights, unstarted; before 0.9 and for merged LoRA they are rounded to bf16",
-    upstream="https://github.com/volcengine/verl/pull/7161",
-    delete_when="verl sends merged LoRA in the rollout's dtype, and 0.9 is the oldest in use",
-    relies_on=("params", "DTensor", "full_tensor", "module"),
+    at=[
+        {
+            "target": f"{SHARDED}.get_per_tensor_param",
+            "group": FSDP,
+            "why": "returns the weights, unstarted; before 0.9 and for merged LoRA they are "
+            "rounded to bf16",
+            "upstream": "https://github.com/volcengine/verl/pull/7161",
+            "delete_when": "verl sends merged LoRA in the rollout's dtype, and 0.9 is the oldest "
+            "in use",
+            "relies_on": ("params", "DTensor", "full_tensor", "module", "_is_offload_param"),
+        },
+        {
+            "target": f"{TITAN}.get_per_tensor_param",
+            "group": TITANS,
+            "why": "returns the weights, unstarted, rounded to bf16",
+            "delete_when": "verl's torchtitan engine sends weights in the rollout's dtype",
+            "relies_on": ("params", "DTensor", "full_tensor"),
+        },
+    ],
     **_FIRST,
 )
-def send_sharded(call: Call) -> Any:
-    """Return the FSDP engine's weights rounded to the rollout's dtype and not to bf16."""
+def send_weights(call: Call) -> Any:
+    """Return an engine's weights rounded to the rollout's dtype and not to bf16."""
     stream, *rest = result = call.proceed()
     engine = call.instance
     found = inspect.getgeneratorlocals(stream) if isinstance(stream, GeneratorType) else {}
@@ -115,51 +123,33 @@ def send_sharded(call: Call) -> Any:
         )
     if not _to_mend(engine, stream):
         return result
-    if ".0" in found and "device" in found:  # ``.0`` is a generator expression's first iterable
-        return (_gathered(found[".0"], found["device"], _wire(engine)), *rest)
-    if stream.gi_code.co_name == "_merged_lora_per_tensor_param":
-        return (_merged(engine, _wire(engine)), *rest)
-    return _left(
-        engine, result, f"{stream.gi_code.co_name} is a generator that the shim does not know"
-    )
-
-
-@seam(
-    f"{_IMPL}.torchtitan.transformer_impl:TorchTitanEngine.get_per_tensor_param",
-    group=TITAN,
-    why="returns the weights, unstarted, rounded to bf16",
-    delete_when="verl's torchtitan engine sends weights in the rollout's dtype",
-    relies_on=("params", "DTensor", "full_tensor"),
-    **_FIRST,
-)
-def send_titan(call: Call) -> Any:
-    """Return the torchtitan engine's weights rounded to the rollout's dtype and not to bf16."""
-    stream, *rest = result = call.proceed()
-    engine = call.instance
-    if not _to_mend(engine, stream):
-        return result
-    found = inspect.getgeneratorlocals(stream)
-    if ".0" in found and "device" in found:
-        return (_gathered(found[".0"], found["device"], _wire(engine)), *rest)
-    if {"dense", "expert_stacks", "device"} <= found.keys():  # from 0.9.1
-        dtype = _wire(engine)
-        dense = _gathered(found["dense"].items(), found["device"], dtype)
-        return (_with_experts(dense, found["expert_stacks"], found["device"], dtype), *rest)
-    return _left(
-        engine, result, "verl gathers and rounds experts in one step under expert parallelism"
-    )
+    kind = stream.gi_code.co_name
+    if {".0", "device"} <= found.keys():  # ``.0`` is a generator expression's first iterable
+        ours = _gathered(found[".0"], found["device"], _wire(engine))
+    elif {"dense", "expert_stacks", "device"} <= found.keys():  # torchtitan, from 0.9.1
+        ours = _with_experts(
+            found["dense"].items(), found["expert_stacks"], found["device"], _wire(engine)
+        )
+    elif kind == "_merged_lora_per_tensor_param":
+        ours = _merged(engine, _wire(engine))
+    elif kind == "iter_per_tensor_params_ep":
+        return _left(
+            engine, result, "verl gathers and rounds experts in one step under expert parallelism"
+        )
+    else:
+        return _left(engine, result)
+    return (ours, *rest)
 
 
 def _to_mend(engine: Any, stream: Any) -> bool:
     """Whether verl's unstarted generator rounds to bf16 although the config sets another dtype."""
-    name, key = _asked.get(engine, (_BF16, ""))
+    name, key, _ = _asked.get(engine, (_BF16, "", ""))
     if name == _BF16 or not _rounds(stream):
         return False
     if name == AUTO:
         _tell_auto(key, "verl rounds every weight to bf16 on the way to the rollout")
         _tell_meter(engine, "bf16")
-        return False
-    return True
+    return name != AUTO
 
 
 def _rounds(stream: Any) -> bool:
@@ -171,7 +161,7 @@ def _rounds(stream: Any) -> bool:
 
 
 def _wire(engine: Any) -> torch.dtype:
-    name, _ = _asked[engine]
+    name, *_ = _asked[engine]
     reason = "verl itself would round them to bf16 on the way"
     chosen = "as the trainer stores them" if name == "float32" else f"{name}, rounded once"
     decide("verl", _SUBJECT, FEATURE, chosen, reason)
@@ -179,8 +169,9 @@ def _wire(engine: Any) -> torch.dtype:
     return dtype
 
 
-def _left(engine: Any, result: Any, reason: str) -> Any:
-    name, key = _asked[engine]
+def _left(engine: Any, result: Any, reason: str = "") -> Any:
+    reason = reason or f"{result[0].gi_code.co_name} is a generator that the shim does not know"
+    name, key, _ = _asked[engine]
     message = (
         f"{versioned('verl')}: the weights reach the rollout rounded to bf16, although {key}={name}"
         f": {reason}, so the shim leaves verl's weight sync as it is. Write {key}=bfloat16 and "
@@ -203,15 +194,17 @@ def _tell_auto(key: str, what: str) -> None:
 
 
 Pairs = Iterable[tuple[str, Any]]
+Weights = Iterator[tuple[str, torch.Tensor]]
 
 
-def _gathered(pairs: Pairs, device: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def _gathered(pairs: Pairs, device: Any, dtype: torch.dtype) -> Weights:
     for name, param in pairs:
         yield name, _whole(param, device, dtype) if isinstance(param, DTensor) else param
 
 
 def _whole(param: Any, device: Any, dtype: torch.dtype) -> torch.Tensor:
-    return _rounded(param.to(device, non_blocking=True).full_tensor(), dtype)
+    moved = param.to(device, non_blocking=True)
+    return _rounded(moved.full_tensor() if isinstance(moved, DTensor) else moved, dtype)
 
 
 def _rounded(one: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -223,20 +216,18 @@ def _rounded(one: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _with_experts(
     dense: Pairs, stacks: Iterable[tuple[Any, Any]], device: Any, dtype: torch.dtype
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the dense weights, then the experts, one stack at a time since a stack is large."""
-    yield from dense
+) -> Weights:
+    yield from _gathered(dense, device, dtype)
     for stack, slots in stacks:
-        whole = stack.to(device, non_blocking=True)
-        whole = _rounded(whole.full_tensor() if isinstance(whole, DTensor) else whole, dtype)
+        whole = _whole(stack, device, dtype)
         for index, (name, _) in enumerate(slots):
             yield name, whole[index].clone()
-        del whole
+        del whole  # before the next stack is gathered, since a stack is large
 
 
-def _merged(engine: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def _merged(engine: Any, dtype: torch.dtype) -> Weights:
     """Merge LoRA into the weights, and yield the merged weights, as verl's generator does."""
-    verl: Any = importlib.import_module(f"{_IMPL}.fsdp.transformer_impl")
+    verl: Any = importlib.import_module(SHARDED.partition(":")[0])
     module, device = engine.module, verl.get_device_id()
     inner = getattr(module, "_fsdp_wrapped_module", module)
     try:
@@ -247,16 +238,13 @@ def _merged(engine: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor
                     yield name, param.detach().clone()
                     continue
                 whole = _whole(param, device, dtype)
-                # Clone the weight: verl later restores the unmerged weight in the same memory.
-                yield name, whole.clone() if _shares(whole, param) else whole
+                # verl later restores the unmerged weight in the same memory.
+                shared = param.to_local().untyped_storage().data_ptr()
+                own = whole.untyped_storage().data_ptr()
+                yield name, whole.clone() if own == shared else whole
     finally:
         if engine._is_offload_param:
             verl.offload_fsdp_model_to_cpu(module)
-
-
-def _shares(whole: torch.Tensor, param: DTensor) -> bool:
-    own = param.to_local().untyped_storage()
-    return whole.untyped_storage().data_ptr() == own.data_ptr()
 
 
 @seam(
@@ -285,22 +273,22 @@ def checkpoint_engine(call: Call) -> Any:
         warn(refusal)
     result = call.proceed()
     sender, delta = worker.checkpoint_engine, _backend(rollout) == DELTA
-    rounds = delta or casts(sender)
-    name = "" if refusal else _give(sender, rollout, rounds)
-    if rounds:
-        _tell_meter(worker.actor.engine, CANONICAL.get(name, "bf16"))
-    if delta and name:
-        _deltas[worker.actor.engine] = name
+    if delta or rounds_weights(sender):
+        engine = worker.actor.engine
+        name = "" if refusal else _set_dtype(sender, rollout)
+        _tell_meter(engine, CANONICAL.get(name, "bf16"))
+        if delta and name:
+            _deltas[engine] = name
     return result
 
 
 @seam(
-    f"{_IMPL}.fsdp.transformer_impl:FSDPEngine.get_per_tensor_param_shard",
+    f"{SHARDED}.get_per_tensor_param_shard",
     group=CHECKPOINTS,
     why="returns this rank's shards, unstarted, rounded to bf16; the delta engine compares these",
     delete_when="verl's delta checkpoint engine sends the rollout's dtype",
     relies_on=("params", "DTensor", "ShardSpec"),
-    only_if=(f"{_IMPL}.fsdp.transformer_impl:FSDPEngine.get_per_tensor_param_shard",),
+    only_if=(f"{SHARDED}.get_per_tensor_param_shard",),
     **_FIRST,
 )
 def send_shards(call: Call) -> Any:
@@ -311,11 +299,7 @@ def send_shards(call: Call) -> Any:
         return result
     found = inspect.getgeneratorlocals(stream)
     if not {"params", "device", "ShardSpec"} <= found.keys():
-        return _left(
-            call.instance,
-            result,
-            f"{stream.gi_code.co_name} is a generator that the shim does not know",
-        )
+        return _left(call.instance, result)
     params, device, spec = found["params"], found["device"], found["ShardSpec"]
     return (_shards(params, device, spec, getattr(torch, name)), *rest)
 
@@ -342,14 +326,14 @@ def refuses_delta(rollout: Any, strategy: str) -> tuple[str, bool]:
     Raises:
         DtypeError: no engine computes in the rollout's dtype.
     """
-    name, key = asked_dtype(rollout, _ROLLOUT)
+    name, key = asked_dtype(rollout, ROLLOUT)
     engine = rollout.get("name")
     if _backend(rollout) != DELTA or name in (_BF16, AUTO) or engine not in ("vllm", "sglang"):
         return "", False
     vllm = engine == "vllm"
-    if vllm and not look(f"{_VLLM_DELTA}:VerlDeltaIPCWeightTransferEngine").found:
-        return "", False  # verl before 0.9.1 itself refuses the delta engine with vLLM
-    if not vllm and strategy in ("fsdp", "fsdp2"):
+    # verl before 0.9.1 itself refuses the delta engine with vLLM
+    known = look(f"{_VLLM_DELTA}:VerlDeltaIPCWeightTransferEngine").found
+    if not known if vllm else strategy in ("fsdp", "fsdp2"):
         return "", False
     what = (
         "verl's receiver in vLLM takes no other dtype than bfloat16"
@@ -357,21 +341,20 @@ def refuses_delta(rollout: Any, strategy: str) -> tuple[str, bool]:
         else f"with actor.strategy={strategy} verl sends every weight rounded to bf16"
     )
     message = (
-        f"{versioned('verl')}: {_ROLLOUT}.checkpoint_engine.backend=delta_sharded with {key}={name}"
+        f"{versioned('verl')}: {ROLLOUT}.checkpoint_engine.backend=delta_sharded with {key}={name}"
         f": {what}. Write {key}=bfloat16 and train in bf16, or choose another backend, such as "
-        f"{_ROLLOUT}.checkpoint_engine.backend=nccl."
+        f"{ROLLOUT}.checkpoint_engine.backend=nccl."
     )
     return message, vllm
 
 
-def _give(engine: Any, rollout: Any, rounds: bool) -> str:
+def _set_dtype(engine: Any, rollout: Any) -> str:
     """Set a checkpoint engine's dtype; return the dtype's name, empty if verl's dtype stays."""
-    if not rounds:
-        return ""
     backend = _backend(rollout)
-    written = _kwargs(rollout, backend).get("rollout_dtype")
-    at = f"{_ROLLOUT}.checkpoint_engine.engine_kwargs.{backend}.rollout_dtype"
-    name, key = asked_dtype(rollout, _ROLLOUT)
+    kwargs = (rollout.get("checkpoint_engine") or {}).get("engine_kwargs") or {}
+    written = (kwargs.get(backend) or {}).get("rollout_dtype")
+    at = f"{ROLLOUT}.checkpoint_engine.engine_kwargs.{backend}.rollout_dtype"
+    name, key = asked_dtype(rollout, ROLLOUT)
     if written is not None:
         own = engine_name(written, at, versioned("verl"), also=())
         engine.rollout_dtype = getattr(torch, own)  # ``Tensor.to`` raises for a string
@@ -391,21 +374,12 @@ def _give(engine: Any, rollout: Any, rounds: bool) -> str:
     return name
 
 
-def is_delta(engine: Any) -> bool:
-    """Whether a checkpoint engine is a delta engine, which sends only the changed weights."""
-    return "Delta" in type(engine).__name__
-
-
-def casts(engine: Any) -> bool:
+def rounds_weights(engine: Any) -> bool:
     """Whether a checkpoint engine rounds weights; some engines only store ``rollout_dtype``."""
     send = inspect.unwrap(engine.send_weights)
-    return "rollout_dtype" in getattr(getattr(send, "__code__", None), "co_names", ())
+    casts = "rollout_dtype" in getattr(getattr(send, "__code__", None), "co_names", ())
+    return casts or "Delta" in type(engine).__name__
 
 
 def _backend(rollout: Any) -> str:
     return str((rollout.get("checkpoint_engine") or {}).get("backend") or "")
-
-
-def _kwargs(rollout: Any, backend: str) -> Any:
-    kwargs = (rollout.get("checkpoint_engine") or {}).get("engine_kwargs") or {}
-    return kwargs.get(backend) or {}

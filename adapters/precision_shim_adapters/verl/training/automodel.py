@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from typing import Any
 
@@ -17,7 +18,7 @@ from ...torch_fp16.autocast import autocast_in_fp16
 from ...torch_fp16.files import files_of_rank
 from ...torch_fp16.states import make_missing_states
 from .engines import AUTOMODEL, is_fp16, on, scale, tell_ignored
-from .fsdp import training_of
+from .fsdp import read_key, training_of
 
 BECAUSE = "mp_param_dtype is float16, and verl's Automodel engine has no loss scaler"
 
@@ -29,19 +30,17 @@ _OPTIMIZER = "optim"
 
 
 def check_fp16(config: Any, section: str = "engine_config") -> None:
-    """Raise if an engine's config combines float16 with settings that do not allow float16.
+    """Raise if a config whose ``mp_param_dtype`` is float16 has settings that do not allow float16.
 
     Args:
-        config: an engine's config whose ``mp_param_dtype`` is float16.
+        config: an engine's config.
         section: the key of this section in the job's config, for error messages.
 
     Raises:
         DtypeError: the strategy has no mixed-precision policy, or the config has parameters in
             float16 or an output in bfloat16.
     """
-
-    def get(key: str) -> Any:
-        return config.get(key) if hasattr(config, "get") else getattr(config, key)
+    get = functools.partial(read_key, config)
 
     def refuse(key: str, why: str, allowed: str, instead: str) -> None:
         raise DtypeError(

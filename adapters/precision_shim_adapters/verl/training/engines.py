@@ -1,13 +1,13 @@
-"""The seams that verl's VeOmni, Automodel, torchtitan and FSDP Turbo engines share in float16.
+"""What verl's VeOmni, Automodel, torchtitan and FSDP Turbo engines share in float16.
 
-VeOmni, Automodel and torchtitan engines make no loss scaler, and skip a step whose grad norm is not
-finite. For VeOmni, Automodel and torchtitan engines, the shim scales the result of the caller's
-loss function, and unscales the gradients before the engine clips them. FSDP Turbo makes no loss
-scaler, and runs the FSDP engine's loop, which uses the engine's ``scaler``.
+Only FSDP Turbo runs the FSDP engine's loop, which uses the engine's ``scaler``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -23,13 +23,11 @@ from precision_shim.adapting import (
     versioned,
     warn,
 )
-from precision_shim.auditing.automatic import watch
 from precision_shim.errors import UnsupportedPrecisionError
 from precision_shim.precision.dtypes import parse_dtype
 
 from ...torch_fp16 import FEATURE
-from ...torch_fp16.auxiliary import auxiliary_losses
-from .fsdp import asks_fp16, make, training_of
+from .fsdp import fp16_keys, make
 
 _IMPL = "verl.workers.engine"
 VEOMNI = f"{_IMPL}.veomni.transformer_impl:VeOmniEngine"
@@ -53,28 +51,35 @@ SINCE = {
 }
 """Maps an engine to conditions; if all of them hold, the shim can scale the engine's fp16 loss."""
 
-_WHEN = "the engine scales fp16 losses"
 
-
-def on(engine: str, **more: Any) -> dict[str, Any]:
+def on(engine: str) -> dict[str, Any]:
     """The arguments that all seams for fp16 on one engine share."""
     return {
         "feature": FEATURE,
         "group": GROUPS[engine],
-        "delete_when": _WHEN,
+        "delete_when": "the engine scales fp16 losses",
         "optional": True,
         "only_if": SINCE[engine],
-        **more,
     }
-
-
-def _at(method: str, *engines: str) -> list[dict[str, Any]]:
-    return [{"target": f"{engine}.{method}", **on(engine)} for engine in engines]
 
 
 def is_fp16(value: object) -> bool:
     """Whether a config's value names float16."""
     return value is not None and parse_dtype(str(value)) is torch.float16
+
+
+IN_FP16: ContextVar[bool] = ContextVar("precision_shim_verl_in_fp16", default=False)
+"""Whether the model that VeOmni or torchtitan is building will compute in float16."""
+
+
+@contextmanager
+def in_fp16() -> Iterator[None]:
+    """A context in which ``IN_FP16`` is true."""
+    token = IN_FP16.set(True)
+    try:
+        yield
+    finally:
+        IN_FP16.reset(token)
 
 
 def policy_of(module: Any) -> torch.dtype | None:
@@ -88,30 +93,25 @@ def policy_of(module: Any) -> torch.dtype | None:
     return None
 
 
-def scale(engine: Any, because: str, *, drives: bool = True) -> None:
-    """Make an engine's ``ScaledTraining``, unless the engine only runs forward passes.
+def scale(engine: Any, because: str) -> None:
+    """Make the ``ScaledTraining`` of an engine that takes steps.
 
     Raises:
         UnsupportedPrecisionError: the engine gathers the parameters in another dtype than float16.
     """
-    found = policy_of(engine.module) if drives else torch.float16
+    found = policy_of(engine.module)
     if found not in (None, torch.float16):
         raise UnsupportedPrecisionError(
             f"{versioned('verl')}: {because}, but {type(engine).__name__} gathers its parameters "
             f"in {found}; expected torch.float16. Train in bfloat16, or with the fsdp2 engine."
         )
-    if not getattr(engine.engine_config, "forward_only", False):
-        make(engine, None, because, drives=drives)
+    if not engine.engine_config.forward_only:
+        make(engine, None, because, drives=True)
 
 
 def tell_ignored(config: Any, key: str) -> None:
-    """Warn if a config has float16 only in keys that do not make the engine train in float16.
-
-    Args:
-        config: an engine's config.
-        key: the key that makes the engine train in float16.
-    """
-    if asks_fp16(config) and not getattr(config, "forward_only", False):
+    """Warn if a config has float16, but not in ``key``, which makes the engine train in float16."""
+    if any(fp16_keys(config)) and not config.forward_only:
         warn(
             f"{versioned('verl')}: a dtype of its {config.strategy} engine's config is float16, "
             f"but {key} is not: it trains in another dtype, and the loss is not scaled. Set "
@@ -127,44 +127,13 @@ def inside(optimizer: Any) -> tuple[Any, ...]:
     return tuple(optimizer) if hasattr(optimizer, "__iter__") else ()
 
 
-@seam(
-    at=_at("forward_backward_batch", VEOMNI, AUTOMODEL, TITAN),
-    why="the loss comes from this argument, and its backward pass runs within",
-    relies_on=("backward",),
-)
-def scale_loss(call: Call, loss_function: Any, forward_only: Any = False) -> Any:
-    """Scale the loss of each micro-batch, and its MoE auxiliary losses."""
-    training = training_of(call.instance)
-    if training is None or not training.drives or loss_function is None or forward_only:
-        return call.proceed()
-    with auxiliary_losses(training) as follow:
-        call.arguments["loss_function"] = training.scaled(loss_function, follow)
-        return call.proceed()
-
-
-@seam(
-    at=_at("optimizer_step", VEOMNI, AUTOMODEL, TITAN, TURBO),
-    why="clips, looks whether the norm is finite, and steps",
-    relies_on=("isfinite", "optimizer"),
-)
-def step(call: Call) -> Any:
-    """Unscale gradients before clipping, step with the scaler, return NaN for a skipped step."""
-    training = training_of(call.instance)
-    if training is None:
-        return call.proceed()
-    optimizer = call.instance.optimizer
-    with training.one_step(optimizer, inside(optimizer)):
-        norm = call.proceed()
-    return training.norm(norm)
-
-
 TURBO_BECAUSE = "its turbo_config gathers parameters in float16, and verl makes no loss scaler"
 
 
 @seam(
     f"{TURBO}._build_fsdp_module",
     why="shards the model by its own config, and makes no scaler for the loop that it inherits",
-    relies_on=("FSDPTurbo", "turbo_config"),
+    relies_on=("FSDPTurbo", "turbo_config", "engine_config", "module"),
     **on(TURBO),
 )
 def build_turbo(call: Call) -> Any:
@@ -173,47 +142,11 @@ def build_turbo(call: Call) -> Any:
     module = call.proceed()
     if policy_of(module) is torch.float16:
         engine._autocast_dtype = torch.float16
-        scale(engine, TURBO_BECAUSE, drives=False)
+        if not engine.engine_config.forward_only:
+            make(engine, None, TURBO_BECAUSE)
     else:
         tell_ignored(engine.engine_config, "turbo_config.distributed.fsdp_plan.param_dtype")
     return module
-
-
-def watch_engine(engine: Any) -> None:
-    """Audit an engine's optimizer, if the engine has an optimizer."""
-    kind = getattr(engine.model_config, "model_type", "")
-    if engine.optimizer is not None:
-        parts = inside(engine.optimizer)
-        if parts and not hasattr(engine.optimizer, "optimizers"):
-            engine.optimizer.optimizers = list(
-                parts
-            )  # the audit reads ``optimizers`` of a container
-        watch(
-            "verl",
-            "critic" if kind == "value_model" else "actor",
-            engine.optimizer,
-            inner=parts[-1] if parts else None,
-            model=engine.module,
-            scaler=lambda: getattr(engine, "scaler", None),
-        )
-
-
-@seam(
-    feature="audit",
-    at=[
-        {"target": f"{engine}.{method}", "group": GROUPS[engine], "only_if": SINCE[engine]}
-        for engine, method in ((VEOMNI, "_build_model_optimizer"), (AUTOMODEL, "initialize"))
-    ],
-    why="model, optimizer and scaler stand together for the first time",
-    delete_when="verl says which precision its optimizers have",
-    relies_on=("optimizer", "module", "model_config"),
-    optional=True,
-)
-def audit(call: Call) -> Any:
-    """Audit the optimizer of a VeOmni or Automodel engine, which no other adapter audits."""
-    result = call.proceed()
-    watch_engine(call.instance)
-    return result
 
 
 def _follow(symbol: Symbol, settings: Any) -> str | None:
@@ -267,7 +200,7 @@ def refusal(engine: str) -> str:
 )
 def refuse_fp16(call: Call, engine_config: Any) -> Any:
     """Warn (strict: raise) if an engine whose loss the shim cannot scale is set to float16."""
-    if not asks_fp16(engine_config) or getattr(engine_config, "forward_only", False):
+    if not any(fp16_keys(engine_config)) or engine_config.forward_only:
         return call.proceed()
     kinds = {base.__name__ for base in type(call.instance).__mro__}
     reason = next(why for refused, why in REFUSED.items() if refused.rpartition(":")[2] in kinds)

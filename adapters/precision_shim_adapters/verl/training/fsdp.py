@@ -1,30 +1,21 @@
 """Replace verl's loss scaler on FSDP in fp16, and read verl's FSDP configs.
 
-verl 0.8 and later make a grad scaler in ``FSDPEngine._build_fsdp_module``. Up to verl 0.7, the
-legacy actor makes the grad scaler. The shim replaces verl's scaler by a ``LossScaler`` with the
-settings of verl's scaler. The FSDP engine and the legacy critic of 0.7.1 train fp16 parameters
-without a scaler. If verl has no scaler, the shim itself scales the loss, and unscales the gradients
-before verl clips them. If a grad norm is not finite, verl itself skips the step.
+verl 0.8 and later make a grad scaler in ``FSDPEngine._build_fsdp_module``, and 0.7.1 in the legacy
+actor. The shim replaces it by a ``LossScaler`` with its settings. The FSDP engine and the legacy
+critic of 0.7.1 train fp16 parameters without a scaler. There the shim itself scales the loss, and
+unscales the gradients before verl clips them; verl skips a step whose grad norm is not finite.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from precision_shim.adapting import (
-    Call,
-    Symbol,
-    look,
-    meant,
-    seam,
-    versioned,
-    warn,
-)
+from precision_shim.adapting import Call, Symbol, look, meant, seam, versioned, warn
 from precision_shim.errors import DtypeError
 from precision_shim.precision.dtypes import name_of, parse_dtype
 from precision_shim.scaling import ScalerSettings
@@ -58,7 +49,7 @@ def no_legacy_workers(symbol: Symbol, settings: Any) -> str | None:
 
 
 def group_of(asked: object = None) -> str:
-    """The group of seams, on the engine or on legacy workers, that a PPO job's training uses.
+    """The group of the seams on a PPO job's training.
 
     Args:
         asked: the job's ``trainer.use_legacy_worker_impl``; ``None`` if the config lacks it.
@@ -68,8 +59,7 @@ def group_of(asked: object = None) -> str:
 
 
 ON_ENGINE: dict[str, Any] = {"feature": FEATURE, "group": ENGINE, "optional": True}
-"""Arguments that all seams on verl's FSDP engine share. Up to verl 0.7.1 the engine has no scaler;
-later versions have torch's scaler."""
+"""Arguments that all seams on verl's FSDP engine share."""
 
 ON_LEGACY: dict[str, Any] = {
     "feature": FEATURE,
@@ -88,23 +78,11 @@ ON_LEGACY: dict[str, Any] = {
     **ON_ENGINE,
 )
 def build_engine(call: Call) -> Any:
-    """Set the shim's scaler on the engine, in place of verl's own scaler if there is one.
-
-    Raises:
-        DtypeError: a value in ``mixed_precision`` is no dtype name.
-    """
-    engine = call.instance
-    config = engine.engine_config
-    mixed_dtypes(config)
+    """Set the shim's scaler on the engine, in place of verl's own scaler if there is one."""
+    engine, config = call.instance, call.instance.engine_config
     module = call.proceed()
-    if getattr(config, "forward_only", False):  # a reference model takes no step
-        return module
-    own = getattr(engine, _SCALER, None)
-    if own is not None:
-        _instead_of(own, engine)
-    elif computed(config) is torch.float16:
-        _where_none_was(engine, "its FSDP engine")
-    _tell_ignored(config)
+    if not config.forward_only:  # a reference model takes no step
+        _scale(engine, config, "its FSDP engine")
     return module
 
 
@@ -139,12 +117,11 @@ def build_actor(call: Call) -> Any:
     actor = call.instance
     if actor.actor_optimizer is None:
         return result
-    config = _get(actor.config, "fsdp_config")
+    config = read_key(actor.config, "fsdp_config")
     if actor.scaler is not None:
-        _instead_of(actor.scaler, actor)
+        _replace_scaler(actor)
     elif config is not None and computed(config, actor.param_dtype) is torch.float16:
-        # verl makes a scaler only if fsdp_config.dtype is fp16, but the actor's loop can use any
-        # scaler.
+        # verl makes a scaler only for fsdp_config.dtype=fp16, but the actor's loop takes any scaler
         make(actor, None, "fp16 parameters that verl makes no scaler for")
         _tell_autocast("its legacy actor", "fsdp_config.dtype is not float16: set it too")
     keep_at_optimizer(actor)
@@ -161,29 +138,32 @@ def build_critic(call: Call) -> Any:
     """Set the shim's scaler on 0.7.1's critic."""
     result = call.proceed()
     critic = call.instance
-    config = _get(_get(critic.config, "model"), "fsdp_config")
+    config = read_key(read_key(critic.config, "model"), "fsdp_config")
     if critic.critic_optimizer is not None and config is not None:
-        if computed(config) is torch.float16:
-            _where_none_was(critic, "its legacy critic")
-            keep_at_optimizer(critic)
-        _tell_ignored(config)
+        _scale(critic, config, "its legacy critic")
+        keep_at_optimizer(critic)
     return result
 
 
-def _instead_of(own: Any, owner: Any) -> None:
-    if type(own) is ShardedGradScaler:  # keep the user's own subclass of ShardedGradScaler
-        make(owner, own, _OWN)
+def _scale(owner: Any, config: Any, where: str) -> None:
+    if getattr(owner, _SCALER, None) is not None:
+        _replace_scaler(owner)
+    elif computed(config) is torch.float16:
+        make(owner, None, f"fp16 parameters, and {where} has no scaler", drives=True)
+        _tell_autocast(where, "verl 0.8 and later compute in float16")
+    for message in find_ignored(config, computed(config)):
+        warn(message)
+
+
+def _replace_scaler(owner: Any) -> None:
+    if type(owner.scaler) is ShardedGradScaler:  # keep the user's own subclass
+        make(owner, owner.scaler, _OWN)
 
 
 def scaled_because() -> str:
     """Why the shim scales the loss of an fp16 model, as the command ``plan`` reports it."""
     made = look(f"{SHARDED}._build_fsdp_module")
     return _OWN if "ShardedGradScaler" in made.names else "fp16 parameters"
-
-
-def _where_none_was(owner: Any, where: str) -> None:
-    make(owner, None, f"fp16 parameters, and {where} has no scaler", drives=True)
-    _tell_autocast(where, "verl 0.8 and later compute in float16")
 
 
 def make(owner: Any, own: Any, because: str, *, drives: bool = False) -> None:
@@ -193,7 +173,7 @@ def make(owner: Any, own: Any, because: str, *, drives: bool = False) -> None:
         owner: the engine, or the legacy actor or critic.
         own: verl's own scaler, or ``None``; its settings are the new scaler's defaults.
         because: why the shim scales the loss.
-        drives: whether the shim, not verl's own loop, scales the loss and steps.
+        drives: see ``ScaledTraining``.
     """
     from verl.utils.device import get_device_name
 
@@ -208,7 +188,7 @@ def make(owner: Any, own: Any, because: str, *, drives: bool = False) -> None:
         )
     training = ScaledTraining.make(
         "verl",
-        _subject(owner),
+        subject_of(owner),
         device=get_device_name(),
         because=because,
         framework_default=verls,
@@ -220,7 +200,7 @@ def make(owner: Any, own: Any, because: str, *, drives: bool = False) -> None:
 
 def training_of(owner: Any) -> ScaledTraining | None:
     """The ``ScaledTraining`` of an engine, or of a legacy actor or critic."""
-    return ScaledTraining.of_attribute(owner, _SCALER, "verl", _subject(owner))
+    return ScaledTraining.of_attribute(owner, _SCALER, "verl", subject_of(owner))
 
 
 def keep_at_optimizer(worker: Any) -> None:
@@ -236,22 +216,15 @@ def optimizer_of(instance: Any) -> Any:
     return next((getattr(instance, name) for name in names if hasattr(instance, name)), None)
 
 
-def asks_fp16(config: Any) -> bool:
-    """Whether any dtype in an engine's config is float16."""
-    return any(dtype is torch.float16 for dtype in _dtypes(config).values())
-
-
-def _dtypes(config: Any) -> dict[str, torch.dtype | None]:
+def fp16_keys(config: Any, place: str = "") -> Iterator[str]:
+    """Yield the dtype keys of an engine's config that name float16, each after ``place``."""
     if dataclasses.is_dataclass(config):
         config = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    dtypes: dict[str, torch.dtype | None] = {}
     for name, value in config.items() if isinstance(config, Mapping) else ():
-        if "dtype" in str(name):
-            dtypes[str(name)] = parse_dtype(str(value))
-        else:
-            inner = _dtypes(value)
-            dtypes.update({f"{name}.{key}": dtype for key, dtype in inner.items()})
-    return dtypes
+        if "dtype" not in str(name):
+            yield from fp16_keys(value, f"{place}{name}.")
+        elif parse_dtype(str(value)) is torch.float16:
+            yield f"{place}{name}"
 
 
 MIXED = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
@@ -268,7 +241,7 @@ def mixed_dtypes(config: Any, section: str = "fsdp_config") -> dict[str, torch.d
     Raises:
         DtypeError: verl does not accept a dtype name; verl's own error would not name the key.
     """
-    mixed, place = _get(config, "mixed_precision"), f"{section}.mixed_precision"
+    mixed, place = read_key(config, "mixed_precision"), f"{section}.mixed_precision"
     if mixed is None:
         return {}
     if not hasattr(mixed, "get"):
@@ -289,9 +262,9 @@ def model_dtype(config: Any, section: str = "fsdp_config") -> torch.dtype:
     Raises:
         DtypeError: verl does not accept the dtype name.
     """
-    value = _get(config, "model_dtype")
+    value = read_key(config, "model_dtype")
     if value is None:
-        return torch.bfloat16 if _get(config, "forward_only") else torch.float32
+        return torch.bfloat16 if read_key(config, "forward_only") else torch.float32
     return own_dtype(value, f"{section}.model_dtype", versioned("verl"))
 
 
@@ -313,11 +286,11 @@ def of_legacy_actor(config: Any, mixed: torch.dtype, section: str = "fsdp_config
     Raises:
         DtypeError: verl does not accept the name in ``dtype``.
     """
-    value = _get(config, "dtype") or "bfloat16"
+    value = read_key(config, "dtype") or "bfloat16"
     own = own_dtype(value, f"{section}.dtype", versioned("verl"))
     if torch.float16 in (own, mixed):
         return torch.float16
-    return own if _get(config, "mixed_precision") is None else mixed
+    return own if read_key(config, "mixed_precision") is None else mixed
 
 
 def of_legacy_autocast(config: Any, section: str = "fsdp_config") -> torch.dtype:
@@ -328,46 +301,42 @@ def of_legacy_autocast(config: Any, section: str = "fsdp_config") -> torch.dtype
     Raises:
         DtypeError: verl does not accept a dtype name.
     """
-    value = _get(config, "dtype") or "bfloat16"
+    value = read_key(config, "dtype") or "bfloat16"
     own = own_dtype(value, f"{section}.dtype", versioned("verl"))
     return computed(config, own, section) if own is torch.float32 else own
 
 
-def find_ignored(config: Any, computes: torch.dtype) -> list[str]:
-    """Return warnings about dtype keys that verl's FSDP ignores, for a worker and for a plan.
+def find_ignored(config: Any, computes: torch.dtype) -> Iterator[str]:
+    """Yield warnings about dtype keys that verl's FSDP ignores, for a worker and for a plan.
 
     Args:
         config: an engine's config.
         computes: the dtype in which the engine trains.
     """
-    mixed = _get(config, "mixed_precision")
-    keys = []
-    for key in mixed or ():
+    for key in read_key(config, "mixed_precision") or ():
         if key not in MIXED:
             near = meant(str(key), MIXED)
-            message = (
+            yield (
                 f"{versioned('verl')}: mixed_precision.{key} is a key that verl never reads; "
                 f"allowed: {', '.join(MIXED)}{'; ' if near else '.'}{near}"
             )
-            keys.append(message)
-    asked = [name for name, dtype in _dtypes(config).items() if dtype is torch.float16]
+    asked = list(fp16_keys(config))
     if asked and computes is not torch.float16:
-        message = (
+        yield (
             f"{versioned('verl')}: {', '.join(asked)}=float16 is no fp16 training here: FSDP takes "
             f"its dtype from mixed_precision.param_dtype, which is {name_of(computes)}. The loss "
             "is not scaled. Set mixed_precision: {param_dtype: fp16} to train in float16."
         )
-        keys.append(message)
-    return keys
 
 
-def _get(config: Any, key: str) -> Any:
-    if config is None:
-        return None
-    return config.get(key) if hasattr(config, "get") else getattr(config, key, None)
+def read_key(config: Any, key: str, default: Any = None) -> Any:
+    """Read a key of a verl config: a dataclass, an OmegaConf node, a dict, or ``None``."""
+    get = getattr(config, "get", None)
+    return get(key, default) if get is not None else getattr(config, key, default)
 
 
-def _subject(owner: Any) -> str:
+def subject_of(owner: Any) -> str:
+    """``"actor"`` or ``"critic"``: the model of an engine, or of a legacy actor or critic."""
     kind = getattr(getattr(owner, "model_config", None), "model_type", "")
     return "critic" if kind == "value_model" or hasattr(owner, "critic_optimizer") else "actor"
 
@@ -378,8 +347,3 @@ def _tell_autocast(where: str, otherwise: str) -> None:
         "pass under a bfloat16 autocast: parameters are gathered, and gradients come, in float16, "
         f"and the shim scales the loss for them; the matrix products are in bfloat16 ({otherwise})."
     )
-
-
-def _tell_ignored(config: Any) -> None:
-    for message in find_ignored(config, computed(config)):
-        warn(message)

@@ -1,4 +1,9 @@
-"""Scale the fp16 loss in verl's FSDP loops up to 0.7.1, and report skipped steps."""
+"""Scale the fp16 loss in the loops of verl's engines and legacy workers, and report skipped steps.
+
+All of verl's engines but Megatron's shard with FSDP. VeOmni, Automodel and torchtitan engines, and
+the FSDP engine of 0.7.1, neither scale the loss nor unscale the gradients, and skip a step whose
+grad norm is not finite. FSDP Turbo runs the FSDP engine's loop.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +12,10 @@ from typing import Any
 from precision_shim.adapting import Call, Symbol, seam
 
 from ...torch_fp16 import ScaledTraining
-from .fsdp import (
-    ACTOR,
-    CRITIC,
-    ON_ENGINE,
-    ON_LEGACY,
-    SHARDED,
-    keep_at_optimizer,
-    no_legacy_workers,
-    optimizer_of,
-    training_of,
-)
+from ...torch_fp16.auxiliary import auxiliary_losses
+from . import fsdp
+from .engines import AUTOMODEL, TITAN, TURBO, VEOMNI, inside, on
+from .fsdp import training_of
 
 
 def native_loop(symbol: Symbol, settings: Any) -> str | None:
@@ -26,58 +24,60 @@ def native_loop(symbol: Symbol, settings: Any) -> str | None:
 
 
 @seam(
-    f"{SHARDED}.forward_backward_batch",
+    f"{fsdp.SHARDED}.forward_backward_batch",
     why="0.7.1's loop knows no scaler: its loss comes from this argument",
     delete_when="verl >= 0.8 is the oldest in use",
     relies_on=("backward",),
     native=native_loop,
-    **ON_ENGINE,
+    **fsdp.ON_ENGINE,
 )
-def scale_engine_loss(call: Call, loss_function: Any, forward_only: Any) -> Any:
-    """Scale the loss of each micro-batch of 0.7.1's engine."""
+@seam(
+    at=[
+        {"target": f"{engine}.forward_backward_batch", **on(engine)}
+        for engine in (VEOMNI, AUTOMODEL, TITAN)
+    ],
+    why="the loss comes from this argument, and its backward pass runs within",
+    relies_on=("backward",),
+)
+def scale_loss(call: Call, loss_function: Any, forward_only: Any) -> Any:
+    """Scale the loss of each micro-batch, and its MoE auxiliary losses."""
     training = training_of(call.instance)
-    if training is not None and loss_function is not None and not forward_only:
-        call.arguments["loss_function"] = training.scaled(loss_function)
-    return call.proceed()
+    if training is None or not training.drives or loss_function is None or forward_only:
+        return call.proceed()
+    with auxiliary_losses(training) as follow:
+        call.arguments["loss_function"] = training.scaled(loss_function, follow)
+        return call.proceed()
 
 
 @seam(
-    f"{ACTOR}.update_policy",
+    f"{fsdp.ACTOR}.update_policy",
     why="its dict of metrics",
     relies_on=("scaler", "actor_optimizer"),
-    **ON_LEGACY,
+    **fsdp.ON_LEGACY,
 )
-def update_policy(call: Call) -> Any:
-    """Add the scaler's metrics to the result of an update of 0.7.1's actor."""
-    keep_at_optimizer(call.instance)  # the actor may have been made before install()
-    result = call.proceed()
-    training = training_of(call.instance)
-    result.update(training.metrics("actor/") if training is not None else {})
-    return result
-
-
 @seam(
-    f"{CRITIC}.update_critic",
+    f"{fsdp.CRITIC}.update_critic",
     why="tells whose loss is being made; its dict of metrics",
     relies_on=("compute_value_loss", "backward", "_optimizer_step"),
-    **ON_LEGACY,
+    **fsdp.ON_LEGACY,
 )
-def update_critic(call: Call) -> Any:
-    """In a critic's update, let ``scale_value_loss`` scale the loss; add the scaler's metrics."""
+def update(call: Call) -> Any:
+    """Let ``scale_value_loss`` scale a critic's loss; add the scaler's metrics."""
+    fsdp.keep_at_optimizer(call.instance)  # the actor may have been made before install()
     training = training_of(call.instance)
-    if training is None or not training.drives:
+    if training is None:
         return call.proceed()
     with training.in_progress():
         result = call.proceed()
-    result.update(training.metrics("critic/"))
+    result.update(training.metrics(f"{fsdp.subject_of(call.instance)}/"))
     return result
 
 
 @seam(
     "verl.trainer.ppo.core_algos:compute_value_loss",
     why="the loss of the legacy critic, before its backward",
-    native=no_legacy_workers,
-    **ON_LEGACY,
+    native=fsdp.no_legacy_workers,
+    **fsdp.ON_LEGACY,
 )
 def scale_value_loss(call: Call) -> Any:
     """Scale the loss of 0.7.1's critic."""
@@ -89,24 +89,32 @@ def scale_value_loss(call: Call) -> Any:
 
 
 @seam(
-    f"{SHARDED}.optimizer_step",
+    f"{fsdp.SHARDED}.optimizer_step",
     why="a skipped step has grad norm NaN; around 0.7.1's, which unscales nothing, the rest of the "
     "scaler's work",
     delete_when="verl reports skipped steps",
     relies_on=("optimizer", "isfinite"),
-    **ON_ENGINE,
+    **fsdp.ON_ENGINE,
 )
 @seam(
-    f"{ACTOR}._optimizer_step",
+    f"{fsdp.ACTOR}._optimizer_step",
     why="a skipped step has grad norm NaN",
     relies_on=("scaler", "actor_optimizer"),
-    **ON_LEGACY,
+    **fsdp.ON_LEGACY,
 )
 @seam(
-    f"{CRITIC}._optimizer_step",
+    f"{fsdp.CRITIC}._optimizer_step",
     why="unscale before its clipping, update after its step",
     relies_on=("critic_optimizer", "isfinite"),
-    **ON_LEGACY,
+    **fsdp.ON_LEGACY,
+)
+@seam(
+    at=[
+        {"target": f"{engine}.optimizer_step", **on(engine)}
+        for engine in (VEOMNI, AUTOMODEL, TITAN, TURBO)
+    ],
+    why="clips, looks whether the norm is finite, and steps",
+    relies_on=("isfinite", "optimizer"),
 )
 def step(call: Call) -> Any:
     """Return NaN as a skipped step's grad norm; unscale and step if verl has no scaler.
@@ -116,6 +124,7 @@ def step(call: Call) -> Any:
     training = training_of(call.instance)
     if training is None:
         return call.proceed()
-    with training.one_step(optimizer_of(call.instance)):
+    optimizer = fsdp.optimizer_of(call.instance)
+    with training.one_step(optimizer, inside(optimizer)):
         norm = call.proceed()
     return training.norm(norm)

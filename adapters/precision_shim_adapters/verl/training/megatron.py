@@ -21,17 +21,8 @@ from precision_shim.adapting import (
 from precision_shim.precision.dtypes import coerce_dtype, name_of, parse_dtype
 
 from ... import megatron
-from ...megatron import (
-    ALIGNMENT,
-    BUILDING,
-    DISPATCH,
-    PRECISION_AWARE,
-    SCALING,
-    Build,
-    RequestedConfig,
-    building,
-)
 from ...megatron.policy.optimizer_plan import PRECISION_AWARE_FIELDS, ROWS
+from .fsdp import read_key
 
 _KEY = "override_optimizer_config"
 PULL = "https://github.com/verl-project/verl/pull/6526"
@@ -43,13 +34,9 @@ _FIELDS = "verl.workers.config.optimizer:McoreOptimizerConfig.__init__"
 _ONE_PLACE = "verl decides bucket and optimizer states in one place"
 
 
-def _dispatches_itself(has_opt_in: bool, settings: Settings) -> bool:
-    return has_opt_in and settings["optimizer_states"] != "follow-model"
-
-
 def native_dispatch(symbol: Symbol, settings: Settings) -> str | None:
     """Return a reason to skip the seam in verl 0.9, unless ``optimizer_states=follow-model``."""
-    if _dispatches_itself("bf16" in symbol.parameters, settings):
+    if "bf16" in symbol.parameters and settings["optimizer_states"] != "follow-model":
         return "verl dispatches on the dtype and has the opt-in in its own optimizer config"
     return None
 
@@ -74,19 +61,6 @@ def native_bucket(symbol: Symbol, settings: Settings) -> str | None:
     )
 
 
-def _read(config: Any, key: str, default: Any = None) -> Any:
-    """Read a key of a verl config: a dataclass with ``get``, an OmegaConf node, or a dict."""
-    if config is None:
-        return default
-    get = getattr(config, "get", None)
-    return get(key, default) if get is not None else getattr(config, key, default)
-
-
-def _overrides(optim_config: Any) -> dict[str, Any]:
-    written = _read(optim_config, _KEY) or {}
-    return {str(key): written[key] for key in written}
-
-
 def has_fields() -> bool:
     """Whether verl's ``init_megatron_optim_config`` reads fields for the states' dtypes (0.9)."""
     return "bf16" in look(CONFIG).parameters
@@ -95,26 +69,24 @@ def has_fields() -> bool:
 def _opt_in(optim_config: Any, fields: bool) -> dict[str, Any]:
     """Read verl 0.9's fields for the states' dtypes, and convert dtype names to dtypes.
 
-    Before 0.9, verl adds no field for the states' dtypes to the config, so the user wrote every
-    such field in the config. From 0.9, the default of ``use_precision_aware_optimizer`` is
-    ``False``, so ``False`` does not count as the user's choice.
+    Before 0.9, the user wrote every such field. From 0.9, ``use_precision_aware_optimizer`` has the
+    default ``False``, which does not count as the user's choice.
     """
-    values = {key: _read(optim_config, key) for key in PRECISION_AWARE_FIELDS}
-    if fields and not values[PRECISION_AWARE]:
+    if fields and not read_key(optim_config, megatron.PRECISION_AWARE):
         return {}
-    found = {
-        key: coerce_dtype(value, key=f"optim.{key}", where=versioned("verl"))
-        for key, value in values.items()
-        if value is not None
-    }
-    return (
-        {**dict.fromkeys(PRECISION_AWARE_FIELDS[1:], torch.float32), **found} if fields else found
-    )
+    found: dict[str, Any] = {}
+    if fields:
+        found.update(dict.fromkeys(PRECISION_AWARE_FIELDS[1:], torch.float32))
+    for key in PRECISION_AWARE_FIELDS:
+        value = read_key(optim_config, key)
+        if value is not None:
+            found[key] = coerce_dtype(value, key=f"optim.{key}", where=versioned("verl"))
+    return found
 
 
 def read_requested(
     optim_config: Any, ddp_config: Mapping[str, Any] | None = None, **known: Any
-) -> RequestedConfig:
+) -> megatron.RequestedConfig:
     """Read a model's settings from verl's configs.
 
     Args:
@@ -123,24 +95,25 @@ def read_requested(
         known: further fields of the returned ``RequestedConfig``, with their values.
     """
     written, fields = ddp_config or {}, has_fields()
-    bucket = bool(written["grad_reduce_in_fp32"]) if "grad_reduce_in_fp32" in written else None
-    return RequestedConfig(
+    overrides = read_key(optim_config, _KEY) or {}
+    return megatron.RequestedConfig(
         where=f"{versioned('verl')}, {_KEY}",
-        asked=_overrides(optim_config),
+        asked={str(key): overrides[key] for key in overrides},
         auto="as-configured" if fields else "guarded",
-        native={
-            torch.float16: ROWS[torch.float16]
-        },  # verl itself sets these fields for an fp16 model
+        # verl itself sets these fields for an fp16 model
+        native={torch.float16: ROWS[torch.float16]},
         opt_in=_opt_in(optim_config, fields),
         reads_opt_in=fields,
-        optimizer=str(_read(optim_config, "optimizer", "adam")),
-        bucket_in_fp32=bucket,
+        optimizer=str(read_key(optim_config, "optimizer", "adam")),
+        bucket_in_fp32=(
+            bool(written["grad_reduce_in_fp32"]) if "grad_reduce_in_fp32" in written else None
+        ),
         nan_check_written="check_for_nan_in_grad" in written,
         **known,
     )
 
 
-def of_engine(engine: Any) -> RequestedConfig:
+def of_engine(engine: Any) -> megatron.RequestedConfig:
     """Read a model's settings from an engine that has already read its configs."""
     return of_configs(
         engine.engine_config,
@@ -150,27 +123,27 @@ def of_engine(engine: Any) -> RequestedConfig:
     )
 
 
-def of_configs(config: Any, optim_config: Any, **known: Any) -> RequestedConfig:
+def of_configs(config: Any, optim_config: Any, **known: Any) -> megatron.RequestedConfig:
     """Read a model's settings from the config of its engine and the config of its optimizer.
 
     Args:
         config: the engine's config.
         optim_config: the optimizer's config.
-        known: values of the ``RequestedConfig`` fields ``subject``, ``declared`` and ``trains``.
+        known: further fields of the returned ``RequestedConfig``, with their values.
     """
     blockers = []
-    if _read(config, "use_megatron_fsdp", False):
+    if read_key(config, "use_megatron_fsdp", False):
         blockers.append("Megatron-FSDP keeps gradients and states in its own buffers")
-    if _read(optim_config, "use_layer_wise_distributed_optimizer", False):
+    if read_key(optim_config, "use_layer_wise_distributed_optimizer", False):
         blockers.append("the layer-wise distributed optimizer (Muon) builds no FusedAdam")
     return read_requested(
         optim_config,
         # In 0.9 and later the engine itself adds grad_reduce_in_fp32 to the DDP's config, so read
         # the user's own config.
-        _read(config, "override_ddp_config"),
+        read_key(config, "override_ddp_config"),
         blockers=tuple(blockers),
         # mbridge's DDP turns the distributed optimizer on, regardless of verl's config (0.7.1).
-        distributed=bool(_read(config, "use_distributed_optimizer", True)),
+        distributed=bool(read_key(config, "use_distributed_optimizer", True)),
         **known,
     )
 
@@ -178,9 +151,7 @@ def of_configs(config: Any, optim_config: Any, **known: Any) -> RequestedConfig:
 class _WithOverrides(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """verl's optimizer config with another ``override_optimizer_config``.
 
-    verl's configs are frozen dataclasses, which cannot be changed, or OmegaConf nodes, which cannot
-    contain a ``torch.dtype``. All keys but ``override_optimizer_config`` come from the caller's
-    object, which stays unchanged.
+    verl's configs are frozen dataclasses, or OmegaConf nodes, which cannot contain a dtype.
     """
 
     def __init__(self, wrapped: Any, overrides: Mapping[str, Any]) -> None:
@@ -192,7 +163,7 @@ class _WithOverrides(wrapt.ObjectProxy):  # type: ignore[type-arg]
         return dict(self._self_overrides)
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key == _KEY else _read(self.__wrapped__, key, default)
+        return self[key] if key == _KEY else read_key(self.__wrapped__, key, default)
 
     def __getitem__(self, key: str) -> Any:
         return dict(self._self_overrides) if key == _KEY else self.__wrapped__[key]
@@ -200,7 +171,7 @@ class _WithOverrides(wrapt.ObjectProxy):  # type: ignore[type-arg]
 
 @seam(
     CONFIG,
-    DISPATCH,
+    megatron.DISPATCH,
     group="megatron",
     why="the one function that makes verl's OptimizerConfig, for actor and critic",
     upstream=PULL,
@@ -219,7 +190,7 @@ class _WithOverrides(wrapt.ObjectProxy):  # type: ignore[type-arg]
 )
 @seam(
     CONFIG,
-    SCALING,
+    megatron.SCALING,
     group="megatron",
     why="its override merge is the one way to fields that verl's fp16 branch sets",
     delete_when="verl's optimizer config has fields for the loss scaler",
@@ -234,17 +205,17 @@ def configure(
 ) -> Any:
     """Set the fields of verl's OptimizerConfig that depend on the model's dtype.
 
-    verl calls ``init_megatron_optim_config`` for each trained model, after the DDP is built. The
-    shim makes verl before 0.9 accept the argument ``bf16``, too.
+    verl calls this for each trained model, after the DDP is built; before 0.9 without ``bf16``.
     """
     flagged = torch.float16 if fp16 else torch.bfloat16 if bf16 else torch.float32
     build = megatron.current_build("verl")
     if build is None:
         distributed = bool(use_distributed_optimizer)
-        build = Build(
+        build = megatron.Build(
             "verl", lambda: read_requested(optim_config, declared=flagged, distributed=distributed)
         )
-    plan = megatron.apply_plan(build, native=_dispatches_itself(has_fields(), current_settings()))
+    native = native_dispatch(look(CONFIG), current_settings()) is not None
+    plan = megatron.apply_plan(build, native=native)
     if plan.fields:
         call.arguments["optim_config"] = _WithOverrides(optim_config, plan.fields)
     if plan.by_user is not None:
@@ -260,7 +231,7 @@ def configure(
 
 @seam(
     _FIELDS,
-    DISPATCH,
+    megatron.DISPATCH,
     group="megatron",
     why="brings the fields of verl 0.9's opt-in to versions whose config lacks them",
     upstream=PULL,
@@ -272,19 +243,14 @@ def configure(
 def accept_fields(call: Call) -> Any:
     """Accept verl 0.9's fields for the states' dtypes if verl's dataclass lacks them."""
     extra = {
-        key: call.arguments.pop(key) for key in PRECISION_AWARE_FIELDS if key in call.arguments
+        key: coerce_dtype(call.arguments.pop(key), key=f"optim.{key}", where=versioned("verl"))
+        for key in PRECISION_AWARE_FIELDS
+        if key in call.arguments
     }
-    for key, value in extra.items():
-        extra[key] = (
-            coerce_dtype(value, key=f"optim.{key}", where=versioned("verl"))
-            if "dtype" in key
-            else value
-        )
-        if isinstance(extra[key], torch.dtype):
-            extra[key] = name_of(extra[key])  # verl's configs must stay serializable
     result = call.proceed()
     for key, value in extra.items():
-        setattr(call.instance, key, value)
+        # verl's configs must stay serializable
+        setattr(call.instance, key, name_of(value) if isinstance(value, torch.dtype) else value)
     return result
 
 
@@ -309,7 +275,7 @@ def spell_fields(call: Call) -> Any:
 
 @seam(
     f"{ENGINE}.initialize",
-    BUILDING,
+    megatron.BUILDING,
     group="megatron",
     why="the engine around both decisions; knows dtype, optimizer and DDP config",
     delete_when=_ONE_PLACE,
@@ -318,12 +284,12 @@ def spell_fields(call: Call) -> Any:
 )
 def engine_build(call: Call) -> Any:
     """Record that an engine builds its model and optimizer; each worker builds only once."""
-    with building("verl", lambda: of_engine(call.instance)):
+    with megatron.building("verl", lambda: of_engine(call.instance)):
         return call.proceed()
 
 
 @seam(
-    feature=BUILDING,
+    feature=megatron.BUILDING,
     at=[
         {
             "target": f"{LEGACY}:ActorRolloutRefWorker._build_model_optimizer",
@@ -342,25 +308,25 @@ def engine_build(call: Call) -> Any:
 def legacy_build(call: Call, optim_config: Any, override_ddp_config: Any) -> Any:
     """Record that a worker of verl 0.7.1 builds a model."""
     worker = call.instance
-    actor = _read(worker.config, "actor")
+    actor = read_key(worker.config, "actor")
     config = (worker.config if actor is None else actor).megatron
 
-    def of_worker() -> RequestedConfig:
-        return read_requested(
+    with megatron.building(
+        "verl",
+        lambda: read_requested(
             optim_config,
             override_ddp_config,
             subject="critic" if actor is None else "actor",
             declared=getattr(worker, "dtype", None),
-            distributed=bool(_read(config, "use_distributed_optimizer", True)),
-        )
-
-    with building("verl", of_worker):
+            distributed=bool(read_key(config, "use_distributed_optimizer", True)),
+        ),
+    ):
         return call.proceed()
 
 
 @seam(
     "verl.utils.megatron_utils:get_model",
-    ALIGNMENT,
+    megatron.ALIGNMENT,
     group="megatron",
     why="a direct caller is taken at its model's dtype",
     upstream=PULL,
@@ -369,7 +335,7 @@ def legacy_build(call: Call, optim_config: Any, override_ddp_config: Any) -> Any
 )
 @seam(
     "verl.utils.megatron_utils:make_megatron_module",
-    ALIGNMENT,
+    megatron.ALIGNMENT,
     group="megatron",
     why="the same for mbridge and the Megatron-Bridge provider",
     upstream=_ALIGNED,
@@ -377,13 +343,13 @@ def legacy_build(call: Call, optim_config: Any, override_ddp_config: Any) -> Any
 )
 def direct_build(call: Call, override_ddp_config: Any) -> Any:
     """Record that a model is being built, unless an engine or worker already recorded this."""
-    with building("verl", lambda: read_requested(None, override_ddp_config)):
+    with megatron.building("verl", lambda: read_requested(None, override_ddp_config)):
         return call.proceed()
 
 
 @seam(
     "verl.utils.megatron.optimizer:get_megatron_optimizer",
-    ALIGNMENT,
+    megatron.ALIGNMENT,
     group="megatron",
     why="the first call that has config, parameters and buckets in hand",
     delete_when="Megatron checks main_grads_dtype against the bucket",
@@ -396,7 +362,7 @@ def check_optimizer(call: Call, model: Any, config: Any) -> Any:
 
 NATIVE = Seam(
     target=f"{ENGINE}._resolve_override_ddp_config",
-    feature=ALIGNMENT,
+    feature=megatron.ALIGNMENT,
     wrapper=None,
     group="native",
     why="verl's own alignment, left alone; the DDP seam adds what it leaves out",

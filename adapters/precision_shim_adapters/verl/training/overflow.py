@@ -1,9 +1,8 @@
 """verl on Megatron in fp16: report a skipped step to verl as a step with grad norm NaN.
 
-If Megatron skips a step, verl raises ``NotImplementedError``: engines raise in ``optimizer_step``,
-0.7.1's legacy workers in the update function itself. A grad norm of None also makes verl fail,
-because the SFT trainer on Ray pops ``grad_norm``, and the RL trainers compute a mean. Schedulers
-and counters of verl count a skipped step too, as on FSDP.
+If Megatron skips a step, verl raises ``NotImplementedError``: engines in ``optimizer_step``, the
+legacy workers in the update function itself. verl fails on a grad norm of None, too. Schedulers and
+counters of verl count a skipped step, as on FSDP.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any
 from precision_shim.adapting import Call, seam
 
 from ...megatron import SCALING, metrics, skipping
+from .fsdp import optimizer_of, subject_of
 from .megatron import ENGINE
 
 
@@ -34,14 +34,11 @@ def step_engine(call: Call) -> Any:
 @seam(
     feature=SCALING,
     at=[
-        {
-            "target": "verl.workers.actor.megatron_actor:MegatronPPOActor.update_policy",
-            "relies_on": ("actor_optimizer", "NotImplementedError"),
-        },
-        {
-            "target": "verl.workers.critic.megatron_critic:MegatronPPOCritic.update_critic",
-            "relies_on": ("critic_optimizer", "NotImplementedError"),
-        },
+        {"target": target, "relies_on": (f"{subject}_optimizer", "NotImplementedError")}
+        for target, subject in (
+            ("verl.workers.actor.megatron_actor:MegatronPPOActor.update_policy", "actor"),
+            ("verl.workers.critic.megatron_critic:MegatronPPOCritic.update_critic", "critic"),
+        )
     ],
     group="legacy workers",
     why="0.7.1 raises inline: only the optimizer's step inside can be answered for",
@@ -52,6 +49,5 @@ def update(call: Call) -> Any:
     """Report skipped steps as successful in 0.7.1's workers; add the loss scaler's metrics."""
     with skipping(succeeds=True):
         result = call.proceed()
-    kind = "actor" if hasattr(call.instance, "actor_optimizer") else "critic"
-    result.update(metrics(getattr(call.instance, f"{kind}_optimizer"), f"{kind}/"))
+    result.update(metrics(optimizer_of(call.instance), f"{subject_of(call.instance)}/"))
     return result

@@ -1,14 +1,11 @@
 """Pass ``dtype: float16`` of verl's torchtitan engine to torchtitan as its compute dtype.
 
-verl itself ignores ``dtype`` of its torchtitan engine; torchtitan's own default is bfloat16. When
-verl's engine builds a ``Trainer``, the shim's torchtitan adapter makes the ``ScaledTraining``, and
-saves the scaler in torchtitan's checkpoints. This module passes the ``ScaledTraining`` to verl's
-loop.
+verl ignores ``dtype``, and torchtitan's default is bfloat16. When verl builds a ``Trainer``, the
+shim's torchtitan adapter makes the ``ScaledTraining``; torchtitan's checkpoints keep the scaler.
 """
 
 from __future__ import annotations
 
-from contextvars import ContextVar
 from typing import Any
 
 from precision_shim.adapting import Call, in_force, seam, versioned, warn
@@ -17,12 +14,9 @@ from precision_shim.errors import UnsupportedPrecisionError
 from ...frameworks import TITAN_PRETRAINING, TORCHTITAN
 from ...torch_fp16 import FEATURE, ScaledTraining
 from ...torch_fp16.autocast import autocast_in_fp16
-from .engines import TITAN, is_fp16, on
+from .engines import IN_FP16, TITAN, in_fp16, is_fp16, on
 
 BECAUSE = "dtype is float16, and verl's torchtitan engine has no loss scaler"
-
-_in_fp16: ContextVar[bool] = ContextVar("precision_shim_titan_fp16", default=False)
-"""Whether the torchtitan trainer that verl is building will compute in float16."""
 
 
 @seam(
@@ -46,11 +40,8 @@ def build(call: Call, engine_config: Any) -> Any:
             "are not in force. Take torchtitan into PRECISION_SHIM_FRAMEWORKS, or train in "
             "bfloat16."
         )
-    token = _in_fp16.set(True)
-    try:
+    with in_fp16():
         result = call.proceed()
-    finally:
-        _in_fp16.reset(token)
     from verl.utils.device import get_device_name
 
     engine = call.instance
@@ -69,7 +60,7 @@ def build(call: Call, engine_config: Any) -> Any:
 )
 def compute_in_fp16(call: Call, config: Any) -> Any:
     """Set float16 in the trainer's config if ``build`` makes the trainer."""
-    if _in_fp16.get():
+    if IN_FP16.get():
         config.training.mixed_precision_param = "float16"
     return call.proceed()
 

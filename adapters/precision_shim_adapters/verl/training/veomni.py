@@ -1,13 +1,11 @@
 """Pass ``dtype: float16`` of verl's VeOmni engine to VeOmni as its compute dtype.
 
-Without the shim, verl ignores the key ``dtype`` of its VeOmni engine, and VeOmni gathers
-parameters in bfloat16.
+Without the shim, verl ignores this key, and VeOmni gathers parameters in bfloat16.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -15,12 +13,10 @@ import torch
 from precision_shim.adapting import Call, seam, versioned
 from precision_shim.errors import DtypeError
 
-from .engines import VEOMNI, inside, is_fp16, on, scale
+from .engines import IN_FP16, VEOMNI, in_fp16, inside, is_fp16, on, scale
+from .fsdp import read_key
 
 BECAUSE = "dtype is float16, and verl's VeOmni engine has no loss scaler"
-
-_in_fp16: ContextVar[bool] = ContextVar("precision_shim_veomni_fp16", default=False)
-"""Whether the model that VeOmni is sharding will compute in float16."""
 
 
 def check_fp16(config: Any, section: str = "engine_config") -> None:
@@ -33,7 +29,7 @@ def check_fp16(config: Any, section: str = "engine_config") -> None:
     Raises:
         DtypeError: ``mixed_precision`` is off.
     """
-    mixed = config.get("mixed_precision") if hasattr(config, "get") else config.mixed_precision
+    mixed = read_key(config, "mixed_precision")
     if not mixed:
         raise DtypeError(
             f"{versioned('verl')}: {section}.dtype=float16 beside {section}.mixed_precision="
@@ -46,7 +42,13 @@ def check_fp16(config: Any, section: str = "engine_config") -> None:
 @seam(
     f"{VEOMNI}._build_model_optimizer",
     why="knows the engine's config, and makes module and optimizer",
-    relies_on=("build_parallelize_model", "engine_config", "mixed_precision", "optimizer"),
+    relies_on=(
+        "build_parallelize_model",
+        "engine_config",
+        "mixed_precision",
+        "module",
+        "optimizer",
+    ),
     **on(VEOMNI),
 )
 def build(call: Call) -> Any:
@@ -59,11 +61,8 @@ def build(call: Call) -> Any:
     if not is_fp16(engine.engine_config.dtype):
         return call.proceed()
     check_fp16(engine.engine_config)
-    token = _in_fp16.set(True)
-    try:
+    with in_fp16():
         result = call.proceed()
-    finally:
-        _in_fp16.reset(token)
     engine._autocast_dtype = torch.float16
     parts = inside(engine.optimizer)
     if parts and not hasattr(engine.optimizer, "param_groups"):
@@ -81,7 +80,7 @@ def build(call: Call) -> Any:
 )
 def compute_in_fp16(call: Call, mixed_precision: Any) -> Any:
     """Gather parameters in float16 for a model that ``build`` builds."""
-    if _in_fp16.get():
+    if IN_FP16.get():
         call.arguments["mixed_precision"] = dataclasses.replace(
             mixed_precision, param_dtype="float16"
         )
