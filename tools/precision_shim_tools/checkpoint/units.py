@@ -21,9 +21,7 @@ from precision_shim.files.safetensors import read_header
 
 from .tensors import Archive, Tensor, reading
 
-__all__ = ["DCP", "MEGATRON", "SAFETENSORS", "SHARDS", "Unit", "kind_of", "read_unit"]
-
-MEGATRON, DCP, SHARDS, SAFETENSORS = "megatron", "dcp", "shards", "safetensors"
+__all__ = ["Unit", "kind_of", "read_unit"]
 
 _RANK_FILE = re.compile(r"(?P<what>\w+)_world_size_(?P<world>\d+)_rank_(?P<rank>\d+)\.pt")
 _COMMON_STATE = "common_state/shard_0_1"
@@ -36,7 +34,7 @@ class Unit:
     """A directory of files that were written together.
 
     Attributes:
-        kind: ``MEGATRON``, ``DCP``, ``SHARDS`` or ``SAFETENSORS``.
+        kind: ``"megatron"``, ``"dcp"``, ``"shards"`` or ``"safetensors"``.
         path: the directory.
         tensors: the tensors, by key, each with the shards of all ranks.
         objects: maps the key of each object that is no tensor to a function that reads the object
@@ -65,16 +63,16 @@ def kind_of(path: Path) -> str | None:
     """
     names = {entry.name for entry in path.iterdir()}
     if NAME in names:
-        return MEGATRON if names & {"common.pt", "metadata.json"} else DCP
+        return "megatron" if names & {"common.pt", "metadata.json"} else "dcp"
     if "common.pt" in names or any(name.endswith(".distcp") for name in names):
         raise CheckpointUnreadableError(
             f"{path}: it has no .metadata: saving did not end, or the file is lost. Take another "
             "checkpoint."
         )
     if any(_RANK_FILE.fullmatch(name) for name in names):
-        return SHARDS
+        return "shards"
     if any(name.endswith(".safetensors") for name in names):
-        return SAFETENSORS
+        return "safetensors"
     return None
 
 
@@ -85,9 +83,9 @@ def read_unit(path: Path, kind: str) -> Unit:
         CheckpointUnreadableError: a file is damaged or missing.
     """
     unit = Unit(kind, path)
-    if kind == SHARDS:
+    if kind == "shards":
         _read_shards(unit)
-    elif kind == SAFETENSORS:
+    elif kind == "safetensors":
         _read_safetensors(unit)
     else:
         _read_distributed(unit)
@@ -99,8 +97,7 @@ def _read_distributed(unit: Unit) -> None:
     with reading(path):
         _take(unit, *read_metadata(path.read_bytes(), str(path)))
     common, within = unit.path / "common.pt", unit.objects.pop(_COMMON_STATE, None)
-    if unit.kind == MEGATRON or within is not None:
-        unit.kind = MEGATRON
+    if unit.kind == "megatron" or within is not None:
         if not (unit.path / "metadata.json").is_file():
             raise CheckpointUnreadableError(f"{unit.path / 'metadata.json'}: it is missing.")
         unit.common.append(Archive(common) if within is None else within())
@@ -169,8 +166,7 @@ def _read_shard(unit: Unit, what: str, path: Path) -> None:
         unit.tensors[name] = Tensor(name, tensor.dtype, elements, parts)
 
 
-_KINDS = {"F": "float", "BF": "bfloat", "I": "int", "U": "uint"}
-"""Maps a safetensors dtype to torch's name of the dtype, both without the number of bits."""
+_WORDS = {"f": "float", "i": "int", "u": "uint"}
 
 
 def _read_safetensors(unit: Unit) -> None:
@@ -180,7 +176,7 @@ def _read_safetensors(unit: Unit) -> None:
             for name, entry in header.items():
                 if begin + entry["data_offsets"][1] > path.stat().st_size:
                     raise ValueError("it ends before its tensors do")
-                match = re.fullmatch(r"(B?F|I|U)(\d+)", entry["dtype"])
-                dtype = f"{_KINDS[match[1]]}{match[2]}" if match else entry["dtype"].lower()
+                dtype = entry["dtype"].lower()  # "F32" is torch's "float32"
+                dtype = re.sub(r"^[fiu](?=\d+$)", lambda match: _WORDS[match[0]], dtype)
                 elements = prod(int(size) for size in entry["shape"])
                 unit.tensors[name] = Tensor(name, dtype_name(dtype), elements)
