@@ -121,12 +121,8 @@ class Archive:
 
     @contextmanager
     def _open(self) -> Iterator[zipfile.ZipFile]:
-        with (
-            reading(self.path),
-            _UpTo(self.path, self._end) as file,
-            zipfile.ZipFile(file) as archive,
-        ):
-            yield archive
+        with reading(self.path), _UpTo(self.path, self._end) as file:
+            yield zipfile.ZipFile(file)
 
     def tensors(self, tree: Any = None) -> list[tuple[tuple[Any, ...], Tensor]]:
         """Return (keys, tensor) for each tensor in ``tree`` (default: the archive's tree)."""
@@ -141,9 +137,9 @@ class Archive:
                 yield keys, self._tensor(keys, node)
                 return
             node, inside = [node.arguments, node.state, node.items, node.members], True
-        if not isinstance(node, (dict, list, tuple)):
-            return
-        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+        if isinstance(node, (list, tuple)):
+            node = dict(enumerate(node))
+        for key, value in node.items() if isinstance(node, dict) else ():
             if not inside:
                 yield from self._tensors(value, (*keys, key), inside=False)
             elif key not in _NO_DATA:  # tensors inside of an object have the object's keys
