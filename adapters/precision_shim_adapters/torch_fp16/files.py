@@ -41,9 +41,8 @@ def save_after(saved: Future[Any], training: ScaledTraining, path: str, group: A
     Args:
         saved: the future of the framework's save.
         training: the ``ScaledTraining`` that has the scaler.
-        path: the checkpoint's directory; the state's record lists the files that this rank writes.
-        group: a process group of all ranks; nothing else may use the group until the returned
-            future has ended.
+        path: the checkpoint's directory.
+        group: a process group of all ranks, for nothing else until the returned future has ended.
 
     Returns:
         A future that ends when the scaler's state is written; it replaces ``saved``.

@@ -35,16 +35,12 @@ def settings_for(
     values: dict[str, Any] = {}
     chosen: set[str] = set()
     for name, variable in SETTINGS.items():
-        if configured is not None and configured.get(name) is not None:
-            values[name] = configured[name]
-            chosen.add(name)
-        elif shim.is_set(variable):
-            values[name] = shim[variable]
+        value = configured.get(name) if configured is not None else None
+        if value is not None or shim.is_set(variable):
             chosen.add(name)
         elif framework_default is not None:
-            values[name] = getattr(framework_default, name)
-        else:
-            values[name] = shim[variable]
+            value = getattr(framework_default, name)
+        values[name] = shim[variable] if value is None else value
     # The user may set an initial loss scale below the default minimum: lower the minimum, too.
     least = min(ScalerSettings.min_scale, values["init_scale"])
     return ScalerSettings(**values, min_scale=least, chosen=frozenset(chosen))

@@ -163,15 +163,15 @@ class ScaledTraining:
             self._ours.attach(loss)
 
     def scaled(
-        self, loss_function: Callable[..., Any], also: Callable[[torch.Tensor], None] | None = None
+        self, loss_function: Callable[..., Any], *also: Callable[[torch.Tensor], None]
     ) -> Any:
         """Wrap a loss function so that the backward pass of its loss yields scaled gradients.
 
         Args:
             loss_function: function that returns a loss, or a tuple whose first item is a loss.
-            also: function that is called with each loss.
+            also: functions that are called with each loss.
         """
-        return ScaledLoss(loss_function, self.attach, also) if self.drives else loss_function
+        return ScaledLoss(loss_function, self.attach, *also) if self.drives else loss_function
 
     @contextmanager
     def one_step(self, optimizer: Optimizer, inner: Sequence[Optimizer] = ()) -> Iterator[None]:
@@ -188,12 +188,11 @@ class ScaledTraining:
             LossScaleError: too many steps in a row were skipped.
         """
         self._skipped = False
-        if not self.takes_part(optimizer):
-            with self._forgets_after_errors(optimizer):
-                yield
-            return
-        scaler = self._ours
         with self._forgets_after_errors(optimizer):
+            if not self.takes_part(optimizer):
+                yield
+                return
+            scaler = self._ours
             scaler.unscale_once(optimizer)
             tried = scaler.counter.steps
             with self._stepping(optimizer, inner):
@@ -406,19 +405,20 @@ class ScaledTraining:
 
     def _tell_restored(self, where: str, lines: tuple[str, ...] | None) -> None:
         if lines is None:
-            problem = (
+            self._warn_of_fresh_scaler(
                 f"no loss scaler state at {where}: the checkpoint was written without the shim, or "
                 "by an older one."
             )
-            self._begin_anew(problem, strict=False)
             return
         chosen = f"loss scale {self.scaler.get_scale():g} restored"
         decide(self.framework, self.subject, FEATURE, chosen, "; ".join((f"from {where}", *lines)))
 
-    def _begin_anew(self, why: str, otherwise: str = "", *, strict: bool | None = None) -> None:
-        """Warn and continue with a fresh scaler, or raise an error in strict mode."""
-        if current_settings().strict if strict is None else strict:
+    def _begin_anew(self, why: str, otherwise: str) -> None:
+        if current_settings().strict:
             raise ScalerOfAnotherSaveError(f"{self._where}: {why} {otherwise}".rstrip())
+        self._warn_of_fresh_scaler(why)
+
+    def _warn_of_fresh_scaler(self, why: str) -> None:
         if isinstance(self.scaler, LossScaler):  # reset the steps that the scaler may have counted
             self.scaler.reset()
         warn(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from precision_shim.adapting import Call, seam
 from precision_shim.errors import CheckpointUnreadableError, ScalerCheckpointError
 from precision_shim.files.metadata import NAME as METADATA
-from precision_shim.files.metadata import read_entries
+from precision_shim.files.metadata import read_metadata
 
 from ..torch_fp16 import ScaledTraining
 from .training.trainers import BOTH, SCALED, of_both
@@ -87,7 +87,7 @@ def _look(checkpoint: str, where: str) -> tuple[int, ...] | None:
     file_name = os.path.join(checkpoint, METADATA)
     try:
         with _open_metadata(checkpoint) as file:
-            entry = read_entries(file, file_name).get(f"{STATE}.{KEY}")
+            entry = read_metadata(file, file_name)[1].get(f"{STATE}.{KEY}")
     except CheckpointUnreadableError as error:
         raise ScalerCheckpointError(
             f"{error} Whether it has a loss scaler's state cannot be told. {_ANOTHER}"

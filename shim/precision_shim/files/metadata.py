@@ -14,7 +14,7 @@ from ..errors import CheckpointUnreadableError
 from ..precision.names import SHORT
 from .pickles import Made, read_pickle
 
-__all__ = ["NAME", "StoredTensor", "dtype_name", "read_entries", "read_metadata"]
+__all__ = ["NAME", "StoredTensor", "dtype_name", "read_metadata"]
 
 NAME = ".metadata"
 """Name of the metadata file in a checkpoint's directory."""
@@ -47,8 +47,8 @@ class StoredTensor:
     shape: tuple[int, ...] = ()
 
 
-def read_entries(source: bytes | IO[bytes], where: str) -> dict[str, StoredTensor]:
-    """Read the entries of all keys in a checkpoint.
+def read_metadata(source: bytes | IO[bytes], where: str) -> tuple[Made, dict[str, StoredTensor]]:
+    """Read a checkpoint's metadata, and the entries of all keys.
 
     Args:
         source: the content of the checkpoint's ``.metadata``, or the open file.
@@ -57,11 +57,6 @@ def read_entries(source: bytes | IO[bytes], where: str) -> dict[str, StoredTenso
     Raises:
         CheckpointUnreadableError: the file is incomplete, or is not a checkpoint's metadata.
     """
-    return read_metadata(source, where)[1]
-
-
-def read_metadata(source: bytes | IO[bytes], where: str) -> tuple[Made, dict[str, StoredTensor]]:
-    """Return a checkpoint's metadata, and the entries of all keys; see ``read_entries``."""
     metadata = read_pickle(source, where)
     if not isinstance(metadata, Made) or metadata.kind != f"{_METADATA}.Metadata":
         raise CheckpointUnreadableError(

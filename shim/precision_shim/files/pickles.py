@@ -11,7 +11,7 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import IO, Any, ClassVar
 
 from ..errors import CheckpointUnreadableError
@@ -106,15 +106,8 @@ def read_pickle(source: bytes | IO[bytes], where: str) -> Any:
         copyreg.clear_extension_cache()  # the cache may have a stand-in
 
 
-def dicts_in(
-    tree: Any, leave: Callable[[dict[Any, Any]], bool] = lambda _: False
-) -> Iterator[dict[Any, Any]]:
-    """Yield each dict within the content of a pickle once, at any depth.
-
-    Args:
-        tree: the content, from ``read_pickle``.
-        leave: function that returns whether to skip the values of the given dict.
-    """
+def dicts_in(tree: Any) -> Iterator[dict[Any, Any]]:
+    """Yield each dict within the content of a pickle once, at any depth."""
     waiting, seen = [tree], set()
     while waiting:
         node = waiting.pop()
@@ -123,8 +116,7 @@ def dicts_in(
         seen.add(id(node))
         if isinstance(node, dict):
             yield node
-            if not leave(node):
-                waiting += node.values()
+            waiting += node.values()
         elif isinstance(node, Made):
             waiting += [node.state, node.items, *node.arguments]
         else:

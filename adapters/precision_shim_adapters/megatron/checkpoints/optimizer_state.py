@@ -34,7 +34,7 @@ import torch
 from precision_shim.adapting import Call, current_settings, seam, version_of, warn
 from precision_shim.errors import CheckpointLayoutError, CheckpointUnreadableError
 from precision_shim.files.metadata import NAME as METADATA
-from precision_shim.files.metadata import read_entries
+from precision_shim.files.metadata import read_metadata
 from precision_shim.precision.continuing import how_read
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
@@ -338,7 +338,7 @@ def _stored_dtypes(directory: str) -> dict[str, torch.dtype]:
 
         return {key: tensor.dtype for key, tensor in load_tensors_metadata(directory).items()}
     with path.open("rb") as file:
-        entries = read_entries(file, str(path))
+        _, entries = read_metadata(file, str(path))
     return {
         key: parse_dtype(entry.dtype) or getattr(torch, entry.dtype)
         for key, entry in entries.items()
