@@ -16,7 +16,6 @@ from typing import Any
 from precision_shim.errors import CheckpointUnreadableError
 from precision_shim.files.metadata import dtype_name
 from precision_shim.files.pickles import Made, read_pickle
-from precision_shim.precision.names import SIZES
 
 __all__ = ["Archive", "Tensor", "item_size", "reading"]
 
@@ -44,9 +43,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def item_size(dtype: str) -> int:
-    """Return an element's size in bytes; an unknown dtype's size is computed from its name."""
-    if dtype in SIZES:
-        return SIZES[dtype]
+    """Return an element's size in bytes, which the number of bits in a dtype's name shows."""
     bits = "".join(c for c in dtype.partition("_")[0] if c.isdigit())
     return max(1, int(bits) // 8) if bits else 1
 

@@ -160,20 +160,15 @@ def _steps_with_torchs_adam(optimizer: Any) -> bool:
     )
 
 
-def _unpatched_grad_dtype(optimizer: Any) -> Callable[[torch.dtype], torch.dtype] | None:
-    """Return a function from a parameter's dtype to the bucket's dtype in an unpatched job."""
-    for chunk in optimizer.model_chunks:
-        if chunk in bucket_without_shim:
-            in_fp32 = bucket_without_shim[chunk]
-            return lambda param_dtype: torch.float32 if in_fp32 else param_dtype
-    return None
-
-
 def _rekey_as_unpatched(optimizer: Any, state: Any) -> Any:
     """Rename a sharded state's keys in place to the keys of the same job without the shim."""
-    dtype_of = _unpatched_grad_dtype(optimizer)
-    if dtype_of is None:
+    known = [chunk for chunk in optimizer.model_chunks if chunk in bucket_without_shim]
+    if not known:
         return state
+    in_fp32 = bucket_without_shim[known[0]]
+
+    def dtype_of(param_dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if in_fp32 else param_dtype
 
     def rekeyed(by_dtypes: Any) -> Any:
         return {(key[0], dtype_of(key[0])): value for key, value in by_dtypes.items()}
@@ -251,13 +246,9 @@ def name_live_bucket(call: Call, state_dict: Any) -> Any:
         live = [next(iter(bucket)) for bucket in call.instance.per_bucket_numel_unpadded]
         stored = state_dict[name]
         if len(live) == len(stored) and all(len(bucket) == 1 for bucket in stored):
-            call.arguments["state_dict"] = {
-                **state_dict,
-                name: [
-                    {key: next(iter(bucket.values()))}
-                    for key, bucket in zip(live, stored, strict=True)
-                ],
-            }
+            sizes = (next(iter(bucket.values())) for bucket in stored)
+            renamed = [{key: size} for key, size in zip(live, sizes, strict=True)]
+            call.arguments["state_dict"] = {**state_dict, name: renamed}
     return call.proceed()
 
 
@@ -307,26 +298,23 @@ def compare_layouts(call: Call, sharded_state_dict: Any, checkpoint_dir: Any) ->
         )
         return call.proceed()
     for tensor in wanted:
-        if tensor.key not in stored:
-            tensor.key = _stored_key(tensor.key, stored)
-        wants = tensor.data.dtype if hasattr(tensor, "build_fn") else tensor.dtype
+        tensor.key = _stored_key(tensor.key, stored)
         if tensor.key not in stored:
             continue
+        makes_several = hasattr(tensor, "build_fn")
+        wants = tensor.data.dtype if makes_several else tensor.dtype
         there = stored[tensor.key]
         read = how_read(name_of(there), name_of(wants), master=is_master(tensor.key))
-        if read == "as it is":
-            continue
+        if read == "cast":
+            raise CheckpointLayoutError(
+                f"Megatron optimizer checkpoint {checkpoint_dir}: {tensor.key} is "
+                f"{name_of(there)} there and {name_of(wants)} in the live optimizer. Set {REMEDY}"
+            )
         if read == "as remainders":
             # An unpatched Megatron wrote int16 remainders: do not let Megatron cast them to fp32.
             tensor.data = torch.empty(tensor.data.shape, dtype=there, device=tensor.data.device)
-            if not hasattr(tensor, "build_fn"):
+            if not makes_several:
                 tensor.dtype = there
-            continue
-        raise CheckpointLayoutError(
-            f"Megatron optimizer checkpoint {checkpoint_dir}: {tensor.key} is "
-            f"{name_of(there)} there and {name_of(wants)} in the live optimizer. Set "
-            f"{REMEDY}"
-        )
     return call.proceed()
 
 
@@ -348,7 +336,7 @@ def _stored_dtypes(directory: str) -> dict[str, torch.dtype]:
 
 def _stored_key(key: str, stored: Any) -> str:
     """Find a tensor's key in a checkpoint whose keys may name another bucket dtype."""
-    match = DTYPES_IN_KEY.search(key)
+    match = None if key in stored else DTYPES_IN_KEY.search(key)
     if match is not None:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             other = DTYPES_IN_KEY.sub(f"dtype_({match[1]}, {dtype})", key)
@@ -363,9 +351,6 @@ def _sharded_tensors(tree: Any) -> Iterator[Any]:
 
     if isinstance(tree, (ShardedTensor, ShardedTensorFactory)):
         yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from _sharded_tensors(value)
-    elif isinstance(tree, list):
-        for value in tree:
+    elif isinstance(tree, (dict, list)):
+        for value in tree.values() if isinstance(tree, dict) else tree:
             yield from _sharded_tensors(value)

@@ -198,20 +198,13 @@ def _refuse_what_is_lost(optimizer: Any, model_param: Any, tensors: dict[str, An
     value = tensors["param"]
     aware = _precision_aware(optimizer)
 
-    def live() -> torch.Tensor:
-        return model_shard(optimizer, model_param)
-
     def as_numbers() -> bool:
         # An fp32 parameter has no remainders, but a norm's initial 1s may look like remainders.
+        live = partial(model_shard, optimizer, model_param)
         return model_param.dtype is not torch.float32 and looks_like_remainders(value, live)
 
-    lost = master_is_lost(
-        name_of(value.dtype),
-        as_numbers,
-        precision_aware=aware,
-        params=name_of(model_param.dtype),
-    )
-    if lost:
+    params = name_of(model_param.dtype)
+    if master_is_lost(name_of(value.dtype), as_numbers, precision_aware=aware, params=params):
         raise CheckpointLayoutError(
             "Megatron optimizer checkpoint: its master weights are the int16 remainders of a "
             "precision-aware optimizer, stored as numbers by a Megatron without the shim; they "
@@ -225,9 +218,10 @@ def _refuse_what_is_lost(optimizer: Any, model_param: Any, tensors: dict[str, An
         return
     state = optimizer.optimizer.state[_shard_of(optimizer, model_param)]
     for name in ("exp_avg", "exp_avg_sq"):
-        kept = state[name].dtype if name in state else torch.float32
-        fits = partial(_fits, tensors, name, kept)
-        becomes = moment_becomes(name_of(kept), fits)
+        if name not in state:
+            continue
+        kept = state[name].dtype
+        becomes = moment_becomes(name_of(kept), partial(rounds_exactly, tensors[name], kept))
         if becomes == "rounded":
             raise CheckpointLayoutError(
                 f"Megatron optimizer checkpoint: its {name} holds fp32 values, the live optimizer "
@@ -240,10 +234,6 @@ def _refuse_what_is_lost(optimizer: Any, model_param: Any, tensors: dict[str, An
                 f"Megatron optimizer checkpoint: {name} is kept in {name_of(kept)} with a scale "
                 "that is computed anew on load; training may differ in the last bits."
             )
-
-
-def _fits(tensors: dict[str, Any], name: str, dtype: torch.dtype) -> bool:
-    return rounds_exactly(tensors[name], dtype)
 
 
 def model_shard(optimizer: Any, model_param: Any) -> torch.Tensor:
