@@ -46,9 +46,9 @@ def class_beneath(actor_class: Any) -> Any:
 def put_in_front(mixin: type, actor_class: Any) -> Any:
     """Make an actor class again with a mixin as the worker's first base class.
 
-    The mixin must be importable, so that Ray pickles it by reference. The mixin's methods may take
-    ``*args, **kwargs``. The new class declares the methods with the framework's signatures, so that
-    Ray still rejects wrong arguments in the calling process.
+    The mixin must be importable, so that Ray pickles it by reference. Its methods may take
+    ``*args, **kwargs``: the new class declares them with the framework's signatures, so that Ray
+    still rejects wrong arguments in the calling process.
 
     Raises:
         SeamError: the argument is no actor class made by ``ray.remote``.

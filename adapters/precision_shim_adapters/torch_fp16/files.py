@@ -20,8 +20,8 @@ def files_of_rank(path: str, *, written: bool = False) -> Files:
 
     Args:
         path: the checkpoint's directory; the files may be in a subdirectory.
-        written: whether to return only the files that this rank wrote; other ranks' files may not
-            be visible yet.
+        written: whether to return only the files that this rank wrote, because other ranks' files
+            may not be visible yet.
     """
     rank, ranks = 0, 1
     if torch.distributed.is_initialized():

@@ -25,8 +25,8 @@ def settings_for(
     """Merge the user's config, ``PRECISION_SHIM_*`` settings and the framework's own defaults.
 
     Args:
-        configured: maps names of ``ScalerSettings`` to values that the user wrote in the
-            framework's config; these values override ``PRECISION_SHIM_*`` settings.
+        configured: the values that the user wrote in the framework's config, by names of
+            ``ScalerSettings``; they override ``PRECISION_SHIM_*`` settings.
         framework_default: the settings of the framework's own scaler; if ``None``, the defaults of
             ``PRECISION_SHIM_*`` settings apply.
         shim: the shim's settings; ``None`` for the settings in force.

@@ -36,10 +36,9 @@ class ScaledLoss(wrapt.ObjectProxy):  # type: ignore[type-arg]
 
 @contextmanager
 def steps_through(function: Callable[..., Any], optimizer: Optimizer) -> Iterator[None]:
-    """Replace ``optimizer.step`` by ``function`` while a framework's loop runs.
+    """Replace ``optimizer.step`` by ``function``, which may call it, while a loop runs.
 
-    If ``function`` calls ``optimizer.step``, for example through a scaler, the optimizer's own step
-    runs. Outside the loop ``optimizer.step`` must not be replaced, because torch's distributed
+    Outside the loop ``optimizer.step`` must not be replaced, because torch's distributed
     checkpoints call ``optimizer.step`` with dummy gradients.
     """
     # An LR scheduler stores a step-counting wrapper as ``optimizer.step``: call the wrapper, and
@@ -73,14 +72,8 @@ def note_skip(optimizer: Optimizer, inner: Sequence[Optimizer], *args: Any, **kw
     """For a skipped step, produce the side effects of a step, but change no parameter or moment.
 
     The LR schedule advances, and torch must not warn that the scheduler stepped before the
-    optimizer. If ``optimizer`` is a container of optimizers, its ``step`` runs, because its step
-    hooks may have state that no checkpoint has; the inner optimizers' steps then do nothing.
-
-    Args:
-        optimizer: the optimizer whose step was skipped.
-        inner: the optimizers in ``optimizer``, if ``optimizer`` is a container.
-        args: the step's arguments.
-        kwargs: the step's keyword arguments.
+    optimizer. If ``optimizer`` is a container of the ``inner`` optimizers, its ``step`` runs,
+    because its step hooks may have state that no checkpoint has; the inner steps do nothing.
     """
     for each in (optimizer, *inner):
         each._opt_called = True  # type: ignore[attr-defined]

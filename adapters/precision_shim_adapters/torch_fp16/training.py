@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,10 +31,9 @@ from .stepping import ScaledLoss, has_gradients, note_skip, steps_through
 FEATURE = "fp16-scaling"
 
 _ATTRIBUTE = "_precision_shim_training"
-"""Name of the attribute that ``keep`` sets on a framework's object, and that ``of`` reads."""
+"""Attribute of a framework's object: ``keep`` sets it, and ``of`` reads it."""
 
 _current: ContextVar[ScaledTraining | None] = ContextVar("precision_shim_training", default=None)
-"""The ``ScaledTraining`` in progress: set by ``in_progress``, read by ``current``."""
 
 
 class ScaledTraining:
@@ -47,15 +46,13 @@ class ScaledTraining:
     each clipping. For the metrics, the adapter calls ``norm`` and ``metrics``. At checkpoints, the
     adapter calls ``save`` and ``restore``, or ``record`` and ``restore_record``.
 
-    If the framework's own loop scales, unscales and steps, ``drives`` is false, and the shim's
-    methods for scaling, unscaling and stepping do nothing.
-
     Attributes:
         framework: the framework's name.
         subject: the model's name, such as ``"actor"``.
         scaler: a ``LossScaler``, or the framework's or the user's own scaler, which the shim does
             not change.
-        drives: whether the shim scales the loss and calls the optimizer's ``step``.
+        drives: whether the shim scales the loss and calls the optimizer's ``step``; if false, the
+            framework's own loop does, and the methods for scaling and stepping do nothing.
     """
 
     def __init__(
@@ -83,12 +80,11 @@ class ScaledTraining:
 
         Args:
             framework: the framework's name.
-            subject: the model's name, such as ``"actor"``.
+            subject: the model's name.
             device: device type of the gradients.
             because: the reason why the shim scales the loss.
-            configured: maps names of ``ScalerSettings`` to values that the user wrote in the
-                framework's config; these values override ``PRECISION_SHIM_*`` settings.
-            framework_default: the settings of the framework's own scaler, or ``None``.
+            configured: see ``settings_for``.
+            framework_default: see ``settings_for``.
             process_group: ranks that skip a step together; ``None`` for all ranks.
             drives: false if the framework's own loop uses the scaler.
         """
@@ -177,8 +173,8 @@ class ScaledTraining:
     def one_step(self, optimizer: Optimizer, inner: Sequence[Optimizer] = ()) -> Iterator[None]:
         """A context for a framework's function that clips the gradients and steps at most once.
 
-        The shim unscales the gradients before the framework's function runs. If the framework's
-        function takes no step because of the gradient norm, the shim counts a skipped step.
+        The shim unscales the gradients before the function runs. If the function takes no step
+        because of the gradient norm, the shim counts a skipped step.
 
         Args:
             optimizer: the optimizer that steps.
@@ -204,8 +200,8 @@ class ScaledTraining:
     def takes_part(self, optimizer: Optimizer) -> bool:
         """Whether ``drives`` is true and this or another rank may have a gradient.
 
-        Under FSDP1 a rank may own no element of the trainable parameters. Even a rank without
-        elements must take part in the all-reduce of overflows, and skip a step with other ranks.
+        Under FSDP1 a rank may own no element of the trainable parameters. Such a rank must take
+        part in the all-reduce of overflows, and skip a step with the other ranks.
         """
         return self.drives and (self._ours.shares_overflows or has_gradients(optimizer))
 
@@ -215,13 +211,8 @@ class ScaledTraining:
     ) -> Iterator[None]:
         """A context for a framework's loop that computes losses, clips and steps several times.
 
-        The framework's loop must call ``before_clipping`` before each step. After the loop, the
-        original ``optimizer.step`` is restored, because torch's distributed checkpoints step on
-        dummy gradients.
-
-        Args:
-            optimizer: see ``one_step``.
-            inner: see ``one_step``.
+        After the loop, the original ``optimizer.step`` is restored, because torch's distributed
+        checkpoints step on dummy gradients. For the arguments see ``one_step``.
 
         Raises:
             LossScaleError: too many steps in a row were skipped.
@@ -289,10 +280,10 @@ class ScaledTraining:
         return torch.full_like(norm, math.nan) if isinstance(norm, torch.Tensor) else math.nan
 
     def metrics(self, prefix: str = "") -> dict[str, float]:
-        """``loss_scale`` and ``skipped_steps`` for a framework's metrics.
+        """``loss_scale`` and, of the shim's scaler, ``skipped_steps`` for a framework's metrics.
 
         ``loss_scale`` is the scale of the last step; ``skipped_steps`` counts from the job's first
-        step, across resumes. If the scaler is not the shim's, the result has only ``loss_scale``.
+        step, across resumes.
         """
         if not self.scaler.is_enabled():
             return {}
@@ -307,8 +298,7 @@ class ScaledTraining:
         """Write the scaler's state beside a framework's checkpoint; every rank must call ``save``.
 
         Call ``save`` after the framework wrote its own files. If the scaler's file cannot be
-        written, strict mode raises an error, and other modes only warn, since the framework's
-        checkpoint is complete. A later resume also warns of the missing file.
+        written, only strict mode raises an error, since the framework's checkpoint is complete.
 
         Args:
             directory: the checkpoint's directory.
@@ -364,8 +354,8 @@ class ScaledTraining:
     def record_tensor(self) -> torch.Tensor:
         """The scaler's record as a byte tensor of fixed size, for torch's distributed checkpoints.
 
-        torch's distributed checkpoints unpickle everything that is not a tensor, and load a tensor
-        only into a tensor of the same size.
+        torch unpickles everything there that is not a tensor, and loads a tensor only into a tensor
+        of the same size.
         """
         return scaling.to_tensor(scaling.record_of(self.scaler))
 
@@ -429,9 +419,7 @@ class ScaledTraining:
 
     @property
     def _ours(self) -> LossScaler:
-        if isinstance(self.scaler, LossScaler):
-            return self.scaler
-        raise TypeError(f"{self._where}: {type(self.scaler).__name__} is not the shim's to drive")
+        return cast("LossScaler", self.scaler)  # as ``drives`` says
 
     @property
     def _where(self) -> str:

@@ -1,7 +1,6 @@
 """Read ``.metadata``, which lists the tensors of torch's distributed checkpoints, as plain data.
 
-Seams use this module to read a checkpoint before the framework loads it. Unlike torch's reader,
-this module runs nothing that the file names, and needs no torch.
+Unlike torch's reader, this module runs nothing that the file names, and needs no torch.
 """
 
 from __future__ import annotations

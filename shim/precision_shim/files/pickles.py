@@ -1,9 +1,9 @@
 """Read a pickle without importing or calling anything that the pickle names.
 
-Loading a pickle can run any code, because a pickle names the functions that ``pickle`` imports and
-calls. Here every name is a stand-in: a subclass of ``Made``, whose call only stores the arguments.
-The only functions that a pickle can call are the methods of ``Made`` and of ``_Dict``, ``tuple``,
-and the methods of plain data. A malicious pickle can still waste time and memory.
+Loading a pickle can run any code, because it names the functions that ``pickle`` imports and calls.
+Here every name is a stand-in: a subclass of ``Made``, whose call only stores the arguments. The
+only functions that a pickle can call are the methods of ``Made`` and of ``_Dict``, ``tuple``, and
+the methods of plain data. A malicious pickle can still waste time and memory.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def read_pickle(source: bytes | IO[bytes], where: str) -> Any:
         where: the file, for messages.
 
     Returns:
-        The content: plain data, with a subclass of ``Made`` for each name, and an instance of the
-        subclass for each object that a call would create.
+        Plain data, with a subclass of ``Made`` for each name, and an instance of the subclass for
+        each object that a call would create.
 
     Raises:
         CheckpointUnreadableError: there is no complete pickle.

@@ -359,10 +359,7 @@ def test_nothing_there(tmp_path: Path, capsys: Any) -> None:
 def test_a_share_of_the_sample_is_whole_elements() -> None:
     ones = torch.ones(1000).numpy().tobytes()
     asked: list[int] = []
-    tensors = [
-        Tensor(str(i), "fp32", 1000, (lambda most: (asked.append(most), ones)[1],))
-        for i in range(3)
-    ]
+    tensors = [Tensor("fp32", 1000, (lambda most: (asked.append(most), ones)[1],))] * 3
     found = list(samples(tensors))
     assert all(torch.equal(value, torch.ones(1000)) for value in found)
     assert len(found) == 3

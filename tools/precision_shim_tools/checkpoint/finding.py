@@ -27,9 +27,6 @@ _ORDER = ("megatron", "dcp", "shards", "safetensors")
 def search(path: Path) -> tuple[Path, list[tuple[Path, str]]]:
     """Search the directories that contain a checkpoint's files; in a run, in the last step only.
 
-    Args:
-        path: the directory of a run, of a step, of a model, or of the files themselves.
-
     Returns:
         The directory that was searched, and each directory with files, with the kind of the files.
 
@@ -50,13 +47,12 @@ def search(path: Path) -> tuple[Path, list[tuple[Path, str]]]:
 def read_units(
     top: Path, found: list[tuple[Path, str]], framework: str | None
 ) -> list[CheckpointPart]:
-    """Read the files that were found, model by model.
+    """Read the files that ``search`` found, model by model.
 
     Args:
         top: the directory that was searched.
-        found: see ``search``.
-        framework: the framework that wrote the checkpoint; ``None`` to infer the framework from
-            the directories' names.
+        found: the directories with files.
+        framework: the framework that wrote the checkpoint; ``None`` to infer it from names.
 
     Raises:
         CheckpointUnreadableError: the checkpoint is incomplete or damaged.

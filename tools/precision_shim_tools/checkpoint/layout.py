@@ -24,8 +24,7 @@ class Scaler:
     """The loss scaler's record in a checkpoint.
 
     Attributes:
-        state: one of ``"whole"``, ``"damaged"``, ``"none"`` and ``"of another save"`` (the files
-            beside the record are from another save).
+        state: ``"of another save"`` if the files beside the record are from another save.
         where: the file, and the record's key in the file.
         text: the scaler's values, or the error in the record.
         saved: the validated record, if the shim wrote the record.
@@ -46,15 +45,13 @@ class CheckpointPart:
         subject: name of the model, such as ``"actor"``; empty if no directory's name shows it.
         path: the model's directory.
         units: the directories with the files that contain the optimizer states.
-        kind: kind of the files with the optimizer states, such as ``"dcp"``; see ``units.py``.
-        beside: the directories with files of other kinds (exports for inference, or the weights),
-            each with its kind.
+        kind: kind of these files, such as ``"dcp"``; see ``Unit``.
+        beside: the directories with files of other kinds, each with its kind.
         held: the model's tensors, by component.
-        facts: further results that readers store for predicting the resume, by name, such as
-            ``sharding``, ``adam_beta2``, and the dtypes ``params`` and ``bucket``.
+        facts: what else predicts the resume, such as ``sharding`` and the dtypes of ``params`` and
+            ``bucket``.
         scalers: the loss scaler records that the framework itself saved, not yet validated.
-        masters: form of the masters: ``"fp32"``, ``REMAINDERS``, ``NUMBERS``, ``UNKNOWN`` or
-            ``"none"``.
+        masters: ``"fp32"``, ``REMAINDERS``, ``NUMBERS``, ``UNKNOWN`` or ``"none"``.
         bf16_moments: for each moment, whether every sampled value is a bf16 number.
         scaler: the loss scaler's record.
         notes: further lines for the report.
@@ -89,24 +86,16 @@ class CheckpointPart:
         """Return the size of a component, in bytes."""
         return sum(tensor.bytes for tensor in self.held.get(component, ()))
 
-    @property
-    def params_dtype(self) -> str | None:
-        """The floating dtype of the parameters; ``None`` for several dtypes or no parameters."""
-        floating = [dtype for dtype in self.dtypes("params") if dtype[:2] in ("fp", "bf")]
-        known = self.facts.get("params")
-        return known or (floating[0] if len(floating) == 1 else None)
-
 
 @dataclass(frozen=True)
 class Outcome:
     """The predicted result of resuming one model.
 
     Attributes:
-        verdict: the result in short. ``"exact"``: nothing changes. ``"refused"``: the shim raises
-            an error before training goes on. ``"misread"``: the framework loads wrong values
-            without an error. ``"fails"``: the framework raises an error. ``"starts anew"``: the
-            loss scale or the optimizer states are reset. ``"not here"``: this environment cannot
-            resume the model.
+        verdict: ``"exact"``: nothing changes. ``"refused"``: the shim raises an error before
+            training goes on. ``"misread"``: the framework loads wrong values without an error.
+            ``"fails"``: the framework raises an error. ``"starts anew"``: the loss scale or the
+            optimizer states are reset. ``"not here"``: this environment cannot resume the model.
         because: one sentence on the reason for ``verdict``.
     """
 

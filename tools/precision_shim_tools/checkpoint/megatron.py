@@ -1,8 +1,7 @@
 """Predict how a job would resume a Megatron checkpoint, with and without the shim's load seams.
 
-With the shim in force, the prediction uses the rules of ``checkpoint``'s seams
-(``precision_shim.precision.continuing``). Without the shim, the prediction follows Megatron's own
-treatment of the stored dtypes.
+With the shim in force, the rules are those of the seams in ``megatron.checkpoints``. Without the
+shim, the prediction follows Megatron's own treatment of the stored dtypes.
 """
 
 from __future__ import annotations
@@ -42,10 +41,6 @@ other than tensors."""
 
 _OFFLOAD, _SHARE = "optimizer_cpu_offload", "optimizer_offload_fraction"
 
-_STEPPED = ".master_param"
-"""Suffix of keys in ``dp_reshardable`` checkpoints for the parameters' copies that an optimizer for
-CPU offload updates; a precision-aware optimizer has no such keys."""
-
 _BUCKET = "grad_reduce_in_fp32"
 """The field of Megatron's DDP config with which a job may set the bucket's dtype."""
 
@@ -57,13 +52,12 @@ class Live:
     Attributes:
         precision_aware: whether FusedAdam keeps master weights and moments.
         remainders: whether FusedAdam keeps remainders instead of whole master weights.
-        moments: the dtype of ``exp_avg`` and of ``exp_avg_sq``.
+        moments: the moments' dtypes.
         params: the parameters' dtype.
         problem: why the optimizer cannot be built; empty if it can.
-        on_host: the fraction of states that Megatron offloads to the CPU; ``None`` without the
-            optimizer for CPU offload.
-        asked_aware: whether the config has ``use_precision_aware_optimizer``, even if CPU offload
-            makes it ineffective.
+        on_host: the fraction of states that Megatron offloads to the CPU, if the optimizer is for
+            CPU offload.
+        asked_aware: as ``precision_aware``, even if CPU offload makes the setting ineffective.
         torchs_adam: whether Megatron steps with torch's Adam, because there is no FusedAdam.
     """
 
@@ -101,7 +95,7 @@ def assume_requested(part: CheckpointPart, here: Here, where: str, subject: str)
 
     Args:
         part: the checkpoint.
-        here: the job's settings; see ``assume_fields``.
+        here: the job's settings.
         where: framework and config key, for messages.
         subject: the model's name, such as ``"actor"``.
     """
@@ -118,7 +112,9 @@ def assume_requested(part: CheckpointPart, here: Here, where: str, subject: str)
 
 def find_params_dtype(part: CheckpointPart) -> torch.dtype:
     """The parameters' dtype, or bf16 if the checkpoint does not show the dtype."""
-    return parse_dtype(part.params_dtype or "") or torch.bfloat16
+    floating = [dtype for dtype in part.dtypes("params") if dtype[:2] in ("fp", "bf")]
+    stored = part.facts.get("params") or (floating[0] if len(floating) == 1 else "")
+    return parse_dtype(stored) or torch.bfloat16
 
 
 def predict_resume(
@@ -226,10 +222,9 @@ def _cannot_count(part: CheckpointPart, live: Live, shimmed: bool, mended: bool)
         return Outcome("fails", fails)
     if uncounted and shimmed:
         return Outcome("refused", lacking)
-    if plain:
-        stepped = any(tensor.name.endswith(_STEPPED) for tensor in part.held.get("other", ()))
-        if not stepped or not (live.on_host == 1.0 or (uncounted and live.on_host == 0.0)):
-            return Outcome("fails", f"{fails} and partly on the GPU, or from such a form")
+    whole = live.on_host == 1.0 or (uncounted and live.on_host == 0.0)
+    if plain and not (whole and part.facts.get("stepped")):
+        return Outcome("fails", f"{fails} and partly on the GPU, or from such a form")
     return Outcome("misread", lacking) if uncounted else None
 
 

@@ -2,12 +2,12 @@
 
 If param groups have the key ``OFFLOADED``, the fact ``counted`` is whether all of them have a step
 count. The fact ``names_classes`` is set if a ``common.pt`` has such groups: torch refuses to load
-the classes that its pickle names.
+the classes that its pickle names. The fact ``stepped`` is set if a ``dp_reshardable`` checkpoint
+has the parameters' copies that an optimizer for CPU offload updates.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import struct
 from typing import Any
@@ -34,6 +34,8 @@ def fill_part(unit: Unit, part: CheckpointPart) -> None:
     """Add the tensors and settings of a Megatron distributed checkpoint to a ``CheckpointPart``."""
     for key, tensor in unit.tensors.items():
         part.add(_component_of(key), tensor)
+        if key.endswith(".master_param"):
+            part.facts["stepped"] = True
         dtypes = DTYPES_IN_KEY.search(key) if is_optimizers(key) else None
         if dtypes is not None:
             _note_dtypes(part, *dtypes.groups())
@@ -93,8 +95,7 @@ def _take_gathered(archive: Archive, part: CheckpointPart) -> None:
         for key in keys:
             if isinstance(key, tuple):
                 _note_dtypes(part, *(dtype.kind for dtype in key))
-        name = f"param_state.{tensor.name}"
-        part.add(_COMPONENT.get(str(keys[-1]), "other"), dataclasses.replace(tensor, name=name))
+        part.add(_COMPONENT.get(str(keys[-1]), "other"), tensor)
 
 
 def _number(archive: Archive, value: Any) -> float | None:

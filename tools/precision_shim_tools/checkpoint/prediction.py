@@ -1,7 +1,6 @@
 """Predict how a resume in this environment ends, and find a setting that makes the resume exact.
 
-The adapter whose seams load a kind of checkpoint also predicts the resume, by the same rules
-(``registry.checkpoints``).
+The adapter whose seams load a kind of checkpoint also predicts its resume.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ class Here:
     Attributes:
         on: whether the shim is on.
         settings: the shim's settings.
-        config: the job's config: the fields of the optimizer, and the fields in ``Config.beside``;
-            ``None`` if the job's config is not known.
+        config: the job's config, as far as it is known: the fields of the optimizer, and the fields
+            in ``Config.beside``.
         instead: fields that override fields of ``config``, even if ``config`` is ``None``.
     """
 

@@ -126,8 +126,7 @@ def _records_of(
 ) -> Iterator[tuple[str, Callable[[], object], dict[str, str], bool]]:
     """Yield each record's place, a function that reads it, and the files beside it.
 
-    The fourth item is whether the record names all of these files; a rank's own file has a record
-    that names only the files of this rank.
+    The fourth item is whether the record names all of these files, and not only those of its rank.
     """
     places = {unit.path for unit in part.units} | {unit.path.parent for unit in part.units}
     places |= {part.path, *(place / "optimizer" for place in (*places, part.path))}

@@ -21,8 +21,7 @@ class Examined:
     Attributes:
         part: the content of the model's files.
         outcome: predicted result of a resume in this environment.
-        remedy: the setting that makes an inexact resume exact; empty if the resume is exact or no
-            setting makes it exact.
+        remedy: the setting that makes an inexact resume exact; empty if there is none.
     """
 
     part: CheckpointPart
@@ -93,8 +92,8 @@ def examine(path: str | Path, here: Here, framework: str | None = None) -> list[
     Args:
         path: the directory of a run, of a step, of a model, or of the files themselves.
         here: the environment of the resume.
-        framework: the framework that wrote the checkpoint. If ``framework`` is ``None``, infer it
-            from directory names, or else use the only installed framework that can read the files.
+        framework: the framework that wrote the checkpoint; ``None`` to infer it from directory
+            names, or else to use the only installed framework that can read the files.
 
     Raises:
         CheckpointUnreadableError: there is no checkpoint, or it is incomplete or damaged.

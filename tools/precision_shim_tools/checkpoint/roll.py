@@ -1,9 +1,7 @@
 """Read ROLL's checkpoints for ``precision-shim checkpoint``, without torch.
 
 With ``ckpt_format: legacy``, the default, ROLL on Megatron saves the weights in one file per rank,
-next to the optimizer's distributed checkpoint. On FSDP2 ROLL saves states in the directory ``dcp``.
-
-Delete this module when ROLL on Megatron also saves the weights in a distributed checkpoint.
+next to the optimizer's distributed checkpoint. Delete this module when it saves them there, too.
 """
 
 from __future__ import annotations

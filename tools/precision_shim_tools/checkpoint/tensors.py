@@ -17,7 +17,7 @@ from precision_shim.errors import CheckpointUnreadableError
 from precision_shim.files.metadata import dtype_name
 from precision_shim.files.pickles import Made, read_pickle
 
-__all__ = ["Archive", "Tensor", "item_size", "reading"]
+__all__ = ["Archive", "Tensor", "reading"]
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def reading(path: Path) -> Iterator[None]:
         ) from None
 
 
-def item_size(dtype: str) -> int:
+def _item_size(dtype: str) -> int:
     """Return an element's size in bytes, which the number of bits in a dtype's name shows."""
     bits = "".join(c for c in dtype.partition("_")[0] if c.isdigit())
     return max(1, int(bits) // 8) if bits else 1
@@ -53,15 +53,12 @@ class Tensor:
     """One tensor of a checkpoint, with the shards of all ranks.
 
     Attributes:
-        name: the tensor's key.
         dtype: canonical name of the tensor's dtype.
         elements: number of elements.
-        parts: a function for each piece of the tensor; ``parts[0](n)`` returns at most ``n`` bytes
-            from the beginning of the first piece. ``parts`` is empty if the bytes cannot be read
-            without torch.
+        parts: a function for each piece of the tensor: ``parts[0](n)`` returns at most ``n`` bytes
+            from the beginning of the first piece. Empty if the bytes cannot be read.
     """
 
-    name: str
     dtype: str
     elements: int
     parts: tuple[Callable[[int], bytes], ...] = field(default=(), compare=False, repr=False)
@@ -69,7 +66,7 @@ class Tensor:
     @property
     def bytes(self) -> int:
         """Size of all elements, in bytes."""
-        return self.elements * item_size(self.dtype)
+        return self.elements * _item_size(self.dtype)
 
 
 _NO_DATA = ("_spec", "_mesh", "mesh")
@@ -131,7 +128,7 @@ class Archive:
     ) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
         if isinstance(node, Made):
             if node.kind == "torch._utils._rebuild_tensor_v2":
-                yield keys, self._tensor(keys, node)
+                yield keys, self._tensor(node)
                 return
             node, inside = [node.arguments, node.state, node.items, node.members], True
         if isinstance(node, (list, tuple)):
@@ -142,12 +139,12 @@ class Archive:
             elif key not in _NO_DATA:  # tensors inside of an object have the object's keys
                 yield from self._tensors(value, keys, inside=True)
 
-    def _tensor(self, keys: tuple[Any, ...], made: Made) -> Tensor:
+    def _tensor(self, made: Made) -> Tensor:
         (_, storage, label, *_), start, shape = made.arguments[:3]
         dtype = dtype_name(storage.kind.rpartition(".")[2].removesuffix("Storage").lower())
-        elements, size = prod(int(size) for size in shape), item_size(dtype)
+        elements, size = prod(int(size) for size in shape), _item_size(dtype)
         part = partial(self._read, label, start * size, elements * size)
-        return Tensor(".".join(map(str, keys)), dtype, elements, (part,))
+        return Tensor(dtype, elements, (part,))
 
     def _read(self, label: str, start: int, size: int, most: int) -> bytes:
         with self._open() as archive, archive.open(f"{self._root}data/{label}") as member:

@@ -12,14 +12,7 @@ from .prediction import Here
 
 
 def predict_resume(framework: str, part: CheckpointPart, here: Here, group: str) -> Outcome:
-    """Predict how a job would resume a checkpoint.
-
-    Args:
-        framework: the job's framework.
-        part: one model of the checkpoint.
-        here: the environment in which the job would resume.
-        group: name of the seam group that loads the loss scaler's state.
-    """
+    """Predict how a job would resume a checkpoint; ``group`` has the seams that load the scaler."""
     half = halves(part)
     if half is not None:
         return half

@@ -37,11 +37,10 @@ class Unit:
         kind: ``"megatron"``, ``"dcp"``, ``"shards"`` or ``"safetensors"``.
         path: the directory.
         tensors: the tensors, by key, each with the shards of all ranks.
-        objects: maps the key of each object that is no tensor to a function that reads the object
-            as plain data (see the module ``pickles``).
+        objects: for the key of each object that is no tensor, a function that reads the object.
         common: archives of Megatron's common state (``common.pt``; with megatron-core 0.19 and
             later an object in the ``.distcp`` files), or of each rank's extra state.
-        world_size: number of ranks if each rank wrote files of its own; otherwise ``None``.
+        world_size: number of ranks if each rank wrote files of its own.
         lacking: the kinds in ``_TOGETHER`` of which the directory has no file.
     """
 
@@ -124,7 +123,7 @@ def _take(unit: Unit, metadata: Made, entries: dict[str, StoredTensor]) -> None:
         there = places.get(key, ())
         if entry.dtype is not None:
             parts = tuple(partial(_first_bytes, archive) for archive in there)
-            unit.tensors[key] = Tensor(key, entry.dtype, prod(entry.shape), parts)
+            unit.tensors[key] = Tensor(entry.dtype, prod(entry.shape), parts)
         elif there:
             unit.objects[key] = there[0]
 
@@ -161,9 +160,9 @@ def _read_shard(unit: Unit, what: str, path: Path) -> None:
     for keys, tensor in archive.tensors():
         name = ".".join(map(str, (what, *keys)))
         # Each rank has a shard of the same tensor.
-        known = unit.tensors.get(name, Tensor(name, tensor.dtype, 0))
+        known = unit.tensors.get(name, Tensor(tensor.dtype, 0))
         elements, parts = known.elements + tensor.elements, known.parts + tensor.parts
-        unit.tensors[name] = Tensor(name, tensor.dtype, elements, parts)
+        unit.tensors[name] = Tensor(tensor.dtype, elements, parts)
 
 
 _WORDS = {"f": "float", "i": "int", "u": "uint"}
@@ -179,4 +178,4 @@ def _read_safetensors(unit: Unit) -> None:
                 dtype = entry["dtype"].lower()  # "F32" is torch's "float32"
                 dtype = re.sub(r"^[fiu](?=\d+$)", lambda match: _WORDS[match[0]], dtype)
                 elements = prod(int(size) for size in entry["shape"])
-                unit.tensors[name] = Tensor(name, dtype_name(dtype), elements)
+                unit.tensors[name] = Tensor(dtype_name(dtype), elements)

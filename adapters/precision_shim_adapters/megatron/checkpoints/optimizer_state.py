@@ -1,17 +1,15 @@
 """Write and read Megatron's optimizer checkpoints in an unpatched Megatron's format.
 
-``DistributedOptimizer`` reads and writes a parameter's states with the same two methods in every
-sharding type. On a save, the shim converts a precision-aware optimizer's int16 remainder to the
-fp32 master weight that an unpatched Megatron expects. On a load, the shim splits the master weight
-into parameter and remainder again. If the user's config turns on the precision-aware optimizer,
-even an unpatched Megatron expects remainders. In the two sharding types that store a dtype for each
-state, the shim saves the user's remainders unchanged, because Megatron can read them. In two
-sharding types the checkpoint's keys contain the bucket's dtype. The shim writes the keys that a job
-without the shim would write. The shim compares wanted with stored dtypes in
-``dist_checkpointing.load``, which has the wanted tensors and the directory before Megatron reads.
+On a save, the shim converts a precision-aware optimizer's int16 remainder to the fp32 master weight
+that an unpatched Megatron expects; on a load, it splits the master weight into parameter and
+remainder again. If the user's config turns on the precision-aware optimizer, even an unpatched
+Megatron expects remainders: in the two sharding types that store a dtype for each state, the shim
+saves them unchanged. In two sharding types the checkpoint's keys contain the bucket's dtype; the
+shim writes the keys that a job without the shim would write. The shim compares wanted with stored
+dtypes in ``dist_checkpointing.load``, which has the wanted tensors before Megatron reads.
 
-The shim refuses to load fp32 moments that would be rounded to bf16. The shim also refuses to load
-remainders whose int16 bits an unpatched Megatron has cast to floating-point numbers.
+The shim refuses to load fp32 moments that would be rounded to bf16, and remainders whose int16 bits
+an unpatched Megatron has cast to floating-point numbers.
 
 Upstream: https://github.com/NVIDIA/Megatron-LM/issues/4222 (remainders cannot be loaded again),
 https://github.com/NVIDIA/Megatron-LM/issues/2576 (the ``padding`` entry). Delete this module when
@@ -81,21 +79,18 @@ _OWN = ("adam_eps", "sgd_momentum")
 copy by ``dataclasses.replace`` lacks ``_ADDED``, but contains these objects, which identify it."""
 
 _own_floats: dict[int, float] = {}
-"""Maps the ``id`` of each new float in an ``_OWN`` field to the float: written by
-``note_precision_aware``, read by ``is_added_by_shim``."""
+"""Maps the ``id`` of each new float in an ``_OWN`` field to the float."""
 
-as_they_are: ContextVar[bool] = ContextVar("precision_shim_remainders_as_they_are", default=False)
-"""Whether a save keeps remainders unchanged, as the same job without the shim would save them."""
-
-into_place: ContextVar[bool] = ContextVar("precision_shim_into_place", default=False)
-"""Whether a load writes into the tensors that ``join_states`` returns."""
+join: ContextVar[str] = ContextVar("precision_shim_join", default="")
+"""How ``join_states`` joins states: ``"never"`` if a save keeps remainders unchanged, as the same
+job without the shim would save them, and ``"copy"`` if a load writes into the joined tensors."""
 
 
 def note_precision_aware(config: Any, *, by_user: bool) -> None:
     """Mark an OptimizerConfig that is precision-aware only because of the shim.
 
     Args:
-        config: Megatron's OptimizerConfig; the optimizer receives this object or a copy of it.
+        config: Megatron's OptimizerConfig, of which the optimizer may receive a copy.
         by_user: whether ``config`` is precision-aware without the shim, too.
     """
     if not config.use_precision_aware_optimizer or by_user:
@@ -127,10 +122,8 @@ def refuse_torchs_adam(
 ) -> Any:
     """On a save, warn that Megatron cannot load the states of torch's Adam; on a load, raise.
 
-    If neither TransformerEngine nor Apex is installed, Megatron uses torch's Adam. Megatron's load
-    asserts that a new optimizer has one step count, but torch's Adam has no step count before its
-    first step. If torch's Adam has states, two sharding types do not load the step count, and the
-    third sharding type keeps the optimizer's old step count.
+    Without TransformerEngine and Apex, Megatron uses torch's Adam, which has no step count before
+    its first step: Megatron's load asserts that there is one, or loses the loaded one.
 
     Raises:
         CheckpointLayoutError: the job loads states of torch's Adam, or saves them in strict mode.
@@ -223,14 +216,12 @@ def write_as_unpatched(call: Call, is_loading: bool) -> Any:
     A save writes remainders only if the optimizer is precision-aware without the shim, too. A load
     requests whole fp32 masters; ``compare_layouts`` compares this request with the checkpoint.
     """
-    by_user = not is_added_by_shim(call.instance.config)
-    written = as_they_are.set(by_user and not is_loading)
-    read = into_place.set(is_loading)
+    by_shim = is_added_by_shim(call.instance.config)
+    token = join.set("copy" if is_loading else "" if by_shim else "never")
     try:
         return _rekey_as_unpatched(call.instance, call.proceed())
     finally:
-        as_they_are.reset(written)
-        into_place.reset(read)
+        join.reset(token)
 
 
 @checkpoint_seam(

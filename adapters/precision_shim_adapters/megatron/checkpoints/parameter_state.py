@@ -1,16 +1,16 @@
 """Save and load one parameter's states in Megatron's optimizer checkpoints.
 
 ``DistributedOptimizer`` reads and writes a parameter's states with the same two methods in every
-sharding type. The docstring of ``checkpoint`` explains how and why the shim converts master
-weights. Three properties of Megatron and TransformerEngine prevent an exact resume:
+sharding type. ``optimizer_state`` explains how and why the shim converts master weights. Three
+properties of Megatron and TransformerEngine prevent an exact resume:
 
 - FusedAdam keeps int16 remainders under the name ``master_param``.
 - FusedAdam fills the master weights of an fp32 parameter once and never updates them.
 - Megatron finds a parameter's states by the parameter's number in its group. If a group has both
   fp32 and 16-bit parameters, the numbers do not follow the order of the group's parameters.
 
-Delete this module when ``checkpoint`` can be deleted, and Megatron numbers a group's parameters in
-the group's order.
+Delete this module when ``optimizer_state`` can be deleted, and Megatron numbers a group's
+parameters in the group's order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from precision_shim.precision.remainders import (
 
 from ..policy.requested import STATES
 from ..training.build import megatron_label
-from .optimizer_state import OPTIMIZER, REMEDY, as_they_are, checkpoint_seam, into_place
+from .optimizer_state import OPTIMIZER, REMEDY, checkpoint_seam, join
 
 _loading: weakref.WeakKeyDictionary[Any, list[CheckpointLayoutError]] = weakref.WeakKeyDictionary()
 """During ``load_state_dict``, maps the optimizer to the errors that ``split_states`` found."""
@@ -95,8 +95,8 @@ def join_states(call: Call, model_param: Any) -> Any:
     if model_param.dtype is torch.float32:
         # For a load, return a copy: the load must not overwrite the parameter, because
         # ``_own_master`` compares the loaded values with the parameter.
-        tensors["param"] = shard.to(kept.device, copy=into_place.get())
-    elif _precision_aware(call.instance) and kept.dtype is torch.int16 and not as_they_are.get():
+        tensors["param"] = shard.to(kept.device, copy=join.get() == "copy")
+    elif _precision_aware(call.instance) and kept.dtype is torch.int16 and join.get() != "never":
         # Use the remainder's device, because verl saves while the optimizer is offloaded.
         tensors["param"] = join_master(shard.to(kept.device), kept)
     return tensors
