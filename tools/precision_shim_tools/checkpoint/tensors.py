@@ -50,7 +50,7 @@ def _item_size(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a checkpoint, with the shards of all ranks.
+    """One tensor of a checkpoint, or a rank's shard.
 
     Attributes:
         dtype: canonical name of the tensor's dtype.

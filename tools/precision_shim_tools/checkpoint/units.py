@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from math import prod
 from pathlib import Path
 
@@ -36,7 +37,7 @@ class Unit:
     Attributes:
         kind: ``"megatron"``, ``"dcp"``, ``"shards"`` or ``"safetensors"``.
         path: the directory.
-        tensors: the tensors, by key, each with the shards of all ranks.
+        tensors: the tensors, by key; in files of ranks, each rank's shards by keys of their own.
         objects: for the key of each object that is no tensor, a function that reads the object.
         common: archives of Megatron's common state (``common.pt``; with megatron-core 0.19 and
             later an object in the ``.distcp`` files), or of each rank's extra state.
@@ -147,22 +148,13 @@ def _read_shards(unit: Unit) -> None:
     [unit.world_size] = worlds
     kinds = sorted({match["what"] for match in matches})
     unit.lacking = tuple(kind for kind in _TOGETHER if kind not in kinds)
-    for what in kinds:
-        for rank in range(unit.world_size):
-            _read_shard(unit, what, unit.path / f"{what}_world_size_{worlds[0]}_rank_{rank}.pt")
-
-
-def _read_shard(unit: Unit, what: str, path: Path) -> None:
-    archive = Archive(path)
-    if what == "extra_state":
-        unit.common.append(archive)
-        return
-    for keys, tensor in archive.tensors():
-        name = ".".join(map(str, (what, *keys)))
-        # Each rank has a shard of the same tensor.
-        known = unit.tensors.get(name, Tensor(tensor.dtype, 0))
-        elements, parts = known.elements + tensor.elements, known.parts + tensor.parts
-        unit.tensors[name] = Tensor(tensor.dtype, elements, parts)
+    for what, rank in product(kinds, range(unit.world_size)):
+        archive = Archive(unit.path / f"{what}_world_size_{unit.world_size}_rank_{rank}.pt")
+        if what == "extra_state":
+            unit.common.append(archive)
+        else:
+            for keys, tensor in archive.tensors():
+                unit.tensors[".".join(map(str, (what, rank, *keys)))] = tensor
 
 
 _WORDS = {"f": "float", "i": "int", "u": "uint"}
