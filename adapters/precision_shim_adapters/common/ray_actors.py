@@ -1,8 +1,7 @@
 """Find the plain class from which Ray made an actor class, and make the actor class again.
 
 ``ray.remote`` copies a class's methods when it decorates the class, before a post-import hook can
-patch the methods. An adapter that patches an actor's methods therefore makes the actor class again,
-with the same name and options.
+patch the methods: an adapter that patches them makes the actor class again, with its options.
 """
 
 from __future__ import annotations

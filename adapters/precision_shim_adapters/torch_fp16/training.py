@@ -108,8 +108,7 @@ class ScaledTraining:
 
         Args:
             owner: a worker, engine, strategy or optimizer that a seam receives.
-            attribute: the owner's attribute for the framework's own scaler, if any; the framework's
-                loop then uses the shim's scaler.
+            attribute: the owner's attribute for the framework's own scaler, which gets the shim's.
         """
         setattr(owner, _ATTRIBUTE, self)
         if attribute:
@@ -365,11 +364,10 @@ class ScaledTraining:
         """Restore the scaler from a record in a framework's file; every rank must call this method.
 
         Args:
-            record: the result of ``record`` or ``record_tensor``; ``None`` if the file has no
-                record.
+            record: the result of ``record`` or ``record_tensor``; ``None`` if the file has none.
             where: the file, for messages.
-            otherwise: a sentence that tells the user how to continue with a fresh scaler, or empty.
-                Do not advise to delete a file of the framework that contains more than the record.
+            otherwise: a sentence on how to continue with a fresh scaler, or empty. Do not advise to
+                delete a file of the framework that contains more than the record.
             files: this rank's files, to compare with the files that the record names.
 
         Raises:

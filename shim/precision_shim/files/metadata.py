@@ -35,12 +35,7 @@ def dtype_name(path: str) -> str:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """The entry of one key in a checkpoint.
-
-    Attributes:
-        dtype: canonical name of a tensor's dtype; ``None`` for an object that is no tensor.
-        shape: shape of a tensor.
-    """
+    """The entry of one key; ``dtype`` is ``None`` for an object that is no tensor."""
 
     dtype: str | None
     shape: tuple[int, ...] = ()

@@ -25,7 +25,7 @@ class Made:
     Attributes:
         kind: the name that the pickle would import and call, such as ``"torch.Size"``.
         arguments: the arguments of the call.
-        state: the state that the pickle would set, such as a dict of the object's fields.
+        state: the state that the pickle would set.
         items: the items that the pickle would set by key.
         members: the values that the pickle would append.
     """
@@ -37,7 +37,7 @@ class Made:
     members: list[Any]
 
     def __new__(cls, *arguments: Any, **named: Any) -> Made:
-        """Store the arguments of a call; a pickle calls the class or only this function."""
+        """Store the arguments; a pickle calls the class or only this function."""
         made = super().__new__(cls)
         made.arguments, made.state, made.items, made.members = arguments, None, named, []
         return made

@@ -1,16 +1,14 @@
 """Resume Megatron's optimizer for CPU offload exactly, if the user made it precision-aware.
 
 ``HybridDeviceOptimizer`` has inner optimizers, which update copies of the parameters with torch's
-AdamW on the host and with FusedAdam on the GPU. ``HybridDeviceOptimizer`` has no states before its
-first step, so ``DistributedOptimizer.load_state_dict`` makes states with ``dummy_step``, a step on
-random gradients. Megatron then loads a checkpoint into the outer optimizer's states. Megatron 0.15
-to 0.19 silently does not copy some of the loaded states to the inner optimizers:
+AdamW on the host and with FusedAdam on the GPU. Before a load, ``dummy_step``, a step on random
+gradients, makes its states. Megatron 0.15 to 0.19 then loads a checkpoint into the outer
+optimizer's states, and silently does not copy some of them to the inner optimizers:
 
 - With ``dp_reshardable`` (which 0.15 cannot save), AdamW's step counts are 1 after a resume.
 - With ``dp_zero_gather_scatter``, the parameters' copies keep the values from ``dummy_step``.
 - With every sharding type, each step overwrites the inner optimizers' groups with the loaded
-  groups. FusedAdam keeps its step count in its groups, so at every step FusedAdam's step count is
-  the checkpoint's step count plus 1.
+  groups, where FusedAdam keeps its step count: it stays the checkpoint's step count plus 1.
 - If no state is on the host, Megatron saves no step count, and FusedAdam counts from 1 again.
 
 SkyRL itself corrects AdamW's step counts with ``dp_reshardable``, but only in its own processes.
