@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def ask(
         on: whether the shim is on in the resuming process; ``None``: as in this process.
     """
     here = Here.now(config)
-    (found,) = examine(folder, here if on is None else here.but(on=on), framework)
+    (found,) = examine(folder, here if on is None else replace(here, on=on), framework)
     return found
 
 

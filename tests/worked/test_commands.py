@@ -21,14 +21,14 @@ ADAPTER = """
 import tinyfsdp_shim
 from precision_shim.adapting import Checkpoints
 from precision_shim.auditing.reading import Reading
-from precision_shim_tools.checkpoint.layout import EXACT, Outcome
+from precision_shim_tools.checkpoint.layout import Outcome
 from precision_shim_tools.plan.request import Request
 from precision_shim_tools.plan.shapes import Model, Weight
 from precision_shim_tools.plan.torch_optimizer import ShardedModel
 
 
 def resume(part, here):
-    return Outcome(EXACT, f"{part.subject}: thirdfsdp reads every dtype")
+    return Outcome("exact", f"{part.subject}: thirdfsdp reads every dtype")
 
 
 def plan_job(job):

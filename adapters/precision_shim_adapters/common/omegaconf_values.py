@@ -9,11 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def plain(
-    made: Any,
-    only: Sequence[str] = (),
-    unresolved: list[str] | None = None,
-) -> Any:
+def plain(made: Any, only: Sequence[str] = (), unresolved: list[str] | None = None) -> Any:
     """A config as plain data; ``???``, and a reference that cannot be resolved, become ``None``.
 
     Args:
@@ -34,23 +30,19 @@ def plain(
     return {str(key): _at(made, key, unresolved) for key in keys}
 
 
+_NAMED = 5
+"""Maximum number of keys that a note names."""
+
+
 def tell_unresolved(keys: Sequence[str]) -> list[str]:
     """The plan's note about keys that could not be resolved; empty without such keys."""
     if not keys:
         return []
+    more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
     return [
-        f"not resolved on this machine, and read as left out: {_names(keys)}. "
+        f"not resolved on this machine, and read as left out: {', '.join(keys[:_NAMED])}{more}. "
         "Plan where the variables of the job are set"
     ]
-
-
-def _names(keys: Sequence[str]) -> str:
-    more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
-    return f"{', '.join(keys[:_NAMED])}{more}"
-
-
-_NAMED = 5
-"""Maximum number of keys that a note names."""
 
 
 def _at(made: Any, key: Any, unresolved: list[str] | None) -> Any:

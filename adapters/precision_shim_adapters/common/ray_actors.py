@@ -1,8 +1,7 @@
 """Find the plain class from which Ray made an actor class, and make the actor class again.
 
 ``ray.remote`` copies a class's methods when it decorates the class, before a post-import hook can
-patch the methods. An adapter that patches an actor's methods therefore makes the actor class again,
-with the same name and options.
+patch the methods: an adapter that patches them makes the actor class again, with its options.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ def class_beneath(actor_class: Any) -> Any:
 def put_in_front(mixin: type, actor_class: Any) -> Any:
     """Make an actor class again with a mixin as the worker's first base class.
 
-    The mixin must be importable, so that Ray pickles it by reference. The mixin's methods may take
-    ``*args, **kwargs``. The new class declares the methods with the framework's signatures, so that
-    Ray still rejects wrong arguments in the calling process.
+    The mixin must be importable, so that Ray pickles it by reference. Its methods may take
+    ``*args, **kwargs``: the new class declares them with the framework's signatures, so that Ray
+    still rejects wrong arguments in the calling process.
 
     Raises:
         SeamError: the argument is no actor class made by ``ray.remote``.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from precision_shim.errors import CheckpointUnreadableError
 from precision_shim.files.metadata import NAME as METADATA
-from precision_shim.files.metadata import read_entries
+from precision_shim.files.metadata import read_metadata
 
 FSDP2 = "fsdp2"
 """The group name (see ``Seam``) of the seams for ROLL on FSDP2."""
@@ -17,7 +17,7 @@ def has_states(directory: str | Path) -> bool:
     file_name = Path(directory, METADATA)
     try:
         with file_name.open("rb") as file:
-            entries = read_entries(file, str(file_name))
+            _, entries = read_metadata(file, str(file_name))
     except (OSError, CheckpointUnreadableError):
         return False  # ROLL's own load raises an error for an unreadable checkpoint
     return any(key.startswith("optimizer.state.") for key in entries)

@@ -17,10 +17,9 @@ _MODULE = "nemo_automodel.components.moe.megatron.moe_utils"
 def auxiliary_losses(training: ScaledTraining) -> Iterator[Callable[[torch.Tensor], None]]:
     """Multiply the gradients of nemo_automodel's MoE auxiliary losses by the loss scale.
 
-    nemo_automodel's ``MoEAuxLossAutoScaler`` multiplies the auxiliary losses' gradients by its
-    attribute ``main_loss_backward_scale``. A framework may set ``main_loss_backward_scale`` before
-    each batch. The yielded function multiplies ``main_loss_backward_scale`` by the loss scale; call
-    the function with each loss, before its backward pass.
+    nemo_automodel's ``MoEAuxLossAutoScaler`` multiplies these gradients by its attribute
+    ``main_loss_backward_scale``, which a framework may set before each batch. The yielded function
+    multiplies the attribute by the loss scale; call it with each loss, before its backward pass.
     """
     holder = getattr(sys.modules.get(_MODULE), "MoEAuxLossAutoScaler", None)
     if holder is None:

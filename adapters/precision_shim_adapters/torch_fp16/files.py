@@ -20,8 +20,8 @@ def files_of_rank(path: str, *, written: bool = False) -> Files:
 
     Args:
         path: the checkpoint's directory; the files may be in a subdirectory.
-        written: whether to return only the files that this rank wrote; other ranks' files may not
-            be visible yet.
+        written: whether to return only the files that this rank wrote, because other ranks' files
+            may not be visible yet.
     """
     rank, ranks = 0, 1
     if torch.distributed.is_initialized():
@@ -41,9 +41,8 @@ def save_after(saved: Future[Any], training: ScaledTraining, path: str, group: A
     Args:
         saved: the future of the framework's save.
         training: the ``ScaledTraining`` that has the scaler.
-        path: the checkpoint's directory; the state's record lists the files that this rank writes.
-        group: a process group of all ranks; nothing else may use the group until the returned
-            future has ended.
+        path: the checkpoint's directory.
+        group: a process group of all ranks, for nothing else until the returned future has ended.
 
     Returns:
         A future that ends when the scaler's state is written; it replaces ``saved``.

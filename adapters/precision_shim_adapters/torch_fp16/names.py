@@ -9,33 +9,33 @@ import torch
 
 from precision_shim.errors import DtypeError
 
-OWN: Mapping[torch.dtype, tuple[str, ...]] = {
+_NAMES: Mapping[torch.dtype, tuple[str, ...]] = {
     torch.bfloat16: ("bf16", "bfloat16"),
     torch.float16: ("fp16", "float16", "16"),
     torch.float32: ("fp32", "float32", "32"),
 }
 """Maps a dtype to its names in ``PrecisionType.to_dtype``, which accepts no other names."""
 
-_BY_NAME = {name: dtype for dtype, names in OWN.items() for name in names}
+_BY_NAME = {name: dtype for dtype, names in _NAMES.items() for name in names}
 
 
 def own_dtype(value: Any, key: str, where: str) -> torch.dtype:
     """Convert a value in the config of verl's or SkyRL's FSDP engine to a dtype.
 
     Args:
-        value: the config's value: a dtype, a name, or the number 16 or 32.
+        value: a dtype, a name, or the number 16 or 32.
         key: the config's key.
         where: framework and version.
 
     Raises:
         DtypeError: the engine does not accept the name; the error names the config key.
     """
-    if isinstance(value, torch.dtype) and value in OWN:
+    if isinstance(value, torch.dtype) and value in _NAMES:
         return value
     name = str(value) if isinstance(value, int | str) and value is not True else ""
     if name in _BY_NAME:
         return _BY_NAME[name]
-    allowed = ", ".join("/".join(names) for names in OWN.values())
+    allowed = ", ".join("/".join(names) for names in _NAMES.values())
     raise DtypeError(
         f"{where}: {key}={value!r} names no dtype that its FSDP engine takes; allowed: {allowed}, "
         f"spelled so. Correct {key}.",

@@ -25,8 +25,8 @@ def settings_for(
     """Merge the user's config, ``PRECISION_SHIM_*`` settings and the framework's own defaults.
 
     Args:
-        configured: maps names of ``ScalerSettings`` to values that the user wrote in the
-            framework's config; these values override ``PRECISION_SHIM_*`` settings.
+        configured: the values that the user wrote in the framework's config, by names of
+            ``ScalerSettings``; they override ``PRECISION_SHIM_*`` settings.
         framework_default: the settings of the framework's own scaler; if ``None``, the defaults of
             ``PRECISION_SHIM_*`` settings apply.
         shim: the shim's settings; ``None`` for the settings in force.
@@ -35,16 +35,12 @@ def settings_for(
     values: dict[str, Any] = {}
     chosen: set[str] = set()
     for name, variable in SETTINGS.items():
-        if configured is not None and configured.get(name) is not None:
-            values[name] = configured[name]
-            chosen.add(name)
-        elif shim.is_set(variable):
-            values[name] = shim[variable]
+        value = configured.get(name) if configured is not None else None
+        if value is not None or shim.is_set(variable):
             chosen.add(name)
         elif framework_default is not None:
-            values[name] = getattr(framework_default, name)
-        else:
-            values[name] = shim[variable]
+            value = getattr(framework_default, name)
+        values[name] = shim[variable] if value is None else value
     # The user may set an initial loss scale below the default minimum: lower the minimum, too.
     least = min(ScalerSettings.min_scale, values["init_scale"])
     return ScalerSettings(**values, min_scale=least, chosen=frozenset(chosen))

@@ -15,9 +15,6 @@ def make_missing_states(optimizer: Optimizer) -> None:
     """Make an optimizer's missing states with step count 0; torch's checkpoint would set 1.
 
     Call this function before a save: an optimizer whose steps were all skipped has no states.
-
-    Args:
-        optimizer: the optimizer of a ``ScaledTraining``.
     """
     if not optimizer.state:
         from torch.distributed.checkpoint.state_dict import _init_optim_state

@@ -17,36 +17,28 @@ class ScaledLoss(wrapt.ObjectProxy):  # type: ignore[type-arg]
 
     Args:
         loss_function: function that returns a loss, or a tuple whose first item is a loss.
-        attach: function that is called with each loss and scales the loss's gradients.
-        also: function that is called with each loss after ``attach``.
+        hooks: functions that are called with each loss; the first one scales the loss's gradients.
     """
 
     def __init__(
-        self,
-        loss_function: Callable[..., Any],
-        attach: Callable[[torch.Tensor], None],
-        also: Callable[[torch.Tensor], None] | None = None,
+        self, loss_function: Callable[..., Any], *hooks: Callable[[torch.Tensor], None]
     ) -> None:
         super().__init__(loss_function)
-        self._self_attach = attach
-        self._self_also = also
+        self._self_hooks = hooks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the loss function, scale its loss's gradients, and return its result."""
         result = self.__wrapped__(*args, **kwargs)
-        loss = result if isinstance(result, torch.Tensor) else result[0]
-        self._self_attach(loss)
-        if self._self_also is not None:
-            self._self_also(loss)
+        for hook in self._self_hooks:
+            hook(result if isinstance(result, torch.Tensor) else result[0])
         return result
 
 
 @contextmanager
 def steps_through(function: Callable[..., Any], optimizer: Optimizer) -> Iterator[None]:
-    """Replace ``optimizer.step`` by ``function`` while a framework's loop runs.
+    """Replace ``optimizer.step`` by ``function``, which may call it, while a loop runs.
 
-    If ``function`` calls ``optimizer.step``, for example through a scaler, the optimizer's own step
-    runs. Outside the loop ``optimizer.step`` must not be replaced, because torch's distributed
+    Outside the loop ``optimizer.step`` must not be replaced, because torch's distributed
     checkpoints call ``optimizer.step`` with dummy gradients.
     """
     # An LR scheduler stores a step-counting wrapper as ``optimizer.step``: call the wrapper, and
@@ -80,26 +72,16 @@ def note_skip(optimizer: Optimizer, inner: Sequence[Optimizer], *args: Any, **kw
     """For a skipped step, produce the side effects of a step, but change no parameter or moment.
 
     The LR schedule advances, and torch must not warn that the scheduler stepped before the
-    optimizer. If ``optimizer`` is a container of optimizers, its ``step`` runs, because its step
-    hooks may have state that no checkpoint has; the inner optimizers' steps then do nothing.
-
-    Args:
-        optimizer: the optimizer whose step was skipped.
-        inner: the optimizers in ``optimizer``, if ``optimizer`` is a container.
-        args: positional arguments of the step.
-        kwargs: keyword arguments of the step.
+    optimizer. If ``optimizer`` is a container of the ``inner`` optimizers, its ``step`` runs,
+    because its step hooks may have state that no checkpoint has; the inner steps do nothing.
     """
     for each in (optimizer, *inner):
         each._opt_called = True  # type: ignore[attr-defined]
     if inner:
         with ExitStack() as muted:
             for each in inner:
-                muted.enter_context(steps_through(_nothing, each))
+                muted.enter_context(steps_through(lambda *args, **kwargs: None, each))
             optimizer.step(*args, **kwargs)
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
 
 
 def has_gradients(optimizer: Optimizer) -> bool:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,10 +31,9 @@ from .stepping import ScaledLoss, has_gradients, note_skip, steps_through
 FEATURE = "fp16-scaling"
 
 _ATTRIBUTE = "_precision_shim_training"
-"""Name of the attribute that ``keep`` sets on a framework's object, and that ``of`` reads."""
+"""Attribute of a framework's object: ``keep`` sets it, and ``of`` reads it."""
 
 _current: ContextVar[ScaledTraining | None] = ContextVar("precision_shim_training", default=None)
-"""The ``ScaledTraining`` in progress: set by ``in_progress``, read by ``current``."""
 
 
 class ScaledTraining:
@@ -47,15 +46,13 @@ class ScaledTraining:
     each clipping. For the metrics, the adapter calls ``norm`` and ``metrics``. At checkpoints, the
     adapter calls ``save`` and ``restore``, or ``record`` and ``restore_record``.
 
-    If the framework's own loop scales, unscales and steps, ``drives`` is false, and the shim's
-    methods for scaling, unscaling and stepping do nothing.
-
     Attributes:
         framework: the framework's name.
         subject: the model's name, such as ``"actor"``.
         scaler: a ``LossScaler``, or the framework's or the user's own scaler, which the shim does
             not change.
-        drives: whether the shim scales the loss and calls the optimizer's ``step``.
+        drives: whether the shim scales the loss and calls the optimizer's ``step``; if false, the
+            framework's own loop does, and the methods for scaling and stepping do nothing.
     """
 
     def __init__(
@@ -83,12 +80,11 @@ class ScaledTraining:
 
         Args:
             framework: the framework's name.
-            subject: the model's name, such as ``"actor"``.
+            subject: the model's name.
             device: device type of the gradients.
             because: the reason why the shim scales the loss.
-            configured: maps names of ``ScalerSettings`` to values that the user wrote in the
-                framework's config; these values override ``PRECISION_SHIM_*`` settings.
-            framework_default: the settings of the framework's own scaler, or ``None``.
+            configured: see ``settings_for``.
+            framework_default: see ``settings_for``.
             process_group: ranks that skip a step together; ``None`` for all ranks.
             drives: false if the framework's own loop uses the scaler.
         """
@@ -112,8 +108,7 @@ class ScaledTraining:
 
         Args:
             owner: a worker, engine, strategy or optimizer that a seam receives.
-            attribute: the owner's attribute for the framework's own scaler, if any; the framework's
-                loop then uses the shim's scaler.
+            attribute: the owner's attribute for the framework's own scaler, which gets the shim's.
         """
         setattr(owner, _ATTRIBUTE, self)
         if attribute:
@@ -163,22 +158,22 @@ class ScaledTraining:
             self._ours.attach(loss)
 
     def scaled(
-        self, loss_function: Callable[..., Any], also: Callable[[torch.Tensor], None] | None = None
+        self, loss_function: Callable[..., Any], *also: Callable[[torch.Tensor], None]
     ) -> Any:
         """Wrap a loss function so that the backward pass of its loss yields scaled gradients.
 
         Args:
             loss_function: function that returns a loss, or a tuple whose first item is a loss.
-            also: function that is called with each loss.
+            also: functions that are called with each loss.
         """
-        return ScaledLoss(loss_function, self.attach, also) if self.drives else loss_function
+        return ScaledLoss(loss_function, self.attach, *also) if self.drives else loss_function
 
     @contextmanager
     def one_step(self, optimizer: Optimizer, inner: Sequence[Optimizer] = ()) -> Iterator[None]:
         """A context for a framework's function that clips the gradients and steps at most once.
 
-        The shim unscales the gradients before the framework's function runs. If the framework's
-        function takes no step because of the gradient norm, the shim counts a skipped step.
+        The shim unscales the gradients before the function runs. If the function takes no step
+        because of the gradient norm, the shim counts a skipped step.
 
         Args:
             optimizer: the optimizer that steps.
@@ -188,12 +183,11 @@ class ScaledTraining:
             LossScaleError: too many steps in a row were skipped.
         """
         self._skipped = False
-        if not self.takes_part(optimizer):
-            with self._forgets_after_errors(optimizer):
-                yield
-            return
-        scaler = self._ours
         with self._forgets_after_errors(optimizer):
+            if not self.takes_part(optimizer):
+                yield
+                return
+            scaler = self._ours
             scaler.unscale_once(optimizer)
             tried = scaler.counter.steps
             with self._stepping(optimizer, inner):
@@ -205,8 +199,8 @@ class ScaledTraining:
     def takes_part(self, optimizer: Optimizer) -> bool:
         """Whether ``drives`` is true and this or another rank may have a gradient.
 
-        Under FSDP1 a rank may own no element of the trainable parameters. Even a rank without
-        elements must take part in the all-reduce of overflows, and skip a step with other ranks.
+        Under FSDP1 a rank may own no element of the trainable parameters. Such a rank must take
+        part in the all-reduce of overflows, and skip a step with the other ranks.
         """
         return self.drives and (self._ours.shares_overflows or has_gradients(optimizer))
 
@@ -216,13 +210,8 @@ class ScaledTraining:
     ) -> Iterator[None]:
         """A context for a framework's loop that computes losses, clips and steps several times.
 
-        The framework's loop must call ``before_clipping`` before each step. After the loop, the
-        original ``optimizer.step`` is restored, because torch's distributed checkpoints step on
-        dummy gradients.
-
-        Args:
-            optimizer: see ``one_step``.
-            inner: see ``one_step``.
+        After the loop, the original ``optimizer.step`` is restored, because torch's distributed
+        checkpoints step on dummy gradients. For the arguments see ``one_step``.
 
         Raises:
             LossScaleError: too many steps in a row were skipped.
@@ -290,10 +279,10 @@ class ScaledTraining:
         return torch.full_like(norm, math.nan) if isinstance(norm, torch.Tensor) else math.nan
 
     def metrics(self, prefix: str = "") -> dict[str, float]:
-        """``loss_scale`` and ``skipped_steps`` for a framework's metrics.
+        """``loss_scale`` and, of the shim's scaler, ``skipped_steps`` for a framework's metrics.
 
         ``loss_scale`` is the scale of the last step; ``skipped_steps`` counts from the job's first
-        step, across resumes. If the scaler is not the shim's, the result has only ``loss_scale``.
+        step, across resumes.
         """
         if not self.scaler.is_enabled():
             return {}
@@ -308,8 +297,7 @@ class ScaledTraining:
         """Write the scaler's state beside a framework's checkpoint; every rank must call ``save``.
 
         Call ``save`` after the framework wrote its own files. If the scaler's file cannot be
-        written, strict mode raises an error, and other modes only warn, since the framework's
-        checkpoint is complete. A later resume also warns of the missing file.
+        written, only strict mode raises an error, since the framework's checkpoint is complete.
 
         Args:
             directory: the checkpoint's directory.
@@ -365,8 +353,8 @@ class ScaledTraining:
     def record_tensor(self) -> torch.Tensor:
         """The scaler's record as a byte tensor of fixed size, for torch's distributed checkpoints.
 
-        torch's distributed checkpoints unpickle everything that is not a tensor, and load a tensor
-        only into a tensor of the same size.
+        torch unpickles everything there that is not a tensor, and loads a tensor only into a tensor
+        of the same size.
         """
         return scaling.to_tensor(scaling.record_of(self.scaler))
 
@@ -376,11 +364,10 @@ class ScaledTraining:
         """Restore the scaler from a record in a framework's file; every rank must call this method.
 
         Args:
-            record: the result of ``record`` or ``record_tensor``; ``None`` if the file has no
-                record.
+            record: the result of ``record`` or ``record_tensor``; ``None`` if the file has none.
             where: the file, for messages.
-            otherwise: a sentence that tells the user how to continue with a fresh scaler, or empty.
-                Do not advise to delete a file of the framework that contains more than the record.
+            otherwise: a sentence on how to continue with a fresh scaler, or empty. Do not advise to
+                delete a file of the framework that contains more than the record.
             files: this rank's files, to compare with the files that the record names.
 
         Raises:
@@ -406,19 +393,20 @@ class ScaledTraining:
 
     def _tell_restored(self, where: str, lines: tuple[str, ...] | None) -> None:
         if lines is None:
-            problem = (
+            self._warn_of_fresh_scaler(
                 f"no loss scaler state at {where}: the checkpoint was written without the shim, or "
                 "by an older one."
             )
-            self._begin_anew(problem, strict=False)
             return
         chosen = f"loss scale {self.scaler.get_scale():g} restored"
         decide(self.framework, self.subject, FEATURE, chosen, "; ".join((f"from {where}", *lines)))
 
-    def _begin_anew(self, why: str, otherwise: str = "", *, strict: bool | None = None) -> None:
-        """Warn and continue with a fresh scaler, or raise an error in strict mode."""
-        if current_settings().strict if strict is None else strict:
+    def _begin_anew(self, why: str, otherwise: str) -> None:
+        if current_settings().strict:
             raise ScalerOfAnotherSaveError(f"{self._where}: {why} {otherwise}".rstrip())
+        self._warn_of_fresh_scaler(why)
+
+    def _warn_of_fresh_scaler(self, why: str) -> None:
         if isinstance(self.scaler, LossScaler):  # reset the steps that the scaler may have counted
             self.scaler.reset()
         warn(
@@ -429,9 +417,7 @@ class ScaledTraining:
 
     @property
     def _ours(self) -> LossScaler:
-        if isinstance(self.scaler, LossScaler):
-            return self.scaler
-        raise TypeError(f"{self._where}: {type(self.scaler).__name__} is not the shim's to drive")
+        return cast("LossScaler", self.scaler)  # as ``drives`` says
 
     @property
     def _where(self) -> str:

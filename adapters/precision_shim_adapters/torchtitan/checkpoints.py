@@ -16,7 +16,7 @@ import torch
 from precision_shim.adapting import Call, seam
 from precision_shim.errors import CheckpointUnreadableError, ScalerCheckpointError
 from precision_shim.files.metadata import NAME as METADATA
-from precision_shim.files.metadata import read_entries
+from precision_shim.files.metadata import read_metadata
 from precision_shim.scaling import agree
 
 from ..torch_fp16 import ScaledTraining
@@ -71,7 +71,7 @@ def _size_of_record(checkpoint: str, where: str) -> tuple[int, ...] | None:
     file_name = os.path.join(checkpoint, METADATA)
     try:
         with _open_metadata(checkpoint) as file:
-            entry = read_entries(file, file_name).get(f"{STATE}.{KEY}")
+            entry = read_metadata(file, file_name)[1].get(f"{STATE}.{KEY}")
     except CheckpointUnreadableError as error:
         raise ScalerCheckpointError(
             f"{error} Whether it has a loss scaler's state cannot be told. {_ANOTHER}"

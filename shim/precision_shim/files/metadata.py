@@ -1,7 +1,6 @@
 """Read ``.metadata``, which lists the tensors of torch's distributed checkpoints, as plain data.
 
-Seams use this module to read a checkpoint before the framework loads it. Unlike torch's reader,
-this module runs nothing that the file names, and needs no torch.
+Unlike torch's reader, this module runs nothing that the file names, and needs no torch.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from ..errors import CheckpointUnreadableError
 from ..precision.names import SHORT
 from .pickles import Made, read_pickle
 
-__all__ = ["NAME", "StoredTensor", "dtype_name", "read_entries", "read_metadata"]
+__all__ = ["NAME", "StoredTensor", "dtype_name", "read_metadata"]
 
 NAME = ".metadata"
 """Name of the metadata file in a checkpoint's directory."""
@@ -36,19 +35,14 @@ def dtype_name(path: str) -> str:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """The entry of one key in a checkpoint.
-
-    Attributes:
-        dtype: canonical name of a tensor's dtype; ``None`` for an object that is no tensor.
-        shape: shape of a tensor.
-    """
+    """The entry of one key; ``dtype`` is ``None`` for an object that is no tensor."""
 
     dtype: str | None
     shape: tuple[int, ...] = ()
 
 
-def read_entries(source: bytes | IO[bytes], where: str) -> dict[str, StoredTensor]:
-    """Read the entries of all keys in a checkpoint.
+def read_metadata(source: bytes | IO[bytes], where: str) -> tuple[Made, dict[str, StoredTensor]]:
+    """Read a checkpoint's metadata, and the entries of all keys.
 
     Args:
         source: the content of the checkpoint's ``.metadata``, or the open file.
@@ -57,11 +51,6 @@ def read_entries(source: bytes | IO[bytes], where: str) -> dict[str, StoredTenso
     Raises:
         CheckpointUnreadableError: the file is incomplete, or is not a checkpoint's metadata.
     """
-    return read_metadata(source, where)[1]
-
-
-def read_metadata(source: bytes | IO[bytes], where: str) -> tuple[Made, dict[str, StoredTensor]]:
-    """Return a checkpoint's metadata, and the entries of all keys; see ``read_entries``."""
     metadata = read_pickle(source, where)
     if not isinstance(metadata, Made) or metadata.kind != f"{_METADATA}.Metadata":
         raise CheckpointUnreadableError(

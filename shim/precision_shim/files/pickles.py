@@ -1,9 +1,9 @@
 """Read a pickle without importing or calling anything that the pickle names.
 
-Loading a pickle can run any code, because a pickle names the functions that ``pickle`` imports and
-calls. Here every name is a stand-in: a subclass of ``Made``, whose call only stores the arguments.
-The only functions that a pickle can call are the methods of ``Made`` and of ``_Dict``, ``tuple``,
-and the methods of plain data. A malicious pickle can still waste time and memory.
+Loading a pickle can run any code, because it names the functions that ``pickle`` imports and calls.
+Here every name is a stand-in: a subclass of ``Made``, whose call only stores the arguments. The
+only functions that a pickle can call are the methods of ``Made`` and of ``_Dict``, ``tuple``, and
+the methods of plain data. A malicious pickle can still waste time and memory.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import IO, Any, ClassVar
 
 from ..errors import CheckpointUnreadableError
@@ -25,7 +25,7 @@ class Made:
     Attributes:
         kind: the name that the pickle would import and call, such as ``"torch.Size"``.
         arguments: the arguments of the call.
-        state: the state that the pickle would set, such as a dict of the object's fields.
+        state: the state that the pickle would set.
         items: the items that the pickle would set by key.
         members: the values that the pickle would append.
     """
@@ -37,7 +37,7 @@ class Made:
     members: list[Any]
 
     def __new__(cls, *arguments: Any, **named: Any) -> Made:
-        """Store the arguments of a call; a pickle calls the class or only this function."""
+        """Store the arguments; a pickle calls the class or only this function."""
         made = super().__new__(cls)
         made.arguments, made.state, made.items, made.members = arguments, None, named, []
         return made
@@ -90,8 +90,8 @@ def read_pickle(source: bytes | IO[bytes], where: str) -> Any:
         where: the file, for messages.
 
     Returns:
-        The content: plain data, with a subclass of ``Made`` for each name, and an instance of the
-        subclass for each object that a call would create.
+        Plain data, with a subclass of ``Made`` for each name, and an instance of the subclass for
+        each object that a call would create.
 
     Raises:
         CheckpointUnreadableError: there is no complete pickle.
@@ -106,15 +106,8 @@ def read_pickle(source: bytes | IO[bytes], where: str) -> Any:
         copyreg.clear_extension_cache()  # the cache may have a stand-in
 
 
-def dicts_in(
-    tree: Any, leave: Callable[[dict[Any, Any]], bool] = lambda _: False
-) -> Iterator[dict[Any, Any]]:
-    """Yield each dict within the content of a pickle once, at any depth.
-
-    Args:
-        tree: the content, from ``read_pickle``.
-        leave: function that returns whether to skip the values of the given dict.
-    """
+def dicts_in(tree: Any) -> Iterator[dict[Any, Any]]:
+    """Yield each dict within the content of a pickle once, at any depth."""
     waiting, seen = [tree], set()
     while waiting:
         node = waiting.pop()
@@ -123,8 +116,7 @@ def dicts_in(
         seen.add(id(node))
         if isinstance(node, dict):
             yield node
-            if not leave(node):
-                waiting += node.values()
+            waiting += node.values()
         elif isinstance(node, Made):
             waiting += [node.state, node.items, *node.arguments]
         else:

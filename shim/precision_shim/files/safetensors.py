@@ -14,8 +14,7 @@ _LARGEST = 100_000_000
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
     """Return the entries of a file's header, by tensor name, and the offset of the file's data.
 
-    A header may have at most 100 MB, as in safetensors' own reader, so that a damaged length cannot
-    make this function allocate more memory.
+    A header may have at most 100 MB, so that a damaged length cannot use up the memory.
 
     Raises:
         OSError: the file cannot be read.

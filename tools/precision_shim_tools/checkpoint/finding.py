@@ -11,7 +11,7 @@ from precision_shim.process.registry import checkpoints
 
 from .layout import CheckpointPart
 from .tensors import reading
-from .units import DCP, MEGATRON, SAFETENSORS, SHARDS, kind_of, read_unit
+from .units import kind_of, read_unit
 
 __all__ = ["read_units", "search"]
 
@@ -20,15 +20,12 @@ _GIVE = "Give the directory of a run, of a step, of a model, or of its files."
 _DEPTH = 5
 """Maximum number of nested directories in which a model's files are searched."""
 
-_ORDER = (MEGATRON, DCP, SHARDS, SAFETENSORS)
+_ORDER = ("megatron", "dcp", "shards", "safetensors")
 """Kinds of files, from the most to the least likely to contain a model's optimizer states."""
 
 
 def search(path: Path) -> tuple[Path, list[tuple[Path, str]]]:
     """Search the directories that contain a checkpoint's files; in a run, in the last step only.
-
-    Args:
-        path: the directory of a run, of a step, of a model, or of the files themselves.
 
     Returns:
         The directory that was searched, and each directory with files, with the kind of the files.
@@ -50,35 +47,31 @@ def search(path: Path) -> tuple[Path, list[tuple[Path, str]]]:
 def read_units(
     top: Path, found: list[tuple[Path, str]], framework: str | None
 ) -> list[CheckpointPart]:
-    """Read the files that were found, model by model.
+    """Read the files that ``search`` found, model by model.
 
     Args:
         top: the directory that was searched.
-        found: see ``search``.
-        framework: the framework that wrote the checkpoint; ``None`` to infer the framework from
-            the directories' names.
+        found: the directories with files.
+        framework: the framework that wrote the checkpoint; ``None`` to infer it from names.
 
     Raises:
         CheckpointUnreadableError: the checkpoint is incomplete or damaged.
     """
     whose = framework or _framework_of(top)
-    parts: dict[Path, list[tuple[Path, str]]] = {}
+    names = {name for row in checkpoints().values() for name in row.models}
+    models: dict[tuple[Path, str], list[tuple[Path, str]]] = {}
     for directory, kind in found:
-        parts.setdefault(_model_of(directory, top) or top, []).append((directory, kind))
-    return [_part(whose, folder, units) for folder, units in sorted(parts.items())]
-
-
-def _part(framework: str, path: Path, found: list[tuple[Path, str]]) -> CheckpointPart:
-    kind = min((kind for _, kind in found), key=_ORDER.index)
-    units = tuple(read_unit(folder, its) for folder, its in sorted(found) if its == kind)
-    names = [path.name, *(parent.name for parent in path.parents)][: _DEPTH + 1]
-    subject = next((name for name in names if name in _models()), "")
-    beside = tuple(unit for unit in sorted(found) if unit[1] != kind)
-    return CheckpointPart(framework, subject, path, units, kind, beside)
-
-
-def _models() -> set[str]:
-    return {name for row in checkpoints().values() for name in row.models}
+        above = (place for place in (directory, *directory.parents) if place.name in names)
+        model = next(above, None)
+        path = model if model is not None and model.is_relative_to(top) else top
+        models.setdefault((path, model.name if model else ""), []).append((directory, kind))
+    parts = []
+    for (path, subject), places in sorted(models.items()):
+        kind = min((kind for _, kind in places), key=_ORDER.index)
+        units = tuple(read_unit(*place) for place in places if place[1] == kind)
+        beside = tuple(place for place in places if place[1] != kind)
+        parts.append(CheckpointPart(whose, subject, path, units, kind, beside))
+    return parts
 
 
 def _units_in(path: Path, depth: int, seen: set[Path]) -> list[tuple[Path, str]]:
@@ -89,12 +82,10 @@ def _units_in(path: Path, depth: int, seen: set[Path]) -> list[tuple[Path, str]]
     kind = kind_of(path)
     if kind is not None:
         return [(path, kind)]
-    units = []
-    if depth:
-        for entry in sorted(path.iterdir()):
-            if entry.is_dir() and not entry.name.startswith("."):
-                units += _units_in(entry, depth - 1, seen)
-    return units
+    if not depth:
+        return []
+    below = (each for each in sorted(path.iterdir()) if not each.name.startswith("."))
+    return [unit for each in below if each.is_dir() for unit in _units_in(each, depth - 1, seen)]
 
 
 def _last_step(path: Path) -> Path | None:
@@ -113,20 +104,11 @@ def _framework_of(path: Path) -> str:
     fits = {}
     whole = path.absolute()
     for name, row in checkpoints().items():
-        for step in (whole, *whole.parents):
-            if re.fullmatch(row.steps, step.name):
-                models = [model for model in row.models if (step / model).is_dir()]
-                if models or not row.models:
-                    fits[name] = len(models)
-                break
+        places = (whole, *whole.parents)
+        step = next((place for place in places if re.fullmatch(row.steps, place.name)), None)
+        if step is not None:
+            models = [model for model in row.models if (step / model).is_dir()]
+            if models or not row.models:
+                fits[name] = len(models)
     best = [name for name, count in fits.items() if count == max(fits.values())]
     return best[0] if len(best) == 1 else ""
-
-
-def _model_of(directory: Path, top: Path) -> Path | None:
-    for parent in (directory, *directory.parents):
-        if parent.name in _models():
-            return parent
-        if parent == top:
-            break
-    return None

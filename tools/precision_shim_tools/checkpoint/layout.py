@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from .tensors import Tensor
 from .units import Unit
 
-PARAMS, MASTER, EXP_AVG, EXP_AVG_SQ, OTHER = "params", "master", "exp_avg", "exp_avg_sq", "other"
-COMPONENTS = (PARAMS, MASTER, EXP_AVG, EXP_AVG_SQ, OTHER)
+COMPONENTS = ("params", "master", "exp_avg", "exp_avg_sq", "other")
 """The components of a checkpoint's tensors, with the same names as in the audit."""
 
-WHOLE, REMAINDERS, NUMBERS, UNKNOWN, NONE = (
-    "fp32",
-    "int16 remainders",
-    "int16 remainders, stored as fp32 numbers",
-    "the file cannot tell",
-    "none",
-)
-"""The forms in which a checkpoint may contain the masters."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+REMAINDERS = "int16 remainders"
+NUMBERS = "int16 remainders, stored as fp32 numbers"
+UNKNOWN = "the file cannot tell"
 
 
 @dataclass(frozen=True)
@@ -29,14 +24,13 @@ class Scaler:
     """The loss scaler's record in a checkpoint.
 
     Attributes:
-        state: one of ``"whole"``, ``"damaged"``, ``"none"`` and ``"of another save"`` (the files
-            beside the record are from another save).
+        state: ``"of another save"`` if the files beside the record are from another save.
         where: the file, and the record's key in the file.
         text: the scaler's values, or the error in the record.
         saved: the validated record, if the shim wrote the record.
     """
 
-    state: str
+    state: Literal["whole", "damaged", "none", "of another save"]
     where: str = ""
     text: str = ""
     saved: Any = None
@@ -51,15 +45,14 @@ class CheckpointPart:
         subject: name of the model, such as ``"actor"``; empty if no directory's name shows it.
         path: the model's directory.
         units: the directories with the files that contain the optimizer states.
-        kind: kind of the files with the optimizer states, such as ``"dcp"``; see ``units.py``.
-        beside: the directories with files of other kinds (exports for inference, or the weights),
-            each with its kind.
+        kind: kind of these files, such as ``"dcp"``; see ``Unit``.
+        beside: the directories with files of other kinds, each with its kind.
         held: the model's tensors, by component.
-        facts: further results that readers store for predicting the resume, by name, such as
-            ``sharding``, ``adam_beta2``, and the dtypes ``params`` and ``bucket``.
+        facts: what else predicts the resume, such as ``sharding`` and the dtypes of ``params`` and
+            ``bucket``.
         scalers: the loss scaler records that the framework itself saved, not yet validated.
-        masters: form of the masters: ``WHOLE``, ``REMAINDERS``, ``NUMBERS``, ``UNKNOWN``, ``NONE``.
-        moments: for each moment, the narrower dtypes that represent every sampled value exactly.
+        masters: ``"fp32"``, ``REMAINDERS``, ``NUMBERS``, ``UNKNOWN`` or ``"none"``.
+        bf16_moments: for each moment, whether every sampled value is a bf16 number.
         scaler: the loss scaler's record.
         notes: further lines for the report.
     """
@@ -73,9 +66,9 @@ class CheckpointPart:
     held: dict[str, list[Tensor]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     scalers: list[dict[str, Any]] = field(default_factory=list)
-    masters: str = NONE
-    moments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    scaler: Scaler = field(default_factory=lambda: Scaler("none"))
+    masters: str = "none"
+    bf16_moments: dict[str, bool] = field(default_factory=dict)
+    scaler: Scaler = Scaler("none")
     notes: list[str] = field(default_factory=list)
 
     def add(self, component: str, tensor: Tensor) -> None:
@@ -93,56 +86,33 @@ class CheckpointPart:
         """Return the size of a component, in bytes."""
         return sum(tensor.bytes for tensor in self.held.get(component, ()))
 
-    @property
-    def has_states(self) -> bool:
-        """Whether the checkpoint has optimizer states of this model."""
-        return any(self.held.get(component) for component in (MASTER, EXP_AVG, EXP_AVG_SQ))
-
-    @property
-    def params_dtype(self) -> str | None:
-        """The floating dtype of the parameters; ``None`` for several dtypes or no parameters."""
-        floating = [dtype for dtype in self.dtypes(PARAMS) if dtype[:2] in ("fp", "bf")]
-        known = self.facts.get("params")
-        return known or (floating[0] if len(floating) == 1 else None)
-
-
-EXACT, REFUSED, MISREAD, FAILS, FRESH, NOT_HERE = (
-    "exact",
-    "refused",
-    "misread",
-    "fails",
-    "starts anew",
-    "not here",
-)
-
 
 @dataclass(frozen=True)
 class Outcome:
     """The predicted result of resuming one model.
 
     Attributes:
-        verdict: the result in short. ``"exact"``: nothing changes. ``"refused"``: the shim raises
-            an error before training goes on. ``"misread"``: the framework loads wrong values
-            without an error. ``"fails"``: the framework raises an error. ``"starts anew"``: the
-            loss scale or the optimizer states are reset. ``"not here"``: this environment cannot
-            resume the model.
+        verdict: ``"exact"``: nothing changes. ``"refused"``: the shim raises an error before
+            training goes on. ``"misread"``: the framework loads wrong values without an error.
+            ``"fails"``: the framework raises an error. ``"starts anew"``: the loss scale or the
+            optimizer states are reset. ``"not here"``: this environment cannot resume the model.
         because: one sentence on the reason for ``verdict``.
     """
 
-    verdict: str
+    verdict: Literal["exact", "refused", "misread", "fails", "starts anew", "not here"]
     because: str
 
     @property
     def exact(self) -> bool:
         """Whether the resumed training equals a training without interruption."""
-        return self.verdict == EXACT
+        return self.verdict == "exact"
 
 
 def halves(part: CheckpointPart) -> Outcome | None:
     """Return how a resume ends without optimizer states or weights; ``None`` if both exist."""
-    if not part.has_states:
-        return Outcome(FRESH, "it has no optimizer states: the optimizer begins anew")
-    if not part.held.get(PARAMS):
+    if not any(part.held.get(component) for component in ("master", *MOMENTS)):
+        return Outcome("starts anew", "it has no optimizer states: the optimizer begins anew")
+    if not part.held.get("params"):
         why = f"their files are missing, or {part.path.name} is not all of the checkpoint"
-        return Outcome(FAILS, f"it has no weights: {why}")
+        return Outcome("fails", f"it has no weights: {why}")
     return None

@@ -1,8 +1,7 @@
 """Predict how a job would resume a Megatron checkpoint, with and without the shim's load seams.
 
-With the shim in force, the prediction uses the rules of ``checkpoint``'s seams
-(``precision_shim.precision.continuing``). Without the shim, the prediction follows Megatron's own
-treatment of the stored dtypes.
+With the shim in force, the rules are those of the seams in ``megatron.checkpoints``. Without the
+shim, the prediction follows Megatron's own treatment of the stored dtypes.
 """
 
 from __future__ import annotations
@@ -33,24 +32,7 @@ from precision_shim_adapters.megatron.policy.requested import (
     what_is_in_force,
 )
 
-from .layout import (
-    EXACT,
-    EXP_AVG,
-    EXP_AVG_SQ,
-    FAILS,
-    FRESH,
-    MASTER,
-    MISREAD,
-    NOT_HERE,
-    NUMBERS,
-    OTHER,
-    REFUSED,
-    REMAINDERS,
-    UNKNOWN,
-    CheckpointPart,
-    Outcome,
-    halves,
-)
+from .layout import MOMENTS, NUMBERS, REMAINDERS, UNKNOWN, CheckpointPart, Outcome, halves
 from .prediction import Here
 
 _TAKES_PADDING = (0, 17)
@@ -59,11 +41,7 @@ other than tensors."""
 
 _OFFLOAD, _SHARE = "optimizer_cpu_offload", "optimizer_offload_fraction"
 
-_STEPPED = ".master_param"
-"""Suffix of keys in ``dp_reshardable`` checkpoints for the parameters' copies that an optimizer for
-CPU offload updates; a precision-aware optimizer has no such keys."""
-
-BUCKET = "grad_reduce_in_fp32"
+_BUCKET = "grad_reduce_in_fp32"
 """The field of Megatron's DDP config with which a job may set the bucket's dtype."""
 
 
@@ -74,13 +52,12 @@ class Live:
     Attributes:
         precision_aware: whether FusedAdam keeps master weights and moments.
         remainders: whether FusedAdam keeps remainders instead of whole master weights.
-        moments: the dtype of ``exp_avg`` and of ``exp_avg_sq``.
+        moments: the moments' dtypes.
         params: the parameters' dtype.
         problem: why the optimizer cannot be built; empty if it can.
-        on_host: the fraction of states that Megatron offloads to the CPU; ``None`` without the
-            optimizer for CPU offload.
-        asked_aware: whether the config has ``use_precision_aware_optimizer``, even if CPU offload
-            makes it ineffective.
+        on_host: the fraction of states that Megatron offloads to the CPU, if the optimizer is for
+            CPU offload.
+        asked_aware: as ``precision_aware``, even if CPU offload makes the setting ineffective.
         torchs_adam: whether Megatron steps with torch's Adam, because there is no FusedAdam.
     """
 
@@ -88,14 +65,18 @@ class Live:
     remainders: bool
     moments: Mapping[str, str]
     params: str
-    problem: str = ""
-    on_host: float | None = None
-    asked_aware: bool = False
-    torchs_adam: bool = False
+    problem: str
+    on_host: float | None
+    asked_aware: bool
+    torchs_adam: bool
 
 
-def assume_fields(part: CheckpointPart, here: Here) -> dict[str, Any]:
-    """The fields of the job's config; without a config, the fields that the checkpoint implies."""
+def assume_fields(part: CheckpointPart, here: Here) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields of the job's config; without a config, the fields that the checkpoint implies.
+
+    Returns:
+        The fields of Megatron's OptimizerConfig, and the field of its DDP config, if it is set.
+    """
     fields = dict(here.config or {})
     if here.config is None and part.masters in (REMAINDERS, NUMBERS):
         fields[PRECISION_AWARE] = True
@@ -105,7 +86,8 @@ def assume_fields(part: CheckpointPart, here: Here) -> dict[str, Any]:
         fields |= {_OFFLOAD: True, _SHARE: share, PRECISION_AWARE: True}
     if "adam_beta2" in part.facts:
         fields.setdefault("adam_beta2", part.facts["adam_beta2"])
-    return {**fields, **here.instead}
+    fields |= here.instead
+    return fields, {_BUCKET: fields.pop(_BUCKET)} if _BUCKET in fields else {}
 
 
 def assume_requested(part: CheckpointPart, here: Here, where: str, subject: str) -> RequestedConfig:
@@ -113,13 +95,12 @@ def assume_requested(part: CheckpointPart, here: Here, where: str, subject: str)
 
     Args:
         part: the checkpoint.
-        here: the job's settings; ``here.config`` has fields of Megatron's OptimizerConfig, and may
-            have ``grad_reduce_in_fp32``.
+        here: the job's settings.
         where: framework and config key, for messages.
         subject: the model's name, such as ``"actor"``.
     """
-    fields = assume_fields(part, here)
-    bucket = fields.pop(BUCKET, None)
+    fields, ddp = assume_fields(part, here)
+    bucket = ddp.get(_BUCKET)
     return RequestedConfig(
         where=where,
         subject=subject,
@@ -131,7 +112,9 @@ def assume_requested(part: CheckpointPart, here: Here, where: str, subject: str)
 
 def find_params_dtype(part: CheckpointPart) -> torch.dtype:
     """The parameters' dtype, or bf16 if the checkpoint does not show the dtype."""
-    return parse_dtype(part.params_dtype or "") or torch.bfloat16
+    floating = [dtype for dtype in part.dtypes("params") if dtype[:2] in ("fp", "bf")]
+    stored = part.facts.get("params") or (floating[0] if len(floating) == 1 else "")
+    return parse_dtype(stored) or torch.bfloat16
 
 
 def predict_resume(
@@ -156,23 +139,24 @@ def predict_resume(
     if half is not None:
         return half
     if part.masters == UNKNOWN:
-        return Outcome(NOT_HERE, "the values of its masters cannot be read, and nothing else tells")
+        because = "the values of its masters cannot be read, and nothing else tells"
+        return Outcome("not here", because)
     holds = partial(here.in_force, framework)
     live = _live(requested, part, here, holds)
     if live.problem:
-        return Outcome(FAILS, f"the optimizer cannot be built: {live.problem}")
+        return Outcome("fails", f"the optimizer cannot be built: {live.problem}")
     if not holds(DISPATCH, KEYS):  # Megatron compares the keys before it reads a state
         stored, bucket = part.facts.get("bucket"), requested.bucket_in_fp32
         wanted = None if bucket is None else "fp32" if bucket else live.params
         if part.facts.get("sharding") in KEYED and wanted not in (None, stored):
             return Outcome(
-                FAILS, f"its keys name a {stored} gradient bucket, and the job has a {wanted} one"
+                "fails", f"its keys name a {stored} gradient bucket, and the job has a {wanted} one"
             )
     counting = any(holds(feature, cpu_offload.GROUP) for feature in cpu_offload.FEATURES)
     shimmed = holds(DISPATCH, STATES)
     if live.torchs_adam and part.facts.get("sharding"):
         return Outcome(
-            REFUSED if shimmed else FAILS,
+            "refused" if shimmed else "fails",
             "Megatron would step with torch's Adam, and cannot load its states: TransformerEngine "
             "is not installed",
         )
@@ -199,7 +183,6 @@ def _live(requested: RequestedConfig, part: CheckpointPart, here: Here, holds: A
     fields = plan_optimizer(requested, TrainableDtypes({dtype: 1}), now).fields
     asked_aware, offloads = bool(fields.get(PRECISION_AWARE)), fields.get(_OFFLOAD)
     aware = asked_aware and not offloads
-    on_host = float(fields.get(_SHARE) or 0.0) if offloads else None
     params = name_of(dtype)
 
     def named(key: str) -> str:
@@ -214,10 +197,16 @@ def _live(requested: RequestedConfig, part: CheckpointPart, here: Here, holds: A
         and fields.get("store_param_remainders", True)
         and named("main_params_dtype") == "fp32"
     )
-    moments = {EXP_AVG: named("exp_avg_dtype"), EXP_AVG_SQ: named("exp_avg_sq_dtype")}
-    problem = now.support.problem if aware else ""
-    torchs = not offloads and now.support.version is None and find_spec("apex") is None
-    return Live(aware, bool(remainders), moments, params, problem, on_host, asked_aware, torchs)
+    return Live(
+        aware,
+        bool(remainders),
+        moments={name: named(f"{name}_dtype") for name in MOMENTS},
+        params=params,
+        problem=now.support.problem if aware else "",
+        on_host=float(fields.get(_SHARE) or 0.0) if offloads else None,
+        asked_aware=asked_aware,
+        torchs_adam=not offloads and now.support.version is None and find_spec("apex") is None,
+    )
 
 
 def _cannot_count(part: CheckpointPart, live: Live, shimmed: bool, mended: bool) -> Outcome | None:
@@ -228,16 +217,15 @@ def _cannot_count(part: CheckpointPart, live: Live, shimmed: bool, mended: bool)
     fails = "Megatron loads nothing into an optimizer for CPU offload that is not precision-aware"
     lacking = "it has no step count, and the optimizer would count from 1 again"
     if part.facts.get("names_classes") and not mended:
-        return Outcome(FAILS, "its common state names classes, and torch does not load these")
+        return Outcome("fails", "its common state names classes, and torch does not load these")
     if plain and not mended:
-        return Outcome(FAILS, fails)
+        return Outcome("fails", fails)
     if uncounted and shimmed:
-        return Outcome(REFUSED, lacking)
-    if plain:
-        stepped = any(tensor.name.endswith(_STEPPED) for tensor in part.held.get(OTHER, ()))
-        if not stepped or not (live.on_host == 1.0 or (uncounted and live.on_host == 0.0)):
-            return Outcome(FAILS, f"{fails} and partly on the GPU, or from such a form")
-    return Outcome(MISREAD, lacking) if uncounted else None
+        return Outcome("refused", lacking)
+    whole = live.on_host == 1.0 or (uncounted and live.on_host == 0.0)
+    if plain and not (whole and part.facts.get("stepped")):
+        return Outcome("fails", f"{fails} and partly on the GPU, or from such a form")
+    return Outcome("misread", lacking) if uncounted else None
 
 
 def _judge_left_out(part: CheckpointPart, live: Live, mended: bool) -> Outcome | None:
@@ -246,29 +234,31 @@ def _judge_left_out(part: CheckpointPart, live: Live, mended: bool) -> Outcome |
     if live.on_host is None:
         return None
     if sharding == "dp_reshardable" and not mended:
-        return Outcome(MISREAD, "the optimizer on the host would count its steps from 1 again")
+        return Outcome("misread", "the optimizer on the host would count its steps from 1 again")
     if sharding == "dp_zero_gather_scatter":
-        return Outcome(MISREAD, "the stepped masters would be those of a step on random gradients")
+        because = "the stepped masters would be those of a step on random gradients"
+        return Outcome("misread", because)
     if live.on_host < 1.0:
-        return Outcome(MISREAD, "FusedAdam would take each step as the one after the checkpoint")
+        return Outcome("misread", "FusedAdam would take each step as the one after the checkpoint")
     return None
 
 
 def _masters_with_shim(part: CheckpointPart, live: Live) -> Outcome | None:
-    for name in (MASTER, *live.moments):
+    for name in ("master", *MOMENTS):
         for stored in part.dtypes(name):
-            if how_read(stored, "fp32", master=name == MASTER) == "cast":
-                return Outcome(REFUSED, f"its {name} is {stored}, and would be cast to fp32")
-    numbers = part.masters == NUMBERS
-    for stored in part.dtypes(MASTER):
-        if master_is_lost(
-            stored, lambda: numbers, precision_aware=live.precision_aware, params=live.params
-        ):
-            return Outcome(
-                REFUSED,
-                "its masters are int16 remainders without their dtype: they cannot be turned back "
-                "into weights for certain",
-            )
+            if how_read(stored, "fp32", master=name == "master") == "cast":
+                return Outcome("refused", f"its {name} is {stored}, and would be cast to fp32")
+    numbers = partial(bool, part.masters == NUMBERS)
+    aware, params = live.precision_aware, live.params
+    if any(
+        master_is_lost(stored, numbers, precision_aware=aware, params=params)
+        for stored in part.dtypes("master")
+    ):
+        return Outcome(
+            "refused",
+            "its masters are int16 remainders without their dtype: they cannot be turned back into "
+            "weights for certain",
+        )
     return None
 
 
@@ -280,34 +270,34 @@ def _masters_without(part: CheckpointPart, live: Live) -> Outcome | None:
         and release(version_of("megatron-core", ("megatron",)) or "") < _TAKES_PADDING
     ):
         # Before 0.17 Megatron passes a bool named 'padding' to FusedAdam.
-        return Outcome(FAILS, "this Megatron cannot load a precision-aware optimizer in this form")
+        because = "this Megatron cannot load a precision-aware optimizer in this form"
+        return Outcome("fails", because)
     if live.remainders and not remainders:
         if sharding in KEEPING:
             return Outcome(
-                MISREAD, f"its masters, {part.masters}, would be cast to int16 remainders"
+                "misread", f"its masters, {part.masters}, would be cast to int16 remainders"
             )
-        return Outcome(FAILS, "FusedAdam keeps int16 remainders, and takes no fp32 masters")
+        return Outcome("fails", "FusedAdam keeps int16 remainders, and takes no fp32 masters")
     if part.masters == NUMBERS:
-        return Outcome(MISREAD, "remainders that were stored as numbers would become the weights")
+        return Outcome("misread", "remainders that were stored as numbers would become the weights")
     if remainders and not live.remainders:
-        return Outcome(MISREAD, "its int16 remainders would be cast, and become the weights")
+        return Outcome("misread", "its int16 remainders would be cast, and become the weights")
     return None
 
 
 def _moments(part: CheckpointPart, live: Live, shimmed: bool) -> Outcome | None:
     rounded, scaled = [], None
     for name, kept in live.moments.items():
-        fits = kept in part.moments.get(name, ())
-        becomes = moment_becomes(kept, partial(bool, fits))
+        becomes = moment_becomes(kept, partial(bool, part.bf16_moments.get(name)))
         if becomes == "rounded":
             rounded.append(name)
         elif becomes == "scaled":
-            scaled = Outcome(MISREAD, f"{name} in {kept} gets a scale that is computed anew")
+            scaled = Outcome("misread", f"{name} in {kept} gets a scale that is computed anew")
     names = " and ".join(rounded)
     if rounded and shimmed:
-        return Outcome(REFUSED, f"its {names} hold fp32 values that would be rounded to bf16")
+        return Outcome("refused", f"its {names} hold fp32 values that would be rounded to bf16")
     if rounded:
-        return Outcome(MISREAD, f"its fp32 {names} would be rounded without a word")
+        return Outcome("misread", f"its fp32 {names} would be rounded without a word")
     return scaled
 
 
@@ -316,8 +306,8 @@ def _go_on(part: CheckpointPart, live: Live) -> Outcome:
     kept = "fp32"
     if live.precision_aware:
         kept = "int16 remainders" if live.remainders else "fp32 masters"
-        kept += f", exp_avg {live.moments[EXP_AVG]}, exp_avg_sq {live.moments[EXP_AVG_SQ]}"
-    return Outcome(EXACT, f"{masters} and moments go on in {kept}")
+        kept += "".join(f", {name} {dtype}" for name, dtype in live.moments.items())
+    return Outcome("exact", f"{masters} and moments go on in {kept}")
 
 
 def _scaler(part: CheckpointPart, live: Live) -> Outcome | None:
@@ -325,11 +315,10 @@ def _scaler(part: CheckpointPart, live: Live) -> Outcome | None:
     if live.params != "fp16":
         return None
     if part.scaler.state == "damaged":
-        return Outcome(FAILS, f"the loss scaler's state is damaged: {part.scaler.text}")
+        return Outcome("fails", f"the loss scaler's state is damaged: {part.scaler.text}")
+    because = ""
     if part.scaler.state == "none":
-        return Outcome(FRESH, "it has no loss scaler's state: the scale begins anew")
-    if part.facts.get("scalers_differ"):
-        return Outcome(
-            FRESH, "its dense and expert optimizers have different scales: all go on with the first"
-        )
-    return None
+        because = "it has no loss scaler's state: the scale begins anew"
+    elif part.facts.get("scalers_differ"):
+        because = "its dense and expert optimizers have different scales: all go on with the first"
+    return Outcome("starts anew", because) if because else None

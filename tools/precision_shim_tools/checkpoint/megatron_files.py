@@ -1,13 +1,13 @@
 """Read Megatron's distributed checkpoints for ``precision-shim checkpoint``.
 
-From param groups with the key ``OFFLOADED`` ``fill_part`` derives ``counted`` (whether all of these
-groups have a step count) and ``names_classes`` (whether a ``common.pt`` has such groups; torch
-refuses to load the classes that its pickle names).
+If param groups have the key ``OFFLOADED``, the fact ``counted`` is whether all of them have a step
+count. The fact ``names_classes`` is set if a ``common.pt`` has such groups: torch refuses to load
+the classes that its pickle names. The fact ``stepped`` is set if a ``dp_reshardable`` checkpoint
+has the parameters' copies that an optimizer for CPU offload updates.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import struct
 from typing import Any
@@ -21,57 +21,51 @@ from precision_shim_adapters.common.megatron_keys import (
     is_optimizers,
 )
 
-from .layout import EXP_AVG, EXP_AVG_SQ, MASTER, OTHER, PARAMS, CheckpointPart
+from .layout import MOMENTS, CheckpointPart
 from .tensors import Archive
 from .units import Unit
 
 _STATE = re.compile(r"(?:^|\.)(?:state\.|bucket_idx_\d+\.)(param|fp32_param|exp_avg_sq|exp_avg)\b")
-_COMPONENT = {
-    "param": MASTER,
-    "fp32_param": MASTER,
-    "exp_avg": EXP_AVG,
-    "exp_avg_sq": EXP_AVG_SQ,
-}
+_COMPONENT = {"param": "master", "fp32_param": "master", **{name: name for name in MOMENTS}}
 _NO_WEIGHTS = ("rng_state", "rerun_state", "opt_param_scheduler", "iteration")
 
 
 def fill_part(unit: Unit, part: CheckpointPart) -> None:
-    """Add the tensors and settings of a Megatron distributed checkpoint to a ``Part``."""
+    """Add the tensors and settings of a Megatron distributed checkpoint to a ``CheckpointPart``."""
     for key, tensor in unit.tensors.items():
         part.add(_component_of(key), tensor)
+        if key.endswith(".master_param"):
+            part.facts["stepped"] = True
         dtypes = DTYPES_IN_KEY.search(key) if is_optimizers(key) else None
         if dtypes is not None:
-            _note_dtypes(part, dtypes[1], dtypes[2])
-    archives = list(unit.common)
+            _note_dtypes(part, *dtypes.groups())
+    for archive in unit.common:
+        if sharding := _sharding_of(archive.tree):
+            part.facts["sharding"] = sharding
+        _take_settings(archive, part, common=True)
     for key, make in unit.objects.items():
         last = key.rpartition(".")[2].partition("/")[0]
         if is_optimizers(key) and last == "param_state":
             _take_gathered(make(), part)
         elif is_optimizers(key) and last in ("optimizer", "grad_scaler"):
-            archives.append(make())
-    for archive in archives:
-        common = archive in unit.common
-        if common and (sharding := _sharding_of(archive.tree)):
-            part.facts["sharding"] = sharding
-        _take_settings(archive, part, common=common)
+            _take_settings(make(), part, common=False)
 
 
 def _component_of(key: str) -> str:
     if not is_optimizers(key):
         weights = "_extra_state" not in key and not key.startswith(_NO_WEIGHTS)
-        return PARAMS if weights else OTHER
+        return "params" if weights else "other"
     match = _STATE.search(key)
     if match is not None:
         return _COMPONENT[match[1]]
-    return MASTER if is_master(key) else OTHER  # keys of one sharding type end in ".param"
+    return "master" if is_master(key) else "other"  # keys of one sharding type end in ".param"
 
 
 def _sharding_of(tree: Any) -> str | None:
     """Return the optimizer's own sharding type, or else that of the checkpoint's metadata."""
     for name in ("param_state_sharding_type", "distrib_optim_sharding_type"):
         for found in dicts_in(tree):
-            if isinstance(found.get(name), str):
-                sharding: str = found[name]
+            if isinstance(sharding := found.get(name), str):
                 return sharding
     return None
 
@@ -101,16 +95,12 @@ def _take_gathered(archive: Archive, part: CheckpointPart) -> None:
         for key in keys:
             if isinstance(key, tuple):
                 _note_dtypes(part, *(dtype.kind for dtype in key))
-        name = f"param_state.{tensor.name}"
-        part.add(_COMPONENT.get(str(keys[-1]), OTHER), dataclasses.replace(tensor, name=name))
+        part.add(_COMPONENT.get(str(keys[-1]), "other"), tensor)
 
 
 def _number(archive: Archive, value: Any) -> float | None:
     """Return a number, or the value of an fp32 tensor of one element; ``None`` for other values."""
-    if isinstance(value, (int, float)):
-        return float(value)
     for _, tensor in archive.tensors([value]):
         if (tensor.dtype, tensor.elements) == ("fp32", 1):
-            number: float = struct.unpack("<f", tensor.parts[0](4))[0]
-            return number
-    return None
+            [value] = struct.unpack("<f", tensor.parts[0](4))
+    return float(value) if isinstance(value, (int, float)) else None

@@ -17,8 +17,7 @@ _SECOND = ("model", "optim")
 
 def megatron(part: CheckpointPart, here: Here) -> Outcome:
     """Predict how a job with ``here.config`` as ``megatron_cfg.optimizer`` would resume."""
-    fields = megatrons.assume_fields(part, here)
-    ddp = {megatrons.BUCKET: fields.pop(megatrons.BUCKET)} if megatrons.BUCKET in fields else {}
+    fields, ddp = megatrons.assume_fields(part, here)
     config = {
         "precision": name_of(megatrons.find_params_dtype(part)),
         "megatron_cfg": {"optimizer": fields, "distributed_data_parallel_config": ddp},

@@ -1,15 +1,13 @@
 """Predict how a resume in this environment ends, and find a setting that makes the resume exact.
 
-The adapter whose seams load a kind of checkpoint also predicts the resume, by the same rules
-(``registry.checkpoints``).
+The adapter whose seams load a kind of checkpoint also predicts its resume.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import pkgutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
@@ -22,9 +20,9 @@ from precision_shim.process.settings import Settings
 from precision_shim.process.versions import version_of
 
 from ..predicted import PredictedFeatures
-from .layout import FAILS, NOT_HERE, CheckpointPart, Outcome
+from .layout import CheckpointPart, Outcome
 
-__all__ = ["Here", "predict_resume", "remedy"]
+__all__ = ["Here", "only_framework", "predict_resume", "remedy"]
 
 
 @dataclass(frozen=True)
@@ -34,8 +32,8 @@ class Here:
     Attributes:
         on: whether the shim is on.
         settings: the shim's settings.
-        config: the job's config: the fields of the optimizer, and the fields in ``Config.beside``;
-            ``None`` if the job's config is not known.
+        config: the job's config, as far as it is known: the fields of the optimizer, and the fields
+            in ``Config.beside``.
         instead: fields that override fields of ``config``, even if ``config`` is ``None``.
     """
 
@@ -60,29 +58,21 @@ class Here:
         on = _settings.switch() in ("on", "strict")
         return cls(on, _settings.resolve(known_frameworks=entries()), config)
 
-    def but(self, **changes: Any) -> Here:
-        """Return a copy of this object in which the given settings and fields are replaced."""
-        settings = {k: changes.pop(k) for k in list(changes) if k in _settings.TABLE}
-        if settings:
-            values = {**self.settings.values, **settings}
-            origin = {**self.settings.origin, **dict.fromkeys(settings, "argument")}
-            changes["settings"] = dataclasses.replace(self.settings, values=values, origin=origin)
-        return dataclasses.replace(self, **changes)
-
     def in_force(self, framework: str, feature: str, group: str) -> bool:
         """Whether the seams of ``group`` would make ``feature`` work in this environment."""
         return self.on and self._predicted.in_force(framework, feature, group)
 
-    def only_framework(self, kind: str) -> str:
-        """Return the one installed framework that loads ``kind`` files; empty for 0 or several."""
-        known = records()
-        installed = [
-            name
-            for name, row in checkpoints().items()
-            if kind in row.resuming
-            and version_of(known[name].distribution, known[name].packages) is not None
-        ]
-        return installed[0] if len(installed) == 1 else ""
+
+def only_framework(kind: str) -> str:
+    """Return the one installed framework that loads ``kind`` files; empty for 0 or several."""
+    loads = [name for name, row in checkpoints().items() if kind in row.resuming]
+    installed = [name for name in loads if _is_installed(name)]
+    return installed[0] if len(installed) == 1 else ""
+
+
+def _is_installed(framework: str) -> bool:
+    entry = records()[framework]
+    return version_of(entry.distribution, entry.packages) is not None
 
 
 def predict_resume(part: CheckpointPart, here: Here) -> Outcome:
@@ -90,46 +80,48 @@ def predict_resume(part: CheckpointPart, here: Here) -> Outcome:
     row = checkpoints().get(part.framework)
     if row is None:
         return Outcome(
-            NOT_HERE, "whose it is does not show in its directories; say so with --framework"
+            "not here", "whose it is does not show in its directories; say so with --framework"
         )
     if find_spec("torch") is None:
-        return Outcome(NOT_HERE, "torch is not installed here")
-    entry = records()[part.framework]
-    version = version_of(entry.distribution, entry.packages)
-    if version is None:
-        return Outcome(NOT_HERE, f"{part.framework} is not installed here")
+        return Outcome("not here", "torch is not installed here")
+    if not _is_installed(part.framework):
+        return Outcome("not here", f"{part.framework} is not installed here")
     place = row.resuming.get(part.kind)
     if place is None:
-        return Outcome(NOT_HERE, f"{part.framework} resumes from no such files")
+        return Outcome("not here", f"{part.framework} resumes from no such files")
     try:
         outcome: Outcome = pkgutil.resolve_name(place)(part, here)
     except PrecisionShimError as error:  # the installed packages do not support a config value
-        return Outcome(FAILS, str(error).rstrip("."))
+        return Outcome("fails", str(error).rstrip("."))
     return outcome
 
 
 def remedy(part: CheckpointPart, here: Here) -> str:
     """Return the first setting with which the predicted resume is exact; empty if there is none."""
-    for text, other in _others(part, here):
-        if predict_resume(part, other).exact:
-            return text
-    return ""
+    exact = (text for text, other in _others(here) if predict_resume(part, other).exact)
+    return next(exact, "")
 
 
-def _others(part: CheckpointPart, here: Here) -> Iterator[tuple[str, Here]]:
-    states = "PRECISION_SHIM_OPTIMIZER_STATES"
-    if not here.on:
-        yield "PRECISION_SHIM=1", here.but(on=True)
+def _others(here: Here) -> Iterator[tuple[str, Here]]:
+    shimmed, known = replace(here, on=True), here.settings
     on = "" if here.on else "PRECISION_SHIM=1 "
-    shimmed = here.but(on=True)
-    yield f"{on}{states}=as-configured", shimmed.but(optimizer_states="as-configured")
+    if not here.on:
+        yield "PRECISION_SHIM=1", shimmed
+    configured = replace(
+        known,
+        values={**known.values, "optimizer_states": "as-configured"},
+        origin={**known.origin, "optimizer_states": "argument"},
+    )
+    yield (
+        f"{on}PRECISION_SHIM_OPTIMIZER_STATES=as-configured",
+        replace(shimmed, settings=configured),
+    )
     for fields in (remedy for backend in backends() for remedy in backend.config.remedies):
         text = " ".join(f"{key}: {str(value).lower()}" for key, value in fields.items())
-        yield f"{on}{text} in the optimizer's config", shimmed.but(instead=fields)
+        yield f"{on}{text} in the optimizer's config", replace(shimmed, instead=fields)
     for name in ("growth_interval", "growth_factor", "backoff_factor"):
-        if here.settings.is_set(name):
-            origin = {**here.settings.origin, name: "default"}
-            without = dataclasses.replace(here.settings, origin=origin)
-            yield f"{on}PRECISION_SHIM_{name.upper()} unset", shimmed.but(settings=without)
+        if known.is_set(name):
+            unset = replace(known, origin={**known.origin, name: "default"})
+            yield f"{on}PRECISION_SHIM_{name.upper()} unset", replace(shimmed, settings=unset)
     if here.on:
-        yield "PRECISION_SHIM=0", here.but(on=False)
+        yield "PRECISION_SHIM=0", replace(here, on=False)

@@ -1,7 +1,7 @@
 """Read the content of a checkpoint, model by model.
 
-If torch is installed, samples of masters and moments are read too. Only the values show whether
-fp32 masters are really remainders (int16 low bits), and whether fp32 moments were in bf16 before.
+Only the values show whether fp32 masters are really remainders (int16 low bits), and whether fp32
+moments were in bf16 before. Samples of these values are read if torch is installed.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from precision_shim.errors import CheckpointUnreadableError, ScalerCheckpointError
 from precision_shim.files.pickles import dicts_in
 from precision_shim.precision.belonging import files_beneath, fingerprints, foreign
 from precision_shim.precision.scaler_record import (
     FILE_NAME,
-    KIND,
     bad_record,
     parse,
     parse_bytes,
@@ -29,27 +27,13 @@ from precision_shim.precision.scaler_record import (
 from precision_shim.process.registry import checkpoint_readers
 
 from .finding import read_units, search
-from .layout import (
-    EXP_AVG,
-    EXP_AVG_SQ,
-    MASTER,
-    NUMBERS,
-    OTHER,
-    PARAMS,
-    REMAINDERS,
-    UNKNOWN,
-    WHOLE,
-    CheckpointPart,
-    Scaler,
-)
+from .layout import MOMENTS, NUMBERS, REMAINDERS, UNKNOWN, CheckpointPart, Scaler
 from .tensors import Tensor
 from .units import Unit, read_unit
 
 __all__ = ["read_parts"]
 
 _RECORD_KEY = "precision_shim_scaler"
-_SAMPLE = 64 << 20
-"""Maximum number of bytes that are read of a component; a smaller component is read whole."""
 
 
 def read_parts(path: str | Path, framework: str | None = None) -> list[CheckpointPart]:
@@ -85,7 +69,7 @@ def _sort(part: CheckpointPart) -> None:
         take = pkgutil.resolve_name(place) if place else _take
         take(unit, part)
     for directory, kind in part.beside:
-        if not part.held.get(PARAMS):
+        if not part.held.get("params"):
             _take(read_unit(directory, kind), part)
     part.scaler = _scaler_of(part)
     _look_at_values(part)
@@ -98,17 +82,15 @@ def _take(unit: Unit, part: CheckpointPart) -> None:
     """Sort tensors into components by words in their keys, such as ``exp_avg``."""
     for key, tensor in unit.tensors.items():
         words = key.split(".")
-        if words[-1] == _RECORD_KEY:
-            continue
-        if words[-1] in (EXP_AVG, EXP_AVG_SQ):
+        weights = tensor.dtype[:2] in ("fp", "bf", "fl") and not words[-1].startswith("_")
+        if words[-1] in MOMENTS:
             part.add(words[-1], tensor)
         elif words[-1] in ("master_param", "master_weight"):
-            part.add(MASTER, tensor)
+            part.add("master", tensor)
         elif words[0] in _OPTIMIZERS or unit.path.name in _OPTIMIZERS:
-            part.add(OTHER, tensor)
-        else:
-            weights = tensor.dtype[:2] in ("fp", "bf", "fl") and not words[-1].startswith("_")
-            part.add(PARAMS if weights and "train_state" not in words else OTHER, tensor)
+            part.add("other", tensor)
+        elif words[-1] != _RECORD_KEY:
+            part.add("params" if weights and "train_state" not in words else "other", tensor)
 
 
 def _scaler_of(part: CheckpointPart) -> Scaler:
@@ -144,8 +126,7 @@ def _records_of(
 ) -> Iterator[tuple[str, Callable[[], object], dict[str, str], bool]]:
     """Yield each record's place, a function that reads it, and the files beside it.
 
-    The fourth item is whether the record names all of these files; a rank's own file has a record
-    that names only the files of this rank.
+    The fourth item is whether the record names all of these files, and not only those of its rank.
     """
     places = {unit.path for unit in part.units} | {unit.path.parent for unit in part.units}
     places |= {part.path, *(place / "optimizer" for place in (*places, part.path))}
@@ -163,8 +144,9 @@ def _records_of(
                 return
         for archive in unit.common:
             beside = files_beneath(archive.path.parent)
-            for record in _records_in(archive.tree):
-                yield str(archive.path), partial(dict, record), beside, False
+            for node in dicts_in(archive.tree):
+                if _RECORD_KEY in node:
+                    yield str(archive.path), partial(node.get, _RECORD_KEY), beside, False
 
 
 def _of_tensor(tensor: Tensor | None, where: str) -> object:
@@ -175,15 +157,6 @@ def _of_tensor(tensor: Tensor | None, where: str) -> object:
     return parse_bytes(content, where)
 
 
-def _records_in(tree: Any) -> Iterator[dict[str, Any]]:
-    def has_one(node: dict[Any, Any]) -> bool:
-        return node.get("kind") == KIND or _RECORD_KEY in node
-
-    for node in filter(has_one, dicts_in(tree, leave=has_one)):
-        record = node if node.get("kind") == KIND else node[_RECORD_KEY]
-        yield record if isinstance(record, dict) else {}
-
-
 _NATIVE = ("scale", "growth_tracker", "hysteresis_tracker")
 
 
@@ -192,35 +165,30 @@ def _judge_native(part: CheckpointPart) -> Scaler:
     if not part.scalers:
         return Scaler("none")
     where = str(part.path)
-    states: set[tuple[Any, ...]] = {
-        tuple(scaler.get(name) for name in _NATIVE) for scaler in part.scalers
-    }
+    states = {tuple(scaler.get(name) for name in _NATIVE) for scaler in part.scalers}
     for state in states:
         for name, value in zip(_NATIVE, state, strict=True):
-            if type(value) is not (float if name == "scale" else int):
+            fits = type(value) is int
+            if name == "scale":
+                fits = type(value) is float and 0.0 < value < math.inf
+            if not fits:
                 return Scaler("damaged", where, f"its {name} is {value!r}")
-        if not 0.0 < state[0] < math.inf:
-            return Scaler("damaged", where, f"its scale is {state[0]!r}")
     part.facts["scalers_differ"] = len(states) > 1
     texts = (f"scale {a:g}, {b} good steps, hysteresis {c}" for a, b, c in sorted(states))
     return Scaler("whole", where, "; ".join(texts))
 
 
 def _look_at_values(part: CheckpointPart) -> None:
-    masters = set(part.dtypes(MASTER))
+    masters = part.held.get("master")
     if masters:
-        part.masters = REMAINDERS if masters == {"int16"} else UNKNOWN
+        part.masters = REMAINDERS if set(part.dtypes("master")) == {"int16"} else UNKNOWN
     if find_spec("torch") is None:
         if part.masters == UNKNOWN:
             part.notes.append("torch is not installed here: no values were looked at")
         return
-    from .values import are_numbers, narrower
+    from .values import are_bf16, are_numbers
 
-    if part.masters == UNKNOWN:
-        numbers = are_numbers(part, _SAMPLE)
-        part.masters = UNKNOWN if numbers is None else NUMBERS if numbers else WHOLE
-    part.moments = {
-        name: narrower(part.held[name], _SAMPLE)
-        for name in (EXP_AVG, EXP_AVG_SQ)
-        if part.held.get(name)
-    }
+    numbers = are_numbers(masters) if masters and part.masters == UNKNOWN else None
+    if numbers is not None:
+        part.masters = NUMBERS if numbers else "fp32"
+    part.bf16_moments = {name: are_bf16(part.held[name]) for name in MOMENTS if part.held.get(name)}

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .layout import COMPONENTS, EXACT, MASTER, NOT_HERE, CheckpointPart, Outcome
-from .prediction import Here, predict_resume, remedy
+from .layout import COMPONENTS, CheckpointPart, Outcome
+from .prediction import Here, only_framework, predict_resume, remedy
 from .reading import read_parts
 
 __all__ = ["Examined", "examine"]
@@ -21,8 +21,7 @@ class Examined:
     Attributes:
         part: the content of the model's files.
         outcome: predicted result of a resume in this environment.
-        remedy: the setting that makes an inexact resume exact; empty if the resume is exact or no
-            setting makes it exact.
+        remedy: the setting that makes an inexact resume exact; empty if there is none.
     """
 
     part: CheckpointPart
@@ -42,7 +41,7 @@ class Examined:
         rows.append(("loss scaler", f"{scaler.state}: {scaler.text}".removesuffix(": ")))
         rows += [("note", note) for note in part.notes]
         rows.append(("resumed here", f"{self.outcome.verdict}: {self.outcome.because}"))
-        if self.outcome.verdict not in (EXACT, NOT_HERE):
+        if self.outcome.verdict not in ("exact", "not here"):
             how = self.remedy or "no setting: begin from the weights, or take another checkpoint"
             rows.append(("exact with", how))
         for name, text in rows:
@@ -51,9 +50,9 @@ class Examined:
     def _held(self, name: str) -> str:
         part = self.part
         dtypes = part.dtypes(name)
-        what = part.masters if name == MASTER else ", ".join(dtypes)
-        if part.moments.get(name):
-            what += f", every value a {part.moments[name][0]} number"
+        what = part.masters if name == "master" else ", ".join(dtypes)
+        if part.bf16_moments.get(name):
+            what += ", every value a bf16 number"
         return f"{what}: {sum(dtypes.values()):,} elements, {part.bytes(name):,} bytes"
 
     def to_dict(self) -> dict[str, Any]:
@@ -75,7 +74,7 @@ class Examined:
                 if part.held.get(name)
             },
             "masters": part.masters,
-            "fits": {name: list(dtypes) for name, dtypes in part.moments.items()},
+            "fits": {name: ["bf16"] * fits for name, fits in part.bf16_moments.items()},
             "scaler": {"state": scaler.state, "where": scaler.where, "found": scaler.text},
             "resume": {
                 "exact": self.outcome.exact,
@@ -93,8 +92,8 @@ def examine(path: str | Path, here: Here, framework: str | None = None) -> list[
     Args:
         path: the directory of a run, of a step, of a model, or of the files themselves.
         here: the environment of the resume.
-        framework: the framework that wrote the checkpoint. If ``framework`` is ``None``, infer it
-            from directory names, or else use the only installed framework that can read the files.
+        framework: the framework that wrote the checkpoint; ``None`` to infer it from directory
+            names, or else to use the only installed framework that can read the files.
 
     Raises:
         CheckpointUnreadableError: there is no checkpoint, or it is incomplete or damaged.
@@ -102,8 +101,8 @@ def examine(path: str | Path, here: Here, framework: str | None = None) -> list[
     examined = []
     for part in read_parts(path, framework):
         if not part.framework:
-            part.framework = here.only_framework(part.kind)
+            part.framework = only_framework(part.kind)
         outcome = predict_resume(part, here)
-        how = "" if outcome.verdict in (EXACT, NOT_HERE) else remedy(part, here)
+        how = "" if outcome.verdict in ("exact", "not here") else remedy(part, here)
         examined.append(Examined(part, outcome, how))
     return examined

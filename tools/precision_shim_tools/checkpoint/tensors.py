@@ -16,9 +16,8 @@ from typing import Any
 from precision_shim.errors import CheckpointUnreadableError
 from precision_shim.files.metadata import dtype_name
 from precision_shim.files.pickles import Made, read_pickle
-from precision_shim.precision.names import SIZES
 
-__all__ = ["Archive", "Tensor", "item_size", "reading"]
+__all__ = ["Archive", "Tensor", "reading"]
 
 
 @contextmanager
@@ -43,28 +42,23 @@ def reading(path: Path) -> Iterator[None]:
         ) from None
 
 
-def item_size(dtype: str) -> int:
-    """Return an element's size in bytes; an unknown dtype's size is computed from its name."""
-    if dtype in SIZES:
-        return SIZES[dtype]
+def _item_size(dtype: str) -> int:
+    """Return an element's size in bytes, which the number of bits in a dtype's name shows."""
     bits = "".join(c for c in dtype.partition("_")[0] if c.isdigit())
     return max(1, int(bits) // 8) if bits else 1
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a checkpoint, with the shards of all ranks.
+    """One tensor of a checkpoint, or a rank's shard.
 
     Attributes:
-        name: the tensor's key.
         dtype: canonical name of the tensor's dtype.
         elements: number of elements.
-        parts: a function for each piece of the tensor; ``parts[0](n)`` returns at most ``n`` bytes
-            from the beginning of the first piece. ``parts`` is empty if the bytes cannot be read
-            without torch.
+        parts: a function for each piece of the tensor: ``parts[0](n)`` returns at most ``n`` bytes
+            from the beginning of the first piece. Empty if the bytes cannot be read.
     """
 
-    name: str
     dtype: str
     elements: int
     parts: tuple[Callable[[int], bytes], ...] = field(default=(), compare=False, repr=False)
@@ -72,7 +66,7 @@ class Tensor:
     @property
     def bytes(self) -> int:
         """Size of all elements, in bytes."""
-        return self.elements * item_size(self.dtype)
+        return self.elements * _item_size(self.dtype)
 
 
 _NO_DATA = ("_spec", "_mesh", "mesh")
@@ -121,12 +115,8 @@ class Archive:
 
     @contextmanager
     def _open(self) -> Iterator[zipfile.ZipFile]:
-        with (
-            reading(self.path),
-            _UpTo(self.path, self._end) as file,
-            zipfile.ZipFile(file) as archive,
-        ):
-            yield archive
+        with reading(self.path), _UpTo(self.path, self._end) as file:
+            yield zipfile.ZipFile(file)
 
     def tensors(self, tree: Any = None) -> list[tuple[tuple[Any, ...], Tensor]]:
         """Return (keys, tensor) for each tensor in ``tree`` (default: the archive's tree)."""
@@ -138,23 +128,23 @@ class Archive:
     ) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
         if isinstance(node, Made):
             if node.kind == "torch._utils._rebuild_tensor_v2":
-                yield keys, self._tensor(keys, node)
+                yield keys, self._tensor(node)
                 return
             node, inside = [node.arguments, node.state, node.items, node.members], True
-        if not isinstance(node, (dict, list, tuple)):
-            return
-        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+        if isinstance(node, (list, tuple)):
+            node = dict(enumerate(node))
+        for key, value in node.items() if isinstance(node, dict) else ():
             if not inside:
                 yield from self._tensors(value, (*keys, key), inside=False)
             elif key not in _NO_DATA:  # tensors inside of an object have the object's keys
                 yield from self._tensors(value, keys, inside=True)
 
-    def _tensor(self, keys: tuple[Any, ...], made: Made) -> Tensor:
+    def _tensor(self, made: Made) -> Tensor:
         (_, storage, label, *_), start, shape = made.arguments[:3]
         dtype = dtype_name(storage.kind.rpartition(".")[2].removesuffix("Storage").lower())
-        elements, size = prod(int(size) for size in shape), item_size(dtype)
+        elements, size = prod(int(size) for size in shape), _item_size(dtype)
         part = partial(self._read, label, start * size, elements * size)
-        return Tensor(".".join(map(str, keys)), dtype, elements, (part,))
+        return Tensor(dtype, elements, (part,))
 
     def _read(self, label: str, start: int, size: int, most: int) -> bytes:
         with self._open() as archive, archive.open(f"{self._root}data/{label}") as member:

@@ -7,79 +7,59 @@ from precision_shim.precision.scaler_record import choose_values
 from precision_shim_adapters.torch_fp16.settings import settings_for
 from precision_shim_adapters.torch_fp16.training import FEATURE
 
-from .layout import (
-    EXACT,
-    EXP_AVG,
-    EXP_AVG_SQ,
-    FAILS,
-    FRESH,
-    MISREAD,
-    PARAMS,
-    REFUSED,
-    CheckpointPart,
-    Outcome,
-    halves,
-)
+from .layout import MOMENTS, CheckpointPart, Outcome, halves
 from .prediction import Here
 
 
 def predict_resume(framework: str, part: CheckpointPart, here: Here, group: str) -> Outcome:
-    """Predict how a job would resume a checkpoint.
-
-    Args:
-        framework: the job's framework.
-        part: one model of the checkpoint.
-        here: the environment in which the job would resume.
-        group: name of the seam group that loads the loss scaler's state.
-    """
+    """Predict how a job would resume a checkpoint; ``group`` has the seams that load the scaler."""
     half = halves(part)
     if half is not None:
         return half
     lacking = [name for unit in part.units for name in unit.lacking]
     if lacking:
         return Outcome(
-            FAILS,
+            "fails",
             f"its {' and '.join(lacking)} files are missing, which {framework} loads unless the "
             "job's config leaves them out",
         )
-    params = list(part.dtypes(PARAMS))
-    for name in (EXP_AVG, EXP_AVG_SQ):
+    params = list(part.dtypes("params"))
+    for name in MOMENTS:
         for stored in part.dtypes(name):
             # torch's Optimizer.load_state_dict casts a state to its parameter's dtype.
             if part.kind == "shards" and len(params) == 1 and stored != params[0]:
-                return Outcome(
-                    MISREAD, f"torch would cast its {stored} {name} to the parameters' {params[0]}"
-                )
+                because = f"torch would cast its {stored} {name} to the parameters' {params[0]}"
+                return Outcome("misread", because)
     shimmed = here.in_force(framework, FEATURE, group)
     told = "states are read in the dtypes that they were saved in"
     if part.scaler.state == "none":
         told += "; it has no loss scaler's record, which only a job in fp16 needs"
-    return predict_scaler(framework, part, here, shimmed) or Outcome(EXACT, told)
+    return predict_scaler(framework, part, here, shimmed) or Outcome("exact", told)
 
 
 def predict_scaler(
     framework: str, part: CheckpointPart, here: Here, shimmed: bool
 ) -> Outcome | None:
     """Predict how the loss scaler would resume; ``None`` if exact, or if no scaler is needed."""
-    scaler = part.scaler
+    scaler, fresh = part.scaler, ""
     if scaler.state == "none":
         asked = parse_dtype(str((here.config or {}).get("precision", "")))
-        lost = asked is not None and asked is parse_dtype("fp16")
-        return (
-            Outcome(FRESH, "it has no loss scaler's state: the scale begins anew") if lost else None
-        )
-    if not shimmed:
-        return Outcome(
-            FRESH,
+        if asked is not None and asked is parse_dtype("fp16"):
+            fresh = "it has no loss scaler's state: the scale begins anew"
+    elif not shimmed:
+        fresh = (
             f"{framework} by itself reads no loss scaler's state: the scale begins anew, or the "
-            "loss is not scaled",
+            "loss is not scaled"
         )
-    if scaler.state == "damaged":
-        return Outcome(REFUSED, f"the loss scaler's record is damaged: {scaler.text}")
-    if scaler.state == "of another save":
+    elif scaler.state == "damaged":
+        return Outcome("refused", f"the loss scaler's record is damaged: {scaler.text}")
+    elif scaler.state == "of another save":
         why = f"the loss scaler's record is of another save: {scaler.text}"
         if here.settings.strict:
-            return Outcome(REFUSED, why)
-        return Outcome(FRESH, f"{why}: the scale begins anew")
-    _, _, lines = choose_values(scaler.saved, settings_for(shim=here.settings), scaler.where)
-    return Outcome(FRESH, f"the loss scaler goes on otherwise: {lines[0]}") if lines else None
+            return Outcome("refused", why)
+        fresh = f"{why}: the scale begins anew"
+    else:
+        settings = settings_for(shim=here.settings)
+        _, _, lines = choose_values(scaler.saved, settings, scaler.where)
+        fresh = f"the loss scaler goes on otherwise: {lines[0]}" if lines else ""
+    return Outcome("starts anew", fresh) if fresh else None

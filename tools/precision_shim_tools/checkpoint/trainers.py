@@ -13,10 +13,7 @@ from .prediction import Here
 
 
 def areal(part: CheckpointPart, here: Here) -> Outcome:
-    """Predict how AReaL resumes a job whose config has AReaL's or Megatron's optimizer fields.
-
-    Without the shim AReaL's optimizer keeps whole master weights beside low-precision moments.
-    """
+    """Predict AReaL's resume; without the shim its optimizer keeps no remainders."""
     requested = resuming.assume_requested(part, here, f"{versioned('areal')}, megatron", "actor")
     if not here.in_force("areal", DISPATCH, GROUP):
         asked = {**requested.asked, "store_param_remainders": False}

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from math import prod
 from pathlib import Path
 
@@ -21,9 +22,7 @@ from precision_shim.files.safetensors import read_header
 
 from .tensors import Archive, Tensor, reading
 
-__all__ = ["DCP", "MEGATRON", "SAFETENSORS", "SHARDS", "Unit", "kind_of", "read_unit"]
-
-MEGATRON, DCP, SHARDS, SAFETENSORS = "megatron", "dcp", "shards", "safetensors"
+__all__ = ["Unit", "kind_of", "read_unit"]
 
 _RANK_FILE = re.compile(r"(?P<what>\w+)_world_size_(?P<world>\d+)_rank_(?P<rank>\d+)\.pt")
 _COMMON_STATE = "common_state/shard_0_1"
@@ -36,14 +35,13 @@ class Unit:
     """A directory of files that were written together.
 
     Attributes:
-        kind: ``MEGATRON``, ``DCP``, ``SHARDS`` or ``SAFETENSORS``.
+        kind: ``"megatron"``, ``"dcp"``, ``"shards"`` or ``"safetensors"``.
         path: the directory.
-        tensors: the tensors, by key, each with the shards of all ranks.
-        objects: maps the key of each object that is no tensor to a function that reads the object
-            as plain data (see the module ``pickles``).
+        tensors: the tensors, by key; in files of ranks, each rank's shards by keys of their own.
+        objects: for the key of each object that is no tensor, a function that reads the object.
         common: archives of Megatron's common state (``common.pt``; with megatron-core 0.19 and
             later an object in the ``.distcp`` files), or of each rank's extra state.
-        world_size: number of ranks if each rank wrote files of its own; otherwise ``None``.
+        world_size: number of ranks if each rank wrote files of its own.
         lacking: the kinds in ``_TOGETHER`` of which the directory has no file.
     """
 
@@ -65,16 +63,16 @@ def kind_of(path: Path) -> str | None:
     """
     names = {entry.name for entry in path.iterdir()}
     if NAME in names:
-        return MEGATRON if names & {"common.pt", "metadata.json"} else DCP
+        return "megatron" if names & {"common.pt", "metadata.json"} else "dcp"
     if "common.pt" in names or any(name.endswith(".distcp") for name in names):
         raise CheckpointUnreadableError(
             f"{path}: it has no .metadata: saving did not end, or the file is lost. Take another "
             "checkpoint."
         )
     if any(_RANK_FILE.fullmatch(name) for name in names):
-        return SHARDS
+        return "shards"
     if any(name.endswith(".safetensors") for name in names):
-        return SAFETENSORS
+        return "safetensors"
     return None
 
 
@@ -85,9 +83,9 @@ def read_unit(path: Path, kind: str) -> Unit:
         CheckpointUnreadableError: a file is damaged or missing.
     """
     unit = Unit(kind, path)
-    if kind == SHARDS:
+    if kind == "shards":
         _read_shards(unit)
-    elif kind == SAFETENSORS:
+    elif kind == "safetensors":
         _read_safetensors(unit)
     else:
         _read_distributed(unit)
@@ -99,8 +97,7 @@ def _read_distributed(unit: Unit) -> None:
     with reading(path):
         _take(unit, *read_metadata(path.read_bytes(), str(path)))
     common, within = unit.path / "common.pt", unit.objects.pop(_COMMON_STATE, None)
-    if unit.kind == MEGATRON or within is not None:
-        unit.kind = MEGATRON
+    if unit.kind == "megatron" or within is not None:
         if not (unit.path / "metadata.json").is_file():
             raise CheckpointUnreadableError(f"{unit.path / 'metadata.json'}: it is missing.")
         unit.common.append(Archive(common) if within is None else within())
@@ -127,7 +124,7 @@ def _take(unit: Unit, metadata: Made, entries: dict[str, StoredTensor]) -> None:
         there = places.get(key, ())
         if entry.dtype is not None:
             parts = tuple(partial(_first_bytes, archive) for archive in there)
-            unit.tensors[key] = Tensor(key, entry.dtype, prod(entry.shape), parts)
+            unit.tensors[key] = Tensor(entry.dtype, prod(entry.shape), parts)
         elif there:
             unit.objects[key] = there[0]
 
@@ -151,26 +148,16 @@ def _read_shards(unit: Unit) -> None:
     [unit.world_size] = worlds
     kinds = sorted({match["what"] for match in matches})
     unit.lacking = tuple(kind for kind in _TOGETHER if kind not in kinds)
-    for what in kinds:
-        for rank in range(unit.world_size):
-            _read_shard(unit, what, unit.path / f"{what}_world_size_{worlds[0]}_rank_{rank}.pt")
+    for what, rank in product(kinds, range(unit.world_size)):
+        archive = Archive(unit.path / f"{what}_world_size_{unit.world_size}_rank_{rank}.pt")
+        if what == "extra_state":
+            unit.common.append(archive)
+        else:
+            for keys, tensor in archive.tensors():
+                unit.tensors[".".join(map(str, (what, rank, *keys)))] = tensor
 
 
-def _read_shard(unit: Unit, what: str, path: Path) -> None:
-    archive = Archive(path)
-    if what == "extra_state":
-        unit.common.append(archive)
-        return
-    for keys, tensor in archive.tensors():
-        name = ".".join(map(str, (what, *keys)))
-        # Each rank has a shard of the same tensor.
-        known = unit.tensors.get(name, Tensor(name, tensor.dtype, 0))
-        elements, parts = known.elements + tensor.elements, known.parts + tensor.parts
-        unit.tensors[name] = Tensor(name, tensor.dtype, elements, parts)
-
-
-_KINDS = {"F": "float", "BF": "bfloat", "I": "int", "U": "uint"}
-"""Maps a safetensors dtype to torch's name of the dtype, both without the number of bits."""
+_WORDS = {"f": "float", "i": "int", "u": "uint"}
 
 
 def _read_safetensors(unit: Unit) -> None:
@@ -180,7 +167,7 @@ def _read_safetensors(unit: Unit) -> None:
             for name, entry in header.items():
                 if begin + entry["data_offsets"][1] > path.stat().st_size:
                     raise ValueError("it ends before its tensors do")
-                match = re.fullmatch(r"(B?F|I|U)(\d+)", entry["dtype"])
-                dtype = f"{_KINDS[match[1]]}{match[2]}" if match else entry["dtype"].lower()
+                dtype = entry["dtype"].lower()  # "F32" is torch's "float32"
+                dtype = re.sub(r"^[fiu](?=\d+$)", lambda match: _WORDS[match[0]], dtype)
                 elements = prod(int(size) for size in entry["shape"])
-                unit.tensors[name] = Tensor(name, dtype_name(dtype), elements)
+                unit.tensors[name] = Tensor(dtype_name(dtype), elements)

@@ -14,12 +14,11 @@ from .prediction import Here
 
 def megatron(part: CheckpointPart, here: Here) -> Outcome:
     """Predict how a job with the optimizer fields in ``here.config`` resumes on Megatron."""
-    fields = megatrons.assume_fields(part, here)
+    fields, ddp = megatrons.assume_fields(part, here)
     fields.pop(WORKERS, None)
-    bucket = {megatrons.BUCKET: fields.pop(megatrons.BUCKET)} if megatrons.BUCKET in fields else {}
     requested = read_requested(
         {"override_optimizer_config": fields},
-        bucket,
+        ddp,
         subject=part.subject or "actor",
         declared=megatrons.find_params_dtype(part),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +35,8 @@ _PRECISION = "precision"
 def register(commands: Commands) -> None:
     """Add the command."""
     parser = add_command(commands, "checkpoint", run, help=_HELP, more=_MORE)
-    parser.add_argument(
-        "path", metavar="PATH", help="directory of a run, a step, a model, or the files"
-    )
+    what = "directory of a run, a step, a model, or the files"
+    parser.add_argument("path", metavar="PATH", help=what)
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
     parser.add_argument(
         "--framework", metavar="NAME", help="whose checkpoint it is, where that does not show"
@@ -87,32 +87,34 @@ def run(arguments: argparse.Namespace) -> int:
         parts = [model.to_dict() for model in examined]
         values = {"ok": ok, "path": arguments.path, "here": environment, "parts": parts}
         write(json.dumps(values, indent=1))
-        return int(not ok)
-    blocks = ["\n".join(model.lines()) for model in examined]
-    blocks.append(f"here the shim is {f'on, {states}' if here.on else 'off'}")
-    show("\n\n".join(blocks))
+    else:
+        blocks = ["\n".join(model.lines()) for model in examined]
+        blocks.append(f"here the shim is {f'on, {states}' if here.on else 'off'}")
+        show("\n\n".join(blocks))
     return int(not ok)
+
+
+_VALUES = {"true": True, "false": False, "none": None, "1": True, "0": False}
 
 
 def _config(texts: list[str]) -> dict[str, Any] | None:
     from precision_shim.errors import SettingsError
 
     config: dict[str, Any] = {}
-    words = {"true": True, "false": False, "none": None, "1": True, "0": False}
     numbers = {name for backend in _registry.backends() for name in backend.config.numbers}
+    rows = _registry.checkpoints().values()
+    frameworks = {name: allowed for row in rows for name, allowed in row.fields.items()}
     for text in texts:
         name, equals, value = (word.strip() for word in text.partition("="))
         if not equals or not name:
             raise SettingsError(f"--config {text!r} is not FIELD=VALUE.")
-        _check_name(text, name)
-        config[name] = words.get(value.lower(), value)
-        if name in numbers:
-            try:
-                config[name] = float(value)
-            except ValueError:
-                raise SettingsError(f"--config {text!r}: {value!r} is no number.") from None
-    for name, allowed in _words().items():
-        if config.get(name, allowed[0]) not in allowed:
+        _check_name(text, name, frameworks)
+        try:
+            config[name] = float(value) if name in numbers else _VALUES.get(value.lower(), value)
+        except ValueError:
+            raise SettingsError(f"--config {text!r}: {value!r} is no number.") from None
+        allowed = frameworks.get(name, (config[name],))
+        if config[name] not in allowed:
             raise SettingsError(f"--config {name}={config[name]!r}: allowed: {', '.join(allowed)}.")
     if find_spec("torch") is not None:  # without torch no dtype can be parsed and no job resumed
         from precision_shim.precision.dtypes import coerce_dtype, coerce_dtypes
@@ -122,26 +124,20 @@ def _config(texts: list[str]) -> dict[str, Any] | None:
     return config or None
 
 
-def _words() -> dict[str, tuple[str, ...]]:
-    """Map the frameworks' own fields to their allowed values."""
-    rows = _registry.checkpoints().values()
-    return {name: allowed for row in rows for name, allowed in row.fields.items()}
-
-
-def _check_name(text: str, name: str) -> None:
+def _check_name(text: str, name: str, frameworks: Iterable[str]) -> None:
     """Raise an error for an unknown field, because ignoring it could make the verdict wrong."""
     from precision_shim.errors import SettingsError
     from precision_shim.seams import look
 
     configs = [backend.config for backend in _registry.backends()]
-    beside = [*(name for config in configs for name in config.beside), _PRECISION, *_words()]
+    beside = [*(name for config in configs for name in config.beside), _PRECISION, *frameworks]
     known = list(beside)
     for config in configs:  # look() finds no function of a backend that is not installed
         known += look(config.place).parameters or config.fields
-    if name in known:
-        return
-    near = meant(name, known)
-    raise SettingsError(
-        f"--config {text!r}: {' and '.join(config.name for config in configs)} has no field "
-        f"{name!r} here{'; ' if near else '.'}{near} Allowed: its fields, and {', '.join(beside)}."
-    )
+    if name not in known:
+        near = meant(name, known)
+        raise SettingsError(
+            f"--config {text!r}: {' and '.join(config.name for config in configs)} has no field "
+            f"{name!r} here{'; ' if near else '.'}{near} Allowed: its fields, and "
+            f"{', '.join(beside)}."
+        )

@@ -1,16 +1,14 @@
 """Resume Megatron's optimizer for CPU offload exactly, if the user made it precision-aware.
 
 ``HybridDeviceOptimizer`` has inner optimizers, which update copies of the parameters with torch's
-AdamW on the host and with FusedAdam on the GPU. ``HybridDeviceOptimizer`` has no states before its
-first step, so ``DistributedOptimizer.load_state_dict`` makes states with ``dummy_step``, a step on
-random gradients. Megatron then loads a checkpoint into the outer optimizer's states. Megatron 0.15
-to 0.19 silently does not copy some of the loaded states to the inner optimizers:
+AdamW on the host and with FusedAdam on the GPU. Before a load, ``dummy_step``, a step on random
+gradients, makes its states. Megatron 0.15 to 0.19 then loads a checkpoint into the outer
+optimizer's states, and silently does not copy some of them to the inner optimizers:
 
 - With ``dp_reshardable`` (which 0.15 cannot save), AdamW's step counts are 1 after a resume.
 - With ``dp_zero_gather_scatter``, the parameters' copies keep the values from ``dummy_step``.
 - With every sharding type, each step overwrites the inner optimizers' groups with the loaded
-  groups. FusedAdam keeps its step count in its groups, so at every step FusedAdam's step count is
-  the checkpoint's step count plus 1.
+  groups, where FusedAdam keeps its step count: it stays the checkpoint's step count plus 1.
 - If no state is on the host, Megatron saves no step count, and FusedAdam counts from 1 again.
 
 SkyRL itself corrects AdamW's step counts with ``dp_reshardable``, but only in its own processes.
@@ -21,6 +19,7 @@ exact.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +37,13 @@ GROUP = "megatron offloaded states"
 
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _HYBRID = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer"
-_DELETE_WHEN = "Megatron resumes a precision-aware HybridDeviceOptimizer exactly"
+_seam = partial(
+    seam,
+    feature=FEATURES,
+    group=GROUP,
+    delete_when="Megatron resumes a precision-aware HybridDeviceOptimizer exactly",
+    optional=True,
+)
 
 
 def _offloads(inner: Any) -> bool:
@@ -50,12 +55,9 @@ def _counts(groups: list[dict[str, Any]]) -> set[int]:
     return {int(group["step"]) for group in groups if "step" in group}
 
 
-@seam(
+@_seam(
     f"{_HYBRID}._sync_hdo_param_groups_to_sub_optimizers",
-    FEATURES,
-    group=GROUP,
     why="each step copies the groups with the loaded step count over FusedAdam's own",
-    delete_when=_DELETE_WHEN,
     relies_on=(
         "param_groups",
         "param_to_inner_param",
@@ -66,7 +68,6 @@ def _counts(groups: list[dict[str, Any]]) -> set[int]:
         "offload_fraction",
         "dummy_step",
     ),
-    optional=True,
 )
 def hand_count_over(call: Call) -> Any:
     """Pass a loaded step count to the inner optimizers only once; they count later steps."""
@@ -76,12 +77,9 @@ def hand_count_over(call: Call) -> Any:
     return result
 
 
-@seam(
+@_seam(
     f"{_OPTIMIZER}.state_dict",
-    FEATURES,
-    group=GROUP,
     why="the step count that is saved is that of the host's part, which there may not be",
-    delete_when=_DELETE_WHEN,
     relies_on=(
         "HybridDeviceOptimizer",
         "sub_optimizers",
@@ -91,7 +89,6 @@ def hand_count_over(call: Call) -> Any:
         "config",
         "use_precision_aware_optimizer_no_fp8_or_ds_fp8",
     ),
-    optional=True,
 )
 def save_count(call: Call) -> Any:
     """Save the step count of FusedAdam's groups if no state is on the host.
@@ -114,14 +111,10 @@ def save_count(call: Call) -> Any:
     return result
 
 
-@seam(
+@_seam(
     f"{_OPTIMIZER}.load_state_dict",
-    FEATURES,
-    group=GROUP,
     why="every sharding type has put a checkpoint's states into the outer optimizer here",
-    delete_when=_DELETE_WHEN,
     relies_on=("HybridDeviceOptimizer", "dummy_step", "param_state", "step", "optimizer"),
-    optional=True,
 )
 def load_what_is_stepped(call: Call, state_dict: Any) -> Any:
     """Copy the loaded step count and master weights to the inner optimizers.

@@ -1,17 +1,15 @@
 """Write and read Megatron's optimizer checkpoints in an unpatched Megatron's format.
 
-``DistributedOptimizer`` reads and writes a parameter's states with the same two methods in every
-sharding type. On a save, the shim converts a precision-aware optimizer's int16 remainder to the
-fp32 master weight that an unpatched Megatron expects. On a load, the shim splits the master weight
-into parameter and remainder again. If the user's config turns on the precision-aware optimizer,
-even an unpatched Megatron expects remainders. In the two sharding types that store a dtype for each
-state, the shim saves the user's remainders unchanged, because Megatron can read them. In two
-sharding types the checkpoint's keys contain the bucket's dtype. The shim writes the keys that a job
-without the shim would write. The shim compares wanted with stored dtypes in
-``dist_checkpointing.load``, which has the wanted tensors and the directory before Megatron reads.
+On a save, the shim converts a precision-aware optimizer's int16 remainder to the fp32 master weight
+that an unpatched Megatron expects; on a load, it splits the master weight into parameter and
+remainder again. If the user's config turns on the precision-aware optimizer, even an unpatched
+Megatron expects remainders: in the two sharding types that store a dtype for each state, the shim
+saves them unchanged. In two sharding types the checkpoint's keys contain the bucket's dtype; the
+shim writes the keys that a job without the shim would write. The shim compares wanted with stored
+dtypes in ``dist_checkpointing.load``, which has the wanted tensors before Megatron reads.
 
-The shim refuses to load fp32 moments that would be rounded to bf16. The shim also refuses to load
-remainders whose int16 bits an unpatched Megatron has cast to floating-point numbers.
+The shim refuses to load fp32 moments that would be rounded to bf16, and remainders whose int16 bits
+an unpatched Megatron has cast to floating-point numbers.
 
 Upstream: https://github.com/NVIDIA/Megatron-LM/issues/4222 (remainders cannot be loaded again),
 https://github.com/NVIDIA/Megatron-LM/issues/2576 (the ``padding`` entry). Delete this module when
@@ -34,7 +32,7 @@ import torch
 from precision_shim.adapting import Call, current_settings, seam, version_of, warn
 from precision_shim.errors import CheckpointLayoutError, CheckpointUnreadableError
 from precision_shim.files.metadata import NAME as METADATA
-from precision_shim.files.metadata import read_entries
+from precision_shim.files.metadata import read_metadata
 from precision_shim.precision.continuing import how_read
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
@@ -81,21 +79,18 @@ _OWN = ("adam_eps", "sgd_momentum")
 copy by ``dataclasses.replace`` lacks ``_ADDED``, but contains these objects, which identify it."""
 
 _own_floats: dict[int, float] = {}
-"""Maps the ``id`` of each new float in an ``_OWN`` field to the float: written by
-``note_precision_aware``, read by ``is_added_by_shim``."""
+"""Maps the ``id`` of each new float in an ``_OWN`` field to the float."""
 
-as_they_are: ContextVar[bool] = ContextVar("precision_shim_remainders_as_they_are", default=False)
-"""Whether a save keeps remainders unchanged, as the same job without the shim would save them."""
-
-into_place: ContextVar[bool] = ContextVar("precision_shim_into_place", default=False)
-"""Whether a load writes into the tensors that ``join_states`` returns."""
+join: ContextVar[str] = ContextVar("precision_shim_join", default="")
+"""How ``join_states`` joins states: ``"never"`` if a save keeps remainders unchanged, as the same
+job without the shim would save them, and ``"copy"`` if a load writes into the joined tensors."""
 
 
 def note_precision_aware(config: Any, *, by_user: bool) -> None:
     """Mark an OptimizerConfig that is precision-aware only because of the shim.
 
     Args:
-        config: Megatron's OptimizerConfig; the optimizer receives this object or a copy of it.
+        config: Megatron's OptimizerConfig, of which the optimizer may receive a copy.
         by_user: whether ``config`` is precision-aware without the shim, too.
     """
     if not config.use_precision_aware_optimizer or by_user:
@@ -127,10 +122,8 @@ def refuse_torchs_adam(
 ) -> Any:
     """On a save, warn that Megatron cannot load the states of torch's Adam; on a load, raise.
 
-    If neither TransformerEngine nor Apex is installed, Megatron uses torch's Adam. Megatron's load
-    asserts that a new optimizer has one step count, but torch's Adam has no step count before its
-    first step. If torch's Adam has states, two sharding types do not load the step count, and the
-    third sharding type keeps the optimizer's old step count.
+    Without TransformerEngine and Apex, Megatron uses torch's Adam, which has no step count before
+    its first step: Megatron's load asserts that there is one, or loses the loaded one.
 
     Raises:
         CheckpointLayoutError: the job loads states of torch's Adam, or saves them in strict mode.
@@ -160,20 +153,15 @@ def _steps_with_torchs_adam(optimizer: Any) -> bool:
     )
 
 
-def _unpatched_grad_dtype(optimizer: Any) -> Callable[[torch.dtype], torch.dtype] | None:
-    """Return a function from a parameter's dtype to the bucket's dtype in an unpatched job."""
-    for chunk in optimizer.model_chunks:
-        if chunk in bucket_without_shim:
-            in_fp32 = bucket_without_shim[chunk]
-            return lambda param_dtype: torch.float32 if in_fp32 else param_dtype
-    return None
-
-
 def _rekey_as_unpatched(optimizer: Any, state: Any) -> Any:
     """Rename a sharded state's keys in place to the keys of the same job without the shim."""
-    dtype_of = _unpatched_grad_dtype(optimizer)
-    if dtype_of is None:
+    known = [chunk for chunk in optimizer.model_chunks if chunk in bucket_without_shim]
+    if not known:
         return state
+    in_fp32 = bucket_without_shim[known[0]]
+
+    def dtype_of(param_dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if in_fp32 else param_dtype
 
     def rekeyed(by_dtypes: Any) -> Any:
         return {(key[0], dtype_of(key[0])): value for key, value in by_dtypes.items()}
@@ -228,14 +216,12 @@ def write_as_unpatched(call: Call, is_loading: bool) -> Any:
     A save writes remainders only if the optimizer is precision-aware without the shim, too. A load
     requests whole fp32 masters; ``compare_layouts`` compares this request with the checkpoint.
     """
-    by_user = not is_added_by_shim(call.instance.config)
-    written = as_they_are.set(by_user and not is_loading)
-    read = into_place.set(is_loading)
+    by_shim = is_added_by_shim(call.instance.config)
+    token = join.set("copy" if is_loading else "" if by_shim else "never")
     try:
         return _rekey_as_unpatched(call.instance, call.proceed())
     finally:
-        as_they_are.reset(written)
-        into_place.reset(read)
+        join.reset(token)
 
 
 @checkpoint_seam(
@@ -251,13 +237,9 @@ def name_live_bucket(call: Call, state_dict: Any) -> Any:
         live = [next(iter(bucket)) for bucket in call.instance.per_bucket_numel_unpadded]
         stored = state_dict[name]
         if len(live) == len(stored) and all(len(bucket) == 1 for bucket in stored):
-            call.arguments["state_dict"] = {
-                **state_dict,
-                name: [
-                    {key: next(iter(bucket.values()))}
-                    for key, bucket in zip(live, stored, strict=True)
-                ],
-            }
+            sizes = (next(iter(bucket.values())) for bucket in stored)
+            renamed = [{key: size} for key, size in zip(live, sizes, strict=True)]
+            call.arguments["state_dict"] = {**state_dict, name: renamed}
     return call.proceed()
 
 
@@ -307,26 +289,23 @@ def compare_layouts(call: Call, sharded_state_dict: Any, checkpoint_dir: Any) ->
         )
         return call.proceed()
     for tensor in wanted:
-        if tensor.key not in stored:
-            tensor.key = _stored_key(tensor.key, stored)
-        wants = tensor.data.dtype if hasattr(tensor, "build_fn") else tensor.dtype
+        tensor.key = _stored_key(tensor.key, stored)
         if tensor.key not in stored:
             continue
+        makes_several = hasattr(tensor, "build_fn")
+        wants = tensor.data.dtype if makes_several else tensor.dtype
         there = stored[tensor.key]
         read = how_read(name_of(there), name_of(wants), master=is_master(tensor.key))
-        if read == "as it is":
-            continue
+        if read == "cast":
+            raise CheckpointLayoutError(
+                f"Megatron optimizer checkpoint {checkpoint_dir}: {tensor.key} is "
+                f"{name_of(there)} there and {name_of(wants)} in the live optimizer. Set {REMEDY}"
+            )
         if read == "as remainders":
             # An unpatched Megatron wrote int16 remainders: do not let Megatron cast them to fp32.
             tensor.data = torch.empty(tensor.data.shape, dtype=there, device=tensor.data.device)
-            if not hasattr(tensor, "build_fn"):
+            if not makes_several:
                 tensor.dtype = there
-            continue
-        raise CheckpointLayoutError(
-            f"Megatron optimizer checkpoint {checkpoint_dir}: {tensor.key} is "
-            f"{name_of(there)} there and {name_of(wants)} in the live optimizer. Set "
-            f"{REMEDY}"
-        )
     return call.proceed()
 
 
@@ -338,7 +317,7 @@ def _stored_dtypes(directory: str) -> dict[str, torch.dtype]:
 
         return {key: tensor.dtype for key, tensor in load_tensors_metadata(directory).items()}
     with path.open("rb") as file:
-        entries = read_entries(file, str(path))
+        _, entries = read_metadata(file, str(path))
     return {
         key: parse_dtype(entry.dtype) or getattr(torch, entry.dtype)
         for key, entry in entries.items()
@@ -348,7 +327,7 @@ def _stored_dtypes(directory: str) -> dict[str, torch.dtype]:
 
 def _stored_key(key: str, stored: Any) -> str:
     """Find a tensor's key in a checkpoint whose keys may name another bucket dtype."""
-    match = DTYPES_IN_KEY.search(key)
+    match = None if key in stored else DTYPES_IN_KEY.search(key)
     if match is not None:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             other = DTYPES_IN_KEY.sub(f"dtype_({match[1]}, {dtype})", key)
@@ -363,9 +342,6 @@ def _sharded_tensors(tree: Any) -> Iterator[Any]:
 
     if isinstance(tree, (ShardedTensor, ShardedTensorFactory)):
         yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from _sharded_tensors(value)
-    elif isinstance(tree, list):
-        for value in tree:
+    elif isinstance(tree, (dict, list)):
+        for value in tree.values() if isinstance(tree, dict) else tree:
             yield from _sharded_tensors(value)

@@ -1,16 +1,16 @@
 """Save and load one parameter's states in Megatron's optimizer checkpoints.
 
 ``DistributedOptimizer`` reads and writes a parameter's states with the same two methods in every
-sharding type. The docstring of ``checkpoint`` explains how and why the shim converts master
-weights. Three properties of Megatron and TransformerEngine prevent an exact resume:
+sharding type. ``optimizer_state`` explains how and why the shim converts master weights. Three
+properties of Megatron and TransformerEngine prevent an exact resume:
 
 - FusedAdam keeps int16 remainders under the name ``master_param``.
 - FusedAdam fills the master weights of an fp32 parameter once and never updates them.
 - Megatron finds a parameter's states by the parameter's number in its group. If a group has both
   fp32 and 16-bit parameters, the numbers do not follow the order of the group's parameters.
 
-Delete this module when ``checkpoint`` can be deleted, and Megatron numbers a group's parameters in
-the group's order.
+Delete this module when ``optimizer_state`` can be deleted, and Megatron numbers a group's
+parameters in the group's order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from precision_shim.precision.remainders import (
 
 from ..policy.requested import STATES
 from ..training.build import megatron_label
-from .optimizer_state import OPTIMIZER, REMEDY, as_they_are, checkpoint_seam, into_place
+from .optimizer_state import OPTIMIZER, REMEDY, checkpoint_seam, join
 
 _loading: weakref.WeakKeyDictionary[Any, list[CheckpointLayoutError]] = weakref.WeakKeyDictionary()
 """During ``load_state_dict``, maps the optimizer to the errors that ``split_states`` found."""
@@ -95,8 +95,8 @@ def join_states(call: Call, model_param: Any) -> Any:
     if model_param.dtype is torch.float32:
         # For a load, return a copy: the load must not overwrite the parameter, because
         # ``_own_master`` compares the loaded values with the parameter.
-        tensors["param"] = shard.to(kept.device, copy=into_place.get())
-    elif _precision_aware(call.instance) and kept.dtype is torch.int16 and not as_they_are.get():
+        tensors["param"] = shard.to(kept.device, copy=join.get() == "copy")
+    elif _precision_aware(call.instance) and kept.dtype is torch.int16 and join.get() != "never":
         # Use the remainder's device, because verl saves while the optimizer is offloaded.
         tensors["param"] = join_master(shard.to(kept.device), kept)
     return tensors
@@ -198,20 +198,13 @@ def _refuse_what_is_lost(optimizer: Any, model_param: Any, tensors: dict[str, An
     value = tensors["param"]
     aware = _precision_aware(optimizer)
 
-    def live() -> torch.Tensor:
-        return model_shard(optimizer, model_param)
-
     def as_numbers() -> bool:
         # An fp32 parameter has no remainders, but a norm's initial 1s may look like remainders.
+        live = partial(model_shard, optimizer, model_param)
         return model_param.dtype is not torch.float32 and looks_like_remainders(value, live)
 
-    lost = master_is_lost(
-        name_of(value.dtype),
-        as_numbers,
-        precision_aware=aware,
-        params=name_of(model_param.dtype),
-    )
-    if lost:
+    params = name_of(model_param.dtype)
+    if master_is_lost(name_of(value.dtype), as_numbers, precision_aware=aware, params=params):
         raise CheckpointLayoutError(
             "Megatron optimizer checkpoint: its master weights are the int16 remainders of a "
             "precision-aware optimizer, stored as numbers by a Megatron without the shim; they "
@@ -225,9 +218,10 @@ def _refuse_what_is_lost(optimizer: Any, model_param: Any, tensors: dict[str, An
         return
     state = optimizer.optimizer.state[_shard_of(optimizer, model_param)]
     for name in ("exp_avg", "exp_avg_sq"):
-        kept = state[name].dtype if name in state else torch.float32
-        fits = partial(_fits, tensors, name, kept)
-        becomes = moment_becomes(name_of(kept), fits)
+        if name not in state:
+            continue
+        kept = state[name].dtype
+        becomes = moment_becomes(name_of(kept), partial(rounds_exactly, tensors[name], kept))
         if becomes == "rounded":
             raise CheckpointLayoutError(
                 f"Megatron optimizer checkpoint: its {name} holds fp32 values, the live optimizer "
@@ -240,10 +234,6 @@ def _refuse_what_is_lost(optimizer: Any, model_param: Any, tensors: dict[str, An
                 f"Megatron optimizer checkpoint: {name} is kept in {name_of(kept)} with a scale "
                 "that is computed anew on load; training may differ in the last bits."
             )
-
-
-def _fits(tensors: dict[str, Any], name: str, dtype: torch.dtype) -> bool:
-    return rounds_exactly(tensors[name], dtype)
 
 
 def model_shard(optimizer: Any, model_param: Any) -> torch.Tensor:
