@@ -33,7 +33,7 @@ from precision_shim_adapters.torch_fp16 import FEATURE
 
 from .command import Job, find_imported
 from .megatron.model import MegatronModel
-from .megatron.sizes import UNEVEN, read_sizes
+from .megatron.sizes import read_sizes
 from .record import Decided
 from .request import Plannable, Request, legal
 from .shapes import Model, is_router
@@ -229,8 +229,7 @@ def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) ->
             f"trainer.placement.{role}_num_gpus_per_node",
             where,
             vars(config),
-            within="transformer_config_kwargs",
-            within_names=("virtual", *UNEVEN),
+            "transformer_config_kwargs",
         ),
         dtype,
         bucket_in_fp32=bool(getattr(config.ddp_config, "grad_reduce_in_fp32", False)),

@@ -1,9 +1,7 @@
 """Compute a model's bytes on Megatron from a framework's config, with the training job's rules.
 
-An adapter reads its framework's config into a ``MegatronModel``. A plan calls the same functions as
-a training process: ``plan_optimizer`` decides the optimizer's config, ``choose_bucket`` the
-gradient bucket, and ``reader.read_wanted`` returns the dtypes of the tensors that Megatron
-makes. The module ``layout`` splits the model over the GPUs.
+An adapter reads its framework's config into a ``MegatronModel``. A plan calls the worker's own
+functions ``plan_optimizer``, ``choose_bucket`` and ``reader.read_wanted``.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import Settings, look
+from precision_shim.adapting import look
 from precision_shim.errors import DtypeError, PlanError, SettingsError
 from precision_shim.precision.dtypes import name_of
 from precision_shim.precision.model import TrainableDtypes
@@ -71,9 +69,6 @@ _BUCKET = "grad_reduce_in_fp32"
 _OFFLOAD = "optimizer_cpu_offload"
 _DTYPES = (*PRECISION_AWARE_FIELDS[1:], "main_params_dtype")
 
-Holds = Callable[[str, str], bool]
-"""Function that returns whether a feature is in force for a group of seams."""
-
 
 @dataclass(frozen=True)
 class MegatronModel:
@@ -117,6 +112,11 @@ class MegatronModel:
         """The model's name."""
         return self.requested.subject
 
+    @property
+    def written(self) -> Mapping[str, Any]:
+        """The optimizer fields that the user wrote; none if the model has no optimizer."""
+        return self.requested.asked if self.requested.trains else {}
+
     def key_of(self, name: str) -> str:
         """The config's key of an optimizer field or of ``grad_reduce_in_fp32``."""
         return self.bucket_key if name == _BUCKET else self.key.format(name)
@@ -130,24 +130,66 @@ class MegatronModel:
         )
 
     def plan(self, job: Job, rules: Rules) -> tuple[ModelPlan | None, list[Problem]]:
-        """See ``Plannable``."""
-        core = release(rules.megatron_core) if rules.megatron_core else None
+        """See ``Plannable``.
+
+        Raises:
+            PlanError: the model cannot be split over the GPUs, or its optimizer is not Adam.
+        """
+        core = release(rules.megatron_core or "")
+        shared = not core or core >= SHARED_HEADS_SINCE
+        fault = layout.fault(self.sizes, self.model, heads_are_shared=shared)
+        if fault:
+            raise PlanError(
+                f"{self.requested.where}: {self.subject}: its layout cannot be computed: {fault}. "
+                "Write sizes that divide it."
+            )
+        problems = [*self.illegal, *_unknown(self), *_no_names(self)]
+        if any(problem.code == "dtype" for problem in problems):
+            return None, problems
         support = support_of(rules.transformer_engine)
-        return plan_model(self, job.settings, support, holds=job.in_force, megatron=core or None)
+        without, with_shim = None, None
+        decisions: tuple[Decided, ...] = ()
+        if self.requested.trains:
+            nothing = InForce("as-configured", True, False, False, False, False, support)
+            try:
+                without = decide(self, nothing)
+                with_shim = decide(self, in_force(job, support))
+                _check_numbers(self, with_shim.plan.asked)
+                decisions = tuple(_decisions(self, with_shim, job))
+            except DtypeError as error:
+                key = self.key_of(error.key or "dtype")
+                return None, [*problems, Problem.of(error, self.subject, key)]
+            except SettingsError as error:
+                key = self.key.removesuffix(".{}")
+                return None, [*problems, Problem.of(error, self.subject, key, "number")]
+            problems += problems_of(self, with_shim, support, job)
+        planned = ModelPlan(
+            self.subject,
+            self.model.parameters,
+            self.sizes.to_dict(),
+            decisions,
+            _stages(self, without, support),
+            _stages(self, with_shim, support),
+            (*self.notes, *_notes(self, with_shim)),
+            self.model.source,
+            name_of(self.dtype),
+        )
+        return planned, problems
 
     def variants(self, job: Job, rules: Rules) -> Sequence[Variant]:
         """See ``Plannable``."""
+        if not self.requested.trains:
+            return ()
         support = support_of(rules.transformer_engine)
-        now = with_shim(job.settings, support, job.in_force)
         beta2 = float(self.requested.asked.get(BETA2, MEGATRON_BETA2))
         found = []
         for gives_up, fields in cheaper.steps(self.dtype, beta2, support):
             other = self.changed(**fields)
             try:
-                illegal = problems_of(other, decide(other, now), support, holds=job.in_force)
+                illegal = problems_of(other, decide(other, in_force(job, support)), support, job)
             except DtypeError:
                 continue
-            if self.requested.trains and not illegal:
+            if not illegal:
                 lines = tuple(self._line(*item) for item in fields.items())
                 found.append(Variant(gives_up, lines, other))
         return found
@@ -159,12 +201,7 @@ class MegatronModel:
 
 @dataclass(frozen=True)
 class Side:
-    """A model's optimizer and bucket, either with the shim or without.
-
-    Attributes:
-        plan: the plan of the optimizer.
-        bucket: the gradient bucket.
-    """
+    """A model's optimizer and gradient bucket, either with the shim or without."""
 
     plan: OptimizerPlan
     bucket: BucketChoice
@@ -180,90 +217,23 @@ class Side:
         return bool(self.fields.get("fp16", True))
 
 
-def plan_model(
-    asked: MegatronModel,
-    settings: Settings,
-    support: FusedAdamSupport,
-    *,
-    holds: Holds,
-    megatron: tuple[int, ...] | None = None,
-) -> tuple[ModelPlan | None, list[Problem]]:
-    """Plan a model; the plan is ``None`` if the config's problems prevent counting the bytes.
-
-    Args:
-        asked: the model.
-        settings: the shim's settings.
-        support: the capabilities of TransformerEngine's FusedAdam.
-        holds: function that returns whether a feature is in force for a group of seams in the job.
-        megatron: megatron-core's release; ``None`` for the newest known release.
-
-    Raises:
-        PlanError: the model cannot be split over the GPUs, or its optimizer is not Adam.
-    """
-    shared = megatron is None or megatron >= SHARED_HEADS_SINCE
-    fault = layout.fault(asked.sizes, asked.model, heads_are_shared=shared)
-    if fault:
-        raise PlanError(
-            f"{asked.requested.where}: {asked.subject}: its layout cannot be computed: {fault}. "
-            "Write sizes that divide it."
-        )
-    if not asked.requested.trains:  # a model that is not trained has no optimizer
-        asked = replace(asked, requested=replace(asked.requested, asked={}))
-    problems = [*asked.illegal, *_unknown(asked), *_no_names(asked)]
-    if any(problem.code == "dtype" for problem in problems):
-        return None, problems
-    try:
-        sides = [
-            decide(asked, InForce("as-configured", True, False, False, False, False, support)),
-            decide(asked, with_shim(settings, support, holds)),
-        ]
-        _check_numbers(asked, sides[1].plan.asked)
-        decisions = tuple(_decisions(asked, sides[1], settings, holds))
-    except DtypeError as error:
-        key = asked.key_of(error.key or "dtype")
-        return None, [*problems, Problem.of(error, asked.subject, key)]
-    except SettingsError as error:
-        key = asked.key.removesuffix(".{}")
-        return None, [*problems, Problem.of(error, asked.subject, key, "number")]
-    if asked.requested.trains:
-        problems += problems_of(asked, sides[1], support, holds=holds)
-    counts = layout.count(
-        asked.model, asked.sizes, frozen=asked.frozen, value_head=asked.value_head
-    )
-    before, after = (_stages(asked, side, counts, support) for side in sides)
-    return (
-        ModelPlan(
-            asked.subject,
-            asked.model.parameters,
-            asked.sizes.to_dict(),
-            decisions,
-            before,
-            after,
-            (*asked.notes, *_notes(asked, sides[1])),
-            asked.model.source,
-            name_of(asked.dtype),
-        ),
-        problems,
-    )
-
-
 # -- what is in force ------------------------------------------------------------------------------
 
 
 def support_of(version: str | None) -> FusedAdamSupport:
     """The capabilities of FusedAdam in a release of TransformerEngine, by default the newest."""
-    known = release(version) if version is not None else ()
+    known = release(version or "")
     # TransformerEngine from about 1.13 has the arguments that Megatron needs. Whether bf16 moments
     # are legal depends on the release (``FusedAdamSupport.bf16_moments``).
     return FusedAdamSupport(known, True, "") if known else NEWEST
 
 
-def with_shim(settings: Settings, support: FusedAdamSupport, holds: Holds) -> InForce:
-    """The ``InForce`` with the shim; ``coerces`` is true, because a plan parses dtype names.
+def in_force(job: Job, support: FusedAdamSupport) -> InForce:
+    """What of the shim is in force in a job; dtype names become dtypes in any case.
 
     ``problems_of`` reports dtype names that neither the framework nor the shim turns into dtypes.
     """
-    return replace(what_is_in_force(settings, holds, support), coerces=True)
+    return replace(what_is_in_force(job.settings, job.in_force, support), coerces=True)
 
 
 def decide(asked: MegatronModel, now: InForce) -> Side:
@@ -278,15 +248,15 @@ def decide(asked: MegatronModel, now: InForce) -> Side:
     plan = plan_optimizer(requested, model, now, distributed=requested.distributed)
     written = requested.bucket_in_fp32 is not None
     present = bool(requested.bucket_in_fp32) if written else asked.bucket_in_fp32
-    choice = BucketChoice(present, False, "as it stands")
-    if now.aligns:
-        choice = choose_bucket(
-            present=present,
-            user_set=written,
-            align=now.over_user,
-            main_grads=plan.main_grads,
-            model=model,
-        )
+    if not now.aligns:
+        return Side(plan, BucketChoice(present, False, "as it stands"))
+    choice = choose_bucket(
+        present=present,
+        user_set=written,
+        align=now.over_user,
+        main_grads=plan.main_grads,
+        model=model,
+    )
     return Side(plan, choice)
 
 
@@ -301,17 +271,16 @@ def fields_of(target: str) -> tuple[str, ...]:
 def _unknown(asked: MegatronModel) -> list[Problem]:
     """List the keys that the framework passes to Megatron's configs but that these configs lack."""
     key = asked.bucket_key.rpartition(".")[0] + ".{}"
-    written, buckets = asked.requested.asked, asked.bucket_keys
-    whose = "Megatron's OptimizerConfig"
-    found = unknown_keys(written, fields_of(CONFIG), asked.subject, asked.key, whose)
     whose = "Megatron's DistributedDataParallelConfig"
-    return found + unknown_keys(buckets, fields_of(DDP), asked.subject, key, whose)
+    found = unknown_keys(asked.bucket_keys, fields_of(DDP), asked.subject, key, whose)
+    whose = "Megatron's OptimizerConfig"
+    return unknown_keys(asked.written, fields_of(CONFIG), asked.subject, asked.key, whose) + found
 
 
 def _no_names(asked: MegatronModel) -> Iterator[Problem]:
     """Yield values of dtype fields that are neither names nor dtypes, such as the number ``16``."""
     for name in _DTYPES:
-        value = asked.requested.asked.get(name, "")
+        value = asked.written.get(name, "")
         # ``problems_of`` reports ``main_grads_dtype=None``, unless Megatron ignores the field.
         null = value is None and name == "main_grads_dtype"
         if not isinstance(value, str | torch.dtype) and not null:
@@ -334,7 +303,7 @@ def _check_numbers(asked: MegatronModel, fields: Mapping[str, Any]) -> None:
 
 
 def problems_of(
-    asked: MegatronModel, side: Side, support: FusedAdamSupport, *, holds: Holds
+    asked: MegatronModel, side: Side, support: FusedAdamSupport, job: Job
 ) -> list[Problem]:
     """List the settings of an optimizer and its bucket that Megatron refuses.
 
@@ -342,7 +311,7 @@ def problems_of(
         asked: the model.
         side: the model's optimizer and bucket, decided with the shim on.
         support: the capabilities of TransformerEngine's FusedAdam.
-        holds: function that returns whether a feature is in force for a group of seams in the job.
+        job: the model's job.
 
     Raises:
         PlanError: the optimizer is not Adam.
@@ -356,11 +325,11 @@ def problems_of(
     optimizer = str(fields.get("optimizer", requested.optimizer))
     if optimizer != "adam":
         raise PlanError(
-            f"{requested.where}: {asked.subject}: optimizer={optimizer!r}: its states are not known here; "
-            "planned are those of adam. Plan the job with adam for an upper bound."
+            f"{requested.where}: {asked.subject}: optimizer={optimizer!r}: its states are not "
+            "known here; planned are those of adam. Plan the job with adam for an upper bound."
         )
     aware = bool(fields.get(PRECISION_AWARE))
-    for name in () if holds(COERCION, GROUP) else _stay_names(asked):
+    for name in () if job.in_force(COERCION, GROUP) else _stay_names(asked):
         report(
             "dtype",
             name,
@@ -410,8 +379,6 @@ def _stay_names(asked: MegatronModel) -> list[str]:
 def _precision(asked: MegatronModel, side: Side, support: FusedAdamSupport) -> Precision:
     """The dtypes of the tensors that Megatron makes with the fields and the bucket of ``side``."""
     dtype, fields = asked.dtype, dict(side.fields)
-    if not asked.requested.trains:
-        return Precision(name_of(dtype))
     fields.update(bf16=dtype is torch.bfloat16, fp16=dtype is torch.float16, params_dtype=dtype)
     if (support.version or ()) < REMAINDERS_SINCE:
         fields["store_param_remainders"] = False
@@ -441,74 +408,70 @@ def _precision(asked: MegatronModel, side: Side, support: FusedAdamSupport) -> P
 
 
 def _stages(
-    asked: MegatronModel, side: Side, counts: list[StageCount], support: FusedAdamSupport
+    asked: MegatronModel, side: Side | None, support: FusedAdamSupport
 ) -> tuple[Stage, ...]:
-    """The contents of a GPU's memory in each pipeline stage."""
-    requested, sizes = asked.requested, asked.sizes
-    made = _precision(asked, side, support)
-    distributed = bool(side.fields.get("use_distributed_optimizer", requested.distributed))
-    name = str(side.fields.get("optimizer", requested.optimizer)) if requested.trains else ""
-    counted = []
+    """What a GPU holds in each pipeline stage; ``side`` is ``None`` without an optimizer."""
+    sizes = asked.sizes
+    counts = layout.count(asked.model, sizes, frozen=asked.frozen, value_head=asked.value_head)
+    if side is None:
+        made, name, distributed = Precision(name_of(asked.dtype)), "", True
+        counts = [StageCount(frozen=one.dense + one.experts + one.frozen) for one in counts]
+    else:
+        made = _precision(asked, side, support)
+        name = str(side.fields.get("optimizer", asked.requested.optimizer))
+        distributed = side.fields.get("use_distributed_optimizer", asked.requested.distributed)
+    stages = []
     for number, count in enumerate(counts):
-        shares = {"model": Share(count.dense, count.frozen, sizes.shared_by, sizes.tensor)}
-        if not requested.trains:
-            every = count.dense + count.experts + count.frozen
-            shares = {"model": Share(0, every, sizes.shared_by, sizes.tensor)}
-        elif count.experts:
+        dense = Share(count.dense, count.frozen, sizes.shared_by, sizes.tensor)
+        shares = {"model": dense}
+        if count.experts:
             groups = sizes.experts_tensor * sizes.expert
-            shares = {
-                "dense": shares["model"],
-                "experts": Share(count.experts, 0, sizes.experts_shared_by, groups),
-            }
+            experts = Share(count.experts, 0, sizes.experts_shared_by, groups)
+            shares = {"dense": dense, "experts": experts}
         parts = [
-            part(key, replace(share, states_sharded=distributed), made, name)
+            part(key, replace(share, states_sharded=bool(distributed)), made, name)
             for key, share in shares.items()
         ]
-        counted.append(Stage(number, tuple(parts)))
-    return tuple(counted)
+        stages.append(Stage(number, tuple(parts)))
+    return tuple(stages)
 
 
 # -- what is told ----------------------------------------------------------------------------------
 
 
-def _decisions(
-    asked: MegatronModel, side: Side, settings: Settings, holds: Holds
-) -> Iterator[Decided]:
+def _decisions(asked: MegatronModel, side: Side, job: Job) -> Iterator[Decided]:
     """Yield the shim's choices for a model that is trained.
 
     Raises:
         SettingsError: the loss scaler would begin below its minimum.
     """
-    if not asked.requested.trains:
-        return
-    made = side.plan
-    if holds(DISPATCH, GROUP):
-        yield Decided(DISPATCH, made.chosen, made.because)
-    if holds(ALIGNMENT, GROUP):
+    if job.in_force(DISPATCH, GROUP):
+        yield Decided(DISPATCH, side.plan.chosen, side.plan.because)
+    if job.in_force(ALIGNMENT, GROUP):
         in_fp32 = side.bucket.grad_reduce_in_fp32
         dtype = "fp32" if in_fp32 else name_of(asked.dtype)
         chosen = f"gradient bucket {dtype} (grad_reduce_in_fp32={in_fp32})"
         yield Decided(ALIGNMENT, chosen, side.bucket.because)
-    scales = holds(SCALING, GROUP)
+    scales = job.in_force(SCALING, GROUP)
+    scaler = None
     if scales and asked.dtype is torch.float16:
-        scaler = predicted_scaler(asked.requested, side.plan.asked, settings)
-        off = "no loss scaling", "the optimizer's config has fp16=False"
-        if scaler is not None:
-            yield Decided(SCALING, *(scaler if side.fp16 else off))
+        scaler = predicted_scaler(asked.requested, side.plan.asked, job.settings)
+        if scaler is not None and not side.fp16:
+            scaler = "no loss scaling", "the optimizer's config has fp16=False"
     elif side.fields.get("fp16"):
         refuse_low(side.fields, asked.requested.where)
-        alone = predicted_own_scaler(side.fields, settings, asked.dtype) if scales else None
-        if alone is not None:
-            yield Decided(SCALING, *alone)
+        if scales:
+            scaler = predicted_own_scaler(side.fields, job.settings, asked.dtype)
+    if scaler is not None:
+        yield Decided(SCALING, *scaler)
 
 
-def _notes(asked: MegatronModel, side: Side) -> Iterator[str]:
-    if asked.requested.trains:
-        made = side.plan
-        yield from made.warnings
-        yield from filter(None, (made.bucket_warning, side.bucket.problem))
+def _notes(asked: MegatronModel, side: Side | None) -> Iterator[str]:
+    if side is not None:
+        yield from side.plan.warnings
+        yield from filter(None, (side.plan.bucket_warning, side.bucket.problem))
         yield from _of_another_model(asked, side)
-    if asked.requested.asked and not fields_of(CONFIG):
+    if asked.written and not fields_of(CONFIG):
         yield (
             "not checked: whether Megatron's OptimizerConfig has the fields that are written; "
             "megatron-core is not installed here"
