@@ -19,7 +19,8 @@ from precision_shim.errors import DtypeError, PlanError
 from precision_shim.precision.dtypes import name_of, parse_dtype
 from precision_shim.reporting.problem import Problem
 from precision_shim_adapters.agreement import FEATURE, problems_of, problems_of_heads
-from precision_shim_adapters.torchtitan import config
+from precision_shim_adapters.torchtitan.config import FEATURE as COERCION
+from precision_shim_adapters.torchtitan.config import any_name, coerce_training
 from precision_shim_adapters.torchtitan.rollout import dtypes, lm_head
 from precision_shim_adapters.torchtitan.training.loss_scaling import BECAUSE
 from precision_shim_adapters.torchtitan.training.trainers import NAMES, PRETRAINING, RL, ROLLOUT
@@ -100,7 +101,7 @@ def load(job: Job) -> Any:
     """
     said = io.StringIO()
     # Accept every spelling of a dtype, as names.parse_args does in the job.
-    spellings = config.any_name if _coerces(job) else nullcontext
+    spellings = any_name if _coerces(job) else nullcontext
     try:
         from torchtitan.config import ConfigManager
 
@@ -118,7 +119,7 @@ def load(job: Job) -> Any:
 
 
 def _coerces(job: Job) -> bool:
-    return job.in_force(config.FEATURE, NAMES)
+    return job.in_force(COERCION, NAMES)
 
 
 def _dtypes(job: Job, subject: str, config: Any, trainer: Any) -> Iterator[Problem]:
@@ -126,7 +127,7 @@ def _dtypes(job: Job, subject: str, config: Any, trainer: Any) -> Iterator[Probl
     if not _coerces(job):
         return
     try:
-        config.coerce_training(trainer.training)
+        coerce_training(trainer.training)
     except DtypeError as error:
         match = re.search(r"training\.\w+(?==)", str(error))
         key = error.key or (match.group() if match else "training.dtype")
