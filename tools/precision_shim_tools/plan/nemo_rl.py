@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from precision_shim.adapting import look, version_of
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.precision.dtypes import name_of
 from precision_shim.reporting.problem import Problem
-from precision_shim_adapters.agreement import FEATURE, problems_of, problems_of_heads
 from precision_shim_adapters.common.omegaconf_values import plain, tell_unresolved
 from precision_shim_adapters.megatron import PRECISION_AWARE
 from precision_shim_adapters.nemo_rl import rollout
@@ -31,10 +30,11 @@ from .command import Job
 from .megatron.model import MegatronModel
 from .megatron.sizes import read_sizes
 from .record import Decided
-from .request import Plannable, Request, legal
+from .request import Plannable, Request, read_models
 from .shapes import is_router
+from .sides import predict_sides
 from .torch_optimizer import ShardedModel, scaling
-from .values import mapping, no_adapters, number_of, said
+from .values import no_adapters, number_of, said, section_of
 
 _ROLES = ("policy", "value", "teacher")
 _CHECKS = (
@@ -60,8 +60,8 @@ def plan_job(job: Job) -> Request:
             "Plan the job that trains."
         )
     world = _gpus(config)
-    models = tuple(_models(job, config, world))
     problems, notes = _both_sides(job, config)
+    models = read_models(_models(job, config, world), problems)
     return Request(
         FRAMEWORK,
         version_of(FRAMEWORK, ("nemo_rl",)),
@@ -82,16 +82,8 @@ def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], lis
         both = rollout.read_sides(config)
     except DtypeError as error:
         return [Problem.of(error, "rollout", error.key)], []
-    on = job.in_force(FEATURE, rollout.GROUP)
-    problems: list[Problem] = []
-    notes: list[str] = []
-    if generation:
-        problems, notes = problems_of_heads(_where(), rollout.read_heads, job.settings, on=on)
-    if both is None or both.trainer is None:
-        return problems, notes
-    trainer, kind = both.trainer, both.model_type
-    found, told = problems_of(_where(), trainer, both.others, job.settings, on=on, model_type=kind)
-    return [*found, *problems], [*told, *notes]
+    heads = rollout.read_heads if generation else None
+    return predict_sides(job, _where(), both, rollout.GROUP, heads)
 
 
 def _where() -> str:
@@ -99,9 +91,7 @@ def _where() -> str:
 
 
 def _of(section: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return the section under the last part of a key; one that is left out or null is empty."""
-    value = section.get(key.rpartition(".")[2])
-    return {} if value is None else mapping(value, key, _where())
+    return section_of(section, key, _where())
 
 
 def load(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
@@ -203,7 +193,9 @@ def _count_teachers(config: Mapping[str, Any]) -> int:
     return sum(nodes for _, nodes in teachers)
 
 
-def _models(job: Job, config: Mapping[str, Any], world: int) -> Iterator[Plannable]:
+def _models(
+    job: Job, config: Mapping[str, Any], world: int
+) -> Iterator[tuple[str, Callable[[], Plannable]]]:
     teachers = config.get("teachers") or []
     named = {key: (key, _of(config, key)) for key in _ROLES}
     if teachers:  # without a rollout, a job with teachers never offloads its student
@@ -212,7 +204,7 @@ def _models(job: Job, config: Mapping[str, Any], world: int) -> Iterator[Plannab
         named[f"teacher_{place}"] = f"teachers.{place}", section
     for subject, (key, section) in named.items():
         if subject == "policy" or section.get("model_name"):
-            yield legal(subject, partial(_model, job, section, key, subject, world))
+            yield subject, partial(_model, job, section, key, subject, world)
 
 
 def _model(job: Job, section: Mapping[str, Any], key: str, subject: str, world: int) -> Plannable:

@@ -5,7 +5,7 @@ The loader needs no torch. Plan and worker read optimizer settings with ``megatr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,8 +21,6 @@ from precision_shim_adapters.agreement import (
     checkpoint_dtype,
     engine_name,
     follows,
-    problems_of,
-    problems_of_heads,
     wire_problems,
 )
 from precision_shim_adapters.megatron import DISPATCH
@@ -35,8 +33,9 @@ from .command import Job, find_imported
 from .megatron.model import MegatronModel
 from .megatron.sizes import read_sizes
 from .record import Decided
-from .request import Plannable, Request, legal
+from .request import Plannable, Request, read_models
 from .shapes import Model, is_router
+from .sides import predict_sides
 from .torch_optimizer import ShardedModel, scaling
 from .values import no_adapters, no_section, number, said
 
@@ -54,11 +53,11 @@ def plan_job(job: Job) -> Request:
     _check_sections(config, type(config)())
     trainer = config.trainer
     world = _count(trainer.placement, "policy")
-    models = tuple(_models(job, trainer, world))
     problems: list[Problem] = []
     notes: list[str] = []
     if not (_tunes(job) or job.target.endswith(_NO_TRAINER)):
         problems, notes = _sides(job, config)
+    models = read_models(_models(job, trainer, world), problems)
     return Request(
         "skyrl",
         version_of("skyrl", ("skyrl",)),
@@ -72,7 +71,6 @@ def plan_job(job: Job) -> Request:
 
 def _sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
     """Predict the driver's report on the dtypes of policy, reference model and engines."""
-    on = job.in_force(AGREEMENT, ROLLOUT)
     directory = job.options.model or ""
     try:
         engine_name(config.generator.inference_engine.model_dtype, dtypes.KEY, _where(), also=())
@@ -81,28 +79,23 @@ def _sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
         # The plan already reports a wrong dtype name in a model's own section.
         own = error.key.startswith(INFERENCE)
         return ([Problem.of(error, "rollout", error.key)] if own else []), []
-    heads, fp32 = problems_of_heads(
-        _where(), partial(lm_head.read_heads, config, job.in_force), job.settings, on=on
-    )
+    heads = partial(lm_head.read_heads, config, job.in_force)
+    problems, notes = predict_sides(job, _where(), both, ROLLOUT, heads)
     trainer = both.trainer
     if trainer is None:
-        return heads, [
-            "rollout: {}: {} ({})".format(AGREEMENT, *dtypes.not_compared(config)),
-            *fp32,
-        ]
-    notes = [f"policy: {AGREEMENT}: {trainer.computes} ({trainer.because})"] * bool(trainer.because)
-    problems, told = problems_of(
-        _where(), trainer, both.others, job.settings, on=on, model_type=both.model_type
-    )
-    if on:
+        unknown = "rollout: {}: {} ({})".format(AGREEMENT, *dtypes.not_compared(config))
+        return problems, [unknown, *notes]
+    if trainer.because:
+        notes.insert(0, f"policy: {AGREEMENT}: {trainer.computes} ({trainer.because})")
+    if job.in_force(AGREEMENT, ROLLOUT):
         for other in both.others:
             name = follows(trainer, other, both.model_type, job.settings["rollout"])
             if name:
                 dtypes.write(config, other.key, name)
         mended = dtypes.send_in_engines_dtype(config)
-        told += [f"rollout: {AGREEMENT}: {chosen} ({because})" for chosen, because in mended]
+        notes += [f"rollout: {AGREEMENT}: {chosen} ({because})" for chosen, because in mended]
     lost, rounded = wire_problems(_where(), dtypes.wires_of(config))
-    return [*problems, *lost, *heads], [*notes, *told, *rounded, *fp32]
+    return [*problems, *lost], [*notes, *rounded]
 
 
 def _where() -> str:
@@ -162,7 +155,7 @@ def _check_sections(config: Any, defaults: Any, place: str = "") -> None:
             _check_sections(section, default, f"{place}{field.name}.")
 
 
-def _models(job: Job, trainer: Any, world: int) -> Iterator[Plannable]:
+def _models(job: Job, trainer: Any, world: int) -> Iterator[tuple[str, Callable[[], Plannable]]]:
     strategy = str(trainer.strategy)
     if strategy not in ("megatron", "fsdp", "fsdp2"):
         raise PlanError(
@@ -180,7 +173,7 @@ def _models(job: Job, trainer: Any, world: int) -> Iterator[Plannable]:
         shares = role == "policy" or trainer.placement.colocate_all
         gpus = world if shares else _count(trainer.placement, role)
         read = _on_megatron if strategy == "megatron" and role != "critic" else _on_fsdp
-        yield legal(role, partial(read, job, trainer, role, model, gpus))
+        yield role, partial(read, job, trainer, role, model, gpus)
 
 
 def _roles(trainer: Any) -> list[str]:

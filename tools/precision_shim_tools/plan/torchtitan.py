@@ -18,7 +18,7 @@ from precision_shim.adapting import version_of
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.precision.dtypes import name_of, parse_dtype
 from precision_shim.reporting.problem import Problem
-from precision_shim_adapters.agreement import FEATURE, problems_of, problems_of_heads
+from precision_shim_adapters.agreement import FEATURE, JobEngines
 from precision_shim_adapters.torchtitan.config import FEATURE as COERCION
 from precision_shim_adapters.torchtitan.config import any_name, coerce_training
 from precision_shim_adapters.torchtitan.rollout import dtypes, lm_head
@@ -28,6 +28,7 @@ from precision_shim_adapters.torchtitan.training.trainers import NAMES, PRETRAIN
 from .command import Job
 from .request import Request
 from .shapes import Model, Weight
+from .sides import predict_sides
 from .torch_optimizer import ShardedModel, scaling
 
 _DEGREES = (
@@ -136,22 +137,15 @@ def _dtypes(job: Job, subject: str, config: Any, trainer: Any) -> Iterator[Probl
 
 def _both_sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
     """Predict the controller's report on the dtypes of trainer and generator."""
-    on = job.in_force(FEATURE, ROLLOUT)
-    if on:
+    if job.in_force(FEATURE, ROLLOUT):
         try:
             dtypes.generator_dtype_name(config.generator.model_dtype)
             dtypes.coerce_generator(config.generator)
         except DtypeError as error:
             return [Problem.of(error, "rollout", error.key)], []
-    problems, notes = problems_of_heads(
-        _where(), partial(lm_head.read_heads, config), job.settings, on=on
-    )
-    both = dtypes.engines(config.trainer.training, config.generator.model_dtype)
-    if both is None:
-        return problems, notes
-    trainer, rollout = both
-    found, told = problems_of(_where(), trainer, [rollout], job.settings, on=on)
-    return [*found, *problems], [*told, *notes]
+    engines = dtypes.engines(config.trainer.training, config.generator.model_dtype)
+    both = JobEngines(engines[0], engines[1:]) if engines else None
+    return predict_sides(job, _where(), both, ROLLOUT, partial(lm_head.read_heads, config))
 
 
 def _check_model(prefix: str, parallel: Any, config: Any, model: Model, world: int) -> None:
@@ -181,11 +175,6 @@ def _no_layout(prefix: str, parallel: Any, key: str, fault: str) -> PlanError:
     )
 
 
-def _count_launched(job: Job) -> int | None:
-    each = job.launched("nproc-per-node")
-    return None if each is None else each * (job.launched("nnodes") or 1)
-
-
 def _world(job: Job, prefix: str, parallel: Any) -> tuple[int, int]:
     """The number of GPUs of a job, and the number of ranks that shard a parameter.
 
@@ -200,7 +189,7 @@ def _world(job: Job, prefix: str, parallel: Any) -> tuple[int, int]:
         raise _no_layout(prefix, parallel, "pipeline_parallel_degree", fault)
     rest = parallel.tensor_parallel_degree * parallel.data_parallel_replicate_degree
     rest *= parallel.context_parallel_degree
-    shards, world = parallel.data_parallel_shard_degree, _count_launched(job)
+    shards, world = parallel.data_parallel_shard_degree, job.processes
     if shards < 1:
         shards = 1 if world is None else max(world // rest, 1)
     if world not in (None, rest * shards):

@@ -5,10 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,12 +33,6 @@ class HydraArguments:
     overrides: tuple[str, ...]
     directory: str = ""
 
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """The directories and packages of the job's configs, except Hydra's own configs."""
-        named = (self.path.removeprefix("pkg://"), self.directory)
-        return tuple(place for place in named if place)
-
 
 def compose(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
     """Compose a job's config, and apply the overrides of the job's command line.
@@ -61,11 +52,16 @@ def compose(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
                 "configs. Start from the directory that the job starts in."
             )
     try:
-        from hydra import compose
+        from hydra import compose, initialize_config_dir, initialize_config_module
 
-        with _initialized(asked):
-            made = compose(asked.name, list(asked.overrides))
-            config: dict[str, Any] = plain(made, unresolved=unresolved)
+        initialize: Any = initialize_config_dir
+        if asked.path.startswith("pkg://"):
+            initialize = initialize_config_module
+        with initialize(asked.path.removeprefix("pkg://"), version_base=None):
+            overrides = list(asked.overrides)
+            if asked.directory:
+                overrides.insert(0, f"hydra.searchpath=[file://{asked.directory}]")
+            config: dict[str, Any] = plain(compose(asked.name, overrides), unresolved=unresolved)
     except Exception as error:  # hydra and omegaconf have many exception classes
         raise PlanError(
             f"{versioned('verl')}, {asked.path}/{asked.name.removesuffix('.yaml')}.yaml: "
@@ -73,52 +69,6 @@ def compose(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
             "job."
         ) from error
     return config
-
-
-@contextmanager
-def _initialized(asked: HydraArguments) -> Iterator[None]:
-    """Initialize Hydra for a job's configs, and restore the caller's state of Hydra afterwards."""
-    from hydra import initialize_config_dir, initialize_config_module
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.core.plugins import Plugins
-    from hydra.version import VersionBase
-
-    added = _command_line()
-    Plugins.instance().register(added)
-    caller, base = GlobalHydra.instance(), VersionBase.instance()
-    before = caller.hydra, base.version_base
-    caller.clear()
-    try:
-        added.directory = asked.directory
-        if asked.path.startswith("pkg://"):
-            module = asked.path.removeprefix("pkg://")
-            initialized: Any = initialize_config_module(module, version_base=None)
-        else:
-            initialized = initialize_config_dir(asked.path, version_base=None)
-        with initialized:
-            yield
-    finally:
-        added.directory = ""
-        caller.hydra, base.version_base = before
-        GlobalHydra.set_instance(caller)
-
-
-@cache
-def _command_line() -> Any:
-    """A plugin that adds a directory of configs where ``hydra.main`` adds that of ``--config-dir``.
-
-    Hydra's registry of plugins keeps it. Without a directory it does nothing.
-    """
-    from hydra.plugins.search_path_plugin import SearchPathPlugin
-
-    class CommandLine(SearchPathPlugin):  # type: ignore[misc]
-        directory = ""
-
-        def manipulate_search_path(self, search_path: Any) -> None:
-            if self.directory:
-                search_path.append("command-line", f"file://{self.directory}")
-
-    return CommandLine
 
 
 class _HydraParser(argparse.ArgumentParser):

@@ -16,7 +16,7 @@ from precision_shim.adapting import look, version_of, versioned
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.precision.dtypes import name_of, parse_dtype
 from precision_shim.reporting.problem import Problem
-from precision_shim_adapters.agreement import FEATURE, problems_of, problems_of_heads
+from precision_shim_adapters.agreement import FEATURE
 from precision_shim_adapters.common.omegaconf_values import tell_unresolved
 from precision_shim_adapters.megatron import DISPATCH, GROUP, PRECISION_AWARE, RequestedConfig
 from precision_shim_adapters.verl.rollout import driver, dtypes, weight_sync
@@ -27,8 +27,9 @@ from ..command import Job
 from ..megatron.model import MegatronModel
 from ..megatron.sizes import read_sizes
 from ..record import Decided
-from ..request import Plannable, Request, legal
+from ..request import Plannable, Request, read_models
 from ..shapes import Model
+from ..sides import predict_sides
 from ..torch_optimizer import ShardedModel, scaling
 from ..values import mapping, no_adapters, number_of
 from . import sections
@@ -58,14 +59,17 @@ def plan_job(job: Job) -> Request:
         found = list(_of_ppo(config))
         problems, notes = _both_sides(job, config)
     elif "engine" in config and "optim" in config:
-        gpus = _processes(job) or _gpus(config)
+        gpus = _gpus(config)
+        if job.processes is not None:  # torchrun starts the job
+            gpus = job.processes, "--nproc-per-node x --nnodes"
         found = [sections.of_tuning(config)]
     else:
         raise PlanError(
             f"{_where()}, {job.target}: its config trains no model: expected actor_rollout_ref, or "
             "model, engine and optim. Plan the job that trains."
         )
-    models = tuple(legal(one.subject, partial(_model, job, one, gpus)) for one in found)
+    readers = ((one.subject, partial(_model, job, one, gpus)) for one in found)
+    models = read_models(readers, problems)
     return Request(
         "verl",
         version_of("verl", ("verl",)),
@@ -79,7 +83,6 @@ def plan_job(job: Job) -> Request:
 
 def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
     """Predict the report of ``driver.compare_engines`` about actor, reference and rollout."""
-    rollout = inner(inner(config, _SHARED), dtypes.ROLLOUT)
     try:
         dtypes.check_names(config)
         both = dtypes.read_sides(config)
@@ -87,27 +90,18 @@ def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], lis
         return [Problem.of(error, "", error.key)], []
     if both is None:
         return [], []
-    on = job.in_force(FEATURE, driver.GROUP)
-    heads = problems_of_heads(
-        versioned("verl"), partial(read_heads, config, job.in_force), job.settings, on=on
-    )
+    heads = partial(read_heads, config, job.in_force)
+    problems, notes = predict_sides(job, _where(), both, driver.GROUP, heads)
     if both.trainer is None:
         unknown = "rollout: {}: {} ({})".format(FEATURE, *dtypes.unknown_engine(both))
-        return heads[0], [unknown, *heads[1]]
-    problems, notes = problems_of(
-        versioned("verl"),
-        both.trainer,
-        both.others,
-        job.settings,
-        on=on,
-        model_type=both.model_type,
-    )
+        return problems, [unknown, *notes]
+    rollout = inner(inner(config, _SHARED), dtypes.ROLLOUT)
     refusal, _ = weight_sync.refuses_delta(rollout, both.strategy)
     if refusal:
         message, _, remedy = refusal.rpartition(". ")
         key = f"{dtypes.ROLLOUT}.checkpoint_engine.backend"
         problems.append(Problem("rollout-dtype", "rollout", key, message, remedy))
-    return [*problems, *heads[0]], [*notes, *heads[1]]
+    return problems, notes
 
 
 def _gpus(config: Mapping[str, Any]) -> tuple[int, str]:
@@ -115,13 +109,6 @@ def _gpus(config: Mapping[str, Any]) -> tuple[int, str]:
     trainer = inner(config, "trainer")
     world = _number(trainer, "trainer.n_gpus_per_node") * _number(trainer, "trainer.nnodes")
     return world, "trainer.n_gpus_per_node x trainer.nnodes"
-
-
-def _processes(job: Job) -> tuple[int, str] | None:
-    """What ``_gpus`` returns, for a job that torchrun starts; ``None`` without its options."""
-    each = job.launched("nproc-per-node")
-    nodes = job.launched("nnodes") or 1
-    return None if each is None else (each * nodes, "--nproc-per-node x --nnodes")
 
 
 def _number(config: Mapping[str, Any], key: str, default: int = 1) -> int:

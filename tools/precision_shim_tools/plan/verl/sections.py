@@ -23,7 +23,7 @@ from precision_shim_adapters.verl.training import automodel, engines, fsdp, torc
 from precision_shim_adapters.verl.training.megatron import has_fields
 
 from ..record import unknown_keys
-from ..values import mapping, number_of
+from ..values import number_of, section_of
 
 _PACKAGE = "verl.workers.config"
 _MODULES = ("engine", "optimizer")
@@ -67,17 +67,8 @@ class Section:
 
 
 def inner(section: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return the section under the last part of a key; one that is left out or null is empty.
-
-    Args:
-        section: the section around it.
-        key: the config's key of the inner section.
-
-    Raises:
-        PlanError: the value is no section.
-    """
-    value = section.get(key.rpartition(".")[2])
-    return {} if value is None else mapping(value, key, versioned("verl"))
+    """See ``section_of``."""
+    return section_of(section, key, versioned("verl"))
 
 
 def of_role(
