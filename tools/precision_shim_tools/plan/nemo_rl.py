@@ -43,6 +43,7 @@ _CHECKS = (
 )
 """NeMo-RL's functions that check the optimizer's flags, in NeMo-RL 0.5 and later."""
 _FLAGS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_WORLD = "cluster.gpus_per_node x cluster.num_nodes"
 _DEFAULT = re.compile(r"[\"']([\w./-]+\.ya?ml)[\"']")
 
 
@@ -104,7 +105,11 @@ def load(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
     Raises:
         PlanError: NeMo-RL cannot load the config.
     """
-    path, overrides = _find_named(job)
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--config", default="")
+    named, overrides = parser.parse_known_args(list(job.arguments))
+    overrides = [word for word in overrides if not word.startswith("--")]  # of the job's script
+    path = Path(named.config) if named.config else _default(job)
     try:
         from nemo_rl.utils import config as loader
         from omegaconf import OmegaConf
@@ -126,21 +131,11 @@ def load(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
     return config
 
 
-def _find_named(job: Job) -> tuple[Path, list[str]]:
-    """The path of a job's config file, and its overrides, parsed as in NeMo-RL's examples."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--config", default="")
-    named, overrides = parser.parse_known_args(list(job.arguments))
-    overrides = [word for word in overrides if not word.startswith("--")]  # of the job's script
-    return Path(named.config) if named.config else _default(job), overrides
-
-
 def _default(job: Job) -> Path:
     """The path of an example's default config file, found in the example's source."""
     source = Path(job.source or job.target)
     for name in _DEFAULT.findall(source.read_text(encoding="utf-8")):
-        for folder in ("configs", "."):
-            path = Path(source.parent, folder, name)
+        for path in (Path(source.parent, folder, name) for folder in ("configs", ".")):
             if path.is_file():
                 return path
     raise PlanError(f"{_where()}, {source}: names no config. Name the YAML with --config.")
@@ -149,17 +144,17 @@ def _default(job: Job) -> Path:
 def _gpus(config: Mapping[str, Any]) -> int:
     """The number of GPUs that train, without GPUs that only serve rollout, reward or teachers."""
     cluster = _of(config, "cluster")
-    each, nodes = (
-        number_of(cluster, f"cluster.{key}", _where()) for key in ("gpus_per_node", "num_nodes")
-    )
+    each = number_of(cluster, "cluster.gpus_per_node", _where())
+    nodes = number_of(cluster, "cluster.num_nodes", _where())
     rewarding = _find_reward_model(config)
     if nodes == 1:
         each -= int(rewarding.get("gpus_per_node") or 0)
     else:
         nodes -= int(rewarding.get("num_nodes") or 0) + _count_teachers(config)
-    colocated = _of(_of(config["policy"], "policy.generation"), "policy.generation.colocated")
+    key = "policy.generation.colocated"
+    colocated = _of(_of(config["policy"], "policy.generation"), key)
     if not colocated.get("enabled", True):
-        theirs = _of(colocated, "policy.generation.colocated.resources")
+        theirs = _of(colocated, f"{key}.resources")
         if nodes == 1 or not theirs.get("num_nodes"):
             each -= int(theirs.get("gpus_per_node") or 0)
         else:
@@ -185,12 +180,13 @@ def _count_teachers(config: Mapping[str, Any]) -> int:
     if not (section.get("enabled") and apart.get("enabled")):
         return 0
     default, own = apart.get("default_teacher_cfg") or {}, apart.get("teacher_overrides") or {}
-    teachers: list[tuple[str, int]] = []
+    shares = section.get("deduplicate_shared_teacher_checkpoints", True)
+    nodes: dict[str, int] = {}
     for alias, name in (section.get("teacher_model_by_agent_name") or {}).items():
-        if section.get("deduplicate_shared_teacher_checkpoints", True) and name in dict(teachers):
-            continue
-        teachers.append((name, int({**default, **(own.get(alias) or {})}.get("num_nodes", 1))))
-    return sum(nodes for _, nodes in teachers)
+        teacher = name if shares else alias
+        asked = {**default, **(own.get(alias) or {})}
+        nodes.setdefault(teacher, int(asked.get("num_nodes", 1)))
+    return sum(nodes.values())
 
 
 def _models(
@@ -260,8 +256,8 @@ def _flags(section: Mapping[str, Any], key: str, subject: str) -> Iterator[Probl
         )
 
 
-def _refuse_adapters(key: str, section: Mapping[str, Any]) -> None:
-    if section.get("enabled"):
+def _refuse_adapters(section: Mapping[str, Any], key: str) -> None:
+    if _of(section, key).get("enabled"):
         raise no_adapters(f"{_where()}, {key}.enabled=true", f"{key}.enabled=false")
 
 
@@ -270,38 +266,27 @@ def _on_megatron(
 ) -> Plannable:
     where = f"{key}.megatron_cfg"
     cfg = _of(section, where)
-    _refuse_adapters(f"{where}.peft", _of(cfg, f"{where}.peft"))
+    _refuse_adapters(cfg, f"{where}.peft")
     trains = not subject.startswith("teacher")
-    ddp = _of(cfg, f"{where}.distributed_data_parallel_config")
-    if ddp.get("use_custom_fsdp") or ddp.get("use_megatron_fsdp"):
+    ddp = f"{where}.distributed_data_parallel_config"
+    buckets = _of(cfg, ddp)
+    if buckets.get("use_custom_fsdp") or buckets.get("use_megatron_fsdp"):
         raise PlanError(
-            f"{_where()}, {where}.distributed_data_parallel_config: Megatron-FSDP is not planned. "
-            "Plan the job without it."
+            f"{_where()}, {ddp}: Megatron-FSDP is not planned. Plan the job without it."
         )
-    complete = {
-        **section,
-        "megatron_cfg": {
-            **cfg,
-            "optimizer": _of(cfg, f"{where}.optimizer"),
-            "distributed_data_parallel_config": ddp,
-        },
-    }
+    sections = {"optimizer": _of(cfg, f"{where}.optimizer"), ddp.rpartition(".")[2]: buckets}
+    complete = {**section, "megatron_cfg": {**cfg, **sections}}
     requested = megatron.read_requested(complete, subject, megatron_fsdp=False, trains=trains)
     return MegatronModel(
         requested,
         job.model(section.get("model_name"), section.get("hf_config_overrides")),
-        read_sizes(
-            world,
-            "cluster.gpus_per_node x cluster.num_nodes",
-            where,
-            cfg,
-        ),
+        read_sizes(world, _WORLD, where, cfg),
         requested.declared or torch.bfloat16,
-        bucket_in_fp32=bool(ddp.get("grad_reduce_in_fp32", False)),
+        bucket_in_fp32=bool(buckets.get("grad_reduce_in_fp32", False)),
         frozen=is_router if cfg.get("freeze_moe_router") else (lambda name: False),
         value_head=subject == "value",
         key=f"{where}.optimizer.{{}}",
-        bucket_key=f"{where}.distributed_data_parallel_config.grad_reduce_in_fp32",
+        bucket_key=f"{ddp}.grad_reduce_in_fp32",
         prefix="++",
         illegal=tuple(_flags(complete, key, subject)) if trains else (),
     )
@@ -312,7 +297,7 @@ def _on_dtensor(
 ) -> Plannable:
     where = f"{key}.dtensor_cfg"
     cfg = _of(section, where)
-    _refuse_adapters(f"{where}.lora_cfg", _of(cfg, f"{where}.lora_cfg"))
+    _refuse_adapters(cfg, f"{where}.lora_cfg")
     trains = not subject.startswith("teacher")
     precision = name_of(DTYPES[section["precision"]])
     scaled: tuple[Decided, ...] = ()
@@ -325,6 +310,7 @@ def _on_dtensor(
             configured=partial(dtensor.read_section, section, subject),
         )
     name = str(_of(section, f"{key}.optimizer").get("name") or "torch.optim.AdamW")
+    reward = _of(section, f"{key}.reward_model_cfg")
     keys = {
         "tensor": f"{where}.tensor_parallel_size",
         "context": f"{where}.context_parallel_size",
@@ -341,12 +327,6 @@ def _on_dtensor(
         optimizer=name if trains else "",
         decisions=scaled,
         offload=bool(cfg.get("cpu_offload")),
-        value_head=subject == "value"
-        or bool(_of(section, f"{key}.reward_model_cfg").get("enabled")),
-        keys={
-            "world": "cluster.gpus_per_node x cluster.num_nodes",
-            "shards": "cluster.gpus_per_node x cluster.num_nodes",
-            "optimizer": f"{key}.optimizer.name",
-            **keys,
-        },
+        value_head=subject == "value" or bool(reward.get("enabled")),
+        keys={"world": _WORLD, "optimizer": f"{key}.optimizer.name", **keys},
     )

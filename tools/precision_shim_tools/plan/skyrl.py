@@ -112,12 +112,22 @@ def load(job: Job) -> Any:
     own = job.target.startswith("skyrl.")
     words = [word for word in job.arguments if own or "=" in word]
     try:
-        return _load(job, words)
+        if _tunes(job):
+            from skyrl.train.config.sft_config import SFTConfig, build_skyrl_config_for_sft
+
+            config = build_skyrl_config_for_sft(SFTConfig.from_cli_overrides(words))
+            words = [f"trainer.policy.{word}" for word in words]
+        else:
+            from skyrl.train.config import SkyRLTrainConfig
+
+            config = SkyRLTrainConfig.from_cli_overrides(words)
+        note_command_line(config, words)
     except Exception as error:  # omegaconf and SkyRL raise various errors
         raise PlanError(
             f"{_where()}, {job.target}: {said(error)}. Correct the command line, and leave out "
             "keys that only your own program knows."
         ) from error
+    return config
 
 
 def _tunes(job: Job) -> bool:
@@ -125,20 +135,6 @@ def _tunes(job: Job) -> bool:
     modules = find_imported(job.source) if job.source is not None else []
     tunes = any("sft_config" in module or "sft_trainer" in module for module in modules)
     return tunes or job.target.endswith("main_sft")
-
-
-def _load(job: Job, words: list[str]) -> Any:
-    if _tunes(job):
-        from skyrl.train.config.sft_config import SFTConfig, build_skyrl_config_for_sft
-
-        config = build_skyrl_config_for_sft(SFTConfig.from_cli_overrides(words))
-        words = [f"trainer.policy.{word}" for word in words]
-    else:
-        from skyrl.train.config import SkyRLTrainConfig
-
-        config = SkyRLTrainConfig.from_cli_overrides(words)
-    note_command_line(config, words)
-    return config
 
 
 def _check_sections(config: Any, defaults: Any, place: str = "") -> None:
@@ -162,7 +158,8 @@ def _models(job: Job, trainer: Any, world: int) -> Iterator[tuple[str, Callable[
             f"{_where()}, trainer.strategy={strategy!r}: planned are megatron, fsdp and fsdp2. "
             "Write one of them."
         )
-    for role in _roles(trainer):
+    exists = {"ref": dtypes.has_reference(trainer), "critic": trainer.critic.model.path}
+    for role in ("policy", *(role for role, there in exists.items() if there)):
         section = getattr(trainer, role)
         rank = getattr(getattr(section.model, "lora", None), "rank", 0)
         if role != "ref" and rank:
@@ -176,15 +173,6 @@ def _models(job: Job, trainer: Any, world: int) -> Iterator[tuple[str, Callable[
         yield role, partial(read, job, trainer, role, model, gpus)
 
 
-def _roles(trainer: Any) -> list[str]:
-    roles = ["policy"]
-    if dtypes.has_reference(trainer):
-        roles.append("ref")
-    if trainer.critic.model.path:
-        roles.append("critic")
-    return roles
-
-
 def _count(place: Any, role: str) -> int:
     counts = [
         number(getattr(place, name, 1), f"trainer.placement.{name}", _where())
@@ -194,7 +182,7 @@ def _count(place: Any, role: str) -> int:
 
 
 def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) -> Plannable:
-    section = getattr(trainer, role)
+    section, key = getattr(trainer, role), f"trainer.{role}.megatron_config"
     config = section.megatron_config
     heads = getattr(config, "mtp_num_layers", None)
     if heads is None:
@@ -206,48 +194,37 @@ def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) ->
         subject=role,
         trains=role == "policy",
     )
-    where = f"trainer.{role}.megatron_config"
-    checkpoint = checkpoint_dtype(job.options.model or str(section.model.path or ""))
-    provider = megatron.predicted_provider(
-        trainer, role, checkpoint, obeyed=job.in_force(DISPATCH, "megatron")
-    )
-    illegal, notes = _flags(config, role, provider, checkpoint)
+    illegal, notes = _flags(job, trainer, role)
     predicted = dtypes.megatron_dtype(trainer, role, job.in_force, job.options.model or "")
-    dtype = predicted or requested.declared or torch.bfloat16
     return MegatronModel(
         requested,
         model,
         read_sizes(
             world,
             f"trainer.placement.{role}_num_gpus_per_node",
-            where,
+            key,
             vars(config),
             "transformer_config_kwargs",
         ),
-        dtype,
+        predicted or requested.declared or torch.bfloat16,
         bucket_in_fp32=bool(getattr(config.ddp_config, "grad_reduce_in_fp32", False)),
         frozen=is_router if getattr(config, "freeze_moe_router", False) else (lambda name: False),
-        key=f"{where}.optimizer_config_kwargs.{{}}",
-        bucket_key=f"{where}.ddp_config.grad_reduce_in_fp32",
+        key=f"{key}.optimizer_config_kwargs.{{}}",
+        bucket_key=f"{key}.ddp_config.grad_reduce_in_fp32",
         takes_name=megatron.takes_name if megatron.coerces_itself() else None,
         illegal=tuple(illegal),
         notes=tuple(notes),
     )
 
 
-def _flags(
-    config: Any, role: str, provider: Any, checkpoint: str
-) -> tuple[list[Problem], list[str]]:
-    """Check that Megatron is not told fp16 and bf16 at once.
-
-    Args:
-        config: the role's ``megatron_config``.
-        role: the model's key in the config.
-        provider: from ``megatron.predicted_provider``.
-        checkpoint: canonical name of the checkpoint's dtype; empty if it is not known.
-    """
+def _flags(job: Job, trainer: Any, role: str) -> tuple[list[Problem], list[str]]:
+    """Check that Megatron is not told fp16 and bf16 at once."""
+    section = getattr(trainer, role)
     place = f"trainer.{role}.megatron_config.transformer_config_kwargs"
-    written = config.transformer_config_kwargs or {}
+    written = section.megatron_config.transformer_config_kwargs or {}
+    checkpoint = checkpoint_dtype(job.options.model or str(section.model.path or ""))
+    obeyed = job.in_force(DISPATCH, "megatron")
+    provider = megatron.predicted_provider(trainer, role, checkpoint, obeyed=obeyed)
     if provider.fp16 and provider.bf16:
         key = f"{place}.fp16" if "fp16" in written else f"{place}.bf16"
         fault = (
@@ -267,11 +244,10 @@ def _flags(
 
 def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Plannable:
     section = getattr(trainer, role)
-    config = section.fsdp_config
-    key = f"trainer.{role}"
+    config, key = section.fsdp_config, f"trainer.{role}"
     shards = number(config.fsdp_size, f"{key}.fsdp_config.fsdp_size", _where())
     sequence = getattr(section, "sequence_parallel_size", 1)
-    mixed = fsdp.mixed_dtypes(config, f"trainer.{role}.fsdp_config")
+    mixed = fsdp.mixed_dtypes(config, f"{key}.fsdp_config")
     trains = role != "ref" and not getattr(section, "inference_only_init", False)
     compute = name_of(mixed["param_dtype"])
     scaled = scaling(job, compute, fsdp.GROUP, fsdp.scaled_because(role)) if trains else ()
@@ -291,7 +267,6 @@ def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Pla
         value_head=role == "critic",
         keys={
             "world": f"trainer.placement.{role}_num_gpus_per_node",
-            "shards": f"trainer.{role}.fsdp_config.fsdp_size",
-            "context": f"trainer.{role}.sequence_parallel_size",
+            "context": f"{key}.sequence_parallel_size",
         },
     )

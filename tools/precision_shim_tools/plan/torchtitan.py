@@ -37,7 +37,6 @@ _DEGREES = (
 )
 _KEYS = {
     "world": "parallelism",
-    "shards": "parallelism.data_parallel_shard_degree",
     "tensor": "parallelism.tensor_parallel_degree",
     "optimizer": "optimizer",
 }
@@ -63,7 +62,7 @@ def plan_job(job: Job) -> Request:
         wrong, notes = _both_sides(job, config)
     models = []
     if not any(problem.code == "dtype" for problem in wrong):
-        model = _model(job, config)
+        model, compute = _model(job, config), _name(training.mixed_precision_param)
         _check_model(prefix, parallel, config, model, world)
         asked = ShardedModel(
             subject,
@@ -72,10 +71,10 @@ def plan_job(job: Job) -> Request:
             _name(training.dtype),
             shards=shards,
             tensor=parallel.tensor_parallel_degree,
-            compute=_name(training.mixed_precision_param),
+            compute=compute,
             reduce=_name(training.mixed_precision_reduce),
             optimizer=_optimizer(trainer.optimizer),
-            decisions=scaling(job, _name(training.mixed_precision_param), group, BECAUSE),
+            decisions=scaling(job, compute, group, BECAUSE),
             offload=bool(training.enable_cpu_offload),
             keys={name: prefix + key for name, key in _KEYS.items()},
         )
@@ -102,7 +101,7 @@ def load(job: Job) -> Any:
     """
     said = io.StringIO()
     # Accept every spelling of a dtype, as names.parse_args does in the job.
-    spellings = any_name if _coerces(job) else nullcontext
+    spellings = any_name if job.in_force(COERCION, NAMES) else nullcontext
     try:
         from torchtitan.config import ConfigManager
 
@@ -119,13 +118,9 @@ def load(job: Job) -> Any:
         ) from error
 
 
-def _coerces(job: Job) -> bool:
-    return job.in_force(COERCION, NAMES)
-
-
 def _dtypes(job: Job, subject: str, config: Any, trainer: Any) -> Iterator[Problem]:
     """Replace dtype names by torchtitan's own, as in the job; yield a problem for unknown names."""
-    if not _coerces(job):
+    if not job.in_force(COERCION, NAMES):
         return
     try:
         coerce_training(trainer.training)
@@ -207,25 +202,20 @@ def _name(value: object) -> str:
 
 def _optimizer(config: Any) -> str:
     """Name of the first optimizer that is not Adam; the first name if all are Adam."""
-    names = [
-        str(named)
-        for group in getattr(config, "param_groups", None) or ()
-        if (named := getattr(group, "optimizer_name", None))
-    ]
-    names = names or [str(getattr(config, "name", "AdamW"))]
+    groups = getattr(config, "param_groups", None) or ()
+    found = [getattr(group, "optimizer_name", None) for group in groups]
+    names = [str(name) for name in found if name] or [str(getattr(config, "name", "AdamW"))]
     return next((name for name in names if "adam" not in name.lower()), names[0])
 
 
 def _model(job: Job, config: Any) -> Model:
-    if job.options.parameters or job.options.model:
-        return job.model(config.hf_assets_path)
     path = Path(config.hf_assets_path)
-    if (path / "config.json").is_file():
+    named = job.options.parameters or job.options.model
+    if named or (path / "config.json").is_file():
         return job.model(path)
-    spec = config.model_spec
-    if spec is None:
+    if config.model_spec is None:
         raise PlanError(f"{_where()}: the config names no model (model_spec). Name one.")
-    return built(spec)
+    return built(config.model_spec)
 
 
 def built(spec: Any) -> Model:

@@ -140,9 +140,7 @@ def open_tree(path: Path, packages: tuple[str, ...]) -> Tree:
         trees = [(part / kind, wheel) for part in data for kind in ("purelib", "platlib")]
         trees.insert(0, (wheel, wheel))
     else:
-        inner = [
-            place for part in _BENEATH for place in sorted(path.glob(part) if part else [path])
-        ]
+        inner = [path, *(place for part in _BENEATH for place in sorted(path.glob(part)))]
         # If the path is a package's own folder, the root is its parent folder.
         inner += [path.resolve().parent] if (path / "__init__.py").is_file() else []
         trees = [(folder, folder) for folder in inner if folder.is_dir()]

@@ -18,21 +18,10 @@ from precision_shim.precision.dtypes import name_of
 from precision_shim.precision.model import TrainableDtypes
 from precision_shim.reporting.problem import Problem
 from precision_shim_adapters.megatron.audit import reader
+from precision_shim_adapters.megatron.policy import legality, optimizer_plan, scaler
 from precision_shim_adapters.megatron.policy.bucket import BucketChoice, choose_bucket
-from precision_shim_adapters.megatron.policy.legality import (
-    NEWEST,
-    REMAINDERS_SINCE,
-    FusedAdamSupport,
-    not_precision_aware,
-    release,
-)
+from precision_shim_adapters.megatron.policy.legality import FusedAdamSupport, release
 from precision_shim_adapters.megatron.policy.numbers import BETA2, SCALER, STATIC, check_numbers
-from precision_shim_adapters.megatron.policy.optimizer_plan import (
-    MEGATRON_BETA2,
-    PRECISION_AWARE_FIELDS,
-    OptimizerPlan,
-    plan_optimizer,
-)
 from precision_shim_adapters.megatron.policy.requested import (
     ALIGNMENT,
     COERCION,
@@ -44,12 +33,6 @@ from precision_shim_adapters.megatron.policy.requested import (
     RequestedConfig,
     what_is_in_force,
 )
-from precision_shim_adapters.megatron.policy.scaler import (
-    predicted_own_scaler,
-    predicted_scaler,
-    refuse_low,
-    unscaled,
-)
 
 from ..command import Job
 from ..counting import Precision, Share, part
@@ -57,7 +40,6 @@ from ..record import Decided, ModelPlan, Stage, unknown_keys
 from ..request import Rules, Variant
 from ..shapes import Model
 from . import cheaper, layout
-from .layout import StageCount
 from .sizes import Sizes
 
 CONFIG = "megatron.core.optimizer.optimizer_config:OptimizerConfig"
@@ -66,8 +48,7 @@ SHARED_HEADS_SINCE = (0, 16)
 """The first megatron-core release in which several ranks may share a key-value head."""
 
 _BUCKET = "grad_reduce_in_fp32"
-_OFFLOAD = "optimizer_cpu_offload"
-_DTYPES = (*PRECISION_AWARE_FIELDS[1:], "main_params_dtype")
+_DTYPES = (*optimizer_plan.PRECISION_AWARE_FIELDS[1:], "main_params_dtype")
 
 
 @dataclass(frozen=True)
@@ -121,6 +102,10 @@ class MegatronModel:
         """The config's key of an optimizer field or of ``grad_reduce_in_fp32``."""
         return self.bucket_key if name == _BUCKET else self.key.format(name)
 
+    def problem(self, code: str, name: str, message: str, remedy: str) -> Problem:
+        """A problem with an optimizer field or with ``grad_reduce_in_fp32``."""
+        return Problem(code, self.subject, self.key_of(name), message, remedy)
+
     def changed(self, **fields: Any) -> MegatronModel:
         """Copy the model with other fields of the optimizer's config, as if the user wrote them."""
         bucket = fields.pop(_BUCKET, self.requested.bucket_in_fp32)
@@ -146,14 +131,13 @@ class MegatronModel:
         problems = [*self.illegal, *_unknown(self), *_no_names(self)]
         if any(problem.code == "dtype" for problem in problems):
             return None, problems
-        support = support_of(rules.transformer_engine)
         without, with_shim = None, None
         decisions: tuple[Decided, ...] = ()
         if self.requested.trains:
-            nothing = InForce("as-configured", True, False, False, False, False, support)
+            now = in_force(job, support_of(rules.transformer_engine))
+            nothing = InForce("as-configured", True, False, False, False, False, now.support)
             try:
-                without = decide(self, nothing)
-                with_shim = decide(self, in_force(job, support))
+                without, with_shim = decide(self, nothing), decide(self, now)
                 _check_numbers(self, with_shim.plan.asked)
                 decisions = tuple(_decisions(self, with_shim, job))
             except DtypeError as error:
@@ -162,14 +146,14 @@ class MegatronModel:
             except SettingsError as error:
                 key = self.key.removesuffix(".{}")
                 return None, [*problems, Problem.of(error, self.subject, key, "number")]
-            problems += problems_of(self, with_shim, support, job)
+            problems += problems_of(self, with_shim, job)
         planned = ModelPlan(
             self.subject,
             self.model.parameters,
             self.sizes.to_dict(),
             decisions,
-            _stages(self, without, support),
-            _stages(self, with_shim, support),
+            _stages(self, without),
+            _stages(self, with_shim),
             (*self.notes, *_notes(self, with_shim)),
             self.model.source,
             name_of(self.dtype),
@@ -180,13 +164,13 @@ class MegatronModel:
         """See ``Plannable``."""
         if not self.requested.trains:
             return ()
-        support = support_of(rules.transformer_engine)
-        beta2 = float(self.requested.asked.get(BETA2, MEGATRON_BETA2))
+        now = in_force(job, support_of(rules.transformer_engine))
+        beta2 = float(self.requested.asked.get(BETA2, optimizer_plan.MEGATRON_BETA2))
         found = []
-        for gives_up, fields in cheaper.steps(self.dtype, beta2, support):
+        for gives_up, fields in cheaper.steps(self.dtype, beta2, now.support):
             other = self.changed(**fields)
             try:
-                illegal = problems_of(other, decide(other, in_force(job, support)), support, job)
+                illegal = problems_of(other, decide(other, now), job)
             except DtypeError:
                 continue
             if not illegal:
@@ -203,8 +187,9 @@ class MegatronModel:
 class Side:
     """A model's optimizer and gradient bucket, either with the shim or without."""
 
-    plan: OptimizerPlan
+    plan: optimizer_plan.OptimizerPlan
     bucket: BucketChoice
+    support: FusedAdamSupport
 
     @property
     def fields(self) -> Mapping[str, Any]:
@@ -225,7 +210,7 @@ def support_of(version: str | None) -> FusedAdamSupport:
     known = release(version or "")
     # TransformerEngine from about 1.13 has the arguments that Megatron needs. Whether bf16 moments
     # are legal depends on the release (``FusedAdamSupport.bf16_moments``).
-    return FusedAdamSupport(known, True, "") if known else NEWEST
+    return FusedAdamSupport(known, True, "") if known else legality.NEWEST
 
 
 def in_force(job: Job, support: FusedAdamSupport) -> InForce:
@@ -245,19 +230,19 @@ def decide(asked: MegatronModel, now: InForce) -> Side:
     """
     model = TrainableDtypes({asked.dtype: max(asked.model.parameters, 1)})
     requested = asked.requested
-    plan = plan_optimizer(requested, model, now, distributed=requested.distributed)
+    plan = optimizer_plan.plan_optimizer(requested, model, now, distributed=requested.distributed)
     written = requested.bucket_in_fp32 is not None
     present = bool(requested.bucket_in_fp32) if written else asked.bucket_in_fp32
-    if not now.aligns:
-        return Side(plan, BucketChoice(present, False, "as it stands"))
-    choice = choose_bucket(
-        present=present,
-        user_set=written,
-        align=now.over_user,
-        main_grads=plan.main_grads,
-        model=model,
-    )
-    return Side(plan, choice)
+    choice = BucketChoice(present, False, "as it stands")
+    if now.aligns:
+        choice = choose_bucket(
+            present=present,
+            user_set=written,
+            align=now.over_user,
+            main_grads=plan.main_grads,
+            model=model,
+        )
+    return Side(plan, choice, now.support)
 
 
 # -- what is illegal -------------------------------------------------------------------------------
@@ -268,13 +253,15 @@ def fields_of(target: str) -> tuple[str, ...]:
     return look(f"{target}.__init__").parameters
 
 
-def _unknown(asked: MegatronModel) -> list[Problem]:
-    """List the keys that the framework passes to Megatron's configs but that these configs lack."""
-    key = asked.bucket_key.rpartition(".")[0] + ".{}"
-    whose = "Megatron's DistributedDataParallelConfig"
-    found = unknown_keys(asked.bucket_keys, fields_of(DDP), asked.subject, key, whose)
-    whose = "Megatron's OptimizerConfig"
-    return unknown_keys(asked.written, fields_of(CONFIG), asked.subject, asked.key, whose) + found
+def _unknown(asked: MegatronModel) -> Iterator[Problem]:
+    """Yield the keys that the framework passes to Megatron's configs, and that these lack."""
+    bucket_key = asked.bucket_key.rpartition(".")[0] + ".{}"
+    for written, target, key in (
+        (asked.written, CONFIG, asked.key),
+        (asked.bucket_keys, DDP, bucket_key),
+    ):
+        whose = f"Megatron's {target.rpartition(':')[2]}"
+        yield from unknown_keys(written, fields_of(target), asked.subject, key, whose)
 
 
 def _no_names(asked: MegatronModel) -> Iterator[Problem]:
@@ -285,8 +272,7 @@ def _no_names(asked: MegatronModel) -> Iterator[Problem]:
         null = value is None and name == "main_grads_dtype"
         if not isinstance(value, str | torch.dtype) and not null:
             fault = f"{asked.requested.where}: {name}={value!r} is no name of a dtype"
-            remedy = "Write a name, such as fp32 or bf16."
-            yield Problem("dtype", asked.subject, asked.key_of(name), fault, remedy)
+            yield asked.problem("dtype", name, fault, "Write a name, such as fp32 or bf16.")
 
 
 def _check_numbers(asked: MegatronModel, fields: Mapping[str, Any]) -> None:
@@ -296,32 +282,20 @@ def _check_numbers(asked: MegatronModel, fields: Mapping[str, Any]) -> None:
         SettingsError: a value is no number, or the loss scaler cannot use it.
     """
     names: tuple[str, ...] = (STATIC,)
-    names += ("optimizer_offload_fraction",) * bool(fields.get(_OFFLOAD))
+    if fields.get("optimizer_cpu_offload"):
+        names += ("optimizer_offload_fraction",)
     if (asked.dtype is torch.float16 or fields.get("fp16")) and not fields.get(STATIC):
         names += SCALER
     check_numbers(fields, names, asked.requested.where)
 
 
-def problems_of(
-    asked: MegatronModel, side: Side, support: FusedAdamSupport, job: Job
-) -> list[Problem]:
-    """List the settings of an optimizer and its bucket that Megatron refuses.
-
-    Args:
-        asked: the model.
-        side: the model's optimizer and bucket, decided with the shim on.
-        support: the capabilities of TransformerEngine's FusedAdam.
-        job: the model's job.
+def problems_of(asked: MegatronModel, side: Side, job: Job) -> list[Problem]:
+    """List what Megatron refuses of an optimizer and its bucket, as decided with the shim on.
 
     Raises:
         PlanError: the optimizer is not Adam.
     """
     fields, requested = side.fields, asked.requested
-    problems: list[Problem] = []
-
-    def report(code: str, name: str, message: str, remedy: str) -> None:
-        problems.append(Problem(code, asked.subject, asked.key_of(name), message, remedy))
-
     optimizer = str(fields.get("optimizer", requested.optimizer))
     if optimizer != "adam":
         raise PlanError(
@@ -329,36 +303,28 @@ def problems_of(
             "known here; planned are those of adam. Plan the job with adam for an upper bound."
         )
     aware = bool(fields.get(PRECISION_AWARE))
+    found = []
     for name in () if job.in_force(COERCION, GROUP) else _stay_names(asked):
-        report(
-            "dtype",
-            name,
+        message = (
             f"{requested.where}: {name}={requested.asked[name]!r} is not turned into a dtype, as "
-            f"{COERCION} is not in force for this job",
-            f"Leave it out, or let the shim's {COERCION} act in the job.",
+            f"{COERCION} is not in force for this job"
         )
+        remedy = f"Leave it out, or let the shim's {COERCION} act in the job."
+        found.append(("dtype", name, message, remedy))
     if aware and not fields.get("use_distributed_optimizer", requested.distributed):
-        report(
-            "precision-aware",
-            PRECISION_AWARE,
-            "it needs the distributed optimizer",
-            "Write use_distributed_optimizer: true, or leave it out.",
-        )
-    if aware and support.problem:
-        report("precision-aware", PRECISION_AWARE, support.problem, "Leave it out.")
-    for name, message, remedy in not_precision_aware(fields):
-        report("dtype", name, message, remedy)
+        remedy = "Write use_distributed_optimizer: true, or leave it out."
+        message = "it needs the distributed optimizer"
+        found.append(("precision-aware", PRECISION_AWARE, message, remedy))
+    found += [("dtype", *fault) for fault in legality.not_precision_aware(fields)]
     if not aware and fields.get("main_grads_dtype", asked.dtype) is None:
-        report("dtype", "main_grads_dtype", "None is no dtype", "Write fp32, or leave it out.")
+        remedy = "Write fp32, or leave it out."
+        found.append(("dtype", "main_grads_dtype", "None is no dtype", remedy))
     narrow = asked.dtype is torch.float16 and not side.bucket.grad_reduce_in_fp32
     if aware and narrow and fields.get("clip_grad", 1.0):
-        report(
-            "fp16-gradients",
-            _BUCKET,
-            "fp16 gradients cannot be clipped by the precision-aware optimizer",
-            "Write grad_reduce_in_fp32: true, or clip_grad: 0.",
-        )
-    return problems
+        message = "fp16 gradients cannot be clipped by the precision-aware optimizer"
+        remedy = "Write grad_reduce_in_fp32: true, or clip_grad: 0."
+        found.append(("fp16-gradients", _BUCKET, message, remedy))
+    return [asked.problem(*fault) for fault in found]
 
 
 def _stay_names(asked: MegatronModel) -> list[str]:
@@ -376,11 +342,11 @@ def _stay_names(asked: MegatronModel) -> list[str]:
 # -- what a GPU holds ------------------------------------------------------------------------------
 
 
-def _precision(asked: MegatronModel, side: Side, support: FusedAdamSupport) -> Precision:
+def _precision(asked: MegatronModel, side: Side) -> Precision:
     """The dtypes of the tensors that Megatron makes with the fields and the bucket of ``side``."""
     dtype, fields = asked.dtype, dict(side.fields)
     fields.update(bf16=dtype is torch.bfloat16, fp16=dtype is torch.float16, params_dtype=dtype)
-    if (support.version or ()) < REMAINDERS_SINCE:
+    if (side.support.version or ()) < legality.REMAINDERS_SINCE:
         fields["store_param_remainders"] = False
     wanted = reader.read_wanted(fields.get)
     aware = bool(fields.get(PRECISION_AWARE))
@@ -392,32 +358,30 @@ def _precision(asked: MegatronModel, side: Side, support: FusedAdamSupport) -> P
         master = main
     moments = [wanted.exp_avg or torch.float32, wanted.exp_avg_sq or torch.float32]
     offloaded = 0.0
-    if fields.get(_OFFLOAD):
+    if fields.get("optimizer_cpu_offload"):
         offloaded = float(fields.get("optimizer_offload_fraction") or 0.0)
         moments = [torch.float32, torch.float32]
     return Precision(
-        params=name_of(dtype),
-        gradients=name_of(bucket),
-        master="" if master is None else name_of(master),
-        exp_avg=name_of(moments[0]),
-        exp_avg_sq=name_of(moments[1]),
+        name_of(dtype),
+        name_of(bucket),
+        "" if master is None else name_of(master),
+        name_of(moments[0]),
+        name_of(moments[1]),
         copies=dtype is not torch.float32 and bucket is not torch.float32 and not aware,
         offloaded=min(max(offloaded, 0.0), 1.0),
         offload_keeps_master=not aware,
     )
 
 
-def _stages(
-    asked: MegatronModel, side: Side | None, support: FusedAdamSupport
-) -> tuple[Stage, ...]:
+def _stages(asked: MegatronModel, side: Side | None) -> tuple[Stage, ...]:
     """What a GPU holds in each pipeline stage; ``side`` is ``None`` without an optimizer."""
     sizes = asked.sizes
     counts = layout.count(asked.model, sizes, frozen=asked.frozen, value_head=asked.value_head)
     if side is None:
         made, name, distributed = Precision(name_of(asked.dtype)), "", True
-        counts = [StageCount(frozen=one.dense + one.experts + one.frozen) for one in counts]
+        counts = [layout.StageCount(0, 0, one.dense + one.experts + one.frozen) for one in counts]
     else:
-        made = _precision(asked, side, support)
+        made = _precision(asked, side)
         name = str(side.fields.get("optimizer", asked.requested.optimizer))
         distributed = side.fields.get("use_distributed_optimizer", asked.requested.distributed)
     stages = []
@@ -428,10 +392,10 @@ def _stages(
             groups = sizes.experts_tensor * sizes.expert
             experts = Share(count.experts, 0, sizes.experts_shared_by, groups)
             shares = {"dense": dense, "experts": experts}
-        parts = [
+        parts = (
             part(key, replace(share, states_sharded=bool(distributed)), made, name)
             for key, share in shares.items()
-        ]
+        )
         stages.append(Stage(number, tuple(parts)))
     return tuple(stages)
 
@@ -453,17 +417,17 @@ def _decisions(asked: MegatronModel, side: Side, job: Job) -> Iterator[Decided]:
         chosen = f"gradient bucket {dtype} (grad_reduce_in_fp32={in_fp32})"
         yield Decided(ALIGNMENT, chosen, side.bucket.because)
     scales = job.in_force(SCALING, GROUP)
-    scaler = None
+    told = None
     if scales and asked.dtype is torch.float16:
-        scaler = predicted_scaler(asked.requested, side.plan.asked, job.settings)
-        if scaler is not None and not side.fp16:
-            scaler = "no loss scaling", "the optimizer's config has fp16=False"
+        told = scaler.predicted_scaler(asked.requested, side.plan.asked, job.settings)
+        if told is not None and not side.fp16:
+            told = "no loss scaling", "the optimizer's config has fp16=False"
     elif side.fields.get("fp16"):
-        refuse_low(side.fields, asked.requested.where)
+        scaler.refuse_low(side.fields, asked.requested.where)
         if scales:
-            scaler = predicted_own_scaler(side.fields, job.settings, asked.dtype)
-    if scaler is not None:
-        yield Decided(SCALING, *scaler)
+            told = scaler.predicted_own_scaler(side.fields, job.settings, asked.dtype)
+    if told is not None:
+        yield Decided(SCALING, *told)
 
 
 def _notes(asked: MegatronModel, side: Side | None) -> Iterator[str]:
@@ -487,10 +451,9 @@ def _notes(asked: MegatronModel, side: Side | None) -> Iterator[str]:
 def _of_another_model(asked: MegatronModel, side: Side) -> Iterator[str]:
     """Yield notes if the user wrote an OptimizerConfig for parameters of another dtype."""
     fields, model = side.plan.asked, name_of(asked.dtype)
-    flagged = torch.float16 if fields.get("fp16") else None
-    if flagged is None and fields.get("bf16"):
-        flagged = torch.bfloat16
-    if flagged not in (None, asked.dtype):
+    flags = {"fp16": torch.float16, "bf16": torch.bfloat16}
+    flagged = next((dtype for flag, dtype in flags.items() if fields.get(flag)), asked.dtype)
+    if flagged is not asked.dtype:
         yield (
             f"expected {name_of(flagged)}, found {model}: the OptimizerConfig is for another "
             "model: set its bf16, fp16 and params_dtype to what the model is"
@@ -502,4 +465,4 @@ def _of_another_model(asked: MegatronModel, side: Side) -> Iterator[str]:
             f"parameters are {model}"
         )
     if asked.dtype is torch.float16 and not (side.fp16 or side.fields.get(STATIC)):
-        yield unscaled(asked.requested.where, False, bool(side.fields.get("bf16")))
+        yield scaler.unscaled(asked.requested.where, False, bool(side.fields.get("bf16")))
