@@ -8,8 +8,10 @@ import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from precision_shim.errors import CheckpointUnreadableError, DtypeError, SettingsError
 from precision_shim.process import registry as _registry
 from precision_shim.process.names import meant
+from precision_shim.seams import look
 
 from . import add_command
 from ._output import show, write
@@ -53,8 +55,6 @@ def register(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Examine the checkpoint, print the result, and return the exit status."""
-    from precision_shim.errors import CheckpointUnreadableError, DtypeError, SettingsError
-
     from ..checkpoint.prediction import Here
     from ..checkpoint.report import examine
 
@@ -87,31 +87,32 @@ def run(arguments: argparse.Namespace) -> int:
         parts = [model.to_dict() for model in examined]
         values = {"ok": ok, "path": arguments.path, "here": environment, "parts": parts}
         write(json.dumps(values, indent=1))
-        return int(not ok)
-    blocks = ["\n".join(model.lines()) for model in examined]
-    blocks.append(f"here the shim is {f'on, {states}' if here.on else 'off'}")
-    show("\n\n".join(blocks))
+    else:
+        blocks = ["\n".join(model.lines()) for model in examined]
+        blocks.append(f"here the shim is {f'on, {states}' if here.on else 'off'}")
+        show("\n\n".join(blocks))
     return int(not ok)
 
 
 def _config(texts: list[str]) -> dict[str, Any] | None:
-    from precision_shim.errors import SettingsError
-
     config: dict[str, Any] = {}
     words = {"true": True, "false": False, "none": None, "1": True, "0": False}
     numbers = {name for backend in _registry.backends() for name in backend.config.numbers}
+    # The frameworks' own fields, each with its allowed values.
+    rows = _registry.checkpoints().values()
+    own = {name: allowed for row in rows for name, allowed in row.fields.items()}
     for text in texts:
         name, equals, value = (word.strip() for word in text.partition("="))
         if not equals or not name:
             raise SettingsError(f"--config {text!r} is not FIELD=VALUE.")
-        _check_name(text, name)
+        _check_name(text, name, (_PRECISION, *own))
         config[name] = words.get(value.lower(), value)
         if name in numbers:
             try:
                 config[name] = float(value)
             except ValueError:
                 raise SettingsError(f"--config {text!r}: {value!r} is no number.") from None
-    for name, allowed in _words().items():
+    for name, allowed in own.items():
         if config.get(name, allowed[0]) not in allowed:
             raise SettingsError(f"--config {name}={config[name]!r}: allowed: {', '.join(allowed)}.")
     if find_spec("torch") is not None:  # without torch no dtype can be parsed and no job resumed
@@ -122,19 +123,10 @@ def _config(texts: list[str]) -> dict[str, Any] | None:
     return config or None
 
 
-def _words() -> dict[str, tuple[str, ...]]:
-    """Map the frameworks' own fields to their allowed values."""
-    rows = _registry.checkpoints().values()
-    return {name: allowed for row in rows for name, allowed in row.fields.items()}
-
-
-def _check_name(text: str, name: str) -> None:
+def _check_name(text: str, name: str, own: tuple[str, ...]) -> None:
     """Raise an error for an unknown field, because ignoring it could make the verdict wrong."""
-    from precision_shim.errors import SettingsError
-    from precision_shim.seams import look
-
     configs = [backend.config for backend in _registry.backends()]
-    beside = [*(name for config in configs for name in config.beside), _PRECISION, *_words()]
+    beside = [*(name for config in configs for name in config.beside), *own]
     known = list(beside)
     for config in configs:  # look() finds no function of a backend that is not installed
         known += look(config.place).parameters or config.fields

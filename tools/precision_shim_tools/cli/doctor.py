@@ -1,8 +1,7 @@
 """``precision-shim doctor``: show installed packages, seams to patch, and reasons for refusals.
 
 The doctor reads metadata and source, and imports no framework. Child processes check the start-up
-file, wrapt's C extension, and the import of TransformerEngine, so that a crash does not end the
-doctor. Without CUDA libraries the import of TransformerEngine fails.
+file and the import of TransformerEngine, which fails without CUDA libraries and may crash.
 """
 
 from __future__ import annotations
@@ -18,6 +17,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import wrapt
 
 from precision_shim import __version__
 from precision_shim.errors import SettingsError
@@ -60,10 +61,6 @@ _START_UP = """
 import json
 from precision_shim.process import standby
 print(json.dumps(standby.waiting()))
-"""
-_WRAPT = """
-import json, wrapt
-print(json.dumps(type(wrapt.FunctionWrapper.__init__).__name__ == "wrapper_descriptor"))
 """
 _TRANSFORMER_ENGINE = """
 import json
@@ -186,7 +183,8 @@ def _package(name: str, packages: tuple[str, ...]) -> dict[str, Any]:
     version = _versions.version_of(name, packages)
     told: dict[str, Any] = {"version": version}
     if version is not None and name == "wrapt":
-        told["c_extension"] = _in_child(_WRAPT)
+        init = type(wrapt.FunctionWrapper.__init__)
+        told["c_extension"] = init.__name__ == "wrapper_descriptor"
     if version is not None and name == "transformer-engine":
         error = _in_child(_TRANSFORMER_ENGINE)
         told["import_error"] = "the import did not end" if error is None else error

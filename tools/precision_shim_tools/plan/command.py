@@ -94,17 +94,17 @@ class Job:
         Raises:
             PlanError: the value, such as torchrun's ``gpu`` (all GPUs of a machine), is no number.
         """
-        for word, after in zip(self.launcher, (*self.launcher[1:], ""), strict=True):
-            key, equals, value = word.partition("=")
-            if key.lstrip("-").replace("_", "-") == name:
-                most = (value if equals else after).rpartition(":")[2]
-                if not most.isdigit():
-                    raise PlanError(
-                        f"{key}={most}: the number of GPUs depends on the machine that the job "
-                        "starts on. Write a number."
-                    )
-                return int(most)
-        return None
+        option = name.replace("-", "[-_]")
+        found = re.search(rf"(?<!\S)--?({option})[= ](\S*)", " ".join(self.launcher))
+        if found is None:
+            return None
+        most = found[2].rpartition(":")[2]
+        if not most.isdigit():
+            raise PlanError(
+                f"--{found[1]}={most}: the number of GPUs depends on the machine that the job "
+                "starts on. Write a number."
+            )
+        return int(most)
 
     @property
     def processes(self) -> int | None:

@@ -31,7 +31,6 @@ from .megatron.model import MegatronModel
 from .megatron.sizes import read_sizes
 from .record import Decided
 from .request import Plannable, Request, read_models
-from .shapes import is_router
 from .sides import predict_sides
 from .torch_optimizer import ShardedModel, scaling
 from .values import no_adapters, number_of, said, section_of
@@ -283,7 +282,7 @@ def _on_megatron(
         read_sizes(world, _WORLD, where, cfg),
         requested.declared or torch.bfloat16,
         bucket_in_fp32=bool(buckets.get("grad_reduce_in_fp32", False)),
-        frozen=is_router if cfg.get("freeze_moe_router") else (lambda name: False),
+        frozen_routers=bool(cfg.get("freeze_moe_router")),
         value_head=subject == "value",
         key=f"{where}.optimizer.{{}}",
         bucket_key=f"{ddp}.grad_reduce_in_fp32",

@@ -16,13 +16,7 @@ from precision_shim.adapting import version_of
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.precision.dtypes import name_of
 from precision_shim.reporting.problem import Problem
-from precision_shim_adapters.agreement import FEATURE as AGREEMENT
-from precision_shim_adapters.agreement import (
-    checkpoint_dtype,
-    engine_name,
-    follows,
-    wire_problems,
-)
+from precision_shim_adapters import agreement
 from precision_shim_adapters.megatron import DISPATCH
 from precision_shim_adapters.skyrl.config import INFERENCE, ROLLOUT, note_command_line
 from precision_shim_adapters.skyrl.rollout import dtypes, lm_head
@@ -34,7 +28,7 @@ from .megatron.model import MegatronModel
 from .megatron.sizes import read_sizes
 from .record import Decided
 from .request import Plannable, Request, read_models
-from .shapes import Model, is_router
+from .shapes import Model
 from .sides import predict_sides
 from .torch_optimizer import ShardedModel, scaling
 from .values import no_adapters, no_section, number, said
@@ -73,7 +67,9 @@ def _sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
     """Predict the driver's report on the dtypes of policy, reference model and engines."""
     directory = job.options.model or ""
     try:
-        engine_name(config.generator.inference_engine.model_dtype, dtypes.KEY, _where(), also=())
+        agreement.engine_name(
+            config.generator.inference_engine.model_dtype, dtypes.KEY, _where(), also=()
+        )
         both = dtypes.sides_of(config, job.in_force, directory)
     except DtypeError as error:
         # The plan already reports a wrong dtype name in a model's own section.
@@ -83,18 +79,18 @@ def _sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
     problems, notes = predict_sides(job, _where(), both, ROLLOUT, heads)
     trainer = both.trainer
     if trainer is None:
-        unknown = "rollout: {}: {} ({})".format(AGREEMENT, *dtypes.not_compared(config))
+        unknown = "rollout: {}: {} ({})".format(agreement.FEATURE, *dtypes.not_compared(config))
         return problems, [unknown, *notes]
     if trainer.because:
-        notes.insert(0, f"policy: {AGREEMENT}: {trainer.computes} ({trainer.because})")
-    if job.in_force(AGREEMENT, ROLLOUT):
+        notes.insert(0, f"policy: {agreement.FEATURE}: {trainer.computes} ({trainer.because})")
+    if job.in_force(agreement.FEATURE, ROLLOUT):
         for other in both.others:
-            name = follows(trainer, other, both.model_type, job.settings["rollout"])
+            name = agreement.follows(trainer, other, both.model_type, job.settings["rollout"])
             if name:
                 dtypes.write(config, other.key, name)
-        mended = dtypes.send_in_engines_dtype(config)
-        notes += [f"rollout: {AGREEMENT}: {chosen} ({because})" for chosen, because in mended]
-    lost, rounded = wire_problems(_where(), dtypes.wires_of(config))
+        for chosen, because in dtypes.send_in_engines_dtype(config):
+            notes.append(f"rollout: {agreement.FEATURE}: {chosen} ({because})")
+    lost, rounded = agreement.wire_problems(_where(), dtypes.wires_of(config))
     return [*problems, *lost], [*notes, *rounded]
 
 
@@ -208,7 +204,7 @@ def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) ->
         ),
         predicted or requested.declared or torch.bfloat16,
         bucket_in_fp32=bool(getattr(config.ddp_config, "grad_reduce_in_fp32", False)),
-        frozen=is_router if getattr(config, "freeze_moe_router", False) else (lambda name: False),
+        frozen_routers=bool(getattr(config, "freeze_moe_router", False)),
         key=f"{key}.optimizer_config_kwargs.{{}}",
         bucket_key=f"{key}.ddp_config.grad_reduce_in_fp32",
         takes_name=megatron.takes_name if megatron.coerces_itself() else None,
@@ -222,7 +218,7 @@ def _flags(job: Job, trainer: Any, role: str) -> tuple[list[Problem], list[str]]
     section = getattr(trainer, role)
     place = f"trainer.{role}.megatron_config.transformer_config_kwargs"
     written = section.megatron_config.transformer_config_kwargs or {}
-    checkpoint = checkpoint_dtype(job.options.model or str(section.model.path or ""))
+    checkpoint = agreement.checkpoint_dtype(job.options.model or str(section.model.path or ""))
     obeyed = job.in_force(DISPATCH, "megatron")
     provider = megatron.predicted_provider(trainer, role, checkpoint, obeyed=obeyed)
     if provider.fp16 and provider.bf16:

@@ -9,10 +9,10 @@ whole. Pipeline parallelism splits layers into stages, as Megatron's ``get_num_l
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..shapes import Model, Weight
+from ..shapes import Model, Weight, is_router
 from .sizes import Sizes
 
 _COUNTS = (
@@ -167,18 +167,14 @@ class StageCount:
 
 
 def count(
-    model: Model,
-    sizes: Sizes,
-    *,
-    frozen: Callable[[str], bool] = lambda name: False,
-    value_head: bool = False,
+    model: Model, sizes: Sizes, *, frozen_routers: bool = False, value_head: bool = False
 ) -> list[StageCount]:
     """Count the parameters on one rank of each pipeline stage.
 
     Args:
         model: names and shapes.
         sizes: the sizes of the parallel groups, which must be legal.
-        frozen: function that returns whether the parameter with a given name is frozen.
+        frozen_routers: whether the routers of experts are not trained.
         value_head: whether the output layer is a value head with one output.
     """
     if not model.config:
@@ -205,7 +201,7 @@ def count(
             numel = rank_numel(weight, sizes)
             if _is_expert(weight.name) and sizes.expert > 1:
                 experts[stage] += numel
-            elif frozen(weight.name):
+            elif frozen_routers and is_router(weight.name):
                 still[stage] += numel
             else:
                 dense[stage] += numel

@@ -17,22 +17,13 @@ from precision_shim.errors import DtypeError, PlanError, SettingsError
 from precision_shim.precision.dtypes import name_of
 from precision_shim.precision.model import TrainableDtypes
 from precision_shim.reporting.problem import Problem
+from precision_shim_adapters import megatron
 from precision_shim_adapters.megatron.audit import reader
 from precision_shim_adapters.megatron.policy import legality, optimizer_plan, scaler
 from precision_shim_adapters.megatron.policy.bucket import BucketChoice, choose_bucket
 from precision_shim_adapters.megatron.policy.legality import FusedAdamSupport, release
 from precision_shim_adapters.megatron.policy.numbers import BETA2, SCALER, STATIC, check_numbers
-from precision_shim_adapters.megatron.policy.requested import (
-    ALIGNMENT,
-    COERCION,
-    DISPATCH,
-    GROUP,
-    PRECISION_AWARE,
-    SCALING,
-    InForce,
-    RequestedConfig,
-    what_is_in_force,
-)
+from precision_shim_adapters.megatron.policy.requested import COERCION, InForce, what_is_in_force
 
 from ..command import Job
 from ..counting import Precision, Share, part
@@ -61,7 +52,7 @@ class MegatronModel:
         sizes: the sizes of the parallel groups.
         dtype: the parameters' dtype.
         bucket_in_fp32: the framework's own value of ``grad_reduce_in_fp32``.
-        frozen: function that returns whether the parameter with a given name is frozen.
+        frozen_routers: whether the routers of experts are not trained.
         value_head: whether the output layer is a value head with one output.
         key: the config's key of an optimizer field, for messages; ``{}`` stands for the field.
         bucket_key: the config's key of ``grad_reduce_in_fp32``.
@@ -73,12 +64,12 @@ class MegatronModel:
             ``None`` if the framework passes all dtype names to Megatron.
     """
 
-    requested: RequestedConfig
+    requested: megatron.RequestedConfig
     model: Model
     sizes: Sizes
     dtype: torch.dtype
     bucket_in_fp32: bool = True
-    frozen: Callable[[str], bool] = lambda name: False
+    frozen_routers: bool = False
     value_head: bool = False
     key: str = "{}"
     bucket_key: str = _BUCKET
@@ -302,9 +293,9 @@ def problems_of(asked: MegatronModel, side: Side, job: Job) -> list[Problem]:
             f"{requested.where}: {asked.subject}: optimizer={optimizer!r}: its states are not "
             "known here; planned are those of adam. Plan the job with adam for an upper bound."
         )
-    aware = bool(fields.get(PRECISION_AWARE))
+    aware = bool(fields.get(megatron.PRECISION_AWARE))
     found = []
-    for name in () if job.in_force(COERCION, GROUP) else _stay_names(asked):
+    for name in () if job.in_force(COERCION, megatron.GROUP) else _stay_names(asked):
         message = (
             f"{requested.where}: {name}={requested.asked[name]!r} is not turned into a dtype, as "
             f"{COERCION} is not in force for this job"
@@ -314,7 +305,7 @@ def problems_of(asked: MegatronModel, side: Side, job: Job) -> list[Problem]:
     if aware and not fields.get("use_distributed_optimizer", requested.distributed):
         remedy = "Write use_distributed_optimizer: true, or leave it out."
         message = "it needs the distributed optimizer"
-        found.append(("precision-aware", PRECISION_AWARE, message, remedy))
+        found.append(("precision-aware", megatron.PRECISION_AWARE, message, remedy))
     found += [("dtype", *fault) for fault in legality.not_precision_aware(fields)]
     if not aware and fields.get("main_grads_dtype", asked.dtype) is None:
         remedy = "Write fp32, or leave it out."
@@ -349,7 +340,7 @@ def _precision(asked: MegatronModel, side: Side) -> Precision:
     if (side.support.version or ()) < legality.REMAINDERS_SINCE:
         fields["store_param_remainders"] = False
     wanted = reader.read_wanted(fields.get)
-    aware = bool(fields.get(PRECISION_AWARE))
+    aware = bool(fields.get(megatron.PRECISION_AWARE))
     bucket = torch.float32 if side.bucket.grad_reduce_in_fp32 else dtype
     master = wanted.masters.get(dtype)
     main = wanted.masters[torch.float16]
@@ -376,7 +367,8 @@ def _precision(asked: MegatronModel, side: Side) -> Precision:
 def _stages(asked: MegatronModel, side: Side | None) -> tuple[Stage, ...]:
     """What a GPU holds in each pipeline stage; ``side`` is ``None`` without an optimizer."""
     sizes = asked.sizes
-    counts = layout.count(asked.model, sizes, frozen=asked.frozen, value_head=asked.value_head)
+    frozen, value_head = asked.frozen_routers, asked.value_head
+    counts = layout.count(asked.model, sizes, frozen_routers=frozen, value_head=value_head)
     if side is None:
         made, name, distributed = Precision(name_of(asked.dtype)), "", True
         counts = [layout.StageCount(0, 0, one.dense + one.experts + one.frozen) for one in counts]
@@ -409,14 +401,14 @@ def _decisions(asked: MegatronModel, side: Side, job: Job) -> Iterator[Decided]:
     Raises:
         SettingsError: the loss scaler would begin below its minimum.
     """
-    if job.in_force(DISPATCH, GROUP):
-        yield Decided(DISPATCH, side.plan.chosen, side.plan.because)
-    if job.in_force(ALIGNMENT, GROUP):
+    if job.in_force(megatron.DISPATCH, megatron.GROUP):
+        yield Decided(megatron.DISPATCH, side.plan.chosen, side.plan.because)
+    if job.in_force(megatron.ALIGNMENT, megatron.GROUP):
         in_fp32 = side.bucket.grad_reduce_in_fp32
         dtype = "fp32" if in_fp32 else name_of(asked.dtype)
         chosen = f"gradient bucket {dtype} (grad_reduce_in_fp32={in_fp32})"
-        yield Decided(ALIGNMENT, chosen, side.bucket.because)
-    scales = job.in_force(SCALING, GROUP)
+        yield Decided(megatron.ALIGNMENT, chosen, side.bucket.because)
+    scales = job.in_force(megatron.SCALING, megatron.GROUP)
     told = None
     if scales and asked.dtype is torch.float16:
         told = scaler.predicted_scaler(asked.requested, side.plan.asked, job.settings)
@@ -427,7 +419,7 @@ def _decisions(asked: MegatronModel, side: Side, job: Job) -> Iterator[Decided]:
         if scales:
             told = scaler.predicted_own_scaler(side.fields, job.settings, asked.dtype)
     if told is not None:
-        yield Decided(SCALING, *told)
+        yield Decided(megatron.SCALING, *told)
 
 
 def _notes(asked: MegatronModel, side: Side | None) -> Iterator[str]:

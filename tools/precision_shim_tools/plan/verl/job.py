@@ -131,28 +131,25 @@ def _of_ppo(config: Mapping[str, Any]) -> Iterator[Section]:
         yield sections.of_role("critic", "critic", critic, own, group)
 
 
-def _lora(model: Mapping[str, Any]) -> int:
-    lora = _number(inner(model, "model.lora"), "model.lora.rank", 0)
-    return _number(model, "model.lora_rank", 0) or lora
-
-
 def _model(job: Job, section: Section, gpus: tuple[int, str]) -> Plannable:
     if section.strategy not in _ENGINES:
         raise PlanError(
             f"{_where()}, {section.engine_key}: strategy={section.strategy!r}: planned are "
             f"{', '.join(_ENGINES)}. Plan the job with one of these."
         )
-    if _lora(section.model):
+    own, lora = section.model, inner(section.model, "model.lora")
+    if _number(own, "model.lora_rank", 0) or _number(lora, "model.lora.rank", 0):
         off = "model.lora_rank=0, model.lora.rank=0"
         raise no_adapters(f"{_where()}, {section.subject}", off)
-    path = section.model.get("hf_config_path") or section.model.get("path")
-    overrides = inner(section.model, "model.override_config")
-    overrides = overrides.get("model_config") or {
-        key: value
-        for key, value in overrides.items()
-        if key not in ("moe_config", "attn_implementation", "model_config")
+    written = inner(own, "model.override_config")
+    others = ("moe_config", "attn_implementation", "model_config")
+    overrides = written.get("model_config") or {
+        key: value for key, value in written.items() if key not in others
     }
-    shapes = job.model(path, {k: v for k, v in overrides.items() if v is not None})
+    shapes = job.model(
+        own.get("hf_config_path") or own.get("path"),
+        {key: value for key, value in overrides.items() if value is not None},
+    )
     illegal = tuple(sections.unknown(section, dispatches=job.in_force(DISPATCH, GROUP)))
     if section.strategy == "megatron":
         return _on_megatron(section, shapes, gpus, illegal)
@@ -162,33 +159,29 @@ def _model(job: Job, section: Section, gpus: tuple[int, str]) -> Plannable:
 def _on_megatron(
     section: Section, model: Model, gpus: tuple[int, str], illegal: tuple[Problem, ...]
 ) -> Plannable:
-    engine, optim, subject = section.engine, section.optim, section.subject
-    bucket_key = f"{section.engine_key}.override_ddp_config"
+    engine, optim = section.engine, section.optim
+    fields = f"{section.optim_key}.override_optimizer_config"
+    buckets = f"{section.engine_key}.override_ddp_config"
     inner(engine, f"{section.engine_key}.override_transformer_config")
-    inner(optim, f"{section.optim_key}.override_optimizer_config")
+    inner(optim, fields)
     sections.check_megatron(section)
     requested = megatron.of_configs(
         engine,
         optim,
-        subject=subject,
+        subject=section.subject,
         declared=parse_dtype(str(engine.get("dtype") or "bfloat16")),
         trains=section.trains,
     )
     return MegatronModel(
         requested,
         model,
-        read_sizes(
-            *gpus,
-            section.engine_key,
-            engine,
-            within="override_transformer_config",
-        ),
+        read_sizes(*gpus, section.engine_key, engine, "override_transformer_config"),
         requested.declared or torch.bfloat16,
         bucket_in_fp32=_bucket(section, requested),
-        value_head=subject == "critic",
-        key=f"{section.optim_key}.override_optimizer_config.{{}}",
-        bucket_key=f"{bucket_key}.grad_reduce_in_fp32",
-        bucket_keys=tuple(map(str, inner(engine, bucket_key))),
+        value_head=section.subject == "critic",
+        key=f"{fields}.{{}}",
+        bucket_key=f"{buckets}.grad_reduce_in_fp32",
+        bucket_keys=tuple(map(str, inner(engine, buckets))),
         prefix="++",  # Hydra's prefix that adds or overrides a key
         illegal=illegal,
     )
@@ -200,7 +193,7 @@ def _bucket(section: Section, requested: RequestedConfig) -> bool:
     verl's ``get_model`` and mbridge set ``grad_reduce_in_fp32`` to True, Megatron-Bridge to False.
     In verl 0.9 and later, the engine derives ``grad_reduce_in_fp32`` from the optimizer's fields.
     """
-    aware = bool(requested.opt_in.get(PRECISION_AWARE))
+    aware = requested.opt_in.get(PRECISION_AWARE)
     low = requested.opt_in.get("main_grads_dtype", torch.float32) is not torch.float32
     resolver = look(f"{megatron.ENGINE}._resolve_override_ddp_config")
     if resolver.found and aware and low:
@@ -219,9 +212,8 @@ def _sharded(
     # verl always keeps a forward-only model in the host's memory, even without ``param_offload``.
     forward_only = engine.get("forward_only", True) or engine.get("param_offload")
     on_host = engine.get("offload_policy") if trains else forward_only
-    compute = name_of(read.compute)
+    compute, name = name_of(read.compute), ""
     scaled: tuple[Decided, ...] = ()
-    name = ""
     notes: list[str] = []
     if trains:
         scaled = scaling(

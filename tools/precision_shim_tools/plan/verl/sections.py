@@ -74,9 +74,7 @@ def inner(section: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 def of_role(
     subject: str, key: str, role: Mapping[str, Any], model: Mapping[str, Any], group: str
 ) -> Section:
-    """Read the sections of a PPO job's model.
-
-    Two releases of verl moved the critic's FSDP section.
+    """Read the sections of a PPO job's model, whose FSDP section two releases of verl moved.
 
     Args:
         subject: the model's name.
@@ -96,17 +94,8 @@ def of_role(
     engine_key = next((name for name, found in places.items() if found), f"{key}.{names[0]}")
     optim = inner(role, f"{key}.optim") if subject != "ref" else {}
     sequence = number_of(role, f"{key}.ulysses_sequence_parallel_size", versioned("verl"))
-    return Section(
-        subject,
-        engine_key,
-        f"{key}.optim",
-        strategy,
-        places[engine_key],
-        optim,
-        model,
-        sequence,
-        group,
-    )
+    engine, optim_key = places[engine_key], f"{key}.optim"
+    return Section(subject, engine_key, optim_key, strategy, engine, optim, model, sequence, group)
 
 
 def of_tuning(config: Mapping[str, Any]) -> Section:
@@ -199,11 +188,8 @@ def _of_flag(engine: Mapping[str, Any], key: str, strategy: str) -> Sharded:
         note = f"dtype=float16 is not what it trains in, but bfloat16: {why}" if why else ""
     group, stored = engines.GROUPS[name], torch.float32
     if strategy == "torchtitan":
-        sizes = {
-            "shards": "data_parallel_shard_size",
-            "tensor": "tensor_parallel_size",
-            "context": "context_parallel_size",
-        }
+        sizes = {"shards": "data_parallel_shard_size"}
+        sizes.update(tensor="tensor_parallel_size", context="context_parallel_size")
         return Sharded(stored, low, torchtitan.BECAUSE, group, sizes=sizes, note=note)
     if low is torch.float16:
         veomni.check_fp16(engine, key)
@@ -222,7 +208,8 @@ def unknown(section: Section, *, dispatches: bool) -> Iterator[Problem]:
     """
     for key, read in ((section.engine_key, section.engine), (section.optim_key, section.optim)):
         name = str(read.get("_target_", "")).rpartition(".")[2]
-        known = set(_fields(name))
+        looks = [look(f"{_PACKAGE}.{module}:{name}.__init__") for module in _MODULES if name]
+        known = set(next((symbol.parameters for symbol in looks if symbol.found), ()))
         if name == "McoreOptimizerConfig" and dispatches:
             known.update(PRECISION_AWARE_FIELDS)
         written = [word for word in read if word not in _HYDRAS]
@@ -230,17 +217,8 @@ def unknown(section: Section, *, dispatches: bool) -> Iterator[Problem]:
         yield from unknown_keys(written, known, section.subject, f"{key}.{{}}", whose)
 
 
-def _fields(name: str) -> tuple[str, ...]:
-    looks = (look(f"{_PACKAGE}.{module}:{name}.__init__") for module in _MODULES)
-    return next((symbol.parameters for symbol in looks if name and symbol.found), ())
-
-
 def check_moments(section: Section, optimizer: str) -> None:
     """Check that torch's optimizer can step parameters that are stored in fp16.
-
-    Args:
-        section: the model's sections.
-        optimizer: class name of the optimizer.
 
     Raises:
         DtypeError: it cannot.
