@@ -126,55 +126,37 @@ class Report:
 
     Attributes:
         framework: the framework's name.
+        status: the status that the framework would have with the packages in the wheel or folder.
         holds: maps each distribution in the wheel or folder to its version.
         against: maps each distribution to the version used for the comparison, as text.
-        there: the status that the framework would have with the packages in the wheel or folder.
-        here: the status of the installed framework; ``None`` if the framework is not installed.
         symbols: the compared symbols, including symbols that are missing in the wheel or folder.
+        lost: the (feature, training engine) pairs that only the installed packages support.
+        won: the (feature, training engine) pairs that only the checked packages support.
         problems: sentences on the seams that could not be applied, with the reasons.
     """
 
     framework: str
+    status: FrameworkStatus
     holds: Mapping[str, str]
     against: Mapping[str, str]
-    there: FrameworkStatus
-    here: FrameworkStatus | None
-    symbols: tuple[SymbolChange, ...]
-    problems: tuple[str, ...]
-
-    def lost(self) -> list[dict[str, str]]:
-        """Return (feature, training engine) pairs that only the installed packages support."""
-        return _find_moves(self.here, self.there)
-
-    def won(self) -> list[dict[str, str]]:
-        """Return (feature, training engine) pairs that only the checked packages support."""
-        return _find_moves(self.there, self.here)
+    symbols: list[SymbolChange]
+    lost: list[dict[str, str]]
+    won: list[dict[str, str]]
+    problems: list[str]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as dicts, lists, strings and numbers, for JSON."""
-        return {
-            "framework": self.framework,
-            **as_dict(self.there),
-            "holds": dict(self.holds),
-            "against": dict(self.against),
-            "symbols": [asdict(symbol) for symbol in self.symbols],
-            "lost": self.lost(),
-            "won": self.won(),
-            "problems": list(self.problems),
-            "ok": not self.problems,
-        }
+        told = asdict(self)
+        del told["status"]
+        return {**told, **as_dict(self.status), "ok": not self.problems}
 
 
-def _find_moves(
-    before: FrameworkStatus | None, after: FrameworkStatus | None
-) -> list[dict[str, str]]:
-    if before is None or after is None:
-        return []
-    left = _status_text.verdicts(after.seams)
+def _find_moves(before: FrameworkStatus, after: FrameworkStatus) -> list[dict[str, str]]:
+    left, at_work = _status_text.verdicts(after.seams), _status_text.AT_WORK
     return [
         {"feature": feature, "path": path, "because": _because(after.seams, feature, path)}
         for (feature, path), verdict in _status_text.verdicts(before.seams).items()
-        if verdict in _status_text.AT_WORK and left.get((feature, path)) not in _status_text.AT_WORK
+        if verdict in at_work and left.get((feature, path)) not in at_work
     ]
 
 
@@ -231,10 +213,12 @@ def _judge(entry: Adapter, tree: Tree) -> Report:
             }
             for distribution, targets in _targets(_registry.load(entry)).items()
         }
-    here = None
+    lost, won = [], []
     if _installed.version_of(entry.distribution, entry.packages) is not None:
         here, _ = predict_status(entry, settings, _installed.version_of)
-    holds, against, symbols = {}, {}, []
+        lost, won = _find_moves(here, there), _find_moves(there, here)
+    holds, against = {}, {}
+    symbols: list[SymbolChange] = []
     for distribution, new in owned.items():
         package = _package(distribution, entry)
         if not new or not tree.has(package):
@@ -252,7 +236,7 @@ def _judge(entry: Adapter, tree: Tree) -> Report:
         for target, seen in new.items():
             change = _change(distribution, target, basis.get(target, ""), old[target], seen)
             symbols += [change] if change else []
-    return Report(name, holds, against, there, here, tuple(symbols), tuple(problems))
+    return Report(name, there, holds, against, symbols, lost, won, problems)
 
 
 def _targets(adapter: Adapter) -> dict[str, list[str]]:
@@ -347,11 +331,11 @@ def _text(report: Report, path: Path, *, verbose: bool) -> str:
     lines = fold(f"{path.name}, for {report.framework}", 0, 2, break_words=True)
     for name, version in report.holds.items():
         lines += fold(f"{name} {version}, against {report.against[name]}", 2, 4)
-    features = list(dict.fromkeys(seam.feature for seam in report.there.seams))
-    lines += ["", *_status_text.framework(report.framework, report.there, features, ahead=True)]
+    features = list(dict.fromkeys(seam.feature for seam in report.status.seams))
+    lines += ["", *_status_text.framework(report.framework, report.status, features, ahead=True)]
     for title, moved in (
-        ("what the user would lose", report.lost()),
-        ("what the user would gain", report.won()),
+        ("what the user would lose", report.lost),
+        ("what the user would gain", report.won),
     ):
         lines += ["", title] if moved else []
         for each in moved:
@@ -359,7 +343,7 @@ def _text(report: Report, path: Path, *, verbose: bool) -> str:
             because = f": {each['because']}" if title.endswith("lose") else ""
             lines += fold(f"{each['feature']}{where}{because}", 2, 4)
     lines += ["", *_symbols_text(report.symbols, verbose)]
-    told = _status_text.refusals(f"{report.framework} {report.there.version}", report.there.seams)
+    told = _status_text.refusals(f"{report.framework} {report.status.version}", report.status.seams)
     if report.problems:
         lines += ["", "problems"]
         for text in told or report.problems:
@@ -369,7 +353,7 @@ def _text(report: Report, path: Path, *, verbose: bool) -> str:
     return "\n".join(lines)
 
 
-def _symbols_text(symbols: tuple[SymbolChange, ...], verbose: bool) -> Iterable[str]:
+def _symbols_text(symbols: list[SymbolChange], verbose: bool) -> Iterable[str]:
     states = ("changed", "gone", "new", "same")
     counts = [f"{sum(symbol.state == state for symbol in symbols)} {state}" for state in states]
     yield f"{len(symbols)} symbol{'' if len(symbols) == 1 else 's'}: {', '.join(counts)}"

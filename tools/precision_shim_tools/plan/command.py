@@ -44,14 +44,12 @@ class Job:
     """A job's launch command, read without importing the job's framework.
 
     Attributes:
-        framework: name of the framework.
         target: the module after ``-m``, or the script.
         source: the file of ``target``; ``None`` if the file is not on this machine.
         launcher: the command's words before ``target``.
         arguments: the command's words after ``target``.
         environ: the variables that the command sets.
         settings: the shim's settings.
-        options: the options that the user gives in addition to the command.
         off: ``PRECISION_SHIM``'s value, such as ``"0"``, if it switches the shim off; else empty.
     """
 

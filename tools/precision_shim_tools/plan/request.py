@@ -30,7 +30,6 @@ class Variant:
     Attributes:
         gives_up: text on the loss of precision with these settings.
         lines: the settings as lines to paste (config keys or environment variables).
-        model: the model with the variant's settings.
     """
 
     gives_up: str
@@ -76,8 +75,6 @@ class Request:
     """A job, as an adapter read it from the job's config.
 
     Attributes:
-        framework: the framework's name.
-        version: the framework's version.
         world_size: number of GPUs that train.
         models: the models that use memory of the GPUs that train.
         megatron: whether Megatron trains a model of the job.

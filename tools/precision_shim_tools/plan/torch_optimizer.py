@@ -33,8 +33,6 @@ class ShardedModel:
     """One model of a job on FSDP or DTensor.
 
     Attributes:
-        subject: the model's name, such as ``"actor"``.
-        model: names and shapes of the model's weights.
         world: number of GPUs.
         dtype: canonical name of the dtype in which the parameters are stored.
         shards: number of ranks that share a copy of a parameter; 0 to compute it from ``replicas``.
@@ -47,7 +45,6 @@ class ShardedModel:
         offload: whether parameters, gradients and states are in the host's memory.
         value_head: whether the output layer is a value head with one output.
         keys: maps names of these attributes to config keys, for messages.
-        decisions: the shim's decisions about this model.
         illegal: problems that the adapter found.
         notes: remarks about legal settings.
     """

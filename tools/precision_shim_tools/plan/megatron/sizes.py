@@ -13,10 +13,6 @@ class Sizes:
 
     Attributes:
         world: number of GPUs.
-        tensor: size of tensor parallelism.
-        pipeline: size of pipeline parallelism.
-        context: size of context parallelism.
-        expert: size of expert parallelism.
         expert_tensor: size of expert tensor parallelism; ``None`` for the size of ``tensor``.
         virtual: number of chunks of a pipeline stage; ``None`` for one.
         first: number of layers of the first stage, if the config has this number.

@@ -41,8 +41,6 @@ class Section:
         subject: the model's name, such as ``"actor"``.
         engine_key: the config key of the engine's section.
         optim_key: the config key of the optimizer's section.
-        strategy: the engine's strategy.
-        engine: the engine's section.
         optim: the optimizer's section; empty for a model that is not trained.
         model: the section that describes the model.
         sequence: the size of Ulysses' sequence parallelism from the model's own section; newer
@@ -111,9 +109,7 @@ class Sharded:
     """An engine's dtypes and sizes.
 
     Attributes:
-        stored: dtype of the parameters.
         compute: dtype in which the parameters are gathered.
-        reduce: dtype of the gradients while they are reduced.
         because: why the shim scales an fp16 model's loss.
         group: the group of the seams that scale the model's loss.
         sizes: maps a field of ``ShardedModel`` to the key that sets it in the engine's section.
