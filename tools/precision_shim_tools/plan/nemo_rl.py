@@ -191,11 +191,8 @@ def _count_teachers(config: Mapping[str, Any]) -> int:
 def _models(
     job: Job, config: Mapping[str, Any], world: int
 ) -> Iterator[tuple[str, Callable[[], Plannable]]]:
-    teachers = config.get("teachers") or []
     named = {key: (key, _of(config, key)) for key in _ROLES}
-    if teachers:  # without a rollout, a job with teachers never offloads its student
-        named["policy"] = "policy", {**config["policy"], "generation": None}
-    for place, section in enumerate(teachers):
+    for place, section in enumerate(config.get("teachers") or []):
         named[f"teacher_{place}"] = f"teachers.{place}", section
     for subject, (key, section) in named.items():
         if subject == "policy" or section.get("model_name"):
@@ -245,14 +242,10 @@ def _flags(section: Mapping[str, Any], key: str, subject: str) -> Iterator[Probl
     if needed is not None and optimizer.get(PRECISION_AWARE) and needed not in written:
         wrong = [needed]
     values = f"bf16={'bf16' in written}, fp16={'fp16' in written}".lower()
+    fault = f"{_where()}: {values} beside {key}.precision={precision}"
+    remedy = "Write true for the flag of the precision, and false for the others."
     for flag in wrong:
-        yield Problem(
-            "flags",
-            subject,
-            f"{place}.{flag}",
-            f"{_where()}: {values} beside {key}.precision={precision}",
-            "Write true for the flag of the precision, and false for the others.",
-        )
+        yield Problem("flags", subject, f"{place}.{flag}", fault, remedy)
 
 
 def _refuse_adapters(section: Mapping[str, Any], key: str) -> None:

@@ -182,15 +182,15 @@ def _world(job: Job, prefix: str, parallel: Any) -> tuple[int, int]:
     if parallel.pipeline_parallel_degree > 1:
         fault = "pipelines are not planned; plan one stage's share with 1"
         raise _no_layout(prefix, parallel, "pipeline_parallel_degree", fault)
-    rest = parallel.tensor_parallel_degree * parallel.data_parallel_replicate_degree
-    rest *= parallel.context_parallel_degree
+    tensor, context = parallel.tensor_parallel_degree, parallel.context_parallel_degree
+    rest = tensor * context * parallel.data_parallel_replicate_degree
     shards, world = parallel.data_parallel_shard_degree, job.processes
     if shards < 1:
         shards = 1 if world is None else max(world // rest, 1)
     if world not in (None, rest * shards):
         fault = f"the degrees multiply to {rest * shards} GPUs, and the job has {world}"
         raise _no_layout(prefix, parallel, "data_parallel_shard_degree", fault)
-    return rest * shards, shards * parallel.context_parallel_degree
+    return rest * shards, shards * context
 
 
 def _name(value: object) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import zipfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib.util import decode_source
 from pathlib import Path
 from typing import Any
@@ -103,14 +104,14 @@ def _distributions(root: Any) -> Iterator[tuple[str, str]]:
                     yield normal(head["Name"]), head["Version"]
 
 
+@dataclass(frozen=True)
 class _Over:
-    def __init__(self, tree: Tree, beneath: Source) -> None:
-        self._tree = tree
-        self._beneath = beneath
+    tree: Tree
+    beneath: Source
 
     def find(self, module: str) -> Callable[[], str | None] | None:
-        first = self._tree.complete or self._tree.owns(module)
-        return (self._tree if first else self._beneath).find(module)
+        first = self.tree.complete or self.tree.owns(module)
+        return (self.tree if first else self.beneath).find(module)
 
 
 def over(tree: Tree) -> Source:

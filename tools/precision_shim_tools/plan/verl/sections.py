@@ -25,8 +25,7 @@ from precision_shim_adapters.verl.training.megatron import has_fields
 from ..record import unknown_keys
 from ..values import number_of, section_of
 
-_PACKAGE = "verl.workers.config"
-_MODULES = ("engine", "optimizer")
+_MODULES = ("verl.workers.config.engine", "verl.workers.config.optimizer")
 _HYDRAS = ("_target_", "_convert_", "_recursive_", "_partial_")
 _TURBOS = ("distributed", "fsdp_plan", "param_dtype")
 _AUTOMODEL = {"model_dtype": "fp32", "mp_param_dtype": "bf16", "mp_reduce_dtype": "fp32"}
@@ -204,7 +203,7 @@ def unknown(section: Section, *, dispatches: bool) -> Iterator[Problem]:
     """
     for key, read in ((section.engine_key, section.engine), (section.optim_key, section.optim)):
         name = str(read.get("_target_", "")).rpartition(".")[2]
-        looks = [look(f"{_PACKAGE}.{module}:{name}.__init__") for module in _MODULES if name]
+        looks = [look(f"{module}:{name}.__init__") for module in _MODULES if name]
         known = set(next((symbol.parameters for symbol in looks if symbol.found), ()))
         if name == "McoreOptimizerConfig" and dispatches:
             known.update(PRECISION_AWARE_FIELDS)
