@@ -17,7 +17,7 @@ from precision_shim_tools.plan.megatron.model import MegatronModel
 from precision_shim_tools.plan.megatron.sizes import Sizes
 from precision_shim_tools.plan.record import ModelPlan
 from precision_shim_tools.plan.shapes import Model, Weight
-from precision_shim_tools.plan.torch_optimizer import ShardedModel, plan_sharded
+from precision_shim_tools.plan.torch_optimizer import ShardedModel
 
 from ..audit import builds
 from ..processes.rank_server import Ranks
@@ -121,7 +121,8 @@ def test_on_fsdp2_with_two_ranks_too(run_ranks: Ranks) -> None:
         Weight("1.bias", (3,)),
     )
     for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
-        made, found = plan_sharded(ShardedModel("model", Model(weights), 2, name))
+        sharded: Any = ShardedModel("model", Model(weights), 2, name)
+        made, found = sharded.plan(None, None)
         assert found == []
         assert made is not None
         (part,) = made.after[0].parts

@@ -33,17 +33,15 @@ class PredictedFeatures:
 
     def _is_refused(self, framework: str, feature: str, group: str) -> bool:
         if framework not in self._groups:
-            self._groups[framework] = self._read_refused(framework)
+            try:
+                adapter = load(entries()[framework])
+            except SeamError:
+                self._groups[framework] = None  # all groups
+            else:
+                seams = predict_seams(adapter, self.settings)
+                self._groups[framework] = refused_groups(seams)
         refused = self._groups[framework]
         return refused is None or (feature, group) in refused
-
-    def _read_refused(self, framework: str) -> frozenset[tuple[str, str]] | None:
-        """Return the refused groups of seams; ``None`` (all) if the adapter cannot be loaded."""
-        try:
-            adapter = load(entries()[framework])
-        except SeamError:
-            return None
-        return refused_groups(predict_seams(adapter, self.settings))
 
 
 def predict_seams(
@@ -53,14 +51,9 @@ def predict_seams(
 ) -> tuple[SeamStatus, ...]:
     """Predict the states of an adapter's seams from source code alone, without patching anything.
 
-    Args:
-        adapter: the adapter.
-        settings: the user's settings.
-        versions: function that returns the version of a distribution whose source is read; ``None``
-            for ``version_of``, which returns the installed version.
+    ``versions`` returns the version of a distribution whose source is read, by default the
+    installed version.
     """
-
-    def missed(adapter: Adapter) -> Callable[[str], str]:
-        return tell_missed(adapter, versions)
-
-    return check(adapter, settings.features, settings, missed).predicted()
+    return check(
+        adapter, settings.features, settings, lambda adapter: tell_missed(adapter, versions)
+    ).predicted()

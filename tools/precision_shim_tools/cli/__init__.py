@@ -30,11 +30,7 @@ OPTIONS = {"features": "--features", "frameworks": "--frameworks", "settings": "
 
 
 def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
-    """Build the parser of the command line.
-
-    Args:
-        commands: names of the commands to register; each command's module is imported.
-    """
+    """Build the parser of the command line; the module of each command is imported."""
     import precision_shim
 
     parser = _Parser(

@@ -22,7 +22,6 @@ from precision_shim.process import symbols as _symbols
 from precision_shim.process import versions as _installed
 from precision_shim.process.digest import digest, digest_of
 from precision_shim.process.framework import Adapter
-from precision_shim.process.settings import Settings
 from precision_shim.reporting import text as _status_text
 from precision_shim.reporting.record import FrameworkStatus, SeamStatus
 from precision_shim.reporting.text import fold
@@ -30,7 +29,7 @@ from precision_shim.seams import look
 from precision_shim.seams._source import Definition, definition, looking_at
 
 from ..upstream.changes import changed_lines
-from ..upstream.framework_status import predict_status
+from ..upstream.framework_status import as_dict, predict_status
 from ..upstream.trees import Tree, open_tree, over
 from ._output import show, write
 
@@ -127,60 +126,38 @@ class Report:
 
     Attributes:
         framework: the framework's name.
+        status: the status that the framework would have with the packages in the wheel or folder.
         holds: maps each distribution in the wheel or folder to its version.
         against: maps each distribution to the version used for the comparison, as text.
-        there: the status that the framework would have with the packages in the wheel or folder.
-        here: the status of the installed framework; ``None`` if the framework is not installed.
         symbols: the compared symbols, including symbols that are missing in the wheel or folder.
+        lost: the (feature, training engine) pairs that only the installed packages support.
+        won: the (feature, training engine) pairs that only the checked packages support.
         problems: sentences on the seams that could not be applied, with the reasons.
     """
 
     framework: str
+    status: FrameworkStatus
     holds: Mapping[str, str]
     against: Mapping[str, str]
-    there: FrameworkStatus
-    here: FrameworkStatus | None
-    symbols: tuple[SymbolChange, ...]
-    problems: tuple[str, ...]
-
-    def lost(self) -> list[dict[str, str]]:
-        """Return (feature, training engine) pairs that only the installed packages support."""
-        return self._find_moves(self.here, self.there)
-
-    def won(self) -> list[dict[str, str]]:
-        """Return (feature, training engine) pairs that only the checked packages support."""
-        return self._find_moves(self.there, self.here)
-
-    def _find_moves(
-        self, before: FrameworkStatus | None, after: FrameworkStatus | None
-    ) -> list[dict[str, str]]:
-        if before is None or after is None:
-            return []
-        left = _status_text.verdicts(after.seams)
-        return [
-            {"feature": feature, "path": path, "because": _because(after.seams, feature, path)}
-            for (feature, path), verdict in _status_text.verdicts(before.seams).items()
-            if verdict in _status_text.AT_WORK
-            and left.get((feature, path)) not in _status_text.AT_WORK
-        ]
+    symbols: list[SymbolChange]
+    lost: list[dict[str, str]]
+    won: list[dict[str, str]]
+    problems: list[str]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as dicts, lists, strings and numbers, for JSON."""
-        return {
-            "framework": self.framework,
-            "version": self.there.version,
-            "tested": self.there.tested,
-            "state": self.there.state,
-            "reason": self.there.reason,
-            "holds": dict(self.holds),
-            "against": dict(self.against),
-            "symbols": [asdict(symbol) for symbol in self.symbols],
-            "seams": [seam.to_dict() for seam in self.there.seams],
-            "lost": self.lost(),
-            "won": self.won(),
-            "problems": list(self.problems),
-            "ok": not self.problems,
-        }
+        told = asdict(self)
+        del told["status"]
+        return {**told, **as_dict(self.status), "ok": not self.problems}
+
+
+def _find_moves(before: FrameworkStatus, after: FrameworkStatus) -> list[dict[str, str]]:
+    left, at_work = _status_text.verdicts(after.seams), _status_text.AT_WORK
+    return [
+        {"feature": feature, "path": path, "because": _because(after.seams, feature, path)}
+        for (feature, path), verdict in _status_text.verdicts(before.seams).items()
+        if verdict in at_work and left.get((feature, path)) not in at_work
+    ]
 
 
 def report(path: Path, framework: str | None = None) -> list[Report]:
@@ -221,53 +198,45 @@ def report(path: Path, framework: str | None = None) -> list[Report]:
 
 def _judge(entry: Adapter, tree: Tree) -> Report:
     name = entry.framework
-    known = _registry.entries()
-    settings = _settings.resolve(frameworks=(name,), known_frameworks=known)
-    source, versions = over(tree), _versions(tree)
+    settings = _settings.resolve(frameworks=(name,), known_frameworks=_registry.entries())
+    versions = _versions(tree)
     # Load the adapter within looking_at(), because an adapter may read source while it is loaded.
-    with looking_at(source):
+    with looking_at(over(tree)):
         there, problems = predict_status(entry, settings, versions)
         if there.version is None:  # ``path`` has only a backend, such as Megatron-core
             problems = []
-        adapter = _registry.load(entry)
         owned = {
-            distribution: [
-                target for target in targets if tree.complete or tree.owns(target.split(":")[0])
-            ]
-            for distribution, targets in _targets(adapter).items()
+            distribution: {
+                target: _sight(target)
+                for target in targets
+                if tree.complete or tree.owns(target.split(":")[0])
+            }
+            for distribution, targets in _targets(_registry.load(entry)).items()
         }
-        new = {target: _sight(target) for targets in owned.values() for target in targets}
-    here = _here(entry, settings)
-    holds, against, symbols = {}, {}, []
-    for distribution, targets in owned.items():
+    lost, won = [], []
+    if _installed.version_of(entry.distribution, entry.packages) is not None:
+        here, _ = predict_status(entry, settings, _installed.version_of)
+        lost, won = _find_moves(here, there), _find_moves(there, here)
+    holds, against = {}, {}
+    symbols: list[SymbolChange] = []
+    for distribution, new in owned.items():
         package = _package(distribution, entry)
-        if not targets or not tree.has(package):
+        if not new or not tree.has(package):
             continue
         holds[distribution] = versions(distribution, (package,)) or "unknown"
-        old = {target: _sight(target) for target in targets}
+        old = {target: _sight(target) for target in new}
         installed = _installed.version_of(distribution, (package,))
-        basis = {target: digest_of(seen.found.node) for target, seen in old.items() if seen.found}
-        against[distribution] = f"{installed}, installed here"
-        if installed is None:
+        if installed is not None:
+            basis = {t: digest_of(seen.found.node) for t, seen in old.items() if seen.found}
+            against[distribution] = f"{installed}, installed here"
+        else:
             newest = (_symbols.versions_of(_symbols.shipped(), distribution) or [""])[-1]
             basis = _symbols.digests_of(_symbols.shipped(), distribution, newest)
             against[distribution] = f"{newest}, as recorded" if newest else "nothing"
-        symbols += [
-            change
-            for target in targets
-            if (
-                change := _change(
-                    distribution, target, basis.get(target, ""), old[target], new[target]
-                )
-            )
-        ]
-    return Report(name, holds, against, there, here, tuple(symbols), tuple(problems))
-
-
-def _here(entry: Adapter, settings: Settings) -> FrameworkStatus | None:
-    if _installed.version_of(entry.distribution, entry.packages) is None:
-        return None
-    return predict_status(entry, settings, _installed.version_of)[0]
+        for target, seen in new.items():
+            change = _change(distribution, target, basis.get(target, ""), old[target], seen)
+            symbols += [change] if change else []
+    return Report(name, there, holds, against, symbols, lost, won, problems)
 
 
 def _targets(adapter: Adapter) -> dict[str, list[str]]:
@@ -300,12 +269,9 @@ def _change(
         return SymbolChange(target, "gone", []) if basis else None
     there = digest_of(new.found.node)
     as_in = _symbols.find_versions(_symbols.shipped(), distribution, target, there)
-    if not basis:
-        return SymbolChange(target, "new", as_in)
-    if basis == there:
-        return SymbolChange(target, "same", as_in)
-    if old.found is None:
-        return SymbolChange(target, "changed", as_in)
+    if not basis or basis == there or old.found is None:
+        state = "new" if not basis else "same" if basis == there else "changed"
+        return SymbolChange(target, state, as_in)
     return SymbolChange(
         target,
         "changed",
@@ -365,11 +331,11 @@ def _text(report: Report, path: Path, *, verbose: bool) -> str:
     lines = fold(f"{path.name}, for {report.framework}", 0, 2, break_words=True)
     for name, version in report.holds.items():
         lines += fold(f"{name} {version}, against {report.against[name]}", 2, 4)
-    features = list(dict.fromkeys(seam.feature for seam in report.there.seams))
-    lines += ["", *_status_text.framework(report.framework, report.there, features, ahead=True)]
+    features = list(dict.fromkeys(seam.feature for seam in report.status.seams))
+    lines += ["", *_status_text.framework(report.framework, report.status, features, ahead=True)]
     for title, moved in (
-        ("what the user would lose", report.lost()),
-        ("what the user would gain", report.won()),
+        ("what the user would lose", report.lost),
+        ("what the user would gain", report.won),
     ):
         lines += ["", title] if moved else []
         for each in moved:
@@ -377,7 +343,7 @@ def _text(report: Report, path: Path, *, verbose: bool) -> str:
             because = f": {each['because']}" if title.endswith("lose") else ""
             lines += fold(f"{each['feature']}{where}{because}", 2, 4)
     lines += ["", *_symbols_text(report.symbols, verbose)]
-    told = _status_text.refusals(f"{report.framework} {report.there.version}", report.there.seams)
+    told = _status_text.refusals(f"{report.framework} {report.status.version}", report.status.seams)
     if report.problems:
         lines += ["", "problems"]
         for text in told or report.problems:
@@ -387,7 +353,7 @@ def _text(report: Report, path: Path, *, verbose: bool) -> str:
     return "\n".join(lines)
 
 
-def _symbols_text(symbols: tuple[SymbolChange, ...], verbose: bool) -> Iterable[str]:
+def _symbols_text(symbols: list[SymbolChange], verbose: bool) -> Iterable[str]:
     states = ("changed", "gone", "new", "same")
     counts = [f"{sum(symbol.state == state for symbol in symbols)} {state}" for state in states]
     yield f"{len(symbols)} symbol{'' if len(symbols) == 1 else 's'}: {', '.join(counts)}"
@@ -396,13 +362,18 @@ def _symbols_text(symbols: tuple[SymbolChange, ...], verbose: bool) -> Iterable[
             if symbol.state != state:
                 continue
             yield from fold(f"{state:<8} {symbol.target}", 2, 4)
-            as_in = f"as in {', '.join(symbol.as_in)}" if symbol.as_in else ""
-            gained = f"parameters gained: {', '.join(symbol.gained)}" if symbol.gained else ""
-            lost = f"parameters lost: {', '.join(symbol.lost)}" if symbol.lost else ""
-            lines = (
-                f"{len(symbol.lines)} lines went or came" if symbol.lines and not verbose else ""
-            )
-            yield from fold("; ".join(filter(None, (as_in, gained, lost, lines))), 11, 13)
+            told = [
+                f"{title}{', '.join(names)}"
+                for title, names in (
+                    ("as in ", symbol.as_in),
+                    ("parameters gained: ", symbol.gained),
+                    ("parameters lost: ", symbol.lost),
+                )
+                if names
+            ]
+            if symbol.lines and not verbose:
+                told.append(f"{len(symbol.lines)} lines went or came")
+            yield from fold("; ".join(told), 11, 13)
             yield from (f"           {line}" for line in symbol.lines if verbose)
     if not verbose and any(symbol.lines for symbol in symbols):
         yield "  --verbose shows the lines"

@@ -1,13 +1,13 @@
 """``precision-shim doctor``: show installed packages, seams to patch, and reasons for refusals.
 
 The doctor reads metadata and source, and imports no framework. Child processes check the start-up
-file, wrapt's C extension, and the import of TransformerEngine, so that a crash does not end the
-doctor. Without CUDA libraries the import of TransformerEngine fails.
+file and the import of TransformerEngine, which fails without CUDA libraries and may crash.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -17,6 +17,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import wrapt
 
 from precision_shim import __version__
 from precision_shim.errors import SettingsError
@@ -32,7 +34,7 @@ from precision_shim.reporting.record import FrameworkStatus
 from precision_shim.reporting.text import fold
 from precision_shim.seams._wrapper import resolve
 
-from ..upstream.framework_status import inapplicable, predict_status
+from ..upstream.framework_status import as_dict, inapplicable, predict_status
 from . import _against, add_command
 from ._output import show, write
 
@@ -59,10 +61,6 @@ _START_UP = """
 import json
 from precision_shim.process import standby
 print(json.dumps(standby.waiting()))
-"""
-_WRAPT = """
-import json, wrapt
-print(json.dumps(type(wrapt.FunctionWrapper.__init__).__name__ == "wrapper_descriptor"))
 """
 _TRANSFORMER_ENGINE = """
 import json
@@ -114,80 +112,70 @@ def _look() -> tuple[dict[str, Any], dict[str, FrameworkStatus]]:
     """Return the result of ``examine``, and each framework's status as in ``status()``."""
     standby.stop()  # the doctor's imports must not install the shim in this process
     problems: list[str] = []
-    settings = _resolve(problems)
-    frameworks: dict[str, FrameworkStatus] = {}
-    switch = _switch()
+    settings, switch = None, "invalid"
+    try:
+        settings = _settings.resolve(known_frameworks=_registry.entries())
+    except SettingsError as error:
+        problems.append(str(error))
+    with contextlib.suppress(SettingsError):  # which is among the problems already
+        switch = _settings.switch()
+    start_up = _start_up(switch, problems)
     packages = {name: _package(name, packages) for name, packages in PACKAGES}
+    frameworks: dict[str, FrameworkStatus] = {}
+    for name, entry in offered(_registry.entries(), settings).items():
+        frameworks[name], found = _predict(entry, settings)
+        problems += found
+    limits = _limits(packages["transformer-engine"], frameworks)
+    if settings is not None and settings["optimizer_states"] == "follow-model":
+        problems += limits
+        limits = []
+    if switch in ("on", "strict") and {s.state for s in frameworks.values()} <= {"absent", "off"}:
+        problems.append(
+            "nothing to patch here: none of these frameworks is installed or asked for: "
+            + ", ".join(frameworks)
+        )
     told: dict[str, Any] = {
-        "ok": True,
+        # With PRECISION_SHIM=0 no feature is requested, so no feature can be missing.
+        "ok": not problems or switch == "off",
         "precision_shim": {"version": __version__, "path": str(Path(__file__).parents[1])},
         "python": {"version": platform.python_version(), "executable": sys.executable},
         "switch": switch,
-        "start_up": _start_up(switch, problems),
+        "start_up": start_up,
         "packages": packages,
         "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(PREFIX)},
-        "features": [] if settings is None else list(settings.features),
-        "settings": {}
-        if settings is None
-        else {name: {"value": settings[name], "from": settings.origin[name]} for name in TABLE},
-        "strict": settings is not None and settings.strict,
-        "frameworks": {
-            name: _framework(entry, settings, problems, frameworks)
-            for name, entry in offered(_registry.entries(), settings).items()
+        "features": list(settings.features) if settings else [],
+        "settings": {
+            name: {"value": settings[name], "from": settings.origin[name]}
+            for name in TABLE
+            if settings
         },
+        "strict": settings is not None and settings.strict,
+        "frameworks": {name: as_dict(status) for name, status in frameworks.items()},
+        "problems": problems,
+        "limits": limits,
     }
-    limits = _limits(packages["transformer-engine"], frameworks)
-    if settings is not None and settings.is_set("optimizer_states"):
-        asked = settings["optimizer_states"] == "follow-model"
-        problems += limits if asked else []
-        limits = [] if asked else limits
-    if switch in ("on", "strict") and all(
-        framework["state"] in ("absent", "off") for framework in told["frameworks"].values()
-    ):
-        problems.append(
-            "nothing to patch here: none of these frameworks is installed or asked for: "
-            + ", ".join(told["frameworks"])
-        )
-    # With PRECISION_SHIM=0 no feature is requested, so no feature can be missing.
-    told["problems"] = problems
-    told["limits"] = limits
-    told["ok"] = not problems or switch == "off"
     return told, frameworks
 
 
-def _resolve(problems: list[str]) -> Settings | None:
-    try:
-        return _settings.resolve(known_frameworks=_registry.entries())
-    except SettingsError as error:
-        problems.append(str(error))
-        return None
-
-
-def _switch() -> str:
-    try:
-        return _settings.switch()
-    except SettingsError:
-        return "invalid"  # _resolve reports the error
-
-
 def _start_up(switch: str, problems: list[str]) -> dict[str, Any]:
+    name = "zz_precision_shim.pth"
     places = [*site.getsitepackages(), site.getusersitepackages()]
-    files = [
-        str(file) for place in places if (file := Path(place, "zz_precision_shim.pth")).is_file()
-    ]
+    files = [str(file) for place in places if (file := Path(place, name)).is_file()]
     environment = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)}
     active = _in_child(_START_UP, {**environment, PREFIX: "1"}) is True
     reason = ""
-    if not active:
+    if not active and files:
         reason = (
             "a child process did not execute it (an interpreter that reads no .pth files, such as "
             "python -S?)"
-            if files
-            else "zz_precision_shim.pth is not in this environment's site-packages; install the "
-            "wheel, or install in editable mode again"
         )
-        if switch in ("on", "strict"):
-            problems.append(f"{PREFIX} is set, but the start-up file is not active: {reason}")
+    elif not active:
+        reason = (
+            f"{name} is not in this environment's site-packages; install the wheel, or install in "
+            "editable mode again"
+        )
+    if not active and switch in ("on", "strict"):
+        problems.append(f"{PREFIX} is set, but the start-up file is not active: {reason}")
     return {"active": active, "files": files, "reason": reason}
 
 
@@ -195,34 +183,21 @@ def _package(name: str, packages: tuple[str, ...]) -> dict[str, Any]:
     version = _versions.version_of(name, packages)
     told: dict[str, Any] = {"version": version}
     if version is not None and name == "wrapt":
-        told["c_extension"] = _in_child(_WRAPT)
+        init = type(wrapt.FunctionWrapper.__init__)
+        told["c_extension"] = init.__name__ == "wrapper_descriptor"
     if version is not None and name == "transformer-engine":
         error = _in_child(_TRANSFORMER_ENGINE)
         told["import_error"] = "the import did not end" if error is None else error
     return told
 
 
-def _framework(
-    entry: Adapter,
-    settings: Settings | None,
-    problems: list[str],
-    frameworks: dict[str, FrameworkStatus],
-) -> dict[str, Any]:
-    if settings is None:
-        version = _versions.version_of(entry.distribution, entry.packages)
-        state, reason = ("absent", "") if version is None else ("refused", _NO_SETTINGS)
-        status = FrameworkStatus(version, state, reason=reason)
-    else:
-        status, told = predict_status(entry, settings, _versions.version_of)
-        problems += told
-    frameworks[entry.framework] = status
-    return {
-        "version": status.version,
-        "tested": status.tested,
-        "state": status.state,
-        "reason": status.reason,
-        "seams": [seam.to_dict() for seam in status.seams],
-    }
+def _predict(entry: Adapter, settings: Settings | None) -> tuple[FrameworkStatus, list[str]]:
+    if settings is not None:
+        return predict_status(entry, settings, _versions.version_of)
+    version = _versions.version_of(entry.distribution, entry.packages)
+    if version is None:
+        return FrameworkStatus(None, "absent"), []
+    return FrameworkStatus(version, "refused", reason=_NO_SETTINGS), []
 
 
 def _limits(
@@ -241,15 +216,11 @@ def _limits(
 
 
 def _in_child(code: str, environment: Mapping[str, str] | None = None) -> Any:
-    quiet = {**os.environ, PREFIX: "0"} if environment is None else environment
+    command = [sys.executable, *_flags(), "-c", code]
+    env = {**os.environ, PREFIX: "0"} if environment is None else environment
     try:
         done = subprocess.run(
-            [sys.executable, *_flags(), "-c", code],
-            env=quiet,
-            capture_output=True,
-            text=True,
-            timeout=_PATIENCE,
-            check=True,
+            command, env=env, capture_output=True, text=True, timeout=_PATIENCE, check=True
         )
         return json.loads(done.stdout.splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
@@ -273,7 +244,10 @@ def _text(
     lines += _row("start-up file", f"{active}: {start_up['reason']}".removesuffix(": "))
     packages = told["packages"]
     here = [
-        _package_text(name, package) for name, package in packages.items() if package["version"]
+        f"{name} {package['version']}"
+        + " (pure Python: slower calls)" * (package.get("c_extension") is False)
+        for name, package in packages.items()
+        if package["version"]
     ]
     lines += _row("packages", ", ".join(here) or "none of those that matter here")
     missing = [name for name, package in packages.items() if not package["version"]]
@@ -296,14 +270,15 @@ def _text(
             lines += _row("", f"{name}={setting['value']}  ({setting['from']})")
         lines += _row("features", ", ".join(told["features"]) or "none")
 
+    names: dict[str, list[str]] = {"absent": [], "off": []}
     for name, status in frameworks.items():
-        if status.state not in ("absent", "off"):
+        if status.state in names:
+            names[status.state].append(name)
+        else:
             lines += ["", *_framework_text(name, status, told["features"], verbose)]
-    absent = ", ".join(name for name, status in frameworks.items() if status.state == "absent")
-    off = ", ".join(name for name, status in frameworks.items() if status.state == "off")
-    lines += [""] if absent or off else []
-    lines += fold(f"not installed: {absent}", 0, 2) if absent else []
-    lines += fold(f"not asked for: {off}", 0, 2) if off else []
+    lines += [""] if any(names.values()) else []
+    for title, state in (("not installed", "absent"), ("not asked for", "off")):
+        lines += fold(f"{title}: {', '.join(names[state])}", 0, 2) if names[state] else []
 
     if told["limits"]:
         lines += ["", "limits"]
@@ -329,22 +304,12 @@ def _framework_text(
 
 def _problems(problems: list[str], frameworks: Mapping[str, FrameworkStatus]) -> list[str]:
     """Return the problems; all seams that were refused for the same reason are one problem."""
-    refused = {
-        inapplicable(f"{name} {status.version}", seam)
-        for name, status in frameworks.items()
-        for seam in status.seams
-    }
+    named = {f"{name} {status.version}": status.seams for name, status in frameworks.items()}
+    refused = {inapplicable(name, seam) for name, seams in named.items() for seam in seams}
     told = [problem for problem in problems if problem not in refused]
-    for name, status in frameworks.items():
-        told += _status_text.refusals(f"{name} {status.version}", status.seams)
+    for name, seams in named.items():
+        told += _status_text.refusals(name, seams)
     return list(dict.fromkeys(told))
-
-
-def _package_text(name: str, package: Mapping[str, Any]) -> str:
-    text = f"{name} {package['version']}"
-    if package.get("c_extension") is False:
-        text += " (pure Python: slower calls)"
-    return text
 
 
 def _row(label: str, text: str) -> list[str]:

@@ -16,13 +16,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from precision_shim._about import __version__
+from precision_shim.errors import PlanError, PrecisionShimError
+from precision_shim.process import registry as _registry
+from precision_shim.process import settings as _settings
+from precision_shim.process import standby
+from precision_shim.process.versions import version_of
+from precision_shim.seams._wrapper import resolve
 
-from . import add_command
+from ..plan import plot, text
+from ..plan.command import Job, Options, read_launch_line
+from ..plan.request import Request, Rules, make
+from ..plan.search import render, search
+from . import add_command, build_parser
+from . import run as _run
 from ._output import show, write
 
 if TYPE_CHECKING:
-    from ..plan.command import Job
-    from ..plan.request import Request, Rules
     from . import Commands
 
 __all__ = ["register", "run"]
@@ -93,9 +102,6 @@ def _memory(word: str) -> float:
 
 def run(asked: argparse.Namespace) -> int:
     """Plan the job, print the plan, and return the exit status."""
-    from precision_shim.errors import PrecisionShimError
-    from precision_shim.process import standby
-
     words = asked.job[1:] if asked.job[:1] == ["--"] else asked.job
     if not words:
         asked.parser.error("COMMAND is missing: which job is to be planned?")
@@ -125,16 +131,9 @@ def _without_run(words: list[str]) -> list[str]:
     Raises:
         SettingsError: an option of ``run`` has an invalid value.
     """
-    from precision_shim.process import settings as _settings
-
-    from . import build_parser
-    from . import run as _run
-
-    runs = [
-        place
-        for place, (word, after) in enumerate(pairwise(words))
-        if after == "run" and Path(word).name in ("precision-shim", "precision_shim")
-    ]
+    names = ("precision-shim", "precision_shim")
+    pairs = enumerate(pairwise(words))
+    runs = [at for at, (word, after) in pairs if after == "run" and Path(word).name in names]
     if not runs:
         return words
     front, options = words[: runs[0]], words[runs[0] + 1 :]
@@ -155,22 +154,12 @@ def _without_run(words: list[str]) -> list[str]:
 
 
 def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Rules]:
-    from precision_shim.errors import PlanError
-    from precision_shim.process import registry as _registry
-    from precision_shim.process import settings as _settings
-    from precision_shim.process.versions import version_of
-    from precision_shim.seams._wrapper import resolve
-
-    from ..plan import command
-    from ..plan.request import Rules
-
     entries = _registry.entries()
-    options = command.Options(asked.model, asked.parameters)
+    options = Options(asked.model, asked.parameters)
     planned = [entry for entry in entries.values() if not entry.by_name]
-    job = command.read_launch_line(words, planned, _settings.resolve(environ={}), options)
+    job = read_launch_line(words, planned, _settings.resolve(environ={}), options)
     environ = {**os.environ, **job.environ}
-    settings = _settings.resolve(known_frameworks=entries, environ=environ)
-    job = replace(job, settings=settings)
+    job = replace(job, settings=_settings.resolve(known_frameworks=entries, environ=environ))
     if _settings.switch(environ) == "off":
         job = replace(job, off=environ[_settings.PREFIX].strip())
     entry = entries[job.framework]
@@ -206,10 +195,6 @@ def _variables(named: Mapping[str, str]) -> Iterator[None]:
 
 
 def _show(asked: argparse.Namespace, job: Job, request: Request, rules: Rules) -> int:
-    from ..plan import plot, text
-    from ..plan.request import make
-    from ..plan.search import render, search
-
     plan = make(job, request, rules)
     memory = (asked.gpu_memory or 0) * text.GB
     searches = asked.search and not plan.problems

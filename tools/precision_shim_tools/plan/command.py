@@ -44,14 +44,12 @@ class Job:
     """A job's launch command, read without importing the job's framework.
 
     Attributes:
-        framework: name of the framework.
         target: the module after ``-m``, or the script.
         source: the file of ``target``; ``None`` if the file is not on this machine.
         launcher: the command's words before ``target``.
         arguments: the command's words after ``target``.
         environ: the variables that the command sets.
         settings: the shim's settings.
-        options: the options that the user gives in addition to the command.
         off: ``PRECISION_SHIM``'s value, such as ``"0"``, if it switches the shim off; else empty.
     """
 
@@ -94,17 +92,23 @@ class Job:
         Raises:
             PlanError: the value, such as torchrun's ``gpu`` (all GPUs of a machine), is no number.
         """
-        for word, after in zip(self.launcher, (*self.launcher[1:], ""), strict=True):
-            key, equals, value = word.partition("=")
-            if key.lstrip("-").replace("_", "-") == name:
-                most = (value if equals else after).rpartition(":")[2]
-                if not most.isdigit():
-                    raise PlanError(
-                        f"{key}={most}: the number of GPUs depends on the machine that the job "
-                        "starts on. Write a number."
-                    )
-                return int(most)
-        return None
+        option = name.replace("-", "[-_]")
+        found = re.search(rf"(?<!\S)--?({option})[= ](\S*)", " ".join(self.launcher))
+        if found is None:
+            return None
+        most = found[2].rpartition(":")[2]
+        if not most.isdigit():
+            raise PlanError(
+                f"--{found[1]}={most}: the number of GPUs depends on the machine that the job "
+                "starts on. Write a number."
+            )
+        return int(most)
+
+    @property
+    def processes(self) -> int | None:
+        """Number of processes that torchrun starts; ``None`` without its options."""
+        each = self.launched("nproc-per-node")
+        return None if each is None else each * (self.launched("nnodes") or 1)
 
 
 def read_launch_line(
@@ -126,37 +130,25 @@ def read_launch_line(
         package: framework.framework for framework in known for package in framework.packages
     }
     for place, word in enumerate(words):
+        script = word.endswith(".py") and not word.startswith("-") and "=" not in word
+        module = place > 0 and words[place - 1] in ("-m", "--module")
         assignment = _ASSIGNMENT.fullmatch(word)
-        if assignment and not _is_script(word):
+        if assignment:
             environ[assignment.group(1)] = assignment.group(2)
-            continue
-        module = words[place - 1] in ("-m", "--module") if place else False
-        if not module and not _is_script(word):
-            continue
-        source = file_of(word) if module else (Path(word) if os.path.isfile(word) else None)
-        framework = _framework(word, source, by_package)
-        if framework:
-            rest = tuple(words[place + 1 :])
-            return Job(
-                framework,
-                word,
-                source,
-                tuple(words[:place]),
-                rest[1:] if rest[:1] == ("--",) else rest,
-                environ,
-                settings,
-                options,
-            )
+        elif module or script:
+            source = file_of(word) if module else (Path(word) if os.path.isfile(word) else None)
+            framework = _framework(word, source, by_package)
+            if framework:
+                rest = words[place + 1 :]
+                arguments = tuple(rest[1:] if rest[:1] == ["--"] else rest)
+                front = tuple(words[:place])
+                return Job(framework, word, source, front, arguments, environ, settings, options)
     names = ", ".join(sorted(set(by_package.values())))
     raise PlanError(
         f"{' '.join(words)!r}: no word of it is an entry point of a known framework ({names}): "
         "expected a module behind -m, or a script that imports one. Write the line that starts "
         "the job's Python."
     )
-
-
-def _is_script(word: str) -> bool:
-    return word.endswith(".py") and not word.startswith("-") and "=" not in word
 
 
 def file_of(module: str) -> Path | None:
@@ -176,15 +168,12 @@ def file_of(module: str) -> Path | None:
 
 
 def _framework(target: str, source: Path | None, by_package: Mapping[str, str]) -> str | None:
-    top = target.partition(".")[0]
-    if not _is_script(target) and top in by_package:
-        return by_package[top]
-    if source is not None:
-        for name in find_imported(source):
-            if name.partition(".")[0] in by_package:
-                return by_package[name.partition(".")[0]]
-    parts = re.split(r"[/\\.]", target)
-    return next((by_package[part] for part in parts if part in by_package), None)
+    imported = [] if source is None else find_imported(source)
+    tops = [name.partition(".")[0] for name in imported]
+    if not target.endswith(".py"):
+        tops.insert(0, target.partition(".")[0])
+    tops += re.split(r"[/\\.]", target)
+    return next((by_package[name] for name in tops if name in by_package), None)
 
 
 def find_imported(source: Path) -> list[str]:

@@ -14,11 +14,7 @@ class Precision:
     """The canonical dtype names of a model and its optimizer; ``""`` for missing tensors.
 
     Attributes:
-        params: dtype of the parameters.
         gradients: dtype of the gradients between the backward pass and the step.
-        master: dtype of the masters.
-        exp_avg: dtype of the first moment.
-        exp_avg_sq: dtype of the second moment.
         buckets: whether the gradients are in the model's unsharded buckets.
         copies: whether the step makes fp32 copies of the owned gradients.
         offloaded: share of the optimizer states in the host's memory, from 0 to 1.
@@ -62,12 +58,6 @@ def part(name: str, share: Share, precision: Precision, optimizer: str) -> Plann
 
     For each parameter whose states are in the host's memory, Megatron's HybridDeviceOptimizer
     stores master, gradient and two moments there, all in fp32.
-
-    Args:
-        name: the part's name.
-        share: the parameters.
-        precision: the dtypes.
-        optimizer: the optimizer's name; empty for a model that is not trained.
     """
     trainable, sharded = share.trainable, share.states_sharded
     gone = round(trainable * precision.offloaded)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,6 @@ from precision_shim.adapting import look, version_of
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.precision.dtypes import name_of
 from precision_shim.reporting.problem import Problem
-from precision_shim_adapters.agreement.lm_head import problems_of_heads
-from precision_shim_adapters.agreement.report import FEATURE, problems_of
 from precision_shim_adapters.common.omegaconf_values import plain, tell_unresolved
 from precision_shim_adapters.megatron import PRECISION_AWARE
 from precision_shim_adapters.nemo_rl import rollout
@@ -32,10 +30,10 @@ from .command import Job
 from .megatron.model import MegatronModel
 from .megatron.sizes import read_sizes
 from .record import Decided
-from .request import Plannable, Request, legal
-from .shapes import is_router
+from .request import Plannable, Request, read_models
+from .sides import predict_sides
 from .torch_optimizer import ShardedModel, scaling
-from .values import mapping, no_adapters, number_of, said
+from .values import no_adapters, number_of, said, section_of
 
 _ROLES = ("policy", "value", "teacher")
 _CHECKS = (
@@ -44,6 +42,7 @@ _CHECKS = (
 )
 """NeMo-RL's functions that check the optimizer's flags, in NeMo-RL 0.5 and later."""
 _FLAGS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_WORLD = "cluster.gpus_per_node x cluster.num_nodes"
 _DEFAULT = re.compile(r"[\"']([\w./-]+\.ya?ml)[\"']")
 
 
@@ -61,8 +60,8 @@ def plan_job(job: Job) -> Request:
             "Plan the job that trains."
         )
     world = _gpus(config)
-    models = tuple(_models(job, config, world))
     problems, notes = _both_sides(job, config)
+    models = read_models(_models(job, config, world), problems)
     return Request(
         FRAMEWORK,
         version_of(FRAMEWORK, ("nemo_rl",)),
@@ -83,16 +82,8 @@ def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], lis
         both = rollout.read_sides(config)
     except DtypeError as error:
         return [Problem.of(error, "rollout", error.key)], []
-    on = job.in_force(FEATURE, rollout.GROUP)
-    problems: list[Problem] = []
-    notes: list[str] = []
-    if generation:
-        problems, notes = problems_of_heads(_where(), rollout.read_heads, job.settings, on=on)
-    if both is None or both.trainer is None:
-        return problems, notes
-    trainer, kind = both.trainer, both.model_type
-    found, told = problems_of(_where(), trainer, both.others, job.settings, on=on, model_type=kind)
-    return [*found, *problems], [*told, *notes]
+    heads = rollout.read_heads if generation else None
+    return predict_sides(job, _where(), both, rollout.GROUP, heads)
 
 
 def _where() -> str:
@@ -100,9 +91,7 @@ def _where() -> str:
 
 
 def _of(section: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return the section under the last part of a key; one that is left out or null is empty."""
-    value = section.get(key.rpartition(".")[2])
-    return {} if value is None else mapping(value, key, _where())
+    return section_of(section, key, _where())
 
 
 def load(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
@@ -115,7 +104,11 @@ def load(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
     Raises:
         PlanError: NeMo-RL cannot load the config.
     """
-    path, overrides = _find_named(job)
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--config", default="")
+    named, overrides = parser.parse_known_args(list(job.arguments))
+    overrides = [word for word in overrides if not word.startswith("--")]  # of the job's script
+    path = Path(named.config) if named.config else _default(job)
     try:
         from nemo_rl.utils import config as loader
         from omegaconf import OmegaConf
@@ -137,21 +130,11 @@ def load(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
     return config
 
 
-def _find_named(job: Job) -> tuple[Path, list[str]]:
-    """The path of a job's config file, and its overrides, parsed as in NeMo-RL's examples."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--config", default="")
-    named, overrides = parser.parse_known_args(list(job.arguments))
-    overrides = [word for word in overrides if not word.startswith("--")]  # of the job's script
-    return Path(named.config) if named.config else _default(job), overrides
-
-
 def _default(job: Job) -> Path:
     """The path of an example's default config file, found in the example's source."""
     source = Path(job.source or job.target)
     for name in _DEFAULT.findall(source.read_text(encoding="utf-8")):
-        for folder in ("configs", "."):
-            path = Path(source.parent, folder, name)
+        for path in (Path(source.parent, folder, name) for folder in ("configs", ".")):
             if path.is_file():
                 return path
     raise PlanError(f"{_where()}, {source}: names no config. Name the YAML with --config.")
@@ -160,17 +143,17 @@ def _default(job: Job) -> Path:
 def _gpus(config: Mapping[str, Any]) -> int:
     """The number of GPUs that train, without GPUs that only serve rollout, reward or teachers."""
     cluster = _of(config, "cluster")
-    each, nodes = (
-        number_of(cluster, f"cluster.{key}", _where()) for key in ("gpus_per_node", "num_nodes")
-    )
+    each = number_of(cluster, "cluster.gpus_per_node", _where())
+    nodes = number_of(cluster, "cluster.num_nodes", _where())
     rewarding = _find_reward_model(config)
     if nodes == 1:
         each -= int(rewarding.get("gpus_per_node") or 0)
     else:
         nodes -= int(rewarding.get("num_nodes") or 0) + _count_teachers(config)
-    colocated = _of(_of(config["policy"], "policy.generation"), "policy.generation.colocated")
+    key = "policy.generation.colocated"
+    colocated = _of(_of(config["policy"], "policy.generation"), key)
     if not colocated.get("enabled", True):
-        theirs = _of(colocated, "policy.generation.colocated.resources")
+        theirs = _of(colocated, f"{key}.resources")
         if nodes == 1 or not theirs.get("num_nodes"):
             each -= int(theirs.get("gpus_per_node") or 0)
         else:
@@ -196,24 +179,24 @@ def _count_teachers(config: Mapping[str, Any]) -> int:
     if not (section.get("enabled") and apart.get("enabled")):
         return 0
     default, own = apart.get("default_teacher_cfg") or {}, apart.get("teacher_overrides") or {}
-    teachers: list[tuple[str, int]] = []
+    shares = section.get("deduplicate_shared_teacher_checkpoints", True)
+    nodes: dict[str, int] = {}
     for alias, name in (section.get("teacher_model_by_agent_name") or {}).items():
-        if section.get("deduplicate_shared_teacher_checkpoints", True) and name in dict(teachers):
-            continue
-        teachers.append((name, int({**default, **(own.get(alias) or {})}.get("num_nodes", 1))))
-    return sum(nodes for _, nodes in teachers)
+        teacher = name if shares else alias
+        asked = {**default, **(own.get(alias) or {})}
+        nodes.setdefault(teacher, int(asked.get("num_nodes", 1)))
+    return sum(nodes.values())
 
 
-def _models(job: Job, config: Mapping[str, Any], world: int) -> Iterator[Plannable]:
-    teachers = config.get("teachers") or []
+def _models(
+    job: Job, config: Mapping[str, Any], world: int
+) -> Iterator[tuple[str, Callable[[], Plannable]]]:
     named = {key: (key, _of(config, key)) for key in _ROLES}
-    if teachers:  # without a rollout, a job with teachers never offloads its student
-        named["policy"] = "policy", {**config["policy"], "generation": None}
-    for place, section in enumerate(teachers):
+    for place, section in enumerate(config.get("teachers") or []):
         named[f"teacher_{place}"] = f"teachers.{place}", section
     for subject, (key, section) in named.items():
         if subject == "policy" or section.get("model_name"):
-            yield legal(subject, partial(_model, job, section, key, subject, world))
+            yield subject, partial(_model, job, section, key, subject, world)
 
 
 def _model(job: Job, section: Mapping[str, Any], key: str, subject: str, world: int) -> Plannable:
@@ -259,18 +242,14 @@ def _flags(section: Mapping[str, Any], key: str, subject: str) -> Iterator[Probl
     if needed is not None and optimizer.get(PRECISION_AWARE) and needed not in written:
         wrong = [needed]
     values = f"bf16={'bf16' in written}, fp16={'fp16' in written}".lower()
+    fault = f"{_where()}: {values} beside {key}.precision={precision}"
+    remedy = "Write true for the flag of the precision, and false for the others."
     for flag in wrong:
-        yield Problem(
-            "flags",
-            subject,
-            f"{place}.{flag}",
-            f"{_where()}: {values} beside {key}.precision={precision}",
-            "Write true for the flag of the precision, and false for the others.",
-        )
+        yield Problem("flags", subject, f"{place}.{flag}", fault, remedy)
 
 
-def _refuse_adapters(key: str, section: Mapping[str, Any]) -> None:
-    if section.get("enabled"):
+def _refuse_adapters(section: Mapping[str, Any], key: str) -> None:
+    if _of(section, key).get("enabled"):
         raise no_adapters(f"{_where()}, {key}.enabled=true", f"{key}.enabled=false")
 
 
@@ -279,38 +258,27 @@ def _on_megatron(
 ) -> Plannable:
     where = f"{key}.megatron_cfg"
     cfg = _of(section, where)
-    _refuse_adapters(f"{where}.peft", _of(cfg, f"{where}.peft"))
+    _refuse_adapters(cfg, f"{where}.peft")
     trains = not subject.startswith("teacher")
-    ddp = _of(cfg, f"{where}.distributed_data_parallel_config")
-    if ddp.get("use_custom_fsdp") or ddp.get("use_megatron_fsdp"):
+    ddp = f"{where}.distributed_data_parallel_config"
+    buckets = _of(cfg, ddp)
+    if buckets.get("use_custom_fsdp") or buckets.get("use_megatron_fsdp"):
         raise PlanError(
-            f"{_where()}, {where}.distributed_data_parallel_config: Megatron-FSDP is not planned. "
-            "Plan the job without it."
+            f"{_where()}, {ddp}: Megatron-FSDP is not planned. Plan the job without it."
         )
-    complete = {
-        **section,
-        "megatron_cfg": {
-            **cfg,
-            "optimizer": _of(cfg, f"{where}.optimizer"),
-            "distributed_data_parallel_config": ddp,
-        },
-    }
+    sections = {"optimizer": _of(cfg, f"{where}.optimizer"), ddp.rpartition(".")[2]: buckets}
+    complete = {**section, "megatron_cfg": {**cfg, **sections}}
     requested = megatron.read_requested(complete, subject, megatron_fsdp=False, trains=trains)
     return MegatronModel(
         requested,
         job.model(section.get("model_name"), section.get("hf_config_overrides")),
-        read_sizes(
-            world,
-            "cluster.gpus_per_node x cluster.num_nodes",
-            where,
-            cfg,
-        ),
+        read_sizes(world, _WORLD, where, cfg),
         requested.declared or torch.bfloat16,
-        bucket_in_fp32=bool(ddp.get("grad_reduce_in_fp32", False)),
-        frozen=is_router if cfg.get("freeze_moe_router") else (lambda name: False),
+        bucket_in_fp32=bool(buckets.get("grad_reduce_in_fp32", False)),
+        frozen_routers=bool(cfg.get("freeze_moe_router")),
         value_head=subject == "value",
         key=f"{where}.optimizer.{{}}",
-        bucket_key=f"{where}.distributed_data_parallel_config.grad_reduce_in_fp32",
+        bucket_key=f"{ddp}.grad_reduce_in_fp32",
         prefix="++",
         illegal=tuple(_flags(complete, key, subject)) if trains else (),
     )
@@ -321,7 +289,7 @@ def _on_dtensor(
 ) -> Plannable:
     where = f"{key}.dtensor_cfg"
     cfg = _of(section, where)
-    _refuse_adapters(f"{where}.lora_cfg", _of(cfg, f"{where}.lora_cfg"))
+    _refuse_adapters(cfg, f"{where}.lora_cfg")
     trains = not subject.startswith("teacher")
     precision = name_of(DTYPES[section["precision"]])
     scaled: tuple[Decided, ...] = ()
@@ -334,6 +302,7 @@ def _on_dtensor(
             configured=partial(dtensor.read_section, section, subject),
         )
     name = str(_of(section, f"{key}.optimizer").get("name") or "torch.optim.AdamW")
+    reward = _of(section, f"{key}.reward_model_cfg")
     keys = {
         "tensor": f"{where}.tensor_parallel_size",
         "context": f"{where}.context_parallel_size",
@@ -350,12 +319,6 @@ def _on_dtensor(
         optimizer=name if trains else "",
         decisions=scaled,
         offload=bool(cfg.get("cpu_offload")),
-        value_head=subject == "value"
-        or bool(_of(section, f"{key}.reward_model_cfg").get("enabled")),
-        keys={
-            "world": "cluster.gpus_per_node x cluster.num_nodes",
-            "shards": "cluster.gpus_per_node x cluster.num_nodes",
-            "optimizer": f"{key}.optimizer.name",
-            **keys,
-        },
+        value_head=subject == "value" or bool(reward.get("enabled")),
+        keys={"world": _WORLD, "optimizer": f"{key}.optimizer.name", **keys},
     )

@@ -14,11 +14,11 @@ _AT_STEP = "at step"
 
 
 def draw(plan: JobPlan, path: Path, memory: float | None = None) -> None:
-    """Draw a plan and write the picture into a file.
+    """Draw a plan and write the picture into a file whose name ends in ``.svg`` or ``.png``.
 
     Args:
         plan: the plan.
-        path: the file; its name ends in ``.svg`` or ``.png``.
+        path: the file.
         memory: memory of a GPU, in GB of 2^30 bytes, drawn as a line.
 
     Raises:

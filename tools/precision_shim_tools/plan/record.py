@@ -22,7 +22,6 @@ class ComponentSize:
     """The size of one component, such as ``exp_avg``, on one rank of a pipeline stage.
 
     Attributes:
-        dtypes: canonical names, as in the audit.
         bytes: mean size over the data-parallel group's ranks; includes bytes in the host's memory.
         group_bytes: the exact sum of the sizes over the data-parallel group.
         host: the number of ``bytes`` that are in the host's memory.
@@ -43,7 +42,6 @@ class PlannedPart:
     Attributes:
         name: ``"model"``, or ``"dense"`` and ``"experts"``.
         optimizer: the optimizer's name; empty for a model without an optimizer.
-        data_parallel_size: number of ranks in the group.
         groups: number of the pipeline stage's data-parallel groups, each with different parameters.
         parameters: number of trainable parameters of a rank's model.
         owned: mean number of parameters whose states a rank stores.
@@ -93,31 +91,22 @@ class Decided:
 def unknown_keys(
     written: Iterable[str], known: Collection[str], subject: str, key: str, whose: str
 ) -> list[Problem]:
-    """Return a ``Problem`` for each key of ``written`` that is not in ``known``.
+    """Return a problem for each key of ``written`` that is not in ``known``.
 
     Args:
         written: the keys that the job's config sets.
-        known: the allowed keys; if ``known`` is empty, the function returns no ``Problem``.
+        known: the allowed keys; if ``known`` is empty, any key is allowed.
         subject: name of the model.
         key: the config key in messages, such as ``"actor.optim.{}"``; a key's name replaces ``{}``.
         whose: the config that allows the keys, such as ``"Megatron's OptimizerConfig"``.
     """
-    return [
-        Problem(
-            "key",
-            subject,
-            key.format(name),
-            f"{whose} has no {name!r}",
-            f"{_suggest(name, known)} Correct the key, or leave it out.".strip(),
-        )
-        for name in written
-        if known and name not in known
-    ]
-
-
-def _suggest(name: str, known: Collection[str]) -> str:
-    text = meant(name, known)
-    return text[:1].upper() + text[1:]
+    problems = []
+    for name in written if known else ():
+        if name not in known:
+            message, near = f"{whose} has no {name!r}", meant(name, known)
+            remedy = f"{near[:1].upper()}{near[1:]} Correct the key, or leave it out.".strip()
+            problems.append(Problem("key", subject, key.format(name), message, remedy))
+    return problems
 
 
 @dataclass(frozen=True)
@@ -125,10 +114,7 @@ class ModelPlan:
     """The plan of one model of the job.
 
     Attributes:
-        subject: name of the model, such as ``"actor"``.
-        parameters: number of parameters of the whole model.
         layout: how the model is distributed over the GPUs.
-        decisions: the shim's choices.
         before: the pipeline stages without the shim.
         after: the pipeline stages with the shim.
         notes: remarks on legal settings.
@@ -164,14 +150,11 @@ class JobPlan:
     """The memory that a job needs per GPU; ``to_dict()`` converts the plan for JSON.
 
     Attributes:
-        framework: the framework's name.
-        version: the framework's version, or ``None``.
         transformer_engine: the TransformerEngine version whose rules apply, or ``None``.
         megatron_core: the Megatron-core version whose rules apply, or ``None``.
         world_size: number of GPUs that train.
         problems: the illegal values in the job's config.
         models: one plan for each model that uses memory of the GPUs that train.
-        notes: notes on the whole job.
     """
 
     framework: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -30,7 +30,6 @@ class Variant:
     Attributes:
         gives_up: text on the loss of precision with these settings.
         lines: the settings as lines to paste (config keys or environment variables).
-        model: the model with the variant's settings.
     """
 
     gives_up: str
@@ -52,38 +51,23 @@ class Plannable(Protocol):
         """Return variants that need less memory, in the order of their loss of precision."""
 
 
-@dataclass(frozen=True)
-class Illegal:
-    """A model whose bytes cannot be counted, because illegal values make its dtypes unknown.
-
-    Attributes:
-        subject: name of the model.
-        problems: the illegal values in the model's config.
-    """
-
-    subject: str
-    problems: tuple[Problem, ...]
-
-    def plan(self, job: Job, rules: Rules) -> tuple[ModelPlan | None, list[Problem]]:
-        """See ``Plannable``."""
-        return None, list(self.problems)
-
-    def variants(self, job: Job, rules: Rules) -> Sequence[Variant]:
-        """See ``Plannable``."""
-        return ()
-
-
-def legal(subject: str, read: Callable[[], Plannable]) -> Plannable:
-    """Return the model that ``read`` returns, or an ``Illegal`` of the error that it raises.
+def read_models(
+    readers: Iterable[tuple[str, Callable[[], Plannable]]], problems: list[Problem]
+) -> tuple[Plannable, ...]:
+    """Return the models of a job; add a problem for each model with a dtype that a worker refuses.
 
     Args:
-        subject: name of the model.
-        read: function that reads the model's config, and raises the worker's error.
+        readers: each model's name, and the function that reads the model's config, and raises the
+            worker's error.
+        problems: a list to which the problems are added.
     """
-    try:
-        return read()
-    except DtypeError as error:
-        return Illegal(subject, (Problem.of(error, subject, error.key),))
+    models = []
+    for subject, read in readers:
+        try:
+            models.append(read())
+        except DtypeError as error:  # noqa: PERF203
+            problems.append(Problem.of(error, subject, error.key))
+    return tuple(models)
 
 
 @dataclass(frozen=True)
@@ -91,8 +75,6 @@ class Request:
     """A job, as an adapter read it from the job's config.
 
     Attributes:
-        framework: the framework's name.
-        version: the framework's version.
         world_size: number of GPUs that train.
         models: the models that use memory of the GPUs that train.
         megatron: whether Megatron trains a model of the job.

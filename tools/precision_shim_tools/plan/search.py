@@ -15,7 +15,6 @@ class Found:
     """The result of a search for one model.
 
     Attributes:
-        subject: name of the model.
         fits: whether legal settings were found with which the model fits.
         gives_up: text on the loss of precision; empty if the model fits with its own settings.
         lines: the settings, as lines to paste.
@@ -28,14 +27,7 @@ class Found:
 
 
 def search(job: Job, request: Request, rules: Rules, memory: float) -> list[Found]:
-    """Try settings in the order of their loss of precision, until each model fits in memory.
-
-    Args:
-        job: the launch command.
-        request: the job's models.
-        rules: the package versions whose rules apply.
-        memory: memory of a GPU, in bytes.
-    """
+    """Try settings, the least loss of precision first, until each model fits ``memory`` bytes."""
 
     def fits(model: Plannable) -> bool:
         plan, problems = model.plan(job, rules)
@@ -51,12 +43,7 @@ def search(job: Job, request: Request, rules: Rules, memory: float) -> list[Foun
 
 
 def render(searched: list[Found], memory: float) -> Iterator[str]:
-    """Yield the lines of a search's result.
-
-    Args:
-        searched: the result for each model.
-        memory: memory of a GPU, in bytes.
-    """
+    """Yield the lines of a search's result; ``memory`` of a GPU is in bytes."""
     gigabytes = memory / GB
     for found in searched:
         if not found.fits:

@@ -32,7 +32,6 @@ class Weight:
 
     Attributes:
         name: the parameter's name in transformers, with ``*`` in place of an expert's number.
-        shape: the shape of one parameter.
         repeated: number of equal parameters.
     """
 
@@ -51,7 +50,6 @@ class Model:
     """A model's parameters and config.
 
     Attributes:
-        weights: the parameters.
         config: the Hugging Face config, merged with its text model's config.
         source: the file from which the names and shapes were read.
         tied: whether the output layer shares its weight with the embedding.
@@ -78,11 +76,7 @@ class Model:
 
 
 def read_model(directory: Path, overrides: Mapping[str, Any] | None = None) -> Model:
-    """Read the model in a directory.
-
-    Args:
-        directory: the directory of ``config.json``.
-        overrides: values that override the config.
+    """Read the model in the directory of a ``config.json``, whose values ``overrides`` replaces.
 
     Raises:
         PlanError: the file cannot be read, or transformers cannot build the model.

@@ -5,7 +5,7 @@ The loader needs no torch. Plan and worker read optimizer settings with ``megatr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,11 +16,10 @@ from precision_shim.adapting import version_of
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.precision.dtypes import name_of
 from precision_shim.reporting.problem import Problem
-from precision_shim_adapters.agreement.lm_head import problems_of_heads
 from precision_shim_adapters.agreement.model_files import checkpoint_dtype
 from precision_shim_adapters.agreement.names import engine_name
 from precision_shim_adapters.agreement.report import FEATURE as AGREEMENT
-from precision_shim_adapters.agreement.report import follows, problems_of
+from precision_shim_adapters.agreement.report import follows
 from precision_shim_adapters.agreement.weight_sync import wire_problems
 from precision_shim_adapters.megatron import DISPATCH
 from precision_shim_adapters.skyrl.config import INFERENCE, ROLLOUT, note_command_line
@@ -30,10 +29,11 @@ from precision_shim_adapters.torch_fp16 import FEATURE
 
 from .command import Job, find_imported
 from .megatron.model import MegatronModel
-from .megatron.sizes import UNEVEN, read_sizes
+from .megatron.sizes import read_sizes
 from .record import Decided
-from .request import Plannable, Request, legal
-from .shapes import Model, is_router
+from .request import Plannable, Request, read_models
+from .shapes import Model
+from .sides import predict_sides
 from .torch_optimizer import ShardedModel, scaling
 from .values import no_adapters, no_section, number, said
 
@@ -51,11 +51,11 @@ def plan_job(job: Job) -> Request:
     _check_sections(config, type(config)())
     trainer = config.trainer
     world = _count(trainer.placement, "policy")
-    models = tuple(_models(job, trainer, world))
     problems: list[Problem] = []
     notes: list[str] = []
     if not (_tunes(job) or job.target.endswith(_NO_TRAINER)):
         problems, notes = _sides(job, config)
+    models = read_models(_models(job, trainer, world), problems)
     return Request(
         "skyrl",
         version_of("skyrl", ("skyrl",)),
@@ -69,7 +69,6 @@ def plan_job(job: Job) -> Request:
 
 def _sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
     """Predict the driver's report on the dtypes of policy, reference model and engines."""
-    on = job.in_force(AGREEMENT, ROLLOUT)
     directory = job.options.model or ""
     try:
         engine_name(config.generator.inference_engine.model_dtype, dtypes.KEY, _where(), also=())
@@ -78,28 +77,23 @@ def _sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
         # The plan already reports a wrong dtype name in a model's own section.
         own = error.key.startswith(INFERENCE)
         return ([Problem.of(error, "rollout", error.key)] if own else []), []
-    heads, fp32 = problems_of_heads(
-        _where(), partial(lm_head.read_heads, config, job.in_force), job.settings, on=on
-    )
+    heads = partial(lm_head.read_heads, config, job.in_force)
+    problems, notes = predict_sides(job, _where(), both, ROLLOUT, heads)
     trainer = both.trainer
     if trainer is None:
-        return heads, [
-            "rollout: {}: {} ({})".format(AGREEMENT, *dtypes.not_compared(config)),
-            *fp32,
-        ]
-    notes = [f"policy: {AGREEMENT}: {trainer.computes} ({trainer.because})"] * bool(trainer.because)
-    problems, told = problems_of(
-        _where(), trainer, both.others, job.settings, on=on, model_type=both.model_type
-    )
-    if on:
+        unknown = "rollout: {}: {} ({})".format(AGREEMENT, *dtypes.not_compared(config))
+        return problems, [unknown, *notes]
+    if trainer.because:
+        notes.insert(0, f"policy: {AGREEMENT}: {trainer.computes} ({trainer.because})")
+    if job.in_force(AGREEMENT, ROLLOUT):
         for other in both.others:
             name = follows(trainer, other, both.model_type, job.settings["rollout"])
             if name:
                 dtypes.write(config, other.key, name)
-        mended = dtypes.send_in_engines_dtype(config)
-        told += [f"rollout: {AGREEMENT}: {chosen} ({because})" for chosen, because in mended]
+        for chosen, because in dtypes.send_in_engines_dtype(config):
+            notes.append(f"rollout: {AGREEMENT}: {chosen} ({because})")
     lost, rounded = wire_problems(_where(), dtypes.wires_of(config))
-    return [*problems, *lost, *heads], [*notes, *told, *rounded, *fp32]
+    return [*problems, *lost], [*notes, *rounded]
 
 
 def _where() -> str:
@@ -116,12 +110,22 @@ def load(job: Job) -> Any:
     own = job.target.startswith("skyrl.")
     words = [word for word in job.arguments if own or "=" in word]
     try:
-        return _load(job, words)
+        if _tunes(job):
+            from skyrl.train.config.sft_config import SFTConfig, build_skyrl_config_for_sft
+
+            config = build_skyrl_config_for_sft(SFTConfig.from_cli_overrides(words))
+            words = [f"trainer.policy.{word}" for word in words]
+        else:
+            from skyrl.train.config import SkyRLTrainConfig
+
+            config = SkyRLTrainConfig.from_cli_overrides(words)
+        note_command_line(config, words)
     except Exception as error:  # omegaconf and SkyRL raise various errors
         raise PlanError(
             f"{_where()}, {job.target}: {said(error)}. Correct the command line, and leave out "
             "keys that only your own program knows."
         ) from error
+    return config
 
 
 def _tunes(job: Job) -> bool:
@@ -129,20 +133,6 @@ def _tunes(job: Job) -> bool:
     modules = find_imported(job.source) if job.source is not None else []
     tunes = any("sft_config" in module or "sft_trainer" in module for module in modules)
     return tunes or job.target.endswith("main_sft")
-
-
-def _load(job: Job, words: list[str]) -> Any:
-    if _tunes(job):
-        from skyrl.train.config.sft_config import SFTConfig, build_skyrl_config_for_sft
-
-        config = build_skyrl_config_for_sft(SFTConfig.from_cli_overrides(words))
-        words = [f"trainer.policy.{word}" for word in words]
-    else:
-        from skyrl.train.config import SkyRLTrainConfig
-
-        config = SkyRLTrainConfig.from_cli_overrides(words)
-    note_command_line(config, words)
-    return config
 
 
 def _check_sections(config: Any, defaults: Any, place: str = "") -> None:
@@ -159,14 +149,15 @@ def _check_sections(config: Any, defaults: Any, place: str = "") -> None:
             _check_sections(section, default, f"{place}{field.name}.")
 
 
-def _models(job: Job, trainer: Any, world: int) -> Iterator[Plannable]:
+def _models(job: Job, trainer: Any, world: int) -> Iterator[tuple[str, Callable[[], Plannable]]]:
     strategy = str(trainer.strategy)
     if strategy not in ("megatron", "fsdp", "fsdp2"):
         raise PlanError(
             f"{_where()}, trainer.strategy={strategy!r}: planned are megatron, fsdp and fsdp2. "
             "Write one of them."
         )
-    for role in _roles(trainer):
+    exists = {"ref": dtypes.has_reference(trainer), "critic": trainer.critic.model.path}
+    for role in ("policy", *(role for role, there in exists.items() if there)):
         section = getattr(trainer, role)
         rank = getattr(getattr(section.model, "lora", None), "rank", 0)
         if role != "ref" and rank:
@@ -177,16 +168,7 @@ def _models(job: Job, trainer: Any, world: int) -> Iterator[Plannable]:
         shares = role == "policy" or trainer.placement.colocate_all
         gpus = world if shares else _count(trainer.placement, role)
         read = _on_megatron if strategy == "megatron" and role != "critic" else _on_fsdp
-        yield legal(role, partial(read, job, trainer, role, model, gpus))
-
-
-def _roles(trainer: Any) -> list[str]:
-    roles = ["policy"]
-    if dtypes.has_reference(trainer):
-        roles.append("ref")
-    if trainer.critic.model.path:
-        roles.append("critic")
-    return roles
+        yield role, partial(read, job, trainer, role, model, gpus)
 
 
 def _count(place: Any, role: str) -> int:
@@ -198,7 +180,7 @@ def _count(place: Any, role: str) -> int:
 
 
 def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) -> Plannable:
-    section = getattr(trainer, role)
+    section, key = getattr(trainer, role), f"trainer.{role}.megatron_config"
     config = section.megatron_config
     heads = getattr(config, "mtp_num_layers", None)
     if heads is None:
@@ -210,49 +192,37 @@ def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) ->
         subject=role,
         trains=role == "policy",
     )
-    where = f"trainer.{role}.megatron_config"
-    checkpoint = checkpoint_dtype(job.options.model or str(section.model.path or ""))
-    provider = megatron.predicted_provider(
-        trainer, role, checkpoint, obeyed=job.in_force(DISPATCH, "megatron")
-    )
-    illegal, notes = _flags(config, role, provider, checkpoint)
+    illegal, notes = _flags(job, trainer, role)
     predicted = dtypes.megatron_dtype(trainer, role, job.in_force, job.options.model or "")
-    dtype = predicted or requested.declared or torch.bfloat16
     return MegatronModel(
         requested,
         model,
         read_sizes(
             world,
             f"trainer.placement.{role}_num_gpus_per_node",
-            where,
+            key,
             vars(config),
-            within="transformer_config_kwargs",
-            within_names=("virtual", *UNEVEN),
+            "transformer_config_kwargs",
         ),
-        dtype,
+        predicted or requested.declared or torch.bfloat16,
         bucket_in_fp32=bool(getattr(config.ddp_config, "grad_reduce_in_fp32", False)),
-        frozen=is_router if getattr(config, "freeze_moe_router", False) else (lambda name: False),
-        key=f"{where}.optimizer_config_kwargs.{{}}",
-        bucket_key=f"{where}.ddp_config.grad_reduce_in_fp32",
+        frozen_routers=bool(getattr(config, "freeze_moe_router", False)),
+        key=f"{key}.optimizer_config_kwargs.{{}}",
+        bucket_key=f"{key}.ddp_config.grad_reduce_in_fp32",
         takes_name=megatron.takes_name if megatron.coerces_itself() else None,
         illegal=tuple(illegal),
         notes=tuple(notes),
     )
 
 
-def _flags(
-    config: Any, role: str, provider: Any, checkpoint: str
-) -> tuple[list[Problem], list[str]]:
-    """Check that Megatron is not told fp16 and bf16 at once.
-
-    Args:
-        config: the role's ``megatron_config``.
-        role: the model's key in the config.
-        provider: from ``megatron.predicted_provider``.
-        checkpoint: canonical name of the checkpoint's dtype; empty if it is not known.
-    """
+def _flags(job: Job, trainer: Any, role: str) -> tuple[list[Problem], list[str]]:
+    """Check that Megatron is not told fp16 and bf16 at once."""
+    section = getattr(trainer, role)
     place = f"trainer.{role}.megatron_config.transformer_config_kwargs"
-    written = config.transformer_config_kwargs or {}
+    written = section.megatron_config.transformer_config_kwargs or {}
+    checkpoint = checkpoint_dtype(job.options.model or str(section.model.path or ""))
+    obeyed = job.in_force(DISPATCH, "megatron")
+    provider = megatron.predicted_provider(trainer, role, checkpoint, obeyed=obeyed)
     if provider.fp16 and provider.bf16:
         key = f"{place}.fp16" if "fp16" in written else f"{place}.bf16"
         fault = (
@@ -272,11 +242,10 @@ def _flags(
 
 def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Plannable:
     section = getattr(trainer, role)
-    config = section.fsdp_config
-    key = f"trainer.{role}"
+    config, key = section.fsdp_config, f"trainer.{role}"
     shards = number(config.fsdp_size, f"{key}.fsdp_config.fsdp_size", _where())
     sequence = getattr(section, "sequence_parallel_size", 1)
-    mixed = fsdp.mixed_dtypes(config, f"trainer.{role}.fsdp_config")
+    mixed = fsdp.mixed_dtypes(config, f"{key}.fsdp_config")
     trains = role != "ref" and not getattr(section, "inference_only_init", False)
     compute = name_of(mixed["param_dtype"])
     scaled = scaling(job, compute, fsdp.GROUP, fsdp.scaled_because(role)) if trains else ()
@@ -296,7 +265,6 @@ def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Pla
         value_head=role == "critic",
         keys={
             "world": f"trainer.placement.{role}_num_gpus_per_node",
-            "shards": f"trainer.{role}.fsdp_config.fsdp_size",
-            "context": f"trainer.{role}.sequence_parallel_size",
+            "context": f"{key}.sequence_parallel_size",
         },
     )

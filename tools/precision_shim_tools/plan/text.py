@@ -15,12 +15,7 @@ TableRow = tuple[str, str, str, str, str]
 
 
 def render(plan: JobPlan, memory: float | None = None) -> str:
-    """Return a plan as text.
-
-    Args:
-        plan: the plan.
-        memory: memory of a GPU, in GB of 2^30 bytes; ``None`` to show no free memory.
-    """
+    """Return a plan as text; ``memory`` of a GPU is in GB of 2^30 bytes."""
     words = [f"{plan.framework} {plan.version or ''}".strip(), f"{plan.world_size} GPUs"]
     words += [f"TransformerEngine {plan.transformer_engine}"] * bool(plan.transformer_engine)
     words += [f"megatron-core {plan.megatron_core}"] * bool(plan.megatron_core)

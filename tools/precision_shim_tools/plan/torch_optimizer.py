@@ -20,7 +20,7 @@ from .command import Job
 from .counting import Precision, Share, part
 from .megatron import layout
 from .megatron.sizes import Sizes
-from .record import Decided, ModelPlan, PlannedPart, Stage
+from .record import Decided, ModelPlan, Stage
 from .request import Rules, Variant
 from .shapes import Model
 
@@ -33,8 +33,6 @@ class ShardedModel:
     """One model of a job on FSDP or DTensor.
 
     Attributes:
-        subject: the model's name, such as ``"actor"``.
-        model: names and shapes of the model's weights.
         world: number of GPUs.
         dtype: canonical name of the dtype in which the parameters are stored.
         shards: number of ranks that share a copy of a parameter; 0 to compute it from ``replicas``.
@@ -47,7 +45,6 @@ class ShardedModel:
         offload: whether parameters, gradients and states are in the host's memory.
         value_head: whether the output layer is a value head with one output.
         keys: maps names of these attributes to config keys, for messages.
-        decisions: the shim's decisions about this model.
         illegal: problems that the adapter found.
         notes: remarks about legal settings.
     """
@@ -71,12 +68,72 @@ class ShardedModel:
     notes: tuple[str, ...] = ()
 
     def plan(self, job: Job, rules: Rules) -> tuple[ModelPlan | None, list[Problem]]:
-        """See ``Plannable``."""
-        return plan_sharded(self)
+        """See ``Plannable``.
+
+        Raises:
+            PlanError: the shim does not know which states the model's optimizer has, or the model
+                cannot be split over the GPUs.
+        """
+        name, key = self.optimizer, self.keys.get("optimizer", "optimizer")
+        if name and name.rpartition(".")[2].lower() not in LIKE_PARAMETERS:
+            raise PlanError(
+                f"{self.subject}: {key}={name!r}: its states are not known here; planned are "
+                "torch's Adam and AdamW. Plan the job with AdamW for an upper bound."
+            )
+        sizes = Sizes(self.world, tensor=self.tensor, context=self.context, keys=self.keys)
+        fault = layout.fault(sizes, self.model, heads_are_shared=False) or self._fault()
+        if fault:
+            raise PlanError(
+                f"{self.subject}: its layout cannot be computed: {fault}. "
+                "Write sizes that divide it."
+            )
+        if self.illegal:
+            return None, list(self.illegal)
+        (counted,) = layout.count(self.model, sizes, value_head=self.value_head)
+        group, dtype, numel = self.group, self.dtype, (counted.dense, 0)
+        precision = Precision(dtype, dtype, "", dtype, dtype, buckets=False)
+        if not name:
+            precision, numel = Precision(dtype, buckets=False), (0, counted.dense)
+        share = Share(*numel, group, self.world // group, group > 1, group > 1)
+        whole = part("model", share, precision, name)
+        if self.offload:
+            held = {key: replace(size, host=size.bytes) for key, size in whole.components.items()}
+            whole = replace(whole, components=held, at_step={})
+        stages = (Stage(0, (whole,)),)
+        planned = ModelPlan(
+            self.subject,
+            self.model.parameters,
+            {"fsdp": group, "replicas": self.world // (group * self.tensor), "tp": self.tensor},
+            self.decisions,
+            stages,
+            stages,
+            self.notes,
+            self.model.source,
+            self.compute,
+            self.reduce if name else "",
+        )
+        return planned, []
 
     def variants(self, job: Job, rules: Rules) -> Sequence[Variant]:
         """Return nothing, because the shim has no cheaper settings for torch's optimizers."""
         return ()
+
+    @property
+    def group(self) -> int:
+        """Number of ranks that share a copy of a parameter."""
+        most = max(self.world // max(self.tensor * self.replicas, 1), 1)
+        return self.shards if 0 < self.shards < most else most
+
+    def _fault(self) -> str:
+        """Why the GPUs cannot be grouped, with the config's key; empty if they can."""
+        copies = self.tensor * self.context * self.replicas
+        if copies > 0 and not (self.world % copies or self.world % (self.tensor * self.group)):
+            return ""
+        return (
+            f"{self.world} GPUs ({self.keys.get('world', 'world')}) are no multiple of tensor "
+            f"{self.tensor} x context {self.context} x replicas {self.replicas}, or of tensor x "
+            f"{self.group} shards"
+        )
 
 
 def scaling(
@@ -102,95 +159,3 @@ def scaling(
         return ()
     made = settings_for(configured(), framework_default, job.settings)
     return (Decided(FEATURE, chosen(made), because),)
-
-
-def plan_sharded(asked: ShardedModel) -> tuple[ModelPlan | None, list[Problem]]:
-    """Plan a model's memory; the plan is ``None`` if the model's config has problems.
-
-    Raises:
-        PlanError: the shim does not know which states the model's optimizer has, or the model
-            cannot be split over the GPUs.
-    """
-    name = asked.optimizer
-    if name and name.rpartition(".")[2].lower() not in LIKE_PARAMETERS:
-        raise PlanError(
-            f"{asked.subject}: {asked.keys.get('optimizer', 'optimizer')}={name!r}: its states are "
-            "not known here; planned are torch's Adam and AdamW. Plan the job with AdamW for an "
-            "upper bound."
-        )
-    fault = _fault(asked)
-    if fault:
-        raise PlanError(
-            f"{asked.subject}: its layout cannot be computed: {fault}. Write sizes that divide it."
-        )
-    if asked.illegal:
-        return None, list(asked.illegal)
-    whole = part("model", _share(asked), _precision(asked), asked.optimizer)
-    stages = (Stage(0, (_on_host(whole) if asked.offload else whole,)),)
-    shards = _shards(asked)
-    return (
-        ModelPlan(
-            asked.subject,
-            asked.model.parameters,
-            {
-                "fsdp": shards,
-                "replicas": asked.world // (shards * asked.tensor),
-                "tp": asked.tensor,
-            },
-            asked.decisions,
-            stages,
-            stages,
-            asked.notes,
-            asked.model.source,
-            asked.compute,
-            asked.reduce if asked.optimizer else "",
-        ),
-        [],
-    )
-
-
-def _fault(asked: ShardedModel) -> str:
-    """Why the model cannot be split over the GPUs, with the config's key; empty if it can."""
-    fault = layout.fault(_sizes(asked), asked.model, heads_are_shared=False)
-    shards, copies = _shards(asked), asked.tensor * asked.context * asked.replicas
-    if fault or not (copies < 1 or asked.world % copies or asked.world % (asked.tensor * shards)):
-        return fault
-    return (
-        f"{asked.world} GPUs ({asked.keys.get('world', 'world')}) are no multiple of tensor "
-        f"{asked.tensor} x context {asked.context} x replicas {asked.replicas}, or of tensor x "
-        f"{shards} shards"
-    )
-
-
-def _sizes(asked: ShardedModel) -> Sizes:
-    return Sizes(asked.world, tensor=asked.tensor, context=asked.context, keys=asked.keys)
-
-
-def _shards(asked: ShardedModel) -> int:
-    most = max(asked.world // max(asked.tensor * asked.replicas, 1), 1)
-    return asked.shards if 0 < asked.shards < most else most
-
-
-def _share(asked: ShardedModel) -> Share:
-    (stage,) = layout.count(asked.model, _sizes(asked), value_head=asked.value_head)
-    numel = stage.dense
-    shards = _shards(asked)
-    return Share(
-        numel if asked.optimizer else 0,
-        0 if asked.optimizer else numel,
-        group=shards,
-        groups=asked.world // shards,
-        params_sharded=shards > 1,
-        states_sharded=shards > 1,
-    )
-
-
-def _precision(asked: ShardedModel) -> Precision:
-    if not asked.optimizer:
-        return Precision(asked.dtype, buckets=False)
-    return Precision(asked.dtype, asked.dtype, "", asked.dtype, asked.dtype, buckets=False)
-
-
-def _on_host(whole: PlannedPart) -> PlannedPart:
-    components = {name: replace(held, host=held.bytes) for name, held in whole.components.items()}
-    return replace(whole, components=components, at_step={})

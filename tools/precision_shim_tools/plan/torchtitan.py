@@ -18,9 +18,9 @@ from precision_shim.adapting import version_of
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.precision.dtypes import name_of, parse_dtype
 from precision_shim.reporting.problem import Problem
-from precision_shim_adapters.agreement.lm_head import problems_of_heads
-from precision_shim_adapters.agreement.report import FEATURE, problems_of
-from precision_shim_adapters.torchtitan import config as dtype_names
+from precision_shim_adapters.agreement.report import FEATURE, JobEngines
+from precision_shim_adapters.torchtitan.config import FEATURE as COERCION
+from precision_shim_adapters.torchtitan.config import any_name, coerce_training
 from precision_shim_adapters.torchtitan.rollout import dtypes, lm_head
 from precision_shim_adapters.torchtitan.training.loss_scaling import BECAUSE
 from precision_shim_adapters.torchtitan.training.trainers import NAMES, PRETRAINING, RL, ROLLOUT
@@ -28,6 +28,7 @@ from precision_shim_adapters.torchtitan.training.trainers import NAMES, PRETRAIN
 from .command import Job
 from .request import Request
 from .shapes import Model, Weight
+from .sides import predict_sides
 from .torch_optimizer import ShardedModel, scaling
 
 _DEGREES = (
@@ -36,7 +37,6 @@ _DEGREES = (
 )
 _KEYS = {
     "world": "parallelism",
-    "shards": "parallelism.data_parallel_shard_degree",
     "tensor": "parallelism.tensor_parallel_degree",
     "optimizer": "optimizer",
 }
@@ -62,7 +62,7 @@ def plan_job(job: Job) -> Request:
         wrong, notes = _both_sides(job, config)
     models = []
     if not any(problem.code == "dtype" for problem in wrong):
-        model = _model(job, config)
+        model, compute = _model(job, config), _name(training.mixed_precision_param)
         _check_model(prefix, parallel, config, model, world)
         asked = ShardedModel(
             subject,
@@ -71,10 +71,10 @@ def plan_job(job: Job) -> Request:
             _name(training.dtype),
             shards=shards,
             tensor=parallel.tensor_parallel_degree,
-            compute=_name(training.mixed_precision_param),
+            compute=compute,
             reduce=_name(training.mixed_precision_reduce),
             optimizer=_optimizer(trainer.optimizer),
-            decisions=scaling(job, _name(training.mixed_precision_param), group, BECAUSE),
+            decisions=scaling(job, compute, group, BECAUSE),
             offload=bool(training.enable_cpu_offload),
             keys={name: prefix + key for name, key in _KEYS.items()},
         )
@@ -101,7 +101,7 @@ def load(job: Job) -> Any:
     """
     said = io.StringIO()
     # Accept every spelling of a dtype, as names.parse_args does in the job.
-    spellings = dtype_names.any_name if _coerces(job) else nullcontext
+    spellings = any_name if job.in_force(COERCION, NAMES) else nullcontext
     try:
         from torchtitan.config import ConfigManager
 
@@ -118,16 +118,12 @@ def load(job: Job) -> Any:
         ) from error
 
 
-def _coerces(job: Job) -> bool:
-    return job.in_force(dtype_names.FEATURE, NAMES)
-
-
 def _dtypes(job: Job, subject: str, config: Any, trainer: Any) -> Iterator[Problem]:
     """Replace dtype names by torchtitan's own, as in the job; yield a problem for unknown names."""
-    if not _coerces(job):
+    if not job.in_force(COERCION, NAMES):
         return
     try:
-        dtype_names.coerce_training(trainer.training)
+        coerce_training(trainer.training)
     except DtypeError as error:
         match = re.search(r"training\.\w+(?==)", str(error))
         key = error.key or (match.group() if match else "training.dtype")
@@ -136,22 +132,15 @@ def _dtypes(job: Job, subject: str, config: Any, trainer: Any) -> Iterator[Probl
 
 def _both_sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
     """Predict the controller's report on the dtypes of trainer and generator."""
-    on = job.in_force(FEATURE, ROLLOUT)
-    if on:
+    if job.in_force(FEATURE, ROLLOUT):
         try:
             dtypes.generator_dtype_name(config.generator.model_dtype)
             dtypes.coerce_generator(config.generator)
         except DtypeError as error:
             return [Problem.of(error, "rollout", error.key)], []
-    problems, notes = problems_of_heads(
-        _where(), partial(lm_head.read_heads, config), job.settings, on=on
-    )
-    both = dtypes.engines(config.trainer.training, config.generator.model_dtype)
-    if both is None:
-        return problems, notes
-    trainer, rollout = both
-    found, told = problems_of(_where(), trainer, [rollout], job.settings, on=on)
-    return [*found, *problems], [*told, *notes]
+    engines = dtypes.engines(config.trainer.training, config.generator.model_dtype)
+    both = JobEngines(engines[0], engines[1:]) if engines else None
+    return predict_sides(job, _where(), both, ROLLOUT, partial(lm_head.read_heads, config))
 
 
 def _check_model(prefix: str, parallel: Any, config: Any, model: Model, world: int) -> None:
@@ -181,11 +170,6 @@ def _no_layout(prefix: str, parallel: Any, key: str, fault: str) -> PlanError:
     )
 
 
-def _count_launched(job: Job) -> int | None:
-    each = job.launched("nproc-per-node")
-    return None if each is None else each * (job.launched("nnodes") or 1)
-
-
 def _world(job: Job, prefix: str, parallel: Any) -> tuple[int, int]:
     """The number of GPUs of a job, and the number of ranks that shard a parameter.
 
@@ -198,15 +182,15 @@ def _world(job: Job, prefix: str, parallel: Any) -> tuple[int, int]:
     if parallel.pipeline_parallel_degree > 1:
         fault = "pipelines are not planned; plan one stage's share with 1"
         raise _no_layout(prefix, parallel, "pipeline_parallel_degree", fault)
-    rest = parallel.tensor_parallel_degree * parallel.data_parallel_replicate_degree
-    rest *= parallel.context_parallel_degree
-    shards, world = parallel.data_parallel_shard_degree, _count_launched(job)
+    tensor, context = parallel.tensor_parallel_degree, parallel.context_parallel_degree
+    rest = tensor * context * parallel.data_parallel_replicate_degree
+    shards, world = parallel.data_parallel_shard_degree, job.processes
     if shards < 1:
         shards = 1 if world is None else max(world // rest, 1)
     if world not in (None, rest * shards):
         fault = f"the degrees multiply to {rest * shards} GPUs, and the job has {world}"
         raise _no_layout(prefix, parallel, "data_parallel_shard_degree", fault)
-    return rest * shards, shards * parallel.context_parallel_degree
+    return rest * shards, shards * context
 
 
 def _name(value: object) -> str:
@@ -218,25 +202,20 @@ def _name(value: object) -> str:
 
 def _optimizer(config: Any) -> str:
     """Name of the first optimizer that is not Adam; the first name if all are Adam."""
-    names = [
-        str(named)
-        for group in getattr(config, "param_groups", None) or ()
-        if (named := getattr(group, "optimizer_name", None))
-    ]
-    names = names or [str(getattr(config, "name", "AdamW"))]
+    groups = getattr(config, "param_groups", None) or ()
+    found = [getattr(group, "optimizer_name", None) for group in groups]
+    names = [str(name) for name in found if name] or [str(getattr(config, "name", "AdamW"))]
     return next((name for name in names if "adam" not in name.lower()), names[0])
 
 
 def _model(job: Job, config: Any) -> Model:
-    if job.options.parameters or job.options.model:
-        return job.model(config.hf_assets_path)
     path = Path(config.hf_assets_path)
-    if (path / "config.json").is_file():
+    named = job.options.parameters or job.options.model
+    if named or (path / "config.json").is_file():
         return job.model(path)
-    spec = config.model_spec
-    if spec is None:
+    if config.model_spec is None:
         raise PlanError(f"{_where()}: the config names no model (model_spec). Name one.")
-    return built(spec)
+    return built(config.model_spec)
 
 
 def built(spec: Any) -> Model:

@@ -1,7 +1,4 @@
-"""Read single values of a framework's config for a plan, and name a wrong value in an error.
-
-``no_adapters`` makes the error that every framework's plan raises for LoRA adapters.
-"""
+"""Read single values of a framework's config for a plan, and name a wrong value in an error."""
 
 from __future__ import annotations
 
@@ -15,11 +12,6 @@ from precision_shim.errors import PlanError
 def number(value: object, key: str, where: str) -> int:
     """Return a config value as a whole number.
 
-    Args:
-        value: the value in the config.
-        key: the value's key.
-        where: framework and version.
-
     Raises:
         PlanError: the value is not a whole number.
     """
@@ -31,13 +23,18 @@ def number(value: object, key: str, where: str) -> int:
     raise PlanError(f"{where}, {key}={value!r}: expected a whole number. Write one.")
 
 
-def mapping(value: object, key: str, where: str) -> Mapping[str, Any]:
-    """Return a config value that must be a mapping.
+def number_of(section: Mapping[str, Any], key: str, where: str, default: int = 1) -> int:
+    """Return the number under the last part of the dotted ``key``; ``default`` if there is none.
 
-    Args:
-        value: the value in the config.
-        key: the value's key.
-        where: framework and version.
+    Raises:
+        PlanError: the value is not a whole number.
+    """
+    value = section.get(key.rpartition(".")[2])
+    return default if value is None else number(value, key, where)
+
+
+def mapping(value: object, key: str, where: str) -> Mapping[str, Any]:
+    """Return a config value that must be a section with keys.
 
     Raises:
         PlanError: the value is not a mapping.
@@ -47,22 +44,22 @@ def mapping(value: object, key: str, where: str) -> Mapping[str, Any]:
     raise no_section(value, key, where)
 
 
+def section_of(section: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
+    """Return the section under the last part of ``key``; one that is left out or null is empty.
+
+    Raises:
+        PlanError: the value is not a mapping.
+    """
+    value = section.get(key.rpartition(".")[2])
+    return {} if value is None else mapping(value, key, where)
+
+
 def no_section(value: object, key: str, where: str) -> PlanError:
     """Return the error that ``mapping`` raises for a value that is not a mapping."""
     kind = type(value).__name__
     return PlanError(
         f"{where}, {key}={value!r} ({kind}): expected a section with keys. Write the keys in it."
     )
-
-
-def number_of(section: Mapping[str, Any], key: str, where: str, default: int = 1) -> int:
-    """Return the number under the last part of the dotted ``key``; ``default`` if there is none.
-
-    Raises:
-        PlanError: the value is not a whole number.
-    """
-    value = section.get(key.rpartition(".")[2])
-    return default if value is None else number(value, key, where)
 
 
 def said(error: BaseException) -> str:
@@ -76,12 +73,7 @@ def said(error: BaseException) -> str:
 
 
 def no_adapters(where: str, without: str) -> PlanError:
-    """Return the error for a model that is trained with LoRA adapters.
-
-    Args:
-        where: the message's beginning: the framework, its version, and the model or the config key.
-        without: the keys that turn LoRA off.
-    """
+    """Return the error for a model with LoRA adapters, which the keys ``without`` turn off."""
     return PlanError(
         f"{where}: LoRA adapters are not planned: their states are small, and the frozen model "
         "keeps its parameters alone. Plan the job without them for an upper bound "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from precision_shim.errors import PrecisionShimError
 from precision_shim.process.framework import Adapter
@@ -14,13 +15,24 @@ from precision_shim.reporting.record import FrameworkStatus, SeamStatus
 
 from ..predicted import predict_seams
 
-__all__ = ["inapplicable", "predict_status"]
+__all__ = ["as_dict", "inapplicable", "predict_status"]
 
 
 def inapplicable(name: str, seam: SeamStatus) -> str:
     """Return a message about a refused seam, whose feature cannot be applied."""
     where = f" ({seam.path})" if seam.path else ""
     return f"{name}: {seam.feature}{where} cannot be applied: {seam.reason}"
+
+
+def as_dict(status: FrameworkStatus) -> dict[str, Any]:
+    """Return a framework's status as dicts, lists and strings, for JSON."""
+    return {
+        "version": status.version,
+        "tested": status.tested,
+        "state": status.state,
+        "reason": status.reason,
+        "seams": [seam.to_dict() for seam in status.seams],
+    }
 
 
 def predict_status(

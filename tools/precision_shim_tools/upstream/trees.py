@@ -9,67 +9,45 @@ from __future__ import annotations
 import re
 import zipfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib.util import decode_source
 from pathlib import Path
+from typing import Any
 
 from precision_shim.errors import SourceError
-from precision_shim.process.stated_version import Folder, SourceFiles, find_written, normal
+from precision_shim.process.stated_version import Folder, find_written, normal
 from precision_shim.seams._source import Installed, Source
 
-_BENEATH = ("", "src", "python", "lib/python3*/site-packages", "Lib/site-packages")
+_BENEATH = ("src", "python", "lib/python3*/site-packages", "Lib/site-packages")
 """Subfolders of a folder, a checkout or a virtual environment that may contain packages."""
 
 
-class _Wheel:
-    def __init__(self, path: Path) -> None:
-        try:
-            self._zip = zipfile.ZipFile(path)
-            broken = self._zip.testzip()
-        except (OSError, ValueError, NotImplementedError, EOFError, zipfile.BadZipFile) as error:
-            raise SourceError(f"{path} is no wheel that can be read: {error}.") from error
-        except Exception as error:  # zlib.error, from damaged data
-            raise SourceError(f"{path} is no wheel that can be read: {error!r}.") from error
-        if broken is not None:
-            raise SourceError(f"{path} is no wheel that can be read: {broken} in it is damaged.")
-        # A wheel may have its packages in NAME.data/purelib.
-        self._names = {
-            re.sub(r"^[^/]+\.data/(purelib|platlib)/", "", name): name
-            for name in self._zip.namelist()
-        }
-        self._folders = {
-            "/".join(parts[:depth])
-            for parts in (name.split("/") for name in self._names)
-            for depth in range(1, len(parts))
-        }
-
-    def is_file(self, path: str) -> bool:
-        return path in self._names
-
-    def is_folder(self, path: str) -> bool:
-        return path in self._folders
-
-    def top(self) -> list[str]:
-        return sorted({name.partition("/")[0] for name in self._names})
-
-    def read(self, path: str) -> bytes:
-        return self._zip.read(self._names[path])
+def _open_wheel(path: Path) -> Any:
+    try:
+        wheel = zipfile.ZipFile(path)
+        broken = wheel.testzip()
+    except (OSError, ValueError, NotImplementedError, EOFError, zipfile.BadZipFile) as error:
+        raise SourceError(f"{path} is no wheel that can be read: {error}.") from error
+    except Exception as error:  # zlib.error, from damaged data
+        raise SourceError(f"{path} is no wheel that can be read: {error!r}.") from error
+    if broken is not None:
+        raise SourceError(f"{path} is no wheel that can be read: {broken} in it is damaged.")
+    return zipfile.Path(wheel)
 
 
 class Tree:
     """The packages of a wheel or a folder, as a ``Source``.
 
     Attributes:
-        path: the path that was opened.
         complete: whether the tree is a whole environment (a site-packages folder). A module that a
             complete tree lacks counts as not found, even if the module is installed.
     """
 
-    def __init__(self, path: Path, files: SourceFiles) -> None:
-        self.path = path
-        self._files = files
-        self._metadata = dict(self._distributions())
-        self.complete = not path.is_file() and any(
-            name.endswith(".dist-info") for name in files.top()
+    def __init__(self, root: Any, metadata: Any) -> None:
+        self._files = Folder(root)
+        self._metadata = dict(_distributions(metadata))
+        self.complete = isinstance(root, Path) and any(
+            name.endswith(".dist-info") for name in self._files.top()
         )
 
     def find(self, module: str) -> Callable[[], str | None] | None:
@@ -113,27 +91,27 @@ class Tree:
                 return None
         return place
 
-    def _distributions(self) -> Iterator[tuple[str, str]]:
-        for name in self._files.top():
-            for kind, file in ((".dist-info", "METADATA"), (".egg-info", "PKG-INFO")):
-                path = f"{name}/{file}"
-                if name.endswith(kind) and self._files.is_file(path):
-                    text = self._files.read(path).decode("utf-8", "replace")
-                    text = text.replace("\r\n", "\n").partition("\n\n")[0]
-                    head = dict(re.findall(r"^(Name|Version): *(\S+)", text, re.MULTILINE))
-                    if len(head) == 2:
-                        yield normal(head["Name"]), head["Version"]
+
+def _distributions(root: Any) -> Iterator[tuple[str, str]]:
+    """Yield name and version of each distribution whose metadata is in a folder or a wheel."""
+    for folder in root.iterdir():
+        for kind, file in ((".dist-info", "METADATA"), (".egg-info", "PKG-INFO")):
+            if folder.name.endswith(kind) and (folder / file).is_file():
+                text = (folder / file).read_bytes().decode("utf-8", "replace")
+                text = text.replace("\r\n", "\n").partition("\n\n")[0]
+                head = dict(re.findall(r"^(Name|Version): *(\S+)", text, re.MULTILINE))
+                if len(head) == 2:
+                    yield normal(head["Name"]), head["Version"]
 
 
+@dataclass(frozen=True)
 class _Over:
-    def __init__(self, tree: Tree, beneath: Source) -> None:
-        self._tree = tree
-        self._beneath = beneath
+    tree: Tree
+    beneath: Source
 
     def find(self, module: str) -> Callable[[], str | None] | None:
-        if self._tree.complete or self._tree.owns(module):
-            return self._tree.find(module)
-        return self._beneath.find(module)
+        first = self.tree.complete or self.tree.owns(module)
+        return (self.tree if first else self.beneath).find(module)
 
 
 def over(tree: Tree) -> Source:
@@ -155,20 +133,21 @@ def open_tree(path: Path, packages: tuple[str, ...]) -> Tree:
     looked_for = f"Looked for: {', '.join(packages)}."
     if not path.exists():
         raise SourceError(f"{path} does not exist. {looked_for}")
+    where = ""
     if path.is_file():
-        tree = Tree(path, _Wheel(path))
+        wheel = _open_wheel(path)
+        # A wheel may have its packages in NAME.data/purelib.
+        data = [part for part in wheel.iterdir() if part.name.endswith(".data")]
+        trees = [(part / kind, wheel) for part in data for kind in ("purelib", "platlib")]
+        trees.insert(0, (wheel, wheel))
+    else:
+        inner = [path, *(place for part in _BENEATH for place in sorted(path.glob(part)))]
+        # If the path is a package's own folder, the root is its parent folder.
+        inner += [path.resolve().parent] if (path / "__init__.py").is_file() else []
+        trees = [(folder, folder) for folder in inner if folder.is_dir()]
+        where = ", neither in itself nor in src, python or lib/python3*/site-packages"
+    for root, metadata in trees:
+        tree = Tree(root, metadata)
         if any(tree.has(package) for package in packages):
             return tree
-        raise SourceError(f"{path} holds no framework. {looked_for}")
-    inner = [place for part in _BENEATH for place in sorted(path.glob(part) if part else [path])]
-    roots = [folder for folder in inner if folder.is_dir()]
-    # If the path is a package's own folder, the root is its parent folder.
-    roots += [above for above in (path.resolve().parent,) if (path / "__init__.py").is_file()]
-    for root in roots:
-        tree = Tree(path, Folder(root))
-        if any(tree.has(package) for package in packages):
-            return tree
-    raise SourceError(
-        f"{path} holds no framework, neither in itself nor in src, python or lib/python3*/"
-        f"site-packages. {looked_for}"
-    )
+    raise SourceError(f"{path} holds no framework{where}. {looked_for}")

@@ -3,24 +3,22 @@
 Expert and expert-tensor parallelism split experts. Tensor parallelism splits matrices and the
 biases of column-parallel layers. Norms, routers and the down-projections of latent attention stay
 whole. Pipeline parallelism splits layers into stages, as Megatron's ``get_num_layers_to_build`` and
-``get_transformer_layer_offset`` do. The first and the last stage may have another number of layers
-than the middle stages, and a stage may consist of interleaved chunks.
+``get_transformer_layer_offset`` do.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..shapes import Model, Weight
+from ..shapes import Model, Weight, is_router
 from .sizes import Sizes
 
-_LEAST = {
-    **dict.fromkeys(("world", "tensor", "pipeline", "context", "expert", "expert_tensor"), 1),
-    **{"virtual": 1, "first": 0, "last": 0},
-}
-"""The smallest value that Megatron accepts for each size."""
+_COUNTS = (
+    *("world", "tensor", "pipeline", "context", "expert", "expert_tensor"),
+    *("virtual", "first", "last"),
+)
 
 
 def fault(sizes: Sizes, model: Model, *, heads_are_shared: bool = True) -> str:
@@ -31,8 +29,8 @@ def fault(sizes: Sizes, model: Model, *, heads_are_shared: bool = True) -> str:
         model: names and shapes.
         heads_are_shared: whether several ranks may share a key-value head.
     """
-    for name, least in _LEAST.items():
-        size = getattr(sizes, name)
+    for name in _COUNTS:
+        size, least = getattr(sizes, name), 0 if name in ("first", "last") else 1
         if size is not None and (type(size) is not int or size < least):
             key = sizes.keys.get(name, name)
             return f"{key}={size!r}: expected a whole number, at least {least}"
@@ -130,39 +128,25 @@ _COLUMN = (
 _ROW = ("o_proj", "wo", "down_proj", "fc2", "w2", "c_proj", "out_proj", "dense")
 """Row-parallel layers: tensor parallelism splits the inputs of the weight; the bias stays whole."""
 
-_VOCABULARY = (
-    *("embed_tokens", "wte", "tok_embeddings", "word_embeddings", "embeddings", "embed_in"),
-    *("lm_head", "embed_out", "output"),
-)
-_EMBEDDINGS = _VOCABULARY[:6]
+_EMBEDDINGS = ("embed_tokens", "wte", "tok_embeddings", "word_embeddings", "embeddings", "embed_in")
+_OUTPUTS = ("lm_head", "embed_out")
+_VOCABULARY = (*_EMBEDDINGS, *_OUTPUTS, "output")
 _LAST = ("norm", "norm_f", "ln_f", "final_layernorm", "final_layer_norm", "score")
 """Modules after the last layer; the last pipeline stage contains them and the output layer."""
 
 
 def rank_numel(weight: Weight, sizes: Sizes) -> int:
-    """Number of a parameter's elements on one rank of the parameter's pipeline stage.
-
-    Args:
-        weight: the parameter.
-        sizes: the sizes of the parallel groups.
-    """
-    if is_expert(weight.name):
-        ways = 1 if weight.name.endswith("down_proj_bias") else sizes.experts_tensor
+    """Number of a parameter's elements on one rank of the parameter's pipeline stage."""
+    word = _word(weight.name)
+    if _is_expert(weight.name):
+        ways = 1 if word == "down_proj_bias" else sizes.experts_tensor
         return weight.numel // (sizes.expert * ways)
-    return weight.numel // _ways(weight, sizes.tensor)
-
-
-def _ways(weight: Weight, tensor: int) -> int:
-    """Number of ranks over which tensor parallelism splits a parameter outside the experts."""
-    words = [part for part in weight.name.split(".") if part not in ("weight", "bias")]
-    word = words[-1] if words else ""
-    if _OTHER_MODEL.search(weight.name):
-        return 1
     split = word in _VOCABULARY or word in _COLUMN or (word in _ROW and len(weight.shape) > 1)
-    return tensor if split else 1
+    whole = not split or _OTHER_MODEL.search(weight.name)
+    return weight.numel if whole else weight.numel // sizes.tensor
 
 
-def is_expert(name: str) -> bool:
+def _is_expert(name: str) -> bool:
     """Whether a parameter with this name belongs to a routed expert."""
     return ".experts." in name or name.startswith("experts.")
 
@@ -183,52 +167,44 @@ class StageCount:
 
 
 def count(
-    model: Model,
-    sizes: Sizes,
-    *,
-    frozen: Callable[[str], bool] = lambda name: False,
-    value_head: bool = False,
+    model: Model, sizes: Sizes, *, frozen_routers: bool = False, value_head: bool = False
 ) -> list[StageCount]:
     """Count the parameters on one rank of each pipeline stage.
 
     Args:
         model: names and shapes.
         sizes: the sizes of the parallel groups, which must be legal.
-        frozen: function that returns whether the parameter with a given name is frozen.
+        frozen_routers: whether the routers of experts are not trained.
         value_head: whether the output layer is a value head with one output.
     """
     if not model.config:
         return _evenly(model, sizes)
-    layers = number_of_layers(model)
     stage_of = {
         layer: stage
-        for stage, numbers in enumerate(layers_of_stages(sizes, layers))
+        for stage, numbers in enumerate(layers_of_stages(sizes, number_of_layers(model)))
         for layer in numbers
     }
     dense, experts, still = ([0] * sizes.pipeline for _ in range(3))
     last = sizes.pipeline - 1
-
-    def add(stage: int, weight: Weight) -> None:
-        numel = rank_numel(weight, sizes)
-        if is_expert(weight.name) and sizes.expert > 1:
-            experts[stage] += numel
-        elif frozen(weight.name):
-            still[stage] += numel
-        else:
-            dense[stage] += numel
-
     for weight in model.weights:
-        layer = layer_of(weight.name)
+        layer, word = layer_of(weight.name), _word(weight.name)
         if layer is not None:
-            if layer in stage_of:  # layers for multi-token prediction have no stage
-                add(stage_of[layer], weight)
-            continue
-        if value_head and _word(weight.name) in ("lm_head", "embed_out", "score", "v_head"):
-            continue
-        add(_stage_outside(weight.name, last), weight)
-        embedding = _word(weight.name) in _EMBEDDINGS
-        if embedding and model.tied and last and not value_head:
-            add(last, weight)  # the last stage has its own copy of tied weights
+            stages = [stage_of[layer]] if layer in stage_of else []  # none: multi-token prediction
+        elif value_head and word in (*_OUTPUTS, "score", "v_head"):
+            stages = []
+        else:
+            at_end = word in (*_LAST, *_OUTPUTS) and not _OTHER_MODEL.search(weight.name)
+            stages = [last if at_end else 0]
+            if word in _EMBEDDINGS and model.tied and last and not value_head:
+                stages.append(last)  # the last stage has its own copy of tied weights
+        for stage in stages:
+            numel = rank_numel(weight, sizes)
+            if _is_expert(weight.name) and sizes.expert > 1:
+                experts[stage] += numel
+            elif frozen_routers and is_router(weight.name):
+                still[stage] += numel
+            else:
+                dense[stage] += numel
     if value_head:
         dense[last] += model.number("hidden_size", "n_embd")
     return [StageCount(*counts) for counts in zip(dense, experts, still, strict=True)]
@@ -236,8 +212,8 @@ def count(
 
 def _evenly(model: Model, sizes: Sizes) -> list[StageCount]:
     """Split a model's parameters evenly over the stages, for a model without a config."""
-    dense = sum(weight.numel for weight in model.weights if not is_expert(weight.name))
-    experts = sum(weight.numel for weight in model.weights if is_expert(weight.name))
+    dense = sum(weight.numel for weight in model.weights if not _is_expert(weight.name))
+    experts = sum(weight.numel for weight in model.weights if _is_expert(weight.name))
     own = -(-dense // (sizes.tensor * sizes.pipeline))
     theirs = -(-experts // (sizes.experts_tensor * sizes.expert * sizes.pipeline))
     apart = sizes.expert > 1
@@ -247,10 +223,3 @@ def _evenly(model: Model, sizes: Sizes) -> list[StageCount]:
 
 def _word(name: str) -> str:
     return name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
-
-
-def _stage_outside(name: str, last: int) -> int:
-    """The stage of a parameter outside the layers: last for norm and output, else the first."""
-    if _OTHER_MODEL.search(name):
-        return 0
-    return last if _word(name) in (*_LAST, "lm_head", "embed_out") else 0

@@ -13,10 +13,6 @@ class Sizes:
 
     Attributes:
         world: number of GPUs.
-        tensor: size of tensor parallelism.
-        pipeline: size of pipeline parallelism.
-        context: size of context parallelism.
-        expert: size of expert parallelism.
         expert_tensor: size of expert tensor parallelism; ``None`` for the size of ``tensor``.
         virtual: number of chunks of a pipeline stage; ``None`` for one.
         first: number of layers of the first stage, if the config has this number.
@@ -85,19 +81,9 @@ FIELDS = {
 }
 """Maps the attributes of ``Sizes`` to their names in Megatron's and every framework's config."""
 
-UNEVEN = ("first", "last", "count_embedding", "count_loss", "stages")
-"""Attributes of ``Sizes`` whose config keys some frameworks nest in a section, because they are
-fields of Megatron's transformer config."""
-
 
 def read_sizes(
-    world: int,
-    world_key: str,
-    key: str,
-    section: Mapping[str, Any],
-    *,
-    within: str = "",
-    within_names: Sequence[str] = UNEVEN,
+    world: int, world_key: str, key: str, section: Mapping[str, Any], within: str = ""
 ) -> Sizes:
     """Read the sizes of a model's parallel groups from a section of a framework's config.
 
@@ -106,15 +92,14 @@ def read_sizes(
         world_key: the config's key of the number of GPUs.
         key: the config's key of the section.
         section: the section.
-        within: the key of a nested section, if there is one.
-        within_names: names of the sizes that are read from the nested section.
+        within: the key of a nested section with fields of Megatron's transformer config.
     """
-    inner = (section.get(within) if within else None) or {}
+    inner = section.get(within) or {}
     values, keys = {}, {"world": world_key}
     for name, field_ in FIELDS.items():
-        there = bool(within) and name in within_names
-        value = (inner if there else section).get(field_)
-        keys[name] = f"{key}.{within}.{field_}" if there else f"{key}.{field_}"
+        value = inner.get(field_)
+        keys[name] = f"{key}.{field_}" if value is None else f"{key}.{within}.{field_}"
+        value = section.get(field_) if value is None else value
         if value is not None:
             values[name] = value
     return Sizes(world, keys=keys, **values)

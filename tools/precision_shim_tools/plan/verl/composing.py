@@ -5,10 +5,6 @@ from __future__ import annotations
 import argparse
 import ast
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,29 +16,6 @@ from ..command import Job
 from ..values import said
 
 
-@dataclass(frozen=True)
-class HydraArguments:
-    """The arguments that Hydra reads from a job's launch command.
-
-    Attributes:
-        path: the directory of the config, or ``pkg://`` and a package's name.
-        name: the config's name.
-        overrides: the overrides.
-        directory: an additional directory of configs (``--config-dir``); empty without one.
-    """
-
-    path: str
-    name: str
-    overrides: tuple[str, ...]
-    directory: str = ""
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """The directories and packages of the job's configs, except Hydra's own configs."""
-        named = (self.path.removeprefix("pkg://"), self.directory)
-        return tuple(place for place in named if place)
-
-
 def compose(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
     """Compose a job's config, and apply the overrides of the job's command line.
 
@@ -51,74 +24,37 @@ def compose(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
         unresolved: see ``plain``.
 
     Raises:
-        PlanError: hydra cannot compose the config.
+        PlanError: the line has other options, or hydra cannot compose the config.
     """
-    asked = named_config(job)
-    for place in (asked.path, asked.directory):
+    asked = _read_options(job)
+    path, name = _read_decorator(job.source)
+    path, name = asked.config_path or path, asked.config_name or name
+    if not path.startswith("pkg://"):
+        beside = job.source.parent.resolve() if job.source is not None else Path.cwd()
+        path = os.path.normpath(beside / path)
+    directory = os.path.abspath(asked.config_dir) if asked.config_dir else ""
+    for place in (path, directory):
         if place and not place.startswith("pkg://") and not os.path.isdir(place):
             raise PlanError(
                 f"{versioned('verl')}, {job.target}: {place}: there is no such directory of "
                 "configs. Start from the directory that the job starts in."
             )
+    overrides = [f"hydra.searchpath=[file://{directory}]"] if directory else []
     try:
-        from hydra import compose
+        from hydra import compose, initialize_config_dir, initialize_config_module
 
-        with _initialized(asked):
-            made = compose(asked.name, list(asked.overrides))
+        initialize: Any = initialize_config_dir
+        if path.startswith("pkg://"):
+            initialize = initialize_config_module
+        with initialize(path.removeprefix("pkg://"), version_base=None):
+            made = compose(name, overrides + asked.overrides)
             config: dict[str, Any] = plain(made, unresolved=unresolved)
     except Exception as error:  # hydra and omegaconf have many exception classes
         raise PlanError(
-            f"{versioned('verl')}, {asked.path}/{asked.name.removesuffix('.yaml')}.yaml: "
-            f"{said(error)}. Correct the override or the file, or plan in the environment of the "
-            "job."
+            f"{versioned('verl')}, {path}/{name.removesuffix('.yaml')}.yaml: {said(error)}. "
+            "Correct the override or the file, or plan in the environment of the job."
         ) from error
     return config
-
-
-@contextmanager
-def _initialized(asked: HydraArguments) -> Iterator[None]:
-    """Initialize Hydra for a job's configs, and restore the caller's state of Hydra afterwards."""
-    from hydra import initialize_config_dir, initialize_config_module
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.core.plugins import Plugins
-    from hydra.version import VersionBase
-
-    added = _command_line()
-    Plugins.instance().register(added)
-    caller, base = GlobalHydra.instance(), VersionBase.instance()
-    before = caller.hydra, base.version_base
-    caller.clear()
-    try:
-        added.directory = asked.directory
-        if asked.path.startswith("pkg://"):
-            module = asked.path.removeprefix("pkg://")
-            initialized: Any = initialize_config_module(module, version_base=None)
-        else:
-            initialized = initialize_config_dir(asked.path, version_base=None)
-        with initialized:
-            yield
-    finally:
-        added.directory = ""
-        caller.hydra, base.version_base = before
-        GlobalHydra.set_instance(caller)
-
-
-@cache
-def _command_line() -> Any:
-    """A plugin that adds a directory of configs where ``hydra.main`` adds that of ``--config-dir``.
-
-    Hydra's registry of plugins keeps it. Without a directory it does nothing.
-    """
-    from hydra.plugins.search_path_plugin import SearchPathPlugin
-
-    class CommandLine(SearchPathPlugin):  # type: ignore[misc]
-        directory = ""
-
-        def manipulate_search_path(self, search_path: Any) -> None:
-            if self.directory:
-                search_path.append("command-line", f"file://{self.directory}")
-
-    return CommandLine
 
 
 class _HydraParser(argparse.ArgumentParser):
@@ -131,28 +67,12 @@ class _HydraParser(argparse.ArgumentParser):
         )
 
 
-def named_config(job: Job) -> HydraArguments:
-    """Read the options and overrides of a launch line, and the entry point's decorator.
-
-    Raises:
-        PlanError: the line has other options, or hydra would reject it.
-    """
+def _read_options(job: Job) -> argparse.Namespace:
     parser = _HydraParser(job.target, add_help=False)
     for option, short in (("path", "-cp"), ("name", "-cn"), ("dir", "-cd")):
         parser.add_argument(f"--config-{option}", short, default="")
     parser.add_argument("overrides", nargs="*")
-    asked = parser.parse_args(list(job.arguments))
-    path, name = _read_decorator(job.source)
-    path = asked.config_path or path
-    if not path.startswith("pkg://"):
-        beside = job.source.parent.resolve() if job.source is not None else Path.cwd()
-        path = os.path.normpath(beside / path)
-    return HydraArguments(
-        path=path,
-        name=asked.config_name or name,
-        overrides=tuple(asked.overrides),
-        directory=os.path.abspath(asked.config_dir) if asked.config_dir else "",
-    )
+    return parser.parse_args(list(job.arguments))
 
 
 def _read_decorator(source: Path | None) -> tuple[str, str]:

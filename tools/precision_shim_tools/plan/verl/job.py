@@ -16,8 +16,7 @@ from precision_shim.adapting import look, version_of, versioned
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.precision.dtypes import name_of, parse_dtype
 from precision_shim.reporting.problem import Problem
-from precision_shim_adapters.agreement.lm_head import problems_of_heads
-from precision_shim_adapters.agreement.report import FEATURE, problems_of
+from precision_shim_adapters.agreement.report import FEATURE
 from precision_shim_adapters.common.omegaconf_values import tell_unresolved
 from precision_shim_adapters.megatron import DISPATCH, GROUP, PRECISION_AWARE, RequestedConfig
 from precision_shim_adapters.verl.rollout import driver, dtypes, weight_sync
@@ -28,8 +27,9 @@ from ..command import Job
 from ..megatron.model import MegatronModel
 from ..megatron.sizes import read_sizes
 from ..record import Decided
-from ..request import Plannable, Request, legal
+from ..request import Plannable, Request, read_models
 from ..shapes import Model
+from ..sides import predict_sides
 from ..torch_optimizer import ShardedModel, scaling
 from ..values import mapping, no_adapters, number_of
 from . import sections
@@ -59,14 +59,17 @@ def plan_job(job: Job) -> Request:
         found = list(_of_ppo(config))
         problems, notes = _both_sides(job, config)
     elif "engine" in config and "optim" in config:
-        gpus = _processes(job) or _gpus(config)
+        gpus = _gpus(config)
+        if job.processes is not None:  # torchrun starts the job
+            gpus = job.processes, "--nproc-per-node x --nnodes"
         found = [sections.of_tuning(config)]
     else:
         raise PlanError(
             f"{_where()}, {job.target}: its config trains no model: expected actor_rollout_ref, or "
             "model, engine and optim. Plan the job that trains."
         )
-    models = tuple(legal(one.subject, partial(_model, job, one, gpus)) for one in found)
+    readers = ((one.subject, partial(_model, job, one, gpus)) for one in found)
+    models = read_models(readers, problems)
     return Request(
         "verl",
         version_of("verl", ("verl",)),
@@ -80,7 +83,6 @@ def plan_job(job: Job) -> Request:
 
 def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
     """Predict the report of ``driver.compare_engines`` about actor, reference and rollout."""
-    rollout = inner(inner(config, _SHARED), dtypes.ROLLOUT)
     try:
         dtypes.check_names(config)
         both = dtypes.read_sides(config)
@@ -88,27 +90,18 @@ def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], lis
         return [Problem.of(error, "", error.key)], []
     if both is None:
         return [], []
-    on = job.in_force(FEATURE, driver.GROUP)
-    heads = problems_of_heads(
-        versioned("verl"), partial(read_heads, config, job.in_force), job.settings, on=on
-    )
+    heads = partial(read_heads, config, job.in_force)
+    problems, notes = predict_sides(job, _where(), both, driver.GROUP, heads)
     if both.trainer is None:
         unknown = "rollout: {}: {} ({})".format(FEATURE, *dtypes.unknown_engine(both))
-        return heads[0], [unknown, *heads[1]]
-    problems, notes = problems_of(
-        versioned("verl"),
-        both.trainer,
-        both.others,
-        job.settings,
-        on=on,
-        model_type=both.model_type,
-    )
+        return problems, [unknown, *notes]
+    rollout = inner(inner(config, _SHARED), dtypes.ROLLOUT)
     refusal, _ = weight_sync.refuses_delta(rollout, both.strategy)
     if refusal:
         message, _, remedy = refusal.rpartition(". ")
         key = f"{dtypes.ROLLOUT}.checkpoint_engine.backend"
         problems.append(Problem("rollout-dtype", "rollout", key, message, remedy))
-    return [*problems, *heads[0]], [*notes, *heads[1]]
+    return problems, notes
 
 
 def _gpus(config: Mapping[str, Any]) -> tuple[int, str]:
@@ -116,13 +109,6 @@ def _gpus(config: Mapping[str, Any]) -> tuple[int, str]:
     trainer = inner(config, "trainer")
     world = _number(trainer, "trainer.n_gpus_per_node") * _number(trainer, "trainer.nnodes")
     return world, "trainer.n_gpus_per_node x trainer.nnodes"
-
-
-def _processes(job: Job) -> tuple[int, str] | None:
-    """What ``_gpus`` returns, for a job that torchrun starts; ``None`` without its options."""
-    each = job.launched("nproc-per-node")
-    nodes = job.launched("nnodes") or 1
-    return None if each is None else (each * nodes, "--nproc-per-node x --nnodes")
 
 
 def _number(config: Mapping[str, Any], key: str, default: int = 1) -> int:
@@ -145,28 +131,25 @@ def _of_ppo(config: Mapping[str, Any]) -> Iterator[Section]:
         yield sections.of_role("critic", "critic", critic, own, group)
 
 
-def _lora(model: Mapping[str, Any]) -> int:
-    lora = _number(inner(model, "model.lora"), "model.lora.rank", 0)
-    return _number(model, "model.lora_rank", 0) or lora
-
-
 def _model(job: Job, section: Section, gpus: tuple[int, str]) -> Plannable:
     if section.strategy not in _ENGINES:
         raise PlanError(
             f"{_where()}, {section.engine_key}: strategy={section.strategy!r}: planned are "
             f"{', '.join(_ENGINES)}. Plan the job with one of these."
         )
-    if _lora(section.model):
+    own, lora = section.model, inner(section.model, "model.lora")
+    if _number(own, "model.lora_rank", 0) or _number(lora, "model.lora.rank", 0):
         off = "model.lora_rank=0, model.lora.rank=0"
         raise no_adapters(f"{_where()}, {section.subject}", off)
-    path = section.model.get("hf_config_path") or section.model.get("path")
-    overrides = inner(section.model, "model.override_config")
-    overrides = overrides.get("model_config") or {
-        key: value
-        for key, value in overrides.items()
-        if key not in ("moe_config", "attn_implementation", "model_config")
+    written = inner(own, "model.override_config")
+    others = ("moe_config", "attn_implementation", "model_config")
+    overrides = written.get("model_config") or {
+        key: value for key, value in written.items() if key not in others
     }
-    shapes = job.model(path, {k: v for k, v in overrides.items() if v is not None})
+    shapes = job.model(
+        own.get("hf_config_path") or own.get("path"),
+        {key: value for key, value in overrides.items() if value is not None},
+    )
     illegal = tuple(sections.unknown(section, dispatches=job.in_force(DISPATCH, GROUP)))
     if section.strategy == "megatron":
         return _on_megatron(section, shapes, gpus, illegal)
@@ -176,33 +159,29 @@ def _model(job: Job, section: Section, gpus: tuple[int, str]) -> Plannable:
 def _on_megatron(
     section: Section, model: Model, gpus: tuple[int, str], illegal: tuple[Problem, ...]
 ) -> Plannable:
-    engine, optim, subject = section.engine, section.optim, section.subject
-    bucket_key = f"{section.engine_key}.override_ddp_config"
+    engine, optim = section.engine, section.optim
+    fields = f"{section.optim_key}.override_optimizer_config"
+    buckets = f"{section.engine_key}.override_ddp_config"
     inner(engine, f"{section.engine_key}.override_transformer_config")
-    inner(optim, f"{section.optim_key}.override_optimizer_config")
+    inner(optim, fields)
     sections.check_megatron(section)
     requested = megatron.of_configs(
         engine,
         optim,
-        subject=subject,
+        subject=section.subject,
         declared=parse_dtype(str(engine.get("dtype") or "bfloat16")),
         trains=section.trains,
     )
     return MegatronModel(
         requested,
         model,
-        read_sizes(
-            *gpus,
-            section.engine_key,
-            engine,
-            within="override_transformer_config",
-        ),
+        read_sizes(*gpus, section.engine_key, engine, "override_transformer_config"),
         requested.declared or torch.bfloat16,
         bucket_in_fp32=_bucket(section, requested),
-        value_head=subject == "critic",
-        key=f"{section.optim_key}.override_optimizer_config.{{}}",
-        bucket_key=f"{bucket_key}.grad_reduce_in_fp32",
-        bucket_keys=tuple(map(str, inner(engine, bucket_key))),
+        value_head=section.subject == "critic",
+        key=f"{fields}.{{}}",
+        bucket_key=f"{buckets}.grad_reduce_in_fp32",
+        bucket_keys=tuple(map(str, inner(engine, buckets))),
         prefix="++",  # Hydra's prefix that adds or overrides a key
         illegal=illegal,
     )
@@ -214,7 +193,7 @@ def _bucket(section: Section, requested: RequestedConfig) -> bool:
     verl's ``get_model`` and mbridge set ``grad_reduce_in_fp32`` to True, Megatron-Bridge to False.
     In verl 0.9 and later, the engine derives ``grad_reduce_in_fp32`` from the optimizer's fields.
     """
-    aware = bool(requested.opt_in.get(PRECISION_AWARE))
+    aware = requested.opt_in.get(PRECISION_AWARE)
     low = requested.opt_in.get("main_grads_dtype", torch.float32) is not torch.float32
     resolver = look(f"{megatron.ENGINE}._resolve_override_ddp_config")
     if resolver.found and aware and low:
@@ -233,9 +212,8 @@ def _sharded(
     # verl always keeps a forward-only model in the host's memory, even without ``param_offload``.
     forward_only = engine.get("forward_only", True) or engine.get("param_offload")
     on_host = engine.get("offload_policy") if trains else forward_only
-    compute = name_of(read.compute)
+    compute, name = name_of(read.compute), ""
     scaled: tuple[Decided, ...] = ()
-    name = ""
     notes: list[str] = []
     if trains:
         scaled = scaling(

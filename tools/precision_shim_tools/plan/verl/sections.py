@@ -23,10 +23,9 @@ from precision_shim_adapters.verl.training import automodel, engines, fsdp, torc
 from precision_shim_adapters.verl.training.megatron import has_fields
 
 from ..record import unknown_keys
-from ..values import mapping, number_of
+from ..values import number_of, section_of
 
-_PACKAGE = "verl.workers.config"
-_MODULES = ("engine", "optimizer")
+_MODULES = ("verl.workers.config.engine", "verl.workers.config.optimizer")
 _HYDRAS = ("_target_", "_convert_", "_recursive_", "_partial_")
 _TURBOS = ("distributed", "fsdp_plan", "param_dtype")
 _AUTOMODEL = {"model_dtype": "fp32", "mp_param_dtype": "bf16", "mp_reduce_dtype": "fp32"}
@@ -41,8 +40,6 @@ class Section:
         subject: the model's name, such as ``"actor"``.
         engine_key: the config key of the engine's section.
         optim_key: the config key of the optimizer's section.
-        strategy: the engine's strategy.
-        engine: the engine's section.
         optim: the optimizer's section; empty for a model that is not trained.
         model: the section that describes the model.
         sequence: the size of Ulysses' sequence parallelism from the model's own section; newer
@@ -67,25 +64,14 @@ class Section:
 
 
 def inner(section: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return the section under the last part of a key; one that is left out or null is empty.
-
-    Args:
-        section: the section around it.
-        key: the config's key of the inner section.
-
-    Raises:
-        PlanError: the value is no section.
-    """
-    value = section.get(key.rpartition(".")[2])
-    return {} if value is None else mapping(value, key, versioned("verl"))
+    """See ``section_of``."""
+    return section_of(section, key, versioned("verl"))
 
 
 def of_role(
     subject: str, key: str, role: Mapping[str, Any], model: Mapping[str, Any], group: str
 ) -> Section:
-    """Read the sections of a PPO job's model.
-
-    Two releases of verl moved the critic's FSDP section.
+    """Read the sections of a PPO job's model, whose FSDP section two releases of verl moved.
 
     Args:
         subject: the model's name.
@@ -105,17 +91,8 @@ def of_role(
     engine_key = next((name for name, found in places.items() if found), f"{key}.{names[0]}")
     optim = inner(role, f"{key}.optim") if subject != "ref" else {}
     sequence = number_of(role, f"{key}.ulysses_sequence_parallel_size", versioned("verl"))
-    return Section(
-        subject,
-        engine_key,
-        f"{key}.optim",
-        strategy,
-        places[engine_key],
-        optim,
-        model,
-        sequence,
-        group,
-    )
+    engine, optim_key = places[engine_key], f"{key}.optim"
+    return Section(subject, engine_key, optim_key, strategy, engine, optim, model, sequence, group)
 
 
 def of_tuning(config: Mapping[str, Any]) -> Section:
@@ -131,9 +108,7 @@ class Sharded:
     """An engine's dtypes and sizes.
 
     Attributes:
-        stored: dtype of the parameters.
         compute: dtype in which the parameters are gathered.
-        reduce: dtype of the gradients while they are reduced.
         because: why the shim scales an fp16 model's loss.
         group: the group of the seams that scale the model's loss.
         sizes: maps a field of ``ShardedModel`` to the key that sets it in the engine's section.
@@ -208,11 +183,8 @@ def _of_flag(engine: Mapping[str, Any], key: str, strategy: str) -> Sharded:
         note = f"dtype=float16 is not what it trains in, but bfloat16: {why}" if why else ""
     group, stored = engines.GROUPS[name], torch.float32
     if strategy == "torchtitan":
-        sizes = {
-            "shards": "data_parallel_shard_size",
-            "tensor": "tensor_parallel_size",
-            "context": "context_parallel_size",
-        }
+        sizes = {"shards": "data_parallel_shard_size"}
+        sizes.update(tensor="tensor_parallel_size", context="context_parallel_size")
         return Sharded(stored, low, torchtitan.BECAUSE, group, sizes=sizes, note=note)
     if low is torch.float16:
         veomni.check_fp16(engine, key)
@@ -231,7 +203,8 @@ def unknown(section: Section, *, dispatches: bool) -> Iterator[Problem]:
     """
     for key, read in ((section.engine_key, section.engine), (section.optim_key, section.optim)):
         name = str(read.get("_target_", "")).rpartition(".")[2]
-        known = set(_fields(name))
+        looks = [look(f"{module}:{name}.__init__") for module in _MODULES if name]
+        known = set(next((symbol.parameters for symbol in looks if symbol.found), ()))
         if name == "McoreOptimizerConfig" and dispatches:
             known.update(PRECISION_AWARE_FIELDS)
         written = [word for word in read if word not in _HYDRAS]
@@ -239,17 +212,8 @@ def unknown(section: Section, *, dispatches: bool) -> Iterator[Problem]:
         yield from unknown_keys(written, known, section.subject, f"{key}.{{}}", whose)
 
 
-def _fields(name: str) -> tuple[str, ...]:
-    looks = (look(f"{_PACKAGE}.{module}:{name}.__init__") for module in _MODULES)
-    return next((symbol.parameters for symbol in looks if name and symbol.found), ())
-
-
 def check_moments(section: Section, optimizer: str) -> None:
     """Check that torch's optimizer can step parameters that are stored in fp16.
-
-    Args:
-        section: the model's sections.
-        optimizer: class name of the optimizer.
 
     Raises:
         DtypeError: it cannot.

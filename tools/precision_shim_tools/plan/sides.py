@@ -1,0 +1,40 @@
+"""Predict what a job's driver reports on trainer and rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from precision_shim.precision.lm_head import Head
+from precision_shim.reporting.problem import Problem
+from precision_shim_adapters.agreement.lm_head import problems_of_heads
+from precision_shim_adapters.agreement.report import FEATURE, JobEngines, problems_of
+
+from .command import Job
+
+
+def predict_sides(
+    job: Job,
+    where: str,
+    both: JobEngines | None,
+    group: str,
+    heads: Callable[[], list[Head]] | None,
+) -> tuple[list[Problem], list[str]]:
+    """Predict the driver's report on the dtypes of trainer and other engines, and on LM heads.
+
+    Args:
+        job: the job.
+        where: framework and version.
+        both: the job's engines; ``None`` if their dtypes are not compared.
+        group: the group of the driver's seams.
+        heads: function that reads the LM heads; ``None`` for a job without a rollout.
+    """
+    on = job.in_force(FEATURE, group)
+    problems: list[Problem] = []
+    notes: list[str] = []
+    if heads is not None:
+        problems, notes = problems_of_heads(where, heads, job.settings, on=on)
+    if both is None or both.trainer is None:
+        return problems, notes
+    others, kind = both.others, both.model_type
+    found, told = problems_of(where, both.trainer, others, job.settings, on=on, model_type=kind)
+    return [*found, *problems], [*told, *notes]
