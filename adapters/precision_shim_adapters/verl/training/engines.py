@@ -28,7 +28,6 @@ from precision_shim.errors import UnsupportedPrecisionError
 from precision_shim.precision.dtypes import parse_dtype
 
 from ...torch_fp16 import FEATURE
-from ...torch_fp16.auxiliary import auxiliary_losses
 from .fsdp import asks_fp16, make, training_of
 
 _IMPL = "verl.workers.engine"
@@ -137,6 +136,8 @@ def scale_loss(call: Call, loss_function: Any, forward_only: Any = False) -> Any
     training = training_of(call.instance)
     if training is None or not training.drives or loss_function is None or forward_only:
         return call.proceed()
+    from ...torch_fp16.auxiliary import auxiliary_losses
+
     with auxiliary_losses(training) as follow:
         call.arguments["loss_function"] = training.scaled(loss_function, follow)
         return call.proceed()

@@ -6,7 +6,7 @@ from typing import Any
 
 from precision_shim.adapting import Call, Symbol, seam
 
-from ...torch_fp16 import ScaledTraining
+from ... import torch_fp16
 from .fsdp import (
     ACTOR,
     CRITIC,
@@ -82,7 +82,7 @@ def update_critic(call: Call) -> Any:
 def scale_value_loss(call: Call) -> Any:
     """Scale the loss of 0.7.1's critic."""
     result = call.proceed()
-    training = ScaledTraining.current()
+    training = torch_fp16.ScaledTraining.current()
     if training is not None:
         training.attach(result[0])
     return result
