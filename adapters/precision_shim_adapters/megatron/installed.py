@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 
-from .policy.legality import FusedAdamSupport, release
+from precision_shim.precision.releases import release
+
+from .policy.legality import FusedAdamSupport
 
 FUSED_ADAM_ARGUMENTS = (
     "master_weight_dtype",

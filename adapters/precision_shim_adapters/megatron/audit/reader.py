@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from precision_shim.auditing.reading import (
     unique,
 )
 from precision_shim.auditing.torch_reader import read_inner
-from precision_shim.precision.dtypes import parse_dtype
+from precision_shim.precision.dtypes import read_dtype
 
 from ..buffers import grad_buffers
 
@@ -93,7 +92,7 @@ def _read(chunks: Sequence[Any], optimizer: Any) -> Reading:
         reading.other += tensors_of(reading.scaler)
     config = getattr(optimizer, "config", None)
     if config is not None:
-        reading.wanted = read_wanted(partial(_field, config))
+        reading.wanted = read_wanted(lambda name: getattr(config, name, None))
     if inner is None:  # a frozen model's optimizer is a stub
         return reading
     pairs = list(_pairs(optimizer, inner))
@@ -202,10 +201,6 @@ def _data_parallel_size(optimizer: Any, buffers: Sequence[Any], name: str) -> in
     return int(state.get_data_parallel_world_size(with_context_parallel=True))
 
 
-def _field(config: Any, name: str) -> Any:
-    return getattr(config, name, None)
-
-
 def adam_keeps_masters(field: Callable[[str], Any], main: torch.dtype) -> bool:
     """Whether FusedAdam itself keeps the masters of a precision-aware optimizer.
 
@@ -231,37 +226,26 @@ def read_wanted(field: Callable[[str], Any]) -> Wanted:
     """
 
     def get(name: str, default: Any) -> Any:
-        value = field(name)
-        if isinstance(value, str):  # dtype names stay strings if dtype-coercion is not in force
-            value = parse_dtype(value) or value
+        value = read_dtype(field(name))  # names stay if dtype-coercion is not in force
         return default if value is None else value
 
     fp32 = torch.float32
     params = get("params_dtype", fp32)
     if get("fp16", False) or get("bf16", False):
         params = torch.float16 if get("fp16", False) else torch.bfloat16
-    if not get("use_precision_aware_optimizer", False):
-        return Wanted(
-            "OptimizerConfig",
-            params=params,
-            main_grads=fp32,
-            masters=dict.fromkeys(SIXTEEN_BIT, fp32),
-            exp_avg=fp32,
-            exp_avg_sq=fp32,
-            remedies=REMEDIES,
-        )
-    main = get("main_params_dtype", fp32)
-    by_adam = adam_keeps_masters(field, main)
-    remainders = by_adam and main is fp32 and get("store_param_remainders", True)
+    aware = get("use_precision_aware_optimizer", False)
+    main, main_grads, exp_avg, exp_avg_sq = (
+        get(f"{name}_dtype", fp32) if aware else fp32
+        for name in ("main_params", "main_grads", "exp_avg", "exp_avg_sq")
+    )
+    remainders = aware and main is fp32 and adam_keeps_masters(field, main)
+    remainders = remainders and get("store_param_remainders", True)
     return Wanted(
         "OptimizerConfig",
         params=params,
-        main_grads=get("main_grads_dtype", fp32),
-        masters={
-            torch.float16: main,
-            torch.bfloat16: torch.int16 if remainders else main,
-        },
-        exp_avg=get("exp_avg_dtype", fp32),
-        exp_avg_sq=get("exp_avg_sq_dtype", fp32),
+        main_grads=main_grads,
+        masters={torch.float16: main, torch.bfloat16: torch.int16 if remainders else main},
+        exp_avg=exp_avg,
+        exp_avg_sq=exp_avg_sq,
         remedies=REMEDIES,
     )

@@ -31,6 +31,10 @@ COERCION, AUDIT = "dtype-coercion", "audit"
 BUILDING = (DISPATCH, ALIGNMENT, SCALING, AUDIT)
 """The features of seams that call ``building``; these features depend on the model being built."""
 
+MOSTLY: dict[str, Any] = {"group": GROUP, "optional": True}
+"""The arguments that most seams on Megatron's own functions share."""
+ON_SCALING = {"feature": SCALING, **MOSTLY}
+
 PRECISION_AWARE = "use_precision_aware_optimizer"
 OVERLAP = "overlap_param_gather_with_optimizer_step"
 

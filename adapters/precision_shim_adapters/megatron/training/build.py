@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import current_settings, in_force, versioned
+from precision_shim.adapting import current_settings, decide, in_force, versioned
 from precision_shim.precision.model import TrainableDtypes
 
 from ..installed import fused_adam_support
@@ -51,7 +51,6 @@ class Build:
         self.seen = TrainableDtypes()
         self.distributed = True
         self.in_fp32: bool | None = None
-        self._planned: tuple[object, OptimizerPlan] | None = None
 
     @cached_property
     def requested(self) -> RequestedConfig:
@@ -70,20 +69,16 @@ class Build:
             DtypeError: see ``plan_optimizer``.
         """
         known = self.seen if model is None else model
-        now = self.in_force()
-        # Use the last plan until a chunk has other dtypes, or until an import after the DDP's
-        # construction switches features on or off. If all parameters have one dtype, the number
-        # of parameters does not affect the plan.
-        made_for = known.single or known, self.distributed, now
-        if self._planned is None or self._planned[0] != made_for:
-            plan = plan_optimizer(self.requested, known, now, distributed=self.distributed)
-            self._planned = made_for, plan
-        return self._planned[1]
+        return plan_optimizer(self.requested, known, self.in_force(), distributed=self.distributed)
 
     def in_force(self) -> InForce:
         """The settings and features of this process that the framework's plans depend on."""
         holds = partial(in_force, self.framework)
         return what_is_in_force(current_settings(), holds, fused_adam_support())
+
+    def decide(self, feature: str, chosen: str, because: str) -> None:
+        """Report a choice for this model; see ``precision_shim.adapting.decide``."""
+        decide(self.framework, self.requested.subject, feature, chosen, because)
 
 
 _build: ContextVar[Build | None] = ContextVar("precision_shim_build", default=None)

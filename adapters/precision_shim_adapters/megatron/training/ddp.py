@@ -18,18 +18,24 @@ from typing import Any
 import torch
 import torch.distributed
 
-from precision_shim.adapting import Call, current_settings, decide, in_force, seam, warn
+from precision_shim.adapting import Call, current_settings, in_force, seam, warn
 from precision_shim.precision.dtypes import name_of
 from precision_shim.precision.model import TrainableDtypes, trainable_dtypes
 
 from ..checkpoints.optimizer_state import bucket_without_shim
 from ..policy.bucket import BucketChoice, choose_bucket
-from ..policy.requested import ALIGNMENT, DISPATCH, GROUP, SCALING
+from ..policy.requested import ALIGNMENT, DISPATCH, GROUP, MOSTLY, SCALING
 from .build import Build, build_around
 
 DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__"
 
 _FSDP = "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel.__init__"
+
+UNCHECKED = (
+    "check_for_nan_in_grad=False",
+    "it would end the job at an fp16 overflow, which the dynamic loss scaler skips",
+)
+"""The decision to turn the check off, and its reason."""
 
 _told: weakref.WeakKeyDictionary[Any, torch.dtype] = weakref.WeakKeyDictionary()
 """Maps a DDP module, whose bucket dtype the user set, to the main grads' dtype: ``build_ddp`` has
@@ -44,22 +50,20 @@ def find_noted_dtype(chunk: Any) -> torch.dtype | None:
 @seam(
     DDP,
     ALIGNMENT,
-    group=GROUP,
     why="every path to a gradient bucket passes here, with the live parameters at hand",
     upstream="https://github.com/verl-project/verl/pull/6526",
     delete_when="the bucket follows the main grads on every path upstream",
     relies_on=("grad_reduce_in_fp32",),
-    optional=True,
+    **MOSTLY,
 )
 @seam(
     DDP,
     (DISPATCH, SCALING),
-    group=GROUP,
     why="the first place that sees the parameters an optimizer will train; and the DDP reads "
     "check_for_nan_in_grad from this config at each reduction",
     delete_when="frameworks hand the model to the function that makes the OptimizerConfig, and "
     "Megatron's check asks whether the loss scale is dynamic",
-    optional=True,
+    **MOSTLY,
 )
 def build_ddp(
     call: Call,
@@ -104,11 +108,7 @@ def _align(build: Build, config: Any, model: TrainableDtypes) -> torch.dtype | N
     written = requested.bucket_in_fp32 is not None
     over_user = current_settings()["grad_bucket"] == "align"
     choice = choose_bucket(
-        present=present,
-        user_set=written,
-        align=over_user,
-        main_grads=plan.main_grads,
-        model=model,
+        present=present, user_set=written, align=over_user, main_grads=plan.main_grads, model=model
     )
     choice = _one_bucket_for_all(build, choice, present)
     because, problem = choice.because, choice.problem or plan.bucket_warning
@@ -121,13 +121,7 @@ def _align(build: Build, config: Any, model: TrainableDtypes) -> torch.dtype | N
     dtype = "fp32" if in_fp32 else "that of the parameters"
     if not in_fp32 and model.single is not None:
         dtype = name_of(model.single)
-    decide(
-        build.framework,
-        requested.subject,
-        ALIGNMENT,
-        f"gradient bucket {dtype} (grad_reduce_in_fp32={in_fp32})",
-        because,
-    )
+    build.decide(ALIGNMENT, f"gradient bucket {dtype} (grad_reduce_in_fp32={in_fp32})", because)
     if problem and requested.trains:  # without an optimizer the bucket stays empty
         warn(f"{build.framework} {requested.subject}: {problem}.")
     return plan.main_grads if written and not over_user else None
@@ -180,13 +174,7 @@ def _let_overflows_pass(build: Build, config: Any, model: TrainableDtypes) -> No
         )
         return
     config.check_for_nan_in_grad = False
-    decide(
-        build.framework,
-        requested.subject,
-        SCALING,
-        "check_for_nan_in_grad=False",
-        "it would end the job at an fp16 overflow, which the dynamic loss scaler skips",
-    )
+    build.decide(SCALING, *UNCHECKED)
 
 
 def _scales_dynamically(build: Build) -> bool:
@@ -211,21 +199,15 @@ def _over_stages(model: TrainableDtypes, pg_collection: Any = None) -> Trainable
         model: the dtypes of this stage's chunk.
         pg_collection: the DDP's process groups; ``None`` for Megatron's global groups.
     """
-    group = _find_group(pg_collection)
+    if not torch.distributed.is_initialized():
+        return model
+    group = getattr(pg_collection, "pp", None)
+    if group is None:
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_pipeline_model_parallel_group(check_initialized=False)
     if group is None or torch.distributed.get_world_size(group) < 2:
         return model
     every: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(every, model, group=group)
     return sum(every, TrainableDtypes())
-
-
-def _find_group(pg_collection: Any) -> Any:
-    """The pipeline-parallel group; ``None`` if there is none."""
-    if not torch.distributed.is_initialized():
-        return None
-    group = getattr(pg_collection, "pp", None)
-    if group is not None:
-        return group
-    from megatron.core import parallel_state
-
-    return parallel_state.get_pipeline_model_parallel_group(check_initialized=False)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import Call
-from precision_shim.precision.dtypes import parse_dtype
+from precision_shim.precision.dtypes import read_dtype
 from precision_shim.seams import Seam
 
 from ..policy.requested import RequestedConfig
@@ -51,7 +51,7 @@ def requested_by_flags(
     asked: dict[str, Any] = {}
     for field in dataclasses.fields(OptimizerConfig):
         value = getattr(args, field.name, field.default)
-        if field.name not in _OF_THE_MODEL and _meant(value) != field.default:
+        if field.name not in _OF_THE_MODEL and read_dtype(value) != field.default:
             asked[field.name] = value
     # The two flags for the bucket's dtype are switches: a user can only turn them on.
     bucket = True if args.accumulate_allreduce_grads_in_fp32 else None
@@ -68,10 +68,6 @@ def requested_by_flags(
         distributed=bool(args.use_distributed_optimizer),
         bucket_in_fp32=bucket,
     )
-
-
-def _meant(value: Any) -> Any:
-    return (parse_dtype(value) or value) if isinstance(value, str) else value
 
 
 def fill_inline(call: Call, framework: str) -> Any:

@@ -20,7 +20,7 @@ import torch
 from precision_shim.adapting import Call, current_settings, seam, warn
 from precision_shim.errors import InconsistentPrecisionError
 
-from ..policy.requested import GROUP, SCALING
+from ..policy.requested import ON_SCALING
 from .build import megatron_label
 
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
@@ -33,11 +33,9 @@ _asked: weakref.WeakSet[Any] = weakref.WeakSet()
 
 @seam(
     f"{_OPTIMIZER}:MixedPrecisionOptimizer.get_loss_scale",
-    SCALING,
-    group=GROUP,
     why="every way to scale a loss asks here",
     delete_when="Megatron's prepare_grads knows whether the loss was scaled",
-    optional=True,
+    **ON_SCALING,
 )
 def note_asked(call: Call) -> Any:
     """Record that an optimizer's loss scale was read."""
@@ -68,12 +66,10 @@ def tell_unscaled(optimizers: Iterable[Any]) -> None:
 
 @seam(
     f"{_OPTIMIZER}:MegatronOptimizer.scale_loss",
-    SCALING,
-    group=GROUP,
     why="has the loss and its history in hand",
     delete_when="Megatron refuses a loss that is scaled already",
     relies_on=("get_loss_scale",),
-    optional=True,
+    **ON_SCALING,
 )
 def refuse_scaled_twice(call: Call, loss: Any) -> Any:
     """Warn, or raise an error in strict mode, if the trainer has already scaled a loss.

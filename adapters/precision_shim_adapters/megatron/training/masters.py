@@ -13,13 +13,13 @@ SkyRL call this function.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from precision_shim.adapting import Call, decide, seam, warn
 
+from ..buffers import unchain
 from ..policy.requested import DISPATCH, SCALING
 from .build import megatron_label
 
@@ -101,7 +101,9 @@ def reload_masters(framework: str, subject: str, optimizer: Any) -> None:
         optimizer: an optimizer of Megatron, chained or single, or ``None``.
     """
     reloaded = False
-    for inner in _each(optimizer):
+    for inner in unchain(optimizer):
+        if getattr(inner, "optimizer", None) is None:  # it has no parameters
+            continue
         if getattr(getattr(inner, "ddp_config", None), "use_megatron_fsdp", False):
             # Some versions of Megatron-FSDP ignore a reload silently, other versions end the job.
             warn(
@@ -121,15 +123,3 @@ def reload_masters(framework: str, subject: str, optimizer: Any) -> None:
             "masters made anew of the loaded weights",
             "the weights were loaded without the optimizer's states",
         )
-
-
-def _each(optimizer: Any) -> Iterator[Any]:
-    """Yield each optimizer with parameters in a chain, and in the chains within this chain."""
-    # Megatron's layer-wise optimizer is a chain within a chain. Reading ``optimizer`` of a chain of
-    # several optimizers raises an error.
-    chained = getattr(optimizer, "chained_optimizers", None)
-    if chained is not None:
-        for inner in chained:
-            yield from _each(inner)
-    elif getattr(optimizer, "optimizer", None) is not None:
-        yield optimizer

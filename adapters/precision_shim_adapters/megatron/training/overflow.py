@@ -40,7 +40,8 @@ from precision_shim.adapting import Call, current_settings, decide, seam, warn
 from precision_shim.precision.scaler_record import lower_tracker
 from precision_shim.scaling import SkipCounter
 
-from ..policy.requested import GROUP, SCALING
+from ..buffers import unchain
+from ..policy.requested import ON_SCALING, SCALING
 from ..policy.scaler import describe_scaler, factors_set
 from .build import current_build, megatron_label
 from .first_states import make_states
@@ -48,13 +49,6 @@ from .loss_scaling import tell_unscaled
 
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 SCALER = "megatron.core.optimizer.grad_scaler:DynamicGradScaler.__init__"
-
-
-def _unchain(optimizer: Any) -> list[Any]:
-    """The optimizers chained in an optimizer, or the optimizer itself."""
-    if not hasattr(optimizer, "chained_optimizers"):
-        return [optimizer]
-    return [leaf for inner in optimizer.chained_optimizers for leaf in _unchain(inner)]
 
 
 def dynamic_scalers(optimizer: Any) -> list[Any]:
@@ -65,7 +59,7 @@ def dynamic_scalers(optimizer: Any) -> list[Any]:
     """
     from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
-    scalers = (getattr(inner, "grad_scaler", None) for inner in _unchain(optimizer))
+    scalers = (getattr(inner, "grad_scaler", None) for inner in unchain(optimizer))
     return [scaler for scaler in scalers if isinstance(scaler, DynamicGradScaler)]
 
 
@@ -111,7 +105,7 @@ _accounts: weakref.WeakKeyDictionary[Any, Account] = weakref.WeakKeyDictionary()
 
 def _account(optimizer: Any) -> Account | None:
     """An optimizer's ``Account``; for a chain without one, its first optimizer's ``Account``."""
-    known = (_accounts.get(inner) for inner in (optimizer, *_unchain(optimizer)))
+    known = (_accounts.get(inner) for inner in (optimizer, *unchain(optimizer)))
     return next((account for account in known if account is not None), None)
 
 
@@ -143,13 +137,11 @@ def answer_skips(optimizer: Any, *, succeeds: bool) -> None:
 
 
 @seam(
-    feature=SCALING,
     at=[f"{_OPTIMIZER}:ChainedOptimizer.step", f"{_OPTIMIZER}:MixedPrecisionOptimizer.step"],
-    group=GROUP,
     why="every framework's step ends here, with the scaler at hand",
     delete_when="frameworks take (False, None, None) for a skipped step",
     relies_on=("prepare_grads",),
-    optional=True,
+    **ON_SCALING,
 )
 def answer_a_skip(call: Call) -> Any:
     """For a skipped step, return values that the framework can handle.
@@ -212,12 +204,10 @@ def metrics(optimizer: Any, prefix: str = "", *, from_start: bool = False) -> di
 
 @seam(
     f"{_OPTIMIZER}:ChainedOptimizer.prepare_grads",
-    SCALING,
-    group=GROUP,
     why="all scalers of a step have been asked here, and no optimizer has stepped",
     delete_when="Megatron's chained optimizers share one scaler",
     relies_on=("chained_optimizers", "get_loss_scale"),
-    optional=True,
+    **ON_SCALING,
 )
 def keep_one_scale(call: Call) -> Any:
     """Make all chained scalers count an overflow that one of the scalers found.
@@ -271,18 +261,17 @@ _in_chain: ContextVar[bool] = ContextVar("precision_shim_in_chain", default=Fals
 def _parts(optimizer: Any) -> list[_Answer | None]:
     return [
         _answers.get(inner)
-        for inner in _unchain(optimizer)
+        for inner in unchain(optimizer)
         if inner is not optimizer and dynamic_scalers(inner)
     ]
 
 
 def _forget(optimizer: Any) -> None:
-    for inner in _unchain(optimizer):  # the ``_Answer`` of a chain needs its parts' ``_Answer``s
+    for inner in unchain(optimizer):  # the ``_Answer`` of a chain needs its parts' ``_Answer``s
         _answers.pop(inner, None)
 
 
 @seam(
-    feature=SCALING,
     at=[
         f"{_OPTIMIZER}:ChainedOptimizer.prepare_grads",
         {
@@ -290,12 +279,11 @@ def _forget(optimizer: Any) -> None:
             "relies_on": ("step_with_ready_grads", "grad_scaler"),
         },
     ],
-    group=GROUP,
     why="step() calls it again after trainers that ask for an overflow first, and each call "
     "unscales the fp32 gradients of the bucket and moves the growth tracker",
     delete_when="Megatron's step() takes gradients that are already prepared",
     relies_on=("step_with_ready_grads",),
-    optional=True,
+    **ON_SCALING,
 )
 def prepare_once(call: Call) -> Any:
     """Prepare the gradients of a step once, and count the step.
@@ -325,26 +313,24 @@ def prepare_once(call: Call) -> Any:
     _answers[optimizer] = _Answer(found, _parts(optimizer))
     if alone:
         if scale != 1.0:
-            tell_unscaled(_unchain(optimizer))
+            tell_unscaled(unchain(optimizer))
         account = _accounts.setdefault(optimizer, Account())
         account.scale = scale
         if found:
-            make_states(_unchain(optimizer))
+            make_states(unchain(optimizer))
         account.counter.note(found, scale)
     return found
 
 
 @seam(
-    feature=SCALING,
     at=[
         f"{_OPTIMIZER}:MixedPrecisionOptimizer.step_with_ready_grads",
         f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params.zero_grad",
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.zero_grad",
     ],
-    group=GROUP,
     why="the gradients are used or gone; a trainer that skips by itself calls only zero_grad",
     delete_when="Megatron's step() takes gradients that are already prepared",
-    optional=True,
+    **ON_SCALING,
 )
 def forget_answer(call: Call) -> Any:
     """Delete the stored result of ``prepare_grads``, so that the next gradients are prepared."""
@@ -354,12 +340,10 @@ def forget_answer(call: Call) -> Any:
 
 @seam(
     SCALER,
-    SCALING,
-    group=GROUP,
     why="growth and backoff factor are constants in Megatron's call; no config reaches them",
     delete_when="OptimizerConfig has fields for both factors",
     relies_on=("_growth_tracker", "_hysteresis_tracker", "_scale"),
-    optional=True,
+    **ON_SCALING,
 )
 def take_settings(
     call: Call,
@@ -385,13 +369,11 @@ def take_settings(
 
 @seam(
     "megatron.core.optimizer.grad_scaler:DynamicGradScaler.load_state_dict",
-    SCALING,
-    group=GROUP,
     why="the scale grows where the tracker equals the interval: from a tracker above an interval "
     "that is shorter in this job it would never grow",
     delete_when="Megatron's scaler grows from a tracker above its interval, too",
     relies_on=("_growth_tracker",),
-    optional=True,
+    **ON_SCALING,
 )
 def load_tracker(call: Call) -> Any:
     """Load a scaler's state; limit the growth tracker to just below this job's growth interval."""
