@@ -176,9 +176,7 @@ def with_fields(config: Any, fields: Mapping[str, Any]) -> Any:
     Returns the same object if no value differs. Adapters call ``with_fields`` if the
     framework makes the config before the model.
     """
-    others = {
-        name: value for name, value in fields.items() if getattr(config, name, value) != value
-    }
+    others = {key: new for key, new in fields.items() if getattr(config, key, new) != new}
     if not others:
         return config
     config = copy.copy(config)
