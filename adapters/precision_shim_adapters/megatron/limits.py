@@ -44,8 +44,7 @@ def describe_limits(
         )
     else:
         return ""
-    problem = (
+    return (
         f"{who}: on Megatron: {what}. Install TransformerEngine {since} or newer where the "
         "model trains, or leave its states fp32."
     )
-    return problem

@@ -84,9 +84,8 @@ def _own_chunks(optimizer: Any) -> list[Any]:
 def _read(chunks: Sequence[Any], optimizer: Any) -> Reading:
     inner = getattr(optimizer, "optimizer", None)
     kind = type(optimizer).__name__
-    reading = Reading(
-        "megatron-core", "model", kind, scaler=getattr(optimizer, "grad_scaler", None)
-    )
+    scaler = getattr(optimizer, "grad_scaler", None)
+    reading = Reading("megatron-core", "model", kind, scaler=scaler)
     reading.other += tensors_of(optimizer)  # tensors such as the overflow flag
     if reading.scaler is not None:
         reading.other += tensors_of(reading.scaler)
@@ -109,9 +108,7 @@ def _read(chunks: Sequence[Any], optimizer: Any) -> Reading:
         data = getattr(buffer, "param_data", None)
         # Frameworks that offload parameters keep copies in ``param_data_cpu`` and ``cpu_data``.
         copies = (getattr(buffer, "param_data_cpu", None), getattr(data, "cpu_data", None))
-        reading.also_params += [
-            copied for copied in (data, *copies) if isinstance(copied, torch.Tensor)
-        ]
+        reading.also_params += [one for one in (data, *copies) if isinstance(one, torch.Tensor)]
     reading.bucket_views = [
         grad for p in reading.trainable if (grad := getattr(p, "main_grad", None)) is not None
     ]
@@ -122,9 +119,9 @@ def _read(chunks: Sequence[Any], optimizer: Any) -> Reading:
     makes_copies = bool(dtypes & set(SIXTEEN_BIT)) and in_bucket != {torch.float32}
     reading.copies_later = makes_copies and not own and reading.declared_states.exp_avg is not None
     reading.data_parallel_size = _data_parallel_size(optimizer, buffers, reading.name)
-    reading.sharded = reading.owned_parameters < reading.parameters
     meshed = any(hasattr(p, "device_mesh") for p in reading.trainable)  # Megatron-FSDP
-    reading.sharded = reading.sharded or (meshed and reading.data_parallel_size > 1)
+    reading.sharded = reading.owned_parameters < reading.parameters
+    reading.sharded |= meshed and reading.data_parallel_size > 1
     reading.params_sharded = meshed and reading.sharded
     return reading
 

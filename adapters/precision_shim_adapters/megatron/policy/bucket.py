@@ -32,12 +32,7 @@ class BucketChoice:
 
 
 def choose_bucket(
-    *,
-    present: bool,
-    user_set: bool,
-    align: bool,
-    main_grads: torch.dtype,
-    model: TrainableDtypes,
+    *, present: bool, user_set: bool, align: bool, main_grads: torch.dtype, model: TrainableDtypes
 ) -> BucketChoice:
     """Choose the bucket's dtype.
 

@@ -121,9 +121,7 @@ class InForce:
 
 
 def what_is_in_force(
-    settings: Settings,
-    holds: Callable[[str, str], bool],
-    support: FusedAdamSupport,
+    settings: Settings, holds: Callable[[str, str], bool], support: FusedAdamSupport
 ) -> InForce:
     """The settings and features that a plan depends on.
 

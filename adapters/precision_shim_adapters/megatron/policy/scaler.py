@@ -110,11 +110,10 @@ def describe_scaler(
 
 def unscaled(where: str, fp16: object, bf16: object) -> str:
     """The message about an fp16 model whose OptimizerConfig has ``fp16=False``."""
-    message = (
+    return (
         f"{where}: fp16={fp16}, bf16={bf16}, but the model is fp16: Megatron scales no loss then, "
         "and small gradients are lost. Set fp16 to true and bf16 to false there."
     )
-    return message
 
 
 def predicted_scaler(

@@ -13,16 +13,15 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from precision_shim.adapting import Call, current_settings, decide, seam, warn
+from precision_shim.adapting import Call, current_settings, seam, warn
 
 from ..policy.optimizer_plan import scaler_row
 from ..policy.requested import MOSTLY, ON_SCALING, SCALING
-from .build import current_build, megatron_label
+from .build import DIRECT, current_build, megatron_label
 from .ddp import UNCHECKED
 from .optimizer import check_again
 from .overflow import SCALER, dynamic_scalers
 
-FRAMEWORK, SUBJECT = "megatron", "direct caller"
 _FIRST = float(scaler_row()["initial_loss_scale"])
 _MAKE = "megatron.core.optimizer:_get_megatron_optimizer_based_on_param_groups"
 
@@ -81,9 +80,7 @@ def let_overflows_pass(call: Call, config: Any, model_chunks: Any) -> Any:
         return optimizer
     if not dynamic_scalers(optimizer):
         if config.fp16 and config.loss_scale:
-            decide(
-                FRAMEWORK,
-                SUBJECT,
+            DIRECT.decide(
                 SCALING,
                 f"the static loss scale {config.loss_scale:g} is left alone",
                 "the config has loss_scale: no step is counted, nothing is prepared once",
@@ -91,7 +88,7 @@ def let_overflows_pass(call: Call, config: Any, model_chunks: Any) -> Any:
         return optimizer
     stopped = [_stop_checking(chunk) for chunk in model_chunks]
     if any(stopped):
-        decide(FRAMEWORK, SUBJECT, SCALING, *UNCHECKED)
+        DIRECT.decide(SCALING, *UNCHECKED)
     return optimizer
 
 

@@ -81,6 +81,9 @@ class Build:
         decide(self.framework, self.requested.subject, feature, chosen, because)
 
 
+DIRECT = Build("megatron", RequestedConfig)
+"""A model of a trainer without its own adapter, whose config the shim does not read."""
+
 _build: ContextVar[Build | None] = ContextVar("precision_shim_build", default=None)
 """The ``Build`` in progress: set by ``building``, read by the backend's seams."""
 

@@ -116,10 +116,5 @@ def reload_masters(framework: str, subject: str, optimizer: Any) -> None:
             inner.reload_model_params()
             reloaded = True
     if reloaded:
-        decide(
-            framework,
-            subject,
-            DISPATCH,
-            "masters made anew of the loaded weights",
-            "the weights were loaded without the optimizer's states",
-        )
+        why = "the weights were loaded without the optimizer's states"
+        decide(framework, subject, DISPATCH, "masters made anew of the loaded weights", why)

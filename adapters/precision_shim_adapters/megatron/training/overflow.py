@@ -43,7 +43,7 @@ from precision_shim.scaling import SkipCounter
 from ..buffers import unchain
 from ..policy.requested import ON_SCALING, SCALING
 from ..policy.scaler import describe_scaler, factors_set
-from .build import current_build, megatron_label
+from .build import DIRECT, current_build, megatron_label
 from .first_states import make_states
 from .loss_scaling import tell_unscaled
 
@@ -356,14 +356,9 @@ def take_settings(
     taken = factors_set(current_settings())
     factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor, **taken}
     call.arguments.update(taken)
-    build = current_build()
-    dtype = None if build is None else build.dtype
-    decide(
-        build.framework if build is not None else "megatron",
-        build.requested.subject if build is not None else "direct caller",
-        SCALING,
-        *describe_scaler(initial_scale, growth_interval, factors, taken, dtype),
-    )
+    build = current_build() or DIRECT
+    said = describe_scaler(initial_scale, growth_interval, factors, taken, build.dtype)
+    build.decide(SCALING, *said)
     return call.proceed()
 
 
@@ -381,11 +376,6 @@ def load_tracker(call: Call) -> Any:
     scaler = call.instance
     scaler._growth_tracker, chosen = lower_tracker(scaler._growth_tracker, scaler.growth_interval)
     if chosen:
-        decide(
-            "megatron",
-            "loss scaler",
-            SCALING,
-            chosen,
-            f"the checkpoint's is above the growth interval here, {scaler.growth_interval:g}",
-        )
+        why = f"the checkpoint's is above the growth interval here, {scaler.growth_interval:g}"
+        decide("megatron", "loss scaler", SCALING, chosen, why)
     return result
