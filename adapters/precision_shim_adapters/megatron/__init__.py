@@ -7,8 +7,8 @@ Write an adapter of a small trainer in these steps:
 2. Write a function ``read`` that reads the framework's config into ``RequestedConfig``.
 3. Wrap the function that builds model and optimizer in a seam with the feature ``BUILDING`` and the
    group ``GROUP``. The seam's code is ``with building("mine", read): return call.proceed()``.
-4. Wrap the function that makes Megatron's OptimizerConfig in a seam with the features ``SETTLING``.
-   In the seam call ``plan = settle(build)``, make the config from ``plan.fields``, and call
+4. Wrap the function that makes Megatron's OptimizerConfig in a seam with the features ``APPLYING``.
+   In the seam call ``plan = apply_plan(build)``, make the config from ``plan.fields``, and call
    ``keep_layout(plan, config)``.
 5. Wrap the function that makes the optimizer in a seam with the feature ``grad-bucket-alignment``.
    In the seam call ``check(...)``.
@@ -42,7 +42,7 @@ from .training.optimizer import apply_plan, apply_to_config, check, keep_layout,
 from .training.overflow import answer_skips, answer_step, dynamic_scalers, metrics, skipping
 
 APPLYING = ("dtype-coercion", DISPATCH, SCALING)
-"""The features of every seam that calls ``settle``."""
+"""The features of every seam that calls ``apply_plan``."""
 
 SEAMS = collect(
     optimizer,

@@ -52,11 +52,9 @@ REMEDIES = {
 
 
 def read_optimizers(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> list[Reading]:
-    """Read Megatron's optimizers.
+    """Read Megatron's optimizers, single ones and no chains.
 
-    Args:
-        chunks: the model's chunks; may be empty, because each optimizer also stores parameters.
-        optimizers: single optimizers, not chains.
+    ``chunks`` may be empty, because each optimizer also stores parameters.
     """
     readings = [_read(chunks, optimizer) for optimizer in optimizers]
     names = {read.name for read in readings}
@@ -199,13 +197,10 @@ def _data_parallel_size(optimizer: Any, buffers: Sequence[Any], name: str) -> in
 
 
 def adam_keeps_masters(field: Callable[[str], Any], main: torch.dtype) -> bool:
-    """Whether FusedAdam itself keeps the masters of a precision-aware optimizer.
+    """Whether FusedAdam itself keeps a precision-aware optimizer's masters, of the dtype ``main``.
 
     With CPU offload, or an fp8 recipe other than delayed, whole masters are outside FusedAdam.
-
-    Args:
-        field: function that reads a field of the OptimizerConfig; ``None`` for a missing field.
-        main: the masters' dtype.
+    ``field`` reads a field of the OptimizerConfig; ``None`` for a missing field.
     """
     recipes = (None, "delayed")
     offload = bool(field("optimizer_cpu_offload"))
@@ -215,11 +210,9 @@ def adam_keeps_masters(field: Callable[[str], Any], main: torch.dtype) -> bool:
 def read_wanted(field: Callable[[str], Any]) -> Wanted:
     """The tensors' dtypes that the current fields of an OptimizerConfig imply.
 
-    Args:
-        field: function that reads a field of the config; ``None`` for a missing field.
-
-    Megatron computes derived settings only once, when an OptimizerConfig is made. If a field is set
-    later, the derived settings stay as they were, and the audit reports the difference.
+    ``field`` reads a field of the config; ``None`` for a missing field. Megatron computes derived
+    settings only once, when an OptimizerConfig is made. If a field is set later, the derived
+    settings stay as they were, and the audit reports the difference.
     """
 
     def get(name: str, default: Any) -> Any:

@@ -73,12 +73,7 @@ _ALWAYS = {
 
 
 def legal_dtypes(field: str, support: FusedAdamSupport) -> tuple[torch.dtype, ...] | None:
-    """Return the dtypes that a field may have, or ``None`` for a field without a rule.
-
-    Args:
-        field: a field of Megatron's ``OptimizerConfig``.
-        support: the installed FusedAdam; if none is installed, the newest rules apply.
-    """
+    """The dtypes that a field of OptimizerConfig may have; ``None`` for a field without a rule."""
     known = support if support.version is not None else NEWEST
     if field in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         return (FP32, BF16, FP16, FP8) if known.bf16_moments else (FP32, FP16, FP8)
@@ -87,11 +82,6 @@ def legal_dtypes(field: str, support: FusedAdamSupport) -> tuple[torch.dtype, ..
 
 def check_dtypes(config: Mapping[str, Any], support: FusedAdamSupport, *, where: str = "") -> None:
     """Raise an error if a field has an illegal dtype; ignore values that are not dtypes.
-
-    Args:
-        config: maps fields to values; dtype names have already become ``torch.dtype``.
-        support: the installed FusedAdam.
-        where: framework and version, for the message.
 
     Raises:
         DtypeError: a dtype is illegal; the message names the key, the dtype, the allowed dtypes
@@ -125,10 +115,7 @@ NEED_PRECISION_AWARE = (
 
 
 def not_precision_aware(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """List the fields that Megatron refuses in a config that is not precision-aware.
-
-    Args:
-        config: maps fields to values; dtype names have already become ``torch.dtype``.
+    """The fields that Megatron refuses in a config that is not precision-aware.
 
     Returns:
         One tuple for each refused field: the field's name, the problem and the remedy.

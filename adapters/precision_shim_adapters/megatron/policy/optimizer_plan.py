@@ -107,20 +107,9 @@ def obstacles(requested: RequestedConfig, support: FusedAdamSupport) -> list[str
     be precision-aware because they build no FusedAdam.
 
     With ``optimizer_cpu_offload`` the shim chooses no precision-aware optimizer, because Megatron
-    would not resume this optimizer exactly. If the optimizer is not precision-aware, a resume with
-    CPU offload fails with a KeyError. If the optimizer is precision-aware, a resume with CPU
-    offload succeeds, but step counts or masters differ from the checkpoint's (docs/megatron.md has
-    the measurements). The shim corrects step counts and masters, but a later resume without the
-    shim would be silently wrong. The audit measured the bytes per bf16 parameter on a fake GPU with
-    all states offloaded (DP is the data-parallel size):
-
-    - An optimizer that is not precision-aware has 2 (weight) + 4 (bucket) + 4/DP (master) bytes.
-    - A precision-aware optimizer with fp32 main grads has 2 (weight) + 4 (bucket) bytes.
-    - A precision-aware optimizer with bf16 main grads has 2 (weight) + 2 (bucket) bytes.
-
-    On the host, each kind of optimizer has 16/DP bytes per parameter. An optimizer that is not
-    precision-aware computes the same steps, bit for bit, as a precision-aware optimizer with fp32
-    main grads.
+    would not resume this optimizer exactly: step counts or masters differ from the checkpoint's
+    (docs/megatron.md has the measurements, of the memory too). The shim corrects both, but a later
+    resume without the shim would be silently wrong.
     """
     reasons = []
     if requested.optimizer != "adam":
@@ -151,14 +140,7 @@ def scaler_row() -> dict[str, Any]:
 
 
 def coerce_written(written: Mapping[str, Any], where: str, now: InForce) -> dict[str, Any]:
-    """Turn the dtype names among OptimizerConfig fields into dtypes.
-
-    Returns the fields unchanged if ``dtype-coercion`` is not in force.
-
-    Args:
-        written: fields of Megatron's OptimizerConfig.
-        where: framework and key, for messages.
-        now: the features in force.
+    """Turn the dtype names among OptimizerConfig fields into dtypes, if dtype-coercion is in force.
 
     Raises:
         DtypeError: a dtype name is unknown, or a dtype is illegal for its field.

@@ -1,8 +1,8 @@
 """What is requested of a model's optimizer, and what of the shim is in force: a plan's two inputs.
 
-An adapter reads its framework's config into one record, ``RequestedConfig``. ``table`` makes a plan
-from a ``RequestedConfig``, the trainable parameters and an ``InForce``. Equal ``RequestedConfig``
-give the same plan in every framework.
+An adapter reads its framework's config into one record, ``RequestedConfig``. ``plan_optimizer``
+makes a plan from it, the trainable parameters and an ``InForce``. Equal ``RequestedConfig`` give
+the same plan in every framework.
 """
 
 from __future__ import annotations
@@ -125,10 +125,7 @@ def what_is_in_force(
 ) -> InForce:
     """The settings and features that a plan depends on.
 
-    Args:
-        settings: the shim's settings.
-        holds: function that returns whether a feature is in force for a group of seams.
-        support: the FusedAdam that Megatron would use.
+    ``holds`` returns whether a feature is in force for a group of seams.
     """
     return InForce(
         states=str(settings["optimizer_states"]),

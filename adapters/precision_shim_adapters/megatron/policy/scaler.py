@@ -135,11 +135,6 @@ def predicted_own_scaler(
 
     The shim chooses the scaler's initial loss scale and growth interval only for an fp16 model.
 
-    Args:
-        fields: the fields of Megatron's OptimizerConfig.
-        settings: the shim's settings.
-        dtype: the model's dtype.
-
     Returns:
         The scaler's values and the reason, in words; ``None`` for a static loss scale.
     """

@@ -2,9 +2,6 @@
 
 Every path to a gradient bucket (a framework's own ``get_model``, mbridge, Megatron-Bridge) calls
 ``DistributedDataParallel.__init__`` with the parameters whose gradients the bucket will contain.
-The seam patches a method of Megatron's DDP class, so it also acts in modules that import the class
-by name.
-
 The seams do not change a DDP that is built outside a supported framework.
 """
 
@@ -23,7 +20,7 @@ from precision_shim.precision.dtypes import name_of
 from precision_shim.precision.model import TrainableDtypes, trainable_dtypes
 
 from ..checkpoints.optimizer_state import bucket_without_shim
-from ..policy.bucket import BucketChoice, choose_bucket
+from ..policy.bucket import choose_bucket
 from ..policy.requested import ALIGNMENT, DISPATCH, GROUP, MOSTLY, SCALING
 from .build import Build, build_around
 
@@ -110,13 +107,17 @@ def _align(build: Build, config: Any, model: TrainableDtypes) -> torch.dtype | N
     choice = choose_bucket(
         present=present, user_set=written, align=over_user, main_grads=plan.main_grads, model=model
     )
-    choice = _one_bucket_for_all(build, choice, present)
+    if build.in_fp32 not in (None, choice.grad_reduce_in_fp32):
+        because = f"as the model's first chunk; here {choice.because}"
+        choice = dataclasses.replace(choice, grad_reduce_in_fp32=build.in_fp32, because=because)
+    build.in_fp32 = choice.grad_reduce_in_fp32
+    changed = build.in_fp32 != present
     because, problem = choice.because, choice.problem or plan.bucket_warning
-    if choice.changed and getattr(config, "use_layer_wise_param_layout", False):
+    if changed and getattr(config, "use_layer_wise_param_layout", False):
         problem = "the layer-wise optimizer's parameter layout is computed for the bucket as it is"
         because = "left as it is"
-    elif choice.changed:
-        config.grad_reduce_in_fp32 = choice.grad_reduce_in_fp32
+    elif changed:
+        config.grad_reduce_in_fp32 = build.in_fp32
     in_fp32 = bool(config.grad_reduce_in_fp32)
     dtype = "fp32" if in_fp32 else "that of the parameters"
     if not in_fp32 and model.single is not None:
@@ -125,18 +126,6 @@ def _align(build: Build, config: Any, model: TrainableDtypes) -> torch.dtype | N
     if problem and requested.trains:  # without an optimizer the bucket stays empty
         warn(f"{build.framework} {requested.subject}: {problem}.")
     return plan.main_grads if written and not over_user else None
-
-
-def _one_bucket_for_all(build: Build, choice: BucketChoice, present: bool) -> BucketChoice:
-    if build.in_fp32 is not None and choice.grad_reduce_in_fp32 != build.in_fp32:
-        choice = dataclasses.replace(
-            choice,
-            grad_reduce_in_fp32=build.in_fp32,
-            changed=present != build.in_fp32,
-            because=f"as the model's first chunk; here {choice.because}",
-        )
-    build.in_fp32 = choice.grad_reduce_in_fp32
-    return choice
 
 
 @seam(
@@ -193,11 +182,8 @@ def _over_stages(model: TrainableDtypes, pg_collection: Any = None) -> Trainable
     stage's bf16. Gradients in an fp32 bucket and gradients in a bf16 bucket cannot be added.
 
     Every rank of the pipeline-parallel group has to call this function for each chunk; all stages
-    build equally many chunks.
-
-    Args:
-        model: the dtypes of this stage's chunk.
-        pg_collection: the DDP's process groups; ``None`` for Megatron's global groups.
+    build equally many chunks. ``pg_collection`` are the DDP's process groups; ``None`` for
+    Megatron's global groups.
     """
     if not torch.distributed.is_initialized():
         return model

@@ -71,13 +71,9 @@ def requested_by_flags(
 
 
 def fill_inline(call: Call, framework: str) -> Any:
-    """Put the fields from ``settle`` into an OptimizerConfig while the trainer makes the config.
+    """Apply the plan to an OptimizerConfig while the trainer makes the config.
 
     A seam at ``CONFIG_INIT`` calls ``fill_inline``, which changes nothing outside ``building``.
-
-    Args:
-        call: the call of ``OptimizerConfig.__init__``.
-        framework: the framework's name.
     """
     build = current_build(framework)
     if build is None:
@@ -92,10 +88,7 @@ def fill_inline(call: Call, framework: str) -> Any:
 def where_present(seams: Iterable[Seam], module: str) -> tuple[Seam, ...]:
     """Restrict the backend's seams to environments in which the trainer's module is installed.
 
-    Adapters call this function if other projects also use the trainer's package name.
-
-    Args:
-        seams: ``megatron.SEAMS``.
-        module: a module that only the trainer has.
+    Adapters call this function, with a module that only the trainer has, if other projects also use
+    the trainer's package name.
     """
     return tuple(replace(seam, only_if=(*seam.only_if, module)) for seam in seams)

@@ -1,10 +1,9 @@
 """Check that a loss is scaled once, because Megatron always divides fp16 gradients by the scale.
 
 A trainer scales its loss with ``grad_scale_func`` of the model's config, with ``scale_loss``, or by
-multiplying the loss by ``get_loss_scale()``. ``grad_scale_func`` and ``scale_loss`` also call
-``get_loss_scale``. If a trainer does not scale its loss, the gradients become too small, because
-the optimizer still divides them by the loss scale. If a trainer scales its loss twice, the
-gradients become too large. The reported loss shows no sign of these errors.
+multiplying the loss by ``get_loss_scale()``, which the other two also call. If the loss is not
+scaled, the gradients become too small; if it is scaled twice, they become too large. The reported
+loss shows no sign of these errors.
 
 Delete this module when Megatron's ``prepare_grads`` checks whether the loss was scaled.
 """

@@ -1,11 +1,10 @@
 """Reload master weights after a framework loaded weights without the optimizer's states.
 
-Megatron's optimizers update master weights and copy the master weights over the parameters. After a
-load of the weights alone, the next step overwrites the loaded weights with the former weights,
-unless the framework calls Megatron's ``reload_model_params``. NeMo-RL's Megatron-Bridge calls
-``reload_model_params``; verl and SkyRL do not. ``reload_model_params`` reloads neither the master
-weights in FusedAdam's state nor the copies that the optimizer for CPU offload updates. Each rank
-reloads the master weights that it owns, without communication.
+Megatron's optimizers copy their master weights over the parameters. After a load of the weights
+alone, the next step restores the former weights, unless the framework calls Megatron's
+``reload_model_params``, as NeMo-RL's Megatron-Bridge does; verl and SkyRL do not. This function
+reloads neither the master weights in FusedAdam's state nor the copies that the optimizer for CPU
+offload updates. Each rank reloads the master weights that it owns, without communication.
 
 Delete this module when Megatron's ``reload_model_params`` reloads all master weights, and verl and
 SkyRL call this function.
@@ -94,11 +93,7 @@ def reload_masters(framework: str, subject: str, optimizer: Any) -> None:
 
     In a seam with the features ``FEATURES`` and the group ``GROUP``, an adapter calls
     ``reload_masters`` after the framework loaded weights. Moments and step counts do not change.
-
-    Args:
-        framework: the framework's name.
-        subject: the model's name, such as ``"actor"``.
-        optimizer: an optimizer of Megatron, chained or single, or ``None``.
+    ``optimizer`` is an optimizer of Megatron, chained or single, or ``None``.
     """
     reloaded = False
     for inner in unchain(optimizer):

@@ -2,8 +2,8 @@
 
 Dtypes are coerced in ``__post_init__``, which also runs for a subclass of OptimizerConfig and for a
 later validation. Each framework has its own function that fills the config; the framework's adapter
-calls ``settle`` in a seam at this function, and ``check`` in a seam at the function that makes the
-optimizer. The shim deliberately does not patch Megatron's own ``get_megatron_optimizer``.
+calls ``apply_plan`` in a seam at this function, and ``check`` in a seam at the function that makes
+the optimizer. The shim deliberately does not patch Megatron's own ``get_megatron_optimizer``.
 
 Delete this module when OptimizerConfig accepts dtype names, and Megatron's DDP reads
 ``main_grads_dtype``.
@@ -65,11 +65,7 @@ def _note_told(config: Any, *codes: str) -> None:
     **MOSTLY,
 )
 def refuse_what_cannot_run(call: Call) -> Any:
-    """Raise an error with the reason if the installed FusedAdam cannot be precision-aware.
-
-    Megatron's config class calls ``__post_init__`` when a config is made. Megatron-Bridge's config
-    class calls ``__post_init__`` only in ``finalize``.
-    """
+    """Raise an error with the reason if the installed FusedAdam cannot be precision-aware."""
     config = call.instance
     if (
         config.use_precision_aware_optimizer
@@ -120,9 +116,8 @@ def _refuse_low(fields: Mapping[str, Any], where: str) -> None:
 def apply_plan(build: Build, *, native: bool = False) -> OptimizerPlan:
     """Choose the OptimizerConfig's fields for a model whose DDP is built, and report the decision.
 
-    An adapter calls ``settle`` in a seam at the framework's function that makes the config. The
-    seam's features are ``dtype-coercion``, ``bf16-dispatch`` and ``fp16-scaling``; each feature
-    acts if it is in force.
+    An adapter calls ``apply_plan`` in a seam at the framework's function that makes the config. The
+    seam has the features ``APPLYING``, each of which acts if it is in force.
 
     Args:
         build: the ``Build`` in progress, or a ``Build`` that the caller made.
@@ -198,20 +193,19 @@ def check_again(config: Any) -> None:
 def apply_to_config(
     call: Call, framework: str, config: Any, model: Any, *, stale: bool = False
 ) -> Any:
-    """Copy the framework's OptimizerConfig, set the fields from ``settle``, and make the optimizer.
+    """Copy the framework's OptimizerConfig, apply the plan to it, and make the optimizer.
 
-    The seam of a function that has a parameter ``config`` calls ``settle_made``. Outside the
-    context manager ``building``, ``settle_made`` does nothing.
+    The seam of a function that has a parameter ``config`` calls ``apply_to_config``. Outside the
+    context manager ``building``, it does nothing.
 
     Args:
         call: the call of the function that makes the optimizer.
         framework: the framework's name.
         config: the framework's OptimizerConfig, which is copied and not changed.
         model: the model's DDPs, which are compared with the config.
-        stale: whether the framework sets fields after it validated the config. If ``stale`` is
-            true, the shim recomputes Megatron's derived fields; outdated derived fields would make
-            Megatron keep whole fp32 master weights. Checkpoints are written in the layout that a
-            job without the shim reads.
+        stale: whether the framework sets fields after it validated the config. Outdated derived
+            fields would make Megatron keep whole fp32 master weights, so the shim recomputes them.
+            Checkpoints are written in the layout that a job without the shim reads.
     """
     build = current_build(framework)
     if build is None:
@@ -233,13 +227,8 @@ def apply_to_config(
 def check(framework: str, config: Any, model: Any) -> None:
     """Compare an OptimizerConfig with the live parameters and buckets; warn if they disagree.
 
-    An adapter calls ``check`` in its seam at the function that makes the optimizer; one of this
-    seam's features must be ``grad-bucket-alignment``.
-
-    Args:
-        framework: the framework's name.
-        config: Megatron's OptimizerConfig.
-        model: a DistributedDataParallel module, or a list of them.
+    An adapter calls ``check`` in its seam at the function that makes the optimizer from ``model``,
+    a DDP or a list of them; one of this seam's features must be ``grad-bucket-alignment``.
 
     Raises:
         InconsistentPrecisionError: fp16 gradients would be clipped, which Megatron cannot do. In

@@ -1,25 +1,17 @@
 """Make an fp16 overflow skip the step in every framework on Megatron-core.
 
 Megatron itself scales the loss, unscales the gradients, agrees over all ranks on an overflow, skips
-the step and saves its scaler's state. Four things go wrong without the shim. Frameworks treat a
-skipped step's result ``(False, None, None)`` as a failure. Frameworks and Megatron do not count the
-skipped steps. In a mixture of experts, the loss scales of the chained optimizers drift apart. If a
-trainer calls ``prepare_grads`` before ``step``, the gradients are unscaled twice, since ``step``
-calls ``prepare_grads`` again.
+the step and saves its scaler's state. Four things go wrong without the shim: frameworks treat a
+skipped step's result ``(False, None, None)`` as a failure; nobody counts the skipped steps; in a
+mixture of experts, the loss scales of the chained optimizers drift apart; and if a trainer calls
+``prepare_grads`` before ``step``, which calls it again, the gradients are unscaled twice.
 
-Every framework's step calls ``ChainedOptimizer.step`` or, for a single optimizer,
-``MixedPrecisionOptimizer.step``. The shim changes the return value of an optimizer's ``step`` if
-the adapter called ``skipping`` or ``answer_skips``. Some trainers skip a step by not calling
-``step``, so the shim counts steps in ``prepare_grads``, which all trainers call to check for an
-overflow. When a chain's ``prepare_grads`` returns, all scalers have checked their gradients, and no
-optimizer has stepped. A seam at ``DynamicGradScaler.__init__`` passes the user's growth and backoff
-factors, for which Megatron's configs have no field. The DDP's own NaN check would end the job
-before Megatron skips a step, so the module ``ddp`` turns the check off.
+Some trainers skip a step by not calling ``step``, so the shim counts steps in ``prepare_grads``,
+which all trainers call to check for an overflow. The DDP's own NaN check would end the job before
+Megatron skips a step, so the module ``ddp`` turns the check off.
 
-The shim deliberately patches neither ``ConstantGradScaler`` nor the threshold for the gradient norm
-in megatron-core 0.18. Megatron makes a ``ConstantGradScaler`` if the user wrote a static
-``loss_scale``, and at an overflow the framework raises its own error. A gradient norm above the
-threshold is no overflow. Megatron's checkpoint contains the scaler but not the shim's counts.
+The shim deliberately patches neither ``ConstantGradScaler``, which Megatron makes for a static
+``loss_scale``, nor megatron-core 0.18's threshold for the gradient norm, which is no overflow.
 
 Delete this module when frameworks accept a skipped step, and chained optimizers share a scaler.
 """
@@ -52,11 +44,7 @@ SCALER = "megatron.core.optimizer.grad_scaler:DynamicGradScaler.__init__"
 
 
 def dynamic_scalers(optimizer: Any) -> list[Any]:
-    """The dynamic scalers of an optimizer and of the optimizers chained in it.
-
-    Megatron multiplies the loss by the first scaler's scale. The result is empty if the loss is not
-    scaled, or is scaled by a constant.
-    """
+    """The dynamic scalers of an optimizer and of its chain; the loss is scaled with the first."""
     from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
     scalers = (getattr(inner, "grad_scaler", None) for inner in unchain(optimizer))
@@ -84,10 +72,8 @@ class Account:
     """The shim's record of an optimizer's steps under dynamic loss scaling.
 
     Attributes:
-        counter: counts steps and skipped steps.
         scale: the loss scale of the last step.
-        succeeds: the success flag that a skipped step returns if ``skipping`` is not entered;
-            ``None`` for Megatron's own return value.
+        succeeds: see ``answer_skips``; ``None`` for Megatron's own return value.
     """
 
     counter: SkipCounter = field(default_factory=SkipCounter)
@@ -127,12 +113,7 @@ def skipping(*, succeeds: bool) -> Iterator[None]:
 
 
 def answer_skips(optimizer: Any, *, succeeds: bool) -> None:
-    """Set the success flag that an optimizer's skipped steps return outside ``skipping``.
-
-    Args:
-        optimizer: an optimizer from Megatron's ``get_megatron_optimizer``.
-        succeeds: see ``skipping``.
-    """
+    """Set the success flag that an optimizer's skipped steps return outside ``skipping``."""
     _accounts.setdefault(optimizer, Account()).succeeds = succeeds
 
 
@@ -144,11 +125,7 @@ def answer_skips(optimizer: Any, *, succeeds: bool) -> None:
     **ON_SCALING,
 )
 def answer_a_skip(call: Call) -> Any:
-    """For a skipped step, return values that the framework can handle.
-
-    Raises:
-        LossScaleError: too many steps in a row were skipped.
-    """
+    """For a skipped step, return values that the framework can handle."""
     return answer_step(call.instance, call.proceed)
 
 
@@ -187,8 +164,7 @@ def metrics(optimizer: Any, prefix: str = "", *, from_start: bool = False) -> di
     Args:
         optimizer: the framework's optimizer, or ``None``.
         prefix: put before the names.
-        from_start: whether to report the metrics before the first step as well; the first step is
-            the most likely to be skipped.
+        from_start: whether to report the metrics before the first step as well.
     """
     account = _account(optimizer) if optimizer is not None else None
     if account is None or math.isnan(account.scale):
