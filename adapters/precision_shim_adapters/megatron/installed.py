@@ -20,7 +20,6 @@ FUSED_ADAM_ARGUMENTS = (
 def fused_adam_support() -> FusedAdamSupport:
     """Inspect the FusedAdam that Megatron's precision-aware optimizer would use."""
     try:
-        # Megatron's OptimizerConfig, too, inspects the FusedAdam of this TransformerEngine module.
         from transformer_engine.pytorch.optimizers import FusedAdam
     except ImportError:
         return FusedAdamSupport()

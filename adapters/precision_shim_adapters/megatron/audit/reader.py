@@ -99,7 +99,9 @@ def _read(chunks: Sequence[Any], optimizer: Any) -> Reading:
     if reading.trainable and all(is_expert(p) for p in reading.trainable):
         reading.name = "experts"
     if not buffers:
-        buffers = _buffers_of(reading.trainable, [*chunks, *_own_chunks(optimizer)])
+        known = {id(p) for p in reading.trainable}
+        all_buffers = grad_buffers([*chunks, *_own_chunks(optimizer)])
+        buffers = unique(b for b in all_buffers if any(id(p) in known for p in b.params))
     for buffer in buffers:
         kept = (buffer.grad_data, *(getattr(buffer, "extra_main_grads", None) or ()))
         reading.buckets += [tensor for tensor in kept if isinstance(tensor, torch.Tensor)]
@@ -149,17 +151,15 @@ def _read_states(reading: Reading, inner: Any, pairs: Sequence[tuple[Any, Any]])
     steppers = list(getattr(inner, "sub_optimizers", None) or ())
     states = {id(p): state for stepper in steppers for p, state in stepper.state.items()}
     for model, stepped in pairs:
-        masters = [stepped] if stepped.dtype != model.dtype else []
         lower = beneath.get(stepped, stepped)
-        if lower is not stepped:
-            masters.append(lower)
+        lowered = [lower] if lower is not stepped else []
+        masters = [stepped, *lowered] if stepped.dtype != model.dtype else lowered
         owned = Owned(model.dtype, stepped, tuple(masters), parameter=model)
         state = states.get(id(lower)) if steppers else None
         owned.take(inner.state.get(stepped, {}) if state is None else state)
         reading.owned.append(owned)
-        reading.gradients += gradients_of(stepped)
-        if lower is not stepped:
-            reading.gradients += gradients_of(lower)
+        for each in (stepped, *lowered):
+            reading.gradients += gradients_of(each)
     # ``cpu_copy_map_grad`` may contain gradients of parameters that a load has replaced.
     reading.gradients += list((getattr(inner, "cpu_copy_map_grad", None) or {}).values())
     reading.gradients += [grad for p in reading.trainable for grad in gradients_of(p)]
@@ -175,11 +175,6 @@ def _read_states(reading: Reading, inner: Any, pairs: Sequence[tuple[Any, Any]])
             exp_avg=lambda parameter: first(beneath.get(parameter, parameter)),
             exp_avg_sq=lambda parameter: second(beneath.get(parameter, parameter)),
         )
-
-
-def _buffers_of(parameters: Sequence[Any], chunks: Sequence[Any]) -> list[Any]:
-    wanted_ones = {id(p) for p in parameters}
-    return unique(b for b in grad_buffers(chunks) if any(id(p) in wanted_ones for p in b.params))
 
 
 def _data_parallel_size(optimizer: Any, buffers: Sequence[Any], name: str) -> int:

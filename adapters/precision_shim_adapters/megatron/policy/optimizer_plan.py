@@ -70,9 +70,7 @@ class OptimizerPlan:
         dtype: the trainable parameters' dtype; if mixed or unknown, the declared dtype. ``None``
             also if the shim does not choose fields by the model's dtype.
         main_grads: dtype of the main grads, with the user's fields applied.
-        chosen: the choice in words.
-        because: the reason in words.
-        warnings: warnings for the user.
+        chosen: the choice in words; ``because`` is the reason.
         bucket_warning: a warning about the bucket; the seam on the DDP gives the same warning.
         by_user: whether the optimizer is precision-aware without the shim, too; ``None`` if the
             shim does not choose fields by the model's dtype.

@@ -34,14 +34,9 @@ UNCHECKED = (
 )
 """The decision to turn the check off, and its reason."""
 
-_told: weakref.WeakKeyDictionary[Any, torch.dtype] = weakref.WeakKeyDictionary()
-"""Maps a DDP module, whose bucket dtype the user set, to the main grads' dtype: ``build_ddp`` has
-compared both dtypes and writes the entry, ``optimizer.check`` reads the entry."""
-
-
-def find_noted_dtype(chunk: Any) -> torch.dtype | None:
-    """The main grads' dtype if ``build_ddp`` compared it with a bucket dtype that the user set."""
-    return _told.get(chunk)
+compared_with: weakref.WeakKeyDictionary[Any, torch.dtype] = weakref.WeakKeyDictionary()
+"""Maps a DDP module, whose bucket dtype the user set, to the main grads' dtype, with which
+``build_ddp`` has compared it; ``optimizer.check`` and the audit read the entry."""
 
 
 @seam(
@@ -92,7 +87,7 @@ def build_ddp(
     if realigned:
         bucket_without_shim[call.instance] = bool(ddp_config.grad_reduce_in_fp32)
     if compared is not None:
-        _told[call.instance] = compared
+        compared_with[call.instance] = compared
     return result
 
 

@@ -32,7 +32,7 @@ from ..policy.optimizer_plan import OptimizerPlan, coerce_written
 from ..policy.requested import ALIGNMENT, DISPATCH, GROUP, MOSTLY, SCALING
 from ..policy.scaler import refuse_low, scaler_fields, unscaled
 from .build import Build, current_build, megatron_label
-from .ddp import find_noted_dtype
+from .ddp import compared_with
 from .identity import ByIdentity
 
 CONFIG = "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__"
@@ -282,7 +282,7 @@ def _check_pair(framework: str, build: Build | None, config: Any, chunks: list[A
     main_grads, params = map(read_dtype, (config.main_grads_dtype, config.params_dtype))
     if not config.use_precision_aware_optimizer:
         main_grads = torch.float32
-    told = [find_noted_dtype(chunk) for chunk in chunks]
+    told = [compared_with.get(chunk) for chunk in chunks]
     problems = []
     if buckets and buckets != {main_grads}:
         _note_told(config, "main-grads-dtype")

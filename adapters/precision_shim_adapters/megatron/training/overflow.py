@@ -99,11 +99,9 @@ def _account(optimizer: Any) -> Account | None:
 def skipping(*, succeeds: bool) -> Iterator[None]:
     """Set the success flag that a skipped step of Megatron's optimizer returns to the framework.
 
-    An adapter puts ``skipping`` around its framework's step, in a seam for ``fp16-scaling``.
-
-    Args:
-        succeeds: the success flag to return for a skipped step; true for a framework that ends the
-            job at a failed step. A skipped step's grad norm is always NaN.
+    An adapter puts ``skipping`` around its framework's step, in a seam for ``fp16-scaling``; with
+    ``succeeds=True`` for a framework that ends the job at a failed step. A skipped step's grad norm
+    is always NaN.
     """
     token = _succeeds.set(succeeds)
     try:
@@ -134,9 +132,6 @@ def answer_step(optimizer: Any, step: Callable[[], Any]) -> Any:
 
     Adapters call ``answer_step`` if the framework replaces the optimizer's step by its own
     function.
-
-    Raises:
-        LossScaleError: too many steps in a row were skipped.
     """
     known, succeeds = _account(optimizer), _succeeds.get()
     if succeeds is None and known is not None:
