@@ -1,7 +1,7 @@
 """Read a trainer's settings from one flat argparse namespace with Megatron's own flags.
 
-A trainer with Megatron's flags makes its ``OptimizerConfig`` inline, each field from the flag of the
-same name. While the trainer builds a model, the adapter changes the config's arguments.
+A trainer with Megatron's flags makes its ``OptimizerConfig`` inline, each field from the flag of
+the same name. While the trainer builds a model, the adapter changes the config's arguments.
 
 Delete this module when trainers pass to OptimizerConfig only the flags that the user wrote.
 """
