@@ -136,12 +136,14 @@ def test_an_opt_in_is_the_same_wish_as_the_fields_themselves(asks, model, now):
     assert by_fields.fields == written.fields
 
 
-def test_a_build_reads_once_and_plans_by_the_dtype():
+def test_a_build_reads_once_and_plans_anew_only_for_another_dtype():
     reads = []
     build = Build("verl", lambda: reads.append(1) or RequestedConfig())
     bf16, more, fp16 = ({BF16: 8}, {BF16: 99}, {FP16: 8})
     first = build.plan(TrainableDtypes(bf16))
-    assert build.plan(TrainableDtypes(more)) == first
+    assert build.plan(TrainableDtypes(more)) is first
     other = build.plan(TrainableDtypes(fp16))
     assert (first.dtype, other.dtype) == (BF16, FP16)
+    build.distributed = False
+    assert build.plan(TrainableDtypes(fp16)) is not other
     assert len(reads) == 1

@@ -50,6 +50,7 @@ class Build:
         self.seen = TrainableDtypes()
         self.distributed = True
         self.in_fp32: bool | None = None
+        self._planned: tuple[object, OptimizerPlan] | None = None
 
     @cached_property
     def requested(self) -> RequestedConfig:
@@ -68,7 +69,15 @@ class Build:
             DtypeError: see ``plan_optimizer``.
         """
         known = self.seen if model is None else model
-        return plan_optimizer(self.requested, known, self.in_force(), distributed=self.distributed)
+        now = self.in_force()
+        # Use the last plan until a chunk has other dtypes, or until an import after the DDP's
+        # construction switches features on or off. If all parameters have one dtype, the number
+        # of parameters does not affect the plan.
+        made_for = known.single or known, self.distributed, now
+        if self._planned is None or self._planned[0] != made_for:
+            plan = plan_optimizer(self.requested, known, now, distributed=self.distributed)
+            self._planned = made_for, plan
+        return self._planned[1]
 
     def in_force(self) -> InForce:
         """The settings and features of this process that the framework's plans depend on."""
