@@ -6,11 +6,14 @@ torch is mocked for it, because the shim's modules use it but none of them needs
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / name) for name in ("shim", "adapters", "tools")]
+sys.path[:0] = [str(ROOT / source) for source in ("shim", "adapters", "tools")]
+
+from sphinx.ext.autodoc.mock import mock  # noqa: E402
 
 import precision_shim  # noqa: E402
 
@@ -31,6 +34,12 @@ myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
 
 autodoc_mock_imports = ["torch"]
+with mock(autodoc_mock_imports):
+    # These packages load their names on first use, when torch is no longer mocked.
+    for package in ("precision_shim.scaling", "precision_shim_adapters.torch_fp16"):
+        loaded = importlib.import_module(package)
+        for name in loaded.__all__:
+            getattr(loaded, name)
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"

@@ -18,7 +18,7 @@ _WHERE = {
     "watch_updates": "precision_shim_tools.updates.watch",
     "Audit": ".auditing.record",
     "UpdateWatch": "precision_shim_tools.updates.watch",
-    "Status": ".reporting.text",
+    "Status": ".reporting.status",
     "PrecisionShimError": ".errors",
     "SettingsError": ".errors",
     "DtypeError": ".errors",
@@ -64,6 +64,6 @@ if TYPE_CHECKING:
     from .process.session import install as install
     from .process.session import status as status
     from .process.session import uninstall as uninstall
-    from .reporting.text import Status as Status
+    from .reporting.status import Status as Status
 
 __getattr__, __dir__ = lazily(__name__, _WHERE)

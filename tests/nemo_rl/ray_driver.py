@@ -26,6 +26,7 @@ def report(self):
 
     import precision_shim
     from tests.nemo_rl.support import scaler_of
+    from tests.processes.loaded_tools import loaded_tools
 
     scaler = scaler_of(self)
     digest = hashlib.sha256()
@@ -44,6 +45,7 @@ def report(self):
         "parameters": digest.hexdigest(),
         "scale": scaler.get_scale() if scaler else None,
         "skipped": scaler.counter.skipped if scaler else None,
+        "tools": loaded_tools(),
     }
 
 

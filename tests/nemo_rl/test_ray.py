@@ -93,6 +93,7 @@ def test_workers_train_skip_save_and_resume(
         assert {key: old[key] for key in ("parameters", "scale", "skipped")} == {
             key: new[key] for key in ("parameters", "scale", "skipped")
         }
+    assert [one["tools"] for one in found["on"]["workers"] + found["again"]["workers"]] == [[]] * 4
     assert found["again"]["loss"] == found["on"]["loss"]
     assert found["again"]["grad_norm"] == found["on"]["grad_norm"]
     for old, new in zip(found["on"]["workers"], found["again"]["workers"], strict=True):

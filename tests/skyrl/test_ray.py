@@ -123,6 +123,12 @@ def report(self):
     }
 
 
+def tools(self):
+    from tests.processes.loaded_tools import loaded_tools
+
+    return loaded_tools()
+
+
 def look(group):
     handle = group._actor_handlers[0]
     found = ray.get(handle.__ray_call__.remote(report))
@@ -170,6 +176,7 @@ dispatch.save_checkpoint("policy", folder + "/saved")
 found["on"] = [train(3), train(4)]
 dispatch.load_checkpoint("policy", folder + "/saved")
 found["again"] = [train(3), train(4)]
+found["tools"] = ray.get(group._actor_handlers[0].__ray_call__.remote(tools))
 print("FOUND", json.dumps(found))
 """
 
@@ -257,6 +264,7 @@ def test_the_driver_trains_a_worker_in_fp16(
         for metrics, _ in found["steps"] + found["on"]
     ]
     assert found["steps"][1][1] == "nan"
+    assert found["tools"] == []
     if not on:
         assert figures == [[None, None]] * 5
         assert found["carried"] == found["states"] == {}

@@ -113,7 +113,7 @@ def test_an_import_is_seen_wherever_it_stands():
     found = [ast.unparse(one) for one in anywhere(ast.parse(source).body)]
     assert {"import three", "import four"} <= set(found)
     assert "precision_shim.process.session" in graph()["precision_shim.process.startup"]
-    assert "precision_shim.auditing.record" in graph()["precision_shim.reporting.text"]
+    assert "precision_shim.auditing.record" in graph()["precision_shim.reporting.record"]
 
 
 def test_no_adapter_imports_another_frameworks():

@@ -10,7 +10,7 @@ from precision_shim.process.registry import entries, load
 from precision_shim.process.settings import FEATURES
 from precision_shim.reporting import text as _status_text
 from precision_shim.reporting.record import Decision, FrameworkStatus, SeamStatus
-from precision_shim.reporting.text import Status
+from precision_shim.reporting.status import Status
 
 MORE = "status().details()"
 

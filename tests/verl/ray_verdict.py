@@ -16,6 +16,7 @@ def trained_skipped_and_resumed(found: dict[str, Any], scales: list[float]) -> N
     start = found["start"]
     assert len({found["driver"], *(one["pid"] for one in start)}) == 3
     assert all(one["wrapped"] for one in start)
+    assert [one["tools"] for key in ("end", "same end") for one in found[key]] == [[]] * 4
     # The second and the fifth step overflow on one rank, and both ranks skip these steps.
     said = [*found["steps"], *found["on"]]
     assert [one["skipped_steps"][0] for one in said] == [0, 1, 1, 1, 2, 2]

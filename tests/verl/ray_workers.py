@@ -147,6 +147,8 @@ def report(worker: Any, backend: str) -> dict[str, Any]:
 
     import torch
 
+    from ..processes.loaded_tools import loaded_tools
+
     engine = getattr(worker, "worker_dict", {}).get(backend, worker).engine
     chunks = engine.module if isinstance(engine.module, list) else [engine.module]
     digest = hashlib.sha256()
@@ -166,4 +168,5 @@ def report(worker: Any, backend: str) -> dict[str, Any]:
             if seam.state == "wrapped"
         ),
         "parameters": digest.hexdigest(),
+        "tools": loaded_tools(),
     }

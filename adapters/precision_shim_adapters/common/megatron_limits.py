@@ -23,7 +23,7 @@ def describe_limits(
         who: the framework and its version.
         seams: the status that each of the framework's seams would have in a job.
         version: the version of TransformerEngine; ``None`` if it is not installed.
-        error: the reason why TransformerEngine cannot be imported; ``None`` if it can.
+        error: why TransformerEngine cannot be imported; ``None`` if it can.
     """
     if not any(
         (seam.feature, seam.state) == (_DISPATCH, "pending") and seam.target.startswith("megatron.")
@@ -44,8 +44,7 @@ def describe_limits(
         )
     else:
         return ""
-    problem = (
+    return (
         f"{who}: on Megatron: {what}. Install TransformerEngine {since} or newer where the "
         "model trains, or leave its states fp32."
     )
-    return problem

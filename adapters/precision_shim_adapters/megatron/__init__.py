@@ -7,8 +7,8 @@ Write an adapter of a small trainer in these steps:
 2. Write a function ``read`` that reads the framework's config into ``RequestedConfig``.
 3. Wrap the function that builds model and optimizer in a seam with the feature ``BUILDING`` and the
    group ``GROUP``. The seam's code is ``with building("mine", read): return call.proceed()``.
-4. Wrap the function that makes Megatron's OptimizerConfig in a seam with the features ``SETTLING``.
-   In the seam call ``plan = settle(build)``, make the config from ``plan.fields``, and call
+4. Wrap the function that makes Megatron's OptimizerConfig in a seam with the features ``APPLYING``.
+   In the seam call ``plan = apply_plan(build)``, make the config from ``plan.fields``, and call
    ``keep_layout(plan, config)``.
 5. Wrap the function that makes the optimizer in a seam with the feature ``grad-bucket-alignment``.
    In the seam call ``check(...)``.
@@ -20,29 +20,41 @@ from __future__ import annotations
 
 from precision_shim.adapting import collect
 
-from ..frameworks import MEGATRON_EFFECTS as EFFECTS
-from ..frameworks import MEGATRON_PATHS as PATHS
+from ..frameworks import MEGATRON_EFFECTS, MEGATRON_PATHS
 from .audit import seams
 from .checkpoints import cpu_offload, optimizer_state, parameter_state
-from .policy.optimizer_plan import OptimizerPlan
-from .policy.requested import (
-    ALIGNMENT,
-    BUILDING,
-    DISPATCH,
-    GROUP,
-    PRECISION_AWARE,
-    SCALING,
-    RequestedConfig,
-)
+from .policy.optimizer_plan import OptimizerPlan as OptimizerPlan
+from .policy.requested import ALIGNMENT as ALIGNMENT
+from .policy.requested import BUILDING as BUILDING
+from .policy.requested import DISPATCH as DISPATCH
+from .policy.requested import GROUP as GROUP
+from .policy.requested import PRECISION_AWARE as PRECISION_AWARE
+from .policy.requested import SCALING as SCALING
+from .policy.requested import RequestedConfig as RequestedConfig
 from .training import ddp, loss_scaling, masters, optimizer, overflow
-from .training.build import Build, building, current_build, expect_reference
-from .training.flags import CONFIG_INIT, fill_inline, requested_by_flags, where_present
-from .training.masters import reload_masters
-from .training.optimizer import apply_plan, apply_to_config, check, keep_layout, with_fields
-from .training.overflow import answer_skips, answer_step, dynamic_scalers, metrics, skipping
+from .training.build import Build as Build
+from .training.build import building as building
+from .training.build import current_build as current_build
+from .training.build import expect_reference as expect_reference
+from .training.flags import CONFIG_INIT as CONFIG_INIT
+from .training.flags import fill_inline as fill_inline
+from .training.flags import requested_by_flags as requested_by_flags
+from .training.flags import where_present as where_present
+from .training.masters import reload_masters as reload_masters
+from .training.optimizer import apply_plan as apply_plan
+from .training.optimizer import apply_to_config as apply_to_config
+from .training.optimizer import check as check
+from .training.optimizer import keep_layout as keep_layout
+from .training.optimizer import with_fields as with_fields
+from .training.overflow import answer_skips as answer_skips
+from .training.overflow import answer_step as answer_step
+from .training.overflow import dynamic_scalers as dynamic_scalers
+from .training.overflow import metrics as metrics
+from .training.overflow import skipping as skipping
 
+EFFECTS, PATHS = MEGATRON_EFFECTS, MEGATRON_PATHS
 APPLYING = ("dtype-coercion", DISPATCH, SCALING)
-"""The features of every seam that calls ``settle``."""
+"""The features of every seam that calls ``apply_plan``."""
 
 SEAMS = collect(
     optimizer,
@@ -56,37 +68,3 @@ SEAMS = collect(
     seams,
 )
 """The seams on Megatron's own functions; an adapter passes ``SEAMS`` to ``collect``."""
-
-__all__ = [
-    "ALIGNMENT",
-    "APPLYING",
-    "BUILDING",
-    "CONFIG_INIT",
-    "DISPATCH",
-    "EFFECTS",
-    "GROUP",
-    "PATHS",
-    "PRECISION_AWARE",
-    "SCALING",
-    "SEAMS",
-    "Build",
-    "OptimizerPlan",
-    "RequestedConfig",
-    "answer_skips",
-    "answer_step",
-    "apply_plan",
-    "apply_to_config",
-    "building",
-    "check",
-    "current_build",
-    "dynamic_scalers",
-    "expect_reference",
-    "fill_inline",
-    "keep_layout",
-    "metrics",
-    "reload_masters",
-    "requested_by_flags",
-    "skipping",
-    "where_present",
-    "with_fields",
-]

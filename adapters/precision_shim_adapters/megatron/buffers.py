@@ -1,4 +1,4 @@
-"""Find the gradient buffers of Megatron's DDPs without importing Megatron."""
+"""Take Megatron's DDPs and chained optimizers apart, without importing Megatron."""
 
 from __future__ import annotations
 
@@ -14,3 +14,10 @@ def grad_buffers(chunks: Iterable[Any]) -> Iterator[Any]:
             # In torch's Module ``buffers`` is a method, but in Megatron's DDP it is a list.
             if isinstance(buffers, (list, tuple)):
                 yield from buffers
+
+
+def unchain(optimizer: Any) -> list[Any]:
+    """The optimizers in a chain and in the chains within it, or the optimizer itself."""
+    if not hasattr(optimizer, "chained_optimizers"):
+        return [optimizer]
+    return [leaf for inner in optimizer.chained_optimizers for leaf in unchain(inner)]

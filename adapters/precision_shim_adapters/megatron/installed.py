@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 
-from .policy.legality import FusedAdamSupport, release
+from precision_shim.precision.releases import release
+
+from .policy.legality import FusedAdamSupport
 
 FUSED_ADAM_ARGUMENTS = (
     "master_weight_dtype",
@@ -18,7 +20,6 @@ FUSED_ADAM_ARGUMENTS = (
 def fused_adam_support() -> FusedAdamSupport:
     """Inspect the FusedAdam that Megatron's precision-aware optimizer would use."""
     try:
-        # Megatron's OptimizerConfig, too, inspects the FusedAdam of this TransformerEngine module.
         from transformer_engine.pytorch.optimizers import FusedAdam
     except ImportError:
         return FusedAdamSupport()

@@ -8,6 +8,8 @@ from typing import Any
 from precision_shim.adapting import Settings, current_settings
 from precision_shim.precision.scaler_record import ScalerSettings, in_words
 
+FEATURE = "fp16-scaling"
+
 SETTINGS = {
     "init_scale": "loss_scale_init",
     "growth_interval": "growth_interval",

@@ -24,11 +24,9 @@ from precision_shim.errors import (
 )
 from precision_shim.scaling import FILE_NAME, Files, LossScaler, ScalerSettings
 
-from .settings import chosen, settings_for
+from .settings import FEATURE, chosen, settings_for
 from .states import fault_of_moments
 from .stepping import ScaledLoss, has_gradients, note_skip, steps_through
-
-FEATURE = "fp16-scaling"
 
 _ATTRIBUTE = "_precision_shim_training"
 """Attribute of a framework's object: ``keep`` sets it, and ``of`` reads it."""

@@ -48,6 +48,11 @@ def parse_dtype(name: str) -> torch.dtype | None:
     return _BY_NAME.get(name.strip().lower().removeprefix("torch."))
 
 
+def read_dtype(value: Any) -> Any:
+    """Return the dtype that a name means, and every other value, unknown names too, unchanged."""
+    return (parse_dtype(value) or value) if isinstance(value, str) else value
+
+
 def coerce_dtype(value: object, *, key: str, where: str = "") -> object:
     """Convert a dtype name to a ``torch.dtype``; return every other value unchanged.
 

@@ -12,7 +12,7 @@ from ..auditing import latest
 from ..errors import PrecisionShimError, SeamError, SettingsError
 from ..reporting import journal as _journal
 from ..reporting.record import FrameworkStatus, SeamStatus
-from ..reporting.text import Status
+from ..reporting.status import Status
 from ..seams import SeamEngine
 from . import carriers, standby
 from . import forks as _forks

@@ -1,11 +1,13 @@
-"""The parts of the record that ``status()`` returns: the shim's patches and choices.
-
-The module ``text`` has the record itself, and formats it.
-"""
+"""The record that ``status()`` returns, and its parts: the shim's patches and choices."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..auditing.record import Audit
 
 STATES = ("absent", "pending", "wrapped", "native", "refused", "off")
 """States of a seam and of a framework: ``absent`` (not installed), ``pending`` (the module is not
@@ -90,3 +92,17 @@ class FrameworkStatus:
     seams: tuple[SeamStatus, ...] = ()
     reason: str = ""
     tested: bool | None = None
+
+
+@dataclass(frozen=True)
+class Record:
+    """A snapshot of the shim in this process, with the fields of ``Status``."""
+
+    enabled: bool
+    features: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    frameworks: Mapping[str, FrameworkStatus] = field(default_factory=dict)
+    decisions: tuple[Decision, ...] = ()
+    notes: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
+    audit: Sequence[Audit] = field(default_factory=list)

@@ -8,14 +8,9 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
 
 from ..process.settings import FEATURES, PREFIX
-from .record import Decision, FrameworkStatus, SeamStatus
-
-if TYPE_CHECKING:
-    from ..auditing.record import Audit
+from .record import Decision, FrameworkStatus, Record, SeamStatus
 
 WIDTH = 80
 SCREEN = 40
@@ -47,66 +42,7 @@ _AHEAD = {
 """Words of ``precision-shim doctor``, where ``pending`` means that a job would be patched."""
 
 
-@dataclass(frozen=True)
-class Status:
-    """A snapshot of the shim in this process.
-
-    ``str()`` fits on a screen: with one framework in use, at most 40 lines of 80 columns.
-    ``details()`` contains everything.
-
-    Attributes:
-        enabled: whether the shim is installed in this process.
-        features: names of the features in force.
-        settings: the values of all settings and of ``strict``, by their lower-case names.
-        frameworks: the frameworks' states, by name.
-        decisions: the shim's choices, oldest first.
-        notes: further messages to the user, such as the reason why nothing was installed.
-        given: names of the settings that the user set; all other settings have their defaults.
-        audit: the latest automatic audit of each optimizer.
-    """
-
-    enabled: bool
-    features: tuple[str, ...] = ()
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    frameworks: Mapping[str, FrameworkStatus] = field(default_factory=dict)
-    decisions: tuple[Decision, ...] = ()
-    notes: tuple[str, ...] = ()
-    given: tuple[str, ...] = ()
-    audit: Sequence[Audit] = field(default_factory=list)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the snapshot as a dict for JSON: of dicts, lists, strings and numbers."""
-        return {
-            "enabled": self.enabled,
-            "features": list(self.features),
-            "settings": dict(self.settings),
-            "frameworks": {
-                name: {
-                    "version": framework.version,
-                    "state": framework.state,
-                    "reason": framework.reason,
-                    "seams": [seam.to_dict() for seam in framework.seams],
-                }
-                for name, framework in self.frameworks.items()
-            },
-            "decisions": [asdict(decision) for decision in self.decisions],
-            "notes": list(self.notes),
-            "audit": [audit.to_dict() for audit in self.audit],
-        }
-
-    def details(self) -> str:
-        """Return the whole record as a table: every setting, every seam, every decision.
-
-        Each seam has its state, target, path and reason, why the shim patches it, a link to the
-        discussion upstream, and when it can be deleted.
-        """
-        return table(self)
-
-    def __str__(self) -> str:
-        return screen(self)
-
-
-def screen(status: Status) -> str:
+def screen(status: Record) -> str:
     """Return the record as text for one screen of 80 columns."""
     lines = [_headline(status)]
     given = {name: status.settings[name] for name in status.given if name in status.settings}
@@ -140,7 +76,7 @@ def screen(status: Status) -> str:
     return "\n".join(lines)
 
 
-def table(status: Status) -> str:
+def table(status: Record) -> str:
     """Return the whole record as text: every setting, seam and decision."""
     lines = [_headline(status)]
     if status.enabled:
@@ -340,12 +276,12 @@ def seams(known: Sequence[SeamStatus], shown: Mapping[str, str] | None = None) -
                     yield from fold(label + text, 13, 15)
 
 
-def _headline(status: Status) -> str:
+def _headline(status: Record) -> str:
     strict = ", strict" if status.enabled and status.settings.get("strict") else ""
     return f"precision_shim: {'on' if status.enabled else 'off'}{strict}"
 
 
-def _problems(status: Status) -> list[str]:
+def _problems(status: Record) -> list[str]:
     texts = list(status.notes)
     for name, told in status.frameworks.items():
         if told.state == "refused" and not told.seams and told.reason:

@@ -22,6 +22,7 @@ def report(self: Any) -> dict[str, Any]:
     import os
 
     import precision_shim
+    from tests.processes.loaded_tools import loaded_tools
 
     framework = precision_shim.status().frameworks.get("nemo-rl")
     seams = framework.seams if framework else ()
@@ -31,6 +32,7 @@ def report(self: Any) -> dict[str, Any]:
         "wrapped": sorted({seam.target for seam in seams if seam.state == "wrapped"}),
         "params_dtype": str(self.megatron_cfg.optimizer.params_dtype),
         "check": self.model.ddp_config.check_for_nan_in_grad,
+        "tools": loaded_tools(),
     }
 
 
@@ -75,6 +77,7 @@ def main(model: Path, folder: Path) -> dict[str, Any]:
                     "skipped_steps": metrics.get("skipped_steps"),
                 }
             )
+        found["end"] = ray.get(worker.__ray_call__.remote(report))
     except ray.exceptions.RayTaskError as error:
         found["error"] = str(error)[-2000:]
     ray.shutdown()

@@ -41,6 +41,7 @@ def test_an_actor_skips_an_overflow_and_reports_it(
     assert "megatron.bridge.training.optim:setup_optimizer" in worker["wrapped"]
     assert worker["params_dtype"] == "torch.float32"
     assert worker["check"] is False
+    assert found["end"]["tools"] == []
     assert [math.isnan(one["grad_norm"]) for one in found["steps"]] == [True, True]
     assert [one["loss_scale"] for one in found["steps"]] == [[2.0**30], [2.0**29]]
     assert [one["skipped_steps"] for one in found["steps"]] == [[1], [2]]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from precision_shim.precision.dtypes import parse_dtype
 from precision_shim.precision.scaler_record import choose_values
-from precision_shim_adapters.torch_fp16.settings import settings_for
-from precision_shim_adapters.torch_fp16.training import FEATURE
+from precision_shim_adapters.torch_fp16.settings import FEATURE, settings_for
 
 from .layout import MOMENTS, CheckpointPart, Outcome, halves
 from .prediction import Here

@@ -13,8 +13,7 @@ from typing import Any
 from precision_shim.errors import PlanError
 from precision_shim.reporting.problem import Problem
 from precision_shim.scaling import ScalerSettings
-from precision_shim_adapters.torch_fp16.settings import chosen, settings_for
-from precision_shim_adapters.torch_fp16.training import FEATURE
+from precision_shim_adapters.torch_fp16.settings import FEATURE, chosen, settings_for
 
 from .command import Job
 from .counting import Precision, Share, part

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from precision_shim.auditing.reading import (
     unique,
 )
 from precision_shim.auditing.torch_reader import read_inner
-from precision_shim.precision.dtypes import parse_dtype
+from precision_shim.precision.dtypes import read_dtype
 
 from ..buffers import grad_buffers
 
@@ -53,11 +52,9 @@ REMEDIES = {
 
 
 def read_optimizers(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> list[Reading]:
-    """Read Megatron's optimizers.
+    """Read Megatron's optimizers, single ones and no chains.
 
-    Args:
-        chunks: the model's chunks; may be empty, because each optimizer also stores parameters.
-        optimizers: single optimizers, not chains.
+    ``chunks`` may be empty, because each optimizer also stores parameters.
     """
     readings = [_read(chunks, optimizer) for optimizer in optimizers]
     names = {read.name for read in readings}
@@ -85,15 +82,14 @@ def _own_chunks(optimizer: Any) -> list[Any]:
 def _read(chunks: Sequence[Any], optimizer: Any) -> Reading:
     inner = getattr(optimizer, "optimizer", None)
     kind = type(optimizer).__name__
-    reading = Reading(
-        "megatron-core", "model", kind, scaler=getattr(optimizer, "grad_scaler", None)
-    )
+    scaler = getattr(optimizer, "grad_scaler", None)
+    reading = Reading("megatron-core", "model", kind, scaler=scaler)
     reading.other += tensors_of(optimizer)  # tensors such as the overflow flag
     if reading.scaler is not None:
         reading.other += tensors_of(reading.scaler)
     config = getattr(optimizer, "config", None)
     if config is not None:
-        reading.wanted = read_wanted(partial(_field, config))
+        reading.wanted = read_wanted(lambda name: getattr(config, name, None))
     if inner is None:  # a frozen model's optimizer is a stub
         return reading
     pairs = list(_pairs(optimizer, inner))
@@ -103,16 +99,16 @@ def _read(chunks: Sequence[Any], optimizer: Any) -> Reading:
     if reading.trainable and all(is_expert(p) for p in reading.trainable):
         reading.name = "experts"
     if not buffers:
-        buffers = _buffers_of(reading.trainable, [*chunks, *_own_chunks(optimizer)])
+        known = {id(p) for p in reading.trainable}
+        all_buffers = grad_buffers([*chunks, *_own_chunks(optimizer)])
+        buffers = unique(b for b in all_buffers if any(id(p) in known for p in b.params))
     for buffer in buffers:
         kept = (buffer.grad_data, *(getattr(buffer, "extra_main_grads", None) or ()))
         reading.buckets += [tensor for tensor in kept if isinstance(tensor, torch.Tensor)]
         data = getattr(buffer, "param_data", None)
         # Frameworks that offload parameters keep copies in ``param_data_cpu`` and ``cpu_data``.
         copies = (getattr(buffer, "param_data_cpu", None), getattr(data, "cpu_data", None))
-        reading.also_params += [
-            copied for copied in (data, *copies) if isinstance(copied, torch.Tensor)
-        ]
+        reading.also_params += [one for one in (data, *copies) if isinstance(one, torch.Tensor)]
     reading.bucket_views = [
         grad for p in reading.trainable if (grad := getattr(p, "main_grad", None)) is not None
     ]
@@ -123,9 +119,9 @@ def _read(chunks: Sequence[Any], optimizer: Any) -> Reading:
     makes_copies = bool(dtypes & set(SIXTEEN_BIT)) and in_bucket != {torch.float32}
     reading.copies_later = makes_copies and not own and reading.declared_states.exp_avg is not None
     reading.data_parallel_size = _data_parallel_size(optimizer, buffers, reading.name)
-    reading.sharded = reading.owned_parameters < reading.parameters
     meshed = any(hasattr(p, "device_mesh") for p in reading.trainable)  # Megatron-FSDP
-    reading.sharded = reading.sharded or (meshed and reading.data_parallel_size > 1)
+    reading.sharded = reading.owned_parameters < reading.parameters
+    reading.sharded |= meshed and reading.data_parallel_size > 1
     reading.params_sharded = meshed and reading.sharded
     return reading
 
@@ -155,17 +151,15 @@ def _read_states(reading: Reading, inner: Any, pairs: Sequence[tuple[Any, Any]])
     steppers = list(getattr(inner, "sub_optimizers", None) or ())
     states = {id(p): state for stepper in steppers for p, state in stepper.state.items()}
     for model, stepped in pairs:
-        masters = [stepped] if stepped.dtype != model.dtype else []
         lower = beneath.get(stepped, stepped)
-        if lower is not stepped:
-            masters.append(lower)
+        lowered = [lower] if lower is not stepped else []
+        masters = [stepped, *lowered] if stepped.dtype != model.dtype else lowered
         owned = Owned(model.dtype, stepped, tuple(masters), parameter=model)
         state = states.get(id(lower)) if steppers else None
         owned.take(inner.state.get(stepped, {}) if state is None else state)
         reading.owned.append(owned)
-        reading.gradients += gradients_of(stepped)
-        if lower is not stepped:
-            reading.gradients += gradients_of(lower)
+        for each in (stepped, *lowered):
+            reading.gradients += gradients_of(each)
     # ``cpu_copy_map_grad`` may contain gradients of parameters that a load has replaced.
     reading.gradients += list((getattr(inner, "cpu_copy_map_grad", None) or {}).values())
     reading.gradients += [grad for p in reading.trainable for grad in gradients_of(p)]
@@ -183,11 +177,6 @@ def _read_states(reading: Reading, inner: Any, pairs: Sequence[tuple[Any, Any]])
         )
 
 
-def _buffers_of(parameters: Sequence[Any], chunks: Sequence[Any]) -> list[Any]:
-    wanted_ones = {id(p) for p in parameters}
-    return unique(b for b in grad_buffers(chunks) if any(id(p) in wanted_ones for p in b.params))
-
-
 def _data_parallel_size(optimizer: Any, buffers: Sequence[Any], name: str) -> int:
     group = getattr(optimizer, "data_parallel_group", None)
     if group is None and buffers:
@@ -202,18 +191,11 @@ def _data_parallel_size(optimizer: Any, buffers: Sequence[Any], name: str) -> in
     return int(state.get_data_parallel_world_size(with_context_parallel=True))
 
 
-def _field(config: Any, name: str) -> Any:
-    return getattr(config, name, None)
-
-
 def adam_keeps_masters(field: Callable[[str], Any], main: torch.dtype) -> bool:
-    """Whether FusedAdam itself keeps the masters of a precision-aware optimizer.
+    """Whether FusedAdam itself keeps a precision-aware optimizer's masters, of the dtype ``main``.
 
     With CPU offload, or an fp8 recipe other than delayed, whole masters are outside FusedAdam.
-
-    Args:
-        field: function that reads a field of the OptimizerConfig; ``None`` for a missing field.
-        main: the masters' dtype.
+    ``field`` reads a field of the OptimizerConfig; ``None`` for a missing field.
     """
     recipes = (None, "delayed")
     offload = bool(field("optimizer_cpu_offload"))
@@ -223,45 +205,32 @@ def adam_keeps_masters(field: Callable[[str], Any], main: torch.dtype) -> bool:
 def read_wanted(field: Callable[[str], Any]) -> Wanted:
     """The tensors' dtypes that the current fields of an OptimizerConfig imply.
 
-    Args:
-        field: function that reads a field of the config; ``None`` for a missing field.
-
-    Megatron computes derived settings only once, when an OptimizerConfig is made. If a field is set
-    later, the derived settings stay as they were, and the audit reports the difference.
+    ``field`` reads a field of the config; ``None`` for a missing field. Megatron computes derived
+    settings only once, when an OptimizerConfig is made. If a field is set later, the derived
+    settings stay as they were, and the audit reports the difference.
     """
 
     def get(name: str, default: Any) -> Any:
-        value = field(name)
-        if isinstance(value, str):  # dtype names stay strings if dtype-coercion is not in force
-            value = parse_dtype(value) or value
+        value = read_dtype(field(name))  # names stay if dtype-coercion is not in force
         return default if value is None else value
 
     fp32 = torch.float32
     params = get("params_dtype", fp32)
     if get("fp16", False) or get("bf16", False):
         params = torch.float16 if get("fp16", False) else torch.bfloat16
-    if not get("use_precision_aware_optimizer", False):
-        return Wanted(
-            "OptimizerConfig",
-            params=params,
-            main_grads=fp32,
-            masters=dict.fromkeys(SIXTEEN_BIT, fp32),
-            exp_avg=fp32,
-            exp_avg_sq=fp32,
-            remedies=REMEDIES,
-        )
-    main = get("main_params_dtype", fp32)
-    by_adam = adam_keeps_masters(field, main)
-    remainders = by_adam and main is fp32 and get("store_param_remainders", True)
+    aware = get("use_precision_aware_optimizer", False)
+    main, main_grads, exp_avg, exp_avg_sq = (
+        get(f"{name}_dtype", fp32) if aware else fp32
+        for name in ("main_params", "main_grads", "exp_avg", "exp_avg_sq")
+    )
+    remainders = aware and main is fp32 and adam_keeps_masters(field, main)
+    remainders = remainders and get("store_param_remainders", True)
     return Wanted(
         "OptimizerConfig",
         params=params,
-        main_grads=get("main_grads_dtype", fp32),
-        masters={
-            torch.float16: main,
-            torch.bfloat16: torch.int16 if remainders else main,
-        },
-        exp_avg=get("exp_avg_dtype", fp32),
-        exp_avg_sq=get("exp_avg_sq_dtype", fp32),
+        main_grads=main_grads,
+        masters={torch.float16: main, torch.bfloat16: torch.int16 if remainders else main},
+        exp_avg=exp_avg,
+        exp_avg_sq=exp_avg_sq,
         remedies=REMEDIES,
     )

@@ -18,7 +18,7 @@ from precision_shim.auditing.record import Finding
 
 from ..policy.requested import AUDIT, RequestedConfig
 from ..training.build import Build, current_build
-from ..training.ddp import find_noted_dtype
+from ..training.ddp import compared_with
 from ..training.optimizer import find_noted_codes
 
 FEATURE = AUDIT
@@ -73,7 +73,7 @@ def _by_user(requested: RequestedConfig | None, chunks: list[Any]) -> Callable[[
     """Make a function that returns whether a setting of the user causes a given problem."""
     codes = set()
     bucket = requested is not None and requested.bucket_in_fp32 is not None
-    if bucket or any(find_noted_dtype(chunk) is not None for chunk in chunks):
+    if bucket or any(chunk in compared_with for chunk in chunks):
         codes.add("main-grads-dtype")
     if requested is not None and not _FLAGS.isdisjoint(requested.asked):
         codes |= _OF_FLAGS

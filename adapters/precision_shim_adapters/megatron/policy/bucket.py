@@ -20,33 +20,26 @@ class BucketChoice:
 
     Attributes:
         grad_reduce_in_fp32: the chosen value.
-        changed: whether the chosen value differs from the config's value.
         because: the reason, in words.
         problem: an inconsistency that the shim does not correct, or ``""``.
     """
 
     grad_reduce_in_fp32: bool
-    changed: bool
     because: str
     problem: str = ""
 
 
 def choose_bucket(
-    *,
-    present: bool,
-    user_set: bool,
-    align: bool,
-    main_grads: torch.dtype,
-    model: TrainableDtypes,
+    *, present: bool, user_set: bool, align: bool, main_grads: torch.dtype, model: TrainableDtypes
 ) -> BucketChoice:
-    """Choose the bucket's dtype.
+    """Choose the bucket's dtype for the trainable parameters that share the bucket.
 
     Args:
         present: the config's ``grad_reduce_in_fp32``.
         user_set: whether the user wrote ``grad_reduce_in_fp32``.
         align: whether to override a value that the user wrote (``GRAD_BUCKET=align``).
         main_grads: the dtype of the optimizer's main grads.
-        model: the trainable parameters that share the bucket.
+        model: the trainable parameters' dtypes.
     """
     low = main_grads is not torch.float32
     # A model chunk without trainable parameters has no bucket, and so requires no fp32 bucket.
@@ -63,5 +56,5 @@ def choose_bucket(
                 f"optimizer's main grads: {because}. Write {wanted}, or set "
                 "PRECISION_SHIM_GRAD_BUCKET=align"
             )
-        return BucketChoice(present, False, "set by the user", problem)
-    return BucketChoice(wanted, present != wanted, because)
+        return BucketChoice(present, "set by the user", problem)
+    return BucketChoice(wanted, because)

@@ -17,10 +17,9 @@ from precision_shim.errors import DtypeError
 from precision_shim.precision import releases
 from precision_shim.precision.dtypes import name_of
 
-FP32, BF16, FP16, FP8 = torch.float32, torch.bfloat16, torch.float16, torch.uint8
-
 release = releases.release
-BF16_MOMENTS_SINCE = releases.BF16_MOMENTS_SINCE
+
+FP32, BF16, FP16, FP8 = torch.float32, torch.bfloat16, torch.float16, torch.uint8
 
 REMAINDERS_SINCE = (2, 1)
 """TransformerEngine release that introduced ``store_param_remainders``."""
@@ -51,7 +50,7 @@ class FusedAdamSupport:
     @property
     def bf16_moments(self) -> bool:
         """Whether ``exp_avg`` and ``exp_avg_sq`` may be bf16."""
-        return self.version is not None and self.version >= BF16_MOMENTS_SINCE
+        return self.version is not None and self.version >= releases.BF16_MOMENTS_SINCE
 
     @property
     def label(self) -> str:
@@ -65,32 +64,24 @@ NEWEST = FusedAdamSupport((2, 20), True, "")
 """Rules of the newest known TransformerEngine, 2.20.2; used if TransformerEngine is missing."""
 
 
-def legal_dtypes(field: str, support: FusedAdamSupport) -> tuple[torch.dtype, ...] | None:
-    """Return the dtypes that a field may have, or ``None`` for a field without a rule.
+_ALWAYS = {
+    "main_params_dtype": (FP32, FP16),  # no release up to 2.20 accepts bf16 master weights
+    "main_grads_dtype": (FP32, BF16),
+    "params_dtype": (FP32, BF16, FP16),
+}
+"""The legal dtypes of the fields whose rules are the same in every release."""
 
-    Args:
-        field: a field of Megatron's ``OptimizerConfig``.
-        support: the installed FusedAdam; if none is installed, the newest rules apply.
-    """
+
+def legal_dtypes(field: str, support: FusedAdamSupport) -> tuple[torch.dtype, ...] | None:
+    """The dtypes that a field of OptimizerConfig may have; ``None`` for a field without a rule."""
     known = support if support.version is not None else NEWEST
     if field in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         return (FP32, BF16, FP16, FP8) if known.bf16_moments else (FP32, FP16, FP8)
-    if field == "main_params_dtype":
-        return (FP32, FP16)  # no release up to 2.20 accepts bf16 master weights
-    if field == "main_grads_dtype":
-        return (FP32, BF16)
-    if field == "params_dtype":
-        return (FP32, BF16, FP16)
-    return None
+    return _ALWAYS.get(field)
 
 
 def check_dtypes(config: Mapping[str, Any], support: FusedAdamSupport, *, where: str = "") -> None:
     """Raise an error if a field has an illegal dtype; ignore values that are not dtypes.
-
-    Args:
-        config: maps fields to values; dtype names have already become ``torch.dtype``.
-        support: the installed FusedAdam.
-        where: framework and version, for the message.
 
     Raises:
         DtypeError: a dtype is illegal; the message names the key, the dtype, the allowed dtypes
@@ -102,7 +93,7 @@ def check_dtypes(config: Mapping[str, Any], support: FusedAdamSupport, *, where:
             continue
         reason = ""
         if field.startswith("exp_avg") and value is BF16:
-            since = ".".join(map(str, BF16_MOMENTS_SINCE))
+            since = ".".join(map(str, releases.BF16_MOMENTS_SINCE))
             reason = f" (bf16 moments need TransformerEngine {since} or newer)"
         elif field == "main_params_dtype" and value is BF16:
             reason = " (TransformerEngine's FusedAdam takes no bf16 master weights)"
@@ -124,10 +115,7 @@ NEED_PRECISION_AWARE = (
 
 
 def not_precision_aware(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """List the fields that Megatron refuses in a config that is not precision-aware.
-
-    Args:
-        config: maps fields to values; dtype names have already become ``torch.dtype``.
+    """The fields that Megatron refuses in a config that is not precision-aware.
 
     Returns:
         One tuple for each refused field: the field's name, the problem and the remedy.

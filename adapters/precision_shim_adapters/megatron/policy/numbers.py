@@ -53,12 +53,7 @@ def allowed(name: str) -> str:
 
 
 def check_numbers(fields: Mapping[str, Any], names: tuple[str, ...], where: str) -> None:
-    """Raise if ``refused_numbers`` lists a field.
-
-    Args:
-        fields: fields of Megatron's OptimizerConfig that the user wrote.
-        names: the fields to check.
-        where: framework, version and key, for the message.
+    """Raise if ``refused_numbers`` lists a field; ``where`` names framework, version and key.
 
     Raises:
         SettingsError: a value is not a number, or is one that the loss scaler cannot use.

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from precision_shim.precision.dtypes import coerce_dtypes, name_of, parse_dtype
+from precision_shim.precision.dtypes import coerce_dtypes, name_of, read_dtype
 from precision_shim.precision.model import TrainableDtypes
 from precision_shim.precision.moments import second_moment_can_decay
+from precision_shim.precision.releases import BF16_MOMENTS_SINCE
 
 from .legality import (
     BF16,
-    BF16_MOMENTS_SINCE,
     CAPTURABLE_BF16_SINCE,
     FP16,
     FP32,
@@ -33,12 +33,7 @@ from .requested import PRECISION_AWARE, InForce, RequestedConfig
 MEGATRON_BETA2 = 0.999
 """Megatron's default of ``adam_beta2``."""
 
-PRECISION_AWARE_FIELDS = (
-    PRECISION_AWARE,
-    "main_grads_dtype",
-    "exp_avg_dtype",
-    "exp_avg_sq_dtype",
-)
+PRECISION_AWARE_FIELDS = (PRECISION_AWARE, "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 """The fields with which a user of verl 0.9 requests low-precision states."""
 
 ROWS: Mapping[torch.dtype, Mapping[str, Any]] = {
@@ -75,9 +70,7 @@ class OptimizerPlan:
         dtype: the trainable parameters' dtype; if mixed or unknown, the declared dtype. ``None``
             also if the shim does not choose fields by the model's dtype.
         main_grads: dtype of the main grads, with the user's fields applied.
-        chosen: the choice in words.
-        because: the reason in words.
-        warnings: warnings for the user.
+        chosen: the choice in words; ``because`` is the reason.
         bucket_warning: a warning about the bucket; the seam on the DDP gives the same warning.
         by_user: whether the optimizer is precision-aware without the shim, too; ``None`` if the
             shim does not choose fields by the model's dtype.
@@ -112,20 +105,9 @@ def obstacles(requested: RequestedConfig, support: FusedAdamSupport) -> list[str
     be precision-aware because they build no FusedAdam.
 
     With ``optimizer_cpu_offload`` the shim chooses no precision-aware optimizer, because Megatron
-    would not resume this optimizer exactly. If the optimizer is not precision-aware, a resume with
-    CPU offload fails with a KeyError. If the optimizer is precision-aware, a resume with CPU
-    offload succeeds, but step counts or masters differ from the checkpoint's (docs/megatron.md has
-    the measurements). The shim corrects step counts and masters, but a later resume without the
-    shim would be silently wrong. The audit measured the bytes per bf16 parameter on a fake GPU with
-    all states offloaded (DP is the data-parallel size):
-
-    - An optimizer that is not precision-aware has 2 (weight) + 4 (bucket) + 4/DP (master) bytes.
-    - A precision-aware optimizer with fp32 main grads has 2 (weight) + 4 (bucket) bytes.
-    - A precision-aware optimizer with bf16 main grads has 2 (weight) + 2 (bucket) bytes.
-
-    On the host, each kind of optimizer has 16/DP bytes per parameter. An optimizer that is not
-    precision-aware computes the same steps, bit for bit, as a precision-aware optimizer with fp32
-    main grads.
+    would not resume this optimizer exactly: step counts or masters differ from the checkpoint's
+    (docs/megatron.md has the measurements, of the memory too). The shim corrects both, but a later
+    resume without the shim would be silently wrong.
     """
     reasons = []
     if requested.optimizer != "adam":
@@ -156,14 +138,7 @@ def scaler_row() -> dict[str, Any]:
 
 
 def coerce_written(written: Mapping[str, Any], where: str, now: InForce) -> dict[str, Any]:
-    """Turn the dtype names among OptimizerConfig fields into dtypes.
-
-    Returns the fields unchanged if ``dtype-coercion`` is not in force.
-
-    Args:
-        written: fields of Megatron's OptimizerConfig.
-        where: framework and key, for messages.
-        now: the features in force.
+    """Turn the dtype names among OptimizerConfig fields into dtypes, if dtype-coercion is in force.
 
     Raises:
         DtypeError: a dtype name is unknown, or a dtype is illegal for its field.
@@ -358,14 +333,9 @@ def _without_precision_aware(row: dict[str, Any], asked: Mapping[str, Any]) -> d
     kept.pop("store_param_remainders", None)
     # Write ``use_precision_aware_optimizer=False``, because verl writes True for any fp16 model.
     # If the user's dtypes need the precision-aware optimizer, do not turn it off.
-    if all(_as_dtype(asked.get(key, FP32)) is FP32 for key in NEED_PRECISION_AWARE):
+    if all(read_dtype(asked.get(key, FP32)) is FP32 for key in NEED_PRECISION_AWARE):
         kept[PRECISION_AWARE] = False
     return kept
-
-
-def _as_dtype(value: object) -> object:
-    """Turn a dtype name into a dtype; with ``dtype-coercion`` off, fields still contain names."""
-    return parse_dtype(value) if isinstance(value, str) else value
 
 
 def _name(value: object) -> object:
@@ -375,17 +345,13 @@ def _name(value: object) -> object:
 def _conclude(plan: OptimizerPlan, why: list[str], warnings: list[str]) -> OptimizerPlan:
     result = plan.fields
     precision_aware = bool(result.get(PRECISION_AWARE))
-    main_grads = FP32
-    if precision_aware:
-        value = _as_dtype(result.get("main_grads_dtype", FP32))
-        main_grads = value if isinstance(value, torch.dtype) else FP32
-    states = []
-    for key, label in (
-        ("main_grads_dtype", "main grads"),
-        ("exp_avg_dtype", "exp_avg"),
-        ("exp_avg_sq_dtype", "exp_avg_sq"),
-    ):
-        value = _as_dtype(result.get(key, FP32)) if precision_aware else FP32
+    main_grads, states = FP32, []
+    for key in PRECISION_AWARE_FIELDS[1:]:
+        # With dtype-coercion off, fields still contain names.
+        value = read_dtype(result.get(key, FP32)) if precision_aware else FP32
+        label = key.removesuffix("_dtype").replace("main_grads", "main grads")
+        if label == "main grads" and isinstance(value, torch.dtype):
+            main_grads = value
         if value is not FP32 and key in _MOMENTS and result.get("optimizer_cpu_offload"):
             warnings.append(
                 "optimizer_cpu_offload=True brings Megatron's HybridDeviceOptimizer, which keeps "

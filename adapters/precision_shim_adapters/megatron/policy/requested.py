@@ -1,8 +1,8 @@
 """What is requested of a model's optimizer, and what of the shim is in force: a plan's two inputs.
 
-An adapter reads its framework's config into one record, ``RequestedConfig``. ``table`` makes a plan
-from a ``RequestedConfig``, the trainable parameters and an ``InForce``. Equal ``RequestedConfig``
-give the same plan in every framework.
+An adapter reads its framework's config into one record, ``RequestedConfig``. ``plan_optimizer``
+makes a plan from it, the trainable parameters and an ``InForce``. Equal ``RequestedConfig`` give
+the same plan in every framework.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ DISPATCH, ALIGNMENT, SCALING = "bf16-dispatch", "grad-bucket-alignment", "fp16-s
 COERCION, AUDIT = "dtype-coercion", "audit"
 BUILDING = (DISPATCH, ALIGNMENT, SCALING, AUDIT)
 """The features of seams that call ``building``; these features depend on the model being built."""
+
+MOSTLY: dict[str, Any] = {"group": GROUP, "optional": True}
+"""The arguments that most seams on Megatron's own functions share."""
+ON_SCALING = {"feature": SCALING, **MOSTLY}
 
 PRECISION_AWARE = "use_precision_aware_optimizer"
 OVERLAP = "overlap_param_gather_with_optimizer_step"
@@ -117,16 +121,11 @@ class InForce:
 
 
 def what_is_in_force(
-    settings: Settings,
-    holds: Callable[[str, str], bool],
-    support: FusedAdamSupport,
+    settings: Settings, holds: Callable[[str, str], bool], support: FusedAdamSupport
 ) -> InForce:
     """The settings and features that a plan depends on.
 
-    Args:
-        settings: the shim's settings.
-        holds: function that returns whether a feature is in force for a group of seams.
-        support: the FusedAdam that Megatron would use.
+    ``holds`` returns whether a feature is in force for a group of seams.
     """
     return InForce(
         states=str(settings["optimizer_states"]),

@@ -21,10 +21,13 @@ FIELDS = {"loss_scale_init": "initial_loss_scale", "growth_interval": "loss_scal
 FACTORS = ("growth_factor", "backoff_factor")
 """Settings of the shim that are no fields of a config, but arguments of Megatron's scaler."""
 
-OWN_INITIAL, OWN_MINIMUM = 2.0**32, 1.0
-"""Megatron's own initial and smallest loss scale, which stay unless the model is fp16."""
-
-_OWN = {"loss_scale_window": 1000.0, "growth_factor": 2.0, "backoff_factor": 0.5}
+_OWN = {
+    "initial_loss_scale": 2.0**32,
+    "min_loss_scale": 1.0,
+    "loss_scale_window": 1000.0,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+}
 """Values that megatron-core 0.16 to 0.19 has in OptimizerConfig or passes to DynamicGradScaler."""
 
 
@@ -70,8 +73,8 @@ def refuse_low(
     Raises:
         SettingsError: the initial loss scale is below the minimum.
     """
-    first = fields.get("initial_loss_scale", OWN_INITIAL)
-    least = fields.get("min_loss_scale", OWN_MINIMUM)
+    own = {**_OWN, **fields}
+    first, least = own["initial_loss_scale"], own["min_loss_scale"]
     if not fields.get("loss_scale") and least is not None and first < least:
         raise SettingsError(
             f"{where}: {key}={first:g} is below min_loss_scale={least:g} of Megatron's "
@@ -110,11 +113,10 @@ def describe_scaler(
 
 def unscaled(where: str, fp16: object, bf16: object) -> str:
     """The message about an fp16 model whose OptimizerConfig has ``fp16=False``."""
-    message = (
+    return (
         f"{where}: fp16={fp16}, bf16={bf16}, but the model is fp16: Megatron scales no loss then, "
         "and small gradients are lost. Set fp16 to true and bf16 to false there."
     )
-    return message
 
 
 def predicted_scaler(
@@ -136,21 +138,12 @@ def predicted_own_scaler(
 
     The shim chooses the scaler's initial loss scale and growth interval only for an fp16 model.
 
-    Args:
-        fields: the fields of Megatron's OptimizerConfig.
-        settings: the shim's settings.
-        dtype: the model's dtype.
-
     Returns:
         The scaler's values and the reason, in words; ``None`` for a static loss scale.
     """
     if fields.get("loss_scale"):
         return None
     ours = factors_set(settings)
-    return describe_scaler(
-        float(fields.get("initial_loss_scale", OWN_INITIAL)),
-        float(fields.get("loss_scale_window", _OWN["loss_scale_window"])),
-        {**_OWN, **ours},
-        ours,
-        dtype,
-    )
+    own = {**_OWN, **fields, **ours}
+    first, interval = float(own["initial_loss_scale"]), float(own["loss_scale_window"])
+    return describe_scaler(first, interval, own, ours, dtype)

@@ -13,26 +13,24 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from precision_shim.adapting import Call, current_settings, decide, seam, warn
+from precision_shim.adapting import Call, current_settings, seam, warn
 
 from ..policy.optimizer_plan import scaler_row
-from ..policy.requested import GROUP, SCALING
-from .build import current_build, megatron_label
+from ..policy.requested import MOSTLY, ON_SCALING, SCALING
+from .build import DIRECT, current_build, megatron_label
+from .ddp import UNCHECKED
 from .optimizer import check_again
 from .overflow import SCALER, dynamic_scalers
 
-FRAMEWORK, SUBJECT = "megatron", "direct caller"
 _FIRST = float(scaler_row()["initial_loss_scale"])
 _MAKE = "megatron.core.optimizer:_get_megatron_optimizer_based_on_param_groups"
 
 
 @seam(
     SCALER,
-    SCALING,
-    group=GROUP,
     why="no config is read here: only the values that Megatron passes on can be told apart",
     delete_when="Megatron's default is a scale at which a model can train",
-    optional=True,
+    **ON_SCALING,
 )
 def start_lower(call: Call, initial_scale: float, min_scale: float, growth_interval: float) -> Any:
     """Lower Megatron's default initial loss scale, at which the first 25 steps would be skipped.
@@ -57,10 +55,9 @@ def start_lower(call: Call, initial_scale: float, min_scale: float, growth_inter
 @seam(
     _MAKE,
     "dtype-coercion",
-    group=GROUP,
     why="some trainers set fields on a finished config, and the inner optimizer is made here",
     delete_when="Megatron's OptimizerConfig refuses fields that are set later",
-    optional=True,
+    **MOSTLY,
 )
 def check_config(call: Call, config: Any) -> Any:
     """Validate an OptimizerConfig again: coerce dtype names, and recompute derived fields."""
@@ -71,12 +68,10 @@ def check_config(call: Call, config: Any) -> Any:
 
 @seam(
     _MAKE,
-    SCALING,
-    group=GROUP,
     why="has the scaler that was made and the DDPs in hand, before the first reduction",
     delete_when="Megatron's check asks whether the loss scale is dynamic",
     relies_on=("grad_scaler",),
-    optional=True,
+    **ON_SCALING,
 )
 def let_overflows_pass(call: Call, config: Any, model_chunks: Any) -> Any:
     """Turn off the DDPs' NaN check of gradients if a dynamic loss scaler will skip overflows."""
@@ -85,9 +80,7 @@ def let_overflows_pass(call: Call, config: Any, model_chunks: Any) -> Any:
         return optimizer
     if not dynamic_scalers(optimizer):
         if config.fp16 and config.loss_scale:
-            decide(
-                FRAMEWORK,
-                SUBJECT,
+            DIRECT.decide(
                 SCALING,
                 f"the static loss scale {config.loss_scale:g} is left alone",
                 "the config has loss_scale: no step is counted, nothing is prepared once",
@@ -95,13 +88,7 @@ def let_overflows_pass(call: Call, config: Any, model_chunks: Any) -> Any:
         return optimizer
     stopped = [_stop_checking(chunk) for chunk in model_chunks]
     if any(stopped):
-        decide(
-            FRAMEWORK,
-            SUBJECT,
-            SCALING,
-            "check_for_nan_in_grad=False",
-            "it would end the job at an fp16 overflow, which the dynamic loss scaler skips",
-        )
+        DIRECT.decide(SCALING, *UNCHECKED)
     return optimizer
 
 

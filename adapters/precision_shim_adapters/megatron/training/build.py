@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import current_settings, in_force, versioned
+from precision_shim.adapting import current_settings, decide, in_force, versioned
 from precision_shim.precision.model import TrainableDtypes
 
 from ..installed import fused_adam_support
@@ -30,7 +30,6 @@ class Build:
     Only the DDP's seam (``ddp.build_ddp``) changes a ``Build``; the optimizer's seams only read.
 
     Attributes:
-        framework: the framework's name.
         seen: dtypes of the trainable parameters of all model chunks that have a DDP so far, on all
             pipeline stages.
         distributed: whether the last DDP's config has the distributed optimizer.
@@ -44,7 +43,7 @@ class Build:
         Args:
             framework: the framework's name.
             read: function that reads the framework's config; called once, when the seam at the DDP
-                first reads ``requested``. Frameworks complete their configs before the DDP.
+                first reads ``requested``.
         """
         self.framework = framework
         self._read = read
@@ -85,6 +84,13 @@ class Build:
         holds = partial(in_force, self.framework)
         return what_is_in_force(current_settings(), holds, fused_adam_support())
 
+    def decide(self, feature: str, chosen: str, because: str) -> None:
+        """Report a choice for this model; see ``precision_shim.adapting.decide``."""
+        decide(self.framework, self.requested.subject, feature, chosen, because)
+
+
+DIRECT = Build("megatron", RequestedConfig)
+"""A model of a trainer without its own adapter, whose config the shim does not read."""
 
 _build: ContextVar[Build | None] = ContextVar("precision_shim_build", default=None)
 """The ``Build`` in progress: set by ``building``, read by the backend's seams."""
@@ -106,10 +112,6 @@ def building(framework: str, read: Callable[[], RequestedConfig]) -> Iterator[Bu
 
     Put ``building`` around the function that builds DDP and optimizer, or around both functions if
     there are two. Outside ``building``, the backend's seams for building a model do nothing.
-
-    Args:
-        framework: the framework's name.
-        read: see ``Build``.
     """
     outer = _build.get()
     if outer is not None:
@@ -126,12 +128,8 @@ def building(framework: str, read: Callable[[], RequestedConfig]) -> Iterator[Bu
 def expect_reference(ddp_config: Any, framework: str, read: Callable[[], RequestedConfig]) -> None:
     """Record a ``Build`` for the DDP that the framework will make with ``ddp_config``.
 
-    Adapters call this function if no seam can wrap the code that builds the reference model.
-
-    Args:
-        ddp_config: the config object, of which only a weak reference is stored.
-        framework: the framework's name.
-        read: see ``Build``.
+    Adapters call this function if no seam can wrap the code that builds the reference model. Only
+    a weak reference to ``ddp_config`` is stored.
     """
     _references[ddp_config] = Build(framework, read)
 

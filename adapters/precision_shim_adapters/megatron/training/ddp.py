@@ -2,9 +2,6 @@
 
 Every path to a gradient bucket (a framework's own ``get_model``, mbridge, Megatron-Bridge) calls
 ``DistributedDataParallel.__init__`` with the parameters whose gradients the bucket will contain.
-The seam patches a method of Megatron's DDP class, so it also acts in modules that import the class
-by name.
-
 The seams do not change a DDP that is built outside a supported framework.
 """
 
@@ -18,48 +15,47 @@ from typing import Any
 import torch
 import torch.distributed
 
-from precision_shim.adapting import Call, current_settings, decide, in_force, seam, warn
+from precision_shim.adapting import Call, current_settings, in_force, seam, warn
 from precision_shim.precision.dtypes import name_of
 from precision_shim.precision.model import TrainableDtypes, trainable_dtypes
 
 from ..checkpoints.optimizer_state import bucket_without_shim
-from ..policy.bucket import BucketChoice, choose_bucket
-from ..policy.requested import ALIGNMENT, DISPATCH, GROUP, SCALING
+from ..policy.bucket import choose_bucket
+from ..policy.requested import ALIGNMENT, DISPATCH, GROUP, MOSTLY, SCALING
 from .build import Build, build_around
 
 DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__"
 
 _FSDP = "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel.__init__"
 
-_told: weakref.WeakKeyDictionary[Any, torch.dtype] = weakref.WeakKeyDictionary()
-"""Maps a DDP module, whose bucket dtype the user set, to the main grads' dtype: ``build_ddp`` has
-compared both dtypes and writes the entry, ``optimizer.check`` reads the entry."""
+UNCHECKED = (
+    "check_for_nan_in_grad=False",
+    "it would end the job at an fp16 overflow, which the dynamic loss scaler skips",
+)
+"""The decision to turn the check off, and its reason."""
 
-
-def find_noted_dtype(chunk: Any) -> torch.dtype | None:
-    """The main grads' dtype if ``build_ddp`` compared it with a bucket dtype that the user set."""
-    return _told.get(chunk)
+compared_with: weakref.WeakKeyDictionary[Any, torch.dtype] = weakref.WeakKeyDictionary()
+"""Maps a DDP module, whose bucket dtype the user set, to the main grads' dtype, with which
+``build_ddp`` has compared it; ``optimizer.check`` and the audit read the entry."""
 
 
 @seam(
     DDP,
     ALIGNMENT,
-    group=GROUP,
     why="every path to a gradient bucket passes here, with the live parameters at hand",
     upstream="https://github.com/verl-project/verl/pull/6526",
     delete_when="the bucket follows the main grads on every path upstream",
     relies_on=("grad_reduce_in_fp32",),
-    optional=True,
+    **MOSTLY,
 )
 @seam(
     DDP,
     (DISPATCH, SCALING),
-    group=GROUP,
     why="the first place that sees the parameters an optimizer will train; and the DDP reads "
     "check_for_nan_in_grad from this config at each reduction",
     delete_when="frameworks hand the model to the function that makes the OptimizerConfig, and "
     "Megatron's check asks whether the loss scale is dynamic",
-    optional=True,
+    **MOSTLY,
 )
 def build_ddp(
     call: Call,
@@ -91,7 +87,7 @@ def build_ddp(
     if realigned:
         bucket_without_shim[call.instance] = bool(ddp_config.grad_reduce_in_fp32)
     if compared is not None:
-        _told[call.instance] = compared
+        compared_with[call.instance] = compared
     return result
 
 
@@ -104,45 +100,27 @@ def _align(build: Build, config: Any, model: TrainableDtypes) -> torch.dtype | N
     written = requested.bucket_in_fp32 is not None
     over_user = current_settings()["grad_bucket"] == "align"
     choice = choose_bucket(
-        present=present,
-        user_set=written,
-        align=over_user,
-        main_grads=plan.main_grads,
-        model=model,
+        present=present, user_set=written, align=over_user, main_grads=plan.main_grads, model=model
     )
-    choice = _one_bucket_for_all(build, choice, present)
+    if build.in_fp32 not in (None, choice.grad_reduce_in_fp32):
+        because = f"as the model's first chunk; here {choice.because}"
+        choice = dataclasses.replace(choice, grad_reduce_in_fp32=build.in_fp32, because=because)
+    build.in_fp32 = choice.grad_reduce_in_fp32
+    changed = build.in_fp32 != present
     because, problem = choice.because, choice.problem or plan.bucket_warning
-    if choice.changed and getattr(config, "use_layer_wise_param_layout", False):
+    if changed and getattr(config, "use_layer_wise_param_layout", False):
         problem = "the layer-wise optimizer's parameter layout is computed for the bucket as it is"
         because = "left as it is"
-    elif choice.changed:
-        config.grad_reduce_in_fp32 = choice.grad_reduce_in_fp32
+    elif changed:
+        config.grad_reduce_in_fp32 = build.in_fp32
     in_fp32 = bool(config.grad_reduce_in_fp32)
     dtype = "fp32" if in_fp32 else "that of the parameters"
     if not in_fp32 and model.single is not None:
         dtype = name_of(model.single)
-    decide(
-        build.framework,
-        requested.subject,
-        ALIGNMENT,
-        f"gradient bucket {dtype} (grad_reduce_in_fp32={in_fp32})",
-        because,
-    )
+    build.decide(ALIGNMENT, f"gradient bucket {dtype} (grad_reduce_in_fp32={in_fp32})", because)
     if problem and requested.trains:  # without an optimizer the bucket stays empty
         warn(f"{build.framework} {requested.subject}: {problem}.")
     return plan.main_grads if written and not over_user else None
-
-
-def _one_bucket_for_all(build: Build, choice: BucketChoice, present: bool) -> BucketChoice:
-    if build.in_fp32 is not None and choice.grad_reduce_in_fp32 != build.in_fp32:
-        choice = dataclasses.replace(
-            choice,
-            grad_reduce_in_fp32=build.in_fp32,
-            changed=present != build.in_fp32,
-            because=f"as the model's first chunk; here {choice.because}",
-        )
-    build.in_fp32 = choice.grad_reduce_in_fp32
-    return choice
 
 
 @seam(
@@ -180,13 +158,7 @@ def _let_overflows_pass(build: Build, config: Any, model: TrainableDtypes) -> No
         )
         return
     config.check_for_nan_in_grad = False
-    decide(
-        build.framework,
-        requested.subject,
-        SCALING,
-        "check_for_nan_in_grad=False",
-        "it would end the job at an fp16 overflow, which the dynamic loss scaler skips",
-    )
+    build.decide(SCALING, *UNCHECKED)
 
 
 def _scales_dynamically(build: Build) -> bool:
@@ -205,27 +177,18 @@ def _over_stages(model: TrainableDtypes, pg_collection: Any = None) -> Trainable
     stage's bf16. Gradients in an fp32 bucket and gradients in a bf16 bucket cannot be added.
 
     Every rank of the pipeline-parallel group has to call this function for each chunk; all stages
-    build equally many chunks.
-
-    Args:
-        model: the dtypes of this stage's chunk.
-        pg_collection: the DDP's process groups; ``None`` for Megatron's global groups.
+    build equally many chunks. ``pg_collection`` are the DDP's process groups; ``None`` for
+    Megatron's global groups.
     """
-    group = _find_group(pg_collection)
+    if not torch.distributed.is_initialized():
+        return model
+    group = getattr(pg_collection, "pp", None)
+    if group is None:
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_pipeline_model_parallel_group(check_initialized=False)
     if group is None or torch.distributed.get_world_size(group) < 2:
         return model
     every: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(every, model, group=group)
     return sum(every, TrainableDtypes())
-
-
-def _find_group(pg_collection: Any) -> Any:
-    """The pipeline-parallel group; ``None`` if there is none."""
-    if not torch.distributed.is_initialized():
-        return None
-    group = getattr(pg_collection, "pp", None)
-    if group is not None:
-        return group
-    from megatron.core import parallel_state
-
-    return parallel_state.get_pipeline_model_parallel_group(check_initialized=False)

@@ -16,14 +16,11 @@ from precision_shim.scaling import states_of_no_step
 
 
 def make_states(optimizers: Iterable[Any]) -> None:
-    """Create the states of optimizers that have never stepped.
+    """Create the states of single Megatron optimizers that have never stepped.
 
     Megatron cannot save an optimizer without states, so a job whose first steps are all skipped
     would fail at its first checkpoint. (Without CPU offload, this function skips torch's Adam,
     whose checkpoints Megatron cannot load anyway.)
-
-    Args:
-        optimizers: Megatron's optimizers, without chained optimizers.
     """
     for unchained in optimizers:
         inner = getattr(unchained, "optimizer", None)

@@ -1,8 +1,7 @@
 """Read a trainer's settings from one flat argparse namespace with Megatron's own flags.
 
-A trainer with Megatron's flags makes its ``OptimizerConfig`` inline: a field gets the value of the
-namespace's attribute of the same name. While the trainer builds a model, the adapter changes the
-arguments of ``OptimizerConfig.__init__``.
+A trainer with Megatron's flags makes its ``OptimizerConfig`` inline, each field from the flag of
+the same name. While the trainer builds a model, the adapter changes the config's arguments.
 
 Delete this module when trainers pass to OptimizerConfig only the flags that the user wrote.
 """
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import Call
-from precision_shim.precision.dtypes import parse_dtype
+from precision_shim.precision.dtypes import read_dtype
 from precision_shim.seams import Seam
 
 from ..policy.requested import RequestedConfig
@@ -51,7 +50,7 @@ def requested_by_flags(
     asked: dict[str, Any] = {}
     for field in dataclasses.fields(OptimizerConfig):
         value = getattr(args, field.name, field.default)
-        if field.name not in _OF_THE_MODEL and _meant(value) != field.default:
+        if field.name not in _OF_THE_MODEL and read_dtype(value) != field.default:
             asked[field.name] = value
     # The two flags for the bucket's dtype are switches: a user can only turn them on.
     bucket = True if args.accumulate_allreduce_grads_in_fp32 else None
@@ -70,18 +69,10 @@ def requested_by_flags(
     )
 
 
-def _meant(value: Any) -> Any:
-    return (parse_dtype(value) or value) if isinstance(value, str) else value
-
-
 def fill_inline(call: Call, framework: str) -> Any:
-    """Put the fields from ``settle`` into an OptimizerConfig while the trainer makes the config.
+    """Apply the plan to an OptimizerConfig while the trainer makes the config.
 
     A seam at ``CONFIG_INIT`` calls ``fill_inline``, which changes nothing outside ``building``.
-
-    Args:
-        call: the call of ``OptimizerConfig.__init__``.
-        framework: the framework's name.
     """
     build = current_build(framework)
     if build is None:
@@ -96,10 +87,7 @@ def fill_inline(call: Call, framework: str) -> Any:
 def where_present(seams: Iterable[Seam], module: str) -> tuple[Seam, ...]:
     """Restrict the backend's seams to environments in which the trainer's module is installed.
 
-    Adapters call this function if other projects also use the trainer's package name.
-
-    Args:
-        seams: ``megatron.SEAMS``.
-        module: a module that only the trainer has.
+    Adapters call this function, with a module that only the trainer has, if other projects also use
+    the trainer's package name.
     """
     return tuple(replace(seam, only_if=(*seam.only_if, module)) for seam in seams)

@@ -17,15 +17,10 @@ class ByIdentity(Generic[Value]):
 
     def __setitem__(self, thing: Any, value: Value) -> None:
         """Map an object to a value, for as long as the object exists."""
-        key = id(thing)
-
-        def forget(gone: weakref.ref[Any]) -> None:
-            if key in self._kept and self._kept[key][0] is gone:
-                del self._kept[key]
-
-        self._kept[key] = weakref.ref(thing, forget), value
+        self._kept = {key: kept for key, kept in self._kept.items() if kept[0]() is not None}
+        self._kept[id(thing)] = weakref.ref(thing), value
 
     def get(self, thing: Any) -> Value | None:
         """The value of an object; ``None`` if it has none."""
-        reference, value = self._kept.get(id(thing), (None, None))
-        return value if reference is not None and reference() is thing else None
+        kept = self._kept.get(id(thing))
+        return kept[1] if kept is not None and kept[0]() is thing else None

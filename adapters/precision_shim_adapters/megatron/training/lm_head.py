@@ -23,8 +23,7 @@ def compute_in_fp32(chunks: Iterable[torch.nn.Module], where: str, setting: str)
         setting: the user's setting, such as ``"PRECISION_SHIM_HEAD=fp32"``.
 
     Raises:
-        UnsupportedPrecisionError: the output layer is not Megatron's ``ColumnParallelLinear``, or
-            Megatron defers the gradient of its weight.
+        UnsupportedPrecisionError: the layer is not one that the shim can compute in fp32.
     """
     from megatron.core.tensor_parallel import ColumnParallelLinear
 

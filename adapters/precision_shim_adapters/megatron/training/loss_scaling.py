@@ -1,10 +1,9 @@
 """Check that a loss is scaled once, because Megatron always divides fp16 gradients by the scale.
 
 A trainer scales its loss with ``grad_scale_func`` of the model's config, with ``scale_loss``, or by
-multiplying the loss by ``get_loss_scale()``. ``grad_scale_func`` and ``scale_loss`` also call
-``get_loss_scale``. If a trainer does not scale its loss, the gradients become too small, because
-the optimizer still divides them by the loss scale. If a trainer scales its loss twice, the
-gradients become too large. The reported loss shows no sign of these errors.
+multiplying the loss by ``get_loss_scale()``, which the other two also call. If the loss is not
+scaled, the gradients become too small; if it is scaled twice, they become too large. The reported
+loss shows no sign of these errors.
 
 Delete this module when Megatron's ``prepare_grads`` checks whether the loss was scaled.
 """
@@ -20,7 +19,7 @@ import torch
 from precision_shim.adapting import Call, current_settings, seam, warn
 from precision_shim.errors import InconsistentPrecisionError
 
-from ..policy.requested import GROUP, SCALING
+from ..policy.requested import ON_SCALING
 from .build import megatron_label
 
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
@@ -33,11 +32,9 @@ _asked: weakref.WeakSet[Any] = weakref.WeakSet()
 
 @seam(
     f"{_OPTIMIZER}:MixedPrecisionOptimizer.get_loss_scale",
-    SCALING,
-    group=GROUP,
     why="every way to scale a loss asks here",
     delete_when="Megatron's prepare_grads knows whether the loss was scaled",
-    optional=True,
+    **ON_SCALING,
 )
 def note_asked(call: Call) -> Any:
     """Record that an optimizer's loss scale was read."""
@@ -68,12 +65,10 @@ def tell_unscaled(optimizers: Iterable[Any]) -> None:
 
 @seam(
     f"{_OPTIMIZER}:MegatronOptimizer.scale_loss",
-    SCALING,
-    group=GROUP,
     why="has the loss and its history in hand",
     delete_when="Megatron refuses a loss that is scaled already",
     relies_on=("get_loss_scale",),
-    optional=True,
+    **ON_SCALING,
 )
 def refuse_scaled_twice(call: Call, loss: Any) -> Any:
     """Warn, or raise an error in strict mode, if the trainer has already scaled a loss.

@@ -1,11 +1,10 @@
 """Reload master weights after a framework loaded weights without the optimizer's states.
 
-Megatron's optimizers update master weights and copy the master weights over the parameters. After a
-load of the weights alone, the next step overwrites the loaded weights with the former weights,
-unless the framework calls Megatron's ``reload_model_params``. NeMo-RL's Megatron-Bridge calls
-``reload_model_params``; verl and SkyRL do not. ``reload_model_params`` reloads neither the master
-weights in FusedAdam's state nor the copies that the optimizer for CPU offload updates. Each rank
-reloads the master weights that it owns, without communication.
+Megatron's optimizers copy their master weights over the parameters. After a load of the weights
+alone, the next step restores the former weights, unless the framework calls Megatron's
+``reload_model_params``, as NeMo-RL's Megatron-Bridge does; verl and SkyRL do not. This function
+reloads neither the master weights in FusedAdam's state nor the copies that the optimizer for CPU
+offload updates. Each rank reloads the master weights that it owns, without communication.
 
 Delete this module when Megatron's ``reload_model_params`` reloads all master weights, and verl and
 SkyRL call this function.
@@ -13,13 +12,13 @@ SkyRL call this function.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from precision_shim.adapting import Call, decide, seam, warn
 
+from ..buffers import unchain
 from ..policy.requested import DISPATCH, SCALING
 from .build import megatron_label
 
@@ -94,14 +93,12 @@ def reload_masters(framework: str, subject: str, optimizer: Any) -> None:
 
     In a seam with the features ``FEATURES`` and the group ``GROUP``, an adapter calls
     ``reload_masters`` after the framework loaded weights. Moments and step counts do not change.
-
-    Args:
-        framework: the framework's name.
-        subject: the model's name, such as ``"actor"``.
-        optimizer: an optimizer of Megatron, chained or single, or ``None``.
+    ``optimizer`` is an optimizer of Megatron, chained or single, or ``None``.
     """
     reloaded = False
-    for inner in _each(optimizer):
+    for inner in unchain(optimizer):
+        if getattr(inner, "optimizer", None) is None:  # it has no parameters
+            continue
         if getattr(getattr(inner, "ddp_config", None), "use_megatron_fsdp", False):
             # Some versions of Megatron-FSDP ignore a reload silently, other versions end the job.
             warn(
@@ -114,22 +111,5 @@ def reload_masters(framework: str, subject: str, optimizer: Any) -> None:
             inner.reload_model_params()
             reloaded = True
     if reloaded:
-        decide(
-            framework,
-            subject,
-            DISPATCH,
-            "masters made anew of the loaded weights",
-            "the weights were loaded without the optimizer's states",
-        )
-
-
-def _each(optimizer: Any) -> Iterator[Any]:
-    """Yield each optimizer with parameters in a chain, and in the chains within this chain."""
-    # Megatron's layer-wise optimizer is a chain within a chain. Reading ``optimizer`` of a chain of
-    # several optimizers raises an error.
-    chained = getattr(optimizer, "chained_optimizers", None)
-    if chained is not None:
-        for inner in chained:
-            yield from _each(inner)
-    elif getattr(optimizer, "optimizer", None) is not None:
-        yield optimizer
+        why = "the weights were loaded without the optimizer's states"
+        decide(framework, subject, DISPATCH, "masters made anew of the loaded weights", why)

@@ -1,9 +1,8 @@
 """Offload FusedAdam's master weights to the CPU together with the moments.
 
-Each framework has a function that moves Megatron's optimizer states to the CPU during generation.
-The framework's function moves only states whose names are in the function's list. A precision-aware
-optimizer keeps its fp32 master weights beside the moments, as ``master_param``. If the function's
-list lacks ``master_param``, the master weights stay on the GPU: 4 bytes per parameter.
+Each framework has a function that moves Megatron's optimizer states to the CPU during generation,
+by a list of names. If the list lacks ``master_param``, the fp32 master weights of a precision-aware
+optimizer stay on the GPU: 4 bytes per parameter.
 
 Delete this module when each framework's list has ``master_param`` (verl's list has it from 0.9).
 """

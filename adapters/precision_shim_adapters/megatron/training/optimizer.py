@@ -2,8 +2,8 @@
 
 Dtypes are coerced in ``__post_init__``, which also runs for a subclass of OptimizerConfig and for a
 later validation. Each framework has its own function that fills the config; the framework's adapter
-calls ``settle`` in a seam at this function, and ``check`` in a seam at the function that makes the
-optimizer. The shim deliberately does not patch Megatron's own ``get_megatron_optimizer``.
+calls ``apply_plan`` in a seam at this function, and ``check`` in a seam at the function that makes
+the optimizer. The shim deliberately does not patch Megatron's own ``get_megatron_optimizer``.
 
 Delete this module when OptimizerConfig accepts dtype names, and Megatron's DDP reads
 ``main_grads_dtype``.
@@ -18,21 +18,10 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import (
-    Call,
-    current_settings,
-    decide,
-    in_force,
-    seam,
-    warn,
-)
-from precision_shim.errors import (
-    DtypeError,
-    InconsistentPrecisionError,
-    UnsupportedPrecisionError,
-)
-from precision_shim.precision.dtypes import coerce_dtype, name_of, parse_dtype
-from precision_shim.precision.model import TrainableDtypes, trainable_dtypes
+from precision_shim.adapting import Call, current_settings, in_force, seam, warn
+from precision_shim.errors import DtypeError, InconsistentPrecisionError, UnsupportedPrecisionError
+from precision_shim.precision.dtypes import coerce_dtype, name_of, read_dtype
+from precision_shim.precision.model import trainable_dtypes
 
 from ..buffers import grad_buffers
 from ..checkpoints.optimizer_state import note_precision_aware
@@ -40,10 +29,10 @@ from ..installed import FUSED_ADAM_ARGUMENTS, fused_adam_support
 from ..policy.legality import check_dtypes, not_precision_aware
 from ..policy.numbers import SCALER, check_numbers
 from ..policy.optimizer_plan import OptimizerPlan, coerce_written
-from ..policy.requested import ALIGNMENT, DISPATCH, GROUP, SCALING
+from ..policy.requested import ALIGNMENT, DISPATCH, GROUP, MOSTLY, SCALING
 from ..policy.scaler import refuse_low, scaler_fields, unscaled
 from .build import Build, current_build, megatron_label
-from .ddp import find_noted_dtype
+from .ddp import compared_with
 from .identity import ByIdentity
 
 CONFIG = "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__"
@@ -65,7 +54,6 @@ def _note_told(config: Any, *codes: str) -> None:
 @seam(
     CONFIG,
     DISPATCH,
-    group=GROUP,
     why="a precision-aware optimizer without TransformerEngine ends in a bare TypeError",
     delete_when="Megatron says what is missing",
     relies_on=(
@@ -74,14 +62,10 @@ def _note_told(config: Any, *codes: str) -> None:
         "optimizer",
         "optimizer_cpu_offload",
     ),
-    optional=True,
+    **MOSTLY,
 )
 def refuse_what_cannot_run(call: Call) -> Any:
-    """Raise an error with the reason if the installed FusedAdam cannot be precision-aware.
-
-    Megatron's config class calls ``__post_init__`` when a config is made. Megatron-Bridge's config
-    class calls ``__post_init__`` only in ``finalize``.
-    """
+    """Raise an error with the reason if the installed FusedAdam cannot be precision-aware."""
     config = call.instance
     if (
         config.use_precision_aware_optimizer
@@ -103,24 +87,22 @@ def refuse_what_cannot_run(call: Call) -> Any:
 @seam(
     CONFIG,
     "dtype-coercion",
-    group=GROUP,
     why="every path into OptimizerConfig runs it, subclasses and deferred checks included",
     upstream="https://github.com/NovaSky-AI/SkyRL/pull/1805",
     delete_when="Megatron's OptimizerConfig takes dtype names",
     relies_on=("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype", "main_grads_dtype"),
-    optional=True,
+    **MOSTLY,
 )
 def coerce_config(call: Call) -> Any:
     """Turn dtype names in an OptimizerConfig into dtypes, and raise an error for illegal dtypes."""
     where = megatron_label()
     dtypes = {}
     for field in dataclasses.fields(call.instance):
-        if not field.name.endswith("_dtype"):
-            continue
-        value = getattr(call.instance, field.name)
-        dtypes[field.name] = coerce_dtype(value, key=f"OptimizerConfig.{field.name}", where=where)
-        if dtypes[field.name] is not value:
-            setattr(call.instance, field.name, dtypes[field.name])
+        if field.name.endswith("_dtype"):
+            value = getattr(call.instance, field.name)
+            dtype = coerce_dtype(value, key=f"OptimizerConfig.{field.name}", where=where)
+            dtypes[field.name] = dtype
+            setattr(call.instance, field.name, dtype)
     check_dtypes(dtypes, fused_adam_support(), where=where)
     _refuse_low(vars(call.instance), f"{where}, OptimizerConfig")
     return call.proceed()
@@ -134,9 +116,8 @@ def _refuse_low(fields: Mapping[str, Any], where: str) -> None:
 def apply_plan(build: Build, *, native: bool = False) -> OptimizerPlan:
     """Choose the OptimizerConfig's fields for a model whose DDP is built, and report the decision.
 
-    An adapter calls ``settle`` in a seam at the framework's function that makes the config. The
-    seam's features are ``dtype-coercion``, ``bf16-dispatch`` and ``fp16-scaling``; each feature
-    acts if it is in force.
+    An adapter calls ``apply_plan`` in a seam at the framework's function that makes the config. The
+    seam has the features ``APPLYING``, each of which acts if it is in force.
 
     Args:
         build: the ``Build`` in progress, or a ``Build`` that the caller made.
@@ -152,7 +133,7 @@ def apply_plan(build: Build, *, native: bool = False) -> OptimizerPlan:
     where = requested.where
     if in_force(build.framework, DISPATCH, GROUP) and not native:
         plan = build.plan()
-        decide(build.framework, requested.subject, DISPATCH, plan.chosen, plan.because)
+        build.decide(DISPATCH, plan.chosen, plan.because)
         for text in plan.warnings:
             warn(f"{build.framework} {requested.subject}: {text}")
         if plan.bucket_warning and requested.trains:
@@ -190,16 +171,11 @@ def with_fields(config: Any, fields: Mapping[str, Any]) -> Any:
     Returns the same object if no value differs. Adapters call ``with_fields`` if the
     framework makes the config before the model.
     """
-    lacking = object()
-    fields = {
-        key: value
-        for key, value in fields.items()
-        if getattr(config, key, lacking) not in (value, lacking)
-    }
-    if not fields:
+    others = {key: new for key, new in fields.items() if getattr(config, key, new) != new}
+    if not others:
         return config
     config = copy.copy(config)
-    for key, value in fields.items():
+    for key, value in others.items():
         setattr(config, key, value)
     check_again(config)
     return config
@@ -217,20 +193,19 @@ def check_again(config: Any) -> None:
 def apply_to_config(
     call: Call, framework: str, config: Any, model: Any, *, stale: bool = False
 ) -> Any:
-    """Copy the framework's OptimizerConfig, set the fields from ``settle``, and make the optimizer.
+    """Copy the framework's OptimizerConfig, apply the plan to it, and make the optimizer.
 
-    The seam of a function that has a parameter ``config`` calls ``settle_made``. Outside the
-    context manager ``building``, ``settle_made`` does nothing.
+    The seam of a function that has a parameter ``config`` calls ``apply_to_config``. Outside the
+    context manager ``building``, it does nothing.
 
     Args:
         call: the call of the function that makes the optimizer.
         framework: the framework's name.
         config: the framework's OptimizerConfig, which is copied and not changed.
         model: the model's DDPs, which are compared with the config.
-        stale: whether the framework sets fields after it validated the config. If ``stale`` is
-            true, the shim recomputes Megatron's derived fields; outdated derived fields would make
-            Megatron keep whole fp32 master weights. Checkpoints are written in the layout that a
-            job without the shim reads.
+        stale: whether the framework sets fields after it validated the config. Outdated derived
+            fields would make Megatron keep whole fp32 master weights, so the shim recomputes them.
+            Checkpoints are written in the layout that a job without the shim reads.
     """
     build = current_build(framework)
     if build is None:
@@ -252,13 +227,8 @@ def apply_to_config(
 def check(framework: str, config: Any, model: Any) -> None:
     """Compare an OptimizerConfig with the live parameters and buckets; warn if they disagree.
 
-    An adapter calls ``check`` in its seam at the function that makes the optimizer; one of this
-    seam's features must be ``grad-bucket-alignment``.
-
-    Args:
-        framework: the framework's name.
-        config: Megatron's OptimizerConfig.
-        model: a DistributedDataParallel module, or a list of them.
+    An adapter calls ``check`` in its seam at the function that makes the optimizer from ``model``,
+    a DDP or a list of them; one of this seam's features must be ``grad-bucket-alignment``.
 
     Raises:
         InconsistentPrecisionError: fp16 gradients would be clipped, which Megatron cannot do. In
@@ -277,18 +247,11 @@ def check(framework: str, config: Any, model: Any) -> None:
 def _refuse_unscaled(build: Build, config: Any) -> None:
     if build.dtype is not torch.float16 or config.fp16 or getattr(config, "loss_scale", None):
         return
-    requested = build.requested
-    message = unscaled(requested.where, config.fp16, config.bf16)
+    message = unscaled(build.requested.where, config.fp16, config.bf16)
     if current_settings().strict:
         raise InconsistentPrecisionError(message)
     _note_told(config, "scaler-missing", "params-dtype")
-    decide(
-        build.framework,
-        requested.subject,
-        SCALING,
-        "no loss scaling",
-        f"the optimizer's config has fp16={config.fp16}",
-    )
+    build.decide(SCALING, "no loss scaling", f"the optimizer's config has fp16={config.fp16}")
     warn(message)
 
 
@@ -314,24 +277,21 @@ def _refuse_fp16_gradients(
 
 def _check_pair(framework: str, build: Build | None, config: Any, chunks: list[Any]) -> None:
     buckets = _bucket_dtypes(chunks)
-    live = TrainableDtypes()
-    for chunk in chunks:
-        live = live + trainable_dtypes(chunk.parameters())
+    live = trainable_dtypes(p for chunk in chunks for p in chunk.parameters())
     # Without dtype-coercion the config may contain dtype names.
-    main_grads, params = _dtype(config.main_grads_dtype), _dtype(config.params_dtype)
+    main_grads, params = map(read_dtype, (config.main_grads_dtype, config.params_dtype))
     if not config.use_precision_aware_optimizer:
         main_grads = torch.float32
-    told = [find_noted_dtype(chunk) for chunk in chunks]
+    told = [compared_with.get(chunk) for chunk in chunks]
     problems = []
     if buckets and buckets != {main_grads}:
         _note_told(config, "main-grads-dtype")
-    # ``build_ddp`` has already compared and reported a bucket dtype that the user wrote.
-    if buckets and buckets != {main_grads} and set(told) != {main_grads}:
-        dtypes = ", ".join(sorted(map(name_of, buckets)))
-        problems.append(
-            f"the optimizer expects {name_of(main_grads)} main grads, the gradient bucket is "
-            f"{dtypes}"
-        )
+        # ``build_ddp`` has already compared and reported a bucket dtype that the user wrote.
+        if set(told) != {main_grads}:
+            problems.append(
+                f"the optimizer expects {name_of(main_grads)} main grads, the gradient bucket is "
+                f"{', '.join(sorted(map(name_of, buckets)))}"
+            )
     unchecked = build.requested.unchecked if build is not None else ()
     if live.single is not None and live.single is not params and "params_dtype" not in unchecked:
         _note_told(config, "params-dtype")
@@ -349,10 +309,6 @@ def _check_pair(framework: str, build: Build | None, config: Any, chunks: list[A
     if current_settings().strict and not any(dtype is not None for dtype in told):
         raise InconsistentPrecisionError(message)
     warn(message)
-
-
-def _dtype(value: Any) -> Any:
-    return (parse_dtype(value) or value) if isinstance(value, str) else value
 
 
 def _wrapped_chunks(model: Any) -> list[Any]:

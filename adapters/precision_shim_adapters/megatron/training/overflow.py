@@ -1,25 +1,17 @@
 """Make an fp16 overflow skip the step in every framework on Megatron-core.
 
 Megatron itself scales the loss, unscales the gradients, agrees over all ranks on an overflow, skips
-the step and saves its scaler's state. Four things go wrong without the shim. Frameworks treat a
-skipped step's result ``(False, None, None)`` as a failure. Frameworks and Megatron do not count the
-skipped steps. In a mixture of experts, the loss scales of the chained optimizers drift apart. If a
-trainer calls ``prepare_grads`` before ``step``, the gradients are unscaled twice, since ``step``
-calls ``prepare_grads`` again.
+the step and saves its scaler's state. Four things go wrong without the shim: frameworks treat a
+skipped step's result ``(False, None, None)`` as a failure; nobody counts the skipped steps; in a
+mixture of experts, the loss scales of the chained optimizers drift apart; and if a trainer calls
+``prepare_grads`` before ``step``, which calls it again, the gradients are unscaled twice.
 
-Every framework's step calls ``ChainedOptimizer.step`` or, for a single optimizer,
-``MixedPrecisionOptimizer.step``. The shim changes the return value of an optimizer's ``step`` if
-the adapter called ``skipping`` or ``answer_skips``. Some trainers skip a step by not calling
-``step``, so the shim counts steps in ``prepare_grads``, which all trainers call to check for an
-overflow. When a chain's ``prepare_grads`` returns, all scalers have checked their gradients, and no
-optimizer has stepped. A seam at ``DynamicGradScaler.__init__`` passes the user's growth and backoff
-factors, for which Megatron's configs have no field. The DDP's own NaN check would end the job
-before Megatron skips a step, so the module ``ddp`` turns the check off.
+Some trainers skip a step by not calling ``step``, so the shim counts steps in ``prepare_grads``,
+which all trainers call to check for an overflow. The DDP's own NaN check would end the job before
+Megatron skips a step, so the module ``ddp`` turns the check off.
 
-The shim deliberately patches neither ``ConstantGradScaler`` nor the threshold for the gradient norm
-in megatron-core 0.18. Megatron makes a ``ConstantGradScaler`` if the user wrote a static
-``loss_scale``, and at an overflow the framework raises its own error. A gradient norm above the
-threshold is no overflow. Megatron's checkpoint contains the scaler but not the shim's counts.
+The shim deliberately patches neither ``ConstantGradScaler``, which Megatron makes for a static
+``loss_scale``, nor megatron-core 0.18's threshold for the gradient norm, which is no overflow.
 
 Delete this module when frameworks accept a skipped step, and chained optimizers share a scaler.
 """
@@ -40,9 +32,10 @@ from precision_shim.adapting import Call, current_settings, decide, seam, warn
 from precision_shim.precision.scaler_record import lower_tracker
 from precision_shim.scaling import SkipCounter
 
-from ..policy.requested import GROUP, SCALING
+from ..buffers import unchain
+from ..policy.requested import ON_SCALING, SCALING
 from ..policy.scaler import describe_scaler, factors_set
-from .build import current_build, megatron_label
+from .build import DIRECT, current_build, megatron_label
 from .first_states import make_states
 from .loss_scaling import tell_unscaled
 
@@ -50,22 +43,11 @@ _OPTIMIZER = "megatron.core.optimizer.optimizer"
 SCALER = "megatron.core.optimizer.grad_scaler:DynamicGradScaler.__init__"
 
 
-def _unchain(optimizer: Any) -> list[Any]:
-    """The optimizers chained in an optimizer, or the optimizer itself."""
-    if not hasattr(optimizer, "chained_optimizers"):
-        return [optimizer]
-    return [leaf for inner in optimizer.chained_optimizers for leaf in _unchain(inner)]
-
-
 def dynamic_scalers(optimizer: Any) -> list[Any]:
-    """The dynamic scalers of an optimizer and of the optimizers chained in it.
-
-    Megatron multiplies the loss by the first scaler's scale. The result is empty if the loss is not
-    scaled, or is scaled by a constant.
-    """
+    """The dynamic scalers of an optimizer and of its chain; the loss is scaled with the first."""
     from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
-    scalers = (getattr(inner, "grad_scaler", None) for inner in _unchain(optimizer))
+    scalers = (getattr(inner, "grad_scaler", None) for inner in unchain(optimizer))
     return [scaler for scaler in scalers if isinstance(scaler, DynamicGradScaler)]
 
 
@@ -90,10 +72,8 @@ class Account:
     """The shim's record of an optimizer's steps under dynamic loss scaling.
 
     Attributes:
-        counter: counts steps and skipped steps.
         scale: the loss scale of the last step.
-        succeeds: the success flag that a skipped step returns if ``skipping`` is not entered;
-            ``None`` for Megatron's own return value.
+        succeeds: see ``answer_skips``; ``None`` for Megatron's own return value.
     """
 
     counter: SkipCounter = field(default_factory=SkipCounter)
@@ -111,7 +91,7 @@ _accounts: weakref.WeakKeyDictionary[Any, Account] = weakref.WeakKeyDictionary()
 
 def _account(optimizer: Any) -> Account | None:
     """An optimizer's ``Account``; for a chain without one, its first optimizer's ``Account``."""
-    known = (_accounts.get(inner) for inner in (optimizer, *_unchain(optimizer)))
+    known = (_accounts.get(inner) for inner in (optimizer, *unchain(optimizer)))
     return next((account for account in known if account is not None), None)
 
 
@@ -119,11 +99,9 @@ def _account(optimizer: Any) -> Account | None:
 def skipping(*, succeeds: bool) -> Iterator[None]:
     """Set the success flag that a skipped step of Megatron's optimizer returns to the framework.
 
-    An adapter puts ``skipping`` around its framework's step, in a seam for ``fp16-scaling``.
-
-    Args:
-        succeeds: the success flag to return for a skipped step; true for a framework that ends the
-            job at a failed step. A skipped step's grad norm is always NaN.
+    An adapter puts ``skipping`` around its framework's step, in a seam for ``fp16-scaling``; with
+    ``succeeds=True`` for a framework that ends the job at a failed step. A skipped step's grad norm
+    is always NaN.
     """
     token = _succeeds.set(succeeds)
     try:
@@ -133,30 +111,19 @@ def skipping(*, succeeds: bool) -> Iterator[None]:
 
 
 def answer_skips(optimizer: Any, *, succeeds: bool) -> None:
-    """Set the success flag that an optimizer's skipped steps return outside ``skipping``.
-
-    Args:
-        optimizer: an optimizer from Megatron's ``get_megatron_optimizer``.
-        succeeds: see ``skipping``.
-    """
+    """Set the success flag that an optimizer's skipped steps return outside ``skipping``."""
     _accounts.setdefault(optimizer, Account()).succeeds = succeeds
 
 
 @seam(
-    feature=SCALING,
     at=[f"{_OPTIMIZER}:ChainedOptimizer.step", f"{_OPTIMIZER}:MixedPrecisionOptimizer.step"],
-    group=GROUP,
     why="every framework's step ends here, with the scaler at hand",
     delete_when="frameworks take (False, None, None) for a skipped step",
     relies_on=("prepare_grads",),
-    optional=True,
+    **ON_SCALING,
 )
 def answer_a_skip(call: Call) -> Any:
-    """For a skipped step, return values that the framework can handle.
-
-    Raises:
-        LossScaleError: too many steps in a row were skipped.
-    """
+    """For a skipped step, return values that the framework can handle."""
     return answer_step(call.instance, call.proceed)
 
 
@@ -165,9 +132,6 @@ def answer_step(optimizer: Any, step: Callable[[], Any]) -> Any:
 
     Adapters call ``answer_step`` if the framework replaces the optimizer's step by its own
     function.
-
-    Raises:
-        LossScaleError: too many steps in a row were skipped.
     """
     known, succeeds = _account(optimizer), _succeeds.get()
     if succeeds is None and known is not None:
@@ -195,8 +159,7 @@ def metrics(optimizer: Any, prefix: str = "", *, from_start: bool = False) -> di
     Args:
         optimizer: the framework's optimizer, or ``None``.
         prefix: put before the names.
-        from_start: whether to report the metrics before the first step as well; the first step is
-            the most likely to be skipped.
+        from_start: whether to report the metrics before the first step as well.
     """
     account = _account(optimizer) if optimizer is not None else None
     if account is None or math.isnan(account.scale):
@@ -212,12 +175,10 @@ def metrics(optimizer: Any, prefix: str = "", *, from_start: bool = False) -> di
 
 @seam(
     f"{_OPTIMIZER}:ChainedOptimizer.prepare_grads",
-    SCALING,
-    group=GROUP,
     why="all scalers of a step have been asked here, and no optimizer has stepped",
     delete_when="Megatron's chained optimizers share one scaler",
     relies_on=("chained_optimizers", "get_loss_scale"),
-    optional=True,
+    **ON_SCALING,
 )
 def keep_one_scale(call: Call) -> Any:
     """Make all chained scalers count an overflow that one of the scalers found.
@@ -271,18 +232,17 @@ _in_chain: ContextVar[bool] = ContextVar("precision_shim_in_chain", default=Fals
 def _parts(optimizer: Any) -> list[_Answer | None]:
     return [
         _answers.get(inner)
-        for inner in _unchain(optimizer)
+        for inner in unchain(optimizer)
         if inner is not optimizer and dynamic_scalers(inner)
     ]
 
 
 def _forget(optimizer: Any) -> None:
-    for inner in _unchain(optimizer):  # the ``_Answer`` of a chain needs its parts' ``_Answer``s
+    for inner in unchain(optimizer):  # the ``_Answer`` of a chain needs its parts' ``_Answer``s
         _answers.pop(inner, None)
 
 
 @seam(
-    feature=SCALING,
     at=[
         f"{_OPTIMIZER}:ChainedOptimizer.prepare_grads",
         {
@@ -290,12 +250,11 @@ def _forget(optimizer: Any) -> None:
             "relies_on": ("step_with_ready_grads", "grad_scaler"),
         },
     ],
-    group=GROUP,
     why="step() calls it again after trainers that ask for an overflow first, and each call "
     "unscales the fp32 gradients of the bucket and moves the growth tracker",
     delete_when="Megatron's step() takes gradients that are already prepared",
     relies_on=("step_with_ready_grads",),
-    optional=True,
+    **ON_SCALING,
 )
 def prepare_once(call: Call) -> Any:
     """Prepare the gradients of a step once, and count the step.
@@ -325,26 +284,24 @@ def prepare_once(call: Call) -> Any:
     _answers[optimizer] = _Answer(found, _parts(optimizer))
     if alone:
         if scale != 1.0:
-            tell_unscaled(_unchain(optimizer))
+            tell_unscaled(unchain(optimizer))
         account = _accounts.setdefault(optimizer, Account())
         account.scale = scale
         if found:
-            make_states(_unchain(optimizer))
+            make_states(unchain(optimizer))
         account.counter.note(found, scale)
     return found
 
 
 @seam(
-    feature=SCALING,
     at=[
         f"{_OPTIMIZER}:MixedPrecisionOptimizer.step_with_ready_grads",
         f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params.zero_grad",
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.zero_grad",
     ],
-    group=GROUP,
     why="the gradients are used or gone; a trainer that skips by itself calls only zero_grad",
     delete_when="Megatron's step() takes gradients that are already prepared",
-    optional=True,
+    **ON_SCALING,
 )
 def forget_answer(call: Call) -> Any:
     """Delete the stored result of ``prepare_grads``, so that the next gradients are prepared."""
@@ -354,12 +311,10 @@ def forget_answer(call: Call) -> Any:
 
 @seam(
     SCALER,
-    SCALING,
-    group=GROUP,
     why="growth and backoff factor are constants in Megatron's call; no config reaches them",
     delete_when="OptimizerConfig has fields for both factors",
     relies_on=("_growth_tracker", "_hysteresis_tracker", "_scale"),
-    optional=True,
+    **ON_SCALING,
 )
 def take_settings(
     call: Call,
@@ -372,26 +327,19 @@ def take_settings(
     taken = factors_set(current_settings())
     factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor, **taken}
     call.arguments.update(taken)
-    build = current_build()
-    dtype = None if build is None else build.dtype
-    decide(
-        build.framework if build is not None else "megatron",
-        build.requested.subject if build is not None else "direct caller",
-        SCALING,
-        *describe_scaler(initial_scale, growth_interval, factors, taken, dtype),
-    )
+    build = current_build() or DIRECT
+    said = describe_scaler(initial_scale, growth_interval, factors, taken, build.dtype)
+    build.decide(SCALING, *said)
     return call.proceed()
 
 
 @seam(
     "megatron.core.optimizer.grad_scaler:DynamicGradScaler.load_state_dict",
-    SCALING,
-    group=GROUP,
     why="the scale grows where the tracker equals the interval: from a tracker above an interval "
     "that is shorter in this job it would never grow",
     delete_when="Megatron's scaler grows from a tracker above its interval, too",
     relies_on=("_growth_tracker",),
-    optional=True,
+    **ON_SCALING,
 )
 def load_tracker(call: Call) -> Any:
     """Load a scaler's state; limit the growth tracker to just below this job's growth interval."""
@@ -399,11 +347,6 @@ def load_tracker(call: Call) -> Any:
     scaler = call.instance
     scaler._growth_tracker, chosen = lower_tracker(scaler._growth_tracker, scaler.growth_interval)
     if chosen:
-        decide(
-            "megatron",
-            "loss scaler",
-            SCALING,
-            chosen,
-            f"the checkpoint's is above the growth interval here, {scaler.growth_interval:g}",
-        )
+        why = f"the checkpoint's is above the growth interval here, {scaler.growth_interval:g}"
+        decide("megatron", "loss scaler", SCALING, chosen, why)
     return result

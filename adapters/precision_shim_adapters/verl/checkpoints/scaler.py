@@ -16,10 +16,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from precision_shim import scaling
 from precision_shim.adapting import Call, Symbol, look, seam, versioned, warn
-from precision_shim.scaling import FILE_NAME, Files
+from precision_shim.precision.scaler_record import FILE_NAME
 
-from ...torch_fp16 import ScaledTraining
+from ... import torch_fp16
 from ..training.engines import VEOMNI, on
 from ..training.fsdp import ON_ENGINE, ON_LEGACY, SHARDED, no_legacy_workers, training_of
 
@@ -81,14 +82,14 @@ def load(call: Call, local_path: Any, del_local_after_load: Any = False) -> Any:
     return result
 
 
-def _find_manager(instance: Any) -> tuple[Any, ScaledTraining | None]:
+def _find_manager(instance: Any) -> tuple[Any, torch_fp16.ScaledTraining | None]:
     manager = getattr(instance, "checkpoint_manager", None)
     if manager is not None:
         return manager, training_of(instance)
-    return instance, ScaledTraining.of(instance.optimizer)
+    return instance, torch_fp16.ScaledTraining.of(instance.optimizer)
 
 
-def _files(manager: Any, path: str, loaded: Any = ()) -> Files:
+def _files(manager: Any, path: str, loaded: Any = ()) -> scaling.Files:
     """This rank's checkpoint files; for a remote checkpoint, the local copies that verl loaded."""
     from verl.utils.fs import copy_to_local, is_non_local
 

@@ -14,9 +14,6 @@ from precision_shim.errors import DtypeError
 from precision_shim.precision.dtypes import parse_dtype
 
 from ...torch_fp16 import FEATURE
-from ...torch_fp16.autocast import autocast_in_fp16
-from ...torch_fp16.files import files_of_rank
-from ...torch_fp16.states import make_missing_states
 from .engines import AUTOMODEL, is_fp16, on, scale, tell_ignored
 from .fsdp import read_key, training_of
 
@@ -98,6 +95,8 @@ def build(call: Call) -> Any:
     if is_fp16(engine.engine_config.mp_param_dtype):
         from verl.utils.device import get_device_name
 
+        from ...torch_fp16.autocast import autocast_in_fp16
+
         autocast_in_fp16(engine.module, get_device_name())
         scale(engine, BECAUSE)
     if engine.optimizer is not None:
@@ -137,6 +136,9 @@ def save(call: Call, local_path: Any) -> Any:
     training, optimizer = training_of(call.instance), call.instance.optimizer
     if training is None or not training.drives:
         return call.proceed()
+    from ...torch_fp16.files import files_of_rank
+    from ...torch_fp16.states import make_missing_states
+
     make_missing_states(optimizer)
     result = call.proceed()
     place = os.path.join(local_path, _OPTIMIZER)
@@ -155,6 +157,8 @@ def load(call: Call, local_path: Any) -> Any:
     result = call.proceed()
     training = training_of(call.instance)
     if training is not None and training.drives:
+        from ...torch_fp16.files import files_of_rank
+
         place = os.path.join(local_path, _OPTIMIZER)
         training.restore(place, files_of_rank(place))
     return result

@@ -18,9 +18,10 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from precision_shim.adapting import Call, Symbol, look, meant, seam, versioned, warn
 from precision_shim.errors import DtypeError
 from precision_shim.precision.dtypes import name_of, parse_dtype
-from precision_shim.scaling import ScalerSettings
+from precision_shim.precision.scaler_record import ScalerSettings
 
-from ...torch_fp16 import FEATURE, ScaledTraining
+from ... import torch_fp16
+from ...torch_fp16 import FEATURE
 from ...torch_fp16.names import own_dtype
 
 SHARDED = "verl.workers.engine.fsdp.transformer_impl:FSDPEngine"
@@ -186,7 +187,7 @@ def make(owner: Any, own: Any, because: str, *, drives: bool = False) -> None:
             growth_factor=own.get_growth_factor(),
             backoff_factor=own.get_backoff_factor(),
         )
-    training = ScaledTraining.make(
+    training = torch_fp16.ScaledTraining.make(
         "verl",
         subject_of(owner),
         device=get_device_name(),
@@ -198,9 +199,11 @@ def make(owner: Any, own: Any, because: str, *, drives: bool = False) -> None:
     training.keep(owner, _SCALER)
 
 
-def training_of(owner: Any) -> ScaledTraining | None:
+def training_of(owner: Any) -> torch_fp16.ScaledTraining | None:
     """The ``ScaledTraining`` of an engine, or of a legacy actor or critic."""
-    return ScaledTraining.of_attribute(owner, _SCALER, "verl", subject_of(owner))
+    if getattr(owner, _SCALER, None) is None:
+        return None
+    return torch_fp16.ScaledTraining.of_attribute(owner, _SCALER, "verl", subject_of(owner))
 
 
 def keep_at_optimizer(worker: Any) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 
 from precision_shim.adapting import Call, Symbol, seam
 
-from ...torch_fp16 import ScaledTraining
-from ...torch_fp16.auxiliary import auxiliary_losses
+from ... import torch_fp16
 from . import fsdp
 from .engines import AUTOMODEL, TITAN, TURBO, VEOMNI, inside, on
 from .fsdp import training_of
@@ -44,6 +43,8 @@ def scale_loss(call: Call, loss_function: Any, forward_only: Any) -> Any:
     training = training_of(call.instance)
     if training is None or not training.drives or loss_function is None or forward_only:
         return call.proceed()
+    from ...torch_fp16.auxiliary import auxiliary_losses
+
     with auxiliary_losses(training) as follow:
         call.arguments["loss_function"] = training.scaled(loss_function, follow)
         return call.proceed()
@@ -82,7 +83,7 @@ def update(call: Call) -> Any:
 def scale_value_loss(call: Call) -> Any:
     """Scale the loss of 0.7.1's critic."""
     result = call.proceed()
-    training = ScaledTraining.current()
+    training = torch_fp16.ScaledTraining.current()
     if training is not None:
         training.attach(result[0])
     return result

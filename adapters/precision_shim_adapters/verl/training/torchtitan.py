@@ -12,8 +12,7 @@ from precision_shim.adapting import Call, in_force, seam, versioned, warn
 from precision_shim.errors import UnsupportedPrecisionError
 
 from ...frameworks import TITAN_PRETRAINING, TORCHTITAN
-from ...torch_fp16 import FEATURE, ScaledTraining
-from ...torch_fp16.autocast import autocast_in_fp16
+from ...torch_fp16 import FEATURE
 from .engines import IN_FP16, TITAN, in_fp16, is_fp16, on
 
 BECAUSE = "dtype is float16, and verl's torchtitan engine has no loss scaler"
@@ -43,6 +42,9 @@ def build(call: Call, engine_config: Any) -> Any:
     with in_fp16():
         result = call.proceed()
     from verl.utils.device import get_device_name
+
+    from ...torch_fp16 import ScaledTraining
+    from ...torch_fp16.autocast import autocast_in_fp16
 
     engine = call.instance
     for part in engine.trainer.model_parts:

@@ -224,7 +224,7 @@ def decide(asked: MegatronModel, now: InForce) -> Side:
     plan = optimizer_plan.plan_optimizer(requested, model, now, distributed=requested.distributed)
     written = requested.bucket_in_fp32 is not None
     present = bool(requested.bucket_in_fp32) if written else asked.bucket_in_fp32
-    choice = BucketChoice(present, False, "as it stands")
+    choice = BucketChoice(present, "as it stands")
     if now.aligns:
         choice = choose_bucket(
             present=present,
