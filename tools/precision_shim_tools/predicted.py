@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
 from precision_shim.errors import SeamError
 from precision_shim.process.framework import Adapter
-from precision_shim.process.in_force import in_force, refused_groups
+from precision_shim.process.in_force import in_force
 from precision_shim.process.registry import entries, load
 from precision_shim.process.settings import Settings
-from precision_shim.process.versions import tell_missed
+from precision_shim.process.symbols import missed
+from precision_shim.process.versions import Versions, version_of
 from precision_shim.reporting.record import SeamStatus
 from precision_shim.seams import check
 
@@ -43,24 +42,24 @@ class PredictedFeatures:
             adapter = load(entries()[framework])
         except SeamError:
             return None
-        return refused_groups(predict_seams(adapter, self.settings))
+        return frozenset(
+            (seam.feature, seam.group)
+            for seam in predict_seams(adapter, self.settings)
+            if seam.state == "refused" and not seam.refusal  # a refusal only reports its reason
+        )
 
 
 def predict_seams(
     adapter: Adapter,
     settings: Settings,
-    versions: Callable[[str, Iterable[str]], str | None] | None = None,
+    versions: Versions = version_of,
 ) -> tuple[SeamStatus, ...]:
     """Predict the states of an adapter's seams from source code alone, without patching anything.
 
     Args:
         adapter: the adapter.
         settings: the user's settings.
-        versions: function that returns the version of a distribution whose source is read; ``None``
-            for ``version_of``, which returns the installed version.
+        versions: function that returns the version of a distribution whose source is read.
     """
-
-    def missed(adapter: Adapter) -> Callable[[str], str]:
-        return tell_missed(adapter, versions)
-
-    return check(adapter, settings.features, settings, missed).predicted()
+    had = missed(adapter, versions)
+    return check(adapter, settings.features, settings, had).predicted()

@@ -6,14 +6,11 @@ plan and checkpoint predict from source which groups of seams cannot be patched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
-from ..reporting.record import SeamStatus
 from .framework import Adapter
 from .registry import by_name
 from .settings import Settings
-
-__all__ = ["asked_for", "in_force", "offered", "refused_groups"]
 
 
 def asked_for(settings: Settings, framework: str) -> bool:
@@ -52,14 +49,4 @@ def in_force(
         asked_for(settings, framework)
         and feature in settings.features
         and not refused(framework, feature, group)
-    )
-
-
-def refused_groups(seams: Iterable[SeamStatus]) -> frozenset[tuple[str, str]]:
-    """Return the pairs of a feature and a group of seams in which a seam cannot be patched.
-
-    A seam with ``refusal`` is left out, because it only reports that a feature is impossible.
-    """
-    return frozenset(
-        (seam.feature, seam.group) for seam in seams if seam.state == "refused" and not seam.refusal
     )

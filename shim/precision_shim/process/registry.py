@@ -14,21 +14,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = [
-    "audit_readers",
-    "backends",
-    "by_name",
-    "checkpoint_readers",
-    "checkpoints",
-    "entries",
-    "is_tested",
-    "load",
-    "packages",
-    "records",
-    "shared",
-    "symbols_file",
-]
-
 
 def entries(*, third_party: bool = True) -> "dict[str, Adapter]":
     """Return all known frameworks by name; an entry point cannot replace one of our adapters."""
@@ -55,6 +40,7 @@ def load(entry: Adapter) -> Adapter:
     """
     from ..errors import SeamError
     from ..seams._wrapper import resolve
+    from .settings import FEATURES
 
     who, place = entry.framework, entry.place
     try:
@@ -73,29 +59,20 @@ def load(entry: Adapter) -> Adapter:
     if adapter.place and adapter is not entry:
         return load(adapter)
     try:
-        _check_seams(adapter)
-    except SeamError:
-        raise
+        foreign = [seam for seam in adapter.seams if seam.feature not in FEATURES]
     except Exception as error:
         raise SeamError(
             f"{who}: the seams of {place} cannot be read: {error!r}. Correct the adapter."
         ) from error
+    for seam in foreign:
+        raise SeamError(
+            f"{adapter.framework}: {seam.name} is declared for the feature {seam.feature!r}; "
+            f"allowed: {', '.join(FEATURES)}. Correct the function's seam(...)."
+        )
     wrong = _find_fault(adapter.checkpoints)
     if wrong:
         raise SeamError(f"{who}: the checkpoints of {place}: {wrong}. Correct the adapter.")
     return adapter
-
-
-def _check_seams(adapter: Adapter) -> None:
-    from ..errors import SeamError
-    from .settings import FEATURES
-
-    for seam in adapter.seams:
-        if seam.feature not in FEATURES:
-            raise SeamError(
-                f"{adapter.framework}: {seam.name} is declared for the feature {seam.feature!r}; "
-                f"allowed: {', '.join(FEATURES)}. Correct the function's seam(...)."
-            )
 
 
 def _find_fault(checkpoints: object) -> str:
@@ -130,6 +107,9 @@ def records(*, third_party: bool = True) -> "dict[str, Adapter]":
     ``precision-shim doctor`` reports the error.
     """
     import sys
+    from contextlib import suppress
+
+    from ..errors import SeamError
 
     ours = entries(third_party=False)
     if not third_party:
@@ -138,21 +118,15 @@ def records(*, third_party: bool = True) -> "dict[str, Adapter]":
     theirs = _said.get(path)
     if theirs is None:
         theirs = {name: declared for name, declared in entries().items() if name not in ours}
-        said = {name: _load_or_none(declared) for name, declared in theirs.items()}
-        theirs = {name: said[name] or declared for name, declared in theirs.items()}
-        if all(said.values()):  # an adapter may fail during its framework's import, but load later
+        loaded = {}
+        for name, declared in theirs.items():
+            with suppress(SeamError):
+                loaded[name] = load(declared)
+        theirs.update(loaded)
+        if len(loaded) == len(theirs):  # an adapter may fail now, but load later
             _said.clear()
             _said[path] = theirs
     return {**ours, **theirs}
-
-
-def _load_or_none(entry: Adapter) -> "Adapter | None":
-    from ..errors import SeamError
-
-    try:
-        return load(entry)
-    except SeamError:
-        return None
 
 
 def packages() -> "set[str]":
@@ -189,19 +163,14 @@ def shared() -> "dict[str, str]":
 def audit_readers(*, third_party: bool = True) -> "dict[str, str]":
     """Map each package of optimizers to the ``"module:function"`` that reads these optimizers."""
     theirs = records().values() if third_party else ()
-    told = [
-        *(adapter.audit_readers for adapter in theirs),
-        *(backend.audit_readers for backend in backends()),
-    ]
+    told = [known.audit_readers for known in (*theirs, *backends())]
     return {package: place for readers in told for package, place in readers.items()}
 
 
 def checkpoint_readers(framework: str) -> "dict[str, str]":
     """Map each kind of checkpoint files to the function that assigns tensors to components."""
-    told = [backend.checkpoint_readers for backend in backends()]
     whose = records().get(framework)
-    if whose is not None:
-        told.append(whose.checkpoint_readers)
+    told = [known.checkpoint_readers for known in (*backends(), whose) if known is not None]
     return {kind: place for readers in told for kind, place in readers.items()}
 
 
@@ -222,8 +191,3 @@ def symbols_file() -> "Path":
     import precision_shim_adapters
 
     return Path(str(precision_shim_adapters.__file__)).with_name("symbols.json")
-
-
-def is_tested(version: str, tested: "tuple[str, ...]") -> bool:
-    """Whether a version is a tested version; a local part such as ``+cu128`` is ignored."""
-    return version.partition("+")[0] in tested

@@ -42,18 +42,12 @@ def _choice(*allowed: str) -> Callable[[str, object], str]:
 _LARGEST = 3.4e38  # a loss scale is an fp32 number
 
 
-def _number(low: float, *, above: bool, high: float = math.inf) -> Callable[[str, object], float]:
+def _number(low: float, high: float = math.inf) -> Callable[[str, object], float]:
     def parse(name: str, value: object) -> float:
-        bound = f"a finite number {'>' if above else '>='} {low:g}"
-        if high != math.inf:
-            bound += f" and < {high:g}"
-        try:
-            number = float(value)  # type: ignore[arg-type]
-        except (TypeError, ValueError, OverflowError):
-            raise _bad(name, value, bound) from None
-        too_low = number <= low if above else number < low
-        if isinstance(value, bool) or not math.isfinite(number) or too_low or number >= high:
-            raise _bad(name, value, bound)
+        number = _float(value)
+        if not low < number < high:
+            below = f" and < {high:g}" if high != math.inf else ""
+            raise _bad(name, value, f"a finite number > {low:g}{below}")
         return number
 
     return parse
@@ -61,15 +55,20 @@ def _number(low: float, *, above: bool, high: float = math.inf) -> Callable[[str
 
 def _whole(low: int) -> Callable[[str, object], int]:
     def parse(name: str, value: object) -> int:
-        try:
-            number = float(value)  # type: ignore[arg-type]
-        except (TypeError, ValueError, OverflowError):
-            number = math.nan
-        if isinstance(value, bool) or not number.is_integer() or number < low:
+        number = _float(value)
+        if not number.is_integer() or number < low:
             raise _bad(name, value, f"a whole number >= {low}")
         return int(number)
 
     return parse
+
+
+def _float(value: object) -> float:
+    """Convert a value; NaN, to which every comparison is false, if it is no number."""
+    try:
+        return math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
 
 
 def _directory(name: str, value: object) -> str:
@@ -126,10 +125,10 @@ TABLE: Mapping[str, Setting] = {
         Setting("grad_bucket", "unless-set", _choice("unless-set", "align")),
         Setting("rollout", "tell", _choice("tell", "follow"), "rollout-agreement"),
         Setting("head", "as-configured", _choice("as-configured", "fp32"), "rollout-agreement"),
-        Setting("loss_scale_init", 65536.0, _number(0.0, above=True, high=_LARGEST)),
+        Setting("loss_scale_init", 65536.0, _number(0.0, _LARGEST)),
         Setting("growth_interval", 400, _whole(1)),
-        Setting("growth_factor", 2.0, _number(1.0, above=True)),
-        Setting("backoff_factor", 0.5, _number(0.0, above=True, high=1.0)),
+        Setting("growth_factor", 2.0, _number(1.0)),
+        Setting("backoff_factor", 0.5, _number(0.0, 1.0)),
         Setting("audit_dir", "", _directory),
         Setting("watch_updates", 0, _whole(0)),
         Setting("log", "info", _choice("quiet", "info", "debug")),
@@ -191,14 +190,9 @@ def switch(environ: Mapping[str, str] | None = None) -> str:
         SettingsError: the value is not allowed.
     """
     text = (os.environ if environ is None else environ).get(PREFIX, "").strip().lower()
-    if not text:
-        return "unset"
-    if text in ON:
-        return "on"
-    if text in OFF:
-        return "off"
-    if text == "strict":
-        return "strict"
+    states = {"": "unset", "strict": "strict"} | dict.fromkeys(ON, "on") | dict.fromkeys(OFF, "off")
+    if text in states:
+        return states[text]
     raise SettingsError(
         f"{PREFIX}={text!r} is not a valid setting; allowed: {'/'.join(ON)} (on), strict, "
         f"{'/'.join(OFF)} (off), or unset. Correct it or unset it."
@@ -220,7 +214,7 @@ def check_variables(environ: Mapping[str, str]) -> None:
         name for name in environ if name.startswith(f"{PREFIX}_") and name not in known
     )
     if unknown:
-        meant = [near for name in unknown for near in _nearest(name, known)]
+        meant = [near for name in unknown if (near := _nearest(name, known))]
         question = f"; did you mean {', '.join(dict.fromkeys(meant))}?" if meant else "."
         raise SettingsError(
             f"{', '.join(unknown)} is no variable of precision_shim{question} Allowed: "
@@ -228,19 +222,20 @@ def check_variables(environ: Mapping[str, str]) -> None:
         )
 
 
-def _nearest(name: str, known: Iterable[str]) -> list[str]:
+def _nearest(name: str, known: Iterable[str]) -> str:
     from difflib import get_close_matches  # slow, and needed only for an error
 
     # Compare without the common prefix, which would make any two names look alike.
     rest = {variable.removeprefix(f"{PREFIX}_"): variable for variable in known}
     word = name.removeprefix(f"{PREFIX}_")
     begun = [begins for begins in rest if word and begins.startswith(word)]
-    return [rest[match] for match in (get_close_matches(word, rest, n=1) or begun)[:1]]
+    found = get_close_matches(word, rest, n=1) or begun
+    return rest[found[0]] if found else ""
 
 
 def _suggest(name: str, known: Iterable[str]) -> str:
     near = _nearest(name, known)
-    return f" (did you mean {near[0]}?)" if near else ""
+    return f" (did you mean {near}?)" if near else ""
 
 
 BY_CALL: Mapping[str, str] = {
@@ -356,7 +351,6 @@ def resolve(
     if features is not None:
         given[f"{PREFIX}_FEATURES"] = ",".join(chosen or [f"-{name}" for name in FEATURES])
 
-    named: tuple[str, ...] | None
     raw = frameworks if frameworks is not None else env.get(f"{PREFIX}_FRAMEWORKS", "")
     source = where["frameworks"] if frameworks is not None else f"{PREFIX}_FRAMEWORKS"
     named = tuple(dict.fromkeys(_words(raw, source))) or None  # the user named none

@@ -23,7 +23,7 @@ from ..process.forks import Lock, is_cut_off
 from ..process.framework import Adapter
 from ..reporting.record import SeamStatus
 from ._call import prepare, through
-from ._plan import Group, Missed, Row, check, list_unchecked, nothing_missed, refusal
+from ._plan import Group, Row, check, list_unchecked, refusal
 from ._seam import Seam
 from ._sites import Layer, Sites, locate
 from ._source import Symbol
@@ -54,7 +54,7 @@ class SeamEngine:
         strict: bool,
         on_fault: Callable[[str, PrecisionShimError], None],
         describe: Callable[[Adapter], str],
-        missed: Missed = nothing_missed,
+        missed: Callable[[Adapter], Callable[[str], str]] = lambda adapter: lambda target: "",
     ) -> None:
         """Make a seam engine that has patched nothing yet.
 
@@ -65,7 +65,7 @@ class SeamEngine:
             on_fault: called with the framework's name and the error, once per refused group of
                 seams.
             describe: function that returns a framework's name and version, for messages.
-            missed: see ``check``.
+            missed: function that returns ``had`` of ``check`` for an adapter.
         """
         self._features = frozenset(features)
         self._settings = settings
@@ -171,7 +171,8 @@ class SeamEngine:
             row.seam.module == module and row.state != "off" for row in known.rows
         ):
             known.checked = True
-            plan = check(known.adapter, self._features, self._settings, self._missed)
+            had = self._missed(known.adapter)
+            plan = check(known.adapter, self._features, self._settings, had)
             known.rows = list(plan.rows)
             for group, problems in plan.refused.items():
                 self._refuse(group, problems)

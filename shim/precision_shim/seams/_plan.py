@@ -104,21 +104,11 @@ def is_there(condition: str) -> bool:
     return symbol.found and (not name or name in symbol.names)
 
 
-Missed = Callable[[Adapter], Callable[[str], str]]
-"""Returns, for an adapter, a function that maps a missing target to a version that has the target
-(``"verl 0.9.1"``), or to ``""``."""
-
-
-def nothing_missed(adapter: Adapter) -> Callable[[str], str]:
-    """Return a function that returns ``""`` for every target, as if no versions were recorded."""
-    return lambda target: ""
-
-
 def check(
     adapter: Adapter,
     features: Iterable[str],
     settings: object,
-    missed: Missed = nothing_missed,
+    had: Callable[[str], str] = lambda target: "",
 ) -> SeamPlan:
     """Decide from source which of an adapter's seams to patch.
 
@@ -126,9 +116,9 @@ def check(
         adapter: the adapter.
         features: names of the features in force; seams of other features are ``off``.
         settings: passed to ``Seam.native``; no other code reads the settings.
-        missed: called for optional or conditional seams whose symbol does not exist in the source.
+        had: maps the target of an optional or conditional seam that does not exist in the source to
+            a version that has the target (``"verl 0.9.1"``), or to ``""``.
     """
-    had = missed(adapter)
     rows = list_unchecked(adapter, features)
     rows += tuple(_find_moved(adapter, features, rows, had))
     problems: dict[Group, list[str]] = {}

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.machinery import ModuleSpec
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 _Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 _PROPERTIES = {"property", "cached_property"}
@@ -54,30 +54,23 @@ class Symbol:
     kind: str = ""
 
 
-class Source(Protocol):
-    """The modules whose source ``look`` reads."""
+Reader = Callable[[], "str | None"]
+"""Reads a module's source; returns ``None`` for a module without source."""
 
-    def find(self, module: str) -> Callable[[], str | None] | None:
-        """Return a function that reads a module's source; ``None`` if there is no such module.
-
-        The returned function returns the source, or ``None`` for a module without source.
-        """
+Source = Callable[[str], "Reader | None"]
+"""Maps a module's name to its ``Reader``, or to ``None`` if there is no such module."""
 
 
-class Installed:
-    """The modules that this process could import."""
-
-    def find(self, module: str) -> Callable[[], str | None] | None:
-        """See ``Source``."""
-        spec = find_spec(module)
-        if spec is None:
-            return None
-        get_source = getattr(spec.loader, "get_source", None)
-        return lambda: get_source(module) if get_source is not None else None
+def installed(module: str) -> Reader | None:
+    """The ``Source`` of all modules that this process could import."""
+    spec = find_spec(module)
+    if spec is None:
+        return None
+    get_source = getattr(spec.loader, "get_source", None)
+    return lambda: get_source(module) if get_source is not None else None
 
 
-_INSTALLED = Installed()
-_source: ContextVar[Source] = ContextVar("precision_shim_source", default=_INSTALLED)
+_source: ContextVar[Source] = ContextVar("precision_shim_source", default=installed)
 
 
 @contextmanager
@@ -143,7 +136,7 @@ def look(target: str) -> Symbol:
     """Describe the symbol ``"module:attribute"`` from source, importing nothing."""
     module, _, attribute = target.partition(":")
     try:
-        read = _source.get().find(module)
+        read = _source.get()(module)
     except Exception as error:  # another package's finder may raise any error
         return Symbol(target, problem=f"looking for {module} failed: {error!r}")
     if read is None:
@@ -179,7 +172,7 @@ def definition(target: str) -> Definition | None:
     if not look(target).found:
         return None
     module, _, attribute = target.partition(":")
-    read = _source.get().find(module)
+    read = _source.get()(module)
     text = read() if read is not None else None
     if text is None:
         return None
@@ -286,7 +279,8 @@ def _is_dataclass(node: ast.AST) -> bool:
 
 def _fields(node: ast.AST, tree: ast.Module) -> tuple[str, ...]:
     """Return a dataclass's fields, preceded by the fields of its bases in the same file."""
-    bases = (_member(tree, name.id) for name in getattr(node, "bases", ()) if _is_name(name))
+    names = (base.id for base in getattr(node, "bases", ()) if isinstance(base, ast.Name))
+    bases = (_member(tree, name) for name in names)
     inherited = [name for base in bases if base not in (None, node) for name in _fields(base, tree)]
     own = [
         line.target.id
@@ -296,25 +290,10 @@ def _fields(node: ast.AST, tree: ast.Module) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*inherited, *own)))
 
 
-def _is_name(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name)
-
-
 @lru_cache(maxsize=32)  # all seams of one class need the names of that class
 def _names(node: ast.AST) -> frozenset[str]:
     names: set[str] = set()
-    pending = [node]
-    while pending:
-        inner = pending.pop()
-        for key, value in vars(inner).items():
-            if isinstance(value, ast.AST):
-                pending.append(value)
-            elif isinstance(value, list):
-                pending += [child for child in value if isinstance(child, ast.AST)]
-            elif isinstance(value, str) and (key in _NAMING or _is_text(inner, key)):
-                names.add(value)
+    for inner in ast.walk(node):
+        keys = ("value",) if isinstance(inner, ast.Constant) else _NAMING
+        names.update(value for key in keys if isinstance(value := getattr(inner, key, None), str))
     return frozenset(names)
-
-
-def _is_text(node: ast.AST, field: str) -> bool:
-    return field == "value" and isinstance(node, ast.Constant)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
 from precision_shim.errors import PrecisionShimError
 from precision_shim.process.framework import Adapter
 from precision_shim.process.in_force import asked_for
 from precision_shim.process.registry import load
 from precision_shim.process.settings import PREFIX, Settings
-from precision_shim.process.versions import judge_version
+from precision_shim.process.symbols import judge_version
+from precision_shim.process.versions import Versions
 from precision_shim.reporting.record import FrameworkStatus, SeamStatus
 
 from ..predicted import predict_seams
@@ -26,7 +25,7 @@ def inapplicable(name: str, seam: SeamStatus) -> str:
 def predict_status(
     entry: Adapter,
     settings: Settings,
-    versions: Callable[[str, Iterable[str]], str | None],
+    versions: Versions,
 ) -> tuple[FrameworkStatus, list[str]]:
     """Predict a framework's status from the current ``Source``; also return messages on problems.
 
