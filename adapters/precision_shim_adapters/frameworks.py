@@ -6,6 +6,10 @@ the frameworks' package names. ``precision_shim.process.framework`` explains the
 
 from precision_shim.process.framework import Adapter, Backend, Checkpoints, Config
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
 MEGATRON_EFFECTS = (
     "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
     "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__",
@@ -70,11 +74,16 @@ FLAGS_RESUME = "precision_shim_tools.checkpoint.megatron:predict_by_flags"
 """Predicts how a trainer with Megatron's own flags resumes."""
 
 
-VERL = Adapter(
-    framework="verl",
-    distribution="verl",
-    packages=("verl",),
-    place="precision_shim_adapters.verl.adapter:SEAMS",
+def _ours(framework: str, **facts: "Any") -> Adapter:
+    """Return the record of an adapter of ours, which lies in a folder with the framework's name."""
+    name = framework.replace("-", "_")
+    place = f"precision_shim_adapters.{name}.adapter:SEAMS"
+    named = {"distribution": framework, "packages": (name,), "place": place}
+    return Adapter(framework, **{**named, **facts})
+
+
+VERL = _ours(
+    "verl",
     paths={
         **MEGATRON_PATHS,
         "offload": "Megatron (offload of states)",
@@ -123,11 +132,8 @@ VERL = Adapter(
     ),
 )
 
-SKYRL = Adapter(
-    framework="skyrl",
-    distribution="skyrl",
-    packages=("skyrl",),
-    place="precision_shim_adapters.skyrl.adapter:SEAMS",
+SKYRL = _ours(
+    "skyrl",
     paths={
         **MEGATRON_PATHS,
         "offload": "Megatron (offload of states)",
@@ -161,11 +167,8 @@ SKYRL = Adapter(
     ),
 )
 
-NEMO_RL = Adapter(
-    framework="nemo-rl",
-    distribution="nemo-rl",
-    packages=("nemo_rl",),
-    place="precision_shim_adapters.nemo_rl.adapter:SEAMS",
+NEMO_RL = _ours(
+    "nemo-rl",
     paths={
         **MEGATRON_PATHS,
         "megatron": "Megatron workers",
@@ -201,11 +204,8 @@ NEMO_RL = Adapter(
 TITAN_PRETRAINING = "pretraining"
 """The group of the seams on torchtitan's ``Trainer``, which verl's engine builds, too."""
 
-TORCHTITAN = Adapter(
-    framework="torchtitan",
-    distribution="torchtitan",
-    packages=("torchtitan",),
-    place="precision_shim_adapters.torchtitan.adapter:SEAMS",
+TORCHTITAN = _ours(
+    "torchtitan",
     paths={
         "rl": "RL trainer",
         "weights audit": "RL trainer (audit of the weights to the generators)",
@@ -227,11 +227,8 @@ TORCHTITAN = Adapter(
     ),
 )
 
-ROLL = Adapter(
-    framework="roll",
-    distribution="roll",
-    packages=("roll",),
-    place="precision_shim_adapters.roll.adapter:SEAMS",
+ROLL = _ours(
+    "roll",
     paths={
         **MEGATRON_PATHS,
         "megatron": "Megatron",
@@ -254,11 +251,8 @@ ROLL = Adapter(
     checkpoint_readers={"megatron": "precision_shim_tools.checkpoint.roll:fill_part"},
 )
 
-SLIME = Adapter(
-    framework="slime",
-    distribution="slime",
-    packages=("slime",),
-    place="precision_shim_adapters.slime.adapter:SEAMS",
+SLIME = _ours(
+    "slime",
     paths={**MEGATRON_PATHS, "megatron": "trainer"},
     tested=("0.3.1",),
     effects=MEGATRON_EFFECTS,
@@ -268,11 +262,8 @@ SLIME = Adapter(
     ),
 )
 
-MILES = Adapter(
-    framework="miles",
-    distribution="miles",
-    packages=("miles",),
-    place="precision_shim_adapters.miles.adapter:SEAMS",
+MILES = _ours(
+    "miles",
     paths={**MEGATRON_PATHS, "megatron": "trainer"},
     tested=("0.1.0",),
     effects=MEGATRON_EFFECTS,
@@ -282,11 +273,8 @@ MILES = Adapter(
     ),
 )
 
-AREAL = Adapter(
-    framework="areal",
-    distribution="areal",
-    packages=("areal",),
-    place="precision_shim_adapters.areal.adapter:SEAMS",
+AREAL = _ours(
+    "areal",
     paths={**MEGATRON_PATHS, "megatron": "MegatronEngine", "rollout": "driver (both sides)"},
     tested=("1.0.4",),
     effects=MEGATRON_EFFECTS,
@@ -296,11 +284,9 @@ AREAL = Adapter(
     ),
 )
 
-MS_SWIFT = Adapter(
-    framework="ms-swift",
-    distribution="ms-swift",
+MS_SWIFT = _ours(
+    "ms-swift",
     packages=("swift",),
-    place="precision_shim_adapters.ms_swift.adapter:SEAMS",
     paths={
         **MEGATRON_PATHS,
         "megatron": "Megatron trainers",
@@ -315,11 +301,9 @@ MS_SWIFT = Adapter(
     ),
 )
 
-ANY_MEGATRON = Adapter(
-    framework="megatron",
+ANY_MEGATRON = _ours(
+    "megatron",
     distribution="megatron-core",
-    packages=("megatron",),
-    place="precision_shim_adapters.megatron.adapter:SEAMS",
     paths={**MEGATRON_PATHS, "megatron": "any job"},
     tested=("0.16.1", "0.18.2", "0.19.2"),
     effects=MEGATRON_EFFECTS,

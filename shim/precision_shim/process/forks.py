@@ -91,11 +91,7 @@ class Lock:
 
 
 def is_cut_off(module: str) -> bool:
-    """Whether a module's import never completes because its thread exists only in the parent.
-
-    Args:
-        module: the module's name.
-    """
+    """Whether a module's import never completes because its thread exists only in the parent."""
     # No public API shows which thread imports a module. Without _module_locks, return False.
     lock = getattr(_frozen_importlib, "_module_locks", {}).get(module, lambda: None)()
     owner = getattr(lock, "owner", None)

@@ -40,9 +40,7 @@ def in_force(
 
     Args:
         settings: the settings of a process in which the shim is on.
-        framework: the framework's name.
-        feature: the feature.
-        group: the group's name in the adapter; its seams are patched together or not at all.
+        framework, feature, group: the names; the seams of a group are patched together or not.
         refused: function of framework, feature and group; returns whether the group is refused.
     """
     return (

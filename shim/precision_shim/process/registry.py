@@ -38,13 +38,14 @@ def load(entry: Adapter) -> Adapter:
         SeamError: the table cannot be imported, or the adapter's seams or ``checkpoints`` are
             invalid.
     """
+    from pkgutil import resolve_name
+
     from ..errors import SeamError
-    from ..seams._wrapper import resolve
     from .settings import FEATURES
 
     who, place = entry.framework, entry.place
     try:
-        found = resolve(place) if place else entry
+        found = resolve_name(place) if place else entry
     except (Exception, SystemExit) as error:  # a bad adapter must not end the process
         raise SeamError(
             f"{who}: the adapter {place} cannot be loaded: {error!r}. Repair or remove it, or "

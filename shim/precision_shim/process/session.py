@@ -14,7 +14,7 @@ from ..errors import PrecisionShimError, SeamError, SettingsError
 from ..reporting import journal as _journal
 from ..reporting.record import FrameworkStatus, SeamStatus
 from ..reporting.text import Status
-from ..seams import SeamEngine
+from ..seams._engine import SeamEngine
 from . import carriers, standby
 from . import forks as _forks
 from . import settings as _settings
@@ -83,13 +83,11 @@ class _Session:
         with _lock:
             if entry.framework in self.awake or entry.framework in self.broken:
                 return
-            if self.fault is not None:
-                self.broken[entry.framework] = self.fault
-                self.engine.fault(entry.framework, self.fault, entry.effects)
-                return
             try:
+                if self.fault is not None:
+                    raise self.fault
                 adapter = load(entry)
-            except SeamError as error:
+            except (SeamError, SettingsError) as error:
                 self.broken[entry.framework] = error
                 self.engine.fault(entry.framework, error, entry.effects)
                 return
@@ -105,9 +103,10 @@ class _Session:
             off = row.feature in features
             because = f"{row.feature} is off" if off else f"the shim has no {row.feature} for it"
             version = version_of(adapter.distribution, adapter.packages) or ""
+            who = f"{adapter.framework} {version}".rstrip()
             error = SettingsError(
-                f"{f'{adapter.framework} {version}'.rstrip()}: {row.variable}="
-                f"{self.settings[row.name]} has no effect, because {because}. Unset {row.variable}."
+                f"{who}: {row.variable}={self.settings[row.name]} has no effect, because "
+                f"{because}. Unset {row.variable}."
             )
             self.engine.fault(adapter.framework, error, adapter.effects)
 
@@ -304,7 +303,6 @@ def status() -> Status:
 
 
 def _why_off() -> str:
-    """Return the reason why nothing is installed in this process, and the remedy."""
     try:
         switch = _settings.switch()
     except SettingsError as error:

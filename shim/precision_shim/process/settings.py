@@ -101,8 +101,6 @@ class Setting:
     """One row of the table of settings.
 
     Attributes:
-        name: the setting's name in ``install(settings=...)``.
-        default: the setting's value if the user does not set it.
         parse: converts a value, or raises a ``SettingsError``.
         feature: the one feature that reads the setting; empty if every framework uses the setting.
     """
@@ -170,12 +168,7 @@ class Settings:
 
 
 def without_effect(settings: Settings, features: Collection[str]) -> list[Setting]:
-    """Return the user's settings that no feature of a framework reads.
-
-    Args:
-        settings: the settings in force.
-        features: the features in force for the framework.
-    """
+    """Return the user's settings that none of the features in force for a framework reads."""
     return [
         row
         for row in TABLE.values()
@@ -295,14 +288,10 @@ def resolve(
     environ: Mapping[str, str] | None = None,
     where: Mapping[str, str] = BY_CALL,
 ) -> Settings:
-    """Combine arguments, variables and defaults into the settings of a process.
+    """Combine arguments of ``install()``, variables and defaults into a process's settings.
 
     Args:
-        features: list or comma-separated string; ``None`` to use ``PRECISION_SHIM_FEATURES``.
-        frameworks: names of frameworks, in the same form as ``features``.
-        strict: whether a refused seam raises an error; ``None`` means only under
-            ``PRECISION_SHIM=strict``.
-        settings: values keyed by the variables' lower-case names without the prefix.
+        features, frameworks, strict, settings: see ``install``.
         known_frameworks: allowed names of frameworks; empty to allow any.
         environ: the environment; ``None`` for the process's environment.
         where: names for the arguments ``features``, ``frameworks`` and ``settings`` in messages.

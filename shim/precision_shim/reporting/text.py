@@ -95,11 +95,7 @@ class Status:
         }
 
     def details(self) -> str:
-        """Return the whole record as a table: every setting, every seam, every decision.
-
-        Each seam has its state, target, path and reason, why the shim patches it, a link to the
-        discussion upstream, and when it can be deleted.
-        """
+        """Return the whole record as a table: every setting, every seam, every decision."""
         return table(self)
 
     def __str__(self) -> str:
@@ -112,16 +108,10 @@ def screen(status: Status) -> str:
     given = {name: status.settings[name] for name in status.given if name in status.settings}
     if status.enabled and given:
         lines += fold("set: " + ", ".join(f"{k}={v}" for k, v in given.items()), 0, 2)
-    absent = [name for name, told in status.frameworks.items() if told.state == "absent"]
-    off = [name for name, told in status.frameworks.items() if told.state == "off"]
     for name, told in status.frameworks.items():
         if told.state not in ("absent", "off"):
             lines += ["", *framework(name, told, status.features)]
-    if absent or off:
-        lines.append("")
-        lines += fold(f"not installed: {', '.join(absent)}", 0, 2) if absent else []
-        lines += fold(f"not asked for: {', '.join(off)}", 0, 2) if off else []
-
+    lines += left_out(status.frameworks)
     if status.audit:
         audits = [fold(f"{audit.headline}: {audit.brief()}", 2, 4) for audit in status.audit]
         lines += ["", "audit", *_fit(audits, _AUDITS)]
@@ -138,6 +128,15 @@ def screen(status: Status) -> str:
     if wrong:
         lines += ["", "what is wrong, and what to do", *_fit(wrong, for_problems - 2)]
     return "\n".join(lines)
+
+
+def left_out(frameworks: Mapping[str, FrameworkStatus]) -> list[str]:
+    """Return the lines that name the frameworks that are not installed or not asked for."""
+    lines = []
+    for state, words in (("absent", "not installed"), ("off", "not asked for")):
+        names = ", ".join(name for name, told in frameworks.items() if told.state == state)
+        lines += fold(f"{words}: {names}", 0, 2) if names else []
+    return ["", *lines] if lines else []
 
 
 def table(status: Status) -> str:
@@ -173,27 +172,17 @@ def headline(name: str, status: FrameworkStatus, *, ahead: bool = False) -> str:
 
 def _verdict(status: FrameworkStatus, ahead: bool) -> str:
     broken = any(seam.state == "refused" and not seam.refusal for seam in status.seams)
-    if status.state == "wrapped":
-        return "in force, but refused in part" if broken else "in force"
-    if status.state == "pending":
-        if ahead:
-            return "can be patched"
-        return (
-            "imported; waits for modules that it has not imported yet"
-            if status.seams
-            else ("waits for its import")
-        )
-    if (
-        status.state == "refused"
-        and ahead
-        and any(seam.state == "pending" for seam in status.seams)
-    ):
-        return "can be patched in part"
+    in_part = ahead and any(seam.state == "pending" for seam in status.seams)
+    waits = "imported; waits for modules that it has not imported yet"
+    waits = waits if status.seams else "waits for its import"
     return {
+        "wrapped": "in force, but refused in part" if broken else "in force",
+        "pending": "can be patched" if ahead else waits,
+        "refused": "can be patched in part" if in_part else "refused",
         "absent": "nothing of what the shim patches is here" if status.seams else "not installed",
         "native": "does all of it itself",
         "off": "not asked for",
-    }.get(status.state, status.state)
+    }[status.state]
 
 
 def framework(
@@ -201,47 +190,38 @@ def framework(
 ) -> list[str]:
     """Return a framework's lines on the screen: the verdict, and one line per feature.
 
-    Args:
-        name: the framework's name.
-        status: the framework's state.
-        features: the features that the user switched on; all other features share one line.
-        ahead: whether the states are predicted, as in ``precision-shim doctor``.
+    Features that the user did not switch on share one line. With ``ahead`` the states are
+    predicted, as in ``precision-shim doctor``.
     """
     lines = fold(headline(name, status, ahead=ahead), 0, 2)
     if status.reason and not (
         status.state == "refused" and not status.seams
     ):  # without seams, the reason is listed as a problem
         lines += fold(status.reason, 2, 4)
-    asked = set(features)
-    known = {seam.feature for seam in status.seams}
-    for feature in (*(f for f in FEATURES if f in known), *sorted(known - set(FEATURES))):
-        if feature in asked or any(s.state != "off" for s in status.seams if s.feature == feature):
-            text = _feature(name, [s for s in status.seams if s.feature == feature], ahead)
+    asked, left_out = set(features), []
+    for feature in FEATURES:
+        of_it = [seam for seam in status.seams if seam.feature == feature]
+        if of_it and (feature in asked or any(seam.state != "off" for seam in of_it)):
+            text = _feature(name, of_it, ahead)
             lines += fold(f"{feature:<{_COLUMN - 3}} {text}", 2, _COLUMN)
-        else:
-            known.discard(feature)
-    left_out = [f for f in FEATURES if f in {s.feature for s in status.seams} - known]
+        elif of_it:
+            left_out.append(feature)
     return lines + (fold(f"not asked for: {', '.join(left_out)}", 2, 4) if left_out else [])
 
 
 def _feature(name: str, seams: Sequence[SeamStatus], ahead: bool) -> str:
     """Return the parts of a framework in which a feature is in force, pending or refused."""
-    states: dict[str, list[str]] = {}
-    for seam in seams:
-        states.setdefault(seam.path, []).append(_state(seam))
-    verdicts = {path: _together(several) for path, several in states.items()}
-    main = {path: verdict for path, verdict in verdicts.items() if not path.endswith(")")}
+    shown = {path: verdict for (_, path), verdict in verdicts(seams).items()}
+    main = {path: verdict for path, verdict in shown.items() if not path.endswith(")")}
     if any(verdict != "absent" for verdict in main.values()):
         # Show a name with brackets, such as "FSDP engine (metrics)", only if that part is refused.
-        shown = main | {path: v for path, v in verdicts.items() if v == "refused"}
-    else:
-        shown = verdicts
+        shown = main | {path: verdict for path, verdict in shown.items() if verdict == "refused"}
     words = _AHEAD if ahead else _WORDS
     parts = []
     for word in dict.fromkeys(words.values()):
-        paths = [path for path, shown_word in shown.items() if words.get(shown_word) == word]
+        paths = [path for path, verdict in shown.items() if words.get(verdict) == word]
         if paths:
-            named = ", ".join(path for path in paths if path)
+            named = ", ".join(filter(None, paths))
             parts.append(word.format(name=name) + (f": {named}" if named else ""))
     return "; ".join(parts) or "nothing of what it patches is here"
 
@@ -250,14 +230,10 @@ def verdicts(seams: Iterable[SeamStatus]) -> dict[tuple[str, str], str]:
     """Return a one-word verdict for each pair of a feature and a part of the framework."""
     states: dict[tuple[str, str], list[str]] = {}
     for seam in seams:
-        states.setdefault((seam.feature, seam.path), []).append(_state(seam))
+        unsupported = seam.refusal and seam.state in ("pending", "refused")
+        state = "unsupported" if unsupported else seam.state
+        states.setdefault((seam.feature, seam.path), []).append(state)
     return {both: _together(several) for both, several in states.items()}
-
-
-def _state(seam: SeamStatus) -> str:
-    if seam.refusal and seam.state in ("pending", "refused"):
-        return "unsupported"
-    return seam.state
 
 
 def _together(states: Sequence[str]) -> str:
@@ -317,9 +293,7 @@ def refusals(name: str, seams: Iterable[SeamStatus]) -> list[str]:
 def seams(known: Sequence[SeamStatus], shown: Mapping[str, str] | None = None) -> Iterator[str]:
     """Yield the table of seams: state, target, path, reason, why, upstream link, when to delete.
 
-    Args:
-        known: the seams.
-        shown: maps a seam's state, such as ``"pending"``, to the word to show for this state.
+    ``shown`` maps a seam's state, such as ``"pending"``, to the word to show for this state.
     """
     words = shown or {}
     for feature in dict.fromkeys(seam.feature for seam in known):
@@ -327,8 +301,7 @@ def seams(known: Sequence[SeamStatus], shown: Mapping[str, str] | None = None) -
         for seam in known:
             if seam.feature != feature:
                 continue
-            state = words.get(seam.state, seam.state)
-            yield from fold(f"{state:<8} {seam.target}", 4, 6)
+            yield from fold(f"{words.get(seam.state, seam.state):<8} {seam.target}", 4, 6)
             for label, text in (
                 ("on: ", seam.path),
                 ("", seam.reason),
@@ -361,19 +334,12 @@ def _problems(status: Status) -> list[str]:
 
 def _decisions(decisions: Sequence[Decision], room: int) -> list[str]:
     """Return all decisions as lines; if there is no room, the latest per subject and feature."""
-    kept: Sequence[Decision] = decisions
-    if _length(fold(str(decision), 2, 4) for decision in decisions) > room:
-        newest = {
-            (decision.framework, decision.subject, decision.feature): decision
-            for decision in decisions
-        }
-        kept = [decision for decision in decisions if newest.get(_key(decision)) is decision]
-    blocks = [fold(str(told), 2, 4) for told in kept]
-    return _fit(blocks[::-1], room, left_out=len(decisions) - len(kept), turn=True)
-
-
-def _key(decision: Decision) -> tuple[str, str, str]:
-    return decision.framework, decision.subject, decision.feature
+    blocks = [fold(str(decision), 2, 4) for decision in decisions]
+    if _length(blocks) > room:
+        newest = {(told.framework, told.subject, told.feature): told for told in decisions}
+        kept = newest.values()
+        blocks = [fold(str(decision), 2, 4) for decision in decisions if decision in kept]
+    return _fit(blocks[::-1], room, left_out=len(decisions) - len(blocks), turn=True)
 
 
 def _fit(
@@ -411,11 +377,8 @@ def fold(
 ) -> list[str]:
     """Wrap a text into lines of at most 80 columns; an empty text gives no lines.
 
-    Args:
-        text: the text; its line ends become spaces.
-        indent: indentation of the first line.
-        further: indentation of the other lines; ``None`` for the first line's indentation.
-        break_words: whether to break words that are longer than a line, such as symbols' names.
+    ``indent`` is the indentation of the first line, and ``further`` of the other lines (``None``:
+    the same). ``break_words`` also breaks words that are longer than a line, such as names.
     """
     if not text.strip():
         return []

@@ -35,7 +35,7 @@ _lock = Lock()
 @dataclass
 class _Known:
     adapter: Adapter
-    rows: list[Row]
+    rows: tuple[Row, ...]
     checked: bool = False
 
 
@@ -86,7 +86,7 @@ class SeamEngine:
         with _lock:
             if adapter.framework in self._known or not self._live:
                 return
-            rows = list(list_unchecked(adapter, self._features))
+            rows = list_unchecked(adapter, self._features)
             self._known[adapter.framework] = _Known(adapter, rows)
             self._effects[adapter.framework] = adapter.effects
             self._expect({row.seam.module for row in rows if row.state != "off"}, adapter.effects)
@@ -106,9 +106,8 @@ class SeamEngine:
     def catch_up(self) -> None:
         """Wait for target modules that other threads are importing, and patch these modules.
 
-        ``Watcher`` misses imports that began before the ``Watcher`` was in place. ``catch_up`` does
-        not wait for an import that never completes because of a fork. The caller must hold no lock
-        that a module's code may need.
+        ``Watcher`` misses imports that began before the ``Watcher`` was in place. The caller must
+        hold no lock that a module's code may need.
         """
         with _lock:
             slow = [
@@ -123,7 +122,7 @@ class SeamEngine:
             with suppress(Exception):  # the thread that imports the module gets the error
                 __import__(module)
             with _lock:
-                if self._live and _find_loaded(module) is not None:
+                if self._live and _is_loaded(module):
                     self._on_arrival(module)
                     self._sites.reach_copies()
 
@@ -132,7 +131,7 @@ class SeamEngine:
             modules = modules | {target.partition(":")[0] for target in effects}
         self._watcher.watch(modules)
         for module in modules:
-            if _find_loaded(module) is not None:
+            if _is_loaded(module):
                 self._on_arrival(module)
 
     def _on_import(self, module: str) -> None:
@@ -173,7 +172,7 @@ class SeamEngine:
             known.checked = True
             had = self._missed(known.adapter)
             plan = check(known.adapter, self._features, self._settings, had)
-            known.rows = list(plan.rows)
+            known.rows = plan.rows
             for group, problems in plan.refused.items():
                 self._refuse(group, problems)
         # Apply all pending seams, not only this module's: the watcher does not report an import
@@ -183,7 +182,7 @@ class SeamEngine:
                 self._live
                 and row.state == "pending"
                 and row.group not in self._refused
-                and (row.seam.module == module or _find_loaded(row.seam.module) is not None)
+                and (row.seam.module == module or _is_loaded(row.seam.module))
             ):
                 self._apply(row, known.adapter)
 
@@ -288,16 +287,14 @@ class SeamEngine:
             return (framework, feature, group) in self._refused
 
 
-def _find_loaded(module: str) -> Any:
+def _is_loaded(module: str) -> bool:
+    """Whether a module is imported and its code has run; the watcher reports its end."""
     loaded = sys.modules.get(module)
-    if loaded is None:
-        return None
-    # A module whose code is still running is not yet loaded: the watcher reports it afterwards.
     spec = getattr(loaded, "__spec__", None)
-    return None if getattr(spec, "_initializing", False) else loaded
+    return loaded is not None and not getattr(spec, "_initializing", False)
 
 
-def _bind(seam: Seam, raw: Any, in_class: bool, symbol: Symbol | None) -> Callable[..., Any]:
+def _bind(seam: Seam, raw: Any, in_class: bool, symbol: Symbol) -> Callable[..., Any]:
     """Return the seam's wrapper in wrapt's form, matched to the imported symbol's parameters."""
     assert seam.wrapper is not None  # After check(), every pending seam has a wrapper.
     if seam.replaces:  # The symbol's value may be an object that is not callable
@@ -305,5 +302,4 @@ def _bind(seam: Seam, raw: Any, in_class: bool, symbol: Symbol | None) -> Callab
     function = getattr(raw, "__func__", raw)
     if not callable(function):
         raise SeamError(f"{seam.target} is not callable: {function!r}")
-    source = symbol if symbol is not None else Symbol(seam.target)
-    return through(seam.wrapper, prepare(seam.wrapper, seam.target, raw, in_class, source))
+    return through(seam.wrapper, prepare(seam.wrapper, seam.target, raw, in_class, symbol))

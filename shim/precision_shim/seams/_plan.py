@@ -18,6 +18,8 @@ from ._source import Symbol, look
 Group = tuple[str, str, str]
 """Framework, feature and name of a group of seams, of which the seam engine patches all or none."""
 
+_UNREAD = Symbol("")
+
 
 @dataclass
 class Row:
@@ -28,14 +30,14 @@ class Row:
         seam: the adapter's declaration.
         state: one of ``STATES``; ``pending`` means that the seam is still to be patched.
         reason: why the seam has this state; may be empty.
-        symbol: the symbol's description from its source; ``None`` before the check.
+        symbol: the symbol's description from its source; empty before the check.
     """
 
     group: Group
     seam: Seam
     state: str = "pending"
     reason: str = ""
-    symbol: Symbol | None = None
+    symbol: Symbol = _UNREAD
 
     def status(self, adapter: Adapter) -> SeamStatus:
         """Return the seam and its state in the form that ``status()`` shows."""
@@ -58,10 +60,8 @@ class Row:
 class SeamPlan:
     """The actions that the seam engine would take for an adapter.
 
-    Attributes:
-        adapter: the adapter.
-        rows: one ``Row`` for each seam of the installed version, in the order of ``Adapter.seams``.
-        refused: maps each refused group of seams to the reasons.
+    ``rows`` has one ``Row`` for each seam of the installed version, in the order of
+    ``Adapter.seams``; ``refused`` maps each refused group of seams to the reasons.
     """
 
     adapter: Adapter
@@ -156,7 +156,6 @@ def _find_moved(
 
 
 def _last(seam: Seam) -> str:
-    """Return the last part of a symbol's dotted name, such as ``"step"`` of ``"Actor.step"``."""
     return seam.attribute.rpartition(".")[2]
 
 
@@ -171,7 +170,7 @@ def _refuse_halves(
     stays = {row.group for row in rows if row.state == "pending" and not row.seam.refusal}
     for row in rows:
         seam = row.seam
-        if row.state != "absent" or seam.refusal or seam.wrapper is None or row.symbol is None:
+        if row.state != "absent" or seam.refusal or seam.wrapper is None:
             continue
         version = "" if row.symbol.module_found else had(seam.target)
         if version:

@@ -23,7 +23,6 @@ class Layer:
         function: the wrapper in wrapt's form; with ``replaces``, makes the symbol's replacement.
         owner: marks the wrapped symbol as ours and names the adapter.
         groups: the groups of seams that need the wrapper.
-        replaces: whether ``function`` makes a replacement for the symbol.
         made: the replaced value and its replacement, which is made only once.
     """
 
@@ -76,7 +75,6 @@ class Sites:
     """All symbols that an engine has patched. Callers must hold the lock of the seam engine."""
 
     def __init__(self) -> None:
-        """Start with no patched symbols at all."""
         self._sites: list[Site] = []
         self._displaced: dict[int, tuple[Any, Site]] = {}
         """Maps the ``id`` of a symbol's earlier value to this value and the symbol's ``Site``."""
@@ -116,12 +114,7 @@ class Sites:
                 site.stale = True
 
     def remove(self) -> list[str]:
-        """Undo all patches, the latest first.
-
-        Returns:
-            A message for each symbol that cannot be restored because another tool has wrapped our
-            wrapper. Our wrapper remains, and only calls the original symbol.
-        """
+        """Undo all patches, the latest first; see ``SeamEngine.remove``."""
         left = []
         for site in reversed(self._sites):
             for layer in site.layers:

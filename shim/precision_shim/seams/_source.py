@@ -155,13 +155,7 @@ def look(target: str) -> Symbol:
 
 
 class Definition(NamedTuple):
-    """Where a symbol is defined.
-
-    Attributes:
-        node: the symbol's syntax tree; for a dataclass's generated ``__init__`` the tree of the
-            class.
-        text: the source of the whole module.
-    """
+    """A symbol's syntax tree (a generated ``__init__`` has its class's) and the module's source."""
 
     node: ast.AST
     text: str
@@ -169,10 +163,8 @@ class Definition(NamedTuple):
 
 def definition(target: str) -> Definition | None:
     """Return the definition of a symbol; ``None`` if ``look`` does not find the symbol."""
-    if not look(target).found:
-        return None
     module, _, attribute = target.partition(":")
-    read = _source.get()(module)
+    read = _source.get()(module) if look(target).found else None
     text = read() if read is not None else None
     if text is None:
         return None
@@ -198,27 +190,23 @@ def _describe(target: str, tree: ast.Module, parts: list[str]) -> Symbol:
                 return Symbol(target, True, True, _fields(scope, tree), _names(scope))
             return Symbol(target, True, problem=f"{target} not found: no {part!r} there")
         owner, scope = scope, inner
-    evidence = owner if isinstance(owner, ast.ClassDef) else scope
-    positional: tuple[str, ...] = ()
-    parameters: tuple[str, ...] = ()
-    if isinstance(scope, _Function):
-        positional = tuple(argument.arg for argument in (*scope.args.posonlyargs, *scope.args.args))
-        parameters = (*positional, *(argument.arg for argument in scope.args.kwonlyargs))
+    names = _names(owner if isinstance(owner, ast.ClassDef) else scope)
+    if not isinstance(scope, _Function):
+        return Symbol(target, True, True, names=names, kind="class")
+    positional = tuple(argument.arg for argument in (*scope.args.posonlyargs, *scope.args.args))
     return Symbol(
         target,
         True,
         True,
-        parameters,
-        _names(evidence),
+        (*positional, *(argument.arg for argument in scope.args.kwonlyargs)),
+        names,
         positional=positional,
         defaults=dict(_defaults(scope)),
         kind=_kind(scope),
     )
 
 
-def _kind(node: ast.AST) -> str:
-    if not isinstance(node, _Function):
-        return "class"
+def _kind(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     decorators = {
         ast.unparse(decorator).partition("(")[0].rpartition(".")[2]
         for decorator in node.decorator_list
@@ -239,9 +227,7 @@ def _kind(node: ast.AST) -> str:
     return next((kind for kind in ("staticmethod", "classmethod") if kind in decorators), "")
 
 
-def _defaults(scope: ast.AST) -> Iterator[tuple[str, Any]]:
-    if not isinstance(scope, _Function):
-        return
+def _defaults(scope: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[str, Any]]:
     positional = [*scope.args.posonlyargs, *scope.args.args]
     by_position = zip(reversed(positional), reversed(scope.args.defaults), strict=False)
     by_name = zip(scope.args.kwonlyargs, scope.args.kw_defaults, strict=True)
@@ -261,12 +247,8 @@ def _member(scope: ast.AST, name: str) -> ast.AST | None:
             if node.name == name:
                 member = node
         elif isinstance(node, (ast.If, ast.Try, ast.With)):
-            pending = [
-                *node.body,
-                *getattr(node, "orelse", ()),
-                *(line for handler in getattr(node, "handlers", ()) for line in handler.body),
-                *pending,
-            ]
+            handled = [line for one in getattr(node, "handlers", ()) for line in one.body]
+            pending[:0] = [*node.body, *getattr(node, "orelse", ()), *handled]
     return member
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pkgutil import resolve_name
 from types import FunctionType
 from typing import Any
 
@@ -21,7 +22,7 @@ class _BoundSeam(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
 
     def __deepcopy__(self, memo: Any) -> Any:
         make, of = self.__reduce_ex__(2)
-        return self if make is resolve else make(*copy.deepcopy(of, memo))
+        return self if make is resolve_name else make(*copy.deepcopy(of, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self.__reduce_ex__(2)
@@ -30,7 +31,7 @@ class _BoundSeam(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
         target = self._self_parent._self_target
         owner = getattr(self.__wrapped__, "__self__", None)  # a classmethod's class
         if owner is None:
-            return resolve, (target,)
+            return resolve_name, (target,)
         return getattr, (owner, target.rpartition(".")[2])
 
 
@@ -84,15 +85,4 @@ class SeamWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         return self.__reduce_ex__(2)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return resolve, (self._self_target,)
-
-
-def resolve(target: str) -> Any:
-    """Import ``"module:dotted.attribute"`` and return the object."""
-    import importlib
-
-    module, _, attribute = target.partition(":")
-    value: Any = importlib.import_module(module)
-    for part in attribute.split(".") if attribute else ():
-        value = getattr(value, part)
-    return value
+        return resolve_name, (self._self_target,)

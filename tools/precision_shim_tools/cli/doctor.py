@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pkgutil
 import platform
 import site
 import subprocess
@@ -30,7 +31,6 @@ from precision_shim.process.settings import PREFIX, TABLE, Settings
 from precision_shim.reporting import text as _status_text
 from precision_shim.reporting.record import FrameworkStatus
 from precision_shim.reporting.text import fold
-from precision_shim.seams._wrapper import resolve
 
 from ..upstream.framework_status import inapplicable, predict_status
 from . import _against, add_command
@@ -232,7 +232,7 @@ def _limits(
     version, error = transformer_engine["version"], transformer_engine.get("import_error")
     limits = []
     for backend in _registry.backends():
-        tell = resolve(backend.limits)
+        tell = pkgutil.resolve_name(backend.limits)
         for name, status in frameworks.items():
             told = tell(f"{name} {status.version}", status.seams, version, error)
             if told:
@@ -299,11 +299,7 @@ def _text(
     for name, status in frameworks.items():
         if status.state not in ("absent", "off"):
             lines += ["", *_framework_text(name, status, told["features"], verbose)]
-    absent = ", ".join(name for name, status in frameworks.items() if status.state == "absent")
-    off = ", ".join(name for name, status in frameworks.items() if status.state == "off")
-    lines += [""] if absent or off else []
-    lines += fold(f"not installed: {absent}", 0, 2) if absent else []
-    lines += fold(f"not asked for: {off}", 0, 2) if off else []
+    lines += _status_text.left_out(frameworks)
 
     if told["limits"]:
         lines += ["", "limits"]
