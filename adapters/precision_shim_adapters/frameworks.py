@@ -78,8 +78,8 @@ def _ours(framework: str, **facts: "Any") -> Adapter:
     """Return the record of an adapter of ours, which lies in a folder with the framework's name."""
     name = framework.replace("-", "_")
     place = f"precision_shim_adapters.{name}.adapter:SEAMS"
-    named = {"distribution": framework, "packages": (name,), "place": place}
-    return Adapter(framework, **{**named, **facts})
+    facts = {"packages": (name,), "effects": MEGATRON_EFFECTS, **facts}
+    return Adapter(framework, facts.pop("distribution", framework), place=place, **facts)
 
 
 VERL = _ours(
@@ -255,7 +255,6 @@ SLIME = _ours(
     "slime",
     paths={**MEGATRON_PATHS, "megatron": "trainer"},
     tested=("0.3.1",),
-    effects=MEGATRON_EFFECTS,
     checkpoints=Checkpoints(
         steps=r"iter_(\d+)",
         resuming={"megatron": FLAGS_RESUME},
@@ -266,7 +265,6 @@ MILES = _ours(
     "miles",
     paths={**MEGATRON_PATHS, "megatron": "trainer"},
     tested=("0.1.0",),
-    effects=MEGATRON_EFFECTS,
     checkpoints=Checkpoints(
         steps=r"iter_(\d+)",
         resuming={"megatron": FLAGS_RESUME},
@@ -277,7 +275,6 @@ AREAL = _ours(
     "areal",
     paths={**MEGATRON_PATHS, "megatron": "MegatronEngine", "rollout": "driver (both sides)"},
     tested=("1.0.4",),
-    effects=MEGATRON_EFFECTS,
     checkpoints=Checkpoints(
         steps=r"epoch\d+epochstep\d+globalstep(\d+)",  # recover_checkpoint/ has no number
         resuming={"megatron": "precision_shim_tools.checkpoint.trainers:areal"},
@@ -294,7 +291,6 @@ MS_SWIFT = _ours(
         "rollout": "Ray driver (both sides)",
     },
     tested=("4.6.0",),
-    effects=MEGATRON_EFFECTS,
     checkpoints=Checkpoints(
         steps=r"checkpoint-(\d+)",
         resuming={"megatron": "precision_shim_tools.checkpoint.trainers:ms_swift"},
@@ -306,7 +302,6 @@ ANY_MEGATRON = _ours(
     distribution="megatron-core",
     paths={**MEGATRON_PATHS, "megatron": "any job"},
     tested=("0.16.1", "0.18.2", "0.19.2"),
-    effects=MEGATRON_EFFECTS,
     by_name=True,
 )
 """Any job on Megatron-core. ``PRECISION_SHIM_FRAMEWORKS=all`` does not include this record, because

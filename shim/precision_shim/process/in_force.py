@@ -38,10 +38,8 @@ def in_force(
 ) -> bool:
     """Whether a feature is in force for a framework, within one group of seams.
 
-    Args:
-        settings: the settings of a process in which the shim is on.
-        framework, feature, group: the names; the seams of a group are patched together or not.
-        refused: function of framework, feature and group; returns whether the group is refused.
+    ``settings`` are those of a process in which the shim is on. ``refused`` is a function of
+    framework, feature and group that returns whether the group is refused.
     """
     return (
         asked_for(settings, framework)

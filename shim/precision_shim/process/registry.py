@@ -101,7 +101,7 @@ _said: "dict[tuple[str, ...], dict[str, Adapter]]" = {}
 the records once per optimizer, and reading all entry points takes 10 to 50 ms."""
 
 
-def records(*, third_party: bool = True) -> "dict[str, Adapter]":
+def records() -> "dict[str, Adapter]":
     """Load third parties' adapters, and return complete records of all known frameworks.
 
     If an adapter cannot be loaded, its record contains only the data of the entry point, and
@@ -113,8 +113,6 @@ def records(*, third_party: bool = True) -> "dict[str, Adapter]":
     from ..errors import SeamError
 
     ours = entries(third_party=False)
-    if not third_party:
-        return ours
     path = tuple(sys.path)
     theirs = _said.get(path)
     if theirs is None:
@@ -175,14 +173,10 @@ def checkpoint_readers(framework: str) -> "dict[str, str]":
     return {kind: place for readers in told for kind, place in readers.items()}
 
 
-def checkpoints(*, third_party: bool = True) -> "dict[str, Checkpoints]":
+def checkpoints() -> "dict[str, Checkpoints]":
     """Return ``Checkpoints`` by framework name, for each framework that declares them."""
-    known = records(third_party=third_party)
-    return {
-        name: framework.checkpoints
-        for name, framework in known.items()
-        if framework.checkpoints is not None
-    }
+    told = {name: framework.checkpoints for name, framework in records().items()}
+    return {name: checkpoints for name, checkpoints in told.items() if checkpoints is not None}
 
 
 def symbols_file() -> "Path":

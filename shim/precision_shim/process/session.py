@@ -102,11 +102,9 @@ class _Session:
         for row in _settings.without_effect(self.settings, in_force):
             off = row.feature in features
             because = f"{row.feature} is off" if off else f"the shim has no {row.feature} for it"
-            version = version_of(adapter.distribution, adapter.packages) or ""
-            who = f"{adapter.framework} {version}".rstrip()
             error = SettingsError(
-                f"{who}: {row.variable}={self.settings[row.name]} has no effect, because "
-                f"{because}. Unset {row.variable}."
+                f"{describe(adapter)}: {row.variable}={self.settings[row.name]} has no effect, "
+                f"because {because}. Unset {row.variable}."
             )
             self.engine.fault(adapter.framework, error, adapter.effects)
 

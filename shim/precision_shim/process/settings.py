@@ -290,11 +290,9 @@ def resolve(
 ) -> Settings:
     """Combine arguments of ``install()``, variables and defaults into a process's settings.
 
-    Args:
-        features, frameworks, strict, settings: see ``install``.
-        known_frameworks: allowed names of frameworks; empty to allow any.
-        environ: the environment; ``None`` for the process's environment.
-        where: names for the arguments ``features``, ``frameworks`` and ``settings`` in messages.
+    ``known_frameworks`` are the allowed names; any name is allowed if it is empty. ``environ`` is
+    the environment, ``None`` for the process's. ``where`` names ``features``, ``frameworks`` and
+    ``settings`` in messages.
 
     Raises:
         SettingsError: an argument or a variable has an unknown name or an invalid value.

@@ -53,17 +53,6 @@ class Call:
             wrapper's seam has ``unbound=True``.
     """
 
-    __slots__ = (
-        "_args",
-        "_arguments",
-        "_binding",
-        "_kwargs",
-        "_taken",
-        "_twice",
-        "_wrapped",
-        "instance",
-    )
-
     def __init__(
         self, binding: Binding, wrapped: Any, instance: Any, args: Any, kwargs: Any
     ) -> None:
@@ -221,13 +210,8 @@ def around(
     """Call a bound method through a wrapper, as if a seam had patched the method.
 
     ``around`` is for a mixin that precedes a framework's class in a list of base classes.
-
-    Args:
-        function: the wrapper.
-        method: the bound method of the framework's class.
-        instance: the object that ``method`` is bound to.
-        args, kwargs: the caller's arguments.
-        positional: names of the method's first parameters, if a decorator hides them.
+    ``function`` is the wrapper, and ``method`` the framework's method, bound to ``instance``.
+    ``positional`` names the method's first parameters, if a decorator hides them.
     """
     name = f"{type(instance).__module__}:{type(instance).__qualname__}"
     source = Symbol(name, parameters=positional, positional=positional)

@@ -55,10 +55,9 @@ class _Fields:
 class Seam(_Fields):
     """The declaration that the shim patches one symbol of a framework for one feature.
 
-    Installer, uninstaller, status, documentation and tests all read ``Seam`` objects, which
-    ``seam`` makes. If the framework itself has the feature, there is no wrapper, and the adapter
-    calls ``Seam(...)``. An adapter also calls ``Seam(...)`` for a function that wraps different
-    symbols in different frameworks.
+    ``seam`` makes ``Seam`` objects. An adapter calls ``Seam(...)`` itself if the framework has the
+    feature, so that there is no wrapper, and for a function that wraps different symbols in
+    different frameworks.
 
     Attributes:
         target: the symbol, in the module that *defines* it, as ``"module:attribute"`` or
@@ -153,19 +152,14 @@ class Seam(_Fields):
         """
         if self.wrapper is None or self.replaces:
             return True
-        if kind == "":
-            return not (
-                inspect.iscoroutinefunction(self.wrapper)
-                or inspect.isgeneratorfunction(self.wrapper)
-            )
         if kind in ("staticmethod", "classmethod"):
             code = getattr(self.wrapper, "__code__", None)
             return self.unbound or code is None or not _mentions(code, "instance")
-        if kind == "coroutine":
-            return inspect.iscoroutinefunction(self.wrapper)
-        if kind == "generator":
-            return inspect.isgeneratorfunction(self.wrapper)
-        return False  # no function(call, ...) can wrap a class, property or context manager
+        if inspect.iscoroutinefunction(self.wrapper):
+            return kind == "coroutine"
+        if inspect.isgeneratorfunction(self.wrapper):
+            return kind == "generator"
+        return kind == ""  # no function(call, ...) can wrap a class, property or context manager
 
     @property
     def parameters(self) -> tuple[str, ...]:

@@ -24,9 +24,6 @@ class _BoundSeam(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
         make, of = self.__reduce_ex__(2)
         return self if make is resolve_name else make(*copy.deepcopy(of, memo))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self.__reduce_ex__(2)
-
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         target = self._self_parent._self_target
         owner = getattr(self.__wrapped__, "__self__", None)  # a classmethod's class
@@ -80,9 +77,6 @@ class SeamWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
 
     def __deepcopy__(self, memo: Any) -> SeamWrapper:
         return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self.__reduce_ex__(2)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return resolve_name, (self._self_target,)

@@ -169,14 +169,11 @@ class Report:
         """Return the report as dicts, lists, strings and numbers, for JSON."""
         return {
             "framework": self.framework,
-            "version": self.there.version,
+            **self.there.to_dict(),
             "tested": self.there.tested,
-            "state": self.there.state,
-            "reason": self.there.reason,
             "holds": dict(self.holds),
             "against": dict(self.against),
             "symbols": [asdict(symbol) for symbol in self.symbols],
-            "seams": [seam.to_dict() for seam in self.there.seams],
             "lost": self.lost(),
             "won": self.won(),
             "problems": list(self.problems),

@@ -216,13 +216,7 @@ def _framework(
         status, told = predict_status(entry, settings, _versions.version_of)
         problems += told
     frameworks[entry.framework] = status
-    return {
-        "version": status.version,
-        "tested": status.tested,
-        "state": status.state,
-        "reason": status.reason,
-        "seams": [seam.to_dict() for seam in status.seams],
-    }
+    return {**status.to_dict(), "tested": status.tested}
 
 
 def _limits(
