@@ -1,9 +1,8 @@
 """A finder that calls a function before or after the code of an imported module runs.
 
-The shim does not use ``wrapt.register_post_import_hook``, for three reasons. Importing wrapt takes
-17 to 65 ms, too long for Ray's agents, which also run this finder. A hook of wrapt that is
-registered while a ``find_spec`` searches for the hook's module is never called. This finder has
-``remove``; wrapt has no function that removes its finder.
+``wrapt.register_post_import_hook`` is not used: importing wrapt takes 17 to 65 ms, too long for
+Ray's agents, which also run this finder; a hook that is registered while a ``find_spec`` searches
+for the hook's module is never called; and wrapt's finder cannot be removed.
 """
 
 import sys

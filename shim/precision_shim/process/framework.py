@@ -72,9 +72,8 @@ class Checkpoints(_Record):
 class Adapter(_Record):
     """A framework's facts and table of seams; the one record that an adapter declares.
 
-    A record is small. The table of seams is imported only if the framework is imported: until
-    ``registry.load`` has imported ``place``, ``seams`` is empty. An adapter whose own module is
-    imported only then, such as a third party's, passes ``seams``.
+    The table of seams is imported only if the framework is imported: until ``registry.load`` has
+    imported ``place``, ``seams`` is empty. A third party's adapter passes ``seams``.
 
     Attributes:
         framework: the name that users write, such as ``"verl"``.
@@ -88,10 +87,9 @@ class Adapter(_Record):
             broken adapter; imports do not raise this error. The engine skips a function that the
             installed version lacks.
         paths: maps a group to what users call the part of the framework that the group patches,
-            such as ``{"fsdp": "FSDP engine"}``. A group that is not in ``paths`` is shown under its
-            own name. A group that only supports other groups has a name that ends in brackets, such
-            as ``"FSDP engine (metrics)"``. ``str(status())`` shows a name with brackets only if the
-            group was refused or the feature has no other group.
+            such as ``{"fsdp": "FSDP engine"}``. A group that only supports other groups has a name
+            that ends in brackets, such as ``"FSDP engine (metrics)"``, which ``str(status())``
+            shows only if the group was refused or the feature has no other group.
         place: ``"module:attribute"`` of ``seams``, or of a complete ``Adapter``, as an entry point
             names it.
         plan: the ``"module:function"`` that finds out a job's models from the launch command, for
@@ -103,8 +101,7 @@ class Adapter(_Record):
             reads subclasses of ``torch.optim.Optimizer``.
         checkpoint_readers: maps a kind of checkpoint files to the ``"module:function"`` that
             assigns their tensors to components.
-        by_name: whether the shim patches this framework only if the user names it. If
-            ``frameworks`` is unset, the shim patches only frameworks without ``by_name``.
+        by_name: whether the shim patches this framework only if the user names it.
     """
 
     framework: str

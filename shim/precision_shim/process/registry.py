@@ -1,10 +1,8 @@
 """The known adapters: our own from a table, third parties' from entry points.
 
 An entry point of the group ``precision_shim.adapters`` has the framework's name and refers to an
-``Adapter``. The table of our adapters is ``precision_shim_adapters.frameworks``; in
-``precision_shim`` only this module imports the table. In a worker the shim calls ``load`` only when
-one of the framework's packages is imported. ``records()`` imports third parties' adapters
-immediately. Start-up calls ``packages()``, so this module imports nothing slow at its top.
+``Adapter``. In ``precision_shim`` only this module imports the table of our adapters. Start-up calls
+``packages()``, so this module imports nothing slow at its top.
 """
 
 from .framework import Adapter, Backend, Checkpoints

@@ -15,9 +15,10 @@ from ..reporting import journal as _journal
 from ..reporting.record import FrameworkStatus, SeamStatus
 from ..reporting.text import Status
 from ..seams._engine import SeamEngine
-from . import carriers, standby
 from . import forks as _forks
 from . import settings as _settings
+from . import standby
+from .carriers import ray
 from .finders import Watcher
 from .framework import Adapter
 from .in_force import asked_for, offered
@@ -64,8 +65,7 @@ class _Session:
     def start(self) -> None:
         standby.stop()  # from here on, the session's own watcher waits for imports
         if self.fault is None:
-            for package in carriers.PACKAGES:
-                carriers.enter(package)
+            ray.enter()
         for entry in self.asked:
             if _current is not self:
                 return  # this is the child of a fork during an adapter's import
@@ -125,8 +125,8 @@ def install(
 ) -> Status:
     """Patch the installed RL frameworks in this process, now or as they are imported.
 
-    ``install`` is idempotent and thread-safe, and may be called before or after a framework is
-    imported. A second call with other arguments replaces the first installation.
+    ``install`` is idempotent and thread-safe. A second call with other arguments replaces the first
+    installation.
 
     Args:
         features: names of features, as a list or a comma-separated string; ``-name`` excludes a
@@ -245,7 +245,7 @@ def uninstall() -> None:
     global _current, _bad_start
     with _lock:
         standby.stop()
-        carriers.leave()
+        ray.leave()
         _bad_start = ""
         if _current is None:
             latest.clear()  # stop watch_updates(), which also works without install()

@@ -331,15 +331,16 @@ def resolve(
         else:
             values[name], origin[name] = row.default, "default"
 
-    chosen = parse_features(
-        features if features is not None else env.get(f"{PREFIX}_FEATURES", ""),
-        where["features"] if features is not None else f"{PREFIX}_FEATURES",
-    )
+    def asked(name: str, argument: str | Iterable[str] | None) -> tuple[str | Iterable[str], str]:
+        """Return the argument or else the variable, and its name in messages."""
+        variable = _variable(name)
+        return (env.get(variable, ""), variable) if argument is None else (argument, where[name])
+
+    chosen = parse_features(*asked("features", features))
     if features is not None:
         given[f"{PREFIX}_FEATURES"] = ",".join(chosen or [f"-{name}" for name in FEATURES])
 
-    raw = frameworks if frameworks is not None else env.get(f"{PREFIX}_FRAMEWORKS", "")
-    source = where["frameworks"] if frameworks is not None else f"{PREFIX}_FRAMEWORKS"
+    raw, source = asked("frameworks", frameworks)
     named = tuple(dict.fromkeys(_words(raw, source))) or None  # the user named none
     known = tuple(known_frameworks)
     for name in named or ():
@@ -349,8 +350,7 @@ def resolve(
                 f"{', '.join(sorted(known))}. Correct the list or unset it for all."
             )
     if frameworks is not None and (named or env.get(f"{PREFIX}_FRAMEWORKS", "").strip()):
-        # The user asked for all frameworks: empty the variable, because child processes read it
-        # too.
+        # An empty variable, which child processes read, means all frameworks.
         given[f"{PREFIX}_FRAMEWORKS"] = ",".join(named or ())
     return Settings(
         values=values,

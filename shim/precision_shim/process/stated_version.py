@@ -19,13 +19,7 @@ _PARTS = ("MAJOR", "MINOR", "PATCH", "PRE_RELEASE")
 
 
 def stated_version(distribution: str, package: str, folder: Path) -> str | None:
-    """Return the version that a package's source states, or ``None``; the source is not executed.
-
-    Args:
-        distribution: the package's distribution.
-        package: the package's name.
-        folder: the package's folder.
-    """
+    """Return the version that the source in a package's folder states, or ``None``."""
     root = folder.parents[package.count(".")]
     try:
         return next(find_written(root, distribution, package), None)

@@ -124,12 +124,8 @@ def compare(
 ) -> Likeness:
     """Compare the current ``Source``'s symbols with a recorded version's symbols.
 
-    Args:
-        record: the record.
-        distribution: the distribution of the symbols.
-        digests: each symbol's digest by ``"module:name"``; empty if the source lacks the symbol.
-        version: the recorded version; ``""`` for the most similar version, or the newest of several
-            equally similar versions.
+    ``digests`` has each symbol's digest, which is empty if the source lacks the symbol. With an
+    empty ``version`` the symbols are compared with the most similar version, the newest of several.
     """
     here = {target: digest for target, digest in digests.items() if digest}
     best = Likeness("", len(here))
@@ -161,12 +157,6 @@ def judge_version(
     There is a sentence for each distribution, of the framework or of a backend, whose version is
     not recorded, and with ``closely`` also for each whose code differs from its version's recorded
     code. A distribution without any recorded version has no sentence.
-
-    Args:
-        adapter: the framework's adapter.
-        version: the framework's version.
-        versions: function that returns the version of a backend's distribution.
-        closely: whether to compare code also where the version is recorded.
     """
     tested = plain(version) in adapter.tested
     told = [] if tested else [f"not among the tested versions: {', '.join(adapter.tested)}"]
@@ -201,10 +191,6 @@ def missed(adapter: Adapter, versions: Versions = version_of) -> Callable[[str],
     a symbol that upstream added later or removed earlier, the function returns ``""``. If the
     installed version is unknown, the function looks in the recorded version whose code equals the
     installed code, and returns ``""`` if there is no such version.
-
-    Args:
-        adapter: the adapter whose symbols may be missing.
-        versions: function that returns a distribution's version, like ``version_of``.
     """
     packages = {name: (package,) for package, name in shared().items()}
 

@@ -1,8 +1,4 @@
-"""Format the record of ``status()``: as one screen of text, and as a complete table.
-
-This module formats ``str(status())``, ``status().details()`` and ``precision-shim doctor``, so that
-all three use the same words.
-"""
+"""Format the record of ``status()``: one screen of text, a complete table, parts of the doctor."""
 
 from __future__ import annotations
 
@@ -246,14 +242,13 @@ def refusals(name: str, seams: Iterable[SeamStatus]) -> list[str]:
     A seam with ``refusal`` is left out, because it only reports that a feature is impossible.
     """
     seams = list(seams)
-    subjects: dict[str, dict[tuple[str, str], None]] = {}
-    features: dict[str, None] = {}
-    for seam in seams:
-        if seam.state == "refused" and not seam.refusal:
-            # One seam's reason may be several problems, joined by ``seams._plan.refusal``.
-            for reason in seam.reason.removeprefix(_WITH_OTHERS).split("; "):
-                subjects.setdefault(reason, {})[seam.path, seam.feature] = None
-            features[seam.feature] = None
+    broken = [seam for seam in seams if seam.state == "refused" and not seam.refusal]
+    features = dict.fromkeys(seam.feature for seam in broken)
+    subjects: dict[str, set[tuple[str, str]]] = {}
+    for seam in broken:
+        # One seam's reason may be several problems, joined by ``seams._plan.refusal``.
+        for reason in seam.reason.removeprefix(_WITH_OTHERS).split("; "):
+            subjects.setdefault(reason, set()).add((seam.path, seam.feature))
     reasons: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for reason, concerned in subjects.items():
         reasons.setdefault(tuple(sorted(concerned)), []).append(reason)

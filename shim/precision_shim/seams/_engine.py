@@ -2,9 +2,8 @@
 
 When the first target module of an adapter is imported, the engine checks all seams of the adapter
 against the source (``_plan``). In each group of seams the engine patches either all seams
-(``_sites``) or none. A seam whose module is not imported yet is patched when the module is
-imported. If an imported module differs from the checked source, the engine undoes all patches of
-the seam's group.
+(``_sites``), each when its module is imported, or none. If an imported module differs from the
+checked source, the engine undoes all patches of the seam's group.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Seam(_Fields):
             ``"module:Class.method"``.
         feature: the feature that needs the seam.
         wrapper: the function that wraps the symbol, called as ``function(call, ...)``; see
-            ``Call``. ``wrapper`` is ``None`` if the framework has the feature itself.
+            ``Call``. ``None`` if the framework has the feature itself.
         why: why the shim patches this symbol and not another.
         upstream: link to the discussion upstream, or empty.
         delete_when: when this seam can be deleted.
@@ -79,17 +79,15 @@ class Seam(_Fields):
         refusal: why the feature is impossible at this symbol. With ``refusal``, the wrapper only
             reports the reason, or in strict mode raises an error, when the symbol is called.
         replaces: whether ``wrapper`` is called with the symbol's value and returns a replacement,
-            which is in place until ``uninstall()``. ``replaces`` is for a symbol that is used
-            without being called, such as a class that a decorator has turned into another object.
+            which is in place until ``uninstall()``; for a symbol that is used without being called,
+            such as a class that a decorator has turned into another object.
         only_if: conditions that the source must meet. ``"module"`` and ``"module:attribute"`` must
             exist; for ``"module:attribute mentions name"``, the symbol's source must contain
-            ``name``. ``status()`` shows a seam with an unmet condition only if no other seam finds
-            the symbol. Conditions are tested at the framework's import, never earlier.
+            ``name``. Conditions are tested at the framework's import, never earlier.
         unless: conditions in the form of ``only_if``; the seam is left out if any of them is met.
         unbound: must be true if the symbol is a classmethod or a staticmethod and ``wrapper`` reads
-            ``call.instance``, which is then the class or ``None``. Without ``unbound=True`` the
-            shim refuses the seam, because upstream may have turned a method into a class- or
-            staticmethod.
+            ``call.instance``, which is then the class or ``None``. Otherwise the shim refuses the
+            seam, because upstream may have turned a method into a class- or staticmethod.
     """
 
     target: str
@@ -146,9 +144,7 @@ class Seam(_Fields):
     def fits(self, kind: str) -> bool:
         """Whether the wrapper can wrap a symbol of this kind; see ``Symbol.kind``.
 
-        A plain wrapper of a coroutine or generator would return before the wrapped body runs. A
-        coroutine or generator around a plain function would return an object that no caller awaits
-        or iterates over.
+        A plain wrapper of a coroutine or generator would return before the wrapped body runs.
         """
         if self.wrapper is None or self.replaces:
             return True
@@ -218,9 +214,8 @@ def seam(target: str = "", feature: Any = (), *, at: Any = (), **fields: Any) ->
     Args:
         target: see ``Seam``.
         feature: the feature that needs the seam, or several features, which share one wrapper.
-        at: several symbols; their seams are made in the same order. Each entry of ``at`` is a
-            target, or a mapping of arguments of ``seam`` for this symbol alone. Arguments that the
-            mapping lacks are taken from the declaration.
+        at: several symbols: targets, or mappings of arguments of ``seam`` for this symbol alone.
+            Arguments that the mapping lacks are taken from the declaration.
         fields: see ``Seam``.
 
     Raises:

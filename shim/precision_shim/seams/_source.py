@@ -86,9 +86,9 @@ def looking_at(source: Source) -> Iterator[None]:
 def find_spec(name: str) -> ModuleSpec | None:
     """Find a module's spec without importing its parents (``importlib.util`` imports them).
 
-    Our finders are skipped, because a lookup must not load an adapter. Finders of wrapt, or of
-    another package's copy of wrapt, are skipped because they find no module themselves. wrapt's
-    finders would also import the parents, and drop the hooks of a module that a parent imports.
+    Our finders are skipped, because a lookup must not load an adapter. wrapt's finders, which find
+    no module themselves, are skipped because they would import the parents, and drop the hooks of a
+    module that a parent imports.
     """
     path: Sequence[str] | None = None
     spec: ModuleSpec | None = None
@@ -207,10 +207,7 @@ def _describe(target: str, tree: ast.Module, parts: list[str]) -> Symbol:
 
 
 def _kind(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    decorators = {
-        ast.unparse(decorator).partition("(")[0].rpartition(".")[2]
-        for decorator in node.decorator_list
-    }
+    decorators = _decorators(node)
     if decorators & _PROPERTIES:
         return "property"
     if decorators & _CONTEXTS:
@@ -253,10 +250,13 @@ def _member(scope: ast.AST, name: str) -> ast.AST | None:
 
 
 def _is_dataclass(node: ast.AST) -> bool:
-    if not isinstance(node, ast.ClassDef):
-        return False
-    heads = (d.func if isinstance(d, ast.Call) else d for d in node.decorator_list)
-    return any((getattr(h, "id", None) or getattr(h, "attr", None)) == "dataclass" for h in heads)
+    return isinstance(node, ast.ClassDef) and "dataclass" in _decorators(node)
+
+
+def _decorators(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> set[str]:
+    """Return the last parts of the decorators' names, such as ``"wraps"``."""
+    names = (ast.unparse(decorator).partition("(")[0] for decorator in node.decorator_list)
+    return {name.rpartition(".")[2] for name in names}
 
 
 def _fields(node: ast.AST, tree: ast.Module) -> tuple[str, ...]:
