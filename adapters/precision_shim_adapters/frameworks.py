@@ -222,8 +222,7 @@ TORCHTITAN = _ours(
     effects=("torchtitan.components.optimizer.optimizer:OptimizersContainer.__init__",),
     plan="precision_shim_tools.plan.torchtitan:plan_job",
     checkpoints=Checkpoints(
-        steps=r"step-(\d+)",
-        resuming={"dcp": "precision_shim_tools.checkpoint.torchtitan:dcp"},
+        steps=r"step-(\d+)", resuming={"dcp": "precision_shim_tools.checkpoint.torchtitan:dcp"}
     ),
 )
 
@@ -255,20 +254,14 @@ SLIME = _ours(
     "slime",
     paths={**MEGATRON_PATHS, "megatron": "trainer"},
     tested=("0.3.1",),
-    checkpoints=Checkpoints(
-        steps=r"iter_(\d+)",
-        resuming={"megatron": FLAGS_RESUME},
-    ),
+    checkpoints=Checkpoints(steps=r"iter_(\d+)", resuming={"megatron": FLAGS_RESUME}),
 )
 
 MILES = _ours(
     "miles",
     paths={**MEGATRON_PATHS, "megatron": "trainer"},
     tested=("0.1.0",),
-    checkpoints=Checkpoints(
-        steps=r"iter_(\d+)",
-        resuming={"megatron": FLAGS_RESUME},
-    ),
+    checkpoints=Checkpoints(steps=r"iter_(\d+)", resuming={"megatron": FLAGS_RESUME}),
 )
 
 AREAL = _ours(
@@ -307,15 +300,4 @@ ANY_MEGATRON = _ours(
 """Any job on Megatron-core. ``PRECISION_SHIM_FRAMEWORKS=all`` does not include this record, because
 otherwise the shim would patch Megatron in every process that imports Megatron."""
 
-FRAMEWORKS = (
-    VERL,
-    SKYRL,
-    NEMO_RL,
-    TORCHTITAN,
-    AREAL,
-    MS_SWIFT,
-    ROLL,
-    SLIME,
-    MILES,
-    ANY_MEGATRON,
-)
+FRAMEWORKS = (VERL, SKYRL, NEMO_RL, TORCHTITAN, AREAL, MS_SWIFT, ROLL, SLIME, MILES, ANY_MEGATRON)

@@ -1,8 +1,7 @@
 """Compute a digest of a symbol's code that does not depend on comments or the Python version.
 
-This module hashes every node of the syntax tree with those fields that affect the code's behaviour.
-``ast.dump`` cannot be used, because it differs between Python versions. Positions, docstrings and
-annotations are not hashed, because they differ between releases that behave alike.
+It hashes the fields of the syntax tree that affect behaviour, not positions, docstrings and
+annotations. ``ast.dump`` differs between Python versions.
 """
 
 from __future__ import annotations

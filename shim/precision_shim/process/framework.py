@@ -1,8 +1,7 @@
 """Records of facts about a framework, and about a backend that several frameworks share.
 
-Every process that imports a framework or Ray, such as Ray's agents, first imports this module. This
-module therefore imports nothing at its top, not even ``dataclasses`` or ``typing``, whose import
-takes 10 to 25 ms.
+Every process that imports a framework or Ray, such as Ray's agents, first imports this module, so
+it imports nothing at its top, not even ``dataclasses`` or ``typing``, which take 10 to 25 ms.
 """
 
 TYPE_CHECKING = False
@@ -83,9 +82,8 @@ class Adapter(_Record):
         seams: the table of seams that ``collect`` makes; of several seams on one target the first
             is the innermost wrapper.
         effects: functions that build an optimizer or a DDP, as ``"module:attribute"``. In strict
-            mode, calls of the functions in ``effects`` raise the error of a refused seam or of a
-            broken adapter; imports do not raise this error. The engine skips a function that the
-            installed version lacks.
+            mode their calls, and not imports, raise the error of a refused seam or of a broken
+            adapter. The engine skips a function that the installed version lacks.
         paths: maps a group to what users call the part of the framework that the group patches,
             such as ``{"fsdp": "FSDP engine"}``. A group that only supports other groups has a name
             that ends in brackets, such as ``"FSDP engine (metrics)"``, which ``str(status())``
@@ -97,8 +95,7 @@ class Adapter(_Record):
         checkpoints: the names of the framework's checkpoints, and the functions that predict if a
             resume is exact, for ``precision-shim checkpoint``.
         audit_readers: maps the top-level package of an optimizer's class to the
-            ``"module:function"`` that reads the package's optimizers for the audit. The shim itself
-            reads subclasses of ``torch.optim.Optimizer``.
+            ``"module:function"`` that reads the package's optimizers for the audit.
         checkpoint_readers: maps a kind of checkpoint files to the ``"module:function"`` that
             assigns their tensors to components.
         by_name: whether the shim patches this framework only if the user names it.

@@ -1,8 +1,8 @@
 """The known adapters: our own from a table, third parties' from entry points.
 
 An entry point of the group ``precision_shim.adapters`` has the framework's name and refers to an
-``Adapter``. In ``precision_shim`` only this module imports the table of our adapters. Start-up calls
-``packages()``, so this module imports nothing slow at its top.
+``Adapter``. In ``precision_shim`` only this module imports the table of our adapters. Start-up
+calls ``packages()``, so this module imports nothing slow at its top.
 """
 
 from .framework import Adapter, Backend, Checkpoints
@@ -95,15 +95,13 @@ def _find_fault(checkpoints: object) -> str:
 
 
 _said: "dict[tuple[str, ...], dict[str, Adapter]]" = {}
-"""Caches, for each ``sys.path``, the complete records of third parties' frameworks. The audit reads
-the records once per optimizer, and reading all entry points takes 10 to 50 ms."""
+"""Caches third parties' records for each ``sys.path``: the audit reads them once per optimizer."""
 
 
 def records() -> "dict[str, Adapter]":
     """Load third parties' adapters, and return complete records of all known frameworks.
 
-    If an adapter cannot be loaded, its record contains only the data of the entry point, and
-    ``precision-shim doctor`` reports the error.
+    The record of an adapter that cannot be loaded contains only the data of the entry point.
     """
     import sys
     from contextlib import suppress
@@ -130,12 +128,7 @@ def packages() -> "set[str]":
     """Return the packages whose import loads one of our adapters if the user named no framework."""
     from precision_shim_adapters.frameworks import FRAMEWORKS
 
-    return {
-        package
-        for framework in FRAMEWORKS
-        if not framework.by_name
-        for package in framework.packages
-    }
+    return {package for known in FRAMEWORKS if not known.by_name for package in known.packages}
 
 
 def by_name() -> "set[str]":

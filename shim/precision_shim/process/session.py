@@ -276,13 +276,10 @@ def status() -> Status:
     with _lock:
         if standby.waiting():
             start()  # PRECISION_SHIM is set, but no framework was imported yet
-        notes = list(_left_behind)
         session = _current
-        if _bad_start:
-            notes.insert(0, _bad_start)
+        why = _bad_start or (_why_off() if session is None else "")
+        notes = [why, *_left_behind] if why else list(_left_behind)
         if session is None:
-            if not _bad_start:
-                notes.insert(0, _why_off())
             return Status(enabled=False, decisions=_journal.decisions(), notes=tuple(notes))
         settings = session.settings
         notes += latest.problems()
@@ -365,10 +362,8 @@ def _framework(session: _Session, name: str, entry: Adapter) -> FrameworkStatus:
 
 def _summary(seams: Iterable[SeamStatus]) -> str:
     states = {seam.state for seam in seams}
-    for state in ("wrapped", "refused", "pending", "native", "off"):
-        if state in states:
-            return state
-    return "absent"
+    order = ("wrapped", "refused", "pending", "native", "off")
+    return next((state for state in order if state in states), "absent")
 
 
 def _retire(session: _Session) -> None:

@@ -139,7 +139,6 @@ class Settings:
     """The settings in force in this process, and the origin of each value.
 
     Attributes:
-        values: the parsed value of every setting, by name.
         origin: maps a setting's name to ``"argument"``, ``"variable"`` or ``"default"``.
         features: names of the features in force.
         frameworks: the frameworks that the user named; ``None`` if the user named none.

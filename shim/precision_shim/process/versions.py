@@ -16,9 +16,9 @@ Versions = Callable[[str, Iterable[str]], "str | None"]
 def version_of(distribution: str, packages: Iterable[str]) -> str | None:
     """Return the version of the package that this process would import, without importing it.
 
-    The version is read from the distribution's metadata. If the metadata is absent or belongs to
-    another copy of the package, the package's source is read. Returns ``"unknown"`` if metadata and
-    source state no version, and ``None`` if neither metadata nor package is found.
+    If the distribution's metadata is absent or of another copy of the package, the package's source
+    is read. Returns ``"unknown"`` if metadata and source state no version, and ``None`` if neither
+    metadata nor package is found.
     """
     from importlib.metadata import PackageNotFoundError
     from importlib.metadata import distribution as installed

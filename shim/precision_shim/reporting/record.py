@@ -1,7 +1,4 @@
-"""The parts of the record that ``status()`` returns: the shim's patches and choices.
-
-The module ``text`` has the record itself, and formats it.
-"""
+"""The parts of the record that ``status()`` returns: the shim's patches and choices."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ _COLUMN = 25  # The column at which the text after a feature's name begins.
 _LEAST = 6  # Minimum number of lines for decisions, however long the problems are.
 _AUDITS = 5  # Maximum number of lines for audits.
 _MORE = "status().details()"
+_LABELS = ("on: ", "", "why: ", "upstream: ", "delete when: ")
 _WITH_OTHERS = "refused whole, because: "  # prefix of a reason caused by another seam
 
 AT_WORK = ("pending", "partly pending", "wrapped", "partly", "native")
@@ -48,7 +49,6 @@ class Status:
     """A snapshot of the shim in this process.
 
     ``str()`` fits on a screen: with one framework in use, at most 40 lines of 80 columns.
-    ``details()`` contains everything.
 
     Attributes:
         enabled: whether the shim is installed in this process.
@@ -84,38 +84,53 @@ class Status:
 
     def details(self) -> str:
         """Return the whole record as a table: every setting, every seam, every decision."""
-        return table(self)
+        lines = [_headline(self)]
+        if self.enabled:
+            lines += fold(f"features: {', '.join(self.features) or 'none'}", 0, 2)
+            settings = (
+                f"{name}={value}{' (set)' if name in self.given else ''}"
+                for name, value in self.settings.items()
+            )
+            lines += fold(f"settings: {', '.join(settings)}", 0, 2)
+        for name, told in self.frameworks.items():
+            lines += ["", *fold(headline(name, told), 0, 2)]
+            lines += fold(told.reason, 2, 2)
+            lines += seams(told.seams)
+        if self.decisions:
+            lines += ["", "decisions"]
+            for decision in self.decisions:
+                lines += fold(str(decision), 2, 4)
+        for audit in self.audit:
+            lines += ["", str(audit)]
+        for note in self.notes:
+            lines += ["", *fold(note, 0, 0)]
+        return "\n".join(lines)
 
     def __str__(self) -> str:
-        return screen(self)
+        lines = [_headline(self)]
+        if self.enabled and self.given:
+            given = (f"{name}={self.settings[name]}" for name in self.given)
+            lines += fold(f"set: {', '.join(given)}", 0, 2)
+        for name, told in self.frameworks.items():
+            if told.state not in ("absent", "off"):
+                lines += ["", *framework(name, told, self.features)]
+        lines += left_out(self.frameworks)
+        if self.audit:
+            audits = [fold(f"{audit.headline}: {audit.brief()}", 2, 4) for audit in self.audit]
+            lines += ["", "audit", *_fit(audits, _AUDITS)]
 
-
-def screen(status: Status) -> str:
-    """Return the record as text for one screen of 80 columns."""
-    lines = [_headline(status)]
-    given = {name: status.settings[name] for name in status.given if name in status.settings}
-    if status.enabled and given:
-        lines += fold("set: " + ", ".join(f"{k}={v}" for k, v in given.items()), 0, 2)
-    for name, told in status.frameworks.items():
-        if told.state not in ("absent", "off"):
-            lines += ["", *framework(name, told, status.features)]
-    lines += left_out(status.frameworks)
-    if status.audit:
-        audits = [fold(f"{audit.headline}: {audit.brief()}", 2, 4) for audit in status.audit]
-        lines += ["", "audit", *_fit(audits, _AUDITS)]
-
-    wrong = [fold(text, 2, 4) for text in _problems(status)]
-    decided = [fold(str(decision), 2, 4) for decision in status.decisions]
-    room = SCREEN - len(lines)
-    for_decisions = _length(decided) + 2 if decided else 0
-    for_problems = _length(wrong) + 2 if wrong else 0
-    if for_decisions + for_problems > room:
-        for_problems = min(for_problems, max(room - min(for_decisions, _LEAST), 4))
-    if decided:
-        lines += ["", "decisions", *_decisions(status.decisions, room - for_problems - 2)]
-    if wrong:
-        lines += ["", "what is wrong, and what to do", *_fit(wrong, for_problems - 2)]
-    return "\n".join(lines)
+        wrong = [fold(text, 2, 4) for text in _problems(self)]
+        decided = [fold(str(decision), 2, 4) for decision in self.decisions]
+        room = SCREEN - len(lines)
+        for_decisions = _length(decided) + 2 if decided else 0
+        for_problems = _length(wrong) + 2 if wrong else 0
+        if for_decisions + for_problems > room:
+            for_problems = min(for_problems, max(room - min(for_decisions, _LEAST), 4))
+        if decided:
+            lines += ["", "decisions", *_decisions(self.decisions, room - for_problems - 2)]
+        if wrong:
+            lines += ["", "what is wrong, and what to do", *_fit(wrong, for_problems - 2)]
+        return "\n".join(lines)
 
 
 def left_out(frameworks: Mapping[str, FrameworkStatus]) -> list[str]:
@@ -125,31 +140,6 @@ def left_out(frameworks: Mapping[str, FrameworkStatus]) -> list[str]:
         names = ", ".join(name for name, told in frameworks.items() if told.state == state)
         lines += fold(f"{words}: {names}", 0, 2) if names else []
     return ["", *lines] if lines else []
-
-
-def table(status: Status) -> str:
-    """Return the whole record as text: every setting, seam and decision."""
-    lines = [_headline(status)]
-    if status.enabled:
-        lines += fold(f"features: {', '.join(status.features) or 'none'}", 0, 2)
-        settings = (
-            f"{name}={value}{' (set)' if name in status.given else ''}"
-            for name, value in status.settings.items()
-        )
-        lines += fold(f"settings: {', '.join(settings)}", 0, 2)
-    for name, told in status.frameworks.items():
-        lines += ["", *fold(headline(name, told), 0, 2)]
-        lines += fold(told.reason, 2, 2)
-        lines += seams(told.seams)
-    if status.decisions:
-        lines += ["", "decisions"]
-        for decision in status.decisions:
-            lines += fold(str(decision), 2, 4)
-    for audit in status.audit:
-        lines += ["", str(audit)]
-    for note in status.notes:
-        lines += ["", *fold(note, 0, 0)]
-    return "\n".join(lines)
 
 
 def headline(name: str, status: FrameworkStatus, *, ahead: bool = False) -> str:
@@ -289,13 +279,8 @@ def seams(known: Sequence[SeamStatus], shown: Mapping[str, str] | None = None) -
             if seam.feature != feature:
                 continue
             yield from fold(f"{words.get(seam.state, seam.state):<8} {seam.target}", 4, 6)
-            for label, text in (
-                ("on: ", seam.path),
-                ("", seam.reason),
-                ("why: ", seam.why),
-                ("upstream: ", seam.upstream),
-                ("delete when: ", seam.delete_when),
-            ):
+            texts = (seam.path, seam.reason, seam.why, seam.upstream, seam.delete_when)
+            for label, text in zip(_LABELS, texts, strict=True):
                 if text:
                     yield from fold(label + text, 13, 15)
 
@@ -338,8 +323,10 @@ def _fit(
     while kept and _length(kept) + bool(left_out or len(kept) < len(blocks)) > room:
         kept.pop()
     if not kept:  # the first block alone is too long: show its beginning
-        first = blocks[0][: room - 1]
-        kept = [first[:-1] + _cut(first[-1])]
+        *first, line = blocks[0][: room - 1]
+        if len(line) + 4 > WIDTH and " " in line.strip():
+            line = line[: line.rindex(" ")]
+        kept = [[*first, f"{line} ..."]]
     more = left_out + len(blocks) - len(kept)
     lines = [line for block in (kept[::-1] if turn else kept) for line in block]
     if more:
@@ -347,12 +334,6 @@ def _fit(
     elif len(kept) == 1 and kept[0] != blocks[0]:
         lines.append(f"  the rest: {_MORE}")
     return lines
-
-
-def _cut(line: str) -> list[str]:
-    if len(line) + 4 > WIDTH and " " in line.strip():
-        line = line[: line.rindex(" ")]
-    return [f"{line} ..."]
 
 
 def _length(blocks: Iterable[Sequence[str]]) -> int:

@@ -1,7 +1,4 @@
-"""Call a wrapper with a ``Call`` and with the symbol's arguments that the wrapper reads.
-
-``prepare`` reads a symbol's signature once, when the symbol is patched, not at each call.
-"""
+"""Call a wrapper with a ``Call`` and with the symbol's arguments that the wrapper reads."""
 
 from __future__ import annotations
 

@@ -39,10 +39,9 @@ class _Known:
 
 
 class SeamEngine:
-    """Patches the seams of adapters, and undoes the patches.
+    """Patches the seams of adapters, and undoes the patches; thread-safe.
 
-    Thread-safe. A seam engine raises no error within an import, but passes every error to
-    ``on_fault``.
+    It raises no error within an import, but passes every error to ``on_fault``.
     """
 
     def __init__(
@@ -153,9 +152,7 @@ class SeamEngine:
     def _on_arrival(self, module: str) -> None:
         done: set[str] = set()
         while True:
-            # First wrap the functions in ``effects``, which in strict mode raise any error of
-            # patching.
-            self._trip(module)
+            self._trip(module)  # first, because its functions raise any error of patching
             # Patching may import a framework and so add an adapter: search ``_known`` again.
             framework = next((name for name in self._known if name not in done), None)
             if framework is None:
@@ -174,8 +171,7 @@ class SeamEngine:
             known.rows = plan.rows
             for group, problems in plan.refused.items():
                 self._refuse(group, problems)
-        # Apply all pending seams, not only this module's: the watcher does not report an import
-        # that another thread began before the watcher started.
+        # Not only this module's: the watcher misses imports that began before it started.
         for row in known.rows if known.checked else ():
             if (
                 self._live

@@ -26,8 +26,6 @@ class Row:
     """One seam of an adapter, and the seam's state, which the seam engine updates.
 
     Attributes:
-        group: the seam's group, which is patched or refused as a whole.
-        seam: the adapter's declaration.
         state: one of ``STATES``; ``pending`` means that the seam is still to be patched.
         reason: why the seam has this state; may be empty.
         symbol: the symbol's description from its source; empty before the check.
@@ -140,8 +138,8 @@ def _find_moved(
 ) -> Iterator[Row]:
     """Yield a ``Row`` for each seam with an unmet condition whose symbol no other seam finds.
 
-    With ``only_if`` and ``unless`` an adapter declares a symbol's places in different versions. If
-    no seam finds the symbol, the symbol's group must be refused, not patched without the symbol.
+    Conditions tell a symbol's places in different versions. If no seam finds the symbol, its group
+    must be refused, not patched without the symbol.
     """
     on = frozenset(features)
     stand = {id(row.seam) for row in rows}
@@ -164,8 +162,8 @@ def _refuse_halves(
 ) -> None:
     """Add a problem for each group of seams that lost a module upstream but has other symbols.
 
-    Without the problem, the shim would patch only the symbols that are left. No problem is added if
-    no version had the optional module, or if upstream removed all of the group's symbols.
+    No problem is added if no version had the optional module, or if upstream removed all of the
+    group's symbols.
     """
     stays = {row.group for row in rows if row.state == "pending" and not row.seam.refusal}
     for row in rows:

@@ -208,9 +208,6 @@ def seam(target: str = "", feature: Any = (), *, at: Any = (), **fields: Any) ->
             why="both step here",
         )
 
-    If two functions in a module wrap the same target, the function that is defined first is the
-    inner wrapper.
-
     Args:
         target: see ``Seam``.
         feature: the feature that needs the seam, or several features, which share one wrapper.
@@ -257,11 +254,11 @@ _Source = ModuleType | Callable[..., Any] | Seam | Iterable[Any]
 
 
 def collect(*sources: _Source) -> tuple[Seam, ...]:
-    """Make an adapter's table of seams.
+    """Make an adapter's table of seams, of which the first of a target is the innermost wrapper.
 
     Args:
         sources: modules (their marked functions, in order of definition), functions, ``Seam``
-            objects, or lists of these. The first seam of a target is the innermost wrapper.
+            objects, or lists of these.
 
     Raises:
         SeamError: a module or a function declares no seam.

@@ -170,8 +170,7 @@ class Sites:
     def reach_copies(self) -> None:
         """Replace old values of symbols in modules that copied them (``from ... import``).
 
-        Call ``reach_copies`` once for all changed symbols, because it reads every name of every
-        module. Old values to which nothing refers are skipped.
+        Call this once for all changed symbols, because it reads every name of every module.
         """
         gone = {key: self._displaced[key] for key in _find_held(self._displaced)}
         if gone:
@@ -212,8 +211,7 @@ def _sweep(gone: Mapping[int, tuple[Any, Any]]) -> None:
     """Replace each old value in ``gone`` by its new value, in all modules."""
     for module in list(sys.modules.values()):
         names = _contents(module)
-        # Most modules contain no old value, and comparing ids is 20 times faster than the loop
-        # below.
+        # Most modules contain no old value, and comparing ids is 20 times faster than the loop.
         if gone.keys().isdisjoint(map(id, list(names.values()))):
             continue
         for name, value in list(names.items()):

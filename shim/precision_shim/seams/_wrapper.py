@@ -56,10 +56,8 @@ class SeamWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         plain = instance is None and isinstance(self.__wrapped__, FunctionType)
         if not (static or plain):
             return super().__get__(instance, owner)
-        # ``Class.method`` must be the same object at each access, as a plain function is. Ray
-        # treats ``Class.method`` as a function when Ray lists an actor's methods. If the function's
-        # name refers to another object, cloudpickle pickles the function by value, without our
-        # wrapper.
+        # ``Class.method`` must be the same object at each access, as a plain function is: if its
+        # name refers to another object, cloudpickle pickles it by value, without our wrapper.
         if self._self_unbound is None:
             self._self_unbound = super().__get__(None, self._definer(owner))
         return self._self_unbound

@@ -20,7 +20,7 @@ from precision_shim.seams._source import Reader, Source, installed
 if TYPE_CHECKING:
     from precision_shim.process.stated_version import Root
 
-_BENEATH = ("", "src", "python", "lib/python3*/site-packages", "Lib/site-packages")
+_BENEATH = ("src", "python", "lib/python3*/site-packages", "Lib/site-packages")
 """Subfolders of a folder, a checkout or a virtual environment that may contain packages."""
 
 
@@ -44,13 +44,11 @@ class Tree:
     """The packages of a wheel or a folder.
 
     Attributes:
-        path: the path that was opened.
         complete: whether the tree is a whole environment (a site-packages folder). A module that a
             complete tree lacks counts as not found, even if the module is installed.
     """
 
-    def __init__(self, path: Path, root: Root, top: Root) -> None:
-        self.path = path
+    def __init__(self, root: Root, top: Root) -> None:
         self._root = root
         self._metadata = dict(_distributions(top))
         self.complete = isinstance(root, Path) and any(
@@ -128,22 +126,18 @@ def open_tree(path: Path, packages: tuple[str, ...]) -> Tree:
     looked_for = f"Looked for: {', '.join(packages)}."
     if not path.exists():
         raise SourceError(f"{path} does not exist. {looked_for}")
+    roots: list[Root] = []
     if path.is_file():
-        wheel = _roots_of_wheel(path)
-        for part in wheel:
-            tree = Tree(path, part, wheel[0])
-            if any(tree.has(package) for package in packages):
-                return tree
-        raise SourceError(f"{path} holds no framework. {looked_for}")
-    inner = [place for part in _BENEATH for place in sorted(path.glob(part) if part else [path])]
-    roots = [folder for folder in inner if folder.is_dir()]
-    # If the path is a package's own folder, the root is its parent folder.
-    roots += [above for above in (path.resolve().parent,) if (path / "__init__.py").is_file()]
+        where = ""
+        roots += _roots_of_wheel(path)
+    else:
+        where = ", neither in itself nor in src, python or lib/python3*/site-packages"
+        inner = [path, *(place for part in _BENEATH for place in sorted(path.glob(part)))]
+        roots += (folder for folder in inner if folder.is_dir())
+        if (path / "__init__.py").is_file():  # a package's own folder
+            roots.append(path.resolve().parent)
     for root in roots:
-        tree = Tree(path, root, root)
+        tree = Tree(root, roots[0] if path.is_file() else root)
         if any(tree.has(package) for package in packages):
             return tree
-    raise SourceError(
-        f"{path} holds no framework, neither in itself nor in src, python or lib/python3*/"
-        f"site-packages. {looked_for}"
-    )
+    raise SourceError(f"{path} holds no framework{where}. {looked_for}")
