@@ -6,6 +6,10 @@ the frameworks' package names. ``precision_shim.process.framework`` explains the
 
 from precision_shim.process.framework import Adapter, Backend, Checkpoints, Config
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
 MEGATRON_EFFECTS = (
     "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
     "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__",
@@ -70,11 +74,16 @@ FLAGS_RESUME = "precision_shim_tools.checkpoint.megatron:predict_by_flags"
 """Predicts how a trainer with Megatron's own flags resumes."""
 
 
-VERL = Adapter(
-    framework="verl",
-    distribution="verl",
-    packages=("verl",),
-    place="precision_shim_adapters.verl.adapter:SEAMS",
+def _ours(framework: str, **facts: "Any") -> Adapter:
+    """Return the record of an adapter of ours, which lies in a folder with the framework's name."""
+    name = framework.replace("-", "_")
+    place = f"precision_shim_adapters.{name}.adapter:SEAMS"
+    facts = {"packages": (name,), "effects": MEGATRON_EFFECTS, **facts}
+    return Adapter(framework, facts.pop("distribution", framework), place=place, **facts)
+
+
+VERL = _ours(
+    "verl",
     paths={
         **MEGATRON_PATHS,
         "offload": "Megatron (offload of states)",
@@ -123,11 +132,8 @@ VERL = Adapter(
     ),
 )
 
-SKYRL = Adapter(
-    framework="skyrl",
-    distribution="skyrl",
-    packages=("skyrl",),
-    place="precision_shim_adapters.skyrl.adapter:SEAMS",
+SKYRL = _ours(
+    "skyrl",
     paths={
         **MEGATRON_PATHS,
         "offload": "Megatron (offload of states)",
@@ -161,11 +167,8 @@ SKYRL = Adapter(
     ),
 )
 
-NEMO_RL = Adapter(
-    framework="nemo-rl",
-    distribution="nemo-rl",
-    packages=("nemo_rl",),
-    place="precision_shim_adapters.nemo_rl.adapter:SEAMS",
+NEMO_RL = _ours(
+    "nemo-rl",
     paths={
         **MEGATRON_PATHS,
         "megatron": "Megatron workers",
@@ -201,11 +204,8 @@ NEMO_RL = Adapter(
 TITAN_PRETRAINING = "pretraining"
 """The group of the seams on torchtitan's ``Trainer``, which verl's engine builds, too."""
 
-TORCHTITAN = Adapter(
-    framework="torchtitan",
-    distribution="torchtitan",
-    packages=("torchtitan",),
-    place="precision_shim_adapters.torchtitan.adapter:SEAMS",
+TORCHTITAN = _ours(
+    "torchtitan",
     paths={
         "rl": "RL trainer",
         "weights audit": "RL trainer (audit of the weights to the generators)",
@@ -222,16 +222,12 @@ TORCHTITAN = Adapter(
     effects=("torchtitan.components.optimizer.optimizer:OptimizersContainer.__init__",),
     plan="precision_shim_tools.plan.torchtitan:plan_job",
     checkpoints=Checkpoints(
-        steps=r"step-(\d+)",
-        resuming={"dcp": "precision_shim_tools.checkpoint.torchtitan:dcp"},
+        steps=r"step-(\d+)", resuming={"dcp": "precision_shim_tools.checkpoint.torchtitan:dcp"}
     ),
 )
 
-ROLL = Adapter(
-    framework="roll",
-    distribution="roll",
-    packages=("roll",),
-    place="precision_shim_adapters.roll.adapter:SEAMS",
+ROLL = _ours(
+    "roll",
     paths={
         **MEGATRON_PATHS,
         "megatron": "Megatron",
@@ -254,53 +250,33 @@ ROLL = Adapter(
     checkpoint_readers={"megatron": "precision_shim_tools.checkpoint.roll:fill_part"},
 )
 
-SLIME = Adapter(
-    framework="slime",
-    distribution="slime",
-    packages=("slime",),
-    place="precision_shim_adapters.slime.adapter:SEAMS",
+SLIME = _ours(
+    "slime",
     paths={**MEGATRON_PATHS, "megatron": "trainer"},
     tested=("0.3.1",),
-    effects=MEGATRON_EFFECTS,
-    checkpoints=Checkpoints(
-        steps=r"iter_(\d+)",
-        resuming={"megatron": FLAGS_RESUME},
-    ),
+    checkpoints=Checkpoints(steps=r"iter_(\d+)", resuming={"megatron": FLAGS_RESUME}),
 )
 
-MILES = Adapter(
-    framework="miles",
-    distribution="miles",
-    packages=("miles",),
-    place="precision_shim_adapters.miles.adapter:SEAMS",
+MILES = _ours(
+    "miles",
     paths={**MEGATRON_PATHS, "megatron": "trainer"},
     tested=("0.1.0",),
-    effects=MEGATRON_EFFECTS,
-    checkpoints=Checkpoints(
-        steps=r"iter_(\d+)",
-        resuming={"megatron": FLAGS_RESUME},
-    ),
+    checkpoints=Checkpoints(steps=r"iter_(\d+)", resuming={"megatron": FLAGS_RESUME}),
 )
 
-AREAL = Adapter(
-    framework="areal",
-    distribution="areal",
-    packages=("areal",),
-    place="precision_shim_adapters.areal.adapter:SEAMS",
+AREAL = _ours(
+    "areal",
     paths={**MEGATRON_PATHS, "megatron": "MegatronEngine", "rollout": "driver (both sides)"},
     tested=("1.0.4",),
-    effects=MEGATRON_EFFECTS,
     checkpoints=Checkpoints(
         steps=r"epoch\d+epochstep\d+globalstep(\d+)",  # recover_checkpoint/ has no number
         resuming={"megatron": "precision_shim_tools.checkpoint.trainers:areal"},
     ),
 )
 
-MS_SWIFT = Adapter(
-    framework="ms-swift",
-    distribution="ms-swift",
+MS_SWIFT = _ours(
+    "ms-swift",
     packages=("swift",),
-    place="precision_shim_adapters.ms_swift.adapter:SEAMS",
     paths={
         **MEGATRON_PATHS,
         "megatron": "Megatron trainers",
@@ -308,35 +284,20 @@ MS_SWIFT = Adapter(
         "rollout": "Ray driver (both sides)",
     },
     tested=("4.6.0",),
-    effects=MEGATRON_EFFECTS,
     checkpoints=Checkpoints(
         steps=r"checkpoint-(\d+)",
         resuming={"megatron": "precision_shim_tools.checkpoint.trainers:ms_swift"},
     ),
 )
 
-ANY_MEGATRON = Adapter(
-    framework="megatron",
+ANY_MEGATRON = _ours(
+    "megatron",
     distribution="megatron-core",
-    packages=("megatron",),
-    place="precision_shim_adapters.megatron.adapter:SEAMS",
     paths={**MEGATRON_PATHS, "megatron": "any job"},
     tested=("0.16.1", "0.18.2", "0.19.2"),
-    effects=MEGATRON_EFFECTS,
     by_name=True,
 )
 """Any job on Megatron-core. ``PRECISION_SHIM_FRAMEWORKS=all`` does not include this record, because
 otherwise the shim would patch Megatron in every process that imports Megatron."""
 
-FRAMEWORKS = (
-    VERL,
-    SKYRL,
-    NEMO_RL,
-    TORCHTITAN,
-    AREAL,
-    MS_SWIFT,
-    ROLL,
-    SLIME,
-    MILES,
-    ANY_MEGATRON,
-)
+FRAMEWORKS = (VERL, SKYRL, NEMO_RL, TORCHTITAN, AREAL, MS_SWIFT, ROLL, SLIME, MILES, ANY_MEGATRON)

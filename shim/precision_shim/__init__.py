@@ -46,21 +46,7 @@ if TYPE_CHECKING:
     from ._about import __version__ as __version__
     from .auditing.audits import audit as audit
     from .auditing.record import Audit as Audit
-    from .errors import AuditError as AuditError
-    from .errors import CheckpointLayoutError as CheckpointLayoutError
-    from .errors import CheckpointUnreadableError as CheckpointUnreadableError
-    from .errors import DtypeError as DtypeError
-    from .errors import InconsistentPrecisionError as InconsistentPrecisionError
-    from .errors import LossScaleError as LossScaleError
-    from .errors import PlanError as PlanError
-    from .errors import PrecisionShimError as PrecisionShimError
-    from .errors import PrecisionShimWarning as PrecisionShimWarning
-    from .errors import ScalerCheckpointError as ScalerCheckpointError
-    from .errors import ScalerOfAnotherSaveError as ScalerOfAnotherSaveError
-    from .errors import SeamError as SeamError
-    from .errors import SettingsError as SettingsError
-    from .errors import SourceError as SourceError
-    from .errors import UnsupportedPrecisionError as UnsupportedPrecisionError
+    from .errors import *  # noqa: F403
     from .process.session import install as install
     from .process.session import status as status
     from .process.session import uninstall as uninstall

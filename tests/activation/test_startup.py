@@ -7,10 +7,10 @@ import json
 
 import pytest
 
-from precision_shim.process import carriers, standby
 from precision_shim.process import names as _names
 from precision_shim.process import registry as _registry
 from precision_shim.process import settings as _settings
+from precision_shim.process import standby
 from precision_shim.process import startup as _startup
 
 from .conftest import ROOT
@@ -62,7 +62,7 @@ def test_every_variable_has_a_bad_value_here():
     assert set(BAD) == {row.variable for row in _settings.TABLE.values()} | own
 
 
-WANTED = {"torch", *carriers.PACKAGES, *_registry.packages()}
+WANTED = {"torch", "ray", *_registry.packages()}
 
 
 def test_the_start_up_file_has_the_packages_that_the_frameworks_declare():
@@ -136,7 +136,6 @@ def test_on_with_torch_imports_itself_and_no_more(install, request, write_files,
         "precision_shim.process.registry",
         "precision_shim.process.standby",
         "precision_shim.process.startup",
-        "precision_shim.process.carriers",
         "precision_shim_adapters",
         "precision_shim_adapters.frameworks",
     }

@@ -26,12 +26,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from precision_shim.process import settings as _settings
-from precision_shim.process import versions as _versions
 from precision_shim.process.framework import Adapter
 from precision_shim.process.registry import entries, load
+from precision_shim.process.symbols import missed
 from precision_shim.seams import Seam, _source, check
 from precision_shim.seams._plan import Row, SeamPlan
-from precision_shim.seams._source import Installed, _member, looking_at
+from precision_shim.seams._source import _member, looking_at
 
 from .symbols_in_record import tested_version
 
@@ -85,21 +85,21 @@ class Sources:
     """The installed sources, each read once, with some modules replaced by changed ones."""
 
     def __init__(self) -> None:
-        self._installed = Installed()
+        self._installed = _source.installed
         self._texts: dict[str, str | None] = {}
         self.changed: Mapping[str, str | None] = {}
 
     def text(self, module: str) -> str | None:
         """The installed source, or ``None`` if there is no such module."""
         if module not in self._texts:
-            read = self._installed.find(module)
+            read = self._installed(module)
             self._texts[module] = read() if read is not None else None
         return self._texts[module]
 
     def find(self, module: str) -> Callable[[], str | None] | None:
         """See ``precision_shim.seams._source.Source``."""
         text = self.changed.get(module, self.text(module))
-        if text is None and (module in self.changed or self._installed.find(module) is None):
+        if text is None and (module in self.changed or self._installed(module) is None):
             return None
         return lambda: text
 
@@ -268,11 +268,10 @@ class Trial:
     def _plan(self, changed: Mapping[str, str | None]) -> SeamPlan:
         self.sources.changed = changed
         known = dict(_source._described)
-        with looking_at(self.sources):
+        with looking_at(self.sources.find):
             try:
-                return check(
-                    self.adapter, self.settings.features, self.settings, _versions.tell_missed
-                )
+                had = missed(self.adapter)
+                return check(self.adapter, self.settings.features, self.settings, had)
             finally:
                 if changed:  # remove changed sources from the cache
                     _source._described.clear()

@@ -17,6 +17,7 @@ from precision_shim.process import symbols as _symbols
 from precision_shim.process.framework import Adapter
 from precision_shim.process.registry import entries, load
 from precision_shim_tools.cli._against import installed_digests
+from precision_shim_tools.upstream.record import add
 
 HOW = "python tests/environments/record_symbols.py, or here: precision-shim doctor --record"
 
@@ -41,7 +42,7 @@ def hold(framework: str) -> None:
     shipped = _symbols.shipped()
     current = copy.deepcopy(shipped)
     for name, its_version, digests in found:
-        _symbols.add(current, name, its_version, digests)
+        add(current, name, its_version, digests)
     assert current == shipped, f"{_symbols.FILE.name} is not current: {HOW} {_symbols.FILE.name}"
     recorded = _symbols.digests_of(shipped, adapter.distribution, _symbols.plain(version))
     own = next(digests for name, _, digests in found if name == adapter.distribution)

@@ -8,15 +8,9 @@ import pytest
 
 from precision_shim.process import symbols as _symbols
 from precision_shim.process.framework import Adapter
-from precision_shim.process.symbols import (
-    add,
-    compare,
-    find_versions,
-    read_symbols,
-    versions_of,
-    write,
-)
+from precision_shim.process.symbols import compare, read_symbols, versions_of
 from precision_shim.seams import Seam
+from precision_shim_tools.upstream.record import add, write
 
 
 def made(*versions):
@@ -41,8 +35,6 @@ def test_versions_are_kept_by_digest_the_oldest_first(tmp_path):
         }
     }
     assert versions_of(record, "toy") == ["0.9.0", "0.10.0"]
-    assert find_versions(record, "toy", "b", "2") == ["0.10.0"]
-    assert find_versions(record, "toy", "b", "3") == find_versions(record, "other", "b", "2") == []
 
 
 def test_what_is_recorded_again_is_replaced():

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
 from precision_shim.errors import SeamError
 from precision_shim.process.framework import Adapter
-from precision_shim.process.in_force import in_force, refused_groups
+from precision_shim.process.in_force import in_force
 from precision_shim.process.registry import entries, load
 from precision_shim.process.settings import Settings
-from precision_shim.process.versions import tell_missed
+from precision_shim.process.symbols import missed
+from precision_shim.process.versions import Versions, version_of
 from precision_shim.reporting.record import SeamStatus
 from precision_shim.seams import check
 
@@ -38,8 +37,11 @@ class PredictedFeatures:
             except SeamError:
                 self._groups[framework] = None  # all groups
             else:
-                seams = predict_seams(adapter, self.settings)
-                self._groups[framework] = refused_groups(seams)
+                self._groups[framework] = frozenset(
+                    (seam.feature, seam.group)
+                    for seam in predict_seams(adapter, self.settings)
+                    if seam.state == "refused" and not seam.refusal  # which only reports a reason
+                )
         refused = self._groups[framework]
         return refused is None or (feature, group) in refused
 
@@ -47,13 +49,11 @@ class PredictedFeatures:
 def predict_seams(
     adapter: Adapter,
     settings: Settings,
-    versions: Callable[[str, Iterable[str]], str | None] | None = None,
+    versions: Versions = version_of,
 ) -> tuple[SeamStatus, ...]:
     """Predict the states of an adapter's seams from source code alone, without patching anything.
 
     ``versions`` returns the version of a distribution whose source is read, by default the
     installed version.
     """
-    return check(
-        adapter, settings.features, settings, lambda adapter: tell_missed(adapter, versions)
-    ).predicted()
+    return check(adapter, settings.features, settings, missed(adapter, versions)).predicted()

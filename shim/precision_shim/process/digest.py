@@ -1,8 +1,7 @@
 """Compute a digest of a symbol's code that does not depend on comments or the Python version.
 
-This module hashes every node of the syntax tree with those fields that affect the code's behaviour.
-``ast.dump`` cannot be used, because it differs between Python versions. Positions, docstrings and
-annotations are not hashed, because they differ between releases that behave alike.
+It hashes the fields of the syntax tree that affect behaviour, not positions, docstrings and
+annotations. ``ast.dump`` differs between Python versions.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import ast
 import hashlib
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 from typing import Any
 
 from ..seams._source import definition
@@ -97,17 +97,12 @@ def _field(name: str, value: Any, in_class: bool) -> Iterator[str]:
 
 def _f_string(node: ast.JoinedStr, in_class: bool) -> Iterator[str]:
     """Yield an f-string's strings to hash; join adjacent text, as Pythons split it differently."""
-    text = ""
-    for part in _parts(node.values):
-        if isinstance(part, str):
-            text += part
-            continue
-        if text:
+    for is_text, parts in groupby(_parts(node.values), lambda part: isinstance(part, str)):
+        if not is_text:
+            for part in parts:
+                yield from _walk(part, in_class)
+        elif text := "".join(parts):
             yield f"str {text!r}"
-        text = ""
-        yield from _walk(part, in_class)
-    if text:
-        yield f"str {text!r}"
 
 
 def _parts(values: Iterable[ast.AST]) -> Iterator[Any]:

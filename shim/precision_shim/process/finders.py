@@ -1,9 +1,8 @@
 """A finder that calls a function before or after the code of an imported module runs.
 
-The shim does not use ``wrapt.register_post_import_hook``, for three reasons. Importing wrapt takes
-17 to 65 ms, too long for Ray's agents, which also run this finder. A hook of wrapt that is
-registered while a ``find_spec`` searches for the hook's module is never called. This finder has
-``remove``; wrapt has no function that removes its finder.
+``wrapt.register_post_import_hook`` is not used: importing wrapt takes 17 to 65 ms, too long for
+Ray's agents, which also run this finder; a hook that is registered while a ``find_spec`` searches
+for the hook's module is never called; and wrapt's finder cannot be removed.
 """
 
 import sys
@@ -22,8 +21,8 @@ else:
 class Watcher:
     """A ``sys.meta_path`` finder that reports imports of named modules and finds no module itself.
 
-    A lookup without an import (``importlib.util.find_spec``) is not reported, with one exception: a
-    watcher with ``before`` also reports the lookup of a namespace package.
+    A lookup without an import (``importlib.util.find_spec``) is not reported, except that a watcher
+    with ``before`` reports the lookup of a namespace package.
     """
 
     finds_nothing = True  # find_spec() of the seam engine skips finders with this attribute
@@ -32,11 +31,9 @@ class Watcher:
         """Make a watcher that is not yet in ``sys.meta_path``.
 
         Args:
-            callback: called with the module's name. An exception in ``callback`` would reach the
-                code that imports the module.
-            before: whether to call ``callback`` once per name, before the module exists; otherwise,
-                each time after the module's code has run. With ``before``, ``callback`` may import
-                the module itself.
+            callback: called with the module's name; its errors reach the code that imports.
+            before: whether to call ``callback`` once per name, before the module exists, which
+                ``callback`` may import itself; otherwise, each time after the module's code ran.
         """
         self.callback = callback
         self.before = before

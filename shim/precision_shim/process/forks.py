@@ -1,10 +1,9 @@
 """Locks that stay usable after a fork: the forking thread acquires them before it forks.
 
 A forked child has only one thread: the work of the parent's other threads stays incomplete, and
-their locks stay locked. A fork therefore waits at most ``PATIENCE`` seconds until no other thread
-holds one of the shim's locks. A fork's wait is limited to prevent a deadlock: a thread with a lock
-may wait for an import in the forking thread. If any thread still holds a lock of the shim at the
-fork, ``interrupted`` makes the child undo incomplete patching. The child gets new locks.
+their locks stay locked. A fork therefore waits until no other thread holds one of the shim's locks,
+at most ``PATIENCE`` seconds, because a thread with a lock may wait for an import in the forking
+thread. If a lock is still held, ``interrupted`` makes the child undo incomplete patching.
 """
 
 import _frozen_importlib
@@ -28,18 +27,13 @@ class Lock:
     """A reentrant lock for ``with`` that exists until the process ends."""
 
     def __init__(self, *, patching: bool = True) -> None:
-        """Make a lock that all later forks acquire, because fork handlers cannot be unregistered.
-
-        Args:
-            patching: whether threads hold the lock while they import and patch modules.
-        """
+        """Make a lock that all later forks acquire; ``patching``: it is held to patch modules."""
         self._patching = patching
         self.patched: tuple[ModuleSpec | None, int] = None, 0
         """Spec of the last module that the import hook patched, and id of the importing thread."""
         if patching:
-            # At a fork, the handler that was registered last runs first. Import logging first,
-            # because an import under our lock may need logging's lock. If a fork held logging's
-            # lock while it waited for our lock, it would hang until PATIENCE has passed.
+            # At a fork, the handler that was registered last runs first. An import under our lock
+            # may need logging's lock, which a fork must therefore take after ours.
             import logging  # noqa: F401
         self._renew()
         if hasattr(os, "register_at_fork"):
@@ -91,11 +85,7 @@ class Lock:
 
 
 def is_cut_off(module: str) -> bool:
-    """Whether a module's import never completes because its thread exists only in the parent.
-
-    Args:
-        module: the module's name.
-    """
+    """Whether a module's import never completes because its thread exists only in the parent."""
     # No public API shows which thread imports a module. Without _module_locks, return False.
     lock = getattr(_frozen_importlib, "_module_locks", {}).get(module, lambda: None)()
     owner = getattr(lock, "owner", None)

@@ -1,8 +1,7 @@
 """Records of facts about a framework, and about a backend that several frameworks share.
 
-Every process that imports a framework or Ray, such as Ray's agents, first imports this module. This
-module therefore imports nothing at its top, not even ``dataclasses`` or ``typing``, whose import
-takes 10 to 25 ms.
+Every process that imports a framework or Ray, such as Ray's agents, first imports this module, so
+it imports nothing at its top, not even ``dataclasses`` or ``typing``, which take 10 to 25 ms.
 """
 
 TYPE_CHECKING = False
@@ -72,9 +71,8 @@ class Checkpoints(_Record):
 class Adapter(_Record):
     """A framework's facts and table of seams; the one record that an adapter declares.
 
-    A record is small. The table of seams is imported only if the framework is imported: until
-    ``registry.load`` has imported ``place``, ``seams`` is empty. An adapter whose own module is
-    imported only then, such as a third party's, passes ``seams``.
+    The table of seams is imported only if the framework is imported: until ``registry.load`` has
+    imported ``place``, ``seams`` is empty. A third party's adapter passes ``seams``.
 
     Attributes:
         framework: the name that users write, such as ``"verl"``.
@@ -84,14 +82,12 @@ class Adapter(_Record):
         seams: the table of seams that ``collect`` makes; of several seams on one target the first
             is the innermost wrapper.
         effects: functions that build an optimizer or a DDP, as ``"module:attribute"``. In strict
-            mode, calls of the functions in ``effects`` raise the error of a refused seam or of a
-            broken adapter; imports do not raise this error. The engine skips a function that the
-            installed version lacks.
+            mode their calls, and not imports, raise the error of a refused seam or of a broken
+            adapter. The engine skips a function that the installed version lacks.
         paths: maps a group to what users call the part of the framework that the group patches,
-            such as ``{"fsdp": "FSDP engine"}``. A group that is not in ``paths`` is shown under its
-            own name. A group that only supports other groups has a name that ends in brackets, such
-            as ``"FSDP engine (metrics)"``. ``str(status())`` shows a name with brackets only if the
-            group was refused or the feature has no other group.
+            such as ``{"fsdp": "FSDP engine"}``. A group that only supports other groups has a name
+            that ends in brackets, such as ``"FSDP engine (metrics)"``, which ``str(status())``
+            shows only if the group was refused or the feature has no other group.
         place: ``"module:attribute"`` of ``seams``, or of a complete ``Adapter``, as an entry point
             names it.
         plan: the ``"module:function"`` that finds out a job's models from the launch command, for
@@ -99,12 +95,10 @@ class Adapter(_Record):
         checkpoints: the names of the framework's checkpoints, and the functions that predict if a
             resume is exact, for ``precision-shim checkpoint``.
         audit_readers: maps the top-level package of an optimizer's class to the
-            ``"module:function"`` that reads the package's optimizers for the audit. The shim itself
-            reads subclasses of ``torch.optim.Optimizer``.
+            ``"module:function"`` that reads the package's optimizers for the audit.
         checkpoint_readers: maps a kind of checkpoint files to the ``"module:function"`` that
             assigns their tensors to components.
-        by_name: whether the shim patches this framework only if the user names it. If
-            ``frameworks`` is unset, the shim patches only frameworks without ``by_name``.
+        by_name: whether the shim patches this framework only if the user names it.
     """
 
     framework: str

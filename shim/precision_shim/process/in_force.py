@@ -6,14 +6,11 @@ plan and checkpoint predict from source which groups of seams cannot be patched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
-from ..reporting.record import SeamStatus
 from .framework import Adapter
 from .registry import by_name
 from .settings import Settings
-
-__all__ = ["asked_for", "in_force", "offered", "refused_groups"]
 
 
 def asked_for(settings: Settings, framework: str) -> bool:
@@ -41,25 +38,11 @@ def in_force(
 ) -> bool:
     """Whether a feature is in force for a framework, within one group of seams.
 
-    Args:
-        settings: the settings of a process in which the shim is on.
-        framework: the framework's name.
-        feature: the feature.
-        group: the group's name in the adapter; its seams are patched together or not at all.
-        refused: function of framework, feature and group; returns whether the group is refused.
+    ``settings`` are those of a process in which the shim is on. ``refused`` is a function of
+    framework, feature and group that returns whether the group is refused.
     """
     return (
         asked_for(settings, framework)
         and feature in settings.features
         and not refused(framework, feature, group)
-    )
-
-
-def refused_groups(seams: Iterable[SeamStatus]) -> frozenset[tuple[str, str]]:
-    """Return the pairs of a feature and a group of seams in which a seam cannot be patched.
-
-    A seam with ``refusal`` is left out, because it only reports that a feature is impossible.
-    """
-    return frozenset(
-        (seam.feature, seam.group) for seam in seams if seam.state == "refused" and not seam.refusal
     )

@@ -12,12 +12,7 @@ ENTRY_POINTS = "precision_shim.adapters"
 
 
 def meant(name: str, known: "Collection[str]") -> str:
-    """Return a question that suggests the nearest known name; ``""`` if no name is near.
-
-    Args:
-        name: the unknown name.
-        known: the known names.
-    """
+    """Return a question that suggests the nearest known name; ``""`` if no name is near."""
     from difflib import get_close_matches  # imported here, because start-up must be fast
 
     near = get_close_matches(name, known, n=1)

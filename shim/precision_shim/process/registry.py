@@ -1,10 +1,8 @@
 """The known adapters: our own from a table, third parties' from entry points.
 
 An entry point of the group ``precision_shim.adapters`` has the framework's name and refers to an
-``Adapter``. The table of our adapters is ``precision_shim_adapters.frameworks``; in
-``precision_shim`` only this module imports the table. In a worker the shim calls ``load`` only when
-one of the framework's packages is imported. ``records()`` imports third parties' adapters
-immediately. Start-up calls ``packages()``, so this module imports nothing slow at its top.
+``Adapter``. In ``precision_shim`` only this module imports the table of our adapters. Start-up
+calls ``packages()``, so this module imports nothing slow at its top.
 """
 
 from .framework import Adapter, Backend, Checkpoints
@@ -13,21 +11,6 @@ from .names import ENTRY_POINTS
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from pathlib import Path
-
-__all__ = [
-    "audit_readers",
-    "backends",
-    "by_name",
-    "checkpoint_readers",
-    "checkpoints",
-    "entries",
-    "is_tested",
-    "load",
-    "packages",
-    "records",
-    "shared",
-    "symbols_file",
-]
 
 
 def entries(*, third_party: bool = True) -> "dict[str, Adapter]":
@@ -53,12 +36,14 @@ def load(entry: Adapter) -> Adapter:
         SeamError: the table cannot be imported, or the adapter's seams or ``checkpoints`` are
             invalid.
     """
+    from pkgutil import resolve_name
+
     from ..errors import SeamError
-    from ..seams._wrapper import resolve
+    from .settings import FEATURES
 
     who, place = entry.framework, entry.place
     try:
-        found = resolve(place) if place else entry
+        found = resolve_name(place) if place else entry
     except (Exception, SystemExit) as error:  # a bad adapter must not end the process
         raise SeamError(
             f"{who}: the adapter {place} cannot be loaded: {error!r}. Repair or remove it, or "
@@ -73,29 +58,20 @@ def load(entry: Adapter) -> Adapter:
     if adapter.place and adapter is not entry:
         return load(adapter)
     try:
-        _check_seams(adapter)
-    except SeamError:
-        raise
+        foreign = [seam for seam in adapter.seams if seam.feature not in FEATURES]
     except Exception as error:
         raise SeamError(
             f"{who}: the seams of {place} cannot be read: {error!r}. Correct the adapter."
         ) from error
+    for seam in foreign:
+        raise SeamError(
+            f"{adapter.framework}: {seam.name} is declared for the feature {seam.feature!r}; "
+            f"allowed: {', '.join(FEATURES)}. Correct the function's seam(...)."
+        )
     wrong = _find_fault(adapter.checkpoints)
     if wrong:
         raise SeamError(f"{who}: the checkpoints of {place}: {wrong}. Correct the adapter.")
     return adapter
-
-
-def _check_seams(adapter: Adapter) -> None:
-    from ..errors import SeamError
-    from .settings import FEATURES
-
-    for seam in adapter.seams:
-        if seam.feature not in FEATURES:
-            raise SeamError(
-                f"{adapter.framework}: {seam.name} is declared for the feature {seam.feature!r}; "
-                f"allowed: {', '.join(FEATURES)}. Correct the function's seam(...)."
-            )
 
 
 def _find_fault(checkpoints: object) -> str:
@@ -119,52 +95,40 @@ def _find_fault(checkpoints: object) -> str:
 
 
 _said: "dict[tuple[str, ...], dict[str, Adapter]]" = {}
-"""Caches, for each ``sys.path``, the complete records of third parties' frameworks. The audit reads
-the records once per optimizer, and reading all entry points takes 10 to 50 ms."""
+"""Caches third parties' records for each ``sys.path``: the audit reads them once per optimizer."""
 
 
-def records(*, third_party: bool = True) -> "dict[str, Adapter]":
+def records() -> "dict[str, Adapter]":
     """Load third parties' adapters, and return complete records of all known frameworks.
 
-    If an adapter cannot be loaded, its record contains only the data of the entry point, and
-    ``precision-shim doctor`` reports the error.
+    The record of an adapter that cannot be loaded contains only the data of the entry point.
     """
     import sys
+    from contextlib import suppress
+
+    from ..errors import SeamError
 
     ours = entries(third_party=False)
-    if not third_party:
-        return ours
     path = tuple(sys.path)
     theirs = _said.get(path)
     if theirs is None:
         theirs = {name: declared for name, declared in entries().items() if name not in ours}
-        said = {name: _load_or_none(declared) for name, declared in theirs.items()}
-        theirs = {name: said[name] or declared for name, declared in theirs.items()}
-        if all(said.values()):  # an adapter may fail during its framework's import, but load later
+        loaded = {}
+        for name, declared in theirs.items():
+            with suppress(SeamError):
+                loaded[name] = load(declared)
+        theirs.update(loaded)
+        if len(loaded) == len(theirs):  # an adapter may fail now, but load later
             _said.clear()
             _said[path] = theirs
     return {**ours, **theirs}
-
-
-def _load_or_none(entry: Adapter) -> "Adapter | None":
-    from ..errors import SeamError
-
-    try:
-        return load(entry)
-    except SeamError:
-        return None
 
 
 def packages() -> "set[str]":
     """Return the packages whose import loads one of our adapters if the user named no framework."""
     from precision_shim_adapters.frameworks import FRAMEWORKS
 
-    return {
-        package
-        for framework in FRAMEWORKS
-        if not framework.by_name
-        for package in framework.packages
-    }
+    return {package for known in FRAMEWORKS if not known.by_name for package in known.packages}
 
 
 def by_name() -> "set[str]":
@@ -189,30 +153,21 @@ def shared() -> "dict[str, str]":
 def audit_readers(*, third_party: bool = True) -> "dict[str, str]":
     """Map each package of optimizers to the ``"module:function"`` that reads these optimizers."""
     theirs = records().values() if third_party else ()
-    told = [
-        *(adapter.audit_readers for adapter in theirs),
-        *(backend.audit_readers for backend in backends()),
-    ]
+    told = [known.audit_readers for known in (*theirs, *backends())]
     return {package: place for readers in told for package, place in readers.items()}
 
 
 def checkpoint_readers(framework: str) -> "dict[str, str]":
     """Map each kind of checkpoint files to the function that assigns tensors to components."""
-    told = [backend.checkpoint_readers for backend in backends()]
     whose = records().get(framework)
-    if whose is not None:
-        told.append(whose.checkpoint_readers)
+    told = [known.checkpoint_readers for known in (*backends(), whose) if known is not None]
     return {kind: place for readers in told for kind, place in readers.items()}
 
 
-def checkpoints(*, third_party: bool = True) -> "dict[str, Checkpoints]":
+def checkpoints() -> "dict[str, Checkpoints]":
     """Return ``Checkpoints`` by framework name, for each framework that declares them."""
-    known = records(third_party=third_party)
-    return {
-        name: framework.checkpoints
-        for name, framework in known.items()
-        if framework.checkpoints is not None
-    }
+    told = {name: framework.checkpoints for name, framework in records().items()}
+    return {name: checkpoints for name, checkpoints in told.items() if checkpoints is not None}
 
 
 def symbols_file() -> "Path":
@@ -222,8 +177,3 @@ def symbols_file() -> "Path":
     import precision_shim_adapters
 
     return Path(str(precision_shim_adapters.__file__)).with_name("symbols.json")
-
-
-def is_tested(version: str, tested: "tuple[str, ...]") -> bool:
-    """Whether a version is a tested version; a local part such as ``+cu128`` is ignored."""
-    return version.partition("+")[0] in tested

@@ -6,24 +6,27 @@ Data flows in one direction: settings -> seam engine -> adapter -> rules -> deci
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Mapping, MutableMapping
 
 from ..auditing import latest
 from ..errors import PrecisionShimError, SeamError, SettingsError
 from ..reporting import journal as _journal
 from ..reporting.record import FrameworkStatus, SeamStatus
 from ..reporting.status import Status
-from ..seams import SeamEngine
-from . import carriers, standby
+from ..seams._engine import SeamEngine
 from . import forks as _forks
 from . import settings as _settings
+from . import standby
+from .carriers import ray
 from .finders import Watcher
 from .framework import Adapter
 from .in_force import asked_for, offered
 from .in_force import in_force as _by_settings
-from .registry import entries, is_tested, load
+from .registry import entries, load
 from .settings import PREFIX, Settings
-from .versions import describe, judge_version, tell_missed, version_of
+from .symbols import judge_version, missed, plain
+from .versions import describe, version_of
 
 _lock = _forks.Lock()
 
@@ -36,6 +39,7 @@ class _Session:
     ) -> None:
         self.settings = settings
         self.known = known
+        self.asked = [entry for name, entry in known.items() if asked_for(settings, name)]
         self.fault = fault
         """An invalid setting's error in strict mode; building an optimizer or a DDP raises it."""
         self.awake: dict[str, Adapter] = {}
@@ -48,20 +52,21 @@ class _Session:
             features=settings.features,
             settings=settings,
             strict=settings.strict,
-            on_fault=_fault if fault is None else _say_nothing,
+            on_fault=self._say,
             describe=describe,
-            missed=tell_missed,
+            missed=missed,
         )
         self.sleeper = Watcher(self._wake, before=True)
 
-    def start(self) -> None:
-        import sys
+    def _say(self, framework: str, error: PrecisionShimError) -> None:
+        if self.fault is None:  # start() has printed ``fault``
+            _journal.tell(str(error))  # a warning that is an error would make an import fail
 
+    def start(self) -> None:
         standby.stop()  # from here on, the session's own watcher waits for imports
         if self.fault is None:
-            for package in carriers.PACKAGES:
-                carriers.enter(package)
-        for entry in self.asked_frameworks():
+            ray.enter()
+        for entry in self.asked:
             if _current is not self:
                 return  # this is the child of a fork during an adapter's import
             if any(package in sys.modules for package in entry.packages):
@@ -69,14 +74,8 @@ class _Session:
             else:
                 self.sleeper.watch(entry.packages)
 
-    def wants(self, framework: str) -> bool:
-        return asked_for(self.settings, framework)
-
-    def asked_frameworks(self) -> list[Adapter]:
-        return [entry for name, entry in self.known.items() if self.wants(name)]
-
     def _wake(self, package: str) -> None:
-        for entry in self.asked_frameworks():
+        for entry in self.asked:
             if package in entry.packages:
                 self.wake(entry)
 
@@ -84,13 +83,11 @@ class _Session:
         with _lock:
             if entry.framework in self.awake or entry.framework in self.broken:
                 return
-            if self.fault is not None:
-                self.broken[entry.framework] = self.fault
-                self.engine.fault(entry.framework, self.fault, entry.effects)
-                return
             try:
+                if self.fault is not None:
+                    raise self.fault
                 adapter = load(entry)
-            except SeamError as error:
+            except (SeamError, SettingsError) as error:
                 self.broken[entry.framework] = error
                 self.engine.fault(entry.framework, error, entry.effects)
                 return
@@ -105,10 +102,9 @@ class _Session:
         for row in _settings.without_effect(self.settings, in_force):
             off = row.feature in features
             because = f"{row.feature} is off" if off else f"the shim has no {row.feature} for it"
-            version = version_of(adapter.distribution, adapter.packages) or ""
             error = SettingsError(
-                f"{f'{adapter.framework} {version}'.rstrip()}: {row.variable}="
-                f"{self.settings[row.name]} has no effect, because {because}. Unset {row.variable}."
+                f"{describe(adapter)}: {row.variable}={self.settings[row.name]} has no effect, "
+                f"because {because}. Unset {row.variable}."
             )
             self.engine.fault(adapter.framework, error, adapter.effects)
 
@@ -129,8 +125,8 @@ def install(
 ) -> Status:
     """Patch the installed RL frameworks in this process, now or as they are imported.
 
-    ``install`` is idempotent and thread-safe, and may be called before or after a framework is
-    imported. A second call with other arguments replaces the first installation.
+    ``install`` is idempotent and thread-safe. A second call with other arguments replaces the first
+    installation.
 
     Args:
         features: names of features, as a list or a comma-separated string; ``-name`` excludes a
@@ -249,7 +245,7 @@ def uninstall() -> None:
     global _current, _bad_start
     with _lock:
         standby.stop()
-        carriers.leave()
+        ray.leave()
         _bad_start = ""
         if _current is None:
             latest.clear()  # stop watch_updates(), which also works without install()
@@ -280,13 +276,10 @@ def status() -> Status:
     with _lock:
         if standby.waiting():
             start()  # PRECISION_SHIM is set, but no framework was imported yet
-        notes = list(_left_behind)
         session = _current
-        if _bad_start:
-            notes.insert(0, _bad_start)
+        why = _bad_start or (_why_off() if session is None else "")
+        notes = [why, *_left_behind] if why else list(_left_behind)
         if session is None:
-            if not _bad_start:
-                notes.insert(0, _why_off())
             return Status(enabled=False, decisions=_journal.decisions(), notes=tuple(notes))
         settings = session.settings
         notes += latest.problems()
@@ -305,7 +298,6 @@ def status() -> Status:
 
 
 def _why_off() -> str:
-    """Return the reason why nothing is installed in this process, and the remedy."""
     try:
         switch = _settings.switch()
     except SettingsError as error:
@@ -349,7 +341,7 @@ def _framework(session: _Session, name: str, entry: Adapter) -> FrameworkStatus:
     adapter = session.awake.get(name)
     known = adapter or entry  # a third party's entry point states no distribution
     version = version_of(known.distribution, known.packages)
-    if not session.wants(name):
+    if entry not in session.asked:
         return FrameworkStatus(version, "off", reason="not among the frameworks asked for")
     if name in session.broken:
         return FrameworkStatus(version, "refused", reason=str(session.broken[name]))
@@ -360,41 +352,24 @@ def _framework(session: _Session, name: str, entry: Adapter) -> FrameworkStatus:
     seams = session.engine.report(name)
     if name not in session.standing:
         try:
-            session.standing[name] = judge_version(adapter, version, version_of)
+            session.standing[name] = judge_version(adapter, version)
         except Exception as error:  # a damaged symbols.json must not make install() fail
             told = f"its symbols could not be compared with the record: {error!r}"
-            session.standing[name] = is_tested(version, adapter.tested), told
+            session.standing[name] = plain(version) in adapter.tested, told
     tested, reason = session.standing[name]
     return FrameworkStatus(version, _summary(seams), seams, reason, tested)
 
 
 def _summary(seams: Iterable[SeamStatus]) -> str:
     states = {seam.state for seam in seams}
-    for state in ("wrapped", "refused", "pending", "native", "off"):
-        if state in states:
-            return state
-    return "absent"
-
-
-def _fault(framework: str, error: PrecisionShimError) -> None:
-    # Under the warning filter "error", a warning would make a framework's import fail.
-    _journal.tell(str(error))
-
-
-def _say_nothing(framework: str, error: PrecisionShimError) -> None:
-    """Do nothing, because ``start`` has already printed the error."""
+    order = ("wrapped", "refused", "pending", "native", "off")
+    return next((state for state in order if state in states), "absent")
 
 
 def _retire(session: _Session) -> None:
     session.sleeper.remove()
     _left_behind[:] = session.engine.remove()
-    for variable, (before, ours) in session.exported.items():
-        if os.environ.get(variable) != ours:
-            continue  # other code has set the variable since
-        if before is None:
-            os.environ.pop(variable, None)
-        else:
-            os.environ[variable] = before
+    _take_back(session, os.environ)
     _journal.clear()
     latest.clear()
     for text in _left_behind:
@@ -404,12 +379,18 @@ def _retire(session: _Session) -> None:
 def _given_environment() -> dict[str, str]:
     """Return the environment without the variables that an earlier ``install()`` exported."""
     environ = dict(os.environ)
-    for variable, (before, ours) in (_current.exported if _current is not None else {}).items():
+    if _current is not None:
+        _take_back(_current, environ)
+    return environ
+
+
+def _take_back(session: _Session, environ: MutableMapping[str, str]) -> None:
+    """Restore exported variables, except those that other code has set since."""
+    for variable, (before, ours) in session.exported.items():
         if environ.get(variable) == ours:
             del environ[variable]
             if before is not None:
                 environ[variable] = before
-    return environ
 
 
 def _export(session: _Session, resolved: Settings) -> None:

@@ -42,18 +42,12 @@ def _choice(*allowed: str) -> Callable[[str, object], str]:
 _LARGEST = 3.4e38  # a loss scale is an fp32 number
 
 
-def _number(low: float, *, above: bool, high: float = math.inf) -> Callable[[str, object], float]:
+def _number(low: float, high: float = math.inf) -> Callable[[str, object], float]:
     def parse(name: str, value: object) -> float:
-        bound = f"a finite number {'>' if above else '>='} {low:g}"
-        if high != math.inf:
-            bound += f" and < {high:g}"
-        try:
-            number = float(value)  # type: ignore[arg-type]
-        except (TypeError, ValueError, OverflowError):
-            raise _bad(name, value, bound) from None
-        too_low = number <= low if above else number < low
-        if isinstance(value, bool) or not math.isfinite(number) or too_low or number >= high:
-            raise _bad(name, value, bound)
+        number = _float(value)
+        if not low < number < high:
+            below = f" and < {high:g}" if high != math.inf else ""
+            raise _bad(name, value, f"a finite number > {low:g}{below}")
         return number
 
     return parse
@@ -61,15 +55,20 @@ def _number(low: float, *, above: bool, high: float = math.inf) -> Callable[[str
 
 def _whole(low: int) -> Callable[[str, object], int]:
     def parse(name: str, value: object) -> int:
-        try:
-            number = float(value)  # type: ignore[arg-type]
-        except (TypeError, ValueError, OverflowError):
-            number = math.nan
-        if isinstance(value, bool) or not number.is_integer() or number < low:
+        number = _float(value)
+        if not number.is_integer() or number < low:
             raise _bad(name, value, f"a whole number >= {low}")
         return int(number)
 
     return parse
+
+
+def _float(value: object) -> float:
+    """Convert a value; NaN, to which every comparison is false, if it is no number."""
+    try:
+        return math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
 
 
 def _directory(name: str, value: object) -> str:
@@ -102,8 +101,6 @@ class Setting:
     """One row of the table of settings.
 
     Attributes:
-        name: the setting's name in ``install(settings=...)``.
-        default: the setting's value if the user does not set it.
         parse: converts a value, or raises a ``SettingsError``.
         feature: the one feature that reads the setting; empty if every framework uses the setting.
     """
@@ -126,10 +123,10 @@ TABLE: Mapping[str, Setting] = {
         Setting("grad_bucket", "unless-set", _choice("unless-set", "align")),
         Setting("rollout", "tell", _choice("tell", "follow"), "rollout-agreement"),
         Setting("head", "as-configured", _choice("as-configured", "fp32"), "rollout-agreement"),
-        Setting("loss_scale_init", 65536.0, _number(0.0, above=True, high=_LARGEST)),
+        Setting("loss_scale_init", 65536.0, _number(0.0, _LARGEST)),
         Setting("growth_interval", 400, _whole(1)),
-        Setting("growth_factor", 2.0, _number(1.0, above=True)),
-        Setting("backoff_factor", 0.5, _number(0.0, above=True, high=1.0)),
+        Setting("growth_factor", 2.0, _number(1.0)),
+        Setting("backoff_factor", 0.5, _number(0.0, 1.0)),
         Setting("audit_dir", "", _directory),
         Setting("watch_updates", 0, _whole(0)),
         Setting("log", "info", _choice("quiet", "info", "debug")),
@@ -142,7 +139,6 @@ class Settings:
     """The settings in force in this process, and the origin of each value.
 
     Attributes:
-        values: the parsed value of every setting, by name.
         origin: maps a setting's name to ``"argument"``, ``"variable"`` or ``"default"``.
         features: names of the features in force.
         frameworks: the frameworks that the user named; ``None`` if the user named none.
@@ -171,12 +167,7 @@ class Settings:
 
 
 def without_effect(settings: Settings, features: Collection[str]) -> list[Setting]:
-    """Return the user's settings that no feature of a framework reads.
-
-    Args:
-        settings: the settings in force.
-        features: the features in force for the framework.
-    """
+    """Return the user's settings that none of the features in force for a framework reads."""
     return [
         row
         for row in TABLE.values()
@@ -191,14 +182,9 @@ def switch(environ: Mapping[str, str] | None = None) -> str:
         SettingsError: the value is not allowed.
     """
     text = (os.environ if environ is None else environ).get(PREFIX, "").strip().lower()
-    if not text:
-        return "unset"
-    if text in ON:
-        return "on"
-    if text in OFF:
-        return "off"
-    if text == "strict":
-        return "strict"
+    states = {"": "unset", "strict": "strict"} | dict.fromkeys(ON, "on") | dict.fromkeys(OFF, "off")
+    if text in states:
+        return states[text]
     raise SettingsError(
         f"{PREFIX}={text!r} is not a valid setting; allowed: {'/'.join(ON)} (on), strict, "
         f"{'/'.join(OFF)} (off), or unset. Correct it or unset it."
@@ -220,7 +206,7 @@ def check_variables(environ: Mapping[str, str]) -> None:
         name for name in environ if name.startswith(f"{PREFIX}_") and name not in known
     )
     if unknown:
-        meant = [near for name in unknown for near in _nearest(name, known)]
+        meant = [near for name in unknown if (near := _nearest(name, known))]
         question = f"; did you mean {', '.join(dict.fromkeys(meant))}?" if meant else "."
         raise SettingsError(
             f"{', '.join(unknown)} is no variable of precision_shim{question} Allowed: "
@@ -228,19 +214,20 @@ def check_variables(environ: Mapping[str, str]) -> None:
         )
 
 
-def _nearest(name: str, known: Iterable[str]) -> list[str]:
+def _nearest(name: str, known: Iterable[str]) -> str:
     from difflib import get_close_matches  # slow, and needed only for an error
 
     # Compare without the common prefix, which would make any two names look alike.
     rest = {variable.removeprefix(f"{PREFIX}_"): variable for variable in known}
     word = name.removeprefix(f"{PREFIX}_")
     begun = [begins for begins in rest if word and begins.startswith(word)]
-    return [rest[match] for match in (get_close_matches(word, rest, n=1) or begun)[:1]]
+    found = get_close_matches(word, rest, n=1) or begun
+    return rest[found[0]] if found else ""
 
 
 def _suggest(name: str, known: Iterable[str]) -> str:
     near = _nearest(name, known)
-    return f" (did you mean {near[0]}?)" if near else ""
+    return f" (did you mean {near}?)" if near else ""
 
 
 BY_CALL: Mapping[str, str] = {
@@ -300,17 +287,11 @@ def resolve(
     environ: Mapping[str, str] | None = None,
     where: Mapping[str, str] = BY_CALL,
 ) -> Settings:
-    """Combine arguments, variables and defaults into the settings of a process.
+    """Combine arguments of ``install()``, variables and defaults into a process's settings.
 
-    Args:
-        features: list or comma-separated string; ``None`` to use ``PRECISION_SHIM_FEATURES``.
-        frameworks: names of frameworks, in the same form as ``features``.
-        strict: whether a refused seam raises an error; ``None`` means only under
-            ``PRECISION_SHIM=strict``.
-        settings: values keyed by the variables' lower-case names without the prefix.
-        known_frameworks: allowed names of frameworks; empty to allow any.
-        environ: the environment; ``None`` for the process's environment.
-        where: names for the arguments ``features``, ``frameworks`` and ``settings`` in messages.
+    ``known_frameworks`` are the allowed names; any name is allowed if it is empty. ``environ`` is
+    the environment, ``None`` for the process's. ``where`` names ``features``, ``frameworks`` and
+    ``settings`` in messages.
 
     Raises:
         SettingsError: an argument or a variable has an unknown name or an invalid value.
@@ -349,16 +330,16 @@ def resolve(
         else:
             values[name], origin[name] = row.default, "default"
 
-    chosen = parse_features(
-        features if features is not None else env.get(f"{PREFIX}_FEATURES", ""),
-        where["features"] if features is not None else f"{PREFIX}_FEATURES",
-    )
+    def asked(name: str, argument: str | Iterable[str] | None) -> tuple[str | Iterable[str], str]:
+        """Return the argument or else the variable, and its name in messages."""
+        variable = _variable(name)
+        return (env.get(variable, ""), variable) if argument is None else (argument, where[name])
+
+    chosen = parse_features(*asked("features", features))
     if features is not None:
         given[f"{PREFIX}_FEATURES"] = ",".join(chosen or [f"-{name}" for name in FEATURES])
 
-    named: tuple[str, ...] | None
-    raw = frameworks if frameworks is not None else env.get(f"{PREFIX}_FRAMEWORKS", "")
-    source = where["frameworks"] if frameworks is not None else f"{PREFIX}_FRAMEWORKS"
+    raw, source = asked("frameworks", frameworks)
     named = tuple(dict.fromkeys(_words(raw, source))) or None  # the user named none
     known = tuple(known_frameworks)
     for name in named or ():
@@ -368,8 +349,7 @@ def resolve(
                 f"{', '.join(sorted(known))}. Correct the list or unset it for all."
             )
     if frameworks is not None and (named or env.get(f"{PREFIX}_FRAMEWORKS", "").strip()):
-        # The user asked for all frameworks: empty the variable, because child processes read it
-        # too.
+        # An empty variable, which child processes read, means all frameworks.
         given[f"{PREFIX}_FRAMEWORKS"] = ",".join(named or ())
     return Settings(
         values=values,

@@ -55,8 +55,7 @@ def first_finder() -> "Any":
 def say(line: str) -> None:
     """Write one line to stderr, not to ``logging``, which a framework may reconfigure later.
 
-    If writing to stderr fails, the line is lost and no error is raised. Writing fails if stderr is
-    ``None`` (under pythonw and some daemons), closed, or a file on a full disk.
+    If stderr is ``None`` (in some daemons), closed, or a file on a full disk, the line is lost.
     """
     try:
         if sys.stderr is not None:

@@ -1,10 +1,9 @@
 """Start-up: an import hook in a process whose environment switches the shim on.
 
 Every process of a cluster may inherit ``PRECISION_SHIM``, pip and compile workers included. The
-file ``zz_precision_shim.pth`` therefore only executes ``zz_precision_shim.py``, whose finder waits
-for the frameworks' own packages. When Python searches for a framework's package, the finder calls
-``take_over()``. ``take_over()`` replaces the finder with a ``Watcher``, which distinguishes an
-import from a mere lookup.
+file ``zz_precision_shim.pth`` therefore only executes ``zz_precision_shim.py``. When Python
+searches for a framework's package, the finder of this file calls ``take_over()``, which replaces
+the finder with a ``Watcher``: it distinguishes an import from a mere lookup.
 
 No function in this module may raise an error or end a process, because an error would also break
 pip and Ray's agents.
@@ -58,25 +57,23 @@ def take_over(name: str, target: "ModuleType | None" = None) -> "ModuleSpec | No
 
 
 def _wake_words() -> "set[str]":
-    from . import carriers, registry
+    from . import registry
 
     names = registry.packages()
-    # Start-up can watch for a third party's framework only if the user names it. For a framework
-    # that the user does not name, the shim reads every distribution's entry points when torch is
-    # imported. Reading the entry points takes 10 to 50 ms: little compared with importing torch,
-    # but too much for a process without torch.
+    # For a third party's framework that the user does not name, the shim reads all entry points
+    # when torch is imported, which takes 10 to 50 ms: too much for a process without torch.
     named = os.environ.get(f"{VARIABLE}_FRAMEWORKS", "")
     names.update(name.strip().lower().replace("-", "_") for name in named.split(","))
     names.discard("")
-    return names | {"torch", *carriers.PACKAGES}
+    return names | {"torch", "ray"}
 
 
 def _wake(package: str) -> None:
     try:
-        from . import carriers
+        if package == "ray":
+            from .carriers import ray
 
-        if package in carriers.PACKAGES:
-            carriers.enter(package)
+            ray.enter()
         elif package != "torch" or _third_parties():
             from . import session as _session
 

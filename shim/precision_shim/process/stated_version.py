@@ -7,85 +7,49 @@ import re
 from collections.abc import Iterator
 from importlib.util import decode_source
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import zipfile
+
+    Root = Path | zipfile.Path
 
 _VERSION_FILES = ("__init__.py", "_version.py", "version.py", "package_info.py")
 _PARTS = ("MAJOR", "MINOR", "PATCH", "PRE_RELEASE")
 
 
-class SourceFiles(Protocol):
-    """The files below one root; paths are relative to this root and have slashes."""
-
-    def is_file(self, path: str) -> bool:
-        """Whether the path is a file."""
-
-    def is_folder(self, path: str) -> bool:
-        """Whether the path is a folder."""
-
-    def top(self) -> list[str]:
-        """Return the names directly below the root."""
-
-    def read(self, path: str) -> bytes:
-        """Return a file's content."""
-
-
-class Folder:
-    """The ``Files`` below a folder."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def is_file(self, path: str) -> bool:
-        """See ``Files``."""
-        return (self.root / path).is_file()
-
-    def is_folder(self, path: str) -> bool:
-        """See ``Files``."""
-        return (self.root / path).is_dir()
-
-    def top(self) -> list[str]:
-        """See ``Files``."""
-        return sorted(path.name for path in self.root.iterdir())
-
-    def read(self, path: str) -> bytes:
-        """See ``Files``."""
-        return (self.root / path).read_bytes()
-
-
 def stated_version(distribution: str, package: str, folder: Path) -> str | None:
-    """Return the version that a package's source states, or ``None``; the source is not executed.
-
-    Args:
-        distribution: the package's distribution.
-        package: the package's name.
-        folder: the package's folder.
-    """
+    """Return the version that the source in a package's folder states, or ``None``."""
     root = folder.parents[package.count(".")]
     try:
-        return next(find_written(Folder(root), distribution, package), None)
+        return next(find_written(root, distribution, package), None)
     except OSError:
         return None
 
 
-def find_written(files: SourceFiles, distribution: str, package: str) -> Iterator[str]:
-    """Yield the versions that a package's files state, the most specific file first."""
-    base = package.replace(".", "/")
-    for file in (f"{base}/version/version", f"{base}/VERSION", f"{base}/version.txt"):
-        if files.is_file(file):
-            yield files.read(file).decode("utf-8", "replace").strip()
-    for name in _VERSION_FILES:
-        if files.is_file(f"{base}/{name}"):
+def find_written(root: Root, distribution: str, package: str) -> Iterator[str]:
+    """Yield the versions that a package below ``root`` states, the most specific file first."""
+    base = root.joinpath(*package.split("."))
+    for file in (base / "version" / "version", base / "VERSION", base / "version.txt"):
+        if file.is_file():
+            yield _text(file).strip()
+    for file in (base / name for name in _VERSION_FILES):
+        if file.is_file():
             try:
-                yield from _find_assigned(ast.parse(decode_source(files.read(f"{base}/{name}"))))
+                yield from _find_assigned(ast.parse(decode_source(file.read_bytes())))
             except (SyntaxError, ValueError):
                 continue
-    for folder in ("", "../"):
-        if files.is_file(f"{folder}pyproject.toml"):
-            text = files.read(f"{folder}pyproject.toml").decode("utf-8", "replace")
-            yield from _find_declared(text, distribution, files, folder)
+    folders: list[Root] = [root, root.parent] if isinstance(root, Path) else [root]
+    for folder in folders:
+        if (folder / "pyproject.toml").is_file():
+            yield from _find_declared(_text(folder / "pyproject.toml"), distribution, folder)
 
 
-def _find_declared(text: str, distribution: str, files: SourceFiles, folder: str) -> Iterator[str]:
+def _text(file: Root) -> str:
+    return file.read_bytes().decode("utf-8", "replace")
+
+
+def _find_declared(text: str, distribution: str, folder: Root) -> Iterator[str]:
     """Yield the version in a distribution's ``pyproject.toml``, or in the file that it names."""
 
     def written(section: str, key: str) -> str:
@@ -100,8 +64,8 @@ def _find_declared(text: str, distribution: str, files: SourceFiles, folder: str
     if version:
         yield version
     file = written(r"tool\.setuptools\.dynamic", r"version *= *\{ *file *= *\[?")
-    if file and files.is_file(folder + file):
-        yield files.read(folder + file).decode("utf-8", "replace").strip()
+    if file and (folder / file).is_file():
+        yield _text(folder / file).strip()
 
 
 def _find_assigned(tree: ast.Module) -> Iterator[str]:

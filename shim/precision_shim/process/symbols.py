@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import Any
 
 from .digest import digest
 from .framework import Adapter
 from .registry import shared, symbols_file
+from .versions import Versions, version_of
 
 FILE = symbols_file()
 _NAMED = 3  # number of differing symbols that a message names; the rest are only counted
@@ -44,48 +46,6 @@ def shipped() -> Record:
     return read_symbols()
 
 
-def write(record: Record, path: Path) -> None:
-    """Write a record in a fixed order, so that equal records give equal files."""
-    ordered = {
-        distribution: {
-            target: {digest: in_order(versions) for digest, versions in sorted(digests.items())}
-            for target, digests in sorted(targets.items())
-        }
-        for distribution, targets in sorted(record.items())
-    }
-    path.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
-
-
-def add(record: Record, distribution: str, version: str, digests: Mapping[str, str]) -> None:
-    """Add the symbols of one version to a record, and remove the version's earlier digests.
-
-    Args:
-        record: the record, which is changed in place.
-        distribution: the distribution of the symbols.
-        version: the distribution's version; a local part, such as ``+cu128``, is left out.
-        digests: each symbol's digest by ``"module:name"``; empty if this version lacks the symbol.
-    """
-    version = plain(version)
-    known = record.setdefault(distribution, {})
-    for target, current in digests.items():
-        kept = {
-            earlier: [other for other in versions if other != version]
-            for earlier, versions in known.pop(target, {}).items()
-        }
-        if current:
-            kept[current] = in_order([*kept.get(current, ()), version])
-        kept = {recorded: versions for recorded, versions in kept.items() if versions}
-        if kept:
-            known[target] = kept
-    if not known:
-        del record[distribution]
-
-
-def find_versions(record: Record, distribution: str, target: str, found: str) -> list[str]:
-    """Return the versions in which a symbol has the digest ``found``, the oldest first."""
-    return list(record.get(distribution, {}).get(target, {}).get(found, ()))
-
-
 def versions_of(record: Record, distribution: str) -> list[str]:
     """All recorded versions of a distribution, the oldest first."""
     return in_order(
@@ -110,17 +70,14 @@ def targets_by_distribution(adapter: Adapter) -> dict[str, list[str]]:
     """Return the symbols that an adapter's seams wrap, grouped by distribution."""
     targets: dict[str, list[str]] = {}
     for target in dict.fromkeys(seam.target for seam in adapter.seams):
-        distribution = owner(target, adapter)
-        targets.setdefault(distribution, []).append(target)
+        targets.setdefault(_owner(target, adapter), []).append(target)
     return targets
 
 
-def owner(target: str, adapter: Adapter) -> str:
+def _owner(target: str, adapter: Adapter) -> str:
     """Return the distribution that a symbol belongs to: a backend's, or else the framework's."""
-    return next(
-        (name for package, name in shared().items() if target.startswith(f"{package}.")),
-        adapter.distribution,
-    )
+    backends = (name for package, name in shared().items() if target.startswith(f"{package}."))
+    return next(backends, adapter.distribution)
 
 
 @dataclass(frozen=True)
@@ -167,12 +124,8 @@ def compare(
 ) -> Likeness:
     """Compare the current ``Source``'s symbols with a recorded version's symbols.
 
-    Args:
-        record: the record.
-        distribution: the distribution of the symbols.
-        digests: each symbol's digest by ``"module:name"``; empty if the source lacks the symbol.
-        version: the recorded version; ``""`` for the most similar version, or the newest of several
-            equally similar versions.
+    ``digests`` has each symbol's digest, which is empty if the source lacks the symbol. With an
+    empty ``version`` the symbols are compared with the most similar version, the newest of several.
     """
     here = {target: digest for target, digest in digests.items() if digest}
     best = Likeness("", len(here))
@@ -196,55 +149,33 @@ def compare(
     return best
 
 
-def likeness(adapter: Adapter, version: str, installed: Mapping[str, str | None]) -> list[str]:
-    """Return sentences that compare the code of unrecorded versions with recorded versions.
+def judge_version(
+    adapter: Adapter, version: str, versions: Versions = version_of, *, closely: bool = False
+) -> tuple[bool, str]:
+    """Return whether a version is tested, and sentences that compare its code with the record.
 
-    ``status()`` and ``precision-shim doctor`` show the returned sentences.
-
-    Args:
-        adapter: the adapter whose symbols are compared.
-        version: the framework's version.
-        installed: the installed versions of the backends' distributions.
-
-    Returns:
-        One sentence for each distribution, of the framework or of a backend, whose version is not
-        recorded. A distribution without any recorded version has no sentence.
+    There is a sentence for each distribution, of the framework or of a backend, whose version is
+    not recorded, and with ``closely`` also for each whose code differs from its version's recorded
+    code. A distribution without any recorded version has no sentence.
     """
-    told = []
+    tested = plain(version) in adapter.tested
+    told = [] if tested else [f"not among the tested versions: {', '.join(adapter.tested)}"]
+    differing = []
+    packages = {name: package for package, name in shared().items()}
     for distribution, targets in targets_by_distribution(adapter).items():
         own = distribution == adapter.distribution
-        here = version if own else installed.get(distribution)
+        here = version if own else versions(distribution, (packages[distribution],))
         known = versions_of(shipped(), distribution)
-        if here is None or not known or plain(here) in known:
+        recorded = here is not None and plain(here) in known
+        if here is None or not known or (recorded and not closely):
             continue
         digests = _digests_here(distribution, targets)
-        if not digests:
-            continue
-        alike = compare(shipped(), distribution, digests)
-        told.append(str(alike) if own else f"{distribution} {here}: {alike}")
-    return told
-
-
-def describe_differences(
-    adapter: Adapter, version: str, installed: Mapping[str, str | None]
-) -> list[str]:
-    """Return a sentence per distribution whose code differs from its version's recorded code."""
-    told = []
-    for distribution, targets in targets_by_distribution(adapter).items():
-        here = version if distribution == adapter.distribution else installed.get(distribution)
-        if here is not None and plain(here) in versions_of(shipped(), distribution):
-            digests = _digests_here(distribution, targets)
-            alike = compare(shipped(), distribution, digests, plain(here))
-            if digests and not alike.same:
-                told.append(f"{distribution} {here} is not what was recorded: {alike}")
-    return told
-
-
-def same_as(adapter: Adapter, distribution: str) -> str:
-    """Return the recorded version whose code equals the current ``Source``'s code, or ``""``."""
-    targets = targets_by_distribution(adapter).get(distribution, ())
-    alike = compare(shipped(), distribution, _digests_here(distribution, targets))
-    return alike.version if alike.same else ""
+        alike = compare(shipped(), distribution, digests, plain(here) if recorded else "")
+        if digests and not recorded:
+            told.append(str(alike) if own else f"{distribution} {here}: {alike}")
+        elif digests and not alike.same:
+            differing.append(f"{distribution} {here} is not what was recorded: {alike}")
+    return tested, "; ".join([*told, *differing])
 
 
 def _digests_here(distribution: str, targets: Iterable[str]) -> dict[str, str]:
@@ -253,35 +184,36 @@ def _digests_here(distribution: str, targets: Iterable[str]) -> dict[str, str]:
     return {target: digest(target) for target in targets if target in known}
 
 
-def missed(
-    adapter: Adapter, versions: Callable[[str, Iterable[str]], str | None]
-) -> Callable[[str], str]:
+def missed(adapter: Adapter, versions: Versions = version_of) -> Callable[[str], str]:
     """Return a function that maps an absent symbol to a recorded version that has it, or to ``""``.
 
     The returned function looks in one recorded version, the newest up to the installed version. For
     a symbol that upstream added later or removed earlier, the function returns ``""``. If the
     installed version is unknown, the function looks in the recorded version whose code equals the
     installed code, and returns ``""`` if there is no such version.
-
-    Args:
-        adapter: the adapter whose symbols may be missing.
-        versions: function that returns a distribution's version, like ``versions.version_of``.
     """
     packages = {name: (package,) for package, name in shared().items()}
 
     @cache
-    def newest(distribution: str) -> tuple[str, frozenset[str]]:
+    def newest(distribution: str) -> tuple[str, dict[str, str]]:
         here = versions(distribution, packages.get(distribution, adapter.packages))
-        here = same_as(adapter, distribution) if here == "unknown" else plain(here or "")
+        if here == "unknown":
+            targets = targets_by_distribution(adapter).get(distribution, ())
+            alike = compare(shipped(), distribution, _digests_here(distribution, targets))
+            here = alike.version if alike.same else ""
+        here = plain(here or "")
         known = versions_of(shipped(), distribution) if here else []
-        last = next(
-            (version for version in reversed(known) if in_order([version, here])[-1] == here), ""
-        )
-        return last, frozenset(digests_of(shipped(), distribution, last))
+        earlier = [version for version in known if _order(version) <= _order(here)]
+        last = earlier[-1] if earlier else ""
+        return last, digests_of(shipped(), distribution, last)
 
     def told(target: str) -> str:
-        distribution = owner(target, adapter)
-        version, targets = newest(distribution)
+        try:
+            distribution = _owner(target, adapter)
+            version, targets = newest(distribution)
+        except Exception:
+            # status() reports a damaged symbols.json, which must not break the framework's import.
+            return ""
         return f"{distribution} {version}" if target in targets else ""
 
     return told
@@ -294,12 +226,13 @@ def plain(version: str) -> str:
 
 def in_order(versions: Iterable[str]) -> list[str]:
     """Sort versions, the oldest first, and drop duplicates."""
+    return sorted(set(versions), key=_order)
+
+
+def _order(version: str) -> tuple[Any, ...]:
     from packaging.version import InvalidVersion, Version
 
-    def key(version: str) -> tuple[int, Version, str]:
-        try:
-            return 1, Version(version), version
-        except InvalidVersion:
-            return 0, Version("0"), version
-
-    return sorted(set(versions), key=key)
+    try:
+        return 1, Version(version), version
+    except InvalidVersion:
+        return 0, version

@@ -20,11 +20,8 @@ class Decision:
     """A choice that the shim made in this process, and its reason.
 
     Attributes:
-        framework: the framework's name.
         subject: the part of the job that the choice concerns, such as ``"actor"`` or ``"rollout"``.
-        feature: the feature for which the shim made the choice.
-        chosen: the choice, in words.
-        because: the reason, in words.
+        chosen, because: the choice and the reason, in words.
     """
 
     framework: str
@@ -43,15 +40,11 @@ class SeamStatus:
 
     Attributes:
         target: ``"module:attribute"``.
-        feature: the feature that needs the seam.
         state: one of ``STATES``.
         reason: why the seam has this state; may be empty.
         path: what users call the part of the framework with the seam, such as ``"FSDP engine"``.
         refusal: why the feature is impossible in this part of the framework; may be empty.
-        why: why the shim patches this symbol.
-        upstream: link to the discussion upstream.
-        delete_when: when the seam can be deleted.
-        group: the adapter's name for the seam's group; all seams of a group are patched, or none.
+        why, upstream, delete_when, group: see ``Seam``.
     """
 
     target: str
@@ -67,12 +60,7 @@ class SeamStatus:
 
     def to_dict(self) -> dict[str, str]:
         """Return target, feature, state and reason as a dict for JSON."""
-        return {
-            "target": self.target,
-            "feature": self.feature,
-            "state": self.state,
-            "reason": self.reason,
-        }
+        return {name: getattr(self, name) for name in ("target", "feature", "state", "reason")}
 
 
 @dataclass(frozen=True)
@@ -92,6 +80,15 @@ class FrameworkStatus:
     seams: tuple[SeamStatus, ...] = ()
     reason: str = ""
     tested: bool | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all but ``tested`` as a dict for JSON."""
+        return {
+            "version": self.version,
+            "state": self.state,
+            "reason": self.reason,
+            "seams": [seam.to_dict() for seam in self.seams],
+        }
 
 
 @dataclass(frozen=True)

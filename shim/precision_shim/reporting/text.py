@@ -1,8 +1,4 @@
-"""Format the record of ``status()``: as one screen of text, and as a complete table.
-
-This module formats ``str(status())``, ``status().details()`` and ``precision-shim doctor``, so that
-all three use the same words.
-"""
+"""Format the record of ``status()``: one screen of text, a complete table, parts of the doctor."""
 
 from __future__ import annotations
 
@@ -20,6 +16,7 @@ _COLUMN = 25  # The column at which the text after a feature's name begins.
 _LEAST = 6  # Minimum number of lines for decisions, however long the problems are.
 _AUDITS = 5  # Maximum number of lines for audits.
 _MORE = "status().details()"
+_LABELS = ("on: ", "", "why: ", "upstream: ", "delete when: ")
 _WITH_OTHERS = "refused whole, because: "  # prefix of a reason caused by another seam
 
 AT_WORK = ("pending", "partly pending", "wrapped", "partly", "native")
@@ -45,19 +42,13 @@ _AHEAD = {
 def screen(status: Record) -> str:
     """Return the record as text for one screen of 80 columns."""
     lines = [_headline(status)]
-    given = {name: status.settings[name] for name in status.given if name in status.settings}
-    if status.enabled and given:
-        lines += fold("set: " + ", ".join(f"{k}={v}" for k, v in given.items()), 0, 2)
-    absent = [name for name, told in status.frameworks.items() if told.state == "absent"]
-    off = [name for name, told in status.frameworks.items() if told.state == "off"]
+    if status.enabled and status.given:
+        given = (f"{name}={status.settings[name]}" for name in status.given)
+        lines += fold(f"set: {', '.join(given)}", 0, 2)
     for name, told in status.frameworks.items():
         if told.state not in ("absent", "off"):
             lines += ["", *framework(name, told, status.features)]
-    if absent or off:
-        lines.append("")
-        lines += fold(f"not installed: {', '.join(absent)}", 0, 2) if absent else []
-        lines += fold(f"not asked for: {', '.join(off)}", 0, 2) if off else []
-
+    lines += left_out(status.frameworks)
     if status.audit:
         audits = [fold(f"{audit.headline}: {audit.brief()}", 2, 4) for audit in status.audit]
         lines += ["", "audit", *_fit(audits, _AUDITS)]
@@ -101,6 +92,15 @@ def table(status: Record) -> str:
     return "\n".join(lines)
 
 
+def left_out(frameworks: Mapping[str, FrameworkStatus]) -> list[str]:
+    """Return the lines that name the frameworks that are not installed or not asked for."""
+    lines = []
+    for state, words in (("absent", "not installed"), ("off", "not asked for")):
+        names = ", ".join(name for name, told in frameworks.items() if told.state == state)
+        lines += fold(f"{words}: {names}", 0, 2) if names else []
+    return ["", *lines] if lines else []
+
+
 def headline(name: str, status: FrameworkStatus, *, ahead: bool = False) -> str:
     """Return a framework's name, version and verdict as a line of text."""
     tested = {True: ", tested", False: ", not tested", None: ""}[status.tested]
@@ -109,27 +109,17 @@ def headline(name: str, status: FrameworkStatus, *, ahead: bool = False) -> str:
 
 def _verdict(status: FrameworkStatus, ahead: bool) -> str:
     broken = any(seam.state == "refused" and not seam.refusal for seam in status.seams)
-    if status.state == "wrapped":
-        return "in force, but refused in part" if broken else "in force"
-    if status.state == "pending":
-        if ahead:
-            return "can be patched"
-        return (
-            "imported; waits for modules that it has not imported yet"
-            if status.seams
-            else ("waits for its import")
-        )
-    if (
-        status.state == "refused"
-        and ahead
-        and any(seam.state == "pending" for seam in status.seams)
-    ):
-        return "can be patched in part"
+    in_part = ahead and any(seam.state == "pending" for seam in status.seams)
+    waits = "imported; waits for modules that it has not imported yet"
+    waits = waits if status.seams else "waits for its import"
     return {
+        "wrapped": "in force, but refused in part" if broken else "in force",
+        "pending": "can be patched" if ahead else waits,
+        "refused": "can be patched in part" if in_part else "refused",
         "absent": "nothing of what the shim patches is here" if status.seams else "not installed",
         "native": "does all of it itself",
         "off": "not asked for",
-    }.get(status.state, status.state)
+    }[status.state]
 
 
 def framework(
@@ -137,47 +127,38 @@ def framework(
 ) -> list[str]:
     """Return a framework's lines on the screen: the verdict, and one line per feature.
 
-    Args:
-        name: the framework's name.
-        status: the framework's state.
-        features: the features that the user switched on; all other features share one line.
-        ahead: whether the states are predicted, as in ``precision-shim doctor``.
+    Features that the user did not switch on share one line. With ``ahead`` the states are
+    predicted, as in ``precision-shim doctor``.
     """
     lines = fold(headline(name, status, ahead=ahead), 0, 2)
     if status.reason and not (
         status.state == "refused" and not status.seams
     ):  # without seams, the reason is listed as a problem
         lines += fold(status.reason, 2, 4)
-    asked = set(features)
-    known = {seam.feature for seam in status.seams}
-    for feature in (*(f for f in FEATURES if f in known), *sorted(known - set(FEATURES))):
-        if feature in asked or any(s.state != "off" for s in status.seams if s.feature == feature):
-            text = _feature(name, [s for s in status.seams if s.feature == feature], ahead)
+    asked, left_out = set(features), []
+    for feature in FEATURES:
+        of_it = [seam for seam in status.seams if seam.feature == feature]
+        if of_it and (feature in asked or any(seam.state != "off" for seam in of_it)):
+            text = _feature(name, of_it, ahead)
             lines += fold(f"{feature:<{_COLUMN - 3}} {text}", 2, _COLUMN)
-        else:
-            known.discard(feature)
-    left_out = [f for f in FEATURES if f in {s.feature for s in status.seams} - known]
+        elif of_it:
+            left_out.append(feature)
     return lines + (fold(f"not asked for: {', '.join(left_out)}", 2, 4) if left_out else [])
 
 
 def _feature(name: str, seams: Sequence[SeamStatus], ahead: bool) -> str:
     """Return the parts of a framework in which a feature is in force, pending or refused."""
-    states: dict[str, list[str]] = {}
-    for seam in seams:
-        states.setdefault(seam.path, []).append(_state(seam))
-    verdicts = {path: _together(several) for path, several in states.items()}
-    main = {path: verdict for path, verdict in verdicts.items() if not path.endswith(")")}
+    shown = {path: verdict for (_, path), verdict in verdicts(seams).items()}
+    main = {path: verdict for path, verdict in shown.items() if not path.endswith(")")}
     if any(verdict != "absent" for verdict in main.values()):
         # Show a name with brackets, such as "FSDP engine (metrics)", only if that part is refused.
-        shown = main | {path: v for path, v in verdicts.items() if v == "refused"}
-    else:
-        shown = verdicts
+        shown = main | {path: verdict for path, verdict in shown.items() if verdict == "refused"}
     words = _AHEAD if ahead else _WORDS
     parts = []
     for word in dict.fromkeys(words.values()):
-        paths = [path for path, shown_word in shown.items() if words.get(shown_word) == word]
+        paths = [path for path, verdict in shown.items() if words.get(verdict) == word]
         if paths:
-            named = ", ".join(path for path in paths if path)
+            named = ", ".join(filter(None, paths))
             parts.append(word.format(name=name) + (f": {named}" if named else ""))
     return "; ".join(parts) or "nothing of what it patches is here"
 
@@ -186,14 +167,10 @@ def verdicts(seams: Iterable[SeamStatus]) -> dict[tuple[str, str], str]:
     """Return a one-word verdict for each pair of a feature and a part of the framework."""
     states: dict[tuple[str, str], list[str]] = {}
     for seam in seams:
-        states.setdefault((seam.feature, seam.path), []).append(_state(seam))
+        unsupported = seam.refusal and seam.state in ("pending", "refused")
+        state = "unsupported" if unsupported else seam.state
+        states.setdefault((seam.feature, seam.path), []).append(state)
     return {both: _together(several) for both, several in states.items()}
-
-
-def _state(seam: SeamStatus) -> str:
-    if seam.refusal and seam.state in ("pending", "refused"):
-        return "unsupported"
-    return seam.state
 
 
 def _together(states: Sequence[str]) -> str:
@@ -214,14 +191,13 @@ def refusals(name: str, seams: Iterable[SeamStatus]) -> list[str]:
     A seam with ``refusal`` is left out, because it only reports that a feature is impossible.
     """
     seams = list(seams)
-    subjects: dict[str, dict[tuple[str, str], None]] = {}
-    features: dict[str, None] = {}
-    for seam in seams:
-        if seam.state == "refused" and not seam.refusal:
-            # One seam's reason may be several problems, joined by ``seams._plan.refusal``.
-            for reason in seam.reason.removeprefix(_WITH_OTHERS).split("; "):
-                subjects.setdefault(reason, {})[seam.path, seam.feature] = None
-            features[seam.feature] = None
+    broken = [seam for seam in seams if seam.state == "refused" and not seam.refusal]
+    features = dict.fromkeys(seam.feature for seam in broken)
+    subjects: dict[str, set[tuple[str, str]]] = {}
+    for seam in broken:
+        # One seam's reason may be several problems, joined by ``seams._plan.refusal``.
+        for reason in seam.reason.removeprefix(_WITH_OTHERS).split("; "):
+            subjects.setdefault(reason, set()).add((seam.path, seam.feature))
     reasons: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for reason, concerned in subjects.items():
         reasons.setdefault(tuple(sorted(concerned)), []).append(reason)
@@ -253,9 +229,7 @@ def refusals(name: str, seams: Iterable[SeamStatus]) -> list[str]:
 def seams(known: Sequence[SeamStatus], shown: Mapping[str, str] | None = None) -> Iterator[str]:
     """Yield the table of seams: state, target, path, reason, why, upstream link, when to delete.
 
-    Args:
-        known: the seams.
-        shown: maps a seam's state, such as ``"pending"``, to the word to show for this state.
+    ``shown`` maps a seam's state, such as ``"pending"``, to the word to show for this state.
     """
     words = shown or {}
     for feature in dict.fromkeys(seam.feature for seam in known):
@@ -263,15 +237,9 @@ def seams(known: Sequence[SeamStatus], shown: Mapping[str, str] | None = None) -
         for seam in known:
             if seam.feature != feature:
                 continue
-            state = words.get(seam.state, seam.state)
-            yield from fold(f"{state:<8} {seam.target}", 4, 6)
-            for label, text in (
-                ("on: ", seam.path),
-                ("", seam.reason),
-                ("why: ", seam.why),
-                ("upstream: ", seam.upstream),
-                ("delete when: ", seam.delete_when),
-            ):
+            yield from fold(f"{words.get(seam.state, seam.state):<8} {seam.target}", 4, 6)
+            texts = (seam.path, seam.reason, seam.why, seam.upstream, seam.delete_when)
+            for label, text in zip(_LABELS, texts, strict=True):
                 if text:
                     yield from fold(label + text, 13, 15)
 
@@ -297,19 +265,12 @@ def _problems(status: Record) -> list[str]:
 
 def _decisions(decisions: Sequence[Decision], room: int) -> list[str]:
     """Return all decisions as lines; if there is no room, the latest per subject and feature."""
-    kept: Sequence[Decision] = decisions
-    if _length(fold(str(decision), 2, 4) for decision in decisions) > room:
-        newest = {
-            (decision.framework, decision.subject, decision.feature): decision
-            for decision in decisions
-        }
-        kept = [decision for decision in decisions if newest.get(_key(decision)) is decision]
-    blocks = [fold(str(told), 2, 4) for told in kept]
-    return _fit(blocks[::-1], room, left_out=len(decisions) - len(kept), turn=True)
-
-
-def _key(decision: Decision) -> tuple[str, str, str]:
-    return decision.framework, decision.subject, decision.feature
+    blocks = [fold(str(decision), 2, 4) for decision in decisions]
+    if _length(blocks) > room:
+        newest = {(told.framework, told.subject, told.feature): told for told in decisions}
+        kept = newest.values()
+        blocks = [fold(str(decision), 2, 4) for decision in decisions if decision in kept]
+    return _fit(blocks[::-1], room, left_out=len(decisions) - len(blocks), turn=True)
 
 
 def _fit(
@@ -321,8 +282,10 @@ def _fit(
     while kept and _length(kept) + bool(left_out or len(kept) < len(blocks)) > room:
         kept.pop()
     if not kept:  # the first block alone is too long: show its beginning
-        first = blocks[0][: room - 1]
-        kept = [first[:-1] + _cut(first[-1])]
+        *first, line = blocks[0][: room - 1]
+        if len(line) + 4 > WIDTH and " " in line.strip():
+            line = line[: line.rindex(" ")]
+        kept = [[*first, f"{line} ..."]]
     more = left_out + len(blocks) - len(kept)
     lines = [line for block in (kept[::-1] if turn else kept) for line in block]
     if more:
@@ -330,12 +293,6 @@ def _fit(
     elif len(kept) == 1 and kept[0] != blocks[0]:
         lines.append(f"  the rest: {_MORE}")
     return lines
-
-
-def _cut(line: str) -> list[str]:
-    if len(line) + 4 > WIDTH and " " in line.strip():
-        line = line[: line.rindex(" ")]
-    return [f"{line} ..."]
 
 
 def _length(blocks: Iterable[Sequence[str]]) -> int:
@@ -347,11 +304,8 @@ def fold(
 ) -> list[str]:
     """Wrap a text into lines of at most 80 columns; an empty text gives no lines.
 
-    Args:
-        text: the text; its line ends become spaces.
-        indent: indentation of the first line.
-        further: indentation of the other lines; ``None`` for the first line's indentation.
-        break_words: whether to break words that are longer than a line, such as symbols' names.
+    ``indent`` is the indentation of the first line, and ``further`` of the other lines (``None``:
+    the same). ``break_words`` also breaks words that are longer than a line, such as names.
     """
     if not text.strip():
         return []

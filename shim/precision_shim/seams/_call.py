@@ -1,7 +1,4 @@
-"""Call a wrapper with a ``Call`` and with the symbol's arguments that the wrapper reads.
-
-``prepare`` reads a symbol's signature once, when the symbol is patched, not at each call.
-"""
+"""Call a wrapper with a ``Call`` and with the symbol's arguments that the wrapper reads."""
 
 from __future__ import annotations
 
@@ -29,7 +26,6 @@ class Binding:
     """A symbol's parameters, and which of them a wrapper reads.
 
     Attributes:
-        target: the symbol as ``"module:attribute"``, for messages.
         positional: names of the parameters that may be passed by position, without ``first``.
         positional_only: how many of ``positional`` must be passed by position.
         first: name of the parameter for the instance or the class; empty for a function.
@@ -53,17 +49,6 @@ class Call:
             ``None``. The wrapper of a class- or staticmethod may read ``instance`` only if the
             wrapper's seam has ``unbound=True``.
     """
-
-    __slots__ = (
-        "_args",
-        "_arguments",
-        "_binding",
-        "_kwargs",
-        "_taken",
-        "_twice",
-        "_wrapped",
-        "instance",
-    )
 
     def __init__(
         self, binding: Binding, wrapped: Any, instance: Any, args: Any, kwargs: Any
@@ -137,7 +122,7 @@ class Call:
 def prepare(
     function: Callable[..., Any], target: str, raw: Any, in_class: bool, source: Symbol
 ) -> Binding:
-    """Match a wrapper's parameters with the parameters of the imported symbol.
+    """Match the parameters of a wrapper, ``function``, with those of the imported symbol.
 
     Args:
         function: the wrapper.
@@ -193,33 +178,21 @@ def _signature(function: Any) -> list[inspect.Parameter] | None:
 
 def through(function: Callable[..., Any], binding: Binding) -> Through:
     """Convert a wrapper to wrapt's form, ``(wrapped, instance, args, kwargs)``."""
-    wanted = binding.wanted
-    if not wanted:
-
-        def plain(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-            return function(Call(binding, wrapped, instance, args, kwargs))
-
-        return plain
 
     def named(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         call = Call(binding, wrapped, instance, args, kwargs)
         given = call._bound()
         values = {}
-        for name, default in wanted:
+        for name, default in binding.wanted:
             values[name] = given.get(name, default)
             if values[name] is REQUIRED:
-                return _raise_lacking(function, call, name)
+                wrapped(*args, **kwargs)  # the symbol raises its own TypeError
+                raise TypeError(
+                    f"{binding.target} was called without {name!r}, which {name_of(function)} reads"
+                )
         return function(call, **values)
 
     return named
-
-
-def _raise_lacking(function: Callable[..., Any], call: Call, name: str) -> Any:
-    # The caller left out a required argument: let the symbol raise its own TypeError.
-    call._wrapped(*call._args, **call._kwargs)
-    raise TypeError(
-        f"{call._binding.target} was called without {name!r}, which {name_of(function)} reads"
-    )
 
 
 def around(
@@ -234,14 +207,8 @@ def around(
     """Call a bound method through a wrapper, as if a seam had patched the method.
 
     ``around`` is for a mixin that precedes a framework's class in a list of base classes.
-
-    Args:
-        function: the wrapper.
-        method: the bound method of the framework's class.
-        instance: the object that ``method`` is bound to.
-        args: the caller's arguments by position.
-        kwargs: the caller's arguments by name.
-        positional: names of the method's first parameters, if a decorator hides them.
+    ``function`` is the wrapper, and ``method`` the framework's method, bound to ``instance``.
+    ``positional`` names the method's first parameters, if a decorator hides them.
     """
     name = f"{type(instance).__module__}:{type(instance).__qualname__}"
     source = Symbol(name, parameters=positional, positional=positional)

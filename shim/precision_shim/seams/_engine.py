@@ -2,9 +2,8 @@
 
 When the first target module of an adapter is imported, the engine checks all seams of the adapter
 against the source (``_plan``). In each group of seams the engine patches either all seams
-(``_sites``) or none. A seam whose module is not imported yet is patched when the module is
-imported. If an imported module differs from the checked source, the engine undoes all patches of
-the seam's group.
+(``_sites``), each when its module is imported, or none. If an imported module differs from the
+checked source, the engine undoes all patches of the seam's group.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from ..process.forks import Lock, is_cut_off
 from ..process.framework import Adapter
 from ..reporting.record import SeamStatus
 from ._call import prepare, through
-from ._plan import Group, Missed, Row, check, list_unchecked, nothing_missed, refusal
+from ._plan import Group, Row, check, list_unchecked, refusal
 from ._seam import Seam
 from ._sites import Layer, Sites, locate
 from ._source import Symbol
@@ -35,15 +34,14 @@ _lock = Lock()
 @dataclass
 class _Known:
     adapter: Adapter
-    rows: list[Row]
+    rows: tuple[Row, ...]
     checked: bool = False
 
 
 class SeamEngine:
-    """Patches the seams of adapters, and undoes the patches.
+    """Patches the seams of adapters, and undoes the patches; thread-safe.
 
-    Thread-safe. A seam engine raises no error within an import, but passes every error to
-    ``on_fault``.
+    It raises no error within an import, but passes every error to ``on_fault``.
     """
 
     def __init__(
@@ -54,7 +52,7 @@ class SeamEngine:
         strict: bool,
         on_fault: Callable[[str, PrecisionShimError], None],
         describe: Callable[[Adapter], str],
-        missed: Missed = nothing_missed,
+        missed: Callable[[Adapter], Callable[[str], str]] = lambda adapter: lambda target: "",
     ) -> None:
         """Make a seam engine that has patched nothing yet.
 
@@ -65,7 +63,7 @@ class SeamEngine:
             on_fault: called with the framework's name and the error, once per refused group of
                 seams.
             describe: function that returns a framework's name and version, for messages.
-            missed: see ``check``.
+            missed: function that returns ``had`` of ``check`` for an adapter.
         """
         self._features = frozenset(features)
         self._settings = settings
@@ -86,7 +84,7 @@ class SeamEngine:
         with _lock:
             if adapter.framework in self._known or not self._live:
                 return
-            rows = list(list_unchecked(adapter, self._features))
+            rows = list_unchecked(adapter, self._features)
             self._known[adapter.framework] = _Known(adapter, rows)
             self._effects[adapter.framework] = adapter.effects
             self._expect({row.seam.module for row in rows if row.state != "off"}, adapter.effects)
@@ -106,9 +104,8 @@ class SeamEngine:
     def catch_up(self) -> None:
         """Wait for target modules that other threads are importing, and patch these modules.
 
-        ``Watcher`` misses imports that began before the ``Watcher`` was in place. ``catch_up`` does
-        not wait for an import that never completes because of a fork. The caller must hold no lock
-        that a module's code may need.
+        ``Watcher`` misses imports that began before the ``Watcher`` was in place. The caller must
+        hold no lock that a module's code may need.
         """
         with _lock:
             slow = [
@@ -123,7 +120,7 @@ class SeamEngine:
             with suppress(Exception):  # the thread that imports the module gets the error
                 __import__(module)
             with _lock:
-                if self._live and _find_loaded(module) is not None:
+                if self._live and _is_loaded(module):
                     self._on_arrival(module)
                     self._sites.reach_copies()
 
@@ -132,7 +129,7 @@ class SeamEngine:
             modules = modules | {target.partition(":")[0] for target in effects}
         self._watcher.watch(modules)
         for module in modules:
-            if _find_loaded(module) is not None:
+            if _is_loaded(module):
                 self._on_arrival(module)
 
     def _on_import(self, module: str) -> None:
@@ -155,9 +152,7 @@ class SeamEngine:
     def _on_arrival(self, module: str) -> None:
         done: set[str] = set()
         while True:
-            # First wrap the functions in ``effects``, which in strict mode raise any error of
-            # patching.
-            self._trip(module)
+            self._trip(module)  # first, because its functions raise any error of patching
             # Patching may import a framework and so add an adapter: search ``_known`` again.
             framework = next((name for name in self._known if name not in done), None)
             if framework is None:
@@ -171,18 +166,18 @@ class SeamEngine:
             row.seam.module == module and row.state != "off" for row in known.rows
         ):
             known.checked = True
-            plan = check(known.adapter, self._features, self._settings, self._missed)
-            known.rows = list(plan.rows)
+            had = self._missed(known.adapter)
+            plan = check(known.adapter, self._features, self._settings, had)
+            known.rows = plan.rows
             for group, problems in plan.refused.items():
                 self._refuse(group, problems)
-        # Apply all pending seams, not only this module's: the watcher does not report an import
-        # that another thread began before the watcher started.
+        # Not only this module's: the watcher misses imports that began before it started.
         for row in known.rows if known.checked else ():
             if (
                 self._live
                 and row.state == "pending"
                 and row.group not in self._refused
-                and (row.seam.module == module or _find_loaded(row.seam.module) is not None)
+                and (row.seam.module == module or _is_loaded(row.seam.module))
             ):
                 self._apply(row, known.adapter)
 
@@ -287,16 +282,14 @@ class SeamEngine:
             return (framework, feature, group) in self._refused
 
 
-def _find_loaded(module: str) -> Any:
+def _is_loaded(module: str) -> bool:
+    """Whether a module is imported and its code has run; the watcher reports its end."""
     loaded = sys.modules.get(module)
-    if loaded is None:
-        return None
-    # A module whose code is still running is not yet loaded: the watcher reports it afterwards.
     spec = getattr(loaded, "__spec__", None)
-    return None if getattr(spec, "_initializing", False) else loaded
+    return loaded is not None and not getattr(spec, "_initializing", False)
 
 
-def _bind(seam: Seam, raw: Any, in_class: bool, symbol: Symbol | None) -> Callable[..., Any]:
+def _bind(seam: Seam, raw: Any, in_class: bool, symbol: Symbol) -> Callable[..., Any]:
     """Return the seam's wrapper in wrapt's form, matched to the imported symbol's parameters."""
     assert seam.wrapper is not None  # After check(), every pending seam has a wrapper.
     if seam.replaces:  # The symbol's value may be an object that is not callable
@@ -304,5 +297,4 @@ def _bind(seam: Seam, raw: Any, in_class: bool, symbol: Symbol | None) -> Callab
     function = getattr(raw, "__func__", raw)
     if not callable(function):
         raise SeamError(f"{seam.target} is not callable: {function!r}")
-    source = symbol if symbol is not None else Symbol(seam.target)
-    return through(seam.wrapper, prepare(seam.wrapper, seam.target, raw, in_class, source))
+    return through(seam.wrapper, prepare(seam.wrapper, seam.target, raw, in_class, symbol))

@@ -18,24 +18,24 @@ from ._source import Symbol, look
 Group = tuple[str, str, str]
 """Framework, feature and name of a group of seams, of which the seam engine patches all or none."""
 
+_UNREAD = Symbol("")
+
 
 @dataclass
 class Row:
     """One seam of an adapter, and the seam's state, which the seam engine updates.
 
     Attributes:
-        group: the seam's group, which is patched or refused as a whole.
-        seam: the adapter's declaration.
         state: one of ``STATES``; ``pending`` means that the seam is still to be patched.
         reason: why the seam has this state; may be empty.
-        symbol: the symbol's description from its source; ``None`` before the check.
+        symbol: the symbol's description from its source; empty before the check.
     """
 
     group: Group
     seam: Seam
     state: str = "pending"
     reason: str = ""
-    symbol: Symbol | None = None
+    symbol: Symbol = _UNREAD
 
     def status(self, adapter: Adapter) -> SeamStatus:
         """Return the seam and its state in the form that ``status()`` shows."""
@@ -58,10 +58,8 @@ class Row:
 class SeamPlan:
     """The actions that the seam engine would take for an adapter.
 
-    Attributes:
-        adapter: the adapter.
-        rows: one ``Row`` for each seam of the installed version, in the order of ``Adapter.seams``.
-        refused: maps each refused group of seams to the reasons.
+    ``rows`` has one ``Row`` for each seam of the installed version, in the order of
+    ``Adapter.seams``; ``refused`` maps each refused group of seams to the reasons.
     """
 
     adapter: Adapter
@@ -104,21 +102,11 @@ def is_there(condition: str) -> bool:
     return symbol.found and (not name or name in symbol.names)
 
 
-Missed = Callable[[Adapter], Callable[[str], str]]
-"""Returns, for an adapter, a function that maps a missing target to a version that has the target
-(``"verl 0.9.1"``), or to ``""``."""
-
-
-def nothing_missed(adapter: Adapter) -> Callable[[str], str]:
-    """Return a function that returns ``""`` for every target, as if no versions were recorded."""
-    return lambda target: ""
-
-
 def check(
     adapter: Adapter,
     features: Iterable[str],
     settings: object,
-    missed: Missed = nothing_missed,
+    had: Callable[[str], str] = lambda target: "",
 ) -> SeamPlan:
     """Decide from source which of an adapter's seams to patch.
 
@@ -126,9 +114,9 @@ def check(
         adapter: the adapter.
         features: names of the features in force; seams of other features are ``off``.
         settings: passed to ``Seam.native``; no other code reads the settings.
-        missed: called for optional or conditional seams whose symbol does not exist in the source.
+        had: maps the target of an optional or conditional seam that does not exist in the source to
+            a version that has the target (``"verl 0.9.1"``), or to ``""``.
     """
-    had = missed(adapter)
     rows = list_unchecked(adapter, features)
     rows += tuple(_find_moved(adapter, features, rows, had))
     problems: dict[Group, list[str]] = {}
@@ -150,8 +138,8 @@ def _find_moved(
 ) -> Iterator[Row]:
     """Yield a ``Row`` for each seam with an unmet condition whose symbol no other seam finds.
 
-    With ``only_if`` and ``unless`` an adapter declares a symbol's places in different versions. If
-    no seam finds the symbol, the symbol's group must be refused, not patched without the symbol.
+    Conditions tell a symbol's places in different versions. If no seam finds the symbol, its group
+    must be refused, not patched without the symbol.
     """
     on = frozenset(features)
     stand = {id(row.seam) for row in rows}
@@ -166,7 +154,6 @@ def _find_moved(
 
 
 def _last(seam: Seam) -> str:
-    """Return the last part of a symbol's dotted name, such as ``"step"`` of ``"Actor.step"``."""
     return seam.attribute.rpartition(".")[2]
 
 
@@ -175,13 +162,13 @@ def _refuse_halves(
 ) -> None:
     """Add a problem for each group of seams that lost a module upstream but has other symbols.
 
-    Without the problem, the shim would patch only the symbols that are left. No problem is added if
-    no version had the optional module, or if upstream removed all of the group's symbols.
+    No problem is added if no version had the optional module, or if upstream removed all of the
+    group's symbols.
     """
     stays = {row.group for row in rows if row.state == "pending" and not row.seam.refusal}
     for row in rows:
         seam = row.seam
-        if row.state != "absent" or seam.refusal or seam.wrapper is None or row.symbol is None:
+        if row.state != "absent" or seam.refusal or seam.wrapper is None:
             continue
         version = "" if row.symbol.module_found else had(seam.target)
         if version:

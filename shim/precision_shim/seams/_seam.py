@@ -55,17 +55,16 @@ class _Fields:
 class Seam(_Fields):
     """The declaration that the shim patches one symbol of a framework for one feature.
 
-    Installer, uninstaller, status, documentation and tests all read ``Seam`` objects, which
-    ``seam`` makes. If the framework itself has the feature, there is no wrapper, and the adapter
-    calls ``Seam(...)``. An adapter also calls ``Seam(...)`` for a function that wraps different
-    symbols in different frameworks.
+    ``seam`` makes ``Seam`` objects. An adapter calls ``Seam(...)`` itself if the framework has the
+    feature, so that there is no wrapper, and for a function that wraps different symbols in
+    different frameworks.
 
     Attributes:
         target: the symbol, in the module that *defines* it, as ``"module:attribute"`` or
             ``"module:Class.method"``.
         feature: the feature that needs the seam.
         wrapper: the function that wraps the symbol, called as ``function(call, ...)``; see
-            ``Call``. ``wrapper`` is ``None`` if the framework has the feature itself.
+            ``Call``. ``None`` if the framework has the feature itself.
         why: why the shim patches this symbol and not another.
         upstream: link to the discussion upstream, or empty.
         delete_when: when this seam can be deleted.
@@ -80,17 +79,15 @@ class Seam(_Fields):
         refusal: why the feature is impossible at this symbol. With ``refusal``, the wrapper only
             reports the reason, or in strict mode raises an error, when the symbol is called.
         replaces: whether ``wrapper`` is called with the symbol's value and returns a replacement,
-            which is in place until ``uninstall()``. ``replaces`` is for a symbol that is used
-            without being called, such as a class that a decorator has turned into another object.
+            which is in place until ``uninstall()``; for a symbol that is used without being called,
+            such as a class that a decorator has turned into another object.
         only_if: conditions that the source must meet. ``"module"`` and ``"module:attribute"`` must
             exist; for ``"module:attribute mentions name"``, the symbol's source must contain
-            ``name``. ``status()`` shows a seam with an unmet condition only if no other seam finds
-            the symbol. Conditions are tested at the framework's import, never earlier.
+            ``name``. Conditions are tested at the framework's import, never earlier.
         unless: conditions in the form of ``only_if``; the seam is left out if any of them is met.
         unbound: must be true if the symbol is a classmethod or a staticmethod and ``wrapper`` reads
-            ``call.instance``, which is then the class or ``None``. Without ``unbound=True`` the
-            shim refuses the seam, because upstream may have turned a method into a class- or
-            staticmethod.
+            ``call.instance``, which is then the class or ``None``. Otherwise the shim refuses the
+            seam, because upstream may have turned a method into a class- or staticmethod.
     """
 
     target: str
@@ -147,25 +144,18 @@ class Seam(_Fields):
     def fits(self, kind: str) -> bool:
         """Whether the wrapper can wrap a symbol of this kind; see ``Symbol.kind``.
 
-        A plain wrapper of a coroutine or generator would return before the wrapped body runs. A
-        coroutine or generator around a plain function would return an object that no caller awaits
-        or iterates over.
+        A plain wrapper of a coroutine or generator would return before the wrapped body runs.
         """
         if self.wrapper is None or self.replaces:
             return True
-        if kind == "":
-            return not (
-                inspect.iscoroutinefunction(self.wrapper)
-                or inspect.isgeneratorfunction(self.wrapper)
-            )
         if kind in ("staticmethod", "classmethod"):
             code = getattr(self.wrapper, "__code__", None)
             return self.unbound or code is None or not _mentions(code, "instance")
-        if kind == "coroutine":
-            return inspect.iscoroutinefunction(self.wrapper)
-        if kind == "generator":
-            return inspect.isgeneratorfunction(self.wrapper)
-        return False  # no function(call, ...) can wrap a class, property or context manager
+        if inspect.iscoroutinefunction(self.wrapper):
+            return kind == "coroutine"
+        if inspect.isgeneratorfunction(self.wrapper):
+            return kind == "generator"
+        return kind == ""  # no function(call, ...) can wrap a class, property or context manager
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -218,15 +208,11 @@ def seam(target: str = "", feature: Any = (), *, at: Any = (), **fields: Any) ->
             why="both step here",
         )
 
-    If two functions in a module wrap the same target, the function that is defined first is the
-    inner wrapper.
-
     Args:
         target: see ``Seam``.
         feature: the feature that needs the seam, or several features, which share one wrapper.
-        at: several symbols; their seams are made in the same order. Each entry of ``at`` is a
-            target, or a mapping of arguments of ``seam`` for this symbol alone. Arguments that the
-            mapping lacks are taken from the declaration.
+        at: several symbols: targets, or mappings of arguments of ``seam`` for this symbol alone.
+            Arguments that the mapping lacks are taken from the declaration.
         fields: see ``Seam``.
 
     Raises:
@@ -268,11 +254,11 @@ _Source = ModuleType | Callable[..., Any] | Seam | Iterable[Any]
 
 
 def collect(*sources: _Source) -> tuple[Seam, ...]:
-    """Make an adapter's table of seams.
+    """Make an adapter's table of seams, of which the first of a target is the innermost wrapper.
 
     Args:
         sources: modules (their marked functions, in order of definition), functions, ``Seam``
-            objects, or lists of these. The first seam of a target is the innermost wrapper.
+            objects, or lists of these.
 
     Raises:
         SeamError: a module or a function declares no seam.

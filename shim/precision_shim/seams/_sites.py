@@ -23,7 +23,6 @@ class Layer:
         function: the wrapper in wrapt's form; with ``replaces``, makes the symbol's replacement.
         owner: marks the wrapped symbol as ours and names the adapter.
         groups: the groups of seams that need the wrapper.
-        replaces: whether ``function`` makes a replacement for the symbol.
         made: the replaced value and its replacement, which is made only once.
     """
 
@@ -76,7 +75,6 @@ class Sites:
     """All symbols that an engine has patched. Callers must hold the lock of the seam engine."""
 
     def __init__(self) -> None:
-        """Start with no patched symbols at all."""
         self._sites: list[Site] = []
         self._displaced: dict[int, tuple[Any, Site]] = {}
         """Maps the ``id`` of a symbol's earlier value to this value and the symbol's ``Site``."""
@@ -116,12 +114,7 @@ class Sites:
                 site.stale = True
 
     def remove(self) -> list[str]:
-        """Undo all patches, the latest first.
-
-        Returns:
-            A message for each symbol that cannot be restored because another tool has wrapped our
-            wrapper. Our wrapper remains, and only calls the original symbol.
-        """
+        """Undo all patches, the latest first; see ``SeamEngine.remove``."""
         left = []
         for site in reversed(self._sites):
             for layer in site.layers:
@@ -177,8 +170,7 @@ class Sites:
     def reach_copies(self) -> None:
         """Replace old values of symbols in modules that copied them (``from ... import``).
 
-        Call ``reach_copies`` once for all changed symbols, because it reads every name of every
-        module. Old values to which nothing refers are skipped.
+        Call this once for all changed symbols, because it reads every name of every module.
         """
         gone = {key: self._displaced[key] for key in _find_held(self._displaced)}
         if gone:
@@ -219,8 +211,7 @@ def _sweep(gone: Mapping[int, tuple[Any, Any]]) -> None:
     """Replace each old value in ``gone`` by its new value, in all modules."""
     for module in list(sys.modules.values()):
         names = _contents(module)
-        # Most modules contain no old value, and comparing ids is 20 times faster than the loop
-        # below.
+        # Most modules contain no old value, and comparing ids is 20 times faster than the loop.
         if gone.keys().isdisjoint(map(id, list(names.values()))):
             continue
         for name, value in list(names.items()):

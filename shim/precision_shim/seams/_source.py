@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.machinery import ModuleSpec
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 _Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 _PROPERTIES = {"property", "cached_property"}
@@ -54,30 +54,23 @@ class Symbol:
     kind: str = ""
 
 
-class Source(Protocol):
-    """The modules whose source ``look`` reads."""
+Reader = Callable[[], "str | None"]
+"""Reads a module's source; returns ``None`` for a module without source."""
 
-    def find(self, module: str) -> Callable[[], str | None] | None:
-        """Return a function that reads a module's source; ``None`` if there is no such module.
-
-        The returned function returns the source, or ``None`` for a module without source.
-        """
+Source = Callable[[str], "Reader | None"]
+"""Maps a module's name to its ``Reader``, or to ``None`` if there is no such module."""
 
 
-class Installed:
-    """The modules that this process could import."""
-
-    def find(self, module: str) -> Callable[[], str | None] | None:
-        """See ``Source``."""
-        spec = find_spec(module)
-        if spec is None:
-            return None
-        get_source = getattr(spec.loader, "get_source", None)
-        return lambda: get_source(module) if get_source is not None else None
+def installed(module: str) -> Reader | None:
+    """The ``Source`` of all modules that this process could import."""
+    spec = find_spec(module)
+    if spec is None:
+        return None
+    get_source = getattr(spec.loader, "get_source", None)
+    return lambda: get_source(module) if get_source is not None else None
 
 
-_INSTALLED = Installed()
-_source: ContextVar[Source] = ContextVar("precision_shim_source", default=_INSTALLED)
+_source: ContextVar[Source] = ContextVar("precision_shim_source", default=installed)
 
 
 @contextmanager
@@ -93,9 +86,9 @@ def looking_at(source: Source) -> Iterator[None]:
 def find_spec(name: str) -> ModuleSpec | None:
     """Find a module's spec without importing its parents (``importlib.util`` imports them).
 
-    Our finders are skipped, because a lookup must not load an adapter. Finders of wrapt, or of
-    another package's copy of wrapt, are skipped because they find no module themselves. wrapt's
-    finders would also import the parents, and drop the hooks of a module that a parent imports.
+    Our finders are skipped, because a lookup must not load an adapter. wrapt's finders, which find
+    no module themselves, are skipped because they would import the parents, and drop the hooks of a
+    module that a parent imports.
     """
     path: Sequence[str] | None = None
     spec: ModuleSpec | None = None
@@ -143,7 +136,7 @@ def look(target: str) -> Symbol:
     """Describe the symbol ``"module:attribute"`` from source, importing nothing."""
     module, _, attribute = target.partition(":")
     try:
-        read = _source.get().find(module)
+        read = _source.get()(module)
     except Exception as error:  # another package's finder may raise any error
         return Symbol(target, problem=f"looking for {module} failed: {error!r}")
     if read is None:
@@ -162,13 +155,7 @@ def look(target: str) -> Symbol:
 
 
 class Definition(NamedTuple):
-    """Where a symbol is defined.
-
-    Attributes:
-        node: the symbol's syntax tree; for a dataclass's generated ``__init__`` the tree of the
-            class.
-        text: the source of the whole module.
-    """
+    """A symbol's syntax tree (a generated ``__init__`` has its class's) and the module's source."""
 
     node: ast.AST
     text: str
@@ -176,10 +163,8 @@ class Definition(NamedTuple):
 
 def definition(target: str) -> Definition | None:
     """Return the definition of a symbol; ``None`` if ``look`` does not find the symbol."""
-    if not look(target).found:
-        return None
     module, _, attribute = target.partition(":")
-    read = _source.get().find(module)
+    read = _source.get()(module) if look(target).found else None
     text = read() if read is not None else None
     if text is None:
         return None
@@ -205,31 +190,24 @@ def _describe(target: str, tree: ast.Module, parts: list[str]) -> Symbol:
                 return Symbol(target, True, True, _fields(scope, tree), _names(scope))
             return Symbol(target, True, problem=f"{target} not found: no {part!r} there")
         owner, scope = scope, inner
-    evidence = owner if isinstance(owner, ast.ClassDef) else scope
-    positional: tuple[str, ...] = ()
-    parameters: tuple[str, ...] = ()
-    if isinstance(scope, _Function):
-        positional = tuple(argument.arg for argument in (*scope.args.posonlyargs, *scope.args.args))
-        parameters = (*positional, *(argument.arg for argument in scope.args.kwonlyargs))
+    names = _names(owner if isinstance(owner, ast.ClassDef) else scope)
+    if not isinstance(scope, _Function):
+        return Symbol(target, True, True, names=names, kind="class")
+    positional = tuple(argument.arg for argument in (*scope.args.posonlyargs, *scope.args.args))
     return Symbol(
         target,
         True,
         True,
-        parameters,
-        _names(evidence),
+        (*positional, *(argument.arg for argument in scope.args.kwonlyargs)),
+        names,
         positional=positional,
         defaults=dict(_defaults(scope)),
         kind=_kind(scope),
     )
 
 
-def _kind(node: ast.AST) -> str:
-    if not isinstance(node, _Function):
-        return "class"
-    decorators = {
-        ast.unparse(decorator).partition("(")[0].rpartition(".")[2]
-        for decorator in node.decorator_list
-    }
+def _kind(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    decorators = _decorators(node)
     if decorators & _PROPERTIES:
         return "property"
     if decorators & _CONTEXTS:
@@ -246,9 +224,7 @@ def _kind(node: ast.AST) -> str:
     return next((kind for kind in ("staticmethod", "classmethod") if kind in decorators), "")
 
 
-def _defaults(scope: ast.AST) -> Iterator[tuple[str, Any]]:
-    if not isinstance(scope, _Function):
-        return
+def _defaults(scope: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[str, Any]]:
     positional = [*scope.args.posonlyargs, *scope.args.args]
     by_position = zip(reversed(positional), reversed(scope.args.defaults), strict=False)
     by_name = zip(scope.args.kwonlyargs, scope.args.kw_defaults, strict=True)
@@ -268,25 +244,25 @@ def _member(scope: ast.AST, name: str) -> ast.AST | None:
             if node.name == name:
                 member = node
         elif isinstance(node, (ast.If, ast.Try, ast.With)):
-            pending = [
-                *node.body,
-                *getattr(node, "orelse", ()),
-                *(line for handler in getattr(node, "handlers", ()) for line in handler.body),
-                *pending,
-            ]
+            handled = [line for one in getattr(node, "handlers", ()) for line in one.body]
+            pending[:0] = [*node.body, *getattr(node, "orelse", ()), *handled]
     return member
 
 
 def _is_dataclass(node: ast.AST) -> bool:
-    if not isinstance(node, ast.ClassDef):
-        return False
-    heads = (d.func if isinstance(d, ast.Call) else d for d in node.decorator_list)
-    return any((getattr(h, "id", None) or getattr(h, "attr", None)) == "dataclass" for h in heads)
+    return isinstance(node, ast.ClassDef) and "dataclass" in _decorators(node)
+
+
+def _decorators(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> set[str]:
+    """Return the last parts of the decorators' names, such as ``"wraps"``."""
+    names = (ast.unparse(decorator).partition("(")[0] for decorator in node.decorator_list)
+    return {name.rpartition(".")[2] for name in names}
 
 
 def _fields(node: ast.AST, tree: ast.Module) -> tuple[str, ...]:
     """Return a dataclass's fields, preceded by the fields of its bases in the same file."""
-    bases = (_member(tree, name.id) for name in getattr(node, "bases", ()) if _is_name(name))
+    names = (base.id for base in getattr(node, "bases", ()) if isinstance(base, ast.Name))
+    bases = (_member(tree, name) for name in names)
     inherited = [name for base in bases if base not in (None, node) for name in _fields(base, tree)]
     own = [
         line.target.id
@@ -296,25 +272,10 @@ def _fields(node: ast.AST, tree: ast.Module) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*inherited, *own)))
 
 
-def _is_name(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name)
-
-
 @lru_cache(maxsize=32)  # all seams of one class need the names of that class
 def _names(node: ast.AST) -> frozenset[str]:
     names: set[str] = set()
-    pending = [node]
-    while pending:
-        inner = pending.pop()
-        for key, value in vars(inner).items():
-            if isinstance(value, ast.AST):
-                pending.append(value)
-            elif isinstance(value, list):
-                pending += [child for child in value if isinstance(child, ast.AST)]
-            elif isinstance(value, str) and (key in _NAMING or _is_text(inner, key)):
-                names.add(value)
+    for inner in ast.walk(node):
+        keys = ("value",) if isinstance(inner, ast.Constant) else _NAMING
+        names.update(value for key in keys if isinstance(value := getattr(inner, key, None), str))
     return frozenset(names)
-
-
-def _is_text(node: ast.AST, field: str) -> bool:
-    return field == "value" and isinstance(node, ast.Constant)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pkgutil import resolve_name
 from types import FunctionType
 from typing import Any
 
@@ -21,16 +22,13 @@ class _BoundSeam(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
 
     def __deepcopy__(self, memo: Any) -> Any:
         make, of = self.__reduce_ex__(2)
-        return self if make is resolve else make(*copy.deepcopy(of, memo))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self.__reduce_ex__(2)
+        return self if make is resolve_name else make(*copy.deepcopy(of, memo))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         target = self._self_parent._self_target
         owner = getattr(self.__wrapped__, "__self__", None)  # a classmethod's class
         if owner is None:
-            return resolve, (target,)
+            return resolve_name, (target,)
         return getattr, (owner, target.rpartition(".")[2])
 
 
@@ -58,10 +56,8 @@ class SeamWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         plain = instance is None and isinstance(self.__wrapped__, FunctionType)
         if not (static or plain):
             return super().__get__(instance, owner)
-        # ``Class.method`` must be the same object at each access, as a plain function is. Ray
-        # treats ``Class.method`` as a function when Ray lists an actor's methods. If the function's
-        # name refers to another object, cloudpickle pickles the function by value, without our
-        # wrapper.
+        # ``Class.method`` must be the same object at each access, as a plain function is: if its
+        # name refers to another object, cloudpickle pickles it by value, without our wrapper.
         if self._self_unbound is None:
             self._self_unbound = super().__get__(None, self._definer(owner))
         return self._self_unbound
@@ -80,19 +76,5 @@ class SeamWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
     def __deepcopy__(self, memo: Any) -> SeamWrapper:
         return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self.__reduce_ex__(2)
-
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return resolve, (self._self_target,)
-
-
-def resolve(target: str) -> Any:
-    """Import ``"module:dotted.attribute"`` and return the object."""
-    import importlib
-
-    module, _, attribute = target.partition(":")
-    value: Any = importlib.import_module(module)
-    for part in attribute.split(".") if attribute else ():
-        value = getattr(value, part)
-    return value
+        return resolve_name, (self._self_target,)

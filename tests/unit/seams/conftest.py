@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from precision_shim.process.framework import Adapter
-from precision_shim.seams import Seam, SeamEngine
+from precision_shim.seams import Seam
+from precision_shim.seams._engine import SeamEngine
 
 TOY = {
     "toy/__init__.py": "",

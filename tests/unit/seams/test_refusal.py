@@ -292,15 +292,12 @@ def test_a_module_that_a_known_version_had_is_missed_where_its_group_has_stayed(
         lab.seam(GOOD),
         lab.seam("toy.away:shift", feature="g", optional=True),
     )
-
-    def missed(adapter):
-        return {"toy.away:scale": f"{adapter.framework} 1.0", "toy.away:shift": ""}.get
-
-    plan = check(lab.adapter(*rows), ("f", "g"), None, missed)
+    had = {"toy.away:scale": "toy 1.0", "toy.away:shift": ""}.get
+    plan = check(lab.adapter(*rows), ("f", "g"), None, had)
     assert [row.state for row in plan.rows] == ["refused", "refused", "absent"]
     assert "module toy.away not found, and toy 1.0 had toy.away:scale" in plan.rows[1].reason
     # If the group has nothing else, the whole path is missing, so no group is patched in part.
-    (alone,) = check(lab.adapter(rows[0]), ("f",), None, missed).rows
+    (alone,) = check(lab.adapter(rows[0]), ("f",), None, had).rows
     assert (alone.state, "toy 1.0 had" in alone.reason) == ("absent", True)
 
 
@@ -320,7 +317,7 @@ def test_a_symbol_that_is_at_none_of_its_places_does_not_leave_its_group_in_sile
         for name in ("old", "new")
     ]
     adapter = lab.adapter(*places, lab.seam(OTHER, group="a"))
-    plan = check(adapter, ("f",), None, lambda _: lambda target: had.get(target, ""))
+    plan = check(adapter, ("f",), None, lambda target: had.get(target, ""))
     assert [row.state for row in plan.rows] == states
     assert all("toy." in row.reason and "not found" in row.reason for row in plan.rows if had)
 
@@ -332,7 +329,7 @@ def test_a_symbol_that_went_to_another_of_its_places_is_not_missed(lab):
         for name in ("old", "new")
     ]
     adapter = lab.adapter(*places, lab.seam(GOOD, group="a"))
-    plan = check(adapter, ("f",), None, lambda _: lambda target: "toy 0.9")
+    plan = check(adapter, ("f",), None, lambda target: "toy 0.9")
     assert [row.seam.target for row in plan.rows] == ["toy.new:scale", GOOD]
     assert [row.state for row in plan.rows] == ["pending", "pending"]
 

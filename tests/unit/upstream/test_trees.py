@@ -72,7 +72,7 @@ KINDS = (
 def test_a_look_goes_into_it_and_imports_nothing(kind, tmp_path):
     path = places(kind, tmp_path / "given")
     before = sorted(tmp_path.rglob("*"))
-    with looking_at(open_tree(path, PACKAGES)):
+    with looking_at(open_tree(path, PACKAGES).find):
         assert look("toy.ops:scale").parameters == ("value",)
         assert look("toy.bare.ops:deep").found
         assert look("space.toy.ops:wide").found

@@ -28,6 +28,7 @@ from precision_shim.reporting.text import fold
 from precision_shim.seams import look
 from precision_shim.seams._source import Definition, definition, looking_at
 
+from ..upstream import record as _recording
 from ..upstream.changes import changed_lines
 from ..upstream.framework_status import as_dict, predict_status
 from ..upstream.trees import Tree, open_tree, over
@@ -74,12 +75,12 @@ def _record(asked: argparse.Namespace) -> int:
     for entry in _registry.entries(third_party=False).values():
         if _installed.version_of(entry.distribution, entry.packages) is not None:
             for name, version, digests in installed_digests(_registry.load(entry)):
-                _symbols.add(record, name, version, digests)
+                _recording.add(record, name, version, digests)
                 added[f"{name} {version}"] = sum(map(bool, digests.values()))
     if not added:
         return _fail("nothing to record: no framework is installed here")
     try:
-        _symbols.write(record, file)
+        _recording.write(record, file)
     except OSError as error:
         return _fail(f"{file} cannot be written: {error}. Name a file that may be written.")
     told = ", ".join(f"{name}: {count} symbols" for name, count in added.items())
@@ -268,7 +269,7 @@ def _change(
     if new.found is None:
         return SymbolChange(target, "gone", []) if basis else None
     there = digest_of(new.found.node)
-    as_in = _symbols.find_versions(_symbols.shipped(), distribution, target, there)
+    as_in = _symbols.shipped().get(distribution, {}).get(target, {}).get(there, [])
     if not basis or basis == there or old.found is None:
         state = "new" if not basis else "same" if basis == there else "changed"
         return SymbolChange(target, state, as_in)
@@ -282,7 +283,7 @@ def _change(
     )
 
 
-def _versions(tree: Tree) -> Callable[[str, Iterable[str]], str | None]:
+def _versions(tree: Tree) -> _installed.Versions:
     def version_of(distribution: str, packages: Iterable[str]) -> str | None:
         named = list(packages)
         for package in named:

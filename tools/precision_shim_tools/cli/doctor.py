@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import os
+import pkgutil
 import platform
 import site
 import subprocess
@@ -32,7 +33,6 @@ from precision_shim.process.settings import PREFIX, TABLE, Settings
 from precision_shim.reporting import text as _status_text
 from precision_shim.reporting.record import FrameworkStatus
 from precision_shim.reporting.text import fold
-from precision_shim.seams._wrapper import resolve
 
 from ..upstream.framework_status import as_dict, inapplicable, predict_status
 from . import _against, add_command
@@ -207,7 +207,7 @@ def _limits(
     version, error = transformer_engine["version"], transformer_engine.get("import_error")
     limits = []
     for backend in _registry.backends():
-        tell = resolve(backend.limits)
+        tell = pkgutil.resolve_name(backend.limits)
         for name, status in frameworks.items():
             told = tell(f"{name} {status.version}", status.seams, version, error)
             if told:
@@ -270,15 +270,10 @@ def _text(
             lines += _row("", f"{name}={setting['value']}  ({setting['from']})")
         lines += _row("features", ", ".join(told["features"]) or "none")
 
-    names: dict[str, list[str]] = {"absent": [], "off": []}
     for name, status in frameworks.items():
-        if status.state in names:
-            names[status.state].append(name)
-        else:
+        if status.state not in ("absent", "off"):
             lines += ["", *_framework_text(name, status, told["features"], verbose)]
-    lines += [""] if any(names.values()) else []
-    for title, state in (("not installed", "absent"), ("not asked for", "off")):
-        lines += fold(f"{title}: {', '.join(names[state])}", 0, 2) if names[state] else []
+    lines += _status_text.left_out(frameworks)
 
     if told["limits"]:
         lines += ["", "limits"]

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+import pkgutil
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,6 @@ from precision_shim.process import registry as _registry
 from precision_shim.process import settings as _settings
 from precision_shim.process import standby
 from precision_shim.process.versions import version_of
-from precision_shim.seams._wrapper import resolve
 
 from ..plan import plot, text
 from ..plan.command import Job, Options, read_launch_line
@@ -175,7 +175,7 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
             "Run the plan in the environment of the job."
         )
     with _variables(job.environ):  # the config and the Hugging Face cache may depend on variables
-        request = resolve(entry.plan)(job)
+        request = pkgutil.resolve_name(entry.plan)(job)
     rules = Rules(
         asked.transformer_engine or version_of("transformer-engine", ("transformer_engine",)),
         asked.megatron_core or version_of("megatron-core", ("megatron",)),

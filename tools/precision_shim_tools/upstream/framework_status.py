@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 from precision_shim.errors import PrecisionShimError
@@ -10,7 +9,8 @@ from precision_shim.process.framework import Adapter
 from precision_shim.process.in_force import asked_for
 from precision_shim.process.registry import load
 from precision_shim.process.settings import PREFIX, Settings
-from precision_shim.process.versions import judge_version
+from precision_shim.process.symbols import judge_version
+from precision_shim.process.versions import Versions
 from precision_shim.reporting.record import FrameworkStatus, SeamStatus
 
 from ..predicted import predict_seams
@@ -26,19 +26,13 @@ def inapplicable(name: str, seam: SeamStatus) -> str:
 
 def as_dict(status: FrameworkStatus) -> dict[str, Any]:
     """Return a framework's status as dicts, lists and strings, for JSON."""
-    return {
-        "version": status.version,
-        "tested": status.tested,
-        "state": status.state,
-        "reason": status.reason,
-        "seams": [seam.to_dict() for seam in status.seams],
-    }
+    return {**status.to_dict(), "tested": status.tested}
 
 
 def predict_status(
     entry: Adapter,
     settings: Settings,
-    versions: Callable[[str, Iterable[str]], str | None],
+    versions: Versions,
 ) -> tuple[FrameworkStatus, list[str]]:
     """Predict a framework's status from the current ``Source``; also return messages on problems.
 

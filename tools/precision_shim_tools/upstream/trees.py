@@ -1,65 +1,71 @@
 """Read source from a wheel (without unpacking it) or a folder, without executing the source.
 
-``open_tree`` opens a path as a ``Tree``, which is a ``_source.Source``. ``over`` makes a source
-that reads a tree first, and then the installed packages.
+``open_tree`` opens a path as a ``Tree``; ``over`` makes a ``Source`` that reads a tree first, and
+then the installed packages.
 """
 
 from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from importlib.util import decode_source
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from precision_shim.errors import SourceError
-from precision_shim.process.stated_version import Folder, find_written, normal
-from precision_shim.seams._source import Installed, Source
+from precision_shim.process.stated_version import find_written, normal
+from precision_shim.seams._source import Reader, Source, installed
+
+if TYPE_CHECKING:
+    from precision_shim.process.stated_version import Root
 
 _BENEATH = ("src", "python", "lib/python3*/site-packages", "Lib/site-packages")
 """Subfolders of a folder, a checkout or a virtual environment that may contain packages."""
 
 
-def _open_wheel(path: Path) -> Any:
+def _roots_of_wheel(path: Path) -> list[zipfile.Path]:
+    """Return the folders of a wheel that may contain packages, the top folder first."""
     try:
-        wheel = zipfile.ZipFile(path)
-        broken = wheel.testzip()
+        opened = zipfile.ZipFile(path)
+        broken = opened.testzip()
     except (OSError, ValueError, NotImplementedError, EOFError, zipfile.BadZipFile) as error:
         raise SourceError(f"{path} is no wheel that can be read: {error}.") from error
     except Exception as error:  # zlib.error, from damaged data
         raise SourceError(f"{path} is no wheel that can be read: {error!r}.") from error
     if broken is not None:
         raise SourceError(f"{path} is no wheel that can be read: {broken} in it is damaged.")
-    return zipfile.Path(wheel)
+    top = zipfile.Path(opened)
+    data = [folder for folder in top.iterdir() if folder.name.endswith(".data")]
+    return [top, *(folder / library for folder in data for library in ("purelib", "platlib"))]
 
 
 class Tree:
-    """The packages of a wheel or a folder, as a ``Source``.
+    """The packages of a wheel or a folder.
 
     Attributes:
         complete: whether the tree is a whole environment (a site-packages folder). A module that a
             complete tree lacks counts as not found, even if the module is installed.
     """
 
-    def __init__(self, root: Any, metadata: Any) -> None:
-        self._files = Folder(root)
-        self._metadata = dict(_distributions(metadata))
+    def __init__(self, root: Root, top: Root) -> None:
+        self._root = root
+        self._metadata = dict(_distributions(top))
         self.complete = isinstance(root, Path) and any(
-            name.endswith(".dist-info") for name in self._files.top()
+            folder.name.endswith(".dist-info") for folder in root.iterdir()
         )
 
-    def find(self, module: str) -> Callable[[], str | None] | None:
-        """See ``Source``."""
+    def find(self, module: str) -> Reader | None:
+        """The tree as a ``Source``."""
         place = self._place(module)
         if place is None:
             return None
-        return lambda: decode_source(self._files.read(place)) if place else None
+        return lambda: decode_source(place.read_bytes()) if place.is_file() else None
 
     def has(self, package: str) -> bool:
         """Whether the tree has a package, with an ``__init__.py``."""
-        return bool(self._place(package))
+        place = self._place(package)
+        return place is not None and place.is_file()
 
     def owns(self, module: str) -> bool:
         """Whether the tree has the module's package, so that no other source is read for it.
@@ -67,56 +73,43 @@ class Tree:
         A folder without ``__init__.py`` does not count, as several distributions may share it.
         """
         parts = module.split(".")
-        return any(self._place(".".join(parts[:depth])) for depth in range(1, len(parts) + 1))
+        return any(self.has(".".join(parts[:depth])) for depth in range(1, len(parts) + 1))
 
     def version_of(self, distribution: str, package: str) -> str:
         """Return a distribution's version from metadata, or else source, or else ``"unknown"``."""
         known = self._metadata.get(normal(distribution))
-        return known or next(find_written(self._files, distribution, package), None) or "unknown"
+        return known or next(find_written(self._root, distribution, package), None) or "unknown"
 
-    def _place(self, module: str) -> str | None:
-        """Return a module's file; ``""`` for a bare folder, ``None`` if the module is not found."""
-        parts = module.split(".")
-        for depth in range(1, len(parts) + 1):
-            path = "/".join(parts[:depth])
-            if self._files.is_file(f"{path}/__init__.py"):
-                place = f"{path}/__init__.py"
-            elif self._files.is_file(f"{path}.py"):
-                place = f"{path}.py"
-                if depth < len(parts):
-                    return None  # a module that is no package contains no modules
-            elif self._files.is_folder(path):
-                place = ""
-            else:
-                return None
-        return place
+    def _place(self, module: str) -> Root | None:
+        """Return a module's file, or a bare folder; ``None`` if the module is not found."""
+        *above, name = module.split(".")
+        folder = self._root.joinpath(*above)
+        for place in (folder / name / "__init__.py", folder / f"{name}.py"):
+            if place.is_file():
+                return place
+        return folder / name if (folder / name).is_dir() else None
 
 
-def _distributions(root: Any) -> Iterator[tuple[str, str]]:
-    """Yield name and version of each distribution whose metadata is in a folder or a wheel."""
-    for folder in root.iterdir():
-        for kind, file in ((".dist-info", "METADATA"), (".egg-info", "PKG-INFO")):
-            if folder.name.endswith(kind) and (folder / file).is_file():
-                text = (folder / file).read_bytes().decode("utf-8", "replace")
+def _distributions(top: Root) -> Iterator[tuple[str, str]]:
+    folders: list[Root] = [*top.iterdir()]
+    for folder in sorted(folders, key=str):
+        for kind, name in ((".dist-info", "METADATA"), (".egg-info", "PKG-INFO")):
+            file = folder / name
+            if folder.name.endswith(kind) and file.is_file():
+                text = file.read_bytes().decode("utf-8", "replace")
                 text = text.replace("\r\n", "\n").partition("\n\n")[0]
                 head = dict(re.findall(r"^(Name|Version): *(\S+)", text, re.MULTILINE))
                 if len(head) == 2:
                     yield normal(head["Name"]), head["Version"]
 
 
-@dataclass(frozen=True)
-class _Over:
-    tree: Tree
-    beneath: Source
-
-    def find(self, module: str) -> Callable[[], str | None] | None:
-        first = self.tree.complete or self.tree.owns(module)
-        return (self.tree if first else self.beneath).find(module)
-
-
 def over(tree: Tree) -> Source:
     """Return a source that reads modules from a tree, or else from the installed packages."""
-    return _Over(tree, Installed())
+
+    def find(module: str) -> Reader | None:
+        return (tree.find if tree.complete or tree.owns(module) else installed)(module)
+
+    return find
 
 
 def open_tree(path: Path, packages: tuple[str, ...]) -> Tree:
@@ -133,21 +126,18 @@ def open_tree(path: Path, packages: tuple[str, ...]) -> Tree:
     looked_for = f"Looked for: {', '.join(packages)}."
     if not path.exists():
         raise SourceError(f"{path} does not exist. {looked_for}")
-    where = ""
+    roots: list[Root] = []
     if path.is_file():
-        wheel = _open_wheel(path)
-        # A wheel may have its packages in NAME.data/purelib.
-        data = [part for part in wheel.iterdir() if part.name.endswith(".data")]
-        trees = [(part / kind, wheel) for part in data for kind in ("purelib", "platlib")]
-        trees.insert(0, (wheel, wheel))
+        where = ""
+        roots += _roots_of_wheel(path)
     else:
-        inner = [path, *(place for part in _BENEATH for place in sorted(path.glob(part)))]
-        # If the path is a package's own folder, the root is its parent folder.
-        inner += [path.resolve().parent] if (path / "__init__.py").is_file() else []
-        trees = [(folder, folder) for folder in inner if folder.is_dir()]
         where = ", neither in itself nor in src, python or lib/python3*/site-packages"
-    for root, metadata in trees:
-        tree = Tree(root, metadata)
+        inner = [path, *(place for part in _BENEATH for place in sorted(path.glob(part)))]
+        roots += (folder for folder in inner if folder.is_dir())
+        if (path / "__init__.py").is_file():  # a package's own folder
+            roots.append(path.resolve().parent)
+    for root in roots:
+        tree = Tree(root, roots[0] if path.is_file() else root)
         if any(tree.has(package) for package in packages):
             return tree
     raise SourceError(f"{path} holds no framework{where}. {looked_for}")

@@ -2,11 +2,10 @@
 
 A raylet keeps the environment that it inherited at its start. A variable that is set later, or on
 another node, does not reach the raylet's workers. This module therefore wraps ``ray.init`` and
-merges the shim's variables into the job's ``runtime_env["env_vars"]``. The module leaves out
-variables that the runtime_env of the caller or of ``ray job submit`` already contains. Ray raises
-an error for a key that both ``ray.init`` and ``ray job submit`` set, even to equal values. A setup
-hook of Ray's workers is not used, because it fails in a worker environment without this package.
-Ray also accepts only one setup hook, and the user may need it.
+merges the shim's variables into the job's ``runtime_env["env_vars"]``, except those that the
+runtime_env of the caller or of ``ray job submit`` already contains (Ray raises an error for a key
+that both set). A setup hook of Ray's workers would fail in a worker environment without this
+package, and Ray accepts only one, which the user may need.
 
 This module does not use ``precision_shim.seams``, which would need 200 ms in each of Ray's agents
 and workers to import wrapt and to parse the 4,000 lines of ``ray._private.worker``. The wrapper of
