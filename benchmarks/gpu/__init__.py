@@ -4,7 +4,7 @@
     python -m benchmarks.gpu --dry-run                    # the same on a CPU, with tiny models
 
 Run the command in the root of the repository. The command needs torch, megatron-core,
-TransformerEngine and this package (PYTHONPATH=shim:adapters is enough); see requirements.txt and
-bundle.py in this folder. The command writes each result to FOLDER/proof.json at once.
+TransformerEngine and this package (PYTHONPATH=shim:adapters:tools is enough); see requirements.txt
+and bundle.py in this folder. The command writes each result to FOLDER/proof.json at once.
 ``python -m benchmarks.gpu.report FOLDER/proof.json`` makes docs/proof.md from the results.
 """

@@ -40,8 +40,8 @@ On a machine with one NVIDIA GPU, Python 3.12 and torch 2.11 for CUDA 13, in the
 repository:
 
     pip install --no-deps -r benchmarks/gpu/requirements.txt
-    PYTHONPATH=shim:adapters python -m benchmarks.gpu --minutes 25 --out build/gpu-proof
-    PYTHONPATH=shim:adapters python -m benchmarks.gpu.report build/gpu-proof/proof.json
+    PYTHONPATH=shim:adapters:tools python -m benchmarks.gpu --minutes 25 --out build/gpu-proof
+    PYTHONPATH=shim:adapters:tools python -m benchmarks.gpu.report build/gpu-proof/proof.json
 
 PyPI has only the source of `transformer-engine-torch`. `tox run -e te` compiles a wheel, for
 which it needs no GPU, and puts the wheel into `.tox/transformer-engine/`. To install this wheel,

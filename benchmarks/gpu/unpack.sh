@@ -13,7 +13,7 @@ if [ -n "$(ls "$target/wheels")" ]; then
     python3 -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --upgrade \
         --target "$target/site" "$target"/wheels/*.whl
 fi
-path="$target/site:$target/repository/shim:$target/repository/adapters"
+path="$target/site:$target/repository/shim:$target/repository/adapters:$target/repository/tools"
 PYTHONPATH="$path" python3 -c "import torch, transformer_engine.pytorch, megatron.core as core, precision_shim
 print('torch', torch.__version__, 'megatron-core', core.__version__, 'GPU', torch.cuda.is_available())"
 echo "cd $target/repository && PYTHONPATH=$path python3 -m benchmarks.gpu --minutes 25 --out FOLDER"
