@@ -1,6 +1,6 @@
 """Memory and steps of an optimizer that Megatron offloads to the CPU.
 
-The figures are in ``deciding.table.obstacles`` and docs/megatron.md.
+The figures are in ``policy.optimizer_plan.obstacles`` and docs/megatron.md.
 """
 
 from __future__ import annotations

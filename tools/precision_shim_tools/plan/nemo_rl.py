@@ -31,7 +31,7 @@ from .megatron.model import MegatronModel
 from .megatron.sizes import read_sizes
 from .record import Decided
 from .request import Plannable, Request, read_models
-from .sides import predict_sides
+from .rollout import predict_sides
 from .torch_optimizer import ShardedModel, scaling
 from .values import no_adapters, number_of, said, section_of
 

@@ -32,8 +32,8 @@ from .megatron.model import MegatronModel
 from .megatron.sizes import read_sizes
 from .record import Decided
 from .request import Plannable, Request, read_models
+from .rollout import predict_sides
 from .shapes import Model
-from .sides import predict_sides
 from .torch_optimizer import ShardedModel, scaling
 from .values import no_adapters, no_section, number, said
 

@@ -27,8 +27,8 @@ from precision_shim_adapters.torchtitan.training.trainers import NAMES, PRETRAIN
 
 from .command import Job
 from .request import Request
+from .rollout import predict_sides
 from .shapes import Model, Weight
-from .sides import predict_sides
 from .torch_optimizer import ShardedModel, scaling
 
 _DEGREES = (
