@@ -21,12 +21,7 @@ project = "precision_shim"
 author = "The precision_shim maintainers"
 version = release = precision_shim.__version__
 
-extensions = [
-    "myst_parser",
-    "sphinx.ext.autodoc",
-    "sphinx.ext.napoleon",
-    "sphinx_copybutton",
-]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 
 # A link to a heading has the name that GitHub gives the heading.

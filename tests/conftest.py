@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.relative_to(Path(__file__).parent).parts[0] in FRAMEWORKS:
             item.add_marker(pytest.mark.filterwarnings("ignore"), append=False)
             item.add_marker(
-                pytest.mark.filterwarnings("error::precision_shim.errors.PrecisionShimWarning"),
+                pytest.mark.filterwarnings("error::precision_shim.errors.PrecisionShimWarning")
             )
 
 

@@ -212,10 +212,7 @@ def on_gpu() -> Iterator[str]:
     torch.cuda.set_device(0)
     with tempfile.TemporaryDirectory() as folder:
         torch.distributed.init_process_group(
-            "cpu:gloo,cuda:nccl",
-            init_method=f"file://{folder}/rendezvous",
-            world_size=1,
-            rank=0,
+            "cpu:gloo,cuda:nccl", init_method=f"file://{folder}/rendezvous", world_size=1, rank=0
         )
         try:
             parallel_state.initialize_model_parallel()

@@ -52,11 +52,7 @@ PARTS = (
     _part(2, "step-time", "Time of the optimizer's step", 45),
     _part(3, "parity", "Loss on real text, with the shim and without", 60),
     _part(
-        4,
-        "fp16",
-        "fp16: overflows, exact resume, how often the host waits",
-        40,
-        repeatable=True,
+        4, "fp16", "fp16: overflows, exact resume, how often the host waits", 40, repeatable=True
     ),
     _part(
         5,

@@ -193,12 +193,7 @@ def cell(words: str) -> str:
 
 def draw(parts: Mapping[str, dict[str, Any]]) -> dict[str, str]:
     """Draw every plot whose results exist; return the plots by name."""
-    drawn = {
-        "memory": _memory,
-        "step-time": _step_time,
-        "parity": _parity,
-        "why-fp16": _why_fp16,
-    }
+    drawn = {"memory": _memory, "step-time": _step_time, "parity": _parity, "why-fp16": _why_fp16}
     made = {}
     for name, function in drawn.items():
         figures = [one["figures"] for one in parts.get(name, {"results": []})["results"]]

@@ -12,10 +12,7 @@ from typing import Any
 import pytest
 
 import precision_shim
-from precision_shim.errors import (
-    DtypeError,
-    UnsupportedPrecisionError,
-)
+from precision_shim.errors import DtypeError, UnsupportedPrecisionError
 
 from ..every_framework.shim_warnings import watched
 from .test_pages import YAML

@@ -51,8 +51,7 @@ HONEST = {
     "precision-aware, whole masters": Build(fp32_bucket=False, config=WHOLE),
     "precision-aware, fp32 main grads": Build(config=PRECISION_AWARE | {"main_grads_dtype": FP32}),
     "precision-aware, fp32 moments": Build(
-        fp32_bucket=False,
-        config={"use_precision_aware_optimizer": True, "main_grads_dtype": BF16},
+        fp32_bucket=False, config={"use_precision_aware_optimizer": True, "main_grads_dtype": BF16}
     ),
     "fp8 moments": Build(
         fp32_bucket=False,
@@ -125,10 +124,7 @@ def with_experts(build: Build, experts: bool = True) -> Build:
 
 def make(build: Build, seed: int = 0) -> tuple[list[Any], Any]:
     """DDP chunks and Megatron's optimizer over them."""
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-    )
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer.module import Float16Module
 

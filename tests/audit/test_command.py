@@ -12,13 +12,7 @@ import pytest
 
 from precision_shim.auditing import files
 from precision_shim.auditing.ranks import numbers
-from precision_shim.auditing.record import (
-    COMPONENTS,
-    Audit,
-    AuditComponent,
-    AuditPart,
-    Finding,
-)
+from precision_shim.auditing.record import COMPONENTS, Audit, AuditComponent, AuditPart, Finding
 from precision_shim_tools.cli import main
 
 WORLD = 200

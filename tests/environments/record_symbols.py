@@ -43,10 +43,7 @@ def main() -> int:
         print(f"{folder} has none of {', '.join(missing)}: tox makes them", file=sys.stderr)
         return len(missing)
     record.unlink(missing_ok=True)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(SOURCES),
-    }
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(SOURCES)}
     for name in pinned():
         if name not in missing:
             python = str(folder / name / "bin" / "python")

@@ -59,9 +59,7 @@ def judge(path: Path, framework: str, python: Path) -> int:
     command = [str(python), "-m", "precision_shim", "doctor", "--against", str(path)]
     sources = os.pathsep.join(SOURCES)
     done = subprocess.run(
-        [*command, "--framework", framework],
-        env={**os.environ, "PYTHONPATH": sources},
-        check=False,
+        [*command, "--framework", framework], env={**os.environ, "PYTHONPATH": sources}, check=False
     )
     return done.returncode
 

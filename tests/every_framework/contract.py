@@ -14,13 +14,7 @@ from typing import Any, ClassVar
 import pytest
 
 from ..processes.rank_server import Ranks
-from . import (
-    examples_run,
-    mutants,
-    status_in_docs,
-    symbols_in_record,
-    versions_in_docs,
-)
+from . import examples_run, mutants, status_in_docs, symbols_in_record, versions_in_docs
 from .checkouts import Told, as_checkout, as_installed
 from .in_force import disagreements
 from .requested_configs import Case, each_case, expected, outcome_in

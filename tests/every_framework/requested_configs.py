@@ -99,9 +99,7 @@ CASES = (
         told="grad_reduce_in_fp32=True gives the gradient bucket another dtype",
     ),
     Case(
-        "fp32 main grads written",
-        asked={**LOW_BETA2, "main_grads_dtype": "fp32"},
-        fields=_MOMENTS,
+        "fp32 main grads written", asked={**LOW_BETA2, "main_grads_dtype": "fp32"}, fields=_MOMENTS
     ),
     Case(
         "switched off, low bucket written",
@@ -116,10 +114,7 @@ CASES = (
         fields={**_ROW, "exp_avg_sq_dtype": FP32},
         in_fp32=False,
     ),
-    Case(
-        "optimizer offload",
-        asked={**LOW_BETA2, "optimizer_cpu_offload": True},
-    ),
+    Case("optimizer offload", asked={**LOW_BETA2, "optimizer_cpu_offload": True}),
     Case("as configured, nothing written", settings=_AS_CONFIGURED),
     Case(
         "as configured, opted in",

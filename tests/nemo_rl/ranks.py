@@ -33,12 +33,9 @@ def prepare() -> None:
 
 def run(launch: Launch) -> Any:
     """Run the case of a launch."""
-    return {
-        "train": train,
-        "unpickle": unpickle,
-        "script": forks.script,
-        "tests": forks.tests,
-    }[launch.case](launch)
+    return {"train": train, "unpickle": unpickle, "script": forks.script, "tests": forks.tests}[
+        launch.case
+    ](launch)
 
 
 def unpickle(launch: Launch) -> list[str]:

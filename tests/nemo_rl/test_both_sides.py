@@ -20,10 +20,7 @@ import torch
 from packaging.version import Version
 
 import precision_shim
-from precision_shim.errors import (
-    DtypeError,
-    UnsupportedPrecisionError,
-)
+from precision_shim.errors import DtypeError, UnsupportedPrecisionError
 from precision_shim_tools.cli import main
 
 from ..every_framework.shim_warnings import watched

@@ -10,10 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from precision_shim.errors import (
-    PrecisionShimWarning,
-    ScalerOfAnotherSaveError,
-)
+from precision_shim.errors import PrecisionShimWarning, ScalerOfAnotherSaveError
 from precision_shim.scaling import FILE_NAME
 
 from ..every_framework.checkpoint_doctor import FP16 as FP16_JOB

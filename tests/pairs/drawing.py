@@ -221,9 +221,7 @@ def _fsdp(hand: _Hand, pair: Pair) -> Pair:
 
 def _megatron(hand: _Hand, pair: Pair) -> Pair:
     pair = replace(
-        pair,
-        sharding=hand.of(*SHARDINGS),
-        engine="none" if hand.chance(0.12) else Pair.engine,
+        pair, sharding=hand.of(*SHARDINGS), engine="none" if hand.chance(0.12) else Pair.engine
     )
     scales, intervals = ("", "1024", "16384"), ("", "2", "3")
     first = Job(

@@ -113,10 +113,7 @@ class Training:
 
     def __init__(self, pair: Pair, job: Job) -> None:
         from omegaconf import OmegaConf
-        from verl.utils.megatron.optimizer import (
-            get_megatron_optimizer,
-            init_megatron_optim_config,
-        )
+        from verl.utils.megatron.optimizer import get_megatron_optimizer, init_megatron_optim_config
         from verl.utils.megatron_utils import get_model
 
         torch.manual_seed(int(job.seed))

@@ -142,10 +142,7 @@ MATRIX_ONLY = {
     "name", [pytest.param(one, marks=[pytest.mark.slow] * (one in MATRIX_ONLY)) for one in KNOWN]
 )
 def test_known(
-    name: str,
-    launch: Callable[[str], Ranks],
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
+    name: str, launch: Callable[[str], Ranks], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Runs the pairs in ``KNOWN``, each of which once failed."""
     ends = (ENDS.get(name, "exact"),)
@@ -155,10 +152,7 @@ def test_known(
 
 
 def test_drawn(
-    text: str,
-    launch: Callable[[str], Ranks],
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
+    text: str, launch: Callable[[str], Ranks], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Runs drawn pairs, or those of the command line."""
     hold(text, launch, tmp_path, request.node)

@@ -222,10 +222,7 @@ def test_verls_fsdp_turbo_engine(capsys: pytest.CaptureFixture[str], model: Path
 @needs("verl")
 @pytest.mark.parametrize("out", ["framework", "group", "kill switch"])
 def test_verl_where_the_shim_is_not_in_force(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    model: Path,
-    out: str,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: Path, out: str
 ) -> None:
     """A shim that is not in force changes no figure of the plan, and the plan has no decision."""
     policy, beta2 = "PRECISION_SHIM_OPTIMIZER_STATES", "adam_beta2=0.95"
@@ -272,9 +269,7 @@ def fsdp_group_of_verl() -> str:
 
 
 @needs("verl")
-def test_verls_config_is_named_where_it_cannot_be_read(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_verls_config_is_named_where_it_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, "--", *VERL, "actor_rollout_ref.nonsense=1")
     assert "ppo_trainer.yaml" in said
     assert "nonsense" in said

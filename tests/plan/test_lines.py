@@ -168,8 +168,7 @@ def test_a_name_of_torchtitans_where_it_is_not_coerced(
 
 @needs("nemo_rl")
 @pytest.mark.parametrize(
-    "key",
-    ["policy", "policy.dtensor_cfg", "policy.generation", "env", "data", "cluster"],
+    "key", ["policy", "policy.dtensor_cfg", "policy.generation", "env", "data", "cluster"]
 )
 def test_a_section_of_nemo_rls_without_keys(
     capsys: pytest.CaptureFixture[str],

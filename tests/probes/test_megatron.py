@@ -225,10 +225,7 @@ def test_fp16_gradients_are_not_clipped() -> None:
     for dtype in (FP32, BF16, FP16):
         parameter: Any = torch.nn.Parameter(torch.zeros(2))
         parameter.decoupled_grad = torch.ones(2, dtype=dtype)
-        with (
-            megatron_on_cpu(),
-            pytest.raises(AssertionError) if dtype is FP16 else nullcontext(),
-        ):
+        with megatron_on_cpu(), pytest.raises(AssertionError) if dtype is FP16 else nullcontext():
             clip_grad_by_total_norm_fp32([parameter], 1.0, 0.5, use_decoupled_grad=True)
 
 

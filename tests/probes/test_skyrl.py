@@ -15,9 +15,7 @@ OPTIMIZER = "skyrl.backends.skyrl_train.distributed.megatron.optimizer"
 
 def make_config(kwargs: dict[str, Any]) -> Any:
     """The OptimizerConfig that SkyRL makes."""
-    from skyrl.backends.skyrl_train.distributed.megatron.optimizer import (
-        init_megatron_optim_config,
-    )
+    from skyrl.backends.skyrl_train.distributed.megatron.optimizer import init_megatron_optim_config
 
     return init_megatron_optim_config(SimpleNamespace(), kwargs)
 

@@ -108,9 +108,7 @@ def in_vllm(sent: dict[str, Any]) -> dict[str, Any]:
     return named
 
 
-def test_each_engine_holds_the_trainers_weights(
-    whole: Ran,
-) -> None:
+def test_each_engine_holds_the_trainers_weights(whole: Ran) -> None:
     for rank in range(RANKS):
         sent, held = whole.weights("trainer", rank), whole.weights("engine", rank)
         assert len(sent) == len(held) > len(whole.metrics)

@@ -29,11 +29,7 @@ class StopError(Exception):
 
 
 def values(
-    trainer: str,
-    rollout: str,
-    strategy: str = "megatron_train",
-    *,
-    ref: str = "",
+    trainer: str, rollout: str, strategy: str = "megatron_train", *, ref: str = ""
 ) -> dict[str, Any]:
     """A job's config; ``ref``: the dtype of a reference model on Megatron."""
     found = copy.deepcopy(jobs.config(trainer, strategy))

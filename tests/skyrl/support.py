@@ -48,9 +48,7 @@ def megatron_worker(checkpoint: Path, *overrides: str, config: Any = None) -> An
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from skyrl.backends.skyrl_train.distributed.megatron.megatron_strategy import MegatronStrategy
-    from skyrl.backends.skyrl_train.workers.megatron.megatron_worker import (
-        MegatronPolicyWorkerBase,
-    )
+    from skyrl.backends.skyrl_train.workers.megatron.megatron_worker import MegatronPolicyWorkerBase
 
     from .cpu import make_worker
 

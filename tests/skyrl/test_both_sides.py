@@ -252,10 +252,7 @@ def test_off_nothing_is_said_or_written() -> None:
 
 @pytest.mark.parametrize(
     ("words", "named"),
-    [
-        (on_fsdp("fp16", NO_REF), KEY),
-        (on_fsdp("fp16", f"{KEY}=fp16"), REF),
-    ],
+    [(on_fsdp("fp16", NO_REF), KEY), (on_fsdp("fp16", f"{KEY}=fp16"), REF)],
     ids=["rollout", "reference"],
 )
 def test_strict(shim: Any, words: tuple[str, ...], named: str) -> None:
@@ -384,12 +381,7 @@ def test_a_reference_model_on_megatron_follows_a_bf16_policy(
 
 
 @pytest.mark.parametrize(
-    ("spelt", "name"),
-    [
-        ("half", "float16"),
-        ("torch.float16", "float16"),
-        ("BF16", "bfloat16"),
-    ],
+    ("spelt", "name"), [("half", "float16"), ("torch.float16", "float16"), ("BF16", "bfloat16")]
 )
 def test_names(shim: Any, spelt: str, name: str) -> None:
     shim(export=False)

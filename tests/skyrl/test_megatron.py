@@ -14,9 +14,7 @@ import torch
 from packaging.version import Version
 
 import precision_shim
-from precision_shim.errors import (
-    PrecisionShimWarning,
-)
+from precision_shim.errors import PrecisionShimWarning
 from precision_shim_adapters.skyrl.config import written_kwargs
 
 from .conftest import SKYRL

@@ -115,10 +115,7 @@ class _Placeholders(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._roots = roots
 
     def find_spec(
-        self,
-        name: str,
-        path: Sequence[str] | None = None,
-        target: types.ModuleType | None = None,
+        self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if _root_of(name, self._roots) is None:
             return None

@@ -85,8 +85,7 @@ def test_remainders_follow_the_fp32_master_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    [(torch.bfloat16, 2**-8), (torch.float16, 2**-9), (torch.uint8, 2**-3)],
+    ("dtype", "tolerance"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-9), (torch.uint8, 2**-3)]
 )
 def test_moments_are_rounded_to_their_dtype(dtype: torch.dtype, tolerance: float) -> None:
     rounded, exact = _params()[:1], _params()[:1]

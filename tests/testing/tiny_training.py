@@ -23,11 +23,7 @@ MODES: dict[str, tuple[torch.dtype, bool, dict[str, Any]]] = {
     "plain-bf16-bucket": (torch.bfloat16, False, {}),
     "remainders": (torch.bfloat16, False, _PRECISION_AWARE),
     "remainders-fp32-bucket": (torch.bfloat16, True, _PRECISION_AWARE),
-    "no-remainders": (
-        torch.bfloat16,
-        False,
-        _PRECISION_AWARE | {"store_param_remainders": False},
-    ),
+    "no-remainders": (torch.bfloat16, False, _PRECISION_AWARE | {"store_param_remainders": False}),
     "fp8-moments": (
         torch.bfloat16,
         False,
@@ -41,10 +37,7 @@ MODES: dict[str, tuple[torch.dtype, bool, dict[str, Any]]] = {
 
 def build(mode: str, *, seed: int = 0) -> tuple[list[Any], Any]:
     """DDP chunks and the Megatron optimizer over them."""
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-    )
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer.module import Float16Module
 
@@ -75,13 +68,7 @@ def build(mode: str, *, seed: int = 0) -> tuple[list[Any], Any]:
 
 
 def train(
-    chunks: list[Any],
-    optimizer: Any,
-    steps: int,
-    *,
-    first: int = 0,
-    world: int = 1,
-    rank: int = 0,
+    chunks: list[Any], optimizer: Any, steps: int, *, first: int = 0, world: int = 1, rank: int = 0
 ) -> list[float]:
     """Train on the batch of each step; every rank takes its share of the batch."""
     losses = []

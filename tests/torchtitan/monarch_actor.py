@@ -16,10 +16,7 @@ class Trainer(PolicyTrainer):
 
     def __init__(self, config: Any, folder: str) -> None:
         super().__init__(
-            config,
-            model_spec=cpu.model_spec(),
-            compile_config=CompileConfig(),
-            output_dir=folder,
+            config, model_spec=cpu.model_spec(), compile_config=CompileConfig(), output_dir=folder
         )
 
     @endpoint

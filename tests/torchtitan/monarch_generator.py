@@ -36,7 +36,7 @@ class Engine:
         worker = SimpleNamespace(get_model=lambda: SimpleNamespace(model=self.model))
         self.model_executor = SimpleNamespace(driver_worker=worker)
         self.vllm_config = SimpleNamespace(
-            parallel_config=SimpleNamespace(data_parallel_size=1, data_parallel_rank=0),
+            parallel_config=SimpleNamespace(data_parallel_size=1, data_parallel_rank=0)
         )
 
     def reset_prefix_cache(self, **given: Any) -> None: ...

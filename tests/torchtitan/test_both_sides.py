@@ -17,10 +17,7 @@ import pytest
 import torch
 
 import precision_shim
-from precision_shim.errors import (
-    DtypeError,
-    UnsupportedPrecisionError,
-)
+from precision_shim.errors import DtypeError, UnsupportedPrecisionError
 from precision_shim_tools.cli import main
 
 from ..every_framework.shim_warnings import watched

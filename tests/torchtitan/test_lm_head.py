@@ -12,15 +12,7 @@ import torch
 import precision_shim
 from precision_shim.errors import UnsupportedPrecisionError
 
-from .test_both_sides import (
-    QUIET,
-    RECIPE,
-    control,
-    parse,
-    planned,
-    spawned,
-    watched,
-)
+from .test_both_sides import QUIET, RECIPE, control, parse, planned, spawned, watched
 
 HEAD = {"head": "fp32"}
 PLAIN = """

@@ -10,10 +10,7 @@ import pytest
 import torch
 
 import precision_shim
-from precision_shim.errors import (
-    PrecisionShimWarning,
-    UnsupportedPrecisionError,
-)
+from precision_shim.errors import PrecisionShimWarning, UnsupportedPrecisionError
 from precision_shim_adapters.torch_fp16.stepping import ScaledLoss
 
 from . import by_hand, cpu

@@ -622,10 +622,7 @@ def test_strict_raises_where_the_optimizer_is_built():
 @pytest.mark.usefixtures("lacking")
 def test_strict_raises_at_once_where_the_framework_is_imported_already():
     assert ops()
-    with (
-        pytest.warns(PrecisionShimWarning),
-        pytest.raises(SeamError, match=r"toyfw\.ops:scale"),
-    ):
+    with pytest.warns(PrecisionShimWarning), pytest.raises(SeamError, match=r"toyfw\.ops:scale"):
         install(strict=True)
 
 

@@ -58,10 +58,7 @@ def line(*found, **more):
             [seam("wrapped"), seam("refused", "all (metrics)", reason="r")],
             "in force: Megatron engine; refused: all (metrics)",
         ),
-        (
-            [seam("wrapped"), seam("native", "all (metrics)")],
-            "in force: Megatron engine",
-        ),
+        ([seam("wrapped"), seam("native", "all (metrics)")], "in force: Megatron engine"),
         (
             [seam("wrapped"), *[seam("absent", "Legacy")] * 2, seam("native", "Legacy")],
             "in force: Megatron engine",

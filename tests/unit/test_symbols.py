@@ -54,10 +54,7 @@ def test_what_is_recorded_again_is_replaced():
         ({"a": "1", "b": "1", "c": ""}, "2 symbols, all as in 0.9.0"),
         ({"a": "1", "b": "7", "c": "1"}, "3 symbols, 2 as in 0.10.0; changed: B.x"),
         ({"a": "1", "b": "2", "c": ""}, "2 symbols, 2 as in 0.10.0; gone: C.x"),
-        (
-            {"a": "1", "b": "2", "c": "1", "d": "1"},
-            "4 symbols, 3 as in 0.10.0; new: D.x",
-        ),
+        ({"a": "1", "b": "2", "c": "1", "d": "1"}, "4 symbols, 3 as in 0.10.0; new: D.x"),
     ],
 )
 def test_an_unknown_version_is_said_to_be_like_the_nearest(digests, told):
@@ -86,8 +83,7 @@ def test_what_the_newest_recorded_version_up_to_this_one_had_is_missed(
     here, target, told, monkeypatch
 ):
     record = made(
-        ("0.9.0", {"toy.m:a": "1", "toy.m:gone": "1"}),
-        ("0.10.0", {"toy.m:a": "1", "toy.m:c": "1"}),
+        ("0.9.0", {"toy.m:a": "1", "toy.m:gone": "1"}), ("0.10.0", {"toy.m:a": "1", "toy.m:c": "1"})
     )
     monkeypatch.setattr(_symbols, "shipped", lambda: record)
     adapter = Adapter("toy", "toy", ("toy",), (), ())
@@ -105,8 +101,7 @@ def test_what_the_newest_recorded_version_up_to_this_one_had_is_missed(
 )
 def test_a_version_that_nobody_tells_is_the_recorded_one_that_is_equal(digests, told, monkeypatch):
     record = made(
-        ("0.9.0", {"toy.m:a": "1", "toy.m:gone": "1"}),
-        ("0.10.0", {"toy.m:a": "1", "toy.m:c": "1"}),
+        ("0.9.0", {"toy.m:a": "1", "toy.m:gone": "1"}), ("0.10.0", {"toy.m:a": "1", "toy.m:c": "1"})
     )
     monkeypatch.setattr(_symbols, "shipped", lambda: record)
     monkeypatch.setattr(_symbols, "digest", lambda target: digests.get(target, ""))

@@ -45,12 +45,7 @@ def prepare() -> None:
 
 
 def engine(
-    name: str,
-    model: str,
-    dtype: str = "float16",
-    *,
-    auxiliary: bool = False,
-    **fields: Any,
+    name: str, model: str, dtype: str = "float16", *, auxiliary: bool = False, **fields: Any
 ) -> Any:
     """A real, initialized engine of the installed verl.
 

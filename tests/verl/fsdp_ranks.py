@@ -205,10 +205,7 @@ def plain(job: Job) -> dict[str, Any]:
     one.save_checkpoint(job.path("plain"), global_step=10)
     two = support.engine(job.model)
     two.load_checkpoint(job.path("shim"), del_local_after_load=False)
-    return {
-        "files": support.folder_of(job.path("plain")),
-        "of_the_shim": support.engine_state(two),
-    }
+    return {"files": support.folder_of(job.path("plain")), "of_the_shim": support.engine_state(two)}
 
 
 @case
@@ -399,11 +396,7 @@ def lost_updates(job: Job) -> dict[str, Any]:
         install(watch_updates=1)
         said, watched = train(subject == "critic")
         (audit,) = precision_shim.status().audit
-        found[subject] = {
-            "metrics": said,
-            "kept": audit.parts[0].updates,
-            "same": plain == watched,
-        }
+        found[subject] = {"metrics": said, "kept": audit.parts[0].updates, "same": plain == watched}
         precision_shim.uninstall()
     return found
 

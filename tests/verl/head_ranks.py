@@ -27,12 +27,7 @@ def watch(module: Any) -> list[dict[str, Any]]:
         hidden, weight = given.to(dtype).float(), head.weight.to(dtype).float()
         with torch.autocast("cpu", enabled=False):
             product = functional.linear(hidden, weight)
-        seen.append(
-            {
-                "dtype": str(logits.dtype),
-                "exact": torch.equal(logits, product),
-            }
-        )
+        seen.append({"dtype": str(logits.dtype), "exact": torch.equal(logits, product)})
         return logits
 
     head.forward = forward

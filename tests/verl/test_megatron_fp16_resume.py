@@ -33,11 +33,7 @@ pytestmark = [
     ),
 ]
 
-SCALER = {
-    "initial_loss_scale": 2.0**14,
-    "loss_scale_window": 4,
-    "hysteresis": 3,
-}
+SCALER = {"initial_loss_scale": 2.0**14, "loss_scale_window": 4, "hysteresis": 3}
 """The scale grows after four good steps, and falls after three overflows, in a row or not."""
 
 

@@ -47,9 +47,7 @@ class PredictedFeatures:
 
 
 def predict_seams(
-    adapter: Adapter,
-    settings: Settings,
-    versions: Versions = version_of,
+    adapter: Adapter, settings: Settings, versions: Versions = version_of
 ) -> tuple[SeamStatus, ...]:
     """Predict the states of an adapter's seams from source code alone, without patching anything.
 

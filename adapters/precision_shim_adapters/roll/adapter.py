@@ -95,6 +95,5 @@ def step(call: Call) -> dict[str, Any]:
 
 
 SEAMS = megatron.where_present(
-    collect(*megatron.SEAMS, build, scale, configure, check, step, training, rollout),
-    module=MODULE,
+    collect(*megatron.SEAMS, build, scale, configure, check, step, training, rollout), module=MODULE
 )

@@ -103,9 +103,7 @@ def _open_metadata(checkpoint: str) -> Any:
 
 
 @seam(
-    at=of_both("state_dict"),
-    why="what goes into a checkpoint, and what is asked of one",
-    **SCALED,
+    at=of_both("state_dict"), why="what goes into a checkpoint, and what is asked of one", **SCALED
 )
 def state_dict(call: Call) -> Any:
     """Add the scaler's record to the trainer's state; during a load, add a placeholder of zeros."""

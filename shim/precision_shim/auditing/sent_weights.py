@@ -1,7 +1,7 @@
 """Records of the weights that a trainer sends to its rollout, and what contradicts in them.
 
-``weight_audit`` makes a ``Sent`` in each process of the trainer, from a stream of weights and from the
-rollout's dtype in the framework's config. This module works without torch.
+``weight_audit`` makes a ``Sent`` in each process of the trainer, from a stream of weights and from
+the rollout's dtype in the framework's config. This module works without torch.
 """
 
 from __future__ import annotations

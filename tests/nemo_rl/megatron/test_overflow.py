@@ -11,11 +11,7 @@ import pytest
 import torch
 from packaging.version import Version
 
-from precision_shim.errors import (
-    InconsistentPrecisionError,
-    PrecisionShimWarning,
-    SettingsError,
-)
+from precision_shim.errors import InconsistentPrecisionError, PrecisionShimWarning, SettingsError
 
 from ..support import NEMO_RL, batch, loss_for, nll_loss
 from .support import FP16, POLICY, VALUE

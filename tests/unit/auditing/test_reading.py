@@ -162,10 +162,7 @@ def test_a_state_goes_where_it_belongs() -> None:
             {"master_weights": True, "master_weight_dtype": torch.float16},
             {BF16: torch.float16, FP32: torch.float16},
         ),
-        (
-            {"master_weights": True, "store_param_remainders": True},
-            {BF16: torch.int16, FP32: FP32},
-        ),
+        ({"master_weights": True, "store_param_remainders": True}, {BF16: torch.int16, FP32: FP32}),
     ],
 )
 def test_what_transformer_engines_adam_says_of_its_states(fields: Any, masters: Any) -> None:

@@ -15,8 +15,7 @@ from .written import KINDS, distributed, megatrons, of_ranks, safetensors
 
 
 @pytest.mark.parametrize(
-    ("lost", "within"),
-    [("metadata.json", False), ("common.pt", False), ("metadata.json", True)],
+    ("lost", "within"), [("metadata.json", False), ("common.pt", False), ("metadata.json", True)]
 )
 def test_megatrons_files(tmp_path: Path, capsys: Any, lost: str, within: bool) -> None:
     folder = megatrons(tmp_path / "saved", within=within)

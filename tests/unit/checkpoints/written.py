@@ -108,9 +108,4 @@ def with_record(folder: Path) -> Path:
     return distributed(folder, **{"train_state.precision_shim_scaler": record})
 
 
-KINDS = {
-    "dcp": distributed,
-    "megatron": megatrons,
-    "shards": of_ranks,
-    "safetensors": safetensors,
-}
+KINDS = {"dcp": distributed, "megatron": megatrons, "shards": of_ranks, "safetensors": safetensors}

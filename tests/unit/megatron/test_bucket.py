@@ -22,11 +22,7 @@ models = st.builds(
     st.booleans(),
 )
 inputs = st.fixed_dictionaries(
-    {
-        "present": st.booleans(),
-        "main_grads": st.sampled_from([FP32, BF16, FP16]),
-        "model": models,
-    }
+    {"present": st.booleans(), "main_grads": st.sampled_from([FP32, BF16, FP16]), "model": models}
 )
 
 

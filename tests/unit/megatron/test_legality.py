@@ -38,11 +38,7 @@ def support(version):
 CASES = [
     (version, field, dtype, dtype in legal)
     for version, moments in MOMENTS.items()
-    for field, legal in {
-        "exp_avg_dtype": moments,
-        "exp_avg_sq_dtype": moments,
-        **OTHERS,
-    }.items()
+    for field, legal in {"exp_avg_dtype": moments, "exp_avg_sq_dtype": moments, **OTHERS}.items()
     for dtype in NAMES
 ]
 

@@ -51,18 +51,9 @@ FLAGS = {
     "fp16": {"bf16": False, "fp16": True, "params_dtype": FP16},
     "fp32": {"bf16": False, "fp16": False, "params_dtype": FP32},
 }
-BF16_STATES = {
-    PAO: True,
-    "main_grads_dtype": BF16,
-    "exp_avg_dtype": BF16,
-    "exp_avg_sq_dtype": BF16,
-}
+BF16_STATES = {PAO: True, "main_grads_dtype": BF16, "exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}
 SCALER = {"initial_loss_scale": 32768, "min_loss_scale": 1}
-FP16_STATES = {
-    **SCALER,
-    PAO: True,
-    "store_param_remainders": False,
-}
+FP16_STATES = {**SCALER, PAO: True, "store_param_remainders": False}
 TABLE = [
     ("bf16", "follow-model", 0.999, BF16_STATES),
     ("bf16", "follow-model", 0.95, BF16_STATES),
@@ -222,10 +213,7 @@ def test_every_obstacle_withdraws_everything_and_says_why(name, policy, fields, 
 
 @pytest.mark.parametrize(
     ("dtype", "asked", "reason"),
-    [
-        (FP16, {}, "bf16 parameters"),
-        (BF16, {"optimizer_cuda_graph": True}, "optimizer_cuda_graph"),
-    ],
+    [(FP16, {}, "bf16 parameters"), (BF16, {"optimizer_cuda_graph": True}, "optimizer_cuda_graph")],
 )
 def test_remainders_that_the_user_wrote_rule_out_what_cannot_stand_beside_them(
     dtype, asked, reason

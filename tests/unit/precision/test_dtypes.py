@@ -10,12 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from precision_shim.errors import DtypeError
-from precision_shim.precision.dtypes import (
-    coerce_dtype,
-    coerce_dtypes,
-    name_of,
-    parse_dtype,
-)
+from precision_shim.precision.dtypes import coerce_dtype, coerce_dtypes, name_of, parse_dtype
 
 SPELLINGS = {
     torch.float32: ("fp32", "float32", "float", "32"),

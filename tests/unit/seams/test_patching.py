@@ -250,10 +250,7 @@ def test_an_alias_that_does_not_exist_is_no_fault(lab):
 def test_an_alias_declared_by_one_of_two_layers_gets_both_and_is_given_back(lab):
     users = lab.load("toy.users")
     original = users.scale
-    engine = lab.install(
-        lab.seam(OPS, aliases=ALIASES),
-        lab.seam(OPS, "toy_wrappers:add_hundred"),
-    )
+    engine = lab.install(lab.seam(OPS, aliases=ALIASES), lab.seam(OPS, "toy_wrappers:add_hundred"))
     assert users.use(3) == users.renamed(3) == -6 + 100
     engine.remove()
     assert users.scale is users.renamed is original

@@ -35,7 +35,7 @@ def step(self, closure=None, *, scale=1.0):
                   scale)
         text = (f"{name!r}: {value:>{total}.2f} of {total} and {name}{{}}")
     return not total
-""",
+"""
 ]
 OTHER = {
     "another default": ("scale: float = 1.0", "scale: float = 2.0"),

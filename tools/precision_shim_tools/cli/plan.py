@@ -75,9 +75,7 @@ def register(commands: Commands) -> None:
         "--gpu-memory", metavar="GB", type=_memory, help="the memory of a GPU, in GB of 2^30 bytes"
     )
     parser.add_argument(
-        "--search",
-        action="store_true",
-        help="find the precision settings that fit --gpu-memory",
+        "--search", action="store_true", help="find the precision settings that fit --gpu-memory"
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
     parser.add_argument("--plot", metavar="FILE", help="write stacked bars as .svg or .png")

@@ -43,13 +43,7 @@ from .releases import (
 )
 from .states import StoredStates
 
-__all__ = [
-    "FusedAdam",
-    "FusedSGD",
-    "fused_adam_for",
-    "join_master",
-    "split_master",
-]
+__all__ = ["FusedAdam", "FusedSGD", "fused_adam_for", "join_master", "split_master"]
 
 
 class FusedAdam(StoredStates):

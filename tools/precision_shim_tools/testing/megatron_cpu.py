@@ -28,13 +28,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = [
-    "CPU_TRANSFORMER",
-    "cuda_means_cpu",
-    "megatron_on_cpu",
-    "model_parallel",
-    "tiny_gpt",
-]
+__all__ = ["CPU_TRANSFORMER", "cuda_means_cpu", "megatron_on_cpu", "model_parallel", "tiny_gpt"]
 
 CPU_TRANSFORMER = {
     "use_cpu_initialization": True,

@@ -30,9 +30,7 @@ def as_dict(status: FrameworkStatus) -> dict[str, Any]:
 
 
 def predict_status(
-    entry: Adapter,
-    settings: Settings,
-    versions: Versions,
+    entry: Adapter, settings: Settings, versions: Versions
 ) -> tuple[FrameworkStatus, list[str]]:
     """Predict a framework's status from the current ``Source``; also return messages on problems.
 

@@ -113,9 +113,7 @@ def is_added_by_shim(config: Any) -> bool:
 
 
 @checkpoint_seam(
-    STATES,
-    f"{OPTIMIZER}.sharded_state_dict",
-    "every sharding type is saved and loaded through it",
+    STATES, f"{OPTIMIZER}.sharded_state_dict", "every sharding type is saved and loaded through it"
 )
 def refuse_torchs_adam(
     call: Call, is_loading: bool, metadata: Any = None, sharding_type: Any = None

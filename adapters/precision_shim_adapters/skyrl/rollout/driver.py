@@ -25,10 +25,7 @@ _COMPARES = "SkyRL compares its engines' dtypes with the policy's"
 
 def _validation(name: str, entrypoint: str) -> dict[str, Any]:
     copies = ("skyrl.train.utils", f"skyrl.train.entrypoints.{entrypoint}")
-    return {
-        "target": f"{_UTILS}:{name}",
-        "aliases": tuple(f"{module}:{name}" for module in copies),
-    }
+    return {"target": f"{_UTILS}:{name}", "aliases": tuple(f"{module}:{name}" for module in copies)}
 
 
 @seam(
