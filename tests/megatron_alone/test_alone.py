@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-import precision_shim
 import precision_shim.testing
 from precision_shim_adapters.megatron import adapter
 
