@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,22 +40,46 @@ def compose(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
                 f"{versioned('verl')}, {job.target}: {place}: there is no such directory of "
                 "configs. Start from the directory that the job starts in."
             )
-    overrides = [f"hydra.searchpath=[file://{directory}]"] if directory else []
     try:
         from hydra import compose, initialize_config_dir, initialize_config_module
+        from hydra.core.plugins import Plugins
 
+        added = _command_line()
+        added.directory = directory
+        Plugins.instance().register(added)
         initialize: Any = initialize_config_dir
         if path.startswith("pkg://"):
             initialize = initialize_config_module
-        with initialize(path.removeprefix("pkg://"), version_base=None):
-            made = compose(name, overrides + asked.overrides)
-            config: dict[str, Any] = plain(made, unresolved=unresolved)
+        try:
+            with initialize(path.removeprefix("pkg://"), version_base=None):
+                made = compose(name, asked.overrides)
+                config: dict[str, Any] = plain(made, unresolved=unresolved)
+        finally:
+            added.directory = ""
     except Exception as error:  # hydra and omegaconf have many exception classes
         raise PlanError(
             f"{versioned('verl')}, {path}/{name.removesuffix('.yaml')}.yaml: {said(error)}. "
             "Correct the override or the file, or plan in the environment of the job."
         ) from error
     return config
+
+
+@cache
+def _command_line() -> Any:
+    """A plugin that adds a directory of configs where ``hydra.main`` adds that of ``--config-dir``.
+
+    Hydra's registry of plugins keeps it. Without a directory it does nothing.
+    """
+    from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+    class CommandLine(SearchPathPlugin):  # type: ignore[misc]
+        directory = ""
+
+        def manipulate_search_path(self, search_path: Any) -> None:
+            if self.directory:
+                search_path.append("command-line", f"file://{self.directory}")
+
+    return CommandLine
 
 
 class _HydraParser(argparse.ArgumentParser):
