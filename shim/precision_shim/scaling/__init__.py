@@ -32,28 +32,14 @@ if TYPE_CHECKING:
     from .skips import SkipCounter as SkipCounter
     from .skips import states_of_no_step as states_of_no_step
 
-_WHERE = {
-    "ScalerSettings": "..precision.scaler_record",
-    "FILE_NAME": "..precision.scaler_record",
-    "Files": ".checkpoint",
-    "agree": ".checkpoint",
-    "load": ".checkpoint",
-    "other_save": ".checkpoint",
-    "save": ".checkpoint",
-    "save_record": ".checkpoint",
-    "FORMAT": "..precision.scaler_record",
-    "BoundWhenPickled": ".record",
-    "ScalerRecord": "..precision.scaler_record",
-    "from_tensor": ".record",
-    "read_record": "..precision.scaler_record",
-    "record_of": ".record",
-    "restore": ".record",
-    "to_tensor": ".record",
-    "LossScaler": ".scaler",
-    "MAX_SKIPS": "..precision.scaler_record",
-    "SkipCounter": ".skips",
-    "states_of_no_step": ".skips",
+_NAMES = {
+    "..precision.scaler_record": "FILE_NAME FORMAT MAX_SKIPS ScalerRecord ScalerSettings read_record",
+    ".checkpoint": "Files agree load other_save save save_record",
+    ".record": "BoundWhenPickled from_tensor record_of restore to_tensor",
+    ".scaler": "LossScaler",
+    ".skips": "SkipCounter states_of_no_step",
 }
+_WHERE = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = list(_WHERE)
 
