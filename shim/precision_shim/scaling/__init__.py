@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from .skips import states_of_no_step as states_of_no_step
 
 _NAMES = {
-    "..precision.scaler_record": "FILE_NAME FORMAT MAX_SKIPS ScalerRecord ScalerSettings read_record",
+    "..precision.scaler_record": "FILE_NAME FORMAT MAX_SKIPS ScalerRecord ScalerSettings "
+    "read_record",
     ".checkpoint": "Files agree load other_save save save_record",
     ".record": "BoundWhenPickled from_tensor record_of restore to_tensor",
     ".scaler": "LossScaler",
