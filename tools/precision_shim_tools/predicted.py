@@ -16,11 +16,7 @@ __all__ = ["PredictedFeatures", "predict_seams"]
 
 
 class PredictedFeatures:
-    """Predicts which features would be in force for the installed frameworks.
-
-    Args:
-        settings: the settings of a process in which the shim is on.
-    """
+    """Predicts which features would be in force in processes with these settings of the shim."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -51,7 +47,6 @@ def predict_seams(
 ) -> tuple[SeamStatus, ...]:
     """Predict the states of an adapter's seams from source code alone, without patching anything.
 
-    ``versions`` returns the version of a distribution whose source is read, by default the
-    installed version.
+    ``versions`` returns the version of a distribution whose source is read.
     """
     return check(adapter, settings.features, settings, missed(adapter, versions)).predicted()

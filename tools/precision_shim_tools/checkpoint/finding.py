@@ -31,8 +31,7 @@ def search(path: Path) -> tuple[Path, list[tuple[Path, str]]]:
         The directory that was searched, and each directory with files, with the kind of the files.
 
     Raises:
-        CheckpointUnreadableError: the checkpoint is missing or incomplete; the message has a
-            remedy.
+        CheckpointUnreadableError: it is missing or incomplete; the message has a remedy.
     """
     if not path.is_dir():
         raise CheckpointUnreadableError(f"{path}: there is no such directory. {_GIVE}")
@@ -47,12 +46,7 @@ def search(path: Path) -> tuple[Path, list[tuple[Path, str]]]:
 def read_units(
     top: Path, found: list[tuple[Path, str]], framework: str | None
 ) -> list[CheckpointPart]:
-    """Read the files that ``search`` found, model by model.
-
-    Args:
-        top: the directory that was searched.
-        found: the directories with files.
-        framework: the framework that wrote the checkpoint; ``None`` to infer it from names.
+    """Read the files that ``search`` found in ``top``; ``framework=None`` infers it from names.
 
     Raises:
         CheckpointUnreadableError: the checkpoint is incomplete or damaged.
@@ -89,7 +83,6 @@ def _units_in(path: Path, depth: int, seen: set[Path]) -> list[tuple[Path, str]]
 
 
 def _last_step(path: Path) -> Path | None:
-    """Return the directory in a run's directory that has the highest step's number."""
     steps = {
         path / name: int(match[1])
         for name in os.listdir(path)

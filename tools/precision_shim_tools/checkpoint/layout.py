@@ -48,8 +48,7 @@ class CheckpointPart:
         kind: kind of these files, such as ``"dcp"``; see ``Unit``.
         beside: the directories with files of other kinds, each with its kind.
         held: the model's tensors, by component.
-        facts: what else predicts the resume, such as ``sharding`` and the dtypes of ``params`` and
-            ``bucket``.
+        facts: what else predicts the resume, such as ``sharding`` and the dtype of ``params``.
         scalers: the loss scaler records that the framework itself saved, not yet validated.
         masters: ``"fp32"``, ``REMAINDERS``, ``NUMBERS``, ``UNKNOWN`` or ``"none"``.
         bf16_moments: for each moment, whether every sampled value is a bf16 number.

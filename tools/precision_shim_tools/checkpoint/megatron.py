@@ -55,8 +55,7 @@ class Live:
         moments: the moments' dtypes.
         params: the parameters' dtype.
         problem: why the optimizer cannot be built; empty if it can.
-        on_host: the fraction of states that Megatron offloads to the CPU, if the optimizer is for
-            CPU offload.
+        on_host: the fraction of states on the CPU, if the optimizer is for CPU offload.
         asked_aware: as ``precision_aware``, even if CPU offload makes the setting ineffective.
         torchs_adam: whether Megatron steps with torch's Adam, because there is no FusedAdam.
     """
@@ -72,10 +71,9 @@ class Live:
 
 
 def assume_fields(part: CheckpointPart, here: Here) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields of the job's config; without a config, the fields that the checkpoint implies.
+    """The fields of Megatron's OptimizerConfig, and the field of its DDP config, if it is set.
 
-    Returns:
-        The fields of Megatron's OptimizerConfig, and the field of its DDP config, if it is set.
+    They are those of the job's config; without a config, those that the checkpoint implies.
     """
     fields = dict(here.config or {})
     if here.config is None and part.masters in (REMAINDERS, NUMBERS):
@@ -93,11 +91,7 @@ def assume_fields(part: CheckpointPart, here: Here) -> tuple[dict[str, Any], dic
 def assume_requested(part: CheckpointPart, here: Here, where: str, subject: str) -> RequestedConfig:
     """Derive the ``RequestedConfig`` of a resuming job whose config has Megatron's own field names.
 
-    Args:
-        part: the checkpoint.
-        here: the job's settings.
-        where: framework and config key, for messages.
-        subject: the model's name, such as ``"actor"``.
+    ``where`` is framework and config key, for messages.
     """
     fields, ddp = assume_fields(part, here)
     bucket = ddp.get(_BUCKET)
@@ -127,13 +121,8 @@ def predict_resume(
 ) -> Outcome:
     """Predict how a job would resume a checkpoint.
 
-    Args:
-        framework: the job's framework.
-        part: the checkpoint.
-        here: the job's settings.
-        requested: the settings in the job's config.
-        mends_offload: whether the framework itself, such as SkyRL, patches Megatron's load of an
-            optimizer for CPU offload.
+    ``mends_offload`` is whether the framework itself, such as SkyRL, patches Megatron's load of an
+    optimizer for CPU offload.
     """
     half = halves(part)
     if half is not None:

@@ -1,9 +1,8 @@
 """Read Megatron's distributed checkpoints for ``precision-shim checkpoint``.
 
-If param groups have the key ``OFFLOADED``, the fact ``counted`` is whether all of them have a step
-count. The fact ``names_classes`` is set if a ``common.pt`` has such groups: torch refuses to load
-the classes that its pickle names. The fact ``stepped`` is set if a ``dp_reshardable`` checkpoint
-has the parameters' copies that an optimizer for CPU offload updates.
+If param groups have the key ``OFFLOADED``, the fact ``counted`` is whether all have a step count.
+``names_classes``: a ``common.pt`` has such groups, and torch refuses to load the pickled classes.
+``stepped``: a ``dp_reshardable`` checkpoint has the parameters' copies that CPU offload updates.
 """
 
 from __future__ import annotations

@@ -32,8 +32,7 @@ class Here:
     Attributes:
         on: whether the shim is on.
         settings: the shim's settings.
-        config: the job's config, as far as it is known: the fields of the optimizer, and the fields
-            in ``Config.beside``.
+        config: the known optimizer fields of the job's config, and those in ``Config.beside``.
         instead: fields that override fields of ``config``, even if ``config`` is ``None``.
     """
 

@@ -94,7 +94,6 @@ def _take(unit: Unit, part: CheckpointPart) -> None:
 
 
 def _scaler_of(part: CheckpointPart) -> Scaler:
-    """Check all records of the loss scaler, by the rules of a resume."""
     states, found = set(), []
     for where, read, files, all_named in _records_of(part):
         try:

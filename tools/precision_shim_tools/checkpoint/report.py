@@ -92,8 +92,7 @@ def examine(path: str | Path, here: Here, framework: str | None = None) -> list[
     Args:
         path: the directory of a run, of a step, of a model, or of the files themselves.
         here: the environment of the resume.
-        framework: the framework that wrote the checkpoint; ``None`` to infer it from directory
-            names, or else to use the only installed framework that can read the files.
+        framework: the writer; ``None`` to infer it from names, or from what is installed.
 
     Raises:
         CheckpointUnreadableError: there is no checkpoint, or it is incomplete or damaged.

@@ -22,11 +22,7 @@ __all__ = ["Archive", "Tensor", "reading"]
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Context manager: convert any error into an error that names the file.
-
-    Raises:
-        CheckpointUnreadableError: the file is missing or damaged.
-    """
+    """Context manager: turn any error into a ``CheckpointUnreadableError`` that names the file."""
     try:
         yield
     except CheckpointUnreadableError:
@@ -55,8 +51,8 @@ class Tensor:
     Attributes:
         dtype: canonical name of the tensor's dtype.
         elements: number of elements.
-        parts: a function for each piece of the tensor: ``parts[0](n)`` returns at most ``n`` bytes
-            from the beginning of the first piece. Empty if the bytes cannot be read.
+        parts: for each piece, a function that returns at most ``n`` bytes from the piece's
+            beginning; empty if the bytes cannot be read.
     """
 
     dtype: str
@@ -91,11 +87,7 @@ class _UpTo(io.FileIO):
 
 
 class Archive:
-    """An archive of ``torch.save``: a zip file, whose pickle is read as plain data.
-
-    Attributes:
-        path: the file.
-        tree: the content of the pickle, as plain data.
+    """An archive of ``torch.save``: a zip file, whose pickle is read as plain data (``tree``).
 
     Args:
         path: the file.

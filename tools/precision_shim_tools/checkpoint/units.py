@@ -39,8 +39,8 @@ class Unit:
         path: the directory.
         tensors: the tensors, by key; in files of ranks, each rank's shards by keys of their own.
         objects: for the key of each object that is no tensor, a function that reads the object.
-        common: archives of Megatron's common state (``common.pt``; with megatron-core 0.19 and
-            later an object in the ``.distcp`` files), or of each rank's extra state.
+        common: archives of Megatron's common state (a ``.distcp`` object since megatron-core 0.19),
+            or of each rank's extra state.
         world_size: number of ranks if each rank wrote files of its own.
         lacking: the kinds in ``_TOGETHER`` of which the directory has no file.
     """

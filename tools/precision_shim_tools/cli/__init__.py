@@ -1,11 +1,8 @@
 """The command line: ``precision-shim`` and ``python -m precision_shim``.
 
-Each sub-command is a module of this package. The module's function ``register(commands)`` adds a
-parser and sets ``command``, a function from the parsed arguments to the exit status. Only a
-running command imports torch, frameworks or matplotlib.
-
-``demo`` runs only from a clone, and needs the packages of an optional extra. Every command except
-``demo`` needs only the packages of the base install.
+Each sub-command is a module whose function ``register(commands)`` adds a parser and sets
+``command``, a function from the parsed arguments to the exit status. Only a running command imports
+torch, frameworks or matplotlib. Only ``demo`` needs a clone and more than the base install.
 """
 
 from __future__ import annotations
@@ -72,15 +69,10 @@ class _Parser(argparse.ArgumentParser):
 def add_command(
     commands: Commands, name: str, command: Any, *, help: str, more: str = "", usage: str = ""
 ) -> argparse.ArgumentParser:
-    """Add a command, and return the command's parser so that options can be added.
+    """Add a command, whose function ``command`` returns the exit status; return the parser.
 
-    Args:
-        commands: the argument of ``register``.
-        name: the command's name.
-        command: function from the parsed arguments to the exit status.
-        help: one sentence, for the list of commands and for the command's own help.
-        more: paragraphs for the command's own help only.
-        usage: the usage line, if argparse's own usage line would mislead.
+    ``help`` is one sentence, for the list of commands and the command's own help. ``more`` is
+    paragraphs for the latter only. ``usage`` replaces argparse's usage line, if it would mislead.
     """
     parser = commands.add_parser(
         name,
@@ -115,11 +107,7 @@ def settings_of(texts: Sequence[str]) -> dict[str, object]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command ``precision-shim``; raise ``SystemExit`` with the exit status.
-
-    Args:
-        arguments: the words after the program's name; ``None`` for ``sys.argv[1:]``.
-    """
+    """Run ``precision-shim`` with these words, or ``sys.argv[1:]``; raise ``SystemExit``."""
     _open_closed_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     # Import only the module of the given command: `run` starts jobs and must be fast.

@@ -89,10 +89,7 @@ def _record(asked: argparse.Namespace) -> int:
 
 
 def installed_digests(adapter: Adapter) -> Iterable[tuple[str, str, dict[str, str]]]:
-    """Yield name, version and digests of each installed distribution that an adapter patches.
-
-    A distribution of unknown version is left out, because it cannot be recorded.
-    """
+    """Yield name, version and digests of each patched distribution whose version is known."""
     packages = {name: (package,) for package, name in _registry.shared().items()}
     for name, targets in _symbols.targets_by_distribution(adapter).items():
         version = _installed.version_of(name, packages.get(name, adapter.packages))
@@ -162,11 +159,10 @@ def _find_moves(before: FrameworkStatus, after: FrameworkStatus) -> list[dict[st
 
 
 def report(path: Path, framework: str | None = None) -> list[Report]:
-    """Check a path, and return a report for each framework whose packages or backend it contains.
+    """Check a wheel, a checkout, a folder with packages, or a site-packages folder.
 
-    Args:
-        path: a wheel, a checkout, a folder with packages, or a site-packages folder.
-        framework: the only framework to check; ``None`` for all.
+    Returns:
+        A report for each framework (or only ``framework``) whose packages or backend it contains.
 
     Raises:
         SourceError: the path contains no framework or backend, or cannot be read.

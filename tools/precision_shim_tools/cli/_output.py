@@ -45,11 +45,7 @@ def _printable(text: str) -> str:
 
 
 def write(text: str) -> None:
-    """Print a text to the standard output; if printing fails, end without a traceback.
-
-    Raises:
-        SystemExit: the program that reads the output has ended, or the output cannot be written.
-    """
+    """Print a text; raise ``SystemExit`` if it cannot be written, or its reader has ended."""
     try:
         print(_printable(text), flush=True)
     except OSError as error:

@@ -124,11 +124,7 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def _without_run(words: list[str]) -> list[str]:
-    """Replace ``precision-shim run`` in a launch line by the variables that it sets for the job.
-
-    Raises:
-        SettingsError: an option of ``run`` has an invalid value.
-    """
+    """Replace ``precision-shim run`` in a launch line by the variables that it sets for the job."""
     names = ("precision-shim", "precision_shim")
     pairs = enumerate(pairwise(words))
     runs = [at for at, (word, after) in pairs if after == "run" and Path(word).name in names]

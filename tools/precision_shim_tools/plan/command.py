@@ -64,7 +64,7 @@ class Job:
     off: str = ""
 
     def model(self, name: object, overrides: Mapping[str, Any] | None = None) -> Model:
-        """Return a model of the job, with the names and shapes of the model's parameters.
+        """Return the names and shapes of a model of the job.
 
         Args:
             name: a directory, or the name of a Hugging Face hub model that is in the local cache.
@@ -116,11 +116,8 @@ def read_launch_line(
 ) -> Job:
     """Find a job's framework and target in its launch command.
 
-    Args:
-        words: the command; it may begin with variables, launchers and ``--``.
-        known: the frameworks to which the target may belong.
-        settings: the shim's settings.
-        options: the options that the user gives in addition to the command.
+    ``words`` may begin with variables, launchers and ``--``; ``known`` are the frameworks to which
+    the target may belong.
 
     Raises:
         PlanError: no word of the command line is an entry point of a framework.

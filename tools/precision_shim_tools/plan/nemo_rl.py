@@ -95,11 +95,7 @@ def _of(section: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def load(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
-    """Load a job's config, and apply its overrides.
-
-    Args:
-        job: the job.
-        unresolved: see ``plain``.
+    """Load a job's config, and apply its overrides; ``unresolved``: see ``plain``.
 
     Raises:
         PlanError: NeMo-RL cannot load the config.
@@ -212,11 +208,7 @@ def _model(job: Job, section: Mapping[str, Any], key: str, subject: str, world: 
 
 
 def _check_names(section: Mapping[str, Any], key: str) -> None:
-    """Check the dtype keys of a model.
-
-    Raises:
-        DtypeError: a value is none of NeMo-RL's dtype names.
-    """
+    """Raise ``DtypeError`` if a model's dtype key has none of NeMo-RL's dtype names."""
     megatron_cfg = _of(section, f"{key}.megatron_cfg")
     written = {"precision": section.get("precision")}
     if megatron_cfg.get("enabled") and "pipeline_dtype" in megatron_cfg:

@@ -16,10 +16,7 @@ _AT_STEP = "at step"
 def draw(plan: JobPlan, path: Path, memory: float | None = None) -> None:
     """Draw a plan and write the picture into a file whose name ends in ``.svg`` or ``.png``.
 
-    Args:
-        plan: the plan.
-        path: the file.
-        memory: memory of a GPU, in GB of 2^30 bytes, drawn as a line.
+    ``memory`` of a GPU is drawn as a line, in GB of 2^30 bytes.
 
     Raises:
         PlanError: the file's name has another ending, or matplotlib is missing.

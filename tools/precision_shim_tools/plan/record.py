@@ -68,10 +68,9 @@ class Stage:
 
     @property
     def totals(self) -> dict[str, int]:
-        """The bytes of all parts together, for one GPU.
+        """The bytes of all parts for one GPU: ``host``, ``gpu``, their sum ``bytes``, and ``peak``.
 
-        The keys are ``host`` (in the host's memory), ``gpu`` (on the GPU), ``bytes`` (``host`` plus
-        ``gpu``), and ``peak`` (on the GPU while the optimizer steps).
+        ``peak`` is on the GPU while the optimizer steps.
         """
         held = [component for part in self.parts for component in part.components.values()]
         every, host = sum(size.bytes for size in held), sum(size.host for size in held)
@@ -91,14 +90,10 @@ class Decided:
 def unknown_keys(
     written: Iterable[str], known: Collection[str], subject: str, key: str, whose: str
 ) -> list[Problem]:
-    """Return a problem for each key of ``written`` that is not in ``known``.
+    """Return a problem for each key of ``written`` that is not in ``known``, if that is not empty.
 
-    Args:
-        written: the keys that the job's config sets.
-        known: the allowed keys; if ``known`` is empty, any key is allowed.
-        subject: name of the model.
-        key: the config key in messages, such as ``"actor.optim.{}"``; a key's name replaces ``{}``.
-        whose: the config that allows the keys, such as ``"Megatron's OptimizerConfig"``.
+    ``{}`` in ``key``, such as ``"actor.optim.{}"``, stands for a key's name; ``whose`` names the
+    config that allows the keys, such as ``"Megatron's OptimizerConfig"``.
     """
     problems = []
     for name in written if known else ():

@@ -54,12 +54,10 @@ class Plannable(Protocol):
 def read_models(
     readers: Iterable[tuple[str, Callable[[], Plannable]]], problems: list[Problem]
 ) -> tuple[Plannable, ...]:
-    """Return the models of a job; add a problem for each model with a dtype that a worker refuses.
+    """Return the models of a job; a model with a dtype that a worker refuses adds a problem.
 
-    Args:
-        readers: each model's name, and the function that reads the model's config, and raises the
-            worker's error.
-        problems: a list to which the problems are added.
+    ``readers`` has each model's name, and a function that reads the model's config, and raises the
+    worker's error.
     """
     models = []
     for subject, read in readers:

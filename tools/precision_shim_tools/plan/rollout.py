@@ -21,12 +21,8 @@ def predict_sides(
 ) -> tuple[list[Problem], list[str]]:
     """Predict the driver's report on the dtypes of trainer and other engines, and on LM heads.
 
-    Args:
-        job: the job.
-        where: framework and version.
-        both: the job's engines; ``None`` if their dtypes are not compared.
-        group: the group of the driver's seams.
-        heads: function that reads the LM heads; ``None`` for a job without a rollout.
+    ``where`` is framework and version, and ``group`` that of the driver's seams. ``both`` is
+    ``None`` if dtypes are not compared; ``heads`` is ``None`` for a job without a rollout.
     """
     on = job.in_force(FEATURE, group)
     problems: list[Problem] = []

@@ -112,11 +112,7 @@ def is_router(name: str) -> bool:
 
 
 def from_config(config: Mapping[str, Any], where: str) -> Model:
-    """Build a model on torch's meta device.
-
-    Args:
-        config: the Hugging Face config.
-        where: the config's file, for messages.
+    """Build a model on torch's meta device from a Hugging Face config that stands in ``where``.
 
     Raises:
         PlanError: transformers cannot build the model.

@@ -136,11 +136,7 @@ def _tunes(job: Job) -> bool:
 
 
 def _check_sections(config: Any, defaults: Any, place: str = "") -> None:
-    """Check that sections have keys; SkyRL's loader accepts a string or ``None`` as a section.
-
-    Raises:
-        PlanError: a section has no keys.
-    """
+    """Raise ``PlanError`` if a section has no keys; SkyRL's loader accepts a string or ``None``."""
     for field in fields(defaults):
         section, default = getattr(config, field.name), getattr(defaults, field.name)
         if is_dataclass(default) != is_dataclass(section) and default is not None:

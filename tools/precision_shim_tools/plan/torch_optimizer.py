@@ -70,8 +70,7 @@ class ShardedModel:
         """See ``Plannable``.
 
         Raises:
-            PlanError: the shim does not know which states the model's optimizer has, or the model
-                cannot be split over the GPUs.
+            PlanError: the optimizer's states are not known, or the GPUs cannot be grouped.
         """
         name, key = self.optimizer, self.keys.get("optimizer", "optimizer")
         if name and name.rpartition(".")[2].lower() not in LIKE_PARAMETERS:
@@ -146,13 +145,9 @@ def scaling(
 ) -> tuple[Decided, ...]:
     """The shim's decision to scale a trained model's loss; empty if the shim does not scale losses.
 
-    Args:
-        job: the model's job.
-        compute: canonical name of the parameters' dtype while a layer computes.
-        group: name of the seam group that would scale the loss.
-        because: the reason for scaling that the job's worker would report.
-        configured: function that reads the framework's scaler block; see ``settings_for``.
-        framework_default: see ``settings_for``.
+    ``compute`` is the parameters' dtype in a layer, ``group`` the group of the seams that would
+    scale, and ``because`` the reason that the worker would report. ``configured`` reads the
+    framework's scaler block; see ``settings_for``, also for ``framework_default``.
     """
     if compute != "fp16" or not job.in_force(FEATURE, group):
         return ()

@@ -144,11 +144,7 @@ def _both_sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
 
 
 def _check_model(prefix: str, parallel: Any, config: Any, model: Model, world: int) -> None:
-    """Check that the degrees split GPUs, experts and heads, which ``fp16.plan`` does not check.
-
-    Raises:
-        PlanError: a degree does not divide a number.
-    """
+    """Check that the degrees split GPUs, experts and heads, which ``fp16.plan`` does not check."""
     heads, experts = "tensor_parallel_degree", "expert_parallel_degree"
     within = world // parallel.data_parallel_replicate_degree
     routed = [weight.shape[0] for weight in model.weights if ".routed_experts." in weight.name]
@@ -171,11 +167,7 @@ def _no_layout(prefix: str, parallel: Any, key: str, fault: str) -> PlanError:
 
 
 def _world(job: Job, prefix: str, parallel: Any) -> tuple[int, int]:
-    """The number of GPUs of a job, and the number of ranks that shard a parameter.
-
-    Raises:
-        PlanError: the degrees do not multiply to the number of GPUs.
-    """
+    """Number of GPUs, to which the degrees must multiply, and of ranks that shard a parameter."""
     for key in _DEGREES:
         if getattr(parallel, key) < 1:
             raise _no_layout(prefix, parallel, key, "it is less than 1")

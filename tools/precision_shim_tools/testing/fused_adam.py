@@ -1,25 +1,7 @@
-"""A pure-torch stand-in for TransformerEngine's ``FusedAdam``.
+"""A pure-torch stand-in for TransformerEngine's ``FusedAdam``; the class lists the differences.
 
-The stand-in reproduces the interface, argument checks, state layout and rounding of
-``transformer_engine.pytorch.optimizers.FusedAdam``, as far as Megatron-core and RL frameworks use
-them. For each TransformerEngine version the stand-in reproduces the legal constructor arguments,
-the dtype of each state tensor, the result of ``state_dict`` and the arguments of
-``load_state_dict``. A step does TransformerEngine's arithmetic: it computes in fp32, and rounds the
-stored values to nearest.
-
-The stand-in differs from TransformerEngine:
-
-* Speed and memory are not those of the CUDA kernels. The stand-in makes temporary fp32 tensors for
-  one parameter at a time; TransformerEngine makes them for a whole parameter group.
-* The last bit of an update may differ, because a GPU compiler may contract ``a * b + c``.
-* ``capturable=True`` (for CUDA graphs) raises an error after TransformerEngine's own checks.
-* Sparse gradients and parameters of other dtypes than fp32, fp16 and bf16 raise no error.
-* fp8 *parameters* (``Float8Tensor`` and its relatives) and DTensor states are not supported.
-* The layout of fp8 *moments* is one byte per element plus one scale. TransformerEngine's
-  ``Float8Tensor`` may also contain a transposed copy.
-
-The stand-in's rules were read in 2026-11 from the released TransformerEngine 1.13, 2.1, 2.3, 2.11,
-2.14, 2.18, 2.19 and 2.20.2 (``pytorch/optimizers/fused_adam.py``), and from
+Arguments, checks, state layout, ``state_dict`` and rounding follow each release, as read in 2026-11
+in ``pytorch/optimizers/fused_adam.py`` of 1.13, 2.1, 2.3, 2.11, 2.14, 2.18, 2.19 and 2.20.2, and in
 ``common/multi_tensor/adam.cu`` up to 2.18.
 """
 
@@ -49,28 +31,31 @@ __all__ = ["FusedAdam", "FusedSGD", "fused_adam_for", "join_master", "split_mast
 class FusedAdam(StoredStates):
     """Adam with configurable state dtypes, as in TransformerEngine 2.11, on any device.
 
-    The module's docstring lists the differences from TransformerEngine. :func:`fused_adam_for`
-    returns the class for another release.
+    A step computes in fp32, and rounds the stored values to nearest. The arguments are
+    TransformerEngine's. ``use_decoupled_grad`` reads ``param.decoupled_grad``, not ``param.grad``;
+    ``store_param_remainders`` has an effect only with fp32 masters. :func:`fused_adam_for` returns
+    the class for another release.
 
     State per parameter (``optimizer.state[param]``), each of the parameter's shape:
 
-    ``exp_avg``, ``exp_avg_sq``
-        fp32, bf16, fp16 or uint8 (the bits of fp8 e4m3). Each fp16 or uint8 tensor has one fp32
-        scale.
-    ``master_param``
-        only with ``master_weights``: fp32; fp16 with one fp32 scale; or int16 for a bf16 parameter
-        with ``store_param_remainders`` (see :func:`split_master`). An fp32 parameter also has a
-        master, which is filled once and never updated.
+    * ``exp_avg``, ``exp_avg_sq``: fp32 or bf16; or, each with one fp32 scale, fp16 or uint8 (the
+      bits of fp8 e4m3).
+    * ``master_param``, only with ``master_weights``: fp32; fp16 with one fp32 scale; or int16 for a
+      bf16 parameter with ``store_param_remainders`` (see :func:`split_master`). An fp32 parameter
+      also has a master, which is filled once and never updated.
 
-    Steps are counted per parameter group (``group["step"]``), not per parameter. TransformerEngine
-    2.19 and later count steps for groups without parameters, too.
+    Steps are counted per parameter group (``group["step"]``). Differences from TransformerEngine:
 
-    The arguments are TransformerEngine's. ``amsgrad`` and ``capturable`` always raise an error,
-    ``use_decoupled_grad`` reads ``param.decoupled_grad`` instead of ``param.grad``, and
-    ``store_param_remainders`` has an effect only with fp32 masters.
+    * Speed and memory are not those of the CUDA kernels: temporary fp32 tensors are made for one
+      parameter at a time, not for a group.
+    * The last bit of an update may differ, because a GPU compiler may contract ``a * b + c``.
+    * ``capturable=True`` raises an error after TransformerEngine's own checks.
+    * Sparse gradients and parameters of other dtypes than fp32, fp16 and bf16 raise no error.
+    * fp8 *parameters* (``Float8Tensor`` and its relatives) and DTensor states are not supported.
+    * fp8 *moments* never contain a transposed copy.
 
     Raises:
-        RuntimeError: an argument or a dtype is illegal in the TransformerEngine release.
+        RuntimeError: an argument or a dtype is illegal in the release; ``amsgrad`` always is.
         NotImplementedError: ``capturable=True`` with otherwise legal arguments.
     """
 
@@ -133,10 +118,9 @@ class FusedAdam(StoredStates):
         self.set_grad_none = set_grad_none
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drop (default) or zero the gradients that this optimizer reads.
+        """Drop (default) or zero the gradients that this optimizer reads, and no others.
 
-        With ``use_decoupled_grad``, ``param.grad`` does not change. ``set_to_none=None`` means the
-        constructor's deprecated ``set_grad_none``, or else True.
+        ``None`` means the constructor's deprecated ``set_grad_none``, or else True.
         """
         if set_to_none is None:
             set_to_none = self.set_grad_none is not False
@@ -153,9 +137,8 @@ class FusedAdam(StoredStates):
     def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
         """Take an Adam step for all parameters that have a gradient, of any floating dtype.
 
-        The step does not check for infinite and NaN gradients, which make the parameters and states
-        non-finite, as in TransformerEngine. ``grad_scaler`` is ignored: TransformerEngine reads it
-        only with ``capturable``.
+        As in TransformerEngine, infinite and NaN gradients are not checked, and make parameters and
+        states non-finite. ``grad_scaler`` is ignored: it is only for ``capturable``.
 
         Raises:
             RuntimeError: a group contains both fp16 and bf16 parameters.
@@ -266,10 +249,9 @@ class _FusedAdamWithoutRemainders(FusedAdam):
 def fused_adam_for(version: str) -> type[FusedAdam]:
     """Return the stand-in for ``FusedAdam`` of TransformerEngine ``version``, 1.13 or newer.
 
-    TransformerEngine 2.1 and later have remainders; before 2.1 the constructor lacks the argument
-    ``store_param_remainders``, and ``initialize_state`` has one parameter. TransformerEngine 2.3
-    and later accept bf16 moments. TransformerEngine 2.14 and later accept two bf16 moments with
-    ``capturable``. TransformerEngine 2.19 and later count steps for groups without parameters, too.
+    Since 2.1 there are remainders (``store_param_remainders``, also of ``initialize_state``), since
+    2.3 bf16 moments, and since 2.14 two bf16 moments with ``capturable``. Since 2.19 steps are
+    counted for groups without parameters, too.
 
     Raises:
         ValueError: ``version`` is not a version, or is older than 1.13.
@@ -284,10 +266,9 @@ def fused_adam_for(version: str) -> type[FusedAdam]:
 
 
 class FusedSGD(torch.optim.SGD):
-    """torch's SGD under TransformerEngine's name.
+    """torch's SGD under the name that Megatron-core imports together with ``FusedAdam``.
 
-    The class exists because Megatron-core imports ``FusedSGD`` together with ``FusedAdam``. The
-    class lacks the features of TransformerEngine's SGD (master gradients, in-kernel loss scale).
+    It lacks the features of TransformerEngine's SGD (master gradients, in-kernel loss scale).
     """
 
     __precision_shim_stand_in__ = True

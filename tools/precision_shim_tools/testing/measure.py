@@ -1,9 +1,8 @@
 """Count the bytes of a training process's live tensors.
 
-The bytes of each kind of tensor equal the sum over all optimizers in ``precision_shim.audit``. No
-count is computed from a config. If two kinds of tensor share a torch storage, its bytes count once,
-for the kind that is first in ``COMPONENTS``. Because no storage counts twice, the total over all
-kinds is the memory that the tensors occupy.
+The bytes of each kind of tensor equal the sum over all optimizers in ``precision_shim.audit``. If
+two kinds share a torch storage, its bytes count once, for the kind that is first in ``COMPONENTS``,
+so the total over all kinds is the memory that the tensors occupy.
 """
 
 from __future__ import annotations
@@ -26,11 +25,9 @@ class Part:
     Attributes:
         nbytes: bytes of the storages, padding included.
         elements: number of elements that belong to parameters, padding excluded.
-        bytes_per_parameter: bytes of the elements, without padding, per parameter of the model or
-            of the optimizer; 0.0 without parameters. Bytes of ``params``, ``frozen`` and
-            ``grad_buckets`` are divided by the number of trainable parameters of this rank's model.
-            Bytes of ``grad_copies``, ``master``, moments and ``other`` are divided by the number of
-            parameters that this rank's optimizer owns.
+        bytes_per_parameter: bytes of the elements, without padding, per trainable parameter of this
+            rank's model (``params``, ``frozen``, ``grad_buckets``) or per parameter that this
+            rank's optimizer owns (all other kinds); 0.0 without parameters.
         dtypes: names of the dtypes, sorted, such as ``("bfloat16",)``.
         sharded: whether each rank of the data-parallel group stores only a shard.
     """
@@ -50,17 +47,16 @@ class MeasuredBytes:
         params: trainable parameters of the model (replicated on all data-parallel ranks).
         frozen: parameters without gradient (replicated).
         grad_buckets: gradient buckets of Megatron's DDP (replicated).
-        grad_copies: the model's ``.grad`` and the fp32 copies that ``step()`` makes of a 16-bit
-            bucket (sharded if the optimizer is sharded). To see gradients outside the buckets,
-            measure between ``step()`` and ``zero_grad()``.
+        grad_copies: ``.grad`` and the fp32 copies that ``step()`` makes of a 16-bit bucket (sharded
+            like the optimizer); measure them between ``step()`` and ``zero_grad()``.
         master: fp32 or fp16 master parameters, or only their low 16 bits as int16 (sharded).
         exp_avg: first moments (sharded).
         exp_avg_sq: second moments (sharded).
         other: scales, step counts, the model's buffers and other tensors of the optimizer.
         trainable: number of trainable parameters of this rank's model.
         owned: number of parameters whose states this rank's optimizer stores.
-        data_parallel_sizes: for each optimizer, the number of ranks that share its states, such as
-            ``{"dense": 4, "experts": 2}`` or ``{"model": 4}``.
+        data_parallel_sizes: for each optimizer (``"model"``, or ``"dense"`` and ``"experts"``), the
+            number of ranks that share its states.
     """
 
     params: Part
@@ -92,10 +88,9 @@ class MeasuredBytes:
 
     @property
     def per_parameter(self) -> float:
-        """Bytes per trainable parameter for a data-parallel size of 1, without padding.
+        """Bytes per trainable parameter at data-parallel size 1, without padding.
 
-        ``frozen`` and ``other`` are left out, because their sizes do not depend on the number of
-        trainable parameters.
+        ``frozen`` and ``other`` are left out: they do not grow with the trainable parameters.
         """
         return sum(self.parts[name].bytes_per_parameter for name in PER_PARAMETER)
 
@@ -116,9 +111,8 @@ def measure_bytes(model_chunks: Any, optimizer: Any) -> MeasuredBytes:
     Model and optimizer can have any form that ``precision_shim.audit`` accepts; an optimizer of
     ``None`` counts the model only. Optimizer states exist only after the first step.
 
-    On megatron-core 0.16.1 with data-parallel size 1, a bf16 model has 18 bytes per parameter with
-    Megatron's defaults (measured 2026-11). With bf16 main gradients and bf16 moments, a bf16 model
-    has 12 bytes per parameter with fp32 masters, or 10 with int16 remainders as masters.
+    Measured on megatron-core 0.16.1 in 2026-11, a bf16 model has 18 bytes per parameter by default;
+    with bf16 main gradients and moments 12, or 10 with int16 remainders as masters.
     """
     readings = read_optimizers(model_chunks, optimizer)
     measured = measure(readings)

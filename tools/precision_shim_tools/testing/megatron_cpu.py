@@ -1,18 +1,8 @@
 """Train with the real Megatron-core on a CPU, for tests and demonstrations.
 
-Megatron-core names the device ``"cuda"`` in a hundred places but needs few features of CUDA. If the
-name ``"cuda"`` is mapped to the CPU, Megatron's real ``DistributedDataParallel`` and
-``DistributedOptimizer`` train a small GPT on a CPU. Training can run in one process, or in several
-processes over gloo. The harness works with megatron-core 0.15.3 to 0.19.0 (2026-11).
-
-* :func:`megatron_on_cpu` is the whole harness; :func:`cuda_means_cpu` is its torch-only part.
-* :func:`model_parallel` starts and stops the process group and Megatron's parallel state.
-* :func:`tiny_gpt` makes a model provider for ``verl.utils.megatron_utils.get_model`` and Megatron's
-  own helpers.
-
-The harness does not reproduce speed, memory, overlap of communication, CUDA kernels or their
-rounding. TransformerEngine's layers are absent; TransformerEngine's optimizer has a stand-in
-(:mod:`precision_shim_tools.testing.transformer_engine`).
+With the name ``"cuda"`` mapped to the CPU, Megatron's real DDP and DistributedOptimizer (0.15.3 to
+0.19.0) train a small GPT, in one process or several over gloo. Speed, memory, overlap, and CUDA
+kernels with their rounding are not reproduced. TransformerEngine's layers are absent.
 """
 
 from __future__ import annotations
@@ -152,16 +142,12 @@ def _torch_cuda_answers() -> dict[str, Any]:
 
 @contextmanager
 def cuda_means_cpu() -> Iterator[None]:
-    """Map CUDA device names to the CPU in torch, in this thread, inside the context.
+    """Map CUDA device names to the CPU in torch, inside the context, which can be nested.
 
-    Inside the context, a device given as ``"cuda"``, ``"cuda:0"``, ``torch.device("cuda")`` or a
-    bare number means the CPU in every torch function and in ``Tensor.to``. ``Tensor.type()``
-    returns a GPU's names, such as ``torch.cuda.FloatTensor``, because Megatron's optimizers compare
-    these names. Streams, events, ``synchronize`` and seed functions do nothing.
-    ``torch.cuda.is_available()`` is unchanged. The context can be nested.
-
-    The device names are mapped in the calling thread only (a ``TorchFunctionMode``); the
-    functions of ``torch.cuda`` are patched in the whole process.
+    A device such as ``"cuda"``, ``"cuda:0"`` or a bare number means the CPU in every torch function
+    and in ``Tensor.to``, in the calling thread only. In the whole process, streams, events,
+    ``synchronize`` and seed functions do nothing. ``Tensor.type()`` returns a GPU's names, which
+    Megatron's optimizers compare. ``torch.cuda.is_available()`` is unchanged.
     """
     answers = _torch_cuda_answers()
     nvtx = {"range_push": _nothing(), "range_pop": _nothing()}
@@ -220,15 +206,10 @@ def model_parallel(
     """Set up a gloo process group and Megatron's parallel state, and destroy them on exit.
 
     Each of the ``world_size`` processes passes its own ``rank`` and the same ``init_file``, a path
-    that does not exist yet. ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` are set inside the context.
-
-    Args:
-        world_size: number of processes.
-        rank: rank of this process, from 0.
-        init_file: the file through which the processes meet; may be None for one process.
-        seed: seed of torch's random generator and of Megatron's tracker of random-number states.
-        parallel: arguments of ``parallel_state.initialize_model_parallel``, for example
-            ``tensor_model_parallel_size=2`` or ``expert_model_parallel_size=2``.
+    that does not exist yet (one process may pass None). ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``
+    are set inside the context. ``seed`` is for torch and Megatron's tracker of random states;
+    ``parallel`` are arguments of ``initialize_model_parallel``, such as
+    ``tensor_model_parallel_size=2``.
     """
     from megatron.core import parallel_state, tensor_parallel
 
@@ -267,20 +248,18 @@ def tiny_gpt(
     ``TransformerConfig``, which verl's ``get_model`` accepts as ``transformer_config``.
 
     Args:
-        dtype: dtype of the parameters: ``torch.bfloat16``, ``torch.float16`` or ``torch.float32``.
-            The caller or ``get_model`` wraps a 16-bit model in Megatron's ``Float16Module``, which
-            converts the parameters.
+        dtype: dtype of the parameters: bf16, fp16 or fp32. The caller or ``get_model`` wraps a
+            16-bit model in Megatron's ``Float16Module``, which converts the parameters.
         hidden_size: width of the model.
         vocab_size: number of tokens.
         max_sequence_length: number of positions.
         num_moe_experts: number of experts; None for a dense model.
-        config: further fields of ``TransformerConfig``, such as ``num_layers`` (default 2) and
-            ``num_attention_heads`` (default 2).
+        config: further fields of ``TransformerConfig``, such as ``num_layers`` (default 2).
 
     Returns:
         ``provider(pre_process=True, post_process=True, vp_stage=None, **ignored)``, which returns a
-        ``megatron.core.models.gpt.GPTModel``. Parameters of Megatron's layers that read
-        ``params_dtype`` are in ``dtype``, all other parameters are in fp32.
+        ``GPTModel``. Parameters of Megatron's layers that read ``params_dtype`` are in ``dtype``,
+        all other parameters are in fp32.
     """
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"tiny_gpt: dtype must be bf16, fp16 or fp32, got {dtype}")

@@ -29,15 +29,9 @@ def check_arguments(
     capturable: bool,
     remainders: bool,
 ) -> None:
-    """Raise an error if a version does not accept the given arguments.
+    """Raise an error if a version does not accept the given arguments of ``FusedAdam``.
 
-    Args:
-        version: a TransformerEngine version.
-        master: dtype of the masters; ``None`` without masters.
-        exp_avg: dtype of the first moment.
-        exp_avg_sq: dtype of the second moment.
-        capturable: the constructor's argument.
-        remainders: whether ``store_param_remainders`` was passed.
+    ``master`` is the dtype of the masters, or ``None`` without masters.
 
     Raises:
         RuntimeError: the version does not accept the arguments.

@@ -1,6 +1,6 @@
 """How the stand-in for ``FusedAdam`` stores its states: dtypes, scales, remainders, state dicts.
 
-The module docstring of ``fused_adam`` lists the differences from TransformerEngine.
+The docstring of ``FusedAdam`` lists the differences from TransformerEngine.
 """
 
 from __future__ import annotations
@@ -141,8 +141,7 @@ class StoredStates(torch.optim.Optimizer):
         """Load groups and states as TransformerEngine does, and round the states to their dtypes.
 
         A state that this optimizer does not store as a remainder is first cast to fp32, **whatever
-        its dtype**. Even another optimizer's int16 remainder is loaded without an error, as a
-        master with wrong values (whole numbers).
+        its dtype**: another optimizer's int16 remainder loads as a wrong master without an error.
 
         Raises:
             ValueError: the groups do not match.

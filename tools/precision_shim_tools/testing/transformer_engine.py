@@ -1,14 +1,8 @@
 """Stand-ins for TransformerEngine's optimizers, for machines without TransformerEngine or a GPU.
 
-Megatron-core's precision-aware optimizer needs only the class ``FusedAdam`` of TransformerEngine.
-:func:`stand_in_transformer_engine` provides this class inside its context. There is **no** stand-in
-for TransformerEngine's layers, such as ``TELinear``: Megatron's layer specs, attention and fp8 code
-find TransformerEngine only if it is installed.
-
-Only the leaf module ``transformer_engine.pytorch.optimizers`` is put into ``sys.modules``. Python's
-``from a.b.c import x`` searches ``sys.modules`` for ``a.b.c`` first and does not import the
-parents. The Megatron modules that run ``from ... import FusedAdam`` at import are imported before
-the stand-in exists, and are patched inside the context.
+There is **no** stand-in for layers, such as ``TELinear``. Only the leaf module
+``transformer_engine.pytorch.optimizers`` enters ``sys.modules``, where ``from a.b.c import x``
+looks first. Megatron's modules that import it at import are imported before, and patched.
 """
 
 from __future__ import annotations
@@ -44,8 +38,7 @@ class StandIn:
     Attributes:
         version: the TransformerEngine version that Megatron finds.
         fused_adam: the class that replaces ``FusedAdam``.
-        checked_by: whose constructor checks the arguments, ``"transformer_engine"`` (the real one)
-            or ``"stand-in"``.
+        checked_by: whose constructor checks: the real ``"transformer_engine"``, or ``"stand-in"``.
     """
 
     version: str
@@ -54,10 +47,9 @@ class StandIn:
 
 
 def real_transformer_engine() -> tuple[str, type[Any]] | None:
-    """Return the version and the ``FusedAdam`` of the installed TransformerEngine.
+    """Return version and ``FusedAdam`` of the installed TransformerEngine, if it can be imported.
 
-    The result is None if TransformerEngine is absent, cannot be imported (built for another torch,
-    no CUDA libraries), or is a stand-in.
+    A stand-in, or a build without its CUDA libraries or for another torch, counts as none.
     """
     try:
         with warnings.catch_warnings():
@@ -77,19 +69,18 @@ def stand_in_transformer_engine(version: str | None = None) -> Iterator[StandIn]
     """Let Megatron-core's optimizers find a ``FusedAdam`` of TransformerEngine ``version``.
 
     Inside the context, ``from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD``
-    imports the stand-ins. The imported module has the attributes ``__precision_shim_stand_in__ =
-    True`` and ``__version__``. Megatron-core's ``get_te_version()`` and ``is_te_min_version()``
-    return ``version``. If megatron-core is installed, entering the context imports its optimizers.
-    All changes are undone on exit. Optimizers that were built inside the context still work after
-    the exit. The context manager cannot be nested in itself.
+    imports the stand-ins. The module has ``__precision_shim_stand_in__ = True`` and
+    ``__version__``. Megatron-core's ``get_te_version()`` and ``is_te_min_version()`` return
+    ``version``. Entering the context imports the optimizers of an installed megatron-core. All
+    changes are undone on exit; optimizers that were built inside the context still work. The
+    context manager cannot be nested in itself.
 
     If a real TransformerEngine can be imported, and ``version`` is None or the real version, the
     real constructor checks the arguments, with a temporary CPU parameter. All other methods are the
     stand-in's, because the real ``step()`` needs a GPU.
 
     Args:
-        version: the TransformerEngine release whose rules the stand-in follows, 1.13 or newer. None
-            means the installed version, or 2.11.0 if TransformerEngine is not installed.
+        version: a release, 1.13 or newer; None for the installed one, or else 2.11.0.
 
     Raises:
         ValueError: there is no stand-in for ``version``.
@@ -148,10 +139,9 @@ def _check_with(real_adam: type[Any], version: str) -> type[FusedAdam]:
 def _patch_megatron(stand_in: StandIn, undo: ExitStack) -> None:
     """Patch the Megatron modules that bind TransformerEngine's names at import.
 
-    The values were made from the source of megatron-core 0.15.3, 0.16.1, 0.18.2 and 0.19.0. Names
-    that a Megatron version lacks are not added to this version's modules. All further Megatron
-    modules stay unpatched: they import the optimizers at each use, or need TransformerEngine's
-    kernels (``multi_tensor_*``), which have no stand-in.
+    The names are those of megatron-core 0.15.3, 0.16.1, 0.18.2 and 0.19.0; none is added to a
+    version that lacks it. Other modules import the optimizers at each use, or need kernels
+    (``multi_tensor_*``) that have no stand-in.
     """
     values: dict[str, dict[str, Any]] = {
         "megatron.core.optimizer": {

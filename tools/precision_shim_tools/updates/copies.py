@@ -39,10 +39,9 @@ class Copies:
             self._own[its.stepped] = its.dtype, names.get(id(its.parameter), "")
 
     def dtype(self, stepped: torch.Tensor, rollout: Rollout | None) -> torch.dtype | None:
-        """Return the dtype of the copy of a parameter (or of its master, if the optimizer has one).
+        """Return the dtype of a parameter's (or master's) copy; ``None`` if unknown, or no copy.
 
-        The result is ``None`` if the dtype is unknown or there is no copy. ``rollout`` is what an
-        adapter or the user said about the copies.
+        ``rollout`` is what an adapter or the user said about the copies.
         """
         told = rollout or self._assumed
         own, name = self._own.get(stepped, (stepped.dtype, ""))

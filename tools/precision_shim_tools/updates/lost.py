@@ -36,9 +36,9 @@ def describe(step: int, every: int, groups: list[dict[str, Any]]) -> dict[str, A
     Args:
         step: number of the step, counted from the attachment of the meter.
         every: number of steps from one measurement to the next.
-        groups: for each parameter group whose updates were not all zero: its number ``group``, the
-            step's ``lr``, the number of ``elements`` that the step updated, the number of elements
-            ``sampled``, and the ``count``s of ``weights``, ``exp_avg_sq`` and ``rollout``.
+        groups: for each parameter group with an update other than zero: its number ``group``,
+            ``lr``, the numbers of updated ``elements`` and of those ``sampled``, and the
+            ``count``s of ``weights``, ``exp_avg_sq`` and ``rollout``.
     """
     figures: dict[str, Any] = {"step": step, "every": every, "groups": groups}
     return {**figures, **{name: share([figures], name) for name in METRICS}}
@@ -55,10 +55,7 @@ def count(dtype: str, updates: int, lost: int) -> dict[str, Any] | None:
 
 
 def share(figures: Iterable[Mapping[str, Any]], name: str) -> float | None:
-    """Return the share of lost updates over several optimizers, weighted by each group's elements.
-
-    ``name`` is a key of ``METRICS``.
-    """
+    """Return the share ``name`` (see ``METRICS``) over optimizers, weighted by groups' elements."""
     updates = lost = 0.0
     for figure in figures:
         for group in figure["groups"]:

@@ -1,9 +1,8 @@
 """Measure which of an optimizer's updates are rounded away, in hooks of the optimizer's step.
 
-At every n-th step the meter samples the stored numbers before and after the optimizer's step. The
-meter compares the stored numbers' change with the change that the optimizer's own formula gives in
-fp64. The meter copies its counts to the host asynchronously, and reads them at the beginning of a
-later step. The meter changes nothing that a step reads or writes, and draws no random number.
+At every n-th step the meter compares the change of sampled stored numbers with the optimizer's own
+formula in fp64. Counts go to the host asynchronously, and are read when a later step begins. The
+meter changes nothing that a step reads or writes, and draws no random number.
 """
 
 from __future__ import annotations
@@ -44,10 +43,9 @@ class _BeforeStep:
 
 @dataclass(frozen=True)
 class _Counted:
-    """The counts of a ``_BeforeStep``, which are being copied to the host.
+    """Counts being copied to the host; ``event`` is recorded after the copy, ``None`` on the host.
 
-    ``weights``, ``exp_avg_sq`` and ``copy`` are how the numbers are stored; empty for numbers that
-    do not exist. ``event`` is recorded after the copy; ``None`` for counts made on the host.
+    ``weights``, ``exp_avg_sq`` and ``copy`` are how the numbers are stored; empty for none.
     """
 
     number: int

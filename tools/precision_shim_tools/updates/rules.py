@@ -1,11 +1,8 @@
 """Compute the changes that an optimizer's step would make to a sample without rounding.
 
-A rule evaluates the optimizer's own formula in fp64, from the stored weights, the stored states and
-the gradients that the optimizer reads at a step. There are rules for Adam and AdamW (torch's,
-TransformerEngine's and Apex's) and for torch's SGD. There is no rule for a subclass with its own
-``step``, because the subclass's formula is not known.
-
-No function of this module synchronizes with a GPU; a learning rate in a GPU tensor stays a tensor.
+A rule evaluates in fp64 the formula of Adam and AdamW (torch's, TransformerEngine's, Apex's) or of
+torch's SGD. A subclass with its own ``step`` has no rule. No function here synchronizes with a GPU;
+a learning rate in a GPU tensor stays a tensor.
 """
 
 from __future__ import annotations

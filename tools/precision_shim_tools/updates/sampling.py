@@ -40,10 +40,7 @@ Tensors = Sequence[tuple[torch.Tensor, Taken]]
 
 
 def sample(groups: Sequence[Sequence[torch.Tensor]], most: int) -> list[Tensors]:
-    """Sample at most ``most`` evenly spaced elements of the parameters of each group.
-
-    Each group contributes an equal number, or all it has.
-    """
+    """Sample at most ``most`` evenly spaced elements: from each group as many, or all it has."""
     there = max(1, sum(map(bool, groups)))
     return [
         _spaced(group, max(1, most // there), max(1, MOST_TENSORS // there)) for group in groups

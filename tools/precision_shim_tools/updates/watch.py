@@ -50,26 +50,23 @@ def watch_updates(
     """Measure how many of an optimizer's updates are rounded away.
 
     At every ``every``-th step, each meter uses a fixed sample of each parameter group (at most 2^18
-    elements on a rank, over all optimizers). The meter counts the elements whose update was not
-    zero but whose stored value did not change. The meter counts these elements separately for the
-    weights that the optimizer updates (masters if any), for decreases of ``exp_avg_sq``, and for
-    the rollout engines' copies of the weights. When a later step begins, the figures of a
-    measurement become available in the returned object and in ``audit(model, optimizer)``. Some
-    frameworks' adapters also report the figures in the framework's metrics. The meter warns if a
-    group loses more than half of its updates. A meter does not change the result of a step, and
-    the host does not wait for a device.
+    elements on a rank, over all optimizers). It counts the elements whose update was not zero but
+    whose stored value did not change: for the weights that the optimizer updates (masters if any),
+    for decreases of ``exp_avg_sq``, and for the rollout engines' copies. When a later step begins,
+    the figures appear in the returned object, in ``audit(model, optimizer)``, and in the metrics of
+    some frameworks. The meter warns if a group loses more than half of its updates. It does not
+    change the result of a step, and the host does not wait for a device.
 
     ``precision_shim.uninstall()`` and the returned object's ``remove()`` remove the hooks. A second
-    call of ``watch_updates`` for an optimizer changes only ``every`` and, if given, ``rollout``.
+    call for an optimizer changes only ``every`` and, if given, ``rollout``.
 
     Args:
         model: the model, in any form that ``audit`` accepts; ``None`` to read the optimizer alone.
         optimizer: the optimizer, in any form that ``audit`` accepts.
         every: number of steps from one measurement to the next.
         rollout: the dtype that the rollout engine computes in, as a ``torch.dtype`` or a name.
-            With ``rollout=None`` the meter uses the dtype that a framework's adapter recorded.
-            Without a recorded dtype, copies are assumed to be in the model's 16-bit dtype, else in
-            FSDP's compute dtype, else in bf16. LoRA's factors count as copies only if an adapter
+            By default the dtype that an adapter recorded, else the model's 16-bit dtype, else
+            FSDP's compute dtype, else bf16. LoRA's factors count as copies only if an adapter
             recorded that the engine receives them.
 
     Returns:
@@ -111,8 +108,8 @@ def attach(
 ) -> Meter | None:
     """Attach a meter to the torch optimizer of a ``Reading``; ``None`` if there is no optimizer.
 
-    The meter reads the model's parameter names and compute dtype. ``on_figures`` is called with the
-    meter when the meter has new figures. ``framework`` and ``subject``: see ``audits.look``.
+    ``on_figures`` is called when the meter has new figures. ``framework``, ``subject``: see
+    ``audits.look``.
     """
     if not reading.steppers:
         return None

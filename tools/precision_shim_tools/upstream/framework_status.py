@@ -34,11 +34,8 @@ def predict_status(
 ) -> tuple[FrameworkStatus, list[str]]:
     """Predict a framework's status from the current ``Source``; also return messages on problems.
 
-    Args:
-        entry: the framework.
-        settings: the user's settings.
-        versions: function that returns a distribution's version in the current ``Source``, such as
-            ``versions.version_of`` for the installed packages.
+    ``versions`` returns a distribution's version in the ``Source``, as ``versions.version_of`` does
+    for the installed packages.
     """
     name, version = entry.framework, versions(entry.distribution, entry.packages)
     asked_by_name = settings.frameworks is not None and asked_for(settings, name)

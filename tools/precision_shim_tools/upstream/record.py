@@ -22,13 +22,10 @@ def write(record: Record, path: Path) -> None:
 
 
 def add(record: Record, distribution: str, version: str, digests: Mapping[str, str]) -> None:
-    """Add the symbols of one version to a record, and remove the version's earlier digests.
+    """Add a version's symbols to ``record`` in place, and remove the version's earlier digests.
 
-    Args:
-        record: the record, which is changed in place.
-        distribution: the distribution of the symbols.
-        version: the distribution's version; a local part, such as ``+cu128``, is left out.
-        digests: each symbol's digest by ``"module:name"``; empty if this version lacks the symbol.
+    ``version`` loses a local part, such as ``+cu128``. ``digests`` is by ``"module:name"``; a
+    digest is empty if this version lacks the symbol.
     """
     version = plain(version)
     known = record.setdefault(distribution, {})

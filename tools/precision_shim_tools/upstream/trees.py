@@ -44,8 +44,8 @@ class Tree:
     """The packages of a wheel or a folder.
 
     Attributes:
-        complete: whether the tree is a whole environment (a site-packages folder). A module that a
-            complete tree lacks counts as not found, even if the module is installed.
+        complete: whether the tree is a whole environment (a site-packages folder), so that a module
+            that it lacks counts as not found, even if the module is installed.
     """
 
     def __init__(self, root: Root, top: Root) -> None:
@@ -113,15 +113,10 @@ def over(tree: Tree) -> Source:
 
 
 def open_tree(path: Path, packages: tuple[str, ...]) -> Tree:
-    """Open a path as a tree.
-
-    Args:
-        path: a wheel, a checkout, a folder with packages, a package's own folder, or a virtual
-            environment.
-        packages: names of packages; the path must contain at least one of them.
+    """Open a wheel, checkout, folder with packages, package's own folder, or virtual environment.
 
     Raises:
-        SourceError: the path cannot be read or contains none of the packages.
+        SourceError: the path cannot be read or contains none of the ``packages``.
     """
     looked_for = f"Looked for: {', '.join(packages)}."
     if not path.exists():

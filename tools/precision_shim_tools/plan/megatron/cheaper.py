@@ -40,10 +40,7 @@ def steps(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield what the user gives up, and the settings to write, for the steps that make sense.
 
-    Args:
-        dtype: the parameters' dtype.
-        beta2: the optimizer's ``adam_beta2``.
-        support: the capabilities of TransformerEngine's FusedAdam.
+    ``dtype`` is the parameters' dtype, and ``beta2`` the optimizer's ``adam_beta2``.
     """
     for gives_up, step in _STEPS:
         fields = {key: name_of(dtype) if value == "model" else value for key, value in step.items()}

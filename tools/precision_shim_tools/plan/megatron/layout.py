@@ -1,9 +1,8 @@
 """Compute how Megatron splits a model over GPUs, from names, shapes and group sizes.
 
-Expert and expert-tensor parallelism split experts. Tensor parallelism splits matrices and the
-biases of column-parallel layers. Norms, routers and the down-projections of latent attention stay
-whole. Pipeline parallelism splits layers into stages, as Megatron's ``get_num_layers_to_build`` and
-``get_transformer_layer_offset`` do.
+Expert and expert-tensor parallelism split experts; tensor parallelism splits matrices and biases
+of column-parallel layers. Norms, routers and latent attention's down-projections stay whole. Stages
+get layers as in ``get_num_layers_to_build`` and ``get_transformer_layer_offset``.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ _COUNTS = (
 def fault(sizes: Sizes, model: Model, *, heads_are_shared: bool = True) -> str:
     """Return why a model cannot be split over the GPUs, with the config's key; empty if it can.
 
-    Args:
-        sizes: the sizes of the parallel groups.
-        model: names and shapes.
-        heads_are_shared: whether several ranks may share a key-value head.
+    ``heads_are_shared`` is whether several ranks may share a key-value head.
     """
     for name in _COUNTS:
         size, least = getattr(sizes, name), 0 if name in ("first", "last") else 1
@@ -147,7 +143,6 @@ def rank_numel(weight: Weight, sizes: Sizes) -> int:
 
 
 def _is_expert(name: str) -> bool:
-    """Whether a parameter with this name belongs to a routed expert."""
     return ".experts." in name or name.startswith("experts.")
 
 
@@ -169,13 +164,10 @@ class StageCount:
 def count(
     model: Model, sizes: Sizes, *, frozen_routers: bool = False, value_head: bool = False
 ) -> list[StageCount]:
-    """Count the parameters on one rank of each pipeline stage.
+    """Count the parameters on one rank of each pipeline stage; ``sizes`` must be legal.
 
-    Args:
-        model: names and shapes.
-        sizes: the sizes of the parallel groups, which must be legal.
-        frozen_routers: whether the routers of experts are not trained.
-        value_head: whether the output layer is a value head with one output.
+    ``frozen_routers``: the routers of experts are not trained. ``value_head``: the output layer is
+    a value head with one output.
     """
     if not model.config:
         return _evenly(model, sizes)
@@ -211,7 +203,6 @@ def count(
 
 
 def _evenly(model: Model, sizes: Sizes) -> list[StageCount]:
-    """Split a model's parameters evenly over the stages, for a model without a config."""
     dense = sum(weight.numel for weight in model.weights if not _is_expert(weight.name))
     experts = sum(weight.numel for weight in model.weights if _is_expert(weight.name))
     own = -(-dense // (sizes.tensor * sizes.pipeline))

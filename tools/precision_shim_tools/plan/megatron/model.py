@@ -60,8 +60,7 @@ class MegatronModel:
         bucket_keys: the keys of Megatron's DistributedDataParallelConfig that the user wrote.
         illegal: problems that the adapter found.
         notes: remarks about legal settings.
-        takes_name: function that returns whether the framework accepts and converts a dtype name;
-            ``None`` if the framework passes all dtype names to Megatron.
+        takes_name: whether the framework converts a dtype name; ``None``: Megatron gets all names.
     """
 
     requested: megatron.RequestedConfig
@@ -267,11 +266,7 @@ def _no_names(asked: MegatronModel) -> Iterator[Problem]:
 
 
 def _check_numbers(asked: MegatronModel, fields: Mapping[str, Any]) -> None:
-    """Check the values that the worker checks, and the offloaded share.
-
-    Raises:
-        SettingsError: a value is no number, or the loss scaler cannot use it.
-    """
+    """Check the values that the worker checks, and the offloaded share; raise ``SettingsError``."""
     names: tuple[str, ...] = (STATIC,)
     if fields.get("optimizer_cpu_offload"):
         names += ("optimizer_offload_fraction",)
@@ -396,11 +391,7 @@ def _stages(asked: MegatronModel, side: Side | None) -> tuple[Stage, ...]:
 
 
 def _decisions(asked: MegatronModel, side: Side, job: Job) -> Iterator[Decided]:
-    """Yield the shim's choices for a model that is trained.
-
-    Raises:
-        SettingsError: the loss scaler would begin below its minimum.
-    """
+    """Yield a trained model's choices; ``SettingsError`` if the scaler begins below its minimum."""
     if job.in_force(megatron.DISPATCH, megatron.GROUP):
         yield Decided(megatron.DISPATCH, side.plan.chosen, side.plan.because)
     if job.in_force(megatron.ALIGNMENT, megatron.GROUP):

@@ -19,8 +19,7 @@ class Sizes:
         last: number of layers of the last stage, if the config has this number.
         count_embedding: whether the embedding counts as a layer.
         count_loss: whether the output layer counts as a layer.
-        stages: a pipeline layout, as in Megatron's ``pipeline_model_parallel_layout``: a string of
-            letters, or a list of layer names for each stage.
+        stages: as ``pipeline_model_parallel_layout``: letters, or a list of layer names per stage.
         keys: maps attribute names to config keys, for messages.
     """
 
@@ -85,14 +84,10 @@ FIELDS = {
 def read_sizes(
     world: int, world_key: str, key: str, section: Mapping[str, Any], within: str = ""
 ) -> Sizes:
-    """Read the sizes of a model's parallel groups from a section of a framework's config.
+    """Read the sizes of a model's parallel groups from a ``section`` of a framework's config.
 
-    Args:
-        world: number of GPUs.
-        world_key: the config's key of the number of GPUs.
-        key: the config's key of the section.
-        section: the section.
-        within: the key of a nested section with fields of Megatron's transformer config.
+    ``world_key`` and ``key`` are the config's keys of the number of GPUs and of the section;
+    ``within`` is the key of a nested section with fields of Megatron's transformer config.
     """
     inner = section.get(within) or {}
     values, keys = {}, {"world": world_key}

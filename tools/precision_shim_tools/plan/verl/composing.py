@@ -18,11 +18,7 @@ from ..values import said
 
 
 def compose(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
-    """Compose a job's config, and apply the overrides of the job's command line.
-
-    Args:
-        job: the job.
-        unresolved: see ``plain``.
+    """Compose a job's config and apply its command line's overrides; ``unresolved``: see ``plain``.
 
     Raises:
         PlanError: the line has other options, or hydra cannot compose the config.

@@ -105,7 +105,6 @@ def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], lis
 
 
 def _gpus(config: Mapping[str, Any]) -> tuple[int, str]:
-    """The number of GPUs of a job, and the number's config key."""
     trainer = inner(config, "trainer")
     world = _number(trainer, "trainer.n_gpus_per_node") * _number(trainer, "trainer.nnodes")
     return world, "trainer.n_gpus_per_node x trainer.nnodes"

@@ -42,8 +42,7 @@ class Section:
         optim_key: the config key of the optimizer's section.
         optim: the optimizer's section; empty for a model that is not trained.
         model: the section that describes the model.
-        sequence: the size of Ulysses' sequence parallelism from the model's own section; newer
-            configs set this size in the engine's section instead.
+        sequence: the size of Ulysses' sequence parallelism, if the model's own section sets it.
         group: the group of the seams on the model's workers, if the engine is FSDP.
     """
 
@@ -73,12 +72,7 @@ def of_role(
 ) -> Section:
     """Read the sections of a PPO job's model, whose FSDP section two releases of verl moved.
 
-    Args:
-        subject: the model's name.
-        key: the config key of the model's section.
-        role: the model's section.
-        model: the section that describes the model.
-        group: see ``Section``.
+    ``key`` is the config key of the section ``role``; ``model`` describes the model.
 
     Raises:
         PlanError: a section has no keys.
@@ -197,9 +191,8 @@ def _of_flag(engine: Mapping[str, Any], key: str, strategy: str) -> Sharded:
 def unknown(section: Section, *, dispatches: bool) -> Iterator[Problem]:
     """Yield a problem for each key of the engine or the optimizer that verl's dataclass lacks.
 
-    Args:
-        section: the model's sections; without hydra's ``_target_``, any key is allowed.
-        dispatches: whether the shim adds verl 0.9's dtype fields to ``McoreOptimizerConfig``.
+    Without hydra's ``_target_``, any key is allowed. ``dispatches``: the shim adds verl 0.9's dtype
+    fields to ``McoreOptimizerConfig``.
     """
     for key, read in ((section.engine_key, section.engine), (section.optim_key, section.optim)):
         name = str(read.get("_target_", "")).rpartition(".")[2]
@@ -213,11 +206,7 @@ def unknown(section: Section, *, dispatches: bool) -> Iterator[Problem]:
 
 
 def check_moments(section: Section, optimizer: str) -> None:
-    """Check that torch's optimizer can step parameters that are stored in fp16.
-
-    Raises:
-        DtypeError: it cannot.
-    """
+    """Raise ``DtypeError`` if torch's optimizer cannot step parameters that are stored in fp16."""
     written = inner(section.optim, f"{section.optim_key}.override_optimizer_config")
     eps, stored = written.get("eps", 1e-8), f"{section.engine_key}.model_dtype"
     own = (section.optim.get("optimizer_impl") or "torch.optim") != "torch.optim"
@@ -230,11 +219,7 @@ def check_moments(section: Section, optimizer: str) -> None:
 
 
 def check_megatron(section: Section) -> None:
-    """Check the dtypes that verl's own configs of a model on Megatron check.
-
-    Raises:
-        DtypeError: verl refuses a dtype.
-    """
+    """Raise ``DtypeError`` for a dtype that verl's own configs of a model on Megatron refuse."""
     dtype = section.engine.get("dtype", "bfloat16")
     if dtype not in ("bfloat16", "float16"):
         raise _refused(f"{section.engine_key}.dtype", dtype, "bfloat16 or float16")
