@@ -1,10 +1,7 @@
 """``install()`` patches RL post-training frameworks to use the precision that users configure.
 
-    import precision_shim
-    precision_shim.install()
-
-Importing this package does not import torch, wrapt or a framework. A start-up file may import the
-package in every Python process of a cluster. Each name in ``__all__`` is loaded on first use.
+Importing this package imports no torch, wrapt or framework: a start-up file may import it in every
+Python process of a cluster. Each name in ``__all__`` is loaded on first use.
 """
 
 from ._lazy import lazily

@@ -1,8 +1,7 @@
 """All names that an adapter may import, such as ``seam``, ``Call``, ``Settings`` and ``decide``.
 
-Adapters convert a framework's objects to arguments of the shim's rule functions, and convert the
-results back. The rules on precision are in ``precision_shim.precision``, and never in an adapter.
-CONTRIBUTING.md shows how to write an adapter.
+An adapter converts a framework's objects for the shim's rule functions, and the results back; it
+contains no rule on precision. CONTRIBUTING.md shows how to write one.
 """
 
 from __future__ import annotations
@@ -55,10 +54,7 @@ def decide(framework: str, subject: str, feature: str, chosen: str, because: str
 def versioned(distribution: str, package: str = "", called: str = "") -> str:
     """Return a framework's name and version as messages show them, such as ``"verl 0.9.1"``.
 
-    Args:
-        distribution: the name of the framework's distribution.
-        package: the framework's top-level package; empty if it has the distribution's name.
-        called: the framework's name in messages; empty to use the distribution's name.
+    ``package`` and ``called`` (the name in messages) default to ``distribution``.
     """
     version = version_of(distribution, (package or distribution.replace("-", "_"),))
     return f"{called or distribution} {version or ''}".rstrip()

@@ -1,7 +1,6 @@
 """The exceptions and the warning class of precision_shim.
 
-Every error message names the framework and its version, the symbol or config key, the value found,
-the allowed values, and the remedy.
+Messages name framework, version, symbol or key, the value, the allowed values and the remedy.
 """
 
 from __future__ import annotations

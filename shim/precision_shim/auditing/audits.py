@@ -29,25 +29,21 @@ def audit(
 ) -> Audit:
     """Read from a live model and optimizer which dtypes are really in use.
 
-    The audit works in any job on Megatron or torch (FSDP2, DTensor), even with the shim off. The
-    audit changes nothing, accesses no device, and communicates only over ``group``. Most optimizers
-    have no states before their first step. An audit before the first step lists the dtypes that the
-    optimizer declares for its states, if any, and is not ``complete``.
+    The audit works in any job on Megatron or torch (FSDP2, DTensor), even with the shim off. It
+    changes nothing, accesses no device, and communicates only over ``group``. Before the first
+    step, it lists the dtypes that the optimizer declares for its states, if any, and is not
+    ``complete``.
 
     Args:
         model: a module, Megatron's model chunks, or ``None`` to read the optimizer alone.
         optimizer: a Megatron optimizer (chained or single), a torch optimizer, or a list of them.
         scaler: the loss scaler of torch optimizers; a Megatron optimizer has its own loss scaler.
-        expected: dtype names by component, such as ``dict(exp_avg="bf16")``; each name overrides
-            the dtype in the optimizer's config.
+        expected: dtype names by component, as ``dict(exp_avg="bf16")``, instead of the config's.
         group: a process group whose ranks are compared; all ranks of the group must call ``audit``.
 
-    Returns:
-        The audit of this rank.
-
     Raises:
-        AuditError: the model or optimizer cannot be read, ``expected`` has an unknown component,
-            or this rank is not in ``group``.
+        AuditError: the model or optimizer cannot be read, ``expected`` has an unknown component, or
+            this rank is not in ``group``.
         DtypeError: a dtype name in ``expected`` is unknown.
     """
     if group is None:

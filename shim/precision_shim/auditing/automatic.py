@@ -31,18 +31,16 @@ def watch(
 ) -> None:
     """Audit an optimizer now and after its first step that makes states.
 
-    ``status()`` shows the audits, which are also written into ``PRECISION_SHIM_AUDIT_DIR``. Each
-    problem in an audit causes a warning. In strict mode a problem raises an error, unless
-    ``by_user`` returns true for the problem. A failure of the audit itself causes only a warning. A
-    second call for the same optimizer does nothing. With ``PRECISION_SHIM_WATCH_UPDATES``,
-    ``watch`` also attaches a meter of updates lost to rounding.
+    ``status()`` and ``PRECISION_SHIM_AUDIT_DIR`` get the audits. A problem causes a warning, in
+    strict mode an error, unless ``by_user`` returns true for it. A failure of the audit itself
+    causes only a warning. A second call for the same optimizer does nothing. With
+    ``PRECISION_SHIM_WATCH_UPDATES``, lost updates are measured too.
 
     Args:
         framework: the framework's name; empty if it is not known.
         subject: name of the model, such as ``"actor"``.
         optimizer: the optimizer, in any form that ``audit`` accepts.
-        inner: the torch optimizer within ``optimizer``, which gets the step hook; ``None`` to hook
-            ``optimizer`` itself.
+        inner: the torch optimizer within that gets the step hook; ``None``: ``optimizer`` itself.
         model: the model, in any form that ``audit`` accepts; stored as a weak reference.
         scaler: function that returns the loss scaler of a torch optimizer.
         by_user: function that returns whether the user's own config caused a problem.

@@ -104,10 +104,7 @@ def _tensors(reading: Reading, component: str) -> tuple[_Tensors, _Tensors]:
 
 
 def component_of(reading: Reading, name: str, found: Measured, covered: int) -> AuditComponent:
-    """Make the ``AuditComponent`` for one component of a ``Reading``, from its ``measure``.
-
-    ``bytes_per_parameter`` is the bytes divided by ``covered``, a number of parameters.
-    """
+    """Make a component of a ``Reading``; ``covered`` is the divisor of ``bytes_per_parameter``."""
     later = reading.later(name) if name in ("master", "exp_avg", "exp_avg_sq") else set()
     if later or (name == "other" and reading.states_unknown):
         state = "later"

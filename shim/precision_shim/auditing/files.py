@@ -25,9 +25,7 @@ def stem(audit: Audit) -> str:
 
 
 def write(directory: str | os.PathLike[str], stem: str, audit: Audit) -> Path:
-    """Write an audit into a file named by ``stem`` and the rank; the file is replaced atomically.
-
-    The directory is created if it does not exist.
+    """Write an audit into ``directory``, which is created; the file is replaced atomically.
 
     Raises:
         OSError: the file cannot be written; no temporary file is left.

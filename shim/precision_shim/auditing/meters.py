@@ -23,8 +23,7 @@ class Rollout:
     """The rollout engine's copies of the weights that an optimizer updates.
 
     Attributes:
-        dtype: the coarsest dtype that a weight is rounded to on its way into the engine; ``None``
-            if it is unknown or, like fp8, cannot be measured.
+        dtype: the coarsest dtype on a weight's way into the engine; ``None`` if not measurable.
         factors: whether LoRA's factors themselves are sent, and not only merged weights.
     """
 
@@ -47,8 +46,7 @@ def of(stepper: Any) -> Any:
 def tell_rollout(optimizer: Any, *names: str, factors: bool = False) -> None:
     """Record the dtypes of the rollout's copies of an optimizer's weights.
 
-    ``names`` are the canonical names of all dtypes that a weight is rounded to on its way into the
-    engine, the engine's own among them. ``optimizer``: see ``metrics``; ``factors``: ``Rollout``.
+    ``names``: canonical names of all dtypes that a weight is rounded to, the engine's own included.
     """
     known = {name_of(dtype): dtype for dtype in DTYPES}
     coarsest = next((known[name] for name in known if name in names), None)
@@ -58,11 +56,7 @@ def tell_rollout(optimizer: Any, *names: str, factors: bool = False) -> None:
 
 
 def metrics(optimizer: Any, prefix: str = "") -> dict[str, float]:
-    """Return the latest shares of an optimizer's lost updates, for a framework's metrics.
-
-    The optimizer is a framework's, Megatron's or torch's, or ``None``. The function reads nothing
-    from a device. The result is empty before the first measurement.
-    """
+    """Return an optimizer's latest shares of lost updates, from no device; empty before any."""
     if not by_stepper:
         return {}
     from precision_shim_tools.updates import lost

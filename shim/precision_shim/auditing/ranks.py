@@ -13,10 +13,7 @@ _PASSING = ("grad_copies", "other")
 
 
 def signature(parts: Sequence[AuditPart], found: Iterable[Finding]) -> dict[str, Any]:
-    """Return the values that should be equal on all ranks (dtypes, scaler, problems), for JSON.
-
-    If this rank owns no parameters of an optimizer, the result has no states of that optimizer.
-    """
+    """Return what should be equal on all ranks that own parameters (dtypes, scaler, problems)."""
     codes: dict[str, set[str]] = {part.name: set() for part in parts}
     for finding in found:
         codes.setdefault(finding.part or "all", set()).add(finding.code)
@@ -55,8 +52,7 @@ class Comparison:
         whose: framework and subject.
         part: names of the audit's parts, such as ``"dense+experts"``.
         audits: the audit of each rank that has one, by rank.
-        differ: for each rank outside the majority, maps each differing key to the majority's value
-            and the rank's value.
+        differ: by rank outside the majority: each differing key's majority value and own value.
         missing: ranks without an audit.
     """
 
@@ -146,11 +142,7 @@ class Comparison:
 
 
 def compare(audits: Iterable[tuple[str, Audit]]) -> list[Comparison]:
-    """Group audits by model and optimizer, and compare the ranks of each group.
-
-    Args:
-        audits: pairs of an audit file's number (``files.number``) and the audit.
-    """
+    """Group numbered (``files.number``) audits by model and optimizer, and compare each group."""
     groups: dict[tuple[str, str], dict[int, Audit]] = {}
     worlds: dict[str, int] = {}
     present: dict[str, set[int]] = {}

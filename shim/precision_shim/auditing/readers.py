@@ -1,8 +1,6 @@
 """Choose a reader function for each optimizer of an audit, and read the optimizers and the model.
 
-``registry.audit_readers`` maps the top-level package of an optimizer's class to a reader. A
-reader's module is imported at the first audit that needs the reader. ``torch_reader`` reads torch's
-own optimizers.
+``registry.audit_readers`` maps the package of an optimizer's class to a reader, imported on use.
 """
 
 from __future__ import annotations

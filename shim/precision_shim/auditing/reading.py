@@ -1,6 +1,4 @@
-"""Dataclasses for the tensors and config of an optimizer, and helpers that find tensors.
-
-A reader function converts optimizers into ``Reading`` objects. ``readers`` chooses the reader.
+"""Dataclasses for an optimizer's tensors and config, and helpers that find tensors.
 
 This module reads only sizes, dtypes, devices and storages; it starts no operation on a tensor.
 """
@@ -103,10 +101,8 @@ class DeclaredStates:
     """The dtypes that an optimizer declares for states that its first step will create.
 
     Attributes:
-        exp_avg, exp_avg_sq: functions that return a moment's dtype, given the tensor that the
-            optimizer updates; ``None`` if the optimizer declares no dtype.
-        master: function that returns the dtype of a master, given the parameter's dtype; ``None``
-            if the optimizer makes no masters.
+        exp_avg, exp_avg_sq: map the updated tensor to a moment's dtype; ``None`` if not declared.
+        master: maps a parameter's dtype to its master's; ``None`` if there are no masters.
     """
 
     exp_avg: Callable[[torch.Tensor], torch.dtype | None] | None = None
@@ -128,12 +124,10 @@ class Reading:
         bucket_views: views into the buckets, one for each parameter's gradient.
         owned: the parameters that the optimizer updates on this rank.
         gradients: gradients from ``grad`` and ``decoupled_grad``, and their copies on the host.
-        other: tensors that belong to no parameter: scales, the model's buffers, the scaler's
-            tensors.
+        other: tensors that belong to no parameter: scales, the model's buffers, the scaler's.
         also_params: further copies of parameters, such as an offloaded copy.
         data_parallel_size: number of ranks in the data-parallel group.
-        shards: number of different shards in the data-parallel group; 0 if each rank has a
-            different shard. Hybrid sharding (HSDP) has copies of each shard.
+        shards: number of different shards in the data-parallel group (HSDP: copies); 0: all differ.
         sharded: whether each data-parallel rank stores only a shard of the states.
         params_sharded: whether each data-parallel rank stores only a shard of the parameters.
         scaler: the loss scaler.
@@ -142,14 +136,10 @@ class Reading:
         copies_later: whether a step makes copies of the gradients.
         stateless: whether the optimizer keeps no states at all.
         wanted: the dtypes that the optimizer's config sets; ``None`` without a config.
-        whole_sizes: maps the ``id`` of each shard in ``trainable`` to the parameter's number of
-            elements before sharding.
-        padding: maps the ``id`` of a tensor of FSDP1 (a flat parameter's shard, its gradient or a
-            state) to the number of its elements that are padding.
-        rounds_up_and_down: whether the optimizer rounds bf16 weights stochastically, so that small
-            updates change the weights on average.
-        steppers: the torch optimizers within the optimizer; a step of the first torch optimizer
-            counts as the optimizer's step.
+        whole_sizes: maps the ``id`` of a shard in ``trainable`` to the whole parameter's elements.
+        padding: maps the ``id`` of an FSDP1 shard, gradient or state to its padding elements.
+        rounds_up_and_down: whether bf16 weights are rounded stochastically, so small updates count.
+        steppers: the torch optimizers within; a step of the first counts as the optimizer's step.
     """
 
     framework: str

@@ -17,8 +17,7 @@ COMPONENTS = (
     "exp_avg_sq",
     "other",
 )
-"""Kinds of tensors of an optimizer and its model. Storage that several kinds share counts for the
-first of these kinds."""
+"""Kinds of tensors; storage that several kinds share counts for the first of these kinds."""
 
 OF_MODEL = ("params", "frozen", "grad_buckets")
 """Components of the model, whose bytes are divided by the number of all trained parameters."""
@@ -41,8 +40,7 @@ class AuditComponent:
     """All tensors of one kind, such as ``exp_avg``, of one optimizer on this rank.
 
     Attributes:
-        dtypes: sorted names of the dtypes (canonical, or else torch's, such as ``"int16"``). If
-            ``state`` is ``"later"``, the names are the dtypes that the optimizer declares.
+        dtypes: sorted names (canonical, or torch's); in state ``"later"`` those that are declared.
         bytes: size of the elements, without padding.
         allocated: size of the storages, padding included; each storage is counted once.
         bytes_per_parameter: ``bytes`` divided by the part's ``parameters`` for a component in
@@ -67,18 +65,15 @@ class AuditPart:
     """One optimizer and the parameters that it trains.
 
     Attributes:
-        name: one of ``"model"``, ``"dense"`` and ``"experts"`` (experts have their
-            own data-parallel group). A second part of the same name gets a number: ``"model 2"``.
+        name: ``"model"``, ``"dense"`` or ``"experts"``; a second of this name is ``"model 2"``.
         optimizer: name of the optimizer's class.
         data_parallel_size: number of data-parallel ranks that share this part of the model.
         parameters: number of the model's parameters that the optimizer trains.
         owned: number of trained parameters whose states this rank stores.
         scaler: class name of the loss scaler, or ``None``.
         components: an ``AuditComponent`` for each name in ``COMPONENTS``.
-        updates: measurements of updates lost to rounding, from ``lost.describe``; ``None``
-            if nothing has been measured.
-        shards: number of different shards in the data-parallel group; 0, as in files without
-            ``shards``, means that every rank has a different shard.
+        updates: updates lost to rounding, from ``lost.describe``; ``None`` if not measured.
+        shards: number of different shards in the data-parallel group; 0: all differ.
     """
 
     name: str
@@ -138,13 +133,11 @@ class Audit:
         rank: rank of this process.
         world_size: number of ranks of the job.
         parts: an ``AuditPart`` for each optimizer.
-        totals: sums of ``bytes``, ``allocated`` and ``host`` (allocated bytes in the host's memory)
-            over all parts. ``cuda_allocated`` is the number of bytes that all tensors of this
-            process occupy on its GPU.
+        totals: sums of ``bytes``, ``allocated`` and ``host`` (allocated in host memory); and
+            ``cuda_allocated``, the bytes of all this process's tensors on its GPU.
         problems: contradictions with the optimizer's config, with ``expected`` or with other ranks.
         notes: findings that contradict no config, such as a second moment that cannot decay.
-        ranks: the number of ranks ``compared``, and the ranks that ``differ`` from the group's
-            first rank; ``None`` if no ranks were compared.
+        ranks: how many were ``compared``, and which ``differ`` from the first; or ``None``.
     """
 
     framework: str

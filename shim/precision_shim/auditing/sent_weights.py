@@ -1,8 +1,4 @@
-"""Records of the weights that a trainer sends to its rollout, and what contradicts in them.
-
-``weight_audit`` makes a ``Sent`` in each process of the trainer, from a stream of weights and from
-the rollout's dtype in the framework's config. This module works without torch.
-"""
+"""The weights that a trainer sends to its rollout, and what contradicts in them. Needs no torch."""
 
 from __future__ import annotations
 
@@ -35,9 +31,8 @@ class Weights:
 
     Attributes:
         dtypes: maps each dtype's name (canonical, or else torch's) to a number of elements.
-        exact: share of the sampled elements that bf16 represents exactly; ``None`` without a
-            sample. Elements below fp16's smallest normal number are not counted, because bf16
-            represents most of fp16's subnormal numbers exactly.
+        exact: share of sampled elements that bf16 represents exactly; ``None`` without a sample.
+            Not counted: fp16's subnormal numbers, most of which bf16 represents exactly.
         sampled: number of sampled elements.
     """
 
@@ -59,8 +54,7 @@ class Sent:
         sync: number of the weight sync, counted from 1.
         sent: maps ``ADAPTERS`` (LoRA weights) and ``BASE`` (others) to statistics of sent tensors.
         own: like ``sent``, for the trainer's own parameters; empty if they are not known.
-        then: the dtype to which the framework rounds the tensors after the audit; empty if the
-            framework does not round the tensors.
+        then: the dtype to which the framework rounds the tensors after the audit, or empty.
         quantised: number of layers that were sent in 8 bits.
         head: empty, or ``"fp32"`` if the shim made the trainer compute its LM head in fp32.
         computes: the trainer's compute dtype, ``"fp16"`` or ``"bf16"``; empty if it is not known.
@@ -89,10 +83,7 @@ class Sent:
         return cls(**{**values, "sent": sent, "own": own})
 
     def contradictions(self) -> Iterator[tuple[str, str]]:
-        """Yield a code and a message for each contradiction with the rollout's configured dtype.
-
-        docs/audit.md lists all codes.
-        """
+        """Yield a code (docs/audit.md) and a message for each contradiction with the dtype."""
         rollout = CANONICAL.get(self.asked)  # "auto" and NeMo-RL's "fp8" are not canonical names
         if rollout == "bf16" and self.computes == "fp16" and not self.quantised:
             key = f" ({self.key}=float16)" if self.key else ""
@@ -219,7 +210,6 @@ def _mostly_bf16(weights: Weights, then: str = "") -> bool:
 
 
 def _rounded(before: Weights, after: Weights) -> bool:
-    """Whether bf16 represents nearly all weights exactly after a transfer, but not before it."""
     few = min(before.sampled, after.sampled) < LEAST_SAMPLE
     if few or before.exact is None or after.exact is None:
         return False

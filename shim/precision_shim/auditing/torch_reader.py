@@ -153,10 +153,8 @@ class _Flat(NamedTuple):
 def _flat_parameters(chunks: Sequence[torch.nn.Module]) -> dict[int, _Flat]:
     """Map the ``id`` of each FSDP1 parameter to its ``_Flat``.
 
-    FSDP1 replaces the parameters of a module by one flat parameter as large as this rank's shard,
-    padded for alignment and for equal shards. With ``use_orig_params`` each parameter has the size
-    of its part of the shard. torch has only private names for these figures: if torch changes the
-    names, the result is empty.
+    It is as large as this rank's shard with padding, or, with ``use_orig_params``, as its part of
+    the shard. The names are private in torch: if they change, the result is empty.
     """
     found: dict[int, _Flat] = {}
     for module in (module for chunk in chunks for module in chunk.modules()):
@@ -197,9 +195,8 @@ def _fsdp2_states(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[torch.nn.
 def shards_by_gathered(chunks: Sequence[torch.nn.Module]) -> dict[int, torch.Tensor]:
     """Map the ``id`` of each gathered FSDP2 parameter to this rank's shard of that parameter.
 
-    After a forward pass without a backward pass the root module still has gathered parameters, and
-    ``parameters()`` returns them. The shards have only private names in torch: if torch changes
-    these names, the result is empty.
+    After a forward without a backward pass, ``parameters()`` of the root module returns gathered
+    ones. The names are private in torch: if they change, the result is empty.
     """
     found: dict[int, torch.Tensor] = {}
     for _, state in _fsdp2_states(chunks):

@@ -1,9 +1,8 @@
 """Audit the weights sent to the rollout: their dtypes, and the share that bf16 represents exactly.
 
-An adapter wraps the framework's stream of weights in ``observe``. The audit changes neither the
-tensors in the stream nor their order or timing. At the weight syncs in ``AT``, the device compares
-sampled elements with the same elements rounded to bf16. After an audited sync the host reads two
-numbers for each group of tensors. The audit of sent weights adds no collective.
+An adapter wraps the stream of weights in ``observe``, which changes neither tensors nor order nor
+timing, and adds no collective. At the syncs in ``AT``, the device compares sampled elements with
+their bf16 values; afterwards the host reads two numbers for each group of tensors.
 """
 
 from __future__ import annotations
@@ -41,10 +40,7 @@ Named = Iterable[tuple[str, Any]]
 
 
 def tell_asked(framework: str, name: str, key: str) -> None:
-    """Record the dtype that this job's config sets for the framework's rollout, and its key.
-
-    ``name`` is the dtype name that the engine receives; empty if it is not known.
-    """
+    """Record the config's dtype name for a framework's rollout (empty: not known), and its key."""
     latest.rollouts[framework] = name, key
 
 
@@ -72,8 +68,7 @@ def observe(
         subject: name of the model, such as ``"actor"``.
         model: the trainer's modules; ``None`` to use the modules that ``watch`` stored.
         then: the dtype to which the framework rounds the stream's tensors afterwards, if it does.
-        pairs: function that returns the (name, tensor) pairs in an item; ``None`` if each item is
-            one such pair.
+        pairs: function of an item to its (name, tensor) pairs; ``None``: items are pairs.
     """
     if not is_wanted():
         return items

@@ -42,11 +42,7 @@ class StoredTensor:
 
 
 def read_metadata(source: bytes | IO[bytes], where: str) -> tuple[Made, dict[str, StoredTensor]]:
-    """Read a checkpoint's metadata, and the entries of all keys.
-
-    Args:
-        source: the content of the checkpoint's ``.metadata``, or the open file.
-        where: the file, for messages.
+    """Read a checkpoint's metadata from ``.metadata``, and the entries of all keys.
 
     Raises:
         CheckpointUnreadableError: the file is incomplete, or is not a checkpoint's metadata.

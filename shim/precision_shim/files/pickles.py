@@ -1,9 +1,8 @@
 """Read a pickle without importing or calling anything that the pickle names.
 
-Loading a pickle can run any code, because it names the functions that ``pickle`` imports and calls.
-Here every name is a stand-in: a subclass of ``Made``, whose call only stores the arguments. The
-only functions that a pickle can call are the methods of ``Made`` and of ``_Dict``, ``tuple``, and
-the methods of plain data. A malicious pickle can still waste time and memory.
+Loading a pickle can run any code. Here every name is a stand-in, a subclass of ``Made``, whose call
+only stores the arguments. Only methods of ``Made`` and ``_Dict``, ``tuple``, and methods of plain
+data can be called. A malicious pickle can still waste time and memory.
 """
 
 from __future__ import annotations
@@ -83,15 +82,9 @@ class _Reader(pickle.Unpickler):
 
 
 def read_pickle(source: bytes | IO[bytes], where: str) -> Any:
-    """Read the first pickle of a file.
+    """Read the first pickle of a file as plain data.
 
-    Args:
-        source: the file's bytes, or the open file.
-        where: the file, for messages.
-
-    Returns:
-        Plain data, with a subclass of ``Made`` for each name, and an instance of the subclass for
-        each object that a call would create.
+    Each name becomes a subclass of ``Made``, and each object that a call would create an instance.
 
     Raises:
         CheckpointUnreadableError: there is no complete pickle.

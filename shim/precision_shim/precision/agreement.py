@@ -1,10 +1,8 @@
 """Decide by the dtypes' names whether two engines of an RL job compute in the same dtype.
 
-An RL loss contains the ratio of the trainer's probabilities to the rollout engine's. The loss's KL
-term contains the ratio of the trainer's probabilities to the reference model's. Two engines that
-round differently compute different probabilities for every token. fp16 removes the difference
-between the engines' probabilities only if both engines use fp16. Figures are in docs/both-sides.md;
-arXiv 2510.26788 first reported the mismatch of engines.
+An RL loss contains the ratio of the trainer's probabilities to another engine's, and engines that
+round differently differ in every token. fp16 removes the difference only if both engines use it:
+docs/both-sides.md, arXiv 2510.26788.
 """
 
 from __future__ import annotations
@@ -34,8 +32,7 @@ class Engine:
     """One engine of a job, as the job's config describes it.
 
     Attributes:
-        subject: what users call the engine, such as ``"actor"``, ``"policy"``, ``"ref"``,
-            ``"rollout"`` or ``"teacher"``.
+        subject: what users call it, such as ``"actor"``, ``"policy"``, ``"ref"`` or ``"rollout"``.
         computes: canonical name of the engine's compute dtype, or ``AUTO`` or ``FP8``.
         key: the config key that sets ``computes``; empty if no key does.
         value: what stands in the key; ``None`` if the key is not set.
@@ -43,8 +40,7 @@ class Engine:
         prefix: text before the key on the framework's command line, such as Hydra's "++".
         values: maps each allowed dtype's canonical name to the key's value for this dtype.
         follows: whether the engine is started from the config that the driver can still change.
-        rounded: what the engine keeps in fewer bits than ``computes``, such as its KV cache, and
-            the config key; empty if it is nothing.
+        rounded: what it keeps in fewer bits, such as its KV cache, and the config key; or empty.
     """
 
     subject: str
@@ -81,10 +77,7 @@ class Verdict:
 
 
 def compare(trainer: Engine, other: Engine, model_type: str = "") -> Verdict:
-    """Compare a trainer, which computes in fp16, bf16 or fp32, with another engine of its job.
-
-    ``model_type`` is the model's type in its HF config; empty if it is not known.
-    """
+    """Compare a trainer (fp16, bf16, fp32) with an engine; ``model_type`` is HF's, or empty."""
     found = _compare(trainer, other, model_type)
     what, key = other.rounded
     if not what or found.chosen == other.computes:  # vLLM refuses the model, or nothing is rounded

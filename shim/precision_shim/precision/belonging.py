@@ -1,8 +1,7 @@
 """Check whether a loss scaler's saved state and a checkpoint's files are from the same save.
 
-The check compares the files' fingerprints. A fingerprint depends only on a file's content, not on
-times, inode or path. A file's copy on another file system has the same fingerprint. The module
-unpickles nothing, and does not read all of a file larger than 256 KiB. Needs no torch.
+A file's fingerprint depends only on its content, not on times, inode or path. The module unpickles
+nothing, does not read all of a file above 256 KiB, and needs no torch.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ _FINGERPRINT = re.compile(r"\d{1,19}:[0-9a-f]{16}")
 def fingerprint(path: str | os.PathLike[str]) -> str:
     """Return a file's size and a digest of its content, as text.
 
-    The digest covers 16 KiB at each of sixteen places, from the beginning to the end of the file.
-    For a zip file, as written by ``torch.save``, the digest also covers the names, sizes and CRC-32
-    of all members. A zip file's digest therefore depends on every byte of the members.
+    The digest covers 16 KiB at sixteen places, and for a zip file (``torch.save``) the names, sizes
+    and CRC-32 of all members, and so every byte of them.
 
     Raises:
         OSError: the file cannot be read.
@@ -54,11 +52,7 @@ def fingerprints(files: Mapping[str, str | os.PathLike[str]]) -> dict[str, str]:
 
 
 def files_beneath(directory: str | os.PathLike[str]) -> dict[str, str]:
-    """Map relative paths to paths, for the files in a directory that a scaler's record may list.
-
-    A record may list each rank's own files and the files of torch's distributed checkpoints, in the
-    directory and its direct subdirectories.
-    """
+    """Map relative paths to paths, for files in a directory and its direct subdirectories."""
     files = {}
     for entry in sorted(os.scandir(directory), key=lambda item: item.name):
         inside = (

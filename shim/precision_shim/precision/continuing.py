@@ -1,8 +1,6 @@
 """Decide whether a resumed optimizer has exactly its checkpoint's states. Needs no torch.
 
-Seams apply this module's rules to a checkpoint's tensors while the checkpoint is loaded. The
-checkpoint doctor applies the same rules to files before a load. This module spells dtypes as in
-``precision.names``.
+Seams apply these rules while a checkpoint is loaded, the checkpoint doctor before it.
 """
 
 from __future__ import annotations

@@ -41,10 +41,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def parse_dtype(name: str) -> torch.dtype | None:
-    """Return the dtype that a name means, or ``None`` for an unknown name.
-
-    Case, surrounding whitespace and a ``torch.`` prefix are ignored.
-    """
+    """Return the dtype that a name means, or ``None``; case and ``torch.`` are ignored."""
     return _BY_NAME.get(name.strip().lower().removeprefix("torch."))
 
 

@@ -1,9 +1,7 @@
 """Decide whether all engines of an RL job can compute their LM head in fp32.
 
-The LM head's matrix product rounds every logit to the model's dtype, before the log softmax. If the
-hidden states of both engines agree, both engines round a logit to the same value. An LM head in
-fp32 in only one engine makes the engines' probabilities differ
-(https://github.com/NVIDIA-NeMo/RL/pull/3936).
+The head's matrix product rounds every logit to the model's dtype. With a head in fp32 in only one
+engine, the probabilities differ (https://github.com/NVIDIA-NeMo/RL/pull/3936).
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Parameter remainders: an fp32 master weight stored as a bf16 parameter and 16 more bits.
 
-With ``store_param_remainders`` (TransformerEngine 2.1 and later) FusedAdam stores only the low half
-of each fp32 master weight, as int16, in addition to the bf16 parameter. ``split_master`` splits a
-master weight and ``join_master`` rebuilds it bit for bit, as FusedAdam's kernel does
-(``common/multi_tensor/adam.cu``).
+With ``store_param_remainders`` TransformerEngine's FusedAdam (2.1 and later) stores only the low
+half of each fp32 master, as int16, beside the bf16 parameter. This module splits and rebuilds them
+bit for bit, as its kernel does (``common/multi_tensor/adam.cu``).
 """
 
 from __future__ import annotations

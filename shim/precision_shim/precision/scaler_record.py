@@ -1,8 +1,4 @@
-"""The record of a loss scaler's state in a checkpoint, and its validation. Needs no torch.
-
-``precision_shim.scaling`` makes records and restores scalers from records. The checkpoint doctor
-reads records even if torch is not installed.
-"""
+"""A loss scaler's state in a checkpoint as a record, and its validation. Needs no torch."""
 
 from __future__ import annotations
 
@@ -28,8 +24,7 @@ MAX_SKIPS = 25
 """Number of consecutive skipped steps that end a job. Sixteen halvings reduce the default initial
 scale from 65536 to 1. If gradients overflow even at scale 1, the scale is not the cause."""
 
-_LARGEST = (2.0 - 2.0**-23) * 2.0**127
-"""The largest finite float32."""
+_LARGEST = (2.0 - 2.0**-23) * 2.0**127  # the largest finite float32
 
 
 @dataclass(frozen=True)
@@ -38,15 +33,12 @@ class ScalerSettings:
 
     Attributes:
         init_scale: initial loss scale.
-        growth_interval: steps without overflow before the scale grows. The default is 400 as in
-            verl, not 2000 as in PyTorch: an RL run has hundreds of steps, not tens of thousands.
+        growth_interval: steps without overflow before it grows: 400 as in verl, for short RL runs.
         growth_factor: factor by which the scale grows, above 1.
         backoff_factor: factor by which the scale shrinks at an overflow, between 0 and 1.
-        min_scale: lower bound of the scale; ShardedGradScaler itself has no lower bound. For an
-            ``init_scale`` below 1 the adapters set ``min_scale`` to ``init_scale``.
+        min_scale: lower bound of the scale; adapters lower it to an ``init_scale`` below 1.
         max_skips: number of consecutive skipped steps that raises an error.
-        chosen: names of the settings that the user set in this process. A growth interval or
-            factor in ``chosen`` overrides the checkpoint's value.
+        chosen: what the user set here; a growth interval or factor here overrides a checkpoint's.
     """
 
     init_scale: float = 65536.0
@@ -80,8 +72,7 @@ class ScalerRecord:
         skipped: number of skipped steps.
         skipped_in_row: number of skips since the last step that was not skipped.
         world_size: number of ranks of the job that wrote the record.
-        files: maps names of the files saved with the record to fingerprints (see ``belonging``);
-            ``None`` for a record that lists no files, such as every record of format 1.
+        files: fingerprints (``belonging``) of the files saved with it; ``None`` if it lists none.
     """
 
     scale: float
@@ -102,8 +93,7 @@ def read_record(record: object, where: str) -> ScalerRecord:
         where: the file, for messages.
 
     Raises:
-        ScalerCheckpointError: ``record`` is not a record, is damaged, is of a newer format, or has
-            an invalid value.
+        ScalerCheckpointError: it is no record, damaged, of a newer format, or has an invalid value.
     """
     if not isinstance(record, Mapping) or record.get("kind") != KIND:
         raise bad_record(where, "it holds no loss scaler state")
@@ -247,10 +237,7 @@ def _files(value: object) -> bool:
 
 
 def state_of(record: object) -> str:
-    """Return a digest that ignores a record's ``files``, and is equal on all ranks of a save.
-
-    Digests of whole records differ between ranks, because each rank's record names only its files.
-    """
+    """Return a digest without ``files``, which differ by rank: equal on all ranks of a save."""
     if not isinstance(record, Mapping):
         return ""
     return digest_of({name: value for name, value in record.items() if name != "files"})

@@ -21,8 +21,7 @@ else:
 class Watcher:
     """A ``sys.meta_path`` finder that reports imports of named modules and finds no module itself.
 
-    A lookup without an import (``importlib.util.find_spec``) is not reported, except that a watcher
-    with ``before`` reports the lookup of a namespace package.
+    A mere lookup is not reported, except of a namespace package, with ``before``.
     """
 
     finds_nothing = True  # find_spec() of the seam engine skips finders with this attribute

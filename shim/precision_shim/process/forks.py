@@ -1,9 +1,8 @@
 """Locks that stay usable after a fork: the forking thread acquires them before it forks.
 
-A forked child has only one thread: the work of the parent's other threads stays incomplete, and
-their locks stay locked. A fork therefore waits until no other thread holds one of the shim's locks,
-at most ``PATIENCE`` seconds, because a thread with a lock may wait for an import in the forking
-thread. If a lock is still held, ``interrupted`` makes the child undo incomplete patching.
+Other threads' locks would stay locked in the child. A fork waits for them, at most ``PATIENCE``
+seconds, because their thread may wait for an import in the forking one. If a lock is still held,
+``interrupted`` makes the child undo incomplete patching.
 """
 
 import _frozen_importlib

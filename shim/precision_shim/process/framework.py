@@ -53,13 +53,10 @@ class Checkpoints(_Record):
 
     Attributes:
         steps: regular expression for a step's directory; its one group is the step's number.
-        models: names of the models' directories in a step's directory; empty if a step's directory
-            contains one model.
-        resuming: maps each kind of checkpoint files (``"megatron"``, ``"dcp"``, ``"shards"``,
-            ``"safetensors"``) to the ``"module:function"`` that predicts whether a resume from
-            these files is exact.
-        fields: fields of the framework's own config that a resume may depend on, each with its
-            allowed values; the first value is the default.
+        models: directories of models in a step's directory; empty if it contains one model.
+        resuming: maps a kind of files (``"megatron"``, ``"dcp"``, ``"shards"``, ``"safetensors"``)
+            to the ``"module:function"`` that predicts whether a resume from them is exact.
+        fields: config fields that a resume may depend on, with allowed values, default first.
     """
 
     steps: str
@@ -81,21 +78,16 @@ class Adapter(_Record):
         tested: versions that the test environments pin.
         seams: the table of seams that ``collect`` makes; of several seams on one target the first
             is the innermost wrapper.
-        effects: functions that build an optimizer or a DDP, as ``"module:attribute"``. In strict
-            mode their calls, and not imports, raise the error of a refused seam or of a broken
-            adapter. The engine skips a function that the installed version lacks.
-        paths: maps a group to what users call the part of the framework that the group patches,
-            such as ``{"fsdp": "FSDP engine"}``. A group that only supports other groups has a name
-            that ends in brackets, such as ``"FSDP engine (metrics)"``, which ``str(status())``
-            shows only if the group was refused or the feature has no other group.
-        place: ``"module:attribute"`` of ``seams``, or of a complete ``Adapter``, as an entry point
-            names it.
-        plan: the ``"module:function"`` that finds out a job's models from the launch command, for
-            ``precision-shim plan``; empty if the adapter has no such function.
-        checkpoints: the names of the framework's checkpoints, and the functions that predict if a
-            resume is exact, for ``precision-shim checkpoint``.
-        audit_readers: maps the top-level package of an optimizer's class to the
-            ``"module:function"`` that reads the package's optimizers for the audit.
+        effects: functions, ``"module:attribute"``, that build an optimizer or a DDP. In strict mode
+            their calls, not imports, raise a seam's or adapter's error. Absent ones are skipped.
+        paths: maps a group to the part's name for users: ``{"fsdp": "FSDP engine"}``. A group that
+            only supports others ends in brackets, ``"FSDP engine (metrics)"``; ``str(status())``
+            shows it only if it was refused or the feature has no other group.
+        place: ``"module:attribute"`` of ``seams``, or of an ``Adapter`` as in an entry point.
+        plan: ``"module:function"`` that finds a job's models from the launch command, or empty.
+        checkpoints: names of checkpoints, and what predicts if a resume is exact; see
+            ``Checkpoints``.
+        audit_readers: maps a package of optimizers to the ``"module:function"`` that reads them.
         checkpoint_readers: maps a kind of checkpoint files to the ``"module:function"`` that
             assigns their tensors to components.
         by_name: whether the shim patches this framework only if the user names it.
@@ -121,10 +113,8 @@ class Config(_Record):
 
     Attributes:
         name: what users call this config.
-        place: the function whose parameters are the config's fields, as
-            ``"module:Class.__init__"``.
-        fields: fields that a resume may depend on. If the backend is not installed, the shim
-            accepts only these fields.
+        place: the function whose parameters are the fields, as ``"module:Class.__init__"``.
+        fields: fields that a resume may depend on; without the backend, all that are accepted.
         beside: fields of other configs that a resume also depends on.
         numbers: the fields whose values are numbers.
         remedies: field values that may make a resume exact, in the order in which to try them.
@@ -143,9 +133,8 @@ class Backend(_Record):
 
     Attributes:
         config: the config of the backend's optimizer.
-        limits: the ``"module:function"`` that returns the text that ``precision-shim doctor``
-            prints about the installed TransformerEngine, given a framework's name and seams,
-            TransformerEngine's version, and the reason why TransformerEngine cannot be imported.
+        limits: ``"module:function"`` that returns the doctor's text on TransformerEngine, given a
+            framework's name and seams, its version, and the reason why it cannot be imported.
         shared: the backend's packages that contain seams, each with its distribution's name.
         audit_readers, checkpoint_readers: see ``Adapter``.
     """

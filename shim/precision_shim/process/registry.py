@@ -99,10 +99,7 @@ _said: "dict[tuple[str, ...], dict[str, Adapter]]" = {}
 
 
 def records() -> "dict[str, Adapter]":
-    """Load third parties' adapters, and return complete records of all known frameworks.
-
-    The record of an adapter that cannot be loaded contains only the data of the entry point.
-    """
+    """Return complete records of all frameworks; of a broken adapter, the entry point's data."""
     import sys
     from contextlib import suppress
 

@@ -129,17 +129,14 @@ def install(
     installation.
 
     Args:
-        features: names of features, as a list or a comma-separated string; ``-name`` excludes a
-            feature. ``None`` means the value of ``PRECISION_SHIM_FEATURES``, or all features if the
-            variable is unset.
+        features: names, as a list or a comma-separated string; ``-name`` excludes a feature.
+            ``None``: the value of ``PRECISION_SHIM_FEATURES``, or all if that is unset.
         frameworks: names of frameworks. ``None`` means the value of ``PRECISION_SHIM_FRAMEWORKS``,
             or all frameworks except ``megatron`` if the variable is unset.
-        strict: whether a refused seam raises an error; ``None`` means only under
-            ``PRECISION_SHIM=strict``.
+        strict: whether a refused seam raises an error; ``None``: if ``PRECISION_SHIM=strict``.
         settings: values keyed by the variables' lower-case names without the prefix, such as
             ``{"optimizer_states": "follow-model"}``.
-        export: whether to put the arguments into this process's environment, for processes started
-            later. ``strict`` is never exported.
+        export: whether processes started later inherit the arguments, except ``strict``.
 
     Returns:
         The result of ``status()``.
@@ -210,8 +207,8 @@ def _install(
 def start(*, export: bool = False) -> None:
     """Install at a process's start, with settings from environment variables; never raises.
 
-    If a setting is invalid, ``start`` prints one line to stderr, and patches no seam. In strict
-    mode the error is raised when an optimizer or a DDP is built (``Adapter.effects``).
+    An invalid setting is printed to stderr, and no seam is patched; in strict mode the error is
+    raised when an optimizer or a DDP is built (``Adapter.effects``).
 
     Args:
         export: as in ``install()``; true if ``PRECISION_SHIM`` may be unset in this process.
@@ -234,13 +231,11 @@ def start(*, export: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Remove every patch and restore each patched namespace.
+    """Remove every patch, restore each patched namespace and variable, and stop the audit.
 
     Optimizers and scalers that are already built keep their precision. Save a checkpoint before
-    ``uninstall()``, because later checkpoints are written without the shim. Variables that
-    ``install()`` exported are set to their earlier values, and the audit and ``watch_updates()``
-    stop. If another tool has wrapped one of our wrappers, our wrapper stays but only calls the
-    original, and a warning names the symbol.
+    ``uninstall()``, because later checkpoints are written without the shim. If another tool has
+    wrapped one of our wrappers, ours stays but only calls the original; a warning names the symbol.
     """
     global _current, _bad_start
     with _lock:

@@ -1,8 +1,7 @@
 """The table of all settings, each with its variable, default and parser.
 
 Arguments of ``install()`` override variables, variables override defaults, and ``PRECISION_SHIM=0``
-(the operator's kill switch) overrides everything. The same parser reads a setting's argument and
-variable.
+(the operator's kill switch) overrides everything.
 """
 
 from __future__ import annotations
@@ -331,7 +330,6 @@ def resolve(
             values[name], origin[name] = row.default, "default"
 
     def asked(name: str, argument: str | Iterable[str] | None) -> tuple[str | Iterable[str], str]:
-        """Return the argument or else the variable, and its name in messages."""
         variable = _variable(name)
         return (env.get(variable, ""), variable) if argument is None else (argument, where[name])
 

@@ -1,12 +1,8 @@
 """Start-up: an import hook in a process whose environment switches the shim on.
 
-Every process of a cluster may inherit ``PRECISION_SHIM``, pip and compile workers included. The
-file ``zz_precision_shim.pth`` therefore only executes ``zz_precision_shim.py``. When Python
-searches for a framework's package, the finder of this file calls ``take_over()``, which replaces
-the finder with a ``Watcher``: it distinguishes an import from a mere lookup.
-
-No function in this module may raise an error or end a process, because an error would also break
-pip and Ray's agents.
+When Python searches for a framework's package, ``zz_precision_shim.py`` calls ``take_over()``. No
+function in this module may raise an error or end a process, because every process of a cluster may
+inherit ``PRECISION_SHIM``: an error would also break pip, compile workers and Ray's agents.
 """
 
 import os

@@ -1,8 +1,7 @@
 """The record of digests maps each digest of a symbol's code to the versions that have this code.
 
-The record is one generated file in the adapters' package; it maps distribution, target (the name of
-the symbol) and digest to versions. The shim never refuses a seam because a digest differs. This
-module compares the code, because a fork may change the code without changing the version string.
+It is one generated file in the adapters' package. A seam is never refused because a digest differs.
+The code is compared, because a fork may change it without changing the version string.
 """
 
 from __future__ import annotations
@@ -75,7 +74,6 @@ def targets_by_distribution(adapter: Adapter) -> dict[str, list[str]]:
 
 
 def _owner(target: str, adapter: Adapter) -> str:
-    """Return the distribution that a symbol belongs to: a backend's, or else the framework's."""
     backends = (name for package, name in shared().items() if target.startswith(f"{package}."))
     return next(backends, adapter.distribution)
 
@@ -124,8 +122,7 @@ def compare(
 ) -> Likeness:
     """Compare the current ``Source``'s symbols with a recorded version's symbols.
 
-    ``digests`` has each symbol's digest, which is empty if the source lacks the symbol. With an
-    empty ``version`` the symbols are compared with the most similar version, the newest of several.
+    ``digests``: empty for symbols that the source lacks. Without ``version``: the most similar one.
     """
     here = {target: digest for target, digest in digests.items() if digest}
     best = Likeness("", len(here))
@@ -179,7 +176,6 @@ def judge_version(
 
 
 def _digests_here(distribution: str, targets: Iterable[str]) -> dict[str, str]:
-    """Return the current digests of those ``targets`` that the record has."""
     known = shipped().get(distribution, {})
     return {target: digest(target) for target in targets if target in known}
 
@@ -187,10 +183,8 @@ def _digests_here(distribution: str, targets: Iterable[str]) -> dict[str, str]:
 def missed(adapter: Adapter, versions: Versions = version_of) -> Callable[[str], str]:
     """Return a function that maps an absent symbol to a recorded version that has it, or to ``""``.
 
-    The returned function looks in one recorded version, the newest up to the installed version. For
-    a symbol that upstream added later or removed earlier, the function returns ``""``. If the
-    installed version is unknown, the function looks in the recorded version whose code equals the
-    installed code, and returns ``""`` if there is no such version.
+    It looks in the newest recorded version up to the installed version; if that is unknown, in the
+    recorded version whose code equals the installed code, if there is one.
     """
     packages = {name: (package,) for package, name in shared().items()}
 

@@ -1,4 +1,1 @@
-"""The shim's reports to the user: decisions and warnings (``journal``), and ``status()``.
-
-``record`` has the data classes of ``status()``, and ``text`` formats them.
-"""
+"""The shim's reports to the user: decisions and warnings (``journal``), and ``status()``."""

@@ -39,11 +39,7 @@ class Status(Record):
         }
 
     def details(self) -> str:
-        """Return the whole record as a table: every setting, every seam, every decision.
-
-        Each seam has its state, target, path and reason, why the shim patches it, a link to the
-        discussion upstream, and when it can be deleted.
-        """
+        """Return the whole record as a table: every setting, every seam in full, every decision."""
         from .text import table
 
         return table(self)

@@ -186,10 +186,7 @@ def _together(states: Sequence[str]) -> str:
 
 
 def refusals(name: str, seams: Iterable[SeamStatus]) -> list[str]:
-    """Return the reasons why seams were refused, each reason once, and the remedies.
-
-    A seam with ``refusal`` is left out, because it only reports that a feature is impossible.
-    """
+    """Return why seams were refused, each reason once, and remedies; not seams with ``refusal``."""
     seams = list(seams)
     broken = [seam for seam in seams if seam.state == "refused" and not seam.refusal]
     features = dict.fromkeys(seam.feature for seam in broken)
@@ -227,10 +224,7 @@ def refusals(name: str, seams: Iterable[SeamStatus]) -> list[str]:
 
 
 def seams(known: Sequence[SeamStatus], shown: Mapping[str, str] | None = None) -> Iterator[str]:
-    """Yield the table of seams: state, target, path, reason, why, upstream link, when to delete.
-
-    ``shown`` maps a seam's state, such as ``"pending"``, to the word to show for this state.
-    """
+    """Yield the table of seams; ``shown`` replaces words for states, such as ``"pending"``."""
     words = shown or {}
     for feature in dict.fromkeys(seam.feature for seam in known):
         yield f"  {feature}"

@@ -1,12 +1,8 @@
 """A scaler's state in a checkpoint directory: one small JSON file, replaced atomically.
 
-Rank 0 writes and reads the file and broadcasts its content, so that all ranks have the same scale.
-If checkpoint paths are node-local, the scaler's file is in the directory of rank 0's shards, and is
-moved and deleted with these shards.
-
-The record lists all ranks' checkpoint files of the same save, each with a fingerprint of its
-content (``precision.belonging``). ``load`` rejects a record if the files next to it were written by
-another save.
+Rank 0 writes and reads the file, next to its own shards, and broadcasts it, so all ranks have one
+scale. The record has a fingerprint of each checkpoint file of all ranks (``precision.belonging``);
+``load`` rejects a record if the files next to it were written by another save.
 """
 
 from __future__ import annotations
@@ -39,20 +35,17 @@ def save(
 ) -> Path:
     """Write the scaler's state into a checkpoint's directory; called by every rank of the group.
 
-    Call ``save`` after the framework has written its own files. The scaler's file is renamed to its
-    final name only when it is complete and flushed to the disk. If the process is killed before the
-    renaming, the file of an earlier save remains; a hidden temporary file may remain too.
+    Call ``save`` after the framework has written its own files. The scaler's file is replaced only
+    when it is complete and flushed; if the process is killed before, that of an earlier save stays.
 
     Args:
         directory: this rank's path of the checkpoint's directory; rank 0 creates the directory.
         scaler: a ``LossScaler``, or a framework's own GradScaler.
         group: the calling ranks; ``None`` for all ranks.
-        files: this rank's files in the checkpoint; ``load`` checks that they are of the same save
-            as the state. With ``None``, ``load`` checks no files.
+        files: this rank's files of the same save, for ``load`` to compare; or ``None``.
 
     Raises:
-        ScalerCheckpointError: the state cannot be written, or one of ``files`` cannot be read;
-            raised on every rank.
+        ScalerCheckpointError: on every rank: the state cannot be written, or a file cannot be read.
     """
     return save_record(directory, record_of(scaler), group, files)
 

@@ -63,12 +63,10 @@ def _shards(optimizer: torch.optim.Optimizer) -> Any:
 class LossScaler(ShardedGradScaler):
     """torch's ``ShardedGradScaler`` with a loss hook, bounds, counters and a limit on skips.
 
-    A framework can use the scaler in place of GradScaler, because ``scale``, ``unscale_``, ``step``
-    and ``update`` behave like GradScaler's. A job of one process needs no process group. The scaler
-    sums overflow flags over the process group, by default over all ranks. Data-, tensor- and
-    context-parallel ranks therefore skip the same steps and have the same scale.
-
-    As with GradScaler, each step copies overflow flags and scale from the device in one transfer.
+    A framework can use it in place of GradScaler. A job of one process needs no process group. The
+    scaler sums overflow flags over the process group, by default over all ranks, so data-, tensor-
+    and context-parallel ranks skip the same steps and have the same scale. As with GradScaler, each
+    step copies overflow flags and scale from the device in one transfer.
 
     Args:
         settings: see ``ScalerSettings``.
@@ -105,10 +103,7 @@ class LossScaler(ShardedGradScaler):
 
     @property
     def loss_scale(self) -> float:
-        """The scale of the last step; before the first step the initial scale, or 1 if disabled.
-
-        Reading ``loss_scale`` does not synchronise with the device.
-        """
+        """The last step's scale (before it the initial one; 1 if disabled), without device sync."""
         if not self._enabled:
             return 1.0
         return float(self._init_scale) if self._last_scale is None else self._last_scale
@@ -122,10 +117,9 @@ class LossScaler(ShardedGradScaler):
 
     @property
     def overflow(self) -> torch.Tensor | None:
-        """Whether a gradient of any rank is not finite, as a tensor on the device.
+        """Whether a gradient of any rank is not finite, as a tensor, read without a device sync.
 
-        ``overflow`` is ``None`` before ``unscale_`` and after ``update``. Reading it does not
-        synchronise with the device.
+        ``None`` before ``unscale_`` and after ``update``.
         """
         if not self._enabled:
             return None

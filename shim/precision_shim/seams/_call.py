@@ -45,9 +45,8 @@ class Call:
     """One call of a wrapped symbol; the wrapper receives this object as its first argument.
 
     Attributes:
-        instance: the object that a method was called on, the class for a classmethod, else
-            ``None``. The wrapper of a class- or staticmethod may read ``instance`` only if the
-            wrapper's seam has ``unbound=True``.
+        instance: what a method was called on, the class for a classmethod, else ``None``. Of a
+            class- or staticmethod, a wrapper may read it only with ``unbound=True``.
     """
 
     def __init__(
@@ -66,10 +65,8 @@ class Call:
     def arguments(self) -> dict[str, Any]:
         """The arguments that the caller passed, by name, without defaults.
 
-        The test ``name in call.arguments`` is true only if the caller passed ``name``. A wrapper
-        may add, change and remove entries, and ``proceed()`` passes on the changed arguments. All
-        keyword arguments are entries, even unknown ones and those for ``**kwargs``. Arguments
-        without a name (``*args``) are not entries; ``proceed()`` passes them on unchanged.
+        A wrapper may add, change and remove entries, which ``proceed()`` passes on. Unknown keyword
+        arguments and those for ``**kwargs`` are entries; ``*args`` are not, and are passed on.
         """
         self._taken = True
         return self._bound()
@@ -80,10 +77,9 @@ class Call:
         return self._binding.parameters
 
     def proceed(self) -> Any:
-        """Call the wrapped symbol with the current ``arguments``.
+        """Call the wrapped symbol with the current ``arguments``, any number of times or never.
 
-        Arguments that the caller passed by position are passed by position, all others by name. A
-        wrapper may call ``proceed()`` any number of times, or not at all.
+        Arguments that the caller passed by position are passed by position, all others by name.
         """
         if not self._taken:
             return self._wrapped(*self._args, **self._kwargs)
@@ -206,9 +202,8 @@ def around(
 ) -> Any:
     """Call a bound method through a wrapper, as if a seam had patched the method.
 
-    ``around`` is for a mixin that precedes a framework's class in a list of base classes.
-    ``function`` is the wrapper, and ``method`` the framework's method, bound to ``instance``.
-    ``positional`` names the method's first parameters, if a decorator hides them.
+    It is for a mixin that precedes a framework's class among the bases. ``function`` is the
+    wrapper, ``method`` is bound to ``instance``; ``positional``: its first parameters, if hidden.
     """
     name = f"{type(instance).__module__}:{type(instance).__qualname__}"
     source = Symbol(name, parameters=positional, positional=positional)

@@ -1,9 +1,8 @@
 """The engine that patches the seams of adapters as their target modules are imported.
 
-When the first target module of an adapter is imported, the engine checks all seams of the adapter
-against the source (``_plan``). In each group of seams the engine patches either all seams
-(``_sites``), each when its module is imported, or none. If an imported module differs from the
-checked source, the engine undoes all patches of the seam's group.
+At the first import of a target module the engine checks all of an adapter's seams against source
+(``_plan``), and patches all or none of a group (``_sites``). If an imported module differs from its
+source, all patches of the group are undone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Check an adapter's seams against the frameworks' source, and plan which symbols to patch.
 
-Checking patches nothing, imports no framework and keeps no state. The seam engine executes the
-plan; ``precision-shim doctor`` shows the plan.
+Checking patches nothing, imports no framework and keeps no state.
 """
 
 from __future__ import annotations
@@ -58,8 +57,7 @@ class Row:
 class SeamPlan:
     """The actions that the seam engine would take for an adapter.
 
-    ``rows`` has one ``Row`` for each seam of the installed version, in the order of
-    ``Adapter.seams``; ``refused`` maps each refused group of seams to the reasons.
+    ``rows`` are the seams of the installed version; ``refused`` has each refused group's reasons.
     """
 
     adapter: Adapter
@@ -77,10 +75,7 @@ class SeamPlan:
 
 
 def list_unchecked(adapter: Adapter, features: Iterable[str]) -> tuple[Row, ...]:
-    """Return the installed version's seams as ``Row`` objects in the state ``pending`` or ``off``.
-
-    The function reads no source code of a framework, except symbols in ``only_if`` and ``unless``.
-    """
+    """Return the installed version's seams; reads only sources in ``only_if`` and ``unless``."""
     on, there = frozenset(features), cache(is_there)
     return tuple(
         Row(

@@ -1,8 +1,6 @@
-"""How an adapter declares a seam: with a decorator on the function that wraps a symbol.
+"""Declare a seam: a decorator on the function that wraps a symbol of a framework.
 
-``seam(...)`` marks a function, as pluggy's ``hookimpl`` does; ``collect(...)`` makes an adapter's
-table from these marks. A wrapped symbol must have all parameters of the marked function (except the
-first), so the declaration does not list them.
+A wrapped symbol must have all parameters of the marked function, except the first.
 """
 
 from __future__ import annotations
@@ -19,8 +17,7 @@ from ..errors import SeamError
 from ._source import Symbol
 
 NativeProbe = Callable[[Symbol, Any], "str | None"]
-"""A function of a seam's symbol and the settings. If the framework has the feature itself, the
-result is a sentence that describes the framework's feature; otherwise the result is ``None``."""
+"""Returns a sentence that describes the framework's own feature; ``None`` if it has none."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Takes = ParamSpec("Takes")
@@ -55,29 +52,22 @@ class _Fields:
 class Seam(_Fields):
     """The declaration that the shim patches one symbol of a framework for one feature.
 
-    ``seam`` makes ``Seam`` objects. An adapter calls ``Seam(...)`` itself if the framework has the
-    feature, so that there is no wrapper, and for a function that wraps different symbols in
-    different frameworks.
+    An adapter calls ``Seam(...)`` itself for a feature of the framework, without a wrapper, and for
+    a function that wraps different symbols in different frameworks.
 
     Attributes:
-        target: the symbol, in the module that *defines* it, as ``"module:attribute"`` or
-            ``"module:Class.method"``.
+        target: the symbol where it is *defined*: ``"module:name"`` or ``"module:Class.method"``.
         feature: the feature that needs the seam.
-        wrapper: the function that wraps the symbol, called as ``function(call, ...)``; see
-            ``Call``. ``None`` if the framework has the feature itself.
+        wrapper: ``function(call, ...)``, see ``Call``; ``None`` if the framework has the feature.
         why: why the shim patches this symbol and not another.
         upstream: link to the discussion upstream, or empty.
         delete_when: when this seam can be deleted.
         group: name shared by seams of one feature that are patched together or not at all.
-        relies_on: identifiers on which the wrapper relies; the source of the symbol (for a method:
-            of its class) must contain them.
-        aliases: copies of the symbol that other modules made by ``from ... import``, each as
-            ``"module:attribute"``. ``install()`` also replaces copies in modules that are already
-            imported.
+        relies_on: identifiers that the symbol's source (a method: its class's) must contain.
+        aliases: ``"module:attribute"`` of copies by ``from ... import``, which are replaced too.
         native: function that tests whether the installed framework has the feature itself.
         optional: whether a missing module makes the seam ``absent`` instead of ``refused``.
-        refusal: why the feature is impossible at this symbol. With ``refusal``, the wrapper only
-            reports the reason, or in strict mode raises an error, when the symbol is called.
+        refusal: why the feature is impossible here; a call reports it, in strict mode as an error.
         replaces: whether ``wrapper`` is called with the symbol's value and returns a replacement,
             which is in place until ``uninstall()``; for a symbol that is used without being called,
             such as a class that a decorator has turned into another object.
@@ -85,9 +75,8 @@ class Seam(_Fields):
             exist; for ``"module:attribute mentions name"``, the symbol's source must contain
             ``name``. Conditions are tested at the framework's import, never earlier.
         unless: conditions in the form of ``only_if``; the seam is left out if any of them is met.
-        unbound: must be true if the symbol is a classmethod or a staticmethod and ``wrapper`` reads
-            ``call.instance``, which is then the class or ``None``. Otherwise the shim refuses the
-            seam, because upstream may have turned a method into a class- or staticmethod.
+        unbound: must be true if ``wrapper`` reads ``call.instance`` of a class- or staticmethod;
+            else the seam is refused, because upstream may have changed a method into one.
     """
 
     target: str
@@ -198,9 +187,7 @@ def seam(target: str = "", feature: Any = (), *, at: Any = (), **fields: Any) ->
     The function's first parameter is the ``Call``. Each further parameter is named like a parameter
     of the symbol, and receives the caller's argument or the symbol's default. A parameter without a
     default must exist in every version of the symbol. Several ``@seam`` on one function declare
-    several seams; the function itself is unchanged.
-
-    One declaration can cover several symbols that differ little::
+    several seams; one declaration can cover several symbols that differ little::
 
         @seam(
             feature="audit",
@@ -211,8 +198,7 @@ def seam(target: str = "", feature: Any = (), *, at: Any = (), **fields: Any) ->
     Args:
         target: see ``Seam``.
         feature: the feature that needs the seam, or several features, which share one wrapper.
-        at: several symbols: targets, or mappings of arguments of ``seam`` for this symbol alone.
-            Arguments that the mapping lacks are taken from the declaration.
+        at: several symbols: targets, or mappings of arguments of ``seam`` that differ for a symbol.
         fields: see ``Seam``.
 
     Raises:
@@ -289,7 +275,6 @@ def collect(*sources: _Source) -> tuple[Seam, ...]:
 
 
 def _mentions(code: CodeType, name: str) -> bool:
-    """Whether code, including the functions within it, reads an attribute of this name."""
     return name in code.co_names or any(
         _mentions(const, name) for const in code.co_consts if isinstance(const, CodeType)
     )

@@ -197,10 +197,7 @@ def locate(target: str) -> tuple[Any, str, Any]:
 
 
 def _find_held(displaced: Mapping[int, tuple[Any, Any]]) -> list[int]:
-    """Return the ids of those objects in ``displaced`` to which other code still refers.
-
-    An empty result, by far the most frequent, saves a slow search of all modules.
-    """
+    """Return ids of displaced objects in use elsewhere; mostly none, which saves a slow search."""
     pairs: list[tuple[Any, Any]] = [(object(), None), *displaced.values()]
     # A reference count above that of the new ``object()`` means that other code has the object.
     alone, *counts = [sys.getrefcount(pair[0]) for pair in pairs]

@@ -33,8 +33,7 @@ class Symbol:
         target: ``"module:attribute"``.
         module_found: whether the module's file was found.
         found: whether the symbol is defined in the module's file.
-        parameters: names of the symbol's parameters; for a dataclass's generated ``__init__`` the
-            fields, including the fields of bases in the same file.
+        parameters: names of the parameters; for a dataclass's ``__init__`` all its fields.
         positional: the parameters of a function that may be passed by position.
         defaults: a function's defaults that are written as literals.
         names: identifiers and string constants in the source of the symbol, or of a method's class.
@@ -86,9 +85,8 @@ def looking_at(source: Source) -> Iterator[None]:
 def find_spec(name: str) -> ModuleSpec | None:
     """Find a module's spec without importing its parents (``importlib.util`` imports them).
 
-    Our finders are skipped, because a lookup must not load an adapter. wrapt's finders, which find
-    no module themselves, are skipped because they would import the parents, and drop the hooks of a
-    module that a parent imports.
+    Our finders are skipped, because a lookup must not load an adapter; wrapt's, because they would
+    import the parents, and drop the hooks of a module that a parent imports.
     """
     path: Sequence[str] | None = None
     spec: ModuleSpec | None = None
@@ -254,13 +252,11 @@ def _is_dataclass(node: ast.AST) -> bool:
 
 
 def _decorators(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> set[str]:
-    """Return the last parts of the decorators' names, such as ``"wraps"``."""
     names = (ast.unparse(decorator).partition("(")[0] for decorator in node.decorator_list)
     return {name.rpartition(".")[2] for name in names}
 
 
 def _fields(node: ast.AST, tree: ast.Module) -> tuple[str, ...]:
-    """Return a dataclass's fields, preceded by the fields of its bases in the same file."""
     names = (base.id for base in getattr(node, "bases", ()) if isinstance(base, ast.Name))
     bases = (_member(tree, name) for name in names)
     inherited = [name for base in bases if base not in (None, node) for name in _fields(base, tree)]

@@ -1,8 +1,6 @@
 """The object that replaces a wrapped symbol: wrapt's wrapper with our mark, pickled by name.
 
-Ray pickles functions and bound methods with cloudpickle, which cannot pickle wrapt's wrappers
-(``NotImplementedError``). Our wrappers are pickled as a reference to the symbol's name, so the
-receiving process uses its own symbol, patched or not.
+cloudpickle, and so Ray, cannot pickle wrapt's wrappers; the receiver uses its own symbol.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Carriers pass the shim's environment variables to processes that do not inherit them.
 
-Each carrier is a module named after the package that it patches, such as ``ray``. A carrier's
-``enter()`` patches the carrier's package, now or when the package is imported; ``leave()`` removes
-the patch. ``enter()`` and ``leave()`` do not import the package, and a second call does nothing.
+Each is a module named after the package that it patches; ``enter()`` patches it, now or at its
+import, and ``leave()`` undoes it. Neither imports the package; a second call does nothing.
 """
 
 from ..names import VARIABLE

@@ -1,15 +1,8 @@
-"""Pass the shim's variables to a Ray job's workers, so that all nodes have the same variables.
+"""Pass the shim's variables to a Ray job's workers, which a raylet's environment may lack.
 
-A raylet keeps the environment that it inherited at its start. A variable that is set later, or on
-another node, does not reach the raylet's workers. This module therefore wraps ``ray.init`` and
-merges the shim's variables into the job's ``runtime_env["env_vars"]``, except those that the
-runtime_env of the caller or of ``ray job submit`` already contains (Ray raises an error for a key
-that both set). A setup hook of Ray's workers would fail in a worker environment without this
-package, and Ray accepts only one, which the user may need.
-
-This module does not use ``precision_shim.seams``, which would need 200 ms in each of Ray's agents
-and workers to import wrapt and to parse the 4,000 lines of ``ray._private.worker``. The wrapper of
-``ray.init`` is a plain function, which is pickled by reference.
+``ray.init`` is wrapped to merge them into ``runtime_env["env_vars"]``, except keys that the caller
+or ``ray job submit`` sets (Ray raises an error for a key in both). A setup hook would fail without
+this package, and Ray accepts only one. ``seams`` would take 200 ms in each agent and worker.
 """
 
 import functools
