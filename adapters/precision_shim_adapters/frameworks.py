@@ -25,8 +25,7 @@ MEGATRON_PATHS = {
     "megatron offloaded states": "Megatron (resume of an offloaded optimizer)",
     "audit": "Megatron's optimizers",
 }
-"""Maps each group of the seams on Megatron's own functions, but ``"megatron"``, to its name for
-users; an adapter adds the adapter's own groups."""
+"""Names for users of the groups on Megatron's own functions, besides an adapter's own groups."""
 
 MEGATRON = Backend(
     config=Config(

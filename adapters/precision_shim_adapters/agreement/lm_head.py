@@ -1,9 +1,8 @@
 """Compute the LM head in fp32 in the trainer and in the rollout engine, or in neither.
 
-``PRECISION_SHIM_HEAD=fp32`` requests fp32. In the driver, the adapter describes each engine's LM
-head as a ``Head``; ``report_heads`` writes the heads' dtypes into the config. For the trainer,
-``report_heads`` adds ``head_dtype`` (vLLM's name) to the overrides of the model's HF config. The
-trainer's workers read ``head_dtype``; ``compute_in_fp32`` then changes torch's ``Linear``.
+For ``PRECISION_SHIM_HEAD=fp32``, the adapter describes in the driver each engine's LM head as a
+``Head``; ``report_heads`` writes the keys, for the trainer ``head_dtype`` (vLLM's name) in the
+overrides of the HF config. There ``compute_in_fp32`` then changes torch's ``Linear``.
 """
 
 from __future__ import annotations
@@ -51,13 +50,10 @@ _PLACES = {
 
 
 def of_rollout(backend: str, options: Mapping[str, Any], place: str, quantised: str = "") -> Head:
-    """Describe the LM head of a rollout engine.
+    """Describe the LM head of a rollout engine, ``"vllm"`` or ``"sglang"``.
 
-    Args:
-        backend: ``"vllm"`` or ``"sglang"``.
-        options: the engine's options, as the config passes them to the engine.
-        place: the config key of the options.
-        quantised: the key of a quantisation whose ``hf_overrides`` the shim would overwrite.
+    ``options`` go to the engine; ``place`` is their config key. ``quantised`` is the key of a
+    quantisation whose ``hf_overrides`` the shim would overwrite.
     """
     if backend not in _OPTIONS:
         return Head("rollout", refusal=f"the shim does not set the LM head of {backend}")
@@ -99,11 +95,8 @@ def _lacks(backend: str, option: str) -> tuple[str, bool]:
 def of_trainer(subject: str, overrides: object, place: str, refusal: str = "") -> Head:
     """Describe the LM head of a trained model or of a reference model.
 
-    Args:
-        subject: which model.
-        overrides: the user's overrides of the model's HF config.
-        place: the config key of ``overrides``.
-        refusal: why the model cannot compute its LM head in fp32, with the key to change.
+    ``overrides`` of the HF config have the key ``place``. ``refusal``: why the model cannot compute
+    its LM head in fp32, with the key to change.
     """
     key = f"{place}.{FIELD}"
     value = overrides.get(FIELD) if isinstance(overrides, Mapping) else None
@@ -160,14 +153,7 @@ def report_heads(where: str, read: Read, write: Callable[[str, str | bool], obje
 def problems_of_heads(
     where: str, read: Read, settings: Settings, *, on: bool
 ) -> tuple[list[Problem], list[str]]:
-    """Predict for ``precision-shim plan`` what ``report_heads`` reports.
-
-    Args:
-        where: see ``report_heads``.
-        read: see ``report_heads``.
-        settings: the shim's settings for the job.
-        on: whether ``rollout-agreement`` is in force.
-    """
+    """Predict what ``report_heads`` reports; ``on``: whether ``rollout-agreement`` is in force."""
     if not on or settings["head"] != "fp32":
         return [], []
     heads = read()
@@ -180,7 +166,6 @@ def problems_of_heads(
 
 
 def _choice(heads: Sequence[Head], stay: Sequence[Head]) -> tuple[str, str]:
-    """Describe the choice for the LM heads, and the reason for it."""
     if stay:
         return "each engine's own dtype", f"{SETTING} is refused: {_reasons(stay)}"
     keys = ", ".join(dict.fromkeys(head.key for head in heads if head.key))
@@ -221,10 +206,7 @@ def compute_in_fp32(model: torch.nn.Module, where: str) -> None:
     """Make a Hugging Face model compute its LM head in fp32, as vLLM and SGLang compute theirs.
 
     Input and weight are rounded to the model's compute dtype; the product and the logits are fp32.
-
-    Args:
-        model: the model, whose LM head is a ``torch.nn.Linear``.
-        where: framework and version.
+    ``where`` is framework and version.
 
     Raises:
         UnsupportedPrecisionError: the LM head is no plain linear layer.

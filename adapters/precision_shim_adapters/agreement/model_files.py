@@ -17,11 +17,7 @@ OF_HEADER = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
 
 
 def model_type(path: str) -> str:
-    """The ``model_type`` in a model's ``config.json``, such as ``"gemma2"``; empty if unknown.
-
-    Args:
-        path: a directory or the name of a Hugging Face model in the local cache.
-    """
+    """The ``model_type``, such as ``"gemma2"``, of a directory or cached HF model; may be empty."""
     found = _config(path).get("model_type")
     return found if isinstance(found, str) else ""
 

@@ -48,13 +48,7 @@ def engine_name(value: object, key: str, where: str, also: Sequence[str] = ("aut
 
 
 def with_rounded(engine: Engine, options: Mapping[str, Any], place: str) -> Engine:
-    """Add what vLLM's or SGLang's options keep in fewer bits than the engine's dtype.
-
-    Args:
-        engine: the engine as its dtype's key describes it.
-        options: the engine's options, as the config passes them to the engine.
-        place: the config key of the options.
-    """
+    """Add to an engine what its ``options``, at the key ``place``, keep in fewer bits."""
     found = [engine.rounded] if engine.rounded[0] else []
     kinds = {"quantization": "weights", "torchao_config": "weights", "kv_cache_dtype": "KV cache"}
     for name, what in kinds.items():
@@ -71,13 +65,7 @@ def with_rounded(engine: Engine, options: Mapping[str, Any], place: str) -> Engi
 
 
 def write_key(config: Any, key: str, value: object) -> None:
-    """Set a key of a config that consists of mappings and objects; ``None`` becomes a mapping.
-
-    Args:
-        config: the config.
-        key: names separated by dots, such as ``"rollout.dtype"``.
-        value: the value.
-    """
+    """Set a dotted key in a config of mappings and objects; ``None`` becomes a mapping."""
     name, _, rest = key.partition(".")
     in_mapping = isinstance(config, MutableMapping)
     if rest:

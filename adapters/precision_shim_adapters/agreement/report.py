@@ -56,8 +56,8 @@ def report_engines(
         where: framework and version, such as ``"verl 0.9.1"``.
         trainer: the trained policy.
         others: the job's other engines.
-        write: the function that writes an engine's key under ``PRECISION_SHIM_ROLLOUT=follow``;
-            ``None`` if the framework has already copied the config.
+        write: writes an engine's key under ``PRECISION_SHIM_ROLLOUT=follow``; ``None`` if the
+            framework has already copied the config.
         model_type: the model's type in its HF config; empty if unknown.
 
     Raises:
@@ -87,15 +87,9 @@ def problems_of(
     on: bool,
     model_type: str = "",
 ) -> tuple[list[Problem], list[str]]:
-    """Predict for ``precision-shim plan`` the warnings and the decisions of ``report_engines``.
+    """Predict the warnings and decisions of ``report_engines``, for its arguments.
 
-    Args:
-        where: see ``report_engines``.
-        trainer: see ``report_engines``.
-        others: see ``report_engines``.
-        settings: the shim's settings for the job.
-        on: whether ``rollout-agreement`` is in force; if not, the shim changes no engine's dtype.
-        model_type: see ``report_engines``.
+    If ``rollout-agreement`` is not in force (``on``), the shim changes no engine's dtype.
     """
     write = (lambda key, value: None) if on else None
     decided, problems = _compare_all(where, trainer, others, model_type, settings, write=write)
@@ -112,11 +106,7 @@ def _compare_all(
     *,
     write: Write | None,
 ) -> tuple[list[tuple[str, str, str]], list[Problem]]:
-    """Compare each engine with the trainer; write the keys under ``PRECISION_SHIM_ROLLOUT=follow``.
-
-    Returns:
-        Subject, choice and reason of each decision; the disagreements of which the driver warns.
-    """
+    """Compare the engines, write keys under ``follow``; return decisions and disagreements."""
     setting = settings["rollout"]
     changes, decided, problems = [], [], []
     for other in others:

@@ -50,12 +50,9 @@ class Wire:
 
 
 def tell_of_wires(where: str, wires: Sequence[Wire], *, may_raise: bool = True) -> None:
-    """Report which weight syncs round the weights.
+    """Report which weight syncs of a job round the weights; ``where`` is framework and version.
 
-    Args:
-        where: framework and version, such as ``"skyrl 0.4.0"``.
-        wires: the weight syncs of the job.
-        may_raise: false in a worker, because the other ranks would wait for the rank that raised.
+    ``may_raise`` is false in a worker, because the other ranks would wait for the rank that raised.
 
     Raises:
         UnsupportedPrecisionError: in strict mode, a sync rounds the weights of an fp16 engine.

@@ -1,11 +1,9 @@
 """precision_shim for AReaL: dtype names, dtypes of the optimizer's states, and fp16.
 
-AReaL's MegatronEngine sets the dtypes of the optimizer's states after Megatron has validated its
-OptimizerConfig, so fields that the validation derives from them are wrong. AReaL's loss scaler
-settings do not reach Megatron. AReaL itself scales its loss and accepts a skipped step.
-
-The adapter does not change AReaL's FSDP and Archon engines. Delete the adapter when AReaL passes
-the dtypes to the constructor of Megatron's OptimizerConfig.
+AReaL's MegatronEngine sets the states' dtypes after Megatron has validated its OptimizerConfig, so
+derived fields are wrong; AReaL's loss scaler settings do not reach Megatron. AReaL itself scales
+its loss and accepts a skipped step. Its FSDP and Archon engines stay unchanged.
+Delete the adapter when AReaL passes the dtypes to the constructor of OptimizerConfig.
 """
 
 from __future__ import annotations

@@ -25,10 +25,8 @@ _SECTIONS = {"SGLangConfig": "sglang", "vLLMConfig": "vllm"}
 def engines(config: Any, *, follows: bool = True) -> tuple[Engine, list[Engine]] | None:
     """Read the trainer and the other engines; ``None`` if the job has no trainer with a dtype.
 
-    Args:
-        config: the OmegaConf config. The rollout's dtype name is replaced by the name that SGLang
-            and vLLM accept.
-        follows: whether the rollout's engine is started from ``config``.
+    Replaces the rollout's dtype name by the one that SGLang and vLLM accept. ``follows``: whether
+    the rollout's engine is started from ``config``.
 
     Raises:
         DtypeError: the rollout's dtype is unknown.

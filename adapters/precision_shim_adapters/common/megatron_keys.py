@@ -16,8 +16,7 @@ KEYED = ("dp_reshardable", "dp_zero_gather_scatter")
 """Sharding types of checkpoints whose keys contain the bucket's dtype."""
 
 OFFLOADED = "offload_fraction"
-"""Key of the fraction of states on the host, which only param groups of Megatron's optimizer for
-CPU offload have."""
+"""Key of the states' fraction on the host, in groups of Megatron's optimizer for CPU offload."""
 
 
 def is_optimizers(key: str) -> bool:

@@ -19,11 +19,8 @@ def describe_limits(
 ) -> str:
     """The remark about a framework; empty if TransformerEngine sets no limit.
 
-    Args:
-        who: the framework and its version.
-        seams: the status that each of the framework's seams would have in a job.
-        version: the version of TransformerEngine; ``None`` if it is not installed.
-        error: why TransformerEngine cannot be imported; ``None`` if it can.
+    ``who`` is framework and version; ``seams``: their status in a job; ``version`` and ``error``
+    (of an import) are TransformerEngine's.
     """
     if not any(
         (seam.feature, seam.state) == (_DISPATCH, "pending") and seam.target.startswith("megatron.")

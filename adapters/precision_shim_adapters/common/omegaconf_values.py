@@ -12,10 +12,8 @@ from typing import Any
 def plain(made: Any, only: Sequence[str] = (), unresolved: list[str] | None = None) -> Any:
     """A config as plain data; ``???``, and a reference that cannot be resolved, become ``None``.
 
-    Args:
-        made: the config.
-        only: the sections to read; empty for the whole config.
-        unresolved: a list; ``plain`` appends the keys that cannot be resolved.
+    ``only`` are the sections to read (empty: all). Keys not resolved are appended to
+    ``unresolved``.
     """
     from omegaconf import DictConfig, ListConfig
 

@@ -1,9 +1,8 @@
 """Adapter for miles on Megatron-core: optimizer states, fp16, and a count of skipped steps.
 
 Like slime, miles calls ``prepare_grads`` twice in a step. Unlike slime, miles may have no
-optimizer, and reports a skipped step with a grad norm of 0.0. Other functions of miles make Muon
-and the optimizers of several LoRA adapters, which never train in fp16.
-
+optimizer, and reports a skipped step with a grad norm of 0.0. Muon and the optimizers of several
+LoRA adapters come from other functions, and never train in fp16.
 Delete this module when miles calls ``prepare_grads`` once, and reports loss scale and skips.
 """
 

@@ -1,9 +1,8 @@
 """Adapter for ms-swift on Megatron: optimizer states, gradient bucket and fp16.
 
-ms-swift's Megatron trainers scale their loss, but fail at the first overflow: ms-swift always turns
-on the DDP's check of gradients, and converts a skipped step's gradient norm, which is ``None``, to
-a tensor. ``args.loss_scale`` is ms-swift's weighting of tokens, not Megatron's loss scale.
-
+ms-swift's Megatron trainers scale their loss, but fail at the first overflow: they turn on the
+DDP's check of gradients, and convert a skipped step's gradient norm, ``None``, to a tensor.
+``args.loss_scale`` is ms-swift's weighting of tokens, not Megatron's loss scale.
 Delete the adapter when ms-swift's Megatron trainers accept a skipped step.
 """
 

@@ -1,14 +1,13 @@
 """The adapter for NeMo-RL, and the reasons for its choice of seams.
 
 NeMo-RL's workers are Ray actors. ``@ray.remote`` copies a worker's methods while its module is
-imported, so a later patch of the module or the class does not change the actor. The shim therefore
-makes a new actor class, with the same name and options, from a subclass of the worker. To change a
-function that a worker calls, the shim patches the module that defines the function. If NeMo-RL (0.6
-and later) exports the class that ``ray.remote`` decorates, the shim also patches this class,
-because other workers inherit from it (``worker_extension_cls_fqn``, quantized workers).
+imported, so a later patch does not change the actor: the shim makes a new actor class, of the same
+name and options, from a subclass of the worker. To change a function that a worker calls, the shim
+patches the module that defines it. If NeMo-RL (0.6 and later) exports the class that ``ray.remote``
+decorated, it is patched too, because other workers inherit from it.
 
-The shim does not patch ``begin_train_step`` and ``finish_train_step``, which only Megatron workers
-of NeMo-RL's newest commit have: the metrics of these lack ``loss_scale`` and ``skipped_steps``.
+``begin_train_step`` and ``finish_train_step`` of the newest commit's Megatron workers are not
+patched: their metrics lack ``loss_scale`` and ``skipped_steps``.
 
 Delete this package when NeMo-RL scales the loss of its float16 policies and saves the scaler.
 """

@@ -32,16 +32,10 @@ _SECTIONS = {"vllm": ("vllm_cfg", "precision"), "sglang": ("sglang_cfg", "dtype"
 
 
 def coerce_names(generation: Any, place: str = PLACE) -> None:
-    """Replace the dtype name in a generation config by the name that vLLM and SGLang accept.
-
-    The config is changed in place, as in NeMo-RL's own ``configure_generation_config``.
-
-    Args:
-        generation: the config.
-        place: the config's key.
+    """Replace, in place, a generation config's dtype name by the one that vLLM and SGLang accept.
 
     Raises:
-        DtypeError: the name is unknown, or vLLM would receive two dtypes.
+        DtypeError: the name at the key ``place`` is unknown, or vLLM would receive two dtypes.
     """
     name, field = _SECTIONS.get(str(generation.get("backend")), ("", ""))
     section = generation.get(name) or {}
@@ -80,10 +74,7 @@ def configure(call: Call, config: Any, is_eval: Any = False) -> Any:
 
 
 def read_sides(config: Any) -> JobEngines | None:
-    """Read the dtypes of a job; ``None`` without a rollout, or for an unknown policy dtype.
-
-    Args:
-        config: the job's ``MasterConfig``: a mapping, or an object in NeMo-RL 0.7 and later.
+    """Read a job's ``MasterConfig``; ``None`` without a rollout or for an unknown policy dtype.
 
     Raises:
         DtypeError: the rollout's dtype name is unknown.

@@ -1,10 +1,8 @@
 """Adapter for ROLL on Megatron-core: loss scaling for fp16, and a count of skipped steps.
 
-ROLL's strategy never sets the model's ``grad_scale_func``, so Megatron divides the gradients by a
-loss scale by which no loss was multiplied. ROLL's offload packs all states of an optimizer into one
-buffer of one dtype, so the shim leaves the optimizer states fp32. The shim does not patch
-mcore_adapter's own trainer, which scales the loss.
-
+ROLL never sets ``grad_scale_func``, so Megatron divides the gradients by a loss scale by which no
+loss was multiplied. ROLL's offload packs all states of an optimizer into one buffer of one dtype,
+so they stay fp32. mcore_adapter's own trainer, which scales the loss, is not patched.
 Delete this module when ROLL scales its loss on Megatron, and accepts and reports a skipped step.
 """
 

@@ -24,11 +24,7 @@ _KEY = "model_args.dtype"
 
 
 def engines(config: Any) -> tuple[Engine, list[Engine]] | None:
-    """Read the trainer and the other engines; ``None`` if the job trains no policy.
-
-    Args:
-        config: the config of a pipeline.
-    """
+    """Read a pipeline's trainer and the other engines; ``None`` if it trains no policy."""
     trainer = _engine(config, "actor_train", "actor")
     if trainer is None:
         return None

@@ -1,11 +1,9 @@
 """ROLL on FSDP2 in fp16: keep fp32 parameters, end each scaled step, count skips, save the scaler.
 
-ROLL scales its loss with torch's GradScaler. With a scaler, ROLL's loop neither steps the LR
-scheduler nor clears the gradients. On a resume, ROLL silently does not load the checkpoint's
-moments. ROLL also keeps the parameters in fp16, where AdamW's eps of 1e-8 is zero.
-
-Delete this module when ROLL keeps fp32 parameters, saves its scaler, and a scaler no longer changes
-ROLL's loop.
+With a GradScaler, ROLL's loop neither steps the LR scheduler nor clears the gradients. On a resume,
+ROLL silently does not load the moments. ROLL keeps fp16 parameters, where AdamW's eps of 1e-8 is
+zero.
+Delete this module when ROLL keeps fp32 parameters, saves its scaler, and its loop ends the step.
 """
 
 from __future__ import annotations

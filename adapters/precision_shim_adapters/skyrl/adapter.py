@@ -1,13 +1,10 @@
 """The adapter for SkyRL, and the reasons for its choice of seams.
 
-SkyRL's ``init_megatron_optim_config`` receives neither the model nor its dtype, and SkyRL chooses
-the bucket's dtype earlier, in ``make_megatron_module``. While ``init_model`` builds model and
-optimizer, its seam therefore stores a function that reads SkyRL's config, and a seam on Megatron's
-DDP reads the live parameters. The shim adds its values to the kwargs that override SkyRL's own
-values in the OptimizerConfig; the user's values override the shim's.
-
-On FSDP the shim patches SkyRL's strategy object, which makes the optimizer, runs the backward pass,
-clips gradients, steps and saves.
+SkyRL's ``init_megatron_optim_config`` receives neither the model nor its dtype, and the bucket's
+dtype is chosen earlier, in ``make_megatron_module``. The seam on ``init_model`` therefore stores a
+function that reads the config, and a seam on Megatron's DDP reads the live parameters. In the
+kwargs for the OptimizerConfig, the user's values override the shim's. On FSDP the shim patches the
+strategy object, which makes the optimizer, runs the backward pass, clips, steps and saves.
 
 Delete this package when SkyRL sets optimizer fields by the model's dtype, distinguishes written
 values from defaults, and scales fp16 losses.

@@ -1,10 +1,8 @@
 """SkyRL's config: distinguish the user's values from the defaults of the dataclasses.
 
-While SkyRL builds a config dataclass, the shim records in the instance's ``__dict__``, which a
-pickle keeps, which values the user wrote. The shim deletes ``grad_reduce_in_fp32`` from an instance
-if the user did not write it; a read then returns the class's default. For
-``optimizer_config_kwargs``, to which SkyRL 0.3 and later adds default keys, the shim stores the
-user's keys in an attribute that is no dataclass field.
+The shim records in an instance's ``__dict__``, which a pickle keeps, which values the user wrote.
+An unwritten ``grad_reduce_in_fp32`` is deleted; a read then returns the class's default. For
+``optimizer_config_kwargs``, to which SkyRL 0.3 and later adds defaults, the user's keys are stored.
 """
 
 from __future__ import annotations
@@ -151,12 +149,7 @@ def note_overrides(call: Call, args: Any) -> Any:
 
 
 def note_command_line(config: Any, given: Any) -> None:
-    """Record which values of a config come from overrides, even if the shim is off.
-
-    Args:
-        config: the config that ``from_cli_overrides`` made from ``given``.
-        given: the overrides, a list or a dict.
-    """
+    """Record which values of ``config`` come from the overrides, even if the shim is off."""
     from omegaconf import OmegaConf
 
     lines = [f"{key}={value}" for key, value in given.items()] if isinstance(given, dict) else given
@@ -184,12 +177,7 @@ def _leave_to_class(ddp_config: Any) -> None:
 
 
 def named(value: Any, section: str = INFERENCE, key: str = MODEL_DTYPE) -> str:
-    """The inference engines' name for a dtype that the user wrote.
-
-    Args:
-        value: the value that the user wrote.
-        section: the config's section.
-        key: the key within ``section`` whose value is the dtype.
+    """The inference engines' name for the dtype that the user wrote at ``key`` in ``section``.
 
     Raises:
         DtypeError: the value names no dtype that an engine computes in.

@@ -1,8 +1,7 @@
 """Code for fp16 with a torch optimizer, used by several adapters; one ``ScaledTraining`` per model.
 
-An adapter's seams wrap the framework's functions that make the optimizer, compute the loss, step,
-and write or read checkpoints. Each seam calls a method of the model's ``ScaledTraining``, which is
-loaded on first use: a worker that trains on Megatron does not need it.
+An adapter's seams call the methods of the model's ``ScaledTraining``, which is loaded on first use:
+a worker that trains on Megatron does not need it.
 """
 
 from __future__ import annotations

@@ -16,12 +16,8 @@ def _switch_to_fp16(device: str, module: Any, args: Any) -> None:
 def autocast_in_fp16(module: torch.nn.Module, device: str) -> None:
     """Switch bfloat16 autocast regions to float16 when a module's forward pass runs in them.
 
-    The framework also computes the loss in the forward pass's autocast region, and torch refuses to
-    combine fp16 tensors under a bf16 autocast. The switch to fp16 lasts until the autocast region
-    ends; then the framework's ``with`` block restores the former autocast dtype.
-
-    Args:
-        module: the model that the framework calls.
-        device: the type of the model's device.
+    The framework also computes the loss in the autocast region, and torch refuses to combine fp16
+    tensors under a bf16 autocast. The switch lasts until the framework's ``with`` block ends.
+    ``device`` is the type of the model's device.
     """
     module.register_forward_pre_hook(partial(_switch_to_fp16, device))

@@ -16,12 +16,10 @@ from .training import ScaledTraining
 
 
 def files_of_rank(path: str, *, written: bool = False) -> Files:
-    """Return this rank's share of the files of a distributed checkpoint.
+    """Return this rank's share of the files in a distributed checkpoint's directory or below.
 
-    Args:
-        path: the checkpoint's directory; the files may be in a subdirectory.
-        written: whether to return only the files that this rank wrote, because other ranks' files
-            may not be visible yet.
+    ``written`` restricts the files to those that this rank wrote, since other ranks' files may not
+    be visible yet.
     """
     rank, ranks = 0, 1
     if torch.distributed.is_initialized():
@@ -36,16 +34,8 @@ def files_of_rank(path: str, *, written: bool = False) -> Files:
 def save_after(saved: Future[Any], training: ScaledTraining, path: str, group: Any) -> Future[Any]:
     """Write the scaler's present state when a save in the background has ended.
 
-    Every rank calls ``save_after``.
-
-    Args:
-        saved: the future of the framework's save.
-        training: the ``ScaledTraining`` that has the scaler.
-        path: the checkpoint's directory.
-        group: a process group of all ranks, for nothing else until the returned future has ended.
-
-    Returns:
-        A future that ends when the scaler's state is written; it replaces ``saved``.
+    Every rank calls ``save_after``. ``group`` is a process group of all ranks, for nothing else
+    until the returned future, which replaces ``saved``, has ended.
     """
     record, ended = scaling.record_of(training.scaler), Future[Any]()
 

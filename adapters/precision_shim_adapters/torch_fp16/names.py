@@ -22,13 +22,10 @@ _BY_NAME = {name: dtype for dtype, names in _NAMES.items() for name in names}
 def own_dtype(value: Any, key: str, where: str) -> torch.dtype:
     """Convert a value in the config of verl's or SkyRL's FSDP engine to a dtype.
 
-    Args:
-        value: a dtype, a name, or the number 16 or 32.
-        key: the config's key.
-        where: framework and version.
+    ``value`` is a dtype, a name, or the number 16 or 32; ``where`` is framework and version.
 
     Raises:
-        DtypeError: the engine does not accept the name; the error names the config key.
+        DtypeError: the engine does not accept the name; the error names the config's ``key``.
     """
     if isinstance(value, torch.dtype) and value in _NAMES:
         return value

@@ -27,10 +27,8 @@ def settings_for(
     """Merge the user's config, ``PRECISION_SHIM_*`` settings and the framework's own defaults.
 
     Args:
-        configured: the values that the user wrote in the framework's config, by names of
-            ``ScalerSettings``; they override ``PRECISION_SHIM_*`` settings.
-        framework_default: the settings of the framework's own scaler; if ``None``, the defaults of
-            ``PRECISION_SHIM_*`` settings apply.
+        configured: values of the user's config, by names of ``ScalerSettings``; they come first.
+        framework_default: of the framework's own scaler; ``None`` for the shim's defaults.
         shim: the shim's settings; ``None`` for the settings in force.
     """
     shim = current_settings() if shim is None else shim

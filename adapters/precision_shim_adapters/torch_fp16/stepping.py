@@ -15,9 +15,8 @@ from torch.optim import Optimizer
 class ScaledLoss(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """Wraps a loss function so that the backward pass of each loss yields scaled gradients.
 
-    Args:
-        loss_function: function that returns a loss, or a tuple whose first item is a loss.
-        hooks: functions that are called with each loss; the first one scales the loss's gradients.
+    The function returns a loss, or a tuple whose first item is a loss. Each of ``hooks`` is called
+    with each loss; the first one scales the loss's gradients.
     """
 
     def __init__(

@@ -37,20 +37,17 @@ _current: ContextVar[ScaledTraining | None] = ContextVar("precision_shim_trainin
 class ScaledTraining:
     """Training with loss scaling of one model that has a torch optimizer.
 
-    When the framework makes the optimizer, an adapter calls ``make`` and ``keep``. When the
-    framework computes the loss, the adapter calls ``attach`` or ``scaled``. While a function of the
-    framework clips and steps once, the adapter enters ``one_step``. While a loop of the framework
-    steps several times, the adapter enters ``several_steps``, and calls ``before_clipping`` before
-    each clipping. For the metrics, the adapter calls ``norm`` and ``metrics``. At checkpoints, the
-    adapter calls ``save`` and ``restore``, or ``record`` and ``restore_record``.
+    An adapter calls ``make`` and ``keep`` where the framework makes the optimizer, and ``attach``
+    or ``scaled`` where it computes the loss. The adapter enters ``one_step`` around a function that
+    clips and steps once; around a loop of several steps, ``several_steps``, with
+    ``before_clipping`` before each clipping. ``norm`` and ``metrics`` are for the metrics; ``save``
+    and ``restore``, or ``record`` and ``restore_record``, for checkpoints.
 
     Attributes:
         framework: the framework's name.
         subject: the model's name, such as ``"actor"``.
-        scaler: a ``LossScaler``, or the framework's or the user's own scaler, which the shim does
-            not change.
-        drives: whether the shim scales the loss and calls the optimizer's ``step``; if false, the
-            framework's own loop does, and the methods for scaling and stepping do nothing.
+        scaler: a ``LossScaler``, or the framework's or user's own scaler, which stays unchanged.
+        drives: whether the shim scales and steps; else the methods for both do nothing.
     """
 
     def __init__(
@@ -76,15 +73,9 @@ class ScaledTraining:
     ) -> ScaledTraining:
         """Make a ``ScaledTraining`` with the shim's loss scaler, and report the decision.
 
-        Args:
-            framework: the framework's name.
-            subject: the model's name.
-            device: device type of the gradients.
-            because: the reason why the shim scales the loss.
-            configured: see ``settings_for``.
-            framework_default: see ``settings_for``.
-            process_group: ranks that skip a step together; ``None`` for all ranks.
-            drives: false if the framework's own loop uses the scaler.
+        ``device`` is the gradients' device type. ``because`` is why the shim scales the loss. The
+        ranks of ``process_group`` (``None``: all) skip a step together. For ``configured`` and
+        ``framework_default`` see ``settings_for``; for ``drives`` see the class.
         """
         settings = settings_for(configured, framework_default)
         decide(framework, subject, FEATURE, chosen(settings), because)
@@ -102,11 +93,10 @@ class ScaledTraining:
             )
 
     def keep(self, owner: Any, attribute: str = "") -> ScaledTraining:
-        """Store this object as an attribute of a framework's object; ``of`` returns it.
+        """Store this object on a framework's object, from which ``of`` returns it.
 
-        Args:
-            owner: a worker, engine, strategy or optimizer that a seam receives.
-            attribute: the owner's attribute for the framework's own scaler, which gets the shim's.
+        If ``attribute`` is given, the owner's attribute of this name, which is for the framework's
+        own scaler, gets the shim's.
         """
         setattr(owner, _ATTRIBUTE, self)
         if attribute:
@@ -125,8 +115,7 @@ class ScaledTraining:
     ) -> ScaledTraining | None:
         """The ``ScaledTraining`` of an owner whose attribute contains the framework's loss scaler.
 
-        If the attribute contains a scaler that the user made, or that the framework made before
-        ``install()``, the shim only reports and saves this scaler.
+        A scaler of the user, or one made before ``install()``, is only reported and saved.
         """
         scaler = getattr(owner, attribute, None)
         kept = cls.of(owner)
@@ -158,11 +147,9 @@ class ScaledTraining:
     def scaled(
         self, loss_function: Callable[..., Any], *also: Callable[[torch.Tensor], None]
     ) -> Any:
-        """Wrap a loss function so that the backward pass of its loss yields scaled gradients.
+        """Wrap a function that returns a loss, or a tuple that begins with one, to scale gradients.
 
-        Args:
-            loss_function: function that returns a loss, or a tuple whose first item is a loss.
-            also: functions that are called with each loss.
+        The functions in ``also`` are called with each loss.
         """
         return ScaledLoss(loss_function, self.attach, *also) if self.drives else loss_function
 
@@ -170,12 +157,9 @@ class ScaledTraining:
     def one_step(self, optimizer: Optimizer, inner: Sequence[Optimizer] = ()) -> Iterator[None]:
         """A context for a framework's function that clips the gradients and steps at most once.
 
-        The shim unscales the gradients before the function runs. If the function takes no step
-        because of the gradient norm, the shim counts a skipped step.
-
-        Args:
-            optimizer: the optimizer that steps.
-            inner: the optimizers in ``optimizer``, if ``optimizer`` is a container.
+        The gradients are unscaled before the function runs. If it takes no step because of the
+        gradient norm, a skipped step is counted. ``inner`` are the optimizers in a container
+        ``optimizer``.
 
         Raises:
             LossScaleError: too many steps in a row were skipped.
@@ -197,8 +181,7 @@ class ScaledTraining:
     def takes_part(self, optimizer: Optimizer) -> bool:
         """Whether ``drives`` is true and this or another rank may have a gradient.
 
-        Under FSDP1 a rank may own no element of the trainable parameters. Such a rank must take
-        part in the all-reduce of overflows, and skip a step with the other ranks.
+        Under FSDP1 a rank that owns no trainable element must join the all-reduce of overflows.
         """
         return self.drives and (self._ours.shares_overflows or has_gradients(optimizer))
 
@@ -234,7 +217,6 @@ class ScaledTraining:
 
     @contextmanager
     def _stepping(self, optimizer: Optimizer, inner: Sequence[Optimizer]) -> Iterator[None]:
-        """While a framework's function or loop runs, make ``optimizer.step`` use the scaler."""
 
         def step(*args: Any, **kwargs: Any) -> Any:
             scaler = self._ours
@@ -277,10 +259,9 @@ class ScaledTraining:
         return torch.full_like(norm, math.nan) if isinstance(norm, torch.Tensor) else math.nan
 
     def metrics(self, prefix: str = "") -> dict[str, float]:
-        """``loss_scale`` and, of the shim's scaler, ``skipped_steps`` for a framework's metrics.
+        """``loss_scale`` of the last step and, of the shim's scaler, ``skipped_steps`` of the job.
 
-        ``loss_scale`` is the scale of the last step; ``skipped_steps`` counts from the job's first
-        step, across resumes.
+        ``skipped_steps`` counts from the job's first step, across resumes.
         """
         if not self.scaler.is_enabled():
             return {}
@@ -295,11 +276,8 @@ class ScaledTraining:
         """Write the scaler's state beside a framework's checkpoint; every rank must call ``save``.
 
         Call ``save`` after the framework wrote its own files. If the scaler's file cannot be
-        written, only strict mode raises an error, since the framework's checkpoint is complete.
-
-        Args:
-            directory: the checkpoint's directory.
-            files: this rank's files in ``directory``, see ``scaling.save``.
+        written, only strict mode raises an error, since the framework's checkpoint is complete. For
+        ``files`` see ``scaling.save``.
         """
         if self.scaler.is_enabled():
             self.write(lambda: scaling.save(directory, self.scaler, files=files))
@@ -317,14 +295,11 @@ class ScaledTraining:
         """Restore the scaler from the file beside a checkpoint; every rank must call ``restore``.
 
         If the scaler's file belongs to another save, the shim warns, and the scaler starts fresh.
-
-        Args:
-            directory: the checkpoint's directory.
-            files: this rank's files in ``directory``, see ``scaling.load``.
+        For ``files`` see ``scaling.load``.
 
         Raises:
-            ScalerCheckpointError: the file is damaged, or, in strict mode, belongs to another
-                save; raised on every rank.
+            ScalerCheckpointError: on every rank, if the file is damaged or (strict) of another
+                save.
         """
         if not self.scaler.is_enabled():
             return
@@ -339,9 +314,8 @@ class ScaledTraining:
     def record(self, files: Files | None = None) -> dict[str, Any] | None:
         """The scaler's state for a framework's own file; ``None`` if the scaler is off.
 
-        Args:
-            files: the files that this rank has written; when pickled, the record stores a
-                fingerprint of each file's content.
+        When pickled, the record stores a fingerprint of each of ``files``, which this rank has
+        written.
         """
         if not self.scaler.is_enabled():
             return None
@@ -351,8 +325,7 @@ class ScaledTraining:
     def record_tensor(self) -> torch.Tensor:
         """The scaler's record as a byte tensor of fixed size, for torch's distributed checkpoints.
 
-        torch unpickles everything there that is not a tensor, and loads a tensor only into a tensor
-        of the same size.
+        torch unpickles all that is no tensor there, and loads a tensor only into one of its size.
         """
         return scaling.to_tensor(scaling.record_of(self.scaler))
 

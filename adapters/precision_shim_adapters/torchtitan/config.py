@@ -31,11 +31,7 @@ _COERCES: dict[str, Any] = {
 
 
 def own_name(value: Any, key: str) -> Any:
-    """Torchtitan's own name for a dtype name or a ``torch.dtype``.
-
-    Args:
-        value: the config's value; returned unchanged if it is neither a string nor a dtype.
-        key: the config's key, for the message.
+    """Torchtitan's own name for a dtype name or a ``torch.dtype``; other values are unchanged.
 
     Raises:
         DtypeError: torchtitan does not compute in this dtype, or the name is unknown.

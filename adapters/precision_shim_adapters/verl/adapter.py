@@ -1,13 +1,10 @@
 """The adapter for verl, and the reasons for its choice of seams.
 
-In verl 0.7.1's workers and verl 0.8's engines, one function sets the gradient bucket's dtype, and a
-later function makes the optimizer's config. The bucket's dtype must fit the optimizer's config. The
-shim therefore wraps ``MegatronEngine.initialize``, or a legacy worker's build method, which makes
-both the bucket and the optimizer's config. verl's ``init_megatron_optim_config`` still runs. The
-shim adds its values to ``override_optimizer_config``; the user's values override the shim's.
-
-The shim deliberately changes the states of Megatron's optimizers only. The states of torch's AdamW
-have the parameters' dtype.
+One function of verl sets the gradient bucket's dtype, and a later one makes the optimizer's config,
+which it must fit. The shim therefore wraps ``MegatronEngine.initialize``, or a legacy worker's
+build method, which does both. ``init_megatron_optim_config`` still runs; in
+``override_optimizer_config`` the user's values override the shim's. Only the states of Megatron's
+optimizers are changed, deliberately: torch's AdamW has states in the parameters' dtype.
 
 Delete this package when verl's native options cover overrides, dtype names and every engine.
 """

@@ -52,10 +52,7 @@ REMEDIES = {
 
 
 def read_optimizers(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> list[Reading]:
-    """Read Megatron's optimizers, single ones and no chains.
-
-    ``chunks`` may be empty, because each optimizer also stores parameters.
-    """
+    """Read single optimizers (no chains), which store parameters too: ``chunks`` may be empty."""
     readings = [_read(chunks, optimizer) for optimizer in optimizers]
     names = {read.name for read in readings}
     experts = "experts" in names or any(
@@ -205,9 +202,8 @@ def adam_keeps_masters(field: Callable[[str], Any], main: torch.dtype) -> bool:
 def read_wanted(field: Callable[[str], Any]) -> Wanted:
     """The tensors' dtypes that the current fields of an OptimizerConfig imply.
 
-    ``field`` reads a field of the config; ``None`` for a missing field. Megatron computes derived
-    settings only once, when an OptimizerConfig is made. If a field is set later, the derived
-    settings stay as they were, and the audit reports the difference.
+    ``field`` reads a field; ``None`` if missing. Megatron derives settings only once: if a field is
+    set later, they stay as they were, and the audit reports the difference.
     """
 
     def get(name: str, default: Any) -> Any:

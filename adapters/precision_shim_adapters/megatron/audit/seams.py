@@ -1,10 +1,9 @@
 """The seams that audit Megatron's optimizers automatically.
 
-No seam patches ``get_megatron_optimizer`` or ``ChainedOptimizer``, because some frameworks have
-their own copy of ``get_megatron_optimizer`` that makes no ``ChainedOptimizer``. In megatron-core
-0.13 to 0.19 every optimizer has one of the three classes that this module patches.
-
-Delete this module when Megatron reports which precision its optimizers really have.
+In megatron-core 0.13 to 0.19 every optimizer has one of the three classes that are patched here.
+Neither ``get_megatron_optimizer`` nor ``ChainedOptimizer`` is patched, because frameworks may have
+their own copy of the former, which makes no chain. Delete this module when Megatron reports which
+precision its optimizers really have.
 """
 
 from __future__ import annotations

@@ -1,20 +1,18 @@
 """Resume Megatron's optimizer for CPU offload exactly, if the user made it precision-aware.
 
-``HybridDeviceOptimizer`` has inner optimizers, which update copies of the parameters with torch's
-AdamW on the host and with FusedAdam on the GPU. Before a load, ``dummy_step``, a step on random
-gradients, makes its states. Megatron 0.15 to 0.19 then loads a checkpoint into the outer
-optimizer's states, and silently does not copy some of them to the inner optimizers:
+``HybridDeviceOptimizer`` updates copies of the parameters with inner optimizers: torch's AdamW on
+the host, FusedAdam on the GPU. Before a load, ``dummy_step``, a step on random gradients, makes its
+states. Megatron 0.15 to 0.19 then loads a checkpoint into the outer optimizer's states, and
+silently does not copy some of them to the inner optimizers:
 
-- With ``dp_reshardable`` (which 0.15 cannot save), AdamW's step counts are 1 after a resume.
+- With ``dp_reshardable`` (which 0.15 cannot save), AdamW's step counts are 1 after a resume. SkyRL
+  corrects this itself, but only in its own processes.
 - With ``dp_zero_gather_scatter``, the parameters' copies keep the values from ``dummy_step``.
-- With every sharding type, each step overwrites the inner optimizers' groups with the loaded
-  groups, where FusedAdam keeps its step count: it stays the checkpoint's step count plus 1.
+- With every sharding type, FusedAdam's step count stays the checkpoint's plus 1, because each step
+  overwrites the inner optimizers' groups with the loaded groups.
 - If no state is on the host, Megatron saves no step count, and FusedAdam counts from 1 again.
 
-SkyRL itself corrects AdamW's step counts with ``dp_reshardable``, but only in its own processes.
-
-Delete this module when tests/audit/test_offload_resume.py fails because Megatron's own resume is
-exact.
+Delete this module when tests/audit/test_offload_resume.py fails, since Megatron resumes exactly.
 """
 
 from __future__ import annotations

@@ -4,17 +4,14 @@ On a save, the shim converts a precision-aware optimizer's int16 remainder to th
 that an unpatched Megatron expects; on a load, it splits the master weight into parameter and
 remainder again. If the user's config turns on the precision-aware optimizer, even an unpatched
 Megatron expects remainders: in the two sharding types that store a dtype for each state, the shim
-saves them unchanged. In two sharding types the checkpoint's keys contain the bucket's dtype; the
-shim writes the keys that a job without the shim would write. The shim compares wanted with stored
-dtypes in ``dist_checkpointing.load``, which has the wanted tensors before Megatron reads.
+saves them unchanged. In two sharding types the keys contain the bucket's dtype; the shim writes the
+keys of a job without the shim. Dtypes are compared in ``dist_checkpointing.load``, before Megatron
+reads: the shim refuses fp32 moments that would be rounded to bf16, and remainders whose int16 bits
+an unpatched Megatron has cast to floats.
 
-The shim refuses to load fp32 moments that would be rounded to bf16, and remainders whose int16 bits
-an unpatched Megatron has cast to floating-point numbers.
-
-Upstream: https://github.com/NVIDIA/Megatron-LM/issues/4222 (remainders cannot be loaded again),
-https://github.com/NVIDIA/Megatron-LM/issues/2576 (the ``padding`` entry). Delete this module when
-issues 4222 and 2576 are closed, Megatron stores remainders under a separate name, and no key
-contains the bucket's dtype.
+Delete this module when https://github.com/NVIDIA/Megatron-LM/issues/4222 (remainders cannot be
+loaded again) and https://github.com/NVIDIA/Megatron-LM/issues/2576 (the ``padding`` entry) are
+closed, Megatron stores remainders under a separate name, and no key contains the bucket's dtype.
 """
 
 from __future__ import annotations
@@ -67,12 +64,10 @@ def checkpoint_seam(
 
 
 bucket_without_shim: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-"""Maps a DDP module to the framework's ``grad_reduce_in_fp32`` if the shim aligned the bucket:
-``ddp.build_ddp`` writes the entries, and this module reads them."""
+"""``grad_reduce_in_fp32`` of the framework, for each DDP whose bucket ``ddp.build_ddp`` aligned."""
 
 _ADDED = "_precision_shim_added"
-"""Attribute that marks an OptimizerConfig which only the shim made precision-aware. ``copy`` and
-``pickle`` keep the attribute, although it is no dataclass field."""
+"""Marks a config that only the shim made precision-aware; ``copy`` and ``pickle`` keep the mark."""
 
 _OWN = ("adam_eps", "sgd_momentum")
 """Fields of a config with ``_ADDED`` in which the shim stores new float objects of equal value. A
@@ -89,9 +84,7 @@ job without the shim would save them, and ``"copy"`` if a load writes into the j
 def note_precision_aware(config: Any, *, by_user: bool) -> None:
     """Mark an OptimizerConfig that is precision-aware only because of the shim.
 
-    Args:
-        config: Megatron's OptimizerConfig, of which the optimizer may receive a copy.
-        by_user: whether ``config`` is precision-aware without the shim, too.
+    The optimizer may get a copy of ``config``. ``by_user``: it is precision-aware without the shim.
     """
     if not config.use_precision_aware_optimizer or by_user:
         return
@@ -268,8 +261,7 @@ def compare_layouts(call: Call, sharded_state_dict: Any, checkpoint_dir: Any) ->
     """Compare the dtypes of the wanted optimizer tensors with the checkpoint's metadata.
 
     Raises:
-        CheckpointLayoutError: a tensor of the optimizer has another dtype in the checkpoint, and
-            Megatron would cast it silently.
+        CheckpointLayoutError: a tensor has another dtype, and Megatron would cast it silently.
     """
     wanted = [
         tensor for tensor in _sharded_tensors(sharded_state_dict) if is_optimizers(tensor.key)

@@ -1,16 +1,13 @@
 """Save and load one parameter's states in Megatron's optimizer checkpoints.
 
 ``DistributedOptimizer`` reads and writes a parameter's states with the same two methods in every
-sharding type. ``optimizer_state`` explains how and why the shim converts master weights. Three
-properties of Megatron and TransformerEngine prevent an exact resume:
+sharding type. ``optimizer_state`` explains why the shim converts master weights. Three properties
+of Megatron and TransformerEngine prevent an exact resume: FusedAdam keeps int16 remainders under
+the name ``master_param``. FusedAdam fills the master weights of an fp32 parameter once and never
+updates them. Megatron finds states by the parameter's number in its group, which does not follow
+the group's order if the group has both fp32 and 16-bit parameters.
 
-- FusedAdam keeps int16 remainders under the name ``master_param``.
-- FusedAdam fills the master weights of an fp32 parameter once and never updates them.
-- Megatron finds a parameter's states by the parameter's number in its group. If a group has both
-  fp32 and 16-bit parameters, the numbers do not follow the order of the group's parameters.
-
-Delete this module when ``optimizer_state`` can be deleted, and Megatron numbers a group's
-parameters in the group's order.
+Delete this module with ``optimizer_state``, when Megatron numbers parameters in the group's order.
 """
 
 from __future__ import annotations
@@ -65,9 +62,8 @@ def _shard_of(optimizer: Any, model_param: Any) -> Any:
 def place_fp32_first(call: Call) -> Any:
     """Number a group's parameters in the group's order: fp32 shards first.
 
-    Megatron itself numbers the parameters in the order of its buffers, and so mistakes one
-    parameter's states for another's. Without this seam a save fails with an error about sizes, or
-    exchanges the states of two parameters of the same size.
+    Megatron's own numbers follow its buffers: a save fails with an error about sizes, or exchanges
+    the states of two parameters of the same size.
     """
     known, ranges = result = call.proceed()
     places = {}
@@ -115,8 +111,7 @@ def split_states(call: Call, model_param: Any, tensors: Any) -> Any:
     """Convert loaded master weights to the optimizer's form; refuse states that would be rounded.
 
     Raises:
-        CheckpointLayoutError: a state would be rounded, or the master weights are int16 remainders
-            that Megatron has cast to floating-point numbers.
+        CheckpointLayoutError: a state would be rounded, or remainders have been cast to floats.
     """
     optimizer = call.instance
     # Up to Megatron 0.16, dp_reshardable also passes a bool 'padding', which FusedAdam rejects.

@@ -32,14 +32,10 @@ class BucketChoice:
 def choose_bucket(
     *, present: bool, user_set: bool, align: bool, main_grads: torch.dtype, model: TrainableDtypes
 ) -> BucketChoice:
-    """Choose the bucket's dtype for the trainable parameters that share the bucket.
+    """Choose the bucket's dtype for the trainable parameters (``model``) that share the bucket.
 
-    Args:
-        present: the config's ``grad_reduce_in_fp32``.
-        user_set: whether the user wrote ``grad_reduce_in_fp32``.
-        align: whether to override a value that the user wrote (``GRAD_BUCKET=align``).
-        main_grads: the dtype of the optimizer's main grads.
-        model: the trainable parameters' dtypes.
+    ``present`` is the config's ``grad_reduce_in_fp32``, which ``align`` (``GRAD_BUCKET=align``)
+    overrides even if the user wrote it. ``main_grads`` is the dtype of the optimizer's main grads.
     """
     low = main_grads is not torch.float32
     # A model chunk without trainable parameters has no bucket, and so requires no fp32 bucket.

@@ -1,8 +1,7 @@
 """The dtypes that each OptimizerConfig field may have with the installed TransformerEngine.
 
-The rules in this module come from ``FusedAdam.__init__`` in each release of TransformerEngine, and
-from the choices of Megatron-LM's option ``--main-grads-dtype``. The test environment that builds
-TransformerEngine compares this module's rules with the real FusedAdam's constructor.
+The rules come from ``FusedAdam.__init__`` in each release, and from the choices of Megatron-LM's
+``--main-grads-dtype``. A test compares them with the real FusedAdam's constructor.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ CAPTURABLE_BF16_SINCE = (2, 14)
 """First TransformerEngine release whose capturable mode accepts bf16 moments, if both are bf16."""
 
 UNFUSED_PACKED_SINCE = (2, 11)
-"""First TransformerEngine release whose unfused attention accepts packed sequences. Only the
-unfused attention of TransformerEngine accepts fp32."""
+"""First release whose unfused attention, the only one for fp32, accepts packed sequences."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +36,7 @@ class FusedAdamSupport:
 
     Attributes:
         version: TransformerEngine's release, such as ``(2, 11)``; ``None`` if not installed.
-        precision_aware: whether the constructor has the arguments that Megatron's
-            precision-aware optimizer needs.
+        precision_aware: whether the constructor has the precision-aware optimizer's arguments.
         problem: why the precision-aware optimizer cannot run, or ``""``.
     """
 
@@ -84,8 +81,7 @@ def check_dtypes(config: Mapping[str, Any], support: FusedAdamSupport, *, where:
     """Raise an error if a field has an illegal dtype; ignore values that are not dtypes.
 
     Raises:
-        DtypeError: a dtype is illegal; the message names the key, the dtype, the allowed dtypes
-            and the release of TransformerEngine.
+        DtypeError: names the key, the dtype, the allowed dtypes and TransformerEngine's release.
     """
     for field, value in config.items():
         legal = legal_dtypes(field, support) if isinstance(value, torch.dtype) else None
@@ -115,11 +111,7 @@ NEED_PRECISION_AWARE = (
 
 
 def not_precision_aware(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """The fields that Megatron refuses in a config that is not precision-aware.
-
-    Returns:
-        One tuple for each refused field: the field's name, the problem and the remedy.
-    """
+    """Return field, problem and remedy for each field that needs a precision-aware config."""
     aware = "use_precision_aware_optimizer"
     if config.get(aware):
         return []

@@ -100,14 +100,12 @@ class OptimizerPlan:
 def obstacles(requested: RequestedConfig, support: FusedAdamSupport) -> list[str]:
     """Return all reasons why a model's optimizer cannot be precision-aware; empty if it can be.
 
-    The reasons come from the assertions of Megatron's ``OptimizerConfig.__post_init__`` and from
-    Megatron's condition on fp8 recipes. Megatron's layer-wise optimizer and Megatron's FSDP cannot
-    be precision-aware because they build no FusedAdam.
+    They are the assertions of Megatron's ``OptimizerConfig.__post_init__`` and Megatron's condition
+    on fp8 recipes; the layer-wise optimizer and Megatron's FSDP build no FusedAdam.
 
-    With ``optimizer_cpu_offload`` the shim chooses no precision-aware optimizer, because Megatron
-    would not resume this optimizer exactly: step counts or masters differ from the checkpoint's
-    (docs/megatron.md has the measurements, of the memory too). The shim corrects both, but a later
-    resume without the shim would be silently wrong.
+    With ``optimizer_cpu_offload``, Megatron would not resume a precision-aware optimizer exactly:
+    step counts or masters differ from the checkpoint's (measured in docs/megatron.md). The shim
+    corrects both, but a later resume without the shim would be silently wrong.
     """
     reasons = []
     if requested.optimizer != "adam":
@@ -210,7 +208,6 @@ def plan_optimizer(
 
 
 def _keeps_bucket(requested: RequestedConfig, now: InForce) -> bool:
-    """Whether the gradient bucket has the dtype that the user wrote."""
     return requested.bucket_in_fp32 is not None and not (now.over_user and now.aligns)
 
 

@@ -1,8 +1,6 @@
 """What is requested of a model's optimizer, and what of the shim is in force: a plan's two inputs.
 
-An adapter reads its framework's config into one record, ``RequestedConfig``. ``plan_optimizer``
-makes a plan from it, the trainable parameters and an ``InForce``. Equal ``RequestedConfig`` give
-the same plan in every framework.
+Equal ``RequestedConfig`` give the same plan in every framework.
 """
 
 from __future__ import annotations
@@ -46,18 +44,14 @@ class RequestedConfig:
     ``asked`` contains only the fields that the user wrote, without defaults of a config class.
 
     Attributes:
-        where: framework, version and key, for messages, such as
-            ``"verl 0.9.1, override_optimizer_config"``.
+        where: framework, version and key, such as ``"verl 0.9.1, override_optimizer_config"``.
         subject: the model's name, such as ``"actor"``.
         asked: fields of Megatron's OptimizerConfig that the user wrote; dtypes may be names.
-        declared: the dtype that the framework declares for the model; needed only if the trainable
-            parameters have several dtypes or are unknown.
-        auto: the policy for ``PRECISION_SHIM_OPTIMIZER_STATES=auto``, which is ``"as-configured"``
-            if the config has fields for the states' dtypes, else ``"guarded"``.
-        native: maps the model's dtype to the fields that the framework sets by itself; ``asked``
-            overrides them.
-        opt_in: the framework's own fields for low-precision states of a bf16 model, with Megatron's
-            names as keys.
+        declared: the model's dtype for the framework, if its parameters' are several or unknown.
+        auto: what ``PRECISION_SHIM_OPTIMIZER_STATES=auto`` means: ``"as-configured"`` if the config
+            has fields for the states' dtypes, else ``"guarded"``.
+        native: maps the model's dtype to fields that the framework sets; ``asked`` overrides them.
+        opt_in: the framework's fields for low-precision bf16 states, by Megatron's names.
         reads_opt_in: whether the framework applies ``opt_in`` itself; if not, the shim applies it.
         blockers: the framework's reasons why a precision-aware optimizer cannot run.
         optimizer: Megatron's name of the optimizer, used if ``asked`` has no ``optimizer``.
@@ -66,8 +60,7 @@ class RequestedConfig:
         nan_check_written: whether the user wrote ``check_for_nan_in_grad``.
         scaler: loss scaler settings from the framework's config, with the shim's names as keys.
         scaler_where: the config's key of the loss scaler settings, for messages.
-        unchecked: fields that ``optimizer.check`` skips, because the framework's own files set them
-            to the same value for every model.
+        unchecked: fields that ``optimizer.check`` skips: the framework's files fix their values.
         trains: whether the model has an optimizer.
     """
 
@@ -105,8 +98,7 @@ class InForce:
         coerces: whether dtype names become dtypes.
         dispatches: whether the shim sets OptimizerConfig fields by the model's dtype.
         aligns: whether the shim gives the gradient bucket the main grads' dtype.
-        over_user: whether the bucket gets the main grads' dtype even if the user wrote another
-            dtype (``GRAD_BUCKET=align``).
+        over_user: whether it does so even if the user wrote another (``GRAD_BUCKET=align``).
         whole_masters: whether checkpoints contain whole fp32 masters.
         support: the FusedAdam that Megatron would use.
     """
@@ -123,10 +115,7 @@ class InForce:
 def what_is_in_force(
     settings: Settings, holds: Callable[[str, str], bool], support: FusedAdamSupport
 ) -> InForce:
-    """The settings and features that a plan depends on.
-
-    ``holds`` returns whether a feature is in force for a group of seams.
-    """
+    """The ``InForce``; ``holds``: whether a feature is in force for a group of seams."""
     return InForce(
         states=str(settings["optimizer_states"]),
         coerces=COERCION in settings.features,

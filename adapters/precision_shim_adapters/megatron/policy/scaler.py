@@ -64,11 +64,7 @@ def refuse_low(
 ) -> None:
     """Refuse a dynamic loss scaler that begins below its minimum, a bare assertion in Megatron.
 
-    Args:
-        fields: fields of Megatron's OptimizerConfig.
-        where: framework, version and key, for the message.
-        key: the key of the initial loss scale.
-        way: how to raise the initial loss scale.
+    ``where`` and ``key`` are for the message, ``way`` is how to raise the initial loss scale.
 
     Raises:
         SettingsError: the initial loss scale is below the minimum.
@@ -94,14 +90,9 @@ def describe_scaler(
     ours: Mapping[str, float],
     dtype: torch.dtype | None = None,
 ) -> tuple[str, str]:
-    """Describe a model's dynamic loss scaler, and the reason for its values, in words.
+    """The values of a dynamic loss scaler (``first`` is its initial scale), and why, in words.
 
-    Args:
-        first: the initial loss scale.
-        interval: the growth interval in steps.
-        factors: growth factor and backoff factor.
-        ours: the factors that come from the shim's settings.
-        dtype: the model's dtype; ``None`` for fp16.
+    Of ``factors`` (growth, backoff), ``ours`` come from the shim. A ``dtype`` of ``None`` is fp16.
     """
     because = f"the model is {name_of(dtype or torch.float16)}"
     if dtype not in (None, torch.float16):
@@ -136,10 +127,8 @@ def predicted_own_scaler(
 ) -> tuple[str, str] | None:
     """Predict the decision about the loss scaler that Megatron makes if ``fp16`` is true.
 
-    The shim chooses the scaler's initial loss scale and growth interval only for an fp16 model.
-
-    Returns:
-        The scaler's values and the reason, in words; ``None`` for a static loss scale.
+    Values and reason in words; ``None`` for a static loss scale. Only for an fp16 model does the
+    shim choose initial loss scale and growth interval.
     """
     if fields.get("loss_scale"):
         return None

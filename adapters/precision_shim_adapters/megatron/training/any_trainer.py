@@ -1,11 +1,8 @@
 """Seams of the adapter ``megatron`` for models built outside every ``with building(...)`` block.
 
-The seams of the adapter ``megatron`` do nothing while another adapter's context manager
-``building`` is entered. Every path to Megatron's optimizers calls
-``_get_megatron_optimizer_based_on_param_groups`` with the config and the DDPs.
-
-Delete this module when a model can train at Megatron's initial loss scale, the DDP's gradient check
-allows skipped steps, and OptimizerConfig refuses fields that are set after validation.
+Every path to Megatron's optimizers calls ``_get_megatron_optimizer_based_on_param_groups``. Delete
+this module when a model can train at Megatron's initial loss scale, the DDP's gradient check lets
+steps be skipped, and OptimizerConfig refuses fields that are set after validation.
 """
 
 from __future__ import annotations
@@ -33,11 +30,10 @@ _MAKE = "megatron.core.optimizer:_get_megatron_optimizer_based_on_param_groups"
     **ON_SCALING,
 )
 def start_lower(call: Call, initial_scale: float, min_scale: float, growth_interval: float) -> Any:
-    """Lower Megatron's default initial loss scale, at which the first 25 steps would be skipped.
+    """Lower Megatron's initial loss scale, 2**32, at which the first 25 steps would be skipped.
 
-    Megatron's initial loss scale is 2**32. With Megatron's hysteresis of 2, the first overflow does
-    not change the scale. Every further overflow halves the scale, so 25 skips in a row lower it to
-    2**8.
+    With Megatron's hysteresis of 2, the first overflow does not change the scale; each of the next
+    24 halves it, down to 2**8.
     """
     if current_build() is not None:
         return call.proceed()

@@ -30,21 +30,14 @@ class Build:
     Only the DDP's seam (``ddp.build_ddp``) changes a ``Build``; the optimizer's seams only read.
 
     Attributes:
-        seen: dtypes of the trainable parameters of all model chunks that have a DDP so far, on all
-            pipeline stages.
+        seen: dtypes of the trainable parameters of all chunks with a DDP so far, on all stages.
         distributed: whether the last DDP's config has the distributed optimizer.
-        in_fp32: value of ``grad_reduce_in_fp32`` for the first chunk; ``None`` until it is decided.
-            Megatron asserts that all chunks of a model have the same DDP config.
+        in_fp32: the first chunk's ``grad_reduce_in_fp32``; ``None`` until it is decided. Megatron
+            asserts that all chunks of a model have the same DDP config.
     """
 
     def __init__(self, framework: str, read: Callable[[], RequestedConfig]) -> None:
-        """Create a ``Build`` that has no model chunk yet.
-
-        Args:
-            framework: the framework's name.
-            read: function that reads the framework's config; called once, when the seam at the DDP
-                first reads ``requested``.
-        """
+        """Create a ``Build`` without chunks; the first use of ``requested`` calls ``read``."""
         self.framework = framework
         self._read = read
         self.seen = TrainableDtypes()
@@ -96,8 +89,7 @@ _build: ContextVar[Build | None] = ContextVar("precision_shim_build", default=No
 """The ``Build`` in progress: set by ``building``, read by the backend's seams."""
 
 _references: ByIdentity[Build] = ByIdentity()
-"""Maps a DDP config to the ``Build`` of its reference model: ``expect_reference`` writes an entry,
-``build_around`` reads it. Equal configs of two workers are two objects."""
+"""Maps a reference model's DDP config to its ``Build``; equal configs are two objects."""
 
 
 def current_build(framework: str | None = None) -> Build | None:
@@ -128,8 +120,7 @@ def building(framework: str, read: Callable[[], RequestedConfig]) -> Iterator[Bu
 def expect_reference(ddp_config: Any, framework: str, read: Callable[[], RequestedConfig]) -> None:
     """Record a ``Build`` for the DDP that the framework will make with ``ddp_config``.
 
-    Adapters call this function if no seam can wrap the code that builds the reference model. Only
-    a weak reference to ``ddp_config`` is stored.
+    For a reference model whose construction no seam can wrap; ``ddp_config`` is weakly referenced.
     """
     _references[ddp_config] = Build(framework, read)
 

@@ -35,8 +35,7 @@ UNCHECKED = (
 """The decision to turn the check off, and its reason."""
 
 compared_with: weakref.WeakKeyDictionary[Any, torch.dtype] = weakref.WeakKeyDictionary()
-"""Maps a DDP module, whose bucket dtype the user set, to the main grads' dtype, with which
-``build_ddp`` has compared it; ``optimizer.check`` and the audit read the entry."""
+"""Maps a DDP whose bucket dtype the user set to the main grads' dtype that was compared."""
 
 
 @seam(
@@ -173,12 +172,10 @@ def _over_stages(model: TrainableDtypes, pg_collection: Any = None) -> Trainable
     """Merge the trainable dtypes of a model chunk with those of the same chunk on other stages.
 
     The first and the last stage each have a copy of tied embeddings, and add up the copies'
-    gradients. If only the last stage had fp32 parameters, its bucket would be fp32, but the first
-    stage's bf16. Gradients in an fp32 bucket and gradients in a bf16 bucket cannot be added.
+    gradients, which cannot be added if one bucket is fp32 and the other bf16.
 
     Every rank of the pipeline-parallel group has to call this function for each chunk; all stages
-    build equally many chunks. ``pg_collection`` are the DDP's process groups; ``None`` for
-    Megatron's global groups.
+    build equally many chunks. ``pg_collection`` is ``None`` for Megatron's global groups.
     """
     if not torch.distributed.is_initialized():
         return model

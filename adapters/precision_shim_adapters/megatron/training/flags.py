@@ -34,16 +34,11 @@ _OF_THE_MODEL = ("fp16", "bf16", "params_dtype")
 def requested_by_flags(
     args: Namespace, where: str, subject: str, blockers: Iterable[str] = ()
 ) -> RequestedConfig:
-    """Read one model's settings from a flat namespace of Megatron's flags.
+    """Read one model's settings from a flat namespace of flags, checked by ``validate_args``.
 
-    A flag counts as the user's if it differs from the default of Megatron's OptimizerConfig. A flag
-    that the user wrote with its default value is treated like an omitted flag.
-
-    Args:
-        args: the namespace that Megatron's ``validate_args`` has checked.
-        where: framework, version and the word "flags", for messages.
-        subject: which model.
-        blockers: see ``RequestedConfig``.
+    A flag counts as the user's if it differs from the default of Megatron's OptimizerConfig; one
+    that the user wrote with its default value does not. ``where``: framework, version and "flags".
+    For ``blockers`` see ``RequestedConfig``.
     """
     from megatron.core.optimizer import OptimizerConfig
 
@@ -70,10 +65,7 @@ def requested_by_flags(
 
 
 def fill_inline(call: Call, framework: str) -> Any:
-    """Apply the plan to an OptimizerConfig while the trainer makes the config.
-
-    A seam at ``CONFIG_INIT`` calls ``fill_inline``, which changes nothing outside ``building``.
-    """
+    """Apply the plan to an OptimizerConfig in a seam at ``CONFIG_INIT``, if within ``building``."""
     build = current_build(framework)
     if build is None:
         return call.proceed()
@@ -87,7 +79,6 @@ def fill_inline(call: Call, framework: str) -> Any:
 def where_present(seams: Iterable[Seam], module: str) -> tuple[Seam, ...]:
     """Restrict the backend's seams to environments in which the trainer's module is installed.
 
-    Adapters call this function, with a module that only the trainer has, if other projects also use
-    the trainer's package name.
+    Use it, with a module that only the trainer has, if other projects have its package name, too.
     """
     return tuple(replace(seam, only_if=(*seam.only_if, module)) for seam in seams)

@@ -17,10 +17,8 @@ _LAYER = "output_layer"
 def compute_in_fp32(chunks: Iterable[torch.nn.Module], where: str, setting: str) -> None:
     """Make model chunks compute their output layer in fp32; the weight's dtype does not change.
 
-    Args:
-        chunks: a rank's model chunks; only the last pipeline stage has an output layer.
-        where: framework and version.
-        setting: the user's setting, such as ``"PRECISION_SHIM_HEAD=fp32"``.
+    Only the last pipeline stage's chunks have one. ``where`` (framework and version) and
+    ``setting``, such as ``"PRECISION_SHIM_HEAD=fp32"``, are for messages.
 
     Raises:
         UnsupportedPrecisionError: the layer is not one that the shim can compute in fp32.

@@ -1,11 +1,8 @@
 """Check that a loss is scaled once, because Megatron always divides fp16 gradients by the scale.
 
-A trainer scales its loss with ``grad_scale_func`` of the model's config, with ``scale_loss``, or by
-multiplying the loss by ``get_loss_scale()``, which the other two also call. If the loss is not
-scaled, the gradients become too small; if it is scaled twice, they become too large. The reported
-loss shows no sign of these errors.
-
-Delete this module when Megatron's ``prepare_grads`` checks whether the loss was scaled.
+A trainer scales with ``grad_scale_func``, ``scale_loss``, or ``get_loss_scale()``, which the other
+two also call. An unscaled loss makes the gradients too small, one scaled twice too large; the
+reported loss shows no sign of it. Delete this module when ``prepare_grads`` checks this.
 """
 
 from __future__ import annotations
@@ -26,8 +23,7 @@ _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _WAYS = "grad_scale_func of the model's config, scale_loss() nor get_loss_scale()"
 
 _asked: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Optimizers whose loss scale was read since their last step: ``note_asked`` adds an optimizer,
-``tell_unscaled`` removes it."""
+"""Optimizers whose loss scale was read (``note_asked``) since their last step."""
 
 
 @seam(

@@ -1,13 +1,9 @@
 """Reload master weights after a framework loaded weights without the optimizer's states.
 
-Megatron's optimizers copy their master weights over the parameters. After a load of the weights
-alone, the next step restores the former weights, unless the framework calls Megatron's
-``reload_model_params``, as NeMo-RL's Megatron-Bridge does; verl and SkyRL do not. This function
-reloads neither the master weights in FusedAdam's state nor the copies that the optimizer for CPU
-offload updates. Each rank reloads the master weights that it owns, without communication.
-
-Delete this module when Megatron's ``reload_model_params`` reloads all master weights, and verl and
-SkyRL call this function.
+Else the next step restores the former weights, unless the framework calls ``reload_model_params``,
+as NeMo-RL's Megatron-Bridge does; verl and SkyRL do not. That function skips the master weights in
+FusedAdam's state and CPU offload's copies. Each rank reloads its own, without communication.
+Delete this module when ``reload_model_params`` reloads all, and verl and SkyRL call it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Offload FusedAdam's master weights to the CPU together with the moments.
 
-Each framework has a function that moves Megatron's optimizer states to the CPU during generation,
-by a list of names. If the list lacks ``master_param``, the fp32 master weights of a precision-aware
-optimizer stay on the GPU: 4 bytes per parameter.
-
-Delete this module when each framework's list has ``master_param`` (verl's list has it from 0.9).
+A framework moves the states to the CPU during generation by a list of names. If the list lacks
+``master_param``, a precision-aware optimizer's fp32 masters, 4 bytes per parameter, stay on the
+GPU. Delete this module when each framework's list has it (verl's has it from 0.9).
 """
 
 from __future__ import annotations
@@ -16,13 +14,9 @@ from precision_shim.adapting import Call, Seam, Settings, Symbol
 
 
 def seams(module: str, importers: tuple[str, ...], why: str, delete_when: str) -> list[Seam]:
-    """The seams at a framework's two offload functions; all frameworks use the same two names.
+    """The seams at a framework's two offload functions, which have the same names everywhere.
 
-    Args:
-        module: the module with ``offload_megatron_optimizer`` and ``load_megatron_optimizer``.
-        importers: modules that have ``from ... import`` of the two offload functions.
-        why: see ``Seam``.
-        delete_when: see ``Seam``.
+    ``module`` defines both; ``importers`` are the modules that import them by name.
     """
     return [
         Seam(

@@ -1,12 +1,8 @@
 """Coerce dtypes in Megatron's OptimizerConfig, set fields, and compare the config with the model.
 
-Dtypes are coerced in ``__post_init__``, which also runs for a subclass of OptimizerConfig and for a
-later validation. Each framework has its own function that fills the config; the framework's adapter
-calls ``apply_plan`` in a seam at this function, and ``check`` in a seam at the function that makes
-the optimizer. The shim deliberately does not patch Megatron's own ``get_megatron_optimizer``.
-
-Delete this module when OptimizerConfig accepts dtype names, and Megatron's DDP reads
-``main_grads_dtype``.
+A framework's adapter calls ``apply_plan`` where the framework fills the config, and ``check`` where
+it makes the optimizer. Megatron's ``get_megatron_optimizer`` is deliberately not patched. Delete
+this module when OptimizerConfig accepts dtype names, and the DDP reads ``main_grads_dtype``.
 """
 
 from __future__ import annotations
@@ -116,18 +112,14 @@ def _refuse_low(fields: Mapping[str, Any], where: str) -> None:
 def apply_plan(build: Build, *, native: bool = False) -> OptimizerPlan:
     """Choose the OptimizerConfig's fields for a model whose DDP is built, and report the decision.
 
-    An adapter calls ``apply_plan`` in a seam at the framework's function that makes the config. The
-    seam has the features ``APPLYING``, each of which acts if it is in force.
-
-    Args:
-        build: the ``Build`` in progress, or a ``Build`` that the caller made.
-        native: whether the framework itself sets the optimizer's dtypes by the model's dtype.
+    An adapter calls ``apply_plan`` in a seam, with the features ``APPLYING``, at the framework's
+    function that makes the config. ``native``: whether the framework sets the dtypes by the
+    model's.
 
     Raises:
-        DtypeError: the user wrote an unknown dtype name, an illegal dtype, or a dtype that is
-            legal only with the precision-aware optimizer.
-        SettingsError: the initial loss scale is below the scaler's minimum, or a value that the
-            shim computes with is no number.
+        DtypeError: the user wrote an unknown dtype name, an illegal dtype, or a dtype that is legal
+            only with the precision-aware optimizer.
+        SettingsError: the initial loss scale is below the minimum, or a value is no number.
     """
     requested = build.requested
     where = requested.where
@@ -157,10 +149,7 @@ def apply_plan(build: Build, *, native: bool = False) -> OptimizerPlan:
 
 
 def keep_layout(plan: OptimizerPlan, config: Any) -> None:
-    """Record for the checkpoints' layout whether user or shim made a config precision-aware.
-
-    An adapter calls ``keep_layout`` with the config object that the optimizer receives.
-    """
+    """Record whether user or shim made ``config``, which the optimizer gets, precision-aware."""
     if plan.by_user is not None:
         note_precision_aware(config, by_user=plan.by_user)
 
@@ -182,10 +171,7 @@ def with_fields(config: Any, fields: Mapping[str, Any]) -> Any:
 
 
 def check_again(config: Any) -> None:
-    """Validate a finished OptimizerConfig again after a framework has set fields on it.
-
-    The validation turns dtype names into dtypes and recomputes Megatron's derived fields.
-    """
+    """Validate an OptimizerConfig on which a framework has set fields, and derive fields again."""
     # Megatron-Bridge 0.5 and later validates and computes derived fields in ``finalize``.
     (getattr(config, "finalize", None) or config.__post_init__)()
 
@@ -195,17 +181,16 @@ def apply_to_config(
 ) -> Any:
     """Copy the framework's OptimizerConfig, apply the plan to it, and make the optimizer.
 
-    The seam of a function that has a parameter ``config`` calls ``apply_to_config``. Outside the
-    context manager ``building``, it does nothing.
+    Outside the context manager ``building``, it only makes the optimizer.
 
     Args:
-        call: the call of the function that makes the optimizer.
+        call: the call of the function that makes the optimizer, which has a parameter ``config``.
         framework: the framework's name.
         config: the framework's OptimizerConfig, which is copied and not changed.
         model: the model's DDPs, which are compared with the config.
-        stale: whether the framework sets fields after it validated the config. Outdated derived
-            fields would make Megatron keep whole fp32 master weights, so the shim recomputes them.
-            Checkpoints are written in the layout that a job without the shim reads.
+        stale: whether fields were set after the validation. Outdated derived fields would make
+            Megatron keep whole fp32 master weights, so the shim recomputes them. Checkpoints are
+            written in the layout that a job without the shim reads.
     """
     build = current_build(framework)
     if build is None:
@@ -258,11 +243,7 @@ def _refuse_unscaled(build: Build, config: Any) -> None:
 def _refuse_fp16_gradients(
     framework: str, build: Build | None, config: Any, chunks: list[Any]
 ) -> None:
-    """Raise an error for fp16 gradients, on which Megatron's clipping fails without a message.
-
-    With the precision-aware optimizer the gradients have the bucket's dtype, and
-    ``clip_grad_by_total_norm_fp32`` accepts only fp32 and bf16 gradients.
-    """
+    """Refuse fp16 gradients: ``clip_grad_by_total_norm_fp32`` fails on them without a message."""
     if not (config.use_precision_aware_optimizer and config.clip_grad):
         return
     if torch.float16 in _bucket_dtypes(chunks):
@@ -312,7 +293,6 @@ def _check_pair(framework: str, build: Build | None, config: Any, chunks: list[A
 
 
 def _wrapped_chunks(model: Any) -> list[Any]:
-    """The chunks of a model (one chunk or a list) that are in a DDP with buckets."""
     chunks = model if isinstance(model, list) else [model]
     return [chunk for chunk in chunks if hasattr(chunk, "buffers") and hasattr(chunk, "ddp_config")]
 

@@ -1,18 +1,8 @@
-"""Make an fp16 overflow skip the step in every framework on Megatron-core.
+"""Make an fp16 overflow skip the step in every framework on Megatron-core, and count the skips.
 
-Megatron itself scales the loss, unscales the gradients, agrees over all ranks on an overflow, skips
-the step and saves its scaler's state. Four things go wrong without the shim: frameworks treat a
-skipped step's result ``(False, None, None)`` as a failure; nobody counts the skipped steps; in a
-mixture of experts, the loss scales of the chained optimizers drift apart; and if a trainer calls
-``prepare_grads`` before ``step``, which calls it again, the gradients are unscaled twice.
-
-Some trainers skip a step by not calling ``step``, so the shim counts steps in ``prepare_grads``,
-which all trainers call to check for an overflow. The DDP's own NaN check would end the job before
-Megatron skips a step, so the module ``ddp`` turns the check off.
-
-The shim deliberately patches neither ``ConstantGradScaler``, which Megatron makes for a static
-``loss_scale``, nor megatron-core 0.18's threshold for the gradient norm, which is no overflow.
-
+Without the shim, frameworks fail at a skipped step's ``(False, None, None)``, chained optimizers'
+loss scales drift apart, and a second ``prepare_grads`` unscales again. Deliberately not patched:
+``ConstantGradScaler`` (static ``loss_scale``), and 0.18's gradient norm threshold (no overflow).
 Delete this module when frameworks accept a skipped step, and chained optimizers share a scaler.
 """
 
@@ -85,12 +75,10 @@ _succeeds: ContextVar[bool | None] = ContextVar("precision_shim_skip_succeeds", 
 """The success flag to return for a skipped step: set by ``skipping``, read by ``answer_step``."""
 
 _accounts: weakref.WeakKeyDictionary[Any, Account] = weakref.WeakKeyDictionary()
-"""Maps an optimizer to its ``Account``: ``prepare_once`` and ``answer_skips`` write entries,
-``answer_step`` and ``metrics`` read them."""
+"""Maps an optimizer to its ``Account``, for ``answer_step`` and ``metrics``."""
 
 
 def _account(optimizer: Any) -> Account | None:
-    """An optimizer's ``Account``; for a chain without one, its first optimizer's ``Account``."""
     known = (_accounts.get(inner) for inner in (optimizer, *unchain(optimizer)))
     return next((account for account in known if account is not None), None)
 
@@ -99,9 +87,8 @@ def _account(optimizer: Any) -> Account | None:
 def skipping(*, succeeds: bool) -> Iterator[None]:
     """Set the success flag that a skipped step of Megatron's optimizer returns to the framework.
 
-    An adapter puts ``skipping`` around its framework's step, in a seam for ``fp16-scaling``; with
-    ``succeeds=True`` for a framework that ends the job at a failed step. A skipped step's grad norm
-    is always NaN.
+    An adapter enters ``skipping`` around its framework's step; with ``succeeds=True`` if the
+    framework ends the job at a failed step. A skipped step's grad norm is always NaN.
     """
     token = _succeeds.set(succeeds)
     try:
@@ -130,8 +117,7 @@ def answer_a_skip(call: Call) -> Any:
 def answer_step(optimizer: Any, step: Callable[[], Any]) -> Any:
     """Run a step; return the flag from ``skipping`` or ``answer_skips`` if the step is skipped.
 
-    Adapters call ``answer_step`` if the framework replaces the optimizer's step by its own
-    function.
+    Adapters call ``answer_step`` if the framework replaces the optimizer's step by a function.
     """
     known, succeeds = _account(optimizer), _succeeds.get()
     if succeeds is None and known is not None:
@@ -153,13 +139,8 @@ def answer_step(optimizer: Any, step: Callable[[], Any]) -> Any:
 def metrics(optimizer: Any, prefix: str = "", *, from_start: bool = False) -> dict[str, float]:
     """``loss_scale`` and ``skipped_steps`` of an optimizer; empty without dynamic loss scaling.
 
-    ``loss_scale`` is the scale of the last step; ``skipped_steps`` counts from the start of this
-    process.
-
-    Args:
-        optimizer: the framework's optimizer, or ``None``.
-        prefix: put before the names.
-        from_start: whether to report the metrics before the first step as well.
+    ``loss_scale`` is the scale of the last step; ``skipped_steps`` counts from this process's
+    start. With ``from_start`` the metrics are there before the first step as well.
     """
     account = _account(optimizer) if optimizer is not None else None
     if account is None or math.isnan(account.scale):
@@ -183,9 +164,8 @@ def metrics(optimizer: Any, prefix: str = "", *, from_start: bool = False) -> di
 def keep_one_scale(call: Call) -> Any:
     """Make all chained scalers count an overflow that one of the scalers found.
 
-    Megatron multiplies the loss by the first scaler's scale, and each optimizer divides its
-    gradients by its own scaler's scale. In a mixture of experts, an overflow in the experts'
-    gradients would lower only the experts' scale.
+    Megatron scales the loss with the first scaler, and each optimizer's gradients are unscaled with
+    its own: an overflow in the experts' gradients would lower only the experts' scale.
     """
     scalers = dynamic_scalers(call.instance)
     if len(scalers) < 2:
@@ -222,8 +202,7 @@ class _Answer:
 
 
 _answers: weakref.WeakKeyDictionary[Any, _Answer] = weakref.WeakKeyDictionary()
-"""Maps an optimizer with prepared, unused gradients to its ``_Answer``: ``prepare_once`` writes
-entries, ``_forget`` deletes them."""
+"""Maps an optimizer to its ``_Answer`` until its prepared gradients are used."""
 
 _in_chain: ContextVar[bool] = ContextVar("precision_shim_in_chain", default=False)
 """True while a chain of optimizers prepares gradients, so that only the chain counts the step."""
@@ -259,8 +238,9 @@ def _forget(optimizer: Any) -> None:
 def prepare_once(call: Call) -> Any:
     """Prepare the gradients of a step once, and count the step.
 
-    Without a dynamic scaler every call runs Megatron's function, because some trainers prepare the
-    gradients several times without ``zero_grad``.
+    The count is here, since some trainers skip a step by not calling ``step``. Without a dynamic
+    scaler every call runs Megatron's function: some trainers call it several times without
+    ``zero_grad``.
 
     Raises:
         LossScaleError: too many steps in a row were skipped.

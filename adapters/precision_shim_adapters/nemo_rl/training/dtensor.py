@@ -148,10 +148,7 @@ def build(call: Call, weights_path: Any, optimizer_path: Any) -> None:
 
 
 def group_of(name: str, *, second: bool) -> str:
-    """The group name (see ``Seam``) of all seams on a model's DTensor workers.
-
-    ``name`` is the model's key in the config; ``second`` is ``dtensor_cfg._v2``.
-    """
+    """The group of the seams on a model's DTensor workers; ``second`` is ``dtensor_cfg._v2``."""
     return VALUE_V2 if name == "value" else V2 if second else V1
 
 

@@ -1,16 +1,10 @@
 """NeMo-RL on Megatron: read a policy config, and patch the functions that build a model.
 
-The shim regards each optimizer field of a policy config as written by the user. NeMo-RL's own YAML
-files set nearly all fields, including ``grad_reduce_in_fp32``. NeMo-RL's code, and no config key,
-turns on Megatron-Bridge's NaN check of gradients.
-
-The shim patches the function that builds a worker's model and optimizer, because Ray pickles this
-function by reference, unlike a worker's methods. The shim turns dtype names into dtypes when
-Megatron validates the OptimizerConfig: Megatron-Bridge 0.4 when it makes the config, later versions
-in ``finalize()``, which a worker's ``validate()`` calls before the build starts.
-
-NeMo-RL accepts a step that Megatron skipped, but the missing grad norm makes a policy worker's
-``train`` fail. The shim returns the success flag False and the grad norm NaN.
+Each optimizer field counts as the user's: NeMo-RL's YAML files set nearly all. The NaN check of
+gradients has no config key. Ray pickles the patched function by reference, unlike methods. Dtype
+names become dtypes when Megatron-Bridge 0.4 makes the OptimizerConfig, in later versions in
+``finalize()``, which ``validate()`` calls before the build. For a skipped step the shim returns the
+grad norm NaN, because ``train`` fails on None.
 """
 
 from __future__ import annotations
@@ -37,14 +31,7 @@ _COPIES = ("megatron.bridge.training.setup", *POLICIES, SETUP)
 def read_requested(
     config: Mapping[str, Any], subject: str, megatron_fsdp: bool, trains: bool
 ) -> RequestedConfig:
-    """Read a model's ``RequestedConfig`` from a policy config.
-
-    Args:
-        config: the worker's policy config.
-        subject: the model's name, such as ``"policy"``.
-        megatron_fsdp: whether Megatron-FSDP trains the model.
-        trains: whether the model gets an optimizer.
-    """
+    """Read a model's ``RequestedConfig`` from a worker's policy config."""
     role = "value" if subject == "value" else "policy"
     where = f"{versioned(FRAMEWORK)}, {role}"
     section = config["megatron_cfg"]

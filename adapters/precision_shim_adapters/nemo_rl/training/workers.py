@@ -48,13 +48,7 @@ class Worker:
         return self.group if self.group.endswith("metrics") else f"{self.group} metrics"
 
     def at(self, target: str, *only_if: str, **others: Any) -> dict[str, Any]:
-        """The arguments for ``seam`` to patch one function that this worker defines or calls.
-
-        Args:
-            target: see ``Seam``.
-            only_if: see ``Seam``; added to the worker's own ``only_if``.
-            others: further attributes of ``Seam``.
-        """
+        """The arguments for ``seam`` to patch a function of this worker; see ``Seam`` for them."""
         return {
             "target": target,
             "group": self.group,
@@ -71,9 +65,8 @@ class Worker:
     def actor_class(self, method: str, *relies_on: str) -> tuple[dict[str, Any], ...]:
         """The targets of the seams on an actor class, for all versions of NeMo-RL.
 
-        Args:
-            method: ``beneath``, or a method of ``beneath``; only some versions export ``beneath``.
-            relies_on: names that the actor class's source must have, if ``method`` is missing.
+        ``method`` is ``beneath``, which only some versions export, or a method of it; if it is
+        missing, the actor class's source must have the names ``relies_on``.
         """
         target, optional = f"{self.module}:{self.name}", self.optional
         return (

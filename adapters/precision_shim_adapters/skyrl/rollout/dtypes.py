@@ -23,8 +23,7 @@ from ..training import fsdp, megatron
 KEY = f"{INFERENCE}.{MODEL_DTYPE}"
 
 OVER = ("engine_init_kwargs", "prefill_init_kwargs", "decode_init_kwargs")
-"""Sections that override SkyRL's engine settings; before 0.4 SkyRL has only the section
-``engine_init_kwargs``."""
+"""Sections that override SkyRL's engine settings; before 0.4 only the first exists."""
 
 _DELTA = "skyrl.backends.skyrl_train.weight_sync.delta.checkpoint:DeltaCheckpointPublisher"
 PUBLISHER: dict[str, Any] = {
@@ -47,11 +46,7 @@ def sides_of(config: Any, in_force: IsInForce, directory: str = "") -> JobEngine
     """Read the dtypes of the models of a job that has a rollout.
 
     ``trainer`` is ``None`` if the policy's dtype depends on a checkpoint on another machine.
-
-    Args:
-        config: SkyRL's whole config.
-        in_force: see ``IsInForce``.
-        directory: the model's directory, if it is not the directory in the config.
+    ``directory`` is the model's, if it is not the directory in the config.
 
     Raises:
         DtypeError: a key's value is no dtype name.
@@ -95,11 +90,7 @@ def megatron_dtype(
 ) -> torch.dtype | None:
     """The dtype of a model on Megatron; ``None`` if it depends on another machine's checkpoint.
 
-    Args:
-        trainer: the trainer's config.
-        role: the model's section in ``trainer``, such as ``"policy"`` or ``"ref"``.
-        in_force: see ``IsInForce``.
-        directory: the model's directory, if it is not the directory in the config.
+    ``role`` is a section of ``trainer``, such as ``"ref"``. For ``directory`` see ``sides_of``.
     """
     path = directory or str(getattr(trainer, role).model.path or trainer.policy.model.path)
     written = getattr(trainer, role).megatron_config.transformer_config_kwargs or {}
@@ -199,13 +190,10 @@ def hand_on_names(config: Any) -> None:
 
 
 def send_in_engines_dtype(config: Any) -> list[tuple[str, str]]:
-    """Make SkyRL, which casts the weights to ``model_dtype``, send them in the engines' dtype.
+    """Make SkyRL send the weights in the engines' dtype; return the decision and its reason.
 
-    If a section such as ``engine_init_kwargs`` sets another dtype for all engines, unpatched SkyRL
-    would round the weights twice.
-
-    Returns:
-        The decision and its reason, if ``model_dtype`` is replaced.
+    If a section such as ``engine_init_kwargs`` sets another dtype for all engines, unpatched SkyRL,
+    which casts to ``model_dtype``, would round the weights twice.
     """
     engines = config.generator.inference_engine
     computes, before = _computes(config), engines.model_dtype
@@ -256,10 +244,7 @@ def asked_of(engines: Any) -> tuple[str, str]:
 
 
 def way_of_weights(engines: Any, path: str) -> tuple[str, ...]:
-    """Names of the dtypes to which a sync rounds a weight, in order; ``"auto"`` if not known.
-
-    ``engines`` is the section ``generator.inference_engine``, and ``path`` the policy's model.
-    """
+    """Names of the dtypes to which a sync rounds a policy's weight; ``"auto"`` if not known."""
     computes = {engine.computes for engine in _rollouts(engines, path)}
     if len(computes) > 1 or engines.weight_sync_backend == "delta":
         return (AUTO,)  # a delta sync sends weights in the base checkpoint's dtypes

@@ -24,12 +24,7 @@ _DELETE = "SkyRL computes the LM head in fp32 by an option"
 
 
 def read_heads(config: Any, in_force: shared.IsInForce) -> list[Head]:
-    """Describe the LM heads of a job's policy, reference model and inference engines.
-
-    Args:
-        config: SkyRL's whole config.
-        in_force: see ``IsInForce``.
-    """
+    """Describe the LM heads of a job's policy, reference model and inference engines."""
     trainer, engines = config.trainer, config.generator.inference_engine
     group, heads = f"Megatron {GROUP}" if trainer.strategy == "megatron" else GROUP, []
     for role in ("policy", "ref") if dtypes.has_reference(trainer) else ("policy",):

@@ -51,9 +51,7 @@ MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 def mixed_dtypes(config: Any, section: str = "fsdp_config") -> dict[str, torch.dtype]:
     """Map the keys of ``mixed_precision`` to the dtypes that SkyRL passes to FSDP.
 
-    Args:
-        config: ``fsdp_config``.
-        section: the key of this section in the job's config, for error messages.
+    ``section`` is the key of ``fsdp_config``, for error messages.
 
     Raises:
         DtypeError: a dtype name is unknown to SkyRL; SkyRL's own error would not name the key.
@@ -98,10 +96,7 @@ def follow_param_dtype(call: Call) -> Any:
     **_FP16,
 )
 def scale_train_model(call: Call) -> Any:
-    """Store a loss scaler on an fp16 model's ``FSDPStrategy`` when SkyRL makes the optimizer.
-
-    The inference-only workers of SkyRL 0.3 have no optimizer and get no scaler.
-    """
+    """Store a loss scaler on an fp16 model's ``FSDPStrategy``, if there is an optimizer."""
     model, optimizer, scheduler = call.proceed()
     if optimizer is not None and _is_fp16(call.instance):
         subject = "policy" if type(model).__name__ == "HFModelWrapper" else "critic"

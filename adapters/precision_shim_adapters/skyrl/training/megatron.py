@@ -53,10 +53,7 @@ def takes_name(name: str) -> bool:
 
 
 def _read_asked(optim_config: Any, kwargs: Any, written: frozenset[str] | None) -> dict[str, Any]:
-    """Return the OptimizerConfig fields that the user wrote, and ``optim_config``'s Adam beta2.
-
-    ``written`` has the user's keys, and is ``None`` if they are not known.
-    """
+    """The OptimizerConfig fields of the user (``written``, if known), and Adam's beta2."""
     asked = {} if kwargs is None else {str(key): kwargs[key] for key in kwargs}
     default = written is not None and PRECISION_AWARE not in written
     if default and asked.get(PRECISION_AWARE) is False:  # SkyRL's default, not the user's value
@@ -95,12 +92,8 @@ def of_config(
 ) -> megatron.RequestedConfig:
     """Read one model's settings from a trainer's config.
 
-    Args:
-        trainer: the trainer's config.
-        role: the model's key in the config, ``"policy"`` or ``"ref"``.
-        ddp_config: the config of the model's DDP.
-        heads: the model's number of heads for multi-token prediction.
-        adapters: whether the model's worker has a store of LoRA adapters.
+    ``role`` is ``"policy"`` or ``"ref"``, ``heads`` the number of heads for multi-token prediction;
+    ``adapters``: whether the model's worker has a store of LoRA adapters.
     """
     config = getattr(trainer, role)
     optim_config = getattr(config, "optimizer_config", None)
@@ -258,8 +251,7 @@ def note_flag(call: Call, bf16: Any) -> Any:
 def dtype_of(provider: Any, bf16: bool) -> torch.dtype:
     """The dtype of the model that Megatron will build from a provider.
 
-    Megatron-Bridge 0.6 reads ``trainer.bf16`` again when it builds the model. Before 0.6 it sets
-    the provider's ``bf16`` if ``trainer.bf16`` is true.
+    Megatron-Bridge 0.6 reads ``trainer.bf16`` again; before 0.6 it sets ``bf16`` if that is true.
     """
     if "pipeline_dtype" in look(_BUILDER).names and (bf16 or not provider.fp16):
         return torch.bfloat16 if bf16 else torch.float32
@@ -302,9 +294,8 @@ def _warn_of_attention(worker: Any) -> None:
 def follow_flag(call: Call) -> Any:
     """Set a provider's dtype from ``trainer.bf16``, before SkyRL applies the user's own settings.
 
-    Megatron-Bridge sets the provider's dtype to the checkpoint's dtype. Without this seam,
-    ``bf16=false`` has no effect on a bf16 checkpoint, and ``bf16=true`` contradicts an fp16
-    checkpoint. An fp16 checkpoint with ``bf16=false`` stays fp16.
+    Megatron-Bridge sets the checkpoint's dtype: ``bf16=false`` has no effect on a bf16 checkpoint,
+    and ``bf16=true`` contradicts an fp16 one, which with ``bf16=false`` stays fp16.
     """
     provider = call.proceed()
     flag = _flag.get()
@@ -330,11 +321,8 @@ def _obey(provider: Any, bf16: bool) -> bool:
 def predicted_provider(trainer: Any, role: str, checkpoint: str, *, obeyed: bool) -> Any:
     """Predict ``bf16``, ``fp16`` and ``params_dtype`` of the model provider in a worker.
 
-    Args:
-        trainer: the trainer's config.
-        role: the model's key in the config, ``"policy"`` or ``"ref"``.
-        checkpoint: canonical name of the checkpoint's dtype; empty if it is not known.
-        obeyed: whether the shim's patch ``follow_flag`` is applied in the worker.
+    ``role`` is ``"policy"`` or ``"ref"``, ``checkpoint`` a canonical dtype name or empty;
+    ``obeyed``: whether ``follow_flag`` is in force in the worker.
     """
     written = getattr(trainer, role).megatron_config.transformer_config_kwargs or {}
     provider = SimpleNamespace(

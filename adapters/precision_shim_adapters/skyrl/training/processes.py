@@ -43,9 +43,8 @@ def carry_variables(call: Call) -> Any:
 def renew_actor_class(call: Call) -> Any:
     """Make the actor class again, with the shim's patches, before SkyRL starts a group of workers.
 
-    SkyRL's modules call ``ray.remote`` on their last lines, before the shim patches the modules.
-    Ray would pickle the methods of SkyRL's own actor class by value, so that workers would run
-    unpatched methods.
+    SkyRL calls ``ray.remote`` before the shim patches its modules, and Ray would pickle the
+    unpatched methods by value.
     """
     actor_class = call.instance.ray_actor_type
     plain = plain_class(actor_class)

@@ -66,12 +66,7 @@ def _name(value: Any, also: Sequence[str]) -> Any:
 
 
 def engines(training: Any, model_dtype: Any) -> tuple[Engine, Engine] | None:
-    """The dtypes of trainer and generator; ``None`` if either dtype is not known.
-
-    Args:
-        training: the trainer's ``TrainingConfig``.
-        model_dtype: the generator's dtype, one of torchtitan's names.
-    """
+    """The dtypes of trainer and generator (torchtitan's name); ``None`` if either is not known."""
     computes = parse_dtype(str(training.mixed_precision_param))
     generates = parse_dtype(str(model_dtype))
     if computes is None or generates is None:

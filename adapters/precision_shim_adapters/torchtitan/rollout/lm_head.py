@@ -14,11 +14,7 @@ CONVERTER = "torchtitan.experiments.rl.models.cast_linear.LMHeadCastConverter"
 
 
 def read_heads(config: Any) -> list[Head]:
-    """Describe the LM head that trainer and generators share.
-
-    Args:
-        config: the RL job's whole config.
-    """
+    """Describe the LM head that trainer and generators share."""
     from torchtitan.experiments.rl.models.cast_linear import CastLinear
     from torchtitan.models.common.linear import Linear
 

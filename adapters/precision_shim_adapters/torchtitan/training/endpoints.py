@@ -20,11 +20,8 @@ def remake(
 ) -> Any:
     """Make an endpoint that calls ``act`` and has the old endpoint's name.
 
-    Args:
-        endpoint: the old endpoint.
-        act: computes the new endpoint's result from the actor and from a function that calls the
-            old endpoint's method.
-        marks: attributes to set on the new endpoint; ``UNSCALES`` is copied from the old one.
+    ``act`` gets the actor and a function that calls the old method. ``marks`` are set on the new
+    endpoint as attributes; ``UNSCALES`` is copied from the old one.
 
     Raises:
         SeamError: the endpoint was not made by ``concurrent_endpoint``.

@@ -34,10 +34,8 @@ def make(trainer: Any, subject: str) -> ScaledTraining:
 def leave(name: str, own: Iterable[str], instead: str) -> None:
     """Warn (strict: raise) that the shim does not scale a float16 loss.
 
-    Args:
-        name: the name of the trainer's class.
-        own: the trainer's methods that are not torchtitan's.
-        instead: what the message recommends besides training in bfloat16.
+    ``own`` are methods of the trainer's class ``name`` that are not torchtitan's; the message
+    recommends ``instead``.
     """
     message = (
         f"{versioned('torchtitan')}: {name} has its own {', '.join(own)}, which the shim does not "

@@ -1,11 +1,9 @@
 """Save the scaler's state beside verl's FSDP checkpoints, and restore it.
 
-The seams wrap the methods of an engine, which has the scaler, and the checkpoint manager of legacy
-workers, which has the optimizer.
-
-The shim writes the scaler's state after verl's own files, with fingerprints of verl's files,
-because verl overwrites its files in place, one after the other. If a job is killed between verl's
-last file and the shim's file, the scaler's state is lost, and a resume warns.
+The engine has the scaler; the checkpoint manager of legacy workers has the optimizer. The state is
+written after verl's own files, with their fingerprints, because verl overwrites its files in place,
+one after the other. If a job is killed between verl's last file and the shim's file, the scaler's
+state is lost, and a resume warns.
 """
 
 from __future__ import annotations

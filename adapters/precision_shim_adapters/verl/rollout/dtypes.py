@@ -34,10 +34,7 @@ class VerlEngines(JobEngines):
 
 
 def read_sides(config: Mapping[str, Any]) -> VerlEngines | None:
-    """The engines of a PPO job; ``None`` for a job without a rollout.
-
-    Args:
-        config: the job's config as plain data.
+    """The engines of a PPO job, from its config as plain data; ``None`` without a rollout.
 
     Raises:
         DtypeError: a key's value is no dtype name.
@@ -129,12 +126,8 @@ def _reference(
 def asked_dtype(section: Mapping[str, Any], place: str) -> tuple[str, str]:
     """Return a rollout's dtype, in the engine's spelling, and the config key that sets it.
 
-    Args:
-        section: a rollout's section.
-        place: the section's key in the job's config.
-
     Raises:
-        DtypeError: the value is no dtype in which an engine computes.
+        DtypeError: the value in the section, at ``place``, is no dtype in which an engine computes.
     """
     name = str(section.get("name") or "")
     inner, key = _section(_section(section, "engine_kwargs"), name), f"{place}.dtype"
@@ -148,8 +141,7 @@ def asked_dtype(section: Mapping[str, Any], place: str) -> tuple[str, str]:
 def rollout_dtype(shared: Any) -> str:
     """Canonical name of the dtype in which a worker's rollout computes; ``"auto"`` if unknown.
 
-    Args:
-        shared: the section ``actor_rollout_ref`` of the worker's config.
+    ``shared`` is the section ``actor_rollout_ref``.
 
     Raises:
         DtypeError: no engine computes in the rollout's dtype.

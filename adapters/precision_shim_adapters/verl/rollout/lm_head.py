@@ -24,12 +24,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def read_heads(config: Mapping[str, Any], in_force: fp32_head.IsInForce) -> list[Head]:
-    """Describe the LM heads of a PPO job's actor, reference model and rollout.
-
-    Args:
-        config: the job's config as plain data.
-        in_force: see ``fp32_head.IsInForce``.
-    """
+    """Describe the LM heads of a PPO job (config as plain data): actor, reference, rollout."""
     shared = config["actor_rollout_ref"]
     model, rollout = shared.get("model") or {}, shared["rollout"]
     legacy = fsdp.group_of((config.get("trainer") or {}).get(fsdp.WORKERS)) == fsdp.LEGACY

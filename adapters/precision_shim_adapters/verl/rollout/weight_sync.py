@@ -1,15 +1,14 @@
 """Send verl's weights to the rollout engine in the engine's dtype, rounded once.
 
-verl's torchtitan engine and verl's FSDP engine (since 0.9 only for merged LoRA) round every weight
-to bf16, regardless of ``actor_rollout_ref.rollout.dtype``. ``get_per_tensor_param`` returns the
-weights as a generator that has not started. The shim does not start verl's generator, which would
-run collective operations. The shim reads which tensors verl's generator would gather, and returns a
-generator that gathers the same tensors in the same order, and rounds them to the rollout's dtype.
+verl's torchtitan engine and FSDP engine (since 0.9 only for merged LoRA) round every weight to
+bf16, whatever ``actor_rollout_ref.rollout.dtype`` is. ``get_per_tensor_param`` returns a generator
+that has not started. The shim does not start it, because it would run collective operations, but
+reads which tensors it would gather, and gathers the same in the same order, rounded to the
+rollout's dtype.
 
-verl does not cast the weights of the Megatron, VeOmni and Automodel engines, of 0.7.1's legacy
-workers, or of the FSDP engine in 0.9 and later without merged LoRA. For a delta sync, every
-training engine rounds to bf16, and verl's receiver in vLLM accepts only bf16: the shim rounds to
-the rollout's dtype from FSDP to SGLang, and otherwise refuses rollout dtypes but bf16, or warns.
+verl does not cast the weights of its other engines and workers. For a delta sync, every training
+engine rounds to bf16, and verl's receiver in vLLM accepts only bf16: the shim rounds to the
+rollout's dtype from FSDP to SGLang, and otherwise refuses rollout dtypes but bf16, or warns.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ _INIT: dict[str, Any] = {
 _FIRST: dict[str, Any] = {"feature": FEATURE, "optional": True}
 
 _asked: WeakKeyDictionary[Any, tuple[str, str, str]] = WeakKeyDictionary()
-"""Maps an actor's engine to the name of the rollout's dtype, the config key of that name, and the
-canonical name of the dtype that the rollout computes in. The engine itself does not know these."""
+"""Maps an actor's engine to the rollout dtype's name, its config key and its canonical name."""
 
 _deltas: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """Maps an actor's engine to the dtype name that its delta checkpoint engine received."""
@@ -316,12 +314,8 @@ def _shards(
 def refuses_delta(rollout: Any, strategy: str) -> tuple[str, bool]:
     """Why the delta checkpoint engine cannot send a rollout's dtype; empty if it can.
 
-    Args:
-        rollout: the job's ``actor_rollout_ref.rollout``.
-        strategy: the job's ``actor_rollout_ref.actor.strategy``.
-
-    Returns:
-        The message, and whether the job must end even without strict mode.
+    The second item of the result: whether the job must end even without strict mode. ``strategy``
+    is ``actor_rollout_ref.actor.strategy``.
 
     Raises:
         DtypeError: no engine computes in the rollout's dtype.

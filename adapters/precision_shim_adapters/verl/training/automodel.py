@@ -27,15 +27,12 @@ _OPTIMIZER = "optim"
 
 
 def check_fp16(config: Any, section: str = "engine_config") -> None:
-    """Raise if a config whose ``mp_param_dtype`` is float16 has settings that do not allow float16.
+    """Refuse settings that do not allow float16, if ``mp_param_dtype`` is float16.
 
-    Args:
-        config: an engine's config.
-        section: the key of this section in the job's config, for error messages.
+    ``section`` is the config's key, for error messages.
 
     Raises:
-        DtypeError: the strategy has no mixed-precision policy, or the config has parameters in
-            float16 or an output in bfloat16.
+        DtypeError: no mixed-precision policy, parameters in float16, or an output in bfloat16.
     """
     get = functools.partial(read_key, config)
 

@@ -50,11 +50,7 @@ def no_legacy_workers(symbol: Symbol, settings: Any) -> str | None:
 
 
 def group_of(asked: object = None) -> str:
-    """The group of the seams on a PPO job's training.
-
-    Args:
-        asked: the job's ``trainer.use_legacy_worker_impl``; ``None`` if the config lacks it.
-    """
+    """The group of the seams on a PPO job; ``asked`` is its ``use_legacy_worker_impl``, if any."""
     legacy = look(f"{CRITIC}.update_critic").found
     return LEGACY if legacy and asked != "disable" else ENGINE
 
@@ -170,11 +166,8 @@ def scaled_because() -> str:
 def make(owner: Any, own: Any, because: str, *, drives: bool = False) -> None:
     """Make a ``ScaledTraining`` and store it on an engine or on a legacy actor or critic.
 
-    Args:
-        owner: the engine, or the legacy actor or critic.
-        own: verl's own scaler, or ``None``; its settings are the new scaler's defaults.
-        because: why the shim scales the loss.
-        drives: see ``ScaledTraining``.
+    The settings of ``own``, verl's scaler if there is one, are the new scaler's defaults. For
+    ``because`` and ``drives`` see ``ScaledTraining.make``.
     """
     from verl.utils.device import get_device_name
 
@@ -237,9 +230,7 @@ MIXED = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 def mixed_dtypes(config: Any, section: str = "fsdp_config") -> dict[str, torch.dtype]:
     """Map the keys of ``mixed_precision`` to the dtypes that verl passes to FSDP; may be empty.
 
-    Args:
-        config: an engine's config.
-        section: the key of this section in the job's config, for error messages.
+    ``section`` is the section's key in the job's config, for error messages.
 
     Raises:
         DtypeError: verl does not accept a dtype name; verl's own error would not name the key.
@@ -281,10 +272,7 @@ def computed(
 def of_legacy_actor(config: Any, mixed: torch.dtype, section: str = "fsdp_config") -> torch.dtype:
     """The dtype in which 0.7.1's actor trains: fp16 if ``dtype`` or ``mixed`` is fp16.
 
-    Args:
-        config: the actor's ``fsdp_config``.
-        mixed: ``mixed_precision.param_dtype``, or its default.
-        section: the key of this section in the job's config, for error messages.
+    ``mixed`` is ``mixed_precision.param_dtype``, or its default.
 
     Raises:
         DtypeError: verl does not accept the name in ``dtype``.
@@ -310,12 +298,7 @@ def of_legacy_autocast(config: Any, section: str = "fsdp_config") -> torch.dtype
 
 
 def find_ignored(config: Any, computes: torch.dtype) -> Iterator[str]:
-    """Yield warnings about dtype keys that verl's FSDP ignores, for a worker and for a plan.
-
-    Args:
-        config: an engine's config.
-        computes: the dtype in which the engine trains.
-    """
+    """Yield warnings about dtype keys that FSDP ignores; the engine trains in ``computes``."""
     for key in read_key(config, "mixed_precision") or ():
         if key not in MIXED:
             near = meant(str(key), MIXED)

@@ -87,13 +87,7 @@ def _opt_in(optim_config: Any, fields: bool) -> dict[str, Any]:
 def read_requested(
     optim_config: Any, ddp_config: Mapping[str, Any] | None = None, **known: Any
 ) -> megatron.RequestedConfig:
-    """Read a model's settings from verl's configs.
-
-    Args:
-        optim_config: verl's optimizer config, or ``None``.
-        ddp_config: the user's ``override_ddp_config``.
-        known: further fields of the returned ``RequestedConfig``, with their values.
-    """
+    """Read a model's settings from verl's configs; ``known`` are further fields of the result."""
     written, fields = ddp_config or {}, has_fields()
     overrides = read_key(optim_config, _KEY) or {}
     return megatron.RequestedConfig(
@@ -124,13 +118,7 @@ def of_engine(engine: Any) -> megatron.RequestedConfig:
 
 
 def of_configs(config: Any, optim_config: Any, **known: Any) -> megatron.RequestedConfig:
-    """Read a model's settings from the config of its engine and the config of its optimizer.
-
-    Args:
-        config: the engine's config.
-        optim_config: the optimizer's config.
-        known: further fields of the returned ``RequestedConfig``, with their values.
-    """
+    """Read a model's settings from its engine's config; ``known`` are further fields."""
     blockers = []
     if read_key(config, "use_megatron_fsdp", False):
         blockers.append("Megatron-FSDP keeps gradients and states in its own buffers")

@@ -20,11 +20,7 @@ BECAUSE = "dtype is float16, and verl's VeOmni engine has no loss scaler"
 
 
 def check_fp16(config: Any, section: str = "engine_config") -> None:
-    """Raise if an engine with ``dtype: float16`` would load bfloat16 weights.
-
-    Args:
-        config: an engine's config.
-        section: the key of this section in the job's config, for error messages.
+    """Refuse to load bfloat16 weights for ``dtype: float16``; ``section`` is the config's key.
 
     Raises:
         DtypeError: ``mixed_precision`` is off.
