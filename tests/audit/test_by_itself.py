@@ -144,14 +144,14 @@ def test_what_comes_to_light_with_the_first_step_raises_there(shim: Any) -> None
 def test_what_the_user_wrote_does_not_raise(shim: Any) -> None:
     from megatron.core.distributed import DistributedDataParallel
 
-    from precision_shim_adapters.megatron.training.ddp import _told
+    from precision_shim_adapters.megatron.training.ddp import compared_with
 
     shim(strict=True)
     own = DistributedDataParallel.__init__
 
     def note(self: Any, *args: Any, **kwargs: Any) -> None:
         own(self, *args, **kwargs)
-        _told[self] = torch.float32
+        compared_with[self] = torch.float32
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
