@@ -19,9 +19,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 from precision_shim.process.finders import Watcher
+from precision_shim_tools.testing.megatron_cpu import environment
 
 __all__ = ["config_modules_pickle", "nemo_rl_on_cpu", "stay_on_cpu"]
 
@@ -60,7 +60,7 @@ def nemo_rl_on_cpu(
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             init_file = os.path.join(folder, "rendezvous")
         numbers = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": world_size}
-        stack.enter_context(mock.patch.dict(os.environ, {k: str(n) for k, n in numbers.items()}))
+        stack.enter_context(environment({name: str(n) for name, n in numbers.items()}))
         _answer_for_gpus(stack, f"file://{init_file}")
         watcher = Watcher(_module_is_there)
         watcher.watch(_WATCHED)

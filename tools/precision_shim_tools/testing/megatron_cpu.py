@@ -220,7 +220,7 @@ def model_parallel(
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             init_file = os.path.join(folder, "rendezvous")
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
-        stack.enter_context(mock.patch.dict(os.environ, {k: str(n) for k, n in numbers.items()}))
+        stack.enter_context(environment({name: str(n) for name, n in numbers.items()}))
         torch.distributed.init_process_group(
             "gloo", init_method=f"file://{init_file}", world_size=world_size, rank=rank
         )
@@ -230,6 +230,19 @@ def model_parallel(
         torch.manual_seed(seed)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         yield
+
+
+@contextlib.contextmanager
+def environment(values: dict[str, str]) -> Iterator[None]:
+    """Set variables inside the context; restore these alone, as install() sets others meanwhile."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            os.environ.pop(name, None)
+        os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 def tiny_gpt(
