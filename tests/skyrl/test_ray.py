@@ -146,7 +146,7 @@ TWO_GROUPS = """
 import precision_shim_adapters.skyrl.training.processes as processes
 
 found = {"renewed": look(PPORayActorGroup(config.trainer, 1, 1, PolicyWorker))}
-processes._renew = lambda actor_class: actor_class
+processes.plain_class = lambda actor_class: None
 found["as it was"] = look(PPORayActorGroup(config.trainer, 1, 1, PolicyWorker))
 print("FOUND", json.dumps(found))
 """
