@@ -26,9 +26,9 @@ def test_an_honest_optimizer_has_no_problem(one_process: Any, name: str) -> None
     after = precision_shim.audit(chunks, optimizer)
     assert (codes(before), codes(after)) == ([], [])
     assert (before.complete, after.complete) == (False, True)
-    declared_states, found = (one.parts[0].components for one in (before, after))
+    at_build, found = (one.parts[0].components for one in (before, after))
     for component in ("params", "grad_buckets", "master", "exp_avg", "exp_avg_sq"):
-        assert declared_states[component].dtypes == found[component].dtypes
+        assert at_build[component].dtypes == found[component].dtypes
 
 
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])

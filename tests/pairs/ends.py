@@ -84,13 +84,13 @@ def run(pair: Pair, launch: Callable[[str], Ranks], folder: Path) -> Results:
 def end_of(pair: Pair, launch: Callable[[str], Ranks], folder: Path) -> End:
     """Run a pair; returns its end. If there are several ranks, the worst end counts.
 
-    If the checkpoint doctor declared_states an exact resume, no other end is allowed.
+    If the checkpoint doctor predicts an exact resume, no other end is allowed.
     """
     found = run(pair, launch, folder / "pair")
     end = _end_of(pair, launch, folder, found)
-    declared_states = [one.get("declared_states") for one in found[-1]]
-    if "exact" in declared_states and end.kind != "exact" and not _unknown_to_the_doctor(pair):
-        return End("wrong", f"declared_states exact, and {end.kind}: {end.why}")
+    predicted = [one.get("predicted") for one in found[-1]]
+    if "exact" in predicted and end.kind != "exact" and not _unknown_to_the_doctor(pair):
+        return End("wrong", f"predicted exact, and {end.kind}: {end.why}")
     return end
 
 

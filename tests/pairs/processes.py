@@ -88,7 +88,7 @@ def run(launch: Launch, build: Callable[[Pair, Job], Training]) -> dict[str, Any
             switch(job)
             one = build(pair, job)
             if last:
-                found["declared_states"] = declared_states(directory, one.asked)
+                found["predicted"] = predicted(directory, one.asked)
                 found["phase"] = "load"
                 one.load(directory)
                 found["state"] = one.state()
@@ -127,7 +127,7 @@ def run(launch: Launch, build: Callable[[Pair, Job], Training]) -> dict[str, Any
     return found
 
 
-def declared_states(directory: Path, asked: dict[str, Any]) -> str:
+def predicted(directory: Path, asked: dict[str, Any]) -> str:
     """The checkpoint doctor's verdict on the resume that follows."""
     try:
         return verdict(directory, "verl", asked)

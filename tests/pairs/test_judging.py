@@ -116,11 +116,11 @@ ANEW = {**STATE, "scale": 65536.0, "tracker": 0, "counts": [0, 0, 0]}
             "refused",
         ),
         ({"error": ["CheckpointLayoutError", "no.", True], "phase": "load"}, "wrong"),
-        ({"declared_states": "exact"}, "exact"),
-        ({"declared_states": "exact", "state": ANEW, "said": [FRESH]}, "wrong"),
+        ({"predicted": "exact"}, "exact"),
+        ({"predicted": "exact", "state": ANEW, "said": [FRESH]}, "wrong"),
         (
             {
-                "declared_states": "exact",
+                "predicted": "exact",
                 "error": ["CheckpointLayoutError", "Set this to that", True],
                 "phase": "load",
             },
@@ -135,7 +135,7 @@ def test_with_the_shim_on(tmp_path: Path, changes: dict[str, Any], end: str) -> 
 
 def test_what_the_doctor_cannot_foretell(tmp_path: Path) -> None:
     """The doctor does not know that the resuming job has a model of another dtype."""
-    told = saver(state=ANEW, said=[FRESH], declared_states="exact")
+    told = saver(state=ANEW, said=[FRESH], predicted="exact")
     text = "- | dtype=bf16 | dtype=fp16 seed=1"
     assert ended(tmp_path, text, saver(), told) == "told"
 

@@ -319,7 +319,7 @@ def resumed(job: Job, name: str, at: int, overflows: list[int], **fields: Any) -
         **found,
         "loaded": loaded,
         "warned": warned,
-        "declared_states": verdict(str(place), "verl"),
+        "predicted": verdict(str(place), "verl"),
     }
 
 

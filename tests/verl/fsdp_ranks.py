@@ -182,14 +182,14 @@ def resumed(job: Job) -> dict[str, Any]:
         one.load_checkpoint(job.path("shim"), del_local_after_load=False)
     support.train(one, range(10, 20), OVERFLOWS)
     end = support.engine_state(one)
-    declared_states = [verdict(job.path(name), "verl", FP16) for name in ("shim", "plain")]
+    predicted = [verdict(job.path(name), "verl", FP16) for name in ("shim", "plain")]
     two = support.engine(job.model)
     with ours() as without:
         two.load_checkpoint(job.path("plain"), del_local_after_load=False)
         two.load_checkpoint(job.path("plain"), del_local_after_load=False)
     return {
         "end": end,
-        "declared_states": declared_states,
+        "predicted": predicted,
         "said": said,
         "said_without": without,
         "fresh": support.engine_state(two)["scale"],

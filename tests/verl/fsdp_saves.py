@@ -64,10 +64,10 @@ def readable(place: Path) -> bool:
 def resume(one: Any, place: Path, states: dict[str, Any]) -> dict[str, Any]:
     """The outcome of a resume on this rank, and the doctor's verdict before it."""
     try:
-        declared_states = verdict(place, "verl", FP16)
+        predicted = verdict(place, "verl", FP16)
     except CheckpointUnreadableError:
-        declared_states = "unreadable"
-    found = {"point": place.name, "declared_states": declared_states, "said": []}
+        predicted = "unreadable"
+    found = {"point": place.name, "predicted": predicted, "said": []}
     if not readable(place):
         return {**found, "outcome": "refused by verl"}
     disturb(one)
@@ -146,7 +146,7 @@ def saved_again(job: Job, how: str) -> dict[str, Any]:
         dist.barrier()
         place = job.path("copy")
     install(**GROWING)
-    found["declared_states"] = verdict(place, "verl", FP16)
+    found["predicted"] = verdict(place, "verl", FP16)
     two = support.engine(job.model)
     with ours() as said:
         two.load_checkpoint(place, del_local_after_load=False)

@@ -130,7 +130,7 @@ def test_two_ranks_equal_a_loop_by_hand_and_resume(
         assert second["loaded"] == ours["before"]
         assert second["state"] == ours["state"]
         assert second["warned"] == []
-        assert second["declared_states"] == "exact"
+        assert second["predicted"] == "exact"
 
 
 @pytest.mark.parametrize("name", ENGINES)

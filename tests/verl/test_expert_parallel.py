@@ -53,7 +53,7 @@ def test_it_equals_a_loop_by_hand_and_resumes(launch: Ranks, name: str, tmp_path
         assert ours["after"] == ours["before"]
         assert second["loaded"] == ours["before"]
         assert second["state"] == ours["state"]
-        assert second["declared_states"] == "exact"
+        assert second["predicted"] == "exact"
     for key in ("scale", "tracker", "counter"):
         assert straight[0]["state"][key] == straight[1]["state"][key]
     # Each rank has other experts.

@@ -56,7 +56,7 @@ def test_resumed_in_a_new_process_is_bit_identical(with_shim: Any, resumed: Any)
     for straight, second in zip(with_shim, resumed, strict=True):
         assert second["end"] == straight["straight"]
         assert second["said"] == []
-        assert second["declared_states"] == ["exact", "starts anew"]
+        assert second["predicted"] == ["exact", "starts anew"]
 
 
 def test_resumed_in_the_same_process_is_bit_identical(with_shim: Any) -> None:

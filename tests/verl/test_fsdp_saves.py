@@ -23,7 +23,7 @@ pytestmark = [
 
 
 def assert_honest(found: list[dict[str, Any]], over: bool) -> None:
-    """Each resume is exact, or verl refuses, or the shim warns, as the doctor declared_states."""
+    """Each resume is exact, or verl refuses, or the shim warns, as the doctor predicted."""
     seen = set()
     for one in found:
         for outcome in one["outcomes"]:
@@ -32,12 +32,12 @@ def assert_honest(found: list[dict[str, Any]], over: bool) -> None:
             if said:
                 (line,) = said
                 assert "a fresh scaler" in line
-                assert outcome["declared_states"] == "starts anew", outcome
+                assert outcome["predicted"] == "starts anew", outcome
             elif kind == "refused by verl":
-                assert outcome["declared_states"] in ("unreadable", "fails", "starts anew"), outcome
+                assert outcome["predicted"] in ("unreadable", "fails", "starts anew"), outcome
             else:
                 assert kind in ("old", "new"), outcome
-                assert outcome["declared_states"] == "exact", outcome
+                assert outcome["predicted"] == "exact", outcome
         assert one["outcomes"][-1]["outcome"] == "new"
     assert seen == {"refused by verl", "told", "new", *(["old"] if over else [])}
 
@@ -76,7 +76,7 @@ def test_saved_again_by_others_the_record_is_not_taken(fsdp_ranks: Ranks, how: s
         assert (one["loaded"]["scale"], one["loaded"]["tracker"]) == (2.0, 0)
         assert one["loaded"]["counter"] == [0, 0, 0]
         assert one["first"]["counter"] == [4, 1, 0]
-        assert one["declared_states"] == "starts anew"
+        assert one["predicted"] == "starts anew"
         assert one["strict"].startswith("ScalerOfAnotherSaveError: verl")
         assert one["foretold_strict"] == "refused"
 
@@ -87,7 +87,7 @@ def test_copied_and_moved_the_record_is_taken(fsdp_ranks: Ranks, how: str) -> No
         assert one["loaded"] == one["first"]
         assert one["said"] == []
         assert one["strict"] == ""
-        assert (one["declared_states"], one["foretold_strict"]) == ("exact", "exact")
+        assert (one["predicted"], one["foretold_strict"]) == ("exact", "exact")
 
 
 @pytest.mark.skipif(

@@ -52,7 +52,7 @@ class Live:
     Attributes:
         precision_aware: whether FusedAdam keeps master weights and moments.
         remainders: whether FusedAdam keeps remainders instead of whole master weights.
-        moments: the moments' dtypes.
+        states: the dtypes of the moments and of a 16-bit parameter's master.
         params: the parameters' dtype.
         problem: why the optimizer cannot be built; empty if it can.
         on_host: the fraction of states on the CPU, if the optimizer is for CPU offload.
@@ -62,7 +62,7 @@ class Live:
 
     precision_aware: bool
     remainders: bool
-    moments: Mapping[str, str]
+    states: Mapping[str, str]
     params: str
     problem: str
     on_host: float | None
@@ -105,9 +105,14 @@ def assume_requested(part: CheckpointPart, here: Here, where: str, subject: str)
 
 
 def find_params_dtype(part: CheckpointPart) -> torch.dtype:
-    """The parameters' dtype, or bf16 if the checkpoint does not show the dtype."""
-    floating = [dtype for dtype in part.dtypes("params") if dtype[:2] in ("fp", "bf")]
-    stored = part.facts.get("params") or (floating[0] if len(floating) == 1 else "")
+    """The parameters' dtype, or bf16 if the checkpoint does not show the dtype.
+
+    A model with some parameters in fp32 has the dtype of the others.
+    """
+    floating = {dtype for dtype in part.dtypes("params") if dtype[:2] in ("fp", "bf")}
+    if len(floating) > 1:
+        floating.discard("fp32")
+    stored = part.facts.get("params") or (floating.pop() if len(floating) == 1 else "")
     return parse_dtype(stored) or torch.bfloat16
 
 
@@ -153,7 +158,7 @@ def predict_resume(
         _cannot_count(part, live, counting, mends_offload)
         or (None if counting else _judge_left_out(part, live, mends_offload))
         or (_masters_with_shim(part, live) if shimmed else _masters_without(part, live))
-        or _moments(part, live, shimmed)
+        or _narrower(part, live, shimmed)
         or _scaler(part, live)
         or _go_on(part, live)
     )
@@ -189,7 +194,10 @@ def _live(requested: RequestedConfig, part: CheckpointPart, here: Here, holds: A
     return Live(
         aware,
         bool(remainders),
-        moments={name: named(f"{name}_dtype") for name in MOMENTS},
+        states={
+            **{name: named(f"{name}_dtype") for name in MOMENTS},
+            "master": "fp32" if params == "fp32" else named("main_params_dtype"),
+        },
         params=params,
         problem=now.support.problem if aware else "",
         on_host=float(fields.get(_SHARE) or 0.0) if offloads else None,
@@ -253,6 +261,8 @@ def _masters_with_shim(part: CheckpointPart, live: Live) -> Outcome | None:
 
 def _masters_without(part: CheckpointPart, live: Live) -> Outcome | None:
     sharding, remainders = part.facts.get("sharding"), part.masters == REMAINDERS
+    if sharding in KEYED and not live.precision_aware and "fp32" in part.dtypes("params"):
+        return Outcome("fails", "Megatron loads with autograd on, and cannot write fp32 parameters")
     if (
         live.precision_aware
         and sharding == "dp_reshardable"
@@ -274,9 +284,9 @@ def _masters_without(part: CheckpointPart, live: Live) -> Outcome | None:
     return None
 
 
-def _moments(part: CheckpointPart, live: Live, shimmed: bool) -> Outcome | None:
+def _narrower(part: CheckpointPart, live: Live, shimmed: bool) -> Outcome | None:
     rounded, scaled = [], None
-    for name, kept in live.moments.items():
+    for name, kept in live.states.items():
         becomes = moment_becomes(kept, partial(bool, part.bf16_moments.get(name)))
         if becomes == "rounded":
             rounded.append(name)
@@ -295,7 +305,7 @@ def _go_on(part: CheckpointPart, live: Live) -> Outcome:
     kept = "fp32"
     if live.precision_aware:
         kept = "int16 remainders" if live.remainders else "fp32 masters"
-        kept += "".join(f", {name} {dtype}" for name, dtype in live.moments.items())
+        kept += "".join(f", {name} {dtype}" for name, dtype in live.states.items() if name != "master")
     return Outcome("exact", f"{masters} and moments go on in {kept}")
 
 

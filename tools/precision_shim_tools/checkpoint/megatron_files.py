@@ -84,8 +84,9 @@ def _take_settings(archive: Archive, part: CheckpointPart, *, common: bool) -> N
 
 
 def _note_dtypes(part: CheckpointPart, params: str, bucket: str) -> None:
-    part.facts["params"] = dtype_name(params)
-    part.facts["bucket"] = dtype_name(bucket)
+    if part.facts.get("params") in (None, "fp32"):  # some parameters of a 16-bit model may be fp32
+        part.facts["params"] = dtype_name(params)
+        part.facts["bucket"] = dtype_name(bucket)
 
 
 def _take_gathered(archive: Archive, part: CheckpointPart) -> None:
