@@ -39,6 +39,16 @@ WORDS = {
 }
 """Maps a verdict on paths that nothing has imported to its word in the tables."""
 
+_MEGATRON = r"Megatron(Engine)?( engine| workers| trainers)?|trainer"
+GAINS = {
+    "dtype names": ("dtype-coercion", r".*"),
+    "optimizer states": ("bf16-dispatch", _MEGATRON),
+    "gradient bucket": ("grad-bucket-alignment", _MEGATRON),
+    "fp16 on FSDP": ("fp16-scaling", r"FSDP2?( engine| workers)?|DTensor v\d|pre-training.*"),
+    "both sides": ("rollout-agreement", r".*(driver|generator).*"),
+}
+"""Columns of the README's table: each gain's feature, and a pattern of the paths that count."""
+
 Column = dict[tuple[str, str], str]
 """Maps feature and path to a word of the table."""
 
@@ -81,6 +91,34 @@ def read_columns(page: str, framework: str) -> dict[str, Column]:
             if word:
                 columns[version][feature, row[1]] = word
     return columns
+
+
+def gains(page: str) -> list[str]:
+    """The README's table: what the shim adds, by framework and by versions with the same cells."""
+    table = ["| | " + " | ".join(GAINS) + " |", "|---" * (len(GAINS) + 1) + "|"]
+    for framework in re.findall(r"<!-- versions:(\S+) -->", page):
+        rows: dict[str, list[str]] = {}
+        for version, words in read_columns(page, framework).items():
+            cells = " | ".join(_gain(words, *gain) for gain in GAINS.values())
+            rows.setdefault(cells, []).append(re.sub(r"rc\d+$", "", version))
+        title = re.findall(rf"## (\S+)\n\n<!-- versions:{framework} -->", page)[0]
+        name = f"[{title}](docs/start/{framework}.md)"
+        table += [f"| {name} {', '.join(each)} | {cells} |" for cells, each in rows.items()]
+    return table
+
+
+def _gain(words: Column, feature: str, paths: str) -> str:
+    """Who does it: the shim (``ours``), the framework (``its own``), each a part, or neither."""
+    said = {
+        word
+        for (name, path), word in words.items()
+        if name == feature and re.fullmatch(paths, path) and word != "refused"
+    }
+    if not said:
+        return "neither"
+    if said == {"its own"}:
+        return "its own"
+    return "ours" if said == {"yes"} else "both"
 
 
 def written(page: str, framework: str, columns: dict[str, Column]) -> str:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from precision_shim.process.framework import Adapter
 from precision_shim.process.settings import FEATURES, PREFIX, TABLE
 from precision_shim_adapters.frameworks import FRAMEWORKS
+
+from ..every_framework.versions_in_docs import PAGE, gains
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -21,14 +22,15 @@ def text_of(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("declared", FRAMEWORKS, ids=lambda one: one.framework)
-def test_the_readme_has_the_tested_versions(declared: Adapter) -> None:
-    name, versions = declared.framework, declared.tested
-    # A tag's package may state a version with a suffix: tag 0.5.0 states 0.5.0rc0.
-    expected = ", ".join(re.sub(r"rc\d+$", "", version) for version in versions)
-    page = "megatron.md#any-other-trainer" if name == "megatron" else f"start/{name}.md"
-    line = re.escape(f"(docs/{page})") + rf"\*{{0,2}} {re.escape(expected)}(?!,? ?\d|\.\d)"
-    assert re.search(line, " ".join(text_of("README.md").split()))
+def test_the_readme_has_what_the_shim_adds_on_each_tested_version() -> None:
+    readme, table = text_of("README.md"), gains(PAGE.read_text(encoding="utf-8"))
+    assert "\n".join(["", *table, ""]) in readme
+    for declared in FRAMEWORKS:
+        # A tag's package may state a version with a suffix: tag 0.5.0 states 0.5.0rc0.
+        versions = [re.sub(r"rc\d+$", "", version) for version in declared.tested]
+        rows = [row for row in table if f"/{declared.framework}.md)" in row]
+        where = " ".join(rows) if declared.framework != "megatron" else readme
+        assert all(re.search(rf"[ ,]{re.escape(version)}[ ,:]", where) for version in versions)
 
 
 def test_the_page_of_settings_has_all_of_them() -> None:

@@ -315,12 +315,7 @@ def resumed(job: Job, name: str, at: int, overflows: list[int], **fields: Any) -
     loaded = state(one)
     found = _eight(one, range(at, 8), overflows)
     place = job.folder / f"step-{at}" if name == "torchtitan" else Path(_path(job, at))
-    return {
-        **found,
-        "loaded": loaded,
-        "warned": warned,
-        "predicted": verdict(str(place), "verl"),
-    }
+    return {**found, "loaded": loaded, "warned": warned, "predicted": verdict(str(place), "verl")}
 
 
 @contextlib.contextmanager
