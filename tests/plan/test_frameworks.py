@@ -7,6 +7,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from packaging.version import Version
 
 from precision_shim.errors import PlanError
+from precision_shim_adapters.megatron.installed import needs_gather
 from precision_shim_tools.cli import main
 
 from ..every_framework import in_force
@@ -66,6 +68,25 @@ def scaling(plan: dict[str, Any], model: int = 0) -> list[tuple[str, str]]:
     ]
 
 
+def check_fp8(capsys: pytest.CaptureFixture[str], plain: Sequence[str], *more: str) -> None:
+    """Persistent fp8 parameters get fp32 states, and the precision-aware optimizer is illegal.
+
+    The last of ``more`` turns the precision-aware optimizer on.
+    """
+    code, plan = planned(capsys, "--", *plain, *more[:-1])
+    (model,) = plan["models"]
+    reason = next(d["because"] for d in model["decisions"] if d["feature"] == "bf16-dispatch")
+    assert "fp8 or fp4 parameters: nothing is added" in reason
+    parts = [part["components"] for part in model["after"][0]["parts"]]
+    for part in parts:
+        assert part["params"]["dtypes"] == ["bf16", "fp8"]
+        assert {part[one]["dtypes"][0] for one in ("master", "exp_avg", "exp_avg_sq")} == {"fp32"}
+    assert (code, plan["problems"]) == (0, [])
+    code, plan = planned(capsys, "--", *plain, *more)
+    found = {one["key"].rpartition(".")[2] for one in plan["problems"]}
+    assert (code, found) == (1, {"use_precision_aware_optimizer"})
+
+
 OURS = "loss scaling from 65536, growth x2 after 400 steps, backoff x0.5"
 """By the shim's own defaults."""
 
@@ -108,6 +129,13 @@ def test_verl_on_megatron(capsys: pytest.CaptureFixture[str], model: Path) -> No
     )
     _, low = planned(capsys, "--", *MEGATRON, path, *words)
     assert gib(low["models"][0]["before"][0]) == 7.49
+    layers = "+actor_rollout_ref.actor.megatron.override_transformer_config"
+    gather = "+actor_rollout_ref.actor.megatron.override_ddp_config.fp8_param_gather"
+    eight = (*MEGATRON, path, f"{layers}.fp8=hybrid", f"{layers}.fp8_param=true")
+    check_fp8(capsys, eight, f"{gather}=true", f"+{words[0].lstrip('+')}")
+    code, plan = planned(capsys, "--", *eight)
+    keys = [one["key"] for one in plan["problems"]]
+    assert (code, keys) == ((1, [gather.lstrip("+")]) if needs_gather() else (0, []))
     ref = ("actor_rollout_ref.actor.use_kl_loss=True", "algorithm.adv_estimator=gae")
     critic = f"critic.model.path={model}"
     _, three = planned(capsys, "--", *MEGATRON, path, *ref, critic)
@@ -348,6 +376,14 @@ def test_skyrl(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     code, plan = planned(capsys, "--", *words)
     assert (code, plan["world_size"], subjects(plan)) == (0, 64, ["policy"])
     assert gib(plan["models"][0]["before"][0]) == 12.57
+    config = "trainer.policy.megatron_config"
+    layers = f"{config}.transformer_config_kwargs"
+    eight = [f"{layers}.{one}" for one in ("fp8=hybrid", "fp8_recipe=blockwise", "fp8_param=true")]
+    if Version(version("skyrl")) >= Version("0.4"):
+        eight = [one.replace(".transformer_config_kwargs", "") for one in eight]
+        eight += [f"{config}.ddp_config.fp8_param_gather=true"]
+    aware = f"{config}.optimizer_config_kwargs.use_precision_aware_optimizer=true"
+    check_fp8(capsys, words, *eight, aware)
     fsdp = [one for one in words if "megatron" not in one]
     code, plan = planned(capsys, "--", *fsdp, "trainer.strategy=fsdp2")
     assert code == 0
@@ -401,6 +437,11 @@ def test_nemo_rl(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     assert (code, plan["framework"], plan["world_size"]) == (0, "nemo-rl", 64)
     assert gib(plan["models"][0]["before"][0]) == 9.27
     assert plan["models"][0]["before"][0]["parts"][0]["components"]["master"]["dtypes"] == ["int16"]
+    eight = "{enabled: true, fp8: e4m3, fp8_recipe: blockwise, fp8_param: true}"
+    aware = "policy.megatron_cfg.optimizer.use_precision_aware_optimizer"
+    check_fp8(
+        capsys, words, f"++policy.megatron_cfg.fp8_cfg={eight}", f"{aware}=false", f"{aware}=true"
+    )
     off = ("policy.megatron_cfg.enabled=false", "policy.dtensor_cfg.enabled=true")
     code, plan = planned(capsys, "--", *words, *off)
     assert code == 0

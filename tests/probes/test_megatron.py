@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from precision_shim.errors import InconsistentPrecisionError
+from precision_shim_adapters import megatron
 from precision_shim_adapters.megatron.policy.optimizer_plan import MEGATRON_BETA2
 from precision_shim_tools.testing import (
     cuda_means_cpu,
@@ -216,6 +218,55 @@ def test_main_grads_dtype_is_only_a_name() -> None:
             parameter = inner.optimizer.param_groups[0]["params"][0]
             assert parameter.decoupled_grad.dtype is real
             assert [list(ranges) for ranges in inner.gbuf_ranges] == [[(BF16, real)]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "gather"),
+    [
+        ({}, True),
+        ({}, False),
+        ({"use_precision_aware_optimizer": True}, True),
+        ({"use_precision_aware_optimizer": True, "fp8_recipe": "blockwise"}, False),
+    ],
+    ids=str,
+)
+def test_fp8_parameters_are_refused_where_megatron_cannot_train_them(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], gather: bool
+) -> None:
+    """Without masters Megatron's optimizer cannot be made; masters may never be written back."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import distrib_optimizer, get_megatron_optimizer
+
+    written: list[Any] = []
+    monkeypatch.setattr(distrib_optimizer, "is_float8tensor", lambda p: hasattr(p, "_fp8_dtype"))
+    monkeypatch.setattr(distrib_optimizer, "quantize_param_shard", lambda p, *_: written.extend(p))
+    config = make_config(
+        optimizer="adam",
+        lr=1e-3,
+        bf16=True,
+        params_dtype=BF16,
+        use_distributed_optimizer=True,
+        **fields,
+    )
+    ddp = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True}
+    if hasattr(DistributedDataParallelConfig(), "fp8_param_gather"):
+        ddp["fp8_param_gather"] = gather
+    with fused_adam(), make_chunk(**ddp) as chunk:
+        chunk.module.weight._fp8_dtype = "e4m3"
+        try:
+            megatron.check("verl", config, [chunk])
+            refusal = ""
+        except InconsistentPrecisionError as error:
+            refusal = str(error)
+        try:
+            made = get_megatron_optimizer(config, [chunk])
+            (inner,) = getattr(made, "chained_optimizers", [made])
+            inner._copy_model_grads_to_main_grads()
+        except (TypeError, AttributeError):  # the parameter's shard and master are None
+            assert "makes no masters" in refusal
+            return
+        inner._copy_main_params_to_model_params()
+    assert ("never writes" in refusal) is (written == [])
 
 
 def test_fp16_gradients_are_not_clipped() -> None:

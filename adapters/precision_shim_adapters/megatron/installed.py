@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 
+from precision_shim.adapting import look
 from precision_shim.precision.releases import release
 
-from .policy.legality import FusedAdamSupport
+from .policy.legality import GATHER, FusedAdamSupport
 
 FUSED_ADAM_ARGUMENTS = (
     "master_weight_dtype",
@@ -15,6 +16,12 @@ FUSED_ADAM_ARGUMENTS = (
     "use_decoupled_grad",
 )
 """The arguments of FusedAdam that Megatron's precision-aware optimizer needs."""
+
+
+def needs_gather() -> bool:
+    """Whether Megatron writes masters into fp8 parameters only with ``fp8_param_gather``."""
+    owner = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+    return GATHER in look(f"{owner}._copy_main_params_to_model_params").names
 
 
 def fused_adam_support() -> FusedAdamSupport:

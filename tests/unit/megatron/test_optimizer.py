@@ -129,7 +129,7 @@ def test_mixed_dtypes_whose_declared_one_has_no_row_get_nothing(declared):
 
 
 def test_fp8_parameters_get_nothing():
-    result = plan_for(model=TrainableDtypes({BF16: 100}, fp8=True))
+    result = plan_for(model=TrainableDtypes({BF16: 100}, quantized=True))
     assert result.adds == {}
     assert "fp8" in result.because
 

@@ -42,7 +42,7 @@ def test_fp8_parameters_have_no_single_dtype():
     quantized._fp8_dtype = "e4m3"
     for mine in (quantized, parameter(torch.uint8, trainable=False)):
         found = trainable_dtypes([mine, parameter(BF16)])
-        assert found.fp8 == mine.requires_grad
+        assert found.quantized == mine.requires_grad
     found = trainable_dtypes([quantized])
     assert found.single is None
     assert "fp8" in str(found)
@@ -56,7 +56,7 @@ def test_one_byte_parameters_are_fp8():
         def numel(self):
             return 7
 
-    assert trainable_dtypes([Bytes()]).fp8
+    assert trainable_dtypes([Bytes()]).quantized
 
 
 counts = st.dictionaries(st.sampled_from([FP32, BF16, FP16]), st.integers(1, 10**12))
@@ -67,4 +67,4 @@ def test_chunks_add_up(left, right, left_fp8, right_fp8):
     both = TrainableDtypes(left, left_fp8) + TrainableDtypes(right, right_fp8)
     assert sum(both.counts.values()) == sum(left.values()) + sum(right.values())
     assert set(both.counts) == {*left, *right}
-    assert both.fp8 == (left_fp8 or right_fp8)
+    assert both.quantized == (left_fp8 or right_fp8)

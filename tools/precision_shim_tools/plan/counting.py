@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from precision_shim.precision.names import SIZES
 
@@ -18,6 +18,7 @@ class Precision:
         buckets: whether the gradients are in the model's unsharded buckets.
         copies: whether the step makes fp32 copies of the owned gradients.
         offloaded: share of the optimizer states in the host's memory, from 0 to 1.
+        quantized: dtype in which a part of the parameters is stored, with as many bytes.
         offload_keeps_master: whether the GPU keeps a copy of the fp32 masters that are on the host.
     """
 
@@ -29,6 +30,7 @@ class Precision:
     buckets: bool = True
     copies: bool = False
     offloaded: float = 0.0
+    quantized: str = ""
     offload_keeps_master: bool = True
 
 
@@ -73,6 +75,9 @@ def part(name: str, share: Share, precision: Precision, optimizer: str) -> Plann
         "exp_avg": _held(share, left, precision.exp_avg, sharded, gone),
         "exp_avg_sq": _held(share, left, precision.exp_avg_sq, sharded, gone),
     }
+    for key in ("params", "frozen") if precision.quantized else ():
+        both = sorted({*held[key].dtypes, precision.quantized})
+        held[key] = replace(held[key], dtypes=tuple(both))
     if gone:
         held["grad_copies"] = _held(share, 0, "", sharded, gone)
     copies = _held(share, trainable if precision.copies else 0, "fp32", sharded)

@@ -21,13 +21,14 @@ from precision_shim.precision.dtypes import name_of
 from precision_shim.reporting.problem import Problem
 from precision_shim_adapters.common.omegaconf_values import plain, tell_unresolved
 from precision_shim_adapters.megatron import PRECISION_AWARE
+from precision_shim_adapters.megatron.policy.legality import GATHER
 from precision_shim_adapters.nemo_rl import rollout
 from precision_shim_adapters.nemo_rl.training import dtensor, megatron
 from precision_shim_adapters.nemo_rl.training.dtensor import DTYPES, FRAMEWORK
 from precision_shim_adapters.nemo_rl.training.workers import POLICIES, SETUP
 
 from .command import Job
-from .megatron.model import MegatronModel
+from .megatron.model import MegatronModel, quantized_in
 from .megatron.sizes import read_sizes
 from .record import Decided
 from .request import Plannable, Request, read_models
@@ -260,6 +261,7 @@ def _on_megatron(
         )
     sections = {"optimizer": _of(cfg, f"{where}.optimizer"), ddp.rpartition(".")[2]: buckets}
     complete = {**section, "megatron_cfg": {**cfg, **sections}}
+    fp8 = _of(cfg, f"{where}.fp8_cfg")
     requested = megatron.read_requested(complete, subject, megatron_fsdp=False, trains=trains)
     return MegatronModel(
         requested,
@@ -272,6 +274,8 @@ def _on_megatron(
         key=f"{where}.optimizer.{{}}",
         bucket_key=f"{ddp}.grad_reduce_in_fp32",
         prefix="++",
+        quantized=quantized_in(fp8) if fp8.get("enabled") else "",
+        gathers=GATHER in look(f"{SETUP}:_create_megatron_config").names,
         illegal=tuple(_flags(complete, key, subject)) if trains else (),
     )
 

@@ -22,13 +22,14 @@ from precision_shim_adapters.agreement.report import FEATURE as AGREEMENT
 from precision_shim_adapters.agreement.report import follows
 from precision_shim_adapters.agreement.weight_sync import wire_problems
 from precision_shim_adapters.megatron import DISPATCH
+from precision_shim_adapters.megatron.policy.legality import GATHERS
 from precision_shim_adapters.skyrl.config import INFERENCE, ROLLOUT, note_command_line
 from precision_shim_adapters.skyrl.rollout import dtypes, lm_head
 from precision_shim_adapters.skyrl.training import fsdp, megatron
 from precision_shim_adapters.torch_fp16 import FEATURE
 
 from .command import Job, find_imported
-from .megatron.model import MegatronModel
+from .megatron.model import MegatronModel, quantized_in
 from .megatron.sizes import read_sizes
 from .record import Decided
 from .request import Plannable, Request, read_models
@@ -208,6 +209,8 @@ def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) ->
         takes_name=megatron.takes_name if megatron.coerces_itself() else None,
         illegal=tuple(illegal),
         notes=tuple(notes),
+        quantized=quantized_in(config.transformer_config_kwargs or {}),
+        gathers=any(getattr(ddp_config, name, False) for name in GATHERS),
     )
 
 

@@ -75,8 +75,8 @@ class ShardedModel:
         name, key = self.optimizer, self.keys.get("optimizer", "optimizer")
         if name and name.rpartition(".")[2].lower() not in LIKE_PARAMETERS:
             raise PlanError(
-                f"{self.subject}: {key}={name!r}: its states are not known here; planned are "
-                "torch's Adam and AdamW. Plan the job with AdamW for an upper bound."
+                f"{self.subject}: {key}={name!r}: its states are not known here, and may be larger "
+                "than AdamW's. Planned are only jobs with torch's Adam and AdamW."
             )
         sizes = Sizes(self.world, tensor=self.tensor, context=self.context, keys=self.keys)
         fault = layout.fault(sizes, self.model, heads_are_shared=False) or self._fault()

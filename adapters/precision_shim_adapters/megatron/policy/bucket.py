@@ -29,6 +29,12 @@ class BucketChoice:
     problem: str = ""
 
 
+def describe_bucket(in_fp32: bool, model: TrainableDtypes) -> str:
+    """The decision on the bucket of a model's trainable parameters, in words."""
+    dtype = "that of the parameters" if model.single is None else name_of(model.single)
+    return f"gradient bucket {'fp32' if in_fp32 else dtype} (grad_reduce_in_fp32={in_fp32})"
+
+
 def choose_bucket(
     *, present: bool, user_set: bool, align: bool, main_grads: torch.dtype, model: TrainableDtypes
 ) -> BucketChoice:
@@ -38,9 +44,9 @@ def choose_bucket(
     overrides even if the user wrote it. ``main_grads`` is the dtype of the optimizer's main grads.
     """
     low = main_grads is not torch.float32
-    # A model chunk without trainable parameters has no bucket, and so requires no fp32 bucket.
-    nothing = not model.counts and not model.fp8
-    wanted = not (low and (model.single is main_grads or nothing))
+    # A model chunk without trainable parameters has no bucket, and so requires no fp32 bucket. The
+    # bucket of quantized parameters has their nominal dtype.
+    wanted = not (low and model.counts.keys() <= {main_grads})
     because = f"main grads are {name_of(main_grads)}"
     if low and wanted:
         because += f", but the parameters are not all {name_of(main_grads)} ({model})"

@@ -101,6 +101,44 @@ def check_dtypes(config: Mapping[str, Any], support: FusedAdamSupport, *, where:
         )
 
 
+_AWARE = "use_precision_aware_optimizer"
+
+
+def steps_parameters(config: Mapping[str, Any]) -> bool:
+    """Whether a precision-aware FusedAdam steps the parameters themselves, and not their masters.
+
+    Megatron's ``use_precision_aware_optimizer_no_fp8_or_ds_fp8``.
+    """
+    low = config.get("main_params_dtype") not in (None, FP32)
+    recipe = low or config.get("fp8_recipe") in (None, "delayed")
+    return bool(config.get(_AWARE) and (recipe or config.get("optimizer_cpu_offload")))
+
+
+GATHERS = (GATHER := "fp8_param_gather", "fp4_param_gather")
+"""The fields of Megatron's DDP config that write masters back into quantized parameters."""
+
+
+def quantized_fault(
+    config: Mapping[str, Any], *, written_back: bool
+) -> tuple[str, str, str] | None:
+    """Return field, problem and remedy if the distributed optimizer cannot train fp8 parameters.
+
+    ``written_back``: whether Megatron writes masters outside FusedAdam back into such parameters.
+    """
+    if not steps_parameters(config):
+        if written_back:
+            return None
+        problem = "False beside fp8 parameters: Megatron never writes their masters back into them"
+        return GATHER, problem, f"Write {GATHER}: true, or leave fp8_param out."
+    if config.get("fp8_recipe") != "delayed":
+        problem = "Megatron makes no masters for fp8 or fp4 parameters with it"
+        return _AWARE, problem, f"Write {_AWARE}: false."
+    if config.get("store_param_remainders", True):
+        problem = "FusedAdam takes no remainders as masters of fp8 parameters"
+        return "store_param_remainders", problem, "Write store_param_remainders: false."
+    return None
+
+
 NEED_PRECISION_AWARE = (
     "main_grads_dtype",
     "main_params_dtype",
@@ -112,14 +150,13 @@ NEED_PRECISION_AWARE = (
 
 def not_precision_aware(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Return field, problem and remedy for each field that needs a precision-aware config."""
-    aware = "use_precision_aware_optimizer"
-    if config.get(aware):
+    if config.get(_AWARE):
         return []
     return [
         (
             field,
-            f"{name_of(config[field])} without {aware}: Megatron takes fp32 only",
-            f"Write {aware}: true, or leave {field} out.",
+            f"{name_of(config[field])} without {_AWARE}: Megatron takes fp32 only",
+            f"Write {_AWARE}: true, or leave {field} out.",
         )
         for field in NEED_PRECISION_AWARE
         if isinstance(config.get(field), torch.dtype) and config[field] is not FP32

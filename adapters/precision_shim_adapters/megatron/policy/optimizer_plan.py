@@ -215,8 +215,8 @@ def _choose_row(
     requested: RequestedConfig, model: TrainableDtypes, native: Mapping[str, Any], why: list[str]
 ) -> dict[str, Any]:
     """The dispatch table's row for a model; fp32 states if the parameters have several dtypes."""
-    if model.fp8:
-        why.append("fp8 parameters: nothing is added")
+    if model.quantized:
+        why.append("fp8 or fp4 parameters: nothing is added")
         return {}
     if model.single is None and model.counts:
         why.append(f"trainable parameters of several dtypes ({model}): fp32 states")

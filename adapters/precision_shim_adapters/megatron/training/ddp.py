@@ -16,11 +16,10 @@ import torch
 import torch.distributed
 
 from precision_shim.adapting import Call, current_settings, in_force, seam, warn
-from precision_shim.precision.dtypes import name_of
 from precision_shim.precision.model import TrainableDtypes, trainable_dtypes
 
 from ..checkpoints.optimizer_state import bucket_without_shim
-from ..policy.bucket import choose_bucket
+from ..policy.bucket import choose_bucket, describe_bucket
 from ..policy.requested import ALIGNMENT, DISPATCH, GROUP, MOSTLY, SCALING
 from .build import Build, build_around
 
@@ -113,10 +112,7 @@ def _align(build: Build, config: Any, model: TrainableDtypes) -> torch.dtype | N
     elif changed:
         config.grad_reduce_in_fp32 = build.in_fp32
     in_fp32 = bool(config.grad_reduce_in_fp32)
-    dtype = "fp32" if in_fp32 else "that of the parameters"
-    if not in_fp32 and model.single is not None:
-        dtype = name_of(model.single)
-    build.decide(ALIGNMENT, f"gradient bucket {dtype} (grad_reduce_in_fp32={in_fp32})", because)
+    build.decide(ALIGNMENT, describe_bucket(in_fp32, model), because)
     if problem and requested.trains:  # without an optimizer the bucket stays empty
         warn(f"{build.framework} {requested.subject}: {problem}.")
     return plan.main_grads if written and not over_user else None

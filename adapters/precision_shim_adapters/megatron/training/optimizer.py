@@ -21,8 +21,8 @@ from precision_shim.precision.model import trainable_dtypes
 
 from ..buffers import grad_buffers
 from ..checkpoints.optimizer_state import note_precision_aware
-from ..installed import FUSED_ADAM_ARGUMENTS, fused_adam_support
-from ..policy.legality import check_dtypes, not_precision_aware
+from ..installed import FUSED_ADAM_ARGUMENTS, fused_adam_support, needs_gather
+from ..policy.legality import GATHERS, check_dtypes, not_precision_aware, quantized_fault
 from ..policy.numbers import SCALER, check_numbers
 from ..policy.optimizer_plan import OptimizerPlan, coerce_written
 from ..policy.requested import ALIGNMENT, DISPATCH, GROUP, MOSTLY, SCALING
@@ -225,6 +225,7 @@ def check(framework: str, config: Any, model: Any) -> None:
         _refuse_unscaled(build, config)
     chunks = _wrapped_chunks(model)
     _refuse_fp16_gradients(framework, build, config, chunks)
+    _refuse_quantized(framework, build, config, chunks)
     if in_force(framework, ALIGNMENT, GROUP):
         _check_pair(framework, build, config, chunks)
 
@@ -253,6 +254,20 @@ def _refuse_fp16_gradients(
             f"clip_grad={config.clip_grad} takes fp32 or bf16 gradients, and "
             "grad_reduce_in_fp32=False makes them fp16. Write grad_reduce_in_fp32: true, or set "
             "PRECISION_SHIM_GRAD_BUCKET=align, or use_precision_aware_optimizer: false."
+        )
+
+
+def _refuse_quantized(framework: str, build: Build | None, config: Any, chunks: list[Any]) -> None:
+    """Refuse fp8 parameters that the optimizer could not make, or would never update."""
+    live = trainable_dtypes(p for chunk in chunks for p in chunk.parameters())
+    if not (live.quantized and config.use_distributed_optimizer):
+        return
+    flags = [getattr(chunk.ddp_config, name, False) for chunk in chunks for name in GATHERS]
+    fault = quantized_fault(vars(config), written_back=any(flags) or not needs_gather())
+    if fault:
+        where = framework if build is None else build.requested.where
+        raise InconsistentPrecisionError(
+            f"{where}, {megatron_label()}: {fault[0]}: {fault[1]}. {fault[2]}"
         )
 
 

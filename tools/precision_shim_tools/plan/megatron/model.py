@@ -19,8 +19,13 @@ from precision_shim.precision.model import TrainableDtypes
 from precision_shim.reporting.problem import Problem
 from precision_shim_adapters import megatron
 from precision_shim_adapters.megatron.audit import reader
+from precision_shim_adapters.megatron.installed import needs_gather
 from precision_shim_adapters.megatron.policy import legality, optimizer_plan, scaler
-from precision_shim_adapters.megatron.policy.bucket import BucketChoice, choose_bucket
+from precision_shim_adapters.megatron.policy.bucket import (
+    BucketChoice,
+    choose_bucket,
+    describe_bucket,
+)
 from precision_shim_adapters.megatron.policy.legality import FusedAdamSupport, release
 from precision_shim_adapters.megatron.policy.numbers import BETA2, SCALER, STATIC, check_numbers
 from precision_shim_adapters.megatron.policy.requested import COERCION, InForce, what_is_in_force
@@ -61,6 +66,8 @@ class MegatronModel:
         illegal: problems that the adapter found.
         notes: remarks about legal settings.
         takes_name: whether the framework converts a dtype name; ``None``: Megatron gets all names.
+        quantized: ``"fp8"`` or ``"fp4"`` if the weights are stored so, see ``quantized_in``.
+        gathers: whether the DDP's config has ``fp8_param_gather`` or ``fp4_param_gather``.
     """
 
     requested: megatron.RequestedConfig
@@ -77,6 +84,8 @@ class MegatronModel:
     illegal: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
     takes_name: Callable[[str], bool] | None = None
+    quantized: str = ""
+    gathers: bool = False
 
     @property
     def subject(self) -> str:
@@ -89,11 +98,12 @@ class MegatronModel:
         return self.requested.asked if self.requested.trains else {}
 
     def key_of(self, name: str) -> str:
-        """The config's key of an optimizer field or of ``grad_reduce_in_fp32``."""
-        return self.bucket_key if name == _BUCKET else self.key.format(name)
+        """The config's key of a field of the optimizer or of the DDP."""
+        ddp = name in (_BUCKET, legality.GATHER)
+        return self.bucket_key.replace(_BUCKET, name) if ddp else self.key.format(name)
 
     def problem(self, code: str, name: str, message: str, remedy: str) -> Problem:
-        """A problem with an optimizer field or with ``grad_reduce_in_fp32``."""
+        """A problem with a field of the optimizer or of the DDP."""
         return Problem(code, self.subject, self.key_of(name), message, remedy)
 
     def changed(self, **fields: Any) -> MegatronModel:
@@ -108,8 +118,15 @@ class MegatronModel:
         """See ``Plannable``.
 
         Raises:
-            PlanError: the model cannot be split over the GPUs, or its optimizer is not Adam.
+            PlanError: the model cannot be split over the GPUs, its optimizer is not Adam, or its
+                quantized weights are not fp8 beside 16-bit ones.
         """
+        if self.quantized and (self.quantized, self.dtype.itemsize) != ("fp8", 2):
+            raise PlanError(
+                f"{self.requested.where}: {self.subject}: {self.quantized} parameters in a "
+                f"{name_of(self.dtype)} model: their size is not known here; planned are fp8 "
+                "parameters in a 16-bit model. Plan the job without them."
+            )
         core = release(rules.megatron_core or "")
         shared = not core or core >= SHARED_HEADS_SINCE
         fault = layout.fault(self.sizes, self.model, heads_are_shared=shared)
@@ -211,6 +228,16 @@ def in_force(job: Job, support: FusedAdamSupport) -> InForce:
     return replace(what_is_in_force(job.settings, job.in_force, support), coerces=True)
 
 
+def quantized_in(section: Mapping[str, Any]) -> str:
+    """``"fp8"`` or ``"fp4"`` if Megatron stores weights so, by its TransformerConfig."""
+    kinds = ("fp8", "fp4")
+    return next((one for one in kinds if section.get(one) and section.get(f"{one}_param")), "")
+
+
+def _dtypes(asked: MegatronModel) -> TrainableDtypes:
+    return TrainableDtypes({asked.dtype: max(asked.model.parameters, 1)}, bool(asked.quantized))
+
+
 def decide(asked: MegatronModel, now: InForce) -> Side:
     """Decide the optimizer's fields and the bucket.
 
@@ -218,7 +245,7 @@ def decide(asked: MegatronModel, now: InForce) -> Side:
         DtypeError: the user wrote an unknown dtype name or an illegal dtype.
         SettingsError: the user's ``adam_beta2`` is no number.
     """
-    model = TrainableDtypes({asked.dtype: max(asked.model.parameters, 1)})
+    model = _dtypes(asked)
     requested = asked.requested
     plan = optimizer_plan.plan_optimizer(requested, model, now, distributed=requested.distributed)
     written = requested.bucket_in_fp32 is not None
@@ -286,7 +313,7 @@ def problems_of(asked: MegatronModel, side: Side, job: Job) -> list[Problem]:
     if optimizer != "adam":
         raise PlanError(
             f"{requested.where}: {asked.subject}: optimizer={optimizer!r}: its states are not "
-            "known here; planned are those of adam. Plan the job with adam for an upper bound."
+            "known here, and may be larger than adam's. Planned are only jobs with adam."
         )
     aware = bool(fields.get(megatron.PRECISION_AWARE))
     found = []
@@ -305,6 +332,10 @@ def problems_of(asked: MegatronModel, side: Side, job: Job) -> list[Problem]:
     if not aware and fields.get("main_grads_dtype", asked.dtype) is None:
         remedy = "Write fp32, or leave it out."
         found.append(("dtype", "main_grads_dtype", "None is no dtype", remedy))
+    if asked.quantized and fields.get("use_distributed_optimizer", requested.distributed):
+        back = asked.gathers or not needs_gather()
+        fault = legality.quantized_fault(fields, written_back=back)
+        found += [("fp8-parameters", *fault)] if fault else []
     narrow = asked.dtype is torch.float16 and not side.bucket.grad_reduce_in_fp32
     if aware and narrow and fields.get("clip_grad", 1.0):
         message = "fp16 gradients cannot be clipped by the precision-aware optimizer"
@@ -353,8 +384,9 @@ def _precision(asked: MegatronModel, side: Side) -> Precision:
         "" if master is None else name_of(master),
         name_of(moments[0]),
         name_of(moments[1]),
-        copies=dtype is not torch.float32 and bucket is not torch.float32 and not aware,
+        copies=torch.float32 not in (dtype, bucket) and not legality.steps_parameters(fields),
         offloaded=min(max(offloaded, 0.0), 1.0),
+        quantized=asked.quantized,
         offload_keeps_master=not aware,
     )
 
@@ -365,7 +397,8 @@ def _stages(asked: MegatronModel, side: Side | None) -> tuple[Stage, ...]:
     frozen, value_head = asked.frozen_routers, asked.value_head
     counts = layout.count(asked.model, sizes, frozen_routers=frozen, value_head=value_head)
     if side is None:
-        made, name, distributed = Precision(name_of(asked.dtype)), "", True
+        precision = Precision(name_of(asked.dtype), quantized=asked.quantized)
+        made, name, distributed = precision, "", True
         counts = [layout.StageCount(0, 0, one.dense + one.experts + one.frozen) for one in counts]
     else:
         made = _precision(asked, side)
@@ -396,8 +429,7 @@ def _decisions(asked: MegatronModel, side: Side, job: Job) -> Iterator[Decided]:
         yield Decided(megatron.DISPATCH, side.plan.chosen, side.plan.because)
     if job.in_force(megatron.ALIGNMENT, megatron.GROUP):
         in_fp32 = side.bucket.grad_reduce_in_fp32
-        dtype = "fp32" if in_fp32 else name_of(asked.dtype)
-        chosen = f"gradient bucket {dtype} (grad_reduce_in_fp32={in_fp32})"
+        chosen = describe_bucket(in_fp32, _dtypes(asked))
         yield Decided(megatron.ALIGNMENT, chosen, side.bucket.because)
     scales = job.in_force(megatron.SCALING, megatron.GROUP)
     told = None
@@ -422,6 +454,13 @@ def _notes(asked: MegatronModel, side: Side | None) -> Iterator[str]:
         yield (
             "not checked: whether Megatron's OptimizerConfig has the fields that are written; "
             "megatron-core is not installed here"
+        )
+    if asked.quantized:
+        yield (
+            "fp8 weights count 2 bytes, as in bf16: TransformerEngine also keeps each one "
+            "transposed (from Blackwell on not with the recipes delayed and tensorwise: 1 byte); "
+            "their scales are not counted. Embeddings, norms and the output layer stay "
+            f"{name_of(asked.dtype)}"
         )
     further = asked.model.number("num_nextn_predict_layers", "mtp_num_hidden_layers")
     if further:

@@ -19,12 +19,13 @@ from precision_shim.reporting.problem import Problem
 from precision_shim_adapters.agreement.report import FEATURE
 from precision_shim_adapters.common.omegaconf_values import tell_unresolved
 from precision_shim_adapters.megatron import DISPATCH, GROUP, PRECISION_AWARE, RequestedConfig
+from precision_shim_adapters.megatron.policy.legality import GATHERS
 from precision_shim_adapters.verl.rollout import driver, dtypes, weight_sync
 from precision_shim_adapters.verl.rollout.lm_head import read_heads
 from precision_shim_adapters.verl.training import fsdp, megatron
 
 from ..command import Job
-from ..megatron.model import MegatronModel
+from ..megatron.model import MegatronModel, quantized_in
 from ..megatron.sizes import read_sizes
 from ..record import Decided
 from ..request import Plannable, Request, read_models
@@ -161,7 +162,8 @@ def _on_megatron(
     engine, optim = section.engine, section.optim
     fields = f"{section.optim_key}.override_optimizer_config"
     buckets = f"{section.engine_key}.override_ddp_config"
-    inner(engine, f"{section.engine_key}.override_transformer_config")
+    layers = inner(engine, f"{section.engine_key}.override_transformer_config")
+    ddp = inner(engine, buckets)
     inner(optim, fields)
     sections.check_megatron(section)
     requested = megatron.of_configs(
@@ -180,9 +182,11 @@ def _on_megatron(
         value_head=section.subject == "critic",
         key=f"{fields}.{{}}",
         bucket_key=f"{buckets}.grad_reduce_in_fp32",
-        bucket_keys=tuple(map(str, inner(engine, buckets))),
+        bucket_keys=tuple(map(str, ddp)),
         prefix="++",  # Hydra's prefix that adds or overrides a key
         illegal=illegal,
+        quantized=quantized_in(layers),
+        gathers=any(ddp.get(name) for name in GATHERS),
     )
 
 
