@@ -82,6 +82,56 @@ def test_the_keys_of_the_dict() -> None:
     assert values["notes"]
 
 
+def frozen(_: Any) -> Any:
+    """A bf16 layer that is not trained, beside fp32 factors that are, as with LoRA."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4).bfloat16(), torch.nn.Linear(4, 4))
+    model[0].requires_grad_(requires_grad=False)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-6)
+
+
+def in_warmup(made: Any) -> Any:
+    torch.optim.lr_scheduler.LambdaLR(made[1], lambda step: step / 10)
+    assert made[1].param_groups[0]["lr"] == 0
+    return made
+
+
+def with_option(made: Any) -> Any:
+    made[1].add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+    for group in made[1].param_groups:
+        group["use_kahan_summation"] = True
+    return made
+
+
+def with_masters(made: Any) -> Any:
+    return made[0], FusedAdam(made[0].parameters(), lr=1e-6, master_weights=True)
+
+
+def with_sgd(made: Any) -> Any:
+    return made[0], torch.optim.SGD(made[0].parameters(), lr=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "lr", "found"),
+    [
+        (lambda made: made, 1e-6, (["no-master"], [])),
+        (lambda made: made, torch.tensor(1e-6), (["no-master"], [])),
+        (in_warmup, 1e-6, (["no-master"], [])),
+        (lambda made: made, 1e-3, ([], ["no-master"])),
+        (with_sgd, 1e-6, ([], ["no-master"])),  # an update may have any size
+        (frozen, 1e-6, ([], [])),
+        (with_masters, 1e-6, ([], [])),
+        (with_option, 1e-6, ([], [])),
+    ],
+    ids=["adam", "tensor", "warmup", "large", "sgd", "frozen", "masters", "kahan"],
+)
+def test_bf16_weights_without_masters(change: Any, lr: Any, found: Any) -> None:
+    """A problem where rounding loses most of Adam's updates, and else a note."""
+    model, optimizer = change(adamw(torch.bfloat16, lr=lr, betas=(0.9, 0.95), foreach=False))
+    for audit in (precision_shim.audit(model, optimizer), precision_shim.audit(None, optimizer)):
+        assert ([one.code for one in audit.problems], notes(audit)) == found
+        assert audit.ok is not bool(found[0])
+
+
 def test_the_second_moment_moves_at_a_smaller_beta() -> None:
     audit = precision_shim.audit(*trained(*adamw(torch.bfloat16, betas=(0.9, 0.95))))
     assert notes(audit) == ["no-master"]

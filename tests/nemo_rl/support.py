@@ -50,6 +50,13 @@ def common(model: Path, precision: str) -> dict[str, Any]:
     }
 
 
+def optimizer(lr: float) -> dict[str, Any]:
+    """The section of AdamW."""
+    # If eps were below fp16's rounding, signs of gradients near 0 would decide a step.
+    kwargs = {"lr": lr, "betas": [0.9, 0.95], "eps": 1e-3, "foreach": False}
+    return {"name": "torch.optim.AdamW", "kwargs": kwargs}
+
+
 def policy_config(model: Path, precision: str, kind: str = "v1", **changes: Any) -> dict[str, Any]:
     """A policy config with the keys of NeMo-RL's YAML; ``changes`` replace keys."""
     config: dict[str, Any] = {
@@ -64,11 +71,7 @@ def policy_config(model: Path, precision: str, kind: str = "v1", **changes: Any)
             "context_parallel_size": 1,
             "custom_parallel_plan": None,
         },
-        "optimizer": {
-            "name": "torch.optim.AdamW",
-            # If eps were below fp16's rounding, signs of gradients near 0 would decide a step.
-            "kwargs": {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-3, "foreach": False},
-        },
+        "optimizer": optimizer(1e-2),
         "scheduler": {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"total_iters": 20}},
     }
     if kind == "value":

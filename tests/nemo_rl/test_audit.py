@@ -6,9 +6,10 @@ import pytest
 from packaging.version import Version
 
 import precision_shim
+from precision_shim.errors import PrecisionShimWarning
 from precision_shim_adapters.nemo_rl.audit.optimizers import AuditedWorker
 
-from .support import KINDS, NEMO_RL, batch, loss_for, plain
+from .support import KINDS, NEMO_RL, batch, loss_for, optimizer, plain
 
 pytestmark = pytest.mark.parametrize("kind", KINDS)
 
@@ -35,6 +36,23 @@ def test_beside_loss_scaling(kind, worker, shim) -> None:
     (after,) = precision_shim.status().audit
     assert before.parts[0].scaler == after.parts[0].scaler == "LossScaler"
     assert "scaler-missing" not in {note.code for note in (*before.notes, *after.notes)}
+
+
+def test_bf16_weights_without_masters(kind, worker, shim) -> None:
+    """One warning, also under strict, because the user chose; and a problem of each audit."""
+    shim(features=["audit"], strict=True)
+    subject = "value" if kind == "value" else "policy"
+    key = f"{subject}.hf_config_overrides.dtype=float32"
+    chosen = {"hf_config_overrides": {"dtype": "bfloat16"}, "optimizer": optimizer(1e-6)}
+    with (
+        pytest.warns(PrecisionShimWarning, match=f"no-master .* 0 of the 8 bits .*{key}") as told,
+        worker(kind, "bfloat16", **chosen) as one,
+    ):
+        one.train(batch(), loss_for(kind))
+    assert sum(one.category is PrecisionShimWarning for one in told) == 1
+    (audit,) = precision_shim.status().audit
+    assert ([one.code for one in audit.problems], audit.complete) == (["no-master"], True)
+    assert [one.chosen for one in precision_shim.status().decisions] == ["no-master"]
 
 
 def test_off_it_is_not_there(kind, worker, shim) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 import precision_shim
+from precision_shim.errors import PrecisionShimWarning
 from precision_shim.scaling import FILE_NAME, LossScaler
 from precision_shim_adapters.roll import adapter
 
@@ -62,6 +64,21 @@ def test_with_lora_the_base_model_is_loaded_as_before(on: On, tmp_path: Path) ->
         given = SimpleNamespace(compute_dtype=torch.float16, lora_target=target)
         assert loading(lambda *, model_args: model_args.compute_dtype)(model_args=given) is dtype
         assert given.compute_dtype is torch.float16
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", None])
+def test_bf16_weights_without_masters(on: On, tmp_path: Path, dtype: str | None) -> None:
+    """ROLL stores the parameters in ``param_dtype``, and without that key in fp32."""
+    on()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = Trainer.of(tmp_path, dtype, training_args={"learning_rate": 1e-6})
+        trainer.step(0)
+    said = [str(one.message) for one in caught if one.category is PrecisionShimWarning]
+    told = r"no-master \(.* 0 of the 8 bits .*leave strategy_config.param_dtype out"
+    assert [bool(re.search(told, line)) for line in said] == [True] * bool(dtype)
+    (audit,) = precision_shim.status().audit
+    assert [one.code for one in audit.problems] == ["no-master"] * bool(dtype)
 
 
 def test_each_step_ends(on: On, tmp_path: Path) -> None:

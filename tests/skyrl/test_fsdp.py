@@ -95,6 +95,27 @@ def test_bf16_is_left_alone(make: Any, shim: Any, products: Any, role: str) -> N
     assert not [d for d in precision_shim.status().decisions if d.feature == "fp16-scaling"]
 
 
+@pytest.mark.parametrize(
+    ("role", "loader"),
+    [("policy", "HFModelWrapper"), ("critic", "get_llm_for_sequence_regression")],
+)
+def test_bf16_weights_without_masters(
+    make: Any, shim: Any, monkeypatch: pytest.MonkeyPatch, role: str, loader: str
+) -> None:
+    """SkyRL itself loads what it trains in fp32; a worker of the user's own may not."""
+    from skyrl.backends.skyrl_train.workers.fsdp import fsdp_worker as module
+
+    own = getattr(module, loader)
+    monkeypatch.setattr(module, loader, lambda *args, **more: own(*args, **{**more, "bf16": True}))
+    shim(strict=True)
+    told = r"no-master \(.* 0 of the 8 bits .*bf16=False of SkyRL's model"
+    with pytest.warns(PrecisionShimWarning, match=told):
+        worker = make(role, None, f"trainer.{role}.optimizer_config.lr=1e-6")
+    train(worker, 0)
+    (audit,) = precision_shim.status().audit
+    assert [one.code for one in audit.problems] == ["no-master"]
+
+
 @pytest.mark.parametrize("role", ROLES)
 def test_an_overflow_is_skipped_and_shown(make: Any, shim: Any, role: str) -> None:
     shim(settings={"loss_scale_init": 256})

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import precision_shim
+from precision_shim.errors import PrecisionShimWarning
 
 from . import cpu
 from .test_pretraining import train
@@ -50,12 +52,24 @@ def test_pretraining(pretrainer: Any, shim: Any, tmp_path: Path) -> None:
 
 
 def test_training_in_bfloat16_states(pretrainer: Any, shim: Any, tmp_path: Path) -> None:
-    """The audit notes what torchtitan accepts silently: no masters, and a stuck second moment."""
-    shim()
-    config = cpu.trainer_config(tmp_path, "bfloat16", training={"dtype": "bf16"})
-    config.optimizer.param_groups[0].optimizer_kwargs["betas"] = (0.9, 0.999)
-    train(pretrainer(config=config), 1)
-    assert {one.code for one in only().notes} == {"no-master", "second-moment-stuck"}
+    """The audit tells what torchtitan accepts silently: no masters, and a stuck second moment."""
+    shim(strict=True)
+    found = {}
+    for lr in (1e-2, 1e-6):
+        config = cpu.trainer_config(tmp_path, "bfloat16", training={"dtype": "bf16"})
+        options = {"betas": (0.9, 0.999), "lr": lr}
+        config.optimizer.param_groups[0].optimizer_kwargs.update(options)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            trainer = pretrainer(config=config)
+            train(trainer, 1)
+        told = [str(one.message) for one in said if one.category is PrecisionShimWarning]
+        audit = precision_shim.status().audit[-1]
+        codes = [{one.code for one in some} for some in (audit.problems, audit.notes)]
+        found[lr] = (*codes, len(told), all("training.dtype=float32" in one for one in told))
+    stuck = {"second-moment-stuck"}
+    assert found[1e-2] == (set(), {"no-master", *stuck}, 0, True)  # no update is lost
+    assert found[1e-6] == ({"no-master"}, stuck, 1, True)
 
 
 def test_several_optimizers_are_one_audit(pretrainer: Any, shim: Any, tmp_path: Path) -> None:

@@ -563,12 +563,14 @@ def audited(job: Job) -> dict[str, Any]:
     after = audits_of(folder)
     lora = support.engine(job.model, param_dtype=None, lora=True)
     support.train(lora, range(1))
-    return {
-        "before": before,
-        "after": after,
-        "all": audits_of(folder),
-        "kept": len(precision_shim.status().audit),
-    }
+    found = {"all": audits_of(folder), "kept": len(precision_shim.status().audit)}
+    precision_shim.install(settings=SETTINGS, strict=True)
+    with ours() as said:
+        bare = support.engine(job.model, param_dtype="bf16", model_dtype="bf16", lr=1e-6)
+        support.train(bare, range(1))
+    (audit,) = (one for one in precision_shim.status().audit if not one.ok)
+    codes = [problem.code for problem in audit.problems]
+    return {**found, "before": before, "after": after, "bare": (codes, said)}
 
 
 # -- 0.7.1's legacy workers --------------------------------------------------------------------

@@ -125,6 +125,7 @@ def engine(
     lora: bool = False,
     initialize: bool = True,
     overrides: Mapping[str, Any] | None = None,
+    lr: float = 1e-2,
     **fields: Any,
 ) -> Any:
     """A real FSDP2 engine of the installed verl.
@@ -139,6 +140,7 @@ def engine(
         lora: whether only adapters are trained.
         initialize: whether to build the model and optimizer.
         overrides: further overrides of the model's HF config.
+        lr: learning rate.
         fields: further fields of FSDPEngineConfig.
     """
     from verl.trainer.config import CheckpointConfig
@@ -170,7 +172,7 @@ def engine(
     one = kinds[critic](
         model_config,
         FSDPEngineConfig(**values),
-        FSDPOptimizerConfig(lr=1e-2, total_training_steps=40),
+        FSDPOptimizerConfig(lr=lr, total_training_steps=40),
         CheckpointConfig(save_contents=list(contents), load_contents=list(load or contents)),
     )
     if initialize:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -309,6 +310,10 @@ def test_the_audit_of_the_engine(fsdp_ranks: Ranks) -> None:
         assert sorted(one["before"]) == sorted(one["after"]) == names
         assert sorted(one["all"]) == sorted([*names, adapters])
         assert one["kept"] == 3  # a reference model has no optimizer
+        codes, said = one["bare"]  # bf16 weights without masters: rank 0 warns once, also in strict
+        assert codes == ["no-master"]
+        told = r"no-master \(.*, and 98.1% of the updates .*fsdp_config.model_dtype=fp32"
+        assert [bool(re.search(told, line)) for line in said] == ([] if rank else [True])
         for name in names:
             before, after = one["before"][name], one["after"][name]
             assert (before["complete"], after["complete"]) == (False, True)

@@ -16,7 +16,7 @@ from precision_shim.adapting import Call, collect, seam, versioned
 
 from .. import megatron
 from ..megatron import ALIGNMENT, APPLYING, BUILDING, GROUP, SCALING
-from . import rollout, training
+from . import audit, rollout, training
 
 MODULE = "roll.distributed.strategy.megatron_strategy"
 STRATEGY = f"{MODULE}:MegatronTrainStrategy"
@@ -93,5 +93,5 @@ def step(call: Call) -> dict[str, Any]:
 
 
 SEAMS = megatron.where_present(
-    collect(*megatron.SEAMS, build, scale, configure, check, step, training, rollout), module=MODULE
+    collect(*megatron.SEAMS, build, scale, configure, check, step, training, audit, rollout), module=MODULE
 )

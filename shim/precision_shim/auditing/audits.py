@@ -70,11 +70,13 @@ def look(
     framework: str = "",
     subject: str = "",
     whole: bool = True,
+    mend: str = "",
 ) -> Audit:
     """Make the audit that ``audit`` returns, with the framework's and the model's names set.
 
     An empty ``framework`` means the name of the optimizer's package. ``whole`` is whether
-    ``optimizer`` includes all of the model's optimizers. All other arguments: see ``audit``.
+    ``optimizer`` includes all of the model's optimizers. ``mend``: see ``rules.problems``. All other
+    arguments: see ``audit``.
     """
     named = rules.parse_expected(expected)
     readings = read_optimizers(model, optimizer, scaler, whole=whole)
@@ -90,7 +92,7 @@ def look(
             for name in ("frozen", "other"):
                 if not part.components[name].dtypes:
                     due.pop(name, None)
-        problems += rules.problems(reading, part, due, where)
+        problems += rules.problems(reading, part, due, where, mend)
         notes += rules.notes(reading, part, where)
     rank, world = rank_of_job()
     every = [size for sizes in measured for size in sizes.values()]

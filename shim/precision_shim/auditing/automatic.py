@@ -12,10 +12,12 @@ import torch
 from ..errors import InconsistentPrecisionError
 from ..process.session import current_settings
 from ..reporting import journal as _journal
+from ..reporting.record import Decision
 from . import files, latest
 from .audits import look
 from .readers import read_optimizers
 from .record import Audit, Finding
+from .rules import NO_MASTER
 
 
 def watch(
@@ -28,12 +30,14 @@ def watch(
     scaler: Callable[[], Any] | None = None,
     by_user: Callable[[Finding], bool] | None = None,
     told: Callable[[Finding], bool] | None = None,
+    mend: str = "",
 ) -> None:
     """Audit an optimizer now and after its first step that makes states.
 
     ``status()`` and ``PRECISION_SHIM_AUDIT_DIR`` get the audits. A problem causes a warning, in
-    strict mode an error, unless ``by_user`` returns true for it. A failure of the audit itself
-    causes only a warning. A second call for the same optimizer does nothing. With
+    strict mode an error, unless ``by_user`` returns true for it. Weights without masters are what
+    the user chose: rank 0 warns once, also in strict mode. A failure of the audit itself causes
+    only a warning. A second call for the same optimizer does nothing. With
     ``PRECISION_SHIM_WATCH_UPDATES``, lost updates are measured too.
 
     Args:
@@ -45,6 +49,7 @@ def watch(
         scaler: function that returns the loss scaler of a torch optimizer.
         by_user: function that returns whether the user's own config caused a problem.
         told: function that returns whether the user has already been warned of a problem.
+        mend: see ``rules.problems``.
 
     Raises:
         InconsistentPrecisionError: the audit found a problem in strict mode.
@@ -56,6 +61,7 @@ def watch(
         return
     watcher = _Watcher(framework, subject, optimizer, stepped=stepped, model=model)
     watcher.scaler, watcher.by_user, watcher.told = scaler, by_user, told
+    watcher.mend = mend
     latest.add(watcher)
     every = current_settings()["watch_updates"]
     if stepped is not None and every:
@@ -72,6 +78,7 @@ class _Watcher(latest.Watched):
     scaler: Callable[[], Any] | None = None
     by_user: Callable[[Finding], bool] | None = None
     told: Callable[[Finding], bool] | None = None
+    mend = ""
 
     def __init__(
         self,
@@ -115,6 +122,7 @@ class _Watcher(latest.Watched):
                 framework=self.framework,
                 subject=self.subject,
                 whole=False,
+                mend=self.mend,
             )
         except Exception as error:  # a failed audit must not end the training run
             _journal.tell(f"the audit of {type(optimizer).__name__} failed: {error!r}")
@@ -163,7 +171,7 @@ class _Watcher(latest.Watched):
             wrong = [
                 problem.message
                 for problem in audit.problems
-                if not (self.by_user and self.by_user(problem))
+                if problem.code != NO_MASTER and not (self.by_user and self.by_user(problem))
             ]
             if wrong:
                 raise InconsistentPrecisionError(
@@ -171,11 +179,12 @@ class _Watcher(latest.Watched):
                     "PRECISION_SHIM_FEATURES=-audit)"
                 )
         for problem in audit.problems:
-            if self.told and self.told(problem):
-                continue
-            _journal.warn(
-                f"{audit.subject or 'audit'}: {problem.code}: {problem.message}", stacklevel=None
-            )
+            code, message = problem.code, problem.message
+            if code == NO_MASTER:
+                chosen = Decision(audit.framework, audit.subject, "audit", code, message)
+                _journal.record(chosen, warns=True)
+            elif not (self.told and self.told(problem)):
+                _journal.warn(f"{audit.subject or 'audit'}: {code}: {message}", stacklevel=None)
 
     def _keep(self, audit: Audit) -> None:
         """Store an audit, and write it into ``PRECISION_SHIM_AUDIT_DIR``."""

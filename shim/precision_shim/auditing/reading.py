@@ -67,6 +67,7 @@ class Owned:
         exp_avg, exp_avg_sq: the moments.
         other: state tensors other than masters and moments.
         parameter: the model's parameter.
+        lr: learning rate, if the optimizer's rule is one of Adam's kind; else 0.
     """
 
     dtype: torch.dtype
@@ -76,6 +77,7 @@ class Owned:
     exp_avg_sq: torch.Tensor | None = None
     other: tuple[torch.Tensor, ...] = ()
     parameter: torch.Tensor | None = None
+    lr: float = 0.0
 
     @property
     def has_state(self) -> bool:
@@ -138,7 +140,7 @@ class Reading:
         wanted: the dtypes that the optimizer's config sets; ``None`` without a config.
         whole_sizes: maps the ``id`` of a shard in ``trainable`` to the whole parameter's elements.
         padding: maps the ``id`` of an FSDP1 shard, gradient or state to its padding elements.
-        rounds_up_and_down: whether bf16 weights are rounded stochastically, so small updates count.
+        keeps_small_updates: whether bf16 weights are rounded stochastically or summed after Kahan.
         steppers: the torch optimizers within; a step of the first counts as the optimizer's step.
     """
 
@@ -165,7 +167,7 @@ class Reading:
     wanted: Wanted | None = None
     whole_sizes: dict[int, int] = field(default_factory=dict)
     padding: dict[int, int] = field(default_factory=dict)
-    rounds_up_and_down: bool = False
+    keeps_small_updates: bool = False
     steppers: list[Any] = field(default_factory=list)
 
     @property

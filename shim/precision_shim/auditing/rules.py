@@ -10,11 +10,15 @@ import torch
 from ..errors import AuditError, DtypeError
 from ..precision.dtypes import accepted_names, name_of, parse_dtype
 from ..precision.moments import second_moment_can_decay
+from ..precision.updates import without_masters
 from . import meters
 from .reading import SIXTEEN_BIT, Reading, Wanted
 from .record import COMPONENTS, AuditPart, Finding
 
 NOTHING = "none"
+
+NO_MASTER = "no-master"
+"""Code of 16-bit weights that an optimizer of torch's updates without masters."""
 
 
 def parse_expected(expected: Mapping[str, Any] | None) -> dict[str, str]:
@@ -44,7 +48,7 @@ def _canonical(dtype: object) -> str | None:
 
 
 def problems(
-    reading: Reading, part: AuditPart, expected: Mapping[str, str], where: str
+    reading: Reading, part: AuditPart, expected: Mapping[str, str], where: str, mend: str = ""
 ) -> Iterator[Finding]:
     """Yield the contradictions between a part and the optimizer's config or ``expected``.
 
@@ -53,8 +57,12 @@ def problems(
         part: the ``AuditPart`` that was made from the reading.
         expected: dtypes that the caller expects, by component; they override the config's dtypes.
         where: framework and version, for messages.
+        mend: the config key, with its value, that keeps the parameters in fp32.
     """
     tell = _teller(part.name, where)
+    bare, most = _no_master(reading, mend)
+    if bare and most:
+        yield tell(NO_MASTER, "master", "fp32", NOTHING, bare)
     for component, dtype in expected.items():
         held = part.components[component]
         if held.state == "later" and not held.dtypes:
@@ -158,25 +166,32 @@ def _masters(
         yield "master-dtype", "master", due, held, {}
 
 
-def notes(reading: Reading, part: AuditPart, where: str) -> Iterator[Finding]:
-    """Yield findings that contradict no config but put the training's precision at risk."""
-    tell = _teller(part.name, where)
+def _no_master(reading: Reading, mend: str = "") -> tuple[str, bool]:
+    """Return what weights without masters lose, if there are any, and whether that is most."""
     told = reading.declared_states.master
     bare = [state for state in reading.owned if state.dtype in SIXTEEN_BIT and not state.masters]
     bare = [state for state in bare if state.has_state or told is None or told(state.dtype) is None]
-    if reading.rounds_up_and_down:
+    if reading.keeps_small_updates:
         bare = [state for state in bare if state.dtype is not torch.bfloat16]
-    if reading.wanted is None and bare:
-        yield tell(
-            "no-master",
-            "master",
-            "fp32",
-            NOTHING,
-            f"the optimizer steps {_names(state.dtype for state in bare)} parameters themselves, "
-            "and updates below half a bit of a weight round away: keep the parameters in fp32 "
-            "(FSDP's mixed precision computes in 16 bits all the same) or use an optimizer with "
-            "masters",
-        )
+    if reading.wanted is not None or not bare:
+        return "", False
+    least = min((state for state in bare if state.lr), key=lambda state: state.lr, default=None)
+    lost, most = "updates below half a bit of a weight round away", False
+    if least is not None:
+        lost, most = without_masters(least.lr, name_of(least.dtype))
+    return (
+        f"the optimizer steps {_names(state.dtype for state in bare)} parameters themselves, and "
+        f"{lost}: keep the parameters in fp32 ({mend and f'{mend}; '}FSDP's mixed precision "
+        "computes in 16 bits all the same) or use an optimizer with masters"
+    ), most
+
+
+def notes(reading: Reading, part: AuditPart, where: str) -> Iterator[Finding]:
+    """Yield findings that contradict no config but put the training's precision at risk."""
+    tell = _teller(part.name, where)
+    bare, most = _no_master(reading)
+    if bare and not most:
+        yield tell(NO_MASTER, "master", "fp32", NOTHING, bare)
     meter = meters.of(reading.steppers[0]) if reading.steppers else None
     if meter is not None:
         from precision_shim_tools.updates import lost

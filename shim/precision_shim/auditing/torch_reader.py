@@ -28,6 +28,7 @@ def read_torch(
     readings = []
     for optimizer in optimizers:
         params = unique(p for group in optimizer.param_groups for p in group["params"])
+        rates = {id(p): _rate(group) for group in optimizer.param_groups for p in group["params"]}
         reading = Reading("torch", "model", type(optimizer).__name__, scaler=scaler)
         for p in params:
             # A tensor in the optimizer but not in the model is a master.
@@ -37,7 +38,7 @@ def read_torch(
                 # verl also passes frozen parameters to the optimizer if it trains with LoRA.
                 reading.frozen.append(p)
                 continue
-            owned = Owned(p.dtype, p, (p,) if is_master else (), parameter=p)
+            owned = Owned(p.dtype, p, (p,) if is_master else (), parameter=p, lr=rates[id(p)])
             owned.take(optimizer.state.get(p, {}))
             reading.owned.append(owned)
             if not is_master:
@@ -70,8 +71,10 @@ def read_inner(reading: Reading, optimizer: torch.optim.Optimizer) -> None:
             and not any(isinstance(beta, torch.Tensor) for beta in group["betas"])
         )
     )
-    # torchao's optimizers
-    reading.rounds_up_and_down = bool(vars(optimizer).get("bf16_stochastic_round"))
+    # torchao's optimizers, and AnyPrecisionAdamW
+    reading.keeps_small_updates = bool(vars(optimizer).get("bf16_stochastic_round")) or any(
+        group.get("use_kahan_summation") for group in groups
+    )
     # An optimizer's attributes (an overflow flag) and parameter groups (an lr) may be tensors.
     reading.other += tensors_of(optimizer)
     scales = getattr(optimizer, "_scales", {}).values()  # of TransformerEngine's FusedAdam
@@ -81,6 +84,14 @@ def read_inner(reading: Reading, optimizer: torch.optim.Optimizer) -> None:
     reading.stateless = isinstance(optimizer, torch.optim.SGD) and not any(
         group.get("momentum") for group in groups
     )
+
+
+def _rate(group: Mapping[str, Any]) -> float:
+    """Return the lr, before a warmup, of a group that Adam or its like steps; else 0."""
+    lr = group.get("initial_lr", group.get("lr")) if group.get("betas") else None
+    if isinstance(lr, torch.Tensor):
+        lr = lr.item() if lr.device.type == "cpu" else None
+    return lr or 0.0
 
 
 def declared_states(optimizer: torch.optim.Optimizer) -> DeclaredStates:

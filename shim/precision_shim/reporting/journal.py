@@ -22,13 +22,19 @@ verbosity = "info"
 """How much is logged: ``quiet``, ``info`` or ``debug``; set by ``install()``."""
 
 
-def record(decision: Decision) -> None:
-    """Store and print a choice of the shim; do nothing if the same choice is already stored."""
+def record(decision: Decision, *, warns: bool = False) -> None:
+    """Store and print a choice of the shim; do nothing if the same choice is already stored.
+
+    With ``warns``, rank 0 warns instead of printing.
+    """
     with _lock:
         if decision in _decisions:
             return
         _decisions.append(decision)
-    announce(str(decision))
+    if not warns:
+        announce(str(decision))
+    elif _is_rank_0():
+        warn(str(decision), stacklevel=None)
 
 
 def announce(line: str) -> None:

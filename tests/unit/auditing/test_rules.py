@@ -16,6 +16,8 @@ import precision_shim
 from precision_shim.auditing import audits, counting, rules
 from precision_shim.auditing.reading import DeclaredStates, Owned, Reading, Wanted
 from precision_shim.auditing.record import AuditPart, Finding
+from precision_shim.precision import updates
+from precision_shim.precision.dtypes import name_of
 from precision_shim_adapters.megatron.audit.reader import REMEDIES
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -285,8 +287,28 @@ def test_a_note_on_16_bit_weights_without_masters(
 ) -> None:
     tell = DeclaredStates(master=lambda _: declared_states) if declared_states else DeclaredStates()
     one = reading(owned=[owned(dtype, **states)], declared_states=tell)
-    assert notes(one) == (["no-master"] if noted else [])
+    found = ["no-master"] if noted else []
+    assert (notes(one), problems(one)) == (found, [])
+    one.owned[0].lr = 1e-6  # most of Adam's updates are lost
+    assert (notes(one), [problem.code for problem in problems(one)]) == ([], found)
     assert notes(replace(one, wanted=wanted())) == []
+    assert problems(replace(one, wanted=wanted())) == []
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("lr", [3e-8, 1e-7, 1e-6, 1e-5, 2e-5, 1e-4, 1e-3, 0.1, 2.0])
+def test_what_weights_without_masters_lose(lr: float, dtype: torch.dtype) -> None:
+    """The share is that of a normal distribution's quantiles whose rounded sum is the old one."""
+    kept, lost = updates.kept(lr, name_of(dtype))
+    count = 1 << 15
+    at = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    weights = (torch.special.ndtri(at) * updates.SIZE).to(dtype).double()
+    same = (weights + lr).to(dtype) == weights
+    eps = torch.finfo(dtype).eps  # how far apart the weights are that the dtype has
+    assert lost == pytest.approx(same.double().mean().item(), abs=eps)
+    assert 0 <= kept <= (8 if dtype is BF16 else 11)
+    assert (kept > 0) is (lr >= eps * 2.0**-6)  # the last bit of weights from 2^-6 to 2^-5
+    assert updates.without_masters(lr, name_of(dtype))[1] is (lost > 0.5)
 
 
 @pytest.mark.parametrize(

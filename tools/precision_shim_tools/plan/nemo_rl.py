@@ -17,7 +17,7 @@ import torch
 
 from precision_shim.adapting import look, version_of
 from precision_shim.errors import DtypeError, PlanError
-from precision_shim.precision.dtypes import name_of
+from precision_shim.precision.dtypes import name_of, parse_dtype
 from precision_shim.reporting.problem import Problem
 from precision_shim_adapters.common.omegaconf_values import plain, tell_unresolved
 from precision_shim_adapters.megatron import PRECISION_AWARE
@@ -33,7 +33,7 @@ from .megatron.sizes import read_sizes
 from .record import Decided
 from .request import Plannable, Request, read_models
 from .rollout import predict_sides
-from .torch_optimizer import ShardedModel, scaling
+from .torch_optimizer import ShardedModel, learning_rate, scaling
 from .values import no_adapters, number_of, said, section_of
 
 _ROLES = ("policy", "value", "teacher")
@@ -297,7 +297,9 @@ def _on_dtensor(
             dtensor.scaled_because(subject),
             configured=partial(dtensor.read_section, section, subject),
         )
-    name = str(_of(section, f"{key}.optimizer").get("name") or "torch.optim.AdamW")
+    optimizer = _of(section, f"{key}.optimizer")
+    name, options = str(optimizer.get("name") or "torch.optim.AdamW"), optimizer.get("kwargs") or {}
+    overrides = section.get("hf_config_overrides") or {}
     reward = _of(section, f"{key}.reward_model_cfg")
     keys = {
         "tensor": f"{where}.tensor_parallel_size",
@@ -309,12 +311,19 @@ def _on_dtensor(
         subject,
         job.model(section.get("model_name"), section.get("hf_config_overrides")),
         world,
-        "fp32",  # NeMo-RL loads weights in float32, and computes in policy.precision
+        # NeMo-RL loads weights in float32 unless this key has a dtype; it computes in precision.
+        name_of(parse_dtype(str(overrides.get("dtype"))) or torch.float32),
         **sizes,
         compute=precision,
         optimizer=name if trains else "",
+        lr=learning_rate(options, options),
         decisions=scaled,
         offload=bool(cfg.get("cpu_offload")),
         value_head=subject == "value" or bool(reward.get("enabled")),
-        keys={"world": _WORLD, "optimizer": f"{key}.optimizer.name", **keys},
+        keys={
+            "world": _WORLD,
+            "optimizer": f"{key}.optimizer.name",
+            "dtype": f"{key}.hf_config_overrides.dtype=float32",
+            **keys,
+        },
     )

@@ -112,6 +112,7 @@ class ModelPlan:
         layout: how the model is distributed over the GPUs.
         before: the pipeline stages without the shim.
         after: the pipeline stages with the shim.
+        warnings: what the numbers of legal settings lose.
         notes: remarks on legal settings.
         source: the file or directory from which names and shapes were read.
         computes: dtype of the parameters while a layer computes.
@@ -125,6 +126,7 @@ class ModelPlan:
     before: tuple[Stage, ...]
     after: tuple[Stage, ...]
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     source: str = ""
     computes: str = ""
     reduces: str = ""

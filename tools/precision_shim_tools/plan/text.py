@@ -58,6 +58,8 @@ def _model(model: ModelPlan, memory: float | None) -> list[str]:
         lines.append(_ROW.format(*cells).rstrip())
     for decision in model.decisions:
         lines += fold(f"{decision.feature}: {decision.chosen} ({decision.because})")
+    for warning in model.warnings:
+        lines += fold(f"warning: {warning}")
     for note in model.notes:
         lines += fold(f"note: {note}")
     return lines

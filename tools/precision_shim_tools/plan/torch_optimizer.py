@@ -6,11 +6,12 @@ model's loss scaler.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from precision_shim.errors import PlanError
+from precision_shim.precision.updates import without_masters
 from precision_shim.reporting.problem import Problem
 from precision_shim.scaling import ScalerSettings
 from precision_shim_adapters.torch_fp16.settings import FEATURE, chosen, settings_for
@@ -41,9 +42,11 @@ class ShardedModel:
         compute: dtype of the parameters while a layer computes.
         reduce: dtype of the gradients while they are reduced.
         optimizer: class name of the optimizer; empty for a model that is not trained.
+        lr: learning rate; 0 if small updates are not lost, as with stochastic rounding.
         offload: whether parameters, gradients and states are in the host's memory.
         value_head: whether the output layer is a value head with one output.
-        keys: maps names of these attributes to config keys, for messages.
+        keys: maps names of these attributes to config keys, for messages; ``dtype`` to the key with
+            the value fp32.
         illegal: problems that the adapter found.
         notes: remarks about legal settings.
     """
@@ -59,6 +62,7 @@ class ShardedModel:
     compute: str = "bf16"
     reduce: str = "fp32"
     optimizer: str = "AdamW"
+    lr: float = 0.0
     offload: bool = False
     value_head: bool = False
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -106,11 +110,19 @@ class ShardedModel:
             stages,
             stages,
             self.notes,
+            tuple(self._warnings()),
             self.model.source,
             self.compute,
             self.reduce if name else "",
         )
         return planned, []
+
+    def _warnings(self) -> Iterator[str]:
+        if self.optimizer and self.lr and self.dtype != "fp32":
+            lost, most = without_masters(self.lr, self.dtype)
+            if most:
+                mend = self.keys["dtype"]
+                yield f"no fp32 masters: {lost}. {mend} keeps the parameters in fp32"
 
     def variants(self, job: Job, rules: Rules) -> Sequence[Variant]:
         """Return nothing, because the shim has no cheaper settings for torch's optimizers."""
@@ -132,6 +144,13 @@ class ShardedModel:
             f"{self.tensor} x context {self.context} x replicas {self.replicas}, or of tensor x "
             f"{self.group} shards"
         )
+
+
+def learning_rate(section: Mapping[str, Any], options: Any) -> float:
+    """The ``lr`` of an optimizer's section; 0 if ``options`` ask for stochastic rounding."""
+    lr = section.get("lr")
+    rounds = isinstance(options, Mapping) and options.get("bf16_stochastic_round")
+    return float(lr) if isinstance(lr, int | float) and not rounds else 0.0
 
 
 def scaling(

@@ -39,6 +39,7 @@ _KEYS = {
     "world": "parallelism",
     "tensor": "parallelism.tensor_parallel_degree",
     "optimizer": "optimizer",
+    "dtype": "training.dtype=float32",
 }
 _FRAME = re.compile(r"[\u2500-\u257f]+|-{3,}")
 """Matches the frame that tyro draws around a message."""
@@ -74,6 +75,7 @@ def plan_job(job: Job) -> Request:
             compute=compute,
             reduce=_name(training.mixed_precision_reduce),
             optimizer=_optimizer(trainer.optimizer),
+            lr=_least_lr(trainer.optimizer),
             decisions=scaling(job, compute, group, BECAUSE),
             offload=bool(training.enable_cpu_offload),
             keys={name: prefix + key for name, key in _KEYS.items()},
@@ -198,6 +200,11 @@ def _optimizer(config: Any) -> str:
     found = [getattr(group, "optimizer_name", None) for group in groups]
     names = [str(name) for name in found if name] or [str(getattr(config, "name", "AdamW"))]
     return next((name for name in names if "adam" not in name.lower()), names[0])
+
+
+def _least_lr(config: Any) -> float:
+    groups = getattr(config, "param_groups", None) or ()
+    return min((group.optimizer_kwargs.get("lr", 1e-3) for group in groups), default=0.0)
 
 
 def _model(job: Job, config: Any) -> Model:

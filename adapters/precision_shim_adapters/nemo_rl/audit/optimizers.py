@@ -34,6 +34,7 @@ def see(worker: Any) -> None:
             optimizer,
             model=worker.model,
             scaler=lambda: getattr(ScaledTraining.of(worker), "scaler", None),
+            mend=f"{subject}.hf_config_overrides.dtype=float32",
         )
         _tell_audit(worker)
 

@@ -42,6 +42,7 @@ def train_model(call: Call) -> Any:
             optimizer,
             model=model,
             scaler=lambda: getattr(ScaledTraining.of(strategy), "scaler", None),
+            mend="bf16=False of SkyRL's model",
         )
     return model, optimizer, scheduler
 

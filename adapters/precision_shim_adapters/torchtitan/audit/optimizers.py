@@ -41,6 +41,7 @@ def _see(trainer: Any, subject: str) -> None:
         inner=optimizers[-1],
         model=trainer.model_parts,
         scaler=lambda: getattr(ScaledTraining.of(trainer), "scaler", None),
+        mend=f"{'trainer.' if subject == 'policy' else ''}training.dtype=float32",
     )
 
 

@@ -12,7 +12,7 @@ from precision_shim.auditing import meters
 from precision_shim.auditing.automatic import watch
 
 from ..training import fsdp
-from ..training.engines import AUTOMODEL, GROUPS, SINCE, VEOMNI, inside
+from ..training.engines import AUTOMODEL, GROUPS, SINCE, VEOMNI, in_fp32, inside
 from .sent_weights import FEATURE, LEGACY
 
 _WHY = "model, optimizer and scaler stand together for the first time"
@@ -51,6 +51,7 @@ def audit(call: Call) -> Any:
     parts, subject = inside(optimizer), fsdp.subject_of(owner)
     if parts and not hasattr(optimizer, "optimizers"):
         optimizer.optimizers = list(parts)  # the audit reads ``optimizers`` of a container
+    strategy = fsdp.read_key(getattr(owner, "engine_config", None), "strategy")
     watch(
         "verl",
         subject,
@@ -58,6 +59,7 @@ def audit(call: Call) -> Any:
         inner=parts[-1] if parts else None,
         model=getattr(owner, "module" if hasattr(owner, "module") else f"{subject}_module"),
         scaler=lambda: getattr(owner, "scaler", None),
+        mend=in_fp32(strategy, "veomni" if strategy == "veomni" else "fsdp_config"),
     )
     return result
 

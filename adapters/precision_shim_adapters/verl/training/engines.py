@@ -63,6 +63,12 @@ def on(engine: str) -> dict[str, Any]:
     }
 
 
+def in_fp32(strategy: str, section: str) -> str:
+    """The key of an engine's section, with its value, that keeps the parameters in fp32."""
+    written = "mixed_precision=true" if strategy == "veomni" else "model_dtype=fp32"
+    return f"{section}.{written}"
+
+
 def is_fp16(value: object) -> bool:
     """Whether a config's value names float16."""
     return value is not None and parse_dtype(str(value)) is torch.float16

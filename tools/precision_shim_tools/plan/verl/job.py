@@ -22,7 +22,7 @@ from precision_shim_adapters.megatron import DISPATCH, GROUP, PRECISION_AWARE, R
 from precision_shim_adapters.megatron.policy.legality import GATHERS
 from precision_shim_adapters.verl.rollout import driver, dtypes, weight_sync
 from precision_shim_adapters.verl.rollout.lm_head import read_heads
-from precision_shim_adapters.verl.training import fsdp, megatron
+from precision_shim_adapters.verl.training import engines, fsdp, megatron
 
 from ..command import Job
 from ..megatron.model import MegatronModel, quantized_in
@@ -31,7 +31,7 @@ from ..record import Decided
 from ..request import Plannable, Request, read_models
 from ..rollout import predict_sides
 from ..shapes import Model
-from ..torch_optimizer import ShardedModel, scaling
+from ..torch_optimizer import ShardedModel, learning_rate, scaling
 from ..values import mapping, no_adapters, number_of
 from . import sections
 from .composing import compose
@@ -243,10 +243,16 @@ def _sharded(
         compute=compute,
         reduce=name_of(read.reduce),
         optimizer=name,
+        lr=learning_rate(section.optim, section.optim.get("override_optimizer_config")),
         decisions=scaled,
         offload=bool(on_host) and not (trains and section.strategy == "fsdp"),
         value_head=subject == "critic",
-        keys={"world": gpus[1], "optimizer": f"{section.optim_key}.optimizer", **keys},
+        keys={
+            "world": gpus[1],
+            "optimizer": f"{section.optim_key}.optimizer",
+            "dtype": engines.in_fp32(section.strategy, section.engine_key),
+            **keys,
+        },
         illegal=illegal,
         notes=tuple(notes),
     )
