@@ -309,6 +309,7 @@ def _on_dtensor(
         **sizes,
         compute=precision,
         optimizer=name if trains else "",
+        options=_of(_of(section, f"{key}.optimizer"), f"{key}.optimizer.kwargs"),
         decisions=scaled,
         offload=bool(cfg.get("cpu_offload")),
         value_head=subject == "value" or bool(reward.get("enabled")),
