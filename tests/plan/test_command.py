@@ -375,14 +375,20 @@ def test_fp8_parameters_beside_a_precision_aware_optimizer(
 
 
 def test_an_optimizer_whose_states_are_not_known_is_refused() -> None:
-    model = shapes.of_size("8B")
-    for one in (
-        ShardedModel("policy", model, 64, "fp32", optimizer="Muon"),
-        asked(optimizer="muon"),
+    for name, options in (
+        ("Muon", {}),
+        ("torch.optim.SGD", {"momentum": 0.9}),
+        ("bitsandbytes.optim.AdamW", {}),
+        ("torchao.optim.AdamW8bit", {}),
+        ("torch.optim.AdamW", {"amsgrad": True}),
     ):
-        with pytest.raises(PlanError, match=r"[Mm]uon.*not known here") as told:
-            plan_models(one)
+        model = ShardedModel("policy", shapes.of_size("8B"), 64, "fp32", optimizer=name)
+        with pytest.raises(PlanError, match=f"{name}.*not known here") as told:
+            plan_models(replace(model, options=options))
         assert "bound" not in str(told.value)
+    plan_models(replace(model, options={"amsgrad": False}))
+    with pytest.raises(PlanError, match=r"muon.*not known here"):
+        plan_models(asked(optimizer="muon"))
 
 
 # -- errors in the plan itself -----------------------------------------------------------------

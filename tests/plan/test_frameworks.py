@@ -597,6 +597,11 @@ def test_torchtitan(capsys: pytest.CaptureFixture[str]) -> None:
     (part,) = plan["models"][0]["after"][0]["parts"]
     assert part["data_parallel_size"] == 8
     assert part["components"]["exp_avg"]["dtypes"] == ["fp32"]
+    words += ("--config", "qwen3_debugmodel", "--optimizer.implementation=fused_opt_states_bf16")
+    (low,) = planned(capsys, "--", *words)[1]["models"][0]["after"][0]["parts"]
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert low["components"][name]["dtypes"] == ["bf16"]
+        assert 2 * low["components"][name]["bytes"] == part["components"][name]["bytes"]
     refused(capsys, "--", *words, "--config", "nonsense")
 
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+import precision_shim
 from precision_shim.errors import CheckpointUnreadableError
+from precision_shim_tools.cli import main
 
-from ..every_framework.checkpoint_doctor import FP16, verdict
+from ..every_framework.checkpoint_doctor import FP16, ask, verdict
 from ..processes.rank_server import Ranks
 
 CASES = ("policy", "pretrain")
@@ -131,3 +133,69 @@ def test_metadata_that_cannot_be_read_is_an_error(ranks: Ranks, tmp_path: Path, 
     assert str(metadata) in found["error"]
     assert "Whether" in found["error"]
     assert "warned" not in found or not found["warned"]
+
+
+BF16_STATES = "fused_opt_states_bf16"
+
+
+def with_states(pretrainer: Any, folder: Path, optimizer: str) -> tuple[Any, set[Any]]:
+    """A trainer whose optimizer has states, as after a first step; and the moments' dtypes.
+
+    torch's fused Adam cannot step bf16 moments of fp32 parameters on a CPU, so torchtitan's own
+    hook runs alone.
+    """
+    import torch
+
+    trainer = pretrainer("bfloat16", folder, optimizer=optimizer, checkpoint={"enable": True})
+    for parameter in trainer.model_parts[0].parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    (inner,) = trainer.optimizers
+    if optimizer == BF16_STATES:
+        (hook,) = inner._optimizer_step_pre_hooks.values()
+        hook(inner, (), {})
+    else:
+        inner.step()
+    return trainer, moments(inner)
+
+
+def moments(optimizer: Any) -> set[Any]:
+    return {
+        one[name].dtype for one in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")
+    }
+
+
+def test_bf16_moments_are_loaded_as_fp32(pretrainer: Any, shim: Any, tmp_path: Path) -> None:
+    """The doctor says so; the audit does not take them for fp32 before the first step."""
+    import torch
+
+    shim()
+    trainer, kept = with_states(pretrainer, tmp_path, BF16_STATES)
+    (audit,) = precision_shim.status().audit
+    assert audit.parts[0].components["exp_avg"].dtypes == ()
+    found = precision_shim.audit(trainer.model_parts, trainer.optimizers).parts[0]
+    assert (kept, found.components["exp_avg"].dtypes) == ({torch.bfloat16}, ("bf16",))
+    trainer.checkpointer.save(1)
+    outcome = ask(tmp_path / "checkpoint", "torchtitan").outcome
+    assert outcome.verdict == "misread"
+    assert "cast its bf16 exp_avg to the parameters' fp32" in outcome.because
+    resumed, _ = with_states(pretrainer, tmp_path, BF16_STATES)
+    resumed.checkpointer.load(1)
+    (inner,) = resumed.optimizers
+    assert moments(inner) == {torch.float32}
+
+
+def test_what_is_not_known_is_named(
+    pretrainer: Any, shim: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    shim()
+    trainer, _ = with_states(pretrainer, tmp_path, "foreach")
+    trainer.checkpointer.save(1)
+    folder = tmp_path / "checkpoint"
+    assert ask(folder, "torchtitan").outcome.exact
+    torch.save({}, folder / "step-1" / "ema.pt")
+    with pytest.raises(SystemExit) as ended:
+        main(["checkpoint", "--framework=torchtitan", str(folder)])
+    assert ended.value.code == 3
+    assert "not known: no rule covers the file ema.pt" in capsys.readouterr().out

@@ -98,7 +98,8 @@ def declared_states(optimizer: torch.optim.Optimizer) -> DeclaredStates:
     """Return the dtypes of the states that an optimizer's first step will create.
 
     TransformerEngine's FusedAdam has its states' dtypes as attributes. The Adam of torch creates
-    states in the parameters' dtypes. The result is empty if a subclass of Adam overrides ``step``.
+    states in the parameters' dtypes. The result is empty if a subclass of Adam overrides ``step``,
+    or if a hook runs before the step: it may create states in another dtype.
     """
     kinds = vars(optimizer)
     if isinstance(kinds.get("exp_avg_dtype"), torch.dtype):
@@ -114,7 +115,9 @@ def declared_states(optimizer: torch.optim.Optimizer) -> DeclaredStates:
             lambda _: kinds["exp_avg_dtype"], lambda _: kinds.get("exp_avg_sq_dtype"), master
         )
     steps = inspect.unwrap(type(optimizer).step)  # torch wraps its optimizers' ``step``
-    if steps.__module__ in ("torch.optim.adam", "torch.optim.adamw"):
+    hooks = optimizer._optimizer_step_pre_hooks.values()
+    others = [hook for hook in hooks if not hook.__module__.startswith("precision_shim")]
+    if steps.__module__ in ("torch.optim.adam", "torch.optim.adamw") and not others:
         return DeclaredStates(lambda tensor: tensor.dtype, lambda tensor: tensor.dtype)
     return DeclaredStates()
 

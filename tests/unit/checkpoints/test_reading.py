@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,99 @@ def test_whose_it_is(tmp_path: Path, names: tuple[str, ...], framework: str) -> 
     for depth in range(1, len(names) + 1):
         (part,) = read_parts(tmp_path.joinpath(*names[:depth]))
         assert part.framework == framework
+
+
+# -- what no rule covers --------------------------------------------------------------------------
+
+NUMBERS = torch.ones(6, 4)
+STATE, MOMENTUM = "optimizer.state.weight", "optimizer.state.momentum_buffer.weight"
+
+
+def one_rank(folder: Path, state: dict[str, Any], **extra: object) -> Path:
+    """The files of a rank whose optimizer has this state, with ``extra`` in its extra state."""
+    for file in of_ranks(folder, 1).iterdir():
+        if file.name.startswith("optim"):
+            torch.save({"state": {0: state}, "param_groups": [{"lr": NUMBERS}]}, file)
+        elif extra and file.name.startswith("extra"):
+            torch.save(extra, file)
+    return folder
+
+
+ADAM = {"step": torch.tensor(3.0), "exp_avg": NUMBERS, "exp_avg_sq": NUMBERS}
+
+
+@pytest.mark.parametrize(
+    ("write", "unknown"),
+    [
+        (partial(distributed, **{f"{STATE}.momentum_buffer": NUMBERS}), "state momentum_buffer"),
+        (partial(distributed, **{f"{STATE}.max_exp_avg_sq": NUMBERS}), "state max_exp_avg_sq"),
+        (partial(distributed, **{f"{STATE}.shampoo": {"a": 1}}), "state a"),
+        (partial(distributed, **{f"{STATE}.exp_avg": NUMBERS.byte()}), "exp_avg in uint8"),
+        (
+            partial(distributed, **{"optimizer.state.other.exp_avg": NUMBERS}),
+            "for 48 and exp_avg_sq",
+        ),
+        (partial(distributed, **{"ema.weight": NUMBERS}), "copy of weights ema"),
+        (partial(distributed, slow={"weights": {"weight": NUMBERS, "of": b"-"}}), "slow"),
+        (partial(distributed, **{"train_state.ema": NUMBERS}), "train_state.ema"),
+        (partial(one_rank, state={"momentum_buffer": NUMBERS}), "state momentum_buffer"),
+        (partial(one_rank, state={"exp_avg": NUMBERS}), "exp_avg for 24 and exp_avg_sq for 0"),
+        (partial(one_rank, state=ADAM, ema={"weight": NUMBERS}), "ema.weight"),
+        (partial(megatrons, **{MOMENTUM: NUMBERS}), "state momentum_buffer"),
+        (partial(megatrons, within=True, **{"optimizer.soap/shard_0_1": {"a": 1}}), "state soap"),
+        (partial(megatrons, within=True, **{"ema_state/shard_0_1": [NUMBERS]}), "ema_state"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_states_that_no_rule_covers(tmp_path: Path, write: Any, unknown: str) -> None:
+    (part,) = read_parts(write(tmp_path / "saved"))
+    assert any(unknown in name for name in part.unknown), part.unknown
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("layer_wise_optimizer_0.pt", "optimizer.pt", "ema/model.safetensors", "ema.safetensors"),
+        *("ema", "ema_world_size_1_rank_0.pt", "further/__0_0.distcp", "huggingface/optimizer.bin"),
+    ],
+)
+def test_files_that_no_rule_covers(tmp_path: Path, name: str) -> None:
+    of_ranks(tmp_path / "global_step_1" / "actor", 1)
+    file = tmp_path / "global_step_1" / "actor" / name
+    file.parent.mkdir(exist_ok=True)
+    torch.save({"weight": NUMBERS}, file)
+    (part,) = read_parts(tmp_path)
+    assert len(part.unknown) == 1
+    assert name.partition("_world")[0] in part.unknown.pop()
+
+
+@pytest.mark.parametrize("write", [*KINDS.values(), partial(one_rank, state=ADAM)])
+def test_files_that_are_known(tmp_path: Path, write: Any) -> None:
+    """What the frameworks write beside weights and states, and links to directories."""
+    step = tmp_path / "global_step_1"
+    write(step / "kept")
+    (step / "actor").symlink_to("kept")
+    names = {
+        "data.pt": "data loader",
+        "dataloader/dataloader_dp_rank_0.pt": "data loader",
+        "train_dataloader_math.pt": "data loader",
+        "rng_state/rng_state_0.pth": "random numbers",
+        "scheduler.pt": "learning rate schedule",
+        "trainer_state.pt": "trainer's counters",
+        "train_state.pt": "trainer's counters",
+        "replay_buffer.pt": "rollout's samples",
+        "transfer_queue/0.bin": "rollout's samples",
+        "actor/huggingface/tokenizer.json": "texts",
+        "actor/huggingface/tokenizer.model": "tokenizer",
+        "actor/huggingface/model-00001-of-00002.safetensors": "weights for Hugging Face",
+        "actor/lora_adapter/adapter_model.bin": "weights for Hugging Face",
+        "actor/.cache/anything": "",
+    }
+    for name in names:
+        (step / name).parent.mkdir(exist_ok=True)
+        (step / name).write_bytes(b"")
+    (part,) = read_parts(tmp_path)
+    assert (part.unknown, part.unread) == (set(), {*names.values()} - {""})
 
 
 # -- the command ----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 import warnings
 from pathlib import Path
@@ -34,9 +35,13 @@ def scaler() -> LossScaler:
 
 def distributed(folder: Path, **more: object) -> Path:
     """A distributed checkpoint of torch's, as torchtitan writes it."""
+    return _saved(folder, {**state(), **more})
+
+
+def _saved(folder: Path, kept: dict[str, object]) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # no process group
-        dcp.save({**state(), **more}, checkpoint_id=folder)
+        dcp.save(kept, checkpoint_id=folder)
     return folder
 
 
@@ -61,14 +66,18 @@ def megatrons(folder: Path, *, within: bool = False, **more: object) -> Path:
         within: whether the common state is an object like any other, as in megatron-core 0.19.
         more: further entries.
     """
+    kept = {
+        re.sub(r"(state)\.(\w+)\.(\w+)$", r"\1.\3.\2", key): value for key, value in state().items()
+    }
+    kept |= more
     if within:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # no process group
             whole = DefaultSavePlanner(flatten_state_dict=False)
-            kept = {**state(), **more, "common_state/shard_0_1": [COMMON]}
+            kept["common_state/shard_0_1"] = [COMMON]
             dcp.save(kept, checkpoint_id=folder, planner=whole)
     else:
-        distributed(folder, **more)
+        _saved(folder, kept)
         torch.save(COMMON, folder / "common.pt")
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     return folder

@@ -14,6 +14,9 @@ COMPONENTS = ("params", "master", "exp_avg", "exp_avg_sq", "other")
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
+FLOATS = ("fp32", "bf16", "fp16", "float64")
+"""The dtypes whose values are stored without a scale."""
+
 REMAINDERS = "int16 remainders"
 NUMBERS = "int16 remainders, stored as fp32 numbers"
 UNKNOWN = "the file cannot tell"
@@ -53,6 +56,9 @@ class CheckpointPart:
         masters: ``"fp32"``, ``REMAINDERS``, ``NUMBERS``, ``UNKNOWN`` or ``"none"``.
         bf16_moments: for each moment, whether every sampled value is a bf16 number.
         scaler: the loss scaler's record.
+        read: the directories that were read, with the kind of their files; and single files.
+        unknown: the states and files that no rule of the doctor covers.
+        unread: the files that the doctor knows and does not read, by what they contain.
         notes: further lines for the report.
     """
 
@@ -68,6 +74,9 @@ class CheckpointPart:
     masters: str = "none"
     bf16_moments: dict[str, bool] = field(default_factory=dict)
     scaler: Scaler = Scaler("none")
+    read: dict[Path, str] = field(default_factory=dict)
+    unknown: set[str] = field(default_factory=set)
+    unread: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
 
     def add(self, component: str, tensor: Tensor) -> None:
@@ -95,10 +104,11 @@ class Outcome:
             training goes on. ``"misread"``: the framework loads wrong values without an error.
             ``"fails"``: the framework raises an error. ``"starts anew"``: the loss scale or the
             optimizer states are reset. ``"not here"``: this environment cannot resume the model.
+            ``"not known"``: the checkpoint has states or files in ``CheckpointPart.unknown``.
         because: one sentence on the reason for ``verdict``.
     """
 
-    verdict: Literal["exact", "refused", "misread", "fails", "starts anew", "not here"]
+    verdict: Literal["exact", "refused", "misread", "fails", "starts anew", "not here", "not known"]
     because: str
 
     @property

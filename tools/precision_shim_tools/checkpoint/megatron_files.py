@@ -95,7 +95,9 @@ def _take_gathered(archive: Archive, part: CheckpointPart) -> None:
         for key in keys:
             if isinstance(key, tuple):
                 _note_dtypes(part, *(dtype.kind for dtype in key))
-        part.add(_COMPONENT.get(str(keys[-1]), "other"), tensor)
+        part.add(component := _COMPONENT.get(str(keys[-1]), "other"), tensor)
+        if component == "other":
+            part.unknown.add(f"the optimizer state {keys[-1]}")
 
 
 def _number(archive: Archive, value: Any) -> float | None:

@@ -20,7 +20,10 @@ from precision_shim.process.settings import Settings
 from precision_shim.process.versions import version_of
 
 from ..predicted import PredictedFeatures
-from .layout import CheckpointPart, Outcome
+from .layout import CheckpointPart, Outcome, halves
+
+_NAMES = 8
+"""Maximum number of unknown states and files that a reason names."""
 
 __all__ = ["Here", "only_framework", "predict_resume", "remedy"]
 
@@ -76,6 +79,16 @@ def _is_installed(framework: str) -> bool:
 
 def predict_resume(part: CheckpointPart, here: Here) -> Outcome:
     """Predict how a resume from a model's checkpoint ends in the environment ``here``."""
+    outcome = _predict(part, here)
+    # Without known states or weights, what is unknown may be these.
+    if part.unknown and (outcome.exact or (halves(part) and outcome.verdict != "not here")):
+        names = sorted(part.unknown)
+        more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
+        return Outcome("not known", f"no rule covers {', '.join(names[:_NAMES])}{more}")
+    return outcome
+
+
+def _predict(part: CheckpointPart, here: Here) -> Outcome:
     row = checkpoints().get(part.framework)
     if row is None:
         return Outcome(

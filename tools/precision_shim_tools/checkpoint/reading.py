@@ -27,9 +27,10 @@ from precision_shim.precision.scaler_record import (
 from precision_shim.process.registry import checkpoint_readers
 
 from .finding import read_units, search
-from .layout import MOMENTS, NUMBERS, REMAINDERS, UNKNOWN, CheckpointPart, Scaler
+from .layout import FLOATS, MOMENTS, NUMBERS, REMAINDERS, UNKNOWN, CheckpointPart, Scaler
 from .tensors import Tensor
 from .units import Unit, read_unit
+from .unknown import AROUND, find_unknown, is_state
 
 __all__ = ["read_parts"]
 
@@ -49,6 +50,7 @@ def read_parts(path: str | Path, framework: str | None = None) -> list[Checkpoin
             if top != Path(path):
                 part.notes.append(f"the last of the steps there: {top.name}")
             _sort(part)
+            find_unknown(part, top, {other.path for other in parts} - {part.path})
         if not any(part.held for part in parts):
             raise CheckpointUnreadableError(f"{path}: its files hold no tensor.")
     except Exception as error:  # a damaged or foreign file may cause any error
@@ -68,14 +70,13 @@ def _sort(part: CheckpointPart) -> None:
         place = readers.get(unit.kind)
         take = pkgutil.resolve_name(place) if place else _take
         take(unit, part)
+        part.read[unit.path] = unit.kind
     for directory, kind in part.beside:
         if not part.held.get("params"):
             _take(read_unit(directory, kind), part)
+            part.read[directory] = kind
     part.scaler = _scaler_of(part)
     _look_at_values(part)
-
-
-_OPTIMIZERS = ("optim", "optimizer", "optimizers")
 
 
 def _take(unit: Unit, part: CheckpointPart) -> None:
@@ -87,10 +88,13 @@ def _take(unit: Unit, part: CheckpointPart) -> None:
             part.add(words[-1], tensor)
         elif words[-1] in ("master_param", "master_weight"):
             part.add("master", tensor)
-        elif words[0] in _OPTIMIZERS or unit.path.name in _OPTIMIZERS:
+        elif is_state(unit, key):
             part.add("other", tensor)
         elif words[-1] != _RECORD_KEY:
-            part.add("params" if weights and "train_state" not in words else "other", tensor)
+            trainers = "train_state" in words or words[0] in AROUND
+            part.add("params" if weights and not trainers else "other", tensor)
+            if "train_state" in words and tensor.dtype in FLOATS and tensor.elements > 1:
+                part.unknown.add(key)
 
 
 def _scaler_of(part: CheckpointPart) -> Scaler:

@@ -20,6 +20,7 @@ def fill_part(unit: Unit, part: CheckpointPart) -> None:
     """Add an optimizer's states, and the weights from the ranks' files, to a ``Part``."""
     fill_with_states(unit, part)
     for file in sorted(unit.path.parent.glob("mp_rank_*/model_optim_rng.pt")):
+        part.read[file] = unit.kind
         for keys, tensor in Archive(file).tensors():
             if not any(str(key).endswith("_extra_state") for key in keys):
                 part.add("params", tensor)

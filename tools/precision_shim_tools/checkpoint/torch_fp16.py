@@ -6,7 +6,7 @@ from precision_shim.precision.dtypes import parse_dtype
 from precision_shim.precision.scaler_record import choose_values
 from precision_shim_adapters.torch_fp16.settings import FEATURE, settings_for
 
-from .layout import MOMENTS, CheckpointPart, Outcome, halves
+from .layout import FLOATS, MOMENTS, CheckpointPart, Outcome, halves
 from .prediction import Here
 
 
@@ -22,18 +22,30 @@ def predict_resume(framework: str, part: CheckpointPart, here: Here, group: str)
             f"its {' and '.join(lacking)} files are missing, which {framework} loads unless the "
             "job's config leaves them out",
         )
-    params = list(part.dtypes("params"))
-    for name in MOMENTS:
-        for stored in part.dtypes(name):
-            # torch's Optimizer.load_state_dict casts a state to its parameter's dtype.
-            if part.kind == "shards" and len(params) == 1 and stored != params[0]:
-                because = f"torch would cast its {stored} {name} to the parameters' {params[0]}"
-                return Outcome("misread", because)
+    other = _states_of_others(framework, part)
+    if other is not None:
+        return other
     shimmed = here.in_force(framework, FEATURE, group)
     told = "states are read in the dtypes that they were saved in"
     if part.scaler.state == "none":
         told += "; it has no loss scaler's record, which only a job in fp16 needs"
     return predict_scaler(framework, part, here, shimmed) or Outcome("exact", told)
+
+
+def _states_of_others(framework: str, part: CheckpointPart) -> Outcome | None:
+    """The outcome if the states do not have their parameters' dtypes, as those of torch's Adam."""
+    if part.held.get("master"):
+        return Outcome("not known", "its optimizer keeps masters, and is not torch's")
+    params = part.dtypes("params")
+    held = " and ".join(params)
+    for name in MOMENTS:
+        for stored in sorted({*FLOATS} & part.dtypes(name).keys() - params.keys()):
+            if part.kind == "shards" or framework == "torchtitan":
+                # torch's Optimizer.load_state_dict casts a state to its parameter's dtype.
+                because = f"torch would cast its {stored} {name} to the parameters' {held}"
+                return Outcome("misread", because)
+            return Outcome("not known", f"its {name} is {stored} beside {held} parameters")
+    return None
 
 
 def predict_scaler(

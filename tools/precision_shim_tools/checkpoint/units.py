@@ -148,7 +148,7 @@ def _read_shards(unit: Unit) -> None:
     [unit.world_size] = worlds
     kinds = sorted({match["what"] for match in matches})
     unit.lacking = tuple(kind for kind in _TOGETHER if kind not in kinds)
-    for what, rank in product(kinds, range(unit.world_size)):
+    for what, rank in product({*kinds} & {*_TOGETHER}, range(unit.world_size)):
         archive = Archive(unit.path / f"{what}_world_size_{unit.world_size}_rank_{rank}.pt")
         if what == "extra_state":
             unit.common.append(archive)

@@ -25,7 +25,7 @@ _MORE = (
     "resume in this environment: with the versions that are installed, and with PRECISION_SHIM and "
     "its settings. Give what your job's own config asks for with --config; without it the doctor "
     "assumes what the files show. Exit status 0: a resume goes on exactly; 1: it does not; 2: no "
-    "checkpoint can be read, for the reason given."
+    "checkpoint can be read, for the reason given; 3: it has states or files that no rule covers."
 )
 
 _PRECISION = "precision"
@@ -80,7 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             print(error, file=sys.stderr)
         return 2
-    ok = all(model.outcome.exact for model in examined)
+    verdicts = {model.outcome.verdict for model in examined}
+    ok = verdicts == {"exact"}
     states = here.settings["optimizer_states"]
     if arguments.json:
         environment = {"shim": here.on, "optimizer_states": states}
@@ -91,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
         blocks = ["\n".join(model.lines()) for model in examined]
         blocks.append(f"here the shim is {f'on, {states}' if here.on else 'off'}")
         show("\n\n".join(blocks))
-    return int(not ok)
+    return 0 if ok else 3 if verdicts <= {"exact", "not known"} else 1
 
 
 _VALUES = {"true": True, "false": False, "none": None, "1": True, "0": False}

@@ -298,7 +298,8 @@ def _on_dtensor(
             configured=partial(dtensor.read_section, section, subject),
         )
     optimizer = _of(section, f"{key}.optimizer")
-    name, options = str(optimizer.get("name") or "torch.optim.AdamW"), optimizer.get("kwargs") or {}
+    name = str(optimizer.get("name") or "torch.optim.AdamW")
+    options = _of(optimizer, f"{key}.optimizer.kwargs")
     overrides = section.get("hf_config_overrides") or {}
     reward = _of(section, f"{key}.reward_model_cfg")
     keys = {
@@ -316,6 +317,7 @@ def _on_dtensor(
         **sizes,
         compute=precision,
         optimizer=name if trains else "",
+        options=options,
         lr=learning_rate(options, options),
         decisions=scaled,
         offload=bool(cfg.get("cpu_offload")),

@@ -6,6 +6,7 @@ model's loss scaler.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,8 +25,13 @@ from .record import Decided, ModelPlan, Stage
 from .request import Rules, Variant
 from .shapes import Model
 
-LIKE_PARAMETERS = ("adamw", "adam", "_adamw", "_adam")
-"""Names of optimizers whose two moments have the parameters' dtype."""
+_ADAM = re.compile(r"((torch|torchao)\.optim\.(\w+\.)*)?_?adamw?", re.IGNORECASE)
+"""Matches the optimizers that have two moments and no other state of a parameter's size."""
+
+
+def is_adam(name: str, options: Mapping[str, Any]) -> bool:
+    """Whether a class with these arguments keeps two moments; amsgrad keeps a third state."""
+    return bool(_ADAM.fullmatch(name)) and not options.get("amsgrad")
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,10 @@ class ShardedModel:
         replicas: number of copies of each parameter; determines the shards if ``shards`` is 0.
         compute: dtype of the parameters while a layer computes.
         reduce: dtype of the gradients while they are reduced.
-        optimizer: class name of the optimizer; empty for a model that is not trained.
+        optimizer: class name of the optimizer, with the module unless the framework chooses among
+            torch's; empty for a model that is not trained.
+        options: the optimizer's keyword arguments.
+        moments: dtype of both moments; empty if it is that of the parameters.
         lr: learning rate; 0 if small updates are not lost, as with stochastic rounding.
         offload: whether parameters, gradients and states are in the host's memory.
         value_head: whether the output layer is a value head with one output.
@@ -62,6 +71,8 @@ class ShardedModel:
     compute: str = "bf16"
     reduce: str = "fp32"
     optimizer: str = "AdamW"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    moments: str = ""
     lr: float = 0.0
     offload: bool = False
     value_head: bool = False
@@ -77,10 +88,10 @@ class ShardedModel:
             PlanError: the optimizer's states are not known, or the GPUs cannot be grouped.
         """
         name, key = self.optimizer, self.keys.get("optimizer", "optimizer")
-        if name and name.rpartition(".")[2].lower() not in LIKE_PARAMETERS:
+        if name and not is_adam(name, self.options):
             raise PlanError(
                 f"{self.subject}: {key}={name!r}: its states are not known here, and may be larger "
-                "than AdamW's. Planned are only jobs with torch's Adam and AdamW."
+                "than AdamW's. Planned are only jobs with torch's Adam and AdamW, without amsgrad."
             )
         sizes = Sizes(self.world, tensor=self.tensor, context=self.context, keys=self.keys)
         fault = layout.fault(sizes, self.model, heads_are_shared=False) or self._fault()
@@ -93,7 +104,8 @@ class ShardedModel:
             return None, list(self.illegal)
         (counted,) = layout.count(self.model, sizes, value_head=self.value_head)
         group, dtype, numel = self.group, self.dtype, (counted.dense, 0)
-        precision = Precision(dtype, dtype, "", dtype, dtype, buckets=False)
+        moments = self.moments or dtype
+        precision = Precision(dtype, dtype, "", moments, moments, buckets=False)
         if not name:
             precision, numel = Precision(dtype, buckets=False), (0, counted.dense)
         share = Share(*numel, group, self.world // group, group > 1, group > 1)

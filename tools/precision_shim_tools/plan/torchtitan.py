@@ -29,7 +29,7 @@ from .command import Job
 from .request import Request
 from .rollout import predict_sides
 from .shapes import Model, Weight
-from .torch_optimizer import ShardedModel, scaling
+from .torch_optimizer import ShardedModel, is_adam, scaling
 
 _DEGREES = (
     *("data_parallel_replicate_degree", "tensor_parallel_degree"),
@@ -74,7 +74,7 @@ def plan_job(job: Job) -> Request:
             tensor=parallel.tensor_parallel_degree,
             compute=compute,
             reduce=_name(training.mixed_precision_reduce),
-            optimizer=_optimizer(trainer.optimizer),
+            **_optimizer(trainer.optimizer),
             lr=_least_lr(trainer.optimizer),
             decisions=scaling(job, compute, group, BECAUSE),
             offload=bool(training.enable_cpu_offload),
@@ -194,12 +194,14 @@ def _name(value: object) -> str:
     return name_of(dtype)
 
 
-def _optimizer(config: Any) -> str:
-    """Name of the first optimizer that is not Adam; the first name if all are Adam."""
+def _optimizer(config: Any) -> dict[str, Any]:
+    """The first optimizer whose states are not known, or else the first; and the moments' dtype."""
     groups = getattr(config, "param_groups", None) or ()
-    found = [getattr(group, "optimizer_name", None) for group in groups]
-    names = [str(name) for name in found if name] or [str(getattr(config, "name", "AdamW"))]
-    return next((name for name in names if "adam" not in name.lower()), names[0])
+    found = [(group.optimizer_name, group.optimizer_kwargs) for group in groups]
+    found = found or [(str(getattr(config, "name", "AdamW")), {})]
+    name, options = next((each for each in found if not is_adam(*each)), found[0])
+    low = getattr(config, "implementation", "") == "fused_opt_states_bf16"
+    return {"optimizer": name, "options": options, "moments": "bf16" if low else ""}
 
 
 def _least_lr(config: Any) -> float:

@@ -215,7 +215,7 @@ def _sharded(
     # verl always keeps a forward-only model in the host's memory, even without ``param_offload``.
     forward_only = engine.get("forward_only", True) or engine.get("param_offload")
     on_host = engine.get("offload_policy") if trains else forward_only
-    compute, name = name_of(read.compute), ""
+    compute, name, module = name_of(read.compute), "", ""
     scaled: tuple[Decided, ...] = ()
     notes: list[str] = []
     if trains:
@@ -223,6 +223,7 @@ def _sharded(
             job, compute, read.group, read.because, framework_default=fsdp.VERLS_SCALER
         )
         name = str(section.optim.get("optimizer") or section.optim.get("name") or "AdamW")
+        module = str(section.optim.get("optimizer_impl") or "torch.optim") + "."
         if section.strategy in ("fsdp", "fsdp2"):
             notes += fsdp.find_ignored(engine, read.compute)
         notes += [read.note] if read.note else []
@@ -242,7 +243,8 @@ def _sharded(
         **sizes,
         compute=compute,
         reduce=name_of(read.reduce),
-        optimizer=name,
+        optimizer=module + name,
+        options=sections.inner(section.optim, f"{section.optim_key}.override_optimizer_config"),
         lr=learning_rate(section.optim, section.optim.get("override_optimizer_config")),
         decisions=scaled,
         offload=bool(on_host) and not (trains and section.strategy == "fsdp"),
