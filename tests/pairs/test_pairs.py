@@ -11,7 +11,6 @@ To draw other pairs: ``--drawn SEED:COUNT``.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,12 +22,9 @@ from .conftest import VERL
 from .drawing import draw, parse
 from .ends import end_of
 
-pytestmark = [
-    pytest.mark.skipif(
-        Version("0.7") > VERL, reason="verl 0.6's environment is for the untested version"
-    ),
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="the jobs are forked"),
-]
+pytestmark = pytest.mark.skipif(
+    Version("0.7") > VERL, reason="verl 0.6's environment is for the untested version"
+)
 
 SEED = 22
 FIRST_RING, MATRIX = 12, 100

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from packaging.version import Version
 
 from precision_shim.errors import PlanError
 from precision_shim.process import registry
@@ -21,9 +20,9 @@ from precision_shim_tools.cli import main
 from precision_shim_tools.plan.command import Options, read_launch_line
 from precision_shim_tools.plan.verl.composing import compose
 
-from .conftest import VERL
+from ..every_framework.newest import on_the_newest
 
-pytestmark = pytest.mark.skipif(Version("0.9.1") != VERL, reason="held on the newest version")
+pytestmark = on_the_newest("verl")
 
 ROOT = Path(__file__).parents[2]
 ACTOR = "actor_rollout_ref.actor"

@@ -6,7 +6,6 @@ resume is exact from one save, or verl refuses it, or the shim warns that the lo
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,9 @@ from packaging.version import Version
 from ..processes.rank_server import Ranks
 from .conftest import VERL
 
-pytestmark = [
-    pytest.mark.skipif(Version("0.7") > VERL, reason="0.6's are covered by test_untested_version"),
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="the ranks are forked"),
-]
+pytestmark = pytest.mark.skipif(
+    Version("0.7") > VERL, reason="0.6's are covered by test_untested_version"
+)
 
 
 def assert_honest(found: list[dict[str, Any]], over: bool) -> None:

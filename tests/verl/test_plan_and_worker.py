@@ -7,18 +7,17 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from packaging.version import Version
 
 import precision_shim
 from precision_shim.precision.dtypes import name_of
 
+from ..every_framework.newest import on_the_newest
 from ..plan.verdicts import Drawn, Verdict, by_worker, draw, hold, megatron_scale, of_audit, of_plan
 from ..processes.rank_server import Ranks, rank_server
-from .conftest import VERL
 from .support import CPU_FIELDS
 from .verdict_lines import ACTOR, FSDP, MEGATRON, ON_FSDP, ON_MEGATRON, actor_of, line
 
-pytestmark = pytest.mark.skipif(Version("0.9.1") != VERL, reason="held on the newest version")
+pytestmark = on_the_newest("verl")
 
 SEEDS = [pytest.param(1, 5), pytest.param(2, 37, marks=pytest.mark.slow)]
 

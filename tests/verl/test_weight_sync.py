@@ -6,7 +6,6 @@ not start on a CPU: torch refuses.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,7 @@ from precision_shim_tools.cli import main
 from ..processes.rank_server import Ranks, rank_server
 from .conftest import VERL
 
-pytestmark = [
-    pytest.mark.skipif(Version("0.7") > VERL, reason="0.6's worker is another"),
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="the ranks are forked"),
-]
+pytestmark = pytest.mark.skipif(Version("0.7") > VERL, reason="0.6's worker is another")
 
 ROUNDS = Version("0.9") > VERL
 """Whether verl's FSDP engine rounds all weights to bf16, and not only merged LoRA."""
