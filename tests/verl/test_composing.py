@@ -22,7 +22,7 @@ from precision_shim_tools.plan.verl.composing import compose
 
 from ..every_framework.newest import on_the_newest
 
-pytestmark = on_the_newest("verl")
+pytestmark = [on_the_newest("verl"), pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 ACTOR = "actor_rollout_ref.actor"
@@ -154,7 +154,6 @@ def by_plan(words: list[str]) -> dict[str, Any] | str:
 
 
 @pytest.mark.parametrize("line", LINES, ids=" ".join)
-@pytest.mark.slow
 def test_the_plan_reads_a_line_as_verl_does(
     here: Path, by_verl: dict[tuple[str, ...], Any], line: tuple[str, ...]
 ) -> None:
