@@ -4,8 +4,10 @@
    reason fails. Without this, tox calls both a failure. With TOX_NO_START_AFTER, a time in seconds
    since the epoch, one whose turn comes later is skipped, too: a slow machine then runs a part of
    the matrix and says which.
-2. A run ends with what came of each environment, where its time went, what was skipped and why,
-   and one last line ``N passed, N failed, N skipped``. It fails if tests were to run and none did.
+2. A run ends with what came of each environment, where its time went, each environment that ran
+   nothing and why, and one last line ``N passed, N failed, N skipped``. If all that ran passed, the
+   status is 3 if each of these lacked its Python or its source, and 4 if one ran nothing for
+   another reason. If tests were to run and none did, the status is 1.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 from tox.plugin import impl
+from tox.session.env_select import CliEnv
 from tox.tox_env.errors import Skip
 
 try:
@@ -64,6 +67,7 @@ class Result:
     failed: int = 0
     skipped: int = 0
     because: str = ""
+    unreachable: bool = False
     has_tests: bool = False
     was_run: bool = False
     began: float = field(default_factory=time.monotonic)
@@ -133,12 +137,14 @@ class Runner(_SkipUnreachable, UvVenvRunner):
         """Build the environment."""
         result = _results[self.conf.name] = Result(failed=1, because="could not be set up")
         result.has_tests = REPORT in str(self.conf["commands"])
+        late = time.time() > float(os.environ.get("TOX_NO_START_AFTER", "inf"))
         try:
-            if time.time() > float(os.environ.get("TOX_NO_START_AFTER", "inf")):
+            if late:
                 raise Skip("its turn came after TOX_NO_START_AFTER: this machine is too slow")
             super().setup()
         except Skip as skip:
             result.failed, result.skipped, result.because = 0, 1, str(skip)
+            result.unreachable = not late
             raise
         result.set_up = time.monotonic()
 
@@ -166,8 +172,8 @@ def tox_after_run_commands(tox_env: ToxEnv, exit_code: int, outcomes: list[Outco
         result.failed, result.because = 1, f"a command ended with status {exit_code}"
 
 
-def _summarize() -> bool:
-    """Print the summary, and tell whether tests ran if any were to run."""
+def _summarize() -> int:
+    """Print the summary, and return the status of a run in which nothing failed."""
     print()
     for name, result in _results.items():
         if result.was_run:
@@ -175,27 +181,34 @@ def _summarize() -> bool:
             print(f"    {result.times()}")
             for seconds, test in result.slowest:
                 print(f"    {seconds:6.1f} s  {test}")
-    for name, result in _results.items():
-        if not result.was_run:
-            print(f"{'SKIPPED' if result.skipped else 'FAILED'} {name}: {result.because}")
-    holders = [result for result in _results.values() if result.has_tests]
-    ran = not holders or any(result.was_run and result.passed + result.failed for result in holders)
-    if not ran:
-        print("no test ran")
     results = _results.values()
+    idle = {name: one for name, one in _results.items() if not one.passed + one.failed}
+    for name, result in _results.items():
+        if name in idle or not result.was_run:
+            because = result.because or "every test was skipped"
+            print(f"{'RAN NOTHING' if name in idle else 'FAILED'} {name}: {because}")
+    status = 4 if any(not one.unreachable for one in idle.values()) else 3 if idle else 0
+    if all(name in idle for name, one in _results.items() if one.has_tests):
+        status = 1 if any(one.has_tests for one in results) else status
+        print("no test ran")
     total = (sum(getattr(r, count) for r in results) for count in ("passed", "failed", "skipped"))
     print(f"\n{Result(*total)}", flush=True)
-    return ran
+    return status
 
 
 def _then_summarize(handler: Callable[[State], int]) -> Callable[[State], int]:
     @wraps(handler)
     def handle(state: State) -> int:
+        options, labels = state.conf.options, state.conf.core["labels"]
+        if options.labels:
+            names = (name for label in options.labels for name in labels[label])
+            options.env, options.labels = CliEnv(",".join(names)), []
         status = handler(state)
         worth_it = any(result.has_tests or not result.was_run for result in _results.values())
-        if not worth_it or state.conf.options.no_test or _summarize():
+        if not worth_it or options.no_test:
             return status
-        return status or 1
+        proved = _summarize()
+        return status or proved
 
     return handle
 

@@ -41,14 +41,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Ignore foreign warnings; the shim's warnings are errors unless a test expects them."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what other environments run; ignore foreign warnings, but not the shim's.
+
+    A test with ``skipif`` for another framework or version is not collected. If this machine lacks
+    something, the reason begins with "needs", and the test is reported as skipped.
+    """
+    elsewhere = [item for item in items if any(map(_elsewhere, item.iter_markers("skipif")))]
+    config.hook.pytest_deselected(items=elsewhere)
+    items[:] = [item for item in items if item not in elsewhere]
     for item in items:
         if item.path.relative_to(Path(__file__).parent).parts[0] in FRAMEWORKS:
             item.add_marker(pytest.mark.filterwarnings("ignore"), append=False)
             item.add_marker(
                 pytest.mark.filterwarnings("error::precision_shim.errors.PrecisionShimWarning")
             )
+
+
+def _elsewhere(mark: pytest.Mark) -> bool:
+    return mark.args[0] and not mark.kwargs["reason"].startswith("needs ")
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ import argparse
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import platform
 import sys
@@ -26,7 +27,7 @@ from precision_shim.process.settings import PREFIX, TABLE, Settings
 from precision_shim_tools.cli import OPTIONS, settings_of
 
 from . import ending
-from .runs import RunFailedError, train
+from .runs import RunFailedError, together, train
 from .worker import Spec
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["add_options", "demo"]
 
 _OURS = Path(__file__).with_name("demo.yaml")
+_SECONDS, _SEEDS = 60, 3
+"""How long both runs may take before a further seed, and the largest number of seeds."""
 _SECTION = {"optimizer": "adam", "min_lr": 0.0, "clip_grad": 1.0, "weight_decay": 0.01}
 _EXTRA = {"rich": "rich", "matplotlib": "matplotlib", "yaml": "pyyaml", "numpy": "numpy"}
 _NEEDED = {
@@ -59,9 +62,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--nproc", type=several, default=1, help="ranks, over gloo (1)")
     parser.add_argument(
-        "--steps", type=_whole(2), help="optimizer steps of each training (300; with --rl 28)"
+        "--steps", type=_whole(2), help="optimizer steps of each training (150; with --rl 24)"
     )
-    parser.add_argument("--seeds", type=several, default=3, help="trainings per run (3)")
+    parser.add_argument(
+        "--seeds", type=several, help="trainings per run (as many as end within a minute, up to 3)"
+    )
     parser.add_argument("--beta2", type=float, help="Adam's beta2, instead of the settings file's")
     parser.add_argument(
         "--output",
@@ -118,7 +123,7 @@ def demo(asked: argparse.Namespace) -> int:
         from rich.console import Console
 
         console = Console(highlight=False)
-        job = _Job(optim, asked.config, text, output, asked.nproc, asked.steps or 300, asked.seeds)
+        job = _Job(optim, asked.config, text, output, asked.nproc, asked.steps or 150, asked.seeds)
         return 0 if _demo(console, job, given, settings) else 1
     except _CannotRunError as error:
         print(f"precision-shim demo: {error}", file=sys.stderr)
@@ -140,7 +145,7 @@ def _rl(asked: argparse.Namespace) -> int | None:
         return None
     others: dict[str, object] = {
         "nproc": 1,
-        "seeds": 3,
+        "seeds": None,
         "beta2": None,
         "config": None,
         "text": None,
@@ -225,7 +230,7 @@ class _Job:
     output: Path
     nproc: int
     steps: int
-    seeds: int
+    seeds: int | None
 
     @property
     def beta2(self) -> float:
@@ -239,6 +244,7 @@ class _Job:
 
     def specs(self, scratch: Path, settings: dict[str, object]) -> tuple[Spec, Spec]:
         """The specs of the two runs, without and with the shim."""
+        seconds = _SECONDS if together(self.nproc) else _SECONDS / 2
         without, with_shim = (
             Spec(
                 name=name,
@@ -246,10 +252,11 @@ class _Job:
                 settings=settings if name == "with" else {},
                 optim=self.optim,
                 text=None if self.text is None else str(self.text.absolute()),
-                seeds=tuple(range(self.seeds)),
+                seeds=tuple(range(self.seeds or _SEEDS)),
+                seconds=seconds if self.seeds is None else math.inf,
                 steps=self.steps,
                 world_size=self.nproc,
-                global_batch=-(-16 // self.nproc) * self.nproc,
+                global_batch=-(-8 // self.nproc) * self.nproc,
                 sequence=64,
                 hidden_size=64,
                 num_layers=2,
@@ -268,13 +275,15 @@ def _demo(console: Console, job: _Job, given: dict[str, object], in_force: Setti
     started = time.monotonic()
     versions = {name: importlib.metadata.version(name) for name in ("verl", "megatron-core")}
     versions |= {"torch": importlib.metadata.version("torch"), "Python": platform.python_version()}
-    plural = "s" if job.seeds > 1 else ""
+    seeds = f"as many seeds as a minute allows, up to {_SEEDS}"
+    if job.seeds is not None:
+        seeds = f"{job.seeds} seed{'s' if job.seeds > 1 else ''}"
     console.print(f"[bold]precision_shim demo[/]: a tiny GPT on a CPU, {job.ranks}")
     for label, value in (
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
         ("settings", f"{job.config or 'examples/demo/demo.yaml'}, beta2 {job.beta2:g}"),
         ("text", f"{job.text or 'the help texts in every Python (pydoc_data.topics)'}, by bytes"),
-        ("training", f"{job.steps} steps, {job.seeds} seed{plural}"),
+        ("training", f"{job.steps} steps, {seeds}"),
     ):
         ending.indented(console, f"{label:<9} {value}")
     if _settings.switch() == "off":
@@ -290,7 +299,8 @@ def _demo(console: Console, job: _Job, given: dict[str, object], in_force: Setti
         without, with_shim = (
             json.loads(Path(spec.result).read_text(encoding="utf-8")) for spec in specs
         )
-
+    both = min(len(without["runs"]), len(with_shim["runs"]))
+    without["runs"], with_shim["runs"] = without["runs"][:both], with_shim["runs"][:both]
     allowed = report.tolerance(without)
     checks = report.check(without, with_shim, allowed)
     ok = all(each.ok for each in checks)

@@ -111,28 +111,35 @@ def _tail(log: Path, lines: int = 12) -> str:
     return "\n".join(f"  {line}" for line in text.splitlines()[-lines:])
 
 
+def together(world_size: int) -> bool:
+    """Whether the machine has enough CPU cores to execute both runs at the same time."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return (cores or 1) >= 2 * world_size
+
+
 def train(console: Console, specs: tuple[Spec, Spec], output: Path) -> None:
-    """Execute both runs, at the same time if the machine has enough CPU cores."""
+    """Execute both runs, and show their stages: as moving bars on a terminal, else as lines."""
     from rich import progress as rich_progress
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    together = (cores or 1) >= 2 * specs[0].world_size
     columns = (
         rich_progress.TextColumn("{task.description}"),
         rich_progress.BarColumn(bar_width=None),
         rich_progress.MofNCompleteColumn(),
-        rich_progress.TextColumn("{task.fields[loss]}"),
+        rich_progress.TextColumn("{task.fields[doing]}"),
         rich_progress.TimeElapsedColumn(),
     )
-    with rich_progress.Progress(*columns, console=console, expand=True) as progress:
-        groups = [list(specs)] if together else [[spec] for spec in specs]
-        for group in groups:
+    shown = rich_progress.Progress(
+        *columns, console=console, expand=True, disable=not console.is_terminal
+    )
+    with shown as progress:
+        for group in [list(specs)] if together(specs[0].world_size) else [[one] for one in specs]:
             runs: dict[TaskID, _Run] = {}
             try:
                 for spec in group:
-                    label = f"{spec.name} the shim".ljust(16)
-                    task = progress.add_task(label, total=spec.steps * len(spec.seeds), loss="")
-                    runs[task] = _Run(spec, output)
+                    label, doing = f"{spec.name} the shim".ljust(16), "imports verl and Megatron"
+                    runs[progress.add_task(label, total=None, doing=doing)] = _Run(spec, output)
+                    if not console.is_terminal:
+                        console.print(f"{label}: {doing}")
                 _follow(runs, progress)
             finally:
                 for run in runs.values():
@@ -148,9 +155,16 @@ def _follow(runs: dict[TaskID, _Run], progress: Progress) -> None:
             ended = [run.done for run in runs.values()]
             for task, run in runs.items():
                 for event in run.events():
-                    if event["event"] == "step":
-                        progress.update(task, advance=1, loss=f"loss {event['loss']:.3f}")
+                    _show(event, run.spec, task, progress)
             if all(ended):
                 return
             selector.select(0.2)
             time.sleep(0.05)  # avoids busy waiting: a closed pipe is always readable
+
+
+def _show(event: dict[str, Any], spec: Spec, task: TaskID, progress: Progress) -> None:
+    doing = f"seed {event['seed']}, loss {event['loss']:.3f}"
+    progress.update(task, completed=event["step"], total=spec.steps, doing=doing)
+    if not progress.console.is_terminal and event["step"] in {1, spec.steps}:
+        label = f"{spec.name} the shim".ljust(16)
+        progress.console.print(f"{label}: {doing} after step {event['step']} of {spec.steps}")

@@ -15,6 +15,7 @@ import importlib
 import json
 import os
 import sys
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ class Spec:
         optim: verl's ``optim`` section.
         text: path of the text to train on; ``None`` for the help texts that Python contains.
         seeds: seeds of data order and initial weights, one for each training.
+        seconds: a seed after the first is left out if it would probably end later than this.
         steps: number of optimizer steps of each training.
         world_size: number of ranks.
         global_batch: sequences per step, over all ranks.
@@ -52,6 +54,7 @@ class Spec:
     optim: dict[str, Any]
     text: str | None
     seeds: tuple[int, ...]
+    seconds: float
     steps: int
     world_size: int
     global_batch: int
@@ -81,6 +84,9 @@ def main(argv: list[str]) -> None:
         if progress is not None:
             print(json.dumps(event), file=progress)
 
+    until = time.monotonic() + spec.seconds
+    import torch
+
     import precision_shim
 
     if spec.shim:
@@ -100,13 +106,17 @@ def main(argv: list[str]) -> None:
                 "checked_by": transformer_engine.checked_by,
             },
         }
-        tell(event="imported")
         if not spec.shim:
             result["as_written"] = _as_written(spec)
         else:
             result["asked"] = _asked(spec.optim)
             result["switch"] = os.environ.get("PRECISION_SHIM")
-        result["runs"] = [_train(spec, rank, seed, tell) for seed in spec.seeds]
+        result["runs"] = runs = []
+        for seed in spec.seeds:
+            began = time.monotonic()
+            runs.append(_train(spec, rank, seed, tell))
+            if _mean_over_ranks(torch.tensor(until + began - 2 * time.monotonic())) < 0:
+                break
         result["shim"] = precision_shim.status().to_dict()
     if rank == 0:
         Path(spec.result).write_text(json.dumps(result, indent=1), encoding="utf-8")
@@ -209,7 +219,7 @@ def _train(spec: Spec, rank: int, seed: int, tell: Any) -> dict[str, Any]:
         if step == spec.steps - 1:
             measured = _measured(measure_bytes(model, optimizer), optimizer)
         losses.append(_mean_over_ranks(loss.detach()))
-        tell(event="step", seed=seed, step=step + 1, loss=losses[-1])
+        tell(seed=seed, step=step + 1, loss=losses[-1])
     with torch.no_grad():
         final = torch.stack([_loss(model[0], held_out.next()) for _ in range(16)]).mean()
     everywhere: list[Any] = [None] * spec.world_size

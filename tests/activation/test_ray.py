@@ -328,7 +328,7 @@ THEIRS = {"env_vars": {"THEIRS": "job"}}
 OURS = {"env_vars": {"THEIRS": "job", "PRECISION_SHIM": "1"}}
 
 
-@pytest.mark.skipif(not DASHBOARD, reason="ray job submit needs the dashboard: ray[default]")
+@pytest.mark.skipif(not DASHBOARD, reason="needs ray[default], for the dashboard")
 @pytest.mark.parametrize(
     ("runtime_env", "command", "install", "features"),
     [

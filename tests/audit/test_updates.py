@@ -381,7 +381,7 @@ def test_what_has_not_arrived_is_not_waited_for(monkeypatch: pytest.MonkeyPatch)
     assert figures["step"] == 1  # the meter did not read the steps in between
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", ["pure bf16 AdamW", "fp32 parameters"])
 def test_on_a_gpu_the_host_waits_for_nothing(name: str) -> None:
     dtype, make = TRAININGS[name]

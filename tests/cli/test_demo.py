@@ -12,7 +12,6 @@ real = pytest.mark.skipif(
     importlib.util.find_spec("verl") is None or importlib.util.find_spec("megatron") is None,
     reason="verl and megatron-core are not installed in this environment",
 )
-SHORT = ("--steps", "6", "--seeds", "1")
 
 
 def demo(folder, *arguments, **variables):
@@ -53,8 +52,8 @@ def per_parameter(result):
 @real
 @pytest.mark.parametrize(("nproc", "beta2"), [(1, 0.999), (2, 0.95)])
 def test_the_effect_is_there_and_measured(tmp_path, nproc, beta2):
-    arguments = ("--nproc", str(nproc), "--beta2", str(beta2))
-    ended, result = demo(tmp_path, *SHORT, *arguments)
+    arguments = ("--steps", "6", "--nproc", str(nproc), "--beta2", str(beta2))
+    ended, result = demo(tmp_path, *arguments)
     assert ended.returncode == 0, ended.stderr + ended.stdout
     assert ended.stderr == ""
     assert max(map(len, ended.stdout.replace(str(tmp_path), "").splitlines())) <= 80
@@ -76,10 +75,14 @@ def test_the_effect_is_there_and_measured(tmp_path, nproc, beta2):
     assert per_parameter(result["with"]) <= ({12.0, 14.0} if guarded else {10.0, 12.0})
 
     for run in (result["without"], result["with"]):
-        assert [len(rank["ranks"]) for rank in run["runs"]] == [nproc]
+        assert {len(rank["ranks"]) for rank in run["runs"]} == {nproc}
+        assert f"{run['name']} the shim: seed 0, loss" in ended.stdout.replace("shim   :", "shim:")
         losses = run["runs"][0]["losses"]
         assert len(losses) == 6
         assert losses[-1] < losses[0]
+    # As many seeds as the time allows, the same in both runs.
+    seeds = [[one["seed"] for one in run["runs"]] for run in (result["without"], result["with"])]
+    assert seeds[0] == seeds[1] == list(range(len(seeds[0])))
     first = result["without"]["runs"][0]["losses"][0], result["with"]["runs"][0]["losses"][0]
     assert first[0] == first[1]  # the losses differ only after the first update
     assert "FP32" in result["without"]["as_written"]

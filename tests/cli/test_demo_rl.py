@@ -100,7 +100,7 @@ def wait_for(what, seconds=30):
     return found
 
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="the jobs run on Linux alone")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
 
 def kept(tmp_path, code, **named):

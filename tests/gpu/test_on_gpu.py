@@ -25,11 +25,11 @@ NAMES = (
 MINUTES = 10
 
 needs_gpu = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason=f"torch {torch.__version__} sees no GPU here"
+    not torch.cuda.is_available(), reason=f"needs a GPU; torch {torch.__version__} sees none here"
 )
 needs_engine = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None,
-    reason="TransformerEngine is not installed; see benchmarks/gpu/requirements.txt",
+    reason="needs TransformerEngine: benchmarks/gpu/requirements.txt",
 )
 
 

@@ -17,6 +17,7 @@ from precision_shim_adapters.nemo_rl.training.megatron import read_requested
 from ..every_framework import contract
 from ..every_framework.checkouts import Told
 from ..every_framework.checkpoint_doctor import hold_groups
+from ..every_framework.newest import on_the_newest
 from ..every_framework.requested_configs import Case
 from ..every_framework.upstreams_own import Own, fetch, in_a_fork_of
 from ..processes.rank_server import Ranks
@@ -34,15 +35,12 @@ DRIVER = contract.Driver(
 )
 
 
-on_the_newest = pytest.mark.skipif(Version("0.7.0") != NEMO_RL, reason="held on the newest version")
-
-
 class TestRelease(contract.Release):
     """Also tests a checkout on ``PYTHONPATH``, because NeMo-RL's own launcher uses a checkout."""
 
     driver = DRIVER
 
-    @on_the_newest
+    @on_the_newest("nemo-rl")
     @pytest.mark.slow
     def test_a_checkout_before_another_that_is_installed(self, tmp_path: Path) -> None:
         """The version comes from the imported checkout, not from metadata elsewhere on the path."""

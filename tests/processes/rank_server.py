@@ -121,6 +121,10 @@ def rank_server(module: str, folders: Path, **variables: str) -> Iterator[Ranks]
         **variables: environment variables of the ranks, beside all inherited variables except the
             shim's.
     """
+    if not hasattr(os, "fork"):
+        import pytest
+
+        pytest.skip("needs os.fork")
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("PRECISION_SHIM")
     }

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from packaging.version import Version
 
 import precision_shim
 from precision_shim.precision.dtypes import name_of
 
+from ..every_framework.newest import on_the_newest
 from ..plan.verdicts import (
     Drawn,
     Key,
@@ -24,10 +24,9 @@ from ..plan.verdicts import (
     of_audit,
     of_plan,
 )
-from .conftest import SKYRL
 from .support import build, fsdp_worker, scaler_of
 
-pytestmark = pytest.mark.skipif(Version("0.4.0") != SKYRL, reason="held on the newest version")
+pytestmark = [on_the_newest("skyrl"), pytest.mark.slow]
 
 _FLAG = ("true", "false")
 _POLICY = "trainer.policy"
@@ -54,7 +53,7 @@ MEGATRON = (
     Key(f"{_POLICY}.optimizer_config.adam_betas", ("[0.9,0.95]",), ()),
     Key(f"{_BUCKET}.grad_reduce_in_fp32", _FLAG, ()),
 )
-SEEDS = [pytest.param(1, 5), pytest.param(2, 35, marks=pytest.mark.slow)]
+SEEDS = [(1, 5), (2, 35)]
 
 
 def words_of(drawn: Drawn) -> list[str]:

@@ -19,7 +19,7 @@ from precision_shim_tools.testing.megatron_cpu import cuda_means_cpu
 from precision_shim_tools.testing.transformer_engine import real_transformer_engine
 
 REAL = real_transformer_engine()
-pytestmark = pytest.mark.skipif(REAL is None, reason="TransformerEngine is not built here")
+pytestmark = pytest.mark.skipif(REAL is None, reason="needs TransformerEngine")
 
 DTYPES = (
     torch.float32,

@@ -13,7 +13,7 @@ import textwrap
 
 import pytest
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 
 PLACES = ["adapter", "slowfw.ops:scale", "between two seams"]
 """Where the patching is slow: in loading an adapter, inspecting its seams, between two patches."""

@@ -18,9 +18,12 @@ from ..stand_ins.fake_gpu import FakeGpu
 from .conftest import VERL
 from .test_checkpoints import SHARDINGS, STEPS, job, same, shim
 
-pytestmark = pytest.mark.skipif(
-    Version("0.7") > VERL, reason="verl 0.6's environment is for the untested version"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        Version("0.7") > VERL, reason="verl 0.6's environment is for the untested version"
+    ),
+    pytest.mark.slow,
+]
 
 OWN = {"use_precision_aware_optimizer": True}
 WHOLE = {**OWN, "store_param_remainders": False}
@@ -59,7 +62,6 @@ def outcome(folder: Path, sharding: str, saved: Any, config: dict[str, Any]) -> 
     return "exact" if same(saved, resumed.states()) else "other weights"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("writer", WRITERS)
 def test_the_verdict_is_what_the_load_does(
@@ -125,7 +127,6 @@ def outcome_offloaded(folder: Path, sharding: str, saved: Any, config: dict[str,
     return "exact" if exact and counts == {STEPS + 2} else "other weights"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("writer", OFFLOAD_WRITERS)
 def test_the_verdict_of_an_offloaded_optimizer(

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from packaging.version import Version
 
 from precision_shim.errors import PlanError
 from precision_shim.process import registry
@@ -21,9 +20,9 @@ from precision_shim_tools.cli import main
 from precision_shim_tools.plan.command import Options, read_launch_line
 from precision_shim_tools.plan.verl.composing import compose
 
-from .conftest import VERL
+from ..every_framework.newest import on_the_newest
 
-pytestmark = pytest.mark.skipif(Version("0.9.1") != VERL, reason="held on the newest version")
+pytestmark = [on_the_newest("verl"), pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 ACTOR = "actor_rollout_ref.actor"
@@ -155,7 +154,6 @@ def by_plan(words: list[str]) -> dict[str, Any] | str:
 
 
 @pytest.mark.parametrize("line", LINES, ids=" ".join)
-@pytest.mark.slow
 def test_the_plan_reads_a_line_as_verl_does(
     here: Path, by_verl: dict[tuple[str, ...], Any], line: tuple[str, ...]
 ) -> None:

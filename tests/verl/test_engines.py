@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,10 @@ from ..processes.ray_cluster import drive
 from .conftest import VERL
 from .ray_verdict import trained_skipped_and_resumed
 
-pytestmark = [
-    pytest.mark.skipif(
-        any(importlib.util.find_spec(name) is None for name in ("veomni", "nemo_automodel")),
-        reason="the packages of these engines are in an environment of their own",
-    ),
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="the ranks are forked"),
-]
+pytestmark = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("veomni", "nemo_automodel")),
+    reason="the packages of these engines are in an environment of their own",
+)
 
 SINCE = {"veomni": "0.8.0", "automodel": "0.8.0", "torchtitan": "0.9.0", "fsdp_turbo": "0.9.1"}
 ENGINES = [name for name, version in SINCE.items() if Version(version) <= VERL]

@@ -7,7 +7,6 @@ experts need a GPU's kernels then, and are not run here.
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,13 +17,10 @@ from ..processes.rank_server import Ranks, rank_server
 from .conftest import VERL
 from .test_engines import SINCE, same
 
-pytestmark = [
-    pytest.mark.skipif(
-        any(importlib.util.find_spec(name) is None for name in ("veomni", "nemo_automodel")),
-        reason="the packages of these engines are in an environment of their own",
-    ),
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="the ranks are forked"),
-]
+pytestmark = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("veomni", "nemo_automodel")),
+    reason="the packages of these engines are in an environment of their own",
+)
 
 PARALLEL = {"automodel": {"ep_size": 2}, "torchtitan": {"expert_parallel_size": 2}}
 ENGINES = [name for name in PARALLEL if Version(SINCE[name]) <= VERL]

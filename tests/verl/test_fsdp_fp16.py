@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,9 @@ from packaging.version import Version
 from ..processes.rank_server import Ranks
 from .conftest import VERL
 
-pytestmark = [
-    pytest.mark.skipif(Version("0.7") > VERL, reason="0.6's are covered by test_untested_version"),
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="the ranks are forked"),
-]
+pytestmark = pytest.mark.skipif(
+    Version("0.7") > VERL, reason="0.6's are covered by test_untested_version"
+)
 
 FILE = "precision_shim_scaler.json"
 OWN_SCALER = Version("0.8") <= VERL

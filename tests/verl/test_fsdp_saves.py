@@ -6,7 +6,6 @@ resume is exact from one save, or verl refuses it, or the shim warns that the lo
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from .conftest import VERL
 
 pytestmark = [
     pytest.mark.skipif(Version("0.7") > VERL, reason="0.6's are covered by test_untested_version"),
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="the ranks are forked"),
+    pytest.mark.slow,
 ]
 
 
@@ -45,8 +44,8 @@ def assert_honest(found: list[dict[str, Any]], over: bool) -> None:
 @pytest.mark.parametrize(
     "over",
     [
-        pytest.param(True, id="over an old one"),
-        pytest.param(False, id="into a fresh directory", marks=pytest.mark.slow),
+        pytest.param(True, id="over an old one", marks=pytest.mark.oldest),
+        pytest.param(False, id="into a fresh directory"),
     ],
 )
 def test_killed_at_any_file_operation_of_a_save(
@@ -61,12 +60,12 @@ def test_killed_at_any_file_operation_of_a_save(
         fsdp_ranks("ended", world=1, folder=place, dies=True, over=over, content=content)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("over", [True, False], ids=["over an old one", "into a fresh directory"])
 def test_killed_at_any_file_operation_of_either_of_two_ranks(fsdp_ranks: Ranks, over: bool) -> None:
     assert_honest(fsdp_ranks("ended_early", over=over), over)
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("how", ["without the shim", "in bfloat16"])
 def test_saved_again_by_others_the_record_is_not_taken(fsdp_ranks: Ranks, how: str) -> None:
     for one in fsdp_ranks("saved_again", how=how):
@@ -81,6 +80,7 @@ def test_saved_again_by_others_the_record_is_not_taken(fsdp_ranks: Ranks, how: s
         assert one["foretold_strict"] == "refused"
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("how", ["copied"])
 def test_copied_and_moved_the_record_is_taken(fsdp_ranks: Ranks, how: str) -> None:
     for one in fsdp_ranks("saved_again", how=how):
@@ -90,6 +90,7 @@ def test_copied_and_moved_the_record_is_taken(fsdp_ranks: Ranks, how: str) -> No
         assert (one["predicted"], one["foretold_strict"]) == ("exact", "exact")
 
 
+@pytest.mark.oldest
 @pytest.mark.skipif(
     not Version("0.7") <= VERL < Version("0.8"), reason="verl 0.8 has no legacy workers"
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,11 @@ from .conftest import VERL
 from .megatron_fp16_support import Training
 from .test_both_sides import LEGACY, LINE, start
 
-pytestmark = pytest.mark.skipif(Version("0.7") > VERL, reason="the shim refuses verl 0.6")
+pytestmark = [
+    pytest.mark.skipif(Version("0.7") > VERL, reason="the shim refuses verl 0.6"),
+    pytest.mark.slow,
+    pytest.mark.oldest,
+]
 
 ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 KEYS = {
@@ -151,10 +154,7 @@ def test_an_engine_that_is_not_installed_here(capsys: pytest.CaptureFixture[str]
 
 # -- the FSDP engine, two ranks --------------------------------------------------------------------
 
-forked = pytest.mark.skipif(not hasattr(os, "fork"), reason="the ranks are forked")
 
-
-@forked
 @pytest.mark.parametrize("role", ["actor", "lora"])
 def test_fsdp_trains_and_resumes(fsdp_ranks: Ranks, tmp_path: Path, role: str) -> None:
     for rank in fsdp_ranks("fp32_head", folder=tmp_path, head="fp32", role=role):
@@ -166,14 +166,12 @@ def test_fsdp_trains_and_resumes(fsdp_ranks: Ranks, tmp_path: Path, role: str) -
         assert rank["straight"]["counter"][1] == 2
 
 
-@forked
 def test_the_reference_models_head_and_no_critics(fsdp_ranks: Ranks, tmp_path: Path) -> None:
     for role, own in (("ref", True), ("critic", False)):
         for rank in fsdp_ranks("fp32_head", folder=tmp_path, head="fp32", role=role):
             assert rank["own"] is own, role
 
 
-@forked
 @pytest.mark.skipif(not LEGACY, reason="verl 0.8 and later have no legacy workers")
 def test_a_legacy_worker(fsdp_ranks: Ranks, tmp_path: Path) -> None:
     for head, expected in (("fp32", (FP32, True)), ("as-configured", (FP16, False))):

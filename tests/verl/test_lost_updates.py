@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,13 @@ from .conftest import VERL
 from .megatron_fp16_support import Training
 from .support import optim_config
 
-pytestmark = pytest.mark.skipif(
-    Version("0.7") > VERL, reason="verl 0.6's engine: covered whole by test_untested_version"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        Version("0.7") > VERL, reason="verl 0.6's engine: covered whole by test_untested_version"
+    ),
+    pytest.mark.slow,
+    pytest.mark.oldest,
+]
 
 FIGURES = {"updates_lost", "updates_lost_exp_avg_sq", "updates_lost_rollout"}
 
@@ -48,7 +51,6 @@ def test_megatron_engine(
     assert figures["exp_avg_sq"] == watched[-1]["updates_lost_exp_avg_sq"]
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="the ranks are forked")
 def test_fsdp_engine(fsdp_ranks: Ranks) -> None:
     for rank in fsdp_ranks("lost_updates"):
         for subject in ("actor", "critic"):
@@ -60,13 +62,11 @@ def test_fsdp_engine(fsdp_ranks: Ranks) -> None:
             assert rank[subject]["same"]
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="the ranks are forked")
 def test_a_worker_that_does_not_measure_imports_nothing_of_the_meter(fsdp_ranks: Ranks) -> None:
     assert fsdp_ranks("without_the_meter") == [[], []]
 
 
 @pytest.mark.skipif(Version("0.8") <= VERL, reason="this version has no legacy workers")
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="the ranks are forked")
 def test_legacy_workers(fsdp_ranks: Ranks) -> None:
     for rank in fsdp_ranks("legacy_lost_updates"):
         for role in ("actor", "critic"):

