@@ -122,7 +122,7 @@ class ShardedModel:
             lost, most = without_masters(self.lr, self.dtype)
             if most:
                 mend = self.keys["dtype"]
-                yield f"no fp32 masters: {lost}. {mend} keeps the parameters in fp32"
+                yield f"{lost}. There are no fp32 masters: {mend} keeps the parameters in fp32"
 
     def variants(self, job: Job, rules: Rules) -> Sequence[Variant]:
         """Return nothing, because the shim has no cheaper settings for torch's optimizers."""
