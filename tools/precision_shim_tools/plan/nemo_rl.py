@@ -294,8 +294,8 @@ def _on_dtensor(
             configured=partial(dtensor.read_section, section, subject),
         )
     optimizer = _of(section, f"{key}.optimizer")
-    name, options = str(optimizer.get("name") or "torch.optim.AdamW"), optimizer.get("kwargs") or {}
-    overrides = section.get("hf_config_overrides") or {}
+    name = str(optimizer.get("name") or "torch.optim.AdamW")
+    stored = parse_dtype(str(_of(section, f"{key}.hf_config_overrides").get("dtype")))
     reward = _of(section, f"{key}.reward_model_cfg")
     keys = {
         "tensor": f"{where}.tensor_parallel_size",
@@ -303,23 +303,20 @@ def _on_dtensor(
         "replicas": f"{where}.dp_replicate_size",
     }
     sizes: dict[str, Any] = {size: number_of(cfg, at, _where()) for size, at in keys.items()}
+    keys.update(world=_WORLD, optimizer=f"{key}.optimizer.name")
+    keys["dtype"] = f"{key}.hf_config_overrides.dtype=float32"
     return ShardedModel(
         subject,
         job.model(section.get("model_name"), section.get("hf_config_overrides")),
         world,
         # NeMo-RL loads weights in float32 unless this key has a dtype; it computes in precision.
-        name_of(parse_dtype(str(overrides.get("dtype"))) or torch.float32),
+        name_of(stored or torch.float32),
         **sizes,
         compute=precision,
         optimizer=name if trains else "",
-        lr=learning_rate(options, options),
+        lr=learning_rate(_of(optimizer, f"{key}.optimizer.kwargs")),
         decisions=scaled,
         offload=bool(cfg.get("cpu_offload")),
         value_head=subject == "value" or bool(reward.get("enabled")),
-        keys={
-            "world": _WORLD,
-            "optimizer": f"{key}.optimizer.name",
-            "dtype": f"{key}.hf_config_overrides.dtype=float32",
-            **keys,
-        },
+        keys=keys,
     )

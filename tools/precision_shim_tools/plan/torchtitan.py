@@ -29,7 +29,7 @@ from .command import Job
 from .request import Request
 from .rollout import predict_sides
 from .shapes import Model, Weight
-from .torch_optimizer import ShardedModel, scaling
+from .torch_optimizer import ShardedModel, learning_rate, scaling
 
 _DEGREES = (
     *("data_parallel_replicate_degree", "tensor_parallel_degree"),
@@ -204,7 +204,7 @@ def _optimizer(config: Any) -> str:
 
 def _least_lr(config: Any) -> float:
     groups = getattr(config, "param_groups", None) or ()
-    return min((group.optimizer_kwargs.get("lr", 1e-3) for group in groups), default=0.0)
+    return min((learning_rate(group.optimizer_kwargs) for group in groups), default=0.0)
 
 
 def _model(job: Job, config: Any) -> Model:
