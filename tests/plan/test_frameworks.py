@@ -59,6 +59,14 @@ def subjects(plan: dict[str, Any]) -> list[str]:
     return [one["subject"] for one in plan["models"]]
 
 
+def told_masters(plan: dict[str, Any], key: str) -> None:
+    """The plan is legal, and warns that bf16 weights without masters lose Adam's updates."""
+    (told,) = plan["models"][0]["warnings"]
+    assert "keeps 0 of the 8 bits of Adam's update at lr 1e-06, and 98.1% of the updates" in told
+    assert f" {key} " in told
+    assert not plan["problems"]
+
+
 def scaling(plan: dict[str, Any], model: int = 0) -> list[tuple[str, str]]:
     """The decisions about a model's loss scaling, each with its reason."""
     return [
@@ -152,6 +160,12 @@ def test_verl_on_fsdp_and_what_is_illegal(capsys: pytest.CaptureFixture[str], mo
     assert part["components"]["params"]["dtypes"] == ["fp32"]
     assert part["components"]["params"]["sharded"] is True
     assert scaling(plan) == []
+    assert plan["models"][0]["warnings"] == []
+    stored = "actor_rollout_ref.actor.fsdp_config.model_dtype"
+    low = ("--", *VERL, "algorithm.adv_estimator=grpo", path, f"{stored}=bf16")
+    told_masters(planned(capsys, *low)[1], f"{stored}=fp32")
+    rounds = "+actor_rollout_ref.actor.optim.override_optimizer_config.bf16_stochastic_round=true"
+    assert planned(capsys, *low, rounds)[1]["models"][0]["warnings"] == []
     half = "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp16"
     reference = "actor_rollout_ref.actor.use_kl_loss=True"
     _, plan = planned(capsys, "--", *VERL, "algorithm.adv_estimator=grpo", path, reference, half)
@@ -224,7 +238,9 @@ def test_verls_veomni_engine(capsys: pytest.CaptureFixture[str], model: Path) ->
     (problem,) = (one for one in plan["problems"] if one["subject"] == "actor")
     assert problem["key"] == low.partition("=")[0]
     assert problem["remedy"] == f"Set {key}.mixed_precision=True."
-    assert planned(capsys, "--", *VERL, *actor, low)[0] == 0  # bfloat16, as VeOmni trains it
+    code, plan = planned(capsys, "--", *VERL, *actor, low)  # bfloat16, as VeOmni trains it
+    assert code == 0
+    told_masters(plan, f"{key}.mixed_precision=true")
 
 
 @needs("verl")
@@ -448,6 +464,10 @@ def test_nemo_rl(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     assert plan["models"][0]["layout"] == {"fsdp": 32, "replicas": 1, "tp": 2}
     (part,) = plan["models"][0]["after"][0]["parts"]
     assert scaling(plan) == []
+    low = ("++policy.hf_config_overrides.dtype=bfloat16", "++policy.optimizer.kwargs.lr=1e-6")
+    told_masters(
+        planned(capsys, "--", *words, *off, *low)[1], "policy.hf_config_overrides.dtype=float32"
+    )
     block = "++policy.precision_shim.growth_interval=0"
     code, plan = planned(capsys, "--", *words, *off, block)
     assert (code, scaling(plan)) == (0, [])  # nor does a worker in bfloat16 read the setting
@@ -621,6 +641,25 @@ def test_what_a_config_prints_as_it_is_read_is_not_in_the_json(
     words = ("-m", "torchtitan.train", "--module", "talking", "--config", "llama3_debugmodel")
     code, _ = planned(capsys, "--", "torchrun", "--nproc-per-node=8", *words)
     assert code == 0
+
+
+@needs("torchtitan")
+def test_torchtitan_in_bfloat16_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "slow.py").write_text(
+        "from torchtitan.components.optimizer import default_adamw\n"
+        "from torchtitan.models.llama3 import config_registry\n"
+        "def llama3():\n"
+        "    config = config_registry.llama3_debugmodel()\n"
+        "    config.optimizer = default_adamw(lr=1e-6)\n"
+        "    return config\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    line = ("torchrun", "--nproc-per-node=8", "-m", "torchtitan.train", "--module", "slow")
+    low = ("--config", "llama3", "--training.dtype", "bfloat16")
+    told_masters(planned(capsys, "--", *line, *low)[1], "training.dtype=float32")
+    assert planned(capsys, "--", *line, *low[:2])[1]["models"][0]["warnings"] == []
 
 
 @needs("torchtitan")

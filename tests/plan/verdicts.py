@@ -158,7 +158,9 @@ def of_plan(words: Sequence[str], drawn: Drawn, *options: str) -> Verdict:
         for name, one in {**part["at_step"], **part["components"]}.items()
     }
     scale = scales[0] if scales else None
-    return Verdict("", model["computes"], scale, held, (*plan["notes"], *model["notes"]))
+    lost = [one.rpartition(". ")[0] for one in model["warnings"]]  # the remedy has the whole key
+    told = (*plan["notes"], *model["notes"], *lost)
+    return Verdict("", model["computes"], scale, held, told)
 
 
 def of_audit(audit: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:

@@ -120,9 +120,9 @@ def test_moments_in_fp16(engines: Ranks) -> None:
         for key in ("model_dtype", "mixed_precision.param_dtype")
     }
     eps = f"{_STATES}.eps"
-    drawn = [
-        Drawn(one) for one in (half, {**half, eps: "1e-7"}, {**half, f"{_STATES}.fused": "true"})
-    ]
+    low = {f"{ACTOR}.fsdp_config.model_dtype": "bf16"}  # both tell that masters are missing
+    fused = {**half, f"{_STATES}.fused": "true"}
+    drawn = [Drawn(one) for one in (half, {**half, eps: "1e-7"}, fused, low)]
     (found,) = engines("verdicts", world=1, drawn=[asdict(one) for one in drawn])
     assert hold(drawn, plan_of(*ON_FSDP), [Verdict(**one) for one in found])["refused"] == 1
     assert "model_dtype=fp16" in plan_of(*ON_FSDP)(drawn[0]).refused

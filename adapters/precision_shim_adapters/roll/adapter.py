@@ -93,5 +93,6 @@ def step(call: Call) -> dict[str, Any]:
 
 
 SEAMS = megatron.where_present(
-    collect(*megatron.SEAMS, build, scale, configure, check, step, training, audit, rollout), module=MODULE
+    collect(*megatron.SEAMS, build, scale, configure, check, step, training, audit, rollout),
+    module=MODULE,
 )

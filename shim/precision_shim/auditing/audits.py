@@ -75,8 +75,8 @@ def look(
     """Make the audit that ``audit`` returns, with the framework's and the model's names set.
 
     An empty ``framework`` means the name of the optimizer's package. ``whole`` is whether
-    ``optimizer`` includes all of the model's optimizers. ``mend``: see ``rules.problems``. All other
-    arguments: see ``audit``.
+    ``optimizer`` includes all of the model's optimizers. For ``mend`` see ``rules.problems``, for
+    all other arguments ``audit``.
     """
     named = rules.parse_expected(expected)
     readings = read_optimizers(model, optimizer, scaler, whole=whole)

@@ -27,7 +27,7 @@ def without_masters(lr: float, dtype: str) -> tuple[str, bool]:
     """Return, in words, what weights without masters keep, and whether most updates are lost."""
     held, lost = kept(lr, dtype)
     words = (
-        f"a weight in {dtype}, of the usual size {SIZE}, keeps {held} of the {_BITS[dtype]} bits of "
-        f"Adam's update at lr {lr:g}, and {lost:.1%} of the updates round away whole"
+        f"a weight in {dtype}, of the usual size {SIZE}, keeps {held} of the {_BITS[dtype]} bits "
+        f"of Adam's update at lr {lr:g}, and {lost:.1%} of the updates round away whole"
     )
     return words, lost > 0.5

@@ -300,7 +300,7 @@ def _on_dtensor(
     optimizer = _of(section, f"{key}.optimizer")
     name = str(optimizer.get("name") or "torch.optim.AdamW")
     options = _of(optimizer, f"{key}.optimizer.kwargs")
-    overrides = section.get("hf_config_overrides") or {}
+    stored = parse_dtype(str(_of(section, f"{key}.hf_config_overrides").get("dtype")))
     reward = _of(section, f"{key}.reward_model_cfg")
     keys = {
         "tensor": f"{where}.tensor_parallel_size",
@@ -308,24 +308,21 @@ def _on_dtensor(
         "replicas": f"{where}.dp_replicate_size",
     }
     sizes: dict[str, Any] = {size: number_of(cfg, at, _where()) for size, at in keys.items()}
+    keys.update(world=_WORLD, optimizer=f"{key}.optimizer.name")
+    keys["dtype"] = f"{key}.hf_config_overrides.dtype=float32"
     return ShardedModel(
         subject,
         job.model(section.get("model_name"), section.get("hf_config_overrides")),
         world,
         # NeMo-RL loads weights in float32 unless this key has a dtype; it computes in precision.
-        name_of(parse_dtype(str(overrides.get("dtype"))) or torch.float32),
+        name_of(stored or torch.float32),
         **sizes,
         compute=precision,
         optimizer=name if trains else "",
         options=options,
-        lr=learning_rate(options, options),
+        lr=learning_rate(options),
         decisions=scaled,
         offload=bool(cfg.get("cpu_offload")),
         value_head=subject == "value" or bool(reward.get("enabled")),
-        keys={
-            "world": _WORLD,
-            "optimizer": f"{key}.optimizer.name",
-            "dtype": f"{key}.hf_config_overrides.dtype=float32",
-            **keys,
-        },
+        keys=keys,
     )

@@ -112,11 +112,11 @@ class ModelPlan:
         layout: how the model is distributed over the GPUs.
         before: the pipeline stages without the shim.
         after: the pipeline stages with the shim.
-        warnings: what the numbers of legal settings lose.
         notes: remarks on legal settings.
         source: the file or directory from which names and shapes were read.
         computes: dtype of the parameters while a layer computes.
         reduces: dtype in which gradients are reduced; empty for Megatron, and without an optimizer.
+        warnings: what the training loses with legal settings.
     """
 
     subject: str
@@ -126,10 +126,10 @@ class ModelPlan:
     before: tuple[Stage, ...]
     after: tuple[Stage, ...]
     notes: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
     source: str = ""
     computes: str = ""
     reduces: str = ""
+    warnings: tuple[str, ...] = ()
 
     @property
     def fullest(self) -> int:

@@ -7,7 +7,7 @@ model's loss scaler.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -122,19 +122,19 @@ class ShardedModel:
             stages,
             stages,
             self.notes,
-            tuple(self._warnings()),
             self.model.source,
             self.compute,
             self.reduce if name else "",
+            self._warnings(),
         )
         return planned, []
 
-    def _warnings(self) -> Iterator[str]:
-        if self.optimizer and self.lr and self.dtype != "fp32":
-            lost, most = without_masters(self.lr, self.dtype)
-            if most:
-                mend = self.keys["dtype"]
-                yield f"no fp32 masters: {lost}. {mend} keeps the parameters in fp32"
+    def _warnings(self) -> tuple[str, ...]:
+        if not (self.optimizer and self.lr) or self.dtype == "fp32":
+            return ()
+        lost, most = without_masters(self.lr, self.dtype)
+        mend = f"There are no fp32 masters: {self.keys['dtype']} keeps the parameters in fp32"
+        return (f"{lost}. {mend}",) if most else ()
 
     def variants(self, job: Job, rules: Rules) -> Sequence[Variant]:
         """Return nothing, because the shim has no cheaper settings for torch's optimizers."""
@@ -158,11 +158,11 @@ class ShardedModel:
         )
 
 
-def learning_rate(section: Mapping[str, Any], options: Any) -> float:
-    """The ``lr`` of an optimizer's section; 0 if ``options`` ask for stochastic rounding."""
-    lr = section.get("lr")
-    rounds = isinstance(options, Mapping) and options.get("bf16_stochastic_round")
-    return float(lr) if isinstance(lr, int | float) and not rounds else 0.0
+def learning_rate(options: Mapping[str, Any]) -> float:
+    """The ``lr`` of an optimizer's options; 0 if rounding loses no update, or if it is no number."""
+    lr: Any = options.get("lr")
+    known = isinstance(lr, int | float) and 0 < lr < 1
+    return float(lr) if known and not options.get("bf16_stochastic_round") else 0.0
 
 
 def scaling(

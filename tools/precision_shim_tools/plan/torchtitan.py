@@ -29,7 +29,7 @@ from .command import Job
 from .request import Request
 from .rollout import predict_sides
 from .shapes import Model, Weight
-from .torch_optimizer import ShardedModel, is_adam, scaling
+from .torch_optimizer import ShardedModel, is_adam, learning_rate, scaling
 
 _DEGREES = (
     *("data_parallel_replicate_degree", "tensor_parallel_degree"),
@@ -206,7 +206,7 @@ def _optimizer(config: Any) -> dict[str, Any]:
 
 def _least_lr(config: Any) -> float:
     groups = getattr(config, "param_groups", None) or ()
-    return min((group.optimizer_kwargs.get("lr", 1e-3) for group in groups), default=0.0)
+    return min((learning_rate(group.optimizer_kwargs) for group in groups), default=0.0)
 
 
 def _model(job: Job, config: Any) -> Model:

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from precision_shim.adapting import Call, seam
 from precision_shim.auditing import meters
 from precision_shim.auditing.automatic import watch
+from precision_shim.precision.dtypes import parse_dtype
 
 from ..training import fsdp
 from ..training.engines import AUTOMODEL, GROUPS, SINCE, VEOMNI, in_fp32, inside
@@ -51,7 +54,11 @@ def audit(call: Call) -> Any:
     parts, subject = inside(optimizer), fsdp.subject_of(owner)
     if parts and not hasattr(optimizer, "optimizers"):
         optimizer.optimizers = list(parts)  # the audit reads ``optimizers`` of a container
-    strategy = fsdp.read_key(getattr(owner, "engine_config", None), "strategy")
+    config = getattr(owner, "engine_config", None)
+    strategy = fsdp.read_key(config, "strategy")
+    mend = in_fp32(strategy, "veomni" if strategy == "veomni" else "fsdp_config")
+    if parse_dtype(str(fsdp.read_key(config, "model_dtype"))) is torch.float32:
+        mend = "ep_size=1"  # see ``automodel.tell_rounded_weights``
     watch(
         "verl",
         subject,
@@ -59,7 +66,7 @@ def audit(call: Call) -> Any:
         inner=parts[-1] if parts else None,
         model=getattr(owner, "module" if hasattr(owner, "module") else f"{subject}_module"),
         scaler=lambda: getattr(owner, "scaler", None),
-        mend=in_fp32(strategy, "veomni" if strategy == "veomni" else "fsdp_config"),
+        mend=mend,
     )
     return result
 

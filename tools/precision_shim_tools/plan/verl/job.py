@@ -233,6 +233,9 @@ def _sharded(
     sizes: dict[str, Any] = {
         size: _number(engine, key, -1 if size == "shards" else 1) for size, key in keys.items()
     }
+    keys.update(world=gpus[1], optimizer=f"{section.optim_key}.optimizer")
+    keys["dtype"] = engines.in_fp32(section.strategy, section.engine_key)
+    overrides = f"{section.optim_key}.override_optimizer_config"
     if section.sequence > 1:  # the model's own Ulysses size overrides the engine's
         sizes["context"] = section.sequence
     return ShardedModel(
@@ -244,17 +247,12 @@ def _sharded(
         compute=compute,
         reduce=name_of(read.reduce),
         optimizer=module + name,
-        options=sections.inner(section.optim, f"{section.optim_key}.override_optimizer_config"),
-        lr=learning_rate(section.optim, section.optim.get("override_optimizer_config")),
+        options=inner(section.optim, overrides),
+        lr=learning_rate({**section.optim, **inner(section.optim, overrides)}),
         decisions=scaled,
         offload=bool(on_host) and not (trains and section.strategy == "fsdp"),
         value_head=subject == "critic",
-        keys={
-            "world": gpus[1],
-            "optimizer": f"{section.optim_key}.optimizer",
-            "dtype": engines.in_fp32(section.strategy, section.engine_key),
-            **keys,
-        },
+        keys=keys,
         illegal=illegal,
         notes=tuple(notes),
     )
