@@ -177,6 +177,16 @@ def notes(reading: Reading, part: AuditPart, where: str) -> Iterator[Finding]:
             "(FSDP's mixed precision computes in 16 bits all the same) or use an optimizer with "
             "masters",
         )
+    copy = told(torch.float32) if told is not None else None
+    if copy is not None and {state.dtype for state in reading.owned} == {torch.float32}:
+        yield tell(
+            "master-copied",
+            "master",
+            f"{NOTHING} beside fp32 parameters",
+            name_of(copy),
+            f"{reading.optimizer} keeps a second copy of parameters that are fp32 already, and "
+            "never updates it: make the optimizer without masters",
+        )
     meter = meters.of(reading.steppers[0]) if reading.steppers else None
     if meter is not None:
         from precision_shim_tools.updates import lost
