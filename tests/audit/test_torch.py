@@ -137,6 +137,22 @@ def test_the_second_moment_moves_at_a_smaller_beta() -> None:
     assert notes(audit) == ["no-master"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_second_fp32_copy_of_fp32_weights_is_named(dtype: torch.dtype) -> None:
+    """As NeMo-RL's DTensor workers have it, which load weights in fp32."""
+    model = torch.nn.Linear(4, 4).to(dtype)
+    optimizer = FusedAdam(model.parameters(), master_weights=True, betas=(0.9, 0.95))
+    before = precision_shim.audit(model, optimizer)
+    for one in model.parameters():
+        one.grad = torch.ones_like(one)
+    optimizer.step()
+    after = precision_shim.audit(model, optimizer)
+    (part,) = after.parts
+    assert part.components["master"].bytes == 4 * 20
+    expected = ["master-copied"] if dtype is torch.float32 else []
+    assert notes(before) == notes(after) == expected
+
+
 def test_masters_that_a_loop_keeps_itself() -> None:
     model = torch.nn.Linear(4, 4).bfloat16()
     masters = [p.detach().clone().float().requires_grad_() for p in model.parameters()]

@@ -247,6 +247,21 @@ def test_factors_of_lora_are_copies_only_if_they_are_sent(told: bool | None) -> 
     assert (factors["rollout"] is not None) is bool(told)
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_factors_of_lora_are_known_by_no_name(known: bool) -> None:
+    """Most of the model is frozen beside factors; without the model nobody knows."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 4))
+    model[0].requires_grad_(requires_grad=False)
+    optimizer = adamw()(model[1].parameters())
+    watch = precision_shim.watch_updates(model if known else None, optimizer, 1, rollout="bf16")
+    for step in range(2):
+        torch.manual_seed(step)
+        model(torch.randn(4, 64)).square().mean().backward()
+        optimizer.step()
+    assert "updates_lost_rollout" not in watch.metrics()
+    assert "rollout not measured" in str(precision_shim.audit(model, optimizer))
+
+
 @pytest.mark.parametrize(("beta2", "stuck"), [(0.999, True), (0.95, False)])
 def test_a_second_moment_that_cannot_decay(beta2: float, stuck: bool) -> None:
     model = model_of()
@@ -486,7 +501,8 @@ def test_a_sample_of_a_large_model() -> None:
     optimizer = torch.optim.AdamW([{"params": weights}, {"params": small}], lr=1e-3)
     second = torch.optim.AdamW(others.parameters(), lr=1e-3)
     reference = Reference(optimizer)
-    watches = [precision_shim.watch_updates(None, one, every=1) for one in (optimizer, second)]
+    pairs = ((model, optimizer), (others, second))
+    watches = [precision_shim.watch_updates(*pair, every=1) for pair in pairs]
     for step in range(4):
         torch.manual_seed(step)
         model(torch.randn(4, 700).bfloat16()).float().square().mean().backward()

@@ -319,6 +319,8 @@ def test_fsdp_is_planned_too() -> None:
     made = plan_models(ShardedModel("policy", model, 64, "fp32"))
     (stage,) = made.models[0].after
     assert stage.totals["bytes"] == 8 * 10**9 * 16 // 64
+    assert "computes in bf16, FSDP reduces gradients in fp32" in render(made)
+    assert made.models[0].notes == ()
     on_host = plan_models(ShardedModel("policy", model, 64, "fp32", offload=True))
     assert on_host.models[0].after[0].totals["gpu"] == 0
     with pytest.raises(PlanError, match="or of tensor x 7 shards"):

@@ -462,6 +462,7 @@ def test_nemo_rl(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     code, plan = planned(capsys, "--", *words, *off)
     assert code == 0
     assert plan["models"][0]["layout"] == {"fsdp": 32, "replicas": 1, "tp": 2}
+    assert any("its 2 ranks in bf16, before FSDP" in one for one in plan["models"][0]["notes"])
     (part,) = plan["models"][0]["after"][0]["parts"]
     assert scaling(plan) == []
     low = ("++policy.hf_config_overrides.dtype=bfloat16", "++policy.optimizer.kwargs.lr=1e-6")

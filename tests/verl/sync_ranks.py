@@ -540,22 +540,37 @@ def audited_legacy(folder: str, dtype: str) -> dict[str, Any]:
     }
 
 
-def lost(dtype: str, merge: bool | None = None, steps: int = 4) -> dict[str, Any]:
+class Nowhere:
+    """A checkpoint engine that sends no weights."""
+
+    def __init__(self, **_: Any) -> None: ...
+
+    async def send_weights(self, weights: Any) -> None: ...
+
+
+def lost(
+    dtype: str, merge: bool | None = None, steps: int = 4, apart: bool = False
+) -> dict[str, Any]:
     """Lost updates of a worker with a rollout dtype.
 
     Args:
         dtype: the rollout's dtype.
         merge: whether adapters are merged before they are sent; ``None``: no adapters are trained.
         steps: number of steps; each one is measured.
+        apart: whether a checkpoint engine sends the weights.
     """
     import verl.utils.tensordict_utils as tu
 
     precision_shim.install(settings={"watch_updates": 1})
     adapters = ("lora_rank=4", "lora_alpha=8", f"lora.merge={merge}") if merge is not None else ()
+    if apart:
+        engines = importlib.import_module("verl.checkpoint_engine.base")
+        engines.CheckpointEngineRegistry.register("nowhere")(Nowhere)
     one = worker(
         f"++actor_rollout_ref.rollout.dtype={dtype}",
         "actor_rollout_ref.actor.optim.lr=1e-4",
         *(f"++actor_rollout_ref.model.{each}" for each in adapters),
+        *("actor_rollout_ref.rollout.checkpoint_engine.backend=nowhere" for _ in range(apart)),
     )
     training, metrics = one.actor, {}
     for step in range(steps):

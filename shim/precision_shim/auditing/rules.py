@@ -192,6 +192,17 @@ def notes(reading: Reading, part: AuditPart, where: str) -> Iterator[Finding]:
     bare, most = _no_master(reading)
     if bare and not most:
         yield tell(NO_MASTER, "master", "fp32", NOTHING, bare)
+    told = reading.declared_states.master
+    copy = told(torch.float32) if told is not None else None
+    if copy is not None and {state.dtype for state in reading.owned} == {torch.float32}:
+        yield tell(
+            "master-copied",
+            "master",
+            f"{NOTHING} beside fp32 parameters",
+            name_of(copy),
+            f"{reading.optimizer} keeps a second copy of parameters that are fp32 already, and "
+            "never updates it: make the optimizer without masters",
+        )
     meter = meters.of(reading.steppers[0]) if reading.steppers else None
     if meter is not None:
         from precision_shim_tools.updates import lost

@@ -102,7 +102,7 @@ def updates(groups: int, **weights: Any) -> dict[str, Any]:
 def test_updates_of_more_groups_than_a_table_has_room_for() -> None:
     lines = list(lost.lines(updates(8)))
     assert lines[0] == "updates lost to rounding, step 50:"
-    assert lines[1] == "  group 0, lr 1e-06: weights 60.0% (bf16)"
+    assert lines[1] == "  group 0, lr 1e-06: weights 60.0% (bf16), rollout not measured"
     assert len(lines) == 9
     assert list(lost.lines(updates(10)))[9:] == ["  and 2 more groups"]
 

@@ -115,7 +115,8 @@ class ModelPlan:
         notes: remarks on legal settings.
         source: the file or directory from which names and shapes were read.
         computes: dtype of the parameters while a layer computes.
-        reduces: dtype in which gradients are reduced; empty for Megatron, and without an optimizer.
+        reduces: dtype in which FSDP reduces gradients over the data-parallel ranks; empty for
+            Megatron, and without an optimizer.
         warnings: what the training loses with legal settings.
     """
 

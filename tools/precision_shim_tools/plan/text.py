@@ -49,7 +49,7 @@ def _model(model: ModelPlan, memory: float | None) -> list[str]:
     lines = [f"{model.subject}: {model.parameters:,} parameters, {layout}"]
     lines += [f"  from {model.source}"] * bool(model.source)
     if model.computes:
-        reduces = f", gradients are reduced in {model.reduces}" if model.reduces else ""
+        reduces = f", FSDP reduces gradients in {model.reduces}" if model.reduces else ""
         lines += [f"  computes in {model.computes}{reduces}"]
     rows = [("GB per GPU", "", "without", "", "with"), *_rows(model, memory)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -7,7 +7,7 @@ model's loss scaler.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -46,7 +46,7 @@ class ShardedModel:
         context: number of context-parallel ranks; parameters are sharded over these ranks as well.
         replicas: number of copies of each parameter; determines the shards if ``shards`` is 0.
         compute: dtype of the parameters while a layer computes.
-        reduce: dtype of the gradients while they are reduced.
+        reduce: dtype in which FSDP reduces the gradients over the data-parallel ranks.
         optimizer: class name of the optimizer, with the module unless the framework chooses among
             torch's; empty for a model that is not trained.
         options: the optimizer's keyword arguments.
@@ -121,7 +121,7 @@ class ShardedModel:
             self.decisions,
             stages,
             stages,
-            self.notes,
+            (*self.notes, *self._tensor_parallel()),
             self.model.source,
             self.compute,
             self.reduce if name else "",
@@ -135,6 +135,14 @@ class ShardedModel:
         lost, most = without_masters(self.lr, self.dtype)
         mend = f"There are no fp32 masters: {self.keys['dtype']} keeps the parameters in fp32"
         return (f"{lost}. {mend}",) if most else ()
+
+    def _tensor_parallel(self) -> Iterator[str]:
+        if self.optimizer and self.tensor > 1 and self.compute != self.reduce:
+            yield (
+                "gradients of parameters that tensor parallelism does not split, such as norms, "
+                f"are summed over its {self.tensor} ranks in {self.compute}, before FSDP reduces "
+                f"them in {self.reduce}"
+            )
 
     def variants(self, job: Job, rules: Rules) -> Sequence[Variant]:
         """Return nothing, because the shim has no cheaper settings for torch's optimizers."""

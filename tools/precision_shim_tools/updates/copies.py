@@ -34,6 +34,10 @@ class Copies:
         assumed = mixed_dtype(modules) or torch.bfloat16
         self._assumed = Rollout(in_model.pop() if len(in_model) == 1 else assumed)
         names = {id(p): name for name, p in named}
+        # Without the model, or if most of it is frozen, the trained parameters may be factors of
+        # LoRA under any name.
+        sizes = [p.numel() if p.requires_grad else -p.numel() for _, p in named]
+        self._whole = sum(sizes) > 0
         self._own: Any = WeakIdKeyDictionary()
         for its in reading.owned:
             self._own[its.stepped] = its.dtype, names.get(id(its.parameter), "")
@@ -47,6 +51,6 @@ class Copies:
         own, name = self._own.get(stepped, (stepped.dtype, ""))
         if told.dtype is None or own not in DTYPES or _KEPT.search(name):
             return None
-        if _FACTOR.search(name) and not told.factors:
+        if not told.factors and (_FACTOR.search(name) or not self._whole):
             return None
         return next(dtype for dtype in DTYPES if dtype in (own, told.dtype))

@@ -84,7 +84,8 @@ def lines(updates: Mapping[str, Any]) -> Iterator[str]:
             for name in METRICS
             if group[name] is not None and group[name]["updates"]
         )
-        yield f"  group {group['group']}, lr {group['lr']:g}: {shares}"
+        unknown = ", rollout not measured" if group["rollout"] is None else ""
+        yield f"  group {group['group']}, lr {group['lr']:g}: {shares}{unknown}"
     if len(groups) > _SHOWN:
         yield f"  and {len(groups) - _SHOWN} more groups"
 

@@ -66,8 +66,9 @@ def watch_updates(
         every: number of steps from one measurement to the next.
         rollout: the dtype that the rollout engine computes in, as a ``torch.dtype`` or a name.
             By default the dtype that an adapter recorded, else the model's 16-bit dtype, else
-            FSDP's compute dtype, else bf16. LoRA's factors count as copies only if an adapter
-            recorded that the engine receives them.
+            FSDP's compute dtype, else bf16. LoRA's factors (also all parameters of a model that is
+            mostly frozen or ``None``) count as copies only if an adapter recorded that the engine
+            receives them.
 
     Returns:
         An ``UpdateWatch``, which has the figures and ``remove()``.

@@ -52,6 +52,9 @@ _FIRST: dict[str, Any] = {"feature": FEATURE, "optional": True}
 _asked: WeakKeyDictionary[Any, tuple[str, str, str]] = WeakKeyDictionary()
 """Maps an actor's engine to the rollout dtype's name, its config key and its canonical name."""
 
+_sends_factors: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+"""Maps an actor's engine to whether the rollout would receive LoRA's factors without a merge."""
+
 _deltas: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """Maps an actor's engine to the dtype name that its delta checkpoint engine received."""
 
@@ -75,6 +78,8 @@ def announce(call: Call) -> Any:
     result = call.proceed()
     engine = worker.actor.engine
     _asked[engine] = (*asked, rollout_dtype(worker.config))
+    # verl's checkpoint engines get a model's base weights, without its adapters.
+    _sends_factors[engine] = _backend(worker.config.rollout) in ("", "naive")
     _tell_meter(engine)
     return result
 
@@ -84,7 +89,8 @@ def _tell_meter(engine: Any, *before: str) -> None:
     lora = getattr(getattr(engine, "model_config", None), "lora", None) or {}
     *_, computes = _asked.get(engine, (AUTO,))
     optimizer = getattr(engine, "optimizer", None)
-    meters.tell_rollout(optimizer, *before, computes, factors=not lora.get("merge"))
+    factors = _sends_factors.get(engine, False) and not lora.get("merge")
+    meters.tell_rollout(optimizer, *before, computes, factors=factors)
 
 
 @seam(
