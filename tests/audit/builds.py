@@ -34,6 +34,8 @@ class Build:
         distributed: whether the distributed optimizer is used.
         flags: the dtype that the config states for the model; ``None``: the model's real dtype.
         experts: whether the model is a mixture of experts.
+        model: fields of the TransformerConfig.
+        model_later: fields that are set on the TransformerConfig after it was made.
     """
 
     dtype: torch.dtype = BF16
@@ -43,6 +45,8 @@ class Build:
     distributed: bool = True
     flags: torch.dtype | None = None
     experts: bool = False
+    model: dict[str, Any] = field(default_factory=dict)
+    model_later: dict[str, Any] = field(default_factory=dict)
 
 
 HONEST = {
@@ -128,14 +132,16 @@ def make(build: Build, seed: int = 0) -> tuple[list[Any], Any]:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer.module import Float16Module
 
-    parallel: dict[str, Any] = {}
+    parallel: dict[str, Any] = dict(build.model)
     if build.experts:
         from megatron.core import parallel_state
 
         size = parallel_state.get_expert_model_parallel_world_size()
-        parallel = {"num_moe_experts": 2, "expert_model_parallel_size": size}
+        parallel |= {"num_moe_experts": 2, "expert_model_parallel_size": size}
     provider = tiny_gpt(build.dtype, **parallel)
     config = provider.config  # type: ignore[attr-defined]
+    for name, value in build.model_later.items():
+        setattr(config, name, value)
     torch.manual_seed(seed)
     model = provider()
     if build.dtype is not FP32:

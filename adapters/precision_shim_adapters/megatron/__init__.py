@@ -31,7 +31,7 @@ from .policy.requested import GROUP as GROUP
 from .policy.requested import PRECISION_AWARE as PRECISION_AWARE
 from .policy.requested import SCALING as SCALING
 from .policy.requested import RequestedConfig as RequestedConfig
-from .training import ddp, loss_scaling, masters, optimizer, overflow
+from .training import config_dtypes, ddp, loss_scaling, masters, optimizer, overflow
 from .training.build import Build as Build
 from .training.build import building as building
 from .training.build import current_build as current_build
@@ -58,6 +58,7 @@ APPLYING = ("dtype-coercion", DISPATCH, SCALING)
 
 SEAMS = collect(
     optimizer,
+    config_dtypes,
     ddp,
     optimizer_state,
     parameter_state,

@@ -124,6 +124,7 @@ def _part(reading: Reading, measured: Mapping[str, Measured]) -> AuditPart:
         },
         updates=None if meter is None else meter.figures,
         shards=reading.shards or reading.data_parallel_size,
+        routers="+".join(sorted({computes for _, computes in reading.routers})),
     )
 
 

@@ -37,8 +37,9 @@ class Wanted:
         exp_avg, exp_avg_sq: dtypes of the moments.
         remedies: maps a problem's code to the remedy that its message ends with. Placeholders in a
             remedy are ``{wanted}`` (expected dtype), ``{source}``, ``{component}`` (the moment),
-            ``{optimizer}`` (its class) and ``{params}`` (dtypes of parameters without masters). The
-            remedy for one expected dtype has a key such as ``"main-grads-dtype fp32"``.
+            ``{optimizer}`` (its class), ``{params}`` (dtypes of parameters without masters) and
+            ``{names}`` (the dtype names that a router takes). The remedy for one expected dtype has
+            a key such as ``"main-grads-dtype fp32"``.
     """
 
     source: str
@@ -142,6 +143,7 @@ class Reading:
         padding: maps the ``id`` of an FSDP1 shard, gradient or state to its padding elements.
         keeps_small_updates: whether bf16 weights are rounded stochastically or summed after Kahan.
         steppers: the torch optimizers within; a step of the first counts as the optimizer's step.
+        routers: maps the dtypes in which routers should and do compute to the names to choose from.
     """
 
     framework: str
@@ -169,6 +171,7 @@ class Reading:
     padding: dict[int, int] = field(default_factory=dict)
     keeps_small_updates: bool = False
     steppers: list[Any] = field(default_factory=list)
+    routers: dict[tuple[str, str], str] = field(default_factory=dict)
 
     @property
     def states_unknown(self) -> bool:

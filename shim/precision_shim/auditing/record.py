@@ -74,6 +74,7 @@ class AuditPart:
         components: an ``AuditComponent`` for each name in ``COMPONENTS``.
         updates: updates lost to rounding, from ``lost.describe``; ``None`` if not measured.
         shards: number of different shards in the data-parallel group; 0: all differ.
+        routers: dtype names in which the routers of a mixture of experts compute; empty if unknown.
     """
 
     name: str
@@ -85,6 +86,7 @@ class AuditPart:
     components: Mapping[str, AuditComponent]
     updates: Mapping[str, Any] | None = None
     shards: int = 0
+    routers: str = ""
 
     def brief(self) -> str:
         """Return the dtypes in use, in one line."""
@@ -97,6 +99,8 @@ class AuditPart:
         ]
         if held["exp_avg"] or held["exp_avg_sq"]:
             words.append(f"{held['exp_avg'] or 'no'}/{held['exp_avg_sq'] or 'no'} moments")
+        if self.routers:
+            words.append(f"{self.routers} routers")
         if self.scaler:
             words.append(self.scaler)
         return ", ".join(words)
@@ -271,7 +275,8 @@ def _part(part: AuditPart) -> list[str]:
     )
     lines = [
         f"{part.name}: {part.optimizer}, {part.parameters:,} parameters, {part.owned:,} owned, "
-        f"data parallel {part.data_parallel_size}, scaler {part.scaler or 'none'}",
+        f"data parallel {part.data_parallel_size}, scaler {part.scaler or 'none'}"
+        + (f", routers {part.routers}" if part.routers else ""),
         *(f"{_INDENT}{line}".rstrip() for line in table),
     ]
     if part.updates:

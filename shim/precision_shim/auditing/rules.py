@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import AuditError, DtypeError
-from ..precision.dtypes import accepted_names, name_of, parse_dtype
+from ..precision.dtypes import accepted_names, any_dtype, name_of
 from ..precision.moments import second_moment_can_decay
 from ..precision.updates import without_masters
 from . import meters
@@ -30,21 +30,14 @@ def parse_expected(expected: Mapping[str, Any] | None) -> dict[str, str]:
                 f"audit(expected=...): unknown component {component!r}; allowed: "
                 f"{', '.join(COMPONENTS)}. Correct the name or leave it out."
             )
-        name = _canonical(dtype)
-        if name is None:
+        known = any_dtype(dtype)
+        if known is None:
             raise DtypeError(
                 f"audit(expected=...): {component}={dtype!r} is not a dtype name; allowed: "
                 f"{accepted_names()}, int16 (remainders), or a torch.dtype. Correct it."
             )
-        found[component] = name
+        found[component] = name_of(known)
     return found
-
-
-def _canonical(dtype: object) -> str | None:
-    if isinstance(dtype, str):
-        name = dtype.strip().lower().removeprefix("torch.")
-        dtype = parse_dtype(dtype) or getattr(torch, name, None)
-    return name_of(dtype) if isinstance(dtype, torch.dtype) else None
 
 
 def problems(
@@ -72,9 +65,9 @@ def problems(
             yield tell("unexpected-dtype", component, dtype, found, "as audit(expected=...) has it")
     wanted = reading.wanted
     if wanted is not None:
-        for code, component, due, found, words in _contradictions(reading, wanted):
-            if component not in expected:
-                yield tell(code, component, due, found, wanted.remedy(code, due, **words))
+        for code, whose, due, found, words in _contradictions(reading, wanted):
+            if whose not in expected:
+                yield tell(code, whose, due, found, wanted.remedy(code, due, **words))
     if part.scaler is not None or not _is_fp16(reading):
         return
     if wanted is not None:
@@ -107,7 +100,7 @@ def _is_fp16(reading: Reading) -> bool:
     return any(parameter.dtype is torch.float16 for parameter in reading.trainable)
 
 
-_Contradiction = tuple[str, str, str, str, dict[str, str]]
+_Contradiction = tuple[str, str | None, str, str, dict[str, str]]
 """Code, component, expected dtype, found dtypes, and the words of the remedy."""
 
 
@@ -129,6 +122,9 @@ def _contradictions(reading: Reading, wanted: Wanted) -> Iterator[_Contradiction
             words = {"component": moment, "optimizer": reading.optimizer}
             yield "moment-dtype", moment, name_of(due), _names(held - {due}), words
     yield from _masters(reading, wanted.masters)
+    for (asked, computes), names in reading.routers.items():
+        if asked != computes:
+            yield "router-dtype", None, asked, computes, {"names": names}
     if wanted.params is None:
         return
     params = {p.dtype for p in reading.trainable if p.dtype.is_floating_point}

@@ -7,7 +7,8 @@ TransformerEngine stores FP8 optimizer states as bytes with a separate scale.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -27,11 +28,11 @@ _BY_NAME = {**CANONICAL, **{alias: CANONICAL[name] for alias, name in ALIASES.it
 _BY_DTYPE = {dtype: name for name, dtype in CANONICAL.items()}
 
 
-def accepted_names() -> str:
-    """Return all accepted dtype names as text: canonical names, each with its aliases."""
+def accepted_names(names: Collection[str] = tuple(CANONICAL)) -> str:
+    """Return accepted dtype names as text: canonical ``names``, each with its aliases."""
     return ", ".join(
         "/".join([name, *(alias for alias, target in ALIASES.items() if target == name)])
-        for name in CANONICAL
+        for name in names
     )
 
 
@@ -50,10 +51,11 @@ def read_dtype(value: Any) -> Any:
     return (parse_dtype(value) or value) if isinstance(value, str) else value
 
 
-def coerce_dtype(value: object, *, key: str, where: str = "") -> object:
+def coerce_dtype(value: object, *, key: str, where: str = "", but: Collection[str] = ()) -> object:
     """Convert a dtype name to a ``torch.dtype``; return every other value unchanged.
 
-    ``key`` and ``where`` (framework and version) are for the message.
+    ``key`` and ``where`` (framework and version) are for the message. ``but``: canonical names that
+    the key does not take.
 
     Raises:
         DtypeError: the value is a string, but not the name of a dtype.
@@ -61,13 +63,40 @@ def coerce_dtype(value: object, *, key: str, where: str = "") -> object:
     if not isinstance(value, str):
         return value
     dtype = parse_dtype(value)
-    if dtype is None:
+    if dtype is None or name_of(dtype) in but:
+        allowed = accepted_names([name for name in CANONICAL if name not in but])
         raise DtypeError(
-            f"{where + ': ' if where else ''}{key}={value!r} is not a dtype name; allowed: "
-            f"{accepted_names()}, in any case, also with the prefix 'torch.'. Correct {key}.",
+            f"{where + ': ' if where else ''}{key}={value!r} is not a dtype name"
+            f"{' for this key' if but else ''}; allowed: {allowed}, in any case, also with the "
+            f"prefix 'torch.'. Correct {key}.",
             key=key,
         )
     return dtype
+
+
+def any_dtype(value: object) -> torch.dtype | None:
+    """Return the dtype that a value means, also one that only torch names, such as ``fp64``."""
+    name = str(value).strip().lower().removeprefix("torch.")
+    found = parse_dtype(name) or getattr(torch, re.sub(r"^fp(?=\d)", "float", name), None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def pick_name(value: object, names: Collection[str], *, key: str, where: str = "") -> str:
+    """Return the one of a framework's ``names`` for the dtype that ``value`` means.
+
+    Raises:
+        DtypeError: none of them means this dtype.
+    """
+    dtype = any_dtype(value)
+    for name in names:
+        if value == name or (dtype is not None and any_dtype(name) is dtype):
+            return name
+    raise DtypeError(
+        f"{where + ': ' if where else ''}{key}={value!r} is not a dtype that this key takes; "
+        f"allowed: {accepted_names(names)}, in any case, also with the prefix 'torch.'. Correct "
+        f"{key}, or leave it out.",
+        key=key,
+    )
 
 
 def coerce_dtypes(config: Mapping[str, Any] | None, *, where: str = "") -> dict[str, Any]:

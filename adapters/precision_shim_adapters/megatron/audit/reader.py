@@ -24,9 +24,10 @@ from precision_shim.auditing.reading import (
     unique,
 )
 from precision_shim.auditing.torch_reader import read_inner
-from precision_shim.precision.dtypes import read_dtype
+from precision_shim.precision.dtypes import any_dtype, name_of, read_dtype
 
 from ..buffers import grad_buffers
+from ..training.config_dtypes import dtype_fields
 
 _BUCKET = (
     "the optimizer reads the gradients as the bucket has them: set grad_reduce_in_fp32={value} in "
@@ -47,6 +48,8 @@ REMEDIES = {
     "what the model is",
     "scaler-missing": "fp16 gradients vanish without one: set fp16=True in the OptimizerConfig, so "
     "that Megatron makes one",
+    "router-dtype": "Megatron ignores any other name in the model's moe_router_dtype than {names}: "
+    "write one of these before the model is built",
 }
 """Maps the code of a contradiction between tensors and OptimizerConfig to the remedy."""
 
@@ -64,7 +67,26 @@ def read_optimizers(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any]
     for reading in readings:
         if reading.name == "model" and experts:
             reading.name = "dense"
+        if reading.name != "experts":
+            reading.routers = _routers([*chunks, *(c for o in optimizers for c in _own_chunks(o))])
     return readings
+
+
+def _routers(chunks: Sequence[Any]) -> dict[tuple[str, str], str]:
+    """Map the dtypes in which routers should and do compute to the names that Megatron reads."""
+    kind = getattr(sys.modules.get("megatron.core.transformer.moe.router"), "Router", ())
+    found = {}
+    for router in (module for chunk in chunks for module in chunk.modules()):
+        if not isinstance(router, kind):
+            continue
+        config = router.config
+        asked, names = config.moe_router_dtype, dtype_fields(type(config))["moe_router_dtype"]
+        half = torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else None
+        known = any_dtype(asked)
+        computes = name_of((known if asked in names else half) or router.weight.dtype)
+        due = computes if asked is None else name_of(known) if known else str(asked)
+        found[due, computes] = " and ".join(names)
+    return found
 
 
 def is_expert(parameter: Any) -> bool:

@@ -16,7 +16,7 @@ import torch
 
 from precision_shim.adapting import Call, current_settings, in_force, seam, warn
 from precision_shim.errors import DtypeError, InconsistentPrecisionError, UnsupportedPrecisionError
-from precision_shim.precision.dtypes import coerce_dtype, name_of, read_dtype
+from precision_shim.precision.dtypes import name_of, read_dtype
 from precision_shim.precision.model import trainable_dtypes
 
 from ..buffers import grad_buffers
@@ -28,6 +28,7 @@ from ..policy.optimizer_plan import OptimizerPlan, coerce_written
 from ..policy.requested import ALIGNMENT, DISPATCH, GROUP, MOSTLY, SCALING
 from ..policy.scaler import refuse_low, scaler_fields, unscaled
 from .build import Build, current_build, megatron_label
+from .config_dtypes import coerce_fields
 from .ddp import compared_with
 from .identity import ByIdentity
 
@@ -92,14 +93,7 @@ def refuse_what_cannot_run(call: Call) -> Any:
 def coerce_config(call: Call) -> Any:
     """Turn dtype names in an OptimizerConfig into dtypes, and raise an error for illegal dtypes."""
     where = megatron_label()
-    dtypes = {}
-    for field in dataclasses.fields(call.instance):
-        if field.name.endswith("_dtype"):
-            value = getattr(call.instance, field.name)
-            dtype = coerce_dtype(value, key=f"OptimizerConfig.{field.name}", where=where)
-            dtypes[field.name] = dtype
-            setattr(call.instance, field.name, dtype)
-    check_dtypes(dtypes, fused_adam_support(), where=where)
+    check_dtypes(coerce_fields(call.instance, but=()), fused_adam_support(), where=where)
     _refuse_low(vars(call.instance), f"{where}, OptimizerConfig")
     return call.proceed()
 

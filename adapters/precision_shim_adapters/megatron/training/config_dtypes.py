@@ -1,0 +1,132 @@
+"""Coerce the dtype names in the fields of Megatron's configs for the model, the DDP, the optimizer.
+
+The annotations of the installed Megatron tell which fields there are, and whether a field takes a
+dtype or one of a few names, as ``moe_router_dtype`` does: Megatron ignores any other name. Delete
+this module when Megatron's configs accept dtype names and refuse what they do not know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from precision_shim.adapting import Call, seam, versioned
+from precision_shim.precision.dtypes import coerce_dtype, pick_name
+
+from ..policy.requested import COERCION, MOSTLY
+from .build import megatron_label
+
+_DDP = "megatron.core.distributed"
+_LITERAL = r"""['"](\w+)['"]"""
+
+
+def dtype_fields(kind: type) -> Mapping[str, tuple[str, ...]]:
+    """Map each dtype field of a config's class to the names that it takes; none: it takes dtypes.
+
+    A subclass, such as a Megatron-Bridge provider, may annotate Megatron's field more loosely.
+    """
+    bases = [getattr(base, "__dataclass_fields__", {}) for base in kind.__mro__]
+    found = {}
+    for field in dataclasses.fields(kind):
+        texts = " ".join(str(base[field.name].type) for base in bases if field.name in base)
+        if "torch.dtype" in texts:
+            found[field.name] = ()
+        elif field.name.endswith("_dtype"):
+            names = re.findall(_LITERAL, texts) or _compared(field.name)
+            if names:
+                found[field.name] = tuple(dict.fromkeys(names))
+    return found
+
+
+@functools.cache
+def _compared(field: str) -> list[str]:
+    """The names with which the source of Megatron's layers compares a field that is any string."""
+    spec = importlib.util.find_spec("megatron.core.transformer")
+    pattern = rf"\b{field} == {_LITERAL}"
+    return [
+        name
+        for folder in (spec and spec.submodule_search_locations) or ()
+        for file in sorted(Path(folder).rglob("*.py"))
+        for name in re.findall(pattern, file.read_text(encoding="utf-8"))
+    ]
+
+
+def coerce_fields(config: Any, but: Sequence[str] = ("fp8",)) -> dict[str, Any]:
+    """Turn the dtype names in a config into what Megatron knows; return the dtype fields' values.
+
+    ``but``: names that no field takes; ``fp8`` means the bytes of TransformerEngine's moments.
+
+    Raises:
+        DtypeError: a name is unknown, or the field does not take this dtype.
+    """
+    values = {}
+    for name, names in dtype_fields(type(config)).items():
+        value, key = getattr(config, name), f"{type(config).__name__}.{name}"
+        if names and value is not None:
+            value = pick_name(value, names, key=key, where=megatron_label())
+        elif not names:
+            value = coerce_dtype(value, key=key, where=megatron_label(), but=but)
+        values[name] = value
+        setattr(config, name, value)
+    return values
+
+
+_COERCE: dict[str, Any] = {
+    "feature": COERCION,
+    "delete_when": "Megatron's configs take dtype names and refuse unknown ones",
+    **MOSTLY,
+}
+
+
+@seam(
+    at=[
+        {
+            "target": "megatron.core.model_parallel_config:ModelParallelConfig.__post_init__",
+            "relies_on": ("params_dtype", "autocast_dtype"),
+        },
+        f"{_DDP}.distributed_data_parallel_config:DistributedDataParallelConfig.__post_init__",
+    ],
+    why="every config of a model or a DDP runs it, subclasses and deferred checks included",
+    **_COERCE,
+)
+def coerce_made(call: Call) -> Any:
+    """Coerce the dtype names in a config that is made or validated."""
+    coerce_fields(call.instance)
+    return call.proceed()
+
+
+@seam(
+    at=[
+        "megatron.core.models.common.language_module.language_module:LanguageModule.__init__",
+        f"{_DDP}.distributed_data_parallel:DistributedDataParallel.__init__",
+        f"{_DDP}.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel.__init__",
+    ],
+    why="frameworks set fields on a finished config; nothing is built from it yet",
+    **_COERCE,
+)
+def coerce_late(call: Call, config: Any) -> Any:
+    """Coerce the dtype names in the configs from which a model or a DDP is built."""
+    for given in (config, call.arguments.get("ddp_config")):
+        if dataclasses.is_dataclass(given):
+            coerce_fields(given)
+    return call.proceed()
+
+
+@seam(
+    "megatron.bridge.utils.activation_map:str_to_dtype",
+    why="Megatron-Bridge resolves two fields before Megatron's config is validated",
+    only_if=("megatron.bridge.utils.activation_map:str_to_dtype",),
+    **_COERCE,
+)
+def coerce_for_bridge(call: Call, name: str) -> Any:
+    """Resolve a dtype name that Megatron-Bridge does not know."""
+    try:
+        return call.proceed()
+    except ValueError:
+        where = versioned("megatron-bridge", "megatron.bridge")
+        return coerce_dtype(name, key="params_dtype or pipeline_dtype", where=where, but=("fp8",))
