@@ -20,6 +20,7 @@ from precision_shim_tools.cli import main
 
 from ..processes.rank_server import Ranks
 from ..processes.ray_cluster import drive
+from ..stand_ins.planted_engines import plant_choices
 from .conftest import SKYRL
 from .support import (
     batch,
@@ -545,14 +546,15 @@ def test_servers_that_run_already_do_not_follow(shim: Any) -> None:
 
 
 def test_a_model_that_vllm_refuses_in_fp16(
-    shim: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    shim: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    plant_choices(tmp_path / "engines", monkeypatch)
     (tmp_path / "config.json").write_text('{"model_type": "gemma2"}', encoding="utf-8")
     words = (*on_fsdp("fp16", f"{KEY}=fp16", NO_REF), *_model(tmp_path))
     shim(export=False)
     _, messages = warned(lambda: validated(*words))
     assert len(messages) == 1
-    assert "vLLM refuses to run gemma2 in fp16" in messages[0]
+    assert "refuses to run gemma2 in fp16" in messages[0]
     assert planned(capsys, *words)[0] == messages
 
 
