@@ -9,7 +9,7 @@ import __future__
 
 import ast
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -20,25 +20,7 @@ from precision_shim.adapting import version_of, versioned
 from precision_shim.precision.dtypes import CANONICAL, name_of
 from precision_shim.seams import definition
 
-_FLAGS = ("dtype", "quantization", "kv_cache_dtype")
-_NAMES = ("float16", "bfloat16", "float32")
-_HEAD = "layers.logits_processor"
-_VLLM, _SGLANG = "vllm.config.model", "sglang.srt.configs.model_config"
-_VERIFY = "_get_and_verify_dtype"
-
-RELIED_ON: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "vllm": {
-        "vllm.engine.arg_utils": (*_FLAGS, "hf_overrides"),
-        _VLLM: (*_NAMES, "_resolve_auto_dtype", "_check_valid_dtype"),
-        f"vllm.model_executor.{_HEAD}": ("head_dtype",),
-    },
-    "sglang": {
-        "sglang.srt.server_args": (*_FLAGS, "torchao_config"),
-        _SGLANG: (*_NAMES, _VERIFY),
-        f"sglang.srt.{_HEAD}": ("enable_fp32_lm_head",),
-    },
-}
-"""The names in each module of a rollout engine on which the shim relies."""
+from .engine_names import SGLANG, VERIFY, VLLM
 
 _ON_A_GPU = SimpleNamespace(
     supported_dtypes=[torch.bfloat16, torch.float16, torch.float32],
@@ -56,11 +38,11 @@ def chosen_by(backend: str, checkpoint: str, model_type: str) -> str:
     given = CANONICAL[checkpoint]
     try:
         if backend == "vllm":
-            function = _taken(_VLLM, "_resolve_auto_dtype")
+            function = _taken(VLLM, "_resolve_auto_dtype")
             found = function(model_type, given, is_pooling_model=False)
         else:
             config = SimpleNamespace(dtype=given, torch_dtype=given, model_type=model_type)
-            found = _taken(_SGLANG, _VERIFY)(config, "auto")
+            found = _taken(SGLANG, VERIFY)(config, "auto")
     except Exception:  # another release's function may need anything
         return ""
     return name_of(found)
@@ -71,7 +53,7 @@ def refusal_of_fp16(backend: str, model_type: str) -> str:
     if backend != "vllm" or not model_type:
         return ""
     try:
-        _taken(_VLLM, "_check_valid_dtype")(model_type, torch.float16)
+        _taken(VLLM, "_check_valid_dtype")(model_type, torch.float16)
     except ValueError as error:
         return f"{versioned('vllm')} refuses to run {model_type} in fp16: {error}"
     except Exception:

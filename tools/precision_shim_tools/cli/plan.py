@@ -203,7 +203,8 @@ def _own_modules(words: Iterable[str]) -> Iterator[str]:
     """The packages that a launch line may name as modules, such as ``--module=mine.configs``."""
     for word in words:
         name = word.partition("=")[2] if word.startswith("-") else word
-        yield name.partition(".")[0]
+        if "=" not in name:
+            yield name.partition(".")[0]
 
 
 @contextmanager
