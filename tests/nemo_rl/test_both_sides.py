@@ -205,17 +205,15 @@ def test_what_is_no_dtype_stays(
         GRPO,
         *words(policy, rollout),
         "loss_fn.use_importance_sampling_correction=true",  # NeMo-RL requires it with fp8
-        "++policy.generation.vllm_cfg.kv_cache_dtype=fp8_e4m3",  # NeMo-RL ignores it without fp8
     )
     shim(settings=FOLLOW if rollout == "FP8" else {})  # fp8 weights do not follow
     given, told = watched(lambda: set_up(config, monkeypatch, tmp_path))
     assert given["vllm_cfg"]["precision"] == rollout.lower()
     ((subject, chose, because),) = decisions()
-    what = "fp8 with fp8_e4m3 KV cache" if rollout == "FP8" else "the checkpoint's dtype"
+    what = "fp8" if rollout == "FP8" else "the checkpoint's dtype"
     assert (subject, chose) == ("rollout", f"{what} beside the policy's {policy}")
     if rollout == "FP8":
         assert "beside which NeMo-RL gives vLLM bfloat16: its weights are rounded" in because
-        assert "policy.generation.vllm_cfg.kv_cache_dtype=fp8_e4m3" in because
     assert told == []
 
 
@@ -582,9 +580,7 @@ def test_an_fp32_head_is_refused(
     shim(settings={"head": "fp32"}, strict=strict, export=False)
     config = read(checkout, GRPO, "policy.precision=bfloat16")
     if strict:
-        with pytest.raises(
-            UnsupportedPrecisionError, match="does not change the LM heads"
-        ):
+        with pytest.raises(UnsupportedPrecisionError, match="does not change the LM heads"):
             set_up(config, monkeypatch, tmp_path)
         return
     given, told = watched(lambda: set_up(config, monkeypatch, tmp_path))
@@ -608,3 +604,13 @@ def test_the_plan_tells_what_vllm_keeps_in_fewer_bits(
     _, (note,) = of_plan(planned(capsys, checkout / GRPO, *given))
     with_it = "bf16 with awq weights and fp8 KV cache beside the policy's bf16"
     assert note.startswith(f"rollout: rollout-agreement: {with_it} (")
+    vllm = "policy.generation.vllm_cfg"
+    given = (
+        f"{vllm}.precision=fp8",
+        f"++{vllm}.kv_cache_dtype=fp8_e4m3",
+        f"{kwargs}.kv_cache_dtype=auto",
+    )
+    _, (note,) = of_plan(planned(capsys, checkout / GRPO, *given))
+    with_it = "fp8 with fp8_e4m3 KV cache beside the policy's bf16"
+    assert note.startswith(f"rollout: rollout-agreement: {with_it} ({vllm}.precision=fp8, ")
+    assert f"{vllm}.kv_cache_dtype=fp8_e4m3" in note
