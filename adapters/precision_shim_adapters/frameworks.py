@@ -249,16 +249,24 @@ ROLL = _ours(
     checkpoint_readers={"megatron": "precision_shim_tools.checkpoint.roll:fill_part"},
 )
 
+FLAG_PATHS = {
+    **MEGATRON_PATHS,
+    "megatron": "trainer",
+    "rollout": "driver (both sides)",
+    "LM head": "trainer (LM head)",
+}
+"""Names of the groups in slime and miles, which differ little."""
+
 SLIME = _ours(
     "slime",
-    paths={**MEGATRON_PATHS, "megatron": "trainer"},
+    paths=FLAG_PATHS,
     tested=("0.3.1",),
     checkpoints=Checkpoints(steps=r"iter_(\d+)", resuming={"megatron": FLAGS_RESUME}),
 )
 
 MILES = _ours(
     "miles",
-    paths={**MEGATRON_PATHS, "megatron": "trainer"},
+    paths=FLAG_PATHS,
     tested=("0.1.0",),
     checkpoints=Checkpoints(steps=r"iter_(\d+)", resuming={"megatron": FLAGS_RESUME}),
 )

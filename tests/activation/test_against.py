@@ -122,6 +122,23 @@ def test_a_path_without_a_framework(files, arguments, told, doctor, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("lacks", [[], ["vllm.engine.arg_utils: hf_overrides"]])
+def test_a_rollout_engine(lacks, against, doctor, tmp_path):
+    names = "dtype quantization kv_cache_dtype float16 bfloat16 float32 head_dtype hf_overrides"
+    text = f"{names} _resolve_auto_dtype _check_valid_dtype"
+    modules = ("engine/arg_utils", "config/model", "model_executor/layers/logits_processor")
+    files = {f"vllm/{module}.py": text for module in modules}
+    if lacks:
+        files["vllm/engine/arg_utils.py"] = text.replace("hf_overrides", "hf_overrides_of")
+    files["vllm-1.0.dist-info/METADATA"] = "Metadata-Version: 2.1\nName: vllm\nVersion: 1.0\n"
+    path = wheel(tmp_path, {"vllm/__init__.py": "", **files})
+    told = against(path, status=len(lacks))
+    assert (told["engine"], told["version"], told["lacks"]) == ("vllm", "1.0", lacks)
+    assert "vllm.config.model: _check_valid_dtype" in told["has"]
+    said = doctor("--against", path).stdout
+    assert ("  lacks  vllm.engine.arg_utils: hf_overrides" in said) is bool(lacks)
+
+
 def test_a_broken_wheel(doctor, tmp_path):
     path = wheel(tmp_path, NEXT)
     path.write_bytes(path.read_bytes()[:200])

@@ -233,7 +233,7 @@ def test_vllms_own_quantisation(
     assert because.startswith("policy.generation.vllm_kwargs.quantization=fp8: ")
 
 
-@pytest.mark.parametrize(("stored", "takes"), [("float16", "fp16"), ("float32", "bf16")])
+@pytest.mark.parametrize(("stored", "takes"), [("float16", "fp16"), ("float32", "")])
 def test_auto_is_what_vllm_makes_of_the_checkpoint(
     checkout: Path,  # noqa: F811
     shim: Any,
@@ -249,7 +249,11 @@ def test_auto_is_what_vllm_makes_of_the_checkpoint(
     shim()
     given, told = watched(lambda: set_up(config, monkeypatch, tmp_path))
     assert given["vllm_cfg"]["precision"] == "auto"
-    assert [one[:2] for one in decisions()] == [("rollout", chosen("fp16", takes))]
+    ((subject, chose, because),) = decisions()
+    unknown = "the checkpoint's dtype beside the policy's fp16"
+    assert (subject, chose) == ("rollout", chosen("fp16", takes) if takes else unknown)
+    if not takes:  # vLLM is in the rollout's environment alone
+        assert "not known here: vllm is not installed in this environment" in because
     assert len(told) == (takes != "fp16")
 
 
@@ -573,11 +577,10 @@ def test_an_fp32_head_is_refused(
     capsys: pytest.CaptureFixture[str],
     strict: bool,
 ) -> None:
-    """The vLLM of NeMo-RL's pins would ignore ``head_dtype`` without a message."""
     shim(settings={"head": "fp32"}, strict=strict, export=False)
     config = read(checkout, GRPO, "policy.precision=bfloat16")
     if strict:
-        with pytest.raises(UnsupportedPrecisionError, match="does not use head_dtype"):
+        with pytest.raises(UnsupportedPrecisionError, match="does not change the LM heads"):
             set_up(config, monkeypatch, tmp_path)
         return
     given, told = watched(lambda: set_up(config, monkeypatch, tmp_path))
@@ -601,3 +604,13 @@ def test_the_plan_tells_what_vllm_keeps_in_fewer_bits(
     _, (note,) = of_plan(planned(capsys, checkout / GRPO, *given))
     with_it = "bf16 with awq weights and fp8 KV cache beside the policy's bf16"
     assert note.startswith(f"rollout: rollout-agreement: {with_it} (")
+    vllm = "policy.generation.vllm_cfg"
+    given = (
+        f"{vllm}.precision=fp8",
+        f"++{vllm}.kv_cache_dtype=fp8_e4m3",
+        f"{kwargs}.kv_cache_dtype=auto",
+    )
+    _, (note,) = of_plan(planned(capsys, checkout / GRPO, *given))
+    with_it = "fp8 with fp8_e4m3 KV cache beside the policy's bf16"
+    assert note.startswith(f"rollout: rollout-agreement: {with_it} ({vllm}.precision=fp8, ")
+    assert f"{vllm}.kv_cache_dtype=fp8_e4m3" in note

@@ -393,6 +393,18 @@ def test_an_optimizer_whose_states_are_not_known_is_refused() -> None:
         plan_models(asked(optimizer="muon"))
 
 
+def test_the_import_that_failed_is_found_among_the_causes() -> None:
+    lacks = ModuleNotFoundError("No module named 'orjson'", name="orjson")
+    wrapped = PlanError("toy 1.0: No module named 'orjson'. Correct the command line.")
+    wrapped.__cause__ = lacks
+    own = ("toy", *plan_command._own_modules(["orjson.dumps=1", "--module=mine.configs", "-m"]))
+    assert plan_command._missing(lacks, own) is lacks
+    assert plan_command._missing(wrapped, own) is lacks
+    assert plan_command._missing(PlanError("wrong"), own) is None
+    for name in ("toy.config", "mine.configs", "precision_shim_tools.plan"):
+        assert plan_command._missing(ImportError(name=name), own) is None
+
+
 # -- errors in the plan itself -----------------------------------------------------------------
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +22,7 @@ from precision_shim_tools.cli import main
 
 from ..processes.rank_server import Ranks
 from ..processes.ray_cluster import drive
+from ..stand_ins.planted_engines import plant_choices
 from .conftest import SKYRL
 from .support import (
     batch,
@@ -502,10 +505,13 @@ def test_weights_go_out_in_the_dtype_of_engine_init_kwargs(
 def test_auto_is_what_vllm_makes_of_the_checkpoint(
     shim: Any,
     checkpoints: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     stored: str,
     takes: str,
 ) -> None:
+    plant_choices(tmp_path, monkeypatch)
     words = on_fsdp("fp16", f"{OVER}.dtype=auto", f"{REF}=fp16", *_model(checkpoints[stored]))
     shim(export=False)
     config, messages = warned(lambda: validated(*words))
@@ -545,15 +551,29 @@ def test_servers_that_run_already_do_not_follow(shim: Any) -> None:
 
 
 def test_a_model_that_vllm_refuses_in_fp16(
-    shim: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    shim: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    plant_choices(tmp_path / "engines", monkeypatch)
     (tmp_path / "config.json").write_text('{"model_type": "gemma2"}', encoding="utf-8")
     words = (*on_fsdp("fp16", f"{KEY}=fp16", NO_REF), *_model(tmp_path))
     shim(export=False)
     _, messages = warned(lambda: validated(*words))
     assert len(messages) == 1
-    assert "vLLM refuses to run gemma2 in fp16" in messages[0]
+    assert "refuses to run gemma2 in fp16" in messages[0]
     assert planned(capsys, *words)[0] == messages
+
+
+@since_0_4
+def test_the_plan_names_a_package_that_skyrls_loader_lacks() -> None:
+    line = ["plan", "--parameters", "1M", "--", "python3", "-m", ENTRY, "trainer.strategy=fsdp2"]
+    code = "import sys; sys.modules['aiohttp'] = None; from precision_shim_tools.cli import main"
+    command = [sys.executable, "-c", f"{code}; main({line})"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 2
+    said = done.stderr.splitlines()[-1]
+    assert f"skyrl {SKYRL}: its own loader" in said
+    assert "Install the package that has aiohttp, or run the plan in the environment" in said
+    assert "Correct" not in said
 
 
 # -- jobs without a rollout ----------------------------------------------------------------------

@@ -23,6 +23,7 @@ from precision_shim_tools.cli import main
 
 from ..processes.rank_server import Ranks
 from ..processes.ray_cluster import drive
+from ..stand_ins.planted_engines import plant_choices
 from .conftest import VERL
 
 pytestmark = pytest.mark.skipif(Version("0.7") > VERL, reason="the shim refuses verl 0.6")
@@ -217,7 +218,8 @@ def test_engine_kwargs_go_over_the_key() -> None:
     }
 
 
-def test_quantised_and_refused(tmp_path: Path) -> None:
+def test_quantised_and_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant_choices(tmp_path / "engines", monkeypatch)
     words = side("actor", "fp16")
     made = start([*words, f"{ROLLOUT}.quantization=fp8"])
     assert made.chosen == {"rollout": "fp8 beside the actor's fp16"}
@@ -231,7 +233,7 @@ def test_quantised_and_refused(tmp_path: Path) -> None:
     for setting, name in (("tell", "half"), ("follow", "half"), ("follow", "bf16")):
         made = start([*words, f"{ROLLOUT}.dtype={name}"], settings={"rollout": setting})
         (told,) = made.told
-        assert ("vLLM refuses to run gemma2 in fp16" in told) is (name == "half")
+        assert ("refuses to run gemma2 in fp16" in told) is (name == "half")
         assert "Train in bf16" in told
         assert made.rollout == ("float16" if name == "half" else "bfloat16")
         precision_shim.uninstall()
@@ -283,12 +285,19 @@ def test_a_rollout_without_a_dtype_lets_the_engine_choose() -> None:
     [
         ("float32", "vllm", "qwen2", "bf16"),
         ("float32", "sglang", "qwen2", "fp16"),
+        ("float32", "sglang", "gemma2", "bf16"),
         ("float16", "vllm", "gemma2", "bf16"),
     ],
 )
 def test_auto_is_what_the_engine_makes_of_the_checkpoint(
-    tmp_path: Path, checkpoint: str, backend: str, model_type: str, computes: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    checkpoint: str,
+    backend: str,
+    model_type: str,
+    computes: str,
 ) -> None:
+    plant_choices(tmp_path / "engines", monkeypatch)
     files = {"model_type": model_type, "torch_dtype": checkpoint}
     (tmp_path / "config.json").write_text(json.dumps(files))
     place = f"actor_rollout_ref.model.path={tmp_path}"

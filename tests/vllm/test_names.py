@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from precision_shim.precision.agreement import ENGINE_NAMES, NO_FP16
+from precision_shim.precision.agreement import ENGINE_NAMES
+from precision_shim_adapters.agreement.engines import chosen_by, refusal_of_fp16
 from precision_shim_adapters.agreement.lm_head import FIELD, of_rollout
 from precision_shim_adapters.agreement.names import engine_name
 
 CONFIG = Callable[..., Any]
-OLDER_VLLM_ONLY = {"plamo2"}
-"""Models in ``NO_FP16`` that only older vLLM refuses."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -52,9 +51,15 @@ def test_auto_takes_the_checkpoints_dtype_and_bf16_for_fp32(
     config.save_pretrained(tmp_path)
     assert engine_name("auto", "key", "vLLM") == "auto"
     assert model_config(tmp_path, "auto").dtype == getattr(torch, computes)
+    short = {name: canonical for canonical, name in ENGINE_NAMES.items()}
+    assert chosen_by("vllm", short[stored], config.model_type) == short[computes]
 
 
-def test_the_shim_names_each_model_that_vllm_refuses_in_fp16(both_sides: Any) -> None:
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "glm4", "plamo2", "qwen2"])
+def test_the_shim_reads_which_models_vllm_refuses_in_fp16(both_sides: Any, kind: str) -> None:
     from vllm.config.model import _FLOAT16_NOT_SUPPORTED_MODELS
 
-    assert set(NO_FP16) == set(_FLOAT16_NOT_SUPPORTED_MODELS) | OLDER_VLLM_ONLY
+    reason = _FLOAT16_NOT_SUPPORTED_MODELS.get(kind, "")
+    found = refusal_of_fp16("vllm", kind)
+    assert bool(found) is bool(reason)
+    assert reason in found

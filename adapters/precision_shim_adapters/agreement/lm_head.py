@@ -20,6 +20,7 @@ from precision_shim.precision.lm_head import HEAD_MARK, Head, refused
 from precision_shim.process.settings import Settings
 from precision_shim.reporting.problem import Problem
 
+from .names import key_of
 from .report import FEATURE
 
 SETTING = "PRECISION_SHIM_HEAD=fp32"
@@ -52,14 +53,14 @@ _PLACES = {
 def of_rollout(backend: str, options: Mapping[str, Any], place: str, quantised: str = "") -> Head:
     """Describe the LM head of a rollout engine, ``"vllm"`` or ``"sglang"``.
 
-    ``options`` go to the engine; ``place`` is their config key. ``quantised`` is the key of a
-    quantisation whose ``hf_overrides`` the shim would overwrite.
+    ``options`` go to the engine; ``place`` is their config key or their flags' prefix.
+    ``quantised`` is the key of a quantisation whose ``hf_overrides`` the shim would overwrite.
     """
     if backend not in _OPTIONS:
         return Head("rollout", refusal=f"the shim does not set the LM head of {backend}")
     option, value, newer = _OPTIONS[backend]
     inner = f"{place}.hf_overrides" if backend == "vllm" else place
-    key = f"{inner}.{option}"
+    key = key_of(inner, option)
     section = options.get("hf_overrides") if backend == "vllm" else options
     if section is not None and not isinstance(section, Mapping):
         return Head("rollout", key, refusal=f"{inner}={section!r} is no mapping")
@@ -125,20 +126,24 @@ def names_head(*targets: str | Iterable[str] | None) -> bool:
 def report_heads(where: str, read: Read, write: Callable[[str, str | bool], object] | None) -> None:
     """Write the keys that make all LM heads compute in fp32, or report why none of them does.
 
+    If the user asked for no dtype of the LM heads, report whether only some compute in fp32.
+
     Args:
         where: framework and version, such as ``"verl 0.9.1"``.
-        read: called only if the user asked for fp32.
+        read: describes the LM heads.
         write: sets a config key; ``None`` if the framework has already copied the config.
 
     Raises:
         UnsupportedPrecisionError: in strict mode, an engine cannot compute its LM head in fp32.
     """
     settings = current_settings()
+    heads, framework = read(), where.split(" ", 1)[0]
     if settings["head"] != "fp32":
+        for choice in _one_sided(heads):
+            decide(framework, SUBJECT, FEATURE, *choice)
         return
-    heads = read()
     stay = refused(heads, may_write=write is not None)
-    decide(where.split(" ", 1)[0], SUBJECT, FEATURE, *_choice(heads, stay))
+    decide(framework, SUBJECT, FEATURE, *_choice(heads, stay))
     if stay:
         message = ". ".join(_message(where, heads, stay))
         if settings.strict:
@@ -154,15 +159,26 @@ def problems_of_heads(
     where: str, read: Read, settings: Settings, *, on: bool
 ) -> tuple[list[Problem], list[str]]:
     """Predict what ``report_heads`` reports; ``on``: whether ``rollout-agreement`` is in force."""
-    if not on or settings["head"] != "fp32":
+    if not on:
         return [], []
-    heads = read()
+    heads, said = read(), f"{SUBJECT}: {FEATURE}: {{}} ({{}})"
+    if settings["head"] != "fp32":
+        return [], [said.format(*choice) for choice in _one_sided(heads)]
     stay = refused(heads, may_write=True)
-    notes = ["{}: {}: {} ({})".format(SUBJECT, FEATURE, *_choice(heads, stay))]
+    notes = [said.format(*_choice(heads, stay))]
     sure = [head for head in stay if head.known]
     if not sure:
         return [], notes
     return [Problem("lm-head", SUBJECT, sure[0].key, *_message(where, heads, sure))], notes
+
+
+def _one_sided(heads: Sequence[Head]) -> Iterable[tuple[str, str]]:
+    wide = {head.subject: head.key for head in heads if head.in_fp32 and not head.refusal}
+    others = dict.fromkeys(head.subject for head in heads if head.subject not in wide)
+    if wide and others:
+        because = f"{', '.join(wide.values())}; {SETTING} takes effect in all engines or in none"
+        chosen = f"fp32 in {' and '.join(wide)}, the model's dtype in {' and '.join(others)}"
+        yield chosen, because
 
 
 def _choice(heads: Sequence[Head], stay: Sequence[Head]) -> tuple[str, str]:

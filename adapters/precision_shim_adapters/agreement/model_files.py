@@ -5,21 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
+from precision_shim.adapting import versioned
 from precision_shim.errors import PlanError
 from precision_shim.files.models import directory_of
 from precision_shim.files.safetensors import read_header
-from precision_shim.precision.agreement import CANONICAL, Engine, resolve_auto
+from precision_shim.precision.agreement import AUTO, CANONICAL, Engine
+
+from .engines import chosen_by, not_known, refusal_of_fp16
 
 OF_HEADER = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
 """Maps a dtype's name in a safetensors file to its canonical name."""
-
-
-def model_type(path: str) -> str:
-    """The ``model_type``, such as ``"gemma2"``, of a directory or cached HF model; may be empty."""
-    found = _config(path).get("model_type")
-    return found if isinstance(found, str) else ""
 
 
 def checkpoint_dtype(path: str) -> str:
@@ -33,9 +31,36 @@ def checkpoint_dtype(path: str) -> str:
     return ""
 
 
+def quantised(path: str) -> str:
+    """How the weights of a model's files are quantised, such as ``"fp8"``; empty if they are not.
+
+    An engine quantises weights that it loads later in the same way.
+    """
+    section = _config(path).get("quantization_config")
+    return str(section.get("quant_method") or "") if isinstance(section, dict) else ""
+
+
 def resolve_by_model(engine: Engine, backend: str, path: str) -> Engine:
-    """Resolve an engine's dtype ``"auto"`` by its model's ``config.json``; see ``resolve_auto``."""
-    return resolve_auto(engine, backend, checkpoint_dtype(path), model_type(path))
+    """Add to an engine what its model's ``config.json`` decides.
+
+    If the checkpoint's dtype is known, replaces the dtype ``"auto"`` by what the installed engine
+    makes of it; without the engine, of a checkpoint in 16 bits that is the checkpoint's dtype.
+    """
+    config, checkpoint = _config(path), checkpoint_dtype(path)
+    if backend == "sglang":  # which asks the part of a multimodal model that generates
+        config = config.get("text_config") or config
+    kind = str(config.get("model_type") or "")
+    engine = replace(engine, refuses=refusal_of_fp16(backend, kind))
+    if engine.computes != AUTO or not checkpoint:
+        return engine
+    because = f"{engine.because or f'{engine.key}=auto'}, and the checkpoint is in {checkpoint}"
+    found = chosen_by(backend, checkpoint, kind) or (checkpoint if checkpoint != "fp32" else "")
+    if not found:
+        because += f"; what {backend} makes of that is {not_known(backend)}"
+        return replace(engine, because=because)
+    if found != checkpoint:
+        because += f", of which {versioned(backend)} makes {found}"
+    return replace(engine, computes=found, because=because)
 
 
 def stored_dtypes(path: str) -> frozenset[str]:

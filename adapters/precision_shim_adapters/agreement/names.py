@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from precision_shim.errors import DtypeError
-from precision_shim.precision.agreement import AUTO, ENGINE_NAMES, Engine
+from precision_shim.precision.agreement import AUTO, ENGINE_NAMES, FP8, Engine
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
 
@@ -47,17 +47,30 @@ def engine_name(value: object, key: str, where: str, also: Sequence[str] = ("aut
     return name
 
 
+def key_of(place: str, name: str) -> str:
+    """The key of an engine's option: in a section of a config, or by the prefix of its flags."""
+    return f"{place}-{name.replace('_', '-')}" if place.startswith("--") else f"{place}.{name}"
+
+
 def with_rounded(engine: Engine, options: Mapping[str, Any], place: str) -> Engine:
-    """Add to an engine what its ``options``, at the key ``place``, keep in fewer bits."""
+    """Add to an engine what its ``options``, at the key ``place``, keep in fewer bits.
+
+    An engine with fp8 weights gets the dtype ``FP8``.
+    """
     found = [engine.rounded] if engine.rounded[0] else []
+    in_fp8: dict[str, Any] = {}
     kinds = {"quantization": "weights", "torchao_config": "weights", "kv_cache_dtype": "KV cache"}
     for name, what in kinds.items():
         value = options.get(name)
-        dtype = parse_dtype(str(value))
-        wide = ("fp32", engine.computes) if name == "kv_cache_dtype" else ()
+        dtype, key = parse_dtype(str(value)), f"{key_of(place, name)}={value}"
+        wide = {"fp32", engine.computes} - {FP8} if name == "kv_cache_dtype" else ()
         if value in (None, "", AUTO) or (dtype is not None and name_of(dtype) in wide):
             continue
-        found.append((f"{value} {what}", f"{place}.{name}={value}"))
+        if name == "quantization" and FP8 in str(value):
+            in_fp8 = {"computes": FP8, "because": key}
+        else:
+            found.append((f"{value} {what}", key))
+    engine = replace(engine, **in_fp8)
     if not found:
         return engine
     whats, keys = zip(*found, strict=True)

@@ -30,25 +30,19 @@ class JobEngines:
     Attributes:
         trainer: the trained policy; ``None`` if its dtype is not known.
         others: the job's other engines: the rollout, the reference model and teachers.
-        model_type: the model's type in its HF config, if vLLM loads the model; empty if unknown.
     """
 
     trainer: Engine | None
     others: Sequence[Engine]
-    model_type: str = ""
 
 
-def follows(trainer: Engine, other: Engine, model_type: str, rollout: object) -> str:
+def follows(trainer: Engine, other: Engine, rollout: object) -> str:
     """The value that ``PRECISION_SHIM_ROLLOUT`` requires in an engine's key; empty if none."""
-    return value_to_follow(trainer, other, model_type) if rollout == "follow" else ""
+    return value_to_follow(trainer, other) if rollout == "follow" else ""
 
 
 def report_engines(
-    where: str,
-    trainer: Engine,
-    others: Sequence[Engine],
-    write: Write | None = None,
-    model_type: str = "",
+    where: str, trainer: Engine, others: Sequence[Engine], write: Write | None = None
 ) -> None:
     """Compare each engine of a job with the trainer, and report whether they agree.
 
@@ -58,14 +52,13 @@ def report_engines(
         others: the job's other engines.
         write: writes an engine's key under ``PRECISION_SHIM_ROLLOUT=follow``; ``None`` if the
             framework has already copied the config.
-        model_type: the model's type in its HF config; empty if unknown.
 
     Raises:
         UnsupportedPrecisionError: in strict mode, an engine disagrees with an fp16 trainer, or the
             rollout engine refuses the model in fp16.
     """
     settings = current_settings()
-    decided, problems = _compare_all(where, trainer, others, model_type, settings, write=write)
+    decided, problems = _compare_all(where, trainer, others, settings, write=write)
     # A framework may check its config twice: do not report a decision of the first check again.
     said = {(one.subject, one.chosen) for one in decisions() if one.feature == FEATURE}
     for subject, chosen, because in decided:
@@ -79,20 +72,14 @@ def report_engines(
 
 
 def problems_of(
-    where: str,
-    trainer: Engine,
-    others: Sequence[Engine],
-    settings: Settings,
-    *,
-    on: bool,
-    model_type: str = "",
+    where: str, trainer: Engine, others: Sequence[Engine], settings: Settings, *, on: bool
 ) -> tuple[list[Problem], list[str]]:
     """Predict the warnings and decisions of ``report_engines``, for its arguments.
 
     If ``rollout-agreement`` is not in force (``on``), the shim changes no engine's dtype.
     """
     write = (lambda key, value: None) if on else None
-    decided, problems = _compare_all(where, trainer, others, model_type, settings, write=write)
+    decided, problems = _compare_all(where, trainer, others, settings, write=write)
     notes = [f"{subject}: {FEATURE}: {chosen} ({because})" for subject, chosen, because in decided]
     return problems, notes
 
@@ -101,7 +88,6 @@ def _compare_all(
     where: str,
     trainer: Engine,
     others: Sequence[Engine],
-    model_type: str,
     settings: Settings,
     *,
     write: Write | None,
@@ -110,13 +96,13 @@ def _compare_all(
     setting = settings["rollout"]
     changes, decided, problems = [], [], []
     for other in others:
-        value = follows(trainer, other, model_type, setting)
+        value = follows(trainer, other, setting)
         if value and write is not None:
             write(other.key, value)
             before = "not set" if other.value is None else other.value
             changes.append(f"{other.key}: {before} -> {value}")
             other = replace(other, computes=trainer.computes, because=FOLLOWED)  # noqa: PLW2901
-        verdict = compare(trainer, other, model_type)
+        verdict = compare(trainer, other)
         decided.append((other.subject, verdict.chosen, verdict.because))
         if verdict.lost:
             texts = _message_of(where, trainer, verdict, setting)

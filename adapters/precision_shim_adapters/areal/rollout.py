@@ -11,7 +11,7 @@ from precision_shim.precision.agreement import AUTO, CANONICAL, Engine
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
 from ..agreement.lm_head import report_heads, unchanged_heads
-from ..agreement.model_files import model_type, resolve_by_model
+from ..agreement.model_files import resolve_by_model
 from ..agreement.names import engine_name, write_key
 from ..agreement.report import FEATURE, report_engines
 
@@ -104,6 +104,5 @@ def merge(call: Call, config_cls: Any) -> Any:
     both = engines(config, follows=is_single_controller())
     if both is not None:
         report_heads(versioned("areal"), heads, None)
-        kind = model_type(str(config.actor.path))
-        report_engines(versioned("areal"), *both, partial(write_key, config), kind)
+        report_engines(versioned("areal"), *both, partial(write_key, config))
     return config

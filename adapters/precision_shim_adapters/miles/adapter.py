@@ -15,6 +15,7 @@ from typing import Any
 from precision_shim.adapting import Call, collect, seam, versioned
 
 from .. import megatron
+from ..agreement import sglang_flags
 from ..megatron import ALIGNMENT, APPLYING, BUILDING, GROUP, SCALING
 
 MODEL = "miles.backends.megatron_utils.model"
@@ -78,5 +79,6 @@ def step(call: Call, optimizer: Any) -> tuple[dict[str, Any], Any, Any]:
 
 
 SEAMS = megatron.where_present(
-    collect(*megatron.SEAMS, build, configure, check, step), module=MODEL
+    collect(megatron.SEAMS, build, configure, check, step, sglang_flags.seams("miles")),
+    module=MODEL,
 )

@@ -13,7 +13,7 @@ from precision_shim.precision.agreement import AUTO, CANONICAL, Engine
 from precision_shim.precision.dtypes import name_of
 
 from ..agreement.lm_head import report_heads, unchanged_heads
-from ..agreement.model_files import model_type, resolve_by_model
+from ..agreement.model_files import resolve_by_model
 from ..agreement.names import engine_name, write_key
 from ..agreement.report import FEATURE, report_engines
 
@@ -78,6 +78,5 @@ def compare(call: Call) -> None:
     trainer = _trainer(pipeline._data_info.get("_driver_args"))
     if others and trainer is not None:
         report_heads(_where(), heads, None)
-        kind = model_type(str(pipeline.group_cfgs["train"].get("model")))
-        report_engines(_where(), trainer, others, partial(write_key, pipeline.group_cfgs), kind)
+        report_engines(_where(), trainer, others, partial(write_key, pipeline.group_cfgs))
     call.proceed()

@@ -16,10 +16,9 @@ from precision_shim.adapting import Call, seam, versioned
 from precision_shim.errors import DtypeError
 from precision_shim.precision.agreement import AUTO, CANONICAL, ENGINE_NAMES, FP8, Engine
 from precision_shim.precision.dtypes import name_of
-from precision_shim.precision.lm_head import Head
 
-from ..agreement.lm_head import report_heads
-from ..agreement.model_files import model_type, resolve_by_model
+from ..agreement.lm_head import report_heads, unchanged_heads
+from ..agreement.model_files import resolve_by_model
 from ..agreement.names import engine_name, with_rounded, write_key
 from ..agreement.report import FEATURE, JobEngines, report_engines
 from .training.dtensor import DTYPES, FRAMEWORK
@@ -85,8 +84,7 @@ def read_sides(config: Any) -> JobEngines | None:
         return None
     rollout, teacher = _resolved(policy), _trained(_part(config, "teacher"), "teacher")
     others = [engine for engine in (rollout, teacher) if engine is not None]
-    on_vllm = policy["generation"].get("backend") == "vllm"
-    return JobEngines(trainer, others, model_type(_path(policy)) if on_vllm else "")
+    return JobEngines(trainer, others)
 
 
 def _path(policy: Mapping[str, Any]) -> str:
@@ -110,10 +108,8 @@ def _generates(policy: Mapping[str, Any]) -> bool:
     return isinstance(policy.get("generation"), Mapping)
 
 
-def read_heads() -> list[Head]:
-    """Describe the LM head of a job's rollout, which the shim cannot change."""
-    vllm = "whose vLLM up to NeMo-RL 0.7 (0.20 and older) does not use head_dtype"
-    return [Head("rollout", refusal=f"the shim changes no LM head in NeMo-RL, {vllm}")]
+read_heads = unchanged_heads("policy", "NeMo-RL")
+"""Reads the LM head of the trainer."""
 
 
 def _part(config: Any, name: str) -> Any:
@@ -133,13 +129,6 @@ def _rollout_of(policy: Mapping[str, Any]) -> Engine | None:
     if not name:
         return None
     section, at = generation.get(name) or {}, f"{PLACE}.{name}"
-    options = {"kv_cache_dtype": section.get("kv_cache_dtype")}
-    if name == "vllm_cfg":  # without fp8 weights NeMo-RL passes vLLM no kv_cache_dtype of its own
-        options, at = generation.get("vllm_kwargs") or {}, f"{PLACE}.vllm_kwargs"
-    quantised = str(options.get("quantization") or "")
-    if FP8 in quantised:
-        at = f"{at}.quantization"
-        return Engine("rollout", FP8, at, because=f"{at}={quantised}")
     key, value, because = f"{PLACE}.{name}.{field}", section.get(field), ""
     if value is not None:
         read = engine_name(value, key, versioned(FRAMEWORK), (AUTO, FP8))
@@ -150,6 +139,9 @@ def _rollout_of(policy: Mapping[str, Any]) -> Engine | None:
     else:  # NeMo-RL passes SGLang no dtype
         read, because = AUTO, f"{key} is left out"
     own = Engine("rollout", CANONICAL.get(read, read), key, value, because)
+    options = {"kv_cache_dtype": section.get("kv_cache_dtype")}
+    if name == "vllm_cfg" and read != FP8:  # with fp8 NeMo-RL itself writes these vllm_kwargs
+        options, at = generation.get("vllm_kwargs") or {}, f"{PLACE}.vllm_kwargs"
     return with_rounded(own, options, at)
 
 
@@ -191,5 +183,5 @@ def compare_engines(call: Call, master_config: Any) -> Any:
     if _generates(_part(master_config, "policy")):
         report_heads(versioned(FRAMEWORK), read_heads, None)
     if both is not None and both.trainer is not None:
-        report_engines(versioned(FRAMEWORK), both.trainer, both.others, write, both.model_type)
+        report_engines(versioned(FRAMEWORK), both.trainer, both.others, write)
     return call.proceed()

@@ -13,7 +13,7 @@ from precision_shim.precision.agreement import AUTO, Engine
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
 from ..agreement.lm_head import report_heads, unchanged_heads
-from ..agreement.model_files import model_type, resolve_by_model
+from ..agreement.model_files import resolve_by_model
 from ..agreement.names import write_key
 from ..agreement.report import FEATURE, report_engines
 
@@ -89,6 +89,5 @@ def start(call: Call, pipeline_config: Any) -> None:
     both = engines(pipeline_config)
     if both is not None:
         report_heads(versioned("roll"), heads, None)
-        kind = model_type(str(pipeline_config.actor_train.model_args.model_name_or_path))
-        report_engines(versioned("roll"), *both, partial(_write, pipeline_config), kind)
+        report_engines(versioned("roll"), *both, partial(_write, pipeline_config))
     call.proceed()

@@ -14,6 +14,7 @@ from typing import Any
 from precision_shim.adapting import Call, collect, seam, versioned
 
 from .. import megatron
+from ..agreement import sglang_flags
 from ..megatron import ALIGNMENT, APPLYING, BUILDING, GROUP, SCALING
 
 MODEL = "slime.backends.megatron_utils.model"
@@ -62,5 +63,6 @@ def step(call: Call, optimizer: Any) -> tuple[dict[str, Any], Any]:
 
 
 SEAMS = megatron.where_present(
-    collect(*megatron.SEAMS, build, configure, check, step), module=MODEL
+    collect(megatron.SEAMS, build, configure, check, step, sglang_flags.seams("slime")),
+    module=MODEL,
 )

@@ -19,13 +19,6 @@ CANONICAL: Mapping[str, str] = {name: canonical for canonical, name in ENGINE_NA
 AUTO, FP8 = "auto", "fp8"
 """``Engine.computes`` is ``AUTO`` for the checkpoint's dtype, and ``FP8`` for weights in fp8."""
 
-NO_FP16 = ("gemma2", "gemma3", "gemma3_text", "glm4", "plamo2")
-"""``model_type`` of each model that vLLM refuses to run in fp16, because its activations overflow:
-``_FLOAT16_NOT_SUPPORTED_MODELS`` in vLLM's ``config/model.py``."""
-
-_OF_FP32 = {"vllm": "bf16", "sglang": "fp16"}
-"""The dtype that an engine's ``auto`` means for an fp32 checkpoint (vLLM: on a GPU with bf16)."""
-
 
 @dataclass(frozen=True)
 class Engine:
@@ -41,6 +34,7 @@ class Engine:
         values: maps each allowed dtype's canonical name to the key's value for this dtype.
         follows: whether the engine is started from the config that the driver can still change.
         rounded: what it keeps in fewer bits, such as its KV cache, and the config key; or empty.
+        refuses: the engine's reason not to run the model in fp16; empty if none is known.
     """
 
     subject: str
@@ -52,6 +46,7 @@ class Engine:
     values: Mapping[str, str] = field(default_factory=lambda: ENGINE_NAMES, hash=False)
     follows: bool = True
     rounded: tuple[str, str] = ("", "")
+    refuses: str = ""
 
 
 @dataclass(frozen=True)
@@ -76,11 +71,11 @@ class Verdict:
     remedy: str = ""
 
 
-def compare(trainer: Engine, other: Engine, model_type: str = "") -> Verdict:
-    """Compare a trainer (fp16, bf16, fp32) with an engine; ``model_type`` is HF's, or empty."""
-    found = _compare(trainer, other, model_type)
+def compare(trainer: Engine, other: Engine) -> Verdict:
+    """Compare a trainer (fp16, bf16, fp32) with another engine of its job."""
+    found = _compare(trainer, other)
     what, key = other.rounded
-    if not what or found.chosen == other.computes:  # vLLM refuses the model, or nothing is rounded
+    if not what or found.chosen == other.computes:  # the model is refused, or nothing is rounded
         return found
     computes = "the checkpoint's dtype" if other.computes == AUTO else other.computes
     return replace(
@@ -91,16 +86,15 @@ def compare(trainer: Engine, other: Engine, model_type: str = "") -> Verdict:
     )
 
 
-def _compare(trainer: Engine, other: Engine, model_type: str) -> Verdict:
+def _compare(trainer: Engine, other: Engine) -> Verdict:
     whose, dtype = f"the {trainer.subject}'s {trainer.computes}", other.computes
     source = other.because or other.key
     value = other.values.get(trainer.computes, "")
     remedy = f"{other.prefix}{other.key}={value}" if other.key and value else ""
-    if refuses_fp16(trainer.computes, other.subject, model_type):
+    if trainer.computes == "fp16" and other.refuses:
         remedy = ""
-    refused = refuses_fp16(dtype, other.subject, model_type)
-    if refused:
-        return Verdict(other, False, True, dtype, refused, remedy)
+    if dtype == "fp16" and other.refuses:
+        return Verdict(other, False, True, dtype, other.refuses, remedy)
     if dtype == trainer.computes:
         return Verdict(other, True, False, f"{dtype}, as the {trainer.subject}", source)
     # With an fp16 trainer, an fp32 engine has as small a mismatch as an fp16 engine.
@@ -110,46 +104,21 @@ def _compare(trainer: Engine, other: Engine, model_type: str) -> Verdict:
         return Verdict(other, False, False, f"fp8 beside {whose}", because)
     if dtype == AUTO:
         chosen = f"the checkpoint's dtype beside {whose}"
-        reason = "for an fp32 checkpoint vLLM takes bf16, SGLang fp16"
+        reason = "which dtype that is, is not known here"
     else:
         chosen, reason = f"{dtype} beside {whose}", _harm(other.subject, lost=lost)
     return Verdict(other, False, lost, chosen, f"{source}: {reason}", remedy)
 
 
-def resolve_auto(engine: Engine, backend: str, checkpoint: str, model_type: str = "") -> Engine:
-    """Return the engine with ``auto`` replaced by a dtype, if the checkpoint's dtype is known.
-
-    Args:
-        engine: an engine of the job.
-        backend: ``"vllm"`` or ``"sglang"``.
-        checkpoint: canonical name of the dtype in the model's ``config.json``; empty if unknown.
-        model_type: see ``compare``.
-    """
-    dtype = _OF_FP32.get(backend, "") if checkpoint == "fp32" else checkpoint
-    if engine.computes != AUTO or not dtype:
-        return engine
-    if backend == "vllm" and dtype == "fp16" and model_type in NO_FP16:
-        dtype = "bf16"
-    because = f"{engine.because or f'{engine.key}=auto'}, and the checkpoint is in {checkpoint}"
-    return replace(engine, computes=dtype, because=because)
-
-
-def refuses_fp16(dtype: str, subject: str, model_type: str) -> str:
-    """Return the reason if vLLM refuses to start a rollout in fp16; otherwise empty."""
-    if dtype != "fp16" or subject != "rollout" or model_type not in NO_FP16:
-        return ""
-    return f"vLLM refuses to run {model_type} in fp16"
-
-
-def value_to_follow(trainer: Engine, other: Engine, model_type: str = "") -> str:
+def value_to_follow(trainer: Engine, other: Engine) -> str:
     """The value that gives another engine's key the trainer's dtype; empty if it is not written.
 
-    An engine with fp8 weights keeps them, and vLLM is not made to run a model that it refuses.
+    An engine with fp8 weights keeps them, and none is made to run a model that it refuses.
     """
     dtype = trainer.computes
     if not other.key or not other.follows or other.computes in (dtype, FP8):
         return ""
-    if refuses_fp16(dtype, other.subject, model_type):
+    if dtype == "fp16" and other.refuses:
         return ""
     return other.values.get(dtype, "")
 

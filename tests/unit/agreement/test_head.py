@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +54,24 @@ def decided() -> list[tuple[str, str]]:
 # -- both or none --------------------------------------------------------------------------------
 
 
-def test_without_the_setting_nothing_is_read() -> None:
-    precision_shim.install(settings={"log": "quiet"})
-
-    def read() -> list[Head]:
-        raise AssertionError
-
-    report_heads(WHERE, read, None)
-    assert problems_of_heads(WHERE, read, resolve(environ={}), on=True) == ([], [])
-    assert not decided()
+@pytest.mark.parametrize(
+    ("heads", "chosen"),
+    [
+        ([ACTOR, ROLLOUT], []),
+        ([replace(ACTOR, in_fp32=True), replace(ROLLOUT, in_fp32=True)], []),
+        ([ACTOR, replace(ROLLOUT, in_fp32=True)], ["fp32 in rollout, the model's dtype in actor"]),
+        ([ACTOR, replace(NO, in_fp32=True)], []),  # the engine ignores its option
+    ],
+)
+def test_without_the_setting_a_head_on_one_side_is_said(
+    heads: list[Head], chosen: list[str]
+) -> None:
+    precision_shim.install(strict=True, settings={"log": "quiet"})
+    report_heads(WHERE, lambda: heads, None)
+    assert decided() == [("LM head", one) for one in chosen]
+    problems, notes = problems_of_heads(WHERE, lambda: heads, resolve(environ={}), on=True)
+    assert (problems, len(notes)) == ([], len(chosen))
+    assert all(one in note for one, note in zip(chosen, notes, strict=True))
 
 
 def test_all_keys_are_written_and_it_is_said_once() -> None:

@@ -92,10 +92,10 @@ def test_one_decision_has_all_keys_that_follow_replaces() -> None:
 
 def test_a_model_that_vllm_refuses_in_fp16_does_not_follow() -> None:
     precision_shim.install(settings={"rollout": "follow", "log": "quiet"})
-    others = [rollout("bf16"), Engine("ref", "bf16", "ref.dtype")]
+    others = [rollout("bf16", refuses="it refuses gemma2"), Engine("ref", "bf16", "ref.dtype")]
     wrote: list[str] = []
     with pytest.warns(PrecisionShimWarning, match="Train in bf16"):
-        report_engines(WHERE, TRAINER["fp16"], others, lambda key, _: wrote.append(key), "gemma2")
+        report_engines(WHERE, TRAINER["fp16"], others, lambda key, _: wrote.append(key))
     assert wrote == ["ref.dtype"]
 
 
@@ -187,3 +187,10 @@ def test_what_an_engine_keeps_in_fewer_bits(
     options: dict[str, Any], rounded: tuple[str, str]
 ) -> None:
     assert with_rounded(rollout("bf16"), options, "vllm").rounded == rounded
+
+
+def test_fp8_weights_and_their_kv_cache_have_both_names() -> None:
+    options = {"quantization": "fp8", "kv_cache_dtype": "fp8_e4m3"}
+    found = with_rounded(rollout("bf16"), options, "--sglang")
+    assert (found.computes, found.because) == (FP8, "--sglang-quantization=fp8")
+    assert found.rounded == ("fp8_e4m3 KV cache", "--sglang-kv-cache-dtype=fp8_e4m3")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -27,6 +28,7 @@ from precision_shim.reporting.record import FrameworkStatus, SeamStatus
 from precision_shim.reporting.text import fold
 from precision_shim.seams import look
 from precision_shim.seams._source import Definition, definition, looking_at
+from precision_shim_adapters.agreement.engine_names import RELIED_ON
 
 from ..upstream import record as _recording
 from ..upstream.changes import changed_lines
@@ -43,7 +45,8 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--against",
         metavar="PATH",
         help="judge a wheel, a checkout, a source folder or a site-packages instead of what is "
-        "installed; nothing of it is imported (exit status 2: it holds no framework)",
+        "installed; nothing of it is imported (exit status 2: it holds no framework and no vLLM or "
+        "SGLang)",
     )
     parser.add_argument("--framework", metavar="NAME", help="with --against: the only one to judge")
     parser.add_argument(
@@ -304,11 +307,46 @@ def _because(seams: Iterable[SeamStatus], feature: str, path: str) -> str:
     return next(iter([*own, *filter(None, reasons)]), "this version has nothing of it")
 
 
+def _engines(path: Path) -> list[dict[str, Any]]:
+    """Read which of the names that the shim relies on a rollout engine in ``path`` has."""
+    tree = open_tree(path, tuple(RELIED_ON))
+    found = []
+    for engine in filter(tree.has, RELIED_ON):
+        has: list[str] = []
+        lacks: list[str] = []
+        for modules, names in RELIED_ON[engine].items():
+            texts = [(read() or "") for module in modules if (read := tree.find(module))]
+            for name in names:
+                there = any(re.search(rf"\b{name}\b", text) for text in texts)
+                (has if there else lacks).append(f"{modules[0]}: {name}")
+        version = tree.version_of(engine, engine)
+        found += [
+            {"engine": engine, "version": version, "has": has, "lacks": lacks, "ok": not lacks}
+        ]
+    return found
+
+
+def _show_engines(found: list[dict[str, Any]], path: Path, *, as_json: bool) -> int:
+    if as_json:
+        write(json.dumps(found if len(found) > 1 else found[0], indent=2))
+    for one in () if as_json else found:
+        lines = [f"{path.name}: the rollout engine {one['engine']} {one['version']}"]
+        for state in ("has", "lacks"):
+            lines += [line for name in one[state] for line in fold(f"{state:<6} {name}", 2, 4)]
+        show("\n".join([*lines, "problems" if one["lacks"] else "no problems"]))
+    return 0 if all(one["ok"] for one in found) else 1
+
+
 def _against(asked: argparse.Namespace) -> int:
     standby.stop()
     path = Path(asked.against)
     try:
         reports = report(path, asked.framework)
+    except SourceError as error:
+        try:
+            return _show_engines(_engines(path), path, as_json=asked.as_json)
+        except SourceError:
+            return _fail(str(error))
     except (PrecisionShimError, OSError) as error:
         return _fail(str(error))
     if asked.as_json:

@@ -9,7 +9,7 @@ import os
 import pkgutil
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from precision_shim._about import __version__
+from precision_shim.adapting import versioned
 from precision_shim.errors import PlanError, PrecisionShimError
 from precision_shim.process import registry as _registry
 from precision_shim.process import settings as _settings
@@ -168,13 +169,42 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
             f"{job.framework} is not installed here: its own loader has to read the job's config. "
             "Run the plan in the environment of the job."
         )
-    with _variables(job.environ):  # the config and the Hugging Face cache may depend on variables
-        request = pkgutil.resolve_name(entry.plan)(job)
+    try:
+        with _variables(job.environ):  # the config and Hugging Face's cache may depend on variables
+            request = pkgutil.resolve_name(entry.plan)(job)
+    except (ImportError, PlanError) as error:
+        missing = _missing(error, (*entry.packages, *_own_modules(words)))
+        if missing is None:
+            raise
+        raise PlanError(
+            f"{versioned(entry.distribution, entry.packages[0])}: its own loader, which has to "
+            f"read the job's config, lacks a package here: {missing}. Install the package that "
+            f"has {missing.name}, or run the plan in the environment of the job."
+        ) from error
     rules = Rules(
         asked.transformer_engine or version_of("transformer-engine", ("transformer_engine",)),
         asked.megatron_core or version_of("megatron-core", ("megatron",)),
     )
     return job, request, rules
+
+
+def _missing(error: BaseException | None, known: Iterable[str]) -> ImportError | None:
+    """Find, among an error's causes, the failed import of a package that is not ``known``."""
+    while error is not None:
+        if isinstance(error, ImportError) and error.name:
+            top = error.name.partition(".")[0]
+            if top not in known and not top.startswith("precision_shim"):
+                return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _own_modules(words: Iterable[str]) -> Iterator[str]:
+    """The packages that a launch line may name as modules, such as ``--module=mine.configs``."""
+    for word in words:
+        name = word.partition("=")[2] if word.startswith("-") else word
+        if "=" not in name:
+            yield name.partition(".")[0]
 
 
 @contextmanager

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from precision_shim.precision.lm_head import Head
 from precision_shim.reporting.problem import Problem
-from precision_shim_adapters.agreement.lm_head import problems_of_heads
+from precision_shim_adapters.agreement.lm_head import Read, problems_of_heads
 from precision_shim_adapters.agreement.report import FEATURE, JobEngines, problems_of
 
 from .command import Job
 
 
 def predict_sides(
-    job: Job,
-    where: str,
-    both: JobEngines | None,
-    group: str,
-    heads: Callable[[], list[Head]] | None,
+    job: Job, where: str, both: JobEngines | None, group: str, heads: Read | None
 ) -> tuple[list[Problem], list[str]]:
     """Predict the driver's report on the dtypes of trainer and other engines, and on LM heads.
 
@@ -31,6 +24,5 @@ def predict_sides(
         problems, notes = problems_of_heads(where, heads, job.settings, on=on)
     if both is None or both.trainer is None:
         return problems, notes
-    others, kind = both.others, both.model_type
-    found, told = problems_of(where, both.trainer, others, job.settings, on=on, model_type=kind)
+    found, told = problems_of(where, both.trainer, both.others, job.settings, on=on)
     return [*found, *problems], [*told, *notes]

@@ -88,7 +88,7 @@ def _sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
         notes.insert(0, f"policy: {AGREEMENT}: {trainer.computes} ({trainer.because})")
     if job.in_force(AGREEMENT, ROLLOUT):
         for other in both.others:
-            name = follows(trainer, other, both.model_type, job.settings["rollout"])
+            name = follows(trainer, other, job.settings["rollout"])
             if name:
                 dtypes.write(config, other.key, name)
         for chosen, because in dtypes.send_in_engines_dtype(config):

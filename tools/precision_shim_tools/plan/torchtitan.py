@@ -112,11 +112,9 @@ def load(job: Job) -> Any:
     except (Exception, SystemExit) as error:  # tyro raises SystemExit for a wrong argument
         ended = isinstance(error, SystemExit)
         text = " ".join(_FRAME.sub(" ", said.getvalue() if ended else str(error)).split())
-        missing = isinstance(error, ImportError)
-        more = "; a config of the RL trainer needs vLLM to be importable" if missing else ""
         raise PlanError(
             f"{_where()}, {' '.join(job.arguments)}: {type(error).__name__}: {text[:600]}. Correct "
-            f"the arguments{more}."
+            "the arguments."
         ) from error
 
 
@@ -142,7 +140,9 @@ def _both_sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
             return [Problem.of(error, "rollout", error.key)], []
     engines = dtypes.engines(config.trainer.training, config.generator.model_dtype)
     both = JobEngines(engines[0], engines[1:]) if engines else None
-    return predict_sides(job, _where(), both, ROLLOUT, partial(lm_head.read_heads, config))
+    # Trainer and generators have one LM head.
+    heads = partial(lm_head.read_heads, config) if job.settings["head"] == "fp32" else None
+    return predict_sides(job, _where(), both, ROLLOUT, heads)
 
 
 def _check_model(prefix: str, parallel: Any, config: Any, model: Model, world: int) -> None:

@@ -102,7 +102,7 @@ def _report(config: Any) -> None:
         return
     if both.trainer.because:
         decide("skyrl", "policy", FEATURE, both.trainer.computes, both.trainer.because)
-    report_engines(where, both.trainer, both.others, partial(dtypes.write, config), both.model_type)
+    report_engines(where, both.trainer, both.others, partial(dtypes.write, config))
     for chosen, because in dtypes.send_in_engines_dtype(config):
         decide("skyrl", "rollout", FEATURE, chosen, because)
     tell_of_wires(where, dtypes.wires_of(config))

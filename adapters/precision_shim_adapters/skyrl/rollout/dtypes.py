@@ -57,7 +57,7 @@ def sides_of(config: Any, in_force: IsInForce, directory: str = "") -> JobEngine
     if ref is not None:
         others.insert(0, ref)
     policy = _read_trained(trainer, "policy", in_force, directory)
-    return JobEngines(policy, tuple(others), model_files.model_type(path))
+    return JobEngines(policy, tuple(others))
 
 
 def has_reference(trainer: Any) -> bool:
@@ -147,9 +147,6 @@ def _read_asked(engines: Any) -> Iterator[Engine]:
 
 
 def _over_own(own: Engine, section: str, values: Mapping[str, Any]) -> Engine:
-    quantization = str(values.get("quantization") or "")
-    if FP8 in quantization:
-        return Engine("rollout", FP8, "", because=f"{section}.quantization={quantization}")
     if "dtype" in values:
         name = named(values["dtype"], section, "dtype")
         own = Engine("rollout", _canonical(name), f"{section}.dtype", name)

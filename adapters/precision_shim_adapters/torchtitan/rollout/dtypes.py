@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from precision_shim.adapting import Call, decide, seam, versioned
+from precision_shim.adapting import Call, current_settings, decide, seam, versioned
 from precision_shim.errors import DtypeError
 from precision_shim.precision.agreement import AUTO, Engine, compare
 from precision_shim.precision.dtypes import name_of, parse_dtype
@@ -112,9 +112,9 @@ def build_controller(call: Call, config: Any) -> Any:
     generator = config.generator
     generator_dtype_name(generator.model_dtype)
     coerce_generator(generator)
-    report_heads(
-        versioned(FRAMEWORK), partial(lm_head.read_heads, config), lambda *_: lm_head.write(config)
-    )
+    if current_settings()["head"] == "fp32":  # trainer and generators have one LM head
+        read = partial(lm_head.read_heads, config)
+        report_heads(versioned(FRAMEWORK), read, lambda *_: lm_head.write(config))
     both = engines(config.trainer.training, generator.model_dtype)
     if both is not None:
         report_engines(versioned(FRAMEWORK), both[0], both[1:], partial(write_key, config))

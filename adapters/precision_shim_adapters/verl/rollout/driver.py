@@ -109,7 +109,7 @@ def _report(config: Mapping[str, Any], write: Any = None) -> dtypes.VerlEngines 
     if job is not None:
         report_heads(where, partial(read_heads, config, partial(in_force, "verl")), write)
         if job.trainer is not None:
-            report_engines(where, job.trainer, job.others, write, job.model_type)
+            report_engines(where, job.trainer, job.others, write)
     return job
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import look, versioned
-from precision_shim.precision.agreement import AUTO, FP8, Engine
+from precision_shim.precision.agreement import AUTO, Engine
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
-from ...agreement.model_files import model_type, resolve_by_model
+from ...agreement.model_files import resolve_by_model
 from ...agreement.names import engine_name, with_rounded
 from ...agreement.report import JobEngines
 from ..training import fsdp
@@ -51,8 +51,7 @@ def read_sides(config: Mapping[str, Any]) -> VerlEngines | None:
         resolve_by_model(_of_rollout(rollout, "rollout", ROLLOUT), backend, path),
         *_teachers(config),
     ]
-    kind = model_type(path) if backend == "vllm" else ""
-    return VerlEngines(trainer, tuple(others), kind, str(actor.get("strategy") or "fsdp"))
+    return VerlEngines(trainer, tuple(others), str(actor.get("strategy") or "fsdp"))
 
 
 def unknown_engine(job: VerlEngines) -> tuple[str, str]:
@@ -157,8 +156,6 @@ def _of_rollout(section: Mapping[str, Any], subject: str, place: str) -> Engine:
     over = f"{place}.engine_kwargs.{section.get('name')}"
     at, options = (over, inner) if inner.get("quantization") else (place, section)
     quantised = str(options.get("quantization") or "")
-    if FP8 in quantised:
-        return Engine(subject, FP8, key, because=f"{at}.quantization={quantised}")
     dtype = None if asked == AUTO else parse_dtype(asked)
     prefix = "++" if "engine_kwargs" in key else ""
     computes = AUTO if dtype is None else name_of(dtype)

@@ -1,0 +1,202 @@
+"""Both sides of a trainer that starts SGLang by flags with the prefix ``--sglang``: slime, miles.
+
+The reference model is the trained model with other weights. With ``--fp16`` the trainer starts
+SGLang in fp16, whatever ``--sglang-dtype`` is. The file of ``--sglang-config`` overrides the flags.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentTypeError
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from precision_shim.adapting import Call, Seam, collect, in_force, seam, versioned
+from precision_shim.errors import DtypeError
+from precision_shim.precision.agreement import AUTO, CANONICAL, Engine
+from precision_shim.precision.lm_head import Head
+
+from ..megatron.training.lm_head import compute_in_fp32
+from .lm_head import (
+    NOT_IN_FORCE,
+    SETTING,
+    is_marked,
+    names_head,
+    of_rollout,
+    of_trainer,
+    report_heads,
+)
+from .model_files import quantised, resolve_by_model
+from .names import engine_name, with_rounded
+from .report import FEATURE, report_engines
+
+GROUP = "rollout"
+HEAD = "LM head"
+_FLAGS = "--sglang"
+_FIELDS = ("dtype", "quantization", "torchao_config", "kv_cache_dtype", "enable_fp32_lm_head")
+_EXTERNAL = "SGLang servers that run already"
+
+Groups = list[tuple[Mapping[str, Any], str]]
+"""Of each group of servers: the options that override the flags, and the place of these options."""
+
+
+def engines(name: str, args: Any, groups: Groups) -> tuple[Engine, list[Engine]]:
+    """Read the trainer and the rollout's groups of servers from a trainer's namespace of flags."""
+    computes = "fp16" if args.fp16 else "bf16"  # as both trainers, which set bf16 without fp16
+    others = [_rollout(name, args, own, place) for own, place in groups]
+    return Engine("actor", computes, f"--{computes}"), list(dict.fromkeys(others))
+
+
+def _rollout(name: str, args: Any, own: Mapping[str, Any], place: str) -> Engine:
+    flags = {field: value for field, value in _given(args).items() if field not in own}
+    value, key, because = flags.get("dtype"), f"{_FLAGS}-dtype", ""
+    if "dtype" in own:
+        value, key = own["dtype"], f"{place}.dtype"
+    elif args.fp16:
+        value, because = "float16", f"--fp16, with which {name} starts SGLang in float16"
+    if args.rollout_external:
+        because = f"{because or key}, if the {_EXTERNAL} were started so"
+    follows = not (args.rollout_external or "dtype" in own)
+    engine = Engine(
+        "rollout", CANONICAL.get(str(value), AUTO), key, value, because, follows=follows
+    )
+    path = str(own.get("model_path") or args.hf_checkpoint)
+    engine = resolve_by_model(engine, "sglang", path)
+    engine = with_rounded(engine, {"quantization": quantised(path)}, f"{path}/config.json")
+    return with_rounded(with_rounded(engine, flags, _FLAGS), own, place)
+
+
+def _given(args: Any) -> dict[str, Any]:
+    given = {field: getattr(args, f"sglang_{field}", None) for field in _FIELDS}
+    return {**given, "enable_fp32_lm_head": given["enable_fp32_lm_head"] or None}
+
+
+def _groups(name: str, args: Any) -> Groups:
+    """Read the groups of servers that get the trained weights."""
+    if getattr(args, "sglang_config", None) is None:
+        return [({}, "")]
+    return list(_in_file(name, args))
+
+
+def _in_file(name: str, args: Any) -> Iterator[tuple[Mapping[str, Any], str]]:
+    from importlib import import_module
+
+    module = import_module(f"{name}.backends.sglang_utils.sglang_config")
+    for model in module.SglangConfig.from_yaml(args.sglang_config).models:
+        trained = model.model_path in (None, args.hf_checkpoint)
+        if model.update_weights is False or not (model.update_weights or trained):
+            continue
+        for group in model.server_groups:
+            if group.worker_type not in ("placeholder", "encoder"):
+                yield _plain(group.overrides), f"{args.sglang_config}: {model.name}.overrides"
+
+
+def _plain(overrides: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {key.replace("-", "_"): value for key, value in (overrides or {}).items()}
+
+
+def heads(name: str, args: Any, groups: Groups) -> list[Head]:
+    """Describe the LM heads of the trainer and of the rollout's groups of servers."""
+    refusal = ""
+    if getattr(args, "train_backend", "megatron") != "megatron":
+        refusal = f"the shim does not change the LM head of {name}'s {args.train_backend} backend"
+    elif names_head(getattr(args, "target_modules", None)):
+        refusal = "--target-modules has the LM head, whose adapter computes in 16 bits"
+    elif not in_force(name, FEATURE, HEAD):
+        refusal = NOT_IN_FORCE
+    found = [of_trainer("actor", vars(args), "args", refusal)]
+    if args.rollout_external:
+        return [*found, Head("rollout", refusal=f"{_EXTERNAL} keep their LM head")]
+    for own, place in groups:
+        at = place if "enable_fp32_lm_head" in own else _FLAGS
+        found.append(of_rollout("sglang", {**_given(args), **own}, at))
+    return found
+
+
+def _write(args: Any, key: str, value: object) -> None:
+    setattr(args, key.removeprefix("args.").lstrip("-").replace("-", "_"), value)
+
+
+def seams(name: str) -> tuple[Seam, ...]:
+    """The seams of ``rollout-agreement`` in a trainer; ``name`` is its name and package."""
+    sglang = f"{name}.backends.sglang_utils"
+    here: dict[str, Any] = {
+        "feature": FEATURE,
+        "group": GROUP,
+        "optional": True,
+        "delete_when": f"{name} compares the dtypes of trainer and rollout",
+    }
+
+    def read_name(key: str, value: object) -> str:
+        return engine_name(value, key, versioned(name), (AUTO,))
+
+    @seam(
+        f"{sglang}.arguments:add_sglang_arguments",
+        why="adds SGLang's flags to a parser, which knows only SGLang's names of dtypes",
+        aliases=(f"{name}.utils.arguments:add_sglang_arguments",),
+        **here,
+    )
+    def add_flags(call: Call, parser: Any) -> Any:
+        """Let the flags for SGLang's dtype take every dtype name."""
+        added = call.proceed()
+        for action in parser._actions:
+            if action.dest.endswith("sglang_dtype"):
+                action.type = partial(_from_flag, partial(read_name, action.option_strings[0]))
+        return added
+
+    @seam(
+        f"{sglang}.sglang_config:ServerGroupConfig.__post_init__",
+        why="has the options of a group of servers, before SGLang refuses their names",
+        **here,
+    )
+    def make_group(call: Call) -> Any:
+        """Replace the dtype name of a group of servers by the one that SGLang accepts.
+
+        Raises:
+            DtypeError: the name is unknown.
+        """
+        own = call.instance.overrides
+        if own and own.get("dtype") is not None:
+            own["dtype"] = read_name("overrides.dtype", own["dtype"])
+        return call.proceed()
+
+    @seam(
+        f"{name}.ray.placement_group:create_placement_groups",
+        why="the driver, with all flags, before it asks Ray for GPUs",
+        **here,
+    )
+    def compare(call: Call, args: Any) -> Any:
+        """Compare the dtypes of trainer and rollout, and report whether they agree.
+
+        Raises:
+            DtypeError: a dtype name in the file of ``--sglang-config`` is unknown.
+            UnsupportedPrecisionError: in strict mode, only the trainer computes in float16, or an
+                engine cannot compute its LM head in fp32.
+        """
+        if hasattr(args, "sglang_dtype") and not args.debug_rollout_only:
+            groups, write = _groups(name, args), partial(_write, args)
+            report_heads(versioned(name), partial(heads, name, args, groups), write)
+            report_engines(versioned(name), *engines(name, args, groups), write)
+        return call.proceed()
+
+    @seam(
+        f"{name}.backends.megatron_utils.model:setup_model_and_optimizer",
+        why="returns the model chunks, whose LM head computes in fp32 where the driver asked",
+        **{**here, "group": HEAD, "delete_when": f"{name} has an option for the trainer's LM head"},
+    )
+    def build_head(call: Call, args: Any, role: str = "actor") -> Any:
+        """Make the actor's model, which is the reference model's too, compute its head in fp32."""
+        built = call.proceed()
+        if role == "actor" and is_marked(vars(args)):
+            compute_in_fp32(built[0], versioned(name), SETTING)
+        return built
+
+    return collect(add_flags, make_group, compare, build_head)
+
+
+def _from_flag(read: Any, value: str) -> str:
+    try:
+        name: str = read(value)
+    except DtypeError as error:  # argparse shows no other error's text
+        raise ArgumentTypeError(str(error)) from error
+    return name
