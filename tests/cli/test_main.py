@@ -49,7 +49,7 @@ def python(
 def test_only_the_demo_needs_more_than_the_base_install(arguments):
     ended = python(_WITHOUT_RICH, *arguments)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stderr == ""
+    assert "Traceback" not in ended.stderr
 
 
 def test_the_demo_names_what_to_install_in_one_line():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ from precision_shim.errors import PlanError
 from precision_shim.process.settings import resolve
 from precision_shim_adapters.megatron.policy.legality import NEWEST
 from precision_shim_adapters.megatron.policy.requested import RequestedConfig
-from precision_shim_tools.cli import main
+from precision_shim_tools.cli import build_parser, main
 from precision_shim_tools.cli import plan as plan_command
+from precision_shim_tools.cli._output import Progress
 from precision_shim_tools.plan import plot, shapes
 from precision_shim_tools.plan.command import Job, Options, file_of, read_launch_line
 from precision_shim_tools.plan.megatron import model as megatron_plan
@@ -287,9 +290,16 @@ def test_an_option_that_makes_no_sense_ends_with_2(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
 ) -> None:
     with pytest.raises(SystemExit) as end:
-        main(["plan", *words, *LINE])
+        main(["plan", "--json", *words, *LINE])
     assert end.value.code == 2
-    assert "expected" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "expected" in said.err
+    assert json.loads(said.out)["error"] in said.err
+
+
+@pytest.mark.parametrize("word", ["80", "80GB", "80 GiB", "80.0g"])
+def test_the_memory_of_a_gpu_may_have_a_unit(word: str) -> None:
+    assert build_parser(["plan"]).parse_args(["plan", "--gpu-memory", word]).gpu_memory == 80
 
 
 def test_a_number_of_gpus_that_is_not_known_here_is_no_guess() -> None:
@@ -409,7 +419,7 @@ def test_the_import_that_failed_is_found_among_the_causes() -> None:
 
 
 def status_where(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException
 ) -> tuple[object, str]:
     """Exit status and message of a plan in which reading the config raises ``error``."""
 
@@ -431,6 +441,42 @@ def test_a_fault_of_the_plan_is_to_be_reported_and_says_nothing_of_the_config(
     assert f"{type(error).__name__}: {error}" in said
     assert "Report this line, the lines above it and the command" in said
     assert "Correct" not in said
+
+
+def test_ctrl_c_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = status_where(monkeypatch, capsys, KeyboardInterrupt())
+    assert ended == (130, "precision-shim: interrupted\n")
+
+
+@pytest.mark.parametrize(("terminal", "said"), [(False, "plan: reading\n"), (True, "reading, 0 s")])
+def test_a_slow_command_says_what_it_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool, said: str
+) -> None:
+    told = threading.Event()
+
+    def reads(*args: Any) -> Any:
+        Progress.stage = "reading"
+        assert told.wait(60)
+        raise PlanError("no config")
+
+    def writes(text: str) -> int:
+        if "reading" in text:
+            told.set()
+        return write(text)
+
+    monkeypatch.setattr(plan_command, "_read", reads)
+    monkeypatch.setattr(Progress, "quiet", 0.0)
+    write = sys.stderr.write
+    monkeypatch.setattr(sys.stderr, "write", writes)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    with pytest.raises(SystemExit):
+        main(["plan", "--", *LINE])
+    shown = capsys.readouterr().err
+    assert said in shown
+    # On a terminal the progress is erased before the result is written.
+    assert shown.endswith("\r\033[K" * terminal + "precision-shim plan: no config\n")
 
 
 def test_a_file_that_cannot_be_read_is_named(

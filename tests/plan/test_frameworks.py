@@ -185,6 +185,31 @@ def test_verl_on_fsdp_and_what_is_illegal(capsys: pytest.CaptureFixture[str], mo
     assert "its layout cannot be computed: " in refused(capsys, "--", *MEGATRON, path, three)
 
 
+ACTOR = "actor_rollout_ref.actor"
+MIXED = f"{ACTOR}.fsdp_config.mixed_precision"
+
+
+@needs("verl")
+@pytest.mark.parametrize(
+    ("written", "remedy"),
+    [
+        ("mixed_precision.param_dtype", f"Write {MIXED}, or"),
+        ("fsdp_config.param_dtype", f"Write {MIXED}.param_dtype, or"),
+        ("param_dtype", f"Write {MIXED}.param_dtype, or"),
+        ("fsdp_config.lr", f"Write {ACTOR}.optim.lr, or"),
+        ("optim.lrr", f"Did you mean {ACTOR}.optim.lr? Correct"),
+    ],
+)
+def test_a_key_in_a_wrong_section_of_verls_is_told_where_it_belongs(
+    capsys: pytest.CaptureFixture[str], written: str, remedy: str
+) -> None:
+    line = (*VERL, "algorithm.adv_estimator=grpo", f"+{ACTOR}.{written}=fp16")
+    code, plan = planned(capsys, "--parameters", "1M", "--", *line)
+    (problem,) = plan["problems"]
+    assert (code, problem["code"]) == (1, "key")
+    assert problem["remedy"].startswith(remedy)
+
+
 @needs("verl")
 @pytest.mark.skipif(
     importlib.util.find_spec("verl") is None or Version(version("verl")) < Version("0.8"),

@@ -52,9 +52,9 @@ def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
 
 
 def doctor(**variables: str) -> tuple[int, str, str]:
-    """The doctor's exit status, its text unfolded, and the last heading of the text."""
+    """The doctor's exit status, its text unfolded, and the heading before the verdict."""
     done = python("-m", "precision_shim", "doctor", **variables)
-    last = [line for line in done.stdout.splitlines() if line[:1].strip()][-1]
+    last = [line for line in done.stdout.splitlines() if line[:1].strip()][-2]
     return done.returncode, " ".join(done.stdout.split()), last
 
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ..errors import LossScaleError
 from ..precision.scaler_record import MAX_SKIPS
+from ..reporting.journal import announce
 
 
 @dataclass
@@ -29,8 +30,10 @@ class SkipCounter:
     skipped: int = 0
     in_row: int = 0
 
-    def note(self, skipped: bool, scale: float) -> None:
-        """Count one step, which was skipped or not, at a loss scale.
+    def note(self, skipped: bool, scale: float, after: float | torch.Tensor) -> None:
+        """Count one step, which was skipped or not, at a loss scale; ``after`` is the next scale.
+
+        Of the skips, the first, tenth, hundredth and so on are printed on rank 0.
 
         Raises:
             LossScaleError: this is the ``limit``-th consecutive skip.
@@ -41,6 +44,12 @@ class SkipCounter:
             return
         self.skipped += 1
         self.in_row += 1
+        if self.skipped == 10 ** (len(str(self.skipped)) - 1):
+            announce(
+                f"fp16 loss scaling: optimizer step {self.steps} was skipped, because a gradient "
+                f"was not finite: loss scale {scale:g}, then {float(after):g}; normal in fp16 "
+                f"(skipped so far: {self.skipped})"
+            )
         if self.in_row >= self.limit:
             raise LossScaleError(
                 f"fp16 loss scaling: {self.in_row} optimizer steps in a row had non-finite "

@@ -125,6 +125,19 @@ def test_the_loss_scale_is_the_one_of_the_last_step():
     assert scaling.loss_scale == 32.0
 
 
+def test_the_first_skip_is_told_and_then_every_power_of_ten(capsys):
+    parameter, optimizer = one_parameter()
+    scaling = scaler(init_scale=2.0**16)
+    train(scaling, parameter, optimizer)
+    for _ in range(11):
+        train(scaling, parameter, optimizer, math.inf)
+    first, tenth = capsys.readouterr().err.splitlines()
+    assert "optimizer step 2 was skipped" in first
+    assert "loss scale 65536, then 32768; normal in fp16" in first
+    assert "optimizer step 11 was skipped" in tenth
+    assert tenth.endswith("(skipped so far: 10)")
+
+
 def test_a_skipped_step_leaves_parameter_and_moments():
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([parameter])

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ._output import Progress, write
 
 if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+    Commands = argparse._SubParsersAction["_Parser"]
 
-__all__ = ["COMMANDS", "OPTIONS", "add_command", "build_parser", "main", "settings_of"]
+__all__ = ["COMMANDS", "OPTIONS", "add_command", "build_parser", "fail", "main", "settings_of"]
 
 COMMANDS = ("run", "doctor", "plan", "audit", "checkpoint", "demo")
 """The modules of this package that implement a command, in the order of ``--help``."""
@@ -25,8 +28,11 @@ COMMANDS = ("run", "doctor", "plan", "audit", "checkpoint", "demo")
 OPTIONS = {"features": "--features", "frameworks": "--frameworks", "settings": "--set"}
 """Maps an argument of ``install()`` to its command line option, for the messages of ``resolve``."""
 
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as of SIGINT in a shell."""
 
-def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
+
+def build_parser(commands: Sequence[str] = COMMANDS) -> _Parser:
     """Build the parser of the command line; the module of each command is imported."""
     import precision_shim
 
@@ -51,6 +57,15 @@ def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
 class _Parser(argparse.ArgumentParser):
     """A parser for option values that begin with a dash, as in ``--features -fp16-scaling``."""
 
+    as_json = False
+    """Whether ``--json`` is among the words."""
+
+    def error(self, message: str) -> NoReturn:
+        """See ``ArgumentParser``; with ``--json`` the error is also a JSON object."""
+        if self.as_json:
+            write(json.dumps({"error": message}))
+        super().error(message)
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         return super().parse_known_args(self._join(args or ()), namespace)
 
@@ -59,6 +74,7 @@ class _Parser(argparse.ArgumentParser):
         rest = iter(words)
         for word in rest:
             option = self._option_string_actions.get(word)
+            self.as_json |= word == "--json"
             if option is None and (word == "--" or not word.startswith("-")):
                 return [*joined, word, *rest]
             value = next(rest, None) if option is not None and option.nargs is None else None
@@ -68,7 +84,7 @@ class _Parser(argparse.ArgumentParser):
 
 def add_command(
     commands: Commands, name: str, command: Any, *, help: str, more: str = "", usage: str = ""
-) -> argparse.ArgumentParser:
+) -> _Parser:
     """Add a command, whose function ``command`` returns the exit status; return the parser.
 
     ``help`` is one sentence, for the list of commands and the command's own help. ``more`` is
@@ -106,8 +122,28 @@ def settings_of(texts: Sequence[str]) -> dict[str, object]:
     return given
 
 
+def fail(asked: argparse.Namespace, message: str) -> int:
+    """Print a command's error, with ``--json`` also as a JSON object; return exit status 2."""
+    Progress.stop()
+    print(f"{asked.parser.prog}: {message}", file=sys.stderr)
+    if asked.parser.as_json:
+        write(json.dumps({"error": message}))
+    return 2
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run ``precision-shim`` with these words, or ``sys.argv[1:]``; raise ``SystemExit``."""
+    try:
+        _main(arguments)
+    except KeyboardInterrupt:
+        Progress.stop()
+        print("precision-shim: interrupted", file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None
+    finally:
+        Progress.stop()
+
+
+def _main(arguments: Sequence[str] | None) -> NoReturn:
     _open_closed_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     # Import only the module of the given command: `run` starts jobs and must be fast.
@@ -120,7 +156,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(0)
     name = given[0]
     if name != "doctor":  # ``doctor`` itself lists invalid variables
-        _check_variables(name)
+        _check_variables(name, known)
+    if name not in ("run", "demo"):  # the job and the demo report their own progress
+        Progress(known.parser.prog).start()
     raise SystemExit(known.command(known))
 
 
@@ -135,7 +173,7 @@ def _open_closed_streams() -> None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
-def _check_variables(command: str) -> None:
+def _check_variables(command: str, asked: argparse.Namespace) -> None:
     from precision_shim.errors import SettingsError
     from precision_shim.process.settings import check_variables, resolve
 
@@ -147,5 +185,4 @@ def _check_variables(command: str) -> None:
 
             resolve(known_frameworks=entries())
     except SettingsError as error:
-        print(f"precision-shim {command}: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(fail(asked, str(error))) from None

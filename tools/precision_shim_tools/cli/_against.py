@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,6 +33,7 @@ from ..upstream import record as _recording
 from ..upstream.changes import changed_lines
 from ..upstream.framework_status import as_dict, predict_status
 from ..upstream.trees import Tree, open_tree, over
+from . import fail
 from ._output import show, write
 
 __all__ = ["command", "options", "report"]
@@ -73,7 +73,7 @@ def _record(asked: argparse.Namespace) -> int:
     try:
         record = _symbols.read_symbols(file)
     except (OSError, ValueError) as error:
-        return _fail(f"{file} cannot be read: {error}. Name a new file, or repair it.")
+        return fail(asked, f"{file} cannot be read: {error}. Name a new file, or repair it.")
     added: dict[str, int] = {}
     for entry in _registry.entries(third_party=False).values():
         if _installed.version_of(entry.distribution, entry.packages) is not None:
@@ -81,11 +81,11 @@ def _record(asked: argparse.Namespace) -> int:
                 _recording.add(record, name, version, digests)
                 added[f"{name} {version}"] = sum(map(bool, digests.values()))
     if not added:
-        return _fail("nothing to record: no framework is installed here")
+        return fail(asked, "nothing to record: no framework is installed here")
     try:
         _recording.write(record, file)
     except OSError as error:
-        return _fail(f"{file} cannot be written: {error}. Name a file that may be written.")
+        return fail(asked, f"{file} cannot be written: {error}. Name a file that may be written.")
     told = ", ".join(f"{name}: {count} symbols" for name, count in added.items())
     show("\n".join(fold(f"{file}: {told}", 0, 2, break_words=True)))
     return 0
@@ -348,18 +348,13 @@ def _against(asked: argparse.Namespace) -> int:
         except SourceError:
             return _fail(str(error))
     except (PrecisionShimError, OSError) as error:
-        return _fail(str(error))
+        return fail(asked, str(error))
     if asked.as_json:
         told = [verdict.to_dict() for verdict in reports]
         write(json.dumps(told if len(told) > 1 else told[0], indent=2))
     else:
         show("\n\n".join(_text(verdict, path, verbose=asked.verbose) for verdict in reports))
     return 1 if any(verdict.problems for verdict in reports) else 0
-
-
-def _fail(sentence: str) -> int:
-    print(f"precision-shim doctor: {sentence}", file=sys.stderr)
-    return 2
 
 
 def _text(report: Report, path: Path, *, verbose: bool) -> str:

@@ -1,4 +1,4 @@
-"""Write a command's result, in colours if the output is a terminal and rich is installed."""
+"""Write a command's result, in colours on a terminal with rich, and the progress of a command."""
 
 from __future__ import annotations
 
@@ -6,22 +6,25 @@ import contextlib
 import os
 import re
 import sys
+import threading
+import time
 
-__all__ = ["READER_GONE", "show", "write"]
+__all__ = ["READER_GONE", "Progress", "show", "write"]
 
 READER_GONE = 141
 """Exit status, as of SIGPIPE in a shell, if the program that reads the output has ended."""
 
 _STYLES = {
     r"^[^\s:].*$": "bold",
-    r"\b(would be in force|in force|can be patched|no problems|to wrap)\b": "green",
-    r"\b(refused|not active|cannot be \w+|problems)\b(?<!no problems)": "red",
+    r"\b(would be in force|in force|can be patched|no problems|to wrap|ON)\b": "green",
+    r"\b(refused|not active|cannot be \w+|problems|OFF)\b(?<!no problems)": "red",
     r"\b(not on|not tested|waits for \w+( \w+)?)\b": "yellow",
 }
 
 
 def show(text: str) -> None:
     """Print a text, in colours if the output is a terminal and rich is installed."""
+    Progress.stop()
     if sys.stdout.isatty():
         try:
             from rich.console import Console
@@ -46,6 +49,7 @@ def _printable(text: str) -> str:
 
 def write(text: str) -> None:
     """Print a text; raise ``SystemExit`` if it cannot be written, or its reader has ended."""
+    Progress.stop()
     try:
         print(_printable(text), flush=True)
     except OSError as error:
@@ -56,3 +60,44 @@ def write(text: str) -> None:
         told = f"precision-shim: the output cannot be written: {error.strerror or error}"
         print(told, file=sys.stderr)
         raise SystemExit(2) from None
+
+
+class Progress(threading.Thread):
+    """Shows on stderr what a slow command does: in one line that moves, or one line per stage.
+
+    A line moves on a terminal. Elsewhere a stage that ends within a poll is left out.
+    """
+
+    quiet = 3.0
+    """A command that takes fewer seconds shows nothing."""
+
+    stage = ""
+    """What the running command does."""
+
+    def __init__(self, command: str) -> None:
+        super().__init__(daemon=True)
+        self._command, self._ended = command, threading.Event()
+        Progress.stage = ""
+
+    def run(self) -> None:
+        """Show the stages until ``stop`` is called."""
+        begin, shown, moves = time.monotonic(), "", sys.stderr.isatty()
+        while not self._ended.wait(0.2 if shown else self.quiet):
+            line = f"{self._command}: {Progress.stage or 'working'}"
+            with contextlib.suppress(OSError, ValueError):  # stderr may be closed
+                if moves:
+                    seconds = time.monotonic() - begin
+                    print(f"\r\033[K{line}, {seconds:.0f} s", end="", file=sys.stderr, flush=True)
+                elif Progress.stage and line != shown:
+                    print(line, file=sys.stderr, flush=True)
+            shown = line
+        if moves and shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+    @staticmethod
+    def stop() -> None:
+        """End the progress before a command's output, and at the command's end."""
+        for thread in threading.enumerate():
+            if isinstance(thread, Progress):
+                thread._ended.set()
+                thread.join()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from typing import TYPE_CHECKING, Any
 
-from . import add_command
+from . import add_command, fail
 from ._output import show, write
 
 if TYPE_CHECKING:
@@ -45,15 +44,13 @@ def run(arguments: argparse.Namespace) -> int:
         weights = list(sent_weights.read(directory))
     except OSError as error:
         why = error.strerror or error
-        print(f"{directory}: cannot be read: {why}. {_GIVE}", file=sys.stderr)
-        return 2
+        return fail(arguments, f"{directory}: cannot be read: {why}. {_GIVE}")
     if not found and not weights:
-        print(
+        return fail(
+            arguments,
             f"{directory}: no audit here (*{files.SUFFIX}). {_GIVE} If the job has not run yet, "
             "set PRECISION_SHIM_AUDIT_DIR to this directory for the job.",
-            file=sys.stderr,
         )
-        return 2
     audits = [(files.number(path, read), read) for path, read in found if isinstance(read, Audit)]
     broken = {path.name: read for path, read in (*found, *weights) if isinstance(read, str)}
     compared = compare(audits)

@@ -23,8 +23,9 @@ def register(commands: Commands) -> None:
         "demo",
         _nowhere,
         help="Train a tiny GPT through verl and Megatron-core, without and with the shim.",
-        more="From a clone of the repository, on this machine's CPU, in fresh processes, with "
-        "verl's own functions; measured from the tensors. Exit status 0: the effect is what was "
+        more="It runs only from a clone of the repository, where this help lists its options: on "
+        "this machine's CPU, in fresh processes, with verl's own functions; measured from the "
+        "tensors. Exit status 0: the effect is what was "
         "promised; 1: it is not; 2: the demo cannot run here.",
     )
     # `precision-shim --help` must not run code from the current directory. The clone's code is

@@ -1,7 +1,8 @@
 """``precision-shim doctor``: show installed packages, seams to patch, and reasons for refusals.
 
-The doctor reads metadata and source, and imports no framework. Child processes check the start-up
-file and the import of TransformerEngine, which fails without CUDA libraries and may crash.
+The doctor reads metadata and source, and imports no framework; the adapter of an installed
+framework imports torch. Child processes check the start-up file and the import of
+TransformerEngine, which fails without CUDA libraries and may crash.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import site
 import subprocess
 import sys
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +38,7 @@ from precision_shim.reporting.text import fold
 
 from ..upstream.framework_status import as_dict, inapplicable, predict_status
 from . import _against, add_command
-from ._output import show, write
+from ._output import Progress, show, write
 
 if TYPE_CHECKING:
     from . import Commands
@@ -53,6 +55,10 @@ PACKAGES = (
 )
 _SHOWN = {"pending": "to wrap"}  # status() shows "pending" as "waits for import"
 _COLUMN = 16
+_OTHER_PYTHON = (
+    f"This is {sys.executable}; ask the Python that runs the job: JOB'S-PYTHON -m precision_shim "
+    "doctor"
+)
 _NO_SETTINGS = "would not be patched, because a setting is not valid"
 _LONG = 5  # Maximum number of lines for one problem; --verbose shows all lines.
 _PATIENCE = 120  # Timeout in seconds for a child process; TransformerEngine's import is slow
@@ -85,7 +91,9 @@ def register(commands: Commands) -> None:
         "--json", dest="as_json", action="store_true", help="print everything as JSON"
     )
     parser.add_argument(
-        "--verbose", action="store_true", help="print every seam, and every setting, too"
+        "--verbose",
+        action="store_true",
+        help="print every feature by training engine, every seam and every setting, too",
     )
     _against.options(parser)
 
@@ -119,10 +127,14 @@ def _look() -> tuple[dict[str, Any], dict[str, FrameworkStatus]]:
         problems.append(str(error))
     with contextlib.suppress(SettingsError):  # which is among the problems already
         switch = _settings.switch()
+    misspelt = [name for name in os.environ if _is_near_prefix(name)]
+    problems += [f"{name} is no variable of precision_shim: write {PREFIX}" for name in misspelt]
+    Progress.stage = "starting a Python"
     start_up = _start_up(switch, problems)
     packages = {name: _package(name, packages) for name, packages in PACKAGES}
     frameworks: dict[str, FrameworkStatus] = {}
     for name, entry in offered(_registry.entries(), settings).items():
+        Progress.stage = f"reading {name}"
         frameworks[name], found = _predict(entry, settings)
         problems += found
     limits = _limits(packages["transformer-engine"], frameworks)
@@ -132,7 +144,7 @@ def _look() -> tuple[dict[str, Any], dict[str, FrameworkStatus]]:
     if switch in ("on", "strict") and {s.state for s in frameworks.values()} <= {"absent", "off"}:
         problems.append(
             "nothing to patch here: none of these frameworks is installed or asked for: "
-            + ", ".join(frameworks)
+            f"{', '.join(frameworks)}. {_OTHER_PYTHON}"
         )
     told: dict[str, Any] = {
         # With PRECISION_SHIM=0 no feature is requested, so no feature can be missing.
@@ -154,7 +166,31 @@ def _look() -> tuple[dict[str, Any], dict[str, FrameworkStatus]]:
         "problems": problems,
         "limits": limits,
     }
+    told["verdict"] = _verdict(told, frameworks, misspelt)
     return told, frameworks
+
+
+def _is_near_prefix(name: str) -> bool:
+    ours = name == PREFIX or name.startswith(f"{PREFIX}_")
+    return not ours and bool(get_close_matches(name.upper(), [PREFIX], cutoff=0.85))
+
+
+def _verdict(
+    told: Mapping[str, Any], frameworks: Mapping[str, FrameworkStatus], misspelt: list[str]
+) -> str:
+    """Return whether the shim is on in this environment, and what to do if it is not."""
+    here = [f"{name} {status.version}" for name, status in frameworks.items() if status.version]
+    if told["switch"] == "invalid" or not told["settings"]:
+        return "OFF in this environment: correct the setting that is not valid"
+    if told["switch"] == "unset":
+        question = f" ({', '.join(misspelt)} is misspelt)" if misspelt else ""
+        more = "" if here else f". No framework is installed here. {_OTHER_PYTHON}"
+        return f"OFF in this environment{question}: export {PREFIX}=1{more}"
+    if told["switch"] == "off":
+        return f"OFF in this environment: {PREFIX} is off; export {PREFIX}=1"
+    if not told["ok"]:
+        return "ON, with the problems above"
+    return f"ON: {', '.join(here)}"
 
 
 def _start_up(switch: str, problems: list[str]) -> dict[str, Any]:
@@ -186,6 +222,7 @@ def _package(name: str, packages: tuple[str, ...]) -> dict[str, Any]:
         init = type(wrapt.FunctionWrapper.__init__)
         told["c_extension"] = init.__name__ == "wrapper_descriptor"
     if version is not None and name == "transformer-engine":
+        Progress.stage = "importing TransformerEngine"
         error = _in_child(_TRANSFORMER_ENGINE)
         told["import_error"] = "the import did not end" if error is None else error
     return told
@@ -258,13 +295,7 @@ def _text(
 
     variables = [f"{name}={value}" for name, value in told["variables"].items()]
     lines += ["", *_row("variables", ", ".join(variables) or "none is set")]
-    said = {
-        "unset": f"{PREFIX} is unset: only install() patches; below is what it would do",
-        "off": f"{PREFIX} is off: nothing is patched; below is what would be",
-    }.get(told["switch"], "")
-    valid = bool(told["settings"])
-    lines += _row("", said if valid else "a setting is not valid: nothing is patched")
-    if verbose and valid:
+    if verbose and told["settings"]:
         lines += _row("settings", "strict" if told["strict"] else "not strict")
         for name, setting in told["settings"].items():
             lines += _row("", f"{name}={setting['value']}  ({setting['from']})")
@@ -272,7 +303,7 @@ def _text(
 
     for name, status in frameworks.items():
         if status.state not in ("absent", "off"):
-            lines += ["", *_framework_text(name, status, told["features"], verbose)]
+            lines += ["", *_framework_text(name, status, told["features"], verbose=verbose)]
     lines += _status_text.left_out(frameworks)
 
     if told["limits"]:
@@ -282,19 +313,22 @@ def _text(
     none = "no problems, but the limits above" if told["limits"] else "no problems"
     lines += ["", "problems" if told["problems"] else none]
     for problem in _problems(told["problems"], frameworks):
-        lines += _short(fold(problem, 2, 4, break_words=True), verbose)
+        lines += _short(fold(problem, 2, 4), verbose)
+    lines += ["", *fold(told["verdict"], 0, 2)]
     return "\n".join(lines)
 
 
 def _framework_text(
-    name: str, status: FrameworkStatus, features: list[str], verbose: bool
+    name: str, status: FrameworkStatus, features: list[str], *, verbose: bool
 ) -> list[str]:
     if status.reason == _NO_SETTINGS:
         return fold(f"{name} {status.version}: {status.reason}", 0, 2)
+    if not verbose:
+        reason = status.reason if status.seams else ""  # which is among the problems otherwise
+        headline = _status_text.headline(name, status, ahead=True)
+        return fold(headline, 0, 2) + fold(reason, 2, 4)
     lines = _status_text.framework(name, status, features, ahead=True)
-    if verbose:
-        lines += ["", *_status_text.seams(status.seams, _SHOWN)]
-    return lines
+    return [*lines, "", *_status_text.seams(status.seams, _SHOWN)]
 
 
 def _problems(problems: list[str], frameworks: Mapping[str, FrameworkStatus]) -> list[str]:
@@ -308,8 +342,7 @@ def _problems(problems: list[str], frameworks: Mapping[str, FrameworkStatus]) ->
 
 
 def _row(label: str, text: str) -> list[str]:
-    # break_words=True, because many paths are longer than a line.
-    return fold(f"{label:<{_COLUMN - 3}} {text}", 2, _COLUMN, break_words=True) if text else []
+    return fold(f"{label:<{_COLUMN - 3}} {text}", 2, _COLUMN) if text else []
 
 
 def _short(lines: list[str], verbose: bool) -> list[str]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import pkgutil
+import re
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,9 +28,9 @@ from ..plan import plot, text
 from ..plan.command import Job, Options, read_launch_line
 from ..plan.request import Request, Rules, make
 from ..plan.search import render, search
-from . import add_command, build_parser
+from . import add_command, build_parser, fail
 from . import run as _run
-from ._output import show, write
+from ._output import Progress, show, write
 
 if TYPE_CHECKING:
     from . import Commands
@@ -90,13 +90,12 @@ def _version(word: str) -> str:
 
 
 def _memory(word: str) -> float:
-    try:
-        memory = float(word)
-    except ValueError:
-        memory = math.nan
-    if not 0 < memory < math.inf:
-        raise argparse.ArgumentTypeError(f"{word!r}: expected GB, more than 0")
-    return memory
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *(?:G|GB|GiB)?", word.strip(), re.IGNORECASE)
+    if found is None or not float(found[1]):
+        raise argparse.ArgumentTypeError(
+            f"{word!r}: expected the GB (of 2^30 bytes) of one GPU, such as 80, 80GB or 80GiB"
+        )
+    return float(found[1])
 
 
 def run(asked: argparse.Namespace) -> int:
@@ -113,15 +112,14 @@ def run(asked: argparse.Namespace) -> int:
             job, request, rules = _read(asked, _without_run(words))
         return _show(asked, job, request, rules)
     except (PrecisionShimError, OSError) as error:
-        print(f"precision-shim plan: {error}", file=sys.stderr)
+        return fail(asked, str(error))
     except Exception:
         traceback.print_exc()
-        print(
-            "precision-shim plan: the plan itself failed, which says nothing of the config. Report "
-            f"this line, the lines above it and the command (precision-shim {__version__}).",
-            file=sys.stderr,
+        return fail(
+            asked,
+            "the plan itself failed, which says nothing of the config. Report this line, the lines "
+            f"above it and the command (precision-shim {__version__}).",
         )
-    return 2
 
 
 def _without_run(words: list[str]) -> list[str]:
@@ -169,6 +167,7 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
             f"{job.framework} is not installed here: its own loader has to read the job's config. "
             "Run the plan in the environment of the job."
         )
+    Progress.stage = f"reading the config and the models of {job.framework}'s job"
     try:
         with _variables(job.environ):  # the config and Hugging Face's cache may depend on variables
             request = pkgutil.resolve_name(entry.plan)(job)
@@ -219,7 +218,9 @@ def _variables(named: Mapping[str, str]) -> Iterator[None]:
 
 
 def _show(asked: argparse.Namespace, job: Job, request: Request, rules: Rules) -> int:
+    Progress.stage = "computing the plan"
     plan = make(job, request, rules)
+    Progress.stage = "searching" if asked.search else "drawing"
     memory = (asked.gpu_memory or 0) * text.GB
     searches = asked.search and not plan.problems
     found = search(job, request, rules, memory) if searches else []

@@ -17,7 +17,7 @@ from precision_shim.process import registry as _registry
 from precision_shim.process import settings as _settings
 from precision_shim.process.settings import FEATURES, PREFIX, TABLE
 
-from . import OPTIONS, add_command, settings_of
+from . import OPTIONS, add_command, fail, settings_of
 
 if TYPE_CHECKING:
     from . import Commands
@@ -74,8 +74,7 @@ def run(asked: argparse.Namespace) -> int:
             settings=asked.settings,
         )
     except SettingsError as error:
-        print(f"precision-shim run: {error}", file=sys.stderr)
-        return 2
+        return fail(asked, str(error))
     if off:
         # PRECISION_SHIM=0, the operator's kill switch, takes precedence over all options.
         print(

@@ -144,7 +144,8 @@ def read_launch_line(
     raise PlanError(
         f"{' '.join(words)!r}: no word of it is an entry point of a known framework ({names}): "
         "expected a module behind -m, or a script that imports one. Write the line that starts "
-        "the job's Python."
+        "the job's Python. If it is in a shell script, write `precision-shim plan --` in front of "
+        "it there, and start the script."
     )
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
+from types import MappingProxyType
 from typing import Any
 
-from precision_shim.process.names import meant
 from precision_shim.reporting.problem import Problem
 
 COMPONENTS = ("params", "frozen", "grad_buckets", "grad_copies", "master", "exp_avg", "exp_avg_sq")
@@ -88,18 +89,28 @@ class Decided:
 
 
 def unknown_keys(
-    written: Iterable[str], known: Collection[str], subject: str, key: str, whose: str
+    written: Iterable[str],
+    known: Collection[str],
+    subject: str,
+    key: str,
+    whose: str,
+    *,
+    places: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Problem]:
     """Return a problem for each key of ``written`` that is not in ``known``, if that is not empty.
 
     ``{}`` in ``key``, such as ``"actor.optim.{}"``, stands for a key's name; ``whose`` names the
-    config that allows the keys, such as ``"Megatron's OptimizerConfig"``.
+    config that allows the keys, such as ``"Megatron's OptimizerConfig"``. ``places`` maps names
+    to the keys that take effect under these names, which may be in other sections.
     """
     problems = []
     for name in written if known else ():
         if name not in known:
-            message, near = f"{whose} has no {name!r}", meant(name, known)
-            remedy = f"{near[:1].upper()}{near[1:]} Correct the key, or leave it out.".strip()
+            message, remedy = f"{whose} has no {name!r}", "Correct the key, or leave it out."
+            for near in get_close_matches(name, known, n=1):
+                remedy = f"Did you mean {places.get(near, near)}? {remedy}"
+            if name in places:
+                remedy = f"Write {places[name]}, or leave it out."
             problems.append(Problem("key", subject, key.format(name), message, remedy))
     return problems
 

@@ -30,6 +30,7 @@ from .request import Request
 from .rollout import predict_sides
 from .shapes import Model, Weight
 from .torch_optimizer import ShardedModel, is_adam, learning_rate, scaling
+from .values import one_line
 
 _DEGREES = (
     *("data_parallel_replicate_degree", "tensor_parallel_degree"),
@@ -111,9 +112,9 @@ def load(job: Job) -> Any:
             return ConfigManager().parse_args(list(job.arguments))
     except (Exception, SystemExit) as error:  # tyro raises SystemExit for a wrong argument
         ended = isinstance(error, SystemExit)
-        text = " ".join(_FRAME.sub(" ", said.getvalue() if ended else str(error)).split())
+        text = one_line(_FRAME.sub(" ", said.getvalue() if ended else str(error)))
         raise PlanError(
-            f"{_where()}, {' '.join(job.arguments)}: {type(error).__name__}: {text[:600]}. Correct "
+            f"{_where()}, {' '.join(job.arguments)}: {type(error).__name__}: {text}. Correct "
             "the arguments."
         ) from error
 

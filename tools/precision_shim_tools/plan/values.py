@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import traceback
 from collections.abc import Mapping
 from typing import Any
@@ -67,9 +68,14 @@ def said(error: BaseException) -> str:
 
     If the error has no message, such as that of a bare ``assert``, the line of code stands for it.
     """
-    text = " ".join(str(error).split())[:400]
+    text = one_line(str(error))
     places = traceback.extract_tb(error.__traceback__)
     return f"{type(error).__name__}: {text or (places and places[-1].line) or ''}"
+
+
+def one_line(text: str) -> str:
+    """Return a text on one line, cut after a word if it is longer than 1000 characters."""
+    return textwrap.shorten(text, 1000, placeholder=" ...")
 
 
 def no_adapters(where: str, without: str) -> PlanError:

@@ -269,7 +269,7 @@ def prepare_once(call: Call) -> Any:
         account.scale = scale
         if found:
             make_states(unchain(optimizer))
-        account.counter.note(found, scale)
+        account.counter.note(found, scale, scalers[0].scale)
     return found
 
 

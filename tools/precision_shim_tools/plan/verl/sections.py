@@ -25,7 +25,9 @@ from precision_shim_adapters.verl.training.megatron import has_fields
 from ..record import unknown_keys
 from ..values import number_of, section_of
 
-_MODULES = ("verl.workers.config.engine", "verl.workers.config.optimizer")
+_MODULES = tuple(
+    f"verl.workers.config.{name}" for name in ("engine", "optimizer", "actor", "critic")
+)
 _HYDRAS = ("_target_", "_convert_", "_recursive_", "_partial_")
 _TURBOS = ("distributed", "fsdp_plan", "param_dtype")
 _AUTOMODEL = {"model_dtype": "fp32", "mp_param_dtype": "bf16", "mp_reduce_dtype": "fp32"}
@@ -44,6 +46,8 @@ class Section:
         model: the section that describes the model.
         sequence: the size of Ulysses' sequence parallelism, if the model's own section sets it.
         group: the group of the seams on the model's workers, if the engine is FSDP.
+        role: the section with the engine's and the optimizer's sections; empty for a fine-tuning.
+        role_key: the config key of ``role``.
     """
 
     subject: str
@@ -55,6 +59,8 @@ class Section:
     model: Mapping[str, Any]
     sequence: int = 1
     group: str = fsdp.ENGINE
+    role: Mapping[str, Any] = field(default_factory=dict)
+    role_key: str = ""
 
     @property
     def trains(self) -> bool:
@@ -86,7 +92,9 @@ def of_role(
     optim = inner(role, f"{key}.optim") if subject != "ref" else {}
     sequence = number_of(role, f"{key}.ulysses_sequence_parallel_size", versioned("verl"))
     engine, optim_key = places[engine_key], f"{key}.optim"
-    return Section(subject, engine_key, optim_key, strategy, engine, optim, model, sequence, group)
+    return Section(
+        subject, engine_key, optim_key, strategy, engine, optim, model, sequence, group, role, key
+    )
 
 
 def of_tuning(config: Mapping[str, Any]) -> Section:
@@ -189,20 +197,38 @@ def _of_flag(engine: Mapping[str, Any], key: str, strategy: str) -> Sharded:
 
 
 def unknown(section: Section, *, dispatches: bool) -> Iterator[Problem]:
-    """Yield a problem for each key of the engine or the optimizer that verl's dataclass lacks.
+    """Yield a problem for each key of a model's sections that verl's dataclass lacks.
 
     Without hydra's ``_target_``, any key is allowed. ``dispatches``: the shim adds verl 0.9's dtype
     fields to ``McoreOptimizerConfig``.
     """
-    for key, read in ((section.engine_key, section.engine), (section.optim_key, section.optim)):
-        name = str(read.get("_target_", "")).rpartition(".")[2]
+    engine_key, known = section.engine_key, {}
+    sections = {section.role_key: section.role, section.optim_key: section.optim}
+    sections[engine_key] = section.engine
+    for key, read in sections.items():
+        name = _target(read)
         looks = [look(f"{module}:{name}.__init__") for module in _MODULES if name]
-        known = set(next((symbol.parameters for symbol in looks if symbol.found), ()))
+        known[key] = set(next((symbol.parameters for symbol in looks if symbol.found), ()))
         if name == "McoreOptimizerConfig" and dispatches:
-            known.update(PRECISION_AWARE_FIELDS)
-        written = [word for word in read if word not in _HYDRAS]
-        whose = f"{versioned('verl')}'s {name}"
-        yield from unknown_keys(written, known, section.subject, f"{key}.{{}}", whose)
+            known[key].update(PRECISION_AWARE_FIELDS)
+    places = {name: f"{key}.{name}" for key, names in known.items() for name in names}
+    moved = {}
+    if section.strategy in ("fsdp", "fsdp2"):
+        moved = {name: f"{engine_key}.mixed_precision.{name}" for name in fsdp.MIXED}
+        if section.group == fsdp.ENGINE:  # the engine does not read its ``dtype``
+            moved["dtype"] = moved["param_dtype"]
+    for key, read in sections.items():
+        own = {name: f"{key}.{name}" for name in known[key]}
+        # The worker of a reference model renames its keys that begin with log_prob_.
+        written = [word for word in read if word not in _HYDRAS and word[:9] != "log_prob_"]
+        whose, place = f"{versioned('verl')}'s {_target(read)}", f"{key}.{{}}"
+        yield from unknown_keys(
+            written, known[key], section.subject, place, whose, places=places | own | moved
+        )
+
+
+def _target(section: Mapping[str, Any]) -> str:
+    return str(section.get("_target_", "")).rpartition(".")[2]
 
 
 def check_moments(section: Section, optimizer: str) -> None:
