@@ -8,6 +8,7 @@
    nothing and why, and one last line ``N passed, N failed, N skipped``. If all that ran passed, the
    status is 3 if each of these lacked its Python or its source, and 4 if one ran nothing for
    another reason. If tests were to run and none did, the status is 1.
+3. ``-m LABEL`` runs the label's environments in the order of the label.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 from tox.plugin import impl
+from tox.session.env_select import CliEnv
 from tox.tox_env.errors import Skip
 
 try:
@@ -198,9 +200,13 @@ def _summarize() -> int:
 def _then_summarize(handler: Callable[[State], int]) -> Callable[[State], int]:
     @wraps(handler)
     def handle(state: State) -> int:
+        options, labels = state.conf.options, state.conf.core["labels"]
+        if options.labels:
+            names = (name for label in options.labels for name in labels[label])
+            options.env, options.labels = CliEnv(",".join(names)), []
         status = handler(state)
         worth_it = any(result.has_tests or not result.was_run for result in _results.values())
-        if not worth_it or state.conf.options.no_test:
+        if not worth_it or options.no_test:
             return status
         proved = _summarize()
         return status or proved

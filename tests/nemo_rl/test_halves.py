@@ -18,6 +18,8 @@ from precision_shim_tools.cli import main
 
 from .support import NEMO_RL, batch, loss_for
 
+pytestmark = pytest.mark.slow
+
 GENERATION = {"backend": "vllm", "temperature": 1.0, "vllm_cfg": {"precision": "float16"}}
 
 

@@ -11,6 +11,8 @@ import precision_shim
 
 from .support import KINDS, batch, loss_for, parameters
 
+pytestmark = pytest.mark.slow
+
 FIGURES = {"updates_lost", "updates_lost_exp_avg_sq", "updates_lost_rollout"}
 
 

@@ -14,6 +14,8 @@ from ..processes.rank_server import Ranks
 from ..stand_ins.tiny_models import make_checkpoint
 from .support import KINDS
 
+pytestmark = pytest.mark.slow
+
 Trained = Callable[[str, dict[str, Any]], list[dict[str, Any]]]
 
 
@@ -50,9 +52,9 @@ def trained(ranks: Ranks, model: Path, tmp_path_factory: pytest.TempPathFactory)
 @pytest.mark.parametrize(
     "dtensor",
     [
-        pytest.param({}, id="data parallel"),
-        pytest.param({"cpu_offload": True}, id="CPU offload", marks=pytest.mark.slow),
-        pytest.param({"tensor_parallel_size": 2}, id="tensor parallel", marks=pytest.mark.slow),
+        pytest.param({}, id="data parallel", marks=pytest.mark.oldest),
+        pytest.param({"cpu_offload": True}, id="CPU offload"),
+        pytest.param({"tensor_parallel_size": 2}, id="tensor parallel"),
     ],
 )
 @pytest.mark.parametrize("kind", KINDS)
@@ -74,6 +76,7 @@ def test_two_ranks_skip_together_and_resume(
     assert found[1]["steps"][1]["metrics"] == [None, None]  # NeMo-RL sums metrics over ranks
 
 
+@pytest.mark.oldest
 @pytest.mark.timeout(900)
 def test_two_ranks_without_the_shim_are_destroyed(ranks: Ranks, model: Path) -> None:
     found = ranks("train", models={"v1": str(model)}, on=False, dtensor={})

@@ -7,6 +7,8 @@ import torch
 
 import precision_shim
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("stochastic", [False, True])

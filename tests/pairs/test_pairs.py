@@ -22,13 +22,17 @@ from .conftest import VERL
 from .drawing import draw, parse
 from .ends import end_of
 
-pytestmark = pytest.mark.skipif(
-    Version("0.7") > VERL, reason="verl 0.6's environment is for the untested version"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        Version("0.7") > VERL, reason="verl 0.6's environment is for the untested version"
+    ),
+]
 
 SEED = 22
-FIRST_RING, MATRIX = 12, 100
-"""The numbers of pairs that run before a commit, and in the matrix."""
+OLDEST, NEWEST = 12, 100
+"""The numbers of pairs that run on the oldest version and the newest, and further ones on the
+newest alone."""
 
 KNOWN = {
     "fp32-parameters-precision-aware": (
@@ -96,15 +100,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         pairs = [pytest.param(text, id=f"given-{i}") for i, text in enumerate(given)]
     elif asked:
         seed, _, count = asked.partition(":")
-        pairs = drawn(int(seed), int(count or MATRIX))
+        pairs = drawn(int(seed), int(count or NEWEST))
     else:
-        rest = drawn(SEED, MATRIX, first=FIRST_RING)
-        pairs = [*drawn(SEED, FIRST_RING), *(_slow(one) for one in rest)]
+        pairs = [_oldest(one) for one in drawn(SEED, OLDEST)] + drawn(SEED, NEWEST, first=OLDEST)
     metafunc.parametrize("text", pairs)
 
 
-def _slow(one: pytest.param) -> pytest.param:
-    return pytest.param(*one.values, id=one.id, marks=pytest.mark.slow)
+def _oldest(one: pytest.param) -> pytest.param:
+    return pytest.param(*one.values, id=one.id, marks=pytest.mark.oldest)
 
 
 def hold(
@@ -126,16 +129,17 @@ def hold(
         pytest.fail(f'{end.kind}: {end.why}\nTo run it again: --pair "{pair}"', pytrace=False)
 
 
-MATRIX_ONLY = {
+NEWEST_ONLY = {
     "config-by-deepcopy",
     "saved-again-without-the-shim",
     *(f"killed-at-{kill}" for kill in range(1, 13) if kill != 4),
 }
-"""The known pairs that are marked slow, because other known pairs are similar."""
+"""The known pairs that are similar to other known pairs."""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=[pytest.mark.slow] * (one in MATRIX_ONLY)) for one in KNOWN]
+    "name",
+    [pytest.param(one, marks=[pytest.mark.oldest] * (one not in NEWEST_ONLY)) for one in KNOWN],
 )
 def test_known(
     name: str, launch: Callable[[str], Ranks], tmp_path: Path, request: pytest.FixtureRequest

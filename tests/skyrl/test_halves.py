@@ -16,6 +16,8 @@ from precision_shim_tools.cli import main
 from .support import batch, build, fsdp_worker, train_config, weights_sent
 from .test_both_sides import received, since_0_4, vllm  # noqa: F401
 
+pytestmark = pytest.mark.slow
+
 
 def trained(checkpoint: Path) -> Any:
     """A worker with an engines' config, whose weights are exact in no 16-bit dtype."""

@@ -18,6 +18,8 @@ from .support import batch, build, fsdp_worker
 from .test_both_sides import NO_REF, OVER, on_fsdp, on_megatron, plan, told, validated, warned
 from .test_both_sides import vllm as vllm  # noqa: PLC0414  a fixture that all tests here use
 
+pytestmark = pytest.mark.slow
+
 ROLLOUT = f"{OVER}.hf_overrides"
 GRANTED = "fp32 in trainer and rollout"
 HEAD = {"head": "fp32"}

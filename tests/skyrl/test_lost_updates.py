@@ -13,6 +13,8 @@ from precision_shim_tools.updates.lost import METRICS
 
 from .support import batch, build, fsdp_worker, metrics_of, train_config
 
+pytestmark = pytest.mark.slow
+
 FIGURES = set(METRICS.values())
 
 

@@ -19,6 +19,8 @@ from ..stand_ins.fake_gpu import FakeGpu
 from .support import build
 from .test_megatron_checkpoints import BETA, KWARGS, train
 
+pytestmark = pytest.mark.slow
+
 RESHARDABLE = "trainer.policy.megatron_config.dist_ckpt_optim_fully_reshardable"
 
 
@@ -35,14 +37,7 @@ def outcome(worker: Any, folder: str, saved: Any, straight: Any, after: Any) -> 
 
 
 @pytest.mark.parametrize("aware", [True, False], ids=["precision-aware", "not precision-aware"])
-@pytest.mark.parametrize(
-    "share",
-    [
-        pytest.param(1.0, id="all", marks=pytest.mark.slow),
-        pytest.param(0.5, id="half"),
-        pytest.param(0.0, id="none", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.0], ids=["all", "half", "none"])
 @pytest.mark.parametrize("reshardable", [False, True], ids=["dp_reshardable", "fully_reshardable"])
 def test_a_resume_is_exact_and_the_doctor_says_so(
     fused_adam: str,

@@ -26,7 +26,7 @@ from ..plan.verdicts import (
 )
 from .support import build, fsdp_worker, scaler_of
 
-pytestmark = on_the_newest("skyrl")
+pytestmark = [on_the_newest("skyrl"), pytest.mark.slow]
 
 _FLAG = ("true", "false")
 _POLICY = "trainer.policy"
@@ -53,7 +53,7 @@ MEGATRON = (
     Key(f"{_POLICY}.optimizer_config.adam_betas", ("[0.9,0.95]",), ()),
     Key(f"{_BUCKET}.grad_reduce_in_fp32", _FLAG, ()),
 )
-SEEDS = [pytest.param(1, 5), pytest.param(2, 35, marks=pytest.mark.slow)]
+SEEDS = [(1, 5), (2, 35)]
 
 
 def words_of(drawn: Drawn) -> list[str]:

@@ -10,6 +10,8 @@ import pytest
 from ..processes.rank_server import Ranks
 from .support import python_path
 
+pytestmark = [pytest.mark.slow, pytest.mark.oldest]
+
 HERE = Path(__file__).resolve()
 ROOT = HERE.parents[2]
 

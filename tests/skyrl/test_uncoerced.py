@@ -12,6 +12,8 @@ from precision_shim_adapters.skyrl.training import megatron
 from ..plan.verdicts import Drawn, by_worker, hold
 from .test_plan_and_worker import _KWARGS, on_megatron, plan_of
 
+pytestmark = pytest.mark.slow
+
 _AWARE = {f"{_KWARGS}.use_precision_aware_optimizer": "true"}
 
 

@@ -15,6 +15,7 @@ import hashlib
 import importlib
 from typing import Any
 
+from ..processes import forks
 from ..processes.rank_server import Launch
 from . import cpu
 
@@ -31,8 +32,10 @@ def prepare() -> None:
         importlib.import_module(name)
 
 
-def run(launch: Launch) -> dict[str, Any]:
+def run(launch: Launch) -> Any:
     """Build a trainer, load, train, save; returns the results."""
+    if launch.case == "tests":
+        return forks.tests(launch)
     import warnings
 
     import precision_shim

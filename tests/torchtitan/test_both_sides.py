@@ -295,7 +295,8 @@ def test_the_weights_are_rounded_once(
         precision_shim.uninstall()
 
 
-@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_two_ranks_send_the_same_with_the_shim_and_without(ranks: Ranks, dtype: str) -> None:
     """One step moves the parameters off their initial values before they are sent."""
     options: dict[str, Any] = {"dtype": "float32", "generator": dtype, "first": 0, "last": 1}

@@ -59,6 +59,10 @@ class TestWorker(contract.Worker):
 
     driver = DRIVER
 
+    @pytest.fixture
+    def server(self, ranks: Ranks) -> Ranks:
+        return ranks
+
 
 class TestJob(contract.Job):
     driver = DRIVER

@@ -14,6 +14,8 @@ from precision_shim.errors import UnsupportedPrecisionError
 
 from .test_both_sides import QUIET, RECIPE, control, parse, planned, spawned, watched
 
+pytestmark = pytest.mark.slow
+
 HEAD = {"head": "fp32"}
 PLAIN = """
 from dataclasses import fields

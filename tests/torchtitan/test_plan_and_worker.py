@@ -13,6 +13,8 @@ from precision_shim.precision.dtypes import name_of
 
 from ..plan.verdicts import Drawn, Key, Verdict, by_worker, draw, hold, of_audit, of_plan
 
+pytestmark = pytest.mark.slow
+
 KEYS = (
     Key("training.dtype"),
     Key("training.dtype", ("float32", "bfloat16"), ()),
@@ -20,7 +22,7 @@ KEYS = (
     Key("training.mixed_precision_param", ("float16", "fp16", "half"), ()),
     Key("training.mixed_precision_reduce"),
 )
-SEEDS = [pytest.param(1, 5), pytest.param(2, 35, marks=pytest.mark.slow)]
+SEEDS = [(1, 5), (2, 35)]
 MODULE = """
 from tests.torchtitan import cpu
 

@@ -26,7 +26,7 @@ def skipped_together(found: list[dict[str, Any]], prefix: str = "") -> None:
         ]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param("policy", marks=pytest.mark.slow), "pretrain"])
 def test_two_shards_skip_together_and_resume(ranks: Ranks, case: str) -> None:
     """The overflow occurs on one rank only."""
     prefix = "trainer/" if case == "policy" else ""
@@ -57,14 +57,11 @@ def test_two_parts_of_each_tensor_skip_together(ranks: Ranks, case: str) -> None
     skipped_together(found, "trainer/" if case == "policy" else "")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not TORCH_HAS_PIPELINES, reason="torchtitan's pipelines need torch 2.15")
 @pytest.mark.parametrize(
     ("schedule", "chunks"),
-    [
-        ("1F1B", None),
-        pytest.param("1F1B", 2, marks=pytest.mark.slow, id="1F1B-chunked"),
-        pytest.param("ZBVZeroBubble", None, marks=pytest.mark.slow),
-    ],
+    [("1F1B", None), pytest.param("1F1B", 2, id="1F1B-chunked"), ("ZBVZeroBubble", None)],
 )
 def test_two_pipeline_stages(ranks: Ranks, schedule: str, chunks: int | None) -> None:
     """The last stage computes the loss; both stages skip an overflow, and share one scale."""

@@ -140,6 +140,7 @@ def test_actor_and_rollout(strategy: str, actor: str, rollout: str) -> None:
             start(words, name=name, strict=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("written", [None, "bf16", "fp32"])
 @pytest.mark.parametrize("actor", ["fp16", "bf16"])
 def test_follow_replaces_what_stands_there(actor: str, written: str | None) -> None:
@@ -217,6 +218,7 @@ def test_engine_kwargs_go_over_the_key() -> None:
     }
 
 
+@pytest.mark.slow
 def test_quantised_and_refused(tmp_path: Path) -> None:
     words = side("actor", "fp16")
     made = start([*words, f"{ROLLOUT}.quantization=fp8"])
@@ -242,6 +244,7 @@ def test_quantised_and_refused(tmp_path: Path) -> None:
 VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "rounded"),
     [
@@ -278,6 +281,7 @@ def test_a_rollout_without_a_dtype_lets_the_engine_choose() -> None:
     assert len(made.told) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("checkpoint", "backend", "model_type", "computes"),
     [
@@ -426,6 +430,7 @@ def test_the_plan_says_the_same(
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variable", ["PATH", "SET_IN_THE_JOB_ALONE"])
 def test_the_plan_names_a_key_that_it_cannot_resolve(
     capsys: pytest.CaptureFixture[str], variable: str

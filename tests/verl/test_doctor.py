@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.skipif(
         Version("0.7") > VERL, reason="verl 0.6's environment is for the untested version"
     ),
+    pytest.mark.slow,
 ]
 
 OPTIMIZER = "use_precision_aware_optimizer=true ends in UnsupportedPrecisionError"

@@ -15,9 +15,10 @@ from packaging.version import Version
 from ..processes.rank_server import Ranks
 from .conftest import VERL
 
-pytestmark = pytest.mark.skipif(
-    Version("0.7") > VERL, reason="0.6's are covered by test_untested_version"
-)
+pytestmark = [
+    pytest.mark.skipif(Version("0.7") > VERL, reason="0.6's are covered by test_untested_version"),
+    pytest.mark.slow,
+]
 
 
 def assert_honest(found: list[dict[str, Any]], over: bool) -> None:
@@ -43,8 +44,8 @@ def assert_honest(found: list[dict[str, Any]], over: bool) -> None:
 @pytest.mark.parametrize(
     "over",
     [
-        pytest.param(True, id="over an old one"),
-        pytest.param(False, id="into a fresh directory", marks=pytest.mark.slow),
+        pytest.param(True, id="over an old one", marks=pytest.mark.oldest),
+        pytest.param(False, id="into a fresh directory"),
     ],
 )
 def test_killed_at_any_file_operation_of_a_save(
@@ -59,12 +60,12 @@ def test_killed_at_any_file_operation_of_a_save(
         fsdp_ranks("ended", world=1, folder=place, dies=True, over=over, content=content)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("over", [True, False], ids=["over an old one", "into a fresh directory"])
 def test_killed_at_any_file_operation_of_either_of_two_ranks(fsdp_ranks: Ranks, over: bool) -> None:
     assert_honest(fsdp_ranks("ended_early", over=over), over)
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("how", ["without the shim", "in bfloat16"])
 def test_saved_again_by_others_the_record_is_not_taken(fsdp_ranks: Ranks, how: str) -> None:
     for one in fsdp_ranks("saved_again", how=how):
@@ -79,6 +80,7 @@ def test_saved_again_by_others_the_record_is_not_taken(fsdp_ranks: Ranks, how: s
         assert one["foretold_strict"] == "refused"
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("how", ["copied"])
 def test_copied_and_moved_the_record_is_taken(fsdp_ranks: Ranks, how: str) -> None:
     for one in fsdp_ranks("saved_again", how=how):
@@ -88,6 +90,7 @@ def test_copied_and_moved_the_record_is_taken(fsdp_ranks: Ranks, how: str) -> No
         assert (one["predicted"], one["foretold_strict"]) == ("exact", "exact")
 
 
+@pytest.mark.oldest
 @pytest.mark.skipif(
     not Version("0.7") <= VERL < Version("0.8"), reason="verl 0.8 has no legacy workers"
 )

@@ -22,7 +22,11 @@ from .conftest import VERL
 from .megatron_fp16_support import Training
 from .test_both_sides import LEGACY, LINE, start
 
-pytestmark = pytest.mark.skipif(Version("0.7") > VERL, reason="the shim refuses verl 0.6")
+pytestmark = [
+    pytest.mark.skipif(Version("0.7") > VERL, reason="the shim refuses verl 0.6"),
+    pytest.mark.slow,
+    pytest.mark.oldest,
+]
 
 ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 KEYS = {

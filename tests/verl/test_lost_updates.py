@@ -15,9 +15,13 @@ from .conftest import VERL
 from .megatron_fp16_support import Training
 from .support import optim_config
 
-pytestmark = pytest.mark.skipif(
-    Version("0.7") > VERL, reason="verl 0.6's engine: covered whole by test_untested_version"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        Version("0.7") > VERL, reason="verl 0.6's engine: covered whole by test_untested_version"
+    ),
+    pytest.mark.slow,
+    pytest.mark.oldest,
+]
 
 FIGURES = {"updates_lost", "updates_lost_exp_avg_sq", "updates_lost_rollout"}
 

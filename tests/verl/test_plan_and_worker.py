@@ -17,9 +17,9 @@ from ..processes.rank_server import Ranks, rank_server
 from .support import CPU_FIELDS
 from .verdict_lines import ACTOR, FSDP, MEGATRON, ON_FSDP, ON_MEGATRON, actor_of, line
 
-pytestmark = on_the_newest("verl")
+pytestmark = [on_the_newest("verl"), pytest.mark.slow]
 
-SEEDS = [pytest.param(1, 5), pytest.param(2, 37, marks=pytest.mark.slow)]
+SEEDS = [(1, 5), (2, 37)]
 
 
 def plan_of(*more: str, version: str = "") -> Callable[[Drawn], Verdict]:
@@ -128,7 +128,6 @@ def test_moments_in_fp16(engines: Ranks) -> None:
     assert "model_dtype=fp16" in plan_of(*ON_FSDP)(drawn[0]).refused
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("written", [{"adam_beta2": "null"}, {"fp16": "true"}], ids=str)
 def test_numbers_and_flags_on_megatron(
     fused_adam: str, checkpoint: Path, written: dict[str, str]

@@ -27,9 +27,12 @@ from .conftest import VERL
 from .states_support import AWARE, KINDS, build, everything
 from .test_checkpoints import SHARDINGS, job, same, shim
 
-pytestmark = pytest.mark.skipif(
-    Version("0.7") > VERL, reason="verl 0.6's environment is for the untested version"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        Version("0.7") > VERL, reason="verl 0.6's environment is for the untested version"
+    ),
+    pytest.mark.slow,
+]
 
 CORE = Version(version("megatron-core")) if Version("0") < VERL else Version("0")
 
@@ -60,7 +63,6 @@ class TestFp32Parameters:
     ) -> None:
         go_on(tmp_path / "saved", sharding, kind, AWARE)
 
-    @pytest.mark.slow
     @pytest.mark.parametrize(
         "fields",
         [
@@ -111,7 +113,6 @@ def test_an_unpatched_megatron_reads_fp32_parameters(
     assert tiny.train(*second, steps=3, first=5) == straight
 
 
-@pytest.mark.slow
 def test_on_two_ranks(megatron_ranks: Ranks) -> None:
     """Each rank owns parts of the parameters, in every sharding type."""
     assert megatron_ranks("fp32_parameters", world=2) == [sorted(KINDS)] * 2
@@ -120,7 +121,6 @@ def test_on_two_ranks(megatron_ranks: Ranks) -> None:
 # -- stages of a pipeline ------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_tied_embeddings_beside_fp32_parameters(megatron_ranks: Ranks) -> None:
     """Both stages' buckets have one dtype, or the stages could not add their copies' gradients."""
     first, last = megatron_ranks("tied_embeddings")

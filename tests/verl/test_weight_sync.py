@@ -18,7 +18,11 @@ from precision_shim_tools.cli import main
 from ..processes.rank_server import Ranks, rank_server
 from .conftest import VERL
 
-pytestmark = pytest.mark.skipif(Version("0.7") > VERL, reason="0.6's worker is another")
+pytestmark = [
+    pytest.mark.skipif(Version("0.7") > VERL, reason="0.6's worker is another"),
+    pytest.mark.slow,
+    pytest.mark.oldest,
+]
 
 ROUNDS = Version("0.9") > VERL
 """Whether verl's FSDP engine rounds all weights to bf16, and not only merged LoRA."""

@@ -6,11 +6,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import pytest
 import torch
 
 import precision_shim
 
 from ..support import batch, nll_loss
+
+pytestmark = pytest.mark.slow
 
 FIGURES = {"updates_lost", "updates_lost_exp_avg_sq", "updates_lost_rollout"}
 

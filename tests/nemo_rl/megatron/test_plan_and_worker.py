@@ -35,7 +35,7 @@ from ..support import actor_class, make_worker, scaler_of
 from ..support import policy_config as dtensor_config
 from . import support
 
-pytestmark = on_the_newest("nemo-rl")
+pytestmark = [on_the_newest("nemo-rl"), pytest.mark.slow]
 
 _FLAG = ("true", "false")
 _OPTIMIZER = "policy.megatron_cfg.optimizer"
@@ -65,7 +65,7 @@ MEGATRON = (
 )
 NAMED = r"^KeyError: ('[\w.]*'|True|None)$|FusedAdam .* must be one of"
 """NeMo-RL looks names of dtypes up in dicts, and FusedAdam refuses names that are no dtypes."""
-SEEDS = [pytest.param(1, 6), pytest.param(2, 30, marks=pytest.mark.slow)]
+SEEDS = [(1, 6), (2, 30)]
 
 
 def words_of(drawn: Drawn, file: Path) -> list[str]:
@@ -181,7 +181,6 @@ def test_names_where_they_are_not_coerced(
     hold([drawn], plan_of(file, "--transformer-engine", fused_adam), [worker])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [
