@@ -8,6 +8,7 @@
    nothing and why, and one last line ``N passed, N failed, N skipped``. If all that ran passed, the
    status is 3 if each of these lacked its Python or its source, and 4 if one ran nothing for
    another reason. If tests were to run and none did, the status is 1.
+3. ``-m LABEL`` runs the label's environments in the order of the label.
 """
 
 from __future__ import annotations

@@ -141,6 +141,7 @@ def test_actor_and_rollout(strategy: str, actor: str, rollout: str) -> None:
             start(words, name=name, strict=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("written", [None, "bf16", "fp32"])
 @pytest.mark.parametrize("actor", ["fp16", "bf16"])
 def test_follow_replaces_what_stands_there(actor: str, written: str | None) -> None:
@@ -218,6 +219,7 @@ def test_engine_kwargs_go_over_the_key() -> None:
     }
 
 
+@pytest.mark.slow
 def test_quantised_and_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant_choices(tmp_path / "engines", monkeypatch)
     words = side("actor", "fp16")
@@ -244,6 +246,7 @@ def test_quantised_and_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "rounded"),
     [
@@ -280,6 +283,7 @@ def test_a_rollout_without_a_dtype_lets_the_engine_choose() -> None:
     assert len(made.told) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("checkpoint", "backend", "model_type", "computes"),
     [
@@ -435,6 +439,7 @@ def test_the_plan_says_the_same(
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variable", ["PATH", "SET_IN_THE_JOB_ALONE"])
 def test_the_plan_names_a_key_that_it_cannot_resolve(
     capsys: pytest.CaptureFixture[str], variable: str

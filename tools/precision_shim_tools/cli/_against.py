@@ -346,7 +346,7 @@ def _against(asked: argparse.Namespace) -> int:
         try:
             return _show_engines(_engines(path), path, as_json=asked.as_json)
         except SourceError:
-            return _fail(str(error))
+            return fail(asked, str(error))
     except (PrecisionShimError, OSError) as error:
         return fail(asked, str(error))
     if asked.as_json:
