@@ -213,13 +213,20 @@ def stream(
 # -- engines and transports whose packages no environment has ----------------------------------
 
 
+ROUTER = "model.layers.0.mlp.gate.weight"
+
+
 class Adapter:
     """Maps torchtitan's weight names to Hugging Face's, as torchtitan's own adapters do."""
 
     from_hf_map: ClassVar = {"model.layers.{}.mlp.experts.{}.up.weight": "layers.{}.experts.up"}
 
     def to_hf(self, params: dict[str, Any]) -> dict[str, Any]:
-        names = {"tok.weight": "model.embed_tokens.weight", "layers.0.norm": "model.norm.weight"}
+        names = {
+            "tok.weight": "model.embed_tokens.weight",
+            "layers.0.norm": "model.norm.weight",
+            "layers.0.gate": ROUTER,
+        }
         return {names[name]: one for name, one in params.items()}
 
 
@@ -231,6 +238,7 @@ class Titan(torch.nn.Module):
         self.tok = torch.nn.Embedding(12, 8)
         layer = torch.nn.Module()
         layer.norm = torch.nn.Parameter(torch.rand(8))
+        layer.gate = torch.nn.Parameter(torch.rand(4, 8))
         if stacked:
             layer.experts = torch.nn.Module()
             layer.experts.up = torch.nn.Parameter(torch.rand(4, 6, 8))
@@ -279,6 +287,8 @@ def titan(on: bool, dtype: str, ep: bool = False) -> dict[str, Any]:
             for index, one in enumerate(stack.full_tensor()):
                 reference[f"model.layers.0.mlp.experts.{index}.up.weight"] = one.clone()
         sent = found.pop("sent")
+        router, own = sent.pop(ROUTER), reference.pop(ROUTER)
+        found["router"] = "exact" if torch.equal(router, own) else str(router.dtype)
         return {**found, "is": labels(sent, {"trainer": reference}), "said": rollouts(said)}
 
 

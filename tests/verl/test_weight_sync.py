@@ -152,7 +152,10 @@ def test_the_torchtitan_engine(launch: Ranks) -> None:
         assert found["off"]["is"] == found["bf16"]["is"] == ["trainer in bf16"]
         assert found["bf16"]["verls"]
         assert found["on"]["is"] == ["trainer in fp16"]
-        assert found["on"]["operators"] == found["off"]["operators"]
+        assert (found["off"]["router"], found["on"]["router"]) == ("torch.bfloat16", "exact")
+        casts = "aten._to_copy"  # the router is not cast
+        operators = found["off"]["operators"]
+        assert found["on"]["operators"] == {**operators, casts: operators[casts] - 1}
         assert found["on"]["eager"] == found["off"]["eager"] == 0
 
 

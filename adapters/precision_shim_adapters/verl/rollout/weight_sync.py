@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from types import GeneratorType
 from typing import Any
@@ -54,6 +55,9 @@ _asked: WeakKeyDictionary[Any, tuple[str, str, str]] = WeakKeyDictionary()
 
 _sends_factors: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 """Maps an actor's engine to whether the rollout would receive LoRA's factors without a merge."""
+
+_ROUTER = re.compile(r"\.(gate|router)\.|(correction|router|expert)_bias$")
+"""Names of a router's weights in Hugging Face's models."""
 
 _deltas: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """Maps an actor's engine to the dtype name that its delta checkpoint engine received."""
@@ -203,12 +207,14 @@ Weights = Iterator[tuple[str, torch.Tensor]]
 
 def _gathered(pairs: Pairs, device: Any, dtype: torch.dtype) -> Weights:
     for name, param in pairs:
-        yield name, _whole(param, device, dtype) if isinstance(param, DTensor) else param
+        yield name, _whole(param, device, dtype, name) if isinstance(param, DTensor) else param
 
 
-def _whole(param: Any, device: Any, dtype: torch.dtype) -> torch.Tensor:
+def _whole(param: Any, device: Any, dtype: torch.dtype, name: str = "") -> torch.Tensor:
     moved = param.to(device, non_blocking=True)
-    return _rounded(moved.full_tensor() if isinstance(moved, DTensor) else moved, dtype)
+    whole = moved.full_tensor() if isinstance(moved, DTensor) else moved
+    # Engines keep some models' routers in fp32, and themselves round a router that they do not.
+    return whole if _ROUTER.search(name) else _rounded(whole, dtype)
 
 
 def _rounded(one: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -241,7 +247,7 @@ def _merged(engine: Any, dtype: torch.dtype) -> Weights:
                 if not isinstance(param, DTensor):
                     yield name, param.detach().clone()
                     continue
-                whole = _whole(param, device, dtype)
+                whole = _whole(param, device, dtype, name)
                 # verl later restores the unmerged weight in the same memory.
                 shared = param.to_local().untyped_storage().data_ptr()
                 own = whole.untyped_storage().data_ptr()
