@@ -319,6 +319,7 @@ def without_dtype(config: Any) -> Any:
     return config
 
 
+@pytest.mark.slow
 @needs_sglang
 @pytest.mark.parametrize("rollout", ["bf16", ""])
 @pytest.mark.parametrize("settings", [{}, FOLLOW], ids=["tell", "follow"])
@@ -467,6 +468,7 @@ def of_plan(found: dict[str, Any]) -> tuple[list[str], list[str]]:
     return [f"{one['message']}. {one['remedy']}" for one in ours], notes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["tell", "follow"])
 @pytest.mark.parametrize("rollout", ["fp16", "bf16", "auto", "fp8"])
 def test_the_plan_says_what_the_driver_says(
@@ -490,6 +492,7 @@ def test_the_plan_says_what_the_driver_says(
     assert notes == [f"{one[0]}: rollout-agreement: {one[1]} ({one[2]})" for one in decisions()]
 
 
+@pytest.mark.slow
 @needs_sglang
 @pytest.mark.parametrize("rollout", ["tell", "follow"])
 def test_the_plan_of_sglang_without_the_key(
@@ -528,6 +531,7 @@ def test_the_plan_names_a_key_that_it_cannot_resolve(
 # -- the weights -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_weights_are_rounded_once(

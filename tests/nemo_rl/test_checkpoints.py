@@ -52,6 +52,8 @@ def test_a_resumed_run_continues_bit_for_bit(kind, worker, shim, tmp_path: Path)
         assert all(torch.equal(*pair) for pair in zip(states, moments(one), strict=True))
 
 
+@pytest.mark.slow
+@pytest.mark.oldest
 def test_load_checkpoint_restores_the_scaler_too(kind, worker, shim, tmp_path: Path) -> None:
     shim(settings={"growth_interval": 1, "loss_scale_init": 1024})
     with worker(kind, "float16") as one:
@@ -89,6 +91,8 @@ def test_a_checkpoint_without_scaler_state_loads_with_one_warning(
     assert len(ours) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.oldest
 def test_a_checkpoint_of_the_shim_loads_without_it(kind, worker, shim, tmp_path: Path) -> None:
     import precision_shim
 
@@ -104,6 +108,8 @@ def test_a_checkpoint_of_the_shim_loads_without_it(kind, worker, shim, tmp_path:
         assert all(torch.equal(*pair) for pair in zip(states, moments(one), strict=True))
 
 
+@pytest.mark.slow
+@pytest.mark.oldest
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_directory_that_is_saved_again_without_the_shim(
     kind, worker, shim, tmp_path: Path, strict: bool
@@ -138,6 +144,8 @@ def test_a_directory_that_is_saved_again_without_the_shim(
         assert scaler_of(one).counter.steps == 0
 
 
+@pytest.mark.slow
+@pytest.mark.oldest
 def test_a_save_while_each_step_was_skipped_counts_no_step(
     kind, worker, shim, tmp_path: Path
 ) -> None:

@@ -286,6 +286,7 @@ def test_without_loss_scaling_an_fp16_policy_computes_in_bf16(
 # -- reported dtypes equal the workers' dtypes ---------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["policy", "ref"])
 @pytest.mark.parametrize("dtype", [*DTYPES, None])
 @pytest.mark.parametrize("on", [True, False], ids=["scaling on", "scaling off"])
@@ -317,6 +318,7 @@ def test_what_is_said_of_fsdp_is_what_a_worker_computes_in(
     assert {name_of(one) for one in found} == {said.computes}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on", [True, False], ids=["shim on", "shim off"])
 @pytest.mark.parametrize("bf16", ["true", "false"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -615,6 +617,7 @@ def trained(checkpoint: Path, dtype: str | None = None, *overrides: str) -> Any:
     return worker
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on", [True, False], ids=["shim on", "shim off"])
 @pytest.mark.parametrize("policy", ["fp16", "bf16"])
 def test_fsdps_adapters_go_out_as_they_are_trained(
@@ -643,6 +646,7 @@ def test_fsdps_adapters_go_out_as_they_are_trained(
     assert any(one.any() for name, one in sent.items() if "lora_B" in name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_fsdps_weights_are_rounded_once(
@@ -725,6 +729,7 @@ def received(base: Path, weights: dict[str, torch.Tensor], dtype: torch.dtype, f
     return dict(CheckpointIndex(store._current_checkpoint_dir()).iter_tensors())
 
 
+@pytest.mark.slow
 @since_0_4
 @pytest.mark.parametrize("stored", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
