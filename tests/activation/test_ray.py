@@ -244,6 +244,28 @@ found.update(task=task(), actor=actor())
     assert drive(body) == {"task": expected, "actor": expected}
 
 
+@pytest.mark.parametrize("carried", [False, True])
+def test_an_install_after_ray_init_is_told(drive, carried):
+    """The job's workers are without the shim, unless the caller's runtime_env carries it."""
+    env_vars = {"PRECISION_SHIM": "1"} if carried else {}
+    body = f"""
+import warnings
+ray.init(**HERE, runtime_env={{"env_vars": {env_vars}}})
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    notes = precision_shim.install(export=False).notes
+told = [str(one.message) for one in told]
+found.update(notes=notes, told=[one for one in told if one in notes], enabled=task()["enabled"])
+"""
+    found = drive(body)
+    assert found["enabled"] is carried
+    assert found["told"] == found["notes"]
+    if carried:
+        assert not found["notes"]
+    else:
+        assert "Call install() before ray.init(), or export PRECISION_SHIM=1" in found["notes"][0]
+
+
 def test_off_is_off_on_a_cluster_that_others_use(drive):
     body = "ray.init(**HERE)\nfound.update(task=task(), actor=actor())\n"
     for variables in ({}, {"PRECISION_SHIM": "0"}):

@@ -152,6 +152,18 @@ def test_patches_in_every_import_order(toyfw, order):
     assert type(ops().scale).__name__ == "function"
 
 
+def test_what_was_built_before_is_told(toyfw, capsys):
+    torch = pytest.importorskip("torch")
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
+    assert ops().scale(3) == 6
+    with pytest.warns(PrecisionShimWarning, match="AdamW.* was built before install") as told:
+        status = install()
+    assert str(told[0].message) in status.notes
+    assert "stay as they were built" in " ".join(str(status).split())
+    precision_shim.uninstall()
+    del optimizer
+
+
 def test_installing_twice_is_one_installation(toyfw):
     install()
     scale = ops().scale

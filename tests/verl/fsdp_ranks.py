@@ -205,7 +205,9 @@ def plain(job: Job) -> dict[str, Any]:
     one.save_checkpoint(job.path("plain"), global_step=10)
     two = support.engine(job.model)
     two.load_checkpoint(job.path("shim"), del_local_after_load=False)
-    return {"files": support.folder_of(job.path("plain")), "of_the_shim": support.engine_state(two)}
+    late = precision_shim.install().notes
+    files = support.folder_of(job.path("plain"))
+    return {"files": files, "of_the_shim": support.engine_state(two), "late": late}
 
 
 @case

@@ -91,6 +91,12 @@ def test_a_checkpoint_of_the_shims_loads_without_it(with_shim: Any, without: Any
             assert plain["of_the_shim"][key] == ours["half"][key]
 
 
+def test_engines_that_were_built_before_install_are_told(without: Any) -> None:
+    for plain in without:
+        (note,) = plain["late"]
+        assert note.startswith("AdamW was built before install(): ")
+
+
 def test_a_checkpoint_without_the_scaler_loads_with_one_warning(resumed: Any) -> None:
     for one in resumed:
         (said,) = one["said_without"]

@@ -5,6 +5,7 @@ Data flows in one direction: settings -> seam engine -> adapter -> rules -> deci
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterable, Mapping, MutableMapping
@@ -57,6 +58,8 @@ class _Session:
             missed=missed,
         )
         self.sleeper = Watcher(self._wake, before=True)
+        self.late: list[str] = []
+        """What existed before ``install()`` and stays without the shim."""
 
     def _say(self, framework: str, error: PrecisionShimError) -> None:
         if self.fault is None:  # start() has printed ``fault``
@@ -65,6 +68,7 @@ class _Session:
     def start(self) -> None:
         standby.stop()  # from here on, the session's own watcher waits for imports
         if self.fault is None:
+            self.late = [_RAY] if ray.came_first() else []
             ray.enter()
         for entry in self.asked:
             if _current is not self:
@@ -73,6 +77,10 @@ class _Session:
                 self.wake(entry)
             else:
                 self.sleeper.watch(entry.packages)
+        if self.awake:
+            self.late += _optimizers_built()
+        for text in self.late:
+            _journal.tell(text)
 
     def _wake(self, package: str) -> None:
         for entry in self.asked:
@@ -107,6 +115,28 @@ class _Session:
                 f"because {because}. Unset {row.variable}."
             )
             self.engine.fault(adapter.framework, error, adapter.effects)
+
+
+_RAY = (
+    "ray.init() ran before install(): the job's workers run without the shim, unless their nodes "
+    f"set {PREFIX}. Call install() before ray.init(), or export {PREFIX}=1 where the driver starts."
+)
+
+
+def _optimizers_built() -> list[str]:
+    """Return a message on the optimizers in this process, which nothing can patch any more."""
+    torch = sys.modules.get("torch.optim")
+    if torch is None:
+        return []
+    kinds = {type(each) for each in gc.get_objects()}
+    built = sorted(kind.__name__ for kind in kinds if issubclass(kind, torch.Optimizer))
+    if not built:
+        return []
+    return [
+        f"{', '.join(built)} was built before install(): this optimizer, its engine, loss scaler "
+        "and gradient buckets stay as they were built. Call install() before the framework builds "
+        "its engine, or build the engine again."
+    ]
 
 
 _current: _Session | None = None
@@ -277,7 +307,7 @@ def status() -> Status:
         if session is None:
             return Status(enabled=False, decisions=_journal.decisions(), notes=tuple(notes))
         settings = session.settings
-        notes += latest.problems()
+        notes += [*session.late, *latest.problems()]
         return Status(
             enabled=session.fault is None,
             features=settings.features,

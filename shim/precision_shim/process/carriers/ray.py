@@ -49,6 +49,19 @@ def leave() -> None:
         _original = _ours = None
 
 
+def came_first() -> bool:
+    """Whether this driver called ``ray.init`` before, without the shim's variable for the workers.
+
+    It is not known with Ray's client, whose driver is another process.
+    """
+    module = sys.modules.get(_MODULE)
+    worker: "Any" = getattr(module, "global_worker", None)
+    if module is None or not worker.connected or worker.mode != module.SCRIPT_MODE:
+        return False
+    given = sys.modules["ray"].get_runtime_context().runtime_env
+    return VARIABLE not in {**os.environ, **(given.get("env_vars") or {})}
+
+
 def _wrap(module: "ModuleType") -> None:
     global _original, _ours
     original = getattr(module, "init", None)
