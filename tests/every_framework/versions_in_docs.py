@@ -1,4 +1,4 @@
-"""docs/versions.md: what the shim does, by framework, version, feature and path.
+"""docs/versions.md: what the shim does, by framework, version, feature and path; and the README.
 
     python -m tests.every_framework.versions_in_docs FOLDER   # where tox keeps its environments
 
@@ -172,6 +172,11 @@ def main() -> int:
     for framework, columns in made.items():
         page = written(page, framework, read_columns(page, framework) | columns)
     PAGE.write_text(page, encoding="utf-8")
+    readme = ROOT / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    start = text.index("\n\n| | ") + 2
+    end = text.index("\n\n", start)
+    readme.write_text(text[:start] + "\n".join(gains(page)) + text[end:], encoding="utf-8")
     return missing
 
 
