@@ -241,7 +241,7 @@ def _sharded(
         name_of(read.stored),
         **sizes,
         compute=compute,
-        reduce=name_of(read.reduce),
+        reduce=name_of(read.reduce) if read.reduce else "",
         optimizer=name,
         decisions=scaled,
         offload=bool(on_host) and not (trains and section.strategy == "fsdp"),
