@@ -265,6 +265,7 @@ def test_verls_veomni_engine(capsys: pytest.CaptureFixture[str], model: Path) ->
     assert problem["remedy"] == f"Set {key}.mixed_precision=True."
     code, plan = planned(capsys, "--", *VERL, *actor, low)  # bfloat16, as VeOmni trains it
     assert code == 0
+    assert [one["models"][0]["reduces"] for one in (plan, plain)] == ["bf16", "fp32"]
     told_masters(plan, f"{key}.mixed_precision=true")
 
 
@@ -279,9 +280,13 @@ def test_verls_fsdp_turbo_engine(capsys: pytest.CaptureFixture[str], model: Path
     code, plan = planned(capsys, "--", *VERL, *actor)
     assert (code, scaling(plan)) == (0, [])
     key = "actor_rollout_ref.actor.fsdp_config.turbo_config.distributed.fsdp_plan.param_dtype"
+    for reduce, told in (("bf16", "bf16"), ("null", "")):
+        word = f"{key.replace('param', 'reduce')}={reduce}"
+        _, plan = planned(capsys, "--", *VERL, *actor, word)
+        assert plan["models"][0]["reduces"] == told
     code, plan = planned(capsys, "--", *VERL, *actor, f"{key}=fp16")
     because = "its turbo_config gathers parameters in float16, and verl makes no loss scaler"
-    assert (code, scaling(plan)) == (0, [(OURS, because)])
+    assert (code, scaling(plan), plan["models"][0]["reduces"]) == (0, [(OURS, because)], "fp32")
     (part,) = plan["models"][0]["after"][0]["parts"]
     assert part["components"]["params"]["dtypes"] == ["fp32"]
     said = refused(capsys, "--", *VERL, *actor, f"{key}=half-and-half")

@@ -46,7 +46,7 @@ class ShardedModel:
         context: number of context-parallel ranks; parameters are sharded over these ranks as well.
         replicas: number of copies of each parameter; determines the shards if ``shards`` is 0.
         compute: dtype of the parameters while a layer computes.
-        reduce: dtype in which FSDP reduces the gradients over the data-parallel ranks.
+        reduce: dtype in which FSDP reduces the gradients over the data-parallel ranks; or empty.
         optimizer: class name of the optimizer, with the module unless the framework chooses among
             torch's; empty for a model that is not trained.
         options: the optimizer's keyword arguments.
@@ -137,7 +137,7 @@ class ShardedModel:
         return (f"{lost}. {mend}",) if most else ()
 
     def _tensor_parallel(self) -> Iterator[str]:
-        if self.optimizer and self.tensor > 1 and self.compute != self.reduce:
+        if self.optimizer and self.tensor > 1 and self.reduce not in ("", self.compute):
             yield (
                 "gradients of parameters that tensor parallelism does not split, such as norms, "
                 f"are summed over its {self.tensor} ranks in {self.compute}, before FSDP reduces "

@@ -245,7 +245,7 @@ def _sharded(
         name_of(read.stored),
         **sizes,
         compute=compute,
-        reduce=name_of(read.reduce),
+        reduce=name_of(read.reduce) if read.reduce else "",
         optimizer=module + name,
         options=inner(section.optim, overrides),
         lr=learning_rate({**section.optim, **inner(section.optim, overrides)}),

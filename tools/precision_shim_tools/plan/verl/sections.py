@@ -29,7 +29,7 @@ _MODULES = tuple(
     f"verl.workers.config.{name}" for name in ("engine", "optimizer", "actor", "critic")
 )
 _HYDRAS = ("_target_", "_convert_", "_recursive_", "_partial_")
-_TURBOS = ("distributed", "fsdp_plan", "param_dtype")
+_TURBOS = ("distributed", "fsdp_plan")
 _AUTOMODEL = {"model_dtype": "fp32", "mp_param_dtype": "bf16", "mp_reduce_dtype": "fp32"}
 _OWN_SECTION = ("megatron", "veomni", "torchtitan")
 
@@ -113,6 +113,7 @@ class Sharded:
         compute: dtype in which the parameters are gathered.
         because: why the shim scales an fp16 model's loss.
         group: the group of the seams that scale the model's loss.
+        reduce: dtype in which FSDP reduces the gradients; ``None`` if unknown.
         sizes: maps a field of ``ShardedModel`` to the key that sets it in the engine's section.
         note: why the engine does not compute in float16 although the config has float16.
     """
@@ -121,7 +122,7 @@ class Sharded:
     compute: torch.dtype
     because: str
     group: str
-    reduce: torch.dtype = torch.float32
+    reduce: torch.dtype | None = torch.float32
     sizes: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
 
@@ -158,15 +159,17 @@ def read_sharded(section: Section) -> Sharded:
         turbo: Any = engine.get("turbo_config")
         for name in _TURBOS:
             turbo = turbo.get(name) if isinstance(turbo, Mapping) else None
-        dtype = parse_dtype(str(turbo))
+        asked = turbo if isinstance(turbo, Mapping) else {}
+        dtype = parse_dtype(str(asked.get("param_dtype")))
         if dtype is None:
-            place = f"{key}.turbo_config.{'.'.join(_TURBOS)}"
+            place = f"{key}.turbo_config.{'.'.join(_TURBOS)}.param_dtype"
             raise PlanError(
-                f"{versioned('verl')}: {place}={turbo!r} is no dtype, and FSDP Turbo's default is "
-                f"not known here. Set {place}."
+                f"{versioned('verl')}: {place}={asked.get('param_dtype')!r} is no dtype, and FSDP "
+                f"Turbo's default is not known here. Set {place}."
             )
         group = engines.GROUPS[engines.TURBO]
-        return Sharded(stored, dtype, engines.TURBO_BECAUSE, group, sizes=sizes)
+        sums = parse_dtype(str(asked.get("reduce_dtype")))
+        return Sharded(stored, dtype, engines.TURBO_BECAUSE, group, sums, sizes)
     mixed = fsdp.mixed_dtypes(engine, key)
     compute = mixed.get("param_dtype", torch.bfloat16)
     if section.group == fsdp.LEGACY and section.subject == "actor":
@@ -193,7 +196,7 @@ def _of_flag(engine: Mapping[str, Any], key: str, strategy: str) -> Sharded:
     if not engine.get("mixed_precision"):
         stored = torch.bfloat16
     sizes = {"shards": "fsdp_size", "context": "ulysses_parallel_size"}
-    return Sharded(stored, low, veomni.BECAUSE, group, sizes=sizes, note=note)
+    return Sharded(stored, low, veomni.BECAUSE, group, stored, sizes, note)  # reduces as it stores
 
 
 def unknown(section: Section, *, dispatches: bool) -> Iterator[Problem]:
