@@ -80,7 +80,8 @@ def provided(**fields: Any) -> Any:
     provider = GPTModelProvider(num_layers=2, hidden_size=16, num_attention_heads=2)
     for name, value in fields.items():
         setattr(provider, name, value)
-    provider.finalize()
+    # Bridge 0.2's providers validate when they are made, and again in ConfigContainer.validate.
+    (getattr(provider, "finalize", None) or provider.__post_init__)()
     return provider
 
 
@@ -92,7 +93,7 @@ def test_a_providers_names_become_what_megatron_reads(cpu: None, shim: Callable[
     assert (made.params_dtype, made.pipeline_dtype) == (torch.bfloat16, torch.float16)
     assert (made.autocast_dtype, made.moe_router_dtype) == (torch.bfloat16, "fp32")
     for name in (*names, "moe_router_dtype"):
-        with pytest.raises(DtypeError, match="dtype='?bf17"):
+        with pytest.raises(DtypeError, match="dtype='bf17'"):
             provided(**{name: "bf17"})
 
 
