@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -136,3 +137,22 @@ def test_what_a_framework_sets_on_a_finished_ddp_config_is_coerced(
         setattr(given, name, "bf16")
     DistributedDataParallel(provider.config, given, provider())  # type: ignore[attr-defined]
     assert {getattr(given, name) for name in fields} <= {torch.bfloat16}
+
+
+class Sixteen(torch.nn.Module):
+    """A layer's part that computes in bf16."""
+
+    def forward(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
+        return torch.zeros_like(hidden, dtype=torch.bfloat16), None
+
+
+def test_a_residual_that_megatron_rounds_is_told(on: On, one_process: Any) -> None:
+    on()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        chunks, _ = builds.make(builds.Build(model={"fp32_residual_connection": True}))
+    layer = chunks[0].module.module.decoder.layers[0]
+    layer.pre_mlp_layernorm, layer.mlp = torch.nn.Identity(), Sixteen()
+    keeps = layer._forward_mlp(torch.zeros(1, 1, 16)).dtype is torch.float32
+    told = any("fp32_residual_connection=True is not heeded" in str(one.message) for one in said)
+    assert told is not keeps

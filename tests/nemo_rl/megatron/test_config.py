@@ -73,6 +73,30 @@ def test_what_no_optimizer_takes_is_refused_by_name(
         made(**fields)
 
 
+def provided(**fields: Any) -> Any:
+    """Set fields on one of Bridge's providers and finalize it, as each framework on Bridge does."""
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+
+    provider = GPTModelProvider(num_layers=2, hidden_size=16, num_attention_heads=2)
+    for name, value in fields.items():
+        setattr(provider, name, value)
+    # Bridge 0.2's providers validate when they are made, and again in ConfigContainer.validate.
+    (getattr(provider, "finalize", None) or provider.__post_init__)()
+    return provider
+
+
+def test_a_providers_names_become_what_megatron_reads(cpu: None, shim: Callable[..., Any]) -> None:
+    names = {"params_dtype": "BF16", "pipeline_dtype": "half", "autocast_dtype": "bf16"}
+    assert provided(moe_router_dtype="Float32").moe_router_dtype == "Float32"
+    shim()
+    made = provided(**names, moe_router_dtype="Float32")
+    assert (made.params_dtype, made.pipeline_dtype) == (torch.bfloat16, torch.float16)
+    assert (made.autocast_dtype, made.moe_router_dtype) == (torch.bfloat16, "fp32")
+    for name in (*names, "moe_router_dtype"):
+        with pytest.raises(DtypeError, match="dtype='bf17'"):
+            provided(**{name: "bf17"})
+
+
 def test_all_of_it_is_undone(cpu: None) -> None:
     from megatron.bridge.training import optim
     from megatron.core.optimizer import optimizer as optimizers

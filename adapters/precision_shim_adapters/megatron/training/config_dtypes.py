@@ -15,13 +15,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from precision_shim.adapting import Call, seam, versioned
+from precision_shim.adapting import Call, is_there, seam, versioned, warn
 from precision_shim.precision.dtypes import coerce_dtype, pick_name
 
 from ..policy.requested import COERCION, MOSTLY
 from .build import megatron_label
 
 _DDP = "megatron.core.distributed"
+_RESIDUAL = "fp32_residual_connection"
+_LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
 _LITERAL = r"""['"](\w+)['"]"""
 
 
@@ -95,8 +97,14 @@ _COERCE: dict[str, Any] = {
     **_COERCE,
 )
 def coerce_made(call: Call) -> Any:
-    """Coerce the dtype names in a config that is made or validated."""
+    """Coerce the dtype names in a config that is made or validated; warn of an unheeded field."""
     coerce_fields(call.instance)
+    if getattr(call.instance, _RESIDUAL, False) and not is_there(f"{_LAYER} mentions {_RESIDUAL}"):
+        warn(
+            f"{megatron_label()}: {_RESIDUAL}=True is not heeded: the layers of this version do "
+            "not read it, and add residuals in the dtype in which they compute. Leave it out, or "
+            "install a newer megatron-core."
+        )
     return call.proceed()
 
 
