@@ -106,6 +106,12 @@ def with_masters(made: Any) -> Any:
     return made[0], FusedAdam(made[0].parameters(), lr=1e-6, master_weights=True)
 
 
+def with_masters_elsewhere(made: Any) -> Any:
+    """As Apex's FusedAdam, which has no masters in its state."""
+    made[1].master_weights = True
+    return made
+
+
 def with_sgd(made: Any) -> Any:
     return made[0], torch.optim.SGD(made[0].parameters(), lr=1e-6)
 
@@ -120,9 +126,10 @@ def with_sgd(made: Any) -> Any:
         (with_sgd, 1e-6, ([], ["no-master"])),  # an update may have any size
         (frozen, 1e-6, ([], [])),
         (with_masters, 1e-6, ([], [])),
+        (with_masters_elsewhere, 1e-6, ([], [])),
         (with_option, 1e-6, ([], [])),
     ],
-    ids=["adam", "tensor", "warmup", "large", "sgd", "frozen", "masters", "kahan"],
+    ids=["adam", "tensor", "warmup", "large", "sgd", "frozen", "masters", "apex", "kahan"],
 )
 def test_bf16_weights_without_masters(change: Any, lr: Any, found: Any) -> None:
     """A problem where rounding loses most of Adam's updates, and else a note."""

@@ -75,7 +75,7 @@ def test_bf16_weights_without_masters(on: On, tmp_path: Path, dtype: str | None)
         trainer = Trainer.of(tmp_path, dtype, training_args={"learning_rate": 1e-6})
         trainer.step(0)
     said = [str(one.message) for one in caught if one.category is PrecisionShimWarning]
-    told = r"no-master \(.* 0 of the 8 bits .*leave strategy_config.param_dtype out"
+    told = r"no-master \(.* 0 of the 8 bits .*leave actor_train\.strategy_args.*param_dtype out"
     assert [bool(re.search(told, line)) for line in said] == [True] * bool(dtype)
     (audit,) = precision_shim.status().audit
     assert [one.code for one in audit.problems] == ["no-master"] * bool(dtype)

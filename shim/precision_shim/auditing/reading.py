@@ -141,7 +141,8 @@ class Reading:
         wanted: the dtypes that the optimizer's config sets; ``None`` without a config.
         whole_sizes: maps the ``id`` of a shard in ``trainable`` to the whole parameter's elements.
         padding: maps the ``id`` of an FSDP1 shard, gradient or state to its padding elements.
-        keeps_small_updates: whether bf16 weights are rounded stochastically or summed after Kahan.
+        keeps_small_updates: whether small updates of bf16 weights count: by stochastic rounding,
+            Kahan's sum, or masters outside the states.
         steppers: the torch optimizers within; a step of the first counts as the optimizer's step.
         routers: maps the dtypes in which routers should and do compute to the names to choose from.
     """

@@ -71,10 +71,11 @@ def read_inner(reading: Reading, optimizer: torch.optim.Optimizer) -> None:
             and not any(isinstance(beta, torch.Tensor) for beta in group["betas"])
         )
     )
-    # torchao's optimizers, and AnyPrecisionAdamW
-    reading.keeps_small_updates = bool(vars(optimizer).get("bf16_stochastic_round")) or any(
-        group.get("use_kahan_summation") for group in groups
-    )
+    # torchao's optimizers, AnyPrecisionAdamW, and Apex's FusedAdam, whose state lacks its masters
+    held = vars(optimizer)
+    own = held.get("bf16_stochastic_round")
+    own = own or ("exp_avg_dtype" not in held and held.get("master_weights"))
+    reading.keeps_small_updates = bool(own) or any(g.get("use_kahan_summation") for g in groups)
     # An optimizer's attributes (an overflow flag) and parameter groups (an lr) may be tensors.
     reading.other += tensors_of(optimizer)
     scales = getattr(optimizer, "_scales", {}).values()  # of TransformerEngine's FusedAdam

@@ -167,7 +167,7 @@ class ShardedModel:
 
 
 def learning_rate(options: Mapping[str, Any]) -> float:
-    """The ``lr`` of an optimizer's options; 0 if it is no number or rounding loses no update."""
+    """The ``lr`` of an optimizer's options; 0 if it is no number, or if rounding is stochastic."""
     lr: Any = options.get("lr")
     known = isinstance(lr, int | float) and 0 < lr < 1
     return float(lr) if known and not options.get("bf16_stochastic_round") else 0.0
