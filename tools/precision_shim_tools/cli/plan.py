@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pkgutil
+import re
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
@@ -173,7 +174,8 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
         with _variables(job.environ):  # the config and Hugging Face's cache may depend on variables
             request = pkgutil.resolve_name(entry.plan)(job)
     except (ImportError, PlanError) as error:
-        missing = _missing(error, (*entry.packages, *_own_modules(words)))
+        own = re.split(r"[\s=.]", " ".join(words))  # such as in --module=mine.configs
+        missing = _missing(error, (*entry.packages, *own))
         if missing is None:
             raise
         raise PlanError(
@@ -197,14 +199,6 @@ def _missing(error: BaseException | None, known: Iterable[str]) -> ImportError |
                 return error
         error = error.__cause__ or error.__context__
     return None
-
-
-def _own_modules(words: Iterable[str]) -> Iterator[str]:
-    """The packages that a launch line may name as modules, such as ``--module=mine.configs``."""
-    for word in words:
-        name = word.partition("=")[2] if word.startswith("-") else word
-        if "=" not in name:
-            yield name.partition(".")[0]
 
 
 @contextmanager
