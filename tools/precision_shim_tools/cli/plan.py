@@ -176,7 +176,7 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
     except (ImportError, PlanError) as error:
         own = re.split(r"[\s=.]", " ".join(words))  # such as in --module=mine.configs
         missing = _missing(error, (*entry.packages, *own))
-        if missing is None:
+        if missing is None or "--parameters" in str(error):  # which has another way to go on
             raise
         raise PlanError(
             f"{versioned(entry.distribution, entry.packages[0])}: its own loader, which has to "
@@ -197,7 +197,7 @@ def _missing(error: BaseException | None, known: Iterable[str]) -> ImportError |
             top = error.name.partition(".")[0]
             if top not in known and not top.startswith("precision_shim"):
                 return error
-        error = error.__cause__ or error.__context__
+        error = error.__cause__
     return None
 
 
