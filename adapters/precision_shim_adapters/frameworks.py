@@ -249,27 +249,17 @@ ROLL = _ours(
     checkpoint_readers={"megatron": "precision_shim_tools.checkpoint.roll:fill_part"},
 )
 
-FLAG_PATHS = {
-    **MEGATRON_PATHS,
-    "megatron": "trainer",
-    "rollout": "driver (both sides)",
-    "LM head": "trainer (LM head)",
+_BY_FLAGS: "dict[str, Any]" = {
+    "paths": {
+        **MEGATRON_PATHS,
+        "megatron": "trainer",
+        "rollout": "driver (both sides)",
+        "LM head": "trainer (LM head)",
+    },
+    "checkpoints": Checkpoints(steps=r"iter_(\d+)", resuming={"megatron": FLAGS_RESUME}),
 }
-"""Names of the groups in slime and miles, which differ little."""
-
-SLIME = _ours(
-    "slime",
-    paths=FLAG_PATHS,
-    tested=("0.3.1",),
-    checkpoints=Checkpoints(steps=r"iter_(\d+)", resuming={"megatron": FLAGS_RESUME}),
-)
-
-MILES = _ours(
-    "miles",
-    paths=FLAG_PATHS,
-    tested=("0.1.0",),
-    checkpoints=Checkpoints(steps=r"iter_(\d+)", resuming={"megatron": FLAGS_RESUME}),
-)
+SLIME = _ours("slime", tested=("0.3.1",), **_BY_FLAGS)
+MILES = _ours("miles", tested=("0.1.0",), **_BY_FLAGS)
 
 AREAL = _ours(
     "areal",

@@ -66,7 +66,9 @@ def test_the_variable_reaches_the_actor(
 
     on, off = found["on"], found["off"]
     assert on["variables"]["PRECISION_SHIM"] == "1"
-    assert set(on["states"].values()) == {"wrapped"}
+    driver = ("ray.placement_group", "sglang_utils")  # the actor need not import these
+    states = {key: state for key, state in on["states"].items() if not any(map(key.count, driver))}
+    assert set(states.values()) == {"wrapped"}
     assert all(on["patched"].values()), on["patched"]
     assert promised(name) in on["log"]
     first, skipped, last = steps(on)

@@ -407,7 +407,7 @@ def test_the_import_that_failed_is_found_among_the_causes() -> None:
     lacks = ModuleNotFoundError("No module named 'orjson'", name="orjson")
     wrapped = PlanError("toy 1.0: No module named 'orjson'. Correct the command line.")
     wrapped.__cause__ = lacks
-    own = ("toy", *plan_command._own_modules(["orjson.dumps=1", "--module=mine.configs", "-m"]))
+    own = ("toy", "mine")
     assert plan_command._missing(lacks, own) is lacks
     assert plan_command._missing(wrapped, own) is lacks
     assert plan_command._missing(PlanError("wrong"), own) is None

@@ -79,15 +79,12 @@ def _taken(module: str, name: str) -> Callable[..., Any]:
         "logger": logging.Logger("silent", logging.CRITICAL + 1),
         "current_platform": _ON_A_GPU,
     }
-    defined = {key: node for node in ast.parse(found.text).body for key in _bound(node)}
-    wanted: dict[str, ast.stmt] = {}
-    pending = [name]
-    while pending:
-        one = pending.pop()
-        if one in defined and one not in wanted and one not in given:
-            wanted[one] = defined[one]
-            pending += [node.id for node in ast.walk(defined[one]) if isinstance(node, ast.Name)]
-    body = sorted(wanted.values(), key=lambda node: node.lineno)
+    body: list[ast.stmt] = []
+    wanted = {name}
+    for node in reversed(ast.parse(found.text).body):  # what a function names stands above it
+        if wanted.difference(given).intersection(_bound(node)):
+            body.insert(0, node)
+            wanted |= {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
     flags = __future__.annotations.compiler_flag  # annotations name classes of other modules
     exec(compile(ast.Module(body, []), module, "exec", flags, dont_inherit=True), given)
     taken: Callable[..., Any] = given[name]

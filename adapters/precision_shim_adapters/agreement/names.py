@@ -62,14 +62,14 @@ def with_rounded(engine: Engine, options: Mapping[str, Any], place: str) -> Engi
     kinds = {"quantization": "weights", "torchao_config": "weights", "kv_cache_dtype": "KV cache"}
     for name, what in kinds.items():
         value = options.get(name)
-        dtype, key = parse_dtype(str(value)), f"{key_of(place, name)}={value}"
+        dtype, key = parse_dtype(str(value)), key_of(place, name)
         wide = {"fp32", engine.computes} - {FP8} if name == "kv_cache_dtype" else ()
         if value in (None, "", AUTO) or (dtype is not None and name_of(dtype) in wide):
             continue
         if name == "quantization" and FP8 in str(value):
-            in_fp8 = {"computes": FP8, "because": key}
+            in_fp8 = {"computes": FP8, "key": key, "because": f"{key}={value}"}
         else:
-            found.append((f"{value} {what}", key))
+            found.append((f"{value} {what}", f"{key}={value}"))
     engine = replace(engine, **in_fp8)
     if not found:
         return engine

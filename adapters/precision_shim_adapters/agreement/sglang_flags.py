@@ -7,8 +7,9 @@ SGLang in fp16, whatever ``--sglang-dtype`` is. The file of ``--sglang-config`` 
 from __future__ import annotations
 
 from argparse import ArgumentTypeError
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from precision_shim.adapting import Call, Seam, collect, in_force, seam, versioned
@@ -60,7 +61,7 @@ def _rollout(name: str, args: Any, own: Mapping[str, Any], place: str) -> Engine
     engine = Engine(
         "rollout", CANONICAL.get(str(value), AUTO), key, value, because, follows=follows
     )
-    path = str(own.get("model_path") or args.hf_checkpoint)
+    path = str(own.get("model_path", args.hf_checkpoint))
     engine = resolve_by_model(engine, "sglang", path)
     engine = with_rounded(engine, {"quantization": quantised(path)}, f"{path}/config.json")
     return with_rounded(with_rounded(engine, flags, _FLAGS), own, place)
@@ -75,24 +76,21 @@ def _groups(name: str, args: Any) -> Groups:
     """Read the groups of servers that get the trained weights."""
     if getattr(args, "sglang_config", None) is None:
         return [({}, "")]
-    return list(_in_file(name, args))
-
-
-def _in_file(name: str, args: Any) -> Iterator[tuple[Mapping[str, Any], str]]:
-    from importlib import import_module
-
     module = import_module(f"{name}.backends.sglang_utils.sglang_config")
-    for model in module.SglangConfig.from_yaml(args.sglang_config).models:
-        trained = model.model_path in (None, args.hf_checkpoint)
-        if model.update_weights is False or not (model.update_weights or trained):
-            continue
-        for group in model.server_groups:
-            if group.worker_type not in ("placeholder", "encoder"):
-                yield _plain(group.overrides), f"{args.sglang_config}: {model.name}.overrides"
-
-
-def _plain(overrides: Mapping[str, Any] | None) -> dict[str, Any]:
-    return {key.replace("-", "_"): value for key, value in (overrides or {}).items()}
+    models = module.SglangConfig.from_yaml(args.sglang_config).models
+    if getattr(args, "eval_num_gpus", 0):  # miles' servers that only evaluate
+        models = [model for model in models if model.name != "eval"]
+    for model in models:
+        model.resolve(args)  # as the trainer does, which then knows what gets the weights
+    return [
+        (
+            {key.replace("-", "_"): value for key, value in group.overrides.items()},
+            f"{args.sglang_config}: {model.name}.overrides",
+        )
+        for model in models
+        for group in model.server_groups
+        if model.update_weights and group.worker_type not in ("placeholder", "encoder")
+    ]
 
 
 def heads(name: str, args: Any, groups: Groups) -> list[Head]:
@@ -130,6 +128,12 @@ def seams(name: str) -> tuple[Seam, ...]:
     def read_name(key: str, value: object) -> str:
         return engine_name(value, key, versioned(name), (AUTO,))
 
+    def from_flag(value: str) -> str:
+        try:
+            return read_name(f"{_FLAGS}-dtype", value)
+        except DtypeError as error:  # argparse shows no other error's text
+            raise ArgumentTypeError(str(error)) from error
+
     @seam(
         f"{sglang}.arguments:add_sglang_arguments",
         why="adds SGLang's flags to a parser, which knows only SGLang's names of dtypes",
@@ -141,7 +145,7 @@ def seams(name: str) -> tuple[Seam, ...]:
         added = call.proceed()
         for action in parser._actions:
             if action.dest.endswith("sglang_dtype"):
-                action.type = partial(_from_flag, partial(read_name, action.option_strings[0]))
+                action.type = from_flag
         return added
 
     @seam(
@@ -173,7 +177,8 @@ def seams(name: str) -> tuple[Seam, ...]:
             UnsupportedPrecisionError: in strict mode, only the trainer computes in float16, or an
                 engine cannot compute its LM head in fp32.
         """
-        if hasattr(args, "sglang_dtype") and not args.debug_rollout_only:
+        alone = args.debug_train_only or args.debug_rollout_only
+        if hasattr(args, "sglang_dtype") and not alone:
             groups, write = _groups(name, args), partial(_write, args)
             report_heads(versioned(name), partial(heads, name, args, groups), write)
             report_engines(versioned(name), *engines(name, args, groups), write)
@@ -192,11 +197,3 @@ def seams(name: str) -> tuple[Seam, ...]:
         return built
 
     return collect(add_flags, make_group, compare, build_head)
-
-
-def _from_flag(read: Any, value: str) -> str:
-    try:
-        name: str = read(value)
-    except DtypeError as error:  # argparse shows no other error's text
-        raise ArgumentTypeError(str(error)) from error
-    return name

@@ -25,6 +25,7 @@ from .audit import seams
 from .checkpoints import cpu_offload, optimizer_state, parameter_state
 from .policy.optimizer_plan import OptimizerPlan as OptimizerPlan
 from .policy.requested import ALIGNMENT as ALIGNMENT
+from .policy.requested import APPLYING as APPLYING
 from .policy.requested import BUILDING as BUILDING
 from .policy.requested import DISPATCH as DISPATCH
 from .policy.requested import GROUP as GROUP
@@ -37,6 +38,7 @@ from .training.build import building as building
 from .training.build import current_build as current_build
 from .training.build import expect_reference as expect_reference
 from .training.flags import CONFIG_INIT as CONFIG_INIT
+from .training.flags import building_seams as building_seams
 from .training.flags import fill_inline as fill_inline
 from .training.flags import requested_by_flags as requested_by_flags
 from .training.flags import where_present as where_present
@@ -53,8 +55,6 @@ from .training.overflow import metrics as metrics
 from .training.overflow import skipping as skipping
 
 EFFECTS, PATHS = MEGATRON_EFFECTS, MEGATRON_PATHS
-APPLYING = ("dtype-coercion", DISPATCH, SCALING)
-"""The features of every seam that calls ``apply_plan``."""
 
 SEAMS = collect(
     optimizer,

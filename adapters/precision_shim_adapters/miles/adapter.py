@@ -16,11 +16,9 @@ from precision_shim.adapting import Call, collect, seam, versioned
 
 from .. import megatron
 from ..agreement import sglang_flags
-from ..megatron import ALIGNMENT, APPLYING, BUILDING, GROUP, SCALING
+from ..megatron import GROUP, SCALING
 
 MODEL = "miles.backends.megatron_utils.model"
-MAKE = "megatron.core.optimizer:get_megatron_optimizer"
-USED = f"{MODEL}:get_megatron_optimizer"
 HERE: dict[str, Any] = {
     "group": GROUP,
     "optional": True,
@@ -45,27 +43,6 @@ def read(args: Any, role: str) -> megatron.RequestedConfig:
     return requested
 
 
-@seam(f"{MODEL}:setup_model_and_optimizer", BUILDING, why="makes bucket and optimizer", **HERE)
-def build(call: Call, args: Any, role: str = "actor") -> Any:
-    """Record that miles builds a model, with a function that reads miles' flags."""
-    with megatron.building("miles", lambda: read(args, role)):
-        return call.proceed()
-
-
-@seam(megatron.CONFIG_INIT, APPLYING, why="miles makes its config inline", **HERE)
-def configure(call: Call) -> Any:
-    """Write the fields that the shim chose into the OptimizerConfig that miles makes."""
-    return megatron.fill_inline(call, "miles")
-
-
-@seam(MAKE, ALIGNMENT, why="gets config and buckets", aliases=(USED,), **HERE)
-def check(call: Call, config: Any, model_chunks: Any) -> Any:
-    """Compare the OptimizerConfig with the live model before miles makes the optimizer."""
-    if megatron.current_build("miles") is not None:
-        megatron.check("miles", config, model_chunks)
-    return call.proceed()
-
-
 @seam(f"{MODEL}:train_one_step", SCALING, why="asserts that a step was not skipped", **HERE)
 def step(call: Call, optimizer: Any) -> tuple[dict[str, Any], Any, Any]:
     """Count an overflow as a skipped step with grad norm NaN; report loss scale and skips."""
@@ -78,7 +55,7 @@ def step(call: Call, optimizer: Any) -> tuple[dict[str, Any], Any, Any]:
     return {**losses, **figures}, norm, outcome
 
 
+BUILDING = megatron.building_seams("miles", MODEL, read, **HERE)
 SEAMS = megatron.where_present(
-    collect(megatron.SEAMS, build, configure, check, step, sglang_flags.seams("miles")),
-    module=MODEL,
+    collect(megatron.SEAMS, BUILDING, step, sglang_flags.seams("miles")), module=MODEL
 )

@@ -307,34 +307,28 @@ def _because(seams: Iterable[SeamStatus], feature: str, path: str) -> str:
     return next(iter([*own, *filter(None, reasons)]), "this version has nothing of it")
 
 
-def _engines(path: Path) -> list[dict[str, Any]]:
-    """Read which of the names that the shim relies on a rollout engine in ``path`` has."""
+def _engines(path: Path) -> Iterable[dict[str, Any]]:
+    """Read which of the names that the shim relies on each rollout engine in ``path`` has."""
     tree = open_tree(path, tuple(RELIED_ON))
-    found = []
     for engine in filter(tree.has, RELIED_ON):
-        has: list[str] = []
-        lacks: list[str] = []
-        for modules, names in RELIED_ON[engine].items():
-            texts = [(read() or "") for module in modules if (read := tree.find(module))]
+        found: dict[str, list[str]] = {"has": [], "lacks": []}
+        for places in RELIED_ON[engine]:
+            modules, names = (words.split() for words in places.split(": "))
+            readers = filter(None, map(tree.find, modules))
+            words = set(re.findall(r"\w+", " ".join(read() or "" for read in readers)))
             for name in names:
-                there = any(re.search(rf"\b{name}\b", text) for text in texts)
-                (has if there else lacks).append(f"{modules[0]}: {name}")
-        version = tree.version_of(engine, engine)
-        found += [
-            {"engine": engine, "version": version, "has": has, "lacks": lacks, "ok": not lacks}
-        ]
-    return found
+                found["has" if name in words else "lacks"].append(f"{modules[0]}: {name}")
+        yield {"engine": engine, "version": tree.version_of(engine, engine), **found}
 
 
-def _show_engines(found: list[dict[str, Any]], path: Path, *, as_json: bool) -> int:
-    if as_json:
-        write(json.dumps(found if len(found) > 1 else found[0], indent=2))
-    for one in () if as_json else found:
+def _show_engines(path: Path, *, as_json: bool) -> int:
+    lacks = False
+    for one in _engines(path):
+        lacks |= bool(one["lacks"])
         lines = [f"{path.name}: the rollout engine {one['engine']} {one['version']}"]
-        for state in ("has", "lacks"):
-            lines += [line for name in one[state] for line in fold(f"{state:<6} {name}", 2, 4)]
-        show("\n".join([*lines, "problems" if one["lacks"] else "no problems"]))
-    return 0 if all(one["ok"] for one in found) else 1
+        lines += [f"  {state:<6} {name}" for state in ("has", "lacks") for name in one[state]]
+        write(json.dumps(one, indent=2)) if as_json else show("\n".join(lines))
+    return int(lacks)
 
 
 def _against(asked: argparse.Namespace) -> int:
@@ -344,7 +338,7 @@ def _against(asked: argparse.Namespace) -> int:
         reports = report(path, asked.framework)
     except SourceError as error:
         try:
-            return _show_engines(_engines(path), path, as_json=asked.as_json)
+            return _show_engines(path, as_json=asked.as_json)
         except SourceError:
             return fail(asked, str(error))
     except (PrecisionShimError, OSError) as error:

@@ -172,8 +172,9 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
         with _variables(job.environ):  # the config and Hugging Face's cache may depend on variables
             request = pkgutil.resolve_name(entry.plan)(job)
     except (ImportError, PlanError) as error:
-        missing = _missing(error, (*entry.packages, *_own_modules(words)))
-        if missing is None:
+        own = re.split(r"[\s=.]", " ".join(words))  # such as in --module=mine.configs
+        missing = _missing(error, (*entry.packages, *own))
+        if missing is None or "--parameters" in str(error):  # which has another way to go on
             raise
         raise PlanError(
             f"{versioned(entry.distribution, entry.packages[0])}: its own loader, which has to "
@@ -194,16 +195,8 @@ def _missing(error: BaseException | None, known: Iterable[str]) -> ImportError |
             top = error.name.partition(".")[0]
             if top not in known and not top.startswith("precision_shim"):
                 return error
-        error = error.__cause__ or error.__context__
+        error = error.__cause__
     return None
-
-
-def _own_modules(words: Iterable[str]) -> Iterator[str]:
-    """The packages that a launch line may name as modules, such as ``--module=mine.configs``."""
-    for word in words:
-        name = word.partition("=")[2] if word.startswith("-") else word
-        if "=" not in name:
-            yield name.partition(".")[0]
 
 
 @contextmanager

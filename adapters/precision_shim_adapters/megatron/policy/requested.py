@@ -26,6 +26,9 @@ would load wrong weights."""
 
 DISPATCH, ALIGNMENT, SCALING = "bf16-dispatch", "grad-bucket-alignment", "fp16-scaling"
 COERCION, AUDIT = "dtype-coercion", "audit"
+APPLYING = ("dtype-coercion", DISPATCH, SCALING)
+"""The features of every seam that calls ``apply_plan``."""
+
 BUILDING = (DISPATCH, ALIGNMENT, SCALING, AUDIT)
 """The features of seams that call ``building``; these features depend on the model being built."""
 

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from precision_shim.adapting import Call
+from precision_shim.adapting import Call, collect, seam
 from precision_shim.precision.dtypes import read_dtype
 from precision_shim.seams import Seam
 
-from ..policy.requested import RequestedConfig
-from .build import current_build
-from .optimizer import apply_plan, keep_layout
+from ..policy.requested import ALIGNMENT, APPLYING, BUILDING, RequestedConfig
+from .build import building, current_build
+from .optimizer import apply_plan, check, keep_layout
 
 CONFIG_INIT = "megatron.core.optimizer.optimizer_config:OptimizerConfig.__init__"
 """The function that an adapter patches if its trainer has no function that makes the config."""
@@ -74,6 +74,42 @@ def fill_inline(call: Call, framework: str) -> Any:
     result = call.proceed()
     keep_layout(plan, call.instance)
     return result
+
+
+def building_seams(
+    framework: str, model: str, read: Callable[[Any, str], RequestedConfig], **here: Any
+) -> tuple[Seam, ...]:
+    """The seams on the functions that make a model's bucket, config and optimizer.
+
+    Args:
+        framework: the trainer's name.
+        model: its module with ``setup_model_and_optimizer(args, role)``.
+        read: reads the flags of a role's model.
+        here: fields of each seam.
+    """
+
+    @seam(f"{model}:setup_model_and_optimizer", BUILDING, why="makes bucket and optimizer", **here)
+    def build(call: Call, args: Any, role: str = "actor") -> Any:
+        """Record that a model is being built, with a function that reads its settings."""
+        with building(framework, lambda: read(args, role)):
+            return call.proceed()
+
+    @seam(CONFIG_INIT, APPLYING, why="the trainer makes its config inline", **here)
+    def configure(call: Call) -> Any:
+        """Write the fields that the shim chose into the trainer's OptimizerConfig."""
+        return fill_inline(call, framework)
+
+    make = "get_megatron_optimizer"
+    at = {"target": f"megatron.core.optimizer:{make}", "aliases": (f"{model}:{make}",)}
+
+    @seam(feature=ALIGNMENT, at=[at], why="gets config and buckets", **here)
+    def check_optimizer(call: Call, config: Any, model_chunks: Any) -> Any:
+        """Compare the config with the live model before the optimizer is made."""
+        if current_build(framework) is not None:
+            check(framework, config, model_chunks)
+        return call.proceed()
+
+    return collect(build, configure, check_optimizer)
 
 
 def where_present(seams: Iterable[Seam], module: str) -> tuple[Seam, ...]:

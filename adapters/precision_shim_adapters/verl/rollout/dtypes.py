@@ -154,14 +154,14 @@ def _of_rollout(section: Mapping[str, Any], subject: str, place: str) -> Engine:
     asked, key = asked_dtype(section, place)
     inner = _section(_section(section, "engine_kwargs"), str(section.get("name") or ""))
     over = f"{place}.engine_kwargs.{section.get('name')}"
-    at, options = (over, inner) if inner.get("quantization") else (place, section)
-    quantised = str(options.get("quantization") or "")
     dtype = None if asked == AUTO else parse_dtype(asked)
     prefix = "++" if "engine_kwargs" in key else ""
     computes = AUTO if dtype is None else name_of(dtype)
     engine = Engine(subject, computes, key, asked, prefix=prefix)
-    engine = with_rounded(engine, {**inner, "quantization": None}, over)
-    return with_rounded(engine, {"quantization": quantised}, at)
+    engine = with_rounded(engine, inner, over)
+    if inner.get("quantization"):
+        return engine
+    return with_rounded(engine, {"quantization": section.get("quantization")}, place)
 
 
 def _teachers(config: Mapping[str, Any]) -> Iterator[Engine]:
