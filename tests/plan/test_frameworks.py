@@ -108,6 +108,8 @@ def test_verl_on_megatron(capsys: pytest.CaptureFixture[str], model: Path) -> No
     )
     _, low = planned(capsys, "--", *MEGATRON, path, *words)
     assert gib(low["models"][0]["before"][0]) == 7.49
+    assert (plan["unset"], actor["ends"]) == (True, "")
+    assert "_dtype='bf16' is not turned into a dtype" in low["models"][0]["ends"]
     ref = ("actor_rollout_ref.actor.use_kl_loss=True", "algorithm.adv_estimator=gae")
     critic = f"critic.model.path={model}"
     _, three = planned(capsys, "--", *MEGATRON, path, *ref, critic)

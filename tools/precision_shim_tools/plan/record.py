@@ -127,6 +127,7 @@ class ModelPlan:
         source: the file or directory from which names and shapes were read.
         computes: dtype of the parameters while a layer computes.
         reduces: dtype in which gradients are reduced; empty for Megatron, and without an optimizer.
+        ends: why the job ends without the shim; empty if it does not.
     """
 
     subject: str
@@ -139,6 +140,7 @@ class ModelPlan:
     source: str = ""
     computes: str = ""
     reduces: str = ""
+    ends: str = ""
 
     @property
     def fullest(self) -> int:
@@ -161,6 +163,7 @@ class JobPlan:
         world_size: number of GPUs that train.
         problems: the illegal values in the job's config.
         models: one plan for each model that uses memory of the GPUs that train.
+        unset: see ``Job``.
     """
 
     framework: str
@@ -171,6 +174,7 @@ class JobPlan:
     problems: tuple[Problem, ...]
     models: tuple[ModelPlan, ...]
     notes: tuple[str, ...] = ()
+    unset: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as dicts, lists, strings and numbers."""
