@@ -117,8 +117,8 @@ def make(job: Job, request: Request, rules: Rules) -> JobPlan:
     if job.unset:
         notes.insert(
             0,
-            "PRECISION_SHIM is unset: the job has the shim only if it calls install(). To switch it "
-            "on, export PRECISION_SHIM=1 where the job starts",
+            "PRECISION_SHIM is unset: the job has the shim only if it calls install(). To switch "
+            "it on, export PRECISION_SHIM=1 where the job starts",
         )
     return JobPlan(
         request.framework,

@@ -55,7 +55,7 @@ def came_first() -> bool:
     It is not known with Ray's client, whose driver is another process.
     """
     module = sys.modules.get(_MODULE)
-    worker: "Any" = getattr(module, "global_worker", None)
+    worker: Any = getattr(module, "global_worker", None)
     if module is None or not worker.connected or worker.mode != module.SCRIPT_MODE:
         return False
     given = sys.modules["ray"].get_runtime_context().runtime_env
