@@ -172,6 +172,18 @@ def test_the_table_says_what_fits_and_what_does_not() -> None:
     assert all(len(line) <= 110 for line in text.splitlines())
 
 
+@pytest.mark.parametrize("unset", [True, False])
+def test_a_job_that_ends_without_the_shim_has_no_figures_without(unset: bool) -> None:
+    fields = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}
+    plan = make(replace(job(LINE), unset=unset), request(asked(asked=fields)), RULES)
+    lines = render(plan).splitlines()
+    assert lines[0].endswith(": legal" + " only with the shim, which is not on" * unset)
+    assert "  without: ends, because " in render(plan)
+    (row,) = (line for line in lines if "together" in line)
+    assert len(row.split()) == 2
+    assert ("note: PRECISION_SHIM is unset" in render(plan)) is unset
+
+
 def test_the_fullest_stage_is_shown() -> None:
     (model,) = plan_models().models
     peaks = [stage.totals["peak"] for stage in model.after]

@@ -137,6 +137,8 @@ def test_verl_on_megatron(capsys: pytest.CaptureFixture[str], model: Path) -> No
     )
     _, low = planned(capsys, "--", *MEGATRON, path, *words)
     assert gib(low["models"][0]["before"][0]) == 7.49
+    assert (plan["unset"], actor["ends"]) == (True, "")
+    assert "_dtype='bf16' is not turned into a dtype" in low["models"][0]["ends"]
     layers = "+actor_rollout_ref.actor.megatron.override_transformer_config"
     gather = "+actor_rollout_ref.actor.megatron.override_ddp_config.fp8_param_gather"
     eight = (*MEGATRON, path, f"{layers}.fp8=hybrid", f"{layers}.fp8_param=true")

@@ -125,17 +125,14 @@ _RAY = (
 
 def _optimizers_built() -> list[str]:
     """Return a message on the optimizers in this process, which nothing can patch any more."""
-    torch = sys.modules.get("torch.optim")
-    if torch is None:
-        return []
-    kinds = {type(each) for each in gc.get_objects()}
-    built = sorted(kind.__name__ for kind in kinds if issubclass(kind, torch.Optimizer))
-    if not built:
-        return []
+    base = getattr(sys.modules.get("torch.optim"), "Optimizer", ())
+    kinds = {type(each) for each in gc.get_objects()} if base else ()
     return [
-        f"{', '.join(built)} was built before install(): this optimizer, its engine, loss scaler "
-        "and gradient buckets stay as they were built. Call install() before the framework builds "
-        "its engine, or build the engine again."
+        f"{kind.__name__} was built before install(): this optimizer, its engine, loss scaler and "
+        "gradient buckets stay as they were built. Call install() before the framework builds its "
+        "engine, or build the engine again."
+        for kind in kinds
+        if issubclass(kind, base)
     ]
 
 

@@ -293,13 +293,11 @@ def _length(blocks: Iterable[Sequence[str]]) -> int:
     return sum(len(block) for block in blocks)
 
 
-def fold(
-    text: str, indent: int, further: int | None = None, *, break_words: bool = False
-) -> list[str]:
+def fold(text: str, indent: int, further: int | None = None) -> list[str]:
     """Wrap a text into lines of at most 80 columns; an empty text gives no lines.
 
     ``indent`` is the indentation of the first line, and ``further`` of the other lines (``None``:
-    the same). ``break_words`` also breaks words that are longer than a line, such as names.
+    the same). A word that is longer than a line, such as a path, is not broken.
     """
     if not text.strip():
         return []
@@ -308,6 +306,6 @@ def fold(
         WIDTH,
         initial_indent=" " * indent,
         subsequent_indent=" " * (indent if further is None else further),
-        break_long_words=break_words,
+        break_long_words=False,
         break_on_hyphens=False,
     )

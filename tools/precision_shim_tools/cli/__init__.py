@@ -28,9 +28,6 @@ COMMANDS = ("run", "doctor", "plan", "audit", "checkpoint", "demo")
 OPTIONS = {"features": "--features", "frameworks": "--frameworks", "settings": "--set"}
 """Maps an argument of ``install()`` to its command line option, for the messages of ``resolve``."""
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as of SIGINT in a shell."""
-
 
 def build_parser(commands: Sequence[str] = COMMANDS) -> _Parser:
     """Build the parser of the command line; the module of each command is imported."""
@@ -138,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         Progress.stop()
         print("precision-shim: interrupted", file=sys.stderr)
-        raise SystemExit(INTERRUPTED) from None
+        raise SystemExit(130) from None  # as of SIGINT in a shell
     finally:
         Progress.stop()
 

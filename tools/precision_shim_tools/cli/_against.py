@@ -87,7 +87,7 @@ def _record(asked: argparse.Namespace) -> int:
     except OSError as error:
         return fail(asked, f"{file} cannot be written: {error}. Name a file that may be written.")
     told = ", ".join(f"{name}: {count} symbols" for name, count in added.items())
-    show("\n".join(fold(f"{file}: {told}", 0, 2, break_words=True)))
+    show("\n".join(fold(f"{file}: {told}", 0, 2)))
     return 0
 
 
@@ -352,7 +352,7 @@ def _against(asked: argparse.Namespace) -> int:
 
 
 def _text(report: Report, path: Path, *, verbose: bool) -> str:
-    lines = fold(f"{path.name}, for {report.framework}", 0, 2, break_words=True)
+    lines = fold(f"{path.name}, for {report.framework}", 0, 2)
     for name, version in report.holds.items():
         lines += fold(f"{name} {version}, against {report.against[name]}", 2, 4)
     features = list(dict.fromkeys(seam.feature for seam in report.status.seams))

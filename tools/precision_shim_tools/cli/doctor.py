@@ -127,8 +127,8 @@ def _look() -> tuple[dict[str, Any], dict[str, FrameworkStatus]]:
         problems.append(str(error))
     with contextlib.suppress(SettingsError):  # which is among the problems already
         switch = _settings.switch()
-    misspelt = [name for name in os.environ if _is_near_prefix(name)]
-    problems += [f"{name} is no variable of precision_shim: write {PREFIX}" for name in misspelt]
+    near = get_close_matches(PREFIX, {*os.environ} - {PREFIX}, cutoff=0.9)
+    problems += [f"{name} is no variable of precision_shim: write {PREFIX}" for name in near]
     Progress.stage = "starting a Python"
     start_up = _start_up(switch, problems)
     packages = {name: _package(name, packages) for name, packages in PACKAGES}
@@ -166,31 +166,19 @@ def _look() -> tuple[dict[str, Any], dict[str, FrameworkStatus]]:
         "problems": problems,
         "limits": limits,
     }
-    told["verdict"] = _verdict(told, frameworks, misspelt)
+    told["verdict"] = _verdict(told, frameworks)
     return told, frameworks
 
 
-def _is_near_prefix(name: str) -> bool:
-    ours = name == PREFIX or name.startswith(f"{PREFIX}_")
-    return not ours and bool(get_close_matches(name.upper(), [PREFIX], cutoff=0.85))
-
-
-def _verdict(
-    told: Mapping[str, Any], frameworks: Mapping[str, FrameworkStatus], misspelt: list[str]
-) -> str:
+def _verdict(told: Mapping[str, Any], frameworks: Mapping[str, FrameworkStatus]) -> str:
     """Return whether the shim is on in this environment, and what to do if it is not."""
     here = [f"{name} {status.version}" for name, status in frameworks.items() if status.version]
-    if told["switch"] == "invalid" or not told["settings"]:
+    if not told["settings"]:
         return "OFF in this environment: correct the setting that is not valid"
-    if told["switch"] == "unset":
-        question = f" ({', '.join(misspelt)} is misspelt)" if misspelt else ""
-        more = "" if here else f". No framework is installed here. {_OTHER_PYTHON}"
-        return f"OFF in this environment{question}: export {PREFIX}=1{more}"
-    if told["switch"] == "off":
-        return f"OFF in this environment: {PREFIX} is off; export {PREFIX}=1"
-    if not told["ok"]:
-        return "ON, with the problems above"
-    return f"ON: {', '.join(here)}"
+    if told["switch"] in ("unset", "off"):
+        elsewhere = "" if here else f". No framework is installed here. {_OTHER_PYTHON}"
+        return f"OFF in this environment: export {PREFIX}=1{elsewhere}"
+    return f"ON: {', '.join(here)}" if told["ok"] else "ON, with the problems above"
 
 
 def _start_up(switch: str, problems: list[str]) -> dict[str, Any]:

@@ -153,8 +153,9 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
     job = read_launch_line(words, planned, _settings.resolve(environ={}), options)
     environ = {**os.environ, **job.environ}
     job = replace(job, settings=_settings.resolve(known_frameworks=entries, environ=environ))
-    if _settings.switch(environ) == "off":
-        job = replace(job, off=environ[_settings.PREFIX].strip())
+    switch = _settings.switch(environ)
+    off = environ[_settings.PREFIX].strip() if switch == "off" else ""
+    job = replace(job, off=off, unset=switch == "unset")
     entry = entries[job.framework]
     if not entry.plan:  # the registry lacks the ``plan`` of third-party adapters
         entry = _registry.load(entry)

@@ -51,6 +51,7 @@ class Job:
         environ: the variables that the command sets.
         settings: the shim's settings.
         off: ``PRECISION_SHIM``'s value, such as ``"0"``, if it switches the shim off; else empty.
+        unset: whether ``PRECISION_SHIM`` is unset, so that only ``install()`` switches the shim on.
     """
 
     framework: str
@@ -62,6 +63,7 @@ class Job:
     settings: Settings
     options: Options = field(default_factory=Options)
     off: str = ""
+    unset: bool = False
 
     def model(self, name: object, overrides: Mapping[str, Any] | None = None) -> Model:
         """Return the names and shapes of a model of the job.

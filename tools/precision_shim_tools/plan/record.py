@@ -129,6 +129,7 @@ class ModelPlan:
         reduces: dtype in which FSDP reduces gradients over the data-parallel ranks; empty for
             Megatron, and without an optimizer.
         warnings: what the training loses with legal settings.
+        ends: why the job ends without the shim; empty if it does not.
     """
 
     subject: str
@@ -142,6 +143,7 @@ class ModelPlan:
     computes: str = ""
     reduces: str = ""
     warnings: tuple[str, ...] = ()
+    ends: str = ""
 
     @property
     def fullest(self) -> int:
@@ -164,6 +166,7 @@ class JobPlan:
         world_size: number of GPUs that train.
         problems: the illegal values in the job's config.
         models: one plan for each model that uses memory of the GPUs that train.
+        unset: see ``Job``.
     """
 
     framework: str
@@ -174,6 +177,7 @@ class JobPlan:
     problems: tuple[Problem, ...]
     models: tuple[ModelPlan, ...]
     notes: tuple[str, ...] = ()
+    unset: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as dicts, lists, strings and numbers."""

@@ -114,6 +114,12 @@ def make(job: Job, request: Request, rules: Rules) -> JobPlan:
             f"PRECISION_SHIM={job.off} is set, so the shim does nothing in this job: both sides "
             f"show what {job.framework} does alone. Unset it to see what the shim would do",
         )
+    if job.unset:
+        notes.insert(
+            0,
+            "PRECISION_SHIM is unset: the job has the shim only if it calls install(). To switch "
+            "it on, export PRECISION_SHIM=1 where the job starts",
+        )
     return JobPlan(
         request.framework,
         request.version,
@@ -123,4 +129,5 @@ def make(job: Job, request: Request, rules: Rules) -> JobPlan:
         tuple(dict.fromkeys(problems)),
         tuple(models),
         tuple(notes),
+        job.unset,
     )

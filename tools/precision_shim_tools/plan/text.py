@@ -20,7 +20,9 @@ def render(plan: JobPlan, memory: float | None = None) -> str:
     words += [f"TransformerEngine {plan.transformer_engine}"] * bool(plan.transformer_engine)
     words += [f"megatron-core {plan.megatron_core}"] * bool(plan.megatron_core)
     count = len(plan.problems)
-    verdict = f"{count} problem{'s' if count > 1 else ''}" if count else "legal"
+    ends = plan.unset and any(model.ends for model in plan.models)
+    verdict = "legal only with the shim, which is not on" if ends else "legal"
+    verdict = f"{count} problem{'s' if count > 1 else ''}" if count else verdict
     blocks = [[f"plan of {', '.join(words)}: {verdict}"]]
     blocks += [_model(model, memory) for model in plan.models]
     if plan.problems:
@@ -52,6 +54,9 @@ def _model(model: ModelPlan, memory: float | None) -> list[str]:
         reduces = f", FSDP reduces gradients in {model.reduces}" if model.reduces else ""
         lines += [f"  computes in {model.computes}{reduces}"]
     rows = [("GB per GPU", "", "without", "", "with"), *_rows(model, memory)]
+    if model.ends:
+        lines += fold(f"without: ends, because {model.ends}")
+        rows = [(name, "", "", dtype, size) for name, _, _, dtype, size in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [word for pair in zip(row, widths, strict=True) for word in pair]

@@ -138,7 +138,7 @@ class MegatronModel:
         problems = [*self.illegal, *_unknown(self), *_no_names(self)]
         if any(problem.code == "dtype" for problem in problems):
             return None, problems
-        without, with_shim = None, None
+        without, with_shim, ends = None, None, ""
         decisions: tuple[Decided, ...] = ()
         if self.requested.trains:
             now = in_force(job, support_of(rules.transformer_engine))
@@ -154,6 +154,8 @@ class MegatronModel:
                 key = self.key.removesuffix(".{}")
                 return None, [*problems, Problem.of(error, self.subject, key, "number")]
             problems += problems_of(self, with_shim, job)
+            unpatched = problems_of(self, without, replace(job, off="0"))
+            ends = next((problem.message for problem in unpatched), "")
         planned = ModelPlan(
             self.subject,
             self.model.parameters,
@@ -164,6 +166,7 @@ class MegatronModel:
             (*self.notes, *_notes(self, with_shim)),
             self.model.source,
             name_of(self.dtype),
+            ends=ends,
         )
         return planned, problems
 

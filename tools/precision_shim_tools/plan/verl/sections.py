@@ -25,9 +25,7 @@ from precision_shim_adapters.verl.training.megatron import has_fields
 from ..record import unknown_keys
 from ..values import number_of, section_of
 
-_MODULES = tuple(
-    f"verl.workers.config.{name}" for name in ("engine", "optimizer", "actor", "critic")
-)
+_MODULES = ("engine", "optimizer", "actor", "critic")
 _HYDRAS = ("_target_", "_convert_", "_recursive_", "_partial_")
 _TURBOS = ("distributed", "fsdp_plan")
 _AUTOMODEL = {"model_dtype": "fp32", "mp_param_dtype": "bf16", "mp_reduce_dtype": "fp32"}
@@ -205,33 +203,29 @@ def unknown(section: Section, *, dispatches: bool) -> Iterator[Problem]:
     Without hydra's ``_target_``, any key is allowed. ``dispatches``: the shim adds verl 0.9's dtype
     fields to ``McoreOptimizerConfig``.
     """
-    engine_key, known = section.engine_key, {}
+    engine_key, known, names = section.engine_key, {}, {}
     sections = {section.role_key: section.role, section.optim_key: section.optim}
     sections[engine_key] = section.engine
     for key, read in sections.items():
-        name = _target(read)
-        looks = [look(f"{module}:{name}.__init__") for module in _MODULES if name]
+        name = names[key] = str(read.get("_target_", "")).rpartition(".")[2]
+        looks = [look(f"verl.workers.config.{module}:{name}.__init__") for module in _MODULES]
         known[key] = set(next((symbol.parameters for symbol in looks if symbol.found), ()))
         if name == "McoreOptimizerConfig" and dispatches:
             known[key].update(PRECISION_AWARE_FIELDS)
-    places = {name: f"{key}.{name}" for key, names in known.items() for name in names}
+    places = {word: f"{key}.{word}" for key, words in known.items() for word in words}
     moved = {}
     if section.strategy in ("fsdp", "fsdp2"):
-        moved = {name: f"{engine_key}.mixed_precision.{name}" for name in fsdp.MIXED}
+        moved = {word: f"{engine_key}.mixed_precision.{word}" for word in fsdp.MIXED}
         if section.group == fsdp.ENGINE:  # the engine does not read its ``dtype``
             moved["dtype"] = moved["param_dtype"]
     for key, read in sections.items():
-        own = {name: f"{key}.{name}" for name in known[key]}
+        own = {word: f"{key}.{word}" for word in known[key]}
         # The worker of a reference model renames its keys that begin with log_prob_.
         written = [word for word in read if word not in _HYDRAS and word[:9] != "log_prob_"]
-        whose, place = f"{versioned('verl')}'s {_target(read)}", f"{key}.{{}}"
+        whose, place = f"{versioned('verl')}'s {names[key]}", f"{key}.{{}}"
         yield from unknown_keys(
             written, known[key], section.subject, place, whose, places=places | own | moved
         )
-
-
-def _target(section: Mapping[str, Any]) -> str:
-    return str(section.get("_target_", "")).rpartition(".")[2]
 
 
 def check_moments(section: Section, optimizer: str) -> None:
