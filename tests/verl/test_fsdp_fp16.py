@@ -268,17 +268,19 @@ def test_other_dtypes_are_untouched(fsdp_ranks: Ranks, dtype: str | None) -> Non
 # -- 0.7.1's legacy workers --------------------------------------------------------------------
 
 
+has_legacy_workers = pytest.mark.skipif(OWN_SCALER, reason="verl 0.8 has no legacy workers")
+
+
 @pytest.fixture(scope="module", params=["actor", "critic"])
 def legacy(
     request: pytest.FixtureRequest, fsdp_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Any, Any]:
-    if not Version("0.7") <= VERL < Version("0.8"):
-        pytest.skip("verl 0.8 has no legacy workers")
     role, place = request.param, tmp_path_factory.mktemp("legacy")
     ours = fsdp_ranks("legacy_exact", folder=place, role=role)
     return role, ours, fsdp_ranks("legacy_resumed", folder=place, role=role)
 
 
+@has_legacy_workers
 def test_legacy_workers_resume_bit_identically(legacy: Any) -> None:
     _, ours, resumed = legacy
     for one, second in zip(ours, resumed, strict=True):
@@ -292,6 +294,7 @@ def test_legacy_workers_resume_bit_identically(legacy: Any) -> None:
         assert FILE in one["files"]
 
 
+@has_legacy_workers
 def test_legacy_workers_metrics(legacy: Any) -> None:
     role, ours, _ = legacy
     for one in ours:
