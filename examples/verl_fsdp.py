@@ -28,7 +28,8 @@ def main() -> None:
             with engine.train_mode():
                 found = engine.train_batch(cpu.batch(0), cpu.loss_function())
                 engine.lr_scheduler_step()
-            print(f"step {step}", found["loss"], found["metrics"])
+            scale = {"loss_scale": engine.scaler.loss_scale}
+            print(f"step {step}", found["loss"], {**found["metrics"], **scale})
         dist.destroy_process_group()
     print(precision_shim.status())
 
