@@ -27,6 +27,19 @@ def test_a_stray_word_in_a_line_of_skyrls(
 
 
 @needs("skyrl")
+def test_a_key_that_only_the_users_program_has(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("from skyrl.train.config import make_config\n")
+    words = ("trainer.algorithm.mine=1", "trainer.strategy=megatron")
+    code, plan = planned(capsys, "--parameters", "1M", "--", "python", str(mine), *words)
+    assert (code, plan["megatron_core"] is not None) == (0, True)
+    assert any("no such keys: trainer.algorithm.mine (of " in note for note in plan["notes"])
+    assert "mine" in refused(capsys, "--", *SKYRL, *words)
+
+
+@needs("skyrl")
 @pytest.mark.parametrize(
     "front", ["precision-shim", "python -m precision_shim", "A=1 uv run /opt/bin/precision-shim"]
 )

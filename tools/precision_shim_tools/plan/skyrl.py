@@ -48,7 +48,7 @@ def plan_job(job: Job) -> Request:
     Raises:
         PlanError: the config or a model cannot be read.
     """
-    config = load(job)
+    config, unread = load(job)
     _check_sections(config, type(config)())
     trainer = config.trainer
     world = _count(trainer.placement, "policy")
@@ -56,6 +56,8 @@ def plan_job(job: Job) -> Request:
     notes: list[str] = []
     if not (_tunes(job) or job.target.endswith(_NO_TRAINER)):
         problems, notes = _sides(job, config)
+    if unread:
+        notes.append(f"not read, as SkyRL has no such keys: {', '.join(unread)} (of {job.target})")
     models = read_models(_models(job, trainer, world), problems)
     return Request(
         "skyrl",
@@ -101,8 +103,8 @@ def _where() -> str:
     return f"skyrl {version_of('skyrl', ('skyrl',))}"
 
 
-def load(job: Job) -> Any:
-    """Load a job's config, and record the user's keys.
+def load(job: Job) -> tuple[Any, list[str]]:
+    """Load a job's config, record the user's keys, and return those of the user's own entry point.
 
     Raises:
         PlanError: SkyRL cannot load the config.
@@ -110,6 +112,7 @@ def load(job: Job) -> Any:
     # A user's own entry point may have options that are not of the form KEY=VALUE.
     own = job.target.startswith("skyrl.")
     words = [word for word in job.arguments if own or "=" in word]
+    unread: list[str] = []
     try:
         if _tunes(job):
             from skyrl.train.config.sft_config import SFTConfig, build_skyrl_config_for_sft
@@ -119,14 +122,28 @@ def load(job: Job) -> Any:
         else:
             from skyrl.train.config import SkyRLTrainConfig
 
-            config = SkyRLTrainConfig.from_cli_overrides(words)
+            try:
+                config = SkyRLTrainConfig.from_cli_overrides(words)
+            except ValueError:
+                defaults = SkyRLTrainConfig()
+                known = [word for word in words if own or _has(defaults, word.partition("=")[0])]
+                config = SkyRLTrainConfig.from_cli_overrides(known)
+                unread = [word.partition("=")[0] for word in words if word not in known]
+                words = known
         note_command_line(config, words)
     except Exception as error:  # omegaconf and SkyRL raise various errors
         raise PlanError(
-            f"{_where()}, {job.target}: {said(error)}. Correct the command line, and leave out "
-            "keys that only your own program knows."
+            f"{_where()}, {job.target}: {said(error)}. Correct the command line."
         ) from error
-    return config
+    return config, unread
+
+
+def _has(section: Any, key: str) -> bool:
+    """Whether SkyRL's config has a key; what is no dataclass may have any key."""
+    name, _, rest = key.partition(".")
+    return not is_dataclass(section) or (
+        hasattr(section, name) and (not rest or _has(getattr(section, name), rest))
+    )
 
 
 def _tunes(job: Job) -> bool:
