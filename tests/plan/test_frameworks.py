@@ -183,6 +183,13 @@ def test_verl_on_fsdp_and_what_is_illegal(capsys: pytest.CaptureFixture[str], mo
         parts = f"actor_rollout_ref.actor.{where}ulysses_sequence_parallel_size=3"
         said = refused(capsys, "--", *VERL, "algorithm.adv_estimator=grpo", path, parts)
         assert "64 GPUs are no multiple of 3, which is tensor x pipeline x context" in said
+    optim = "actor_rollout_ref.actor.optim"
+    for word, other in (
+        (f"{optim}.optimizer_impl=bitsandbytes.optim", "'bitsandbytes.optim.AdamW'"),
+        (f"+{optim}.override_optimizer_config.amsgrad=true", "'torch.optim.AdamW'"),
+    ):
+        said = refused(capsys, "--", *VERL, "algorithm.adv_estimator=grpo", path, word)
+        assert f"{other}: its states are not known here" in said
     three = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=3"
     assert "its layout cannot be computed: " in refused(capsys, "--", *MEGATRON, path, three)
 

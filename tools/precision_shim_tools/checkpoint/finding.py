@@ -74,12 +74,14 @@ def _units_in(path: Path, depth: int, seen: set[Path]) -> list[tuple[Path, str]]
         return []
     seen.add(real)
     kind = kind_of(path)
-    if kind is not None:
-        return [(path, kind)]
-    if not depth:
-        return []
+    if kind not in (None, "safetensors") or not depth:
+        return [(path, kind)] if kind else []
     below = (each for each in sorted(path.iterdir()) if not each.name.startswith("."))
-    return [unit for each in below if each.is_dir() for unit in _units_in(each, depth - 1, seen)]
+    units = [unit for each in below if each.is_dir() for unit in _units_in(each, depth - 1, seen)]
+    if kind is None:
+        return units
+    # ROLL saves the optimizer's states beneath weights for Hugging Face.
+    return [(path, kind), *(unit for unit in units if unit[1] != kind)]
 
 
 def _last_step(path: Path) -> Path | None:

@@ -57,8 +57,7 @@ class CheckpointPart:
         bf16_moments: for each moment, whether every sampled value is a bf16 number.
         scaler: the loss scaler's record.
         read: the directories that were read, with the kind of their files; and single files.
-        unknown: the states and files that no rule of the doctor covers.
-        unread: the files that the doctor knows and does not read, by what they contain.
+        unknown: what no rule of the doctor covers: true for a state, false for a file.
         notes: further lines for the report.
     """
 
@@ -75,8 +74,7 @@ class CheckpointPart:
     bf16_moments: dict[str, bool] = field(default_factory=dict)
     scaler: Scaler = Scaler("none")
     read: dict[Path, str] = field(default_factory=dict)
-    unknown: set[str] = field(default_factory=set)
-    unread: set[str] = field(default_factory=set)
+    unknown: dict[str, bool] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def add(self, component: str, tensor: Tensor) -> None:

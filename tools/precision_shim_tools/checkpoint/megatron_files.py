@@ -97,7 +97,7 @@ def _take_gathered(archive: Archive, part: CheckpointPart) -> None:
                 _note_dtypes(part, *(dtype.kind for dtype in key))
         part.add(component := _COMPONENT.get(str(keys[-1]), "other"), tensor)
         if component == "other":
-            part.unknown.add(f"the optimizer state {keys[-1]}")
+            part.unknown[f"the optimizer state {keys[-1]}"] = True
 
 
 def _number(archive: Archive, value: Any) -> float | None:

@@ -22,9 +22,6 @@ from precision_shim.process.versions import version_of
 from ..predicted import PredictedFeatures
 from .layout import CheckpointPart, Outcome, halves
 
-_NAMES = 8
-"""Maximum number of unknown states and files that a reason names."""
-
 __all__ = ["Here", "only_framework", "predict_resume", "remedy"]
 
 
@@ -80,12 +77,13 @@ def _is_installed(framework: str) -> bool:
 def predict_resume(part: CheckpointPart, here: Here) -> Outcome:
     """Predict how a resume from a model's checkpoint ends in the environment ``here``."""
     outcome = _predict(part, here)
-    # Without known states or weights, what is unknown may be these.
-    if part.unknown and (outcome.exact or (halves(part) and outcome.verdict != "not here")):
-        names = sorted(part.unknown)
-        more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
-        return Outcome("not known", f"no rule covers {', '.join(names[:_NAMES])}{more}")
-    return outcome
+    # The rules are those of Adam's states; and a file may contain what seems to be missing.
+    doubt = part.unknown and (outcome.exact or halves(part) or any(part.unknown.values()))
+    if not doubt or outcome.verdict == "not here":
+        return outcome
+    names = sorted(part.unknown)
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return Outcome("not known", f"no rule covers {', '.join(names[:8])}{more}")
 
 
 def _predict(part: CheckpointPart, here: Here) -> Outcome:

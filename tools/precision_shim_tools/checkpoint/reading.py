@@ -30,7 +30,7 @@ from .finding import read_units, search
 from .layout import FLOATS, MOMENTS, NUMBERS, REMAINDERS, UNKNOWN, CheckpointPart, Scaler
 from .tensors import Tensor
 from .units import Unit, read_unit
-from .unknown import AROUND, find_unknown, is_state
+from .unknown import find_unknown, is_state
 
 __all__ = ["read_parts"]
 
@@ -91,10 +91,9 @@ def _take(unit: Unit, part: CheckpointPart) -> None:
         elif is_state(unit, key):
             part.add("other", tensor)
         elif words[-1] != _RECORD_KEY:
-            trainers = "train_state" in words or words[0] in AROUND
-            part.add("params" if weights and not trainers else "other", tensor)
+            part.add("params" if weights and "train_state" not in words else "other", tensor)
             if "train_state" in words and tensor.dtype in FLOATS and tensor.elements > 1:
-                part.unknown.add(key)
+                part.unknown[key] = True
 
 
 def _scaler_of(part: CheckpointPart) -> Scaler:

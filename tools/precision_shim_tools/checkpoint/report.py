@@ -13,7 +13,7 @@ from .reading import read_parts
 
 __all__ = ["Examined", "examine"]
 
-_NO_REMEDY = ("exact", "not here", "not known")
+_SETTLED = ("exact", "not here", "not known")
 """The verdicts that no setting changes."""
 
 
@@ -42,13 +42,9 @@ class Examined:
         rows += [(name, self._held(name)) for name in COMPONENTS if part.held.get(name)]
         scaler = part.scaler
         rows.append(("loss scaler", f"{scaler.state}: {scaler.text}".removesuffix(": ")))
-        if part.unread:
-            rows.append(("not read", ", ".join(sorted(part.unread))))
-        if part.unknown and self.outcome.verdict != "not known":
-            rows.append(("not known", ", ".join(sorted(part.unknown))))
         rows += [("note", note) for note in part.notes]
         rows.append(("resumed here", f"{self.outcome.verdict}: {self.outcome.because}"))
-        if self.outcome.verdict not in _NO_REMEDY:
+        if self.outcome.verdict not in _SETTLED:
             how = self.remedy or "no setting: begin from the weights, or take another checkpoint"
             rows.append(("exact with", how))
         for name, text in rows:
@@ -90,7 +86,6 @@ class Examined:
                 "exact_with": self.remedy or None,
             },
             "unknown": sorted(part.unknown),
-            "unread": sorted(part.unread),
             "notes": part.notes,
         }
 
@@ -111,6 +106,6 @@ def examine(path: str | Path, here: Here, framework: str | None = None) -> list[
         if not part.framework:
             part.framework = only_framework(part.kind)
         outcome = predict_resume(part, here)
-        how = "" if outcome.verdict in _NO_REMEDY else remedy(part, here)
+        how = "" if outcome.verdict in _SETTLED else remedy(part, here)
         examined.append(Examined(part, outcome, how))
     return examined

@@ -119,7 +119,7 @@ class Archive:
         self, node: Any, keys: tuple[Any, ...], *, inside: bool
     ) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
         if isinstance(node, Made):
-            if node.kind == "torch._utils._rebuild_tensor_v2":
+            if node.kind.startswith("torch._utils._rebuild_tensor_v"):
                 yield keys, self._tensor(node)
                 return
             node, inside = [node.arguments, node.state, node.items, node.members], True
@@ -133,7 +133,8 @@ class Archive:
 
     def _tensor(self, made: Made) -> Tensor:
         (_, storage, label, *_), start, shape = made.arguments[:3]
-        dtype = dtype_name(storage.kind.rpartition(".")[2].removesuffix("Storage").lower())
+        typed = made.arguments[6] if made.kind.endswith("v3") else storage  # 3: fp8, for example
+        dtype = dtype_name(typed.kind.rpartition(".")[2].removesuffix("Storage").lower())
         elements, size = prod(int(size) for size in shape), _item_size(dtype)
         part = partial(self._read, label, start * size, elements * size)
         return Tensor(dtype, elements, (part,))

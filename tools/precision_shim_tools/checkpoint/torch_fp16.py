@@ -37,14 +37,13 @@ def _states_of_others(framework: str, part: CheckpointPart) -> Outcome | None:
     if part.held.get("master"):
         return Outcome("not known", "its optimizer keeps masters, and is not torch's")
     params = part.dtypes("params")
-    held = " and ".join(params)
     for name in MOMENTS:
         for stored in sorted({*FLOATS} & part.dtypes(name).keys() - params.keys()):
             if part.kind == "shards" or framework == "torchtitan":
                 # torch's Optimizer.load_state_dict casts a state to its parameter's dtype.
-                because = f"torch would cast its {stored} {name} to the parameters' {held}"
-                return Outcome("misread", because)
-            return Outcome("not known", f"its {name} is {stored} beside {held} parameters")
+                why = f"torch would cast its {stored} {name} to the parameters' {'+'.join(params)}"
+                return Outcome("misread", why)
+            return Outcome("not known", f"its {name} is {stored}, unlike its parameters")
     return None
 
 

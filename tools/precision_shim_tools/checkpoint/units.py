@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -106,6 +107,7 @@ def _read_distributed(unit: Unit) -> None:
 def _take(unit: Unit, metadata: Made, entries: dict[str, StoredTensor]) -> None:
     places: dict[str, list[Callable[[], Archive]]] = {}
     ends: dict[Path, int] = {}
+    sizes: Counter[str] = Counter()
     for index, info in (metadata.get("storage_data") or {}).items():
         relative = Path(info.get("relative_path"))
         if relative.is_absolute() or ".." in relative.parts:
@@ -114,6 +116,7 @@ def _take(unit: Unit, metadata: Made, entries: dict[str, StoredTensor]) -> None:
         ends[file] = max(ends.get(file, 0), end)
         # torch.save writes archives; compressed tensors and safetensors are none.
         if not info.get("transform_descriptors") and file.suffix != ".safetensors":
+            sizes[index.get("fqn")] += info.get("length")
             places.setdefault(index.get("fqn"), []).append(partial(Archive, file, end))
     for file, end in ends.items():
         with reading(file):
@@ -124,7 +127,10 @@ def _take(unit: Unit, metadata: Made, entries: dict[str, StoredTensor]) -> None:
         there = places.get(key, ())
         if entry.dtype is not None:
             parts = tuple(partial(_first_bytes, archive) for archive in there)
-            unit.tensors[key] = Tensor(entry.dtype, prod(entry.shape), parts)
+            tensor = Tensor(entry.dtype, prod(entry.shape), parts)
+            # A tensor that consists of others, such as 8-bit codes and scales, has fewer bytes.
+            packed = parts and sizes[key] < tensor.bytes
+            unit.tensors[key] = Tensor("packed", tensor.elements) if packed else tensor
         elif there:
             unit.objects[key] = there[0]
 
@@ -154,7 +160,8 @@ def _read_shards(unit: Unit) -> None:
             unit.common.append(archive)
         else:
             for keys, tensor in archive.tensors():
-                unit.tensors[".".join(map(str, (what, rank, *keys)))] = tensor
+                key = ".".join(map(str, (what, rank, *keys)))
+                unit.tensors[key] = Tensor("packed", 0) if key in unit.tensors else tensor
 
 
 _WORDS = {"f": "float", "i": "int", "u": "uint"}

@@ -13,15 +13,12 @@ from .layout import FLOATS, MOMENTS, CheckpointPart
 from .tensors import Archive
 from .units import Unit
 
-__all__ = ["AROUND", "find_unknown", "is_state"]
-
-AROUND = ("dataloader", "lr_scheduler", "rng_state")
-"""Beginnings of the keys of a trainer's data loader, schedule and random numbers."""
-
+_TRAINERS = re.compile(r"^(dataloader|lr_scheduler|rng_state|sched)|_extra_state")
+"""Matches keys of objects in which a trainer or a layer keeps no weights."""
 _OPTIMIZERS = ("optim", "optimizer", "optimizers")
 _STATES = re.compile(
     r"\.(exp_avg|exp_avg_sq|param|fp32_param|master_param|master_weight|step)(\.|$)"
-    r"|\.(param_groups|param_state_sharding_type)\b|\b(lr_)?sched(uler)?\."
+    r"|\.(param_groups|param_state_sharding_type)\b|\.state$|\b(lr_)?sched(uler)?\."
     r"|\.(optimizer|grad_scaler|param_state|per_bucket_numel(_unpadded)?)/shard|precision_shim_scaler"
 )
 """Matches an optimizer's keys that are covered."""
@@ -38,21 +35,19 @@ _WEIGHTS = r"((shard-\d+-|adapter_|pytorch_)?model|consolidated)([-.]\w+)*\.(saf
 _WEIGHTS_IN = ("huggingface", "hf", "adapter", "lora_adapter", "consolidated")
 """Names of weights in Hugging Face's format, and of directories in which frameworks save them."""
 _KNOWN = {
-    "texts": r".+\.(jsonl?|txt|ya?ml|toml|csv|log|md|jinja|py)|events\.out\.tfevents\..+",
-    "tokenizer": r"(tokenizer|sentencepiece|spiece|vocab).*\.(model|bpe|tiktoken)",
-    "data loader": r"(data(_\d+)?|(train_)?dataloader.*|global_dataset_state_dict_\d+)\.(pt|pkl)",
-    "random numbers": r"rng(_\w+)?\.(pt|pth)",
-    "learning rate schedule": r"(lr_)?scheduler\.pt",
-    "trainer's counters": r"trainer_state\.pt|(latest_)?train_state\.pt|training_args\.bin",
-    "rollout's samples": r"fully_async_state\.pt|replay_buffer\.pt",
+    "texts": r"[^/]+\.(jsonl?|txt|ya?ml|toml|csv|log|md|jinja|py)|events\.out\.[^/]+",
+    "tokenizer": r"(tokenizer|sentencepiece|spiece|vocab)[^/]*\.(model|bpe|tiktoken)",
+    "data loader": r"(data(_\d+)?|(train_)?dataloader[^/]*|global_dataset_\w+)\.(pt|pkl)",
+    "random numbers": r"rng(_[^/]+)?\.(pt|pth)",
+    "schedule, counters": r"((lr_)?scheduler|(latest_)?train(er)?_state|training_args)\.(pt|bin)",
+    "rollout's samples": r"fully_async_state\.pt|replay_buffer\.pt|transfer_queue/.+",
 }
 """Names of files with neither weights nor optimizer states, by what the files contain."""
 
 
 def is_state(unit: Unit, key: str) -> bool:
     """Whether a key of a unit belongs to an optimizer."""
-    names = (key.partition(".")[0], unit.path.name)
-    return is_optimizers(key) or any(name in _OPTIMIZERS for name in names)
+    return is_optimizers(key) or not {key.partition(".")[0], unit.path.name}.isdisjoint(_OPTIMIZERS)
 
 
 def find_unknown(part: CheckpointPart, top: Path, apart: Collection[Path]) -> None:
@@ -63,33 +58,33 @@ def find_unknown(part: CheckpointPart, top: Path, apart: Collection[Path]) -> No
         top: the directory that was searched.
         apart: directories within ``top`` that belong to other models.
     """
-    names: set[str] = set()
+    weights: dict[str, Path] = {}
+    found: list[str] = []
     for unit in part.units:
-        keys = (*unit.tensors, *unit.objects)
-        for key in (key for key in keys if is_state(unit, key) and not _STATES.search(key)):
-            match = _NAME.search(key) if unit.kind == "megatron" else None
-            part.unknown.add(f"the optimizer state {match[1] if match else key.split('.')[-1]}")
+        for key in (*unit.tensors, *unit.objects):
+            if is_state(unit, key):
+                match = _NAME.search(key) if unit.kind == "megatron" else None
+                if not _STATES.search(key):
+                    found.append(f"the optimizer state {match[1] if match else key.split('.')[-1]}")
+            elif key in unit.tensors:
+                name = key.split(".", 2)[2] if unit.kind == "shards" else key  # "model.0.weight"
+                if weights.setdefault(name, unit.path) != unit.path:
+                    found.append(f"the copy of weights {unit.path.name}")
+            elif not _TRAINERS.search(key):
+                found += _tensors_in(unit.objects[key](), key)
         for archive in unit.common:
-            part.unknown |= set(_tensors_in(archive, ""))
-        for key, read in unit.objects.items():
-            if not is_state(unit, key) and "_extra_state" not in key and not key.startswith(AROUND):
-                part.unknown |= set(_tensors_in(read(), key))
-        # "model.0.weight" is a shard of rank 0
-        start = 2 if unit.kind == "shards" else 0
-        weights = {".".join(k.split(".")[start:]) for k in unit.tensors if not is_state(unit, k)}
-        if weights & names:
-            part.unknown.add(f"the copy of weights {unit.path.name}")
-        names |= weights
-    part.unknown |= {f"the copy of weights {root}" for root in _find_copies(names)}
-    for name in MOMENTS:
-        part.unknown |= {f"{name} in {dtype}" for dtype in part.dtypes(name).keys() - {*FLOATS}}
+            found += _tensors_in(archive, "")
+    found += (f"the copy of weights {root}" for root in _find_copies(weights))
+    dtypes = {dtype for name in MOMENTS for dtype in part.dtypes(name)}
+    found += (f"moments in {dtype}" for dtype in dtypes - {*FLOATS})
     first, second = (sum(part.dtypes(name).values()) for name in MOMENTS)
     if first != second or (part.held.get("master") and not first):
-        part.unknown.add(
-            f"an optimizer with exp_avg for {first} and exp_avg_sq for {second} values"
-        )
-    for file, kind in _find_unread(part, top, apart):
-        (part.unread if kind else part.unknown).add(kind or f"the file {file}")
+        found.append(f"an optimizer with {first} values of exp_avg and {second} of exp_avg_sq")
+    part.unknown |= dict.fromkeys(found, True)
+    unread = dict(_find_unread(part, top, apart))
+    if kinds := sorted({*unread.values()} - {""}):
+        part.notes.append(f"not read: {', '.join(kinds)}")
+    part.unknown |= {f"the file {file}": False for file, kind in unread.items() if not kind}
 
 
 def _find_copies(names: Collection[str]) -> Iterator[str]:
@@ -97,7 +92,7 @@ def _find_copies(names: Collection[str]) -> Iterator[str]:
     roots: dict[str, bool] = {}
     for name in names:
         root, *words = name.split(".")
-        ends = {".".join(words[start:]) for start in range(len(words))}
+        ends = [".".join(words[start:]) for start in range(len(words))]
         twins = {*ends, *(f"model.{end}" for end in ends)} - {name}
         roots[root] = roots.get(root, root != "model") and not twins.isdisjoint(names)
     return (root for root, copied in roots.items() if copied)
@@ -132,8 +127,6 @@ def _find_unread(
         if near and re.fullmatch(_WEIGHTS, file.name):
             if kind != "safetensors":
                 yield path, "weights for Hugging Face"
-        elif path.parts[0] == "transfer_queue":  # verl's asynchronous trainers
-            yield path, "rollout's samples"
         else:
-            fits = (kind for kind, name in _KNOWN.items() if re.fullmatch(name, file.name))
+            fits = (k for k, name in _KNOWN.items() if re.search(f"(^|/)({name})$", str(path)))
             yield path, next(fits, "")
