@@ -219,7 +219,9 @@ class LossScaler(ShardedGradScaler):
         self._scale.clamp_(min=self._min_scale, max=MAX_SCALE)
         overflow, self._overflow = self._overflow, None
         if overflow is not None:
-            self.counter.note(overflow, self.loss_scale, self._scale)
+            # Computed, because a read of ``_scale`` would wait for the device.
+            after = max(self.loss_scale * self.get_backoff_factor(), self._min_scale)
+            self.counter.note(overflow, self.loss_scale, after)
 
     def state_dict(self) -> dict[str, Any]:
         """Return GradScaler's state and ``min_scale``, the lower bound of the scale."""
