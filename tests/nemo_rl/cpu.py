@@ -32,7 +32,8 @@ _V1 = (
 )
 _AUTO_MODEL = "nemo_automodel.components._transformers.auto_model"
 _VLLM = "nemo_rl.models.generation.vllm"
-_WATCHED = (_PATCHES, *_V1, _AUTO_MODEL, f"{_VLLM}.patches", f"{_VLLM}.vllm_worker")
+_V2 = "nemo_rl.models.policy.workers.dtensor_policy_worker_v2"
+_WATCHED = (_PATCHES, *_V1, _V2, _AUTO_MODEL, f"{_VLLM}.patches", f"{_VLLM}.vllm_worker")
 
 
 @contextlib.contextmanager

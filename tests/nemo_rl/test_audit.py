@@ -40,6 +40,8 @@ def test_beside_loss_scaling(kind, worker, shim) -> None:
 
 def test_bf16_weights_without_masters(kind, worker, shim) -> None:
     """One warning, also under strict, because the user chose; and a problem of each audit."""
+    if Version("0.7" if kind == "v2" else "0.6") > NEMO_RL:
+        pytest.skip("its own float32, or the checkpoint's, wins over hf_config_overrides.dtype")
     shim(features=["audit"], strict=True)
     subject = "value" if kind == "value" else "policy"
     key = f"{subject}.hf_config_overrides.dtype=float32"

@@ -18,6 +18,7 @@ import torch
 from precision_shim.adapting import look, version_of
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.precision.dtypes import name_of, parse_dtype
+from precision_shim.precision.releases import release
 from precision_shim.reporting.problem import Problem
 from precision_shim_adapters.common.omegaconf_values import plain, tell_unresolved
 from precision_shim_adapters.megatron import PRECISION_AWARE
@@ -300,7 +301,10 @@ def _on_dtensor(
     optimizer = _of(section, f"{key}.optimizer")
     name = str(optimizer.get("name") or "torch.optim.AdamW")
     options = _of(optimizer, f"{key}.optimizer.kwargs")
-    stored = parse_dtype(str(_of(section, f"{key}.hf_config_overrides").get("dtype")))
+    stored = None
+    # In releases before these, the worker's own float32, or the checkpoint's dtype, wins.
+    if release(version_of("nemo-rl", ("nemo_rl",)) or "") >= ((0, 7) if cfg.get("_v2") else (0, 6)):
+        stored = parse_dtype(str(_of(section, f"{key}.hf_config_overrides").get("dtype")))
     reward = _of(section, f"{key}.reward_model_cfg")
     keys = {
         "tensor": f"{where}.tensor_parallel_size",
