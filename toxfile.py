@@ -6,8 +6,8 @@
    the matrix and says which.
 2. A run ends with what came of each environment, where its time went, each environment that ran
    nothing and why, and one last line ``N passed, N failed, N skipped``. If all that ran passed, the
-   status is 3 if each of these lacked its Python or its source, and 4 if one ran nothing for
-   another reason. If tests were to run and none did, the status is 1.
+   status is 3 if each of these lacked its Python, its source or the time, and 4 if one ran nothing
+   for another reason. If tests were to run and none did, the status is 1.
 3. ``-m LABEL`` runs the label's environments in the order of the label.
 """
 
@@ -68,7 +68,7 @@ class Result:
     failed: int = 0
     skipped: int = 0
     because: str = ""
-    unreachable: bool = False
+    left_out: bool = False
     has_tests: bool = False
     was_run: bool = False
     began: float = field(default_factory=time.monotonic)
@@ -138,14 +138,13 @@ class Runner(_SkipUnreachable, UvVenvRunner):
         """Build the environment."""
         result = _results[self.conf.name] = Result(failed=1, because="could not be set up")
         result.has_tests = REPORT in str(self.conf["commands"])
-        late = time.time() > float(os.environ.get("TOX_NO_START_AFTER", "inf"))
         try:
-            if late:
+            if time.time() > float(os.environ.get("TOX_NO_START_AFTER", "inf")):
                 raise Skip("its turn came after TOX_NO_START_AFTER: this machine is too slow")
             super().setup()
         except Skip as skip:
             result.failed, result.skipped, result.because = 0, 1, str(skip)
-            result.unreachable = not late
+            result.left_out = True
             raise
         result.set_up = time.monotonic()
 
@@ -188,7 +187,7 @@ def _summarize() -> int:
         if name in idle or not result.was_run:
             because = result.because or "every test was skipped"
             print(f"{'RAN NOTHING' if name in idle else 'FAILED'} {name}: {because}")
-    status = 4 if any(not one.unreachable for one in idle.values()) else 3 if idle else 0
+    status = 4 if any(not one.left_out for one in idle.values()) else 3 if idle else 0
     if all(name in idle for name, one in _results.items() if one.has_tests):
         status = 1 if any(one.has_tests for one in results) else status
         print("no test ran")
