@@ -180,6 +180,11 @@ def test_a_directory_that_cannot_be_written_costs_the_file(shim: Any, tmp_path: 
     assert [one.complete for one in precision_shim.status().audit] == [True]
 
 
+def notes_on_files() -> list[str]:
+    """The notes, except those on other tests' optimizers, which are older than the patches."""
+    return [note for note in precision_shim.status().notes if "built before install" not in note]
+
+
 def test_a_directory_that_cannot_be_written_is_one_warning_with_a_remedy(shim: Any) -> None:
     """``/proc/self`` acts as a read-only mount, because Linux lets nobody create a file there."""
     shim(settings={"audit_dir": "/proc/self"})
@@ -193,7 +198,7 @@ def test_a_directory_that_cannot_be_written_is_one_warning_with_a_remedy(shim: A
     assert ".audit-" not in told, "the name of a temporary file, another one each time"
     assert "Set PRECISION_SHIM_AUDIT_DIR to a directory that every rank may write to" in told
     status = precision_shim.status()
-    assert list(status.notes) == [told]
+    assert notes_on_files() == [told]
     shown = " ".join(str(status).split())
     assert told in shown.partition("what is wrong, and what to do")[2]
     assert len(status.audit) == 2
@@ -205,8 +210,8 @@ def test_a_directory_that_can_be_written_again_is_no_problem_any_more(
     (tmp_path / "file").write_text("")
     shim(settings={"audit_dir": tmp_path / "file" / "audits"})
     made = builds.make(HONEST)
-    assert len(precision_shim.status().notes) == 1
+    assert len(notes_on_files()) == 1
     (tmp_path / "file").unlink()
     builds.step(*made)
-    assert precision_shim.status().notes == ()
+    assert notes_on_files() == []
     assert len(list((tmp_path / "file" / "audits").iterdir())) == 1

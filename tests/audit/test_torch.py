@@ -67,7 +67,8 @@ def test_the_keys_of_the_dict() -> None:
     assert list(values["totals"]) == ["bytes", "allocated", "host", "cuda_allocated"]
     (part,) = values["parts"]
     assert " ".join(part) == (
-        "name optimizer data_parallel_size parameters owned scaler components updates shards"
+        "name optimizer data_parallel_size parameters owned scaler components updates shards "
+        "routers"
     )
     assert " ".join(part["components"]) == (
         "params frozen grad_buckets grad_copies master exp_avg exp_avg_sq other"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from precision_shim_tools.plan.command import Job
 from precision_shim_tools.plan.request import Rules
 from precision_shim_tools.plan.shapes import Model, Weight
-from precision_shim_tools.predicted import PredictedFeatures
 
 if TYPE_CHECKING:
     from precision_shim.process.settings import Settings
@@ -91,8 +89,6 @@ def mixture(config: dict[str, Any]) -> Model:
 
 def plan_model(asked: Any, settings: Settings, support: Any, megatron: Any = None) -> Any:
     """Plan a Megatron model of a verl job, with the features that would be in force here."""
-    job = SimpleNamespace(
-        settings=settings, in_force=partial(PredictedFeatures(settings).in_force, "verl")
-    )
+    job = Job("verl", "verl.trainer.main_ppo", None, (), (), {}, settings)
     releases = (".".join(map(str, one)) if one else None for one in (support.version, megatron))
     return asked.plan(job, Rules(*releases))

@@ -76,7 +76,9 @@ def coerce_dtype(value: object, *, key: str, where: str = "", but: Collection[st
 
 def any_dtype(value: object) -> torch.dtype | None:
     """Return the dtype that a value means, also one that only torch names, such as ``fp64``."""
-    name = str(value).strip().lower().removeprefix("torch.")
+    if not isinstance(value, str):
+        return value if isinstance(value, torch.dtype) else None
+    name = value.strip().lower().removeprefix("torch.")
     found = parse_dtype(name) or getattr(torch, re.sub(r"^fp(?=\d)", "float", name), None)
     return found if isinstance(found, torch.dtype) else None
 
