@@ -13,6 +13,7 @@ import precision_shim
 from precision_shim.errors import UnsupportedPrecisionError
 
 from .test_both_sides import QUIET, RECIPE, control, parse, planned, spawned, watched
+from .test_pages import importable  # noqa: F401
 
 pytestmark = pytest.mark.slow
 
