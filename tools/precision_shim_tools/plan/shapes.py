@@ -10,7 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -111,12 +111,23 @@ def is_router(name: str) -> bool:
     return bool(_ROUTER.search(name))
 
 
+_built: dict[str, Model] = {}
+"""Maps configs as JSON to their models: a job has several of one config, and a build takes time."""
+
+
 def from_config(config: Mapping[str, Any], where: str) -> Model:
     """Build a model on torch's meta device from a Hugging Face config that stands in ``where``.
 
     Raises:
         PlanError: transformers cannot build the model.
     """
+    text = json.dumps(config, sort_keys=True, default=repr)
+    if text not in _built:
+        _built[text] = _build(config, where)
+    return replace(_built[text], source=f"{where}, built on the meta device")
+
+
+def _build(config: Mapping[str, Any], where: str) -> Model:
     written = {key: value for key, value in config.items() if key != "quantization_config"}
     kind = str(written.pop("model_type", ""))
     try:
@@ -138,7 +149,7 @@ def from_config(config: Mapping[str, Any], where: str) -> Model:
     weights = tuple(Weight(name, shape, number) for (name, shape), number in counted.items())
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     tied = output is not None and output.weight is embedding.weight
-    return Model(weights, text_config(config), f"{where}, built on the meta device", tied)
+    return Model(weights, text_config(config), tied=tied)
 
 
 def _class_of(config: Any) -> Any:
