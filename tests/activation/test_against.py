@@ -118,6 +118,8 @@ def test_a_path_without_a_framework(files, arguments, told, doctor, tmp_path):
     done = doctor("--against", path, "--json", *arguments)
     assert done.returncode == 2
     assert told in json.loads(done.stdout)["error"]
+    assert told in done.stderr
+    assert len(done.stderr.splitlines()) == 1
     assert "Traceback" not in done.stderr
 
 

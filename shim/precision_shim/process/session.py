@@ -126,7 +126,7 @@ _RAY = (
 def _optimizers_built() -> list[str]:
     """Return a message on the optimizers in this process, which nothing can patch any more."""
     base = getattr(sys.modules.get("torch.optim"), "Optimizer", ())
-    kinds = {type(each) for each in gc.get_objects()} if base else ()
+    kinds = dict.fromkeys(map(type, gc.get_objects())) if base else {}
     return [
         f"{kind.__name__} was built before install(): this optimizer, its engine, loss scaler and "
         "gradient buckets stay as they were built. Call install() before the framework builds its "
