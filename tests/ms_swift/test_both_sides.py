@@ -7,7 +7,6 @@ the driver parses for its dataset; in ``test_workers.py`` a whole job parses the
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,141 +15,110 @@ import pytest
 import torch
 
 import precision_shim
-from precision_shim.errors import DtypeError, UnsupportedPrecisionError
 
-from ..every_framework.shim_warnings import watched
+from ..every_framework.both_sides import (
+    DTYPES,
+    FOLLOW,
+    BothSides,
+    Names,
+    NoHead,
+    Sides,
+    StopError,
+    stop,
+)
 from .cpu import ARGUMENTS, import_trainer
 from .test_workers import arguments, model
 
 __all__ = ["model"]
 
-DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-PAIRS = [("fp16", "fp16"), ("fp16", "bf16"), ("bf16", "fp16")]
-LOST = ("fp16", "bf16")
-FOLLOW = {"rollout": "follow"}
 
+class Swift(Sides):
+    """ms-swift's own driver, up to its request for GPUs."""
 
-class StopError(Exception):
-    """Raised where the driver asks Ray for GPUs."""
+    framework, model, key = "ms-swift", "model", "rollout.dtype"
 
+    def __init__(self, folder: Path, checkpoint: Path) -> None:
+        self.folder, self.checkpoint = folder, checkpoint
 
-@pytest.fixture
-def drive(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Starts ms-swift's own driver up to its request for GPUs; returns it and our warnings."""
-    import_trainer(ARGUMENTS)
-    from swift.ray.megatron import resource_pool
-    from swift.ray.megatron.pipeline import MegatronRayPipeline
-
-    def stop(*args: Any, **named: Any) -> None:
-        raise StopError
-
-    monkeypatch.setattr(resource_pool, "ResourcePoolManager", stop)
-
-    def started(trainer: str, *, fp16: bool = False, **rollout: Any) -> tuple[Any, list[str]]:
+    def job(self, trainer: str, rollout: str, *more: str, **keys: Any) -> Any:
+        """The YAML's dict, and the driver's arguments; ``more`` has fp16 if these set the flag."""
         own = {
             "rlhf_type": "grpo",
             "torch_dtype": DTYPES[trainer],
             "global_batch_size": 2,
             "num_generations": 2,
             "train": {"gpus": 1},
-            "rollout": {"gpus": 1, **rollout},
+            "rollout": {"gpus": 1, **({"dtype": rollout} if rollout else {}), **keys},
         }
-        written = {**arguments(tmp_path / "job", model, **own)}
+        written = {**arguments(self.folder / "job", self.checkpoint, **own)}
         del written["external_plugins"], written["callbacks"]
-        config = tmp_path / "job.yaml"  # JSON is YAML
+        args = SimpleNamespace(torch_dtype=getattr(torch, DTYPES[trainer]))
+        args.fp16, args.bf16 = "fp16" in (trainer, *more), trainer == "bf16"
+        return written, args
+
+    def run(self, job: Any) -> Any:
+        from swift.ray.megatron.pipeline import MegatronRayPipeline
+
+        written, args = job
+        config = self.folder / "job.yaml"  # JSON is YAML
         config.write_text(json.dumps(written, default=str), encoding="utf-8")
         made = MegatronRayPipeline(str(config))
-        args = SimpleNamespace(torch_dtype=getattr(torch, DTYPES[trainer]))
-        args.fp16, args.bf16 = fp16 or trainer == "fp16", trainer == "bf16"
         made._data_info = {"_driver_args": args}
+        with pytest.raises(StopError):
+            made._create_pools()
+        return made
 
-        def build() -> None:
-            with pytest.raises(StopError):
-                made._create_pools()
+    def handed(self, made: Any) -> str:
+        """The dtype with which the driver starts vLLM."""
+        from swift.ray.megatron.rollout.replica import VllmEngineConfig
 
-        return made, watched(build)[1]
-
-    return started
-
-
-def decided(subject: str = "rollout") -> list[str]:
-    return [
-        one.chosen
-        for one in precision_shim.status().decisions
-        if (one.framework, one.subject, one.feature) == ("ms-swift", subject, "rollout-agreement")
-    ]
+        config = VllmEngineConfig.from_rollout_cfg(made.group_cfgs["rollout"])
+        return str(config.to_launch_kwargs("hybrid")["dtype"])
 
 
-def dtype_of(made: Any) -> str:
-    """The dtype with which the driver starts vLLM."""
-    from swift.ray.megatron.rollout.replica import VllmEngineConfig
+@pytest.fixture
+def sides(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Swift:
+    import_trainer(ARGUMENTS)
+    from swift.ray.megatron import resource_pool
 
-    config = VllmEngineConfig.from_rollout_cfg(made.group_cfgs["rollout"])
-    return str(config.to_launch_kwargs("hybrid")["dtype"])
+    monkeypatch.setattr(resource_pool, "ResourcePoolManager", stop)
+    return Swift(tmp_path, model)
 
 
-@pytest.mark.parametrize(("trainer", "rollout"), PAIRS)
-def test_the_driver_tells(shim: Any, drive: Any, trainer: str, rollout: str) -> None:
-    shim(frameworks="ms-swift")
-    made, told = drive(trainer, dtype=rollout)
-    text = f"{rollout}, as the model"
-    assert decided() == [text if trainer == rollout else f"{rollout} beside the model's {trainer}"]
-    assert len(told) == ((trainer, rollout) == LOST)
-    for one in told:
-        assert "the model computes in fp16 (torch_dtype), the rollout in bf16 (rollout.dtype" in one
-        assert "Write rollout.dtype=float16, or set PRECISION_SHIM_ROLLOUT=follow" in one
-    assert dtype_of(made) == DTYPES[rollout]
+class TestBothSides(BothSides, Names, NoHead):
+    pass
 
 
 @pytest.mark.parametrize("trainer", ["fp16", "bf16"])
-def test_what_is_not_written_is_the_checkpoints_dtype(shim: Any, drive: Any, trainer: str) -> None:
+def test_what_is_not_written_is_the_checkpoints_dtype(
+    shim: Any, sides: Swift, trainer: str
+) -> None:
     shim(frameworks="ms-swift")
-    made, told = drive(trainer)
-    assert len(told) == (trainer == "fp16")  # the checkpoint's dtype is bf16
-    assert dtype_of(made) == "auto"
+    found = sides.start(sides.job(trainer, ""))
+    assert len(found.told) == (trainer == "fp16")  # the checkpoint's dtype is bf16
+    assert sides.handed(found.made) == "auto"
     precision_shim.uninstall()
     shim(frameworks="ms-swift", settings=FOLLOW, strict=True)
-    made, told = drive(trainer)
-    assert (dtype_of(made), told) == ("auto" if trainer == "bf16" else DTYPES[trainer], [])
-    assert decided() == [f"{trainer}, as the model"]
+    found = sides.start(sides.job(trainer, ""))
+    assert sides.handed(found.made) == ("auto" if trainer == "bf16" else DTYPES[trainer])
+    assert (found.told, found.chosen["rollout"]) == ([], f"{trainer}, as the model")
 
 
-@pytest.mark.parametrize("over", [False, True])
-def test_follow_replaces_what_stands_there(shim: Any, drive: Any, over: bool) -> None:
-    """``vllm_engine_kwargs`` override the rollout's own key."""
+def test_vllm_engine_kwargs_go_over_the_rollouts_own_key(shim: Any, sides: Swift) -> None:
     shim(frameworks="ms-swift", settings=FOLLOW, strict=True)
-    given = {"vllm_engine_kwargs": {"dtype": "BF16"}} if over else {"dtype": "bf16"}
-    made, told = drive("fp16", **given)
-    assert (dtype_of(made), told) == ("float16", [])
-    assert decided() == ["fp16, as the model"]
-    key = "rollout.vllm_engine_kwargs.dtype" if over else "rollout.dtype"
-    assert decided("dtype keys") == [f"{key}: bfloat16 -> float16"]
-
-
-def test_strict_and_names(shim: Any, drive: Any) -> None:
+    found = sides.start(sides.job("fp16", "", vllm_engine_kwargs={"dtype": "BF16"}))
+    assert sides.handed(found.made) == "float16"
+    assert found.chosen == {
+        "rollout": "fp16, as the model",
+        "dtype keys": "rollout.vllm_engine_kwargs.dtype: bfloat16 -> float16",
+    }
+    precision_shim.uninstall()
     shim(frameworks="ms-swift", strict=True)
-    with pytest.raises(UnsupportedPrecisionError, match=r"Write rollout\.dtype=float16"):
-        drive("fp16", dtype="bf16")
-    with pytest.raises(DtypeError, match=r"rollout\.dtype='bf17' is no dtype"):
-        drive("fp16", dtype="bf17")
-    assert dtype_of(drive("fp16", dtype="Half")[0]) == "float16"
-    over = {"dtype": "bf16", "vllm_engine_kwargs": {"dtype": "FP16"}}
-    assert dtype_of(drive("fp16", **over)[0]) == "float16"
+    over = sides.job("fp16", "bf16", vllm_engine_kwargs={"dtype": "FP16"})
+    assert sides.handed(sides.run(over)) == "float16"
 
 
-def test_a_trainer_in_fp32_is_in_fp16_unless_the_user_forbids_it(shim: Any, drive: Any) -> None:
+def test_a_trainer_in_fp32_is_in_fp16_unless_the_user_forbids_it(shim: Any, sides: Swift) -> None:
     shim(frameworks="ms-swift")
-    (told,) = drive("fp32", fp16=True, dtype="bf16")[1]
+    (told,) = sides.start(sides.job("fp32", "bf16", "fp16")).told
     assert "the model computes in fp16 (torch_dtype), the rollout in bf16" in told
-
-
-def test_off_nothing_is_said(shim: Any, drive: Any) -> None:
-    shim(frameworks="ms-swift", features="-rollout-agreement", settings=FOLLOW)
-    made, told = drive("fp16", dtype="bfloat16")
-    assert (dtype_of(made), told, decided()) == ("bfloat16", [], [])
-
-
-def test_an_lm_head_in_fp32_is_refused(shim: Any, drive: Any) -> None:
-    shim(frameworks="ms-swift", settings={"head": "fp32"})
-    (told,) = drive("bf16", dtype="bf16")[1]
-    assert told.startswith("ms-swift 4.6.0: PRECISION_SHIM_HEAD=fp32 is refused")

@@ -9,13 +9,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import json
+import os
 from collections.abc import Callable, Iterator
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
 import pytest
 from packaging.version import Version
 
+from ..every_framework.upstreams_own import fetch
 from ..processes.rank_server import Ranks, rank_server
 from ..stand_ins.tiny_models import make_checkpoint
 from .cpu import nemo_rl_on_cpu
@@ -36,6 +40,21 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """Starts rank processes that have imported the slowest modules; returns each rank's results."""
     with rank_server("tests.nemo_rl.ranks", tmp_path_factory.mktemp("ranks")) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """NeMo-RL's checkout at the installed commit, from uv's cache or from GitHub."""
+    commit = json.loads(distribution("nemo-rl").read_text("direct_url.json") or "{}")
+    commit = commit.get("vcs_info", {}).get("commit_id", "none")
+    cache = os.environ.get("UV_CACHE_DIR") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "uv"
+    )
+    for found in Path(cache).glob("git-v*/checkouts/*/*"):
+        if commit.startswith(found.name) and (found / "examples" / "configs").is_dir():
+            return found
+    url = "https://github.com/NVIDIA-NeMo/RL"
+    return fetch(tmp_path_factory.mktemp("RL"), url, (commit,), "examples")
 
 
 @functools.cache

@@ -16,7 +16,8 @@ import pytest
 import ray
 
 import precision_shim
-from tests.nemo_rl.test_both_sides import FOLLOW, GRPO, PAIRS, read, set_up, watched, words
+from tests.every_framework.both_sides import DTYPES, FOLLOW, PAIRS, watched
+from tests.nemo_rl.test_both_sides import GRPO, KEY, read, set_up
 from tests.processes import ray_cluster
 
 
@@ -52,7 +53,8 @@ def read_back(config: dict[str, Any], model: str) -> dict[str, str]:
 def run(policy: str, rollout: str, setting: str, *folders: Path) -> dict[str, Any]:
     """Run one job; returns the driver's warnings and the dtype of the actor's vLLM."""
     checkout, model, empty = folders
-    config = read(checkout, GRPO, *words(policy, rollout))
+    words = (f"policy.precision={DTYPES[policy]}", f"{KEY}={rollout}")
+    config = read(checkout, GRPO, *words)
     precision_shim.uninstall()
     settings = FOLLOW if setting == "follow" else {}
     precision_shim.install(frameworks=["nemo-rl"], settings=settings, export=False)

@@ -21,30 +21,36 @@ from packaging.version import Version
 
 import precision_shim
 from precision_shim.errors import DtypeError, UnsupportedPrecisionError
-from precision_shim_tools.cli import main
 
-from ..every_framework.shim_warnings import watched
+from ..every_framework.both_sides import (
+    DTYPES,
+    FOLLOW,
+    LOST,
+    PAIRS,
+    BothSides,
+    Names,
+    Planned,
+    Sides,
+    Started,
+    StopError,
+    each_setting,
+    of_plan,
+    plan_of,
+    stop,
+)
 from ..pages.page_jobs import of
 from ..processes.rank_server import Ranks
 from ..processes.ray_cluster import drive
 from . import setting_up
 from .support import NEMO_RL
-from .test_pages import checkout, loaded  # noqa: F401
+from .test_pages import loaded
 
-DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-PAIRS = [("fp16", "fp16"), ("fp16", "bf16"), ("bf16", "fp16"), ("fp32", "bf16")]
-LOST = [("fp16", "bf16")]
 GRPO = "examples/configs/grpo_math_1B.yaml"
 SGLANG = "examples/configs/grpo_math_1B_sglang.yaml"
 KEY = "policy.generation.vllm_cfg.precision"
-FOLLOW = {"rollout": "follow"}
 KINDS = ("v1", "v2")
 needs_sglang = pytest.mark.skipif(Version("0.6") > NEMO_RL, reason="NeMo-RL has SGLang from 0.6 on")
 needs_ppo = pytest.mark.skipif(Version("0.7") > NEMO_RL, reason="NeMo-RL has PPO from 0.7 on")
-
-
-class StopError(Exception):
-    """Raised when a loop's set-up makes its first call."""
 
 
 class Rollout(setting_up.Anything):
@@ -80,51 +86,50 @@ def set_up(config: Any, monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[s
     return found
 
 
-def decisions() -> list[tuple[str, str, str]]:
-    return [
-        (one.subject, one.chosen, one.because)
-        for one in precision_shim.status().decisions
-        if (one.framework, one.feature) == ("nemo-rl", "rollout-agreement")
-    ]
+class Nemo(Sides):
+    """NeMo-RL's own set-up, up to the first worker."""
+
+    framework, model, key, written = "nemo-rl", "policy", KEY, "bf16"
+
+    def __init__(self, checkout: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.checkout, self.folder, self.monkeypatch = checkout, folder, monkeypatch
+
+    def job(self, trainer: str, rollout: str, *more: str) -> tuple[str, ...]:
+        written = (f"{KEY}={rollout}",) if rollout else ()
+        return (f"policy.precision={DTYPES[trainer]}", *written, *more)
+
+    def read(self, *words: str, path: str = GRPO) -> Any:
+        return read(self.checkout, path, *words)
+
+    def set_up(self, config: Any) -> Any:
+        return set_up(config, self.monkeypatch, self.folder)
+
+    def run(self, job: tuple[str, ...]) -> Any:
+        return self.set_up(self.read(*job))
+
+    def handed(self, made: Any) -> str:
+        return str(made["vllm_cfg"]["precision"])
+
+    def line(self, job: tuple[str, ...], path: str = GRPO) -> tuple[str, ...]:
+        script = ("uv", "run", "examples/nemo_rl/run_grpo.py")
+        return (*script, "--config", str(self.checkout / path), *job)
+
+    def begin(self, module_name: str, config: Any) -> None:
+        """Run a loop's own set-up until its first call."""
+        module = importlib.import_module(f"nemo_rl.algorithms.{module_name}")
+        self.monkeypatch.setattr(module, "set_seed", stop)
+        given = [config, None, [{}], [{}]]
+        with pytest.raises(StopError):
+            module.setup(*given)
 
 
-def chosen(policy: str, other: str) -> str:
-    return f"{other}, as the policy" if policy == other else f"{other} beside the policy's {policy}"
+@pytest.fixture
+def sides(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nemo:
+    return Nemo(checkout, tmp_path, monkeypatch)
 
 
-def words(policy: str, rollout: str) -> tuple[str, ...]:
-    """Overrides for two dtypes; the rollout's short name, such as fp16, needs the shim."""
-    return (f"policy.precision={DTYPES[policy]}", f"{KEY}={rollout}")
-
-
-# -- the driver's messages, and the rollout's dtype --------------------------------------------
-
-
-@pytest.mark.parametrize("settings", [{}, FOLLOW], ids=["tell", "follow"])
-@pytest.mark.parametrize(("policy", "rollout"), PAIRS)
-def test_the_driver_tells(
-    checkout: Path,  # noqa: F811
-    shim: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    policy: str,
-    rollout: str,
-    settings: dict[str, str],
-) -> None:
-    config = read(checkout, GRPO, *words(policy, rollout))
-    shim(settings=settings)
-    given, told = watched(lambda: set_up(config, monkeypatch, tmp_path))
-    computes, found = policy if settings else rollout, decisions()
-    if settings and policy != rollout:
-        replaced = f"{KEY}: {DTYPES[rollout]} -> {DTYPES[policy]}"
-        assert found.pop(0)[:2] == ("dtype keys", replaced)
-    assert [one[:2] for one in found] == [("rollout", chosen(policy, computes))]
-    assert given["vllm_cfg"]["precision"] == DTYPES[computes]
-    assert len(told) == ((policy, computes) in LOST)
-    for text in told:
-        assert text.startswith("nemo-rl 0.")
-        assert f": the policy computes in fp16 (policy.precision), the rollout in {rollout}" in text
-        assert f"Write {KEY}=float16, or set PRECISION_SHIM_ROLLOUT=follow" in text
+class TestBothSides(BothSides, Names, Planned):
+    pass
 
 
 @pytest.mark.slow
@@ -132,10 +137,7 @@ def test_the_driver_tells(
 @needs_ppo  # sides_driver.py replaces names in 0.7's worker, which differs from other versions'
 @pytest.mark.usefixtures("start_up_file")
 def test_a_ray_actor_gets_what_the_driver_wrote(
-    ranks: Ranks,
-    checkout: Path,  # noqa: F811
-    model: Path,
-    tmp_path: Path,
+    ranks: Ranks, checkout: Path, model: Path, tmp_path: Path
 ) -> None:
     """Runs NeMo-RL's own ``setup`` and the real worker that starts vLLM."""
     script = Path(__file__).with_name("sides_driver.py")
@@ -145,116 +147,63 @@ def test_a_ray_actor_gets_what_the_driver_wrote(
         policy, rollout, setting = job.split()
         computes = policy if setting == "follow" else rollout
         assert made["dtype"] == DTYPES[computes], job
-        assert len(made["told"]) == ((policy, computes) in LOST), job
+        assert len(made["told"]) == ((policy, computes) == LOST), job
 
 
-def test_the_rollout_has_the_policys_dtype_by_itself(
-    checkout: Path,  # noqa: F811
-    shim: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+def test_the_rollout_has_the_policys_dtype_by_itself(shim: Any, sides: Nemo) -> None:
     """The YAML's rollout dtype is an interpolation of ``policy.precision``."""
-    config = read(checkout, GRPO, "policy.precision=float16")
     shim(strict=True)
-    given, told = watched(lambda: set_up(config, monkeypatch, tmp_path))
-    assert (given["vllm_cfg"]["precision"], told) == ("float16", [])
-    assert decisions() == [("rollout", chosen("fp16", "fp16"), KEY)]
+    found = sides.start(sides.job("fp16", ""))
+    assert (sides.handed(found.made), found.told) == ("float16", [])
+    assert found.notes == [f"rollout: rollout-agreement: {sides.beside('fp16', 'fp16')} ({KEY})"]
 
 
-def test_strict(
-    checkout: Path,  # noqa: F811
-    shim: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+def test_strict_ends_before_a_worker_is_started_and_a_file_is_written(
+    shim: Any, sides: Nemo
 ) -> None:
-    """Strict raises before a worker is started and before a file is written."""
-    config = read(checkout, GRPO, *words("fp16", "bf16"))
     shim(strict=True)
     Rollout.config = None
-    with pytest.raises(UnsupportedPrecisionError, match=r"vllm_cfg\.precision=float16"):
-        set_up(config, monkeypatch, tmp_path)
-    assert Rollout.config is None
-    assert list(tmp_path.iterdir()) == []
-    assert [one[:2] for one in decisions()] == [("rollout", chosen("fp16", "bf16"))]
-
-
-def test_off_nothing_is_said_and_no_name_is_changed(
-    checkout: Path,  # noqa: F811
-    shim: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    config = read(checkout, GRPO, *words("fp16", "bf16"))
-    shim(features="-rollout-agreement", settings=FOLLOW)
-    given, told = watched(lambda: set_up(config, monkeypatch, tmp_path))
-    assert (given["vllm_cfg"]["precision"], told, decisions()) == ("bf16", [], [])
+    with pytest.raises(UnsupportedPrecisionError):
+        sides.run(sides.job("fp16", "bf16"))
+    assert (Rollout.config, list(sides.folder.iterdir())) == (None, [])
 
 
 @pytest.mark.parametrize(("policy", "rollout"), [("bf16", "auto"), ("fp16", "FP8")])
-def test_what_is_no_dtype_stays(
-    checkout: Path,  # noqa: F811
-    shim: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    policy: str,
-    rollout: str,
-) -> None:
-    config = read(
-        checkout,
-        GRPO,
-        *words(policy, rollout),
-        "loss_fn.use_importance_sampling_correction=true",  # NeMo-RL requires it with fp8
-    )
+def test_what_is_no_dtype_stays(shim: Any, sides: Nemo, policy: str, rollout: str) -> None:
+    needed = "loss_fn.use_importance_sampling_correction=true"  # NeMo-RL requires it with fp8
     shim(settings=FOLLOW if rollout == "FP8" else {})  # fp8 weights do not follow
-    given, told = watched(lambda: set_up(config, monkeypatch, tmp_path))
-    assert given["vllm_cfg"]["precision"] == rollout.lower()
-    ((subject, chose, because),) = decisions()
+    found = sides.start(sides.job(policy, rollout, needed))
+    assert (sides.handed(found.made), found.told) == (rollout.lower(), [])
     what = "fp8" if rollout == "FP8" else "the checkpoint's dtype"
-    assert (subject, chose) == ("rollout", f"{what} beside the policy's {policy}")
+    assert found.chosen == {"rollout": f"{what} beside the policy's {policy}"}
     if rollout == "FP8":
-        assert "beside which NeMo-RL gives vLLM bfloat16: its weights are rounded" in because
-    assert told == []
+        beside = "beside which NeMo-RL gives vLLM bfloat16: its weights are rounded"
+        assert beside in found.notes[0]
 
 
-def test_vllms_own_quantisation(
-    checkout: Path,  # noqa: F811
-    shim: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    quantised = "++policy.generation.vllm_kwargs.quantization=fp8"
-    config = read(checkout, GRPO, *words("fp16", "bf16"), quantised)
+def test_vllms_own_quantisation(shim: Any, sides: Nemo) -> None:
+    key = "policy.generation.vllm_kwargs.quantization=fp8"
     shim(strict=True)
-    _, told = watched(lambda: set_up(config, monkeypatch, tmp_path))
-    assert told == []
-    ((subject, chose, because),) = decisions()
-    assert (subject, chose) == ("rollout", "fp8 beside the policy's fp16")
-    assert because.startswith("policy.generation.vllm_kwargs.quantization=fp8: ")
+    found = sides.start(sides.job("fp16", "bf16", f"++{key}"))
+    assert (found.told, found.chosen) == ([], {"rollout": "fp8 beside the policy's fp16"})
+    assert f"({key}: " in found.notes[0]
 
 
 @pytest.mark.parametrize(("stored", "takes"), [("float16", "fp16"), ("float32", "")])
 def test_auto_is_what_vllm_makes_of_the_checkpoint(
-    checkout: Path,  # noqa: F811
-    shim: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    stored: str,
-    takes: str,
+    shim: Any, sides: Nemo, tmp_path: Path, stored: str, takes: str
 ) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"model_type": "qwen2", "torch_dtype": stored}))
-    config = read(checkout, GRPO, *words("fp16", "auto"), f"policy.model_name={model}")
     shim()
-    given, told = watched(lambda: set_up(config, monkeypatch, tmp_path))
-    assert given["vllm_cfg"]["precision"] == "auto"
-    ((subject, chose, because),) = decisions()
+    found = sides.start(sides.job("fp16", "auto", f"policy.model_name={model}"))
+    assert sides.handed(found.made) == "auto"
     unknown = "the checkpoint's dtype beside the policy's fp16"
-    assert (subject, chose) == ("rollout", chosen("fp16", takes) if takes else unknown)
+    assert found.chosen == {"rollout": sides.beside("fp16", takes) if takes else unknown}
     if not takes:  # vLLM is in the rollout's environment alone
-        assert "not known here: vllm is not installed in this environment" in because
-    assert len(told) == (takes != "fp16")
+        assert "not known here: vllm is not installed in this environment" in found.notes[0]
+    assert len(found.told) == (takes != "fp16")
 
 
 # -- names -------------------------------------------------------------------------------------
@@ -322,52 +271,35 @@ def without_dtype(config: Any) -> Any:
 @pytest.mark.slow
 @needs_sglang
 @pytest.mark.parametrize("rollout", ["bf16", ""])
-@pytest.mark.parametrize("settings", [{}, FOLLOW], ids=["tell", "follow"])
-def test_sglangs_key_may_be_left_out(
-    checkout: Path,  # noqa: F811
-    shim: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    rollout: str,
-    settings: dict[str, str],
-) -> None:
+@each_setting
+def test_sglangs_key_may_be_left_out(shim: Any, sides: Nemo, rollout: str, follow: bool) -> None:
     key = "policy.generation.sglang_cfg.dtype"
-    config = read(checkout, SGLANG, "policy.precision=float16", f"{key}={rollout or 'auto'}")
+    words = ("policy.precision=float16", f"{key}={rollout or 'auto'}")
+    config = sides.read(*words, path=SGLANG)
     if not rollout:
         without_dtype(config)
-    shim(settings=settings)
-    given, told = watched(lambda: set_up(config, monkeypatch, tmp_path))
-    *keys, (subject, chose, because) = decisions()
-    assert subject == "rollout"
-    if settings:
+    shim(settings=FOLLOW if follow else {})
+    sides.run = sides.set_up  # type: ignore[method-assign]
+    found = sides.start(config)
+    if follow:
         before = "bfloat16" if rollout else "not set"
-        assert keys[0][:2] == ("dtype keys", f"{key}: {before} -> float16")
-        assert chose == chosen("fp16", "fp16")
-        assert (given["sglang_cfg"]["dtype"], told) == ("float16", [])
+        assert found.chosen == {
+            "dtype keys": f"{key}: {before} -> float16",
+            "rollout": sides.beside("fp16", "fp16"),
+        }
+        assert (found.made["sglang_cfg"]["dtype"], found.told) == ("float16", [])
         return
-    assert (keys, len(told)) == ([], 1)
+    assert len(found.told) == 1
     if rollout:
-        assert (given["sglang_cfg"]["dtype"], chose) == ("bfloat16", chosen("fp16", "bf16"))
+        assert found.chosen == {"rollout": sides.beside("fp16", "bf16")}
+        assert found.made["sglang_cfg"]["dtype"] == "bfloat16"
     else:
-        assert chose == "the checkpoint's dtype beside the policy's fp16"
-        assert because.startswith(f"{key} is left out: ")
-        assert "dtype" not in given["sglang_cfg"]
+        assert found.chosen == {"rollout": "the checkpoint's dtype beside the policy's fp16"}
+        assert f"({key} is left out: " in found.notes[0]
+        assert "dtype" not in found.made["sglang_cfg"]
 
 
 # -- other loops -------------------------------------------------------------------------------
-
-
-def begin(module_name: str, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a loop's own set-up until its first call."""
-    module = importlib.import_module(f"nemo_rl.algorithms.{module_name}")
-
-    def stop(*args: object) -> None:
-        raise StopError
-
-    monkeypatch.setattr(module, "set_seed", stop)
-    given = [config, None, [{}], [{}]]
-    with pytest.raises(StopError):
-        module.setup(*given)
 
 
 def plain(folder: Path, path: str, *overrides: str, into: str = "") -> Any:
@@ -387,142 +319,93 @@ def plain(folder: Path, path: str, *overrides: str, into: str = "") -> Any:
     return importlib.import_module(f"nemo_rl.algorithms.{into}").MasterConfig(**found)
 
 
-@pytest.mark.parametrize("settings", [{}, FOLLOW], ids=["tell", "follow"])
-def test_a_teacher(
-    checkout: Path,  # noqa: F811
-    shim: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    settings: dict[str, str],
-) -> None:
+def begun(sides: Nemo, loop: str, config: Any) -> Started:
+    sides.run = lambda config: sides.begin(loop, config)  # type: ignore[method-assign]
+    return sides.start(config)
+
+
+@each_setting
+def test_a_teacher(shim: Any, sides: Nemo, follow: bool) -> None:
     path = "examples/configs/distillation_math.yaml"
     given = ("policy.precision=float16", "teacher.precision=bfloat16")
-    config = plain(checkout, path, *given, into="distillation")
-    shim(settings=settings)
-    _, told = watched(lambda: begin("distillation", config, monkeypatch))
-    *keys, (_, rollout, _), (_, teacher, _) = decisions()
-    assert (rollout, teacher) == (
-        chosen("fp16", "fp16"),
-        chosen("fp16", "fp16" if settings else "bf16"),
-    )
-    if settings:
+    config = plain(sides.checkout, path, *given, into="distillation")
+    shim(settings=FOLLOW if follow else {})
+    found = begun(sides, "distillation", config)
+    keys = found.chosen.pop("dtype keys", "")
+    assert list(found.chosen.values()) == [
+        sides.beside("fp16", "fp16"),
+        sides.beside("fp16", "fp16" if follow else "bf16"),
+    ]
+    if follow:
         part = config["teacher"] if isinstance(config, dict) else config.teacher
         assert part["precision"] == "float16"
-        assert keys[0][1] == "teacher.precision: bfloat16 -> float16"
-    assert len(told) == (not settings)
-    for text in told:
+        assert keys == "teacher.precision: bfloat16 -> float16"
+    assert len(found.told) == (not follow)
+    for text in found.told:
         assert "the two round differently, which adds to the KL term" in text
         assert "Write teacher.precision=float16" in text
 
 
 @needs_ppo
-def test_ppo(checkout: Path, shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_ppo(shim: Any, sides: Nemo) -> None:
     path = "examples/configs/ppo_math_1B.yaml"
-    config = plain(checkout, path, *words("fp16", "bfloat16"), into="ppo")
+    config = plain(sides.checkout, path, *sides.job("fp16", "bfloat16"), into="ppo")
     shim()
-    _, told = watched(lambda: begin("ppo", config, monkeypatch))
-    assert [one[:2] for one in decisions()] == [("rollout", chosen("fp16", "bf16"))]
-    assert len(told) == 1
+    found = begun(sides, "ppo", config)
+    assert found.chosen == {"rollout": sides.beside("fp16", "bf16")}
+    assert len(found.told) == 1
 
 
-def test_a_rollout_of_megatrons_computes_as_the_policy(
-    checkout: Path,  # noqa: F811
-    shim: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    config = read(checkout, GRPO, "policy.precision=float16", "policy.generation.backend=megatron")
+def test_a_rollout_of_megatrons_computes_as_the_policy(shim: Any, sides: Nemo) -> None:
+    config = sides.read("policy.precision=float16", "policy.generation.backend=megatron")
     shim(strict=True)
-    begin("grpo", config, monkeypatch)
-    ((subject, chose, because),) = decisions()
-    assert (subject, chose) == ("rollout", "fp16, as the policy")
-    assert because.startswith("policy.generation.backend is 'megatron'")
+    found = begun(sides, "grpo", config)
+    assert found.chosen == {"rollout": "fp16, as the policy"}
+    assert "(policy.generation.backend is 'megatron'" in found.notes[0]
 
 
-def test_a_name_that_nemo_rl_does_not_take_is_left_to_it(
-    checkout: Path,  # noqa: F811
-    shim: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    config = read(checkout, GRPO, "policy.precision=fp16", f"{KEY}=bfloat16")
+def test_a_name_that_nemo_rl_does_not_take_is_left_to_it(shim: Any, sides: Nemo) -> None:
+    config = sides.read("policy.precision=fp16", f"{KEY}=bfloat16")
     shim(strict=True)
-    begin("grpo", config, monkeypatch)
-    assert decisions() == []
+    assert begun(sides, "grpo", config).chosen == {}
 
 
 # -- the plan ----------------------------------------------------------------------------------
 
 
-def planned(capsys: pytest.CaptureFixture[str], path: Path, *given: str) -> dict[str, Any]:
-    command = ("uv", "run", "examples/nemo_rl/run_grpo.py", "--config", str(path), *given)
-    with pytest.raises(SystemExit) as end:
-        main(["plan", "--json", "--parameters", "600M", "--", *command])
-    said = capsys.readouterr()
-    assert end.value.code in (0, 1), said.err
-    found: dict[str, Any] = json.loads(said.out)
-    return found
-
-
-def of_plan(found: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """The plan's problems and notes on the dtypes of policy and rollout."""
-    ours = [one for one in found["problems"] if one["code"] == "rollout-dtype"]
-    notes = [one for one in found["notes"] if "rollout-agreement" in one]
-    return [f"{one['message']}. {one['remedy']}" for one in ours], notes
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", ["tell", "follow"])
-@pytest.mark.parametrize("rollout", ["fp16", "bf16", "auto", "fp8"])
-def test_the_plan_says_what_the_driver_says(
-    checkout: Path,  # noqa: F811
-    shim: Any,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    rollout: str,
-    setting: str,
+@each_setting
+@pytest.mark.parametrize("rollout", ["auto", "fp8"])
+def test_the_plan_says_what_the_driver_says_of_no_dtype(
+    shim: Any, monkeypatch: pytest.MonkeyPatch, sides: Nemo, rollout: str, follow: bool
 ) -> None:
-    given = words("fp16", rollout)
-    monkeypatch.setenv("PRECISION_SHIM_ROLLOUT", setting)
-    problems, notes = of_plan(planned(capsys, checkout / GRPO, *given))
-    config = read(checkout, GRPO, *given)
-    shim(settings={"rollout": setting})
-    setting_up.policy_of(config)["generation"] = complete(
-        setting_up.policy_of(config)["generation"]
-    )
-    _, told = watched(lambda: begin("grpo", config, monkeypatch))
-    assert problems == told
-    assert notes == [f"{one[0]}: rollout-agreement: {one[1]} ({one[2]})" for one in decisions()]
+    given = sides.job("fp16", rollout)
+    monkeypatch.setenv("PRECISION_SHIM_ROLLOUT", "follow" if follow else "tell")
+    planned = of_plan(sides.line(given))
+    config = sides.read(*given)
+    policy = setting_up.policy_of(config)
+    shim(settings=FOLLOW if follow else {})
+    policy["generation"] = complete(policy["generation"])
+    found = begun(sides, "grpo", config)
+    assert planned == (found.told, found.notes)
 
 
 @pytest.mark.slow
 @needs_sglang
-@pytest.mark.parametrize("rollout", ["tell", "follow"])
+@each_setting
 def test_the_plan_of_sglang_without_the_key(
-    checkout: Path,  # noqa: F811
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    rollout: str,
+    sides: Nemo, monkeypatch: pytest.MonkeyPatch, follow: bool
 ) -> None:
-    monkeypatch.setenv("PRECISION_SHIM_ROLLOUT", rollout)
+    monkeypatch.setenv("PRECISION_SHIM_ROLLOUT", "follow" if follow else "tell")
     given = ("policy.precision=float16", "~policy.generation.sglang_cfg.dtype")
-    problems, notes = of_plan(planned(capsys, checkout / SGLANG, *given))
-    follows = rollout == "follow"
-    assert bool(problems) is not follows
-    assert ("PRECISION_SHIM_ROLLOUT=follow" in notes[-1]) is follows
+    problems, notes = of_plan(sides.line(given, SGLANG))
+    assert bool(problems) is not follow
+    assert ("PRECISION_SHIM_ROLLOUT=follow" in notes[-1]) is follow
 
 
-def test_the_plan_and_a_wrong_name(
-    checkout: Path,  # noqa: F811
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (problem,) = planned(capsys, checkout / GRPO, f"{KEY}=fp17")["problems"]
-    assert (problem["code"], problem["key"]) == ("dtype", KEY)
-
-
-def test_the_plan_names_a_key_that_it_cannot_resolve(
-    checkout: Path,  # noqa: F811
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_plan_names_a_key_that_it_cannot_resolve(sides: Nemo) -> None:
     given = "policy.model_name='${oc.env:SET_IN_THE_JOB_ALONE}'"
-    notes = [planned(capsys, checkout / GRPO, *one)["notes"] for one in ((), (given,))]
+    notes = [plan_of(sides.line(one))["notes"] for one in ((), (given,))]
     keys = [[one for one in found if "policy.model_name" in one] for found in notes]
     assert [len(found) for found in keys] == [0, 1]
     assert keys[1][0].startswith("not resolved on this machine, and read as left out: ")
@@ -574,38 +457,29 @@ def test_the_weights_are_rounded_once(
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_fp32_head_is_refused(
-    checkout: Path,  # noqa: F811
-    shim: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    strict: bool,
+    shim: Any, monkeypatch: pytest.MonkeyPatch, sides: Nemo, strict: bool
 ) -> None:
     shim(settings={"head": "fp32"}, strict=strict, export=False)
-    config = read(checkout, GRPO, "policy.precision=bfloat16")
+    job = ("policy.precision=bfloat16",)
     if strict:
         with pytest.raises(UnsupportedPrecisionError, match="does not change the LM heads"):
-            set_up(config, monkeypatch, tmp_path)
+            sides.run(job)
         return
-    given, told = watched(lambda: set_up(config, monkeypatch, tmp_path))
-    (refusal,) = told
+    found = sides.start(job)
+    (refusal,) = found.told
     assert "PRECISION_SHIM_HEAD=fp32 is refused" in refusal
     section = "vllm_cfg" if Version("0.6") > NEMO_RL else "vllm_kwargs"
-    assert not given[section]["hf_overrides"]
-    assert not (given.get("vllm_kwargs") or {}).get("hf_overrides")
+    assert not found.made[section]["hf_overrides"]
+    assert not (found.made.get("vllm_kwargs") or {}).get("hf_overrides")
     monkeypatch.setenv("PRECISION_SHIM_HEAD", "fp32")
-    capsys.readouterr()  # NeMo-RL has printed its config
-    found = planned(capsys, checkout / GRPO, "policy.precision=bfloat16")["problems"]
-    assert [f"{one['message']}. {one['remedy']}" for one in found] == [refusal]
+    problems = plan_of(sides.line(job))["problems"]
+    assert [f"{one['message']}. {one['remedy']}" for one in problems] == [refusal]
 
 
-def test_the_plan_tells_what_vllm_keeps_in_fewer_bits(
-    checkout: Path,  # noqa: F811
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_plan_tells_what_vllm_keeps_in_fewer_bits(sides: Nemo) -> None:
     kwargs = "++policy.generation.vllm_kwargs"
     given = (f"{kwargs}.kv_cache_dtype=fp8", f"{kwargs}.quantization=awq")
-    _, (note,) = of_plan(planned(capsys, checkout / GRPO, *given))
+    _, (note,) = of_plan(sides.line(given))
     with_it = "bf16 with awq weights and fp8 KV cache beside the policy's bf16"
     assert note.startswith(f"rollout: rollout-agreement: {with_it} (")
     vllm = "policy.generation.vllm_cfg"
@@ -614,7 +488,7 @@ def test_the_plan_tells_what_vllm_keeps_in_fewer_bits(
         f"++{vllm}.kv_cache_dtype=fp8_e4m3",
         f"{kwargs}.kv_cache_dtype=auto",
     )
-    _, (note,) = of_plan(planned(capsys, checkout / GRPO, *given))
+    _, (note,) = of_plan(sides.line(given))
     with_it = "fp8 with fp8_e4m3 KV cache beside the policy's bf16"
     assert note.startswith(f"rollout: rollout-agreement: {with_it} ({vllm}.precision=fp8, ")
     assert f"{vllm}.kv_cache_dtype=fp8_e4m3" in note

@@ -5,31 +5,12 @@ The configs come from NeMo-RL's checkout in uv's cache, because the package has 
 
 from __future__ import annotations
 
-import json
-import os
-from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ..every_framework.upstreams_own import fetch
 from ..pages.page_jobs import Job, of
-
-
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """NeMo-RL's checkout at the installed commit, from uv's cache or from GitHub."""
-    commit = json.loads(distribution("nemo-rl").read_text("direct_url.json") or "{}")
-    commit = commit.get("vcs_info", {}).get("commit_id", "none")
-    cache = os.environ.get("UV_CACHE_DIR") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "uv"
-    )
-    for found in Path(cache).glob("git-v*/checkouts/*/*"):
-        if commit.startswith(found.name) and (found / "examples" / "configs").is_dir():
-            return found
-    url = "https://github.com/NVIDIA-NeMo/RL"
-    return fetch(tmp_path_factory.mktemp("RL"), url, (commit,), "examples")
 
 
 def loaded(job: Job, checkout: Path) -> Any:

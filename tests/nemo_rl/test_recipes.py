@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 
 from ..plan.shipped import LORA, hold
-from .test_pages import checkout  # noqa: F401
 
 UNPLANNED = ("its config trains no model", LORA, "FusedAdam")
 
 
 @pytest.mark.slow
-def test_recipes(checkout: Path) -> None:  # noqa: F811
+def test_recipes(checkout: Path) -> None:
     examples = checkout / "examples"
     line = ("python", str(examples / "run_sft.py"), "--config")
     found = sorted(examples.rglob("*.yaml"))

@@ -18,7 +18,8 @@ from skyrl.train.entrypoints import main_base
 
 import precision_shim
 from precision_shim.errors import PrecisionShimWarning
-from tests.skyrl.test_both_sides import KEY, PAIRS, on_fsdp
+from tests.every_framework.both_sides import PAIRS
+from tests.skyrl.test_both_sides import KEY, on_fsdp
 from tests.skyrl.vllm_names import engine_dtype, put_in_place
 
 LIKE_A_CPU = ("trainer.flash_attn=false", "trainer.logger=console")
@@ -80,7 +81,7 @@ def main() -> None:
     found = {
         f"{policy} {rollout} {setting}": run(policy, rollout, setting)
         for setting in ("tell", "follow")
-        for policy, rollout in PAIRS
+        for policy, rollout in PAIRS[:3]
     }
     print("FOUND", json.dumps(found))
 

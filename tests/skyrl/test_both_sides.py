@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,20 @@ import torch
 from packaging.version import Version
 
 import precision_shim
-from precision_shim.errors import DtypeError, PrecisionShimWarning, UnsupportedPrecisionError
+from precision_shim.errors import DtypeError, UnsupportedPrecisionError
 from precision_shim.precision.dtypes import name_of
-from precision_shim_tools.cli import main
 
+from ..every_framework.both_sides import (
+    DTYPES,
+    BothSides,
+    Names,
+    Planned,
+    Sides,
+    each_setting,
+    of_plan,
+    plan_of,
+    watched,
+)
 from ..processes.rank_server import Ranks
 from ..processes.ray_cluster import drive
 from ..stand_ins.planted_engines import plant_choices
@@ -42,9 +50,6 @@ KEY = "generator.inference_engine.model_dtype"
 OVER = "generator.inference_engine.engine_init_kwargs"
 REF = "trainer.ref.fsdp_config.mixed_precision.param_dtype"
 POLICY = "trainer.policy.fsdp_config.mixed_precision.param_dtype"
-NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-DTYPES = tuple(NAMES)
-PAIRS = (("fp16", "fp16"), ("fp16", "bf16"), ("bf16", "fp16"))
 FSDP = "fsdp2" if Version("0.3") > SKYRL else "fsdp"
 
 since_0_4 = pytest.mark.skipif(Version("0.4") > SKYRL, reason="SkyRL has it from 0.4")
@@ -91,29 +96,13 @@ def told() -> dict[str, str]:
     return {one.subject: one.chosen for one in found if one.feature == "rollout-agreement"}
 
 
-def warned(call: Callable[[], Any]) -> tuple[Any, list[str]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        result = call()
-    return result, [str(one.message) for one in caught if one.category is PrecisionShimWarning]
+def line(*words: str) -> tuple[str, ...]:
+    return words if words[0] == "python3" else ("python3", "-m", ENTRY, *words)
 
 
-def plan(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    """The output of the command ``plan`` for a launch line."""
-    capsys.readouterr()
-    line = words if words[0] == "python3" else ("python3", "-m", ENTRY, *words)
-    with pytest.raises(SystemExit):
-        main(["plan", "--json", "--parameters", "1M", "--", *line])
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
-
-
-def planned(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[list[str], list[str]]:
+def planned(*words: str) -> tuple[list[str], list[str]]:
     """The plan's problems with the rollout's dtype, and its notes on that dtype."""
-    found = plan(capsys, *words)
-    problems = [one for one in found["problems"] if one["code"] == "rollout-dtype"]
-    lines = [f"{one['message']}. {one['remedy']}" for one in problems]
-    return lines, [one for one in found["notes"] if "rollout-agreement" in one]
+    return of_plan(line(*words))
 
 
 def notes_of_decisions() -> list[str]:
@@ -131,49 +120,40 @@ def _model(path: Path) -> tuple[str, ...]:
     return (f"trainer.policy.model.path={path}",)
 
 
-@pytest.mark.parametrize("follow", [False, True], ids=["tell", "follow"])
-@pytest.mark.parametrize(("policy", "rollout"), [*PAIRS, ("fp32", "bf16")])
-def test_on_megatron(
-    checkpoints: dict[str, Path],
-    shim: Any,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    policy: str,
-    rollout: str,
-    follow: bool,
-) -> None:
-    words = on_megatron(checkpoints["bfloat16"], policy, NO_REF, f"{KEY}={rollout}")
-    shim(settings={"rollout": "follow"} if follow else {}, export=False)
-    config, warnings_ = warned(lambda: validated(*words))
-    computes = policy if follow else rollout
-    assert engine_dtype(config) == NAMES[computes]
-    found, agrees = told(), computes == policy
-    replaced = f"{KEY}: {NAMES[rollout]} -> {NAMES[policy]}"
-    assert found.pop("dtype keys", "") == (replaced if follow and policy != rollout else "")
-    chosen = f"{policy}, as the policy" if agrees else f"{computes} beside the policy's {policy}"
-    assert found == {"rollout": chosen}
-    lost = (policy, computes) == ("fp16", "bf16")
-    assert len(warnings_) == lost
-    if lost:
-        assert f"skyrl {SKYRL}: the policy computes in fp16 (" in warnings_[0]
-        assert "transformer_config_kwargs.fp16" in warnings_[0]
-        assert f"Write {KEY}=float16, or set PRECISION_SHIM_ROLLOUT=follow" in warnings_[0]
-    if follow:
-        monkeypatch.setenv("PRECISION_SHIM_ROLLOUT", "follow")
-    assert planned(capsys, *words, *_model(checkpoints["bfloat16"])) == (
-        warnings_,
-        notes_of_decisions(),
-    )
+class OnMegatron(Sides):
+    """SkyRL's validation, which its entry point runs before it starts Ray."""
+
+    framework, model, key = "skyrl", "policy", KEY
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.checkpoint = checkpoint
+
+    def job(self, trainer: str, rollout: str, *more: str) -> tuple[str, ...]:
+        return on_megatron(self.checkpoint, trainer, NO_REF, f"{KEY}={rollout}", *more)
+
+    def run(self, job: tuple[str, ...]) -> Any:
+        return validated(*job)
+
+    def handed(self, made: Any) -> str:
+        return engine_dtype(made)
+
+    def line(self, job: tuple[str, ...]) -> tuple[str, ...]:
+        return line(*job)
 
 
-@pytest.mark.parametrize("follow", [False, True], ids=["tell", "follow"])
+class TestBothSides(BothSides, Names, Planned):
+    @pytest.fixture
+    def sides(self, checkpoints: dict[str, Path]) -> OnMegatron:
+        return OnMegatron(checkpoints["bfloat16"])
+
+
+@each_setting
 @pytest.mark.parametrize(
     ("policy", "rollout", "ref"),
     [("fp16", "fp16", "fp16"), ("fp16", "bf16", None), ("bf16", "fp16", "fp16"), ("fp32",) * 3],
 )
 def test_on_fsdp(
     shim: Any,
-    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     policy: str,
     rollout: str,
@@ -186,11 +166,11 @@ def test_on_fsdp(
     written = () if ref is None else (f"{REF}={ref}",)
     words = on_fsdp(policy, f"{KEY}={rollout}", *written)
     shim(settings={"rollout": "follow"} if follow else {}, export=False)
-    config, warnings_ = warned(lambda: validated(*words))
+    config, warnings_ = watched(lambda: validated(*words))
     really = "fp16" if policy == "fp16" else "bf16"
     computes = really if follow else rollout
     reference = really if follow else "fp16" if ref == "fp16" else "bf16"
-    assert engine_dtype(config) == NAMES[computes]
+    assert engine_dtype(config) == DTYPES[computes]
     found = told()
     assert (found["rollout"] == f"{really}, as the policy") == (computes == really)
     assert (found["ref"] == f"{really}, as the policy") == (reference == really)
@@ -204,7 +184,7 @@ def test_on_fsdp(
     assert dtypes["reduce_dtype"] is torch.float32
     if follow:
         monkeypatch.setenv("PRECISION_SHIM_ROLLOUT", "follow")
-    assert planned(capsys, *words) == (warnings_, notes_of_decisions())
+    assert planned(*words) == (warnings_, notes_of_decisions())
 
 
 def test_follow_keeps_the_other_dtypes_of_the_reference_model(shim: Any) -> None:
@@ -228,7 +208,7 @@ def test_a_ray_actor_gets_what_the_driver_wrote(ranks: Ranks, tmp_path: Path) ->
     for job, made in jobs.items():
         policy, rollout, setting = job.split()
         computes, own = (policy, policy) if setting == "follow" else (rollout, "bf16")
-        assert made["rollout"] == NAMES[computes], job
+        assert made["rollout"] == DTYPES[computes], job
         assert made["reference"] == ("float16" if own == "fp16" else None), job
         assert made["wrapped"], job
         lost = [computes, own].count("bf16") if policy == "fp16" else 0
@@ -241,16 +221,10 @@ def test_a_late_install_reaches_the_entry_point(shim: Any) -> None:
 
     plain = main_base.validate_cfg
     shim(export=False)
-    _, messages = warned(lambda: main_base.validate_cfg(train_config(*on_fsdp("fp16", NO_REF))))
+    _, messages = watched(lambda: main_base.validate_cfg(train_config(*on_fsdp("fp16", NO_REF))))
     assert len(messages) == 1
     precision_shim.uninstall()
     assert main_base.validate_cfg is plain
-
-
-def test_off_nothing_is_said_or_written() -> None:
-    config, warnings_ = warned(lambda: validated(*on_fsdp("fp16")))
-    assert engine_dtype(config) == "bfloat16"
-    assert warnings_ == []
 
 
 @pytest.mark.parametrize(
@@ -272,15 +246,15 @@ def test_strict_says_nothing_of_a_bf16_policy(shim: Any) -> None:
 
 
 def test_without_loss_scaling_an_fp16_policy_computes_in_bf16(
-    shim: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    shim: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shim(features="-fp16-scaling", export=False)
-    _, warnings_ = warned(lambda: validated(*on_fsdp("fp16")))
+    _, warnings_ = watched(lambda: validated(*on_fsdp("fp16")))
     assert warnings_ == []
     assert told()["policy"] == "bf16"
     assert told()["rollout"] == "bf16, as the policy"
     monkeypatch.setenv("PRECISION_SHIM_FEATURES", "-fp16-scaling")
-    assert planned(capsys, *on_fsdp("fp16")) == ([], notes_of_decisions())
+    assert planned(*on_fsdp("fp16")) == ([], notes_of_decisions())
 
 
 # -- reported dtypes equal the workers' dtypes ---------------------------------------------------
@@ -355,15 +329,15 @@ def test_a_reference_model_on_megatron(
     key = "trainer.ref.megatron_config.transformer_config_kwargs.fp16"
     words = on_megatron(checkpoints["bfloat16"], "fp16", f"{KEY}=half")
     shim(export=False)
-    assert warned(lambda: validated(*words))[1] == []
+    assert watched(lambda: validated(*words))[1] == []
     assert told()["ref"] == "fp32 beside the policy's fp16"
     precision_shim.uninstall()
     shim(export=False)
-    assert warned(lambda: validated(*words, f"{key}=true"))[1] == []
+    assert watched(lambda: validated(*words, f"{key}=true"))[1] == []
     assert told()["ref"] == "fp16, as the policy"
     precision_shim.uninstall()
     shim(settings={"rollout": "follow"}, export=False)
-    config, messages = warned(lambda: validated(*words))
+    config, messages = watched(lambda: validated(*words))
     assert messages == []
     assert config.trainer.ref.megatron_config.transformer_config_kwargs["fp16"] is True
     assert told()["dtype keys"] == f"{key}: not set -> true"
@@ -404,7 +378,7 @@ def test_names(shim: Any, spelt: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("spelt", ["fp61", "fp8", "null"])
-def test_a_wrong_name(shim: Any, capsys: pytest.CaptureFixture[str], spelt: str) -> None:
+def test_a_wrong_name(shim: Any, spelt: str) -> None:
     from skyrl.train.config.config import InferenceEngineConfig
 
     shim(export=False)
@@ -414,7 +388,7 @@ def test_a_wrong_name(shim: Any, capsys: pytest.CaptureFixture[str], spelt: str)
     assert raised.value.key == KEY
     with pytest.raises(DtypeError, match=KEY):
         InferenceEngineConfig(model_dtype=spelt)
-    assert _dtype_problems(capsys, *words) == [KEY]
+    assert _dtype_problems(*words) == [KEY]
 
 
 def test_a_wrong_name_that_is_assigned(shim: Any) -> None:
@@ -425,9 +399,7 @@ def test_a_wrong_name_that_is_assigned(shim: Any) -> None:
         validated(config=config)
 
 
-def test_auto_is_for_jobs_without_a_weight_sync(
-    shim: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_auto_is_for_jobs_without_a_weight_sync(shim: Any) -> None:
     shim(export=False)
     from skyrl.train.utils.utils import str_to_torch_dtype, validate_generator_cfg
 
@@ -435,15 +407,15 @@ def test_auto_is_for_jobs_without_a_weight_sync(
     validate_generator_cfg(train_config(*words))
     with pytest.raises(DtypeError, match=KEY):
         validated(*words)
-    assert _dtype_problems(capsys, *words) == [KEY]
+    assert _dtype_problems(*words) == [KEY]
     with pytest.raises(TypeError):
         str_to_torch_dtype("auto")
 
 
-def _dtype_problems(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+def _dtype_problems(*words: str) -> list[str]:
     """The keys of the plan's dtype problems; the command runs in a process without the shim."""
     precision_shim.uninstall()
-    return [one["key"] for one in plan(capsys, *words)["problems"] if one["code"] == "dtype"]
+    return [one["key"] for one in plan_of(line(*words))["problems"] if one["code"] == "dtype"]
 
 
 @pytest.mark.skipif(Version("0.3") <= SKYRL, reason="SkyRL 0.3 has no old style any more")
@@ -460,7 +432,7 @@ def test_the_old_style(shim: Any, monkeypatch: pytest.MonkeyPatch, spelt: str) -
         with pytest.raises(DtypeError, match=KEY):
             train_config(*words)
         return
-    config, messages = warned(lambda: validated(*words))
+    config, messages = watched(lambda: validated(*words))
     assert len(messages) == (spelt == "bfloat16")
     assert engine_dtype(config) == ("float16" if spelt == "half" else "bfloat16")
 
@@ -468,36 +440,32 @@ def test_the_old_style(shim: Any, monkeypatch: pytest.MonkeyPatch, spelt: str) -
 # -- engines with their own dtype keys -----------------------------------------------------------
 
 
-def test_engine_init_kwargs_go_over_the_key(
-    shim: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engine_init_kwargs_go_over_the_key(shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     words = on_fsdp("fp16", f"{OVER}.dtype=BF16", f"{REF}=fp16", f"{KEY}=half")
     shim(export=False)
-    config, messages = warned(lambda: validated(*words))
+    config, messages = watched(lambda: validated(*words))
     assert engine_dtype(config) == "bfloat16"
     assert len(messages) == 1
     assert f"Write {OVER}.dtype=float16" in messages[0]
-    assert planned(capsys, *words) == (messages, notes_of_decisions())
+    assert planned(*words) == (messages, notes_of_decisions())
     precision_shim.uninstall()
     shim(settings={"rollout": "follow"}, export=False)
-    config, messages = warned(lambda: validated(*words))
+    config, messages = watched(lambda: validated(*words))
     engines = config.generator.inference_engine
     assert (messages, engine_dtype(config), engines.model_dtype) == ([], "float16", "float16")
     assert told()["dtype keys"] == f"{OVER}.dtype: bfloat16 -> float16"
     monkeypatch.setenv("PRECISION_SHIM_ROLLOUT", "follow")
-    assert planned(capsys, *words) == (messages, notes_of_decisions())
+    assert planned(*words) == (messages, notes_of_decisions())
 
 
-def test_weights_go_out_in_the_dtype_of_engine_init_kwargs(
-    shim: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_go_out_in_the_dtype_of_engine_init_kwargs(shim: Any) -> None:
     """Without the shim SkyRL would round weights to bf16 before sending them to an fp16 engine."""
     words = on_fsdp("fp16", f"{OVER}.dtype=half", f"{REF}=fp16")
     shim(export=False)
-    config, messages = warned(lambda: validated(*words))
+    config, messages = watched(lambda: validated(*words))
     assert messages == []
     assert engine_dtype(config) == config.generator.inference_engine.model_dtype == "float16"
-    assert planned(capsys, *words) == ([], notes_of_decisions())
+    assert planned(*words) == ([], notes_of_decisions())
     assert told()["rollout"] == "weights go out in fp16"
     decision = precision_shim.status().decisions[-1]
     assert decision.because == f"{KEY}: bfloat16 -> float16"
@@ -509,14 +477,13 @@ def test_auto_is_what_vllm_makes_of_the_checkpoint(
     checkpoints: dict[str, Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
     stored: str,
     takes: str,
 ) -> None:
     plant_choices(tmp_path, monkeypatch)
     words = on_fsdp("fp16", f"{OVER}.dtype=auto", f"{REF}=fp16", *_model(checkpoints[stored]))
     shim(export=False)
-    config, messages = warned(lambda: validated(*words))
+    config, messages = watched(lambda: validated(*words))
     assert engine_dtype(config) == "auto"
     agrees = takes == "fp16"
     same, other = "fp16, as the policy", f"{takes} beside the policy's fp16"
@@ -524,16 +491,16 @@ def test_auto_is_what_vllm_makes_of_the_checkpoint(
     assert any(one.startswith(line) for one in notes_of_decisions())
     assert len(messages) == (0 if agrees else 1)
     # Weights are sent in the dtype in which the engine computes.
-    assert config.generator.inference_engine.model_dtype == NAMES[takes]
-    assert planned(capsys, *words) == (messages, notes_of_decisions())
+    assert config.generator.inference_engine.model_dtype == DTYPES[takes]
+    assert planned(*words) == (messages, notes_of_decisions())
 
 
-def test_a_wrong_name_in_engine_init_kwargs(shim: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_name_in_engine_init_kwargs(shim: Any) -> None:
     shim(export=False)
     words = on_fsdp("bf16", f"{OVER}.dtype=fp61")
     with pytest.raises(DtypeError, match=rf"{OVER}\.dtype='fp61'"):
         validated(*words)
-    assert _dtype_problems(capsys, *words) == [f"{OVER}.dtype"]
+    assert _dtype_problems(*words) == [f"{OVER}.dtype"]
 
 
 def test_an_fp8_rollout_is_told(shim: Any) -> None:
@@ -547,22 +514,22 @@ def test_servers_that_run_already_do_not_follow(shim: Any) -> None:
     shim(settings={"rollout": "follow"}, export=False)
     urls = "generator.inference_engine.external_server_urls=['http://a:1']"
     words = on_fsdp("fp16", "generator.inference_engine.external_proxy_url=http://a:2", urls)
-    config, messages = warned(lambda: validated(*words, "trainer.placement.colocate_all=false"))
+    config, messages = watched(lambda: validated(*words, "trainer.placement.colocate_all=false"))
     assert config.generator.inference_engine.model_dtype == "bfloat16"
     assert "if the servers that run already were started so" in messages[0]
 
 
 def test_a_model_that_vllm_refuses_in_fp16(
-    shim: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shim: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant_choices(tmp_path / "engines", monkeypatch)
     (tmp_path / "config.json").write_text('{"model_type": "gemma2"}', encoding="utf-8")
     words = (*on_fsdp("fp16", f"{KEY}=fp16", NO_REF), *_model(tmp_path))
     shim(export=False)
-    _, messages = warned(lambda: validated(*words))
+    _, messages = watched(lambda: validated(*words))
     assert len(messages) == 1
     assert "refuses to run gemma2 in fp16" in messages[0]
-    assert planned(capsys, *words)[0] == messages
+    assert planned(*words)[0] == messages
 
 
 @since_0_4
@@ -581,16 +548,14 @@ def test_the_plan_names_a_package_that_skyrls_loader_lacks() -> None:
 # -- jobs without a rollout ----------------------------------------------------------------------
 
 
-def test_fine_tuning_says_nothing(
-    shim: Any, capsys: pytest.CaptureFixture[str], checkpoints: dict[str, Path]
-) -> None:
+def test_fine_tuning_says_nothing(shim: Any, checkpoints: dict[str, Path]) -> None:
     from skyrl.train.config.sft_config import SFTConfig, build_skyrl_config_for_sft
 
     shim(strict=True, export=False)
     build_skyrl_config_for_sft(SFTConfig())
     assert told() == {}
     half = "fsdp_config.mixed_precision.param_dtype=fp16"
-    assert planned(capsys, "python3", "-m", "skyrl.train.main_sft", half) == ([], [])
+    assert planned("python3", "-m", "skyrl.train.main_sft", half) == ([], [])
 
 
 def test_a_tinker_server(shim: Any) -> None:
@@ -734,12 +699,7 @@ def received(base: Path, weights: dict[str, torch.Tensor], dtype: torch.dtype, f
 @pytest.mark.parametrize("stored", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_the_delta_sync(
-    checkpoints: dict[str, Path],
-    shim: Any,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    stored: str,
-    dtype: torch.dtype,
+    checkpoints: dict[str, Path], shim: Any, tmp_path: Path, stored: str, dtype: torch.dtype
 ) -> None:
     """The delta sync rounds to the base checkpoint's dtype, and the driver warns of it."""
     from safetensors.torch import load_file
@@ -753,12 +713,12 @@ def test_the_delta_sync(
     half = dtype is torch.float16
     words = (*on_fsdp("fp16" if half else "bf16", NO_REF, *DELTA), f"{KEY}={name_of(dtype)}")
     shim(export=False)
-    config, messages = warned(lambda: validated(*words, *_model(base)))
+    config, messages = watched(lambda: validated(*words, *_model(base)))
     assert engine_dtype(config) == name_of_torch(dtype)
-    assert planned(capsys, *words, *_model(base)) == (messages, notes_of_decisions())
+    assert planned(*words, *_model(base)) == (messages, notes_of_decisions())
     precision_shim.uninstall()
     shim(export=False)
-    found, in_worker = warned(lambda: received(base, weights, dtype, tmp_path))
+    found, in_worker = watched(lambda: received(base, weights, dtype, tmp_path))
     assert in_worker == messages
     once = {name: one.to(dtype) for name, one in weights.items()}
     arrived = {name: found[name].to(dtype) for name in weights}
@@ -790,7 +750,7 @@ def test_the_delta_sync_under_strict(
     from safetensors.torch import load_file
 
     weights = load_file(checkpoints["bfloat16"] / "model.safetensors")
-    _, messages = warned(
+    _, messages = watched(
         lambda: received(checkpoints["bfloat16"], weights, torch.float16, tmp_path)
     )
     assert len(messages) == 1
@@ -806,7 +766,7 @@ def test_the_delta_sync_under_strict(
     ],
 )
 def test_what_the_engine_keeps_in_fewer_bits(
-    shim: Any, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], rounded: str
+    shim: Any, words: tuple[str, ...], rounded: str
 ) -> None:
     from skyrl.backends.skyrl_train.inference_servers.utils import build_vllm_cli_args
 
@@ -818,4 +778,4 @@ def test_what_the_engine_keeps_in_fewer_bits(
         assert str(made[key.rpartition(".")[2]]) == {"null": "None"}.get(value, value)
     with_it = f"bf16 with {rounded} beside the policy's bf16"
     assert told() == {"rollout": with_it if rounded else "bf16, as the policy"}
-    assert planned(capsys, *line) == ([], notes_of_decisions())
+    assert planned(*line) == ([], notes_of_decisions())

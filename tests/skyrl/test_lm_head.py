@@ -12,10 +12,11 @@ from torch.nn import functional
 
 from precision_shim.errors import UnsupportedPrecisionError
 
+from ..every_framework.both_sides import of_plan, watched
 from ..stand_ins.planted_engines import plant
 from .conftest import SKYRL
 from .support import batch, build, fsdp_worker
-from .test_both_sides import NO_REF, OVER, on_fsdp, on_megatron, plan, told, validated, warned
+from .test_both_sides import NO_REF, OVER, line, on_fsdp, on_megatron, told, validated
 from .test_both_sides import vllm as vllm  # noqa: PLC0414  a fixture that all tests here use
 
 pytestmark = pytest.mark.slow
@@ -30,12 +31,9 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(tmp_path / "engines", monkeypatch)
 
 
-def planned(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[list[str], list[str]]:
+def planned(*words: str) -> tuple[list[str], list[str]]:
     """The plan's problems with LM heads, and its notes about them."""
-    found = plan(capsys, *words)
-    problems = [one for one in found["problems"] if one["code"] == "lm-head"]
-    notes = [one for one in found["notes"] if one.startswith("LM head: ")]
-    return [f"{one['message']}. {one['remedy']}" for one in problems], notes
+    return of_plan(line(*words), "lm-head", "LM head: ")
 
 
 # -- the driver ----------------------------------------------------------------------------------
@@ -46,7 +44,6 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[list[str],
 @pytest.mark.parametrize("reference", [True, False])
 def test_the_driver_writes_all_keys(
     shim: Any,
-    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     checkpoints: dict[str, Path],
     strategy: str,
@@ -70,7 +67,7 @@ def test_the_driver_writes_all_keys(
     engine = config.generator.inference_engine.engine_init_kwargs
     assert engine["hf_overrides"] == {"head_dtype": "float32"}
     monkeypatch.setenv("PRECISION_SHIM_HEAD", "fp32")
-    problems, notes = planned(capsys, *words)
+    problems, notes = planned(*words)
     assert (problems, [GRANTED in one for one in notes]) == ([], [True])
 
 
@@ -110,13 +107,11 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
 
 @pytest.mark.usefixtures("engines")
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_refusal_changes_no_key(
-    shim: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
+def test_a_refusal_changes_no_key(shim: Any, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     said, changed = REFUSED[case]
     words = on_fsdp("bf16", NO_REF, *changed)
     shim(settings=HEAD, export=False)
-    config, warnings = warned(lambda: validated(*words))
+    config, warnings = watched(lambda: validated(*words))
     (refusal,) = [one for one in warnings if "PRECISION_SHIM_HEAD" in one]
     assert said in refusal
     assert config.trainer.policy.model_config_kwargs.get("head_dtype") != "float32"
@@ -124,7 +119,7 @@ def test_a_refusal_changes_no_key(
     assert (engine.get("hf_overrides") or {}).get("head_dtype") != "float32"
     monkeypatch.setenv("PRECISION_SHIM_HEAD", "fp32")
     if "LoRA" not in case:  # LoRA is not planned
-        assert planned(capsys, *words)[0] == [refusal]
+        assert planned(*words)[0] == [refusal]
     shim(settings=HEAD, strict=True, export=False)
     with pytest.raises(UnsupportedPrecisionError, match="PRECISION_SHIM_HEAD=fp32 is refused"):
         validated(*words)
@@ -137,7 +132,7 @@ def test_a_fused_product_is_refused(shim: Any, checkpoints: dict[str, Path]) -> 
     shim(settings=HEAD, export=False)
     fused = "trainer.fused_lm_head_logprob=true"
     words = on_megatron(checkpoints["bfloat16"], "bf16", NO_REF, fused)
-    _, warnings = warned(lambda: validated(*words))
+    _, warnings = watched(lambda: validated(*words))
     (refusal,) = [one for one in warnings if "PRECISION_SHIM_HEAD" in one]
     assert "policy: trainer.fused_lm_head_logprob multiplies in the model's dtype" in refusal
 

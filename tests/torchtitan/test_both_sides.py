@@ -7,7 +7,6 @@ The configs go through torchtitan's own manager, ``Controller``, ``setup_async``
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +16,18 @@ import pytest
 import torch
 
 import precision_shim
-from precision_shim.errors import DtypeError, UnsupportedPrecisionError
-from precision_shim_tools.cli import main
+from precision_shim.errors import DtypeError
 
-from ..every_framework.shim_warnings import watched
+from ..every_framework.both_sides import (
+    DTYPES,
+    FOLLOW,
+    BothSides,
+    Planned,
+    Sides,
+    StopError,
+    each_pair,
+    plan_of,
+)
 from ..processes.rank_server import Ranks
 from . import cpu
 from .test_pages import importable  # noqa: F401
@@ -28,14 +35,6 @@ from .test_pages import importable  # noqa: F401
 RECIPE = ("--module", "alphabet_sort", "--config", "rl_grpo_qwen3_0_6b_varlen")
 QUIET = ("--metrics.no-enable-wandb",)
 TRAINER, GENERATOR = "--trainer.training.mixed_precision_param", "--generator.model_dtype"
-DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-PAIRS = [("fp16", "fp16"), ("fp16", "bf16"), ("bf16", "fp16"), ("fp32", "bf16")]
-LOST = [("fp16", "bf16")]
-FOLLOW = {"rollout": "follow"}
-
-
-class StopError(Exception):
-    """Raised at the point where an engine or an actor's process would start."""
 
 
 class Anything:
@@ -87,14 +86,14 @@ def spawned(controller: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     async def nothing(*args: Any) -> None:
         pass
 
-    async def stop(*args: Any, **more: Any) -> None:
+    async def stop_here(*args: Any, **more: Any) -> None:
         raise StopError
 
     router = SimpleNamespace(spawn_procs=lambda **more: Mesh())
     monkeypatch.setattr(module, "this_host", lambda: router)
     monkeypatch.setattr(module, "setup_torch_elastic_env_async", nothing)
     monkeypatch.setattr(
-        module, "ts", SimpleNamespace(initialize=stop, LocalRankStrategy=lambda: None)
+        module, "ts", SimpleNamespace(initialize=stop_here, LocalRankStrategy=lambda: None)
     )
     mesh = Mesh()
     with pytest.raises(StopError):
@@ -134,124 +133,65 @@ def nothing_sync(*args: Any, **more: Any) -> None:
     pass
 
 
-def decisions() -> list[tuple[str, str]]:
-    return [
-        (one.chosen, one.because)
-        for one in precision_shim.status().decisions
-        if (one.framework, one.feature) == ("torchtitan", "rollout-agreement")
-    ]
+def line(*words: str, recipe: tuple[str, ...] = RECIPE) -> tuple[str, ...]:
+    return ("python", "-m", "torchtitan.experiments.rl.train", *recipe, *words)
 
 
-def chosen(trainer: str, generator: str) -> str:
-    same = trainer == generator
-    return f"{generator}, as the policy" if same else f"{generator} beside the policy's {trainer}"
+class Titan(Sides):
+    framework, model, key = "torchtitan", "policy", "generator.model_dtype"
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.monkeypatch = monkeypatch
+
+    def job(self, trainer: str, rollout: str, *more: str) -> tuple[str, ...]:
+        return (f"{TRAINER}={trainer}", *([f"{GENERATOR}={rollout}"] if rollout else []), *more)
+
+    def run(self, job: tuple[str, ...]) -> Any:
+        return control(parse(*job))
+
+    def handed(self, made: Any) -> str:
+        sent, computes = arguments(made, self.monkeypatch)
+        assert sent == computes
+        return computes
+
+    def line(self, job: tuple[str, ...]) -> tuple[str, ...]:
+        return line(*job)
 
 
-# -- the driver's messages, and the engine's dtype ---------------------------------------------
+@pytest.fixture
+def sides(monkeypatch: pytest.MonkeyPatch) -> Titan:
+    return Titan(monkeypatch)
 
 
-@pytest.mark.parametrize(("trainer", "generator"), PAIRS)
-def test_the_driver_tells(
-    shim: Any, monkeypatch: pytest.MonkeyPatch, trainer: str, generator: str
-) -> None:
-    shim()
-    config = parse(f"{TRAINER}={trainer}", f"{GENERATOR}={generator}")
-    controller, told = watched(lambda: control(config))
-    assert [one for one, _ in decisions()] == [chosen(trainer, generator)]
-    assert len(told) == ((trainer, generator) in LOST)
-    for text in told:
-        assert text.startswith("torchtitan 0.3.0: the policy computes in fp16 (trainer.training.")
-        assert f"the rollout in {generator} (generator.model_dtype: " in text
-        assert "Write generator.model_dtype=float16, or set PRECISION_SHIM_ROLLOUT=" in text
-    own = DTYPES[generator]
-    assert arguments(controller, monkeypatch) == (own, own)
-
-
-def test_strict(shim: Any) -> None:
-    shim(strict=True)
-    config = parse(f"{TRAINER}=fp16", f"{GENERATOR}=bf16")
-    with pytest.raises(UnsupportedPrecisionError, match=r"generator\.model_dtype=float16"):
-        control(config)
-    assert [one for one, _ in decisions()] == [chosen("fp16", "bf16")]
-
-
-def test_off_nothing_is_said(shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    shim(features="-rollout-agreement", settings=FOLLOW)
-    config = parse(f"{TRAINER}=float16")
-    controller, told = watched(lambda: control(config))
-    assert told == decisions() == []
-    assert arguments(controller, monkeypatch) == ("bfloat16", "bfloat16")
+class TestBothSides(BothSides, Planned):
+    pass
 
 
 # -- follow ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("trainer", "generator"), [*PAIRS, ("fp16", "")])
-def test_the_generator_follows(
-    shim: Any, monkeypatch: pytest.MonkeyPatch, trainer: str, generator: str
-) -> None:
-    """Also a dtype on the command line is replaced."""
+def test_the_default_follows(shim: Any, sides: Titan) -> None:
     shim(settings=FOLLOW)
-    given = [f"{GENERATOR}={generator}"] * bool(generator)
-    controller, told = watched(lambda: control(parse(f"{TRAINER}={trainer}", *given)))
-    assert told == []
-    *keys, (chose, _) = decisions()
-    replaced = f"generator.model_dtype: {DTYPES[generator or 'bf16']} -> {DTYPES[trainer]}"
-    assert keys == [(replaced, "PRECISION_SHIM_ROLLOUT=follow")] * (trainer != generator)
-    assert chose == chosen(trainer, trainer)
-    assert arguments(controller, monkeypatch) == (DTYPES[trainer], DTYPES[trainer])
+    found = sides.start(sides.job("fp16", ""))
+    assert (found.told, sides.handed(found.made)) == ([], "float16")
+    assert found.chosen["dtype keys"] == "generator.model_dtype: bfloat16 -> float16"
 
 
 def test_a_value_that_is_assigned_after_the_command_line_follows(shim: Any) -> None:
     shim(settings=FOLLOW)
     config = parse(f"{TRAINER}=float16")
     config.generator.model_dtype = "BF16"
-    _, told = watched(lambda: control(config))
-    assert (told, config.generator.model_dtype) == ([], "float16")
+    control(config)
+    assert config.generator.model_dtype == "float16"
 
 
-# -- the plan ----------------------------------------------------------------------------------
-
-
-def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    command = ("python", "-m", "torchtitan.experiments.rl.train", *words)
-    with pytest.raises(SystemExit) as end:
-        main(["plan", "--json", "--parameters", "600M", "--", *command])
-    said = capsys.readouterr()
-    assert end.value.code in (0, 1), said.err
-    found: dict[str, Any] = json.loads(said.out)
-    return found
-
-
-@pytest.mark.parametrize("rollout", ["tell", "follow"])
-@pytest.mark.parametrize(("trainer", "generator"), PAIRS)
-def test_the_plan_says_what_the_driver_says(
-    shim: Any,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    trainer: str,
-    generator: str,
-    rollout: str,
-) -> None:
-    words = [f"{TRAINER}={trainer}", f"{GENERATOR}={generator}"]
-    monkeypatch.setenv("PRECISION_SHIM_ROLLOUT", rollout)
-    found = planned(capsys, *RECIPE, *words)
-    shim()
-    config = parse(*words)
-    _, told = watched(lambda: control(config))
-    problems = [f"{one['message']}. {one['remedy']}" for one in found["problems"]]
-    assert problems == told
-    assert all(one["code"] == "rollout-dtype" for one in found["problems"])
-    notes = [one for one in found["notes"] if "rollout-agreement" in one]
-    assert [one.partition(": rollout-agreement: ")[2] for one in notes] == [
-        f"{chose} ({because})" for chose, because in decisions()
-    ]
+# -- names -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["fp17", "auto", "fp8"])
 def test_a_wrong_name(shim: Any, capsys: pytest.CaptureFixture[str], name: str) -> None:
     """Launch and plan refuse a wrong name; ``auto`` is allowed if no trainer needs the dtype."""
-    (problem,) = planned(capsys, *RECIPE, f"{GENERATOR}={name}")["problems"]
+    (problem,) = plan_of(line(f"{GENERATOR}={name}"))["problems"]
     assert (problem["code"], problem["key"]) == ("dtype", "generator.model_dtype")
     shim()
     with pytest.raises((DtypeError, SystemExit)) as raised:
@@ -264,9 +204,9 @@ def test_a_wrong_name(shim: Any, capsys: pytest.CaptureFixture[str], name: str) 
 # -- the weights -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("trainer", "generator"), PAIRS)
+@each_pair
 def test_the_weights_are_rounded_once(
-    policy: Any, shim: Any, monkeypatch: pytest.MonkeyPatch, trainer: str, generator: str
+    policy: Any, shim: Any, monkeypatch: pytest.MonkeyPatch, trainer: str, rollout: str
 ) -> None:
     """fp32 parameters are rounded once, to the generator's dtype; buffers are not rounded."""
     from torchtitan.experiments.rl.actors import trainer as module
@@ -278,9 +218,8 @@ def test_the_weights_are_rounded_once(
 
     monkeypatch.setattr(module, "ts", SimpleNamespace(put_state_dict=put_state_dict))
     shim()
-    made = policy(DTYPES[trainer], generator_dtype=DTYPES[generator])
-    assert [one for one, _ in decisions()] == [chosen(trainer, generator)]
-    held, dtype = made.model.state_dict(), getattr(torch, DTYPES[generator])
+    made = policy(DTYPES[trainer], generator_dtype=DTYPES[rollout])
+    held, dtype = made.model.state_dict(), getattr(torch, DTYPES[rollout])
     buffers = {name for name, _ in made.model.named_buffers()}
     for turn in ("with the shim", "without it"):
         cpu.endpoint(made, "push_model_state_dict")

@@ -12,7 +12,8 @@ import torch
 import precision_shim
 from precision_shim.errors import UnsupportedPrecisionError
 
-from .test_both_sides import QUIET, RECIPE, control, parse, planned, spawned, watched
+from ..every_framework.both_sides import plan_of, watched
+from .test_both_sides import QUIET, RECIPE, control, line, parse, spawned
 from .test_pages import importable  # noqa: F401
 
 pytestmark = pytest.mark.slow
@@ -60,7 +61,7 @@ def head_of(config: Any) -> Any:
 @pytest.mark.usefixtures("jobs")
 @pytest.mark.parametrize("name", ["plain", "shipped"])
 def test_both_actors_get_the_converted_model(
-    shim: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+    shim: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     shim(settings=HEAD, export=False)
     config = parse(recipe=job(name))
@@ -78,7 +79,7 @@ def test_both_actors_get_the_converted_model(
     layer.weight = torch.nn.Parameter(weight)
     assert layer(weight[:1]).dtype == torch.float32
     monkeypatch.setenv("PRECISION_SHIM_HEAD", "fp32")
-    found = planned(capsys, *job(name), *QUIET)
+    found = plan_of(line(*QUIET, recipe=job(name)))
     assert not [one for one in found["problems"] if one["code"] == "lm-head"]
     assert ["fp32 in trainer and rollout" in one for one in found["notes"] if "LM head" in one] == [
         True
@@ -86,9 +87,7 @@ def test_both_actors_get_the_converted_model(
 
 
 @pytest.mark.usefixtures("jobs")
-def test_a_converter_of_the_users_stays(
-    shim: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_converter_of_the_users_stays(shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     shim(settings=HEAD, export=False)
     config = parse(recipe=job("half"))
     _, told = watched(lambda: control(config))
@@ -96,7 +95,7 @@ def test_a_converter_of_the_users_stays(
     assert "LMHeadCastConverter has compute_dtype=bfloat16" in refusal
     assert head_of(config).compute_dtype == "bfloat16"
     monkeypatch.setenv("PRECISION_SHIM_HEAD", "fp32")
-    problems = planned(capsys, *job("half"), *QUIET)["problems"]
+    problems = plan_of(line(*QUIET, recipe=job("half")))["problems"]
     assert [f"{one['message']}. {one['remedy']}" for one in problems] == [refusal]
     shim(settings=HEAD, strict=True, export=False)
     with pytest.raises(UnsupportedPrecisionError, match="PRECISION_SHIM_HEAD=fp32 is refused"):

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,8 +18,18 @@ from packaging.version import Version
 
 import precision_shim
 from precision_shim.errors import DtypeError, PrecisionShimWarning, UnsupportedPrecisionError
-from precision_shim_tools.cli import main
 
+from ..every_framework.both_sides import (
+    DTYPES,
+    LOST,
+    BothSides,
+    Names,
+    Planned,
+    Sides,
+    each_setting,
+    of_plan,
+    plan_of,
+)
 from ..processes.rank_server import Ranks
 from ..processes.ray_cluster import drive
 from ..stand_ins.planted_engines import plant_choices
@@ -28,11 +37,9 @@ from .conftest import VERL
 
 pytestmark = pytest.mark.skipif(Version("0.7") > VERL, reason="the shim refuses verl 0.6")
 
-DTYPES = ("fp16", "bf16", "fp32")
-ENGINE = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 ROLLOUT = "actor_rollout_ref.rollout"
+VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
 LINE = ("python3", "-m", "verl.trainer.main_ppo")
-LOST = "bf16 beside the actor's fp16"
 LEGACY = Version("0.8") > VERL
 """Whether the default workers are 0.7.1's, which read the compute dtype from another key."""
 
@@ -41,7 +48,7 @@ def side(role: str, dtype: str) -> list[str]:
     """The overrides that make a role on FSDP compute in a dtype."""
     place = f"actor_rollout_ref.{role}.fsdp_config"
     mixed = f"+{place}.mixed_precision.param_dtype={dtype}"
-    return [f"{place}.dtype={ENGINE[dtype]}"] if LEGACY else [mixed]
+    return [f"{place}.dtype={DTYPES[dtype]}"] if LEGACY else [mixed]
 
 
 def key_of(role: str) -> str:
@@ -79,29 +86,47 @@ class Started:
     config: Any
 
 
+class Verl(Sides):
+    """What verl's ``main`` does with a config before Ray starts."""
+
+    framework, key, written = "verl", f"{ROLLOUT}.dtype", "bf16"
+
+    def __init__(self, strategy: str = "fsdp") -> None:
+        self.megatron = strategy == "megatron"
+
+    def job(self, trainer: str, rollout: str, *more: str) -> Any:
+        """The overrides, the folder of the configs, and the config's name."""
+        megatron = f"actor_rollout_ref.actor.megatron.dtype={DTYPES[trainer]}"
+        words = [f"{self.key}={rollout}", f"{ROLLOUT}.name=vllm", *more]
+        words += [megatron] if self.megatron else side("actor", trainer)
+        return words, None, "ppo_megatron_trainer" if self.megatron else "ppo_trainer"
+
+    def run(self, job: Any) -> tuple[Any, str]:
+        from verl.utils.config import omega_conf_to_dataclass
+        from verl.utils.device import auto_set_device  # imported after install(): the wrapper
+
+        with composed(*job) as config:
+            auto_set_device(config)
+            made = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+        return config, made.dtype
+
+    def handed(self, made: tuple[Any, str]) -> str:
+        return made[1]
+
+    def line(self, job: Any) -> list[str]:
+        words, _, name = job
+        return [*LINE, f"--config-name={name}", *words]
+
+
 def start(
     words: Sequence[str], directory: Path | None = None, name: str = "", **on: Any
 ) -> Started:
-    """Run what verl's ``main`` does with a config before Ray starts."""
+    """Install the shim, and run what verl's ``main`` does with a config before Ray starts."""
     precision_shim.install(frameworks=["verl"], **on)
-    from verl.utils.config import omega_conf_to_dataclass
-    from verl.utils.device import auto_set_device  # imported after install(), to get the wrapper
-
-    words = [
-        *([] if any("rollout.name" in one for one in words) else [f"{ROLLOUT}.name=vllm"]),
-        *words,
-    ]
-    with composed(words, directory, name) as config, warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", PrecisionShimWarning)
-        auto_set_device(config)
-        made = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
-    ours = tuple(str(one.message) for one in told if one.category is PrecisionShimWarning)
-    chosen = {
-        one.subject: one.chosen
-        for one in precision_shim.status().decisions
-        if one.feature == "rollout-agreement"
-    }
-    return Started(ours, chosen, made.dtype, config)
+    engine = [] if any("rollout.name" in one for one in words) else [f"{ROLLOUT}.name=vllm"]
+    found = Verl().start(([*engine, *words], directory, name))
+    config, rollout = found.made
+    return Started(tuple(found.told), found.chosen, rollout, config)
 
 
 @pytest.fixture(autouse=True)
@@ -110,35 +135,10 @@ def off() -> Iterator[None]:
     precision_shim.uninstall()
 
 
-PAIRS = (("fp16", "fp16"), ("fp16", "bf16"), ("bf16", "fp16"))
-
-
-def on(strategy: str, actor: str, rollout: str) -> tuple[list[str], str]:
-    """The overrides and the config's name for a job with two dtypes."""
-    words = [f"{ROLLOUT}.dtype={rollout}"]
-    if strategy == "fsdp":
-        return [*words, *side("actor", actor)], "ppo_trainer"
-    megatron = f"actor_rollout_ref.actor.megatron.dtype={ENGINE[actor]}"
-    return [*words, megatron], "ppo_megatron_trainer"
-
-
-@pytest.mark.parametrize(("actor", "rollout"), PAIRS)
-@pytest.mark.parametrize("strategy", ["fsdp", "megatron"])
-def test_actor_and_rollout(strategy: str, actor: str, rollout: str) -> None:
-    words, name = on(strategy, actor, rollout)
-    made = start(words, name=name)
-    assert made.rollout == ENGINE[rollout]
-    same = f"{rollout}, as the actor"
-    assert made.chosen == {
-        "rollout": same if actor == rollout else f"{rollout} beside the actor's {actor}"
-    }
-    lost = (actor, rollout) == ("fp16", "bf16")
-    assert len(made.told) == lost
-    if lost:
-        assert f"Write {ROLLOUT}.dtype=float16, or set PRECISION_SHIM_ROLLOUT=" in made.told[0]
-        precision_shim.uninstall()
-        with pytest.raises(UnsupportedPrecisionError, match=r"dtype=float16"):
-            start(words, name=name, strict=True)
+class TestBothSides(BothSides, Names, Planned):
+    @pytest.fixture(params=["fsdp", "megatron"])
+    def sides(self, request: pytest.FixtureRequest) -> Verl:
+        return Verl(request.param)
 
 
 @pytest.mark.slow
@@ -151,17 +151,17 @@ def test_follow_replaces_what_stands_there(actor: str, written: str | None) -> N
     if written:
         words += [f"{ROLLOUT}.dtype={written}", *side("ref", written)]
     made = start(words, settings={"rollout": "follow"}, strict=True)
-    assert (made.rollout, made.told) == (ENGINE[actor], ())
+    assert (made.rollout, made.told) == (DTYPES[actor], ())
     keys = made.chosen.pop("dtype keys", "")
     assert made.chosen == dict.fromkeys(("ref", "rollout"), f"{actor}, as the actor")
     before = written or "bf16"
     assert bool(keys) is (actor != before)
     if keys:
-        assert OmegaConf.select(made.config, key_of("ref")) == ENGINE[actor]
+        assert OmegaConf.select(made.config, key_of("ref")) == DTYPES[actor]
         ref, rollout = keys.split("; ")
         assert ref.startswith(f"{key_of('ref')}: ")
-        assert ref.endswith(f" -> {ENGINE[actor]}")
-        assert rollout == f"{ROLLOUT}.dtype: {ENGINE[before]} -> {ENGINE[actor]}"
+        assert ref.endswith(f" -> {DTYPES[actor]}")
+        assert rollout == f"{ROLLOUT}.dtype: {DTYPES[before]} -> {DTYPES[actor]}"
 
 
 def test_follow_replaces_the_key_that_goes_over_the_rollouts() -> None:
@@ -187,22 +187,10 @@ def test_the_reference_model_is_told_of_with_its_own_key() -> None:
     assert start([*words, kl, "actor_rollout_ref.model.lora_rank=8"]).told == ()
 
 
-@pytest.mark.parametrize(
-    ("spelling", "handed"),
-    [("half", "float16"), ("torch.bfloat16", "bfloat16"), ("FP32", "float32"), ("auto", "auto")],
-)
-def test_names(spelling: str, handed: str) -> None:
-    made = start([f"{ROLLOUT}.dtype={spelling}"])
-    assert made.rollout == handed
-    assert made.told == ()
-
-
-def test_wrong_names_end_in_the_driver() -> None:
-    for key in (f"{ROLLOUT}.dtype", f"+{ROLLOUT}.engine_kwargs.vllm.dtype"):
-        with pytest.raises(DtypeError, match=key.lstrip("+")) as caught:
-            start([f"{key}=flaot16"])
-        assert "flaot16" in str(caught.value)
-        precision_shim.uninstall()
+def test_a_wrong_name_in_engine_kwargs_ends_the_driver() -> None:
+    key = f"{VLLM}.dtype"
+    with pytest.raises(DtypeError, match=rf"{key}='flaot16'"):
+        start([f"+{key}=flaot16"])
 
 
 def test_engine_kwargs_go_over_the_key() -> None:
@@ -243,9 +231,6 @@ def test_quantised_and_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert start([*words, *sglang]).told == ()
 
 
-VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "rounded"),
@@ -270,10 +255,8 @@ def test_what_the_engine_keeps_in_fewer_bits(words: list[str], rounded: str) -> 
     assert made.told == ()
 
 
-def test_verls_own_defaults_have_no_unknown_key(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["plan", "--json", "--parameters", "1B", "--", *LINE, f"{ROLLOUT}.name=vllm"])
-    assert (ended.value.code, json.loads(capsys.readouterr().out)["problems"]) == (0, [])
+def test_verls_own_defaults_have_no_unknown_key() -> None:
+    assert plan_of([*LINE, f"{ROLLOUT}.name=vllm"])["problems"] == []
 
 
 def test_a_rollout_without_a_dtype_lets_the_engine_choose() -> None:
@@ -309,7 +292,7 @@ def test_auto_is_what_the_engine_makes_of_the_checkpoint(
     made = start(words)
     assert made.rollout == "auto"
     agrees = computes == "fp16"
-    assert made.chosen == {"rollout": "fp16, as the actor" if agrees else LOST}
+    assert made.chosen == {"rollout": Verl().beside("fp16", computes)}
     assert len(made.told) == (0 if agrees else 1)
 
 
@@ -330,7 +313,7 @@ def test_each_of_two_teachers_has_its_line() -> None:
     assert made.chosen == {
         "rollout": "fp16, as the actor",
         "teacher first": "fp16, as the actor",
-        "teacher second": LOST,
+        "teacher second": Verl().beside("fp16", "bf16"),
     }
     (told,) = made.told
     assert f"{place}.second.inference.dtype=float16" in told
@@ -375,31 +358,13 @@ def test_programs_that_were_imported_before() -> None:
 
 
 @pytest.mark.skipif(Version("0.9.1") > VERL, reason="verl's receiver in vLLM came with 0.9.1")
-def test_delta_takes_no_fp16_and_the_driver_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_delta_takes_no_fp16_and_the_driver_says_so() -> None:
     words = [*side("actor", "fp16"), f"{ROLLOUT}.dtype=float16", f"{ROLLOUT}.name=vllm"]
     words.append(f"{ROLLOUT}.checkpoint_engine.backend=delta_sharded")
     with pytest.raises(UnsupportedPrecisionError, match="delta_sharded"):
         start(words)
-    with pytest.raises(SystemExit):
-        main(["plan", "--json", "--parameters", "1B", "--", "PRECISION_SHIM=1", *LINE, *words])
-    (problem,) = json.loads(capsys.readouterr().out)["problems"]
-    assert (problem["code"], "delta_sharded" in problem["message"]) == ("rollout-dtype", True)
-
-
-def test_where_the_shim_does_not_act() -> None:
-    for features in (["fp16-scaling"], None):
-        if features:
-            precision_shim.install(frameworks=["verl"], features=features)
-        from verl.utils.config import omega_conf_to_dataclass
-        from verl.utils.device import auto_set_device
-
-        words = [*side("actor", "fp16"), f"{ROLLOUT}.dtype=half", f"{ROLLOUT}.name=vllm"]
-        with composed(words) as config:
-            auto_set_device(config)
-            made = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
-        assert made.dtype == "half"
-        assert not precision_shim.status().decisions
-        precision_shim.uninstall()
+    ((problem,), _) = of_plan(["PRECISION_SHIM=1", *LINE, *words])
+    assert "delta_sharded" in problem
 
 
 def test_a_job_without_a_rollout() -> None:
@@ -416,39 +381,27 @@ def test_a_job_without_a_rollout() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", ["follow", "tell"])
-@pytest.mark.parametrize(("actor", "rollout"), PAIRS)
-def test_the_plan_says_the_same(
-    capsys: pytest.CaptureFixture[str], actor: str, rollout: str, setting: str
+@each_setting
+def test_the_plan_says_the_same_of_the_reference_model(
+    monkeypatch: pytest.MonkeyPatch, follow: bool
 ) -> None:
-    words = [*side("actor", actor), "actor_rollout_ref.actor.use_kl_loss=true"]
-    words += [f"{ROLLOUT}.dtype={rollout}", f"{ROLLOUT}.name=vllm"]
+    setting = "follow" if follow else "tell"
+    monkeypatch.setenv("PRECISION_SHIM_ROLLOUT", setting)
+    kl = "actor_rollout_ref.actor.use_kl_loss=true"
+    words = [*side("actor", "fp16"), kl, f"{ROLLOUT}.dtype=bf16", f"{ROLLOUT}.name=vllm"]
+    problems, notes = of_plan([*LINE, *words])
     made = start(words, settings={"rollout": setting})
-    line = [*LINE, *words]
-    front = [f"PRECISION_SHIM_ROLLOUT={setting}", "PRECISION_SHIM=1"]
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        main(["plan", "--json", "--parameters", "1B", "--", *front, *line])
-    plan = json.loads(capsys.readouterr().out)
-    assert ended.value.code == (1 if plan["problems"] else 0)
-    problems = [one for one in plan["problems"] if one["code"] == "rollout-dtype"]
-    assert [f"{one['message']}. {one['remedy']}" for one in problems] == list(made.told)
+    assert problems == list(made.told)
+    assert len(made.told) == (0 if follow else 2)
     for subject, chosen in made.chosen.items():
-        assert any(
-            note.startswith(f"{subject}: rollout-agreement: {chosen} (") for note in plan["notes"]
-        )
+        assert any(one.startswith(f"{subject}: rollout-agreement: {chosen} (") for one in notes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variable", ["PATH", "SET_IN_THE_JOB_ALONE"])
-def test_the_plan_names_a_key_that_it_cannot_resolve(
-    capsys: pytest.CaptureFixture[str], variable: str
-) -> None:
+def test_the_plan_names_a_key_that_it_cannot_resolve(variable: str) -> None:
     key = "trainer.project_name"
-    reference = f"{key}='${{oc.env:{variable}}}'"
-    with pytest.raises(SystemExit):
-        main(["plan", "--json", "--parameters", "1B", "--", *LINE, reference])
-    notes = json.loads(capsys.readouterr().out)["notes"]
+    notes = plan_of([*LINE, f"{key}='${{oc.env:{variable}}}'"])["notes"]
     found = [one for one in notes if one.startswith("not resolved on this machine")]
     assert [key in one for one in found] == [True] * (variable != "PATH")
 
@@ -529,8 +482,8 @@ def test_a_ray_actor_gets_what_the_driver_wrote(ray_drivers: Ranks, tmp_path: Pa
     for job, made in found.items():
         actor, rollout, setting = job.split()
         computes = actor if setting == "follow" else rollout
-        assert made["rollout"] == ENGINE[computes], job
+        assert made["rollout"] == DTYPES[computes], job
         assert made["named"] == ["wrapped"], job
         assert [f"Write {ROLLOUT}.dtype=float16" in one for one in made["told"]] == (
-            [True] * ((actor, computes) == ("fp16", "bf16"))
+            [True] * ((actor, computes) == LOST)
         ), job

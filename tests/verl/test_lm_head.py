@@ -14,8 +14,8 @@ from torch.nn import functional
 
 import precision_shim
 from precision_shim.errors import UnsupportedPrecisionError
-from precision_shim_tools.cli import main
 
+from ..every_framework.both_sides import of_plan
 from ..processes.rank_server import Ranks
 from ..stand_ins.planted_engines import plant
 from .conftest import VERL
@@ -54,16 +54,9 @@ def at(config: Any, key: str) -> Any:
     return config
 
 
-def of_plan(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[list[str], list[str]]:
+def planned(words: list[str]) -> tuple[list[str], list[str]]:
     """The plan's messages about LM heads, and its notes about them."""
-    capsys.readouterr()
-    front = ["PRECISION_SHIM=1", "PRECISION_SHIM_HEAD=fp32"]
-    with pytest.raises(SystemExit):
-        main(["plan", "--json", "--parameters", "1B", "--", *front, *LINE, *words])
-    plan = json.loads(capsys.readouterr().out)
-    problems = [one for one in plan["problems"] if one["code"] == "lm-head"]
-    notes = [one for one in plan["notes"] if one.startswith("LM head: ")]
-    return [f"{one['message']}. {one['remedy']}" for one in problems], notes
+    return of_plan(["PRECISION_SHIM_HEAD=fp32", *LINE, *words], "lm-head", "LM head: ")
 
 
 # -- the driver ----------------------------------------------------------------------------------
@@ -72,9 +65,7 @@ def of_plan(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[list[
 @pytest.mark.usefixtures("engines")
 @pytest.mark.parametrize("backend", KEYS)
 @pytest.mark.parametrize("strategy", ["fsdp", "megatron"])
-def test_the_driver_writes_all_keys(
-    capsys: pytest.CaptureFixture[str], strategy: str, backend: str
-) -> None:
+def test_the_driver_writes_all_keys(strategy: str, backend: str) -> None:
     words = [f"{ROLLOUT}.name={backend}", f"+{MODEL}.override_config.attn_implementation=eager"]
     name = "ppo_trainer" if strategy == "fsdp" else "ppo_megatron_trainer"
     made = start(words, name=name, settings={"head": "fp32"})
@@ -85,7 +76,7 @@ def test_the_driver_writes_all_keys(
     assert at(made.config, f"{place}.attn_implementation") == "eager"
     assert at(made.config, KEYS[backend]) == {"vllm": "float32", "sglang": True}[backend]
     if strategy == "fsdp":
-        problems, notes = of_plan(words, capsys)
+        problems, notes = planned(words)
         assert not problems
         assert [one.startswith(f"LM head: rollout-agreement: {GRANTED}") for one in notes] == [True]
 
@@ -128,7 +119,7 @@ REFUSED = {
 
 @pytest.mark.usefixtures("engines")
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_refusal_changes_no_key(capsys: pytest.CaptureFixture[str], case: str) -> None:
+def test_a_refusal_changes_no_key(case: str) -> None:
     words, said = REFUSED[case]
     made = start(words, settings={"head": "fp32"})
     (told,) = [one for one in made.told if "PRECISION_SHIM_HEAD" in one]
@@ -137,18 +128,18 @@ def test_a_refusal_changes_no_key(capsys: pytest.CaptureFixture[str], case: str)
     assert at(made.config, KEYS["vllm"]) != "float32"
     first = [] if any("rollout.name" in word for word in words) else [f"{ROLLOUT}.name=vllm"]
     if not any("lora_rank" in word for word in words):  # LoRA is not planned
-        assert of_plan([*first, *words], capsys)[0] == [told]
+        assert planned([*first, *words])[0] == [told]
     precision_shim.uninstall()
     with pytest.raises(UnsupportedPrecisionError, match="PRECISION_SHIM_HEAD=fp32 is refused"):
         start(words, strict=True, settings={"head": "fp32"})
 
 
-def test_an_engine_that_is_not_installed_here(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_that_is_not_installed_here() -> None:
     """The driver refuses; the plan, which may run on another machine, has a note."""
     made = start([], settings={"head": "fp32"})
     assert made.chosen["LM head"] == "each engine's own dtype"
     assert at(made.config, KEYS["vllm"]) is None
-    problems, notes = of_plan([f"{ROLLOUT}.name=vllm"], capsys)
+    problems, notes = planned([f"{ROLLOUT}.name=vllm"])
     assert (problems, ["not known" in one for one in notes]) == ([], [True])
 
 
