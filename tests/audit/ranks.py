@@ -127,9 +127,7 @@ def differing(launch: Launch) -> list[Any]:
 
 def failing(launch: Launch) -> list[str]:
     """One rank passes a wrong object as optimizer; then one audits in a group that excludes it."""
-    dist.init_process_group(
-        "gloo", init_method=f"file://{launch.store}", world_size=launch.world, rank=launch.rank
-    )
+    launch.join()
     model = torch.nn.Linear(2, 2)
     optimizer: Any = torch.optim.AdamW(model.parameters())
     alone = dist.new_group([0])
@@ -172,9 +170,7 @@ def _fsdp_step(model: Any, optimizer: Any, dtype: torch.dtype) -> None:
 
 def fsdp(launch: Launch) -> dict[str, Any]:
     """Audit FSDP2 with torch's AdamW in fp32, bf16, and fp16 with and without a scaler."""
-    dist.init_process_group(
-        "gloo", init_method=f"file://{launch.store}", world_size=launch.world, rank=launch.rank
-    )
+    launch.join()
     found: dict[str, Any] = {}
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
         model = _fsdp_model(dtype, launch)
@@ -233,9 +229,7 @@ def hybrid(launch: Launch) -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    dist.init_process_group(
-        "gloo", init_method=f"file://{launch.store}", world_size=launch.world, rank=launch.rank
-    )
+    launch.join()
     found = {}
     for copies, shards in ((launch.world, 1), (1, launch.world)):
         names = ("dp_replicate", "dp_shard")
@@ -254,9 +248,7 @@ def flat(launch: Launch) -> dict[str, Any]:
     """FSDP1, which verl and SkyRL call ``fsdp``, in both forms of its parameters."""
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-    dist.init_process_group(
-        "gloo", init_method=f"file://{launch.store}", world_size=launch.world, rank=launch.rank
-    )
+    launch.join()
     found = {}
     for name, original, strategy, width in (
         ("flat", False, ShardingStrategy.FULL_SHARD, 8),
@@ -309,9 +301,7 @@ def _watched(dtype: torch.dtype, launch: Launch, watched: bool) -> dict[str, Any
 
 def updates(launch: Launch) -> dict[str, Any]:
     """Train FSDP2's shards in each dtype with the meter and without it, and compare the weights."""
-    dist.init_process_group(
-        "gloo", init_method=f"file://{launch.store}", world_size=launch.world, rank=launch.rank
-    )
+    launch.join()
     found: dict[str, Any] = {}
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         one = found[name] = _watched(dtype, launch, True)

@@ -115,10 +115,7 @@ def run(launch: Launch) -> dict[str, Any]:
 
 
 def _run(launch: Launch) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{launch.store}", rank=launch.rank, world_size=launch.world
-    )
+    launch.join()
     found = processes.run(launch, Training)
     if found["error"] is None:  # after an error other ranks might never reach the barrier
         dist.barrier()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
@@ -10,8 +9,7 @@ import os
 import signal
 import sys
 import traceback
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +18,7 @@ import torch
 import precision_shim
 
 from ..every_framework.checkpoint_doctor import verdict
+from ..every_framework.shim_warnings import ours
 from ..processes.rank_server import Launch
 from .drawing import OFF, Job, Pair, parse
 
@@ -151,21 +150,6 @@ def switch(job: Job) -> None:
     settings = {name: value for name, value in chosen.items() if value}
     features = None if job.shim == "on" else job.shim.split("+")
     precision_shim.install(features=features, settings=settings)
-
-
-@contextlib.contextmanager
-def ours(said: list[str]) -> Iterator[None]:
-    """Collect the shim's own warnings, even if the job raises an error."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            yield
-        finally:
-            said += [
-                str(one.message)
-                for one in caught
-                if issubclass(one.category, precision_shim.PrecisionShimWarning)
-            ]
 
 
 def numbers(values: Iterable[Any]) -> list[str]:

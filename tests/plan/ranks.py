@@ -64,9 +64,7 @@ def fsdp(launch: Launch) -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    dist.init_process_group(
-        "gloo", init_method=f"file://{launch.store}", world_size=launch.world, rank=launch.rank
-    )
+    launch.join()
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
         torch.manual_seed(7)

@@ -13,11 +13,12 @@ import io
 import json
 import random
 import re
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from ..every_framework.shim_warnings import ours
 
 NAMES = ("fp32", "bf16", "fp16", "float32", "bfloat16", "float16")
 ODD = ("half", "FP16", "torch.bfloat16", "16", "32")
@@ -209,18 +210,6 @@ def megatron_scale(optimizer: Any) -> float | None:
         float(one.scale) if type(one).__name__ == "DynamicGradScaler" else None for one in scalers
     }
     return scale
-
-
-@contextlib.contextmanager
-def ours() -> Iterator[list[str]]:
-    """Collect the shim's warnings and drop all others."""
-    from precision_shim.errors import PrecisionShimWarning
-
-    said: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield said
-    said += [str(one.message) for one in caught if issubclass(one.category, PrecisionShimWarning)]
 
 
 def by_worker(

@@ -51,6 +51,25 @@ class Launch:
     rank: int = 0
     timeout: float = 240.0
 
+    def join(self) -> None:
+        """Make the ranks one process group over gloo."""
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        meet = f"file://{self.store}"
+        dist.init_process_group("gloo", init_method=meet, rank=self.rank, world_size=self.world)
+
+    @contextlib.contextmanager
+    def joined(self) -> Iterator[None]:
+        """Be in the group for a block; the ranks wait for each other at its end."""
+        import torch.distributed as dist
+
+        self.join()
+        yield
+        dist.barrier()
+        dist.destroy_process_group()
+
 
 class Ranks:
     """A test's connection to a server of ranks; calling it launches a case.

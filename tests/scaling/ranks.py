@@ -401,15 +401,6 @@ def prepare():
 
 def run(launch):
     """Run the launch's case in this rank."""
-    torch.set_num_threads(1)
     torch.use_deterministic_algorithms(mode=True)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(launch.store, launch.world),
-        rank=launch.rank,
-        world_size=launch.world,
-    )
-    found = globals()[launch.case](Path(launch.folder))
-    dist.barrier()
-    dist.destroy_process_group()
-    return found
+    with launch.joined():
+        return globals()[launch.case](Path(launch.folder))

@@ -12,7 +12,6 @@ import importlib
 import importlib.util
 import math
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from precision_shim.auditing import meters
 from precision_shim_adapters.verl.training import engines, metrics
 
 from ..every_framework.checkpoint_doctor import verdict
+from ..every_framework.shim_warnings import ours
 from ..processes.rank_server import Launch, look_ahead
 from . import engine_support
 from . import fsdp_support as support
@@ -310,21 +310,12 @@ def resumed(job: Job, name: str, at: int, overflows: list[int], **fields: Any) -
     install()
     one = engine(name, job.model, **fields)
     train(one, range(20, 22))  # the load has to replace existing states
-    with _ours() as warned:
+    with ours() as warned:
         one.load_checkpoint(_path(job, at), del_local_after_load=False)
     loaded = state(one)
     found = _eight(one, range(at, 8), overflows)
     place = job.folder / f"step-{at}" if name == "torchtitan" else Path(_path(job, at))
     return {**found, "loaded": loaded, "warned": warned, "predicted": verdict(str(place), "verl")}
-
-
-@contextlib.contextmanager
-def _ours() -> Iterator[list[str]]:
-    said: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield said
-    said += [str(one.message) for one in caught if "recision" in one.category.__name__]
 
 
 @case
@@ -343,7 +334,7 @@ def _built(make: Callable[[], Any]) -> dict[str, Any]:
         own(*args, **kwargs)
 
     found: dict[str, Any] = {"error": ""}
-    with _ours() as said, mock.patch.object(torch.optim.Optimizer, "__init__", count):
+    with ours() as said, mock.patch.object(torch.optim.Optimizer, "__init__", count):
         try:
             one = make()
             found["scaler"] = type(getattr(one, "scaler", None)).__name__
@@ -358,7 +349,7 @@ def unsaved(job: Job) -> list[str]:
     """The warning if torchtitan's interval skips a checkpoint."""
     install()
     one = engine("torchtitan", job.model)
-    with _ours() as said:
+    with ours() as said:
         one.save_checkpoint(_path(job, 10), global_step=10)
     assert not list(job.folder.glob("step-*"))
     return said
@@ -366,15 +357,9 @@ def unsaved(job: Job) -> list[str]:
 
 def run(launch: Launch) -> Any:
     """Run a rank from its start to its end."""
-    torch.set_num_threads(1)
     os.environ.update(
         RANK=str(launch.rank), LOCAL_RANK="0", WORLD_SIZE=str(launch.world), MASTER_ADDR="localhost"
     )
-    dist.init_process_group(
-        "gloo", init_method=f"file://{launch.store}", rank=launch.rank, world_size=launch.world
-    )
-    torch.autograd.set_multithreading_enabled(False)
-    found = CASES[launch.case](Job(launch), **launch.options)
-    dist.barrier()
-    dist.destroy_process_group()
-    return found
+    with launch.joined():
+        torch.autograd.set_multithreading_enabled(False)
+        return CASES[launch.case](Job(launch), **launch.options)

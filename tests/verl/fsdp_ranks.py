@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 import precision_shim
 
 from ..every_framework.checkpoint_doctor import FP16, verdict
+from ..every_framework.shim_warnings import ours
 from ..processes.rank_server import Launch, look_ahead
 from . import fsdp_support as support
 
@@ -66,16 +67,6 @@ class Job:
 def install(**settings: Any) -> None:
     """Install the shim with the settings that a user would set as variables."""
     precision_shim.install(settings={**SETTINGS, **settings})
-
-
-@contextlib.contextmanager
-def ours() -> Iterator[list[str]]:
-    """Collect the shim's own warnings."""
-    said: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield said
-    said += [str(one.message) for one in caught if "recision" in one.category.__name__]
 
 
 def verls_own(one: Any) -> None:
@@ -632,11 +623,5 @@ def prepare() -> None:
 
 def run(launch: Launch) -> dict[str, Any]:
     """Run a rank from its start to its end."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{launch.store}", rank=launch.rank, world_size=launch.world
-    )
-    found = CASES[launch.case](Job(launch), **launch.options)
-    dist.barrier()
-    dist.destroy_process_group()
-    return found
+    with launch.joined():
+        return CASES[launch.case](Job(launch), **launch.options)

@@ -14,7 +14,6 @@ import importlib.metadata
 import inspect
 import os
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
@@ -30,6 +29,7 @@ import precision_shim
 from precision_shim.auditing import meters, sent_weights
 from precision_shim.precision.dtypes import name_of
 
+from ..every_framework.shim_warnings import ours
 from ..processes.rank_server import Launch, look_ahead
 from ..stand_ins.empty_packages import Empty
 from . import fsdp_support as support
@@ -627,16 +627,6 @@ def rollouts(said: list[str]) -> list[str]:
     return [each for each in said if "rollout" in each and COMPARED not in each]
 
 
-@contextlib.contextmanager
-def ours() -> Iterator[list[str]]:
-    """Collect the shim's own warnings."""
-    said: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield said
-    said += [str(one.message) for one in caught if "recision" in one.category.__name__]
-
-
 # -- processes ---------------------------------------------------------------------------------
 
 
@@ -660,18 +650,12 @@ def prepare() -> None:
 
 def run(launch: Launch) -> dict[str, Any]:
     """Run a rank from its start to its end."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{launch.store}", rank=launch.rank, world_size=launch.world
-    )
-    cases = {
-        one.__name__: one
-        for one in (
-            *(stream, titan, mooncake, kimi, delta, shards),
-            *(lost, audited, audited_legacy, registered),
-        )
-    }
-    found = {name: cases[launch.case](**options) for name, options in launch.options.items()}
-    dist.barrier()
-    dist.destroy_process_group()
-    return found
+    with launch.joined():
+        cases = {
+            one.__name__: one
+            for one in (
+                *(stream, titan, mooncake, kimi, delta, shards),
+                *(lost, audited, audited_legacy, registered),
+            )
+        }
+        return {name: cases[launch.case](**options) for name, options in launch.options.items()}

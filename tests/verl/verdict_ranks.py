@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import precision_shim
 from precision_shim.precision.dtypes import name_of
@@ -26,12 +25,9 @@ def prepare() -> None:
 
 def run(launch: Launch) -> list[dict[str, Any]]:
     """The engine's verdicts on the launch's configs, in the configs' order."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{launch.store}", rank=0, world_size=1)
+    launch.join()
     drawn = [Drawn(**one) for one in launch.options["drawn"]]
-    found = [asdict(by_worker(lambda one=one: _built(one), one)) for one in drawn]
-    dist.destroy_process_group()
-    return found
+    return [asdict(by_worker(lambda one=one: _built(one), one)) for one in drawn]
 
 
 def _built(drawn: Drawn) -> Verdict:

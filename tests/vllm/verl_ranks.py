@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from benchmarks import both_sides
 from examples.demo.rl.vllm_on_cpu import keep_weights
 
@@ -61,6 +60,5 @@ def prepare() -> None:
 
 def run(launch: Launch) -> dict[str, Any]:
     """Run a rank from its start to its end."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{launch.store}", rank=0, world_size=1)
+    launch.join()
     return {name: synced(**options) for name, options in launch.options.items()}
