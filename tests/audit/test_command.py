@@ -13,7 +13,8 @@ import pytest
 from precision_shim.auditing import files
 from precision_shim.auditing.ranks import numbers
 from precision_shim.auditing.record import COMPONENTS, Audit, AuditComponent, AuditPart, Finding
-from precision_shim_tools.cli import main
+
+from ..processes.commands import Ended, command
 
 WORLD = 200
 _DTYPES = {"params": "bf16", "grad_buckets": "bf16", "master": "int16"}
@@ -36,88 +37,73 @@ def put(folder: Path, *audits: Audit) -> None:
         files.write(folder, files.stem(one), one)
 
 
-def command(
-    capsys: pytest.CaptureFixture[str], folder: Path, *options: str
-) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(["audit", str(folder), *options])
-    said = capsys.readouterr()
-    return int(ended.value.code or 0), said.out, said.err
+def audited(folder: Path, *options: str) -> Ended:
+    return command("audit", folder, *options)
 
 
-def test_ranks_that_are_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_are_alike(tmp_path: Path) -> None:
     put(tmp_path, *(audit_of(rank) for rank in range(WORLD)))
-    status, said, _ = command(capsys, tmp_path)
+    status, said, _ = audited(tmp_path)
     assert status == 0
     assert "verl actor, model: 200 of 200 ranks" in said
     assert "ranks 0-199: bf16 parameters, bf16 buckets, int16 masters, bf16/bf16 moments" in said
 
 
-def test_ranks_that_differ_and_that_are_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_that_differ_and_that_are_missing(tmp_path: Path) -> None:
     put(tmp_path, *(audit_of(rank) for rank in range(WORLD) if rank not in (7, 31, 198, 199)))
     put(tmp_path, audit_of(7, exp_avg_sq="fp32"), audit_of(31, exp_avg_sq="fp32"))
-    status, said, _ = command(capsys, tmp_path)
+    status, said, _ = audited(tmp_path)
     assert status == 1
     assert "198 of 200 ranks" in said
     assert "differs, ranks 7, 31: model: exp_avg_sq is fp32, elsewhere bf16" in said
     assert "missing: ranks 198-199" in said
-    status, said, _ = command(capsys, tmp_path, "--json")
+    status, said, _ = audited(tmp_path, "--json")
     (group,) = json.loads(said)["groups"]
     assert status == 1
     assert (list(group["differ"]), group["missing"]) == (["7", "31"], [198, 199])
 
 
-def test_a_problem_is_named_with_its_ranks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_problem_is_named_with_its_ranks(tmp_path: Path) -> None:
     problem = Finding("main-grads-dtype", "model", "grad_buckets", "fp32", "bf16", "it is so")
     put(tmp_path, *(replace(audit_of(rank), problems=(problem,)) for rank in range(WORLD)))
-    status, said, _ = command(capsys, tmp_path)
+    status, said, _ = audited(tmp_path)
     assert status == 1
     assert "problem, ranks 0-199: main-grads-dtype: it is so" in said
 
 
-def test_ranks_of_which_none_is_like_the_majority(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_of_which_none_is_like_the_majority(tmp_path: Path) -> None:
     put(tmp_path, *(audit_of(rank) for rank in range(3)))
     for rank, component in enumerate(("master", "exp_avg", "exp_avg_sq")):
         one = audit_of(rank, **{component: "fp32"})
         put(tmp_path, replace(one, world_size=3))
-    status, said, _ = command(capsys, tmp_path)
+    status, said, _ = audited(tmp_path)
     assert status == 1
     assert "rank 0: bf16 parameters, bf16 buckets, fp32 masters, bf16/bf16 moments" in said
     assert "differs, rank 1: model: master is int16, elsewhere fp32; model: exp_avg is" in said
 
 
-def test_a_second_optimizer_of_the_same_names(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_optimizer_of_the_same_names(tmp_path: Path) -> None:
     problem = Finding("main-grads-dtype", "model", "grad_buckets", "fp32", "bf16", "it is so")
     for rank in range(2):
         one = replace(audit_of(rank), world_size=2)
         files.write(tmp_path, files.stem(one), one)
         files.write(tmp_path, f"{files.stem(one)}-2", replace(one, problems=(problem,)))
-    status, said, _ = command(capsys, tmp_path)
+    status, said, _ = audited(tmp_path)
     assert status == 1
     assert "verl actor, model: 2 of 2 ranks" in said
     assert "verl actor, model, optimizer 2: 2 of 2 ranks" in said
     assert "problem, ranks 0-1: main-grads-dtype: it is so" in said
 
 
-def test_what_another_job_left_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_another_job_left_differs(tmp_path: Path) -> None:
     put(tmp_path, *(replace(audit_of(rank), world_size=4) for rank in range(4)))
     put(tmp_path, *(replace(audit_of(rank), world_size=2) for rank in range(2)))
-    status, said, _ = command(capsys, tmp_path)
+    status, said, _ = audited(tmp_path)
     assert status == 1
     assert "differs, ranks 2-3: ranks of the job is 4, elsewhere 2" in said
 
 
-def test_two_models_and_a_rank_from_before_its_first_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_models_and_a_rank_from_before_its_first_step(tmp_path: Path) -> None:
     put(tmp_path, *(audit_of(rank, name) for rank in range(WORLD) for name in ("actor", "critic")))
     early = audit_of(3)
     (part,) = early.parts
@@ -126,7 +112,7 @@ def test_two_models_and_a_rank_from_before_its_first_step(
     put(tmp_path, replace(early, parts=(replace(part, components=some),), rank=7))
     later = {**part.components, "exp_avg": none, "exp_avg_sq": none}
     put(tmp_path, replace(early, parts=(replace(part, components=later),)))
-    status, said, _ = command(capsys, tmp_path)
+    status, said, _ = audited(tmp_path)
     assert status == 0
     assert said.count("200 of 200 ranks") == 2
     assert said.count("from before the first step: rank 3\n") == 1
@@ -134,34 +120,30 @@ def test_two_models_and_a_rank_from_before_its_first_step(
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"framework": 1}', "null"])
-def test_a_file_that_is_none_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
-) -> None:
+def test_a_file_that_is_none_is_named(tmp_path: Path, text: str) -> None:
     put(tmp_path, *(audit_of(rank) for rank in range(WORLD)))
     (tmp_path / f"broken{files.SUFFIX}").write_text(text)
-    status, said, _ = command(capsys, tmp_path)
+    status, said, _ = audited(tmp_path)
     assert status == 1
     assert f"broken{files.SUFFIX}: " in said
 
 
-def test_a_file_without_a_component_is_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_without_a_component_is_none(tmp_path: Path) -> None:
     put(tmp_path, replace(audit_of(0), world_size=1))
     (path,) = tmp_path.iterdir()
     values = json.loads(path.read_text())
     del values["parts"][0]["components"]["master"]
     path.write_text(json.dumps(values))
-    status, said, _ = command(capsys, tmp_path)
+    status, said, _ = audited(tmp_path)
     assert status == 1
     assert f"{path.name}: KeyError: 'master'" in said
 
 
-def test_no_directory_and_no_audit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, _, said = command(capsys, tmp_path / "nowhere")
+def test_no_directory_and_no_audit(tmp_path: Path) -> None:
+    status, _, said = audited(tmp_path / "nowhere")
     assert (status, said.count("\n")) == (2, 1)
     (tmp_path / "notes.txt").write_text("")
-    status, _, said = command(capsys, tmp_path)
+    status, _, said = audited(tmp_path)
     assert status == 2
     assert "PRECISION_SHIM_AUDIT_DIR" in said
 
@@ -202,27 +184,21 @@ def test_numbers() -> None:
     assert numbers([0, 1, 2, 5, 9, 8]) == "ranks 0-2, 5, 8-9"
 
 
-def test_an_empty_directory_name_and_none_that_can_be_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["audit", ""])
-    assert ended.value.code == 2
+def test_an_empty_directory_name_and_none_that_can_be_read(tmp_path: Path) -> None:
+    code, _, err = command("audit", "")
     give = "Give the directory that PRECISION_SHIM_AUDIT_DIR named when the job ran."
-    assert f"DIR is empty: is a variable not set? {give}" in capsys.readouterr().err
+    assert (code, f"DIR is empty: is a variable not set? {give}" in err) == (2, True)
     for folder in (tmp_path, tmp_path / "none"):
-        status, _, told = command(capsys, folder)
+        status, _, told = audited(folder)
         assert status == 2
         assert give in told
 
 
-def test_a_file_of_an_older_version_is_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_of_an_older_version_is_read(tmp_path: Path) -> None:
     put(tmp_path, replace(audit_of(0), world_size=1))
     (path,) = tmp_path.iterdir()
     values = json.loads(path.read_text())
     for name in ("updates", "shards"):
         del values["parts"][0][name]
     path.write_text(json.dumps(values))
-    assert command(capsys, tmp_path)[0] == 0
+    assert audited(tmp_path)[0] == 0

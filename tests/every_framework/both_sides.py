@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import re
 from collections.abc import Sequence
@@ -18,8 +16,8 @@ import pytest
 
 import precision_shim
 from precision_shim.errors import DtypeError, UnsupportedPrecisionError
-from precision_shim_tools.cli import main
 
+from ..processes.commands import command
 from .shim_warnings import watched
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
@@ -111,12 +109,9 @@ class Sides:
 
 def plan_of(line: Sequence[str]) -> dict[str, Any]:
     """What the command ``plan`` says of a launch line."""
-    out, err = io.StringIO(), io.StringIO()
-    said = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
-    with said[0], said[1], pytest.raises(SystemExit) as ended:
-        main(["plan", "--json", "--parameters", "1M", "--", *line])
-    assert ended.value.code in (0, 1), err.getvalue()
-    found: dict[str, Any] = json.loads(out.getvalue())
+    ended = command("plan", "--json", "--parameters", "1M", "--", *line)
+    assert ended.code in (0, 1), ended.err
+    found: dict[str, Any] = json.loads(ended.out)
     return found
 
 

@@ -30,6 +30,7 @@ from precision_shim_tools.plan.search import search
 from precision_shim_tools.plan.text import GB, render
 from precision_shim_tools.plan.torch_optimizer import ShardedModel
 
+from ..processes.commands import command
 from .models import QWEN3_30B_A3B, mixture, plan_model
 
 torch = pytest.importorskip("torch")
@@ -241,17 +242,13 @@ def test_the_search_gives_up_no_more_than_it_has_to() -> None:
     assert not of(3.0).fits
 
 
-def test_an_illegal_job_is_not_searched(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_illegal_job_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     for beta2, searched in ((0.95, True), ("0.95", False)):
         model = asked(asked={"adam_beta2": beta2})
         read = job(LINE), request(model), RULES
         monkeypatch.setattr(plan_command, "_read", lambda *ignored, read=read: read)
-        with pytest.raises(SystemExit) as end:
-            main(["plan", "--search", "--gpu-memory", "80", "--", *LINE])
-        assert end.value.code == int(not searched)
-        assert ("search: actor fits 80 GB" in capsys.readouterr().out) is searched
+        code, out, _ = command("plan", "--search", "--gpu-memory", "80", "--", *LINE)
+        assert (code, "search: actor fits 80 GB" in out) == (int(not searched), searched)
 
 
 def test_each_model_is_searched_by_itself() -> None:
@@ -276,15 +273,11 @@ def test_settings_that_are_not_legal_here_are_not_offered() -> None:
 # -- the command -------------------------------------------------------------------------------
 
 
-def test_what_is_no_job_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["plan", "--", "python", "nothing.py"])
-    assert end.value.code == 2
-    assert "expected a module behind -m" in capsys.readouterr().err
-    for words in (["plan"], ["plan", "--search", "--", "python", "nothing.py"]):
-        with pytest.raises(SystemExit) as end:
-            main(words)
-        assert end.value.code == 2
+def test_what_is_no_job_ends_with_2() -> None:
+    code, _, err = command("plan", "--", "python", "nothing.py")
+    assert (code, "expected a module behind -m" in err) == (2, True)
+    assert command("plan").code == 2
+    assert command("plan", "--search", "--", "python", "nothing.py").code == 2
 
 
 @pytest.mark.parametrize(
@@ -298,15 +291,10 @@ def test_what_is_no_job_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
         ("--", "python", "x" * 5000 + ".py"),
     ],
 )
-def test_an_option_that_makes_no_sense_ends_with_2(
-    capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["plan", "--json", *words, *LINE])
-    assert end.value.code == 2
-    said = capsys.readouterr()
-    assert "expected" in said.err
-    assert json.loads(said.out)["error"] in said.err
+def test_an_option_that_makes_no_sense_ends_with_2(words: tuple[str, ...]) -> None:
+    code, out, err = command("plan", "--json", *words, *LINE)
+    assert (code, "expected" in err) == (2, True)
+    assert json.loads(out)["error"] in err
 
 
 @pytest.mark.parametrize("word", ["80", "80GB", "80 GiB", "80.0g"])
@@ -430,35 +418,30 @@ def test_the_import_that_failed_is_found_among_the_causes() -> None:
 # -- errors in the plan itself -----------------------------------------------------------------
 
 
-def status_where(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException
-) -> tuple[object, str]:
+def status_where(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> tuple[object, str]:
     """Exit status and message of a plan in which reading the config raises ``error``."""
 
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise error
 
     monkeypatch.setattr(plan_command, "_read", fails)
-    with pytest.raises(SystemExit) as end:
-        main(["plan", "--", *LINE])
-    return end.value.code, capsys.readouterr().err
+    code, _, err = command("plan", "--", *LINE)
+    return code, err
 
 
 @pytest.mark.parametrize("error", [AttributeError("no such thing"), RuntimeError("out of luck")])
 def test_a_fault_of_the_plan_is_to_be_reported_and_says_nothing_of_the_config(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+    monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    code, said = status_where(monkeypatch, capsys, error)
+    code, said = status_where(monkeypatch, error)
     assert code == 2
     assert f"{type(error).__name__}: {error}" in said
     assert "Report this line, the lines above it and the command" in said
     assert "Correct" not in said
 
 
-def test_ctrl_c_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ended = status_where(monkeypatch, capsys, KeyboardInterrupt())
+def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = status_where(monkeypatch, KeyboardInterrupt())
     assert ended == (130, "precision-shim: interrupted\n")
 
 
@@ -491,11 +474,9 @@ def test_a_slow_command_says_what_it_does(
     assert shown.endswith("\r\033[K" * terminal + "precision-shim plan: no config\n")
 
 
-def test_a_file_that_cannot_be_read_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     code, said = status_where(
-        monkeypatch, capsys, PermissionError(13, "Permission denied", "/models/config.json")
+        monkeypatch, PermissionError(13, "Permission denied", "/models/config.json")
     )
     assert code == 2
     assert "Permission denied: '/models/config.json'" in said

@@ -13,43 +13,39 @@ from .test_frameworks import LLAMA, SKYRL, model, needs, planned, refused  # noq
 @pytest.mark.parametrize(
     "stray", [("trainer.strategy=", "fsdp2"), ("fsdp2",), ("--strategy",)], ids=" ".join
 )
-def test_a_stray_word_in_a_line_of_skyrls(
-    capsys: pytest.CaptureFixture[str], stray: tuple[str, ...]
-) -> None:
+def test_a_stray_word_in_a_line_of_skyrls(stray: tuple[str, ...]) -> None:
     from skyrl.train.config import SkyRLTrainConfig
 
     try:
         SkyRLTrainConfig.from_cli_overrides(list(stray))
     except Exception:
-        refused(capsys, "--", *SKYRL, *stray)
+        refused("--", *SKYRL, *stray)
     else:  # a version that passes over it
-        planned(capsys, "--parameters", "1M", "--", *SKYRL, *stray)
+        planned("--parameters", "1M", "--", *SKYRL, *stray)
 
 
 @needs("skyrl")
-def test_a_key_that_only_the_users_program_has(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_key_that_only_the_users_program_has(tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text("from skyrl.train.config import make_config\n")
     words = ("trainer.algorithm.mine=1", "trainer.strategy=megatron")
-    code, plan = planned(capsys, "--parameters", "1M", "--", "python", str(mine), *words)
+    code, plan = planned("--parameters", "1M", "--", "python", str(mine), *words)
     assert (code, plan["megatron_core"] is not None) == (0, True)
     assert any("no such keys: trainer.algorithm.mine (of " in note for note in plan["notes"])
-    assert "mine" in refused(capsys, "--", *SKYRL, *words)
+    assert "mine" in refused("--", *SKYRL, *words)
 
 
 @needs("skyrl")
 @pytest.mark.parametrize(
     "front", ["precision-shim", "python -m precision_shim", "A=1 uv run /opt/bin/precision-shim"]
 )
-def test_a_line_that_starts_the_job_by_run(capsys: pytest.CaptureFixture[str], front: str) -> None:
+def test_a_line_that_starts_the_job_by_run(front: str) -> None:
     """The options of ``precision-shim run`` count as they do in the job."""
     job = (*SKYRL, "trainer.strategy=megatron", "trainer.algorithm.use_kl_loss=false")
     size = ("--parameters", "1M", "--")
 
     def models(*words: str) -> list[dict[str, object]]:
-        _, plan = planned(capsys, *size, *words)
+        _, plan = planned(*size, *words)
         return [one["after"] for one in plan["models"]] + plan["models"][0]["decisions"]
 
     run = (*front.split(), "run")
@@ -61,22 +57,20 @@ def test_a_line_that_starts_the_job_by_run(capsys: pytest.CaptureFixture[str], f
     features = ("--features", "-bf16-dispatch")
     assert models(*run, *features, *job) == models("PRECISION_SHIM_FEATURES=-bf16-dispatch", *job)
     assert models("PRECISION_SHIM=0", *run, *follow, *job) == models("PRECISION_SHIM=0", *job)
-    assert "nonsense" in refused(capsys, "--", *run, "--set", "nonsense=1", *job)
+    assert "nonsense" in refused("--", *run, "--set", "nonsense=1", *job)
 
 
 @needs("skyrl")
 @pytest.mark.parametrize("value", ["abc", "null", "2.5", "???"])
-def test_a_number_of_gpus_that_is_none(capsys: pytest.CaptureFixture[str], value: str) -> None:
+def test_a_number_of_gpus_that_is_none(value: str) -> None:
     key = "trainer.placement.policy_num_gpus_per_node"
-    assert f"{key}=" in (said := refused(capsys, "--", *SKYRL, f"{key}={value}"))
+    assert f"{key}=" in (said := refused("--", *SKYRL, f"{key}={value}"))
     assert "expected a whole number" in said
 
 
 @needs("skyrl")
 @pytest.mark.parametrize("said", ["in the line", "in the environment"])
-def test_the_kill_switch(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, said: str
-) -> None:
+def test_the_kill_switch(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
     words = (
         *SKYRL,
         "trainer.strategy=megatron",
@@ -84,7 +78,7 @@ def test_the_kill_switch(
         "trainer.policy.megatron_config.ddp_config.grad_reduce_in_fp32=true",
     )
     on = ["PRECISION_SHIM_OPTIMIZER_STATES=follow-model", "PRECISION_SHIM_GRAD_BUCKET=align"]
-    _, plan = planned(capsys, "--parameters", "1M", "--", *on, "PRECISION_SHIM=1", *words)
+    _, plan = planned("--parameters", "1M", "--", *on, "PRECISION_SHIM=1", *words)
     (one,) = plan["models"]
     assert one["before"] != one["after"]
     assert one["decisions"]
@@ -93,13 +87,13 @@ def test_the_kill_switch(
         on.append("PRECISION_SHIM=Off")
     else:
         monkeypatch.setenv("PRECISION_SHIM", "Off")
-    _, plan = planned(capsys, "--parameters", "1M", "--", *on, *words)
+    _, plan = planned("--parameters", "1M", "--", *on, *words)
     (one,) = plan["models"]
     assert one["before"] == one["after"]
     assert one["decisions"] == []
     assert plan["notes"][0].startswith("PRECISION_SHIM=Off is set, so the shim does nothing")
     # As for a job, the line's own variable counts, not the environment's.
-    _, plan = planned(capsys, "--parameters", "1M", "--", *on, "PRECISION_SHIM=strict", *words)
+    _, plan = planned("--parameters", "1M", "--", *on, "PRECISION_SHIM=strict", *words)
     assert plan["models"][0]["decisions"]
 
 
@@ -146,7 +140,6 @@ def write_job(folder: Path) -> tuple[Path, Path]:
     ],
 )
 def test_a_line_of_nemo_rls(
-    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     model: Path,  # noqa: F811
     words: tuple[str, ...],
@@ -161,22 +154,20 @@ def test_a_line_of_nemo_rls(
         space["main"]()  # type: ignore[operator]
     except Exception:
         assert not runs
-        refused(capsys, "--", "python", str(example), *named)
+        refused("--", "python", str(example), *named)
     else:
         assert runs
-        assert planned(capsys, "--", "python", str(example), *named)[0] == 0
+        assert planned("--", "python", str(example), *named)[0] == 0
 
 
 @needs("torchtitan")
 @pytest.mark.parametrize(
     "out", ["PRECISION_SHIM_FRAMEWORKS=verl", "PRECISION_SHIM_FEATURES=audit", "PRECISION_SHIM=0"]
 )
-def test_a_name_of_torchtitans_where_it_is_not_coerced(
-    capsys: pytest.CaptureFixture[str], out: str
-) -> None:
+def test_a_name_of_torchtitans_where_it_is_not_coerced(out: str) -> None:
     words = ("torchrun", "--nproc-per-node=1", *LLAMA, "--training.mixed_precision_param=bf16")
-    assert planned(capsys, "--", *words)[0] == 0
-    assert "bf16" in refused(capsys, "--", out, *words)
+    assert planned("--", *words)[0] == 0
+    assert "bf16" in refused("--", out, *words)
 
 
 @needs("nemo_rl")
@@ -184,11 +175,10 @@ def test_a_name_of_torchtitans_where_it_is_not_coerced(
     "key", ["policy", "policy.dtensor_cfg", "policy.generation", "env", "data", "cluster"]
 )
 def test_a_section_of_nemo_rls_without_keys(
-    capsys: pytest.CaptureFixture[str],
     model: Path,  # noqa: F811
     key: str,
 ) -> None:
     job, example = write_job(model)
     line = ("python", str(example), "--config", str(job))
-    said = refused(capsys, "--", *line, f"++{key}=abc")
+    said = refused("--", *line, f"++{key}=abc")
     assert f"{key}='abc' (str): expected a section with keys" in said

@@ -8,8 +8,6 @@ dtypes of parameters, gradient buckets and optimizer states.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import random
 import re
@@ -19,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..every_framework.shim_warnings import ours
+from ..processes.commands import command
 
 NAMES = ("fp32", "bf16", "fp16", "float32", "bfloat16", "float16")
 ODD = ("half", "FP16", "torch.bfloat16", "16", "32")
@@ -125,24 +124,17 @@ def of_plan(words: Sequence[str], drawn: Drawn, *options: str) -> Verdict:
         drawn: the config; its settings are put before the line.
         options: of the command.
     """
-    from precision_shim_tools.cli import main
-
     # A worker does not read the rollout's config, in which the plan would find a problem.
     front = ["PRECISION_SHIM_ROLLOUT=follow"]
     front += [f"PRECISION_SHIM_{name.upper()}={value}" for name, value in drawn.settings.items()]
-    out, err = io.StringIO(), io.StringIO()
-    code: Any = None
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            main(["plan", "--parameters", "1M", "--json", *options, "--", *front, *words])
-        except SystemExit as end:
-            code = end.code
-    said = err.getvalue()
+    code, out, said = command(
+        "plan", "--parameters", "1M", "--json", *options, "--", *front, *words
+    )
     assert "Report this line" not in said, said
     assert code in (0, 1, 2), said
     if code == 2:
         return Verdict(said.strip())
-    plan = json.loads(out.getvalue())
+    plan = json.loads(out)
     if code == 1:
         problems = [f"{one['key']}: {one['message']}. {one['remedy']}" for one in plan["problems"]]
         return Verdict("; ".join(problems))

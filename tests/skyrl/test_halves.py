@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from precision_shim.auditing import sent_weights
-from precision_shim_tools.cli import main
 
+from ..processes.commands import command
 from .support import batch, build, fsdp_worker, train_config, weights_sent
 from .test_both_sides import received, since_0_4, vllm  # noqa: F401
 
@@ -36,20 +36,7 @@ def written(folder: Path) -> sent_weights.Sent:
     return half
 
 
-def audited(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        main(["audit", str(folder)])
-    return int(ended.value.code or 0), capsys.readouterr().out
-
-
-def test_fsdps_weights(
-    cpu: None,
-    checkpoints: dict[str, Path],
-    shim: Any,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_fsdps_weights(cpu: None, checkpoints: dict[str, Path], shim: Any, tmp_path: Path) -> None:
     settings = {"audit_dir": str(tmp_path), "loss_scale_init": 1.0}
     shim(settings=settings, export=False)
     worker = trained(checkpoints["float32"])
@@ -63,12 +50,12 @@ def test_fsdps_weights(
     assert sent is not None
     assert own is not None
     assert own < sent < 0.9
-    status, said = audited(tmp_path, capsys)
+    status, said, _ = command("audit", tmp_path)
     assert "contradiction" not in said
     with pytest.warns(match="weights-dtype: weights go out in bf16"):
         weights_sent(worker, torch.bfloat16)
     assert written(tmp_path).sync == 2
-    status, said = audited(tmp_path, capsys)
+    status, said, _ = command("audit", tmp_path)
     assert status == 1
     assert "  contradiction, rank 0: weights-dtype: weights go out in bf16, the engine" in said
 

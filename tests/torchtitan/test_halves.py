@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from precision_shim.auditing import sent_weights
-from precision_shim_tools.cli import main
 
+from ..processes.commands import command
 from . import cpu
 from .test_pages import importable  # noqa: F401
 
@@ -37,12 +37,7 @@ def pushed(monkeypatch: pytest.MonkeyPatch, torchtitan: None) -> dict[str, Any]:
 
 @pytest.mark.parametrize("generator", DTYPES)
 def test_what_the_trainer_sends(
-    policy: Any,
-    shim: Any,
-    pushed: dict[str, Any],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    generator: str,
+    policy: Any, shim: Any, pushed: dict[str, Any], tmp_path: Path, generator: str
 ) -> None:
     folder = tmp_path / "audit"
     shim(settings={"audit_dir": str(folder)})
@@ -63,12 +58,10 @@ def test_what_the_trainer_sends(
     assert own.exact is not None
     assert (sent.exact > 0.99) == (generator == "bf16")
     assert own.exact < 0.5
-    with pytest.raises(SystemExit) as ended:
-        main(["audit", str(folder)])
-    said = capsys.readouterr().out
+    code, said, _ = command("audit", folder)
     assert ("contradiction, rank 0: rollout-dtype: " in said) == (generator == "bf16")
     assert said.count("contradiction") == (generator == "bf16")
-    assert ended.value.code == int(generator == "bf16")
+    assert code == int(generator == "bf16")
 
 
 def test_off_nothing_is_written(

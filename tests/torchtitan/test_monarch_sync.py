@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from precision_shim.auditing import sent_weights
-from precision_shim_tools.cli import main
 
+from ..processes.commands import command
 from .test_monarch import drive
 
 pytestmark = pytest.mark.slow
@@ -38,11 +38,7 @@ def holds_rounded(found: dict[str, Any], dtype: torch.dtype) -> bool:
     ("generator", "own"), [("half", "float16"), (" BF16", "bfloat16")], ids=["fp16", "bf16"]
 )
 def test_names_weights_and_audit(
-    start_up_file: None,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    generator: str,
-    own: str,
+    start_up_file: None, tmp_path: Path, generator: str, own: str
 ) -> None:
     folder = tmp_path / "audit"
     found = run(
@@ -57,11 +53,9 @@ def test_names_weights_and_audit(
     assert (sent.asked, sent.computes, sent.sync) == (own, "fp16", 2)
     names = {torch.float16: "fp16", torch.bfloat16: "bf16"}
     assert sent.sent["weights"].dtypes.keys() == {names[dtype]}
-    with pytest.raises(SystemExit) as ended:
-        main(["audit", str(folder)])
-    said = capsys.readouterr().out
+    code, said, _ = command("audit", folder)
     other = dtype != torch.float16
-    assert ended.value.code == int(other), said
+    assert code == int(other), said
     assert ("contradiction, rank 0: rollout-dtype" in said) == other
 
 

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from precision_shim_tools.cli import main
-
+from ..processes.commands import command
 from ..processes.rank_server import Ranks, rank_server
 from .conftest import VERL
 
@@ -259,9 +258,7 @@ def test_factors_of_lora_that_are_not_sent_are_no_copies(launch: Ranks) -> None:
         assert 0.0 < rank["sent"]["metrics"]["updates_lost_rollout"] <= 1.0
 
 
-def test_the_audit_has_what_was_sent_beside_the_trainers_own(
-    launch: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_audit_has_what_was_sent_beside_the_trainers_own(launch: Ranks, tmp_path: Path) -> None:
     """Audits verl's stream, the shim's streams, merged LoRA, and a stream that rounds to bf16."""
     jobs: dict[str, dict[str, Any]] = {
         "fp16": {"dtype": "float16", "takes": 3},
@@ -304,12 +301,10 @@ def test_the_audit_has_what_was_sent_beside_the_trainers_own(
     codes = {"wire": "bf16-wire", "bf16": "rollout-dtype"}
     codes |= {"alone": "weights-dtype"} if ROUNDS else {}
     for name, folder in folders.items():
-        with pytest.raises(SystemExit) as ended:
-            main(["audit", str(folder)])
-        said = capsys.readouterr().out
+        code, said, _ = command("audit", folder)
         assert (f"contradiction, ranks 0-1: {codes.get(name)}: " in said) == (name in codes)
         assert ("contradiction" in said) == (name in codes)
-        assert ended.value.code == (2 if name == "off" else int(name in codes))
+        assert code == (2 if name == "off" else int(name in codes))
 
 
 def test_ray_finds_the_worker_as_it_was(launch: Ranks) -> None:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from precision_shim.auditing import sent_weights
 from precision_shim.auditing.sent_weights import ADAPTERS, BASE, LEAST_SAMPLE, Sent, Weights
 from precision_shim.precision.agreement import ENGINE_NAMES
-from precision_shim_tools.cli import main
+
+from ...processes.commands import command
 
 MANY = 10_000
 
@@ -172,16 +173,14 @@ def test_files(tmp_path: Path) -> None:
     }
 
 
-def audit(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(["audit", str(folder), *words])
-    return int(ended.value.code or 0), capsys.readouterr().out
+def audit(folder: Path, *words: str) -> tuple[int, str]:
+    return command("audit", folder, *words)[:2]
 
 
-def test_the_command_on_what_is_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_on_what_is_right(tmp_path: Path) -> None:
     for one in (RIGHT, replace(RIGHT, rank=1)):
         sent_weights.write(str(tmp_path), one)
-    status, said = audit(tmp_path, capsys)
+    status, said = audit(tmp_path)
     assert status == 0
     assert said.splitlines() == [
         "verl, weights to the rollout",
@@ -192,12 +191,12 @@ def test_the_command_on_what_is_right(tmp_path: Path, capsys: pytest.CaptureFixt
     ]
 
 
-def test_the_command_on_a_contradiction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_on_a_contradiction(tmp_path: Path) -> None:
     wire = replace(RIGHT, sent={BASE: weights("fp16", 1.0)}, head="fp32")
     for one in (wire, replace(wire, rank=1), replace(RIGHT, framework="skyrl")):
         sent_weights.write(str(tmp_path), one)
     (tmp_path / "x.rollout.json").write_text("{", encoding="utf-8")
-    status, said = audit(tmp_path, capsys)
+    status, said = audit(tmp_path)
     assert status == 1
     lines = said.splitlines()
     (found,) = [one for one in lines if "contradiction" in one]
@@ -205,7 +204,7 @@ def test_the_command_on_a_contradiction(tmp_path: Path, capsys: pytest.CaptureFi
     assert "x.rollout.json: JSONDecodeError" in said
     assert "; head computes in fp32" in said
     assert lines[-1] == "problems: see above"
-    status, said = audit(tmp_path, capsys, "--json")
+    status, said = audit(tmp_path, "--json")
     assert status == 1
     skyrl, verl = json.loads(said)["rollouts"]
     assert skyrl["ok"]

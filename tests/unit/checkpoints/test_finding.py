@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from precision_shim_tools.cli import main
-
+from ...processes.commands import command
 from .test_reading import one_sentence, run
 from .written import KINDS, distributed, megatrons, of_ranks, safetensors
 
@@ -90,11 +89,9 @@ def test_a_directory_that_cannot_be_read(
     )
 
 
-def test_a_path_that_is_empty(capsys: Any) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["checkpoint", ""])
-    assert ended.value.code == 2
-    assert "PATH is empty: is a variable not set? Give the directory" in capsys.readouterr().err
+def test_a_path_that_is_empty() -> None:
+    code, _, err = command("checkpoint", "")
+    assert (code, "PATH is empty: is a variable not set? Give the directory" in err) == (2, True)
 
 
 # -- what --config takes --------------------------------------------------------------------------
