@@ -88,6 +88,21 @@ def shim() -> Iterator[Callable[..., precision_shim.Status]]:
         precision_shim.uninstall()
 
 
+@pytest.fixture
+def on(
+    shim: Callable[..., precision_shim.Status], framework: str
+) -> Callable[..., precision_shim.Status]:
+    """``install()`` for the room's fixture ``framework``, strict."""
+
+    def install(
+        frameworks: str = framework, features: str | None = None, **settings: Any
+    ) -> precision_shim.Status:
+        asked = {"frameworks": frameworks, "features": features, "settings": settings}
+        return shim(**asked, strict=True, export=False)
+
+    return install
+
+
 @pytest.fixture(autouse=True)
 def no_attention_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Undo Megatron's variables for one model's attention backend, which break the next model."""

@@ -14,7 +14,14 @@ from typing import Any, ClassVar
 import pytest
 
 from ..processes.rank_server import Ranks
-from . import examples_run, mutants, status_in_docs, symbols_in_record, versions_in_docs
+from . import (
+    examples_run,
+    mutants,
+    status_in_docs,
+    stepping_places,
+    symbols_in_record,
+    versions_in_docs,
+)
 from .checkouts import Told, as_checkout, as_installed
 from .in_force import disagreements
 from .requested_configs import Case, each_case, expected, outcome_in
@@ -132,6 +139,9 @@ class Job(Contract):
 
 class Upstream(Contract):
     """Each change of the code that seams depend on is noticed, or does no harm."""
+
+    def test_docs_list_every_place_that_forms_gradients_or_takes_a_step(self) -> None:
+        stepping_places.hold(self.driver.framework)
 
     @pytest.mark.slow
     def test_changes_of_upstream_are_noticed_or_do_no_harm(self) -> None:

@@ -1,4 +1,4 @@
-"""Fixtures for Megatron on a CPU, and ``install()`` for the trainer in this environment."""
+"""Fixtures for Megatron on a CPU."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ import importlib.util
 import sys
 import types
 import warnings
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
-
-import precision_shim
 
 from ..testing.conftest import megatron_core, one_process
 
@@ -61,11 +58,5 @@ def _mocked(name: str) -> Any:
 
 
 @pytest.fixture
-def on(shim: Callable[..., Any], name: str) -> Callable[..., Any]:
-    def install(**settings: Any) -> precision_shim.Status:
-        status: precision_shim.Status = shim(
-            frameworks=name, settings=settings, strict=True, export=False
-        )
-        return status
-
-    return install
+def framework(name: str) -> str:
+    return name

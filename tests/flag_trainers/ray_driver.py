@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -135,14 +134,8 @@ def main(name: str, folder: Path, jobs: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    from tests.processes.ray_cluster import older
+    from tests.processes.ray_cluster import older, tell
 
     name, place, jobs = sys.argv[1:]
     with older(8, num_gpus=2):
-        try:
-            found = main(name, Path(place), json.loads(jobs))
-            print("FOUND " + json.dumps(found), flush=True)
-        except BaseException:
-            traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(1)
+        tell(lambda: main(name, Path(place), json.loads(jobs)))

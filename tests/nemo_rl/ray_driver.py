@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import traceback
 import warnings
 from pathlib import Path
 
@@ -152,13 +151,8 @@ def main(kind: str, model: Path, folder: Path, precision: str) -> dict[str, obje
 
 
 if __name__ == "__main__":
+    from tests.processes.ray_cluster import tell
+
     kind, model, folder, precision = sys.argv[1:]
-    try:
-        found = main(kind, Path(model), Path(folder), precision)
-        print("FOUND " + json.dumps(found), flush=True)
-    except Exception:
-        # os._exit skips the shutdown of NeMo-RL's cluster object, which would start another Ray and
-        # wait for it.
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
+    # After an error NeMo-RL's cluster object would start another Ray, and wait for it.
+    tell(lambda: main(kind, Path(model), Path(folder), precision))

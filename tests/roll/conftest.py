@@ -1,4 +1,4 @@
-"""Fixtures for ROLL on a CPU, and ``install()`` for ROLL."""
+"""Fixtures for ROLL on a CPU."""
 
 from __future__ import annotations
 
@@ -6,12 +6,8 @@ import importlib
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
-
-import precision_shim
 
 from ..testing.conftest import megatron_core, one_process
 from .driving import stand_in_for_absent
@@ -37,11 +33,5 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture
-def on(shim: Callable[..., Any]) -> Callable[..., Any]:
-    def install(**settings: Any) -> precision_shim.Status:
-        status: precision_shim.Status = shim(
-            frameworks="roll", settings=settings, strict=True, export=False
-        )
-        return status
-
-    return install
+def framework() -> str:
+    return "roll"

@@ -11,7 +11,6 @@ import json
 import os
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -159,15 +158,10 @@ def main(strategy: str, folder: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     import ray
 
-    from tests.processes.ray_cluster import older
+    from tests.processes.ray_cluster import older, tell
 
     strategy, place = sys.argv[1:]
     os.chdir(place)
-    try:
-        with older(4, num_gpus=1):
-            print("FOUND " + json.dumps(main(strategy, Path(place))), flush=True)
-            ray.shutdown()
-    except Exception:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
+    with older(4, num_gpus=1):
+        tell(lambda: main(strategy, Path(place)))
+        ray.shutdown()

@@ -6,10 +6,8 @@ Run as a script, because workers inherit the driver's environment. Arguments: th
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -138,10 +136,7 @@ def main(backends: str, model: str, folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    from tests.processes.ray_cluster import tell
+
     backends, model, folder = sys.argv[1:]
-    try:
-        print("FOUND " + json.dumps(main(backends, model, Path(folder))), flush=True)
-    except Exception:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
+    tell(lambda: main(backends, model, Path(folder)))

@@ -1,9 +1,0 @@
-"""docs/versions.md lists every place in NeMo-RL that forms gradients or takes an optimizer step."""
-
-from __future__ import annotations
-
-from ..every_framework.stepping_places import hold
-
-
-def test_every_place_is_on_the_page() -> None:
-    hold("nemo-rl")
