@@ -16,23 +16,14 @@ import torch
 
 import precision_shim
 
-from ..every_framework.both_sides import (
-    DTYPES,
-    FOLLOW,
-    BothSides,
-    Names,
-    NoHead,
-    Sides,
-    StopError,
-    stop,
-)
+from ..every_framework import both_sides as both
 from .cpu import ARGUMENTS, import_trainer
 from .test_workers import arguments, model
 
 __all__ = ["model"]
 
 
-class Swift(Sides):
+class Swift(both.Sides):
     """ms-swift's own driver, up to its request for GPUs."""
 
     framework, model, key = "ms-swift", "model", "rollout.dtype"
@@ -44,7 +35,7 @@ class Swift(Sides):
         """The YAML's dict, and the driver's arguments; ``more`` has fp16 if these set the flag."""
         own = {
             "rlhf_type": "grpo",
-            "torch_dtype": DTYPES[trainer],
+            "torch_dtype": both.DTYPES[trainer],
             "global_batch_size": 2,
             "num_generations": 2,
             "train": {"gpus": 1},
@@ -52,7 +43,7 @@ class Swift(Sides):
         }
         written = {**arguments(self.folder / "job", self.checkpoint, **own)}
         del written["external_plugins"], written["callbacks"]
-        args = SimpleNamespace(torch_dtype=getattr(torch, DTYPES[trainer]))
+        args = SimpleNamespace(torch_dtype=getattr(torch, both.DTYPES[trainer]))
         args.fp16, args.bf16 = "fp16" in (trainer, *more), trainer == "bf16"
         return written, args
 
@@ -64,7 +55,7 @@ class Swift(Sides):
         config.write_text(json.dumps(written, default=str), encoding="utf-8")
         made = MegatronRayPipeline(str(config))
         made._data_info = {"_driver_args": args}
-        with pytest.raises(StopError):
+        with pytest.raises(both.StopError):
             made._create_pools()
         return made
 
@@ -81,11 +72,11 @@ def sides(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Swift
     import_trainer(ARGUMENTS)
     from swift.ray.megatron import resource_pool
 
-    monkeypatch.setattr(resource_pool, "ResourcePoolManager", stop)
+    monkeypatch.setattr(resource_pool, "ResourcePoolManager", both.stop)
     return Swift(tmp_path, model)
 
 
-class TestBothSides(BothSides, Names, NoHead):
+class TestBothSides(both.BothSides, both.Names, both.NoHead):
     pass
 
 
@@ -98,14 +89,14 @@ def test_what_is_not_written_is_the_checkpoints_dtype(
     assert len(found.told) == (trainer == "fp16")  # the checkpoint's dtype is bf16
     assert sides.handed(found.made) == "auto"
     precision_shim.uninstall()
-    shim(frameworks="ms-swift", settings=FOLLOW, strict=True)
+    shim(frameworks="ms-swift", settings=both.FOLLOW, strict=True)
     found = sides.start(sides.job(trainer, ""))
-    assert sides.handed(found.made) == ("auto" if trainer == "bf16" else DTYPES[trainer])
+    assert sides.handed(found.made) == ("auto" if trainer == "bf16" else both.DTYPES[trainer])
     assert (found.told, found.chosen["rollout"]) == ([], f"{trainer}, as the model")
 
 
 def test_vllm_engine_kwargs_go_over_the_rollouts_own_key(shim: Any, sides: Swift) -> None:
-    shim(frameworks="ms-swift", settings=FOLLOW, strict=True)
+    shim(frameworks="ms-swift", settings=both.FOLLOW, strict=True)
     found = sides.start(sides.job("fp16", "", vllm_engine_kwargs={"dtype": "BF16"}))
     assert sides.handed(found.made) == "float16"
     assert found.chosen == {

@@ -22,22 +22,7 @@ from packaging.version import Version
 import precision_shim
 from precision_shim.errors import DtypeError, UnsupportedPrecisionError
 
-from ..every_framework.both_sides import (
-    DTYPES,
-    FOLLOW,
-    LOST,
-    PAIRS,
-    BothSides,
-    Names,
-    Planned,
-    Sides,
-    Started,
-    StopError,
-    each_setting,
-    of_plan,
-    plan_of,
-    stop,
-)
+from ..every_framework import both_sides as both
 from ..pages.page_jobs import of
 from ..processes.rank_server import Ranks
 from ..processes.ray_cluster import drive
@@ -86,7 +71,7 @@ def set_up(config: Any, monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[s
     return found
 
 
-class Nemo(Sides):
+class Nemo(both.Sides):
     """NeMo-RL's own set-up, up to the first worker."""
 
     framework, model, key, written = "nemo-rl", "policy", KEY, "bf16"
@@ -96,7 +81,7 @@ class Nemo(Sides):
 
     def job(self, trainer: str, rollout: str, *more: str) -> tuple[str, ...]:
         written = (f"{KEY}={rollout}",) if rollout else ()
-        return (f"policy.precision={DTYPES[trainer]}", *written, *more)
+        return (f"policy.precision={both.DTYPES[trainer]}", *written, *more)
 
     def read(self, *words: str, path: str = GRPO) -> Any:
         return read(self.checkout, path, *words)
@@ -117,9 +102,9 @@ class Nemo(Sides):
     def begin(self, module_name: str, config: Any) -> None:
         """Run a loop's own set-up until its first call."""
         module = importlib.import_module(f"nemo_rl.algorithms.{module_name}")
-        self.monkeypatch.setattr(module, "set_seed", stop)
+        self.monkeypatch.setattr(module, "set_seed", both.stop)
         given = [config, None, [{}], [{}]]
-        with pytest.raises(StopError):
+        with pytest.raises(both.StopError):
             module.setup(*given)
 
 
@@ -128,7 +113,7 @@ def sides(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ne
     return Nemo(checkout, tmp_path, monkeypatch)
 
 
-class TestBothSides(BothSides, Names, Planned):
+class TestBothSides(both.BothSides, both.Names, both.Planned):
     pass
 
 
@@ -142,12 +127,12 @@ def test_a_ray_actor_gets_what_the_driver_wrote(
     """Runs NeMo-RL's own ``setup`` and the real worker that starts vLLM."""
     script = Path(__file__).with_name("sides_driver.py")
     jobs = drive(ranks, script, checkout, model, tmp_path, timeout=580, PRECISION_SHIM="1")
-    assert len(jobs) == 2 * len(PAIRS)
+    assert len(jobs) == 2 * len(both.PAIRS)
     for job, made in jobs.items():
         policy, rollout, setting = job.split()
         computes = policy if setting == "follow" else rollout
-        assert made["dtype"] == DTYPES[computes], job
-        assert len(made["told"]) == ((policy, computes) == LOST), job
+        assert made["dtype"] == both.DTYPES[computes], job
+        assert len(made["told"]) == ((policy, computes) == both.LOST), job
 
 
 def test_the_rollout_has_the_policys_dtype_by_itself(shim: Any, sides: Nemo) -> None:
@@ -171,7 +156,7 @@ def test_strict_ends_before_a_worker_is_started_and_a_file_is_written(
 @pytest.mark.parametrize(("policy", "rollout"), [("bf16", "auto"), ("fp16", "FP8")])
 def test_what_is_no_dtype_stays(shim: Any, sides: Nemo, policy: str, rollout: str) -> None:
     needed = "loss_fn.use_importance_sampling_correction=true"  # NeMo-RL requires it with fp8
-    shim(settings=FOLLOW if rollout == "FP8" else {})  # fp8 weights do not follow
+    shim(settings=both.FOLLOW if rollout == "FP8" else {})  # fp8 weights do not follow
     found = sides.start(sides.job(policy, rollout, needed))
     assert (sides.handed(found.made), found.told) == (rollout.lower(), [])
     what = "fp8" if rollout == "FP8" else "the checkpoint's dtype"
@@ -271,14 +256,14 @@ def without_dtype(config: Any) -> Any:
 @pytest.mark.slow
 @needs_sglang
 @pytest.mark.parametrize("rollout", ["bf16", ""])
-@each_setting
+@both.each_setting
 def test_sglangs_key_may_be_left_out(shim: Any, sides: Nemo, rollout: str, follow: bool) -> None:
     key = "policy.generation.sglang_cfg.dtype"
     words = ("policy.precision=float16", f"{key}={rollout or 'auto'}")
     config = sides.read(*words, path=SGLANG)
     if not rollout:
         without_dtype(config)
-    shim(settings=FOLLOW if follow else {})
+    shim(settings=both.FOLLOW if follow else {})
     sides.run = sides.set_up  # type: ignore[method-assign]
     found = sides.start(config)
     if follow:
@@ -319,17 +304,17 @@ def plain(folder: Path, path: str, *overrides: str, into: str = "") -> Any:
     return importlib.import_module(f"nemo_rl.algorithms.{into}").MasterConfig(**found)
 
 
-def begun(sides: Nemo, loop: str, config: Any) -> Started:
+def begun(sides: Nemo, loop: str, config: Any) -> both.Started:
     sides.run = lambda config: sides.begin(loop, config)  # type: ignore[method-assign]
     return sides.start(config)
 
 
-@each_setting
+@both.each_setting
 def test_a_teacher(shim: Any, sides: Nemo, follow: bool) -> None:
     path = "examples/configs/distillation_math.yaml"
     given = ("policy.precision=float16", "teacher.precision=bfloat16")
     config = plain(sides.checkout, path, *given, into="distillation")
-    shim(settings=FOLLOW if follow else {})
+    shim(settings=both.FOLLOW if follow else {})
     found = begun(sides, "distillation", config)
     keys = found.chosen.pop("dtype keys", "")
     assert list(found.chosen.values()) == [
@@ -374,17 +359,17 @@ def test_a_name_that_nemo_rl_does_not_take_is_left_to_it(shim: Any, sides: Nemo)
 
 
 @pytest.mark.slow
-@each_setting
+@both.each_setting
 @pytest.mark.parametrize("rollout", ["auto", "fp8"])
 def test_the_plan_says_what_the_driver_says_of_no_dtype(
     shim: Any, monkeypatch: pytest.MonkeyPatch, sides: Nemo, rollout: str, follow: bool
 ) -> None:
     given = sides.job("fp16", rollout)
     monkeypatch.setenv("PRECISION_SHIM_ROLLOUT", "follow" if follow else "tell")
-    planned = of_plan(sides.line(given))
+    planned = both.of_plan(sides.line(given))
     config = sides.read(*given)
     policy = setting_up.policy_of(config)
-    shim(settings=FOLLOW if follow else {})
+    shim(settings=both.FOLLOW if follow else {})
     policy["generation"] = complete(policy["generation"])
     found = begun(sides, "grpo", config)
     assert planned == (found.told, found.notes)
@@ -392,20 +377,20 @@ def test_the_plan_says_what_the_driver_says_of_no_dtype(
 
 @pytest.mark.slow
 @needs_sglang
-@each_setting
+@both.each_setting
 def test_the_plan_of_sglang_without_the_key(
     sides: Nemo, monkeypatch: pytest.MonkeyPatch, follow: bool
 ) -> None:
     monkeypatch.setenv("PRECISION_SHIM_ROLLOUT", "follow" if follow else "tell")
     given = ("policy.precision=float16", "~policy.generation.sglang_cfg.dtype")
-    problems, notes = of_plan(sides.line(given, SGLANG))
+    problems, notes = both.of_plan(sides.line(given, SGLANG))
     assert bool(problems) is not follow
     assert ("PRECISION_SHIM_ROLLOUT=follow" in notes[-1]) is follow
 
 
 def test_the_plan_names_a_key_that_it_cannot_resolve(sides: Nemo) -> None:
     given = "policy.model_name='${oc.env:SET_IN_THE_JOB_ALONE}'"
-    notes = [plan_of(sides.line(one))["notes"] for one in ((), (given,))]
+    notes = [both.plan_of(sides.line(one))["notes"] for one in ((), (given,))]
     keys = [[one for one in found if "policy.model_name" in one] for found in notes]
     assert [len(found) for found in keys] == [0, 1]
     assert keys[1][0].startswith("not resolved on this machine, and read as left out: ")
@@ -472,14 +457,14 @@ def test_an_fp32_head_is_refused(
     assert not found.made[section]["hf_overrides"]
     assert not (found.made.get("vllm_kwargs") or {}).get("hf_overrides")
     monkeypatch.setenv("PRECISION_SHIM_HEAD", "fp32")
-    problems = plan_of(sides.line(job))["problems"]
+    problems = both.plan_of(sides.line(job))["problems"]
     assert [f"{one['message']}. {one['remedy']}" for one in problems] == [refusal]
 
 
 def test_the_plan_tells_what_vllm_keeps_in_fewer_bits(sides: Nemo) -> None:
     kwargs = "++policy.generation.vllm_kwargs"
     given = (f"{kwargs}.kv_cache_dtype=fp8", f"{kwargs}.quantization=awq")
-    _, (note,) = of_plan(sides.line(given))
+    _, (note,) = both.of_plan(sides.line(given))
     with_it = "bf16 with awq weights and fp8 KV cache beside the policy's bf16"
     assert note.startswith(f"rollout: rollout-agreement: {with_it} (")
     vllm = "policy.generation.vllm_cfg"
@@ -488,7 +473,7 @@ def test_the_plan_tells_what_vllm_keeps_in_fewer_bits(sides: Nemo) -> None:
         f"++{vllm}.kv_cache_dtype=fp8_e4m3",
         f"{kwargs}.kv_cache_dtype=auto",
     )
-    _, (note,) = of_plan(sides.line(given))
+    _, (note,) = both.of_plan(sides.line(given))
     with_it = "fp8 with fp8_e4m3 KV cache beside the policy's bf16"
     assert note.startswith(f"rollout: rollout-agreement: {with_it} ({vllm}.precision=fp8, ")
     assert f"{vllm}.kv_cache_dtype=fp8_e4m3" in note

@@ -17,17 +17,7 @@ import precision_shim
 from precision_shim.errors import DtypeError, UnsupportedPrecisionError
 from precision_shim.precision.dtypes import name_of
 
-from ..every_framework.both_sides import (
-    DTYPES,
-    BothSides,
-    Names,
-    Planned,
-    Sides,
-    each_setting,
-    of_plan,
-    plan_of,
-    watched,
-)
+from ..every_framework import both_sides as both
 from ..processes.rank_server import Ranks
 from ..processes.ray_cluster import drive
 from ..stand_ins.planted_engines import plant_choices
@@ -102,7 +92,7 @@ def line(*words: str) -> tuple[str, ...]:
 
 def planned(*words: str) -> tuple[list[str], list[str]]:
     """The plan's problems with the rollout's dtype, and its notes on that dtype."""
-    return of_plan(line(*words))
+    return both.of_plan(line(*words))
 
 
 def notes_of_decisions() -> list[str]:
@@ -120,7 +110,7 @@ def _model(path: Path) -> tuple[str, ...]:
     return (f"trainer.policy.model.path={path}",)
 
 
-class OnMegatron(Sides):
+class OnMegatron(both.Sides):
     """SkyRL's validation, which its entry point runs before it starts Ray."""
 
     framework, model, key = "skyrl", "policy", KEY
@@ -141,13 +131,13 @@ class OnMegatron(Sides):
         return line(*job)
 
 
-class TestBothSides(BothSides, Names, Planned):
+class TestBothSides(both.BothSides, both.Names, both.Planned):
     @pytest.fixture
     def sides(self, checkpoints: dict[str, Path]) -> OnMegatron:
         return OnMegatron(checkpoints["bfloat16"])
 
 
-@each_setting
+@both.each_setting
 @pytest.mark.parametrize(
     ("policy", "rollout", "ref"),
     [("fp16", "fp16", "fp16"), ("fp16", "bf16", None), ("bf16", "fp16", "fp16"), ("fp32",) * 3],
@@ -166,11 +156,11 @@ def test_on_fsdp(
     written = () if ref is None else (f"{REF}={ref}",)
     words = on_fsdp(policy, f"{KEY}={rollout}", *written)
     shim(settings={"rollout": "follow"} if follow else {}, export=False)
-    config, warnings_ = watched(lambda: validated(*words))
+    config, warnings_ = both.watched(lambda: validated(*words))
     really = "fp16" if policy == "fp16" else "bf16"
     computes = really if follow else rollout
     reference = really if follow else "fp16" if ref == "fp16" else "bf16"
-    assert engine_dtype(config) == DTYPES[computes]
+    assert engine_dtype(config) == both.DTYPES[computes]
     found = told()
     assert (found["rollout"] == f"{really}, as the policy") == (computes == really)
     assert (found["ref"] == f"{really}, as the policy") == (reference == really)
@@ -208,7 +198,7 @@ def test_a_ray_actor_gets_what_the_driver_wrote(ranks: Ranks, tmp_path: Path) ->
     for job, made in jobs.items():
         policy, rollout, setting = job.split()
         computes, own = (policy, policy) if setting == "follow" else (rollout, "bf16")
-        assert made["rollout"] == DTYPES[computes], job
+        assert made["rollout"] == both.DTYPES[computes], job
         assert made["reference"] == ("float16" if own == "fp16" else None), job
         assert made["wrapped"], job
         lost = [computes, own].count("bf16") if policy == "fp16" else 0
@@ -221,7 +211,9 @@ def test_a_late_install_reaches_the_entry_point(shim: Any) -> None:
 
     plain = main_base.validate_cfg
     shim(export=False)
-    _, messages = watched(lambda: main_base.validate_cfg(train_config(*on_fsdp("fp16", NO_REF))))
+    _, messages = both.watched(
+        lambda: main_base.validate_cfg(train_config(*on_fsdp("fp16", NO_REF)))
+    )
     assert len(messages) == 1
     precision_shim.uninstall()
     assert main_base.validate_cfg is plain
@@ -249,7 +241,7 @@ def test_without_loss_scaling_an_fp16_policy_computes_in_bf16(
     shim: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shim(features="-fp16-scaling", export=False)
-    _, warnings_ = watched(lambda: validated(*on_fsdp("fp16")))
+    _, warnings_ = both.watched(lambda: validated(*on_fsdp("fp16")))
     assert warnings_ == []
     assert told()["policy"] == "bf16"
     assert told()["rollout"] == "bf16, as the policy"
@@ -262,7 +254,7 @@ def test_without_loss_scaling_an_fp16_policy_computes_in_bf16(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("role", ["policy", "ref"])
-@pytest.mark.parametrize("dtype", [*DTYPES, None])
+@pytest.mark.parametrize("dtype", [*both.DTYPES, None])
 @pytest.mark.parametrize("on", [True, False], ids=["scaling on", "scaling off"])
 def test_what_is_said_of_fsdp_is_what_a_worker_computes_in(
     cpu: None, checkpoints: dict[str, Path], shim: Any, role: str, dtype: str | None, on: bool
@@ -329,15 +321,15 @@ def test_a_reference_model_on_megatron(
     key = "trainer.ref.megatron_config.transformer_config_kwargs.fp16"
     words = on_megatron(checkpoints["bfloat16"], "fp16", f"{KEY}=half")
     shim(export=False)
-    assert watched(lambda: validated(*words))[1] == []
+    assert both.watched(lambda: validated(*words))[1] == []
     assert told()["ref"] == "fp32 beside the policy's fp16"
     precision_shim.uninstall()
     shim(export=False)
-    assert watched(lambda: validated(*words, f"{key}=true"))[1] == []
+    assert both.watched(lambda: validated(*words, f"{key}=true"))[1] == []
     assert told()["ref"] == "fp16, as the policy"
     precision_shim.uninstall()
     shim(settings={"rollout": "follow"}, export=False)
-    config, messages = watched(lambda: validated(*words))
+    config, messages = both.watched(lambda: validated(*words))
     assert messages == []
     assert config.trainer.ref.megatron_config.transformer_config_kwargs["fp16"] is True
     assert told()["dtype keys"] == f"{key}: not set -> true"
@@ -415,7 +407,7 @@ def test_auto_is_for_jobs_without_a_weight_sync(shim: Any) -> None:
 def _dtype_problems(*words: str) -> list[str]:
     """The keys of the plan's dtype problems; the command runs in a process without the shim."""
     precision_shim.uninstall()
-    return [one["key"] for one in plan_of(line(*words))["problems"] if one["code"] == "dtype"]
+    return [one["key"] for one in both.plan_of(line(*words))["problems"] if one["code"] == "dtype"]
 
 
 @pytest.mark.skipif(Version("0.3") <= SKYRL, reason="SkyRL 0.3 has no old style any more")
@@ -432,7 +424,7 @@ def test_the_old_style(shim: Any, monkeypatch: pytest.MonkeyPatch, spelt: str) -
         with pytest.raises(DtypeError, match=KEY):
             train_config(*words)
         return
-    config, messages = watched(lambda: validated(*words))
+    config, messages = both.watched(lambda: validated(*words))
     assert len(messages) == (spelt == "bfloat16")
     assert engine_dtype(config) == ("float16" if spelt == "half" else "bfloat16")
 
@@ -443,14 +435,14 @@ def test_the_old_style(shim: Any, monkeypatch: pytest.MonkeyPatch, spelt: str) -
 def test_engine_init_kwargs_go_over_the_key(shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     words = on_fsdp("fp16", f"{OVER}.dtype=BF16", f"{REF}=fp16", f"{KEY}=half")
     shim(export=False)
-    config, messages = watched(lambda: validated(*words))
+    config, messages = both.watched(lambda: validated(*words))
     assert engine_dtype(config) == "bfloat16"
     assert len(messages) == 1
     assert f"Write {OVER}.dtype=float16" in messages[0]
     assert planned(*words) == (messages, notes_of_decisions())
     precision_shim.uninstall()
     shim(settings={"rollout": "follow"}, export=False)
-    config, messages = watched(lambda: validated(*words))
+    config, messages = both.watched(lambda: validated(*words))
     engines = config.generator.inference_engine
     assert (messages, engine_dtype(config), engines.model_dtype) == ([], "float16", "float16")
     assert told()["dtype keys"] == f"{OVER}.dtype: bfloat16 -> float16"
@@ -462,7 +454,7 @@ def test_weights_go_out_in_the_dtype_of_engine_init_kwargs(shim: Any) -> None:
     """Without the shim SkyRL would round weights to bf16 before sending them to an fp16 engine."""
     words = on_fsdp("fp16", f"{OVER}.dtype=half", f"{REF}=fp16")
     shim(export=False)
-    config, messages = watched(lambda: validated(*words))
+    config, messages = both.watched(lambda: validated(*words))
     assert messages == []
     assert engine_dtype(config) == config.generator.inference_engine.model_dtype == "float16"
     assert planned(*words) == ([], notes_of_decisions())
@@ -483,7 +475,7 @@ def test_auto_is_what_vllm_makes_of_the_checkpoint(
     plant_choices(tmp_path, monkeypatch)
     words = on_fsdp("fp16", f"{OVER}.dtype=auto", f"{REF}=fp16", *_model(checkpoints[stored]))
     shim(export=False)
-    config, messages = watched(lambda: validated(*words))
+    config, messages = both.watched(lambda: validated(*words))
     assert engine_dtype(config) == "auto"
     agrees = takes == "fp16"
     same, other = "fp16, as the policy", f"{takes} beside the policy's fp16"
@@ -491,7 +483,7 @@ def test_auto_is_what_vllm_makes_of_the_checkpoint(
     assert any(one.startswith(line) for one in notes_of_decisions())
     assert len(messages) == (0 if agrees else 1)
     # Weights are sent in the dtype in which the engine computes.
-    assert config.generator.inference_engine.model_dtype == DTYPES[takes]
+    assert config.generator.inference_engine.model_dtype == both.DTYPES[takes]
     assert planned(*words) == (messages, notes_of_decisions())
 
 
@@ -514,7 +506,9 @@ def test_servers_that_run_already_do_not_follow(shim: Any) -> None:
     shim(settings={"rollout": "follow"}, export=False)
     urls = "generator.inference_engine.external_server_urls=['http://a:1']"
     words = on_fsdp("fp16", "generator.inference_engine.external_proxy_url=http://a:2", urls)
-    config, messages = watched(lambda: validated(*words, "trainer.placement.colocate_all=false"))
+    config, messages = both.watched(
+        lambda: validated(*words, "trainer.placement.colocate_all=false")
+    )
     assert config.generator.inference_engine.model_dtype == "bfloat16"
     assert "if the servers that run already were started so" in messages[0]
 
@@ -526,7 +520,7 @@ def test_a_model_that_vllm_refuses_in_fp16(
     (tmp_path / "config.json").write_text('{"model_type": "gemma2"}', encoding="utf-8")
     words = (*on_fsdp("fp16", f"{KEY}=fp16", NO_REF), *_model(tmp_path))
     shim(export=False)
-    _, messages = watched(lambda: validated(*words))
+    _, messages = both.watched(lambda: validated(*words))
     assert len(messages) == 1
     assert "refuses to run gemma2 in fp16" in messages[0]
     assert planned(*words)[0] == messages
@@ -713,12 +707,12 @@ def test_the_delta_sync(
     half = dtype is torch.float16
     words = (*on_fsdp("fp16" if half else "bf16", NO_REF, *DELTA), f"{KEY}={name_of(dtype)}")
     shim(export=False)
-    config, messages = watched(lambda: validated(*words, *_model(base)))
+    config, messages = both.watched(lambda: validated(*words, *_model(base)))
     assert engine_dtype(config) == name_of_torch(dtype)
     assert planned(*words, *_model(base)) == (messages, notes_of_decisions())
     precision_shim.uninstall()
     shim(export=False)
-    found, in_worker = watched(lambda: received(base, weights, dtype, tmp_path))
+    found, in_worker = both.watched(lambda: received(base, weights, dtype, tmp_path))
     assert in_worker == messages
     once = {name: one.to(dtype) for name, one in weights.items()}
     arrived = {name: found[name].to(dtype) for name in weights}
@@ -750,7 +744,7 @@ def test_the_delta_sync_under_strict(
     from safetensors.torch import load_file
 
     weights = load_file(checkpoints["bfloat16"] / "model.safetensors")
-    _, messages = watched(
+    _, messages = both.watched(
         lambda: received(checkpoints["bfloat16"], weights, torch.float16, tmp_path)
     )
     assert len(messages) == 1

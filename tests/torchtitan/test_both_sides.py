@@ -18,16 +18,7 @@ import torch
 import precision_shim
 from precision_shim.errors import DtypeError
 
-from ..every_framework.both_sides import (
-    DTYPES,
-    FOLLOW,
-    BothSides,
-    Planned,
-    Sides,
-    StopError,
-    each_pair,
-    plan_of,
-)
+from ..every_framework import both_sides as both
 from ..processes.rank_server import Ranks
 from . import cpu
 from .test_pages import importable  # noqa: F401
@@ -87,7 +78,7 @@ def spawned(controller: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         pass
 
     async def stop_here(*args: Any, **more: Any) -> None:
-        raise StopError
+        raise both.StopError
 
     router = SimpleNamespace(spawn_procs=lambda **more: Mesh())
     monkeypatch.setattr(module, "this_host", lambda: router)
@@ -96,7 +87,7 @@ def spawned(controller: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         module, "ts", SimpleNamespace(initialize=stop_here, LocalRankStrategy=lambda: None)
     )
     mesh = Mesh()
-    with pytest.raises(StopError):
+    with pytest.raises(both.StopError):
         asyncio.run(controller.setup_async(trainer_mesh=mesh, generator_meshes=[mesh]))
     return mesh.spawned
 
@@ -109,10 +100,10 @@ def arguments(controller: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[str, st
 
     def engine_args(**kwargs: Any) -> None:
         engine.update(kwargs)
-        raise StopError
+        raise both.StopError
 
     stand_in_for_vllm(monkeypatch, engine_args)
-    with pytest.raises(StopError):
+    with pytest.raises(both.StopError):
         kind(*given, **more)
     return to_trainer["generator_dtype"], engine["dtype"]
 
@@ -137,7 +128,7 @@ def line(*words: str, recipe: tuple[str, ...] = RECIPE) -> tuple[str, ...]:
     return ("python", "-m", "torchtitan.experiments.rl.train", *recipe, *words)
 
 
-class Titan(Sides):
+class Titan(both.Sides):
     framework, model, key = "torchtitan", "policy", "generator.model_dtype"
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +154,7 @@ def sides(monkeypatch: pytest.MonkeyPatch) -> Titan:
     return Titan(monkeypatch)
 
 
-class TestBothSides(BothSides, Planned):
+class TestBothSides(both.BothSides, both.Planned):
     pass
 
 
@@ -171,14 +162,14 @@ class TestBothSides(BothSides, Planned):
 
 
 def test_the_default_follows(shim: Any, sides: Titan) -> None:
-    shim(settings=FOLLOW)
+    shim(settings=both.FOLLOW)
     found = sides.start(sides.job("fp16", ""))
     assert (found.told, sides.handed(found.made)) == ([], "float16")
     assert found.chosen["dtype keys"] == "generator.model_dtype: bfloat16 -> float16"
 
 
 def test_a_value_that_is_assigned_after_the_command_line_follows(shim: Any) -> None:
-    shim(settings=FOLLOW)
+    shim(settings=both.FOLLOW)
     config = parse(f"{TRAINER}=float16")
     config.generator.model_dtype = "BF16"
     control(config)
@@ -191,7 +182,7 @@ def test_a_value_that_is_assigned_after_the_command_line_follows(shim: Any) -> N
 @pytest.mark.parametrize("name", ["fp17", "auto", "fp8"])
 def test_a_wrong_name(shim: Any, capsys: pytest.CaptureFixture[str], name: str) -> None:
     """Launch and plan refuse a wrong name; ``auto`` is allowed if no trainer needs the dtype."""
-    (problem,) = plan_of(line(f"{GENERATOR}={name}"))["problems"]
+    (problem,) = both.plan_of(line(f"{GENERATOR}={name}"))["problems"]
     assert (problem["code"], problem["key"]) == ("dtype", "generator.model_dtype")
     shim()
     with pytest.raises((DtypeError, SystemExit)) as raised:
@@ -204,7 +195,7 @@ def test_a_wrong_name(shim: Any, capsys: pytest.CaptureFixture[str], name: str) 
 # -- the weights -------------------------------------------------------------------------------
 
 
-@each_pair
+@both.each_pair
 def test_the_weights_are_rounded_once(
     policy: Any, shim: Any, monkeypatch: pytest.MonkeyPatch, trainer: str, rollout: str
 ) -> None:
@@ -218,8 +209,8 @@ def test_the_weights_are_rounded_once(
 
     monkeypatch.setattr(module, "ts", SimpleNamespace(put_state_dict=put_state_dict))
     shim()
-    made = policy(DTYPES[trainer], generator_dtype=DTYPES[rollout])
-    held, dtype = made.model.state_dict(), getattr(torch, DTYPES[rollout])
+    made = policy(both.DTYPES[trainer], generator_dtype=both.DTYPES[rollout])
+    held, dtype = made.model.state_dict(), getattr(torch, both.DTYPES[rollout])
     buffers = {name for name, _ in made.model.named_buffers()}
     for turn in ("with the shim", "without it"):
         cpu.endpoint(made, "push_model_state_dict")

@@ -19,17 +19,7 @@ from packaging.version import Version
 import precision_shim
 from precision_shim.errors import DtypeError, PrecisionShimWarning, UnsupportedPrecisionError
 
-from ..every_framework.both_sides import (
-    DTYPES,
-    LOST,
-    BothSides,
-    Names,
-    Planned,
-    Sides,
-    each_setting,
-    of_plan,
-    plan_of,
-)
+from ..every_framework import both_sides as both
 from ..processes.rank_server import Ranks
 from ..processes.ray_cluster import drive
 from ..stand_ins.planted_engines import plant_choices
@@ -48,7 +38,7 @@ def side(role: str, dtype: str) -> list[str]:
     """The overrides that make a role on FSDP compute in a dtype."""
     place = f"actor_rollout_ref.{role}.fsdp_config"
     mixed = f"+{place}.mixed_precision.param_dtype={dtype}"
-    return [f"{place}.dtype={DTYPES[dtype]}"] if LEGACY else [mixed]
+    return [f"{place}.dtype={both.DTYPES[dtype]}"] if LEGACY else [mixed]
 
 
 def key_of(role: str) -> str:
@@ -86,7 +76,7 @@ class Started:
     config: Any
 
 
-class Verl(Sides):
+class Verl(both.Sides):
     """What verl's ``main`` does with a config before Ray starts."""
 
     framework, key, written = "verl", f"{ROLLOUT}.dtype", "bf16"
@@ -96,7 +86,7 @@ class Verl(Sides):
 
     def job(self, trainer: str, rollout: str, *more: str) -> Any:
         """The overrides, the folder of the configs, and the config's name."""
-        megatron = f"actor_rollout_ref.actor.megatron.dtype={DTYPES[trainer]}"
+        megatron = f"actor_rollout_ref.actor.megatron.dtype={both.DTYPES[trainer]}"
         words = [f"{self.key}={rollout}", f"{ROLLOUT}.name=vllm", *more]
         words += [megatron] if self.megatron else side("actor", trainer)
         return words, None, "ppo_megatron_trainer" if self.megatron else "ppo_trainer"
@@ -135,7 +125,7 @@ def off() -> Iterator[None]:
     precision_shim.uninstall()
 
 
-class TestBothSides(BothSides, Names, Planned):
+class TestBothSides(both.BothSides, both.Names, both.Planned):
     @pytest.fixture(params=["fsdp", "megatron"])
     def sides(self, request: pytest.FixtureRequest) -> Verl:
         return Verl(request.param)
@@ -151,17 +141,17 @@ def test_follow_replaces_what_stands_there(actor: str, written: str | None) -> N
     if written:
         words += [f"{ROLLOUT}.dtype={written}", *side("ref", written)]
     made = start(words, settings={"rollout": "follow"}, strict=True)
-    assert (made.rollout, made.told) == (DTYPES[actor], ())
+    assert (made.rollout, made.told) == (both.DTYPES[actor], ())
     keys = made.chosen.pop("dtype keys", "")
     assert made.chosen == dict.fromkeys(("ref", "rollout"), f"{actor}, as the actor")
     before = written or "bf16"
     assert bool(keys) is (actor != before)
     if keys:
-        assert OmegaConf.select(made.config, key_of("ref")) == DTYPES[actor]
+        assert OmegaConf.select(made.config, key_of("ref")) == both.DTYPES[actor]
         ref, rollout = keys.split("; ")
         assert ref.startswith(f"{key_of('ref')}: ")
-        assert ref.endswith(f" -> {DTYPES[actor]}")
-        assert rollout == f"{ROLLOUT}.dtype: {DTYPES[before]} -> {DTYPES[actor]}"
+        assert ref.endswith(f" -> {both.DTYPES[actor]}")
+        assert rollout == f"{ROLLOUT}.dtype: {both.DTYPES[before]} -> {both.DTYPES[actor]}"
 
 
 def test_follow_replaces_the_key_that_goes_over_the_rollouts() -> None:
@@ -256,7 +246,7 @@ def test_what_the_engine_keeps_in_fewer_bits(words: list[str], rounded: str) -> 
 
 
 def test_verls_own_defaults_have_no_unknown_key() -> None:
-    assert plan_of([*LINE, f"{ROLLOUT}.name=vllm"])["problems"] == []
+    assert both.plan_of([*LINE, f"{ROLLOUT}.name=vllm"])["problems"] == []
 
 
 def test_a_rollout_without_a_dtype_lets_the_engine_choose() -> None:
@@ -363,7 +353,7 @@ def test_delta_takes_no_fp16_and_the_driver_says_so() -> None:
     words.append(f"{ROLLOUT}.checkpoint_engine.backend=delta_sharded")
     with pytest.raises(UnsupportedPrecisionError, match="delta_sharded"):
         start(words)
-    ((problem,), _) = of_plan(["PRECISION_SHIM=1", *LINE, *words])
+    ((problem,), _) = both.of_plan(["PRECISION_SHIM=1", *LINE, *words])
     assert "delta_sharded" in problem
 
 
@@ -381,7 +371,7 @@ def test_a_job_without_a_rollout() -> None:
 
 
 @pytest.mark.slow
-@each_setting
+@both.each_setting
 def test_the_plan_says_the_same_of_the_reference_model(
     monkeypatch: pytest.MonkeyPatch, follow: bool
 ) -> None:
@@ -389,7 +379,7 @@ def test_the_plan_says_the_same_of_the_reference_model(
     monkeypatch.setenv("PRECISION_SHIM_ROLLOUT", setting)
     kl = "actor_rollout_ref.actor.use_kl_loss=true"
     words = [*side("actor", "fp16"), kl, f"{ROLLOUT}.dtype=bf16", f"{ROLLOUT}.name=vllm"]
-    problems, notes = of_plan([*LINE, *words])
+    problems, notes = both.of_plan([*LINE, *words])
     made = start(words, settings={"rollout": setting})
     assert problems == list(made.told)
     assert len(made.told) == (0 if follow else 2)
@@ -401,7 +391,7 @@ def test_the_plan_says_the_same_of_the_reference_model(
 @pytest.mark.parametrize("variable", ["PATH", "SET_IN_THE_JOB_ALONE"])
 def test_the_plan_names_a_key_that_it_cannot_resolve(variable: str) -> None:
     key = "trainer.project_name"
-    notes = plan_of([*LINE, f"{key}='${{oc.env:{variable}}}'"])["notes"]
+    notes = both.plan_of([*LINE, f"{key}='${{oc.env:{variable}}}'"])["notes"]
     found = [one for one in notes if one.startswith("not resolved on this machine")]
     assert [key in one for one in found] == [True] * (variable != "PATH")
 
@@ -482,8 +472,8 @@ def test_a_ray_actor_gets_what_the_driver_wrote(ray_drivers: Ranks, tmp_path: Pa
     for job, made in found.items():
         actor, rollout, setting = job.split()
         computes = actor if setting == "follow" else rollout
-        assert made["rollout"] == DTYPES[computes], job
+        assert made["rollout"] == both.DTYPES[computes], job
         assert made["named"] == ["wrapped"], job
         assert [f"Write {ROLLOUT}.dtype=float16" in one for one in made["told"]] == (
-            [True] * ((actor, computes) == LOST)
+            [True] * ((actor, computes) == both.LOST)
         ), job
