@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from precision_shim.precision.dtypes import name_of
+
 from ..every_framework.shim_warnings import ours
 from ..processes.commands import command
 
@@ -40,6 +42,10 @@ class Key:
     name: str
     good: Sequence[str] = DTYPES
     bad: Sequence[str] = WRONG
+
+
+SEEDS = ((1, 5), (2, 35))
+"""Seeds, and the number of configs that each of them draws."""
 
 
 @dataclass(frozen=True)
@@ -267,3 +273,35 @@ def hold(
     print(dict(ended))
     assert not wrong, f"{len(wrong)} of {sum(ended.values())} differ\n" + "\n".join(wrong)
     return ended
+
+
+def on_megatron(chunks: Any, optimizer: Any) -> Verdict:
+    """The verdict of a model and its optimizer on Megatron after a step on made-up gradients."""
+    import precision_shim
+
+    for chunk in chunks:
+        for buffer in chunk.buffers:
+            buffer.grad_data.normal_(std=1e-2)
+    optimizer.get_loss_scale()  # called whenever a loss is scaled
+    optimizer.step()
+    (computes,) = {one.dtype for chunk in chunks for one in chunk.parameters()}
+    return Verdict(
+        computes=name_of(computes),
+        scale=megatron_scale(optimizer),
+        held=of_audit(precision_shim.audit(chunks, optimizer).to_dict()),
+    )
+
+
+def agree(
+    drawn: Sequence[Drawn],
+    plan: Callable[[Drawn], Verdict],
+    look: Callable[[Drawn], Verdict],
+    **how: Any,
+) -> None:
+    """Compare the plan with workers that ``look`` builds; ``how``: further ones of ``by_worker``.
+
+    Raises:
+        AssertionError: they disagree, or all of many configs end in the same way.
+    """
+    workers = [by_worker(lambda one=one: look(one), one, **how) for one in drawn]
+    assert len(hold(drawn, plan, workers)) >= min(2, len(drawn))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,17 +13,8 @@ import precision_shim
 from precision_shim.precision.dtypes import name_of
 
 from ..every_framework.newest import on_the_newest
-from ..plan.verdicts import (
-    Drawn,
-    Key,
-    Verdict,
-    by_worker,
-    draw,
-    hold,
-    megatron_scale,
-    of_audit,
-    of_plan,
-)
+from ..plan import verdicts
+from ..plan.verdicts import SEEDS, Drawn, Key, Verdict, agree, by_worker, draw, of_audit, of_plan
 from .support import build, fsdp_worker, scaler_of
 
 pytestmark = [on_the_newest("skyrl"), pytest.mark.slow]
@@ -53,7 +44,6 @@ MEGATRON = (
     Key(f"{_POLICY}.optimizer_config.adam_betas", ("[0.9,0.95]",), ()),
     Key(f"{_BUCKET}.grad_reduce_in_fp32", _FLAG, ()),
 )
-SEEDS = [(1, 5), (2, 35)]
 
 
 def words_of(drawn: Drawn) -> list[str]:
@@ -84,33 +74,23 @@ def on_fsdp(drawn: Drawn, checkpoint: Path) -> Verdict:
 def on_megatron(drawn: Drawn, checkpoint: Path) -> Verdict:
     """The verdict of a policy worker on Megatron after one step on made-up gradients."""
     worker = build(checkpoint, *words_of(drawn))
-    for chunk in worker.actor_module:
-        for buffer in chunk.buffers:
-            buffer.grad_data.normal_(std=1e-2)
-    worker.optimizer.get_loss_scale()  # called whenever a loss is scaled
-    worker.optimizer.step()
-    (computes,) = {one.dtype for chunk in worker.actor_module for one in chunk.parameters()}
-    return Verdict(
-        computes=name_of(computes),
-        scale=megatron_scale(worker.optimizer),
-        held=of_audit(precision_shim.audit(worker.actor_module, worker.optimizer).to_dict()),
-    )
+    return verdicts.on_megatron(worker.actor_module, worker.optimizer)
 
 
 @pytest.mark.parametrize(("seed", "count"), SEEDS)
 def test_on_fsdp(cpu: None, checkpoints: dict[str, Path], seed: int, count: int) -> None:
-    drawn, model = draw(FSDP, seed, count), checkpoints["float32"]
-    workers = [by_worker(lambda one=one: on_fsdp(one, model), one) for one in drawn]
-    ended = hold(drawn, plan_of("fsdp"), workers)
-    assert len(ended) > 1, ended
+    model = checkpoints["float32"]
+    agree(draw(FSDP, seed, count), plan_of("fsdp"), lambda one: on_fsdp(one, model))
 
 
 @pytest.mark.parametrize(("seed", "count"), SEEDS)
 def test_on_megatron(fused_adam: str, checkpoints: dict[str, Path], seed: int, count: int) -> None:
-    drawn, model = draw(MEGATRON, seed, count), checkpoints["bfloat16"]
-    workers = [by_worker(lambda one=one: on_megatron(one, model), one) for one in drawn]
-    ended = hold(drawn, plan_of("megatron", "--transformer-engine", fused_adam), workers)
-    assert len(ended) > 1, ended
+    hold_on_megatron(draw(MEGATRON, seed, count), fused_adam, checkpoints["bfloat16"])
+
+
+def hold_on_megatron(drawn: Sequence[Drawn], version: str, model: Path) -> None:
+    plan = plan_of("megatron", "--transformer-engine", version)
+    agree(drawn, plan, lambda one: on_megatron(one, model))
 
 
 @pytest.mark.parametrize(
@@ -130,8 +110,7 @@ def test_an_fp32_model_with_the_precision_aware_optimizer(
     kwargs = {"use_precision_aware_optimizer": "true", **more}
     written = {f"{_KWARGS}.{name}": value for name, value in kwargs.items()}
     one = Drawn({"trainer.bf16": "false", **written}, {})
-    worker = by_worker(lambda: on_megatron(one, checkpoints["bfloat16"]), one)
-    hold([one], plan_of("megatron", "--transformer-engine", fused_adam), [worker])
+    hold_on_megatron([one], fused_adam, checkpoints["bfloat16"])
 
 
 @pytest.mark.parametrize(
@@ -162,8 +141,7 @@ def test_numbers_and_flags_on_megatron(
     fused_adam: str, checkpoints: dict[str, Path], written: dict[str, str]
 ) -> None:
     one = Drawn({**written, f"{_POLICY}.model.path": str(checkpoints["bfloat16"])})
-    worker = by_worker(lambda: on_megatron(one, checkpoints["bfloat16"]), one)
-    hold([one], plan_of("megatron", "--transformer-engine", fused_adam), [worker])
+    hold_on_megatron([one], fused_adam, checkpoints["bfloat16"])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import precision_shim
 from precision_shim.precision.dtypes import name_of
 
-from ..plan.verdicts import Drawn, Key, Verdict, by_worker, draw, hold, of_audit, of_plan
+from ..plan.verdicts import SEEDS, Drawn, Key, Verdict, agree, draw, of_audit, of_plan
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +22,6 @@ KEYS = (
     Key("training.mixed_precision_param", ("float16", "fp16", "half"), ()),
     Key("training.mixed_precision_reduce"),
 )
-SEEDS = [(1, 5), (2, 35)]
 MODULE = """
 from tests.torchtitan import cpu
 
@@ -76,8 +75,5 @@ def test_on_fsdp(
 ) -> None:
     (tmp_path / "a_tiny_job.py").write_text(MODULE.format(folder=str(tmp_path)))
     monkeypatch.syspath_prepend(tmp_path)
-    drawn = draw(KEYS, seed, count)
-    workers = [by_worker(lambda one=one: on_fsdp(one), one) for one in drawn]
     words = ("torchrun", "--nproc-per-node=1", "-m", "torchtitan.train")
-    ended = hold(drawn, lambda one: of_plan([*words, *arguments(one)], one), workers)
-    assert len(ended) > 1, ended
+    agree(draw(KEYS, seed, count), lambda one: of_plan([*words, *arguments(one)], one), on_fsdp)

@@ -8,18 +8,14 @@ from pathlib import Path
 
 import pytest
 
-import precision_shim
-from precision_shim.precision.dtypes import name_of
-
 from ..every_framework.newest import on_the_newest
-from ..plan.verdicts import Drawn, Verdict, by_worker, draw, hold, megatron_scale, of_audit, of_plan
+from ..plan import verdicts
+from ..plan.verdicts import SEEDS, Drawn, Verdict, agree, draw, hold, of_plan
 from ..processes.rank_server import Ranks, rank_server
 from .support import CPU_FIELDS
 from .verdict_lines import ACTOR, FSDP, MEGATRON, ON_FSDP, ON_MEGATRON, actor_of, line
 
 pytestmark = [on_the_newest("verl"), pytest.mark.slow]
-
-SEEDS = [(1, 5), (2, 37)]
 
 
 def plan_of(*more: str, version: str = "") -> Callable[[Drawn], Verdict]:
@@ -43,24 +39,13 @@ def on_megatron(drawn: Drawn, checkpoint: Path) -> Verdict:
         checkpoint_config=CheckpointConfig(save_contents=[], load_contents=[]),
     )
     engine.initialize()
-    for chunk in engine.module:
-        for buffer in chunk.buffers:
-            buffer.grad_data.normal_(std=1e-2)
-    engine.optimizer.get_loss_scale()  # called whenever a loss is scaled
-    engine.optimizer.step()
-    return Verdict(
-        computes=name_of(engine.param_dtype),
-        scale=megatron_scale(engine.optimizer),
-        held=of_audit(precision_shim.audit(engine.module, engine.optimizer).to_dict()),
-    )
+    return verdicts.on_megatron(engine.module, engine.optimizer)
 
 
 @pytest.mark.parametrize(("seed", "count"), SEEDS)
 def test_on_megatron(fused_adam: str, checkpoint: Path, seed: int, count: int) -> None:
-    drawn = draw(MEGATRON, seed, count)
-    workers = [by_worker(lambda one=one: on_megatron(one, checkpoint), one) for one in drawn]
-    ended = hold(drawn, plan_of(*ON_MEGATRON, version=fused_adam), workers)
-    assert len(ended) > 1, ended
+    plan = plan_of(*ON_MEGATRON, version=fused_adam)
+    agree(draw(MEGATRON, seed, count), plan, lambda one: on_megatron(one, checkpoint))
 
 
 _STATES = f"{ACTOR}.optim.override_optimizer_config"
@@ -91,11 +76,10 @@ def test_names_where_they_are_not_coerced(
     out: dict[str, str],
 ) -> None:
     drawn = Drawn(written)
-    named = "FusedAdam .* must be one of"
-    worker = by_worker(lambda: on_megatron(drawn, checkpoint), drawn, named=named, **out)
     for name, value in out.items():
         monkeypatch.setenv(f"PRECISION_SHIM_{name.upper()}", value)
-    hold([drawn], plan_of(*ON_MEGATRON, version=fused_adam), [worker])
+    plan, named = plan_of(*ON_MEGATRON, version=fused_adam), "FusedAdam .* must be one of"
+    agree([drawn], plan, lambda one: on_megatron(one, checkpoint), named=named, **out)
 
 
 @pytest.fixture(scope="module")
@@ -133,5 +117,5 @@ def test_numbers_and_flags_on_megatron(
     fused_adam: str, checkpoint: Path, written: dict[str, str]
 ) -> None:
     drawn = Drawn({f"{_STATES}.{key}": value for key, value in written.items()})
-    worker = by_worker(lambda: on_megatron(drawn, checkpoint), drawn)
-    hold([drawn], plan_of(*ON_MEGATRON, version=fused_adam), [worker])
+    plan = plan_of(*ON_MEGATRON, version=fused_adam)
+    agree([drawn], plan, lambda one: on_megatron(one, checkpoint))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,8 @@ from precision_shim_tools.plan.command import Options, read_launch_line
 from precision_shim_tools.plan.nemo_rl import load
 
 from ...every_framework.newest import on_the_newest
-from ...plan.verdicts import (
-    Drawn,
-    Key,
-    Verdict,
-    by_worker,
-    draw,
-    hold,
-    megatron_scale,
-    of_audit,
-    of_plan,
-)
+from ...plan import verdicts
+from ...plan.verdicts import SEEDS, Drawn, Key, Verdict, agree, draw, of_audit, of_plan
 from ..cpu import nemo_rl_on_cpu
 from ..support import actor_class, make_worker, scaler_of
 from ..support import policy_config as dtensor_config
@@ -65,7 +56,6 @@ MEGATRON = (
 )
 NAMED = r"^KeyError: ('[\w.]*'|True|None)$|FusedAdam .* must be one of"
 """NeMo-RL looks names of dtypes up in dicts, and FusedAdam refuses names that are no dtypes."""
-SEEDS = [(1, 6), (2, 30)]
 
 
 def words_of(drawn: Drawn, file: Path) -> list[str]:
@@ -111,17 +101,7 @@ def on_megatron(drawn: Drawn, file: Path, folder: Path) -> Verdict:
             support.convert(section, folder)
         worker = support.worker(section, init_reference_model=False)
         chunks = worker.model if isinstance(worker.model, list) else [worker.model]
-        for chunk in chunks:
-            for buffer in chunk.buffers:
-                buffer.grad_data.normal_(std=1e-2)
-        worker.optimizer.get_loss_scale()  # called whenever a loss is scaled
-        worker.optimizer.step()
-        (computes,) = {one.dtype for chunk in chunks for one in chunk.parameters()}
-        return Verdict(
-            computes=name_of(computes),
-            scale=megatron_scale(worker.optimizer),
-            held=of_audit(precision_shim.audit(chunks, worker.optimizer).to_dict()),
-        )
+        return verdicts.on_megatron(chunks, worker.optimizer)
 
 
 def plan_of(file: Path, *options: str) -> Callable[[Drawn], Verdict]:
@@ -131,23 +111,23 @@ def plan_of(file: Path, *options: str) -> Callable[[Drawn], Verdict]:
 @pytest.mark.parametrize(("seed", "count"), SEEDS)
 def test_on_dtensor(model: Path, tmp_path: Path, seed: int, count: int) -> None:
     file = written(dtensor_config(model, "bfloat16", "v2"), tmp_path)
-    drawn = draw(DTENSOR, seed, count)
-    workers = [by_worker(lambda one=one: on_dtensor(one, file), one, named=NAMED) for one in drawn]
-    ended = hold(drawn, plan_of(file), workers)
-    assert len(ended) > 1, ended
+    plan = plan_of(file)
+    agree(draw(DTENSOR, seed, count), plan, lambda one: on_dtensor(one, file), named=NAMED)
 
 
 @pytest.mark.parametrize(("seed", "count"), SEEDS)
 def test_on_megatron(
     cpu: None, fused_adam: str, model: Path, tmp_path: Path, seed: int, count: int
 ) -> None:
-    file = written(support.policy_config(model), tmp_path)
-    drawn, folder = draw(MEGATRON, seed, count), tmp_path / "converted"
-    workers = [
-        by_worker(lambda one=one: on_megatron(one, file, folder), one, named=NAMED) for one in drawn
-    ]
-    ended = hold(drawn, plan_of(file, "--transformer-engine", fused_adam), workers)
-    assert len(ended) > 1, ended
+    hold_on_megatron(draw(MEGATRON, seed, count), fused_adam, model, tmp_path, named=NAMED)
+
+
+def hold_on_megatron(
+    drawn: Sequence[Drawn], version: str, model: Path, folder: Path, **how: Any
+) -> None:
+    file, converted = written(support.policy_config(model), folder), folder / "converted"
+    plan = plan_of(file, "--transformer-engine", version)
+    agree(drawn, plan, lambda one: on_megatron(one, file, converted), **how)
 
 
 _AWARE = {f"{_OPTIMIZER}.use_precision_aware_optimizer": "true"}
@@ -173,12 +153,9 @@ def test_names_where_they_are_not_coerced(
     names: dict[str, str],
     out: dict[str, str],
 ) -> None:
-    drawn, file = Drawn(names), written(support.policy_config(model), tmp_path)
-    folder = tmp_path / "converted"
-    worker = by_worker(lambda: on_megatron(drawn, file, folder), drawn, named=NAMED, **out)
     for name, value in out.items():
         monkeypatch.setenv(f"PRECISION_SHIM_{name.upper()}", value)
-    hold([drawn], plan_of(file, "--transformer-engine", fused_adam), [worker])
+    hold_on_megatron([Drawn(names)], fused_adam, model, tmp_path, named=NAMED, **out)
 
 
 @pytest.mark.parametrize(
@@ -194,6 +171,4 @@ def test_names_where_they_are_not_coerced(
 def test_numbers_and_flags_on_megatron(
     cpu: None, fused_adam: str, model: Path, tmp_path: Path, names: dict[str, str]
 ) -> None:
-    drawn, file = Drawn(names), written(support.policy_config(model), tmp_path)
-    worker = by_worker(lambda: on_megatron(drawn, file, tmp_path / "converted"), drawn)
-    hold([drawn], plan_of(file, "--transformer-engine", fused_adam), [worker])
+    hold_on_megatron([Drawn(names)], fused_adam, model, tmp_path)
