@@ -100,6 +100,7 @@ class Worker(Contract):
         """The server that forks the worker's process; ``None`` to start a new Python."""
         return None
 
+    @pytest.mark.slow
     def test_status_of_a_worker(
         self, server: Ranks | None, tmp_path: Path, request: pytest.FixtureRequest
     ) -> None:

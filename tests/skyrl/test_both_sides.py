@@ -526,6 +526,7 @@ def test_a_model_that_vllm_refuses_in_fp16(
     assert planned(*words)[0] == messages
 
 
+@pytest.mark.slow
 @since_0_4
 def test_the_plan_names_a_package_that_skyrls_loader_lacks() -> None:
     line = ["plan", "--parameters", "1M", "--", "python3", "-m", ENTRY, "trainer.strategy=fsdp2"]
