@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 import precision_shim
 from precision_shim.errors import InconsistentPrecisionError, PrecisionShimWarning
 
+from ..every_framework.shim_warnings import ours
 from . import builds
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -119,11 +119,9 @@ def test_optimizers_that_others_make(shim: Any) -> None:
 
 def test_a_problem_warns_once(shim: Any) -> None:
     shim()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with ours() as said:
         builds.step(*builds.make(LYING))
-    ours = [one for one in caught if one.category is PrecisionShimWarning]
-    assert ["main-grads-dtype" in str(one.message) for one in ours] == [True]
+    assert ["main-grads-dtype" in one for one in said] == [True]
 
 
 def test_strict_raises(shim: Any) -> None:
@@ -153,12 +151,11 @@ def test_what_the_user_wrote_does_not_raise(shim: Any) -> None:
         own(self, *args, **kwargs)
         compared_with[self] = torch.float32
 
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with pytest.MonkeyPatch.context() as patch, ours() as said:
         patch.setattr(DistributedDataParallel, "__init__", note)
         made = builds.make(LYING)
     assert made
-    assert any("main-grads-dtype" in str(one.message) for one in caught)
+    assert any("main-grads-dtype" in one for one in said)
     assert [one.ok for one in precision_shim.status().audit] == [False]
 
 
@@ -188,12 +185,11 @@ def notes_on_files() -> list[str]:
 def test_a_directory_that_cannot_be_written_is_one_warning_with_a_remedy(shim: Any) -> None:
     """``/proc/self`` acts as a read-only mount, because Linux lets nobody create a file there."""
     shim(settings={"audit_dir": "/proc/self"})
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with ours() as said:
         several = [builds.make(HONEST) for _ in range(2)]
         for made in several:
             builds.step(*made)
-    (told,) = [str(one.message) for one in caught if one.category is PrecisionShimWarning]
+    (told,) = said
     assert told.startswith("PRECISION_SHIM_AUDIT_DIR=/proc/self: the audit was not written: ")
     assert ".audit-" not in told, "the name of a temporary file, another one each time"
     assert "Set PRECISION_SHIM_AUDIT_DIR to a directory that every rank may write to" in told

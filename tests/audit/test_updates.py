@@ -24,6 +24,7 @@ from precision_shim_tools.testing import FusedAdam
 from precision_shim_tools.updates import lost, sampling
 from precision_shim_tools.updates.measuring import Meter
 
+from ..every_framework.shim_warnings import ours
 from .updates_reference import Reference, hold
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -72,6 +73,15 @@ def model_of(dtype: torch.dtype = BF16, width: int = 32) -> Any:
     return torch.nn.Sequential(
         torch.nn.Linear(16, width), torch.nn.GELU(), torch.nn.Linear(width, 4)
     ).to(dtype)
+
+
+def watched(
+    dtype: torch.dtype = BF16, make: Make | None = None, every: int = 1
+) -> tuple[Any, Any, precision_shim.UpdateWatch]:
+    """A model, its optimizer, and the meter that watches them."""
+    model = model_of(dtype)
+    optimizer = (make or adamw())(model.parameters())
+    return model, optimizer, precision_shim.watch_updates(model, optimizer, every=every)
 
 
 def groups_of(model: Any) -> list[dict[str, Any]]:
@@ -127,9 +137,7 @@ def test_what_it_is_for() -> None:
     shares = {}
     for name in ("pure bf16 AdamW", "remainders", "fp32 masters", "fp32 parameters"):
         dtype, make = TRAININGS[name]
-        model = model_of(dtype)
-        optimizer = make(model.parameters())
-        watch = precision_shim.watch_updates(model, optimizer, every=5)
+        model, optimizer, watch = watched(dtype=dtype, make=make, every=5)
         train(model, optimizer, 11)
         shares[name] = watch.metrics()
     pure = shares.pop("pure bf16 AdamW")
@@ -289,9 +297,7 @@ def test_the_other_rules_against_their_optimizers_in_fp64() -> None:
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, maximize=True),
     ]
     for make in cases:
-        model = model_of(FP64)
-        optimizer = make(model.parameters())
-        watch = precision_shim.watch_updates(model, optimizer, every=1)
+        model, optimizer, watch = watched(dtype=FP64, make=make)
         rule = Rule(optimizer)
         (group,) = optimizer.param_groups
         for step in range(3):
@@ -385,9 +391,7 @@ def test_what_has_not_arrived_is_not_waited_for(monkeypatch: pytest.MonkeyPatch)
         return replace(compare(self, *args), event=event)
 
     monkeypatch.setattr(Meter, "_compare", on_a_device)
-    model = model_of()
-    optimizer = adamw()(model.parameters())
-    watch = precision_shim.watch_updates(model, optimizer, every=1)
+    model, optimizer, watch = watched()
     train(model, optimizer, 4)
     assert watch.figures() == []
     event.there = True
@@ -476,9 +480,7 @@ def test_a_learning_rate_of_zero_loses_nothing() -> None:
 
 
 def test_a_step_that_becomes_a_graph_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of()
-    optimizer = adamw()(model.parameters())
-    watch = precision_shim.watch_updates(model, optimizer, every=1)
+    model, optimizer, watch = watched()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     train(model, optimizer, 3)
@@ -547,10 +549,8 @@ def test_a_warning_names_group_rate_and_remedy_once() -> None:
     model = model_of()
     optimizer = adamw(lr=7e-6)(groups_of(model))  # no other test warns at this rate
     precision_shim.watch_updates(model, optimizer, every=1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with ours() as said:
         train(model, optimizer, 6)
-    said = [str(one.message) for one in caught if one.category is PrecisionShimWarning]
     weights = next(one for one in said if "parameter group 0" in one)
     assert "(lr 7e-06)" in weights
     assert "stored weights (bf16)" in weights
@@ -589,9 +589,7 @@ def test_an_optimizer_with_a_rule_of_its_own_gets_a_sentence() -> None:
 
 
 def test_what_goes_wrong_costs_the_meter_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of()
-    optimizer = adamw()(model.parameters())
-    watch = precision_shim.watch_updates(model, optimizer, every=1)
+    model, optimizer, watch = watched()
 
     def fail(*_: Any) -> Any:
         raise RuntimeError("out of luck")
@@ -610,9 +608,7 @@ def hooks(optimizer: Any) -> int:
 
 
 def test_uninstall_and_remove_take_the_hooks_out() -> None:
-    model = model_of()
-    optimizer = adamw()(model.parameters())
-    watch = precision_shim.watch_updates(model, optimizer, every=1)
+    model, optimizer, watch = watched()
     assert hooks(optimizer) == 2
     calls: list[int] = []
     optimizer.register_step_post_hook(lambda *_: calls.append(1))

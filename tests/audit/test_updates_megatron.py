@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +13,8 @@ import torch
 
 import precision_shim
 from precision_shim.auditing import meters
-from precision_shim.errors import PrecisionShimWarning
 
+from ..every_framework.shim_warnings import ours
 from . import builds
 from .updates_reference import Reference, hold
 
@@ -136,16 +135,11 @@ def test_by_the_setting(shim: Any, tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_a_loss_of_most_warns_and_is_noted(shim: Any) -> None:
     shim(watch_updates=1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with ours() as told:
         chunks, optimizer = builds.make(slow(BUILDS["no masters"][0], lr=8e-6))  # warned of once
         for _ in range(4):
             builds.step(chunks, optimizer)
-    said = [
-        text
-        for one in caught
-        if one.category is PrecisionShimWarning and "rounded away" in (text := str(one.message))
-    ]
+    said = [text for text in told if "rounded away" in text]
     groups = {text.partition("parameter group ")[2][0] for text in said}
     assert len(said) == len(groups) >= 1
     assert all("(lr 8e-06)" in one and "megatron-core" in one for one in said)

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 import precision_shim
-from precision_shim.errors import PrecisionShimWarning
 from precision_shim.scaling import FILE_NAME, LossScaler
 from precision_shim_adapters.roll import adapter
 
 from ..every_framework.checkpoint_doctor import ask
+from ..every_framework.shim_warnings import ours
 from ..every_framework.taken_out import refused_whole
 from .driving import OVERFLOW
 from .sharded import Trainer
@@ -70,11 +70,9 @@ def test_with_lora_the_base_model_is_loaded_as_before(on: On, tmp_path: Path) ->
 def test_bf16_weights_without_masters(on: On, tmp_path: Path, dtype: str | None) -> None:
     """ROLL stores the parameters in ``param_dtype``, and without that key in fp32."""
     on()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with ours() as said:
         trainer = Trainer.of(tmp_path, dtype, training_args={"learning_rate": 1e-6})
         trainer.step(0)
-    said = [str(one.message) for one in caught if one.category is PrecisionShimWarning]
     told = r"no-master \(.* 0 of the 8 bits .*leave actor_train\.strategy_args.*param_dtype out"
     assert [bool(re.search(told, line)) for line in said] == [True] * bool(dtype)
     (audit,) = precision_shim.status().audit

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-import warnings
 from typing import Any
 
 import pytest
@@ -17,8 +16,8 @@ import ray
 from skyrl.train.entrypoints import main_base
 
 import precision_shim
-from precision_shim.errors import PrecisionShimWarning
 from tests.every_framework.both_sides import PAIRS
+from tests.every_framework.shim_warnings import ours
 from tests.skyrl.test_both_sides import KEY, on_fsdp
 from tests.skyrl.vllm_names import engine_dtype, put_in_place
 
@@ -58,13 +57,11 @@ def run(policy: str, rollout: str, setting: str) -> dict[str, Any]:
     precision_shim.uninstall()
     precision_shim.install(frameworks=["skyrl"], settings={"rollout": setting}, export=False)
     sys.argv = ["main_base", *words]
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", PrecisionShimWarning)
+    with ours() as told:
         main_base.main()
     main_base.initialize_ray = lambda config: None  # one cluster for all jobs
     found: dict[str, Any] = ray.get(Entry.answer)
-    found["told"] = [str(one.message) for one in told if one.category is PrecisionShimWarning]
-    return found
+    return {**found, "told": told}
 
 
 def main() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from precision_shim.errors import PrecisionShimWarning
 
 from ..every_framework.checkpoint_doctor import FP16 as FP16_JOB
 from ..every_framework.checkpoint_doctor import ask, verdict
+from ..every_framework.shim_warnings import ours
 from ..processes.kill_points import kill_points
 from .support import batch, fsdp_worker, metrics_of, scaler_of
 
@@ -314,10 +314,8 @@ def test_killed_between_two_files_of_a_save_over_an_old_one(
     outcomes = []
     for place in points:
         told = verdict(place, "skyrl")
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with ours() as said:
             again.load_checkpoint(str(place))
-        said = [str(one.message) for one in caught if one.category is PrecisionShimWarning]
         assert told == ("starts anew" if said else "exact")
         assert all("is of another save than the files beside it" in line for line in said)
         outcomes.append("told" if said else ["old", "new"][states.index(state(again))])

@@ -15,6 +15,7 @@ import hashlib
 import importlib
 from typing import Any
 
+from ..every_framework.shim_warnings import ours
 from ..processes import forks
 from ..processes.rank_server import Launch
 from . import cpu
@@ -36,23 +37,20 @@ def run(launch: Launch) -> Any:
     """Build a trainer, load, train, save; returns the results."""
     if launch.case == "tests":
         return forks.tests(launch)
-    import warnings
 
     import precision_shim
-    from precision_shim.errors import PrecisionShimError, PrecisionShimWarning
+    from precision_shim.errors import PrecisionShimError
 
     given = dict(launch.options)
     if given.get("on", True):
         precision_shim.install(settings={**SETTINGS, **given.get("settings", {})})
     cpu.enter(launch.world, launch.rank, launch.store)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with ours() as warned:
         try:
             found = _train(launch, given)
         except (PrecisionShimError, *_theirs()) as error:
             found = {"error": f"{type(error).__name__}: {error}"}
-    ours = (one for one in caught if issubclass(one.category, PrecisionShimWarning))
-    found["warned"] = [str(one.message) for one in ours]
+    found["warned"] = warned
     found["decisions"] = [one.chosen for one in precision_shim.status().decisions]
     return found
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
 import precision_shim
-from precision_shim.errors import PrecisionShimWarning
 
+from ..every_framework.shim_warnings import ours
 from . import cpu
 from .test_pretraining import train
 
@@ -59,11 +58,9 @@ def test_training_in_bfloat16_states(pretrainer: Any, shim: Any, tmp_path: Path)
         config = cpu.trainer_config(tmp_path, "bfloat16", training={"dtype": "bf16"})
         options = {"betas": (0.9, 0.999), "lr": lr}
         config.optimizer.param_groups[0].optimizer_kwargs.update(options)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
+        with ours() as told:
             trainer = pretrainer(config=config)
             train(trainer, 1)
-        told = [str(one.message) for one in said if one.category is PrecisionShimWarning]
         audit = precision_shim.status().audit[-1]
         codes = [{one.code for one in some} for some in (audit.problems, audit.notes)]
         found[lr] = (*codes, len(told), all("training.dtype=float32" in one for one in told))

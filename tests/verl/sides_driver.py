@@ -8,15 +8,14 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any
 
 import ray
 
 import precision_shim
-from precision_shim.errors import PrecisionShimWarning
 from tests.every_framework.both_sides import PAIRS
+from tests.every_framework.shim_warnings import ours
 from tests.verl.test_both_sides import ROLLOUT, composed, side
 
 CLUSTER = tempfile.mkdtemp(prefix="ray", dir="/tmp")
@@ -62,13 +61,11 @@ def run(folder: Path, actor: str, rollout: str, setting: str) -> dict[str, Any]:
     from verl.trainer.main_ppo import run_ppo
     from verl.utils.device import auto_set_device  # after install(), to get the wrapper
 
-    with composed(words) as config, warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", PrecisionShimWarning)
+    with composed(words) as config, ours() as told:
         auto_set_device(config)
         run_ppo(config, task_runner_class=Runner)
     found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
-    found["told"] = [str(one.message) for one in told if one.category is PrecisionShimWarning]
-    return found
+    return {**found, "told": told}
 
 
 def main() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
 
 import precision_shim
-from precision_shim.errors import PrecisionShimWarning
+
+from ...every_framework.shim_warnings import ours
 
 
 @pytest.mark.parametrize(
@@ -26,14 +26,11 @@ def test_what_the_config_wrote_warns_once_and_raises_nowhere(
     worker: Any, shim: Any, precision: str, config: dict[str, Any], codes: list[str]
 ) -> None:
     shim(features=["audit"], strict=True)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with worker(precision, **config):
-            (audit,) = precision_shim.status().audit
+    with ours() as said, worker(precision, **config):
+        (audit,) = precision_shim.status().audit
     assert (audit.framework, audit.subject) == ("nemo-rl", "policy")
     assert [one.code for one in audit.problems] == codes
-    ours = [str(one.message) for one in caught if one.category is PrecisionShimWarning]
     for code in codes:
-        assert sum(code in one for one in ours) == 1, ours
-    assert len(ours) == len(codes)
+        assert sum(code in one for one in said) == 1, said
+    assert len(said) == len(codes)
     assert not precision_shim.status().decisions
