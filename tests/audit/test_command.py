@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from precision_shim.auditing import files
 from precision_shim.auditing.ranks import numbers
 from precision_shim.auditing.record import COMPONENTS, Audit, AuditComponent, AuditPart, Finding
 
-from ..processes.commands import Ended, command
+from ..processes.commands import Ended, command, python
 
 WORLD = 200
 _DTYPES = {"params": "bf16", "grad_buckets": "bf16", "master": "int16"}
@@ -173,9 +171,7 @@ def test_it_needs_no_torch(tmp_path: Path) -> None:
         "from precision_shim_tools.cli import main\n"
         f"main(['audit', {str(tmp_path)!r}])\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, check=False
-    )
+    done = python("-c", source)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -2,11 +2,10 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+
+from ..processes.commands import python
 
 real = pytest.mark.skipif(
     importlib.util.find_spec("verl") is None or importlib.util.find_spec("megatron") is None,
@@ -16,14 +15,8 @@ real = pytest.mark.skipif(
 
 def demo(folder, *arguments, **variables):
     """Run the demo as a user does; returns the ended process, and result.json if it exists."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PRECISION_SHIM")}
-    ended = subprocess.run(
-        [sys.executable, "-m", "precision_shim", "demo", "--output", str(folder), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**environment, "COLUMNS": "80", **variables},
-    )
+    words = ("demo", "--output", folder, *arguments)
+    ended = python("-m", "precision_shim", *words, COLUMNS="80", **variables)
     return ended, result_in(folder)
 
 

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from ..processes.commands import python
+
 _HIDE = """
 import sys
 class Hide:
@@ -16,19 +18,6 @@ sys.meta_path.insert(0, Hide())
 """
 _MAIN = "from precision_shim_tools.cli import main; main()"
 _WITHOUT_RICH = _HIDE.format(hidden=["rich"]) + _MAIN
-
-
-def python(
-    code: str, *arguments: str, environment: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("PRECISION_SHIM")}
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**clean, **(environment or {})},
-    )
 
 
 @pytest.mark.parametrize(
@@ -47,13 +36,13 @@ def python(
     ids=" ".join,
 )
 def test_only_the_demo_needs_more_than_the_base_install(arguments):
-    ended = python(_WITHOUT_RICH, *arguments)
+    ended = python("-c", _WITHOUT_RICH, *arguments)
     assert ended.returncode == 0, ended.stderr
     assert "Traceback" not in ended.stderr
 
 
 def test_the_demo_names_what_to_install_in_one_line():
-    ended = python(_WITHOUT_RICH, "demo")
+    ended = python("-c", _WITHOUT_RICH, "demo")
     assert ended.returncode == 2
     assert ended.stdout == ""
     (line,) = ended.stderr.splitlines()
@@ -80,7 +69,7 @@ def test_the_demo_names_what_to_install_in_one_line():
     ],
 )
 def test_wrong_usage_is_status_2_on_stderr(arguments, message):
-    ended = python(_MAIN, *arguments)
+    ended = python("-c", _MAIN, *arguments)
     assert ended.returncode == 2
     assert ended.stdout == ""
     assert message in ended.stderr
@@ -97,7 +86,7 @@ def test_wrong_usage_is_status_2_on_stderr(arguments, message):
     ],
 )
 def test_a_bad_value_of_an_option_names_the_option(option, value, message):
-    ended = python(_MAIN, "run", option, value, "--", sys.executable, "-c", "print('ran')")
+    ended = python("-c", _MAIN, "run", option, value, "--", sys.executable, "-c", "print('ran')")
     assert (ended.returncode, ended.stdout) == (2, "")
     assert f"precision-shim run: {message}" in ended.stderr
 
@@ -116,7 +105,7 @@ def test_a_bad_value_of_an_option_names_the_option(option, value, message):
 )
 def test_every_command_objects_to_a_variable_that_there_is_not(arguments):
     environment = {"PRECISION_SHIM_OPTIMISER_STATES": "as-configured"}
-    ended = python(_MAIN, *arguments, environment=environment)
+    ended = python("-c", _MAIN, *arguments, **environment)
     told = " ".join((ended.stdout if arguments == ["doctor"] else ended.stderr).split())
     assert ended.returncode == (1 if arguments == ["doctor"] else 2)
     assert (
@@ -161,7 +150,7 @@ _TELL = "import os, sys; print(sys.argv[1:], os.environ.get('PRECISION_SHIM_FEAT
 )
 def test_a_value_may_begin_with_a_dash_and_the_command_keeps_its_own_options(options, features):
     theirs = ["--help", "--", "--set", "a=b", "--features", "-x"]
-    ended = python(_MAIN, "run", *options, sys.executable, "-c", _TELL, *theirs)
+    ended = python("-c", _MAIN, "run", *options, sys.executable, "-c", _TELL, *theirs)
     assert ended.returncode == 0, ended.stderr
     assert str(theirs) in ended.stdout
     assert f" {features}" in ended.stdout
@@ -177,5 +166,5 @@ def test_help_and_version_import_neither_torch_nor_a_framework():
         "assert not heavy, heavy"
     )
     for arguments in (["--help"], ["--version"], ["demo", "--help"], ["run", "--help"]):
-        ended = python(code, *arguments)
+        ended = python("-c", code, *arguments)
         assert ended.returncode == 0, ended.stderr

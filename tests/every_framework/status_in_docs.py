@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 
 import precision_shim
 
+from ..processes.commands import python
 from ..processes.rank_server import Ranks
 
 ROOT = Path(__file__).parents[2]
@@ -60,14 +60,7 @@ def of_a_worker(script: Path, folder: Path, ranks: Ranks | None = None) -> str:
         ranks("tests", world=1, arguments=options, environment=environment, cwd=str(ROOT))
         said = ranks.said[0]
     else:
-        ended = subprocess.run(
-            [sys.executable, "-m", "pytest", *options],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        ended = python("-m", "pytest", *options, cwd=ROOT, **{_FILE: str(file)})
         said = ended.stdout + ended.stderr
     assert file.exists(), said
     return file.read_text(encoding="utf-8")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
 import zipfile
 from importlib import metadata
 from importlib.util import find_spec
@@ -18,6 +16,8 @@ from precision_shim.process.framework import Adapter
 from precision_shim.process.registry import entries, load
 from precision_shim_tools.cli._against import installed_digests
 from precision_shim_tools.upstream.record import add
+
+from ..processes.commands import python
 
 HOW = "python tests/environments/record_symbols.py, or here: precision-shim doctor --record"
 
@@ -68,14 +68,8 @@ def hold_as_a_wheel(framework: str, folder: Path) -> None:
                     text = file.read_text(encoding="utf-8")
                     planted = f"raise SystemExit('executed {file.name}')\n{text}"
                     made.writestr(f"{package}/{file.relative_to(place).as_posix()}", planted)
-    command = [sys.executable, "-m", "precision_shim", "doctor", "--against", str(wheel)]
-    done = subprocess.run(
-        [*command, "--framework", framework, "--json"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = ("doctor", "--against", wheel, "--framework", framework, "--json")
+    done = python("-m", "precision_shim", *words, cwd=folder)
     assert (done.returncode, done.stderr) == (0, "")
     told = json.loads(done.stdout)
     assert told["ok"]

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+from ..processes.commands import python
 from .test_on_gpu import NAMES, ROOT
 
 
 def test_every_part_runs_and_every_check_holds(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(tmp_path), "--dry-run"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = python("-m", "benchmarks.gpu", "--out", tmp_path, "--dry-run", cwd=ROOT)
     parts = json.loads((tmp_path / "proof.json").read_text(encoding="utf-8"))["parts"]
     assert {name: part["state"] for name, part in parts.items()} == dict.fromkeys(NAMES, "ran")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from ..processes.commands import python
 
 ROOT = Path(__file__).parents[2]
 NAMES = (
@@ -39,13 +39,7 @@ needs_engine = pytest.mark.skipif(
 @pytest.mark.parametrize("name", NAMES)
 def test_part(name: str, tmp_path: Path) -> None:
     options = ("--parts", name, "--minutes", str(MINUTES), "--out", str(tmp_path))
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-m", "benchmarks.gpu", *options, cwd=ROOT)
     part = json.loads((tmp_path / "proof.json").read_text(encoding="utf-8"))["parts"][name]
     assert part["state"] == "ran", part["reason"]
     assert [one["says"] for one in part["checks"] if one["holds"] is False] == []

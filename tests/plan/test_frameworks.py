@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +17,7 @@ from precision_shim.errors import PlanError
 from precision_shim_adapters.megatron.installed import needs_gather
 
 from ..every_framework import in_force
-from ..processes.commands import command
+from ..processes.commands import command, python
 from .models import QWEN3_30B_A3B
 
 
@@ -390,12 +388,7 @@ def test_no_module_of_verls_or_megatrons_is_imported(model: Path) -> None:
         "    print({'verl', 'megatron', 'ray'} & set(sys.modules), end.code)\n"
     )
     words = ("plan", "--parameters", "7B", "--json", "--", *VERL, "algorithm.adv_estimator=grpo")
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, *words],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    ended = python("-W", "ignore", "-c", code, *words)
     assert ended.stdout.splitlines()[-1] == "set() 0", ended.stderr
 
 

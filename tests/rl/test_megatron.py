@@ -5,8 +5,6 @@ The jobs in fp16 have two ranks and a vLLM each.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 
 from precision_shim.auditing import sent_weights
 
+from ..processes.commands import command
 from . import megatron_on_cpu
 from .conftest import ROLLOUT, Probed, Ran
 from .test_runs import STRICT, same_weights
@@ -161,10 +160,8 @@ def test_what_fp16s_workers_hold(whole: Ran) -> None:
 
 def audited(folder: Path) -> list[sent_weights.Sent]:
     """The records of the sent weights, after the command has found no contradiction."""
-    command = [sys.executable, "-m", "precision_shim", "audit", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "no problems" in done.stdout
+    ended = command("audit", folder)
+    assert (ended.code, "no problems" in ended.out) == (0, True), ended
     read = [half for _, half in sent_weights.read(str(folder))]
     return [half for half in read if isinstance(half, sent_weights.Sent)]
 

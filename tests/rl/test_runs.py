@@ -5,8 +5,6 @@ Every answer is sampled with its own seed (``seeded.py``), so two jobs can be co
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import pytest
 
 from precision_shim.auditing import sent_weights
 
+from ..processes.commands import command
 from .conftest import Ran
 
 FP16, BF16 = "float16", "bfloat16"
@@ -143,10 +142,7 @@ def test_the_audit_has_the_sent_weights_and_finds_no_contradiction(
     assert (sent.framework, sent.subject, sent.asked) == ("verl", "actor", FP16)
     assert sent.sync > 1
     assert sent.sent["weights"].dtypes.keys() == {"fp32"}  # the masters, which the engine rounds
-    command = [sys.executable, "-m", "precision_shim", "audit", str(audits)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "no problems" in done.stdout
+    assert "no problems" in audited(audits)
 
 
 def test_the_lm_head_in_fp32_in_trainer_and_engine(ran: Callable[..., Ran], tmp_path: Path) -> None:
@@ -159,9 +155,14 @@ def test_the_lm_head_in_fp32_in_trainer_and_engine(ran: Callable[..., Ran], tmp_
     assert sent.head == "fp32"
     assert len(done.metrics) == 2
     same_weights(done.weights("engine")[-1], in_the_engine(done.weights("trainer")[-1], BF16))
-    command = [sys.executable, "-m", "precision_shim", "audit", str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    audited(tmp_path)
+
+
+def audited(folder: Path) -> str:
+    """What the command says of records in which it finds no problem."""
+    ended = command("audit", folder)
+    assert ended.code == 0, ended
+    return ended.out
 
 
 PAIRS = [(trainer, rollout) for trainer in ("fp16", "bf16", "fp32") for rollout in

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from precision_shim.errors import DtypeError, UnsupportedPrecisionError
 from precision_shim.precision.dtypes import name_of
 
 from ..every_framework import both_sides as both
+from ..processes.commands import python
 from ..processes.rank_server import Ranks
 from ..processes.ray_cluster import drive
 from ..stand_ins.planted_engines import plant_choices
@@ -531,8 +530,7 @@ def test_a_model_that_vllm_refuses_in_fp16(
 def test_the_plan_names_a_package_that_skyrls_loader_lacks() -> None:
     line = ["plan", "--parameters", "1M", "--", "python3", "-m", ENTRY, "trainer.strategy=fsdp2"]
     code = "import sys; sys.modules['aiohttp'] = None; from precision_shim_tools.cli import main"
-    command = [sys.executable, "-c", f"{code}; main({line})"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    done = python("-c", f"{code}; main({line})")
     assert done.returncode == 2
     said = done.stderr.splitlines()[-1]
     assert f"skyrl {SKYRL}: its own loader" in said

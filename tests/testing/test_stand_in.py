@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 from typing import Any
 
@@ -11,6 +9,8 @@ import pytest
 import torch
 
 from precision_shim_tools.testing import real_transformer_engine, stand_in_transformer_engine
+
+from ..processes.commands import python
 
 without_real = pytest.mark.skipif(
     real_transformer_engine() is not None, reason="the real TransformerEngine is installed"
@@ -74,13 +74,7 @@ def test_megatron_that_was_not_imported_is_patched_and_restored(megatron_core: A
         assert str(utils.get_te_version()) in ("None", "0.0.0")
         assert not any(name.startswith("transformer_engine") for name in sys.modules)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = python("-c", textwrap.dedent(script), timeout=300)
     assert done.returncode == 0, done.stderr
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from ..processes.commands import python
 
 pytestmark = pytest.mark.slow
 
@@ -18,18 +17,10 @@ ROOT = Path(__file__).parents[2]
 
 def drive(driver: str, *words: str, timeout: float = 240, **variables: str) -> dict[str, Any]:
     """What a driver of this folder prints, started as a program with the given variables."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PRECISION_SHIM")}
+    start = ("-W", "ignore", "-m", f"tests.torchtitan.{driver}")
     # Without the source tree on the path, the installed package is tested.
-    environment.pop("PYTHONPATH", None)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", f"tests.torchtitan.{driver}", *words],
-        cwd=ROOT,
-        env={**environment, "OMP_NUM_THREADS": "1", **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=timeout,
-    )
+    variables |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+    done = python(*start, *words, cwd=ROOT, timeout=timeout, **variables)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     assert lines, done.stdout[-3000:] + done.stderr[-3000:]
     return dict(json.loads(lines[-1]))

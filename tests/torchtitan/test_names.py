@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,8 @@ import torch
 
 import precision_shim
 from precision_shim.errors import DtypeError
+
+from ..processes.commands import python
 
 SPELLINGS = {
     "float16": ("fp16", "half", "FP16", " torch.float16 ", "16"),
@@ -201,12 +201,7 @@ print(config.model_dtype)
 @pytest.mark.slow
 def test_the_generators_config() -> None:
     root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", GENERATOR.format(root=root)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-W", "ignore", "-c", GENERATOR.format(root=root))
     lines = [line for line in done.stdout.splitlines() if "onarch" not in line]
     assert lines[:1] == ["float16 bfloat16 auto float32"], done.stdout + done.stderr
     assert "generator.model_dtype='fp17'" in lines[1]

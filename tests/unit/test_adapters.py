@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+
+from ..processes.commands import python
 
 ADAPTERS = ("verl", "skyrl", "nemo_rl", "torchtitan", "areal", "ms_swift")
 
@@ -32,12 +31,7 @@ def test_an_adapters_list_is_the_same_on_every_machine():
     """An adapter's seams are only declarations: importing the adapter inspects nothing."""
     pytest.importorskip("torch")
     pytest.importorskip("wrapt")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", NO_LOOK, *ADAPTERS],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-W", "ignore", "-c", NO_LOOK, *ADAPTERS)
     assert done.returncode == 0, done.stderr
     listed = [line.split() for line in done.stdout.splitlines()]
     assert [name for name, _ in listed] == list(ADAPTERS)

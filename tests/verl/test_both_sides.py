@@ -20,6 +20,7 @@ import precision_shim
 from precision_shim.errors import DtypeError, PrecisionShimWarning, UnsupportedPrecisionError
 
 from ..every_framework import both_sides as both
+from ..processes.commands import python
 from ..processes.rank_server import Ranks
 from ..processes.ray_cluster import drive
 from ..stand_ins.planted_engines import plant_choices
@@ -399,22 +400,11 @@ def test_the_plan_names_a_key_that_it_cannot_resolve(variable: str) -> None:
 # -- verl's own entry point ------------------------------------------------------------------------
 
 
-def launch(words: Sequence[str], **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run ``python -m verl.trainer.main_ppo`` in a process, as a user does."""
-    return subprocess.run(
-        [sys.executable, "-m", "verl.trainer.main_ppo", *words],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-
-
 @pytest.mark.slow
 def test_strict_ends_the_driver_before_ray_starts(tmp_path: Path) -> None:
     words = [*side("actor", "fp16"), f"hydra.run.dir={tmp_path}"]
-    ended = launch(words, PRECISION_SHIM="strict")
+    cpu = {"CUDA_VISIBLE_DEVICES": "", "PRECISION_SHIM": "strict"}
+    ended = python("-m", "verl.trainer.main_ppo", *words, timeout=240, **cpu)
     assert ended.returncode == 1
     assert f"Write {ROLLOUT}.dtype=float16" in ended.stderr
     assert "Started a local Ray instance" not in ended.stderr + ended.stdout

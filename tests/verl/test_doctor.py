@@ -6,14 +6,12 @@ installations of these tests have metadata and an importable package only.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 
 import pytest
 from packaging.version import Version
 
+from ..processes.commands import python
 from .conftest import VERL
 
 pytestmark = [
@@ -38,17 +36,6 @@ OptimizerConfig(
     exp_avg_dtype="bf16",
 )
 """
-
-
-def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("PRECISION_SHIM")}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**clean, **variables},
-    )
 
 
 def doctor(**variables: str) -> tuple[int, str, str]:

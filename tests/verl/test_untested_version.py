@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 
 import pytest
 from packaging.version import Version
 
+from ..processes.commands import python
 from .conftest import VERL
 
 pytestmark = pytest.mark.skipif(
@@ -52,13 +51,8 @@ print("RESULT " + json.dumps({"found": found, "status": status, "groups": groups
 def test_patched_whole_or_not_at_all() -> None:
     import json
 
-    done = subprocess.run(
-        [sys.executable, "-W", "always::UserWarning:precision_shim", "-c", textwrap.dedent(SCRIPT)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
+    always = ("-W", "always::UserWarning:precision_shim")
+    done = python(*always, "-c", textwrap.dedent(SCRIPT), timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
     result = json.loads(line.removeprefix("RESULT "))

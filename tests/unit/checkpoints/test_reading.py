@@ -6,8 +6,6 @@ import io
 import json
 import os
 import pickle
-import subprocess
-import sys
 from collections import OrderedDict
 from functools import partial
 from pathlib import Path
@@ -26,6 +24,7 @@ from precision_shim_tools.checkpoint.values import samples
 from precision_shim_tools.cli import main
 from precision_shim_tools.cli.checkpoint import _config
 
+from ...processes.commands import python
 from .written import (
     ELEMENTS,
     KINDS,
@@ -322,12 +321,7 @@ main()
 def test_without_torch(tmp_path: Path, kind: str) -> None:
     """The base install lists a checkpoint's content, and reports that nothing can be resumed."""
     folder = KINDS[kind](tmp_path / "saved")
-    done = subprocess.run(
-        [sys.executable, "-c", _WITHOUT_TORCH, "checkpoint", "--json", "--framework=verl", folder],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-c", _WITHOUT_TORCH, "checkpoint", "--json", "--framework=verl", folder)
     assert done.stderr == ""
     found = json.loads(done.stdout)
     (part,) = found["parts"]

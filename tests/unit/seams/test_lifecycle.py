@@ -6,13 +6,14 @@ import importlib
 import inspect
 import json
 import pickle
-import subprocess
 import sys
 import threading
 
 import pytest
 
 from precision_shim.errors import SeamError
+
+from ...processes.commands import python
 
 cloudpickle = pytest.importorskip("cloudpickle")
 
@@ -277,12 +278,7 @@ def test_another_process_sees_nothing_unless_it_is_patched_itself(lab, write_mod
     root = write_modules({})
     lab.install(lab.seam(OPS), lab.seam(ADD))
     sent = pickle.dumps([lab.ops.scale, lab.ops.Box(5).add]).hex()
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", CHILD, str(root), sent],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    done = python("-W", "error", "-c", CHILD, root, sent)
     assert json.loads(done.stdout) == [6, 6, "function"]
 
 
