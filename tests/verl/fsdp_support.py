@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from ..stand_ins.tiny_models import VOCABULARY
 from .support import batch as supervised_batch
+from .support import training_config, value_loss
 
 VERL = Version(version("verl"))
 LEGACY = Version("0.8") > VERL
@@ -191,12 +192,6 @@ def loss_function(weights: Sequence[float] = (1.0, 1.0), *, critic: bool = False
 
     left = iter(weights)
 
-    def value_loss(model_output: Any, data: Any, dp_group: Any = None) -> Any:
-        values = model_output["values"]
-        values = values.values() if values.is_nested else values
-        error = values.float().flatten() - data["returns"].values().float().flatten()
-        return error.square().mean(), {}
-
     made = value_loss if critic else partial(sft_loss, None)
 
     def weighted(*args: Any, **kwargs: Any) -> Any:
@@ -286,21 +281,11 @@ def furthest(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> f
 
 def training_worker(one: Any, *, critic: bool = False) -> Any:
     """verl's real ``TrainingWorker`` around an engine."""
-    from verl.workers.config import TrainingWorkerConfig
     from verl.workers.engine import base
     from verl.workers.engine_workers import TrainingWorker
 
     base.EngineRegistry.new = classmethod(lambda *args, **kwargs: one)
-    fields = {
-        "model_type": "value_model" if critic else "language_model",
-        "model_config": one.model_config,
-        "engine_config": one.engine_config,
-        "optimizer_config": one.optimizer_config,
-        "checkpoint_config": one.checkpoint_config,
-    }
-    known = inspect.signature(TrainingWorkerConfig).parameters
-    worker = TrainingWorker(TrainingWorkerConfig(**{k: v for k, v in fields.items() if k in known}))
-    return worker
+    return TrainingWorker(training_config(one, critic=critic))
 
 
 class Legacy:

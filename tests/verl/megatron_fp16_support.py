@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,23 +11,13 @@ import torch
 from packaging.version import Version
 
 from .conftest import VERL
-from .support import batch, engine, optim_config
+from .support import batch, engine, optim_config, training_config, value_loss
 
 BRIDGE_FOR_CRITIC = Version("0.9.0") == VERL
 """In verl 0.9.0 building a critic through mbridge raises verl's own TypeError."""
 
 CRITIC_RUNS = Version("0.8") <= VERL
 """In 0.7's engine a critic raises verl's own TypeError before the first loss."""
-
-
-def value_loss(
-    model_output: Any, data: Any, dp_group: Any = None
-) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Squared error of the values; verl's own loss needs the trainer's padded fields."""
-    values = model_output["values"]
-    values = values.values() if values.is_nested else values
-    error = values.float().flatten() - data["returns"].values().float().flatten()
-    return error.square().mean(), {}
 
 
 class Training:
@@ -46,7 +35,6 @@ class Training:
         overrides_of_model: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        from verl.workers.config import TrainingWorkerConfig
         from verl.workers.engine import base
         from verl.workers.utils.losses import sft_loss
 
@@ -60,19 +48,9 @@ class Training:
         for name in ("max_memory_allocated", "max_memory_reserved"):
             patch.setattr(torch.cpu, name, lambda: 0, raising=False)  # torch.cpu lacks these
         patch.setattr(base.EngineRegistry, "new", classmethod(lambda *args, **kwargs: self.engine))
-        fields = {
-            "model_type": "value_model" if critic else "language_model",
-            "model_config": self.engine.model_config,
-            "engine_config": self.engine.engine_config,
-            "optimizer_config": self.engine.optimizer_config,
-            "checkpoint_config": self.engine.checkpoint_config,
-        }
-        known = inspect.signature(TrainingWorkerConfig).parameters
         module, _, name = kind.partition(":")
         worker = getattr(__import__(module, fromlist=[name]), name)
-        self.worker = worker(
-            TrainingWorkerConfig(**{key: value for key, value in fields.items() if key in known})
-        )
+        self.worker = worker(training_config(self.engine, critic=critic))
         self.worker.flops_counter.estimate_flops = lambda *args, **kwargs: (0.0, 1.0)
         self.worker.reset()
         self.worker.set_loss_fn(value_loss if critic else partial(sft_loss, None))

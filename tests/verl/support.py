@@ -58,6 +58,25 @@ def optim_config(**fields: Any) -> Any:
     return McoreOptimizerConfig(total_training_steps=10, **(values | fields))
 
 
+def value_loss(model_output: Any, data: Any, dp_group: Any = None) -> tuple[Any, dict[str, Any]]:
+    """Squared error of the values; verl's own loss needs the trainer's padded fields."""
+    values = model_output["values"]
+    values = values.values() if values.is_nested else values
+    error = values.float().flatten() - data["returns"].values().float().flatten()
+    return error.square().mean(), {}
+
+
+def training_config(one: Any, *, critic: bool) -> Any:
+    """The config of verl's ``TrainingWorker`` for an engine; old versions have fewer fields."""
+    from verl.workers.config import TrainingWorkerConfig
+
+    names = ("model_config", "engine_config", "optimizer_config", "checkpoint_config")
+    fields = {name: getattr(one, name) for name in names}
+    fields["model_type"] = "value_model" if critic else "language_model"
+    known = inspect.signature(TrainingWorkerConfig).parameters
+    return TrainingWorkerConfig(**{key: value for key, value in fields.items() if key in known})
+
+
 def engine(
     checkpoint: Path,
     dtype: str,
