@@ -124,12 +124,14 @@ def test_auto_is_left_to_the_engine(shim: Any, sides: Areal) -> None:
     assert sides.handed(sides.run(sides.job("bf16", "auto"))) == "auto"
 
 
-def test_a_job_without_a_rollout(shim: Any, sides: Areal) -> None:
-    from areal.api.cli_args import SFTConfig, parse_cli_args, to_structured_cfg
+@pytest.mark.parametrize("kind", ["SFTConfig", "DPOConfig"])
+def test_a_job_without_a_rollout(shim: Any, sides: Areal, kind: str) -> None:
+    from areal.api import cli_args
 
     shim(frameworks="areal", strict=True)
     sides.file.write_text(YAML)
     words = ["--config", str(sides.file), "~rollout", "~sglang", "~vllm", "actor.dtype=float16"]
-    written, _ = parse_cli_args(words)
-    sides.run = lambda job: to_structured_cfg(written, config_cls=SFTConfig)  # type: ignore[method-assign]
+    written, _ = cli_args.parse_cli_args(words)
+    made = getattr(cli_args, kind)
+    sides.run = lambda job: cli_args.to_structured_cfg(written, config_cls=made)  # type: ignore[method-assign]
     assert sides.start(words).chosen == {}
