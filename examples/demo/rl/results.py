@@ -143,7 +143,8 @@ def draw(path: Path, courses: Mapping[str, Sequence[Course]], title: str, forced
                 markersize=10, markeredgewidth=2.5,
             )  # fmt: skip
         axis.set_yscale("log", base=2)
-        axis.set_title(f"Loss scale with the shim; x: step skipped\n({forced})", loc="left")
+        told = "Loss scale with the shim, a line for each seed; x: skipped"
+        axis.set_title(f"{told}\n({forced})", loc="left")
         axis.set_ylabel(METRICS["scale"])
         for axis in axes.values():
             axis.spines[["top", "right"]].set_visible(False)
