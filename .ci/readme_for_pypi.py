@@ -1,8 +1,8 @@
 """The description of the package: README without what only a checkout has.
 
 An index of packages shows README by itself, so links to other files of the repository would lead
-nowhere: their words stay, the links go, and pictures with their captions. Who reads it there installs
-from there, not from a clone.
+nowhere: their words stay, the links go, and pictures with their captions. Whoever reads it there
+installs from there, not from a clone.
 """
 
 from __future__ import annotations
