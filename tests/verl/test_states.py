@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+import warnings
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -111,6 +112,22 @@ def test_an_unpatched_megatron_reads_fp32_parameters(
         return
     tiny.load(*second, tmp_path / "saved")
     assert tiny.train(*second, steps=3, first=5) == straight
+
+
+def test_masters_that_the_job_keeps_in_fp16(fused_adam: str, tmp_path: Path) -> None:
+    """fp32 masters are rounded, with a warning; those that were rounded before are not."""
+    whole = AWARE | {"store_param_remainders": False}
+    rounds = whole | {"main_params_dtype": torch.float16}
+    with shim(on=True, policy="as-configured"):
+        first, second = build("bf16", **whole), build("bf16", seed=1, **rounds)
+        tiny.train(*first, steps=2)
+        tiny.save(*first, tmp_path / "fp32", "dp_reshardable")
+        with pytest.warns(PrecisionShimWarning, match="fp32 masters were rounded"):
+            tiny.load(*second, tmp_path / "fp32")
+        tiny.save(*second, tmp_path / "fp16", "dp_reshardable")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", PrecisionShimWarning)
+            tiny.load(*build("bf16", seed=2, **rounds), tmp_path / "fp16")
 
 
 def test_on_two_ranks(megatron_ranks: Ranks) -> None:
